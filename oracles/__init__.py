@@ -1,0 +1,1 @@
+"""What is true: problem and mask values, float64 references, the derived error bound."""

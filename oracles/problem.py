@@ -1,0 +1,167 @@
+"""A problem as a value: everything that determines the bits, and its one JSON codec."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from oracles.mask import Mask
+
+__all__ = ["DTYPES", "LAYOUTS", "MASKS", "TENSORS", "VERSION", "Problem"]
+
+VERSION = 1
+DTYPES = ("fp16", "bf16", "fp32", "fp64")
+LAYOUTS = ("bhsd", "bshd", "padded", "offset", "expanded")
+TENSORS = ("q", "k", "v", "dout")
+MASKS: dict[str, type[Mask]] = {"Mask": Mask}
+_SIZES = ("B", "H", "Hk", "M", "N", "D", "Dv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One attention problem, forward and backward, down to the bits of its inputs.
+
+    Args:
+        B: Batch entries.
+        H: Query heads, a multiple of Hk.
+        Hk: Key/value heads.
+        M: Query rows (seqlen_q).
+        N: Keys (seqlen_k).
+        D: head_dim of q and k.
+        Dv: head_dim of v and out.
+        dtype: "fp16", "bf16", "fp32" or "fp64".
+        mask: What each query sees.
+        sm_scale: Factor on q.k; None is D**-0.5.
+        layouts: Storage of q, k, v, dout, one of LAYOUTS each.
+        inputs: Input family of q, k, v (``properties.families``).
+        dout: Family of the output's gradient.
+        dirty: What stands in padding rows and keys.
+        config: Name of the subject's tile configuration.
+        seed: Seed of the value streams.
+        device: "cpu" or "cuda".
+
+    Raises:
+        TypeError: A field is of the wrong type.
+        ValueError: A field is out of range.
+    """
+
+    B: int = 1
+    H: int = 1
+    Hk: int = 1
+    M: int = 1
+    N: int = 1
+    D: int = 16
+    Dv: int = 16
+    dtype: str = "fp32"
+    mask: Mask = field(default_factory=Mask)
+    sm_scale: float | None = None
+    layouts: tuple[str, str, str, str] = ("bhsd", "bhsd", "bhsd", "bhsd")
+    inputs: str = "normal"
+    dout: str = "normal"
+    dirty: str = "zero"
+    config: str = "default"
+    seed: int = 0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in (*_SIZES, "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}; needs an int")
+            if value < (1 if name in ("H", "Hk", "D", "Dv") else 0):
+                raise ValueError(f"{name} is {value}; too small")
+        if self.H % self.Hk:
+            raise ValueError(f"H is {self.H}; needs a multiple of Hk = {self.Hk}")
+        for name in ("inputs", "dout", "dirty", "config"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; needs a str")
+        for name, known in (("dtype", DTYPES), ("device", ("cpu", "cuda"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; needs one of {known}")
+        object.__setattr__(self, "layouts", tuple(self.layouts))
+        if len(self.layouts) != len(TENSORS) or any(x not in LAYOUTS for x in self.layouts):
+            raise ValueError(f"layouts is {self.layouts!r}; needs four of {LAYOUTS}")
+        if self.sm_scale is not None:
+            if isinstance(self.sm_scale, bool) or not isinstance(self.sm_scale, float | int):
+                raise TypeError(f"sm_scale is {self.sm_scale!r}; needs None or a float")
+            if not (math.isfinite(self.sm_scale) and self.sm_scale > 0):
+                raise ValueError(f"sm_scale is {self.sm_scale}; needs to be finite and > 0")
+        if not isinstance(self.mask, Mask):
+            raise TypeError(f"mask is {self.mask!r}; needs a Mask")
+        self.mask.lengths(self.B, self.M, self.N)
+
+    @property
+    def scale(self) -> float:
+        """The softmax scale in force."""
+        return float(self.D) ** -0.5 if self.sm_scale is None else float(self.sm_scale)
+
+    @property
+    def G(self) -> int:
+        """Query heads per key/value head."""
+        return self.H // self.Hk
+
+    def to_json(self) -> str:
+        """One line of JSON; fields at their default are left out."""
+        record: dict[str, Any] = {"version": VERSION}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if item.name == "mask":
+                mask = {
+                    f.name: getattr(value, f.name)
+                    for f in dataclasses.fields(value)
+                    if getattr(value, f.name) != f.default
+                }
+                if mask:
+                    record["mask"] = {"type": type(value).__name__, **mask}
+            elif value != item.default:
+                record[item.name] = value
+        return json.dumps(record, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Problem:
+        """Reads ``to_json``'s form; nothing in it is evaluated or imported.
+
+        Raises:
+            ValueError: Not JSON, another version, an unknown field or mask, a value out of range.
+        """
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"problem is not JSON ({error}): {text[:80]!r}") from None
+        return cls.from_record(record)
+
+    @classmethod
+    def from_record(cls, record: object) -> Problem:
+        """``from_json`` for JSON that is already parsed."""
+        if not isinstance(record, dict):
+            raise ValueError(f"problem is {record!r}; needs a JSON object")
+        fields = dict(record)
+        version = fields.pop("version", None)
+        if version != VERSION:
+            raise ValueError(f"problem has version {version!r}; this suite reads version {VERSION}")
+        known = {item.name for item in dataclasses.fields(cls)}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise ValueError(f"problem has unknown fields {unknown}; known are {sorted(known)}")
+        try:
+            if "mask" in fields:
+                fields["mask"] = _mask_from_record(fields["mask"])
+            if "layouts" in fields:
+                fields["layouts"] = tuple(fields["layouts"])
+            return cls(**fields)
+        except TypeError as error:
+            raise ValueError(f"problem is malformed: {error}") from None
+
+
+def _mask_from_record(record: object) -> Mask:
+    """Looks the mask up among the registered classes; an unknown one cannot be replayed."""
+    if not isinstance(record, dict):
+        raise ValueError(f"mask is {record!r}; needs a JSON object")
+    fields = dict(record)
+    name = fields.pop("type", None)
+    if name not in MASKS:
+        raise ValueError(f"mask type {name!r} is not replayable; registered are {sorted(MASKS)}")
+    return MASKS[name](**fields)

@@ -1,0 +1,72 @@
+"""A counter-based integer stream: the same values on every device and for every library version.
+
+Each value is a hash of (seed, name, index), so a tensor's values depend on nothing that was drawn
+before. Only integer operations and exactly rounded float64 operations are used; no library
+generator, no transcendental function.
+
+Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["integers", "normal", "uniform"]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits as ``value`` modulo 2**64."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical (zero-filling) right shift of int64."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    for shift, factor in _ROUNDS:
+        bits = (bits ^ _shift_right(bits, shift)) * _signed(factor)
+    return bits ^ _shift_right(bits, 31)
+
+
+def integers(
+    seed: int, name: str, shape: Sequence[int], device: torch.device | str = "cpu", word: int = 0
+) -> torch.Tensor:
+    """64 pseudo-random bits per element as int64; ``word`` selects independent streams."""
+    key = _signed(zlib.crc32(f"{name}/{word}".encode()) * _GOLDEN + seed * 0xD1342543DE82EF95)
+    start = _mix(torch.tensor(key, dtype=torch.int64, device=device))
+    index = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
+    return _mix(start + (index + 1) * _signed(_GOLDEN)).view(*shape)
+
+
+def uniform(
+    seed: int, name: str, shape: Sequence[int], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Uniform float64 in [0, 1), multiples of 2**-53."""
+    return _shift_right(integers(seed, name, shape, device), 11).to(torch.float64) * 2.0**-53
+
+
+def normal(
+    seed: int, name: str, shape: Sequence[int], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Nearly normal float64: mean 0, variance 1, symmetric, |x| <= 6.
+
+    The sum of twelve 16-bit uniforms (Irwin-Hall), exact in integers, so that the value does not
+    depend on anyone's logarithm or cosine.
+    """
+    total = torch.zeros(tuple(shape), dtype=torch.int64, device=device)
+    for word in range(3):
+        bits = integers(seed, name, shape, device, word=word + 1)
+        for chunk in range(4):
+            total += (bits >> (16 * chunk)) & 0xFFFF
+    # Each chunk has mean 32767.5 and variance (2**32 - 1) / 12, so the sum's spread is 2**16.
+    return (total.to(torch.float64) - 12 * 32767.5) * 2.0**-16

@@ -1,0 +1,1 @@
+"""What must hold: strategies, input families, checks, the subject contract, reports."""

@@ -1,0 +1,73 @@
+"""The five outputs of attention forward and backward, and what a subject declares of its numerics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+__all__ = ["OUTPUTS", "Numerics", "Outputs"]
+
+Array = TypeVar("Array")
+
+OUTPUTS = ("out", "lse", "dq", "dk", "dv")
+
+
+class Outputs(NamedTuple, Generic[Array]):
+    """One array per output: out (B,H,M,Dv), lse (B,H,M), dq, dk, dv shaped as q, k, v."""
+
+    out: Array
+    lse: Array
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """The declarations that choose the error bound; the defaults are those of our kernels.
+
+    Args:
+        dots: "ieee", or "tf32" for fp32 inputs whose dots run in TF32.
+        accumulator: h, the accumulation constant: 1 for IEEE fp32 and Hopper, 2 for A100-like,
+            4 for V100-like tensor cores.
+        block_n: Width of the key tiles, 16 where unknown.
+        prescales: Operands multiplied by the scale and rounded before the dot: "none", "q", "k",
+            "qk".
+        p_dtype: P is cast to the "input" dtype before its dot, or stays "fp32".
+        ds_scaled: dS is multiplied by sm_scale before its cast.
+        ds_roundings: How often dS (and P) is rounded to its dtype.
+        p_normalised: Softmax first, then the cast.
+        l_order: The softmax sum runs in "any" order, or "tile" by tile.
+        l_from: l is summed from the "unrounded" or the "rounded" P.
+        group_sum: dk, dv are summed over a group of heads in "fp32" or in their "dtype".
+    """
+
+    dots: str = "ieee"
+    accumulator: float = 1.0
+    block_n: int = 16
+    prescales: str = "none"
+    p_dtype: str = "input"
+    ds_scaled: bool = False
+    ds_roundings: int = 1
+    p_normalised: bool = False
+    l_order: str = "any"
+    l_from: str = "unrounded"
+    group_sum: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; needs one of {known}")
+        for name in ("accumulator", "block_n", "ds_roundings"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; needs a number >= 1")
+
+
+_CHOICES = {
+    "dots": ("ieee", "tf32"),
+    "prescales": ("none", "q", "k", "qk"),
+    "p_dtype": ("input", "fp32"),
+    "l_order": ("any", "tile"),
+    "l_from": ("unrounded", "rounded"),
+    "group_sum": ("fp32", "dtype"),
+}

@@ -1,4 +1,4 @@
-"""The five outputs of attention forward and backward, and what a subject declares of its numerics."""
+"""The five outputs of attention, forward and backward, and what a subject says of its numerics."""
 
 from __future__ import annotations
 

@@ -1,0 +1,102 @@
+"""The public call, differentiable and validated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fa_kernels.arguments import Arguments, MaskLike, check
+from fa_kernels.configs import Config
+from fa_kernels.launch import launch_backward, launch_forward
+
+__all__ = ["flash_attention"]
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Ties forward and backward kernels together; saves q, k, v, out and lse."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, arguments: Arguments):
+        out, lse = launch_forward(q, k, v, arguments)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.arguments = arguments
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _dlse):
+        if dout is None:
+            return None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *launch_backward(q, k, v, out, lse, dout, ctx.arguments), None
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: MaskLike | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    seqlens_q: Sequence[int] | torch.Tensor | None = None,
+    seqlens_k: Sequence[int] | torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    backward: str = "two_pass",
+    config: Config | str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention softmax(sm_scale q k') v over the visible keys, without the M x N matrix.
+
+    Query m of batch entry b stands at p = m + seqlens_k[b] - seqlens_q[b] (bottom-right alignment)
+    and sees the keys n with p - window_left <= n <= p + window_right, inclusive. A row that sees no
+    key gives out = 0, lse = -inf and takes no part in the gradients. Whatever stands in padding
+    (rows past seqlens_q, keys past seqlens_k) influences nothing and gets zero gradients.
+
+    Args:
+        q: (B, H, M, D), fp16, bf16, fp32 or float64, any strides.
+        k: (B, Hk, N, D) with H a multiple of Hk, dtype and device of q, any strides.
+        v: (B, Hk, N, Dv), likewise; D and Dv from 1 to 256.
+        mask: An object with the attributes of ``MaskLike``, in place of the next four.
+        causal: window_right = 0.
+        window: (window_left, window_right), ints >= 0, None is unbounded.
+        seqlens_q: Valid rows, B ints in [0, M] or an int32 tensor (B,) on the device of q, whose
+            values are not checked but clamped to [0, M] by the kernels (no synchronisation).
+        seqlens_k: Valid keys, B ints in [0, N] or an int32 tensor, likewise.
+        sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.
+        return_lse: Also return the log-sum-exp.
+        backward: "two_pass": dk and dv in one kernel, dq in another, repeatable to the bit.
+        config: Tile configuration, a ``Config`` or a name in ``CONFIGS``; None is "default".
+
+    Returns:
+        out (B, H, M, Dv) in the dtype of q; with ``return_lse`` also lse (B, H, M), the natural
+        log-sum-exp of the scaled visible scores, float32 (float64 for float64), not differentiable.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; the message says which, and what it needs.
+        NotImplementedError: What the arguments ask for is not supported.
+
+    Numerics: float32 accumulation (float64 for float64), P and dS rounded once to the input dtype
+    before their dots, fp32 dots in IEEE precision unless ``config`` says "tf32".
+
+    Source: FlashAttention-2 (arXiv:2307.08691).
+    """
+    arguments = check(
+        q,
+        k,
+        v,
+        mask=mask,
+        causal=causal,
+        window=window,
+        seqlens_q=seqlens_q,
+        seqlens_k=seqlens_k,
+        sm_scale=sm_scale,
+        backward=backward,
+        config=config,
+    )
+    out, lse = _FlashAttention.apply(q, k, v, arguments)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,129 @@
+"""Tile configurations: a small explicit table, no autotuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["CONFIGS", "Config", "Tile", "resolve"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a kernel's tiles and how a GPU runs them.
+
+    Args:
+        block_m: Query rows of a tile, a power of two >= 16.
+        block_n: Keys of a tile, a power of two >= 16.
+        num_warps: Warps of a program, a power of two <= 16.
+        num_stages: Depth of the software pipeline, >= 1.
+
+    Raises:
+        TypeError: A field is not an int.
+        ValueError: A field is out of range.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "num_warps", "num_stages"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}; needs an int")
+        for name in ("block_m", "block_n"):
+            value = getattr(self, name)
+            if not 16 <= value <= 256 or value & (value - 1):
+                raise ValueError(f"{name} is {value}; needs a power of two in [16, 256]")
+        if not 1 <= self.num_warps <= 16 or self.num_warps & (self.num_warps - 1):
+            raise ValueError(f"num_warps is {self.num_warps}; needs a power of two in [1, 16]")
+        if not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages is {self.num_stages}; needs an int in [1, 8]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Tiles of the three matrix kernels and the arithmetic of fp32 dots.
+
+    Args:
+        forward: Tile of the forward kernel; None takes the default for dtype and head_dim.
+        dkdv: Tile of the dk/dv kernel.
+        dq: Tile of the dq kernel.
+        dots: "ieee", or "tf32" to run the dots of fp32 inputs in TF32.
+    """
+
+    forward: Tile | None = None
+    dkdv: Tile | None = None
+    dq: Tile | None = None
+    dots: str = field(default="ieee")
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "dkdv", "dq"):
+            if not isinstance(getattr(self, name), Tile | None):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; needs a Tile or None")
+        if self.dots not in ("ieee", "tf32"):
+            raise ValueError(f"dots is {self.dots!r}; needs 'ieee' or 'tf32'")
+
+
+def _square(block_m: int, block_n: int, warps: int = 1, dots: str = "ieee") -> Config:
+    """The same small tile for all three kernels."""
+    tile = Tile(block_m, block_n, warps, 1)
+    return Config(forward=tile, dkdv=tile, dq=tile, dots=dots)
+
+
+CONFIGS: dict[str, Config] = {
+    "default": Config(),
+    "tf32": Config(dots="tf32"),
+    "16x16": _square(16, 16),
+    "16x32": _square(16, 32),
+    "32x16": _square(32, 16),
+    "32x32": _square(32, 32, warps=2),
+    "64x32": _square(64, 32, warps=4),
+    "32x64": _square(32, 64, warps=4),
+    "16x16-tf32": _square(16, 16, dots="tf32"),
+}
+
+
+def _default_tiles(dtype: torch.dtype, block_d: int) -> tuple[Tile, Tile, Tile]:
+    """(forward, dkdv, dq) tiles for a dtype and the larger padded head_dim."""
+    if dtype in (torch.float16, torch.bfloat16):
+        if block_d <= 64:
+            return Tile(128, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)
+        if block_d == 128:
+            return Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)
+        return Tile(64, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)
+    if dtype == torch.float32 and block_d <= 128:
+        return Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)
+    return Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)
+
+
+def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Config:
+    """Fills in what ``config`` leaves open.
+
+    Args:
+        config: A Config, the name of one in CONFIGS, or None for "default".
+        dtype: Dtype of the inputs.
+        block_d: The larger of head_dim and head_dim_v, padded to a power of two.
+
+    Raises:
+        TypeError: ``config`` is none of these.
+        ValueError: There is no configuration of that name.
+    """
+    if config is None:
+        config = "default"
+    if isinstance(config, str):
+        if config not in CONFIGS:
+            raise ValueError(f"config is {config!r}; needs one of {sorted(CONFIGS)}, or a Config")
+        config = CONFIGS[config]
+    if not isinstance(config, Config):
+        raise TypeError(f"config is {config!r}; needs a Config, a name or None")
+    forward, dkdv, dq = _default_tiles(dtype, block_d)
+    return Config(
+        forward=config.forward or forward,
+        dkdv=config.dkdv or dkdv,
+        dq=config.dq or dq,
+        dots=config.dots,
+    )

@@ -1,0 +1,55 @@
+"""delta = rowsum(out * dout), read by both backward kernels.
+
+Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 4.
+"""
+
+import triton.language as tl
+
+from fa_kernels.kernels.kernel import kernel
+from fa_kernels.kernels.tiles import head_matrix, load_tile
+
+__all__ = ["delta_kernel"]
+
+
+@kernel
+def delta_kernel(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    stride_ob: tl.int64,
+    stride_oh: tl.int64,
+    stride_om: tl.int64,
+    stride_od: tl.int64,
+    H: tl.int32,
+    M: tl.int32,
+    Dv: tl.int32,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Writes delta (B,H,M) for BLOCK_M rows of one head; 0 where no key is visible.
+
+    ``stride_o*`` are the strides of dout. There is one compiled form for all strides: a layout that
+    followed them would reorder the sum over head_dim and change its bits.
+    """
+    m_blocks = tl.cdiv(M, BLOCK_M)
+    m_block = tl.program_id(0) % m_blocks
+    bh = tl.program_id(0) // m_blocks
+    offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_dv = tl.arange(0, BLOCK_DV)[None, :]
+    row = bh.to(tl.int64) * M + offs_m
+    lse = tl.load(lse_ptr + row, mask=offs_m < M, other=-float("inf"))
+    # dout of a row without a visible key may hold anything: it is not read.
+    live = (lse != -float("inf"))[:, None]
+    douts = head_matrix(
+        dout_ptr, bh // H, bh % H, stride_ob, stride_oh, stride_om, stride_od, Dv, False
+    )
+    dout = load_tile(douts, tl.where(live, offs_m[:, None], M), offs_dv, M, False, True)
+    out = tl.load(
+        out_ptr + row[:, None] * Dv + offs_dv,
+        mask=live & (offs_dv < Dv),
+        other=0.0,
+    )
+    delta = tl.sum(out.to(ACC) * dout.to(ACC), 1)
+    tl.store(delta_ptr + row, delta, mask=offs_m < M)

@@ -1,0 +1,183 @@
+"""dk and dv: one program a key tile, K and V resident, over the query tiles of all heads of a group.
+
+Everything is transposed, (BLOCK_N, BLOCK_M), so that P' and dS' are left operands as they stand.
+
+Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
+"""
+
+import triton
+import triton.language as tl
+
+from fa_kernels.kernels.kernel import kernel
+from fa_kernels.kernels.tiles import (
+    LOG2E,
+    base2_lse,
+    element_mask,
+    head_matrix,
+    load_tile,
+    scale_from_bits,
+    store_rows,
+    valid_lengths,
+)
+from fa_kernels.ranges import visible_tiles
+
+__all__ = ["dkdv_kernel"]
+
+
+@triton.jit
+def _accumulate(
+    dk,
+    dv,
+    k,
+    v,
+    queries,
+    douts,
+    lse_pointer,
+    delta_pointer,
+    view,
+    offs_n,
+    m_block_lo,
+    m_block_hi,
+    qk_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    DOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds the query tiles [m_block_lo, m_block_hi) of one head to dk and dv."""
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    for m_block in range(m_block_lo, m_block_hi):
+        offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = offs_m
+        if MASKED:
+            lse = tl.load(lse_pointer + offs_m, mask=offs_m < view[0], other=-float("inf"))
+            delta = tl.load(delta_pointer + offs_m, mask=offs_m < view[0], other=0.0)
+            # dout of a row without a visible key may hold anything: it is not read.
+            rows = tl.where(lse == -float("inf"), view[0], offs_m)
+        else:
+            lse = tl.load(lse_pointer + offs_m)
+            delta = tl.load(delta_pointer + offs_m)
+        # (BLOCK_D, BLOCK_M)
+        q_t = load_tile(queries, offs_m[None, :], offs_d[:, None], view[0], ALIGNED, MASKED)
+        # (BLOCK_N, BLOCK_M)
+        scores = tl.dot(k, q_t, input_precision=DOTS, out_dtype=ACC)
+        p = tl.exp2(scores * qk_scale - base2_lse(lse)[None, :])
+        if MASKED:
+            seen = element_mask(offs_m[None, :], offs_n[:, None], view)
+            p = tl.where(seen, p, 0.0)
+        # (BLOCK_M, BLOCK_DV)
+        dout = load_tile(douts, rows[:, None], offs_dv[None, :], view[0], ALIGNED, MASKED)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS, out_dtype=ACC)
+        # (BLOCK_N, BLOCK_M)
+        dp = tl.dot(v, tl.trans(dout), input_precision=DOTS, out_dtype=ACC)
+        ds = p * (dp - delta[None, :])
+        if MASKED:
+            # Selected, not multiplied by p = 0: a hidden v near the maximum makes dp infinite.
+            ds = tl.where(seen, ds, 0.0)
+        dk = tl.dot(ds.to(q_t.dtype), tl.trans(q_t), dk, input_precision=DOTS, out_dtype=ACC)
+    return dk, dv
+
+
+@kernel
+def dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    seqlens_q_ptr,
+    seqlens_k_ptr,
+    stride_qb: tl.int64,
+    stride_qh: tl.int64,
+    stride_qm: tl.int64,
+    stride_qd: tl.int64,
+    stride_kb: tl.int64,
+    stride_kh: tl.int64,
+    stride_kn: tl.int64,
+    stride_kd: tl.int64,
+    stride_vb: tl.int64,
+    stride_vh: tl.int64,
+    stride_vn: tl.int64,
+    stride_vd: tl.int64,
+    stride_ob: tl.int64,
+    stride_oh: tl.int64,
+    stride_om: tl.int64,
+    stride_od: tl.int64,
+    H: tl.int32,
+    G: tl.int32,
+    M: tl.int32,
+    N: tl.int32,
+    D: tl.int32,
+    Dv: tl.int32,
+    window_left: tl.int32,
+    window_right: tl.int32,
+    sm_scale_bits: tl.int64,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    DOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), contiguous, for one key tile of one kv head.
+
+    ``stride_o*`` are the strides of dout.
+    """
+    n_blocks = tl.cdiv(N, BLOCK_N)
+    n_block = tl.program_id(0) % n_blocks
+    bh_k = tl.program_id(0) // n_blocks
+    Hk = H // G
+    b = bh_k // Hk
+    h_k = bh_k % Hk
+    seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
+    view = (seqlen_q, seqlen_k, window_left, window_right)
+    keys = head_matrix(k_ptr, b, h_k, stride_kb, stride_kh, stride_kn, stride_kd, D, ALIGNED)
+    values = head_matrix(v_ptr, b, h_k, stride_vb, stride_vh, stride_vn, stride_vd, Dv, ALIGNED)
+
+    offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    k = load_tile(keys, offs_n[:, None], offs_d[None, :], seqlen_k, ALIGNED, True)
+    v = load_tile(values, offs_n[:, None], offs_dv[None, :], seqlen_k, ALIGNED, True)
+    sm_scale = scale_from_bits(sm_scale_bits)
+    qk_scale = (sm_scale * LOG2E).to(ACC)
+
+    dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
+    lo, full_lo, full_hi, hi = visible_tiles(
+        n_block * BLOCK_N, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M
+    )
+    for g in range(0, G):
+        h = h_k * G + g
+        queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D, ALIGNED)
+        douts = head_matrix(
+            dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv, ALIGNED
+        )
+        row = (b * H + h).to(tl.int64) * M
+        dk, dv = _accumulate(
+            dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
+            lo, full_lo, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
+        )  # fmt: skip
+        dk, dv = _accumulate(
+            dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
+            full_lo, full_hi, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, False,
+        )  # fmt: skip
+        dk, dv = _accumulate(
+            dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
+            full_hi, hi, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
+        )  # fmt: skip
+
+    # Keys past seqlen_k were zero-filled; what their rows accumulated means nothing.
+    valid = (offs_n < seqlen_k)[:, None]
+    dk = tl.where(valid, dk * sm_scale.to(ACC), 0.0)
+    dv = tl.where(valid, dv, 0.0)
+    store_rows(dk_ptr, bh_k, N, offs_n, offs_d, dk, D, BLOCK_D, ALIGNED)
+    store_rows(dv_ptr, bh_k, N, offs_n, offs_dv, dv, Dv, BLOCK_DV, ALIGNED)

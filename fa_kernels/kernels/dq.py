@@ -1,0 +1,160 @@
+"""dq: one program a query tile, Q and dO resident, over the key tiles.
+
+Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, the dQ part, without its atomics.
+"""
+
+import triton
+import triton.language as tl
+
+from fa_kernels.kernels.kernel import kernel
+from fa_kernels.kernels.tiles import (
+    LOG2E,
+    base2_lse,
+    element_mask,
+    head_matrix,
+    load_tile,
+    scale_from_bits,
+    store_rows,
+    valid_lengths,
+)
+from fa_kernels.ranges import visible_tiles
+
+__all__ = ["dq_kernel"]
+
+
+@triton.jit
+def _accumulate(
+    dq,
+    q,
+    dout,
+    lse2,
+    delta,
+    keys,
+    values,
+    view,
+    offs_m,
+    n_block_lo,
+    n_block_hi,
+    qk_scale,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    DOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds the key tiles [n_block_lo, n_block_hi) to dq."""
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    for n_block in range(n_block_lo, n_block_hi):
+        offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        # (BLOCK_D, BLOCK_N) and (BLOCK_DV, BLOCK_N)
+        k_t = load_tile(keys, offs_n[None, :], offs_d[:, None], view[1], ALIGNED, MASKED)
+        v_t = load_tile(values, offs_n[None, :], offs_dv[:, None], view[1], ALIGNED, MASKED)
+        # (BLOCK_M, BLOCK_N)
+        scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
+        p = tl.exp2(scores * qk_scale - lse2[:, None])
+        dp = tl.dot(dout, v_t, input_precision=DOTS, out_dtype=ACC)
+        ds = p * (dp - delta[:, None])
+        if MASKED:
+            # Selected, not multiplied by p = 0: p of a hidden key and dp of a hidden v can be
+            # infinite.
+            seen = element_mask(offs_m[:, None], offs_n[None, :], view)
+            ds = tl.where(seen, ds, 0.0)
+        dq = tl.dot(ds.to(k_t.dtype), tl.trans(k_t), dq, input_precision=DOTS, out_dtype=ACC)
+    return dq
+
+
+@kernel
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    seqlens_q_ptr,
+    seqlens_k_ptr,
+    stride_qb: tl.int64,
+    stride_qh: tl.int64,
+    stride_qm: tl.int64,
+    stride_qd: tl.int64,
+    stride_kb: tl.int64,
+    stride_kh: tl.int64,
+    stride_kn: tl.int64,
+    stride_kd: tl.int64,
+    stride_vb: tl.int64,
+    stride_vh: tl.int64,
+    stride_vn: tl.int64,
+    stride_vd: tl.int64,
+    stride_ob: tl.int64,
+    stride_oh: tl.int64,
+    stride_om: tl.int64,
+    stride_od: tl.int64,
+    H: tl.int32,
+    G: tl.int32,
+    M: tl.int32,
+    N: tl.int32,
+    D: tl.int32,
+    Dv: tl.int32,
+    window_left: tl.int32,
+    window_right: tl.int32,
+    sm_scale_bits: tl.int64,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    DOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Writes dq (B,H,M,D), contiguous, for one query tile of one head.
+
+    ``stride_o*`` are the strides of dout.
+    """
+    m_blocks = tl.cdiv(M, BLOCK_M)
+    # Late query tiles first: under causal masking they are the long ones.
+    m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
+    bh = tl.program_id(0) // m_blocks
+    b = bh // H
+    h = bh % H
+    seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
+    view = (seqlen_q, seqlen_k, window_left, window_right)
+    queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D, ALIGNED)
+    keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D, ALIGNED)
+    values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv, ALIGNED)
+    douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv, ALIGNED)
+
+    offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    row = bh.to(tl.int64) * M + offs_m
+    lse = tl.load(lse_ptr + row, mask=offs_m < seqlen_q, other=-float("inf"))
+    delta = tl.load(delta_ptr + row, mask=offs_m < seqlen_q, other=0.0)
+    # q and dout of a row without a visible key (padding rows too) are not read: its dq is 0.
+    rows = tl.where(lse == -float("inf"), seqlen_q, offs_m)[:, None]
+    q = load_tile(queries, rows, offs_d[None, :], seqlen_q, ALIGNED, True)
+    dout = load_tile(douts, rows, offs_dv[None, :], seqlen_q, ALIGNED, True)
+    lse2 = base2_lse(lse)
+    sm_scale = scale_from_bits(sm_scale_bits)
+    qk_scale = (sm_scale * LOG2E).to(ACC)
+
+    dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+    lo, full_lo, full_hi, hi = visible_tiles(
+        m_block * BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
+    )
+    dq = _accumulate(
+        dq, q, dout, lse2, delta, keys, values, view, offs_m, lo, full_lo, qk_scale,
+        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
+    )  # fmt: skip
+    dq = _accumulate(
+        dq, q, dout, lse2, delta, keys, values, view, offs_m, full_lo, full_hi, qk_scale,
+        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, False,
+    )  # fmt: skip
+    dq = _accumulate(
+        dq, q, dout, lse2, delta, keys, values, view, offs_m, full_hi, hi, qk_scale,
+        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
+    )  # fmt: skip
+    store_rows(dq_ptr, bh, M, offs_m, offs_d, dq * sm_scale.to(ACC), D, BLOCK_D, ALIGNED)

@@ -1,0 +1,156 @@
+"""Forward: one program a query tile, online softmax in base 2 over the key tiles.
+
+Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
+"""
+
+import triton
+import triton.language as tl
+
+from fa_kernels.kernels.kernel import kernel
+from fa_kernels.kernels.tiles import (
+    LN2,
+    LOG2E,
+    element_mask,
+    head_matrix,
+    load_tile,
+    scale_from_bits,
+    store_rows,
+    valid_lengths,
+)
+from fa_kernels.ranges import visible_tiles
+
+__all__ = ["forward_kernel"]
+
+
+@triton.jit
+def _attend(
+    acc,
+    l_i,
+    m_i,
+    q,
+    keys,
+    values,
+    view,
+    offs_m,
+    n_block_lo,
+    n_block_hi,
+    qk_scale,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    DOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Takes the key tiles [n_block_lo, n_block_hi) into the running (acc, l_i, m_i)."""
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    for n_block in range(n_block_lo, n_block_hi):
+        offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        # (BLOCK_D, BLOCK_N)
+        k_t = load_tile(keys, offs_n[None, :], offs_d[:, None], view[1], ALIGNED, MASKED)
+        # (BLOCK_M, BLOCK_N)
+        scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
+        if MASKED:
+            seen = element_mask(offs_m[:, None], offs_n[None, :], view)
+            scores = tl.where(seen, scores, -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * qk_scale)
+        m_pivot = m_new
+        if MASKED:
+            # A row that has seen nothing yet subtracts 0, since -inf - -inf is NaN.
+            m_pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.exp2(scores * qk_scale - m_pivot[:, None])
+        alpha = tl.exp2(m_i - m_pivot)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        # (BLOCK_N, BLOCK_DV)
+        v = load_tile(values, offs_n[:, None], offs_dv[None, :], view[1], ALIGNED, MASKED)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=DOTS, out_dtype=ACC)
+        m_i = m_new
+    return acc, l_i, m_i
+
+
+@kernel
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    seqlens_q_ptr,
+    seqlens_k_ptr,
+    stride_qb: tl.int64,
+    stride_qh: tl.int64,
+    stride_qm: tl.int64,
+    stride_qd: tl.int64,
+    stride_kb: tl.int64,
+    stride_kh: tl.int64,
+    stride_kn: tl.int64,
+    stride_kd: tl.int64,
+    stride_vb: tl.int64,
+    stride_vh: tl.int64,
+    stride_vn: tl.int64,
+    stride_vd: tl.int64,
+    H: tl.int32,
+    G: tl.int32,
+    M: tl.int32,
+    N: tl.int32,
+    D: tl.int32,
+    Dv: tl.int32,
+    window_left: tl.int32,
+    window_right: tl.int32,
+    sm_scale_bits: tl.int64,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    DOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head."""
+    m_blocks = tl.cdiv(M, BLOCK_M)
+    # Late query tiles first: under causal masking they are the long ones.
+    m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
+    bh = tl.program_id(0) // m_blocks
+    b = bh // H
+    h = bh % H
+    seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
+    view = (seqlen_q, seqlen_k, window_left, window_right)
+    queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D, ALIGNED)
+    keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D, ALIGNED)
+    values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv, ALIGNED)
+
+    offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    q = load_tile(queries, offs_m[:, None], offs_d[None, :], seqlen_q, ALIGNED, True)
+    qk_scale = (scale_from_bits(sm_scale_bits) * LOG2E).to(ACC)
+
+    m_i = tl.full([BLOCK_M], -float("inf"), ACC)
+    l_i = tl.zeros([BLOCK_M], ACC)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
+    lo, full_lo, full_hi, hi = visible_tiles(
+        m_block * BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
+    )
+    acc, l_i, m_i = _attend(
+        acc, l_i, m_i, q, keys, values, view, offs_m, lo, full_lo, qk_scale,
+        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
+    )  # fmt: skip
+    acc, l_i, m_i = _attend(
+        acc, l_i, m_i, q, keys, values, view, offs_m, full_lo, full_hi, qk_scale,
+        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, False,
+    )  # fmt: skip
+    acc, l_i, m_i = _attend(
+        acc, l_i, m_i, q, keys, values, view, offs_m, full_hi, hi, qk_scale,
+        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
+    )  # fmt: skip
+
+    # Rows without a visible key (padding rows too): out = 0, lse = -inf.
+    live = (l_i > 0) & (offs_m < seqlen_q)
+    l_safe = tl.where(live, l_i, 1.0)
+    out = tl.where(live[:, None], acc / l_safe[:, None], 0.0)
+    lse = tl.where(live, m_i * LN2 + tl.log(l_safe), -float("inf"))
+    tl.store(lse_ptr + (bh.to(tl.int64) * M + offs_m), lse, mask=offs_m < M)
+    store_rows(out_ptr, bh, M, offs_m, offs_dv, out, Dv, BLOCK_DV, ALIGNED)

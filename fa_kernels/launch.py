@@ -1,0 +1,145 @@
+"""Allocates outputs and scratch, and launches the four kernels."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+
+from fa_kernels import allocation
+from fa_kernels.arguments import Arguments
+from fa_kernels.configs import Tile
+from fa_kernels.kernels.delta import delta_kernel
+from fa_kernels.kernels.dkdv import dkdv_kernel
+from fa_kernels.kernels.dq import dq_kernel
+from fa_kernels.kernels.forward import forward_kernel
+
+__all__ = ["launch_backward", "launch_forward"]
+
+DELTA_ROWS = 32
+
+
+def _on_device(x: torch.Tensor) -> AbstractContextManager:
+    """Launches go to the tensors' device, whichever is current."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether rows can be loaded 16 bytes at a time and no head_dim column needs a mask.
+
+    Only 16-bit dtypes take this path: their dots run on tensor cores, whose layouts do not follow
+    the loads, so that both paths give the same bits.
+    """
+    return all(
+        x.element_size() == 2
+        and x.shape[-1] == _padded(x.shape[-1])
+        and x.stride(-1) == 1
+        and all(stride % 8 == 0 for stride in x.stride()[:-1])
+        and x.data_ptr() % 16 == 0
+        for x in tensors
+    )
+
+
+def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dict:
+    """Constexpr arguments that the matrix kernels share."""
+    return {
+        "BLOCK_D": _padded(D),
+        "BLOCK_DV": _padded(Dv),
+        "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
+        "DOTS": arguments.config.dots if dtype == torch.float32 else "ieee",
+    }
+
+
+def _tile(tile: Tile) -> dict:
+    return {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def _scale_bits(sm_scale: float) -> int:
+    """The float64's bits as an int64; see ``tiles.scale_from_bits``."""
+    return struct.unpack("<q", struct.pack("<d", sm_scale))[0]
+
+
+def launch_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns out (B,H,M,Dv) in the dtype of q and lse (B,H,M), float32 (float64 for float64)."""
+    B, H, M, D = q.shape
+    N, Dv = v.shape[2:]
+    out = allocation.empty((B, H, M, Dv), dtype=q.dtype, device=q.device)
+    lse = allocation.empty((B, H, M), dtype=_accumulator(q.dtype), device=q.device)
+    tile = arguments.config.forward
+    programs = triton.cdiv(M, tile.block_m) * B * H
+    if programs:
+        with _on_device(q):
+            forward_kernel[(programs,)](
+                q, k, v, out, lse, arguments.seqlens_q, arguments.seqlens_k,
+                *q.stride(), *k.stride(), *v.stride(),
+                H, H // k.shape[1], M, N, D, Dv,
+                arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
+                ALIGNED=_is_aligned(q, k, v, out),
+                **_constants(q.dtype, D, Dv, arguments), **_tile(tile),
+            )  # fmt: skip
+    return out, lse
+
+
+def launch_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    arguments: Arguments,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns dq, dk, dv, contiguous, in the dtypes of q, k, v. No atomics: repeatable."""
+    B, H, M, D = q.shape
+    Hk, N, Dv = v.shape[1:]
+    delta = allocation.empty((B, H, M), dtype=lse.dtype, device=q.device)
+    dq = allocation.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk = allocation.empty(k.shape, dtype=k.dtype, device=q.device)
+    dv = allocation.empty(v.shape, dtype=v.dtype, device=q.device)
+    constants = _constants(q.dtype, D, Dv, arguments)
+    shared = (
+        *q.stride(), *k.stride(), *v.stride(), *dout.stride(),
+        H, H // Hk, M, N, D, Dv,
+        arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
+    )  # fmt: skip
+    inputs = (q, k, v, dout, lse, delta)
+    lengths = (arguments.seqlens_q, arguments.seqlens_k)
+    with _on_device(q):
+        if B * H * M:
+            delta_kernel[(triton.cdiv(M, DELTA_ROWS) * B * H,)](
+                out, dout, lse, delta, *dout.stride(), H, M, Dv,
+                BLOCK_M=DELTA_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
+            )  # fmt: skip
+        tile = arguments.config.dkdv
+        programs = triton.cdiv(N, tile.block_n) * B * Hk
+        if programs:
+            dkdv_kernel[(programs,)](
+                *inputs, dk, dv, *lengths, *shared,
+                ALIGNED=_is_aligned(q, k, v, dout, dk, dv), **constants, **_tile(tile),
+            )  # fmt: skip
+        tile = arguments.config.dq
+        programs = triton.cdiv(M, tile.block_m) * B * H
+        if programs:
+            dq_kernel[(programs,)](
+                *inputs, dq, *lengths, *shared,
+                ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),
+            )  # fmt: skip
+    return dq, dk, dv

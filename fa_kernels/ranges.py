@@ -1,0 +1,62 @@
+"""Which tiles a tile has to visit, and which of those need a mask: pure integer arithmetic.
+
+The functions use nothing but integers, ``min`` and ``max``, so that their Python source (``.fn``)
+can be compared with a dense mask for every small size; the kernels compile the same source. ``//``
+floors in Python and truncates in a kernel: every dividend below is clamped to >= 0 first.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["visible_tiles"]
+
+
+@triton.jit
+def visible_tiles(
+    start,
+    seqlen_here,
+    seqlen_there,
+    before,
+    after,
+    BLOCK_HERE: tl.constexpr,
+    BLOCK_THERE: tl.constexpr,
+):
+    """Tiles of the other sequence that the tile at ``start`` shares a visible pair with.
+
+    An element i of this sequence stands at position p = i + seqlen_there - seqlen_here of the
+    other one and pairs with the elements j there with p - before <= j <= p + after. Called with
+    (queries, keys, window_left, window_right) it gives the key tiles of a query tile; called with
+    (keys, queries, window_right, window_left) the query tiles of a key tile::
+
+        lo       full_lo        full_hi      hi
+         |  edge    |  wholly      |   edge   |
+         |  masked  |  visible     |  masked  |
+
+    Args:
+        start: First element of this tile, a multiple of BLOCK_HERE.
+        seqlen_here: Valid length of this sequence.
+        seqlen_there: Valid length of the other sequence.
+        before: Visible elements before the own position, >= 0 (unbounded: both lengths' sum).
+        after: Visible elements after the own position, >= 0.
+        BLOCK_HERE: Elements of a tile of this sequence.
+        BLOCK_THERE: Elements of a tile of the other sequence.
+
+    Returns:
+        (lo, full_lo, full_hi, hi) with lo <= full_lo <= full_hi <= hi: every tile in [lo, hi)
+        holds a visible pair, none outside does; in [full_lo, full_hi) every pair with a valid
+        element of this tile is visible.
+    """
+    first = start + seqlen_there - seqlen_here
+    last = min(start + BLOCK_HERE, seqlen_here) - 1 + seqlen_there - seqlen_here
+    # Half-open interval of elements that anyone, and that everyone, in this tile pairs with.
+    any_lo = max(first - before, 0)
+    any_hi = min(max(last + after + 1, 0), seqlen_there)
+    all_lo = max(last - before, 0)
+    all_hi = min(max(first + after + 1, 0), seqlen_there)
+    if start >= seqlen_here:
+        any_hi = 0
+    lo = any_lo // BLOCK_THERE
+    hi = max((any_hi + BLOCK_THERE - 1) // BLOCK_THERE, lo)
+    full_lo = min(max((all_lo + BLOCK_THERE - 1) // BLOCK_THERE, lo), hi)
+    full_hi = min(max(all_hi // BLOCK_THERE, full_lo), hi)
+    return lo, full_lo, full_hi, hi

@@ -1,0 +1,138 @@
+"""How far a correct kernel's dq, dk and dv may be from the truth, before they are stored.
+
+Axes: z is batch entry and key/value head, r a row of any of the group's query heads, n a key.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from oracles.constants import Constants
+from oracles.forward_error import Chunk, Forward
+from oracles.outputs import Numerics
+
+__all__ = ["Backward", "KeySums", "backward_error"]
+
+
+class KeySums(NamedTuple):
+    """What rows add to the sums of keys, (Z, N, D or Dv); to be added over the chunks."""
+
+    dk: torch.Tensor
+    dk_errors: torch.Tensor  # t W'|Q|
+    dk_products: torch.Tensor  # t (|dS| + e)'|Q|
+    dk_terms: torch.Tensor
+    dk_reach: torch.Tensor  # |dS|'|Q|
+    dv: torch.Tensor
+    dv_errors: torch.Tensor
+    dv_products: torch.Tensor  # (p exp(F))'|dout|
+    dv_terms: torch.Tensor
+
+
+class Backward(NamedTuple):
+    """True values, sums of |terms| and bounds of the backward pass of a chunk."""
+
+    dq: torch.Tensor  # (Z, R, D)
+    dq_bound: torch.Tensor
+    dq_terms: torch.Tensor
+    dq_reach: torch.Tensor  # |dS||K|
+    keys: KeySums
+    ds_reach: torch.Tensor  # |dS| + e, (Z, R, N)
+    dp_reach: torch.Tensor  # |dout|.|v|
+
+
+class _ScoreGrads(NamedTuple):
+    """dS and its errors, (Z, R, N); 0 on hidden pairs."""
+
+    ds: torch.Tensor
+    ds_reach: torch.Tensor  # |dS| + e: what a kernel's dS may be
+    ds_errors: torch.Tensor  # W: its error as an operand
+    ds_terms: torch.Tensor  # p (|dout|.|v| + |dout|.|out|)
+    dp_reach: torch.Tensor
+    p_growth: torch.Tensor  # p expm1(F)
+    p_grown: torch.Tensor  # p exp(F)
+
+
+def _score_grads(x: Chunk, fwd: Forward, c: Constants, eta_ds: float) -> _ScoreGrads:
+    """dS = p (dP - D), its sum of |terms|, and how far a kernel's may be from it."""
+    scores, abs_dout = fwd.scores, x.dout.abs()
+    lse = scores.lse.unsqueeze(2)
+    # 1. dP and its reach.
+    dp = (x.dout @ x.v.mT).masked_fill_(x.hidden, 0.0)
+    dp_reach = (abs_dout @ x.v.abs().mT).masked_fill_(x.hidden, 0.0)
+    # 2. delta and its error: the kernel takes it from out as stored.
+    delta = (x.dout * fwd.out).sum(2, keepdim=True)
+    delta_terms = (abs_dout * fwd.out.abs()).sum(2, keepdim=True)
+    out_error = (abs_dout * fwd.out_bound).sum(2, keepdim=True)
+    delta_error = out_error + c.gamma(float(x.v.shape[2] + 4)) * (delta_terms + out_error)
+    # 3. P, recomputed from the stored LSE: F.
+    per_row = fwd.lse_bound.unsqueeze(2) + 3 * c.u * lse.abs() + c.u_exp
+    p_growth = scores.s.abs().mul_(3 * c.u).add_(scores.error).add_(per_row).expm1_()
+    p_growth.mul_(scores.p)
+    p_grown = scores.p + p_growth
+    # 4. dS, its error e before the cast, and W after it.
+    gap = dp - delta
+    ds = scores.p * gap
+    flushed = dp.abs_().add_(delta.abs())  # |dP| + |D|
+    subtrahends = dp_reach * c.short_dot(x.v.shape[2]) + delta_error
+    e = (flushed + subtrahends).mul_(3 * c.u).add_(subtrahends).mul_(p_grown)
+    e.addcmul_(p_growth, gap.abs_()).add_(flushed.add_(1.0), alpha=c.ftz)
+    e.masked_fill_(x.hidden, 0.0)
+    ds_reach = ds.abs() + e
+    ds_errors = e.add_(ds_reach, alpha=c.u_cast).add_(eta_ds).masked_fill_(x.hidden, 0.0)
+    ds_terms = scores.p * (dp_reach + delta_terms)
+    return _ScoreGrads(ds, ds_reach, ds_errors, ds_terms, dp_reach, p_growth, p_grown)
+
+
+def backward_error(
+    x: Chunk, fwd: Forward, *, sm_scale: float, c: Constants, numerics: Numerics
+) -> Backward:
+    """dq, dk, dv of a chunk of rows, their sums of |terms|, and bounds before the last rounding.
+
+    The keys' bounds lack the accumulation as well: it depends on how many rows see a key.
+
+    Args:
+        x: The chunk.
+        fwd: Its forward pass.
+        sm_scale: Factor on q.k.
+        c: The constants in force.
+        numerics: What the subject declares.
+
+    Source: the derivation in the project's error model, section "Backward".
+    """
+    # dS loses eta where it underflows; times the scale before its cast, eta / scale.
+    eta_ds = c.eta_p * (1 + c.u_x) * (max(1.0, 1 / sm_scale) if numerics.ds_scaled else 1.0)
+    grads = _score_grads(x, fwd, c, eta_ds)
+    abs_q, abs_k, abs_dout = x.q.abs(), x.k.abs(), x.dout.abs()
+    # A prescaled operand is read again, still rounded, by the dot of the other's gradient.
+    again_q = c.u_in if numerics.prescales in ("q", "qk") else 0.0
+    again_k = c.u_in if numerics.prescales in ("k", "qk") else 0.0
+    tiles = fwd.scores.tiles
+    per_product = c.g((numerics.block_n + 2) * tiles) * (1 + c.u_cast) + again_k
+    dq_weights = grads.ds_errors + per_product.unsqueeze(2) * grads.ds_reach
+    dk_weights = grads.ds_errors + again_q * grads.ds_reach if again_q else grads.ds_errors
+    abs_ds = grads.ds.abs()
+    dv_weights = (grads.p_growth + c.u_cast * grads.p_grown).add_(
+        (c.eta_p + c.ftz) * (1 + c.u_x)
+    )
+    dv_weights.masked_fill_(x.hidden, 0.0)
+    return Backward(
+        dq=(grads.ds @ x.k).mul_(sm_scale),
+        dq_bound=(dq_weights @ abs_k).mul_(sm_scale),
+        dq_terms=(grads.ds_terms @ abs_k).mul_(sm_scale),
+        dq_reach=abs_ds @ abs_k,
+        keys=KeySums(
+            dk=(grads.ds.mT @ x.q).mul_(sm_scale),
+            dk_errors=(dk_weights.mT @ abs_q).mul_(sm_scale),
+            dk_products=(grads.ds_reach.mT @ abs_q).mul_(sm_scale),
+            dk_terms=(grads.ds_terms.mT @ abs_q).mul_(sm_scale),
+            dk_reach=abs_ds.mT @ abs_q,
+            dv=fwd.scores.p.mT @ x.dout,
+            dv_errors=dv_weights.mT @ abs_dout,
+            dv_products=grads.p_grown.mT @ abs_dout,
+            dv_terms=fwd.scores.p.mT @ abs_dout,
+        ),
+        ds_reach=grads.ds_reach,
+        dp_reach=grads.dp_reach,
+    )

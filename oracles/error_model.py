@@ -1,0 +1,263 @@
+"""How far a correct kernel may be from the truth: the bound of every element, from the inputs.
+
+No tolerance is tuned: each is a sum of what roundings, the approximate exp and log, and underflow
+can do along the way of a kernel in the manner of FlashAttention-2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from oracles.backward_error import Backward, KeySums, backward_error
+from oracles.constants import Constants, constants
+from oracles.forward_error import Chunk, Forward, forward_error
+from oracles.outputs import Numerics, Outputs
+from oracles.reference import DenseMask, RowMasks, chunk_height
+
+__all__ = ["Judgement", "judge"]
+
+_QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
+_EXACT_SPREAD = 2**28  # M * N * Dv up to which |v - out| is formed element by element
+_LARGEST_LSE = 1e5
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a problem allows a correct kernel.
+
+    Args:
+        bound: Largest error of each element of each output.
+        terms: For each element, the sum of |terms| that it is computed from.
+        max_score: The largest |sm_scale q.k| of a visible pair.
+        out_of_range: None, or a sentence on the first range condition that fails: then no
+            accuracy is promised.
+    """
+
+    bound: Outputs[torch.Tensor]
+    terms: Outputs[torch.Tensor]
+    max_score: float
+    out_of_range: str | None
+
+
+class _Rows(NamedTuple):
+    """Of a chunk: what belongs to rows, (Z, R, ...)."""
+
+    bound_out: torch.Tensor
+    bound_lse: torch.Tensor
+    bound_dq: torch.Tensor
+    terms_out: torch.Tensor
+    terms_lse: torch.Tensor
+    terms_dq: torch.Tensor
+
+
+class _Keys(NamedTuple):
+    """Of all rows: what belongs to keys, (Z, N, D or Dv)."""
+
+    dk: torch.Tensor
+    dv: torch.Tensor
+    bound_dk: torch.Tensor
+    bound_dv: torch.Tensor
+
+
+def _gather(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
+) -> tuple[Chunk, torch.Tensor]:
+    """Folds a group's heads into rows; also counts each key's query tiles, (Z, N)."""
+    (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
+    Z, R = B * Hk, H // Hk * M
+    seen = seen.expand(B, H, M, N)
+    tiled = F.pad(seen, (0, 0, 0, -M % _QUERY_TILE)).unflatten(2, (-1, _QUERY_TILE)).any(3)
+    query_tiles = tiled.reshape(Z, -1, N).sum(1, dtype=torch.float64)
+    seen = seen.reshape(Z, R, N)
+    empty = ~seen.any(2)
+    # Rows and keys that no visible pair touches may hold NaN.
+    unread, unseen = empty.unsqueeze(2), (query_tiles == 0).unsqueeze(2)
+    chunk = Chunk(
+        q=q.to(torch.float64).reshape(Z, R, D).masked_fill(unread, 0.0),
+        k=k.to(torch.float64).reshape(Z, N, D).masked_fill(unseen, 0.0),
+        v=v.to(torch.float64).reshape(Z, N, -1).masked_fill(unseen, 0.0),
+        dout=dout.to(torch.float64).reshape(Z, R, -1).masked_fill(unread, 0.0),
+        seen=seen,
+        hidden=~seen,
+        empty=empty,
+    )
+    return chunk, query_tiles
+
+
+def _finish(bound: torch.Tensor, value: torch.Tensor, u: float, eta: float) -> torch.Tensor:
+    """Adds the last roundings to a bound."""
+    return bound + u * (value.abs() + bound) + eta
+
+
+def _finish_rows(x: Chunk, fwd: Forward, bwd: Backward, c: Constants) -> _Rows:
+    """Bounds and terms of a chunk's rows; those of empty rows are exact."""
+    empty = x.empty.unsqueeze(2)
+    scores = fwd.scores
+    dq_bound = _finish(bwd.dq_bound, bwd.dq, c.u_in + 4 * c.u, c.eta_in)
+    return _Rows(
+        bound_out=(c.times * fwd.out_bound).masked_fill_(empty, 0.0),
+        bound_lse=(c.times * fwd.lse_bound).masked_fill_(x.empty, 0.0),
+        bound_dq=(c.times * dq_bound).masked_fill_(empty, 0.0),
+        terms_out=fwd.out_terms,
+        terms_lse=1 + scores.m.abs() + scores.log_l.abs(),
+        terms_dq=bwd.dq_terms,
+    )
+
+
+def _finish_keys(
+    sums: KeySums, query_tiles: torch.Tensor, c: Constants, apart: int
+) -> _Keys:
+    """Bounds of dk and dv.
+
+    ``apart`` is 1 where one chain of additions runs through a group's heads; otherwise it is the
+    number of heads whose gradients, already rounded, are added (Z then counts query heads).
+    """
+    per_product = (c.g(_QUERY_TILE * query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
+    unseen = (query_tiles == 0).unsqueeze(2)
+    finished = []
+    for value, errors, products, u in (
+        (sums.dk, sums.dk_errors, sums.dk_products, c.u_in + 4 * c.u),
+        (sums.dv, sums.dv_errors, sums.dv_products, c.u_in),
+    ):
+        bound = _finish(errors + per_product * products, value, u, c.eta_in)
+        bound.masked_fill_(unseen, 0.0)
+        if apart > 1:
+            heads = (-1, apart)
+            added = c.u_in * apart * (value.abs() + bound).unflatten(0, heads).sum(1) + c.eta_in
+            added.masked_fill_(unseen.unflatten(0, heads).all(1), 0.0)
+            bound = bound.unflatten(0, heads).sum(1) + added
+            value = value.unflatten(0, heads).sum(1)
+        finished += [value, c.times * bound]
+    dk, bound_dk, dv, bound_dv = finished
+    return _Keys(dk, dv, bound_dk, bound_dv)
+
+
+def _row_peaks(x: Chunk, fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
+    """The largest values of a chunk that the range conditions speak of, and of |s|."""
+    scores = fwd.scores
+    unnormalised = fwd.out_terms * scores.log_l.exp().unsqueeze(2)
+    peaks = (
+        scores.s.abs(),
+        scores.reach,
+        bwd.dp_reach,
+        bwd.dq_reach,
+        unnormalised,
+        bwd.ds_reach,
+        fwd.out.abs() + rows.bound_out,
+        scores.lse.abs() + rows.bound_lse,
+        bwd.dq.abs() + rows.bound_dq,
+        scores.lse.abs(),
+    )
+    return torch.stack([peak.amax() for peak in peaks])
+
+
+def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | None:
+    """The first range condition that fails, as a sentence."""
+    reach, dp, dq, values, ds, out, dq_stored, lse_stored, lse = peaks
+    dk, dk_stored, dv_stored = key_peaks
+    for name, value, limit in (
+        ("|q|.|k|", reach, c.max_acc),
+        ("|dout|.|v|", dp, c.max_acc),
+        ("sum_j |dS||K|", dq, c.max_acc),
+        ("sum_i |dS||Q|", dk, c.max_acc),
+        ("the sum of unnormalised P|v|", values, c.max_acc),
+        ("|dS| + its error", ds, c.max_p),
+        ("|out| + bound", out, c.max_in),
+        ("|dq| + bound", dq_stored, c.max_in),
+        ("|dk| + bound", dk_stored, c.max_in),
+        ("|dv| + bound", dv_stored, c.max_in),
+        ("|lse| + bound", lse_stored, c.max_acc),
+        ("|lse|", lse, _LARGEST_LSE),
+    ):
+        if not value <= limit:  # NaN fails
+            return f"{name} reaches {value:.6g}; needs to be at most {limit:.6g}"
+    return None
+
+
+def _all_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Judgement:
+    """The judgement where nothing is visible, because a size is 0."""
+    shapes = ((*q.shape[:3], v.shape[3]), q.shape[:3], q.shape, k.shape, v.shape)
+    bound, terms = (
+        Outputs(*(torch.zeros(shape, dtype=torch.float64, device=q.device) for shape in shapes))
+        for _ in range(2)
+    )
+    terms.lse.fill_(1.0)
+    return Judgement(bound, terms, 0.0, None)
+
+
+def judge(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    in_dtype: str,
+    numerics: Numerics,
+    rows: int | None = None,
+) -> Judgement:
+    """The bound of every element of every output, its sum of |terms|, and the range check.
+
+    A correct kernel's result lies within ``bound`` of the float64 reference wherever
+    ``out_of_range`` is None. The bound is 0 where the truth is exact whatever the rounding: rows
+    with no visible key, and keys that no row sees. Padding may hold anything.
+
+    Args:
+        q: (B, H, M, D), any float dtype and strides: the values that the kernel was given.
+        k: (B, Hk, N, D).
+        v: (B, Hk, N, Dv).
+        dout: (B, H, M, Dv).
+        mask: What each row sees.
+        sm_scale: Factor on q.k, > 0.
+        in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
+        numerics: What the subject declares.
+        rows: Height of a chunk, rounded up to a multiple of 16; None chooses.
+
+    Returns:
+        Float64 tensors on q's device.
+
+    Raises:
+        ValueError: in_dtype is unknown or rows is less than 1.
+
+    Numerics: all float64. The error of the scores reaches out through |v - out| where
+    M N Dv <= 2**28, and through the larger |v| + |out|, two GEMMs, beyond.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, chapter 3; Blanchard, Higham,
+    Higham 2021 (doi 10.1093/imanum/draa038); the algorithm is FlashAttention-2's
+    (arXiv:2307.08691).
+    """
+    c = constants(in_dtype, numerics)
+    (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
+    if 0 in (B, M, N):
+        return _all_exact(q, k, v)
+    q, k, v, dout = (x.detach() for x in (q, k, v, dout))
+    apart = H // Hk if numerics.group_sum == "dtype" else 1
+    if apart > 1:
+        k, v = (x.repeat_interleave(apart, dim=1) for x in (k, v))
+    masks = RowMasks(mask, B, H, M, N, q.device)
+    height = chunk_height(rows, B, H, N)
+    height += -height % _QUERY_TILE
+    parts, peaks, sums, tiles = [], [], None, None
+    for start in range(0, M, height):
+        here = slice(start, min(start + height, M))
+        seen = masks.between(here.start, here.stop)
+        chunk, chunk_tiles = _gather(q[:, :, here], k, v, dout[:, :, here], seen)
+        fwd = forward_error(
+            chunk,
+            sm_scale=sm_scale,
+            c=c,
+            numerics=numerics,
+            exact_spread=M * N * v.shape[3] <= _EXACT_SPREAD,
+        )
+        bwd = backward_error(chunk, fwd, sm_scale=sm_scale, c=c, numerics=numerics)
+        part = _finish_rows(chunk, fwd, bwd, c)
+        peaks.append(_row_peaks(chunk, fwd, bwd, part))
+        parts.append([x.unflatten(0, (B, -1)).reshape(B, H, -1, *x.shape[2:]) for x in part])
+        sums = bwd.keys if sums is None else KeySums(*map(torch.add, sums, bwd.keys))
+        tiles = chunk_tiles if tiles is None else tiles + chunk_tiles

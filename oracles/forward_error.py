@@ -1,0 +1,179 @@
+"""How far a correct kernel's out and lse may be from the truth, for one chunk of rows.
+
+Axes: z is batch entry and key/value head, r a row of any of the group's query heads, n a key.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from oracles.constants import Constants
+from oracles.outputs import Numerics
+
+__all__ = ["Chunk", "Forward", "Scores", "forward_error"]
+
+_GAPS = 2**21  # elements of |v - out| that stand in memory at a time, on a CPU: a cache's worth
+_GAPS_CUDA = 2**27
+
+
+class Chunk(NamedTuple):
+    """Float64 inputs of a chunk; what no visible pair touches is 0 in them."""
+
+    q: torch.Tensor  # (Z, R, D)
+    k: torch.Tensor  # (Z, N, D)
+    v: torch.Tensor  # (Z, N, Dv)
+    dout: torch.Tensor  # (Z, R, Dv)
+    seen: torch.Tensor  # bool (Z, R, N)
+    hidden: torch.Tensor  # its complement
+    empty: torch.Tensor  # bool (Z, R): rows with no visible key
+
+
+class Scores(NamedTuple):
+    """The softmax of a chunk and the error of its scores; 0 on hidden pairs."""
+
+    s: torch.Tensor  # (Z, R, N)
+    reach: torch.Tensor  # |q|.|k|, unscaled
+    p: torch.Tensor
+    error: torch.Tensor  # E
+    m: torch.Tensor  # (Z, R), 0 on empty rows, like lse and log_l
+    lse: torch.Tensor
+    log_l: torch.Tensor
+    tiles: torch.Tensor  # T: key tiles with a visible key, float64
+
+
+class Forward(NamedTuple):
+    """True values, sums of |terms| and bounds of the forward pass; empty rows are not special."""
+
+    scores: Scores
+    out: torch.Tensor  # (Z, R, Dv)
+    out_terms: torch.Tensor
+    out_bound: torch.Tensor
+    lse_bound: torch.Tensor  # (Z, R)
+
+
+def _changes(tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
+    """How often the running maximum may change after the first live tile, in this order."""
+    earlier = F.pad(tile_max.cummax(2).values[:, :, :-1], (1, 0), value=-math.inf)
+    risen = live_tiles & (tile_max >= earlier - slack.unsqueeze(2))
+    return risen.sum(2) - 1
+
+
+def _rescales(
+    tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor
+) -> torch.Tensor:
+    """R: the changes of the running maximum, whichever end of the row the kernel starts from."""
+    if tile_max.shape[2] == 1:
+        return torch.zeros_like(slack)
+    up = _changes(tile_max, live_tiles, slack)
+    down = _changes(tile_max.flip(2), live_tiles.flip(2), slack)
+    return torch.maximum(up, down).clamp_(min=0).to(torch.float64)
+
+
+def _error_before_rescaling(
+    x: Chunk, s: torch.Tensor, reach: torch.Tensor, m: torch.Tensor, c: Constants, prescales: str
+) -> torch.Tensor:
+    """E for R = 0, on all pairs; the prescale is 1 where the scale is in ``reach``."""
+    per_reach = c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot
+    if prescales != "none":
+        per_reach += c.u_in if prescales != "qk" else 2 * c.u_in + c.u_in**2
+    error = (s - m.unsqueeze(2)).abs_().mul_(3 * c.u)
+    error.add_(s.abs(), alpha=5 * c.u).add_(reach, alpha=per_reach).add_(c.u_exp)
+    # An operand that underflows in its prescaled form is off by eta, in units of log2.
+    if prescales in ("q", "qk"):
+        error += (c.eta_in * math.log(2)) * x.k.abs().sum(2).unsqueeze(1)
+    if prescales in ("k", "qk"):
+        error += (c.eta_in * math.log(2)) * x.q.abs().sum(2).unsqueeze(2)
+    return error
+
+
+def _scores(x: Chunk, sm_scale: float, c: Constants, numerics: Numerics) -> Scores:
+    """Softmax and E of a chunk."""
+    # 1. Scores and their reach |q|.|k|.
+    s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
+    reach = (x.q.abs() @ x.k.abs().mT).masked_fill_(x.hidden, 0.0)
+    # 2. Maxima of tiles and rows. A hidden tile's is -inf, an empty row's is set to 0.
+    short = -s.shape[2] % numerics.block_n
+    visible_s = F.pad(s.masked_fill(x.hidden, -math.inf), (0, short), value=-math.inf)
+    tile_max = visible_s.unflatten(2, (-1, numerics.block_n)).amax(3)
+    live_tiles = F.pad(x.seen, (0, short)).unflatten(2, (-1, numerics.block_n)).any(3)
+    m = tile_max.amax(2).masked_fill_(x.empty, 0.0)
+    # 3. Softmax.
+    p = (s - m.unsqueeze(2)).exp_().masked_fill_(x.hidden, 0.0)
+    l_sum = p.sum(2).masked_fill_(x.empty, 1.0)
+    p /= l_sum.unsqueeze(2)
+    log_l = l_sum.log()
+    # 4. The scores' error, with room for the changes of the running maximum.
+    error = _error_before_rescaling(x, s, reach * sm_scale, m, c, numerics.prescales)
+    error.masked_fill_(x.hidden, 0.0)
+    changes = _rescales(tile_max, live_tiles, 2 * error.amax(2))
+    error.add_(changes.mul_(c.u_exp).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
+    tiles = live_tiles.sum(2, dtype=torch.float64)
+    return Scores(s, reach, p, error, m, m + log_l, log_l, tiles)
+
+
+def _spread(
+    weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bool
+) -> torch.Tensor:
+    """sum_n weights |v - out|, exact element by element or by |v| + |out|."""
+    if not exact:
+        return weights @ v.abs() + weights.sum(2, keepdim=True) * out.abs()
+    Z, R, N = weights.shape
+    most = _GAPS_CUDA if v.is_cuda else _GAPS
+    height = max(1, most // (Z * N * v.shape[2]))
+    parts = []
+    for start in range(0, R, height):
+        here = slice(start, start + height)
+        gaps = (v.unsqueeze(1) - out[:, here].unsqueeze(2)).abs_()
+        parts.append((weights[:, here].unsqueeze(2) @ gaps).squeeze(2))
+    return torch.cat(parts, 1)
+
+
+def forward_error(
+    x: Chunk, *, sm_scale: float, c: Constants, numerics: Numerics, exact_spread: bool
+) -> Forward:
+    """Softmax, out, their sums of |terms| and the bounds of out and lse, for a chunk of rows.
+
+    Args:
+        x: The chunk.
+        sm_scale: Factor on q.k.
+        c: The constants in force.
+        numerics: What the subject declares.
+        exact_spread: Weight the scores' error by |v - out|; otherwise by |v| + |out|, which is
+            larger and costs two GEMMs.
+
+    Source: the derivation in the project's error model, section "Forward".
+    """
+    scores = _scores(x, sm_scale, c, numerics)
+    p, E, m, lse = scores.p, scores.error, scores.m, scores.lse
+    abs_v = x.v.abs()
+    out, out_terms = p @ x.v, p @ abs_v
+    p_growth = p * E.expm1()
+    p_grown = p + p_growth
+    Z = (p * (-E).exp_()).sum(2, keepdim=True).masked_fill_(x.empty.unsqueeze(2), 1.0)
+    keys = numerics.block_n * scores.tiles
+    # What P's rounding and the accumulation do, and what underflows in P or its products.
+    rounding = c.u_cast + (1 + c.u_cast) * c.g(keys + 2 * scores.tiles)
+    lost = torch.full_like(m, c.eta_p + c.ftz)
+    if not numerics.p_normalised:
+        lost *= (m - lse + 2 * E.amax(2)).exp_().clamp_(max=1.0)
+    per_v = torch.where(x.seen, p_grown * (rounding.unsqueeze(2) / Z) + lost.unsqueeze(2), 0.0)
+    core = _spread(p_growth, x.v, out, exact_spread) / Z + per_v @ abs_v
+    # The softmax sum.
+    added = numerics.block_n if numerics.l_order == "tile" else keys
+    gamma_l = c.gamma(added + 2 * scores.tiles + 4)
+    if numerics.l_from == "rounded":
+        gamma_l = gamma_l + c.u_p * (1 + gamma_l)
+    core = core + (gamma_l + 4 * c.u).unsqueeze(2) * (out.abs() + core)
+    out_bound = core + c.u_in * (out.abs() + core) + c.eta_in
+    lse_bound = (
+        # log(sum p exp(E)), as p sums to 1; log1p keeps its digits where E is tiny.
+        p_growth.sum(2).log1p_()
+        + gamma_l
+        + c.u_log * (1 + scores.log_l.abs())
+        + 4 * c.u * torch.maximum(m.abs(), lse.abs())
+    )
+    return Forward(scores, out, out_terms, out_bound, lse_bound)

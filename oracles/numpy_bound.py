@@ -1,0 +1,441 @@
+"""The error bound in NumPy: how far a correct kernel may be from the float64 reference.
+
+A second writing of the bound, kept apart from the fast one so that the two check each other. Plain
+loops over batch entries and heads; per head the steps are numbered. Axes in the names of locals:
+m query row, n key, d head_dim, e head_dim of v.
+
+Every sum runs over visible pairs only. The model assumes accumulation in fp32 or wider in any
+order, P and dS rounded to nearest, and a backward that recomputes P from the stored LSE and delta
+from the stored output.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from oracles.mask import Mask
+from oracles.numpy_reference import Head, attend_head, seen_keys
+from oracles.outputs import Numerics, Outputs
+
+__all__ = ["bound"]
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+# Unit roundoff, and half the distance of subnormals (fp16) or the smallest normal (the others may
+# flush to zero).
+_ROUNDING = {
+    "fp16": (2.0**-11, 2.0**-25),
+    "bf16": (2.0**-8, 2.0**-126),
+    "fp32": (2.0**-24, 2.0**-126),
+    "fp64": (2.0**-53, 2.0**-1022),
+}
+_ROW_TILE = 16
+_SHORTEST_DOT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Units:
+    """The constants of the model: u, FTZ, the approximate functions, casts and dots."""
+
+    u: float
+    flush: float  # below it, results may be flushed to zero
+    u_exp: float
+    u_log: float
+    u_cast: float  # P and dS
+    eta_cast: float
+    u_stored: float  # tensors in memory
+    eta_stored: float
+    u_x: float  # what a dot does to each operand beyond its dtype
+    accumulator: float
+
+    @property
+    def u_dot(self) -> float:
+        """Both operands of a dot of stored tensors: (1 + u_x)^2 - 1."""
+        return 2 * self.u_x + self.u_x**2
+
+    @property
+    def u_cast_dot(self) -> float:
+        """A cast operand of a dot: (1 + u_cast)(1 + u_x) - 1, without cancellation."""
+        return self.u_cast + self.u_x + self.u_cast * self.u_x
+
+    def gamma(self, n: npt.ArrayLike) -> FloatArray:
+        """n additions in the accumulator's format, IEEE."""
+        n_u: FloatArray = np.asarray(n, dtype=np.float64) * self.u
+        return np.asarray(n_u / (1 - n_u))
+
+    def g(self, n: npt.ArrayLike) -> FloatArray:
+        """A dot of length n."""
+        return self.gamma(self.accumulator * np.asarray(n, dtype=np.float64))
+
+
+class _HeadBound(NamedTuple):
+    """One head's bounds; those of the gradients without the rounding of the stored result."""
+
+    out_me: FloatArray
+    lse_m: FloatArray
+    dq_md: FloatArray
+    dk_nd: FloatArray
+    dv_ne: FloatArray
+
+
+def _units(in_dtype: str, numerics: Numerics) -> _Units:
+    """The constants that belong to a dtype and to what a subject declares."""
+    if in_dtype not in _ROUNDING:
+        raise ValueError(f"in_dtype is {in_dtype!r}; needs one of {tuple(_ROUNDING)}")
+    double = in_dtype == "fp64"
+    u_stored, eta_stored = _ROUNDING[in_dtype]
+    u_p, eta_p = _ROUNDING["fp32"] if numerics.p_dtype == "fp32" else _ROUNDING[in_dtype]
+    r = numerics.ds_roundings
+    return _Units(
+        u=2.0**-53 if double else 2.0**-24,
+        flush=2.0**-1022 if double else 2.0**-126,
+        u_exp=2.0**-51 if double else 2.0**-22,
+        u_log=2.0**-51 if double else 2.0**-22,
+        u_cast=float(np.expm1(r * np.log1p(u_p))),
+        eta_cast=r * eta_p,
+        u_stored=u_stored,
+        eta_stored=eta_stored,
+        u_x=2.0**-10 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
+        accumulator=float(numerics.accumulator),
+    )
+
+
+def _seen_tiles(seen_mn: BoolArray, width: int) -> FloatArray:
+    """How many tiles of ``width`` columns hold a visible pair, per row."""
+    count_m = np.zeros(seen_mn.shape[0])
+    for start in range(0, seen_mn.shape[1], width):
+        count_m += seen_mn[:, start : start + width].any(axis=1)
+    return count_m
+
+
+def _possible_changes(tile_max: list[float], slack: float) -> int:
+    """How often the running maximum may change after the first tile, up to ``slack`` of error."""
+    changes = 0
+    running = tile_max[0]
+    for here in tile_max[1:]:
+        changes += here >= running - slack
+        running = max(running, here)
+    return changes
+
+
+def _rescales(head: Head, error_mn: FloatArray, block_n: int) -> FloatArray:
+    """R per row: changes of the running maximum, tiles visited from either end."""
+    M, N = head.seen_mn.shape
+    count_m = np.zeros(M)
+    for m in range(M):
+        seen_n = head.seen_mn[m]
+        if not seen_n.any():
+            continue
+        slack = 2 * float(error_mn[m, seen_n].max())
+        tile_max = []
+        for start in range(0, N, block_n):
+            tile = slice(start, start + block_n)
+            if seen_n[tile].any():
+                tile_max.append(float(head.scores_mn[m, tile][seen_n[tile]].max()))
+        count_m[m] = max(
+            _possible_changes(tile_max, slack), _possible_changes(tile_max[::-1], slack)
+        )
+    return count_m
+
+
+def _prescale_error(
+    head: Head, magnitude_mn: FloatArray, prescales: str, units: _Units
+) -> FloatArray:
+    """What rounding the pre-scaled operands adds to a score."""
+    u_in = units.u_stored
+    eta_in = units.eta_stored * math.log(2.0)  # the rounded operand carries log2(e)
+    error_mn = np.zeros_like(magnitude_mn)
+    if prescales in ("q", "qk"):
+        error_mn += u_in * magnitude_mn + eta_in * np.abs(head.k_nd).sum(axis=1)[None, :]
+    if prescales in ("k", "qk"):
+        error_mn += u_in * magnitude_mn + eta_in * np.abs(head.q_md).sum(axis=1)[:, None]
+    if prescales == "qk":
+        error_mn += u_in**2 * magnitude_mn
+    return error_mn
+
+
+def _score_error(head: Head, sm_scale: float, numerics: Numerics, units: _Units) -> FloatArray:
+    """E: the error of s - running maximum, and of its exponential, on visible pairs."""
+    u, u_dot = units.u, units.u_dot
+    D = head.q_md.shape[1]
+    s_mn = head.scores_mn
+    magnitude_mn = sm_scale * (np.abs(head.q_md) @ np.abs(head.k_nd).T)
+    error_mn = (
+        (units.g(max(D, _SHORTEST_DOT)) * (1 + u_dot) + u_dot) * magnitude_mn
+        + 5 * u * (np.abs(s_mn) + u_dot * magnitude_mn)
+        + 3 * u * np.abs(s_mn - head.row_max_m[:, None])
+        + _prescale_error(head, magnitude_mn, numerics.prescales, units)
+        + units.u_exp
+    )
+    rescales_m = _rescales(head, error_mn, numerics.block_n)
+    return np.where(head.seen_mn, error_mn + rescales_m[:, None] * units.u_exp, 0.0)
+
+
+def _forward(
+    head: Head, error_mn: FloatArray, numerics: Numerics, units: _Units
+) -> tuple[FloatArray, FloatArray]:
+    """Bounds of out (M, Dv) and lse (M,), row by row over the visible keys; 0 on empty rows."""
+    u, uc = units.u, units.u_cast_dot
+    bound_out_me = np.zeros_like(head.out_me)
+    bound_lse_m = np.zeros_like(head.lse_m)
+    tiles_m = _seen_tiles(head.seen_mn, numerics.block_n)
+    for m in range(head.seen_mn.shape[0]):
+        seen_n = head.seen_mn[m]
+        if not seen_n.any():
+            continue
+        p_n, error_n, v_ne = head.probs_mn[m, seen_n], error_mn[m, seen_n], head.v_ne[seen_n]
+        out_e, row_max, lse = head.out_me[m], head.row_max_m[m], head.lse_m[m]
+        tiles = tiles_m[m]
+        keys = numerics.block_n * tiles
+
+        # 1: the softmax sum
+        depth = numerics.block_n if numerics.l_order == "tile" else keys
+        gamma_l = units.gamma(depth + 2 * tiles + 4)
+        if numerics.l_from == "rounded":
+            gamma_l = gamma_l + units.u_cast * (1 + gamma_l)
+
+        # 2: out. P is cast relative to the running maximum, so its underflow weighs less in a row
+        # whose softmax is spread out: exp(max - L) is 1 / l.
+        z = (p_n * np.exp(-error_n)).sum()
+        spread = 1.0
+        if not numerics.p_normalised:
+            spread = np.exp(min(0.0, row_max - lse + 2 * error_n.max()))
+        core_e = (p_n * np.expm1(error_n)) @ np.abs(v_ne - out_e) / z
+        core_e += (
+            (uc + units.g(keys + 2 * tiles) * (1 + uc))
+            * ((p_n * np.exp(error_n)) @ np.abs(v_ne))
+            / z
+        )
+        core_e += (units.eta_cast + units.flush) * spread * np.abs(v_ne).sum(axis=0)
+        core_e += (gamma_l + 4 * u) * (np.abs(out_e) + core_e)
+        bound_out_me[m] = core_e + units.u_stored * (np.abs(out_e) + core_e) + units.eta_stored
+
+        # 3: lse. As sum p = 1, log(sum p exp(E)) is log1p(sum p expm1(E)), without cancellation.
+        bound_lse_m[m] = (
+            np.log1p((p_n * np.expm1(error_n)).sum())
+            + gamma_l
+            + units.u_log * (1 + abs(lse - row_max))
+            + 4 * u * max(abs(row_max), abs(lse))
+        )
+    return bound_out_me, bound_lse_m
+
+
+def _dscore_error(
+    head: Head,
+    bound_out_me: FloatArray,
+    prob_error_mn: FloatArray,
+    units: _Units,
+    with_dlse: bool,
+) -> FloatArray:
+    """e: the error of dS before its cast, on visible pairs."""
+    u, u_dot = units.u, units.u_dot
+    Dv = head.v_ne.shape[1]
+    dout_me, dprobs_mn, p_mn = np.abs(head.dout_me), head.dprobs_mn, head.probs_mn
+    delta_m1 = head.delta_m[:, None]
+
+    error_dprobs_mn = (units.g(max(Dv, _SHORTEST_DOT)) * (1 + u_dot) + u_dot) * (
+        dout_me @ np.abs(head.v_ne).T
+    )
+    error_delta_m = (dout_me * bound_out_me).sum(axis=1)
+    error_delta_m += units.gamma(Dv + 4) * (dout_me * (np.abs(head.out_me) + bound_out_me)).sum(1)
+    if with_dlse:
+        error_delta_m += u * (np.abs(head.delta_m) + np.abs(head.dlse_m))
+
+    inputs_mn = error_dprobs_mn + error_delta_m[:, None]
+    terms_mn = np.abs(dprobs_mn) + np.abs(delta_m1)
+    error_mn = p_mn * (
+        np.expm1(prob_error_mn) * np.abs(dprobs_mn - delta_m1)
+        + np.exp(prob_error_mn) * (inputs_mn + 3 * u * (terms_mn + inputs_mn))
+    ) + units.flush * (1 + terms_mn)
+    return np.where(head.seen_mn, error_mn, 0.0)
+
+
+def _head_bound(
+    head: Head,
+    sm_scale: float,
+    numerics: Numerics,
+    units: _Units,
+    chain_n: FloatArray,
+    with_dlse: bool,
+) -> _HeadBound:
+    """All bounds of one head; ``chain_n`` is the length of the sums that make dk and dv."""
+    t, u, uc = sm_scale, units.u, units.u_cast_dot
+    seen_mn, p_mn = head.seen_mn, head.probs_mn
+    q_md, k_nd, dout_me = np.abs(head.q_md), np.abs(head.k_nd), np.abs(head.dout_me)
+
+    # 1: scores, forward
+    error_mn = _score_error(head, t, numerics, units)
+    bound_out_me, bound_lse_m = _forward(head, error_mn, numerics, units)
+
+    # 2: F, the error of P recomputed from the stored LSE
+    lse_m = np.where(seen_mn.any(axis=1), head.lse_m, 0.0)
+    magnitudes_mn = np.abs(head.scores_mn) + np.abs(lse_m)[:, None]
+    prob_error_mn = error_mn + bound_lse_m[:, None] + 3 * u * magnitudes_mn + units.u_exp
+    prob_error_mn = np.where(seen_mn, prob_error_mn, 0.0)
+
+    # 3: dS before and after its cast
+    e_mn = _dscore_error(head, bound_out_me, prob_error_mn, units, with_dlse)
+    top_mn = np.abs(head.dscores_mn) + e_mn
+    eta_ds = units.eta_cast * (max(1.0, 1 / t) if numerics.ds_scaled else 1.0) * (1 + units.u_x)
+    cast_mn = np.where(seen_mn, e_mn + uc * top_mn + eta_ds, 0.0)
+
+    # 4: dQ = t dS K
+    tiles_m = _seen_tiles(seen_mn, numerics.block_n)
+    sum_m = units.g(numerics.block_n * tiles_m + 2 * tiles_m)[:, None]
+    bound_dq_md = t * (cast_mn @ k_nd + sum_m * (1 + uc) * (top_mn @ k_nd))
+
+    # 5: dK = t dS' Q
+    sum_n = units.g(chain_n + 2)[:, None]
+    bound_dk_nd = t * (cast_mn.T @ q_md + sum_n * (1 + uc) * (top_mn.T @ q_md))
+
+    # 6: a pre-scaled operand, rounded for the scores, is used again for the other's gradient
+    if numerics.prescales in ("q", "qk"):
+        bound_dk_nd += t * units.u_stored * (top_mn.T @ q_md)
+    if numerics.prescales in ("k", "qk"):
+        bound_dq_md += t * units.u_stored * (top_mn @ k_nd)
+
+    # 7: dV = P' dO
+    largest_mn = p_mn * np.exp(prob_error_mn)
+    underflow = (units.eta_cast + units.flush) * (1 + units.u_x)
+    cast_p_mn = p_mn * np.expm1(prob_error_mn) + uc * largest_mn + underflow
+    cast_p_mn = np.where(seen_mn, cast_p_mn, 0.0)
+    bound_dv_ne = cast_p_mn.T @ dout_me + sum_n * (1 + uc) * (largest_mn.T @ dout_me)
+
+    return _HeadBound(bound_out_me, bound_lse_m, bound_dq_md, bound_dk_nd, bound_dv_ne)
+
+
+def _stored(bound: FloatArray, value: FloatArray, u_result: float, eta: float) -> FloatArray:
+    """Adds the rounding of a result to its bound: B + u(|x| + B) + eta."""
+    return bound + u_result * (np.abs(value) + bound) + eta
+
+
+def _group_sum(
+    bounds: list[FloatArray],
+    values: list[FloatArray],
+    u_result: float,
+    per_head: bool,
+    units: _Units,
+) -> FloatArray:
+    """The bound of a sum over the heads of a group, in one fp32 chain or stored head by head."""
+    eta = units.eta_stored
+    if not per_head:
+        return _stored(sum(bounds[1:], bounds[0]), sum(values[1:], values[0]), u_result, eta)
+    total = np.zeros_like(bounds[0])
+    largest = np.zeros_like(bounds[0])
+    for head_bound, value in zip(bounds, values, strict=True):
+        finished = _stored(head_bound, value, u_result, eta)
+        total += finished
+        largest += np.abs(value) + finished
+    return total + len(bounds) * units.u_stored * largest + eta
+
+
+def _group_bound(
+    heads: list[Head], sm_scale: float, numerics: Numerics, units: _Units, with_dlse: bool
+) -> Outputs[FloatArray]:
+    """Bounds of the heads that share a key/value head: out, lse, dq stacked, dk and dv summed."""
+    seen_mn = heads[0].seen_mn
+    live_m: BoolArray = np.any(seen_mn, axis=1)
+    used_n: BoolArray = np.any(seen_mn, axis=0)
+    per_head = numerics.group_sum == "dtype" and len(heads) > 1
+    rows_n = _ROW_TILE * _seen_tiles(seen_mn.T, _ROW_TILE)
+    chain_n = rows_n if per_head else len(heads) * rows_n
+    bounds = [_head_bound(x, sm_scale, numerics, units, chain_n, with_dlse) for x in heads]
+
+    u_scaled = units.u_stored + 4 * units.u  # dq and dk are multiplied by t after the dot
+    dq = [
+        np.where(live_m[:, None], _stored(x.dq_md, head.dq_md, u_scaled, units.eta_stored), 0.0)
+        for x, head in zip(bounds, heads, strict=True)
+    ]
+    dk_nd = _group_sum(
+        [x.dk_nd for x in bounds], [x.dk_nd for x in heads], u_scaled, per_head, units
+    )
+    dv_ne = _group_sum(
+        [x.dv_ne for x in bounds], [x.dv_ne for x in heads], units.u_stored, per_head, units
+    )
+    return Outputs(
+        out=np.stack([x.out_me for x in bounds]),
+        lse=np.stack([x.lse_m for x in bounds]),
+        dq=np.stack(dq),
+        dk=np.where(used_n[:, None], dk_nd, 0.0),
+        dv=np.where(used_n[:, None], dv_ne, 0.0),
+    )
+
+
+def bound(
+    q: FloatArray,
+    k: FloatArray,
+    v: FloatArray,
+    dout: FloatArray,
+    *,
+    mask: Mask,
+    sm_scale: float,
+    in_dtype: str,
+    numerics: Numerics,
+    dlse: FloatArray | None = None,
+) -> Outputs[FloatArray]:
+    """Returns, element by element, how far a correct kernel's outputs may be from the reference.
+
+    The bound is 0 where a result is exact: out, lse and dq of rows without a visible key, dk and
+    dv of keys that no row sees. A value that is not finite means that the inputs are outside the
+    range of the model, never that anything goes.
+
+    Args:
+        q: (B, H, M, D) float64 holding the values that the kernel was given.
+        k: (B, Hk, N, D) likewise.
+        v: (B, Hk, N, Dv) likewise.
+        dout: (B, H, M, Dv) likewise, gradient of out.
+        mask: What each query sees.
+        sm_scale: Factor on q.k, > 0.
+        in_dtype: The kernel's dtype, "fp16", "bf16", "fp32" or "fp64".
+        numerics: What the kernel declares of its rounding.
+        dlse: (B, H, M) gradient of lse, if the kernel was given one.
+
+    Returns:
+        Bounds shaped as the outputs; for "fp64" doubled, as the reference errs by as much.
+
+    Raises:
+        ValueError: An unknown in_dtype.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, ch. 3; Blanchard, Higham and
+    Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.
+    """
+    units = _units(in_dtype, numerics)
+    B, H, M, _ = q.shape
+    Hk, N = k.shape[1:3]
+    group = H // Hk
+    seen_bmn = seen_keys(mask, B, M, N)
+    dlse_bhm = np.zeros((B, H, M)) if dlse is None else dlse
+    result = Outputs(
+        out=np.zeros(dout.shape),
+        lse=np.zeros((B, H, M)),
+        dq=np.zeros(q.shape),
+        dk=np.zeros(k.shape),
+        dv=np.zeros(v.shape),
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        for b in range(B):
+            for g in range(Hk):
+                hs = slice(g * group, (g + 1) * group)
+                heads = [
+                    attend_head(*inputs, seen_bmn[b], sm_scale)
+                    for inputs in zip(
+                        q[b, hs],
+                        [k[b, g]] * group,
+                        [v[b, g]] * group,
+                        dout[b, hs],
+                        dlse_bhm[b, hs],
+                        strict=True,
+                    )
+                ]
+                one = _group_bound(heads, sm_scale, numerics, units, dlse is not None)
+                result.out[b, hs], result.lse[b, hs], result.dq[b, hs] = one.out, one.lse, one.dq
+                result.dk[b, g], result.dv[b, g] = one.dk, one.dv
+    if in_dtype == "fp64":
+        return Outputs(*(2 * x for x in result))
+    return result

@@ -1,0 +1,172 @@
+"""Attention and its gradients in float64: PyTorch, gradients by autograd, chunked over rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+
+from oracles.mask import Mask
+from oracles.outputs import Outputs
+
+__all__ = ["DenseMask", "RowMasks", "attention", "chunk_height"]
+
+_SCORES = 2**24  # scores in one chunk; about ten float64 tensors of that size live at a time
+
+
+class DenseMask(Protocol):
+    """What the oracles need of a mask."""
+
+    def dense(
+        self, B: int, H: int, M: int, N: int, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """Bool (B or 1, H or 1, M, N), True where visible."""
+
+
+class RowMasks:
+    """The dense mask, a few rows at a time.
+
+    A ``Mask`` is evaluated for the asked rows alone, so that M x N never stands in memory; any
+    other mask is made dense once and sliced.
+
+    Args:
+        mask: A Mask or any object with its ``dense``.
+        B: Batch entries.
+        H: Query heads.
+        M: Query rows.
+        N: Keys.
+        device: Where the bools live.
+    """
+
+    def __init__(
+        self, mask: DenseMask, B: int, H: int, M: int, N: int, device: torch.device
+    ) -> None:
+        self.shape = (B, H, M, N)
+        self.device = device
+        self._dense: torch.Tensor | None = None
+        if isinstance(mask, Mask) and type(mask).dense is Mask.dense:
+            lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int64, device=device)
+            self._rows, self._keys = lengths.view(2, B, 1, 1, 1).unbind()
+            self._left, self._right = mask.window_left, mask.right
+        else:
+            self._dense = mask.dense(B, H, M, N, device=device)
+
+    def between(self, start: int, stop: int) -> torch.Tensor:
+        """Rows start (inclusive) to stop (exclusive): bool (B or 1, H or 1, stop - start, N)."""
+        if self._dense is not None:
+            return self._dense[:, :, start:stop]
+        m = torch.arange(start, stop, device=self.device).view(-1, 1)
+        n = torch.arange(self.shape[3], device=self.device)
+        seen = (m < self._rows) & (n < self._keys)
+        position = m + (self._keys - self._rows)
+        if self._left is not None:
+            seen = seen & (n >= position - self._left)
+        if self._right is not None:
+            seen = seen & (n <= position + self._right)
+        return seen
+
+
+def chunk_height(rows: int | None, B: int, H: int, N: int) -> int:
+    """The height of a chunk: ``rows``, or for None what keeps its scores few (B, H, N >= 1).
+
+    Raises:
+        ValueError: rows is less than 1.
+    """
+    if rows is None:
+        return max(1, _SCORES // (B * H * N))
+    if rows < 1:
+        raise ValueError(f"rows is {rows}; needs None or an int >= 1")
+    return rows
+
+
+def _rows_with_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    seen: torch.Tensor,
+    sm_scale: float,
+) -> Outputs[torch.Tensor]:
+    """The outputs of a chunk of rows, and what these rows add to dk and dv."""
+    B, H, M, _ = q.shape
+    Hk, N = k.shape[1:3]
+    seen = seen.expand(B, H, M, N)
+    # 1. Rows without a key and keys that none of these rows sees may hold NaN: take them out
+    #    before they meet a product, where 0 * NaN would bring them back.
+    live = seen.any(3, keepdim=True)
+    used = seen.view(B, Hk, H // Hk * M, N).any(2).unsqueeze(3)
+    q, dout = (torch.where(live, x.to(torch.float64), 0.0) for x in (q, dout))
+    k, v = (torch.where(used, x.to(torch.float64), 0.0) for x in (k, v))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        # 2. Each query head reads the key/value head of its group.
+        q, k, v = leaves
+        k, v = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
+        # 3. Scores. A row without a key gets zeros: its softmax stays finite and is dropped below.
+        scores_bhmn = q @ k.mT * sm_scale
+        scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
+        # 4. Softmax. The second select keeps hidden pairs out of the gradient, whatever they hold.
+        lse_bhm = torch.logsumexp(scores_bhmn, dim=3)
+        p_bhmn = torch.where(seen, torch.exp(scores_bhmn - lse_bhm.unsqueeze(3)), 0.0)
+        # 5. Output and gradients.
+        out = p_bhmn @ v
+        dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    lse = lse_bhm.detach().masked_fill(~live.squeeze(3), -math.inf)
+    return Outputs(out.detach(), lse, dq, dk, dv)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    rows: int | None = None,
+) -> Outputs[torch.Tensor]:
+    """Attention, its log-sum-exp and its gradients, in float64.
+
+    out = softmax(sm_scale q k' + mask) v; lse is the natural logarithm of the softmax's
+    denominator; dq, dk, dv are the gradients of sum(out * dout). A row with no visible key gives
+    out 0, lse -inf, dq 0, and adds nothing to dk and dv. Padding may hold anything, and hidden
+    pairs contribute exact zeros.
+
+    Args:
+        q: (B, H, M, D), any float dtype and strides.
+        k: (B, Hk, N, D); H is a multiple of Hk.
+        v: (B, Hk, N, Dv).
+        dout: (B, H, M, Dv).
+        mask: What each row sees.
+        sm_scale: Factor on q.k.
+        rows: Height of a chunk; None keeps a chunk's scores within 2**24.
+
+    Returns:
+        Float64 tensors on q's device; gradients summed over the chunks and the group's heads.
+
+    Numerics: errs by a few float64 roundings, about as much as a float64 kernel may.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1.
+    """
+    (B, H, M, _), N = q.shape, k.shape[2]
+    results = Outputs(
+        out=q.new_zeros((B, H, M, v.shape[3]), dtype=torch.float64),
+        lse=q.new_full((B, H, M), -math.inf, dtype=torch.float64),
+        dq=torch.zeros_like(q, dtype=torch.float64, memory_format=torch.contiguous_format),
+        dk=torch.zeros_like(k, dtype=torch.float64, memory_format=torch.contiguous_format),
+        dv=torch.zeros_like(v, dtype=torch.float64, memory_format=torch.contiguous_format),
+    )
+    if 0 in (B, M, N):
+        return results
+    masks = RowMasks(mask, B, H, M, N, q.device)
+    height = chunk_height(rows, B, H, N)
+    for start in range(0, M, height):
+        here = slice(start, min(start + height, M))
+        seen = masks.between(here.start, here.stop)
+        part = _rows_with_gradients(q[:, :, here], k, v, dout[:, :, here], seen, sm_scale)
+        for name in ("out", "lse", "dq"):
+            getattr(results, name)[:, :, here] = getattr(part, name)
+        results.dk.add_(part.dk)
+        results.dv.add_(part.dv)
+    return results

@@ -20,6 +20,8 @@ from fa_kernels.kernels.forward import forward_kernel
 __all__ = ["launch_backward", "launch_forward"]
 
 DELTA_ROWS = 32
+# 256 rows of a tile stay within int32 offsets.
+MAX_ALIGNED_STRIDE = 2**22
 
 
 def _on_device(x: torch.Tensor) -> AbstractContextManager:
@@ -46,6 +48,7 @@ def _is_aligned(*tensors: torch.Tensor) -> bool:
         and x.shape[-1] == _padded(x.shape[-1])
         and x.stride(-1) == 1
         and all(stride % 8 == 0 for stride in x.stride()[:-1])
+        and x.stride(2) <= MAX_ALIGNED_STRIDE
         and x.data_ptr() % 16 == 0
         for x in tensors
     )

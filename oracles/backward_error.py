@@ -28,6 +28,7 @@ class KeySums(NamedTuple):
     dv_errors: torch.Tensor
     dv_products: torch.Tensor  # (p exp(F))'|dout|
     dv_terms: torch.Tensor
+    query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key
 
 
 class Backward(NamedTuple):
@@ -90,7 +91,16 @@ def backward_error(
 ) -> Backward:
     """dq, dk, dv of a chunk of rows, their sums of |terms|, and bounds before the last rounding.
 
-    The keys' bounds lack the accumulation as well: it depends on how many rows see a key.
+    With F the error of the recomputed P's exponent, A that of dP, dD that of delta::
+
+        e  = p [expm1(F) |dP - D| + exp(F) (A + dD + 3u (|dP| + |D| + A + dD))]
+             + FTZ (1 + |dP| + |D|)
+        W  = e + uc (|dS| + e) + eta (1 + u_x)
+        dq: t [W|K| + g (1 + uc) (|dS| + e)|K|]
+        dk: t [W'|Q| + g (1 + uc) (|dS| + e)'|Q|]
+        dv: (p expm1(F) + uc p exp(F) + (eta + FTZ)(1 + u_x))'|dout| + g (1 + uc) (p exp F)'|dout|
+
+    The g terms of dk and dv are left to the caller: they depend on how many rows see a key.
 
     Args:
         x: The chunk.
@@ -99,7 +109,7 @@ def backward_error(
         c: The constants in force.
         numerics: What the subject declares.
 
-    Source: the derivation in the project's error model, section "Backward".
+    Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2, whose steps are followed.
     """
     # dS loses eta where it underflows; times the scale before its cast, eta / scale.
     eta_ds = c.eta_p * (1 + c.u_x) * (max(1.0, 1 / sm_scale) if numerics.ds_scaled else 1.0)
@@ -113,9 +123,7 @@ def backward_error(
     dq_weights = grads.ds_errors + per_product.unsqueeze(2) * grads.ds_reach
     dk_weights = grads.ds_errors + again_q * grads.ds_reach if again_q else grads.ds_errors
     abs_ds = grads.ds.abs()
-    dv_weights = (grads.p_growth + c.u_cast * grads.p_grown).add_(
-        (c.eta_p + c.ftz) * (1 + c.u_x)
-    )
+    dv_weights = (grads.p_growth + c.u_cast * grads.p_grown).add_((c.eta_p + c.ftz) * (1 + c.u_x))
     dv_weights.masked_fill_(x.hidden, 0.0)
     return Backward(
         dq=(grads.ds @ x.k).mul_(sm_scale),
@@ -132,6 +140,7 @@ def backward_error(
             dv_errors=dv_weights.mT @ abs_dout,
             dv_products=grads.p_grown.mT @ abs_dout,
             dv_terms=fwd.scores.p.mT @ abs_dout,
+            query_tiles=x.query_tiles,
         ),
         ds_reach=grads.ds_reach,
         dp_reach=grads.dp_reach,

@@ -6,12 +6,11 @@ can do along the way of a kernel in the manner of FlashAttention-2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import pad
 
 from oracles.backward_error import Backward, KeySums, backward_error
 from oracles.constants import Constants, constants
@@ -56,28 +55,37 @@ class _Rows(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Of all rows: what belongs to keys, (Z, N, D or Dv)."""
+    """Of all rows: what belongs to keys, (B * Hk, N, D or Dv)."""
 
-    dk: torch.Tensor
-    dv: torch.Tensor
     bound_dk: torch.Tensor
     bound_dv: torch.Tensor
+    terms_dk: torch.Tensor
+    terms_dv: torch.Tensor
+    peaks: torch.Tensor
+
+
+class _Part(NamedTuple):
+    """What outlives a chunk."""
+
+    rows: _Rows
+    keys: KeySums
+    peaks: torch.Tensor
 
 
 def _gather(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
-) -> tuple[Chunk, torch.Tensor]:
-    """Folds a group's heads into rows; also counts each key's query tiles, (Z, N)."""
+) -> Chunk:
+    """Folds a group's heads into rows, in float64."""
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
     Z, R = B * Hk, H // Hk * M
     seen = seen.expand(B, H, M, N)
-    tiled = F.pad(seen, (0, 0, 0, -M % _QUERY_TILE)).unflatten(2, (-1, _QUERY_TILE)).any(3)
-    query_tiles = tiled.reshape(Z, -1, N).sum(1, dtype=torch.float64)
+    tiled = pad(seen, (0, 0, 0, -M % _QUERY_TILE)).reshape(Z, -1, _QUERY_TILE, N)
+    query_tiles = tiled.any(2).sum(1, dtype=torch.float64)
     seen = seen.reshape(Z, R, N)
     empty = ~seen.any(2)
     # Rows and keys that no visible pair touches may hold NaN.
     unread, unseen = empty.unsqueeze(2), (query_tiles == 0).unsqueeze(2)
-    chunk = Chunk(
+    return Chunk(
         q=q.to(torch.float64).reshape(Z, R, D).masked_fill(unread, 0.0),
         k=k.to(torch.float64).reshape(Z, N, D).masked_fill(unseen, 0.0),
         v=v.to(torch.float64).reshape(Z, N, -1).masked_fill(unseen, 0.0),
@@ -85,8 +93,8 @@ def _gather(
         seen=seen,
         hidden=~seen,
         empty=empty,
+        query_tiles=query_tiles,
     )
-    return chunk, query_tiles
 
 
 def _finish(bound: torch.Tensor, value: torch.Tensor, u: float, eta: float) -> torch.Tensor:
@@ -109,35 +117,39 @@ def _finish_rows(x: Chunk, fwd: Forward, bwd: Backward, c: Constants) -> _Rows:
     )
 
 
-def _finish_keys(
-    sums: KeySums, query_tiles: torch.Tensor, c: Constants, apart: int
-) -> _Keys:
+def _by_group(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Splits the first axis into groups of heads: (groups, heads, ...)."""
+    return x.view(-1, heads, *x.shape[1:])
+
+
+def _finish_keys(sums: KeySums, c: Constants, apart: int) -> _Keys:
     """Bounds of dk and dv.
 
     ``apart`` is 1 where one chain of additions runs through a group's heads; otherwise it is the
     number of heads whose gradients, already rounded, are added (Z then counts query heads).
     """
-    per_product = (c.g(_QUERY_TILE * query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
-    unseen = (query_tiles == 0).unsqueeze(2)
+    per_product = (c.g(_QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
+    unseen = (sums.query_tiles == 0).unsqueeze(2)
     finished = []
-    for value, errors, products, u in (
-        (sums.dk, sums.dk_errors, sums.dk_products, c.u_in + 4 * c.u),
-        (sums.dv, sums.dv_errors, sums.dv_products, c.u_in),
+    for value, errors, products, terms, u in (
+        (sums.dk, sums.dk_errors, sums.dk_products, sums.dk_terms, c.u_in + 4 * c.u),
+        (sums.dv, sums.dv_errors, sums.dv_products, sums.dv_terms, c.u_in),
     ):
         bound = _finish(errors + per_product * products, value, u, c.eta_in)
         bound.masked_fill_(unseen, 0.0)
         if apart > 1:
-            heads = (-1, apart)
-            added = c.u_in * apart * (value.abs() + bound).unflatten(0, heads).sum(1) + c.eta_in
-            added.masked_fill_(unseen.unflatten(0, heads).all(1), 0.0)
-            bound = bound.unflatten(0, heads).sum(1) + added
-            value = value.unflatten(0, heads).sum(1)
-        finished += [value, c.times * bound]
-    dk, bound_dk, dv, bound_dv = finished
-    return _Keys(dk, dv, bound_dk, bound_dv)
+            added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1) + c.eta_in
+            added.masked_fill_(_by_group(unseen, apart).all(1), 0.0)
+            bound = _by_group(bound, apart).sum(1) + added
+            value, terms = (_by_group(x, apart).sum(1) for x in (value, terms))
+        finished.append((value, c.times * bound, terms))
+    (dk, bound_dk, terms_dk), (dv, bound_dv, terms_dv) = finished
+    peaks = (sums.dk_reach, dk.abs() + bound_dk, dv.abs() + bound_dv)
+    peaks_of_keys = torch.stack([peak.amax() for peak in peaks])
+    return _Keys(bound_dk, bound_dv, terms_dk, terms_dv, peaks_of_keys)
 
 
-def _row_peaks(x: Chunk, fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
+def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
     """The largest values of a chunk that the range conditions speak of, and of |s|."""
     scores = fwd.scores
     unnormalised = fwd.out_terms * scores.log_l.exp().unsqueeze(2)
@@ -149,11 +161,19 @@ def _row_peaks(x: Chunk, fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tens
         unnormalised,
         bwd.ds_reach,
         fwd.out.abs() + rows.bound_out,
-        scores.lse.abs() + rows.bound_lse,
         bwd.dq.abs() + rows.bound_dq,
+        scores.lse.abs() + rows.bound_lse,
         scores.lse.abs(),
     )
     return torch.stack([peak.amax() for peak in peaks])
+
+
+def _judge_chunk(x: Chunk, t: float, c: Constants, numerics: Numerics, exact: bool) -> _Part:
+    """Runs both passes over a chunk and keeps what outlives it."""
+    fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact)
+    bwd = backward_error(x, fwd, sm_scale=t, c=c, numerics=numerics)
+    rows = _finish_rows(x, fwd, bwd, c)
+    return _Part(rows, bwd.keys, _row_peaks(fwd, bwd, rows))
 
 
 def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | None:
@@ -243,21 +263,25 @@ def judge(
     masks = RowMasks(mask, B, H, M, N, q.device)
     height = chunk_height(rows, B, H, N)
     height += -height % _QUERY_TILE
-    parts, peaks, sums, tiles = [], [], None, None
+    parts: list[_Rows] = []
+    peaks: list[torch.Tensor] = []
+    sums: KeySums | None = None
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))
-        seen = masks.between(here.start, here.stop)
-        chunk, chunk_tiles = _gather(q[:, :, here], k, v, dout[:, :, here], seen)
-        fwd = forward_error(
-            chunk,
-            sm_scale=sm_scale,
-            c=c,
-            numerics=numerics,
-            exact_spread=M * N * v.shape[3] <= _EXACT_SPREAD,
-        )
-        bwd = backward_error(chunk, fwd, sm_scale=sm_scale, c=c, numerics=numerics)
-        part = _finish_rows(chunk, fwd, bwd, c)
-        peaks.append(_row_peaks(chunk, fwd, bwd, part))
-        parts.append([x.unflatten(0, (B, -1)).reshape(B, H, -1, *x.shape[2:]) for x in part])
-        sums = bwd.keys if sums is None else KeySums(*map(torch.add, sums, bwd.keys))
-        tiles = chunk_tiles if tiles is None else tiles + chunk_tiles
+        chunk = _gather(q[:, :, here], k, v, dout[:, :, here], masks.between(here.start, here.stop))
+        exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
+        part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread)
+        parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))
+        peaks.append(part.peaks)
+        sums = part.keys if sums is None else KeySums(*map(torch.Tensor.add_, sums, part.keys))
+    assert sums is not None  # M > 0
+    of_rows = _Rows(*(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)))
+    of_keys = _finish_keys(sums, c, apart)
+    bound_dk, bound_dv, terms_dk, terms_dv = (x.view(B, Hk, N, -1) for x in of_keys[:4])
+    max_score, *row_peaks = torch.stack(peaks).amax(0).tolist()
+    return Judgement(
+        bound=Outputs(of_rows.bound_out, of_rows.bound_lse, of_rows.bound_dq, bound_dk, bound_dv),
+        terms=Outputs(of_rows.terms_out, of_rows.terms_lse, of_rows.terms_dq, terms_dk, terms_dv),
+        max_score=max_score,
+        out_of_range=_range(row_peaks, of_keys.peaks.tolist(), c),
+    )

@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import pad
 
 from oracles.constants import Constants
 from oracles.outputs import Numerics
@@ -30,6 +30,7 @@ class Chunk(NamedTuple):
     seen: torch.Tensor  # bool (Z, R, N)
     hidden: torch.Tensor  # its complement
     empty: torch.Tensor  # bool (Z, R): rows with no visible key
+    query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key, over the group's heads
 
 
 class Scores(NamedTuple):
@@ -57,7 +58,7 @@ class Forward(NamedTuple):
 
 def _changes(tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
     """How often the running maximum may change after the first live tile, in this order."""
-    earlier = F.pad(tile_max.cummax(2).values[:, :, :-1], (1, 0), value=-math.inf)
+    earlier = pad(tile_max.cummax(2).values[:, :, :-1], (1, 0), value=-math.inf)
     risen = live_tiles & (tile_max >= earlier - slack.unsqueeze(2))
     return risen.sum(2) - 1
 
@@ -76,7 +77,7 @@ def _rescales(
 def _error_before_rescaling(
     x: Chunk, s: torch.Tensor, reach: torch.Tensor, m: torch.Tensor, c: Constants, prescales: str
 ) -> torch.Tensor:
-    """E for R = 0, on all pairs; the prescale is 1 where the scale is in ``reach``."""
+    """E for R = 0, on all pairs; ``reach`` is A0 = t |q|.|k|."""
     per_reach = c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot
     if prescales != "none":
         per_reach += c.u_in if prescales != "qk" else 2 * c.u_in + c.u_in**2
@@ -91,15 +92,20 @@ def _error_before_rescaling(
 
 
 def _scores(x: Chunk, sm_scale: float, c: Constants, numerics: Numerics) -> Scores:
-    """Softmax and E of a chunk."""
+    """Softmax of a chunk, and E = (g + ud) A0 + 5u |s| + 3u |s - m| + (1 + R) u_exp.
+
+    R counts how often a kernel may rescale, from the data: at most the number of tiles, usually
+    far fewer, which keeps the bound sharp for long rows.
+    """
     # 1. Scores and their reach |q|.|k|.
     s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
     reach = (x.q.abs() @ x.k.abs().mT).masked_fill_(x.hidden, 0.0)
     # 2. Maxima of tiles and rows. A hidden tile's is -inf, an empty row's is set to 0.
     short = -s.shape[2] % numerics.block_n
-    visible_s = F.pad(s.masked_fill(x.hidden, -math.inf), (0, short), value=-math.inf)
-    tile_max = visible_s.unflatten(2, (-1, numerics.block_n)).amax(3)
-    live_tiles = F.pad(x.seen, (0, short)).unflatten(2, (-1, numerics.block_n)).any(3)
+    tiled = (*s.shape[:2], -1, numerics.block_n)
+    visible_s = pad(s.masked_fill(x.hidden, -math.inf), (0, short), value=-math.inf)
+    tile_max = visible_s.view(tiled).amax(3)
+    live_tiles = pad(x.seen, (0, short)).view(tiled).any(3)
     m = tile_max.amax(2).masked_fill_(x.empty, 0.0)
     # 3. Softmax.
     p = (s - m.unsqueeze(2)).exp_().masked_fill_(x.hidden, 0.0)
@@ -115,9 +121,7 @@ def _scores(x: Chunk, sm_scale: float, c: Constants, numerics: Numerics) -> Scor
     return Scores(s, reach, p, error, m, m + log_l, log_l, tiles)
 
 
-def _spread(
-    weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bool
-) -> torch.Tensor:
+def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bool) -> torch.Tensor:
     """sum_n weights |v - out|, exact element by element or by |v| + |out|."""
     if not exact:
         return weights @ v.abs() + weights.sum(2, keepdim=True) * out.abs()
@@ -137,6 +141,14 @@ def forward_error(
 ) -> Forward:
     """Softmax, out, their sums of |terms| and the bounds of out and lse, for a chunk of rows.
 
+    With Z = sum p exp(-E) <= the kernel's own softmax sum over the true one::
+
+        core  = [sum p expm1(E) |v - out| + (uc + g (1 + uc)) sum p exp(E) |v|] / Z
+                + (eta + FTZ) min(1, exp(m - L + 2 max E)) sum |v|
+        core += (gamma_l + 4u)(|out| + core)
+        out:  core + u_in (|out| + core) + eta_in
+        lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l|) + 4u max(|m|, |L|)
+
     Args:
         x: The chunk.
         sm_scale: Factor on q.k.
@@ -145,7 +157,7 @@ def forward_error(
         exact_spread: Weight the scores' error by |v - out|; otherwise by |v| + |out|, which is
             larger and costs two GEMMs.
 
-    Source: the derivation in the project's error model, section "Forward".
+    Source: Blanchard, Higham, Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.
     """
     scores = _scores(x, sm_scale, c, numerics)
     p, E, m, lse = scores.p, scores.error, scores.m, scores.lse

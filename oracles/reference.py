@@ -29,19 +29,12 @@ class RowMasks:
 
     A ``Mask`` is evaluated for the asked rows alone, so that M x N never stands in memory; any
     other mask is made dense once and sliced.
-
-    Args:
-        mask: A Mask or any object with its ``dense``.
-        B: Batch entries.
-        H: Query heads.
-        M: Query rows.
-        N: Keys.
-        device: Where the bools live.
     """
 
     def __init__(
         self, mask: DenseMask, B: int, H: int, M: int, N: int, device: torch.device
     ) -> None:
+        """Takes a Mask or any object with its ``dense``, the sizes, and the bools' device."""
         self.shape = (B, H, M, N)
         self.device = device
         self._dense: torch.Tensor | None = None
@@ -95,7 +88,7 @@ def _rows_with_gradients(
     # 1. Rows without a key and keys that none of these rows sees may hold NaN: take them out
     #    before they meet a product, where 0 * NaN would bring them back.
     live = seen.any(3, keepdim=True)
-    used = seen.view(B, Hk, H // Hk * M, N).any(2).unsqueeze(3)
+    used = seen.any(2).view(B, Hk, H // Hk, N, 1).any(2)
     q, dout = (torch.where(live, x.to(torch.float64), 0.0) for x in (q, dout))
     k, v = (torch.where(used, x.to(torch.float64), 0.0) for x in (k, v))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]

@@ -2,7 +2,8 @@
 
 The interpreter of Triton 3.9 stores bfloat16 as uint16 and computes with those integers, truncates
 where it should round, fills the masked-off lanes of a load with zeros, which hides the fault of
-relying on them, and patches the language anew at every call of a nested function.
+relying on them, and spends two thirds of its time on patching the language anew at every call of
+a nested function, on overflow checks that check nothing, and on building equal types.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def repair() -> None:
       bf16, which are refused; every other exception is an InterpreterError as before.
     - NumPy's floating-point warnings are off inside a launch, as on a GPU.
     - The language is patched once per launch, and afterwards it is what it was.
+    - Integer overflow is looked for only in debug mode; elsewhere nothing read the result.
 
     Raises:
         RuntimeError: The interpreter is off, or the installed Triton lacks something that the
@@ -73,7 +75,7 @@ def repair() -> None:
     _repair_dots(interpreter)
     _repair_memory(interpreter)
     _repair_launches(interpreter)
-    _cache_numpy_types(interpreter)
+    _skip_idle_work(interpreter)
     _repaired = True
 
 
@@ -96,11 +98,12 @@ _REPLACED = {
     "ScanOps": "cumsum cumprod",
     "GridExecutor": "__call__",
     "InterpretedFunction": "__call__ rewrite",
-    "interpreter_semantic": "load",
+    "interpreter_semantic": "load binary_op_sanitize_overflow_impl",
 }
 _USED = (
-    "TensorHandle InterpreterError _LangPatchScope _get_np_dtype _patch_lang _ir.ROUNDING_MODE.RTZ "
-    "_ir.INPUT_PRECISION.TF32 _ir.ATOMIC_OP.FADD"
+    "TensorHandle InterpreterError _LangPatchScope _get_np_dtype _patch_lang tl.block_type "
+    "interpreter_builder.options.debug _ir.ROUNDING_MODE.RTZ _ir.INPUT_PRECISION.TF32 "
+    "_ir.ATOMIC_OP.FADD"
 )
 
 
@@ -120,7 +123,8 @@ def _check_attributes(version: str, interpreter: Any) -> None:
 
 def _widen_bf16(bits: Array) -> Array:
     """Bfloat16 bits as the same values in float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    values: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return values
 
 
 def _to_odd_fp32(values: Array) -> Array:
@@ -133,8 +137,8 @@ def _to_odd_fp32(values: Array) -> Array:
     bits = nearest.view(np.uint32)
     even = (bits & 1) == 0
     magnitude, exact = np.abs(nearest.astype(np.float64)), np.abs(values)
-    bits = bits + (even & (magnitude < exact)) - (even & (magnitude > exact)).astype(np.uint32)
-    return bits.astype(np.uint32).view(np.float32)
+    odd: Array = bits + (even & (magnitude < exact)) - (even & (magnitude > exact))
+    return odd.view(np.float32)
 
 
 def _nearest_bf16(values: Array) -> Array:
@@ -153,7 +157,8 @@ def _toward_zero(values: Array, nearest: Array, widened: Array) -> Array:
     bits = nearest.view(f"u{nearest.itemsize}")
     beyond = np.abs(widened.astype(values.dtype)) > np.abs(values)
     # Below Inf stands the largest finite value, which is what truncation overflows to.
-    return (bits - beyond.astype(bits.dtype)).view(nearest.dtype)
+    truncated: Array = bits - beyond
+    return truncated.view(nearest.dtype)
 
 
 def _truncate_to_tf32(values: Array) -> Array:
@@ -164,7 +169,7 @@ def _truncate_to_tf32(values: Array) -> Array:
 
 def _is_bf16(handle: Any) -> bool:
     """Whether the handle holds bfloat16 bits."""
-    return handle.dtype.scalar.name == "bf16" and handle.data.dtype == np.uint16
+    return bool(handle.dtype.scalar.name == "bf16" and handle.data.dtype == np.uint16)
 
 
 def _values(handle: Any) -> Array:
@@ -289,8 +294,7 @@ def _repair_reductions(interpreter: Any) -> None:
     def sum_16_bit(self: Any, input: Any) -> Any:
         if input.dtype.name not in _NARROW_FLOATS:
             return original_sum(self, input)
-        data = _tree_sum(input.handle, self.axis, self.keep_dims)
-        return self.to_tensor(data if data.shape else data[()], input.dtype)
+        return self.to_tensor(_tree_sum(input.handle, self.axis, self.keep_dims), input.dtype)
 
     def rounding_scan(original: Any, op: np.ufunc) -> Any:
         def scan_bf16(self: Any, input: Any) -> Any:
@@ -355,19 +359,15 @@ def _repair_dots(interpreter: Any) -> None:
     builder.create_dot_scaled = create_dot_scaled
 
 
-# What a masked-off lane holds where no finite, zero or otherwise plausible value may.
-_POISON = {
-    "fp16": np.nan,
-    "fp32": np.nan,
-    "fp64": np.nan,
+# What a masked-off lane holds: NaN where the type has one. Integers are 0x5A in every byte.
+_POISON: dict[str, float] = {
+    **dict.fromkeys(("fp16", "fp32", "fp64"), np.nan),
     "bf16": 0x7FC0,
-    "fp8e5": 0x7F,
-    "fp8e4nv": 0x7F,
-    "fp8e4b15": 0x7F,
-    "fp8e4b8": 0x80,
-    "fp8e5b16": 0x80,
+    **dict.fromkeys(("fp8e5", "fp8e4nv", "fp8e4b15"), 0x7F),
+    **dict.fromkeys(("fp8e4b8", "fp8e5b16"), 0x80),
     "int1": True,
 }
+_WILD = 0x5A5A5A5A5A5A5A5A
 
 
 def _repair_memory(interpreter: Any) -> None:
@@ -392,10 +392,8 @@ def _repair_memory(interpreter: Any) -> None:
         if other is None and not other_given:
             element = ptrs.get_element_ty()
             dtype = interpreter._get_np_dtype(element)
-            poison = _POISON.get(element.name)
-            if poison is None:
-                poison = np.array(0x5A5A5A5A5A5A5A5A).astype(dtype)
-            other = handle_of(np.full(ptrs.data.shape, poison, dtype=dtype), element)
+            poison = np.array(_POISON.get(element.name, _WILD)).astype(dtype)
+            other = handle_of(np.full(ptrs.data.shape, poison), element)
         return original_load(self, ptrs, mask, other, *rest)
 
     def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, *rest: Any) -> Any:
@@ -413,6 +411,7 @@ class _LanguagePatch:
 
     def __init__(self) -> None:
         self.active = 0
+        self._quiet = np.errstate(all="ignore")
         self._changes: dict[tuple[int, str], tuple[Any, str, object, object]] = {}
 
     def set_attr(self, owner: Any, name: str, value: object) -> None:
@@ -459,6 +458,8 @@ def _repair_launches(interpreter: Any) -> None:
     try:
         # Kernels see the language as tl, and tl's own jit functions as core.
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        block_init = _block_types_built_once(tl.block_type, tl.dtype)
+        patch.set_attr(tl.block_type, "__init__", block_init)
     finally:
         interpreter._LangPatchScope = original_scope
         patch.take_out()
@@ -488,15 +489,42 @@ def _repair_launches(interpreter: Any) -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
-def _cache_numpy_types(interpreter: Any) -> None:
-    """Looks NumPy types up by name instead of building the table of all types each time."""
-    original = interpreter._get_np_dtype
+def _skip_idle_work(interpreter: Any) -> None:
+    """Leaves out work without a result: checks that nobody reads, a table built at each look-up."""
+    original_type, semantic = interpreter._get_np_dtype, interpreter.interpreter_semantic
+    original_check = semantic.binary_op_sanitize_overflow_impl
     known: dict[str, Any] = {}
 
     def numpy_type(triton_type: Any) -> Any:
         name = triton_type.scalar.name
         if name not in known:
-            known[name] = original(triton_type.scalar)
+            known[name] = original_type(triton_type.scalar)
         return known[name]
 
+    def check_overflow(*args: Any) -> None:
+        # The check ends in a device assertion, which does nothing outside debug mode.
+        if interpreter.interpreter_builder.options.debug:
+            original_check(*args)
+
     interpreter._get_np_dtype = numpy_type
+    semantic.binary_op_sanitize_overflow_impl = check_overflow
+
+
+def _block_types_built_once(block_type: Any, scalar_type: Any) -> Callable[..., None]:
+    """The constructor of block types, copying the attributes of an equal one built before."""
+    original = block_type.__init__
+    known: dict[tuple[object, ...], dict[str, object]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [getattr(size, "value", size) for size in shape]
+        # Not for pointers, whose names omit the address space, nor for sizes that only equal ints.
+        if type(element_ty) is not scalar_type or any(type(size) is not int for size in sizes):
+            original(self, element_ty, shape)
+            return
+        key = (element_ty.name, *sizes)
+        if key not in known:
+            original(self, element_ty, shape)
+            known[key] = vars(self).copy()
+        vars(self).update(known[key])
+
+    return init

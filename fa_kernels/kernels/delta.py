@@ -36,16 +36,16 @@ def delta_kernel(
     m_blocks = tl.cdiv(M, BLOCK_M)
     m_block = tl.program_id(0) % m_blocks
     bh = tl.program_id(0) // m_blocks
-    offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    start_m = m_block * BLOCK_M
+    offs_tile = tl.arange(0, BLOCK_M)
+    offs_m = start_m + offs_tile
     offs_dv = tl.arange(0, BLOCK_DV)[None, :]
     row = bh.to(tl.int64) * M + offs_m
     lse = tl.load(lse_ptr + row, mask=offs_m < M, other=-float("inf"))
     # dout of a row without a visible key may hold anything: it is not read.
     live = (lse != -float("inf"))[:, None]
-    douts = head_matrix(
-        dout_ptr, bh // H, bh % H, stride_ob, stride_oh, stride_om, stride_od, Dv, False
-    )
-    dout = load_tile(douts, tl.where(live, offs_m[:, None], M), offs_dv, M, False, True)
+    douts = head_matrix(dout_ptr, bh // H, bh % H, stride_ob, stride_oh, stride_om, stride_od, Dv)
+    dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv, live, False, True)
     out = tl.load(
         out_ptr + row[:, None] * Dv + offs_dv,
         mask=live & (offs_dv < Dv),

@@ -50,19 +50,23 @@ def _accumulate(
     """Adds the query tiles [m_block_lo, m_block_hi) of one head to dk and dv."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
+    offs_tile = tl.arange(0, BLOCK_M)
     for m_block in range(m_block_lo, m_block_hi):
-        offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
-        rows = offs_m
+        start_m = m_block * BLOCK_M
+        offs_m = start_m + offs_tile
         if MASKED:
-            lse = tl.load(lse_pointer + offs_m, mask=offs_m < view[0], other=-float("inf"))
-            delta = tl.load(delta_pointer + offs_m, mask=offs_m < view[0], other=0.0)
-            # dout of a row without a visible key may hold anything: it is not read.
-            rows = tl.where(lse == -float("inf"), view[0], offs_m)
+            valid = offs_m < view[0]
+            lse = tl.load(lse_pointer + offs_m, mask=valid, other=-float("inf"))
+            delta = tl.load(delta_pointer + offs_m, mask=valid, other=0.0)
         else:
             lse = tl.load(lse_pointer + offs_m)
             delta = tl.load(delta_pointer + offs_m)
+        # q and dout of a row without a visible key (padding rows too) are not read.
+        live = lse != -float("inf")
         # (BLOCK_D, BLOCK_M)
-        q_t = load_tile(queries, offs_m[None, :], offs_d[:, None], view[0], ALIGNED, MASKED)
+        q_t = load_tile(
+            queries, start_m, offs_tile[None, :], offs_d[:, None], live[None, :], ALIGNED, MASKED
+        )
         # (BLOCK_N, BLOCK_M)
         scores = tl.dot(k, q_t, input_precision=DOTS, out_dtype=ACC)
         p = tl.exp2(scores * qk_scale - base2_lse(lse)[None, :])
@@ -70,7 +74,9 @@ def _accumulate(
             seen = element_mask(offs_m[None, :], offs_n[:, None], view)
             p = tl.where(seen, p, 0.0)
         # (BLOCK_M, BLOCK_DV)
-        dout = load_tile(douts, rows[:, None], offs_dv[None, :], view[0], ALIGNED, MASKED)
+        dout = load_tile(
+            douts, start_m, offs_tile[:, None], offs_dv[None, :], live[:, None], ALIGNED, MASKED
+        )
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS, out_dtype=ACC)
         # (BLOCK_N, BLOCK_M)
         dp = tl.dot(v, tl.trans(dout), input_precision=DOTS, out_dtype=ACC)
@@ -139,28 +145,29 @@ def dkdv_kernel(
     h_k = bh_k % Hk
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
     view = (seqlen_q, seqlen_k, window_left, window_right)
-    keys = head_matrix(k_ptr, b, h_k, stride_kb, stride_kh, stride_kn, stride_kd, D, ALIGNED)
-    values = head_matrix(v_ptr, b, h_k, stride_vb, stride_vh, stride_vn, stride_vd, Dv, ALIGNED)
+    keys = head_matrix(k_ptr, b, h_k, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    values = head_matrix(v_ptr, b, h_k, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
 
-    offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    start_n = n_block * BLOCK_N
+    offs_tile = tl.arange(0, BLOCK_N)
+    offs_n = start_n + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    k = load_tile(keys, offs_n[:, None], offs_d[None, :], seqlen_k, ALIGNED, True)
-    v = load_tile(values, offs_n[:, None], offs_dv[None, :], seqlen_k, ALIGNED, True)
+    valid = (offs_n < seqlen_k)[:, None]
+    k = load_tile(keys, start_n, offs_tile[:, None], offs_d[None, :], valid, ALIGNED, True)
+    v = load_tile(values, start_n, offs_tile[:, None], offs_dv[None, :], valid, ALIGNED, True)
     sm_scale = scale_from_bits(sm_scale_bits)
     qk_scale = (sm_scale * LOG2E).to(ACC)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
     lo, full_lo, full_hi, hi = visible_tiles(
-        n_block * BLOCK_N, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M
+        start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M
     )
     for g in range(0, G):
         h = h_k * G + g
-        queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D, ALIGNED)
-        douts = head_matrix(
-            dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv, ALIGNED
-        )
+        queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
+        douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
         row = (b * H + h).to(tl.int64) * M
         dk, dv = _accumulate(
             dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
@@ -176,7 +183,6 @@ def dkdv_kernel(
         )  # fmt: skip
 
     # Keys past seqlen_k were zero-filled; what their rows accumulated means nothing.
-    valid = (offs_n < seqlen_k)[:, None]
     dk = tl.where(valid, dk * sm_scale.to(ACC), 0.0)
     dv = tl.where(valid, dv, 0.0)
     store_rows(dk_ptr, bh_k, N, offs_n, offs_d, dk, D, BLOCK_D, ALIGNED)

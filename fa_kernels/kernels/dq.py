@@ -47,11 +47,16 @@ def _accumulate(
     """Adds the key tiles [n_block_lo, n_block_hi) to dq."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
+    offs_tile = tl.arange(0, BLOCK_N)
     for n_block in range(n_block_lo, n_block_hi):
-        offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        start_n = n_block * BLOCK_N
+        offs_n = start_n + offs_tile
+        valid = (offs_n < view[1])[None, :]
         # (BLOCK_D, BLOCK_N) and (BLOCK_DV, BLOCK_N)
-        k_t = load_tile(keys, offs_n[None, :], offs_d[:, None], view[1], ALIGNED, MASKED)
-        v_t = load_tile(values, offs_n[None, :], offs_dv[:, None], view[1], ALIGNED, MASKED)
+        k_t = load_tile(keys, start_n, offs_tile[None, :], offs_d[:, None], valid, ALIGNED, MASKED)
+        v_t = load_tile(
+            values, start_n, offs_tile[None, :], offs_dv[:, None], valid, ALIGNED, MASKED
+        )
         # (BLOCK_M, BLOCK_N)
         scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
         p = tl.exp2(scores * qk_scale - lse2[:, None])
@@ -122,28 +127,30 @@ def dq_kernel(
     h = bh % H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
     view = (seqlen_q, seqlen_k, window_left, window_right)
-    queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D, ALIGNED)
-    keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D, ALIGNED)
-    values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv, ALIGNED)
-    douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv, ALIGNED)
+    queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
+    keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
+    douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
 
-    offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    start_m = m_block * BLOCK_M
+    offs_tile = tl.arange(0, BLOCK_M)
+    offs_m = start_m + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     row = bh.to(tl.int64) * M + offs_m
     lse = tl.load(lse_ptr + row, mask=offs_m < seqlen_q, other=-float("inf"))
     delta = tl.load(delta_ptr + row, mask=offs_m < seqlen_q, other=0.0)
     # q and dout of a row without a visible key (padding rows too) are not read: its dq is 0.
-    rows = tl.where(lse == -float("inf"), seqlen_q, offs_m)[:, None]
-    q = load_tile(queries, rows, offs_d[None, :], seqlen_q, ALIGNED, True)
-    dout = load_tile(douts, rows, offs_dv[None, :], seqlen_q, ALIGNED, True)
+    live = (lse != -float("inf"))[:, None]
+    q = load_tile(queries, start_m, offs_tile[:, None], offs_d[None, :], live, ALIGNED, True)
+    dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv[None, :], live, ALIGNED, True)
     lse2 = base2_lse(lse)
     sm_scale = scale_from_bits(sm_scale_bits)
     qk_scale = (sm_scale * LOG2E).to(ACC)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
     lo, full_lo, full_hi, hi = visible_tiles(
-        m_block * BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
+        start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
     )
     dq = _accumulate(
         dq, q, dout, lse2, delta, keys, values, view, offs_m, lo, full_lo, qk_scale,

@@ -46,10 +46,15 @@ def _attend(
     """Takes the key tiles [n_block_lo, n_block_hi) into the running (acc, l_i, m_i)."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
+    offs_tile = tl.arange(0, BLOCK_N)
     for n_block in range(n_block_lo, n_block_hi):
-        offs_n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        start_n = n_block * BLOCK_N
+        offs_n = start_n + offs_tile
+        valid = offs_n < view[1]
         # (BLOCK_D, BLOCK_N)
-        k_t = load_tile(keys, offs_n[None, :], offs_d[:, None], view[1], ALIGNED, MASKED)
+        k_t = load_tile(
+            keys, start_n, offs_tile[None, :], offs_d[:, None], valid[None, :], ALIGNED, MASKED
+        )
         # (BLOCK_M, BLOCK_N)
         scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
         if MASKED:
@@ -64,7 +69,9 @@ def _attend(
         alpha = tl.exp2(m_i - m_pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
         # (BLOCK_N, BLOCK_DV)
-        v = load_tile(values, offs_n[:, None], offs_dv[None, :], view[1], ALIGNED, MASKED)
+        v = load_tile(
+            values, start_n, offs_tile[:, None], offs_dv[None, :], valid[:, None], ALIGNED, MASKED
+        )
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=DOTS, out_dtype=ACC)
         m_i = m_new
@@ -118,21 +125,24 @@ def forward_kernel(
     h = bh % H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
     view = (seqlen_q, seqlen_k, window_left, window_right)
-    queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D, ALIGNED)
-    keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D, ALIGNED)
-    values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv, ALIGNED)
+    queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
+    keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
 
-    offs_m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    start_m = m_block * BLOCK_M
+    offs_tile = tl.arange(0, BLOCK_M)
+    offs_m = start_m + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    q = load_tile(queries, offs_m[:, None], offs_d[None, :], seqlen_q, ALIGNED, True)
+    valid = (offs_m < seqlen_q)[:, None]
+    q = load_tile(queries, start_m, offs_tile[:, None], offs_d[None, :], valid, ALIGNED, True)
     qk_scale = (scale_from_bits(sm_scale_bits) * LOG2E).to(ACC)
 
     m_i = tl.full([BLOCK_M], -float("inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
     lo, full_lo, full_hi, hi = visible_tiles(
-        m_block * BLOCK_M, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
+        start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
     )
     acc, l_i, m_i = _attend(
         acc, l_i, m_i, q, keys, values, view, offs_m, lo, full_lo, qk_scale,

@@ -35,37 +35,36 @@ def scale_from_bits(sm_scale_bits):
 
 
 @triton.jit
-def head_matrix(
-    ptr, b, h, stride_b, stride_h, stride_row, stride_column, columns, ALIGNED: tl.constexpr
-):
-    """The matrix of one head; offsets are 64-bit.
-
-    ALIGNED: unit column stride, rows on 16-byte boundaries and no column to mask, which the host
-    has checked; said here so that the compiler can make loads 16 bytes wide.
-    """
+def head_matrix(ptr, b, h, stride_b, stride_h, stride_row, stride_column, columns):
+    """The matrix of one head; offsets of heads and tiles are 64-bit."""
     pointer = ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-        stride_row = (stride_row // 8) * 8
     return pointer, stride_row, stride_column, columns
 
 
 @triton.jit
-def load_tile(matrix, rows, columns, row_end, ALIGNED: tl.constexpr, CHECK_ROWS: tl.constexpr):
-    """A tile of ``matrix``, zeros past ``row_end`` and past its last column.
+def load_tile(
+    matrix, start, rows, columns, inside, ALIGNED: tl.constexpr, CHECK_ROWS: tl.constexpr
+):
+    """Rows ``start + rows`` of ``matrix``, zeros past its last column.
 
-    ``rows`` (R, 1) and ``columns`` (1, C) give the tile, (1, R) and (C, 1) its transpose.
+    ``rows`` (R, 1) and ``columns`` (1, C) give the tile, (1, R) and (C, 1) its transpose. With
+    CHECK_ROWS, rows that are not ``inside`` (shaped as ``rows``) are zeros and are not read.
+
+    ALIGNED: unit column stride, rows on 16-byte boundaries, no column to mask and offsets within a
+    tile that fit 32 bits. The host has checked it; it is said here so that the compiler can make
+    loads 16 bytes wide.
     """
     if ALIGNED:
-        pointers = matrix[0] + (rows.to(tl.int64) * matrix[1] + columns)
+        stride_row = (matrix[1] // 8).to(tl.int32) * 8
+        pointer = tl.multiple_of(matrix[0] + tl.cast(start, tl.int64) * stride_row, 16)
         if CHECK_ROWS:
-            tile = tl.load(pointers, mask=rows < row_end, other=0.0)
+            tile = tl.load(pointer + (rows * stride_row + columns), mask=inside, other=0.0)
         else:
-            tile = tl.load(pointers)
+            tile = tl.load(pointer + (rows * stride_row + columns))
     else:
-        pointers = matrix[0] + (rows.to(tl.int64) * matrix[1] + columns * matrix[2])
+        pointers = matrix[0] + ((start + rows).to(tl.int64) * matrix[1] + columns * matrix[2])
         if CHECK_ROWS:
-            tile = tl.load(pointers, mask=(rows < row_end) & (columns < matrix[3]), other=0.0)
+            tile = tl.load(pointers, mask=inside & (columns < matrix[3]), other=0.0)
         else:
             tile = tl.load(pointers, mask=columns < matrix[3], other=0.0)
     return tile

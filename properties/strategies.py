@@ -1,0 +1,511 @@
+"""Hypothesis strategies for problems: a description is drawn, never a tensor.
+
+Interesting cases are built, not waited for: nothing is filtered and nothing assumed away, so empty
+rows, lengths of 0 and M > N stay in. Sizes of one problem differ as often as its cost allows,
+because equal sizes hide exchanged ones. About twenty choices make a problem, whatever its size.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+from hypothesis import strategies as st
+
+from oracles.mask import Mask
+from oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
+from properties.families import DIRTY, DOUT, INPUTS
+
+__all__ = ["HEAD_DIMS", "MASK_KINDS", "SCALES", "problems"]
+
+Value = TypeVar("Value")
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+MASK_KINDS = ("full", "causal", "window", "padding")
+HEAD_DIMS = (16, 1, 2, 3, 5, 8, 15, 17, 24, 32, 33, 48, 64, 80, 96, 127, 128)
+# The default scale D**-0.5 half of the time, then 1, then multiples of 0.02 up to 2.
+SCALES: tuple[float | None, ...] = (
+    *(None,) * 110,
+    *(1.0,) * 10,
+    *(step / 50 for step in range(1, 101)),
+)
+
+
+class _Regime(NamedTuple):
+    """Inclusive bounds of M and N, and how often they are drawn relative to other regimes."""
+
+    weight: int
+    m_low: int
+    m_high: int
+    n_low: int
+    n_high: int
+
+
+class _Kind(NamedTuple):
+    """Which parts a mask has."""
+
+    causal: bool
+    window: bool
+    lengths: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Domain:
+    """The checked arguments of ``problems``."""
+
+    dtypes: tuple[str, ...]
+    configs: tuple[str, ...]
+    masks: tuple[str, ...]
+    max_seqlen: int
+    seqlen_multiple: int
+    tile: int
+    max_batch: int
+    max_heads: int
+    gqa: bool
+    m_ne_n: bool
+    dv_ne_d: bool
+    head_dims: tuple[int, ...]
+    scales: tuple[float | None, ...]
+    layouts: tuple[str, ...]
+    inputs: tuple[str, ...]
+    dout: tuple[str, ...]
+    dirty: tuple[str, ...]
+    max_cost: int
+    padding: bool
+    hidden: bool
+    empty_rows: bool
+    device: str
+
+    @property
+    def forced(self) -> int:
+        """How many of the three features have to occur."""
+        return self.padding + self.hidden + self.empty_rows
+
+    @property
+    def empty_by_position(self) -> bool:
+        """Empty rows come from a right bound and M > N, not from a batch entry without keys."""
+        return self.empty_rows and ("causal" in self.masks or "window" in self.masks)
+
+
+@lru_cache(maxsize=64)
+def _seqlen_pool(max_seqlen: int, multiple: int, tile: int) -> tuple[int, ...]:
+    """Ascending positive lengths; tile edges stand in it four times, primes twice."""
+    pool = []
+    composite = bytearray(max_seqlen + 1)
+    for length in range(1, max_seqlen + 1):
+        prime = length > 1 and not composite[length]
+        if prime:
+            for multiple_of in range(length * length, max_seqlen + 1, length):
+                composite[multiple_of] = 1
+        if length % multiple == 0:
+            edge = length > 1 and (length + 1) % tile <= 2
+            pool.extend([length] * (4 if edge else 2 if prime else 1))
+    return tuple(pool)
+
+
+@lru_cache(maxsize=256)
+def _head_pool(
+    max_pairs: int, max_batch: int, max_heads: int, gqa: bool, empty_batch: bool
+) -> tuple[tuple[int, int, int], ...]:
+    """(B, Hk, G) with B H <= max_pairs, simplest first; pairwise distinct B, H, Hk ten times."""
+    found = [
+        (B, Hk, G)
+        for B in range(1, max_batch + 1)
+        for Hk in range(1, max_heads + 1)
+        for G in range(1, (max_heads // Hk if gqa else 1) + 1)
+        if B * Hk * G <= max_pairs
+    ]
+    found.sort(key=lambda sizes: (math.prod(sizes), sizes))
+    pool = []
+    for B, Hk, G in found:
+        distinct = len({B, Hk, Hk * G}) == 3
+        pool.extend([(B, Hk, G)] * (10 if distinct else 1))
+    return (*pool, (0, 1, 1)) if empty_batch else tuple(pool)
+
+
+@lru_cache(maxsize=64)
+def _window_pool(max_seqlen: int, tile: int) -> tuple[tuple[int | None, int | None], ...]:
+    """(window_left, window_right) pairs, one-sided ones first; 0, small, near tiles, past N."""
+    near = (tile // 2, tile - 1, tile, tile + 1, 2 * tile)
+    sides = sorted({0, 1, 2, 3, *near, max_seqlen // 3, max_seqlen + 1})
+    return (
+        *((left, None) for left in sides for _ in range(4)),
+        *((None, right) for right in sides for _ in range(2)),
+        *((left, right) for left in sides for right in sides),
+    )
+
+
+@lru_cache(maxsize=64)
+def _kinds(masks: tuple[str, ...], lengths: tuple[bool, ...]) -> tuple[_Kind, ...]:
+    """The masks to choose from, simplest first; a mask with a bound twice."""
+    positions = [] if set(masks) - {"padding", "full"} and "full" not in masks else [(False, False)]
+    if "causal" in masks:
+        positions += [(True, False)] * 2
+    if "window" in masks:
+        positions += [(False, True)] * 2
+    if "causal" in masks and "window" in masks:
+        positions += [(True, True)] * 2
+    return tuple(_Kind(*position, given) for given in lengths for position in positions)
+
+
+def _mask_kinds(domain: _Domain) -> tuple[_Kind, ...]:
+    """Kinds that allow what is forced."""
+    masks = domain.masks
+    if domain.hidden or domain.empty_by_position:
+        masks = tuple(kind for kind in masks if kind != "full")
+    needs_lengths = domain.padding or (
+        domain.empty_rows
+        and "padding" in masks
+        and not (domain.empty_by_position and domain.m_ne_n)
+    )
+    lengths: tuple[bool, ...] = (False, True) if "padding" in masks else (False,)
+    if needs_lengths or set(masks) == {"padding"}:
+        lengths = (True,)
+    return _kinds(masks, lengths)
+
+
+def _smallest(domain: _Domain, low: int) -> int:
+    """The smallest sequence length >= low, 0 included."""
+    return -(-low // domain.seqlen_multiple) * domain.seqlen_multiple
+
+
+def _tiles(domain: _Domain, length: int) -> int:
+    return max(1, -(-length // domain.tile))
+
+
+def _max_length(domain: _Domain, other: int) -> int:
+    """The longest sequence that the budget allows beside the other length, one head deep."""
+    return domain.tile * (domain.max_cost // _tiles(domain, other))
+
+
+def _regimes(domain: _Domain) -> tuple[_Regime, ...]:
+    """Bounds of (M, N) that can be met, the smallest first; two tiles both ways most often."""
+    tile, most = domain.tile, domain.max_seqlen
+    low = _smallest(domain, 1 + domain.forced)
+    wanted = [
+        _Regime(2, low, tile, low, tile),
+        _Regime(10, tile + 1, most, tile + 1, most),
+    ]
+    if domain.m_ne_n:
+        wanted += [_Regime(1, tile + 1, most, low, tile), _Regime(1, low, tile, tile + 1, most)]
+    keyless = domain.empty_rows and not domain.empty_by_position and "padding" not in domain.masks
+    if keyless:
+        wanted = [_Regime(1, low, most, 0, 0)]
+    elif not domain.forced:
+        n_high = most if domain.m_ne_n else 0
+        wanted += [_Regime(1, 0, 0, 0, n_high), _Regime(1, 0, n_high, 0, 0)]
+    regimes = []
+    for weight, m_low, m_high, n_low, n_high in wanted:
+        n_low = _smallest(domain, n_low)
+        m_low = _smallest(domain, m_low)
+        if domain.empty_by_position and domain.m_ne_n:
+            m_low = _smallest(domain, max(m_low, n_low + 1))
+        m_high = min(m_high, _max_length(domain, n_low), most)
+        if not domain.m_ne_n:
+            m_high = min(m_high, tile * math.isqrt(domain.max_cost))
+        if m_low <= m_high and n_low <= min(n_high, _max_length(domain, m_low)):
+            regimes.append(_Regime(weight, m_low, m_high, n_low, n_high))
+    return tuple(regimes)
+
+
+def _draw_length(draw: Draw, domain: _Domain, low: int, high: int, same: int = 0) -> int:
+    """A length in [low, high]; one time in twelve ``same``, if it is given and lies there."""
+    if low >= high:
+        return low
+    pool = _seqlen_pool(domain.max_seqlen, domain.seqlen_multiple, domain.tile)
+    start, stop = bisect_left(pool, low), bisect_right(pool, high)
+    extra = (stop - start + 10) // 11 if same and low <= same <= high else 0
+    zero = 1 if low == 0 else 0
+    index = draw(st.integers(0, stop - start + extra + zero - 1))
+    if index < extra:
+        return same
+    index += start - extra
+    return pool[index] if index < stop else 0
+
+
+def _draw_seqlens(draw: Draw, domain: _Domain, regimes: tuple[_Regime, ...]) -> tuple[int, int]:
+    """(M, N) within the budget for one head."""
+    regime = draw(st.sampled_from([r for r in regimes for _ in range(r.weight)]))
+    M = _draw_length(draw, domain, regime.m_low, regime.m_high)
+    if not domain.m_ne_n:
+        return M, M
+    n_high = min(regime.n_high, _max_length(domain, M))
+    if domain.empty_by_position:
+        n_high = min(n_high, M - 1)
+    return M, _draw_length(draw, domain, regime.n_low, n_high, same=M)
+
+
+def _draw_head_dims(draw: Draw, domain: _Domain, M: int, N: int) -> tuple[int, int]:
+    """(D, Dv), different from the sequence lengths where possible; one time in five equal."""
+    others = [d for d in domain.head_dims if d not in (M, N)] or list(domain.head_dims)
+    D = draw(st.sampled_from(others))
+    if not domain.dv_ne_d:
+        return D, D
+    different = [d for d in others if d != D]
+    return D, draw(st.sampled_from([D] * (1 + len(different) // 4) + different))
+
+
+def _draw_lengths(draw: Draw, B: int, size: int) -> list[int]:
+    """B lengths in [0, size] in two choices: full, an edge, or one length drawn evenly."""
+    even = draw(st.integers(0, size))
+    edges = (size, size // 2, 1, 0, size - 1, even, even, even)
+    code = draw(st.integers(0, 8**B - 1))
+    return [min(size, max(0, edges[code >> 3 * b & 7])) for b in range(B)]
+
+
+def _draw_mask(draw: Draw, domain: _Domain, B: int, M: int, N: int) -> Mask:
+    """A mask; batch entry 0 has what is forced."""
+    kind = draw(st.sampled_from(_mask_kinds(domain)))
+    left: int | None = None
+    right: int | None = 0 if kind.causal else None
+    if kind.window:
+        left, window_right = draw(st.sampled_from(_window_pool(domain.max_seqlen, domain.tile)))
+        if kind.causal:
+            left = window_right if left is None else left
+        else:
+            right = window_right
+    queries: list[int] | None = None
+    keys: list[int] | None = None
+    if kind.lengths:
+        given = draw(st.sampled_from(("both", "k") if domain.forced else ("both", "k", "q")))
+        keys = None if given == "q" else _draw_lengths(draw, B, N)
+        queries = None if given == "k" else _draw_lengths(draw, B, M)
+    rows, columns = _force_lengths(domain, queries, keys, M, N)
+    left, right = _force_window(domain, left, right, rows, columns)
+    return Mask(
+        causal=kind.causal,
+        window_left=left,
+        window_right=None if kind.causal else right,
+        seqlens_q=None if queries is None else tuple(queries),
+        seqlens_k=None if keys is None else tuple(keys),
+    )
+
+
+def _force_lengths(
+    domain: _Domain, queries: list[int] | None, keys: list[int] | None, M: int, N: int
+) -> tuple[int, int]:
+    """Clamps the lengths of batch entry 0 to what is forced, in place; returns them."""
+    rows = M if not queries else queries[0]
+    columns = N if not keys else keys[0]
+    if not domain.forced:
+        return rows, columns
+    least = 2 if domain.hidden else 0
+    if queries:
+        rows = min(max(rows, least + domain.empty_rows), M)
+        queries[0] = rows
+    if keys:
+        columns = min(columns, N - 1) if domain.padding else columns
+        if domain.empty_by_position:
+            columns = min(columns, rows - 1)
+        elif domain.empty_rows:
+            columns = 0
+        columns = max(columns, least)
+        keys[0] = columns
+    return rows, columns
+
+
+def _force_window(
+    domain: _Domain, left: int | None, right: int | None, rows: int, columns: int
+) -> tuple[int | None, int | None]:
+    """Narrows the window until batch entry 0 has the empty row or hidden key that is forced."""
+    if domain.empty_by_position:
+        # Row 0 stands at position columns - rows and is empty if that + right < 0.
+        right = (left or 0 if right is None else right) % (rows - columns)
+    elif domain.hidden:
+        # Row 0 must not see the last key, or the last row not key 0.
+        right_hides = right is not None and right <= rows - 2
+        left_hides = left is not None and left <= columns - 2
+        if not right_hides and not left_hides:
+            if right is not None:
+                right %= rows - 1
+            elif left is not None:
+                left %= columns - 1
+    return left, right
+
+
+def _draw_layouts(draw: Draw, layouts: tuple[str, ...]) -> tuple[str, str, str, str]:
+    """Four layouts in one choice."""
+    base = len(layouts)
+    code = draw(st.integers(0, base ** len(TENSORS) - 1))
+    q, k, v, dout = (layouts[code // base**place % base] for place in range(len(TENSORS)))
+    return q, k, v, dout
+
+
+@st.composite
+def _drawn_problems(draw: Draw, domain: _Domain, regimes: tuple[_Regime, ...]) -> Problem:
+    """Sequence lengths first; batch and heads get what they leave of the budget."""
+    M, N = _draw_seqlens(draw, domain, regimes)
+    pairs = domain.max_cost // (_tiles(domain, M) * _tiles(domain, N))
+    B, Hk, G = draw(
+        st.sampled_from(
+            _head_pool(pairs, domain.max_batch, domain.max_heads, domain.gqa, not domain.forced)
+        )
+    )
+    D, Dv = _draw_head_dims(draw, domain, M, N)
+    mask = _draw_mask(draw, domain, B, M, N)
+    rows, keys = mask.lengths(B, M, N)
+    padded = any(rows[b] < M or keys[b] < N for b in range(B))
+    return Problem(
+        B=B,
+        H=Hk * G,
+        Hk=Hk,
+        M=M,
+        N=N,
+        D=D,
+        Dv=Dv,
+        mask=mask,
+        dtype=draw(st.sampled_from(domain.dtypes)),
+        sm_scale=draw(st.sampled_from(domain.scales)),
+        layouts=_draw_layouts(draw, domain.layouts),
+        inputs=draw(st.sampled_from(domain.inputs)),
+        dout=draw(st.sampled_from(domain.dout)),
+        dirty=draw(st.sampled_from(domain.dirty)) if padded else domain.dirty[0],
+        config=draw(st.sampled_from(domain.configs)),
+        seed=draw(st.integers(0, 2**31 - 1)),
+        device=domain.device,
+    )
+
+
+def _chosen(
+    name: str, fixed: str | None, known: tuple[str, ...], first: int = 1
+) -> tuple[str, ...]:
+    """The fixed value alone, or all known ones, the first of them ``first`` times as often."""
+    if fixed is None:
+        return known[:1] * (first - 1) + known
+    if fixed not in known:
+        raise ValueError(f"{name} is {fixed!r}; needs None or one of {known}")
+    return (fixed,)
+
+
+def _check_subset(name: str, given: tuple[Any, ...], known: tuple[Any, ...]) -> None:
+    if not given or any(item not in known for item in given):
+        raise ValueError(f"{name} is {given!r}; needs some of {known}")
+
+
+def _check(domain: _Domain) -> None:
+    """Raises ValueError for arguments that no problem satisfies."""
+    _check_subset("dtypes", domain.dtypes, DTYPES)
+    _check_subset("masks", domain.masks, MASK_KINDS)
+    _check_subset("layouts", domain.layouts, LAYOUTS)
+    _check_subset("device", (domain.device,), ("cpu", "cuda"))
+    for name in ("configs", "head_dims", "scales"):
+        if not getattr(domain, name):
+            raise ValueError(f"{name} is empty; needs at least one")
+    for name in ("max_seqlen", "seqlen_multiple", "tile", "max_batch", "max_heads", "max_cost"):
+        if getattr(domain, name) < 1:
+            raise ValueError(f"{name} is {getattr(domain, name)}; needs at least 1")
+    if any(dim < 1 for dim in domain.head_dims):
+        raise ValueError(f"head_dims is {domain.head_dims}; needs sizes of at least 1")
+    if domain.padding and "padding" not in domain.masks:
+        raise ValueError(f"padding=True needs 'padding' among masks; got {domain.masks}")
+    positional = "causal" in domain.masks or "window" in domain.masks
+    if domain.hidden and not positional:
+        raise ValueError(f"hidden=True needs 'causal' or 'window' among masks; got {domain.masks}")
+    if domain.empty_rows and not domain.m_ne_n and "padding" not in domain.masks:
+        raise ValueError("empty_rows=True with m_ne_n=False needs 'padding' among masks")
+
+
+def problems(
+    *,
+    dtype: str | None = None,
+    dtypes: Sequence[str] = ("fp32", "fp16", "bf16", "fp64"),
+    config: str | None = None,
+    configs: Sequence[str] = ("default",),
+    masks: Sequence[str] = MASK_KINDS,
+    max_seqlen: int = 64,
+    seqlen_multiple: int = 1,
+    tile: int = 16,
+    max_batch: int = 3,
+    max_heads: int = 4,
+    gqa: bool = True,
+    m_ne_n: bool = True,
+    dv_ne_d: bool = True,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    scales: Sequence[float | None] = SCALES,
+    layouts: Sequence[str] = LAYOUTS,
+    inputs: str | None = None,
+    dout: str | None = None,
+    dirty: str | None = None,
+    max_cost: int = 48,
+    padding: bool = False,
+    hidden: bool = False,
+    empty_rows: bool = False,
+    device: str = "cpu",
+) -> st.SearchStrategy[Problem]:
+    """Problems of a domain; None draws a field, a value fixes it.
+
+    Shrinks towards ``Problem()``: B = H = Hk = M = N = 1, D = Dv = 16 (the first of head_dims), no
+    mask, the default scale, contiguous, everything normal, and the first of every sequence given.
+    Forced features raise M and N to 1 more than their number.
+
+    More than half of the problems span two tiles both ways, where max_seqlen and max_cost allow it.
+
+    Args:
+        dtype: The dtype; None draws one of dtypes.
+        dtypes: What to draw it from.
+        config: The tile configuration; None draws one of configs.
+        configs: What to draw it from.
+        masks: Kinds of masks, out of MASK_KINDS. "causal" and "window" together also give sliding
+            causal windows; "padding" adds lengths to half of the masks (to all, if alone).
+        max_seqlen: Largest M and N.
+        seqlen_multiple: M and N are multiples of this; lengths within them are not.
+        tile: Rows and keys of a tile: sizes gather around its multiples, and cost is counted in it.
+        max_batch: Largest B; B = 0 is rare.
+        max_heads: Largest H.
+        gqa: Whether H > Hk may occur.
+        m_ne_n: Whether M != N may occur.
+        dv_ne_d: Whether Dv != D may occur.
+        head_dims: Sizes of D and Dv.
+        scales: Values of sm_scale, drawn evenly; None is the default D**-0.5.
+        layouts: Storage layouts, drawn for each tensor.
+        inputs: The input family; None draws one of ``families.INPUTS``.
+        dout: The dout family; None draws one of ``families.DOUT``.
+        dirty: The dirty family; None draws one of ``families.DIRTY`` where there is padding.
+        max_cost: Limit on B * H * ceil(M / tile) * ceil(N / tile); the Triton interpreter takes
+            about 0.03 s for each.
+        padding: Batch entry 0 has padding keys; False leaves padding to chance.
+        hidden: Batch entry 0 has a valid row and a valid key that the row does not see; False
+            leaves it to chance.
+        empty_rows: Batch entry 0 has a valid row without a visible key; False leaves it to chance.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: An argument is out of range, or no problem satisfies all of them.
+    """
+    domain = _Domain(
+        dtypes=_chosen("dtype", dtype, tuple(dtypes)),
+        configs=_chosen("config", config, tuple(configs)),
+        masks=tuple(masks),
+        max_seqlen=max_seqlen,
+        seqlen_multiple=seqlen_multiple,
+        tile=tile,
+        max_batch=max_batch,
+        max_heads=max_heads,
+        gqa=gqa,
+        m_ne_n=m_ne_n,
+        dv_ne_d=dv_ne_d,
+        head_dims=tuple(head_dims),
+        scales=tuple(scales),
+        layouts=tuple(layouts),
+        inputs=_chosen("inputs", inputs, tuple(INPUTS), first=4),
+        dout=_chosen("dout", dout, tuple(DOUT), first=4),
+        dirty=_chosen("dirty", dirty, tuple(DIRTY)),
+        max_cost=max_cost,
+        padding=padding,
+        hidden=hidden,
+        empty_rows=empty_rows,
+        device=device,
+    )
+    _check(domain)
+    regimes = _regimes(domain)
+    if not regimes:
+        raise ValueError(
+            f"no sequence lengths satisfy max_seqlen={max_seqlen}, "
+            f"seqlen_multiple={seqlen_multiple}, max_cost={max_cost}, tile={tile} "
+            f"and {domain.forced} forced features"
+        )
+    return _drawn_problems(domain, regimes)

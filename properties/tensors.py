@@ -1,0 +1,78 @@
+"""From a problem to its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from oracles.problem import TENSORS, Problem
+from properties.families import DIRTY, DOUT, INPUTS, TORCH_DTYPES, drawn_shape, length_tensors
+from properties.layouts import lay_out
+
+__all__ = ["Inputs", "make"]
+
+Family = TypeVar("Family")
+
+
+class Inputs(NamedTuple):
+    """q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv), dout (B,H,M,Dv), as the problem says them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+
+def _family(families: Mapping[str, Family], field: str, name: str) -> Family:
+    if name not in families:
+        raise ValueError(f"{field} is {name!r}; needs one of {tuple(families)}")
+    return families[name]
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounds to the dtype, to its largest finite value where a finite value lies beyond.
+
+    By way of float32 for 16-bit dtypes: PyTorch does so anyway, here it is part of the values.
+    """
+    limit = torch.finfo(dtype).max
+    values = values.clamp(-limit, limit)
+    return values if dtype == torch.float64 else values.to(torch.float32).to(dtype)
+
+
+def make(problem: Problem, dirty: str | None = None) -> Inputs:
+    """The tensors of a problem: a pure function of it, with the same bits on every device.
+
+    Values come from the input and dout families in float64 and are rounded once, never to Inf.
+    Then the dirty family overwrites padding: rows m >= seqlens_q[b] of q and dout, keys
+    n >= seqlens_k[b] of k and v.
+
+    Args:
+        problem: What to make; its dtype, device and layouts are those of the result.
+        dirty: A dirty family to use instead of the problem's; the valid elements stay as they are.
+
+    Returns:
+        q, k, v, dout.
+
+    Raises:
+        ValueError: The problem names a family that does not exist.
+    """
+    inputs = _family(INPUTS, "inputs", problem.inputs)(problem)
+    dout = _family(DOUT, "dout", problem.dout)(problem)
+    filler = _family(DIRTY, "dirty", problem.dirty if dirty is None else dirty)
+    dtype = TORCH_DTYPES[problem.dtype]
+    rows, keys = length_tensors(problem)
+    made = []
+    for tensor, layout, values in zip(TENSORS, problem.layouts, (*inputs, dout), strict=True):
+        given = problem.mask.seqlens_q if tensor in ("q", "dout") else problem.mask.seqlens_k
+        cast = _cast(values, dtype)
+        if given is not None:
+            lengths = rows if tensor in ("q", "dout") else keys
+            index = torch.arange(cast.shape[2], device=problem.device)
+            padding = index >= lengths.view(-1, 1)
+            cast = torch.where(padding[:, None, :, None], filler(problem, tensor).to(dtype), cast)
+        B, _, seqlen, columns = drawn_shape(problem, tensor)
+        heads = problem.H if tensor in ("q", "dout") else problem.Hk
+        made.append(lay_out(cast.expand(B, heads, seqlen, columns), layout))
+    return Inputs(*made)

@@ -1,0 +1,120 @@
+"""The two references and the two bounds, written independently, say the same."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oracles import error_model, numpy_bound, numpy_reference, reference, stream
+from oracles.mask import Mask
+from oracles.outputs import OUTPUTS, Numerics, Outputs
+
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+DECLARATIONS = {
+    "default": {},
+    "tf32": {"dots": "tf32"},
+    "accumulator": {"accumulator": 4.0},
+    "prescaled q": {"prescales": "q"},
+    "prescaled k": {"prescales": "k"},
+    "prescaled qk": {"prescales": "qk"},
+    "fp32 p": {"p_dtype": "fp32"},
+    "ds scaled": {"ds_scaled": True},
+    "ds rounded twice": {"ds_roundings": 2},
+    "p normalised": {"p_normalised": True},
+    "l by tile": {"l_order": "tile"},
+    "rounded l": {"l_from": "rounded"},
+    "dtype group sum": {"group_sum": "dtype"},
+    "many": {
+        "dots": "tf32",
+        "accumulator": 2.0,
+        "prescales": "qk",
+        "ds_scaled": True,
+        "ds_roundings": 3,
+        "l_order": "tile",
+        "l_from": "rounded",
+        "group_sum": "dtype",
+    },
+}
+PROBLEMS = range(6)  # of each dtype and declaration
+
+
+def a_mask(draw: random.Random, B: int, M: int, N: int) -> Mask:
+    """Any combination of causal, window and lengths; empty rows and lengths 0 stay in."""
+    causal = draw.random() < 0.4
+    lengths = draw.random() < 0.5
+    return Mask(
+        causal=causal,
+        window_left=draw.choice([None, None, 0, 3, 20]),
+        window_right=None if causal else draw.choice([None, None, 0, 5]),
+        seqlens_q=tuple(draw.randint(0, M) for _ in range(B)) if lengths else None,
+        seqlens_k=tuple(draw.randint(0, N) for _ in range(B)) if lengths else None,
+    )
+
+
+def a_problem(seed: str) -> tuple[list[torch.Tensor], dict[str, Any], int]:
+    """Float64 inputs that hold values of a low-precision dtype, the mask and scale, block_n."""
+    draw = random.Random(seed)
+    dtype = DTYPES[seed.split("/")[0]]
+    B, Hk, G = draw.randint(1, 2), draw.randint(1, 2), draw.randint(1, 3)
+    M, N = draw.choice([1, 5, 16, 33, 50]), draw.choice([1, 7, 16, 40, 70])
+    D, Dv = draw.choice([3, 16, 24]), draw.choice([1, 8, 20])
+    mask = a_mask(draw, B, M, N)
+    shapes = {"q": (B, Hk * G, M, D), "k": (B, Hk, N, D)}
+    shapes |= {"v": (B, Hk, N, Dv), "dout": (B, Hk * G, M, Dv)}
+    inputs = [
+        stream.normal(draw.randrange(2**31), name, shape) * draw.choice([1e-3, 0.3, 1, 1, 3])
+        for name, shape in shapes.items()
+    ]
+    low = [x.to(dtype).to(torch.float64) for x in inputs]
+    rows, keys = mask.lengths(B, M, N)
+    for b in range(B):
+        for x, length in zip(low, (rows[b], keys[b], keys[b], rows[b]), strict=True):
+            x[b, :, length:] = math.nan
+    scale = draw.choice([D**-0.5, 0.11, 2.0])
+    return low, {"mask": mask, "sm_scale": scale}, draw.choice([16, 16, 32, 64])
+
+
+def as_arrays(inputs: list[torch.Tensor]) -> list[np.ndarray]:
+    return [x.numpy() for x in inputs]
+
+
+def assert_within(
+    got: Outputs[torch.Tensor], want: Outputs[np.ndarray], allowed: Outputs[torch.Tensor]
+) -> None:
+    """Every element finite or equal, and as close as allowed; NaN fails."""
+    for name, a, b, most in zip(OUTPUTS, got, want, allowed, strict=True):
+        other = torch.from_numpy(b)
+        close = (a == other) | ((a - other).abs() <= most)
+        assert close.all(), f"{name}: {a[~close][:3]} and {other[~close][:3]}"
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+@pytest.mark.parametrize("declared", DECLARATIONS)
+@pytest.mark.parametrize("in_dtype", DTYPES)
+def test_bounds_agree_to_1e_minus_10(in_dtype: str, declared: str, case: int) -> None:
+    inputs, call, block_n = a_problem(f"{in_dtype}/{declared}/{case}")
+    numerics = Numerics(block_n=block_n, **DECLARATIONS[declared])
+    want = numpy_bound.bound(*as_arrays(inputs), **call, in_dtype=in_dtype, numerics=numerics)
+    got = error_model.judge(*inputs, **call, in_dtype=in_dtype, numerics=numerics, rows=32).bound
+    assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+@pytest.mark.parametrize("in_dtype", DTYPES)
+def test_references_agree_to_1e_minus_12_of_their_terms(in_dtype: str, case: int) -> None:
+    inputs, call, _ = a_problem(f"{in_dtype}/reference/{case}")
+    want = numpy_reference.attention(*as_arrays(inputs), **call)
+    got = reference.attention(*inputs, **call, rows=20)
+    judged = error_model.judge(*inputs, **call, in_dtype=in_dtype, numerics=Numerics())
+    assert judged.max_score <= 100
+    assert_within(got, want, Outputs(*(1e-12 * x for x in judged.terms)))

@@ -130,6 +130,7 @@ def launch_backward(
             delta_kernel[(triton.cdiv(M, DELTA_ROWS) * B * H,)](
                 out, dout, lse, delta, *dout.stride(), H, M, Dv,
                 BLOCK_M=DELTA_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
+                ALIGNED=_is_aligned(out, dout),
             )  # fmt: skip
         tile = arguments.config.dkdv
         programs = triton.cdiv(N, tile.block_n) * B * Hk

@@ -36,11 +36,10 @@ def repair() -> None:
       even, or toward zero where the kernel asks for it. bf16 widens exactly.
     - Elementwise operations on bf16 are those of fp32, rounded to bf16; ``fma`` rounds once.
     - ``tl.sum`` and the scans over fp16 and bf16 round after every addition, the sum along a tree.
-    - ``tl.dot`` multiplies bf16 and fp16 operands as fp32 (their products are exact) and adds in
-      the accumulator's type. With TF32, the default for fp32, it truncates each operand to 10
-      bits of mantissa. "tf32x3" runs as "ieee".
+    - ``tl.dot`` multiplies bf16 operands as fp32 (their products are exact), as it did fp16 ones.
+      With TF32, the default for fp32, it truncates each operand to 10 bits of mantissa. "tf32x3"
+      runs as "ieee".
     - A masked-off lane of ``tl.load`` without ``other`` is NaN, or 0x5A in every byte.
-    - Comparisons give handles of type int1.
     - NotImplementedError leaves a launch as itself, and so do atomic additions and scaled dots of
       bf16, which are refused; every other exception is an InterpreterError as before.
     - NumPy's floating-point warnings are off inside a launch, as on a GPU.
@@ -213,7 +212,7 @@ def _repair_casts(interpreter: Any) -> None:
 
 
 def _repair_elementwise(interpreter: Any) -> None:
-    """Computes bfloat16 in float32 and rounds the result; gives comparisons their type."""
+    """Computes bfloat16 in float32 and rounds the result."""
     import triton.language as tl
 
     builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -224,18 +223,15 @@ def _repair_elementwise(interpreter: Any) -> None:
         return handle_of(_widen_bf16(handle.data), tl.float32) if _is_bf16(handle) else handle
 
     def narrowed(handle: Any) -> Any:
+        # What a comparison gives is not a float.
         if handle.data.dtype != np.float32:
             return handle
         return handle_of(_nearest_bf16(handle.data), tl.bfloat16)
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Array]) -> Any:
         if _is_bf16(lhs):
-            result = narrowed(original_binary(self, widened(lhs), widened(rhs), op))
-        else:
-            result = original_binary(self, lhs, rhs, op)
-        if result.data.dtype == np.bool_:
-            result.dtype = tl.int1
-        return result
+            return narrowed(original_binary(self, widened(lhs), widened(rhs), op))
+        return original_binary(self, lhs, rhs, op)
 
     def unary_op(self: Any, arg: Any, op: Callable[..., Array]) -> Any:
         if _is_bf16(arg):
@@ -277,12 +273,9 @@ def _repair_reductions(interpreter: Any) -> None:
     reduction, scan = interpreter.ReduceOps, interpreter.ScanOps
     original_min_max, original_sum = reduction.min_max, reduction.sum
     original_cumsum, original_cumprod = scan.cumsum, scan.cumprod
-    # The same results without a Python function and its warning on rows of NaN.
-    direct = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
 
     def min_max(self: Any, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
         input = input[0] if isinstance(input, tuple) else input
-        val_reduce_op = direct.get(val_reduce_op, val_reduce_op)
         if not _is_bf16(input.handle):
             return original_min_max(self, input, val_reduce_op, idx_reduce_op)
         wide = self.to_tensor(_widen_bf16(input.handle.data), tl.float32)
@@ -338,17 +331,11 @@ def _repair_dots(interpreter: Any) -> None:
     tf32 = interpreter._ir.INPUT_PRECISION.TF32
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
-        operands = []
-        for operand in (a, b):
-            data = operand.data
-            if _is_bf16(operand):
-                operand = handle_of(_widen_bf16(data), tl.float32)
-            elif data.dtype == np.float16 and d.data.dtype == np.float32:
-                operand = handle_of(data.astype(np.float32), tl.float32)
-            elif data.dtype == np.float32 and input_precision == tf32:
-                operand = handle_of(_truncate_to_tf32(data), tl.float32)
-            operands.append(operand)
-        return original_dot(self, *operands, d, input_precision, *rest)
+        if _is_bf16(a):
+            a, b = (handle_of(_widen_bf16(x.data), tl.float32) for x in (a, b))
+        elif a.data.dtype == np.float32 and input_precision == tf32:
+            a, b = (handle_of(_truncate_to_tf32(x.data), tl.float32) for x in (a, b))
+        return original_dot(self, a, b, d, input_precision, *rest)
 
     def create_dot_scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, handle_of) and _is_bf16(x) for x in (*args, *kwargs.values())):

@@ -3,6 +3,9 @@
 Interesting cases are built, not waited for: nothing is filtered and nothing assumed away, so empty
 rows, lengths of 0 and M > N stay in. Sizes of one problem differ as often as its cost allows,
 because equal sizes hide exchanged ones. About twenty choices make a problem, whatever its size.
+
+Every choice is ``sampled_from`` something of its own: Hypothesis spends five runs of six on copies
+of a problem in which one choice repeats another of the same kind, if there are any.
 """
 
 from __future__ import annotations
@@ -124,31 +127,37 @@ def _head_pool(
     for B, Hk, G in found:
         distinct = len({B, Hk, Hk * G}) == 3
         pool.extend([(B, Hk, G)] * (10 if distinct else 1))
-    return (*pool, (0, 1, 1)) if empty_batch else tuple(pool)
+    pool = [sizes for sizes in pool for _ in range(1 + 30 // len(pool))]
+    return (*pool, *[(0, 1, 1)] * (1 + len(pool) // 60)) if empty_batch else tuple(pool)
 
 
 @lru_cache(maxsize=64)
 def _window_pool(max_seqlen: int, tile: int) -> tuple[tuple[int | None, int | None], ...]:
-    """(window_left, window_right) pairs, one-sided ones first; 0, small, near tiles, past N."""
+    """(window_left, window_right) pairs, one-sided ones first; 0, small, near tiles, past N.
+
+    Small left bounds come three times: they hide the first tile that a tile of rows visits from its
+    later rows.
+    """
     near = (tile // 2, tile - 1, tile, tile + 1, 2 * tile)
     sides = sorted({0, 1, 2, 3, *near, max_seqlen // 3, max_seqlen + 1})
+    lefts = sorted([*sides, *(1, 2, 3, tile // 2) * 2])
     return (
-        *((left, None) for left in sides for _ in range(4)),
+        *((left, None) for left in lefts for _ in range(4)),
         *((None, right) for right in sides for _ in range(2)),
-        *((left, right) for left in sides for right in sides),
+        *((left, right) for left in lefts for right in sides),
     )
 
 
 @lru_cache(maxsize=64)
 def _kinds(masks: tuple[str, ...], lengths: tuple[bool, ...]) -> tuple[_Kind, ...]:
-    """The masks to choose from, simplest first; a mask with a bound twice."""
+    """The masks to choose from, simplest first; bounded ones more often."""
     positions = [] if set(masks) - {"padding", "full"} and "full" not in masks else [(False, False)]
     if "causal" in masks:
         positions += [(True, False)] * 2
     if "window" in masks:
         positions += [(False, True)] * 2
     if "causal" in masks and "window" in masks:
-        positions += [(True, True)] * 2
+        positions += [(True, True)] * 3
     return tuple(_Kind(*position, given) for given in lengths for position in positions)
 
 
@@ -188,7 +197,7 @@ def _regimes(domain: _Domain) -> tuple[_Regime, ...]:
     low = _smallest(domain, 1 + domain.forced)
     wanted = [
         _Regime(2, low, tile, low, tile),
-        _Regime(10, tile + 1, most, tile + 1, most),
+        _Regime(12, tile + 1, most, tile + 1, most),
     ]
     if domain.m_ne_n:
         wanted += [_Regime(1, tile + 1, most, low, tile), _Regime(1, low, tile, tile + 1, most)]
@@ -212,19 +221,21 @@ def _regimes(domain: _Domain) -> tuple[_Regime, ...]:
     return tuple(regimes)
 
 
-def _draw_length(draw: Draw, domain: _Domain, low: int, high: int, same: int = 0) -> int:
-    """A length in [low, high]; one time in twelve ``same``, if it is given and lies there."""
+def _draw_length(draw: Draw, domain: _Domain, low: int, high: int, other: int = 0) -> int:
+    """A length in [low, high]; past one tile it equals ``other`` one time in twelve."""
     if low >= high:
         return low
     pool = _seqlen_pool(domain.max_seqlen, domain.seqlen_multiple, domain.tile)
     start, stop = bisect_left(pool, low), bisect_right(pool, high)
-    extra = (stop - start + 10) // 11 if same and low <= same <= high else 0
-    zero = 1 if low == 0 else 0
-    index = draw(st.integers(0, stop - start + extra + zero - 1))
-    if index < extra:
-        return same
-    index += start - extra
-    return pool[index] if index < stop else 0
+    first, last = stop, stop
+    if domain.tile < other:
+        first, last = (min(max(bisect(pool, other), start), stop) for bisect in _BISECTIONS)
+    indices = (*range(start, first), *range(last, stop))
+    equal = 1 + len(indices) // 11 if max(low, 1) <= other <= high else 0
+    index: int = draw(st.sampled_from(range(len(indices) + equal + (low == 0))))
+    if index < len(indices):
+        return pool[indices[index]]
+    return other if index < len(indices) + equal else 0
 
 
 def _draw_seqlens(draw: Draw, domain: _Domain, regimes: tuple[_Regime, ...]) -> tuple[int, int]:
@@ -236,7 +247,7 @@ def _draw_seqlens(draw: Draw, domain: _Domain, regimes: tuple[_Regime, ...]) -> 
     n_high = min(regime.n_high, _max_length(domain, M))
     if domain.empty_by_position:
         n_high = min(n_high, M - 1)
-    return M, _draw_length(draw, domain, regime.n_low, n_high, same=M)
+    return M, _draw_length(draw, domain, regime.n_low, n_high, other=M)
 
 
 def _draw_head_dims(draw: Draw, domain: _Domain, M: int, N: int) -> tuple[int, int]:
@@ -249,12 +260,23 @@ def _draw_head_dims(draw: Draw, domain: _Domain, M: int, N: int) -> tuple[int, i
     return D, draw(st.sampled_from([D] * (1 + len(different) // 4) + different))
 
 
-def _draw_lengths(draw: Draw, B: int, size: int) -> list[int]:
-    """B lengths in [0, size] in two choices: full, an edge, or one length drawn evenly."""
-    even = draw(st.integers(0, size))
+def _lengths(size: int, even: int, code: int, B: int) -> list[int]:
+    """B lengths in [0, size], one octal digit each: full, an edge, or the evenly drawn one."""
     edges = (size, size // 2, 1, 0, size - 1, even, even, even)
-    code = draw(st.integers(0, 8**B - 1))
     return [min(size, max(0, edges[code >> 3 * b & 7])) for b in range(B)]
+
+
+def _draw_lengths(
+    draw: Draw, B: int, M: int, N: int, given: str
+) -> tuple[list[int] | None, list[int] | None]:
+    """Lengths of queries and of keys; None for what is not given."""
+    code = draw(st.sampled_from(range(8 ** (2 * B))))
+    queries = keys = None
+    if given != "q":
+        keys = _lengths(N, draw(st.sampled_from(range(N + 1))), code % 8**B, B)
+    if given != "k":
+        queries = _lengths(M, draw(st.sampled_from(range(M + 1))), code // 8**B, B)
+    return queries, keys
 
 
 def _draw_mask(draw: Draw, domain: _Domain, B: int, M: int, N: int) -> Mask:
@@ -268,12 +290,10 @@ def _draw_mask(draw: Draw, domain: _Domain, B: int, M: int, N: int) -> Mask:
             left = window_right if left is None else left
         else:
             right = window_right
-    queries: list[int] | None = None
-    keys: list[int] | None = None
+    queries, keys = None, None
     if kind.lengths:
-        given = draw(st.sampled_from(("both", "k") if domain.forced else ("both", "k", "q")))
-        keys = None if given == "q" else _draw_lengths(draw, B, N)
-        queries = None if given == "k" else _draw_lengths(draw, B, M)
+        tensors = ("k", "both", "both") if domain.forced else ("k", "both", "both", "q")
+        queries, keys = _draw_lengths(draw, B, M, N, draw(st.sampled_from(tensors)))
     rows, columns = _force_lengths(domain, queries, keys, M, N)
     left, right = _force_window(domain, left, right, rows, columns)
     return Mask(
@@ -330,7 +350,7 @@ def _force_window(
 def _draw_layouts(draw: Draw, layouts: tuple[str, ...]) -> tuple[str, str, str, str]:
     """Four layouts in one choice."""
     base = len(layouts)
-    code = draw(st.integers(0, base ** len(TENSORS) - 1))
+    code = draw(st.sampled_from(range(base ** len(TENSORS))))
     q, k, v, dout = (layouts[code // base**place % base] for place in range(len(TENSORS)))
     return q, k, v, dout
 

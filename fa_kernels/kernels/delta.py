@@ -3,12 +3,27 @@
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 4.
 """
 
+import triton
 import triton.language as tl
 
 from fa_kernels.kernels.kernel import kernel
 from fa_kernels.kernels.tiles import head_matrix, load_tile
 
 __all__ = ["delta_kernel"]
+
+
+@triton.jit
+def _row_sums(x):
+    """Sum of each row by a balanced tree of neighbours; rows are 2 to 256 wide.
+
+    Written out, because the order of ``tl.sum`` follows the layout of its operand, and that follows
+    the strides it was loaded with: the same values would give other bits.
+    """
+    for _ in tl.static_range(8):
+        if x.shape[1] > 1:
+            even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+            x = even + odd
+    return tl.reshape(x, [x.shape[0]])
 
 
 @kernel
@@ -27,11 +42,11 @@ def delta_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ACC: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Writes delta (B,H,M) for BLOCK_M rows of one head; 0 where no key is visible.
 
-    ``stride_o*`` are the strides of dout. There is one compiled form for all strides: a layout that
-    followed them would reorder the sum over head_dim and change its bits.
+    ``stride_o*`` are the strides of dout; out (B,H,M,Dv) is contiguous.
     """
     m_blocks = tl.cdiv(M, BLOCK_M)
     m_block = tl.program_id(0) % m_blocks
@@ -45,11 +60,8 @@ def delta_kernel(
     # dout of a row without a visible key may hold anything: it is not read.
     live = (lse != -float("inf"))[:, None]
     douts = head_matrix(dout_ptr, bh // H, bh % H, stride_ob, stride_oh, stride_om, stride_od, Dv)
-    dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv, live, False, True)
-    out = tl.load(
-        out_ptr + row[:, None] * Dv + offs_dv,
-        mask=live & (offs_dv < Dv),
-        other=0.0,
-    )
-    delta = tl.sum(out.to(ACC) * dout.to(ACC), 1)
+    dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
+    outs = (out_ptr + bh.to(tl.int64) * M * Dv, tl.cast(Dv, tl.int64), 1, Dv)
+    out = load_tile(outs, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
+    delta = _row_sums(out.to(ACC) * dout.to(ACC))
     tl.store(delta_ptr + row, delta, mask=offs_m < M)

@@ -541,6 +541,108 @@ def test_one_zero_key_has_the_bound_computed_by_hand(dtype: str) -> None:
     assert math.isclose(limits.lse.item(), double * (u_exp + gamma_l + u_exp), rel_tol=AGREEMENT)
 
 
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+def test_equal_scores_count_one_rescale_for_every_tile_after_the_first(tiles: int) -> None:
+    u, _, u_exp, _, _ = CONSTANTS["fp32"]
+    N = 16 * tiles
+    shapes = ((1, 1, 1, 4), (1, 1, N, 4), (1, 1, N, 4), (1, 1, 1, 4))
+    got = bound_of(Case(tuple(np.zeros(x) for x in shapes), Mask(), 1.0, "fp32")).lse.item()
+    depth = (N + 2 * tiles + 4) * u
+    lse = math.log(N)
+    want = tiles * u_exp + depth / (1 - depth) + u_exp * (1 + lse) + 4 * u * lse
+    assert math.isclose(got, want, rel_tol=AGREEMENT)
+
+
+def test_a_running_maximum_that_changes_less_often_has_a_narrower_bound() -> None:
+    def lse_bound(tile_scores: tuple[float, ...]) -> float:
+        q, zero = np.ones((1, 1, 1, 1)), np.zeros((1, 1, 48, 1))
+        k = np.repeat(tile_scores, 16).reshape(1, 1, 48, 1)
+        return bound_of(Case((q, k, zero, q), Mask(), 1.0, "fp32")).lse.item()
+
+    # It changes once from either end; twice from the left; twice from the right.
+    once, twice_left, twice_right = (0.0, 10.0, 0.0), (0.0, 0.0, 10.0), (10.0, 0.0, 0.0)
+    assert lse_bound(once) < min(lse_bound(twice_left), lse_bound(twice_right))
+
+
+@pytest.mark.parametrize("prescales", ["q", "k"])
+def test_two_keys_have_the_bound_computed_by_hand(prescales: str) -> None:
+    """One row, two keys, two equal heads in a group, D = Dv = 1, in scalars."""
+    u, flush, u_exp, u_in, eta = CONSTANTS["fp16"]
+    t, q, ks, vs, dout = 0.5, 2.0, (3.0, -1.0), (5.0, 0.25), 7.0
+
+    def chain(n: float) -> float:
+        return n * u / (1 - n * u)
+
+    s = [t * q * k for k in ks]
+    m = max(s)
+    lse = m + math.log(sum(math.exp(x - m) for x in s))
+    p = [math.exp(x - lse) for x in s]
+    out = sum(a * v for a, v in zip(p, vs, strict=True))
+    dp = [dout * v for v in vs]
+    delta = dout * out
+    ds = [a * (b - delta) for a, b in zip(p, dp, strict=True)]
+
+    other = [abs(k) for k in ks] if prescales == "q" else [q, q]
+    E = [
+        (chain(16) + 5 * u + u_in) * abs(x) + 3 * u * (m - x) + u_exp + eta * math.log(2) * y
+        for x, y in zip(s, other, strict=True)
+    ]
+    z = sum(a * math.exp(-e) for a, e in zip(p, E, strict=True))
+    core = sum(
+        a * (math.expm1(e) * abs(v - out) + (u_in + chain(18) * (1 + u_in)) * math.exp(e) * v) / z
+        for a, e, v in zip(p, E, vs, strict=True)
+    ) + (eta + flush) * math.exp(m - lse + 2 * max(E)) * sum(vs)
+    core += (chain(22) + 4 * u) * (out + core)
+    B_out = core + u_in * (out + core) + eta
+    B_lse = math.log(sum(a * math.exp(e) for a, e in zip(p, E, strict=True)))
+    B_lse += chain(22) + u_exp * (1 + lse - m) + 4 * u * max(m, lse)
+
+    F = [e + B_lse + 3 * u * (abs(x) + lse) + u_exp for e, x in zip(E, s, strict=True)]
+    d_delta = dout * B_out + chain(5) * dout * (out + B_out)
+    top, cast, reach, cast_p = [], [], [], []
+    for a, f, b, c, v in zip(p, F, dp, ds, vs, strict=True):
+        given = chain(16) * dout * v + d_delta
+        size = abs(b) + delta
+        error = math.expm1(f) * abs(b - delta) + math.exp(f) * (given + 3 * u * (size + given))
+        e = a * error + flush * (1 + size)
+        top.append(abs(c) + e)
+        cast.append(e + u_in * (abs(c) + e) + eta)
+        reach.append(a * math.exp(f))
+        cast_p.append(a * math.expm1(f) + u_in * a * math.exp(f) + eta + flush)
+
+    # Two heads whose m' is 16: the chain of dk and dv is 2 * 16 + 2 long; that of dq is 16 + 2.
+    reused_k, reused_q = (0.0, u_in) if prescales == "q" else (u_in, 0.0)
+    dq = t * sum(a * k for a, k in zip(ds, ks, strict=True))
+    B_dq = t * sum(
+        (w + (chain(18) * (1 + u_in) + reused_k) * x) * abs(k)
+        for w, x, k in zip(cast, top, ks, strict=True)
+    )
+    want = {
+        "out": [B_out] * 2,
+        "lse": [B_lse] * 2,
+        "dq": [B_dq + (u_in + 4 * u) * (abs(dq) + B_dq) + eta] * 2,
+        "dk": [],
+        "dv": [],
+    }
+    for n in range(2):
+        B_dk = 2 * t * q * (cast[n] + (chain(34) * (1 + u_in) + reused_q) * top[n])
+        B_dv = 2 * dout * (cast_p[n] + chain(34) * (1 + u_in) * reach[n])
+        dk, dv = 2 * t * q * ds[n], 2 * dout * p[n]
+        want["dk"].append(B_dk + (u_in + 4 * u) * (abs(dk) + B_dk) + eta)
+        want["dv"].append(B_dv + u_in * (abs(dv) + B_dv) + eta)
+
+    arrays = (
+        np.full((1, 2, 1, 1), q),
+        np.reshape(ks, (1, 1, 2, 1)),
+        np.reshape(vs, (1, 1, 2, 1)),
+        np.full((1, 2, 1, 1), dout),
+    )
+    got = bound_of(Case(arrays, Mask(), t, "fp16"), Numerics(prescales=prescales))
+    for name in OUTPUTS:
+        for x, y in zip(getattr(got, name).ravel(), want[name], strict=True):
+            assert math.isclose(x, y, rel_tol=AGREEMENT), (name, x, y)
+
+
 def test_an_unknown_dtype_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="in_dtype is 'fp8'"):
         bound_of(grouped(0, "fp32")._replace(dtype="fp8"))

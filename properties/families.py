@@ -18,7 +18,16 @@ import torch
 from oracles import stream
 from oracles.problem import TENSORS, Problem
 
-__all__ = ["DIRTY", "DOUT", "INPUTS", "TORCH_DTYPES", "Values", "drawn_shape", "length_tensors"]
+__all__ = [
+    "DIRTY",
+    "DOUT",
+    "INPUTS",
+    "TORCH_DTYPES",
+    "Values",
+    "drawn_shape",
+    "last_visible",
+    "length_tensors",
+]
 
 TORCH_DTYPES = {
     "fp16": torch.float16,
@@ -154,7 +163,7 @@ def lse_high_6e4(problem: Problem) -> Values:
     return _shifted(problem, 6e4)
 
 
-def _last_visible(problem: Problem) -> torch.Tensor:
+def last_visible(problem: Problem) -> torch.Tensor:
     """The last visible key of every row, int64 (B, M); -1 in a row without one."""
     mask = problem.mask
     rows, keys = (x.view(-1, 1) for x in length_tensors(problem))
@@ -179,7 +188,7 @@ def _needles(problem: Problem, hidden: bool) -> Values:
     if 0 in (problem.B, problem.M, problem.N):
         return Values(q, k, v)
     rows, keys = (x.view(-1, 1) for x in length_tensors(problem))
-    target = _last_visible(problem)
+    target = last_visible(problem)
     if hidden:
         has_hidden = (target + 1 < keys) & (torch.arange(problem.M, device=problem.device) < rows)
         target = torch.where(has_hidden, target + 1, target)
@@ -191,7 +200,7 @@ def _needles(problem: Problem, hidden: bool) -> Values:
     shape = (problem.B, heads, problem.N, problem.D)
     direction = _signs(problem, f"{problem.inputs}/direction", shape)
     a = min(1.0, 1.0 / (problem.scale * math.sqrt(problem.D)))
-    c = _NEEDLE_SCORE / (problem.scale * a * problem.D)
+    c = _NEEDLE_SCORE / min(problem.scale * problem.D, math.sqrt(problem.D))
 
     aims = (target >= 0).view(problem.B, 1, problem.M, 1)
     index = target.clamp(min=0).view(problem.B, 1, problem.M, 1)

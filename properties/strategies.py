@@ -39,13 +39,15 @@ SCALES: tuple[float | None, ...] = (
 
 
 class _Regime(NamedTuple):
-    """Inclusive bounds of M and N, and how often they are drawn relative to other regimes."""
+    """Inclusive bounds of M and N, how often they are drawn, and whether a size can be 0."""
 
     weight: int
     m_low: int
     m_high: int
     n_low: int
     n_high: int
+    m_zero: bool = False
+    n_zero: bool = False
 
 
 class _Kind(NamedTuple):
@@ -150,8 +152,10 @@ def _window_pool(max_seqlen: int, tile: int) -> tuple[tuple[int | None, int | No
 
 @lru_cache(maxsize=64)
 def _kinds(masks: tuple[str, ...], lengths: tuple[bool, ...]) -> tuple[_Kind, ...]:
-    """The masks to choose from, simplest first; bounded ones more often."""
-    positions = [] if set(masks) - {"padding", "full"} and "full" not in masks else [(False, False)]
+    """The masks to choose from, simplest first; sliding causal ones most often."""
+    positions = []
+    if "full" in masks or set(masks) == {"padding"}:
+        positions += [(False, False)] * 2
     if "causal" in masks:
         positions += [(True, False)] * 2
     if "window" in masks:
@@ -192,62 +196,72 @@ def _max_length(domain: _Domain, other: int) -> int:
 
 
 def _regimes(domain: _Domain) -> tuple[_Regime, ...]:
-    """Bounds of (M, N) that can be met, the smallest first; two tiles both ways most often."""
+    """Bounds of (M, N) that can be met, the smallest first; two tiles both ways most often.
+
+    The lopsided ones begin where the smallest does, so that shrinking can change over to it.
+    """
     tile, most = domain.tile, domain.max_seqlen
     low = _smallest(domain, 1 + domain.forced)
+    zero = not domain.forced
     wanted = [
-        _Regime(2, low, tile, low, tile),
+        _Regime(2, low, tile, low, tile, m_zero=zero and not domain.m_ne_n),
         _Regime(12, tile + 1, most, tile + 1, most),
     ]
     if domain.m_ne_n:
-        wanted += [_Regime(1, tile + 1, most, low, tile), _Regime(1, low, tile, tile + 1, most)]
-    keyless = domain.empty_rows and not domain.empty_by_position and "padding" not in domain.masks
-    if keyless:
+        wanted += [
+            _Regime(2, low, most, low, tile, n_zero=zero),
+            _Regime(2, low, tile, low, most, m_zero=zero, n_zero=zero),
+        ]
+    if domain.empty_rows and not domain.empty_by_position and "padding" not in domain.masks:
         wanted = [_Regime(1, low, most, 0, 0)]
-    elif not domain.forced:
-        n_high = most if domain.m_ne_n else 0
-        wanted += [_Regime(1, 0, 0, 0, n_high), _Regime(1, 0, n_high, 0, 0)]
     regimes = []
-    for weight, m_low, m_high, n_low, n_high in wanted:
-        n_low = _smallest(domain, n_low)
-        m_low = _smallest(domain, m_low)
+    for regime in wanted:
+        n_low = _smallest(domain, regime.n_low)
+        m_low = _smallest(domain, regime.m_low)
         if domain.empty_by_position and domain.m_ne_n:
             m_low = _smallest(domain, max(m_low, n_low + 1))
-        m_high = min(m_high, _max_length(domain, n_low), most)
+        m_high = min(regime.m_high, _max_length(domain, n_low), most)
         if not domain.m_ne_n:
             m_high = min(m_high, tile * math.isqrt(domain.max_cost))
-        if m_low <= m_high and n_low <= min(n_high, _max_length(domain, m_low)):
-            regimes.append(_Regime(weight, m_low, m_high, n_low, n_high))
+        if m_low <= m_high and n_low <= min(regime.n_high, _max_length(domain, m_low), most):
+            regimes.append(regime._replace(m_low=m_low, m_high=m_high, n_low=n_low))
     return tuple(regimes)
 
 
-def _draw_length(draw: Draw, domain: _Domain, low: int, high: int, other: int = 0) -> int:
-    """A length in [low, high]; past one tile it equals ``other`` one time in twelve."""
-    if low >= high:
+def _draw_length(
+    draw: Draw, domain: _Domain, low: int, high: int, zero: bool, other: int = 0
+) -> int:
+    """A length in [low, high], or 0 one time in three if that is allowed.
+
+    Past one tile it equals ``other`` one time in twelve.
+    """
+    if low >= high and not zero:
         return low
     pool = _seqlen_pool(domain.max_seqlen, domain.seqlen_multiple, domain.tile)
     start, stop = bisect_left(pool, low), bisect_right(pool, high)
-    first, last = stop, stop
-    if domain.tile < other:
-        first, last = (min(max(bisect(pool, other), start), stop) for bisect in _BISECTIONS)
-    indices = (*range(start, first), *range(last, stop))
-    equal = 1 + len(indices) // 11 if max(low, 1) <= other <= high else 0
-    index: int = draw(st.sampled_from(range(len(indices) + equal + (low == 0))))
-    if index < len(indices):
-        return pool[indices[index]]
-    return other if index < len(indices) + equal else 0
+    gap, after = stop, stop
+    if low <= other <= high and other > domain.tile:
+        gap, after = bisect_left(pool, other), bisect_right(pool, other)
+    count = stop - start - (after - gap)
+    equal = 1 + count // 11 if low <= other <= high else 0
+    zeros = 1 + count // 2 if zero else 0
+    index: int = draw(st.sampled_from(range(count + equal + zeros)))
+    if index >= count:
+        return other if index < count + equal else 0
+    index += start
+    return pool[index if index < gap else index + after - gap]
 
 
 def _draw_seqlens(draw: Draw, domain: _Domain, regimes: tuple[_Regime, ...]) -> tuple[int, int]:
     """(M, N) within the budget for one head."""
     regime = draw(st.sampled_from([r for r in regimes for _ in range(r.weight)]))
-    M = _draw_length(draw, domain, regime.m_low, regime.m_high)
+    M = _draw_length(draw, domain, regime.m_low, regime.m_high, regime.m_zero)
     if not domain.m_ne_n:
         return M, M
     n_high = min(regime.n_high, _max_length(domain, M))
     if domain.empty_by_position:
         n_high = min(n_high, M - 1)
-    return M, _draw_length(draw, domain, regime.n_low, n_high, other=M)
+    return M, _draw_length(draw, domain, regime.n_low, n_high, regime.n_zero, other=M)
 
 
 def _draw_head_dims(draw: Draw, domain: _Domain, M: int, N: int) -> tuple[int, int]:
@@ -460,7 +474,9 @@ def problems(
 
     Shrinks towards ``Problem()``: B = H = Hk = M = N = 1, D = Dv = 16 (the first of head_dims), no
     mask, the default scale, contiguous, everything normal, and the first of every sequence given.
-    Forced features raise M and N to 1 more than their number.
+    M > N shrinks to 2 rows and a key, or a row and no key; an empty row to one of these, the first
+    under a causal mask, or to a key length of 0. Forced features raise M and N to 1 more than their
+    number; forced empty rows add one more to M.
 
     More than half of the problems span two tiles both ways, where max_seqlen and max_cost allow it.
 

@@ -46,12 +46,14 @@ def _accumulate(
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     MASKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Adds the query tiles [m_block_lo, m_block_hi) of one head to dk and dv."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_tile = tl.arange(0, BLOCK_M)
-    for m_block in range(m_block_lo, m_block_hi):
+    # Edges are few tiles: pipelining them costs registers that the main loop needs.
+    for m_block in tl.range(m_block_lo, m_block_hi, num_stages=1 if MASKED else STAGES):
         start_m = m_block * BLOCK_M
         offs_m = start_m + offs_tile
         if MASKED:
@@ -69,17 +71,17 @@ def _accumulate(
         )
         # (BLOCK_N, BLOCK_M)
         scores = tl.dot(k, q_t, input_precision=DOTS, out_dtype=ACC)
-        p = tl.exp2(scores * qk_scale - base2_lse(lse)[None, :])
-        if MASKED:
-            seen = element_mask(offs_m[None, :], offs_n[:, None], view)
-            p = tl.where(seen, p, 0.0)
         # (BLOCK_M, BLOCK_DV)
         dout = load_tile(
             douts, start_m, offs_tile[:, None], offs_dv[None, :], live[:, None], ALIGNED, MASKED
         )
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS, out_dtype=ACC)
         # (BLOCK_N, BLOCK_M)
         dp = tl.dot(v, tl.trans(dout), input_precision=DOTS, out_dtype=ACC)
+        p = tl.exp2(scores * qk_scale - base2_lse(lse, MASKED)[None, :])
+        if MASKED:
+            seen = element_mask(offs_m[None, :], offs_n[:, None], view)
+            p = tl.where(seen, p, 0.0)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS, out_dtype=ACC)
         ds = p * (dp - delta[None, :])
         if MASKED:
             # Selected, not multiplied by p = 0: a hidden v near the maximum makes dp infinite.
@@ -132,6 +134,7 @@ def dkdv_kernel(
     ACC: tl.constexpr,
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), contiguous, for one key tile of one kv head.
 
@@ -171,15 +174,15 @@ def dkdv_kernel(
         row = (b * H + h).to(tl.int64) * M
         dk, dv = _accumulate(
             dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
-            lo, full_lo, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
+            lo, full_lo, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True, STAGES,
         )  # fmt: skip
         dk, dv = _accumulate(
             dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
-            full_lo, full_hi, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, False,
+            full_lo, full_hi, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, False, STAGES,
         )  # fmt: skip
         dk, dv = _accumulate(
             dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
-            full_hi, hi, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
+            full_hi, hi, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True, STAGES,
         )  # fmt: skip
 
     # Keys past seqlen_k were zero-filled; what their rows accumulated means nothing.

@@ -59,8 +59,8 @@ def _accumulate(
         )
         # (BLOCK_M, BLOCK_N)
         scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
-        p = tl.exp2(scores * qk_scale - lse2[:, None])
         dp = tl.dot(dout, v_t, input_precision=DOTS, out_dtype=ACC)
+        p = tl.exp2(scores * qk_scale - lse2[:, None])
         ds = p * (dp - delta[:, None])
         if MASKED:
             # Selected, not multiplied by p = 0: p of a hidden key and dp of a hidden v can be
@@ -144,7 +144,7 @@ def dq_kernel(
     live = (lse != -float("inf"))[:, None]
     q = load_tile(queries, start_m, offs_tile[:, None], offs_d[None, :], live, ALIGNED, True)
     dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv[None, :], live, ALIGNED, True)
-    lse2 = base2_lse(lse)
+    lse2 = base2_lse(lse, True)
     sm_scale = scale_from_bits(sm_scale_bits)
     qk_scale = (sm_scale * LOG2E).to(ACC)
 

@@ -102,6 +102,9 @@ def element_mask(offs_m, offs_n, view):
 
 
 @triton.jit
-def base2_lse(lse):
+def base2_lse(lse, MASKED: tl.constexpr):
     """The stored natural-log LSE in base 2; +inf where no key is visible, so that P = 0 there."""
-    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+    lse2 = lse * LOG2E
+    if MASKED:
+        lse2 = tl.where(lse == -float("inf"), float("inf"), lse2)
+    return lse2

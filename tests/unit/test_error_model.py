@@ -313,6 +313,19 @@ def test_terms_are_the_outputs_where_every_sign_is_plus() -> None:
         assert ((a - b).abs() <= 16 * M * EPS * b).all()
 
 
+def test_terms_of_dq_and_dk_count_both_halves_of_ds() -> None:
+    # With every sign plus, dS = p dP - p delta, so that the terms are the sum of the halves.
+    q, k, v, dout = (x.abs() for x in tensors("fp64"))
+    truth = reference.attention(q, k, v, dout, mask=Mask(), sm_scale=SCALE)
+    terms = judged([q, k, v, dout], Mask(), in_dtype="fp64").terms
+    k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
+    p = torch.exp(q @ k.mT * SCALE - truth.lse.unsqueeze(3))
+    halves = SCALE * p * (dout @ v.mT + (dout * truth.out).sum(3, keepdim=True))
+    dq, dk = halves @ k, (halves.mT @ q).view(B, Hk, -1, N, D).sum(2)
+    for a, b in ((terms.dq, dq), (terms.dk, dk)):
+        assert ((a - b).abs() <= 16 * M * EPS * b).all()
+
+
 @pytest.mark.parametrize("sizes", [(0, M, N), (B, 0, N), (B, M, 0)])
 def test_size_zero_is_exact(sizes: tuple[int, int, int]) -> None:
     b, m, n = sizes
@@ -321,4 +334,5 @@ def test_size_zero_is_exact(sizes: tuple[int, int, int]) -> None:
     shapes = [(b, H, m, Dv), (b, H, m), (b, H, m, D), (b, Hk, n, D), (b, Hk, n, Dv)]
     assert [tuple(x.shape) for x in judgement.bound] == shapes
     assert all((x == 0).all() for x in judgement.bound)
+    assert (judgement.terms.lse == 1).all()
     assert judgement.out_of_range is None

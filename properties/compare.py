@@ -1,0 +1,179 @@
+"""Comparisons that NaN cannot pass, and what they say when they fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from oracles.problem import Problem
+from properties.subject import Subject
+
+__all__ = ["Finding", "Violation", "ratios", "same_bits", "worst"]
+
+_AXES = {
+    "out": "bhmd",
+    "lse": "bhm",
+    "dq": "bhmd",
+    "dk": "bhnd",
+    "dv": "bhnd",
+}
+
+
+def ratios(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """|got - want| / bound in float64; NaN counts as infinite, equal infinities as 0."""
+    got = got.to(torch.float64)
+    error = (got - want).abs()
+    ratio = torch.where(got == want, 0.0, error / bound)
+    return torch.where(ratio.isnan(), torch.inf, ratio)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where a and b are equal to the bit: +0 equals -0, any NaN any NaN."""
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def worst(ratio: torch.Tensor) -> float:
+    """The largest ratio, 0 for an empty tensor."""
+    return float(ratio.amax()) if ratio.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One violated guarantee at its worst element; ``str`` is the failure message.
+
+    Args:
+        guarantee: Such as "G1 accuracy".
+        claim: What was expected, a clause.
+        subject: Name of the subject.
+        output: Name of the output.
+        where: The worst element, such as "b=0 h=1 m=33 d=5".
+        got: Its value.
+        want: What it should be.
+        bound: The largest error allowed there (0: exact).
+        bad: How many elements violate the claim.
+        total: How many elements were compared.
+        places: In which tile the worst element lies and where the bad ones concentrate.
+        problem: The problem.
+    """
+
+    guarantee: str
+    claim: str
+    subject: str
+    output: str
+    where: str
+    got: float
+    want: float
+    bound: float
+    bad: int
+    total: int
+    places: str
+    problem: Problem
+
+    def __str__(self) -> str:
+        error = abs(self.got - self.want)
+        ratio = error / self.bound if self.bound else float("inf")
+        return (
+            f"{self.guarantee}: {self.output} of {self.subject} {self.claim}\n"
+            f"  worst at {self.where}: got {self.got!r}, want {self.want!r}, "
+            f"error {error:.4g}, bound {self.bound:.4g}, ratio {ratio:.4g}\n"
+            f"  {self.bad:,} of {self.total:,} elements are bad "
+            f"({100 * self.bad / self.total:.2g} %); {self.places}\n"
+            f"  replay: pytest --replay='{self.problem.to_json()}'"
+        )
+
+    @classmethod
+    def at(
+        cls,
+        bad: torch.Tensor,
+        badness: torch.Tensor,
+        *,
+        guarantee: str,
+        claim: str,
+        subject: Subject,
+        problem: Problem,
+        output: str,
+        got: torch.Tensor,
+        want: torch.Tensor,
+        bound: torch.Tensor | None = None,
+        compared: torch.Tensor | None = None,
+    ) -> Finding:
+        """Walks to the worst bad element and describes where the bad ones lie.
+
+        Args:
+            bad: Bool, True where the claim is violated; at least one.
+            badness: How bad, same shape; the largest among the bad is the worst.
+            guarantee: See ``Finding``.
+            claim: See ``Finding``.
+            subject: The subject.
+            problem: The problem.
+            output: Name of the output.
+            got: Values of the subject, same shape.
+            want: Expected values, same shape.
+            bound: Largest error allowed, same shape; None is 0.
+            compared: Bool, which elements the claim speaks of; None is all.
+        """
+        flat = torch.where(bad, badness.to(torch.float64), -torch.inf).flatten()
+        index = tuple(int(i) for i in torch.unravel_index(flat.argmax(), bad.shape))
+        names = _AXES[output]
+        return cls(
+            guarantee=guarantee,
+            claim=claim,
+            subject=subject.name,
+            output=output,
+            where=" ".join(f"{name}={i}" for name, i in zip(names, index, strict=True)),
+            got=float(got[index]),
+            want=float(want[index]),
+            bound=0.0 if bound is None else float(bound[index]),
+            bad=int(bad.sum()),
+            total=bad.numel() if compared is None else int(compared.expand_as(bad).sum()),
+            places=_places(bad, index, subject, problem, output),
+            problem=problem,
+        )
+
+
+class Violation(AssertionError):  # noqa: N818  # the suite's word, not an error of the program
+    """Raised with the findings of one check."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        super().__init__("\n" + "\n".join(str(finding) for finding in findings))
+        self.findings = findings
+
+
+def _places(
+    bad: torch.Tensor, index: tuple[int, ...], subject: Subject, problem: Problem, output: str
+) -> str:
+    """The tile of the worst element, and along which axes the bad elements concentrate."""
+    axis = _AXES[output][2]
+    block_m, block_n = subject.tile_of(problem)
+    block, length = (block_m, problem.M) if axis == "m" else (block_n, problem.N)
+    tile, tiles = index[2] // block, -(-length // block)
+    kind = [f"{axis} tile {tile} of {tiles} (width {block})"]
+    if tile == tiles - 1 and length % block:
+        kind.append("the ragged tail")
+    if _crosses_edge(problem, index[0], axis, tile * block, min((tile + 1) * block, length)):
+        kind.append("crossed by the mask's edge")
+    spread = [_concentration(bad, position, name) for position, name in enumerate(_AXES[output])]
+    narrow = ", ".join(text for text in spread if text)
+    return ", ".join(kind) + (f"; bad only at {narrow}" if narrow else "; bad along all axes")
+
+
+def _crosses_edge(problem: Problem, b: int, axis: str, start: int, stop: int) -> bool:
+    """Whether some, but not all pairs of the rows (keys) [start, stop) are visible."""
+    seen = problem.mask.dense(problem.B, problem.H, problem.M, problem.N)
+    seen = seen[min(b, seen.shape[0] - 1), 0]
+    part = seen[start:stop] if axis == "m" else seen[:, start:stop]
+    return bool(part.any()) and not bool(part.all())
+
+
+def _concentration(bad: torch.Tensor, position: int, name: str) -> str:
+    """The indices along an axis that hold bad elements, if they are few of many."""
+    others = [axis for axis in range(bad.ndim) if axis != position]
+    hit = bad.sum(others).nonzero().flatten().tolist()
+    size = bad.shape[position]
+    if size == 1 or 2 * len(hit) > size:
+        return ""
+    if hit[-1] - hit[0] + 1 == len(hit) and len(hit) > 1:
+        return f"{name}={hit[0]}..{hit[-1]}"
+    shown = ",".join(map(str, hit[:8])) + (",..." if len(hit) > 8 else "")
+    return f"{name}={shown}"

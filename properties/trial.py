@@ -1,0 +1,89 @@
+"""One problem through a subject and through the oracle: everything that a check looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from oracles import error_model, reference
+from oracles.error_model import Judgement
+from oracles.outputs import Outputs
+from oracles.problem import Problem
+from properties.subject import Subject
+from properties.tensors import Inputs, make
+
+__all__ = ["Trial", "examine", "run_subject"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A judged run.
+
+    Args:
+        subject: What ran.
+        problem: What it ran on.
+        inputs: The tensors it was given.
+        got: Its outputs, detached; lse is None where it returns none.
+        want: The float64 oracle's.
+        judgement: Bound, sums of |terms| and range of the problem.
+    """
+
+    subject: Subject
+    problem: Problem
+    inputs: Inputs
+    got: Outputs[torch.Tensor | None]
+    want: Outputs[torch.Tensor]
+    judgement: Judgement
+
+
+@contextmanager
+def _poisoned_allocations() -> Iterator[None]:
+    """``torch.empty`` gives NaN inside, so that an element nobody writes shows."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def run_subject(
+    subject: Subject, problem: Problem, inputs: Inputs
+) -> Outputs[torch.Tensor | None]:
+    """Forward and backward, on outputs that start as NaN.
+
+    Raises:
+        NotImplementedError: The subject refuses the problem.
+    """
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    with _poisoned_allocations():
+        out, lse = subject.run(q, k, v, problem)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.dout)
+    return Outputs(out.detach(), None if lse is None else lse.detach(), dq, dk, dv)
+
+
+def examine(subject: Subject, problem: Problem) -> Trial | None:
+    """Runs and judges a problem; None where a correct kernel need not survive it.
+
+    Raises:
+        NotImplementedError: The subject refuses the problem.
+    """
+    inputs = make(problem)
+    judgement = error_model.judge(
+        *inputs,
+        mask=problem.mask,
+        sm_scale=problem.scale,
+        in_dtype=problem.dtype,
+        numerics=subject.numerics_of(problem),
+    )
+    if judgement.out_of_range is not None:
+        return None
+    got = run_subject(subject, problem, inputs)
+    want = reference.attention(*inputs, mask=problem.mask, sm_scale=problem.scale)
+    return Trial(subject, problem, inputs, got, want, judgement)

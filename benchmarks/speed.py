@@ -92,7 +92,9 @@ def main() -> int:
                 f"{statistics.median(t):.3f} [{min(t):.3f}, {max(t):.3f}]" for t in times.values()
             ]
             mine, theirs = (statistics.median(t) for t in times.values())
-            flop = 4 * B * H * N * N * D * (0.5 if causal else 1) * (1 if name == "forward" else 2.5)
+            flop = (
+                4 * B * H * N * N * D * (0.5 if causal else 1) * (1 if name == "forward" else 2.5)
+            )
             yes = "yes" if causal else "no"
             print(
                 f"| {B}x{N}x{H}x{D} | {yes} | {name} | {cells[0]} | {cells[1]} "

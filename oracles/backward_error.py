@@ -115,24 +115,32 @@ def backward_error(
     eta_ds = c.eta_p * (1 + c.u_x) * (max(1.0, 1 / sm_scale) if numerics.ds_scaled else 1.0)
     grads = _score_grads(x, fwd, c, eta_ds)
     abs_q, abs_k, abs_dout = x.q.abs(), x.k.abs(), x.dout.abs()
-    # A prescaled operand is read again, still rounded, by the dot of the other's gradient.
+    # A prescaled operand is read again, still rounded, by the dot of the other's gradient. What
+    # underflow cost it there no longer scales with it: eta a product.
     again_q = c.u_in if numerics.prescales in ("q", "qk") else 0.0
     again_k = c.u_in if numerics.prescales in ("k", "qk") else 0.0
     tiles = fwd.scores.tiles
     per_product = c.g((numerics.block_n + 2) * tiles) * (1 + c.u_cast) + again_k
     dq_weights = grads.ds_errors + per_product.unsqueeze(2) * grads.ds_reach
     dk_weights = grads.ds_errors + again_q * grads.ds_reach if again_q else grads.ds_errors
+    dq_bound = (dq_weights @ abs_k).mul_(sm_scale)
+    dk_errors = (dk_weights.mT @ abs_q).mul_(sm_scale)
+    eta_again = c.eta_prescaled(numerics.prescales, sm_scale)
+    if again_q:
+        dk_errors += eta_again * grads.ds_reach.sum(1).unsqueeze(2)
+    if again_k:
+        dq_bound += eta_again * grads.ds_reach.sum(2).unsqueeze(2)
     abs_ds = grads.ds.abs()
     dv_weights = (grads.p_growth + c.u_cast * grads.p_grown).add_((c.eta_p + c.ftz) * (1 + c.u_x))
     dv_weights.masked_fill_(x.hidden, 0.0)
     return Backward(
         dq=(grads.ds @ x.k).mul_(sm_scale),
-        dq_bound=(dq_weights @ abs_k).mul_(sm_scale),
+        dq_bound=dq_bound,
         dq_terms=(grads.ds_terms @ abs_k).mul_(sm_scale),
         dq_reach=abs_ds @ abs_k,
         keys=KeySums(
             dk=(grads.ds.mT @ x.q).mul_(sm_scale),
-            dk_errors=(dk_weights.mT @ abs_q).mul_(sm_scale),
+            dk_errors=dk_errors,
             dk_products=(grads.ds_reach.mT @ abs_q).mul_(sm_scale),
             dk_terms=(grads.ds_terms.mT @ abs_q).mul_(sm_scale),
             dk_reach=abs_ds.mT @ abs_q,

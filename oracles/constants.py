@@ -62,6 +62,14 @@ class Constants:
     max_p: float
     max_acc: float
 
+    def eta_prescaled(self, prescales: str, sm_scale: float) -> float:
+        """What underflow of a prescaled operand costs a score, per unit of the other operand.
+
+        The operand is q sm_scale log2(e) (or k); for "qk" each takes the square root of the factor.
+        """
+        split = math.sqrt(sm_scale * math.log(2)) if prescales == "qk" else 0.0
+        return self.eta_in * max(math.log(2), split)
+
     @property
     def u_dot(self) -> float:
         """Relative error of a product whose two operands are inputs: (1 + u_x)**2 - 1."""
@@ -70,8 +78,11 @@ class Constants:
 
     @property
     def u_cast(self) -> float:
-        """Relative error of P or dS as a dot's operand: (1 + u_p)(1 + u_x) - 1."""
-        return self.u_p + self.u_x + self.u_p * self.u_x
+        """Relative error of a product with P or dS: (1 + u_p)(1 + u_x)**2 - 1.
+
+        P or dS is cast, then the dot takes its share off both operands.
+        """
+        return self.u_p + self.u_dot + self.u_p * self.u_dot
 
     def gamma(self, n: Count) -> Count:
         """Relative error of n additions, u each."""
@@ -104,7 +115,8 @@ def constants(in_dtype: str, numerics: Numerics) -> Constants:
         raise ValueError(f"in_dtype is {in_dtype!r}; needs one of {tuple(_FORMATS)}")
     double = in_dtype == "fp64"
     u_in, eta_in, max_in = _FORMATS[in_dtype]
-    u_p, eta_p, max_p = _FORMATS[in_dtype if numerics.p_dtype == "input" else "fp32"]
+    uncast = numerics.p_dtype == "fp32" and not double
+    u_p, eta_p, max_p = _FORMATS["fp32" if uncast else in_dtype]
     rounds = numerics.ds_roundings
     if rounds != 1:
         u_p, eta_p = math.expm1(rounds * math.log1p(u_p)), rounds * eta_p

@@ -75,19 +75,23 @@ def _rescales(
 
 
 def _error_before_rescaling(
-    x: Chunk, s: torch.Tensor, reach: torch.Tensor, m: torch.Tensor, c: Constants, prescales: str
+    x: Chunk,
+    scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    t: float,
+    c: Constants,
+    prescales: str,
 ) -> torch.Tensor:
-    """E for R = 0, on all pairs; ``reach`` is A0 = t |q|.|k|."""
+    """E for R = 0, on all pairs; ``scores`` are s, its row maxima m and A0 = t |q|.|k|."""
+    s, m, reach = scores
     per_reach = c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot
     if prescales != "none":
         per_reach += c.u_in if prescales != "qk" else 2 * c.u_in + c.u_in**2
     error = (s - m.unsqueeze(2)).abs_().mul_(3 * c.u)
     error.add_(s.abs(), alpha=5 * c.u).add_(reach, alpha=per_reach).add_(c.u_exp)
-    # An operand that underflows in its prescaled form is off by eta, in units of log2.
     if prescales in ("q", "qk"):
-        error += (c.eta_in * math.log(2)) * x.k.abs().sum(2).unsqueeze(1)
+        error += c.eta_prescaled(prescales, t) * x.k.abs().sum(2).unsqueeze(1)
     if prescales in ("k", "qk"):
-        error += (c.eta_in * math.log(2)) * x.q.abs().sum(2).unsqueeze(2)
+        error += c.eta_prescaled(prescales, t) * x.q.abs().sum(2).unsqueeze(2)
     return error
 
 
@@ -113,7 +117,7 @@ def _scores(x: Chunk, sm_scale: float, c: Constants, numerics: Numerics) -> Scor
     p /= l_sum.unsqueeze(2)
     log_l = l_sum.log()
     # 4. The scores' error, with room for the changes of the running maximum.
-    error = _error_before_rescaling(x, s, reach * sm_scale, m, c, numerics.prescales)
+    error = _error_before_rescaling(x, (s, m, reach * sm_scale), sm_scale, c, numerics.prescales)
     error.masked_fill_(x.hidden, 0.0)
     changes = _rescales(tile_max, live_tiles, 2 * error.amax(2))
     error.add_(changes.mul_(c.u_exp).unsqueeze(2)).masked_fill_(x.hidden, 0.0)

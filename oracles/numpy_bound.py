@@ -11,8 +11,6 @@ from the stored output.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +18,7 @@ import numpy.typing as npt
 
 from oracles.mask import Mask
 from oracles.numpy_reference import Head, attend_head, seen_keys
+from oracles.numpy_units import Units, prescale_underflow, rescales, seen_tiles, units_of
 from oracles.outputs import Numerics, Outputs
 
 __all__ = ["bound"]
@@ -27,51 +26,8 @@ __all__ = ["bound"]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-# Unit roundoff, and half the distance of subnormals (fp16) or the smallest normal (the others may
-# flush to zero).
-_ROUNDING = {
-    "fp16": (2.0**-11, 2.0**-25),
-    "bf16": (2.0**-8, 2.0**-126),
-    "fp32": (2.0**-24, 2.0**-126),
-    "fp64": (2.0**-53, 2.0**-1022),
-}
 _ROW_TILE = 16
 _SHORTEST_DOT = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Units:
-    """The constants of the model: u, FTZ, the approximate functions, casts and dots."""
-
-    u: float
-    flush: float  # below it, results may be flushed to zero
-    u_exp: float
-    u_log: float
-    u_cast: float  # P and dS
-    eta_cast: float
-    u_stored: float  # tensors in memory
-    eta_stored: float
-    u_x: float  # what a dot does to each operand beyond its dtype
-    accumulator: float
-
-    @property
-    def u_dot(self) -> float:
-        """Both operands of a dot of stored tensors: (1 + u_x)^2 - 1."""
-        return 2 * self.u_x + self.u_x**2
-
-    @property
-    def u_cast_dot(self) -> float:
-        """A cast operand of a dot: (1 + u_cast)(1 + u_x) - 1, without cancellation."""
-        return self.u_cast + self.u_x + self.u_cast * self.u_x
-
-    def gamma(self, n: npt.ArrayLike) -> FloatArray:
-        """n additions in the accumulator's format, IEEE."""
-        n_u: FloatArray = np.asarray(n, dtype=np.float64) * self.u
-        return np.asarray(n_u / (1 - n_u))
-
-    def g(self, n: npt.ArrayLike) -> FloatArray:
-        """A dot of length n."""
-        return self.gamma(self.accumulator * np.asarray(n, dtype=np.float64))
 
 
 class _HeadBound(NamedTuple):
@@ -84,83 +40,23 @@ class _HeadBound(NamedTuple):
     dv_ne: FloatArray
 
 
-def _units(in_dtype: str, numerics: Numerics) -> _Units:
-    """The constants that belong to a dtype and to what a subject declares."""
-    if in_dtype not in _ROUNDING:
-        raise ValueError(f"in_dtype is {in_dtype!r}; needs one of {tuple(_ROUNDING)}")
-    double = in_dtype == "fp64"
-    u_stored, eta_stored = _ROUNDING[in_dtype]
-    u_p, eta_p = _ROUNDING["fp32"] if numerics.p_dtype == "fp32" else _ROUNDING[in_dtype]
-    r = numerics.ds_roundings
-    return _Units(
-        u=2.0**-53 if double else 2.0**-24,
-        flush=2.0**-1022 if double else 2.0**-126,
-        u_exp=2.0**-51 if double else 2.0**-22,
-        u_log=2.0**-51 if double else 2.0**-22,
-        u_cast=float(np.expm1(r * np.log1p(u_p))),
-        eta_cast=r * eta_p,
-        u_stored=u_stored,
-        eta_stored=eta_stored,
-        u_x=2.0**-10 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
-        accumulator=float(numerics.accumulator),
-    )
-
-
-def _seen_tiles(seen_mn: BoolArray, width: int) -> FloatArray:
-    """How many tiles of ``width`` columns hold a visible pair, per row."""
-    count_m = np.zeros(seen_mn.shape[0])
-    for start in range(0, seen_mn.shape[1], width):
-        count_m += seen_mn[:, start : start + width].any(axis=1)
-    return count_m
-
-
-def _possible_changes(tile_max: list[float], slack: float) -> int:
-    """How often the running maximum may change after the first tile, up to ``slack`` of error."""
-    changes = 0
-    running = tile_max[0]
-    for here in tile_max[1:]:
-        changes += here >= running - slack
-        running = max(running, here)
-    return changes
-
-
-def _rescales(head: Head, error_mn: FloatArray, block_n: int) -> FloatArray:
-    """R per row: changes of the running maximum, tiles visited from either end."""
-    M, N = head.seen_mn.shape
-    count_m = np.zeros(M)
-    for m in range(M):
-        seen_n = head.seen_mn[m]
-        if not seen_n.any():
-            continue
-        slack = 2 * float(error_mn[m, seen_n].max())
-        tile_max = []
-        for start in range(0, N, block_n):
-            tile = slice(start, start + block_n)
-            if seen_n[tile].any():
-                tile_max.append(float(head.scores_mn[m, tile][seen_n[tile]].max()))
-        count_m[m] = max(
-            _possible_changes(tile_max, slack), _possible_changes(tile_max[::-1], slack)
-        )
-    return count_m
-
-
 def _prescale_error(
-    head: Head, magnitude_mn: FloatArray, prescales: str, units: _Units
+    head: Head, magnitude_mn: FloatArray, sm_scale: float, numerics: Numerics, units: Units
 ) -> FloatArray:
     """What rounding the pre-scaled operands adds to a score."""
     u_in = units.u_stored
-    eta_in = units.eta_stored * math.log(2.0)  # the rounded operand carries log2(e)
+    underflow = prescale_underflow(numerics, sm_scale, units)
     error_mn = np.zeros_like(magnitude_mn)
-    if prescales in ("q", "qk"):
-        error_mn += u_in * magnitude_mn + eta_in * np.abs(head.k_nd).sum(axis=1)[None, :]
-    if prescales in ("k", "qk"):
-        error_mn += u_in * magnitude_mn + eta_in * np.abs(head.q_md).sum(axis=1)[:, None]
-    if prescales == "qk":
+    if numerics.prescales in ("q", "qk"):
+        error_mn += u_in * magnitude_mn + underflow * np.abs(head.k_nd).sum(axis=1)[None, :]
+    if numerics.prescales in ("k", "qk"):
+        error_mn += u_in * magnitude_mn + underflow * np.abs(head.q_md).sum(axis=1)[:, None]
+    if numerics.prescales == "qk":
         error_mn += u_in**2 * magnitude_mn
     return error_mn
 
 
-def _score_error(head: Head, sm_scale: float, numerics: Numerics, units: _Units) -> FloatArray:
+def _score_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) -> FloatArray:
     """E: the error of s - running maximum, and of its exponential, on visible pairs."""
     u, u_dot = units.u, units.u_dot
     D = head.q_md.shape[1]
@@ -170,21 +66,21 @@ def _score_error(head: Head, sm_scale: float, numerics: Numerics, units: _Units)
         (units.g(max(D, _SHORTEST_DOT)) * (1 + u_dot) + u_dot) * magnitude_mn
         + 5 * u * (np.abs(s_mn) + u_dot * magnitude_mn)
         + 3 * u * np.abs(s_mn - head.row_max_m[:, None])
-        + _prescale_error(head, magnitude_mn, numerics.prescales, units)
+        + _prescale_error(head, magnitude_mn, sm_scale, numerics, units)
         + units.u_exp
     )
-    rescales_m = _rescales(head, error_mn, numerics.block_n)
+    rescales_m = rescales(head, error_mn, numerics.block_n)
     return np.where(head.seen_mn, error_mn + rescales_m[:, None] * units.u_exp, 0.0)
 
 
 def _forward(
-    head: Head, error_mn: FloatArray, numerics: Numerics, units: _Units
+    head: Head, error_mn: FloatArray, numerics: Numerics, units: Units
 ) -> tuple[FloatArray, FloatArray]:
     """Bounds of out (M, Dv) and lse (M,), row by row over the visible keys; 0 on empty rows."""
     u, uc = units.u, units.u_cast_dot
     bound_out_me = np.zeros_like(head.out_me)
     bound_lse_m = np.zeros_like(head.lse_m)
-    tiles_m = _seen_tiles(head.seen_mn, numerics.block_n)
+    tiles_m = seen_tiles(head.seen_mn, numerics.block_n)
     for m in range(head.seen_mn.shape[0]):
         seen_n = head.seen_mn[m]
         if not seen_n.any():
@@ -230,7 +126,7 @@ def _dscore_error(
     head: Head,
     bound_out_me: FloatArray,
     prob_error_mn: FloatArray,
-    units: _Units,
+    units: Units,
     with_dlse: bool,
 ) -> FloatArray:
     """e: the error of dS before its cast, on visible pairs."""
@@ -260,7 +156,7 @@ def _head_bound(
     head: Head,
     sm_scale: float,
     numerics: Numerics,
-    units: _Units,
+    units: Units,
     chain_n: FloatArray,
     with_dlse: bool,
 ) -> _HeadBound:
@@ -286,7 +182,7 @@ def _head_bound(
     cast_mn = np.where(seen_mn, e_mn + uc * top_mn + eta_ds, 0.0)
 
     # 4: dQ = t dS K
-    tiles_m = _seen_tiles(seen_mn, numerics.block_n)
+    tiles_m = seen_tiles(seen_mn, numerics.block_n)
     sum_m = units.g(numerics.block_n * tiles_m + 2 * tiles_m)[:, None]
     bound_dq_md = t * (cast_mn @ k_nd + sum_m * (1 + uc) * (top_mn @ k_nd))
 
@@ -295,10 +191,11 @@ def _head_bound(
     bound_dk_nd = t * (cast_mn.T @ q_md + sum_n * (1 + uc) * (top_mn.T @ q_md))
 
     # 6: a pre-scaled operand, rounded for the scores, is used again for the other's gradient
+    reused = prescale_underflow(numerics, t, units)
     if numerics.prescales in ("q", "qk"):
-        bound_dk_nd += t * units.u_stored * (top_mn.T @ q_md)
+        bound_dk_nd += t * units.u_stored * (top_mn.T @ q_md) + reused * top_mn.sum(0)[:, None]
     if numerics.prescales in ("k", "qk"):
-        bound_dq_md += t * units.u_stored * (top_mn @ k_nd)
+        bound_dq_md += t * units.u_stored * (top_mn @ k_nd) + reused * top_mn.sum(1)[:, None]
 
     # 7: dV = P' dO
     largest_mn = p_mn * np.exp(prob_error_mn)
@@ -320,7 +217,7 @@ def _group_sum(
     values: list[FloatArray],
     u_result: float,
     per_head: bool,
-    units: _Units,
+    units: Units,
 ) -> FloatArray:
     """The bound of a sum over the heads of a group, in one fp32 chain or stored head by head."""
     eta = units.eta_stored
@@ -336,14 +233,14 @@ def _group_sum(
 
 
 def _group_bound(
-    heads: list[Head], sm_scale: float, numerics: Numerics, units: _Units, with_dlse: bool
+    heads: list[Head], sm_scale: float, numerics: Numerics, units: Units, with_dlse: bool
 ) -> Outputs[FloatArray]:
     """Bounds of the heads that share a key/value head: out, lse, dq stacked, dk and dv summed."""
     seen_mn = heads[0].seen_mn
     live_m: BoolArray = np.any(seen_mn, axis=1)
     used_n: BoolArray = np.any(seen_mn, axis=0)
     per_head = numerics.group_sum == "dtype" and len(heads) > 1
-    rows_n = _ROW_TILE * _seen_tiles(seen_mn.T, _ROW_TILE)
+    rows_n = _ROW_TILE * seen_tiles(seen_mn.T, _ROW_TILE)
     chain_n = rows_n if per_head else len(heads) * rows_n
     bounds = [_head_bound(x, sm_scale, numerics, units, chain_n, with_dlse) for x in heads]
 
@@ -405,7 +302,7 @@ def bound(
     Source: Higham, Accuracy and Stability of Numerical Algorithms, ch. 3; Blanchard, Higham and
     Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.
     """
-    units = _units(in_dtype, numerics)
+    units = units_of(in_dtype, numerics)
     B, H, M, _ = q.shape
     Hk, N = k.shape[1:3]
     group = H // Hk

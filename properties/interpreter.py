@@ -16,6 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from properties.rounding import (
+    fma_bf16,
+    nearest_bf16,
+    step_toward_zero,
+    tree_sum_16_bit,
+    truncate_to_tf32,
+    widen_bf16,
+)
+
 __all__ = ["describe", "repair"]
 
 # Arrays of any element type: what an array holds follows from the Triton type beside it.
@@ -120,52 +129,6 @@ def _check_attributes(version: str, interpreter: Any) -> None:
             place = getattr(place, name)
 
 
-def _widen_bf16(bits: Array) -> Array:
-    """Bfloat16 bits as the same values in float32."""
-    values: Array = (bits.astype(np.uint32) << 16).view(np.float32)
-    return values
-
-
-def _to_odd_fp32(values: Array) -> Array:
-    """Float64 to float32, an inexact value to the neighbour whose last bit is 1.
-
-    Rounding the result again, to fewer bits, then gives what rounding the float64 once gives
-    (Boldo and Melquiond 2008).
-    """
-    nearest = values.astype(np.float32)
-    bits = nearest.view(np.uint32)
-    even = (bits & 1) == 0
-    magnitude, exact = np.abs(nearest.astype(np.float64)), np.abs(values)
-    odd: Array = bits + (even & (magnitude < exact)) - (even & (magnitude > exact))
-    return odd.view(np.float32)
-
-
-def _nearest_bf16(values: Array) -> Array:
-    """The bits of the bfloat16 nearest to each value, ties to even; NaN becomes a quiet NaN."""
-    if values.dtype == np.float16:
-        values = values.astype(np.float32)
-    elif values.dtype != np.float32:
-        values = _to_odd_fp32(values.astype(np.float64))
-    bits = values.view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    return np.where(np.isnan(values), (bits >> 16) | 0x0040, rounded).astype(np.uint16)
-
-
-def _toward_zero(values: Array, nearest: Array, widened: Array) -> Array:
-    """Steps ``nearest`` (floats, or bf16 bits) toward zero where its value exceeds ``values``."""
-    bits = nearest.view(f"u{nearest.itemsize}")
-    beyond = np.abs(widened.astype(values.dtype)) > np.abs(values)
-    # Below Inf stands the largest finite value, which is what truncation overflows to.
-    truncated: Array = bits - beyond
-    return truncated.view(nearest.dtype)
-
-
-def _truncate_to_tf32(values: Array) -> Array:
-    """Float32 with the low 13 bits of the mantissa cleared, as an H200 reads a TF32 operand."""
-    truncated = (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-    return np.where(np.isnan(values), values, truncated)
-
-
 def _is_bf16(handle: Any) -> bool:
     """Whether the handle holds bfloat16 bits."""
     return bool(handle.dtype.scalar.name == "bf16" and handle.data.dtype == np.uint16)
@@ -174,7 +137,7 @@ def _is_bf16(handle: Any) -> bool:
 def _values(handle: Any) -> Array:
     """The handle's data as numbers that NumPy computes with."""
     data: Array = handle.data
-    return _widen_bf16(data) if _is_bf16(handle) else data
+    return widen_bf16(data) if _is_bf16(handle) else data
 
 
 def _repair_casts(interpreter: Any) -> None:
@@ -191,7 +154,7 @@ def _repair_casts(interpreter: Any) -> None:
             return original_cast(self, src, dst_type)
         values = _values(src)
         if target.is_bf16():
-            return handle_of(_nearest_bf16(values), target)
+            return handle_of(nearest_bf16(values), target)
         return handle_of(values.astype(interpreter._get_np_dtype(target)), target)
 
     def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
@@ -201,10 +164,10 @@ def _repair_casts(interpreter: Any) -> None:
         nearest = cast_impl(self, src, dst_type)
         if rounding_mode != toward_zero:
             return nearest
-        return handle_of(_toward_zero(_values(src), nearest.data, _values(nearest)), target)
+        return handle_of(step_toward_zero(_values(src), nearest.data, _values(nearest)), target)
 
     def get_bf16(self: Any, value: Any) -> Any:
-        return handle_of(_nearest_bf16(np.array([value], dtype=np.float64)), tl.bfloat16)
+        return handle_of(nearest_bf16(np.array([value], dtype=np.float64)), tl.bfloat16)
 
     builder.cast_impl = cast_impl
     builder.create_fp_to_fp = create_fp_to_fp
@@ -220,13 +183,13 @@ def _repair_elementwise(interpreter: Any) -> None:
     original_ternary, original_fma = builder.ternary_op, builder.create_fma
 
     def widened(handle: Any) -> Any:
-        return handle_of(_widen_bf16(handle.data), tl.float32) if _is_bf16(handle) else handle
+        return handle_of(widen_bf16(handle.data), tl.float32) if _is_bf16(handle) else handle
 
     def narrowed(handle: Any) -> Any:
         # What a comparison gives is not a float.
         if handle.data.dtype != np.float32:
             return handle
-        return handle_of(_nearest_bf16(handle.data), tl.bfloat16)
+        return handle_of(nearest_bf16(handle.data), tl.bfloat16)
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Array]) -> Any:
         if _is_bf16(lhs):
@@ -246,23 +209,13 @@ def _repair_elementwise(interpreter: Any) -> None:
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         if _is_bf16(z):
-            return handle_of(_fma_bf16(_values(x), _values(y), _values(z)), tl.bfloat16)
+            return handle_of(fma_bf16(_values(x), _values(y), _values(z)), tl.bfloat16)
         return original_fma(self, x, y, z)
 
     builder.binary_op = binary_op
     builder.unary_op = unary_op
     builder.ternary_op = ternary_op
     builder.create_fma = create_fma
-
-
-def _fma_bf16(x: Array, y: Array, z: Array) -> Array:
-    """Bits of x * y + z rounded once; the float64 sum is rounded to odd, for the same reason."""
-    product = np.multiply(x, y, dtype=np.float64)
-    total = product + z
-    addend = total - product
-    lost = (product - (total - addend)) + (z - addend)  # TwoSum: exactly what the sum dropped
-    inexact = np.isfinite(total) & (lost != 0) & ((total.view(np.int64) & 1) == 0)
-    return _nearest_bf16(np.where(inexact, np.nextafter(total, np.copysign(np.inf, lost)), total))
 
 
 def _repair_reductions(interpreter: Any) -> None:
@@ -278,7 +231,7 @@ def _repair_reductions(interpreter: Any) -> None:
         input = input[0] if isinstance(input, tuple) else input
         if not _is_bf16(input.handle):
             return original_min_max(self, input, val_reduce_op, idx_reduce_op)
-        wide = self.to_tensor(_widen_bf16(input.handle.data), tl.float32)
+        wide = self.to_tensor(widen_bf16(input.handle.data), tl.float32)
         result = original_min_max(self, wide, val_reduce_op, idx_reduce_op)
         value, *index = result if isinstance(result, tuple) else (result,)
         value = interpreter.interpreter_semantic.cast(value, tl.bfloat16)
@@ -287,7 +240,8 @@ def _repair_reductions(interpreter: Any) -> None:
     def sum_16_bit(self: Any, input: Any) -> Any:
         if input.dtype.name not in _NARROW_FLOATS:
             return original_sum(self, input)
-        return self.to_tensor(_tree_sum(input.handle, self.axis, self.keep_dims), input.dtype)
+        total = tree_sum_16_bit(input.handle.data, self.axis, self.keep_dims)
+        return self.to_tensor(total, input.dtype)
 
     def rounding_scan(original: Any, op: np.ufunc) -> Any:
         def scan_bf16(self: Any, input: Any) -> Any:
@@ -295,7 +249,7 @@ def _repair_reductions(interpreter: Any) -> None:
                 return original(self, input)
             bits = np.moveaxis(input.handle.data.copy(), self.axis, 0)
             for i in range(1, len(bits)):
-                bits[i] = _nearest_bf16(op(_widen_bf16(bits[i - 1]), _widen_bf16(bits[i])))
+                bits[i] = nearest_bf16(op(widen_bf16(bits[i - 1]), widen_bf16(bits[i])))
             bits = np.moveaxis(bits, 0, self.axis)
             return [tl.core.tensor(handle_of(bits, tl.bfloat16), input.type)]
 
@@ -305,21 +259,6 @@ def _repair_reductions(interpreter: Any) -> None:
     reduction.sum = sum_16_bit
     scan.cumsum = rounding_scan(original_cumsum, np.add)
     scan.cumprod = rounding_scan(original_cumprod, np.multiply)
-
-
-def _tree_sum(handle: Any, axis: int | None, keep_dims: bool) -> Array:
-    """Sum of fp16 or bf16 data (a power of two of them), rounded after every addition."""
-    is_bf16, rank = _is_bf16(handle), handle.data.ndim
-    data = handle.data.ravel() if axis is None else np.moveaxis(handle.data, axis, 0)
-    while len(data) > 1:
-        lower, upper = np.split(data, 2)
-        if is_bf16:
-            data = _nearest_bf16(_widen_bf16(lower) + _widen_bf16(upper))
-        else:
-            data = lower + upper
-    if not keep_dims:
-        return np.asarray(data[0])
-    return data.reshape((1,) * rank) if axis is None else np.moveaxis(data, 0, axis)
 
 
 def _repair_dots(interpreter: Any) -> None:
@@ -332,9 +271,9 @@ def _repair_dots(interpreter: Any) -> None:
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
         if _is_bf16(a):
-            a, b = (handle_of(_widen_bf16(x.data), tl.float32) for x in (a, b))
+            a, b = (handle_of(widen_bf16(x.data), tl.float32) for x in (a, b))
         elif a.data.dtype == np.float32 and input_precision == tf32:
-            a, b = (handle_of(_truncate_to_tf32(x.data), tl.float32) for x in (a, b))
+            a, b = (handle_of(truncate_to_tf32(x.data), tl.float32) for x in (a, b))
         return original_dot(self, a, b, d, input_precision, *rest)
 
     def create_dot_scaled(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,20 +43,19 @@ class Trial:
 @contextmanager
 def _poisoned_allocations() -> Iterator[None]:
     """``torch.empty`` gives NaN inside, so that an element nobody writes shows."""
+    fill: Any = torch.utils.deterministic  # its attribute is not in the stubs
     deterministic = torch.are_deterministic_algorithms_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    fills = fill.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    fill.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        fill.fill_uninitialized_memory = fills
 
 
-def run_subject(
-    subject: Subject, problem: Problem, inputs: Inputs
-) -> Outputs[torch.Tensor | None]:
+def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:
     """Forward and backward, on outputs that start as NaN.
 
     Raises:

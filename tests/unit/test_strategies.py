@@ -144,6 +144,11 @@ def test_every_value_of_a_field_is_drawn(field, known):
     assert {getattr(p, field) for p in sample()} == set(known)
 
 
+@pytest.mark.parametrize("size", ["B", "M", "N"])
+def test_a_size_of_zero_is_drawn(size):
+    assert any(getattr(p, size) == 0 for p in sample())
+
+
 @pytest.mark.parametrize("tensor", range(4))
 def test_every_layout_of_a_tensor_is_drawn(tensor):
     assert {p.layouts[tensor] for p in sample()} == set(LAYOUTS)
@@ -296,7 +301,6 @@ def minimal(condition, **domain):
     [
         (lambda p: True, Problem()),
         (lambda p: p.M < p.N, Problem(N=2)),
-        (lambda p: p.N == 0 < p.M, Problem(N=0)),
         (lambda p: p.G > 1, Problem(H=2)),
         (lambda p: p.B > 1, Problem(B=2)),
         (lambda p: p.mask.causal, Problem(mask=Mask(causal=True))),

@@ -1,0 +1,103 @@
+"""What a run has judged: distinct problems, worst error/bound per output and dtype, refusals."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from oracles.outputs import OUTPUTS
+from oracles.problem import Problem
+from properties.compare import ratios, worst
+from properties.trial import Trial
+
+__all__ = ["Ledger"]
+
+
+def _digest(problem: Problem) -> str:
+    return hashlib.blake2b(problem.to_json().encode(), digest_size=8).hexdigest()
+
+
+class Ledger:
+    """Collects trials of one process; records of several processes add up."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        # Digest of a judged problem -> [dtype label, whether it spans several tiles both ways].
+        self.problems: dict[str, tuple[str, bool]] = {}
+        # "output dtype" -> [worst error/bound, its problem].
+        self.worst: dict[str, tuple[float, str]] = {}
+        self.out_of_range: set[str] = set()
+        # Reason -> digests of the problems refused for it.
+        self.unsupported: dict[str, set[str]] = {}
+
+    def judged(self, trial: Trial) -> None:
+        """Takes a trial of all outputs into account."""
+        problem, dtype = trial.problem, trial.problem.dtype
+        numerics = trial.subject.numerics_of(problem)
+        label = "tf32" if dtype == "fp32" and numerics.dots == "tf32" else dtype
+        block_m, block_n = trial.subject.tile_of(problem)
+        several = problem.M > block_m and problem.N > block_n and problem.B > 0
+        self.problems[_digest(problem)] = (label, several)
+        for name, got, want, bound in zip(
+            OUTPUTS, trial.got, trial.want, trial.judgement.bound, strict=True
+        ):
+            if got is not None:
+                self._keep(f"{name} {label}", worst(ratios(got, want, bound)), problem.to_json())
+
+    def rejected(self, problem: Problem) -> None:
+        """Counts a problem that no correct kernel need survive."""
+        self.out_of_range.add(_digest(problem))
+
+    def refused(self, problem: Problem, reason: str) -> None:
+        """Counts a problem that the subject does not support."""
+        self.unsupported.setdefault(reason.splitlines()[0], set()).add(_digest(problem))
+
+    def _keep(self, key: str, ratio: float, problem: str) -> None:
+        if key not in self.worst or ratio > self.worst[key][0]:
+            self.worst[key] = (ratio, problem)
+
+    def record(self) -> dict[str, Any]:
+        """The ledger as plain lists, dicts and numbers, to send between processes."""
+        return {
+            "problems": {key: list(value) for key, value in self.problems.items()},
+            "worst": {key: list(value) for key, value in self.worst.items()},
+            "out_of_range": sorted(self.out_of_range),
+            "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
+        }
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Adds another process's ``record()``."""
+        self.problems.update({key: tuple(value) for key, value in record["problems"].items()})
+        for key, (ratio, problem) in record["worst"].items():
+            self._keep(key, ratio, problem)
+        self.out_of_range.update(record["out_of_range"])
+        for reason, digests in record["unsupported"].items():
+            self.unsupported.setdefault(reason, set()).update(digests)
+
+    def lines(self) -> Iterable[str]:
+        """The summary: a table of worst error/bound, its problems, and the counts."""
+        labels = [x for x in ("fp16", "bf16", "fp32", "tf32", "fp64") if self._count(x)]
+        yield "worst error/bound".ljust(20) + "".join(label.rjust(9) for label in labels)
+        yield "problems".ljust(20) + "".join(str(self._count(x)).rjust(9) for x in labels)
+        for name in OUTPUTS:
+            cells = (self.worst.get(f"{name} {label}") for label in labels)
+            yield name.ljust(20) + "".join(
+                ("-" if cell is None else f"{cell[0]:.3f}").rjust(9) for cell in cells
+            )
+        for name in OUTPUTS:
+            found = [value for key, value in self.worst.items() if key.split()[0] == name]
+            if found:
+                yield f"worst {name}: {max(found)[1]}"
+        several = sum(several for _, several in self.problems.values())
+        refused = sum(map(len, self.unsupported.values()))
+        yield (
+            f"{len(self.problems)} distinct problems judged on all outputs, {several} of them "
+            f"spanning several tiles both ways; {len(self.out_of_range)} drawn out of range; "
+            f"{refused} unsupported ({100 * refused / max(1, refused + len(self.problems)):.0f} %)"
+        )
+        for reason, digests in sorted(self.unsupported.items()):
+            yield f"  unsupported, {len(digests)}: {reason}"
+
+    def _count(self, label: str) -> int:
+        return sum(found == label for found, _ in self.problems.values())

@@ -1,0 +1,66 @@
+"""How the conformance tests are cut into pieces that xdist spreads.
+
+A shard fixes dtype, tile configuration and the padded head dims, so that a run on a GPU compiles
+few kernels, and leaves everything else to be drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["SHARDS", "Shard", "shards"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One piece.
+
+    Args:
+        dtype: Of the inputs.
+        config: Name of the tile configuration.
+        head_dims: What D and Dv are drawn from.
+        tile: What sequence lengths gather around: the larger side of the forward's tile.
+    """
+
+    dtype: str
+    config: str
+    head_dims: tuple[int, ...]
+    tile: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-{self.config}-d{max(self.head_dims)}"
+
+
+_SMALL = (16, 1, 2, 3, 5, 8, 13, 15)
+_MEDIUM = (32, 17, 24, 31, 64, 33, 40, 57)
+_LARGE = (64, 33, 128, 80, 96, 127)
+_LARGEST = (256, 129, 192, 255)
+
+SHARDS = (
+    Shard("fp16", "16x16", _SMALL, 16),
+    Shard("fp16", "16x32", _MEDIUM, 32),
+    Shard("fp16", "default", _LARGE, 128),
+    Shard("fp16", "32x16", (16, 7, 32, 24), 32),
+    Shard("fp16", "default", _LARGEST, 64),
+    Shard("bf16", "16x16", _MEDIUM, 16),
+    Shard("bf16", "32x16", _SMALL, 32),
+    Shard("bf16", "default", _LARGE, 128),
+    Shard("bf16", "32x64", (64, 48), 64),
+    Shard("bf16", "64x32", (128, 72), 64),
+    Shard("fp32", "16x16", (16, 3, 32, 24), 16),
+    Shard("fp32", "16x32", (32, 17), 32),
+    Shard("fp32", "default", (64, 33), 64),
+    Shard("fp32", "16x16-tf32", (16, 5, 32, 21), 16),
+    Shard("fp32", "tf32", (64, 40), 64),
+)
+FLOAT64_SHARDS = (
+    Shard("fp64", "16x16", (16, 3, 8, 13), 16),
+    Shard("fp64", "16x32", (16, 5, 32, 24), 32),
+    Shard("fp64", "32x16", (32, 17), 32),
+    Shard("fp64", "default", (64, 33), 16),
+)
+
+
+def shards(*, step: int = 1, start: int = 0) -> list[Shard]:
+    """Every ``step``-th shard: enough for a claim that does not depend on the dtype's rounding."""
+    return list(SHARDS[start::step])

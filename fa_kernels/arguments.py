@@ -1,9 +1,9 @@
-"""Validation of ``flash_attention``'s arguments: every error names what it got and what it needs."""
+"""Validation of ``flash_attention``: every error names what it got and what it needs."""
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -77,7 +77,7 @@ def _check_tensors(q: object, k: object, v: object) -> None:
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    B, H, M, D = q.shape
+    B, H, _, D = q.shape
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != B:
             raise ValueError(f"{name} has batch size {x.shape[0]}; needs that of q, {B}")
@@ -122,6 +122,10 @@ def _checked_bound(name: str, bound: object) -> int | None:
     if bound is not None and bound < 0:
         raise ValueError(f"{name} is {bound}; needs an int >= 0, or None for unbounded")
     return bound
+
+
+def _is_unbounded(window: object) -> bool:
+    return isinstance(window, tuple | list) and [x is None for x in window] == [True, True]
 
 
 def _checked_window(causal: object, window: object) -> tuple[int | None, int | None]:
@@ -173,13 +177,20 @@ def _checked_lengths(
     return _lengths_on_device(tuple(lengths), device)
 
 
-def _checked_scale(sm_scale: object, D: int) -> float:
+def _checked_scale(sm_scale: object, D: int, dtype: torch.dtype) -> float:
     if sm_scale is None:
         return float(D) ** -0.5
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, float | int):
         raise TypeError(f"sm_scale is {sm_scale!r}; needs a float or None")
-    if not (math.isfinite(sm_scale) and sm_scale > 0):
+    if not 0 < sm_scale <= sys.float_info.max:
         raise ValueError(f"sm_scale is {sm_scale}; needs to be finite and > 0")
+    # The kernels scale by sm_scale * log2(e) in this dtype: neither infinite nor 0.
+    scales = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    if not scales.smallest_normal <= sm_scale <= scales.max / 2:
+        raise NotImplementedError(
+            f"sm_scale is {sm_scale}; supported for {dtype} are "
+            f"{scales.smallest_normal:.3g} to {scales.max / 2:.3g}, the range of {scales.dtype}"
+        )
     return float(sm_scale)
 
 
@@ -216,7 +227,7 @@ def check(
             name
             for name, is_default in (
                 ("causal", causal is False),
-                ("window", window in ((None, None), [None, None])),
+                ("window", _is_unbounded(window)),
                 ("seqlens_q", seqlens_q is None),
                 ("seqlens_k", seqlens_k is None),
             )
@@ -240,6 +251,6 @@ def check(
         seqlens_k=_checked_lengths("seqlens_k", seqlens_k, B, N, q.device),
         window_left=M + N if left is None else min(left, M + N),
         window_right=M + N if right is None else min(right, M + N),
-        sm_scale=_checked_scale(sm_scale, D),
+        sm_scale=_checked_scale(sm_scale, D, q.dtype),
         config=resolve(config, q.dtype, block_d),
     )

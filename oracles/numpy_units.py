@@ -84,8 +84,8 @@ def units_of(in_dtype: str, numerics: Numerics) -> Units:
 
     Args:
         in_dtype: The kernel's dtype, "fp16", "bf16", "fp32" or "fp64".
-        numerics: What the kernel declares. For "fp64" a P of fp32 is not believed, and TF32
-            concerns "fp32" alone.
+        numerics: What the kernel declares. p_dtype is ignored for "fp64", whose P stays float64;
+            dots for all but "fp32".
 
     Raises:
         ValueError: An unknown in_dtype.

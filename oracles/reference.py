@@ -99,13 +99,17 @@ def _rows_with_gradients(
         # 3. Scores. A row without a key gets zeros: its softmax stays finite and is dropped below.
         scores_bhmn = q @ k.mT * sm_scale
         scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
-        # 4. Softmax. The second select keeps hidden pairs out of the gradient, whatever they hold.
-        lse_bhm = torch.logsumexp(scores_bhmn, dim=3)
-        p_bhmn = torch.where(seen, torch.exp(scores_bhmn - lse_bhm.unsqueeze(3)), 0.0)
+        # 4. Softmax, divided by its sum: exp(s - lse) instead would carry the rounding of lse, which
+        #    grows with |lse|, into every weight of the row. The second select keeps hidden pairs out
+        #    of the gradient, whatever they hold.
+        m_bhm1 = scores_bhmn.detach().amax(3, keepdim=True)
+        e_bhmn = torch.exp(scores_bhmn - m_bhm1)
+        l_bhm1 = e_bhmn.sum(3, keepdim=True)
+        p_bhmn = torch.where(seen, e_bhmn / l_bhm1, 0.0)
         # 5. Output and gradients.
         out = p_bhmn @ v
         dq, dk, dv = torch.autograd.grad(out, leaves, dout)
-    lse = lse_bhm.detach().masked_fill(~live.squeeze(3), -math.inf)
+    lse = torch.where(live, m_bhm1 + l_bhm1.detach().log(), -math.inf).squeeze(3)
     return Outputs(out.detach(), lse, dq, dk, dv)
 
 

@@ -28,6 +28,8 @@ __all__ = [
 # |score| up to which exp does not amplify the error of its argument beyond that.
 LOGIC_SHARE = 1e-12
 LOGIC_SCORE = 100.0
+# Terms below the smallest normal number have lost digits, or all of them.
+LOGIC_UNDERFLOW = 2.0**-1022
 
 _OF_ROWS = ("out", "lse", "dq")
 _OF_KEYS = ("dk", "dv")
@@ -63,7 +65,8 @@ def logic(trial: Trial) -> list[Finding]:
     if trial.problem.dtype != "fp64" or trial.judgement.max_score > LOGIC_SCORE:
         return findings
     for name, got, want, terms in _judged(trial, trial.judgement.terms):
-        ratio = ratios(got, want, LOGIC_SHARE * terms)
+        limit = LOGIC_SHARE * terms + LOGIC_UNDERFLOW
+        ratio = ratios(got, want, limit)
         bad = ratio > 1
         if bad.any():
             findings.append(
@@ -77,7 +80,7 @@ def logic(trial: Trial) -> list[Finding]:
                     output=name,
                     got=got,
                     want=want,
-                    bound=LOGIC_SHARE * terms,
+                    bound=limit,
                 )
             )
     return findings

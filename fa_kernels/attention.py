@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fa_kernels.arguments import Arguments, MaskLike, check
 from fa_kernels.configs import Config
@@ -15,24 +14,41 @@ __all__ = ["flash_attention"]
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Ties forward and backward kernels together; saves q, k, v, out and lse."""
+    """Ties forward and backward kernels together; saves q, k, v, out, lse and the lengths."""
 
     @staticmethod
     def forward(ctx, q, k, v, arguments: Arguments):
         out, lse = launch_forward(q, k, v, arguments)
-        ctx.save_for_backward(q, k, v, out, lse)
+        # The lengths too, so that autograd notices when they are changed in between.
+        ctx.save_for_backward(q, k, v, out, lse, arguments.seqlens_q, arguments.seqlens_k)
         ctx.arguments = arguments
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, _dlse):
         if dout is None:
             return None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
-        return *launch_backward(q, k, v, out, lse, dout, ctx.arguments), None
+        q, k, v, out, lse, *_lengths = ctx.saved_tensors
+        return *_Gradients.apply(q, k, v, out, lse, dout, ctx.arguments), None
+
+
+class _Gradients(torch.autograd.Function):
+    """dq, dk, dv as a node of its own, so that a second derivative is refused, not dropped.
+
+    ``once_differentiable`` would drop it where dout is a constant.
+    """
+
+    @staticmethod
+    def forward(_ctx, q, k, v, out, lse, dout, arguments: Arguments):
+        return launch_backward(q, k, v, out, lse, dout, arguments)
+
+    @staticmethod
+    def backward(_ctx, *_gradients):
+        raise NotImplementedError(
+            "flash_attention is differentiated twice; supported are first derivatives"
+        )
 
 
 def flash_attention(

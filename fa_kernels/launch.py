@@ -137,8 +137,7 @@ def launch_backward(
         if programs:
             dkdv_kernel[(programs,)](
                 *inputs, dk, dv, *lengths, *shared,
-                ALIGNED=_is_aligned(q, k, v, dout, dk, dv), STAGES=tile.num_stages,
-                **constants, **_tile(tile),
+                ALIGNED=_is_aligned(q, k, v, dout, dk, dv), **constants, **_tile(tile),
             )  # fmt: skip
         tile = arguments.config.dq
         programs = triton.cdiv(M, tile.block_m) * B * H

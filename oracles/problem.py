@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +71,9 @@ class Problem:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} is {value!r}; needs an int")
-            if value < (1 if name in ("H", "Hk", "D", "Dv") else 0):
-                raise ValueError(f"{name} is {value}; too small")
+            least = 1 if name in ("H", "Hk", "D", "Dv") else 0
+            if not least <= value < 2**63:
+                raise ValueError(f"{name} is {value}; needs to be in [{least}, 2**63)")
         if self.H % self.Hk:
             raise ValueError(f"H is {self.H}; needs a multiple of Hk = {self.Hk}")
         for name in ("inputs", "dout", "dirty", "config"):
@@ -87,7 +88,7 @@ class Problem:
         if self.sm_scale is not None:
             if isinstance(self.sm_scale, bool) or not isinstance(self.sm_scale, float | int):
                 raise TypeError(f"sm_scale is {self.sm_scale!r}; needs None or a float")
-            if not (math.isfinite(self.sm_scale) and self.sm_scale > 0):
+            if not 0 < self.sm_scale <= sys.float_info.max:
                 raise ValueError(f"sm_scale is {self.sm_scale}; needs to be finite and > 0")
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask is {self.mask!r}; needs a Mask")

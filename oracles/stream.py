@@ -45,7 +45,7 @@ def integers(
     key = _signed(zlib.crc32(f"{name}/{word}".encode()) * _GOLDEN + seed * 0xD1342543DE82EF95)
     start = _mix(torch.tensor(key, dtype=torch.int64, device=device))
     index = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
-    return _mix(start + (index + 1) * _signed(_GOLDEN)).view(*shape)
+    return _mix(start + (index + 1) * _signed(_GOLDEN)).view(tuple(shape))
 
 
 def uniform(

@@ -1,4 +1,4 @@
-"""dk and dv: one program a key tile, K and V resident, over the query tiles of all heads of a group.
+"""dk and dv: one program a key tile, K and V resident, over the query tiles of a group of heads.
 
 Everything is transposed, (BLOCK_N, BLOCK_M), so that P' and dS' are left operands as they stand.
 
@@ -15,8 +15,10 @@ from fa_kernels.kernels.tiles import (
     element_mask,
     head_matrix,
     load_tile,
+    nth_tile,
     scale_from_bits,
     store_rows,
+    tile_count,
     valid_lengths,
 )
 from fa_kernels.ranges import visible_tiles
@@ -36,8 +38,7 @@ def _accumulate(
     delta_pointer,
     view,
     offs_n,
-    m_block_lo,
-    m_block_hi,
+    tiles,
     qk_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -46,14 +47,13 @@ def _accumulate(
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     MASKED: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Adds the query tiles [m_block_lo, m_block_hi) of one head to dk and dv."""
+    """Adds query tiles of one head to dk and dv: the edge tiles if MASKED, else the full ones."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_tile = tl.arange(0, BLOCK_M)
-    # Edges are few tiles: pipelining them costs registers that the main loop needs.
-    for m_block in tl.range(m_block_lo, m_block_hi, num_stages=1 if MASKED else STAGES):
+    for i in range(0, tile_count(tiles, MASKED)):
+        m_block = nth_tile(i, tiles, MASKED)
         start_m = m_block * BLOCK_M
         offs_m = start_m + offs_tile
         if MASKED:
@@ -134,7 +134,6 @@ def dkdv_kernel(
     ACC: tl.constexpr,
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), contiguous, for one key tile of one kv head.
 
@@ -164,26 +163,19 @@ def dkdv_kernel(
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
-    lo, full_lo, full_hi, hi = visible_tiles(
-        start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M
-    )
-    for g in range(0, G):
-        h = h_k * G + g
-        queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
-        douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
-        row = (b * H + h).to(tl.int64) * M
-        dk, dv = _accumulate(
-            dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
-            lo, full_lo, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True, STAGES,
-        )  # fmt: skip
-        dk, dv = _accumulate(
-            dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
-            full_lo, full_hi, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, False, STAGES,
-        )  # fmt: skip
-        dk, dv = _accumulate(
-            dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
-            full_hi, hi, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True, STAGES,
-        )  # fmt: skip
+    tiles = visible_tiles(start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M)
+    # Edges of all heads first, then full tiles of all heads: what the one loop keeps in registers
+    # is not alive in the other.
+    for MASKED in tl.static_range(1, -1, -1):
+        for g in range(0, G):
+            h = h_k * G + g
+            queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
+            douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
+            row = tl.cast(b * H + h, tl.int64) * M
+            dk, dv = _accumulate(
+                dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
+                tiles, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, MASKED,
+            )  # fmt: skip
 
     # Keys past seqlen_k were zero-filled; what their rows accumulated means nothing.
     dk = tl.where(valid, dk * sm_scale.to(ACC), 0.0)

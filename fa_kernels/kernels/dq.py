@@ -13,8 +13,10 @@ from fa_kernels.kernels.tiles import (
     element_mask,
     head_matrix,
     load_tile,
+    nth_tile,
     scale_from_bits,
     store_rows,
+    tile_count,
     valid_lengths,
 )
 from fa_kernels.ranges import visible_tiles
@@ -33,8 +35,7 @@ def _accumulate(
     values,
     view,
     offs_m,
-    n_block_lo,
-    n_block_hi,
+    tiles,
     qk_scale,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -44,11 +45,12 @@ def _accumulate(
     ALIGNED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds the key tiles [n_block_lo, n_block_hi) to dq."""
+    """Adds key tiles to dq: the edge tiles if MASKED, else the full ones."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_tile = tl.arange(0, BLOCK_N)
-    for n_block in range(n_block_lo, n_block_hi):
+    for i in range(0, tile_count(tiles, MASKED)):
+        n_block = nth_tile(i, tiles, MASKED)
         start_n = n_block * BLOCK_N
         offs_n = start_n + offs_tile
         valid = (offs_n < view[1])[None, :]
@@ -149,19 +151,10 @@ def dq_kernel(
     qk_scale = (sm_scale * LOG2E).to(ACC)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
-    lo, full_lo, full_hi, hi = visible_tiles(
-        start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
-    )
-    dq = _accumulate(
-        dq, q, dout, lse2, delta, keys, values, view, offs_m, lo, full_lo, qk_scale,
-        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
-    )  # fmt: skip
-    dq = _accumulate(
-        dq, q, dout, lse2, delta, keys, values, view, offs_m, full_lo, full_hi, qk_scale,
-        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, False,
-    )  # fmt: skip
-    dq = _accumulate(
-        dq, q, dout, lse2, delta, keys, values, view, offs_m, full_hi, hi, qk_scale,
-        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
-    )  # fmt: skip
+    tiles = visible_tiles(start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)
+    for MASKED in tl.static_range(1, -1, -1):
+        dq = _accumulate(
+            dq, q, dout, lse2, delta, keys, values, view, offs_m, tiles, qk_scale,
+            BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, MASKED,
+        )  # fmt: skip
     store_rows(dq_ptr, bh, M, offs_m, offs_d, dq * sm_scale.to(ACC), D, BLOCK_D, ALIGNED)

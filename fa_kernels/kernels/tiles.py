@@ -15,8 +15,10 @@ __all__ = [
     "element_mask",
     "head_matrix",
     "load_tile",
+    "nth_tile",
     "scale_from_bits",
     "store_rows",
+    "tile_count",
     "valid_lengths",
 ]
 
@@ -91,6 +93,24 @@ def valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N):
     seqlen_q = tl.minimum(tl.maximum(tl.load(seqlens_q_ptr + b), 0), M)
     seqlen_k = tl.minimum(tl.maximum(tl.load(seqlens_k_ptr + b), 0), N)
     return seqlen_q, seqlen_k
+
+
+@triton.jit
+def tile_count(tiles, MASKED: tl.constexpr):
+    """How many edge tiles (MASKED) or full tiles ``visible_tiles`` gave."""
+    full = tiles[2] - tiles[1]
+    return tiles[3] - tiles[0] - full if MASKED else full
+
+
+@triton.jit
+def nth_tile(i, tiles, MASKED: tl.constexpr):
+    """Index of the i-th edge tile (MASKED), which lie on both sides of the full ones, or of those."""
+    if MASKED:
+        tile = tiles[0] + i
+        tile = tl.where(tile >= tiles[1], tile + (tiles[2] - tiles[1]), tile)
+    else:
+        tile = tiles[1] + i
+    return tile
 
 
 @triton.jit

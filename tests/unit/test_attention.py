@@ -1,0 +1,290 @@
+"""flash_attention as a call: sizes of 0, autograd, lengths, defaults, dtypes, memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from oracles.error_model import judge
+from oracles.mask import Mask
+from oracles.outputs import OUTPUTS, Numerics, Outputs
+from oracles.reference import attention
+from oracles.stream import normal
+
+pytest.importorskip("triton")
+
+from fa_kernels import CONFIGS, allocation, flash_attention
+
+B, H, HK, M, N, D, DV = 2, 2, 1, 17, 21, 8, 6
+CONFIG = "16x16"
+
+
+class Inputs(NamedTuple):
+    """q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv), dout (B,H,M,Dv)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+
+def drawn(device: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Inputs:
+    """Normal values of the sizes above, but for those given."""
+    size = {"B": B, "H": H, "Hk": HK, "M": M, "N": N, "D": D, "Dv": DV, **sizes}
+    shapes = {"q": "B H M D", "k": "B Hk N D", "v": "B Hk N Dv", "dout": "B H M Dv"}
+    return Inputs(
+        *(
+            normal(0, name, [size[axis] for axis in axes.split()]).to(dtype).to(device)
+            for name, axes in shapes.items()
+        )
+    )
+
+
+def called(inputs: Inputs, **arguments: object) -> Outputs[torch.Tensor]:
+    """All five outputs of flash_attention."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out, lse = flash_attention(*leaves, return_lse=True, **{"config": CONFIG, **arguments})
+    gradients = torch.autograd.grad(out, leaves, inputs.dout)
+    return Outputs(out.detach(), lse, *gradients)
+
+
+@lru_cache(maxsize=1)
+def plain(device: str) -> Outputs[torch.Tensor]:
+    """The outputs of the inputs above, without a mask."""
+    return called(drawn(device))
+
+
+def same_bits(got: Outputs[torch.Tensor], want: Outputs[torch.Tensor]) -> list[str]:
+    """The outputs that are equal in every element."""
+    return [name for name in OUTPUTS if torch.equal(getattr(got, name), getattr(want, name))]
+
+
+@pytest.fixture
+def allocated(monkeypatch) -> list[torch.Tensor]:
+    """What fa_kernels allocates, in order, and filled with NaN before the kernels see it."""
+    made = []
+    empty = allocation.empty
+
+    def record(*args: object, **kwargs: object) -> torch.Tensor:
+        made.append(empty(*args, **kwargs).fill_(math.nan))
+        return made[-1]
+
+    monkeypatch.setattr(allocation, "empty", record)
+    return made
+
+
+NOTHING_VISIBLE = {
+    "B_0": ({"B": 0}, {}),
+    "M_0": ({"M": 0}, {}),
+    "N_0": ({"N": 0}, {}),
+    "M_0_N_0": ({"M": 0, "N": 0}, {}),
+    "no_rows": ({}, {"seqlens_q": (0, 0)}),
+    "no_keys": ({}, {"seqlens_k": (0, 0)}),
+    "no_lengths": ({}, {"seqlens_q": (0, 0), "seqlens_k": (0, 0)}),
+    "rows_where_no_keys": ({}, {"seqlens_q": (0, M), "seqlens_k": (N, 0)}),
+    "B_0_with_lengths": ({"B": 0}, {"seqlens_q": (), "seqlens_k": ()}),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_VISIBLE.values(), ids=NOTHING_VISIBLE)
+def test_where_nothing_is_visible_every_output_is_written_with_its_exact_value(
+    case, device, allocated
+):
+    sizes, lengths = case
+    inputs = drawn(device, **sizes)
+    got = called(inputs, causal=True, **lengths)
+    assert allocated
+    assert (got.lse == -math.inf).all()
+    for name, like in zip(("out", "dq", "dk", "dv"), (3, 0, 1, 2), strict=True):
+        assert torch.equal(getattr(got, name), torch.zeros_like(inputs[like])), name
+
+
+def test_a_loss_on_lse_alone_is_refused_by_autograd(device):
+    q, k, v, _ = drawn(device)
+    _, lse = flash_attention(q.requires_grad_(), k, v, return_lse=True, config=CONFIG)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        lse.sum().backward()
+
+
+@pytest.mark.parametrize("power", [1, 2], ids=["constant_dout", "dout_of_out"])
+def test_a_second_derivative_is_refused(power, device):
+    q, k, v, _ = drawn(device)
+    out = flash_attention(q.requires_grad_(), k, v, config=CONFIG)
+    (dq,) = torch.autograd.grad((out**power).sum(), q, create_graph=True)
+    # A penalty on the gradient beside another term: not to be dropped.
+    loss = q.sum() + dq.square().sum()
+    with pytest.raises(NotImplementedError, match="^flash_attention is differentiated twice;"):
+        loss.backward()
+
+
+SUBSETS = [s for size in (1, 2) for s in itertools.combinations("qkv", size)]
+
+
+@pytest.mark.parametrize("wanted", SUBSETS, ids="".join)
+def test_any_of_q_k_v_can_be_differentiated_without_the_others(wanted, device):
+    inputs, want = drawn(device), plain(device)
+    leaves = {name: getattr(inputs, name).clone() for name in "qkv"}
+    for name in wanted:
+        leaves[name].requires_grad_()
+    flash_attention(*leaves.values(), config=CONFIG).backward(inputs.dout)
+    for name, x in leaves.items():
+        if name in wanted:
+            assert torch.equal(x.grad, getattr(want, f"d{name}"))
+        else:
+            assert x.grad is None
+
+
+def test_without_a_graph_only_the_forward_runs(device, allocated):
+    q, k, v, _ = drawn(device)
+    out = flash_attention(q, k, v, config=CONFIG)
+    assert not out.requires_grad
+    assert len(allocated) == 2
+
+
+def test_an_expanded_gradient_gives_what_a_stored_one_gives(device):
+    inputs = drawn(device)
+    want = called(inputs._replace(dout=torch.ones_like(inputs.dout)))
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    flash_attention(*leaves, config=CONFIG).sum().backward()
+    got = want._replace(dq=leaves[0].grad, dk=leaves[1].grad, dv=leaves[2].grad)
+    assert same_bits(got, want) == list(OUTPUTS)
+
+
+def test_lengths_changed_before_the_backward_are_refused(device):
+    q, k, v, dout = drawn(device)
+    lengths = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    out = flash_attention(q.requires_grad_(), k, v, seqlens_k=lengths, config=CONFIG)
+    lengths += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dout)
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values, heads innermost but for the columns, as a projection stores them."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("method", ["contiguous", "clone", "reshape", "to", "copy_", "repeat"])
+def test_no_input_is_copied(method, device, monkeypatch):
+    inputs = Inputs(*map(strided, drawn(device)))
+    lengths = torch.tensor([[3, 0], [5, 0]], dtype=torch.int32, device=device)[:, 0]
+    original = getattr(torch.Tensor, method)
+    seen = []
+
+    def record(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        seen.append(tuple(self.shape))
+        return original(self, *args, **kwargs)
+
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    monkeypatch.setattr(torch.Tensor, method, record)
+    flash_attention(*leaves, seqlens_k=lengths, config=CONFIG).backward(inputs.dout)
+    assert [shape for shape in seen if len(shape) > 1] == []
+
+
+LENGTHS = [((17, 5), (3, 21)), ((0, 16), (21, 0))]
+
+
+@pytest.mark.parametrize(("rows", "keys"), LENGTHS)
+def test_lengths_in_a_tensor_are_those_in_a_sequence(rows, keys, device):
+    inputs = drawn(device)
+    want = called(inputs, causal=True, seqlens_q=rows, seqlens_k=keys)
+    tensors = [torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, keys)]
+    got = called(inputs, causal=True, seqlens_q=tensors[0], seqlens_k=tensors[1])
+    assert same_bits(got, want) == list(OUTPUTS)
+
+
+def test_lengths_in_a_tensor_are_clamped_to_what_exists(device):
+    inputs = drawn(device)
+    want = called(inputs, causal=True, seqlens_q=(M, 0), seqlens_k=(9, N))
+    rows = torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
+    keys = torch.tensor([9, N + 1], dtype=torch.int32, device=device)
+    got = called(inputs, causal=True, seqlens_q=rows, seqlens_k=keys)
+    assert same_bits(got, want) == list(OUTPUTS)
+
+
+def test_lengths_in_a_strided_tensor_are_read_with_their_stride(device):
+    inputs = drawn(device)
+    want = called(inputs, seqlens_k=(3, 14))
+    pairs = torch.tensor([[3, 1], [14, 1]], dtype=torch.int32, device=device)
+    assert same_bits(called(inputs, seqlens_k=pairs[:, 0]), want) == list(OUTPUTS)
+
+
+def test_lengths_first_seen_in_inference_mode_serve_training(device):
+    inputs = drawn(device, M=13, N=11)
+    lengths = {"seqlens_q": (12, 7), "seqlens_k": (2, 11)}
+    with torch.inference_mode():
+        flash_attention(*inputs[:3], config=CONFIG, **lengths)
+    got = called(inputs, **lengths)
+    tensors = {
+        name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in lengths.items()
+    }
+    assert same_bits(got, called(inputs, **tensors)) == list(OUTPUTS)
+
+
+def test_the_default_scale_is_that_of_the_true_head_dim(device):
+    inputs = drawn(device, D=24)
+    assert same_bits(called(inputs), called(inputs, sm_scale=24**-0.5)) == list(OUTPUTS)
+
+
+MASKS = [
+    (Mask(causal=True), {"causal": True}),
+    (Mask(window_left=3, window_right=1), {"window": (3, 1)}),
+    (
+        Mask(causal=True, window_left=4, seqlens_q=(17, 5), seqlens_k=(9, 21)),
+        {"causal": True, "window": (4, None), "seqlens_q": (17, 5), "seqlens_k": (9, 21)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("mask", "arguments"), MASKS)
+def test_a_mask_object_is_the_keyword_arguments(mask, arguments, device):
+    inputs = drawn(device)
+    assert same_bits(called(inputs, mask=mask), called(inputs, **arguments)) == list(OUTPUTS)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_named_config_is_within_the_bound(config, device):
+    inputs = drawn(device, M=33, N=70, B=1, H=2, Hk=1)
+    mask, sm_scale = Mask(causal=True, window_left=40), D**-0.5
+    got = called(inputs, mask=mask, config=config)
+    want = attention(*inputs, mask=mask, sm_scale=sm_scale)
+    numerics = Numerics(dots=CONFIGS[config].dots)
+    judged = judge(*inputs, mask=mask, sm_scale=sm_scale, in_dtype="fp32", numerics=numerics)
+    assert judged.out_of_range is None
+    for name in OUTPUTS:
+        error = (getattr(got, name).double() - getattr(want, name)).abs()
+        assert (error <= getattr(judged.bound, name)).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_outputs_have_the_dtype_of_q_and_lse_that_of_the_accumulator(dtype, device):
+    got = called(drawn(device, dtype))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert [x.dtype for x in got] == [dtype, wide, dtype, dtype, dtype]
+
+
+def test_outputs_and_gradients_are_contiguous(device):
+    got = called(Inputs(*map(strided, drawn(device))))
+    assert [name for name, x in zip(OUTPUTS, got, strict=True) if not x.is_contiguous()] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_memory_is_that_of_the_outputs_and_two_numbers_a_row(dtype, device, allocated):
+    inputs = drawn(device, dtype)
+    called(inputs, causal=True)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v, dout = (x.shape for x in inputs)
+    want = [(dout, dtype), (q[:3], wide), (q[:3], wide), (q, dtype), (k, dtype), (v, dtype)]
+    found = [(x.shape, x.dtype) for x in allocated]
+    assert sorted(found, key=str) == sorted(want, key=str)
+
+
+def test_lse_is_not_returned_unless_asked_for(device):
+    q, k, v, _ = drawn(device)
+    out = flash_attention(q, k, v, config=CONFIG)
+    assert isinstance(out, torch.Tensor)

@@ -7,7 +7,6 @@ A ``matrix`` is the tuple (pointer, row stride, column stride, number of columns
 import triton
 import triton.language as tl
 
-
 __all__ = [
     "LN2",
     "LOG2E",

@@ -18,7 +18,7 @@ from tests.conformance.shards import Shard
 from tests.subjects.ours import flash_attention
 
 Check = Callable[[Trial], list[Finding]]
-# Rows and keys of tile pairs in one problem: what the interpreter, or a GPU, does in about a second.
+# Tile pairs of one problem: what the interpreter, or a GPU, does in about a second.
 MAX_COST = {"cpu": 24, "cuda": 400}
 TILES_ACROSS = {"cpu": 3, "cuda": 6}
 

@@ -1,0 +1,36 @@
+"""The bound is attained: where everything underflows, a correct kernel comes close to it.
+
+A bound that is too wide would let small faults pass; here its idle room would show.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from oracles.outputs import OUTPUTS
+from properties import guarantees
+from properties.compare import ratios, worst
+from tests.conformance.shards import Shard
+
+AT_LEAST = {"out": 0.9, "dq": 0.2, "dk": 0.9, "dv": 0.9}
+# Which (inputs, dout) families drive which outputs into underflow.
+UNDERFLOWS = {
+    "out": ("subnormal", "normal"),
+    "dq": ("tiny_k", "normal"),
+    "dk": ("tiny_q", "normal"),
+    "dv": ("normal", "subnormal"),
+}
+
+
+@pytest.mark.parametrize("output", UNDERFLOWS)
+def test_fp16_comes_close_to_the_bound_where_it_underflows(for_all, output):
+    reached = []
+
+    def record(trial):
+        named = zip(OUTPUTS, trial.got, trial.want, trial.judgement.bound, strict=True)
+        reached.extend(worst(ratios(*rest)) for name, *rest in named if name == output)
+        return guarantees.accuracy(trial)
+
+    inputs, dout = UNDERFLOWS[output]
+    for_all(record, Shard("fp16", "16x16", (16, 24, 32), 16), inputs=inputs, dout=dout)
+    assert max(reached) >= AT_LEAST[output]

@@ -99,9 +99,9 @@ def _rows_with_gradients(
         # 3. Scores. A row without a key gets zeros: its softmax stays finite and is dropped below.
         scores_bhmn = q @ k.mT * sm_scale
         scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
-        # 4. Softmax, divided by its sum: exp(s - lse) instead would carry the rounding of lse, which
-        #    grows with |lse|, into every weight of the row. The second select keeps hidden pairs out
-        #    of the gradient, whatever they hold.
+        # 4. Softmax, divided by its sum: exp(s - lse) would carry the rounding of lse, which grows
+        #    with |lse|, into every weight of the row. The second select keeps hidden pairs out of
+        #    the gradient, whatever they hold.
         m_bhm1 = scores_bhmn.detach().amax(3, keepdim=True)
         e_bhmn = torch.exp(scores_bhmn - m_bhm1)
         l_bhm1 = e_bhmn.sum(3, keepdim=True)

@@ -55,16 +55,33 @@ def _poisoned_allocations() -> Iterator[None]:
         fill.fill_uninitialized_memory = fills
 
 
+def _check_form(name: str, got: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """The contract on shapes and dtypes, which no comparison of values would notice."""
+    dtype = like.dtype
+    if name == "lse":
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    if tuple(got.shape) != shape or got.dtype != dtype:
+        raise AssertionError(
+            f"{name} has shape {tuple(got.shape)} and dtype {got.dtype}; needs {shape} and {dtype}"
+        )
+
+
 def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:
     """Forward and backward, on outputs that start as NaN.
 
     Raises:
+        AssertionError: An output has another shape or dtype than the contract says.
         NotImplementedError: The subject refuses the problem.
     """
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     with _poisoned_allocations():
         out, lse = subject.run(q, k, v, problem)
+        _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
         dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.dout)
+    if lse is not None:
+        _check_form("lse", lse, q, tuple(q.shape[:3]))
+    for name, gradient, x in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        _check_form(name, gradient, x, tuple(x.shape))
     return Outputs(out.detach(), None if lse is None else lse.detach(), dq, dk, dv)
 
 
@@ -72,7 +89,9 @@ def examine(subject: Subject, problem: Problem) -> Trial | None:
     """Runs and judges a problem; None where a correct kernel need not survive it.
 
     Raises:
+        AssertionError: An output has another shape or dtype than the contract says.
         NotImplementedError: The subject refuses the problem.
+        RuntimeError: A bound is not finite although the problem is in range: the suite is at fault.
     """
     inputs = make(problem)
     judgement = error_model.judge(
@@ -84,6 +103,8 @@ def examine(subject: Subject, problem: Problem) -> Trial | None:
     )
     if judgement.out_of_range is not None:
         return None
+    if not all(bool(bound.isfinite().all()) for bound in judgement.bound):
+        raise RuntimeError(f"the bound is not finite, so nothing is judged: {problem.to_json()}")
     got = run_subject(subject, problem, inputs)
     want = reference.attention(*inputs, mask=problem.mask, sm_scale=problem.scale)
     return Trial(subject, problem, inputs, got, want, judgement)

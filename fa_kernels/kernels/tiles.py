@@ -103,7 +103,7 @@ def tile_count(tiles, MASKED: tl.constexpr):
 
 @triton.jit
 def nth_tile(i, tiles, MASKED: tl.constexpr):
-    """Index of the i-th edge tile (MASKED), which lie on both sides of the full ones, or of those."""
+    """Index of the i-th full tile, or (MASKED) edge tile; those lie on both sides of the full."""
     if MASKED:
         tile = tiles[0] + i
         tile = tl.where(tile >= tiles[1], tile + (tiles[2] - tiles[1]), tile)

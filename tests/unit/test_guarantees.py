@@ -1,0 +1,146 @@
+"""Each guarantee's check catches what it guards against, and passes a correct subject."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+from oracles.mask import Mask
+from oracles.problem import Problem
+from properties import guarantees
+from properties.subject import Subject
+from properties.trial import examine
+
+CAUSAL = Problem(
+    B=2,
+    H=4,
+    Hk=2,
+    M=20,
+    N=13,
+    D=5,
+    Dv=3,
+    dtype="fp64",
+    dirty="nan",
+    mask=Mask(causal=True, seqlens_q=(17, 20), seqlens_k=(13, 9)),
+)
+
+
+class Eager:
+    """Plain attention in PyTorch, right unless it is given a fault."""
+
+    returns_lse = True
+    bitwise = ("G4", "G5")
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+
+    def __call__(self, q, k, v, *, mask, sm_scale):
+        (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
+        seen = mask.dense(B, H, M, N).expand(B, H, M, N)
+        if self.fault == "sees one key more":
+            seen = seen | seen.roll(1, 3)
+        live, used = seen.any(3, keepdim=True), seen.any(2).view(B, Hk, -1, N).any(2).unsqueeze(3)
+        if self.fault != "reads padding":
+            q, k, v = (
+                torch.where(live, q, 0.0),
+                torch.where(used, k, 0.0),
+                torch.where(used, v, 0.0),
+            )
+        k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
+        scores = torch.where(seen, q @ k.mT * sm_scale, -math.inf)
+        m = torch.where(live, scores.detach().amax(3, keepdim=True), 0.0)
+        e = torch.exp(scores - m)
+        total = torch.where(live, e.sum(3, keepdim=True), 1.0)
+        if self.fault != "no select on dP":
+            p = torch.where(seen, e / total, 0.0)
+        else:
+            p = e / total
+        out = p @ v
+        if self.fault != "dout of empty rows":
+            out = torch.where(live, out, 0.0)
+        lse = torch.where(live, m + total.log(), -math.inf).squeeze(3).detach()
+        return self.spoil(out, lse, live)
+
+    def spoil(self, out, lse, live):
+        if self.fault == "one element off":
+            out = out + torch.zeros_like(out).index_put_(
+                tuple(torch.tensor([i]) for i in (1, 2, 19, 1)), torch.tensor(1e-11).double()
+            )
+        if self.fault == "lse in base 2":
+            lse = lse / math.log(2)
+        if self.fault == "lse of empty rows is 0":
+            lse = torch.where(live.squeeze(3), lse, 0.0)
+        if self.fault == "NaN in lse":
+            lse = torch.where(lse > 0.5, torch.nan, lse)
+        return out, lse
+
+
+def findings(check, fault: str, problem: Problem = CAUSAL):
+    trial = examine(Subject.of(Eager(fault), "eager"), problem)
+    assert trial is not None
+    return check(trial)
+
+
+@pytest.mark.parametrize("name", guarantees.GUARANTEES)
+def test_a_correct_subject_passes(name):
+    assert findings(guarantees.GUARANTEES[name], "") == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "output"),
+    [
+        ("one element off", guarantees.accuracy, "out"),
+        ("one element off", guarantees.logic, "out"),
+        ("sees one key more", guarantees.accuracy, "lse"),
+        ("lse in base 2", guarantees.accuracy, "lse"),
+        ("NaN in lse", guarantees.accuracy, "lse"),
+        ("NaN in lse", guarantees.finite, "lse"),
+        ("lse of empty rows is 0", guarantees.empty_rows, "lse"),
+        ("dout of empty rows", guarantees.empty_rows, "dv"),
+        ("reads padding", guarantees.dirty_padding, "out"),
+        ("sees one key more", guarantees.hidden_positions, "out"),
+        ("no select on dP", guarantees.hidden_positions, "dq"),
+    ],
+)
+def test_a_fault_is_caught_on_its_output(fault, check, output):
+    problem = CAUSAL
+    if fault == "dout of empty rows":
+        problem = Problem(M=6, N=3, dtype="fp64", mask=Mask(causal=True))
+    assert output in [finding.output for finding in findings(check, fault, problem)]
+
+
+def test_a_finding_says_where_what_and_how_to_replay():
+    (finding,) = findings(guarantees.accuracy, "one element off")
+    message = str(finding)
+    assert "G1 accuracy: out of eager leaves the derived bound" in message
+    assert "worst at b=1 h=2 m=19 d=1" in message
+    assert re.search(r"got -?\d.*, want -?\d.*, error 1e-11, bound \S+, ratio \d", message)
+    assert "1 of 480 elements are bad" in message
+    assert "m tile 1 of 2 (width 16), the ragged tail, crossed by the mask's edge" in message
+    assert "bad only at b=1, h=2, m=19" in message
+    replayed = re.search(r"--replay='(.*)'", message).group(1)
+    assert Problem.from_json(replayed) == CAUSAL
+
+
+def test_an_output_of_another_dtype_is_refused():
+    class Narrow(Eager):
+        def spoil(self, out, lse, live):
+            return out.float(), lse
+
+    with pytest.raises(AssertionError, match=r"out has shape .* and dtype torch.float32; needs"):
+        examine(Subject.of(Narrow(), "narrow"), CAUSAL)
+
+
+def test_a_problem_out_of_range_is_not_judged():
+    wide = Problem(M=3, N=3, dtype="fp32", sm_scale=1e6)
+    assert examine(Subject.of(Eager(), "eager"), wide) is None
+
+
+def test_a_declaration_with_an_unknown_word_is_refused():
+    subject = Eager()
+    subject.dtypes = ("fp16", "fp12")
+    with pytest.raises(ValueError, match=r"eager.dtypes has \['fp12'\]"):
+        Subject.of(subject, "eager")

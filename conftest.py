@@ -76,6 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
         except ValueError as error:
             raise pytest.UsageError(f"--replay: {error}") from None
         config.args[:] = [str(REPLAY_TEST)]
+    # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
+    if getattr(config.option, "maxschedchunk", 0) is None:
+        config.option.maxschedchunk = 2
     if not INTERPRETED:
         triton.knobs.compilation.listener = _count_compilation
 

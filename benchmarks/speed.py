@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa_kernels import flash_attention
 
-__all__ = ["PROBLEMS", "interleaved", "measure"]
+__all__ = ["PROBLEMS", "interleaved", "measure", "ours", "sdpa_flash"]
 
 # (B, N, H, D, causal)
 PROBLEMS = (

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from properties.interpreter_launch import repair_launches, skip_idle_work
 from properties.rounding import (
     fma_bf16,
     nearest_bf16,
@@ -31,7 +31,6 @@ __all__ = ["describe", "repair"]
 Array = npt.NDArray[Any]
 
 _NARROW_FLOATS = ("fp16", "bf16")
-_ABSENT = object()
 _repaired = False
 
 
@@ -82,8 +81,8 @@ def repair() -> None:
     _repair_reductions(interpreter)
     _repair_dots(interpreter)
     _repair_memory(interpreter)
-    _repair_launches(interpreter)
-    _skip_idle_work(interpreter)
+    repair_launches(interpreter)
+    skip_idle_work(interpreter)
     _repaired = True
 
 
@@ -330,127 +329,3 @@ def _repair_memory(interpreter: Any) -> None:
     semantic.load = load
     builder.create_masked_load = create_masked_load
     builder.create_atomic_rmw = create_atomic_rmw
-
-
-class _LanguagePatch:
-    """The interpreter's replacements in triton.language, put in and taken out as one."""
-
-    def __init__(self) -> None:
-        self.active = 0
-        self._quiet = np.errstate(all="ignore")
-        self._changes: dict[tuple[int, str], tuple[Any, str, object, object]] = {}
-
-    def set_attr(self, owner: Any, name: str, value: object) -> None:
-        """Replaces one attribute and records it; what the interpreter's own scope offers."""
-        key = id(owner), name
-        # The object's own attribute: an inherited one must not become its own on the way back.
-        before = self._changes[key][2] if key in self._changes else vars(owner).get(name, _ABSENT)
-        self._changes[key] = owner, name, before, value
-        setattr(owner, name, value)
-
-    def enter(self) -> _LanguagePatch:
-        """Puts the replacements in, unless a launch that is under way has done so."""
-        if not self.active:
-            for owner, name, _, value in self._changes.values():
-                setattr(owner, name, value)
-            self._quiet = np.errstate(all="ignore")
-            self._quiet.__enter__()
-        self.active += 1
-        return self
-
-    def restore(self) -> None:
-        """Takes the replacements out when the outermost launch ends."""
-        self.active -= 1
-        if not self.active:
-            self._quiet.__exit__(None, None, None)
-            self.take_out()
-
-    def take_out(self) -> None:
-        """Puts every attribute back, and removes those that were not there."""
-        for owner, name, before, _ in self._changes.values():
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-
-def _repair_launches(interpreter: Any) -> None:
-    """Patches the language once for a launch and all of its nested calls."""
-    import triton.language as tl
-
-    patch = _LanguagePatch()
-    original_scope, original_launch = interpreter._LangPatchScope, interpreter.GridExecutor.__call__
-    interpreter._LangPatchScope = lambda: patch
-    try:
-        # Kernels see the language as tl, and tl's own jit functions as core.
-        interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        block_init = _block_types_built_once(tl.block_type, tl.dtype)
-        patch.set_attr(tl.block_type, "__init__", block_init)
-    finally:
-        interpreter._LangPatchScope = original_scope
-        patch.take_out()
-
-    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            original_launch(self, *args, **kwargs)
-        except interpreter.InterpreterError as error:
-            if isinstance(error.__cause__, NotImplementedError):
-                raise error.__cause__ from None
-            raise
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = self.rewrite()
-        if patch.active:
-            return function(*args, **kwargs)
-        patch.enter()
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
-        finally:
-            patch.restore()
-
-    interpreter._patch_lang = lambda _: patch.enter()
-    interpreter.GridExecutor.__call__ = launch
-    interpreter.InterpretedFunction.__call__ = call
-
-
-def _skip_idle_work(interpreter: Any) -> None:
-    """Leaves out work without a result: checks that nobody reads, a table built at each look-up."""
-    original_type, semantic = interpreter._get_np_dtype, interpreter.interpreter_semantic
-    original_check = semantic.binary_op_sanitize_overflow_impl
-    known: dict[str, Any] = {}
-
-    def numpy_type(triton_type: Any) -> Any:
-        name = triton_type.scalar.name
-        if name not in known:
-            known[name] = original_type(triton_type.scalar)
-        return known[name]
-
-    def check_overflow(*args: Any) -> None:
-        # The check ends in a device assertion, which does nothing outside debug mode.
-        if interpreter.interpreter_builder.options.debug:
-            original_check(*args)
-
-    interpreter._get_np_dtype = numpy_type
-    semantic.binary_op_sanitize_overflow_impl = check_overflow
-
-
-def _block_types_built_once(block_type: Any, scalar_type: Any) -> Callable[..., None]:
-    """The constructor of block types, copying the attributes of an equal one built before."""
-    original = block_type.__init__
-    known: dict[tuple[object, ...], dict[str, object]] = {}
-
-    def init(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = [getattr(size, "value", size) for size in shape]
-        # Not for pointers, whose names omit the address space, nor for sizes that only equal ints.
-        if type(element_ty) is not scalar_type or any(type(size) is not int for size in sizes):
-            original(self, element_ty, shape)
-            return
-        key = (element_ty.name, *sizes)
-        if key not in known:
-            original(self, element_ty, shape)
-            known[key] = vars(self).copy()
-        vars(self).update(known[key])
-
-    return init

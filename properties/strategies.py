@@ -11,22 +11,18 @@ of a problem in which one choice repeats another of the same kind, if there are 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
 from oracles.mask import Mask
 from oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
 from properties.families import DIRTY, DOUT, INPUTS
+from properties.seqlens import Domain, Draw, Regime, draw_seqlens, seqlen_regimes, tile_count
 
 __all__ = ["HEAD_DIMS", "MASK_KINDS", "SCALES", "problems"]
-
-Value = TypeVar("Value")
-Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 MASK_KINDS = ("full", "causal", "window", "padding")
 HEAD_DIMS = (16, 1, 2, 3, 5, 8, 15, 17, 24, 32, 33, 48, 64, 80, 96, 127, 128)
@@ -38,78 +34,12 @@ SCALES: tuple[float | None, ...] = (
 )
 
 
-class _Regime(NamedTuple):
-    """Inclusive bounds of M and N, how often they are drawn, and whether a size can be 0."""
-
-    weight: int
-    m_low: int
-    m_high: int
-    n_low: int
-    n_high: int
-    m_zero: bool = False
-    n_zero: bool = False
-
-
 class _Kind(NamedTuple):
     """Which parts a mask has."""
 
     causal: bool
     window: bool
     lengths: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Domain:
-    """The checked arguments of ``problems``."""
-
-    dtypes: tuple[str, ...]
-    configs: tuple[str, ...]
-    masks: tuple[str, ...]
-    max_seqlen: int
-    seqlen_multiple: int
-    tile: int
-    max_batch: int
-    max_heads: int
-    gqa: bool
-    m_ne_n: bool
-    dv_ne_d: bool
-    head_dims: tuple[int, ...]
-    scales: tuple[float | None, ...]
-    layouts: tuple[str, ...]
-    inputs: tuple[str, ...]
-    dout: tuple[str, ...]
-    dirty: tuple[str, ...]
-    max_cost: int
-    padding: bool
-    hidden: bool
-    empty_rows: bool
-    device: str
-
-    @property
-    def forced(self) -> int:
-        """How many of the three features have to occur."""
-        return self.padding + self.hidden + self.empty_rows
-
-    @property
-    def empty_by_position(self) -> bool:
-        """Empty rows come from a right bound and M > N, not from a batch entry without keys."""
-        return self.empty_rows and ("causal" in self.masks or "window" in self.masks)
-
-
-@lru_cache(maxsize=64)
-def _seqlen_pool(max_seqlen: int, multiple: int, tile: int) -> tuple[int, ...]:
-    """Ascending positive lengths; tile edges stand in it four times, primes twice."""
-    pool = []
-    composite = bytearray(max_seqlen + 1)
-    for length in range(1, max_seqlen + 1):
-        prime = length > 1 and not composite[length]
-        if prime:
-            for multiple_of in range(length * length, max_seqlen + 1, length):
-                composite[multiple_of] = 1
-        if length % multiple == 0:
-            edge = length > 1 and (length + 1) % tile <= 2
-            pool.extend([length] * (4 if edge else 2 if prime else 1))
-    return tuple(pool)
 
 
 @lru_cache(maxsize=256)
@@ -165,7 +95,7 @@ def _kinds(masks: tuple[str, ...], lengths: tuple[bool, ...]) -> tuple[_Kind, ..
     return tuple(_Kind(*position, given) for given in lengths for position in positions)
 
 
-def _mask_kinds(domain: _Domain) -> tuple[_Kind, ...]:
+def _mask_kinds(domain: Domain) -> tuple[_Kind, ...]:
     """Kinds that allow what is forced."""
     masks = domain.masks
     if domain.hidden or domain.empty_by_position:
@@ -181,90 +111,7 @@ def _mask_kinds(domain: _Domain) -> tuple[_Kind, ...]:
     return _kinds(masks, lengths)
 
 
-def _smallest(domain: _Domain, low: int) -> int:
-    """The smallest sequence length >= low, 0 included."""
-    return -(-low // domain.seqlen_multiple) * domain.seqlen_multiple
-
-
-def _tiles(domain: _Domain, length: int) -> int:
-    return max(1, -(-length // domain.tile))
-
-
-def _max_length(domain: _Domain, other: int) -> int:
-    """The longest sequence that the budget allows beside the other length, one head deep."""
-    return domain.tile * (domain.max_cost // _tiles(domain, other))
-
-
-def _regimes(domain: _Domain) -> tuple[_Regime, ...]:
-    """Bounds of (M, N) that can be met, the smallest first; two tiles both ways most often.
-
-    The lopsided ones begin where the smallest does, so that shrinking can change over to it.
-    """
-    tile, most = domain.tile, domain.max_seqlen
-    low = _smallest(domain, 1 + domain.forced)
-    zero = not domain.forced
-    wanted = [
-        _Regime(2, low, tile, low, tile, m_zero=zero and not domain.m_ne_n),
-        _Regime(12, tile + 1, most, tile + 1, most),
-    ]
-    if domain.m_ne_n:
-        wanted += [
-            _Regime(2, low, most, low, tile, n_zero=zero),
-            _Regime(2, low, tile, low, most, m_zero=zero, n_zero=zero),
-        ]
-    if domain.empty_rows and not domain.empty_by_position and "padding" not in domain.masks:
-        wanted = [_Regime(1, low, most, 0, 0)]
-    regimes = []
-    for regime in wanted:
-        n_low = _smallest(domain, regime.n_low)
-        m_low = _smallest(domain, regime.m_low)
-        if domain.empty_by_position and domain.m_ne_n:
-            m_low = _smallest(domain, max(m_low, n_low + 1))
-        m_high = min(regime.m_high, _max_length(domain, n_low), most)
-        if not domain.m_ne_n:
-            m_high = min(m_high, tile * math.isqrt(domain.max_cost))
-        if m_low <= m_high and n_low <= min(regime.n_high, _max_length(domain, m_low), most):
-            regimes.append(regime._replace(m_low=m_low, m_high=m_high, n_low=n_low))
-    return tuple(regimes)
-
-
-def _draw_length(
-    draw: Draw, domain: _Domain, low: int, high: int, zero: bool, other: int = 0
-) -> int:
-    """A length in [low, high], or 0 one time in three if that is allowed.
-
-    Past one tile it equals ``other`` one time in twelve.
-    """
-    if low >= high and not zero:
-        return low
-    pool = _seqlen_pool(domain.max_seqlen, domain.seqlen_multiple, domain.tile)
-    start, stop = bisect_left(pool, low), bisect_right(pool, high)
-    gap, after = stop, stop
-    if low <= other <= high and other > domain.tile:
-        gap, after = bisect_left(pool, other), bisect_right(pool, other)
-    count = stop - start - (after - gap)
-    equal = 1 + count // 11 if low <= other <= high else 0
-    zeros = 1 + count // 2 if zero else 0
-    index: int = draw(st.sampled_from(range(count + equal + zeros)))
-    if index >= count:
-        return other if index < count + equal else 0
-    index += start
-    return pool[index if index < gap else index + after - gap]
-
-
-def _draw_seqlens(draw: Draw, domain: _Domain, regimes: tuple[_Regime, ...]) -> tuple[int, int]:
-    """(M, N) within the budget for one head."""
-    regime = draw(st.sampled_from([r for r in regimes for _ in range(r.weight)]))
-    M = _draw_length(draw, domain, regime.m_low, regime.m_high, regime.m_zero)
-    if not domain.m_ne_n:
-        return M, M
-    n_high = min(regime.n_high, _max_length(domain, M))
-    if domain.empty_by_position:
-        n_high = min(n_high, M - 1)
-    return M, _draw_length(draw, domain, regime.n_low, n_high, regime.n_zero, other=M)
-
-
-def _draw_head_dims(draw: Draw, domain: _Domain, M: int, N: int) -> tuple[int, int]:
+def _draw_head_dims(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, int]:
     """(D, Dv), different from the sequence lengths where possible; one time in five equal."""
     others = [d for d in domain.head_dims if d not in (M, N)] or list(domain.head_dims)
     D = draw(st.sampled_from(others))
@@ -293,7 +140,7 @@ def _draw_lengths(
     return queries, keys
 
 
-def _draw_mask(draw: Draw, domain: _Domain, B: int, M: int, N: int) -> Mask:
+def _draw_mask(draw: Draw, domain: Domain, B: int, M: int, N: int) -> Mask:
     """A mask; batch entry 0 has what is forced."""
     kind = draw(st.sampled_from(_mask_kinds(domain)))
     left: int | None = None
@@ -320,7 +167,7 @@ def _draw_mask(draw: Draw, domain: _Domain, B: int, M: int, N: int) -> Mask:
 
 
 def _force_lengths(
-    domain: _Domain, queries: list[int] | None, keys: list[int] | None, M: int, N: int
+    domain: Domain, queries: list[int] | None, keys: list[int] | None, M: int, N: int
 ) -> tuple[int, int]:
     """Clamps the lengths of batch entry 0 to what is forced, in place; returns them."""
     rows = M if not queries else queries[0]
@@ -343,7 +190,7 @@ def _force_lengths(
 
 
 def _force_window(
-    domain: _Domain, left: int | None, right: int | None, rows: int, columns: int
+    domain: Domain, left: int | None, right: int | None, rows: int, columns: int
 ) -> tuple[int | None, int | None]:
     """Narrows the window until batch entry 0 has the empty row or hidden key that is forced."""
     if domain.empty_by_position:
@@ -370,10 +217,10 @@ def _draw_layouts(draw: Draw, layouts: tuple[str, ...]) -> tuple[str, str, str, 
 
 
 @st.composite
-def _drawn_problems(draw: Draw, domain: _Domain, regimes: tuple[_Regime, ...]) -> Problem:
+def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> Problem:
     """Sequence lengths first; batch and heads get what they leave of the budget."""
-    M, N = _draw_seqlens(draw, domain, regimes)
-    pairs = domain.max_cost // (_tiles(domain, M) * _tiles(domain, N))
+    M, N = draw_seqlens(draw, domain, regimes)
+    pairs = domain.max_cost // (tile_count(domain, M) * tile_count(domain, N))
     B, Hk, G = draw(
         st.sampled_from(
             _head_pool(pairs, domain.max_batch, domain.max_heads, domain.gqa, not domain.forced)
@@ -420,7 +267,7 @@ def _check_subset(name: str, given: tuple[Any, ...], known: tuple[Any, ...]) -> 
         raise ValueError(f"{name} is {given!r}; needs some of {known}")
 
 
-def _check(domain: _Domain) -> None:
+def _check(domain: Domain) -> None:
     """Raises ValueError for arguments that no problem satisfies."""
     _check_subset("dtypes", domain.dtypes, DTYPES)
     _check_subset("masks", domain.masks, MASK_KINDS)
@@ -512,7 +359,7 @@ def problems(
     Raises:
         ValueError: An argument is out of range, or no problem satisfies all of them.
     """
-    domain = _Domain(
+    domain = Domain(
         dtypes=_chosen("dtype", dtype, tuple(dtypes)),
         configs=_chosen("config", config, tuple(configs)),
         masks=tuple(masks),
@@ -537,7 +384,7 @@ def problems(
         device=device,
     )
     _check(domain)
-    regimes = _regimes(domain)
+    regimes = seqlen_regimes(domain)
     if not regimes:
         raise ValueError(
             f"no sequence lengths satisfy max_seqlen={max_seqlen}, "

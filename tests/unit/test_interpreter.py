@@ -15,9 +15,10 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED, reason="the Triton interpreter is not in use: kernels run on the GPU"
-)
+if not INTERPRETED:
+    pytest.skip(
+        "the Triton interpreter is not in use: kernels run on the GPU", allow_module_level=True
+    )
 
 
 def language() -> list[dict[str, object]]:

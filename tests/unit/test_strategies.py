@@ -19,14 +19,13 @@ EMPTY_ROWS = (
     Problem(M=2, mask=Mask(causal=True)),
     Problem(mask=Mask(seqlens_k=(0,))),
 )
-# Without the phase that varies the minimal example further.
-SEARCH = settings(
-    max_examples=2000, database=None, deadline=None, phases=[Phase.generate, Phase.shrink]
-)
 
 
 def drawn(strategy, count):
-    """Problems drawn one after the other, the same ones in every run."""
+    """Problems drawn one after the other, the same ones in every run.
+
+    Not as many as the profile says: a share is estimated, and that takes a number of its own.
+    """
     found = []
 
     @seed(0)
@@ -293,7 +292,7 @@ def test_long_sequences_are_drawn_within_bounds(problem):
 
 
 def minimal(condition, **domain):
-    return find(problems(**domain), condition, settings=SEARCH, random=random.Random(0))
+    return find(problems(**domain), condition, random=random.Random(0))
 
 
 @pytest.mark.parametrize(

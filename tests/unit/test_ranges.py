@@ -22,6 +22,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from fa_kernels.arguments import MAX_SEQLEN  # noqa: E402
+from fa_kernels.kernels.tiles import nth_tile, tile_count  # noqa: E402
 from fa_kernels.ranges import visible_tiles  # noqa: E402
 
 SIZE = 9
@@ -315,3 +316,40 @@ def test_a_kernel_finds_the_tiles_that_the_host_finds(here, there, device):
     ranges_kernel[(len(calls),)](arguments, results, BLOCK_HERE=here, BLOCK_THERE=there)
     want = [on_the_host(call, here, there) for call in calls]
     assert results.tolist() == want
+
+
+@triton.jit
+def order_kernel(
+    calls, edges, full, MOST: tl.constexpr, BLOCK_HERE: tl.constexpr, BLOCK_THERE: tl.constexpr
+):
+    """Writes the tiles in the order that the backward kernels visit them: the edges, the full."""
+    call = calls + tl.program_id(0) * 5
+    tiles = visible_tiles(
+        tl.load(call),
+        tl.load(call + 1),
+        tl.load(call + 2),
+        tl.load(call + 3),
+        tl.load(call + 4),
+        BLOCK_HERE,
+        BLOCK_THERE,
+    )
+    for i in range(0, tile_count(tiles, True)):
+        tl.store(edges + tl.program_id(0) * MOST + i, nth_tile(i, tiles, True))
+    for i in range(0, tile_count(tiles, False)):
+        tl.store(full + tl.program_id(0) * MOST + i, nth_tile(i, tiles, False))
+
+
+@pytest.mark.parametrize(("here", "there"), [(16, 64), (64, 16)])
+def test_the_backward_kernels_visit_each_edge_and_each_full_tile_once(here, there, device):
+    calls = drawn_calls(100, 300, here)
+    most = -(-300 // there) + 1
+    visits = torch.full((2, len(calls), most), -1, dtype=torch.int32, device=device)
+    arguments = torch.tensor(calls, dtype=torch.int32, device=device)
+    order_kernel[(len(calls),)](arguments, *visits, most, BLOCK_HERE=here, BLOCK_THERE=there)
+    edges, full = ([[i for i in row if i >= 0] for row in rows] for rows in visits.tolist())
+    ranges_of_calls = [on_the_host(call, here, there) for call in calls]
+    assert full == [list(range(full_lo, full_hi)) for _, full_lo, full_hi, _ in ranges_of_calls]
+    assert edges == [
+        [*range(lo, full_lo), *range(full_hi, hi)] for lo, full_lo, full_hi, hi in ranges_of_calls
+    ]
+    assert any(lo < full_lo < full_hi < hi for lo, full_lo, full_hi, hi in ranges_of_calls)

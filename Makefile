@@ -1,0 +1,68 @@
+# An interpreter given as PYTHON is used with what it has. Otherwise .venv is made and filled: with
+# the versions of constraints/cuda.txt where there is an NVIDIA GPU, of constraints/cpu.txt elsewhere.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help verify test lint format bench clean
+
+ifeq ($(strip $(PYTHON)),)
+python := .venv/bin/python
+versions := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+environment := .venv/installed-$(versions)
+else
+python := $(PYTHON)
+environment :=
+endif
+
+help: ## print the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo 'Without a GPU, kernels run in the Triton interpreter on the CPU. The environment is .venv,'
+	@echo 'made when it is needed; PYTHON=python3 make ... uses an existing one as it is.'
+
+verify: $(environment) ## verify the kernels: tests/conformance
+	$(python) -m pytest tests/conformance -n auto
+
+test: $(environment) ## run all tests
+	$(python) -m pytest -n auto
+
+lint: $(environment) ## ruff check, ruff format --check, mypy
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+
+format: $(environment) ## format and fix what ruff can
+	$(python) -m ruff check --fix .
+	$(python) -m ruff format .
+
+bench: $(environment) ## speed beside SDPA flash; needs a GPU
+	$(python) -m benchmarks.speed
+
+clean: ## remove .venv, caches and build leftovers
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build fa_verify.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define make_environment
+@for base in python3 python3.13 python3.12 python3.11; do \
+  if $$base -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+    echo "$$base -m venv .venv"; exec $$base -m venv .venv; \
+  fi; \
+done; echo 'make: no Python 3.11 or later found as python3 or python3.1x' >&2; exit 1
+@rm -f .venv/installed-*
+endef
+
+install = .venv/bin/python -m pip install --disable-pip-version-check -c $(1) -e '.[test,dev]'
+
+.venv/installed-cpu: constraints/cpu.txt constraints/cuda.txt pyproject.toml
+	$(make_environment)
+	@echo 'installing the versions of constraints/cpu.txt into .venv'
+	@$(call install,constraints/cpu.txt) 2>.venv/install-cpu.log || { \
+	  echo 'constraints/cpu.txt cannot be installed from here (.venv/install-cpu.log says why):' \
+	    'installing constraints/cuda.txt instead, a download of gigabytes'; \
+	  $(call install,constraints/cuda.txt); }
+	@touch $@
+
+.venv/installed-cuda: constraints/cuda.txt pyproject.toml
+	$(make_environment)
+	@echo 'installing the versions of constraints/cuda.txt into .venv, a download of gigabytes'
+	@$(call install,constraints/cuda.txt)
+	@touch $@

@@ -17,9 +17,11 @@ from fa_kernels.kernels.dkdv import dkdv_kernel
 from fa_kernels.kernels.dq import dq_kernel
 from fa_kernels.kernels.forward import forward_kernel
 
-__all__ = ["launch_backward", "launch_forward"]
+__all__ = ["ROW_PADDING", "launch_backward", "launch_forward"]
 
 DELTA_ROWS = 32
+# A multiple of every block_m.
+ROW_PADDING = 256
 # 256 rows of a tile stay within int32 offsets.
 MAX_ALIGNED_STRIDE = 2**22
 
@@ -113,22 +115,25 @@ def launch_backward(
     """Returns dq, dk, dv, contiguous, in the dtypes of q, k, v. No atomics: repeatable."""
     B, H, M, D = q.shape
     Hk, N, Dv = v.shape[1:]
-    delta = allocation.empty((B, H, M), dtype=lse.dtype, device=q.device)
+    # Whole tiles of rows, so that the kernels read them without a mask.
+    m_padded = triton.cdiv(M, ROW_PADDING) * ROW_PADDING
+    lse2 = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
+    delta = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
     dq = allocation.empty(q.shape, dtype=q.dtype, device=q.device)
     dk = allocation.empty(k.shape, dtype=k.dtype, device=q.device)
     dv = allocation.empty(v.shape, dtype=v.dtype, device=q.device)
     constants = _constants(q.dtype, D, Dv, arguments)
     shared = (
         *q.stride(), *k.stride(), *v.stride(), *dout.stride(),
-        H, H // Hk, M, N, D, Dv,
+        H, H // Hk, M, m_padded, N, D, Dv,
         arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
     )  # fmt: skip
-    inputs = (q, k, v, dout, lse, delta)
+    inputs = (q, k, v, dout, lse2, delta)
     lengths = (arguments.seqlens_q, arguments.seqlens_k)
     with _on_device(q):
         if B * H * M:
-            delta_kernel[(triton.cdiv(M, DELTA_ROWS) * B * H,)](
-                out, dout, lse, delta, *dout.stride(), H, M, Dv,
+            delta_kernel[(m_padded // DELTA_ROWS * B * H,)](
+                out, dout, lse, lse2, delta, *dout.stride(), H, M, m_padded, Dv,
                 BLOCK_M=DELTA_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
                 ALIGNED=_is_aligned(out, dout),
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""delta = rowsum(out * dout), read by both backward kernels.
+"""What both backward kernels read of a row: delta = rowsum(out * dout) and the LSE in base 2.
 
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 4.
 """
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fa_kernels.kernels.kernel import kernel
-from fa_kernels.kernels.tiles import head_matrix, load_tile
+from fa_kernels.kernels.tiles import LOG2E, head_matrix, load_tile
 
 __all__ = ["delta_kernel"]
 
@@ -31,6 +31,7 @@ def delta_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
+    lse2_ptr,
     delta_ptr,
     stride_ob: tl.int64,
     stride_oh: tl.int64,
@@ -38,25 +39,26 @@ def delta_kernel(
     stride_od: tl.int64,
     H: tl.int32,
     M: tl.int32,
+    M_padded: tl.int32,
     Dv: tl.int32,
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Writes delta (B,H,M) for BLOCK_M rows of one head; 0 where no key is visible.
+    """Writes lse2 and delta (B,H,M_padded) for BLOCK_M rows of one head.
 
-    ``stride_o*`` are the strides of dout; out (B,H,M,Dv) is contiguous.
+    Rows that take no part (no visible key, padding, past M) get lse2 = +inf, so that their P is 0,
+    and delta = 0. ``stride_o*`` are the strides of dout; out (B,H,M,Dv) is contiguous.
     """
-    m_blocks = tl.cdiv(M, BLOCK_M)
+    m_blocks = M_padded // BLOCK_M
     m_block = tl.program_id(0) % m_blocks
     bh = tl.program_id(0) // m_blocks
     start_m = m_block * BLOCK_M
     offs_tile = tl.arange(0, BLOCK_M)
     offs_m = start_m + offs_tile
     offs_dv = tl.arange(0, BLOCK_DV)[None, :]
-    row = bh.to(tl.int64) * M + offs_m
-    lse = tl.load(lse_ptr + row, mask=offs_m < M, other=-float("inf"))
+    lse = tl.load(lse_ptr + (bh.to(tl.int64) * M + offs_m), mask=offs_m < M, other=-float("inf"))
     # dout of a row without a visible key may hold anything: it is not read.
     live = (lse != -float("inf"))[:, None]
     douts = head_matrix(dout_ptr, bh // H, bh % H, stride_ob, stride_oh, stride_om, stride_od, Dv)
@@ -64,4 +66,6 @@ def delta_kernel(
     outs = (out_ptr + bh.to(tl.int64) * M * Dv, tl.cast(Dv, tl.int64), 1, Dv)
     out = load_tile(outs, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
     delta = _row_sums(out.to(ACC) * dout.to(ACC))
-    tl.store(delta_ptr + row, delta, mask=offs_m < M)
+    row = bh.to(tl.int64) * M_padded + offs_m
+    tl.store(lse2_ptr + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E))
+    tl.store(delta_ptr + row, delta)

@@ -11,7 +11,6 @@ import triton.language as tl
 from fa_kernels.kernels.kernel import kernel
 from fa_kernels.kernels.tiles import (
     LOG2E,
-    base2_lse,
     element_mask,
     head_matrix,
     load_tile,
@@ -34,7 +33,7 @@ def _accumulate(
     v,
     queries,
     douts,
-    lse_pointer,
+    lse2_pointer,
     delta_pointer,
     view,
     offs_n,
@@ -56,15 +55,10 @@ def _accumulate(
         m_block = nth_tile(i, tiles, MASKED)
         start_m = m_block * BLOCK_M
         offs_m = start_m + offs_tile
-        if MASKED:
-            valid = offs_m < view[0]
-            lse = tl.load(lse_pointer + offs_m, mask=valid, other=-float("inf"))
-            delta = tl.load(delta_pointer + offs_m, mask=valid, other=0.0)
-        else:
-            lse = tl.load(lse_pointer + offs_m)
-            delta = tl.load(delta_pointer + offs_m)
+        lse2 = tl.load(tl.multiple_of(lse2_pointer + start_m, 16) + offs_tile)
+        delta = tl.load(tl.multiple_of(delta_pointer + start_m, 16) + offs_tile)
         # q and dout of a row without a visible key (padding rows too) are not read.
-        live = lse != -float("inf")
+        live = lse2 != float("inf")
         # (BLOCK_D, BLOCK_M)
         q_t = load_tile(
             queries, start_m, offs_tile[None, :], offs_d[:, None], live[None, :], ALIGNED, MASKED
@@ -77,7 +71,7 @@ def _accumulate(
         )
         # (BLOCK_N, BLOCK_M)
         dp = tl.dot(v, tl.trans(dout), input_precision=DOTS, out_dtype=ACC)
-        p = tl.exp2(scores * qk_scale - base2_lse(lse, MASKED)[None, :])
+        p = tl.exp2(scores * qk_scale - lse2[None, :])
         if MASKED:
             seen = element_mask(offs_m[None, :], offs_n[:, None], view)
             p = tl.where(seen, p, 0.0)
@@ -96,7 +90,7 @@ def dkdv_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_ptr,
+    lse2_ptr,
     delta_ptr,
     dk_ptr,
     dv_ptr,
@@ -121,6 +115,7 @@ def dkdv_kernel(
     H: tl.int32,
     G: tl.int32,
     M: tl.int32,
+    M_padded: tl.int32,
     N: tl.int32,
     D: tl.int32,
     Dv: tl.int32,
@@ -171,9 +166,9 @@ def dkdv_kernel(
             h = h_k * G + g
             queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
             douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
-            row = tl.cast(b * H + h, tl.int64) * M
+            row = tl.cast(b * H + h, tl.int64) * M_padded
             dk, dv = _accumulate(
-                dk, dv, k, v, queries, douts, lse_ptr + row, delta_ptr + row, view, offs_n,
+                dk, dv, k, v, queries, douts, lse2_ptr + row, delta_ptr + row, view, offs_n,
                 tiles, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, MASKED,
             )  # fmt: skip
 

@@ -9,7 +9,6 @@ import triton.language as tl
 from fa_kernels.kernels.kernel import kernel
 from fa_kernels.kernels.tiles import (
     LOG2E,
-    base2_lse,
     element_mask,
     head_matrix,
     load_tile,
@@ -79,7 +78,7 @@ def dq_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_ptr,
+    lse2_ptr,
     delta_ptr,
     dq_ptr,
     seqlens_q_ptr,
@@ -103,6 +102,7 @@ def dq_kernel(
     H: tl.int32,
     G: tl.int32,
     M: tl.int32,
+    M_padded: tl.int32,
     N: tl.int32,
     D: tl.int32,
     Dv: tl.int32,
@@ -139,14 +139,13 @@ def dq_kernel(
     offs_m = start_m + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    row = bh.to(tl.int64) * M + offs_m
-    lse = tl.load(lse_ptr + row, mask=offs_m < seqlen_q, other=-float("inf"))
-    delta = tl.load(delta_ptr + row, mask=offs_m < seqlen_q, other=0.0)
+    row = bh.to(tl.int64) * M_padded + offs_m
+    lse2 = tl.load(lse2_ptr + row)
+    delta = tl.load(delta_ptr + row)
     # q and dout of a row without a visible key (padding rows too) are not read: its dq is 0.
-    live = (lse != -float("inf"))[:, None]
+    live = (lse2 != float("inf"))[:, None]
     q = load_tile(queries, start_m, offs_tile[:, None], offs_d[None, :], live, ALIGNED, True)
     dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv[None, :], live, ALIGNED, True)
-    lse2 = base2_lse(lse, True)
     sm_scale = scale_from_bits(sm_scale_bits)
     qk_scale = (sm_scale * LOG2E).to(ACC)
 

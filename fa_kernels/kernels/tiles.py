@@ -10,7 +10,6 @@ import triton.language as tl
 __all__ = [
     "LN2",
     "LOG2E",
-    "base2_lse",
     "element_mask",
     "head_matrix",
     "load_tile",
@@ -118,12 +117,3 @@ def element_mask(offs_m, offs_n, view):
     distance = offs_n - (offs_m + (view[1] - view[0]))
     in_window = (distance >= -view[2]) & (distance <= view[3])
     return in_window & (offs_m < view[0]) & (offs_n < view[1])
-
-
-@triton.jit
-def base2_lse(lse, MASKED: tl.constexpr):
-    """The stored natural-log LSE in base 2; +inf where no key is visible, so that P = 0 there."""
-    lse2 = lse * LOG2E
-    if MASKED:
-        lse2 = tl.where(lse == -float("inf"), float("inf"), lse2)
-    return lse2

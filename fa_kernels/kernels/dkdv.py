@@ -55,10 +55,10 @@ def _accumulate(
         m_block = nth_tile(i, tiles, MASKED)
         start_m = m_block * BLOCK_M
         offs_m = start_m + offs_tile
-        lse2 = tl.load(tl.multiple_of(lse2_pointer + start_m, 16) + offs_tile)
-        delta = tl.load(tl.multiple_of(delta_pointer + start_m, 16) + offs_tile)
         # q and dout of a row without a visible key (padding rows too) are not read.
-        live = lse2 != float("inf")
+        live = offs_m < view[0]
+        if MASKED:
+            live = tl.load(lse2_pointer + offs_m) != float("inf")
         # (BLOCK_D, BLOCK_M)
         q_t = load_tile(
             queries, start_m, offs_tile[None, :], offs_d[:, None], live[None, :], ALIGNED, MASKED
@@ -71,11 +71,14 @@ def _accumulate(
         )
         # (BLOCK_N, BLOCK_M)
         dp = tl.dot(v, tl.trans(dout), input_precision=DOTS, out_dtype=ACC)
+        # Loaded where they are used: values kept across the dots cost registers.
+        lse2 = tl.load(tl.multiple_of(lse2_pointer + start_m, 16) + offs_tile)
         p = tl.exp2(scores * qk_scale - lse2[None, :])
         if MASKED:
             seen = element_mask(offs_m[None, :], offs_n[:, None], view)
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS, out_dtype=ACC)
+        delta = tl.load(tl.multiple_of(delta_pointer + start_m, 16) + offs_tile)
         ds = p * (dp - delta[None, :])
         if MASKED:
             # Selected, not multiplied by p = 0: a hidden v near the maximum makes dp infinite.

@@ -34,7 +34,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 REPLAY_TEST = Path(__file__).parent / "tests" / "conformance" / "test_replay.py"
 
 # Examples a test and shard; a GPU judges about twenty times as many problems a second.
-GATE_EXAMPLES = 12 if INTERPRETED else 60
+GATE_EXAMPLES = 8 if INTERPRETED else 60
 _ALWAYS = {
     "deadline": None,
     "suppress_health_check": list(hypothesis.HealthCheck),
@@ -44,7 +44,7 @@ hypothesis.settings.register_profile(
     "gate", max_examples=GATE_EXAMPLES, derandomize=True, database=None, **_ALWAYS
 )
 hypothesis.settings.register_profile(
-    "dev", max_examples=GATE_EXAMPLES // 4, derandomize=True, database=None, **_ALWAYS
+    "dev", max_examples=GATE_EXAMPLES // 4 or 1, derandomize=True, database=None, **_ALWAYS
 )
 hypothesis.settings.register_profile("fuzz", max_examples=50 * GATE_EXAMPLES, **_ALWAYS)
 hypothesis.settings.load_profile("gate")

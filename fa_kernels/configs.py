@@ -93,7 +93,7 @@ def _default_tiles(dtype: torch.dtype, block_d: int) -> tuple[Tile, Tile, Tile]:
         if block_d <= 64:
             return Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)
         if block_d == 128:
-            return Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 4)
+            return Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)
         return Tile(64, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)
     if dtype == torch.float32 and block_d <= 128:
         return Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)

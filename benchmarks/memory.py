@@ -40,7 +40,8 @@ def main() -> int:
     peak(256)  # compile first
     print(f"{torch.cuda.get_device_name()}, bf16, B={B} H={H} D={D}, causal, forward and backward")
     print(
-        "| N | peak beyond the inputs, MiB | out, gradients, three numbers a row, MiB | N x N scores, MiB |"
+        "| N | peak beyond the inputs, MiB | out, gradients, three numbers a row, MiB "
+        "| N x N scores, MiB |"
     )
     print("|---|---|---|---|")
     for N in LENGTHS:

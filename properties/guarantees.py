@@ -174,11 +174,11 @@ def hidden_positions(trial: Trial) -> list[Finding]:
     blind_rows = ~(seen & at_key[:, None, None, :]).any(3)
     blind_keys = ~(seen & at_row[:, None, :, None]).any(2).any(1, keepdim=True)
     findings = _same(
-        trial, other_keys, "G5 hidden positions", "of a row depends on a key that it does not see",
+        trial, other_keys, "G5 hidden positions", "depends on a key that the row does not see",
         rows=blind_rows, only=_OF_ROWS,
     )  # fmt: skip
     return findings + _same(
-        trial, other_rows, "G5 hidden positions", "of a key depends on a row that does not see it",
+        trial, other_rows, "G5 hidden positions", "depends on a row that does not see the key",
         keys=blind_keys, only=_OF_KEYS,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import hypothesis
@@ -23,6 +24,7 @@ MAX_COST = {"cpu": 24, "cuda": 400}
 TILES_ACROSS = {"cpu": 3, "cuda": 6}
 # Past this the oracle, which is dense, costs more on a CPU than the kernels.
 MAX_SEQLEN = {"cpu": 200, "cuda": 1024}
+SHRINK_SECONDS = 30.0
 
 
 @pytest.fixture(scope="session")
@@ -32,23 +34,20 @@ def subject() -> Subject:
 
 
 @pytest.fixture
-def check_problem(subject: Subject, ledger: Ledger) -> Callable[[Problem, Check], None]:
-    """Judges one problem on all five outputs, then checks a claim on it."""
+def findings_of(subject: Subject, ledger: Ledger) -> Callable[[Problem, Check], list[Finding]]:
+    """Judges one problem on all five outputs and checks a claim on it."""
 
-    def check(problem: Problem, claim: Check) -> None:
-        __tracebackhide__ = True
+    def check(problem: Problem, claim: Check) -> list[Finding]:
         try:
             trial = examine(subject, problem)
         except NotImplementedError as refusal:
             ledger.refused(problem, str(refusal))
-            return
+            return []
         if trial is None:
             ledger.rejected(problem)
-            return
+            return []
         ledger.judged(trial)
-        findings = claim(trial) or guarantees.accuracy(trial)
-        if findings:
-            raise Violation(findings)
+        return claim(trial) or guarantees.accuracy(trial)
 
     return check
 
@@ -57,7 +56,7 @@ def check_problem(subject: Subject, ledger: Ledger) -> Callable[[Problem, Check]
 def for_all(
     request: pytest.FixtureRequest,
     device: str,
-    check_problem: Callable[[Problem, Check], None],
+    findings_of: Callable[[Problem, Check], list[Finding]],
 ) -> Callable[..., None]:
     """Draws problems of a shard, as many as the profile says, and checks a claim on each.
 
@@ -66,25 +65,53 @@ def for_all(
 
     def run(claim: Check, shard: Shard, **wanted: object) -> None:
         __tracebackhide__ = True
+        longest = min(TILES_ACROSS[device] * shard.tile, MAX_SEQLEN[device])
         strategy = problems(
             **{
                 "dtype": shard.dtype,
                 "configs": (shard.config,),
                 "head_dims": shard.head_dims,
                 "tile": shard.tile,
-                "max_seqlen": min(TILES_ACROSS[device] * shard.tile, MAX_SEQLEN[device]),
+                "max_seqlen": longest,
                 "max_cost": MAX_COST[device],
                 "device": device,
                 **wanted,
             }
         )
+        outcomes = Outcomes(lambda problem: findings_of(problem, claim))
 
         @hypothesis.seed(request.node.nodeid)
         @hypothesis.given(problem=strategy)
         def holds(problem: Problem) -> None:
             __tracebackhide__ = True
-            check_problem(problem, claim)
+            findings = outcomes.of(problem)
+            if findings:
+                raise Violation(findings)
 
         holds()
 
     return run
+
+
+class Outcomes:
+    """Findings by problem, so that the search for a smaller failing problem ends in time.
+
+    Once SHRINK_SECONDS have passed since the first failure, problems not seen before count as
+    passing: the search then stops at the smallest failure found, which is remembered.
+    """
+
+    def __init__(self, check: Callable[[Problem], list[Finding]]) -> None:
+        self.check = check
+        self.seen: dict[Problem, list[Finding]] = {}
+        self.first_failure: float | None = None
+
+    def of(self, problem: Problem) -> list[Finding]:
+        """The findings of a problem, computed once."""
+        if problem not in self.seen:
+            first = self.first_failure
+            if first is not None and time.monotonic() - first > SHRINK_SECONDS:
+                return []
+            self.seen[problem] = self.check(problem)
+            if self.seen[problem] and first is None:
+                self.first_failure = time.monotonic()
+        return self.seen[problem]

@@ -37,53 +37,15 @@ _OF_KEYS = ("dk", "dv")
 
 def accuracy(trial: Trial) -> list[Finding]:
     """G1: every element of every output lies within the derived bound of the float64 oracle."""
-    findings = []
-    for name, got, want, bound in _judged(trial, trial.judgement.bound):
-        ratio = ratios(got, want, bound)
-        bad = ratio > 1
-        if bad.any():
-            findings.append(
-                Finding.at(
-                    bad,
-                    ratio,
-                    guarantee="G1 accuracy",
-                    claim="leaves the derived bound",
-                    subject=trial.subject,
-                    problem=trial.problem,
-                    output=name,
-                    got=got,
-                    want=want,
-                    bound=bound,
-                )
-            )
-    return findings
+    return _beyond(trial, trial.judgement.bound, "G1 accuracy", "leaves the derived bound")
 
 
 def logic(trial: Trial) -> list[Finding]:
     """T3: in float64, every element within 1e-12 of the sum of |terms| where |s| <= 100."""
-    findings: list[Finding] = []
     if trial.problem.dtype != "fp64" or trial.judgement.max_score > LOGIC_SCORE:
-        return findings
-    for name, got, want, terms in _judged(trial, trial.judgement.terms):
-        limit = LOGIC_SHARE * terms + LOGIC_UNDERFLOW
-        ratio = ratios(got, want, limit)
-        bad = ratio > 1
-        if bad.any():
-            findings.append(
-                Finding.at(
-                    bad,
-                    ratio,
-                    guarantee="T3 logic in float64",
-                    claim="differs by more than rounding",
-                    subject=trial.subject,
-                    problem=trial.problem,
-                    output=name,
-                    got=got,
-                    want=want,
-                    bound=limit,
-                )
-            )
-    return findings
+        return []
+    limits = Outputs(*(LOGIC_SHARE * terms + LOGIC_UNDERFLOW for terms in trial.judgement.terms))
+    return _beyond(trial, limits, "T3 logic in float64", "differs by more than rounding")
 
 
 def finite(trial: Trial) -> list[Finding]:
@@ -202,6 +164,32 @@ def _judged(
         for name, got, want, extra in zip(OUTPUTS, trial.got, trial.want, other, strict=True)
         if got is not None
     ]
+
+
+def _beyond(
+    trial: Trial, limits: Outputs[torch.Tensor], guarantee: str, claim: str
+) -> list[Finding]:
+    """A finding for each output with an element further than ``limits`` from the oracle's."""
+    findings = []
+    for name, got, want, limit in _judged(trial, limits):
+        ratio = ratios(got, want, limit)
+        bad = ratio > 1
+        if bad.any():
+            findings.append(
+                Finding.at(
+                    bad,
+                    ratio,
+                    guarantee=guarantee,
+                    claim=claim,
+                    subject=trial.subject,
+                    problem=trial.problem,
+                    output=name,
+                    got=got,
+                    want=want,
+                    bound=limit,
+                )
+            )
+    return findings
 
 
 def _seen(problem: Problem) -> torch.Tensor:

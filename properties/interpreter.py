@@ -273,6 +273,9 @@ def _repair_dots(interpreter: Any) -> None:
             a, b = (handle_of(widen_bf16(x.data), tl.float32) for x in (a, b))
         elif a.data.dtype == np.float32 and input_precision == tf32:
             a, b = (handle_of(truncate_to_tf32(x.data), tl.float32) for x in (a, b))
+        elif a.data.dtype == np.float16 and d.data.dtype == np.float32:
+            # The same products and sums; NumPy has no fast path for mixed dtypes.
+            a, b = (handle_of(x.data.astype(np.float32), tl.float32) for x in (a, b))
         return original_dot(self, a, b, d, input_precision, *rest)
 
     def create_dot_scaled(self: Any, *args: Any, **kwargs: Any) -> Any:

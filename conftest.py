@@ -39,6 +39,10 @@ _ALWAYS = {
     "deadline": None,
     "suppress_health_check": list(hypothesis.HealthCheck),
     "print_blob": False,
+    # Explaining traces every line of the interpreter, and searching on for other bugs spends the
+    # time that shrinking the first one needs.
+    "report_multiple_bugs": False,
+    "phases": [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
 }
 hypothesis.settings.register_profile(
     "gate", max_examples=GATE_EXAMPLES, derandomize=True, database=None, **_ALWAYS

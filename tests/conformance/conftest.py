@@ -63,7 +63,8 @@ def for_all(
 ) -> Callable[..., None]:
     """Draws problems of a shard, as many as the profile says, and checks a claim on each.
 
-    The seed of the draw is the test's name and the shard, so that shards differ and runs do not.
+    In the deterministic profiles the draw is seeded by the test's name and shard, so that shards
+    differ and runs do not; in the others every run draws anew.
     """
 
     def run(claim: Check, shard: Shard, **wanted: object) -> None:
@@ -84,7 +85,6 @@ def for_all(
         )
         outcomes = Outcomes(lambda problem: findings_of(problem, claim))
 
-        @hypothesis.seed(request.node.nodeid)
         @hypothesis.given(problem=strategy)
         def holds(problem: Problem) -> None:
             __tracebackhide__ = True
@@ -92,6 +92,8 @@ def for_all(
             if findings:
                 raise Violation(findings)
 
+        if hypothesis.settings().derandomize:
+            hypothesis.seed(request.node.nodeid)(holds)
         holds()
 
     return run

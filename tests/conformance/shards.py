@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SHARDS", "Shard", "shards"]
+__all__ = ["FLOAT64_SHARDS", "SHARDS", "Shard"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,3 @@ FLOAT64_SHARDS = (
     Shard("fp64", "32x16", (32, 17), 32),
     Shard("fp64", "default", (64, 33), 16),
 )
-
-
-def shards(*, step: int = 1, start: int = 0) -> list[Shard]:
-    """Every ``step``-th shard: enough for a claim that does not depend on the dtype's rounding."""
-    return list(SHARDS[start::step])

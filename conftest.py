@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before Triton is imported: kernels run on the GPU if there is one, else in the interpreter. The
-# fusion of multiply and add is pinned, because Triton's default for it changes between versions.
+from properties import workers
+
+# Before torch and Triton are imported: a worker of several keeps to one GPU; kernels run on the GPU
+# if there is one, else in the interpreter. The fusion of multiply and add is pinned, because
+# Triton's default for it changes between versions.
+workers.pin(os.environ)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import hypothesis
@@ -18,23 +24,26 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-from properties import interpreter
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
+    from properties import interpreter
+
     interpreter.repair()
 
-import triton
-
 from oracles.problem import Problem
+from properties.flight_recorder import FlightRecorder
 from properties.ledger import Ledger
+from tests.crash_reports import DEFAULT_SECONDS, CrashReports
+from tests.session import device_of, is_ours, subject_of
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
-REPLAY_TEST = Path(__file__).parent / "tests" / "conformance" / "test_replay.py"
+CONFORMANCE = Path(__file__).parent / "tests" / "conformance"
+REPLAY = pytest.StashKey[Problem]()
 
 # Examples a test and shard; a GPU judges about twenty times as many problems a second.
-GATE_EXAMPLES = 8 if INTERPRETED else 60
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+GATE_EXAMPLES = 60 if ON_GPU else 8
 _ALWAYS = {
     "deadline": None,
     "suppress_health_check": list(hypothesis.HealthCheck),
@@ -44,13 +53,14 @@ _ALWAYS = {
     "report_multiple_bugs": False,
     "phases": [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
 }
-hypothesis.settings.register_profile(
-    "gate", max_examples=GATE_EXAMPLES, derandomize=True, database=None, **_ALWAYS
-)
-hypothesis.settings.register_profile(
-    "dev", max_examples=GATE_EXAMPLES // 4 or 1, derandomize=True, database=None, **_ALWAYS
-)
-hypothesis.settings.register_profile("fuzz", max_examples=50 * GATE_EXAMPLES, **_ALWAYS)
+# Two that draw the same in every run, and one that remembers what it found and draws anew.
+PROFILES = {
+    "gate": {"max_examples": GATE_EXAMPLES, "derandomize": True, "database": None},
+    "dev": {"max_examples": GATE_EXAMPLES // 4, "derandomize": True, "database": None},
+    "fuzz": {"max_examples": 50 * GATE_EXAMPLES},
+}
+for _name, _settings in PROFILES.items():
+    hypothesis.settings.register_profile(_name, **_settings, **_ALWAYS)
 hypothesis.settings.load_profile("gate")
 
 # One process a core: threads inside it would only take turns.
@@ -65,29 +75,66 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the suite."""
     group = parser.getgroup("attention verification")
     group.addoption(
+        "--kernel",
+        metavar="FILE:NAME",
+        help="verify this callable f(q, k, v, *, mask, sm_scale), path/to/file.py:name or "
+        "package.module:name, in place of the project's own kernels",
+    )
+    group.addoption(
         "--replay",
         metavar="JSON",
         help="run every guarantee on one problem: the JSON of a failure message",
     )
+    group.addoption(
+        "--problem-timeout",
+        metavar="SECONDS",
+        default=DEFAULT_SECONDS,
+        help="end a process that takes longer for one problem, and report it (default: 60)",
+    )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Turns --replay into a run of the replay test alone; counts compilations."""
+    """Checks the options before anything runs, and registers the crash reports."""
+    profile = config.getoption("--hypothesis-profile")
+    if profile is not None and profile not in PROFILES:
+        raise pytest.UsageError(
+            f"--hypothesis-profile is {profile!r}; needs one of {', '.join(PROFILES)}"
+        )
+    config.addinivalue_line("markers", "shards(start, step, float64): the shards that a test runs")
     text = config.getoption("--replay")
     if text is not None:
         try:
             config.stash[REPLAY] = Problem.from_json(text)
         except ValueError as error:
             raise pytest.UsageError(f"--replay: {error}") from None
-        config.args[:] = [str(REPLAY_TEST)]
+        config.args[:] = [str(CONFORMANCE / "test_replay.py")]
+    if not is_ours(config):
+        subject_of(config)
+    config.pluginmanager.register(CrashReports(config), "crash-reports")
     # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
     if getattr(config.option, "maxschedchunk", 0) is None:
         config.option.maxschedchunk = 2
-    if not INTERPRETED:
+    # A test of this profile takes as long as it takes; each of its problems is watched.
+    if profile == "fuzz":
+        config.option.timeout = 0
+    if HAS_TRITON and not INTERPRETED:
+        import triton
+
         triton.knobs.compilation.listener = _count_compilation
 
 
-REPLAY = pytest.StashKey[Problem]()
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --kernel, collects the conformance tests alone."""
+    if is_ours(config) or collection_path in CONFORMANCE.parents:
+        return None
+    return None if collection_path.is_relative_to(CONFORMANCE) else True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """-n auto where there are GPUs."""
+    return workers.num_workers() if ON_GPU else None
 
 
 def _count_compilation(**event: object) -> None:
@@ -96,41 +143,54 @@ def _count_compilation(**event: object) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Device, versions, profile, workers, the repair, and every variable that steers a run."""
-    if INTERPRETED:
-        device = f"CPU ({platform.machine()}), Triton's interpreter"
-    else:
+    """Device, versions, subject, profile, workers, and every variable that steers a run."""
+    if ON_GPU:
         device = f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} visible"
-    workers = getattr(config.option, "numprocesses", None) or 1
+    else:
+        device = f"CPU ({platform.machine()})" + ", Triton's interpreter" * INTERPRETED
+    processes = getattr(config.option, "numprocesses", None) or 1
     steering = {
         key: value
         for key, value in sorted(os.environ.items())
         if key.startswith(("TRITON_", "CUDA_VISIBLE", "HYPOTHESIS_", "PYTEST_ADDOPTS"))
     }
     lines = [
-        f"attention: {device}; Triton {triton.__version__}, torch {torch.__version__}, "
+        f"attention: {device}; Triton {_version('triton')}, torch {torch.__version__}, "
         f"hypothesis {hypothesis.__version__}, Python {sys.version.split()[0]}",
         f"attention: profile {hypothesis.settings.get_current_profile_name()}, "
-        f"{hypothesis.settings().max_examples} examples a test and shard, {workers} workers",
+        f"{hypothesis.settings().max_examples} examples a test and shard, {processes} workers",
         "attention: " + " ".join(f"{key}={value}" for key, value in steering.items()),
     ]
     if INTERPRETED:
         lines.append(f"attention: {interpreter.describe()}")
+    if not is_ours(config):
+        subject = subject_of(config)
+        lines.append(f"attention: subject {subject.name}, declares {subject.declared()}")
     if REPLAY in config.stash:
         lines.append(f"attention: replaying {config.stash[REPLAY].to_json()}")
     return lines
 
 
+def _version(package: str) -> str:
+    return importlib.metadata.version(package) if importlib.util.find_spec(package) else "none"
+
+
 @pytest.fixture(scope="session")
-def device() -> str:
-    """Where kernels run: "cuda", or "cpu" under the interpreter."""
-    return DEVICE
+def device(pytestconfig: pytest.Config) -> str:
+    """Where the subject runs: "cuda" or "cpu"."""
+    return device_of(pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def ledger() -> Ledger:
     """What this process has judged."""
     return _LEDGER
+
+
+@pytest.fixture(scope="session")
+def flight_recorder(pytestconfig: pytest.Config) -> FlightRecorder:
+    """Writes down the problem under way, and ends the process if it takes too long."""
+    return pytestconfig.pluginmanager.get_plugin("crash-reports").recorder
 
 
 @pytest.fixture(scope="session")
@@ -141,11 +201,13 @@ def replayed(pytestconfig: pytest.Config) -> Problem | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Workers send what they judged to the controller."""
+    """Workers send what they judged to the controller, where judging nothing is a failure."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["ledger"] = _LEDGER.record()
         output["compiled"] = _COMPILED[0]
+    elif _LEDGER.unsupported and not _LEDGER.problems and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     yield
 
 
@@ -158,12 +220,19 @@ def pytest_testnodedown(node: object) -> None:
         _COMPILED[0] += output["compiled"]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was checked, and how close to the bound it came."""
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What was checked, how close to the bound it came, and what was declared."""
     if not (_LEDGER.problems or _LEDGER.unsupported):
         return
     terminalreporter.section("attention verification")
+    if not is_ours(config):
+        subject = subject_of(config)
+        terminalreporter.write_line(f"{subject.name} declares {subject.declared()}")
     for line in _LEDGER.lines():
         terminalreporter.write_line(line)
-    if not INTERPRETED:
+    if not _LEDGER.problems:
+        terminalreporter.write_line("nothing was supported, so nothing was verified: failed")
+    if ON_GPU and HAS_TRITON:
         terminalreporter.write_line(f"{_COMPILED[0]} kernels compiled")

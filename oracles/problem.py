@@ -14,7 +14,16 @@ __all__ = ["DTYPES", "LAYOUTS", "MASKS", "TENSORS", "VERSION", "Problem"]
 
 VERSION = 1
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
-LAYOUTS = ("bhsd", "bshd", "padded", "offset", "expanded")
+LAYOUTS = (
+    "bhsd",
+    "bshd",
+    "padded",
+    "offset",
+    "expanded",
+    "packed",
+    "transposed",
+    "strided",
+)
 TENSORS = ("q", "k", "v", "dout")
 MASKS: dict[str, type[Mask]] = {"Mask": Mask}
 _SIZES = ("B", "H", "Hk", "M", "N", "D", "Dv")

@@ -38,14 +38,26 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ _shift_right(bits, 31)
 
 
+def _mix_on_host(bits: int) -> int:
+    """``_mix`` of one number: on a GPU each operation on a tensor is a launch."""
+    bits &= (1 << 64) - 1
+    for shift, factor in _ROUNDS:
+        bits = ((bits ^ (bits >> shift)) * factor) & ((1 << 64) - 1)
+    return bits ^ (bits >> 31)
+
+
+def _start(seed: int, name: str, word: int) -> int:
+    """Where a stream's counter starts, a Python int that fits int64."""
+    key = zlib.crc32(f"{name}/{word}".encode()) * _GOLDEN + seed * 0xD1342543DE82EF95
+    return _signed(_mix_on_host(key) + _GOLDEN)
+
+
 def integers(
     seed: int, name: str, shape: Sequence[int], device: torch.device | str = "cpu", word: int = 0
 ) -> torch.Tensor:
     """64 pseudo-random bits per element as int64; ``word`` selects independent streams."""
-    key = _signed(zlib.crc32(f"{name}/{word}".encode()) * _GOLDEN + seed * 0xD1342543DE82EF95)
-    start = _mix(torch.tensor(key, dtype=torch.int64, device=device))
     index = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
-    return _mix(start + (index + 1) * _signed(_GOLDEN)).view(tuple(shape))
+    return _mix(index * _signed(_GOLDEN) + _start(seed, name, word)).view(tuple(shape))
 
 
 def uniform(
@@ -63,10 +75,10 @@ def normal(
     The sum of twelve 16-bit uniforms (Irwin-Hall), exact in integers, so that the value does not
     depend on anyone's logarithm or cosine.
     """
-    total = torch.zeros(tuple(shape), dtype=torch.int64, device=device)
-    for word in range(3):
-        bits = integers(seed, name, shape, device, word=word + 1)
-        for chunk in range(4):
-            total += (bits >> (16 * chunk)) & 0xFFFF
+    steps = torch.arange(math.prod(shape), dtype=torch.int64, device=device) * _signed(_GOLDEN)
+    words = _mix(torch.stack([steps + _start(seed, name, word) for word in (1, 2, 3)]))
+    # Four 16-bit chunks a word; which is which does not matter to their sum.
+    chunks = words.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+    total = chunks.view(3, -1, 4).sum((0, 2)).view(tuple(shape))
     # Each chunk has mean 32767.5 and variance (2**32 - 1) / 12, so the sum's spread is 2**16.
     return (total.to(torch.float64) - 12 * 32767.5) * 2.0**-16

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from oracles.outputs import OUTPUTS
 from oracles.problem import Problem
-from properties.compare import ratios, worst
 from properties.trial import Trial
 
 __all__ = ["Ledger"]
@@ -31,19 +30,16 @@ class Ledger:
         # Reason -> digests of the problems refused for it.
         self.unsupported: dict[str, set[str]] = {}
 
-    def judged(self, trial: Trial) -> None:
-        """Takes a trial of all outputs into account."""
+    def judged(self, trial: Trial, peaks: Mapping[str, float]) -> None:
+        """Takes a trial into account, and the worst error/bound of each of its outputs."""
         problem, dtype = trial.problem, trial.problem.dtype
         numerics = trial.subject.numerics_of(problem)
         label = "tf32" if dtype == "fp32" and numerics.dots == "tf32" else dtype
         block_m, block_n = trial.subject.tile_of(problem)
         several = problem.M > block_m and problem.N > block_n and problem.B > 0
         self.problems[_digest(problem)] = (label, several)
-        for name, got, want, bound in zip(
-            OUTPUTS, trial.got, trial.want, trial.judgement.bound, strict=True
-        ):
-            if got is not None:
-                self._keep(f"{name} {label}", worst(ratios(got, want, bound)), problem.to_json())
+        for name, peak in peaks.items():
+            self._keep(f"{name} {label}", peak, problem.to_json())
 
     def rejected(self, problem: Problem) -> None:
         """Counts a problem that no correct kernel need survive."""
@@ -51,7 +47,7 @@ class Ledger:
 
     def refused(self, problem: Problem, reason: str) -> None:
         """Counts a problem that the subject does not support."""
-        self.unsupported.setdefault(reason.splitlines()[0], set()).add(_digest(problem))
+        self.unsupported.setdefault(reason, set()).add(_digest(problem))
 
     def _keep(self, key: str, ratio: float, problem: str) -> None:
         if key not in self.worst or ratio > self.worst[key][0]:

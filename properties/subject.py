@@ -1,8 +1,9 @@
-"""What is under test: a callable, and what it declares of its domain and its numerics."""
+"""What is under test: a callable, and what it declares of its domain, conventions and numerics."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,33 +11,48 @@ from typing import Any
 import torch
 
 from oracles.outputs import Numerics
-from oracles.problem import DTYPES, LAYOUTS, Problem
-from properties.strategies import MASK_KINDS
+from oracles.problem import DTYPES, Problem
+from properties.declarations import BITWISE, NUMERICS, check_declarations, declared_by
 
 __all__ = ["BITWISE", "Subject"]
 
-BITWISE = ("G4", "G5", "G8", "G9", "G10")
-_NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
+_PROMISED_WITH = {"G3": "G10", "G7": "G10", "G12": "G8", "G13": "G10"}
 
 
 @dataclass(frozen=True)
 class Subject:
     """A callable ``f(q, k, v, *, mask, sm_scale)`` and its declarations.
 
-    Declarations are attributes of the callable; what is not declared is: any domain, the default
-    numerics, one configuration, no promise to the bit.
+    Declarations are attributes of the callable. What is not declared is: any domain, the
+    conventions of this project, the default numerics, one configuration, no promise to the bit.
 
     Args:
         name: What messages call it.
-        call: Returns out, or (out, lse), differentiable by autograd. With ``configs`` it also takes
-            ``config=``, one of their names.
-        dtypes: Supported dtypes, out of DTYPES.
-        masks: Supported kinds of masks, out of MASK_KINDS.
-        layouts: Supported layouts, out of LAYOUTS.
-        returns_lse: Whether it returns (out, lse).
+        call: Returns out, or (out, lse), differentiable by autograd. With several ``configs`` it
+            also takes ``config=``, one of their names. What it cannot do it refuses with
+            NotImplementedError.
+        dtypes: Supported dtypes, out of ``oracles.problem.DTYPES``.
+        head_dims: Supported sizes of D and Dv; None is any.
+        seqlen_multiple: M and N have to be multiples of this.
+        max_seqlen: Largest M and N; None is any.
+        gqa: Whether H may exceed Hk.
+        m_ne_n: Whether M may differ from N.
+        dv_ne_d: Whether Dv may differ from D.
+        masks: Supported kinds of masks beside none at all: "causal", "window", "padding".
+        layouts: Supported layouts, out of ``oracles.problem.LAYOUTS``.
+        backward: Whether it has gradients.
+        devices: Where it runs: "cpu", "cuda".
+        returns_lse: Whether it returns (out, lse); None finds out.
+        lse_grad: Whether lse is differentiable. Gradients of lse are not checked.
+        lse_base: Of the logarithm in lse, "e" or "2".
+        empty_lse: Its lse of a row without a visible key: "-inf", "+inf" or 0.
+        causal_alignment: "bottom-right", or "top-left", where row m stands at position m. The two
+            agree where the lengths of queries and keys are equal: only there are causal masks and
+            windows drawn for the latter.
         configs: Names of tile configurations; each maps to declarations that replace the general
             ones for it: "dtypes", or fields of Numerics.
-        bitwise: Guarantees out of BITWISE that it promises to the bit.
+        bitwise: Guarantees out of BITWISE that it promises to the bit; the others are held to the
+            bound.
         numerics: What chooses the error bound.
         tiles: (problem) -> (block_m, block_n) of the forward, for reports; None where unknown.
     """
@@ -44,9 +60,21 @@ class Subject:
     name: str
     call: Callable[..., Any]
     dtypes: tuple[str, ...] = DTYPES
-    masks: tuple[str, ...] = MASK_KINDS
-    layouts: tuple[str, ...] = LAYOUTS
-    returns_lse: bool = False
+    head_dims: tuple[int, ...] | None = None
+    seqlen_multiple: int = 1
+    max_seqlen: int | None = None
+    gqa: bool = True
+    m_ne_n: bool = True
+    dv_ne_d: bool = True
+    masks: tuple[str, ...] = ("causal", "window", "padding")
+    layouts: tuple[str, ...] | None = None
+    backward: bool = True
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    returns_lse: bool | None = None
+    lse_grad: bool = False
+    lse_base: str = "e"
+    empty_lse: str | int = "-inf"
+    causal_alignment: str = "bottom-right"
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"default": {}})
     bitwise: tuple[str, ...] = ()
     numerics: Numerics = field(default_factory=Numerics)
@@ -57,55 +85,119 @@ class Subject:
         """Reads the declarations off a callable.
 
         Raises:
-            ValueError: A declaration has an unknown word in it.
+            ValueError: A declaration is unknown, or has a value that it cannot have; the message
+                names it, what was given and what there is.
         """
-        declared: dict[str, Any] = {
-            item.name: getattr(call, item.name)
-            for item in dataclasses.fields(cls)
-            if item.name not in ("name", "call", "numerics") and hasattr(call, item.name)
-        }
-        for attribute, known in (
-            ("dtypes", DTYPES),
-            ("masks", MASK_KINDS),
-            ("layouts", LAYOUTS),
-            ("bitwise", BITWISE),
-        ):
-            given = declared.get(attribute, ())
-            unknown = [word for word in given if word not in known]
-            if unknown:
-                raise ValueError(f"{name}.{attribute} has {unknown}; known are {known}")
-        numerics = {word: getattr(call, word) for word in _NUMERICS if hasattr(call, word)}
-        subject = cls(name=name, call=call, numerics=Numerics(**numerics), **declared)
-        for config, replaced in subject.configs.items():
-            unknown = [word for word in replaced if word not in ("dtypes", *_NUMERICS)]
-            if unknown:
-                raise ValueError(f"{name}.configs[{config!r}] has {unknown}; known are {_NUMERICS}")
-        return subject
+        declared = declared_by(call, name)
+        check_declarations(name, declared)
+        numerics = {word: declared.pop(word) for word in NUMERICS if word in declared}
+        return cls(name=name, call=call, numerics=Numerics(**numerics), **declared)
+
+    def promises(self, guarantee: str) -> bool:
+        """Whether a guarantee is promised to the bit.
+
+        G3, G7 and G13 compare runs on the same strides, so they are as sharp as the promise to
+        repeat; G12 moves elements apart, as G8 does.
+        """
+        return _PROMISED_WITH.get(guarantee, guarantee) in self.bitwise
+
+    def declared(self) -> str:
+        """What differs from saying nothing, in one line: each declaration widens something."""
+        parts = []
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if item.name in ("name", "call", "tiles", "numerics"):
+                continue
+            if item.name == "configs":
+                default: Any = {"default": {}}
+                value, shown = dict(value), ", ".join(value)
+            else:
+                default, shown = item.default, repr(value)
+            if value != default:
+                parts.append(f"{item.name}={shown}")
+        for word in NUMERICS:
+            value = getattr(self.numerics, word)
+            if value != getattr(Numerics(), word):
+                parts.append(f"{word}={value!r}")
+        return ", ".join(parts) or "nothing"
 
     def numerics_of(self, problem: Problem) -> Numerics:
         """The numerics that hold for a problem's configuration."""
-        replaced = {k: v for k, v in self.configs.get(problem.config, {}).items() if k in _NUMERICS}
+        replaced = {k: v for k, v in self.configs.get(problem.config, {}).items() if k in NUMERICS}
         return dataclasses.replace(self.numerics, **replaced)
 
     def tile_of(self, problem: Problem) -> tuple[int, int]:
         """(block_m, block_n) of the forward; 16 x 16 where unknown."""
         return self.tiles(problem) if self.tiles else (16, 16)
 
+    def excludes(self, problem: Problem) -> str | None:
+        """The declaration that excludes a problem, as a sentence; None where it is supported."""
+        M, N, mask = problem.M, problem.N, problem.mask
+        dtypes = self.configs.get(problem.config, {}).get("dtypes", self.dtypes)
+        rows, keys = mask.lengths(problem.B, M, N)
+        positional = mask.right is not None or mask.window_left is not None
+        windowed = mask.window_left is not None or mask.window_right not in (None, 0)
+        padded = (mask.seqlens_q, mask.seqlens_k) != (None, None)
+        multiple, most = self.seqlen_multiple, self.max_seqlen
+        dims, alignment, layouts = self.head_dims, self.causal_alignment, self.layouts
+        aligned = alignment == "bottom-right" or not positional or rows == keys
+        for word, holds in (
+            (f"configs {[*self.configs]}", problem.config in self.configs),
+            (f"dtypes {dtypes}", problem.dtype in dtypes),
+            (f"head_dims {dims}", dims is None or {problem.D, problem.Dv} <= set(dims)),
+            (f"seqlen_multiple {multiple}", M % multiple == 0 == N % multiple),
+            (f"max_seqlen {most}", most is None or max(M, N) <= most),
+            ("gqa False", self.gqa or problem.G == 1),
+            ("m_ne_n False", self.m_ne_n or M == N),
+            ("dv_ne_d False", self.dv_ne_d or problem.D == problem.Dv),
+            (f"masks {self.masks}", "causal" in self.masks or windowed or not positional),
+            (f"masks {self.masks}", "window" in self.masks or not windowed),
+            (f"masks {self.masks}", "padding" in self.masks or not padded),
+            (f"layouts {layouts}", layouts is None or {*problem.layouts} <= {*layouts}),
+            (f"devices {self.devices}", problem.device in self.devices),
+            (f"causal_alignment {alignment!r}", aligned),
+        ):
+            if not holds:
+                return f"{self.name} declares {word}"
+        return None
+
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse), lse None where the subject does not return it.
+        """(out, lse) in this project's conventions; lse is None where the subject returns none.
 
         Raises:
-            NotImplementedError: The subject refuses the problem.
+            NotImplementedError: The subject refuses the problem, or its declarations do.
+            AssertionError: It returns something else than it should.
         """
-        if problem.config not in self.configs:
-            raise NotImplementedError(
-                f"{self.name} has no configuration {problem.config!r}; it has {[*self.configs]}"
-            )
+        reason = self.excludes(problem)
+        if reason is not None:
+            raise NotImplementedError(reason)
         config = {"config": problem.config} if len(self.configs) > 1 else {}
         result = self.call(q, k, v, mask=problem.mask, sm_scale=problem.scale, **config)
-        if self.returns_lse:
-            out, lse = result
-            return out, lse
-        return result, None
+        pair = isinstance(result, tuple | list)
+        if self.returns_lse is not None and pair != self.returns_lse:
+            raise AssertionError(
+                f"{self.name} declares returns_lse={self.returns_lse} and returns "
+                f"{type(result).__name__}"
+            )
+        out, lse = result if pair else (result, None)
+        for what, x in (("out", out), ("lse", lse)):
+            if not isinstance(x, torch.Tensor) and (what, x) != ("lse", None):
+                raise AssertionError(
+                    f"{self.name} returns {type(x).__name__} as {what}; needs a tensor"
+                )
+        return out, None if lse is None else self._natural(lse, problem)
+
+    def _natural(self, lse: torch.Tensor, problem: Problem) -> torch.Tensor:
+        """Lse as a natural logarithm that is -inf on rows without a visible key.
+
+        A row that does not hold what was declared for such rows stays as it is, to be found.
+        """
+        if self.lse_base == "2":
+            lse = (lse.to(torch.float64) * math.log(2)).to(lse.dtype)
+        if self.empty_lse != "-inf":
+            sizes = problem.B, problem.H, problem.M, problem.N
+            empty = ~problem.mask.dense(*sizes, device=lse.device).any(3)
+            lse = torch.where(empty & (lse == float(self.empty_lse)), -math.inf, lse)
+        return lse

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from oracles.problem import TENSORS, Problem
-from properties.families import DIRTY, DOUT, INPUTS, TORCH_DTYPES, drawn_shape, length_tensors
+from properties.families import DIRTY, DOUT, INPUTS, TORCH_DTYPES, drawn_shape
 from properties.layouts import lay_out
 
 __all__ = ["Inputs", "make"]
@@ -41,7 +42,20 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values if dtype == torch.float64 else values.to(torch.float32).to(dtype)
 
 
-def make(problem: Problem, dirty: str | None = None) -> Inputs:
+def _padding(lengths: tuple[int, ...] | None, size: int, device: str) -> torch.Tensor | None:
+    """Bool (B, 1, size, 1), True in padding; None where there is none, which costs no launch."""
+    if lengths is None or all(length == size for length in lengths):
+        return None
+    valid = torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
+    return torch.arange(size, device=device).view(-1, 1) >= valid
+
+
+def make(
+    problem: Problem,
+    dirty: str | None = None,
+    layouts: tuple[str, str, str, str] | None = None,
+    around: float = math.nan,
+) -> Inputs:
     """The tensors of a problem: a pure function of it, with the same bits on every device.
 
     Values come from the input and dout families in float64 and are rounded once, never to Inf.
@@ -51,28 +65,34 @@ def make(problem: Problem, dirty: str | None = None) -> Inputs:
     Args:
         problem: What to make; its dtype, device and layouts are those of the result.
         dirty: A dirty family to use instead of the problem's; the valid elements stay as they are.
+        layouts: Storage of q, k, v, dout to use instead of the problem's; all values stay as they
+            are, equal heads where the problem says "expanded" among them.
+        around: What stands in the storage wherever no element does.
 
     Returns:
         q, k, v, dout.
 
     Raises:
-        ValueError: The problem names a family that does not exist.
+        ValueError: The problem names a family that does not exist, or ``layouts`` says "expanded"
+            where the problem's heads differ.
     """
     inputs = _family(INPUTS, "inputs", problem.inputs)(problem)
     dout = _family(DOUT, "dout", problem.dout)(problem)
-    filler = _family(DIRTY, "dirty", problem.dirty if dirty is None else dirty)
+    dirt = _family(DIRTY, "dirty", problem.dirty if dirty is None else dirty)
     dtype = TORCH_DTYPES[problem.dtype]
-    rows, keys = length_tensors(problem)
+    rows = _padding(problem.mask.seqlens_q, problem.M, problem.device)
+    keys = _padding(problem.mask.seqlens_k, problem.N, problem.device)
     made = []
-    for tensor, layout, values in zip(TENSORS, problem.layouts, (*inputs, dout), strict=True):
-        given = problem.mask.seqlens_q if tensor in ("q", "dout") else problem.mask.seqlens_k
+    for tensor, layout, values, padding in zip(
+        TENSORS, layouts or problem.layouts, (*inputs, dout), (rows, keys, keys, rows), strict=True
+    ):
         cast = _cast(values, dtype)
-        if given is not None:
-            lengths = rows if tensor in ("q", "dout") else keys
-            index = torch.arange(cast.shape[2], device=problem.device)
-            padding = index >= lengths.view(-1, 1)
-            cast = torch.where(padding[:, None, :, None], filler(problem, tensor).to(dtype), cast)
+        if padding is not None:
+            stands = dirt(problem, tensor)
+            if isinstance(stands, torch.Tensor):
+                stands = stands.to(dtype)
+            cast = torch.where(padding, stands, cast)
         B, _, seqlen, columns = drawn_shape(problem, tensor)
         heads = problem.H if tensor in ("q", "dout") else problem.Hk
-        made.append(lay_out(cast.expand(B, heads, seqlen, columns), layout))
+        made.append(lay_out(cast.expand(B, heads, seqlen, columns), layout, around))
     return Inputs(*made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,16 +43,23 @@ class Trial:
 
 @contextmanager
 def _poisoned_allocations() -> Iterator[None]:
-    """``torch.empty`` gives NaN inside, so that an element nobody writes shows."""
+    """``torch.empty`` gives NaN inside, so that an element nobody writes shows.
+
+    Torch fills it in its deterministic mode alone. That mode only warns here, so that a library
+    runs the algorithm that its users run, and the warnings are not the user's.
+    """
     fill: Any = torch.utils.deterministic  # its attribute is not in the stubs
     deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = fill.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     fill.fill_uninitialized_memory = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*determinis")
+            yield
     finally:
-        torch.use_deterministic_algorithms(deterministic)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         fill.fill_uninitialized_memory = fills
 
 
@@ -77,12 +85,22 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
     with _poisoned_allocations():
         out, lse = subject.run(q, k, v, problem)
         _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.dout)
-    if lse is not None:
-        _check_form("lse", lse, q, tuple(q.shape[:3]))
-    for name, gradient, x in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if lse is not None:
+            _check_form("lse", lse, q, tuple(q.shape[:3]))
+            lse = lse.detach()
+        if not subject.backward:
+            return Outputs(out.detach(), lse, None, None, None)
+        if not out.requires_grad:
+            raise AssertionError(
+                f"out of {subject.name} has no gradient; a subject without one declares "
+                "backward=False"
+            )
+        gradients = torch.autograd.grad(out, (q, k, v), inputs.dout, allow_unused=True)
+    for name, gradient, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
+        if gradient is None:
+            raise AssertionError(f"out of {subject.name} does not depend on what {name} belongs to")
         _check_form(name, gradient, x, tuple(x.shape))
-    return Outputs(out.detach(), None if lse is None else lse.detach(), dq, dk, dv)
+    return Outputs(out.detach(), lse, *gradients)
 
 
 def examine(subject: Subject, problem: Problem) -> Trial | None:

@@ -62,7 +62,8 @@ def load_tile(
         else:
             tile = tl.load(pointer + (rows * stride_row + columns))
     else:
-        pointers = matrix[0] + ((start + rows).to(tl.int64) * matrix[1] + columns * matrix[2])
+        row_offsets = (start + rows).to(tl.int64) * matrix[1]
+        pointers = matrix[0] + (row_offsets + columns.to(tl.int64) * matrix[2])
         if CHECK_ROWS:
             tile = tl.load(pointers, mask=inside & (columns < matrix[3]), other=0.0)
         else:

@@ -1,24 +1,23 @@
-"""The subject under test, and the engine that draws problems for a claim."""
+"""What the conformance tests share: their shards, and the draw of problems for a claim."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import hypothesis
 import pytest
 
 from oracles.problem import Problem
-from properties import guarantees
-from properties.compare import Finding, Violation
+from properties.compare import Violation
+from properties.domain import ExcludedError, problems_of
+from properties.flight_recorder import FlightRecorder
+from properties.guarantees import Check
 from properties.ledger import Ledger
-from properties.strategies import problems
+from properties.search import Examiner, attack
 from properties.subject import Subject
-from properties.trial import Trial, examine
-from tests.conformance.shards import Shard
-from tests.subjects.ours import flash_attention
+from tests.conformance.shards import Shard, shards_of
+from tests.session import subject_of
 
-Check = Callable[[Trial], list[Finding]]
 # Tile pairs of one problem: what the interpreter, or a GPU, does in about a second. A large tile
 # costs the interpreter its elements too.
 MAX_COST = {"cpu": 24, "cuda": 400}
@@ -27,97 +26,95 @@ LARGE_TILE = 64
 TILES_ACROSS = {"cpu": 3, "cuda": 6}
 # Past this the oracle, which is dense, costs more on a CPU than the kernels.
 MAX_SEQLEN = {"cpu": 200, "cuda": 1024}
-SHRINK_SECONDS = 30.0
+# What a test has to have judged to have tested anything, where its profile draws that many.
+LEAST_JUDGED = 20
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Gives tests their shards, the configurations of the subject, or its dtypes.
+
+    ``@pytest.mark.shards(start, step)`` takes a part of the shards, ``float64=True`` those of
+    float64.
+    """
+    subject = subject_of(metafunc.config)
+    if "shard" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("shards")
+        start, step = (*(marker.args if marker else ()), 0, 1)[:2] if marker else (0, 1)
+        float64 = bool(marker and marker.kwargs.get("float64"))
+        shards = shards_of(subject, float64=float64)
+        # A subject with few shards gets the first where its share is empty.
+        metafunc.parametrize("shard", shards[start::step] or shards[:1], ids=str)
+    if "config" in metafunc.fixturenames:
+        metafunc.parametrize("config", sorted(subject.configs))
 
 
 @pytest.fixture(scope="session")
-def subject() -> Subject:
+def subject(pytestconfig: pytest.Config) -> Subject:
     """What is verified."""
-    return Subject.of(flash_attention, "flash_attention")
+    return subject_of(pytestconfig)
 
 
 @pytest.fixture
-def findings_of(subject: Subject, ledger: Ledger) -> Callable[[Problem, Check], list[Finding]]:
-    """Judges one problem on all five outputs and checks a claim on it."""
+def examiner(subject: Subject, ledger: Ledger, flight_recorder: FlightRecorder) -> Examiner:
+    """Judges problems of the subject; a crash or a hang is reported with the problem under way."""
+    return Examiner(subject, ledger, flight_recorder.flying)
 
-    def check(problem: Problem, claim: Check) -> list[Finding]:
-        try:
-            trial = examine(subject, problem)
-        except NotImplementedError as refusal:
-            ledger.refused(problem, str(refusal))
-            return []
-        if trial is None:
-            ledger.rejected(problem)
-            return []
-        ledger.judged(trial)
-        return claim(trial) or guarantees.accuracy(trial)
+
+@pytest.fixture
+def check_one(examiner: Examiner) -> Callable[[Problem, Check], None]:
+    """Checks a claim on one problem; skips where the subject declares or says that it cannot."""
+
+    def check(problem: Problem, claim: Check) -> None:
+        __tracebackhide__ = True
+        findings = examiner.findings(problem, claim)
+        if findings:
+            raise Violation(findings)
+        if examiner.refusals:
+            pytest.skip(", ".join(examiner.refusals))
 
     return check
 
 
 @pytest.fixture
-def for_all(
-    request: pytest.FixtureRequest,
-    device: str,
-    findings_of: Callable[[Problem, Check], list[Finding]],
-) -> Callable[..., None]:
-    """Draws problems of a shard, as many as the profile says, and checks a claim on each.
-
-    In the deterministic profiles the draw is seeded by the test's name and shard, so that shards
-    differ and runs do not; in the others every run draws anew.
-    """
+def for_all(request: pytest.FixtureRequest, device: str, examiner: Examiner) -> Callable[..., None]:
+    """Draws problems of a shard, as many as the profile says, and checks a claim on each."""
 
     def run(claim: Check, shard: Shard, **wanted: object) -> None:
         __tracebackhide__ = True
-        max_cost = (MAX_COST_OF_LARGE_TILES if shard.tile >= LARGE_TILE else MAX_COST)[device]
-        longest = min(TILES_ACROSS[device] * shard.tile, MAX_SEQLEN[device])
-        strategy = problems(
-            **{
-                "dtype": shard.dtype,
-                "configs": (shard.config,),
-                "head_dims": shard.head_dims,
-                "tile": shard.tile,
-                "max_seqlen": longest,
-                "max_cost": max_cost,
-                "device": device,
-                **wanted,
-            }
-        )
-        outcomes = Outcomes(lambda problem: findings_of(problem, claim))
-
-        @hypothesis.given(problem=strategy)
-        def holds(problem: Problem) -> None:
-            __tracebackhide__ = True
-            findings = outcomes.of(problem)
-            if findings:
-                raise Violation(findings)
-
-        if hypothesis.settings().derandomize:
-            hypothesis.seed(request.node.nodeid)(holds)
-        holds()
+        limits = {
+            "dtype": shard.dtype,
+            "configs": (shard.config,),
+            "head_dims": shard.head_dims,
+            "tile": shard.tile,
+            "max_seqlen": min(TILES_ACROSS[device] * shard.tile, MAX_SEQLEN[device]),
+            "max_cost": (MAX_COST_OF_LARGE_TILES if shard.tile >= LARGE_TILE else MAX_COST)[device],
+            "device": device,
+        }
+        try:
+            strategy = problems_of(examiner.subject, **{**limits, **wanted})
+        except ExcludedError as declared:
+            pytest.skip(str(declared))
+        fuzzing = hypothesis.settings.get_current_profile_name() == "fuzz"
+        attack(examiner, claim, strategy, seed=request.node.nodeid, steer=fuzzing)
+        check_that_problems_were_judged(examiner)
 
     return run
 
 
-class Outcomes:
-    """Findings by problem, so that the search for a smaller failing problem ends in time.
-
-    Once SHRINK_SECONDS have passed since the first failure, problems not seen before count as
-    passing: the search then stops at the smallest failure found, which is remembered.
-    """
-
-    def __init__(self, check: Callable[[Problem], list[Finding]]) -> None:
-        self.check = check
-        self.seen: dict[Problem, list[Finding]] = {}
-        self.first_failure: float | None = None
-
-    def of(self, problem: Problem) -> list[Finding]:
-        """The findings of a problem, computed once."""
-        if problem not in self.seen:
-            first = self.first_failure
-            if first is not None and time.monotonic() - first > SHRINK_SECONDS:
-                return []
-            self.seen[problem] = self.check(problem)
-            if self.seen[problem] and first is None:
-                self.first_failure = time.monotonic()
-        return self.seen[problem]
+def check_that_problems_were_judged(examiner: Examiner) -> None:
+    """Fails a test whose problems were refused, or out of range, until too few were left."""
+    __tracebackhide__ = True
+    least = min(LEAST_JUDGED, hypothesis.settings().max_examples // 2)
+    if examiner.judged >= least:
+        return
+    refused = sum(examiner.refusals.values())
+    reasons = "".join(f"\n  {count} refused: {why}" for why, count in examiner.refusals.items())
+    pytest.fail(
+        f"only {examiner.judged} problems were judged, needs {least}: {refused} were refused by "
+        f"{examiner.subject.name}, {examiner.out_of_range} were out of range.{reasons}\n"
+        "What a subject cannot do it can declare, so that it is not drawn."
+        if refused
+        else f"only {examiner.judged} problems were judged, needs {least}: "
+        f"{examiner.out_of_range} were out of range",
+        pytrace=False,
+    )

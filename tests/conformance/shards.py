@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FLOAT64_SHARDS", "SHARDS", "Shard"]
+from properties.subject import Subject
+
+__all__ = ["Shard", "shards_of"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ _MEDIUM = (32, 17, 24, 31, 64, 33, 40, 57)
 _LARGE = (64, 33, 128, 80, 96, 127)
 _LARGEST = (256, 129, 192, 255)
 
-SHARDS = (
+_OF_CONFIGS = (
     Shard("fp16", "16x16", _SMALL, 16),
     Shard("fp16", "16x32", _MEDIUM, 32),
     Shard("fp16", "default", _LARGE, 128),
@@ -53,9 +55,33 @@ SHARDS = (
     Shard("fp32", "16x16-tf32", (16, 5, 32, 21), 16),
     Shard("fp32", "tf32", (64, 40), 64),
 )
-FLOAT64_SHARDS = (
+_FLOAT64_OF_CONFIGS = (
     Shard("fp64", "16x16", (16, 3, 8, 13), 16),
     Shard("fp64", "16x32", (16, 5, 32, 24), 32),
     Shard("fp64", "32x16", (32, 17), 32),
     Shard("fp64", "default", (64, 33), 16),
 )
+# Of a subject that has one configuration, whose tiles are not known.
+_TILE = 64
+
+
+def shards_of(subject: Subject, *, float64: bool = False) -> tuple[Shard, ...]:
+    """The pieces of the tests of a subject, those of float64 or all others.
+
+    They cover its configurations where it names several; where it has one, head dims up to 128 in
+    each of its dtypes, and larger ones where it declares them.
+    """
+    if len(subject.configs) > 1:
+        table = _FLOAT64_OF_CONFIGS if float64 else _OF_CONFIGS
+        found = tuple(shard for shard in table if shard.config in subject.configs)
+        if found:
+            return found
+    (config, *_) = subject.configs
+    dtypes = [x for x in subject.dtypes if (x == "fp64") == float64]
+    groups = []
+    for dims in (_SMALL, _MEDIUM, _LARGE, _LARGEST):
+        declared = tuple(d for d in dims if subject.head_dims is None or d in subject.head_dims)
+        if declared and (dims is not _LARGEST or subject.head_dims is not None):
+            groups.append(declared)
+    groups = groups or [subject.head_dims or _SMALL]
+    return tuple(Shard(dtype, config, dims, _TILE) for dims in groups for dtype in dtypes)

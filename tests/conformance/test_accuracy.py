@@ -5,15 +5,23 @@ from __future__ import annotations
 import pytest
 
 from properties import guarantees
-from tests.conformance.shards import SHARDS
 
 
-@pytest.mark.parametrize("shard", SHARDS, ids=str)
 def test_every_element_lies_within_the_derived_bound(for_all, shard):
     for_all(guarantees.accuracy, shard)
 
 
-@pytest.mark.parametrize("family", ["lse_low_90", "lse_low_130", "lse_low_6e3", "lse_high_6e4"])
-@pytest.mark.parametrize("shard", SHARDS[::5], ids=str)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "lse_low_90",
+        "lse_low_130",
+        "lse_low_6e3",
+        "lse_high_6e4",
+        "lse_low_1e5",
+        "lse_high_1e5",
+    ],
+)
+@pytest.mark.shards(0, 5)
 def test_outputs_are_finite_however_far_the_logits_are_shifted(for_all, shard, family):
     for_all(guarantees.finite, shard, inputs=family)

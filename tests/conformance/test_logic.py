@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from properties import guarantees
-from tests.conformance.shards import FLOAT64_SHARDS
 
 
 @pytest.mark.parametrize("family", ["normal", "outliers", "needle_visible", "needle_hidden"])
-@pytest.mark.parametrize("shard", FLOAT64_SHARDS, ids=str)
+@pytest.mark.shards(float64=True)
 def test_float64_agrees_with_the_oracle_to_rounding(for_all, shard, family):
     for_all(guarantees.logic, shard, inputs=family)
 
 
-@pytest.mark.parametrize("shard", FLOAT64_SHARDS, ids=str)
+@pytest.mark.shards(float64=True)
 def test_float64_lies_within_its_bound_for_every_family(for_all, shard):
     for_all(guarantees.accuracy, shard)

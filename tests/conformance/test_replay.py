@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 
 from oracles.problem import Problem
-from properties.compare import Violation
 from properties.guarantees import GUARANTEES
 
 REGRESSIONS = sorted((Path(__file__).parents[1] / "regressions").glob("*.json"))
@@ -17,25 +17,30 @@ REGRESSIONS = sorted((Path(__file__).parents[1] / "regressions").glob("*.json"))
 
 def every_guarantee(trial):
     """Findings of all guarantees."""
-    return [finding for check in GUARANTEES.values() for finding in check(trial)]
+    findings = []
+    for check in GUARANTEES.values():
+        try:
+            findings += check(trial)
+        except MemoryError as error:
+            warnings.warn(f"not checked: {error}", pytest.PytestWarning, stacklevel=2)
+    return findings
 
 
-def check(findings_of, problem, device):
+def check(check_one, subject, problem, device):
     __tracebackhide__ = True
-    findings = findings_of(dataclasses.replace(problem, device=device), every_guarantee)
-    if findings:
-        raise Violation(findings)
+    config = problem.config if problem.config in subject.configs else next(iter(subject.configs))
+    check_one(dataclasses.replace(problem, device=device, config=config), every_guarantee)
 
 
-def test_replay(findings_of, device, replayed):
+def test_replay(check_one, subject, device, replayed):
     if replayed is None:
         pytest.skip("no --replay given")
-    check(findings_of, replayed, device)
+    check(check_one, subject, replayed, device)
 
 
 @pytest.mark.parametrize("path", REGRESSIONS, ids=lambda path: path.stem)
-def test_regression(findings_of, device, replayed, path):
+def test_regression(check_one, subject, device, replayed, path):
     if replayed is not None:
         pytest.skip("--replay runs its problem alone")
     record = json.loads(path.read_text())
-    check(findings_of, Problem.from_record(record["problem"]), device)
+    check(check_one, subject, Problem.from_record(record["problem"]), device)

@@ -11,6 +11,7 @@ from oracles.outputs import OUTPUTS
 from properties import guarantees
 from properties.compare import ratios, worst
 from tests.conformance.shards import Shard
+from tests.session import is_ours
 
 AT_LEAST = {"out": 0.9, "dq": 0.2, "dk": 0.9, "dv": 0.9}
 # Which (inputs, dout) families drive which outputs into underflow.
@@ -23,7 +24,9 @@ UNDERFLOWS = {
 
 
 @pytest.mark.parametrize("output", UNDERFLOWS)
-def test_fp16_comes_close_to_the_bound_where_it_underflows(for_all, output):
+def test_fp16_comes_close_to_the_bound_where_it_underflows(for_all, pytestconfig, output):
+    if not is_ours(pytestconfig):
+        pytest.skip("a kernel that rounds less than the bound allows is no worse for it")
     reached = []
 
     def record(trial):

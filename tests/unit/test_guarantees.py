@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
-import torch
 
 from oracles.mask import Mask
 from oracles.problem import Problem
 from properties import guarantees
 from properties.subject import Subject
 from properties.trial import examine
+from tests.unit.broken_subjects import Eager
 
 CAUSAL = Problem(
     B=2,
@@ -26,56 +25,6 @@ CAUSAL = Problem(
     dirty="nan",
     mask=Mask(causal=True, seqlens_q=(17, 20), seqlens_k=(13, 9)),
 )
-
-
-class Eager:
-    """Plain attention in PyTorch, right unless it is given a fault."""
-
-    returns_lse = True
-    bitwise = ("G4", "G5")
-
-    def __init__(self, fault: str = "") -> None:
-        self.fault = fault
-
-    def __call__(self, q, k, v, *, mask, sm_scale):
-        (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
-        seen = mask.dense(B, H, M, N).expand(B, H, M, N)
-        if self.fault == "sees one key more":
-            seen = seen | seen.roll(1, 3)
-        live, used = seen.any(3, keepdim=True), seen.any(2).view(B, Hk, -1, N).any(2).unsqueeze(3)
-        if self.fault != "reads padding":
-            q, k, v = (
-                torch.where(live, q, 0.0),
-                torch.where(used, k, 0.0),
-                torch.where(used, v, 0.0),
-            )
-        k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
-        scores = torch.where(seen, q @ k.mT * sm_scale, -math.inf)
-        m = torch.where(live, scores.detach().amax(3, keepdim=True), 0.0)
-        e = torch.exp(scores - m)
-        total = torch.where(live, e.sum(3, keepdim=True), 1.0)
-        if self.fault != "no select on dP":
-            p = torch.where(seen, e / total, 0.0)
-        else:
-            p = e / total
-        out = p @ v
-        if self.fault != "dout of empty rows":
-            out = torch.where(live, out, 0.0)
-        lse = torch.where(live, m + total.log(), -math.inf).squeeze(3).detach()
-        return self.spoil(out, lse, live)
-
-    def spoil(self, out, lse, live):
-        if self.fault == "one element off":
-            out = out + torch.zeros_like(out).index_put_(
-                tuple(torch.tensor([i]) for i in (1, 2, 19, 1)), torch.tensor(1e-11).double()
-            )
-        if self.fault == "lse in base 2":
-            lse = lse / math.log(2)
-        if self.fault == "lse of empty rows is 0":
-            lse = torch.where(live.squeeze(3), lse, 0.0)
-        if self.fault == "NaN in lse":
-            lse = torch.where(lse > 0.5, torch.nan, lse)
-        return out, lse
 
 
 def findings(check, fault: str, problem: Problem = CAUSAL):
@@ -103,6 +52,13 @@ def test_a_correct_subject_passes(name):
         ("reads padding", guarantees.dirty_padding, "out"),
         ("sees one key more", guarantees.hidden_positions, "out"),
         ("no select on dP", guarantees.hidden_positions, "dq"),
+        ("last row not written", guarantees.full_overwrite, "out"),
+        ("writes past the end", guarantees.full_overwrite, "out"),
+        ("reads past the end", guarantees.reads_in_bounds, "out"),
+        ("v of the first batch entry for all", guarantees.independence, "out"),
+        ("another result every call", guarantees.repeatable, "out"),
+        ("offsets of 32 bits", guarantees.far_offsets, "out"),
+        ("scale of the call before", guarantees.state, "out"),
     ],
 )
 def test_a_fault_is_caught_on_its_output(fault, check, output):
@@ -127,7 +83,7 @@ def test_a_finding_says_where_what_and_how_to_replay():
 
 def test_an_output_of_another_dtype_is_refused():
     class Narrow(Eager):
-        def spoil(self, out, lse, live):
+        def spoil(self, out, lse, live, N, config):
             return out.float(), lse
 
     with pytest.raises(AssertionError, match=r"out has shape .* and dtype torch.float32; needs"):

@@ -1,0 +1,129 @@
+"""Two runs that must agree: to the bit where that is promised, else both within the bound."""
+
+from __future__ import annotations
+
+import torch
+
+from oracles.outputs import OUTPUTS, Outputs
+from properties.compare import Finding, ratios, same_bits
+from properties.trial import Trial
+
+__all__ = ["OF_KEYS", "OF_ROWS", "agree", "exact", "within"]
+
+OF_ROWS = ("out", "lse", "dq")
+OF_KEYS = ("dk", "dv")
+
+
+def within(
+    trial: Trial,
+    got: Outputs[torch.Tensor | None],
+    limits: Outputs[torch.Tensor],
+    guarantee: str,
+    claim: str,
+    compared: Outputs[torch.Tensor | None] | None = None,
+) -> list[Finding]:
+    """A finding for each output with an element further than ``limits`` from the oracle's."""
+    findings = []
+    for place, name in enumerate(OUTPUTS):
+        value, want, limit = got[place], trial.want[place], limits[place]
+        if value is None:
+            continue
+        ratio = ratios(value, want, limit)
+        bad = ratio > 1
+        part = None if compared is None else compared[place]
+        if part is not None:
+            bad = bad & part
+        if bad.any():
+            findings.append(
+                Finding.at(
+                    bad,
+                    ratio,
+                    guarantee=guarantee,
+                    claim=claim,
+                    subject=trial.subject,
+                    problem=trial.problem,
+                    output=name,
+                    got=value,
+                    want=want,
+                    bound=limit,
+                    compared=part,
+                )
+            )
+    return findings
+
+
+def exact(
+    trial: Trial,
+    name: str,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    compared: torch.Tensor,
+    guarantee: str,
+    claim: str,
+) -> list[Finding]:
+    """A finding if bits differ anywhere in ``compared``, bool that expands to the output."""
+    compared = compared.expand_as(got)
+    bad = compared & ~same_bits(got, want)
+    if not bad.any():
+        return []
+    badness = (got.to(torch.float64) - want.to(torch.float64)).abs().nan_to_num(nan=torch.inf)
+    return [
+        Finding.at(
+            bad,
+            badness,
+            guarantee=guarantee,
+            claim=claim,
+            subject=trial.subject,
+            problem=trial.problem,
+            output=name,
+            got=got,
+            want=want,
+            compared=compared,
+        )
+    ]
+
+
+def agree(
+    trial: Trial,
+    again: Outputs[torch.Tensor | None],
+    guarantee: str,
+    claim: str,
+    *,
+    rows: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
+    only: tuple[str, ...] = OUTPUTS,
+) -> list[Finding]:
+    """Findings where a second run of a trial's problem differs from the first.
+
+    Where the subject promises the guarantee to the bit, bits are compared; otherwise the second run
+    is held to the bound around the oracle's result, as the first was.
+
+    Args:
+        trial: The first run.
+        again: The outputs of the second.
+        guarantee: Such as "G8 layout"; its first word is looked up among the promises.
+        claim: What was expected, a clause.
+        rows: Bool (B,H,M): where out, lse and dq must agree; None is everywhere.
+        keys: Bool (B, 1 or Hk, N): where dk and dv must; None is everywhere.
+        only: The outputs to compare.
+    """
+    parts = Outputs(*(_part(rows if name in OF_ROWS else keys, name) for name in OUTPUTS))
+    if not trial.subject.promises(guarantee.split()[0]):
+        chosen = Outputs(
+            *(x if name in only else None for name, x in zip(OUTPUTS, again, strict=True))
+        )
+        claim = f"{claim}, and leaves the bound"
+        return within(trial, chosen, trial.judgement.bound, guarantee, claim, parts)
+    findings = []
+    for name, got, second, part in zip(OUTPUTS, trial.got, again, parts, strict=True):
+        if got is None or second is None or name not in only:
+            continue
+        everywhere = torch.ones((), dtype=torch.bool, device=got.device)
+        compared = everywhere if part is None else part
+        findings += exact(trial, name, second, got, compared, guarantee, claim)
+    return findings
+
+
+def _part(where: torch.Tensor | None, name: str) -> torch.Tensor | None:
+    """Rows or keys as a mask on an output: one axis more, but for lse."""
+    return where if where is None or name == "lse" else where.unsqueeze(3)

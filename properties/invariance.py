@@ -1,0 +1,131 @@
+"""G8, G9, G10 and G13: what must not matter: strides, neighbours, repetition, history."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from oracles.mask import Mask
+from oracles.outputs import OUTPUTS, Outputs
+from oracles.problem import Problem
+from properties.agreement import agree
+from properties.compare import Finding
+from properties.tensors import Inputs, make
+from properties.trial import Trial, run_subject
+
+__all__ = ["independence", "layout", "neighbours", "repeatable", "state"]
+
+_REPEATS = 3
+_CONTIGUOUS = ("bhsd", "bhsd", "bhsd", "bhsd")
+
+
+def layout(trial: Trial) -> list[Finding]:
+    """G8: any strides, each tensor its own, give what contiguous copies give.
+
+    And dout of stride 0 in every axis, as ``out.sum().backward()`` makes it, gives what ones give.
+    """
+    problem = trial.problem
+    again = run_subject(trial.subject, problem, make(problem, layouts=_CONTIGUOUS))
+    findings = agree(trial, again, "G8 layout", "depends on the strides of its inputs")
+    if findings or not trial.subject.backward or 0 in trial.inputs.dout.shape:
+        return findings
+    ones = torch.ones_like(trial.inputs.dout, memory_format=torch.contiguous_format)
+    summed, full = (
+        run_subject(trial.subject, problem, trial.inputs._replace(dout=dout))
+        for dout in (ones[:1, :1, :1, :1].expand(ones.shape), ones)
+    )
+    if trial.subject.promises("G8"):
+        base = dataclasses.replace(trial, got=full)
+        claim = "of out.sum().backward() is not what a dout of ones gives"
+        findings = agree(base, summed, "G8 layout", claim)
+    return findings
+
+
+def independence(trial: Trial) -> list[Finding]:
+    """G9: a batch entry and a key/value head with its group, alone, give their part of the whole.
+
+    One such slice, chosen by the seed, is computed alone on views of the same tensors; the rest of
+    the whole is then as if it were not there.
+    """
+    problem = trial.problem
+    if problem.B == 0 or problem.B * problem.Hk == 1:
+        return []
+    b, group = problem.seed % problem.B, problem.seed // problem.B % problem.Hk
+    heads = slice(group * problem.G, (group + 1) * problem.G)
+    of_rows = (slice(b, b + 1), heads)
+    of_keys = (slice(b, b + 1), slice(group, group + 1))
+    q, k, v, dout = trial.inputs
+    alone = dataclasses.replace(
+        problem, B=1, H=problem.G, Hk=1, mask=_mask_of(problem.mask, b), seed=problem.seed
+    )
+    part = run_subject(
+        trial.subject, alone, Inputs(q[of_rows], k[of_keys], v[of_keys], dout[of_rows])
+    )
+    whole = Outputs(*(None if x is None else x.clone() for x in trial.got))
+    for name, into, piece in zip(OUTPUTS, whole, part, strict=True):
+        if into is not None and piece is not None:
+            into[of_keys if name in ("dk", "dv") else of_rows] = piece
+    claim = f"of b={b}, key/value head {group} alone is not that part of the whole"
+    return agree(trial, whole, "G9 independence", claim)
+
+
+def _mask_of(mask: Mask, b: int) -> Mask:
+    """The mask of one batch entry."""
+    rows, keys = mask.seqlens_q, mask.seqlens_k
+    return dataclasses.replace(
+        mask,
+        seqlens_q=None if rows is None else rows[b : b + 1],
+        seqlens_k=None if keys is None else keys[b : b + 1],
+    )
+
+
+def repeatable(trial: Trial) -> list[Finding]:
+    """G10: the same inputs give the same bits, run after run."""
+    for _ in range(_REPEATS):
+        again = run_subject(trial.subject, trial.problem, trial.inputs)
+        findings = agree(trial, again, "G10 repeatable", "differs from run to run")
+        if findings:
+            return findings
+    return []
+
+
+def state(trial: Trial) -> list[Finding]:
+    """G13: a call after calls of other shapes gives what the first call gave.
+
+    Between the two come calls that differ from the problem in one thing each: its lengths, heads,
+    head_dim, scale, mask or dtype.
+    """
+    for neighbour in neighbours(trial.problem):
+        inputs = make(neighbour)
+        try:
+            run_subject(trial.subject, neighbour, inputs)
+        except NotImplementedError:
+            continue
+        again = run_subject(trial.subject, trial.problem, trial.inputs)
+        changed = _difference(trial.problem, neighbour)
+        findings = agree(trial, again, "G13 state", f"differs after a call with {changed}")
+        if findings:
+            return findings
+    return []
+
+
+def neighbours(problem: Problem) -> Iterator[Problem]:
+    """Problems that differ in one thing each, of about the same cost."""
+    plain = dataclasses.replace(problem, mask=Mask())
+    yield dataclasses.replace(problem, seed=problem.seed ^ 1)
+    yield dataclasses.replace(plain, M=problem.M + 1)
+    yield dataclasses.replace(plain, N=problem.N + 1)
+    yield dataclasses.replace(problem, H=problem.Hk if problem.G > 1 else 2 * problem.H)
+    yield dataclasses.replace(problem, sm_scale=2 * problem.scale)
+    yield dataclasses.replace(plain, mask=Mask(causal=not problem.mask.causal))
+
+
+def _difference(problem: Problem, other: Problem) -> str:
+    """What differs between two problems, such as "M=18 mask=..."."""
+    return ", ".join(
+        f"{item.name}={getattr(other, item.name)}"
+        for item in dataclasses.fields(problem)
+        if getattr(problem, item.name) != getattr(other, item.name)
+    )

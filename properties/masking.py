@@ -1,0 +1,107 @@
+"""G3, G4 and G5: empty rows, padding and hidden pairs take no part."""
+
+from __future__ import annotations
+
+import torch
+
+from oracles import stream
+from oracles.outputs import OUTPUTS
+from oracles.problem import Problem
+from properties.agreement import OF_KEYS, OF_ROWS, agree, exact
+from properties.compare import Finding
+from properties.families import length_tensors
+from properties.tensors import Inputs, make
+from properties.trial import Trial, run_subject
+
+__all__ = ["dirty_padding", "empty_rows", "hidden_positions"]
+
+
+def empty_rows(trial: Trial) -> list[Finding]:
+    """G3: rows without a visible key give out = 0, lse = -inf, dq = 0, and add nothing to dk, dv.
+
+    Their dout is ignored: a second run with NaN in it agrees everywhere.
+    """
+    problem = trial.problem
+    empty = ~_seen(problem).any(3)
+    findings = []
+    for name, got, want in zip(OUTPUTS, trial.got, trial.want, strict=True):
+        if got is not None and name in OF_ROWS:
+            rows = empty if name == "lse" else empty.unsqueeze(3)
+            claim = "is not exact on a row without a visible key"
+            findings += exact(trial, name, got, want.to(got.dtype), rows, "G3 empty rows", claim)
+    if not empty.any():
+        return findings
+    poisoned = torch.where(empty.unsqueeze(3), torch.nan, trial.inputs.dout)
+    again = run_subject(trial.subject, problem, trial.inputs._replace(dout=poisoned))
+    return findings + agree(
+        trial, again, "G3 empty rows", "depends on dout of a row without a visible key"
+    )
+
+
+def dirty_padding(trial: Trial) -> list[Finding]:
+    """G4: whatever stands in padding changes nothing elsewhere, and its gradient is exactly 0."""
+    problem = trial.problem
+    rows, keys = length_tensors(problem)
+    row_padding = torch.arange(problem.M, device=problem.device) >= rows.view(-1, 1, 1)
+    key_padding = torch.arange(problem.N, device=problem.device) >= keys.view(-1, 1, 1)
+    findings = []
+    for name, got, want in zip(OUTPUTS, trial.got, trial.want, strict=True):
+        if got is None:
+            continue
+        padding = row_padding if name in OF_ROWS else key_padding
+        padding = padding if name == "lse" else padding.unsqueeze(3)
+        claim = "is not exact on padding"
+        findings += exact(trial, name, got, want.to(got.dtype), padding, "G4 dirty padding", claim)
+    clean = run_subject(trial.subject, problem, make(problem, dirty="zero"))
+    return findings + agree(trial, clean, "G4 dirty padding", "depends on what stands in padding")
+
+
+def hidden_positions(trial: Trial) -> list[Finding]:
+    """G5: a pair that the mask hides adds exactly nothing, to the row nor to the key.
+
+    One key of each batch entry is replaced by extreme finite values: rows that do not see it keep
+    out, lse, dq. Then one row: keys that it does not see keep dk, dv.
+    """
+    problem = trial.problem
+    if 0 in (problem.B, problem.M, problem.N):
+        return []
+    seen = _seen(problem)
+    key = _pick(problem, "key", (~seen).any(2).any(1))
+    row = _pick(problem, "row", (~seen).any(3).any(1))
+    q, k, v, dout = trial.inputs
+    at_key = torch.arange(problem.N, device=problem.device) == key.view(-1, 1)
+    at_row = torch.arange(problem.M, device=problem.device) == row.view(-1, 1)
+    other_keys = run_subject(
+        trial.subject, problem, Inputs(q, _extreme(k, at_key), _extreme(v, at_key), dout)
+    )
+    other_rows = run_subject(
+        trial.subject, problem, Inputs(_extreme(q, at_row), k, v, _extreme(dout, at_row))
+    )
+    blind_rows = ~(seen & at_key[:, None, None, :]).any(3)
+    blind_keys = ~(seen & at_row[:, None, :, None]).any(2).any(1, keepdim=True)
+    findings = agree(
+        trial, other_keys, "G5 hidden positions", "depends on a key that the row does not see",
+        rows=blind_rows, only=OF_ROWS,
+    )  # fmt: skip
+    return findings + agree(
+        trial, other_rows, "G5 hidden positions", "depends on a row that does not see the key",
+        keys=blind_keys, only=OF_KEYS,
+    )  # fmt: skip
+
+
+def _seen(problem: Problem) -> torch.Tensor:
+    """The dense mask, expanded to (B, H, M, N)."""
+    sizes = problem.B, problem.H, problem.M, problem.N
+    return problem.mask.dense(*sizes, device=problem.device).expand(*sizes)
+
+
+def _pick(problem: Problem, name: str, wanted: torch.Tensor) -> torch.Tensor:
+    """An index per batch entry, (B,), among those ``wanted`` (B, size) if there are any."""
+    noise = stream.uniform(problem.seed, f"pick {name}", wanted.shape, problem.device)
+    return (noise + wanted).argmax(1)
+
+
+def _extreme(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """x (B, heads, rows, columns) with the largest finite values, signs alternating, at rows."""
+    sign = 1 - 2 * (torch.arange(x.shape[3], device=x.device) % 2)
+    return torch.where(at[:, None, :, None], torch.finfo(x.dtype).max * sign.to(x.dtype), x)

@@ -1,0 +1,147 @@
+"""G6, G7 and G12: what is written, what is read, and how far apart it may lie."""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+
+from oracles.outputs import OUTPUTS, Outputs
+from properties.agreement import agree
+from properties.compare import Finding
+from properties.guard_bands import GuardBands, Overrun
+from properties.tensors import Inputs, make
+from properties.trial import Trial, run_subject
+
+__all__ = ["far_offsets", "full_overwrite", "reads_in_bounds"]
+
+# Offsets that int32 cannot hold, in elements.
+_FAR = 2**31
+_MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
+
+
+def full_overwrite(trial: Trial) -> list[Finding]:
+    """G6: every element of every output is written, and nothing outside them.
+
+    The problem runs again with every allocation started as NaN and surrounded by guard bands. What
+    a library allocates inside an operator of its own is not seen.
+    """
+    with GuardBands() as guards:
+        again = run_subject(trial.subject, trial.problem, trial.inputs)
+    findings = []
+    for name, value, want in zip(OUTPUTS, again, trial.want, strict=True):
+        if value is None:
+            continue
+        unwritten = value.isnan() & ~want.isnan()
+        if unwritten.any():
+            findings.append(
+                Finding.at(
+                    unwritten,
+                    unwritten,
+                    guarantee="G6 full overwrite",
+                    claim="is not written everywhere: what was allocated as NaN is still there",
+                    subject=trial.subject,
+                    problem=trial.problem,
+                    output=name,
+                    got=value,
+                    want=want,
+                )
+            )
+    return findings + [_overrun(trial, again, found) for found in guards.overruns()]
+
+
+def _overrun(trial: Trial, outputs: Outputs[torch.Tensor | None], found: Overrun) -> Finding:
+    """A finding on memory that belongs to nobody."""
+    storage = found.tensor.untyped_storage().data_ptr()
+    names = [
+        name
+        for name, x in zip(OUTPUTS, outputs, strict=True)
+        if x is not None and x.untyped_storage().data_ptr() == storage
+    ]
+    shape = tuple(found.tensor.shape)
+    side = "before its first element" if found.before else "after its last element"
+    return Finding(
+        guarantee="G6 full overwrite",
+        claim="is written outside its elements",
+        subject=trial.subject.name,
+        output=names[0] if names else f"scratch of shape {shape}",
+        where=f"{abs(found.offset)} bytes {side}",
+        got=math.nan,
+        want=math.nan,
+        bound=0.0,
+        bad=1,
+        total=found.tensor.numel(),
+        places=f"shape {shape}, {found.tensor.dtype}",
+        problem=trial.problem,
+    )
+
+
+def reads_in_bounds(trial: Trial) -> list[Finding]:
+    """G7: nothing outside the tensors' own elements influences a result.
+
+    The problem runs with the same strides, but the largest finite values instead of NaN around and
+    between the rows.
+    """
+    problem = trial.problem
+    largest = torch.finfo(trial.inputs.q.dtype).max
+    again = run_subject(trial.subject, problem, make(problem, around=largest))
+    return agree(
+        trial, again, "G7 reads in bounds", "depends on what lies outside its inputs' elements"
+    )
+
+
+def far_offsets(trial: Trial) -> list[Finding]:
+    """G12: elements 2**31 and more apart are read where they are.
+
+    Each tensor has one axis, chosen by the seed, along which its elements lie that far apart, in
+    memory that no other tensor of the problem uses. An offset that wraps lands in memory that holds
+    NaN (on a CPU 0: there the memory is never touched).
+
+    Raises:
+        MemoryError: The device has too little memory: 2**32 elements are needed, on a CPU as
+            address space only.
+    """
+    problem = trial.problem
+    arena = _arena(problem.device, trial.inputs.q.dtype)
+    moved, taken = [], _FAR
+    for place, x in enumerate(trial.inputs):
+        strides, extent = _far_strides(tuple(x.shape), problem.seed + place)
+        moved.append(arena[taken:].as_strided(x.shape, strides).copy_(x))
+        taken += extent
+    again = run_subject(trial.subject, problem, Inputs(*moved))
+    del arena, moved
+    if problem.device == "cuda":
+        torch.cuda.empty_cache()
+    return agree(trial, again, "G12 range", "is wrong where offsets pass 2**31 elements")
+
+
+def _far_strides(shape: tuple[int, ...], choice: int) -> tuple[tuple[int, ...], int]:
+    """Strides with one far axis if any axis is longer than 1, and how much room the rest takes."""
+    strides, extent = [0] * 4, 1
+    axes = [axis for axis in range(4) if shape[axis] > 1]
+    far = axes[choice % len(axes)] if axes and 0 not in shape else None
+    for axis in reversed(range(4)):
+        if axis == far:
+            # Multiples of 8 elements keep rows aligned, as those of a tensor of that size are.
+            strides[axis] = _FAR // (shape[axis] - 1) // 8 * 8 + 8
+        else:
+            strides[axis] = extent
+            extent *= max(1, shape[axis])
+    # The last element along the far axis lies up to 8 elements a step further than 2**31.
+    extent += 8 * max(shape)
+    return tuple(strides), -(-extent // 64) * 64
+
+
+def _arena(device: str, dtype: torch.dtype) -> torch.Tensor:
+    """2**32 elements and some: 2**31 on either side of its middle."""
+    elements = 2 * _FAR + 2**24
+    size = elements * dtype.itemsize
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        if free < size + 2**30:
+            raise MemoryError(f"offsets past 2**31 need {size / 2**30:.0f} GiB of GPU memory")
+        return torch.full((elements,), math.nan, dtype=dtype, device=device)
+    # Address space without memory behind it, whatever the system lets a process reserve.
+    lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, size, flags=lazily), dtype=dtype)

@@ -1,0 +1,157 @@
+"""The search for a problem that violates a claim: draw, judge, shrink."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import hypothesis
+from hypothesis import strategies as st
+
+from oracles.outputs import OUTPUTS
+from oracles.problem import Problem
+from properties import guarantees
+from properties.compare import Finding, Violation, ratios, worst
+from properties.guarantees import Check
+from properties.ledger import Ledger
+from properties.simplify import simplest
+from properties.subject import Subject
+from properties.trial import Trial, examine
+
+__all__ = ["Examiner", "attack", "peaks"]
+
+SHRINK_SECONDS = 30.0
+
+
+class Examiner:
+    """Judges problems of one subject on all of its outputs, and checks claims on them.
+
+    Args:
+        subject: What is verified.
+        ledger: Where it is written down.
+        recorder: Takes a problem and gives a context: what goes on while it is being judged.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        ledger: Ledger,
+        recorder: Callable[[Problem], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        self.subject = subject
+        self.ledger = ledger
+        self.recorder = recorder or (lambda problem: nullcontext())
+        self.judged = 0
+        self.out_of_range = 0
+        self.refusals: Counter[str] = Counter()
+        # Worst error/bound of the last problem that was judged.
+        self.peaks: dict[str, float] = {}
+
+    def findings(self, problem: Problem, claim: Check) -> list[Finding]:
+        """What violates the claim, or else accuracy; nothing where the problem is not supported."""
+        self.peaks = {}
+        with self.recorder(problem):
+            try:
+                trial = examine(self.subject, problem)
+                if trial is None:
+                    self.out_of_range += 1
+                    self.ledger.rejected(problem)
+                    return []
+                self.judged += 1
+                self.peaks = peaks(trial)
+                self.ledger.judged(trial, self.peaks)
+                return claim(trial) or guarantees.accuracy(trial)
+            except NotImplementedError as refusal:
+                reason = (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
+                self.refusals[reason] += 1
+                self.ledger.refused(problem, reason)
+                return []
+
+
+def peaks(trial: Trial) -> dict[str, float]:
+    """The worst error/bound of each output that there is."""
+    return {
+        name: worst(ratios(got, want, bound))
+        for name, got, want, bound in zip(
+            OUTPUTS, trial.got, trial.want, trial.judgement.bound, strict=True
+        )
+        if got is not None
+    }
+
+
+def attack(
+    examiner: Examiner,
+    claim: Check,
+    strategy: st.SearchStrategy[Problem],
+    *,
+    seed: str,
+    steer: bool = False,
+) -> None:
+    """Draws problems, as many as the Hypothesis profile says, and checks a claim on each.
+
+    In a deterministic profile the draw is a function of ``seed``; in the others it is new every
+    time.
+
+    Args:
+        examiner: Judges them.
+        claim: What has to hold.
+        strategy: What to draw.
+        seed: Such as the name of the test.
+        steer: Let Hypothesis look for larger error/bound.
+
+    Raises:
+        Violation: With the findings of the smallest problem found.
+    """
+    outcomes = _Outcomes(lambda problem: examiner.findings(problem, claim))
+
+    @hypothesis.given(problem=strategy)
+    def holds(problem: Problem) -> None:
+        __tracebackhide__ = True
+        findings = outcomes.of(problem)
+        if findings:
+            raise Violation(findings)
+        if steer:
+            for output, peak in examiner.peaks.items():
+                hypothesis.target(min(peak, 1e6), label=f"{output} error/bound")
+
+    if hypothesis.settings().derandomize:
+        hypothesis.seed(seed)(holds)
+    try:
+        holds()
+    except Violation as violation:
+        __tracebackhide__ = True
+        first = violation.findings
+        raise Violation(simplest(first[0].problem, first, _of_supported(examiner, claim))) from None
+
+
+def _of_supported(examiner: Examiner, claim: Check) -> Callable[[Problem], list[Finding]]:
+    """Findings, but of what the subject declares alone."""
+    return lambda problem: (
+        [] if examiner.subject.excludes(problem) else examiner.findings(problem, claim)
+    )
+
+
+class _Outcomes:
+    """Findings by problem, so that the search for a smaller failing problem ends in time.
+
+    Once SHRINK_SECONDS have passed since the first failure, problems not seen before count as
+    passing: the search then stops at the smallest failure found, which is remembered.
+    """
+
+    def __init__(self, check: Callable[[Problem], list[Finding]]) -> None:
+        self.check = check
+        self.seen: dict[Problem, list[Finding]] = {}
+        self.first_failure: float | None = None
+
+    def of(self, problem: Problem) -> list[Finding]:
+        """The findings of a problem, computed once."""
+        if problem not in self.seen:
+            first = self.first_failure
+            if first is not None and time.monotonic() - first > SHRINK_SECONDS:
+                return []
+            self.seen[problem] = self.check(problem)
+            if self.seen[problem] and first is None:
+                self.first_failure = time.monotonic()
+        return self.seen[problem]

@@ -1,0 +1,42 @@
+"""Runs one problem in a process of its own and prints a digest of each output, as JSON.
+
+``python -m tests.conformance.fresh_process SUBJECT PROBLEM``
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import torch
+
+from oracles.outputs import OUTPUTS, Outputs
+
+__all__ = ["digests", "main"]
+
+
+def digests(outputs: Outputs) -> dict[str, str]:
+    """A hash of the bits of each output; which NaN a NaN is, and the sign of 0, do not count."""
+    found = {}
+    for name, x in zip(OUTPUTS, outputs, strict=True):
+        if x is not None:
+            same = torch.where(x.isnan(), torch.nan, x + 0.0).contiguous().cpu()
+            found[name] = hashlib.sha256(same.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return found
+
+
+def main(kernel: str, text: str) -> None:
+    """Prints the digests of a problem's outputs."""
+    import conftest  # noqa: F401  # sets up the process as a run does, before kernels are loaded
+    from oracles.problem import Problem
+    from properties.loading import load
+    from properties.tensors import make
+    from properties.trial import run_subject
+
+    problem = Problem.from_json(text)
+    print(json.dumps(digests(run_subject(load(kernel), problem, make(problem)))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,27 @@
+"""G8, G9, G10, G13: what must not matter: strides, neighbours, repetition, what ran before."""
+
+from __future__ import annotations
+
+import pytest
+
+from properties import guarantees
+
+
+@pytest.mark.shards(1, 2)
+def test_any_strides_give_what_contiguous_copies_give(for_all, shard):
+    for_all(guarantees.layout, shard)
+
+
+@pytest.mark.shards(0, 3)
+def test_batch_entries_and_heads_do_not_influence_each_other(for_all, shard):
+    for_all(guarantees.independence, shard)
+
+
+@pytest.mark.shards(2, 4)
+def test_the_same_inputs_give_the_same_bits_run_after_run(for_all, shard):
+    for_all(guarantees.repeatable, shard)
+
+
+@pytest.mark.shards(3, 6)
+def test_calls_of_other_shapes_in_between_change_nothing(for_all, shard):
+    for_all(guarantees.state, shard)

@@ -1,0 +1,19 @@
+"""G6, G7: what is written and what is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from properties import guarantees
+
+SURROUNDED = ("padded", "strided", "packed", "bshd")
+
+
+@pytest.mark.shards(0, 3)
+def test_every_element_is_written_and_nothing_outside(for_all, shard):
+    for_all(guarantees.full_overwrite, shard)
+
+
+@pytest.mark.shards(2, 3)
+def test_nothing_outside_the_tensors_elements_is_read(for_all, shard):
+    for_all(guarantees.reads_in_bounds, shard, layouts=SURROUNDED)

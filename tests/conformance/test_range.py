@@ -1,0 +1,79 @@
+"""G12: offsets past 2**31 elements, and more heads than a grid's second axis has programs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from oracles.mask import Mask
+from oracles.outputs import Outputs
+from oracles.problem import Problem
+from properties import guarantees
+from properties.agreement import agree
+from properties.tensors import Inputs
+from properties.trial import run_subject
+
+# Small enough that the near elements of a tensor fit between its far ones.
+SMALL = {"max_seqlen": 48, "max_cost": 12, "tile": 16}
+TAIL = 4096
+GIB_OF_LARGE_TENSORS = 40
+
+
+@pytest.mark.shards(0, 4)
+def test_elements_2_to_the_31_apart_are_read_where_they_are(for_all, shard, device):
+    try:
+        for_all(guarantees.far_offsets, shard, **SMALL)
+    except MemoryError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_more_heads_than_65535_are_right(check_one, device, dtype):
+    if device == "cpu":
+        pytest.skip("65,537 programs take minutes without a GPU; test_launch.py checks the grid")
+    problem = Problem(
+        B=2, H=65_538, Hk=32_769, M=3, N=5, dtype=dtype, mask=Mask(causal=True), device=device
+    )
+    check_one(problem, guarantees.accuracy)
+
+
+@pytest.mark.parametrize("long", ["queries", "keys"])
+def test_tensors_of_more_than_2_to_the_31_elements_are_right(check_one, device, long):
+    if device == "cpu":
+        pytest.skip("needs tensors of 4 GiB each")
+    if torch.cuda.mem_get_info()[0] < GIB_OF_LARGE_TENSORS * 2**30:
+        pytest.skip(f"needs {GIB_OF_LARGE_TENSORS} GiB of free GPU memory")
+    # The last rows see the last keys alone, so a small problem has the same numbers.
+    mask = Mask(causal=True, window_left=TAIL // 2) if long == "keys" else Mask()
+    sizes = {"M": 16, "N": TAIL} if long == "keys" else {"M": TAIL, "N": 16}
+    small = Problem(H=2, Hk=2, D=256, Dv=256, dtype="bf16", mask=mask, device=device, **sizes)
+    check_one(small, at_the_end_of_large_tensors)
+
+
+def at_the_end_of_large_tensors(trial):
+    """Findings where the trial's rows and keys give something else with zeros in front of them.
+
+    Queries (or keys) in front make their tensors longer than 2**31 elements; they have dout = 0 (or
+    are hidden by the window), so they add exactly nothing.
+    """
+    small = trial.problem
+    longer = "M" if small.M == TAIL else "N"
+    large = dataclasses.replace(small, **{longer: TAIL + 2**31 // (small.H * small.D)})
+    moved = []
+    for x, length in zip(trial.inputs, (large.M, large.N, large.N, large.M), strict=True):
+        padded = torch.zeros((*x.shape[:2], length, x.shape[3]), dtype=x.dtype, device=x.device)
+        padded[:, :, length - x.shape[2] :] = x
+        moved.append(padded)
+    got = run_subject(trial.subject, large, Inputs(*moved))
+    tails = Outputs(
+        *(
+            None if x is None else x[:, :, x.shape[2] - want.shape[2] :]
+            for x, want in zip(got, trial.want, strict=True)
+        )
+    )
+    findings = agree(trial, tails, "G12 range", "is wrong at the end of 2**31 elements")
+    del got, moved, tails
+    torch.cuda.empty_cache()
+    return findings

@@ -1,0 +1,67 @@
+"""G13: the first call equals the hundredth, and a call after others one in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oracles.mask import Mask
+from oracles.problem import Problem
+from properties import guarantees
+from properties.agreement import agree
+from properties.invariance import neighbours
+from properties.tensors import make
+from properties.trial import run_subject
+from tests.conformance.fresh_process import digests
+from tests.session import OURS
+
+ROOT = Path(__file__).parents[2]
+CALLS = 100
+
+
+def test_the_hundredth_call_gives_what_the_first_gave(check_one, subject, device):
+    problem = Problem(
+        N=2, dtype=subject.dtypes[0], device=device, config=next(iter(subject.configs))
+    )
+
+    def hundred_calls(trial):
+        for _ in range(CALLS - 1):
+            again = run_subject(subject, problem, trial.inputs)
+        return agree(trial, again, "G13 state", f"differs at call {CALLS}")
+
+    check_one(problem, hundred_calls)
+
+
+@pytest.mark.shards(0, 5)
+def test_a_call_after_others_gives_what_it_gives_in_a_fresh_process(
+    check_one, subject, device, shard, pytestconfig
+):
+    D = shard.head_dims[0]
+    size = 2 * subject.seqlen_multiple if subject.seqlen_multiple > 1 else 21
+    problem = Problem(
+        M=size, N=size, D=D, Dv=D, dtype=shard.dtype, config=shard.config, device=device,
+        mask=Mask(causal="causal" in subject.masks), seed=3,
+    )  # fmt: skip
+    if not subject.promises("G10"):
+        pytest.skip(f"{subject.name} does not promise the same bits run after run")
+
+    def as_in_a_fresh_process(trial):
+        for neighbour in neighbours(problem):
+            if subject.excludes(neighbour) is None:
+                run_subject(subject, neighbour, make(neighbour))
+        again = digests(run_subject(subject, problem, trial.inputs))
+        kernel = pytestconfig.getoption("--kernel") or OURS
+        command = [sys.executable, "-m", "tests.conformance.fresh_process", kernel]
+        done = subprocess.run(
+            [*command, problem.to_json()], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        alone = json.loads(done.stdout.splitlines()[-1])
+        assert again == alone, f"replay: pytest --replay='{problem.to_json()}'"
+        return guarantees.accuracy(trial)
+
+    check_one(problem, as_in_a_fresh_process)

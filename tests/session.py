@@ -1,0 +1,58 @@
+"""What a whole run is about: the subject under test and the device it runs on."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from properties.loading import load
+from properties.subject import Subject
+
+__all__ = ["OURS", "device_of", "is_ours", "subject_of"]
+
+OURS = "tests.subjects.ours:flash_attention"
+_SUBJECT = pytest.StashKey[Subject]()
+
+
+def is_ours(config: pytest.Config) -> bool:
+    """Whether the project's own kernels are under test."""
+    return config.getoption("--kernel", None) in (None, OURS)
+
+
+def subject_of(config: pytest.Config) -> Subject:
+    """The subject of --kernel, or the project's own kernels.
+
+    Raises:
+        pytest.UsageError: It cannot be loaded, or declares what does not exist.
+    """
+    if _SUBJECT not in config.stash:
+        if is_ours(config) and importlib.util.find_spec("triton") is None:
+            raise pytest.UsageError(
+                "the project's own kernels need Triton, which is not installed; "
+                "--kernel=path/to/file.py:name verifies kernels that do without"
+            )
+        try:
+            config.stash[_SUBJECT] = load(config.getoption("--kernel") or OURS)
+        except ValueError as error:
+            raise pytest.UsageError(f"--kernel: {error}") from None
+        device_of(config)
+    return config.stash[_SUBJECT]
+
+
+def device_of(config: pytest.Config) -> str:
+    """Where the subject runs: "cuda" where there is a GPU and it can use one, else "cpu".
+
+    Raises:
+        pytest.UsageError: It runs on GPUs alone, and there is none.
+    """
+    declared = config.stash[_SUBJECT].devices if _SUBJECT in config.stash else ("cpu", "cuda")
+    if torch.cuda.is_available() and "cuda" in declared:
+        return "cuda"
+    if "cpu" not in declared:
+        raise pytest.UsageError(
+            f"--kernel: {config.stash[_SUBJECT].name} declares devices {declared}; "
+            "no GPU is visible here"
+        )
+    return "cpu"

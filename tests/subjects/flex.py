@@ -1,0 +1,42 @@
+"""PyTorch's FlexAttention, compiled, with its log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+__all__ = ["attention"]
+
+# Every dtype and head_dim is compiled for itself; past this PyTorch falls back to eager code.
+torch._dynamo.config.recompile_limit = 512
+_compiled = torch.compile(flex_attention, dynamic=True)
+
+
+def attention(q, k, v, *, mask, sm_scale):
+    """FlexAttention with the mask as a mask_mod."""
+    (B, H, M, _), N = q.shape, k.shape[2]
+    if 0 in (B, M, N):
+        raise NotImplementedError("flex_attention: a size is 0")
+    lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int32, device=q.device)
+    seqlens_q, seqlens_k = lengths.unbind()
+    # Wide enough to bound nothing.
+    left = M + N if mask.window_left is None else mask.window_left
+    right = M + N if mask.right is None else mask.right
+
+    def seen(b, h, m, n):
+        distance = n - (m + seqlens_k[b] - seqlens_q[b])
+        inside = (distance >= -left) & (distance <= right)
+        return inside & (m < seqlens_q[b]) & (n < seqlens_k[b])
+
+    blocks = create_block_mask(seen, B, None, M, N, device=q.device)
+    return _compiled(
+        q, k, v, block_mask=blocks, scale=sm_scale, enable_gqa=k.shape[1] != H, return_lse=True
+    )
+
+
+attention.devices = ("cuda",)
+attention.dtypes = ("fp16", "bf16", "fp32")
+attention.head_dims = (16, 32, 64, 128)
+attention.dv_ne_d = False
+attention.returns_lse = True
+attention.ds_scaled = True

@@ -1,0 +1,81 @@
+"""PyTorch's scaled_dot_product_attention, one subject for each of its backends.
+
+A mask that the backend does not know by itself is passed as a dense bool tensor. There are no
+lengths, so padding is not declared.
+"""
+
+from __future__ import annotations
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+__all__ = ["cudnn", "efficient", "flash", "math"]
+
+
+def _attention(backend, q, k, v, mask, sm_scale, *, dense=True):
+    """``scaled_dot_product_attention`` on one backend alone."""
+    sizes = (*q.shape[:3], k.shape[2])
+    if 0 in sizes:
+        raise NotImplementedError("scaled_dot_product_attention: a size is 0")
+    square = q.shape[2] == k.shape[2]
+    bounded = mask.window_left is not None or mask.window_right is not None
+    given, is_causal = None, mask.causal and square and not bounded
+    if (mask.causal or bounded) and not is_causal:
+        if not dense:
+            raise NotImplementedError("scaled_dot_product_attention: no dense mask here")
+        given = mask.dense(*sizes, device=q.device)
+    with sdpa_kernel(backend):
+        try:
+            return scaled_dot_product_attention(
+                q, k, v, given, is_causal=is_causal, scale=sm_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )  # fmt: skip
+        except RuntimeError as error:
+            if "No available kernel" in str(error) or "No viable backend" in str(error):
+                raise NotImplementedError(f"{backend.name}: no available kernel") from None
+            raise
+
+
+def math(q, k, v, *, mask, sm_scale):
+    """Composed of matrix products and a softmax, in float32 for 16-bit inputs."""
+    return _attention(SDPBackend.MATH, q, k, v, mask, sm_scale)
+
+
+def flash(q, k, v, *, mask, sm_scale):
+    """FlashAttention-2."""
+    return _attention(SDPBackend.FLASH_ATTENTION, q, k, v, mask, sm_scale, dense=False)
+
+
+def efficient(q, k, v, *, mask, sm_scale):
+    """Memory-efficient attention, of xformers' descent."""
+    return _attention(SDPBackend.EFFICIENT_ATTENTION, q, k, v, mask, sm_scale)
+
+
+def cudnn(q, k, v, *, mask, sm_scale):
+    """The attention of cuDNN."""
+    return _attention(SDPBackend.CUDNN_ATTENTION, q, k, v, mask, sm_scale)
+
+
+for _subject in (math, flash, efficient, cudnn):
+    _subject.masks = ("causal", "window")
+    _subject.returns_lse = False
+
+math.p_dtype = "fp32"
+math.p_normalised = True
+
+flash.devices = efficient.devices = cudnn.devices = ("cuda",)
+flash.dtypes = cudnn.dtypes = ("fp16", "bf16")
+flash.masks = ("causal",)
+# is_causal means top-left, and is refused where M != N.
+flash.causal_alignment = "top-left"
+flash.head_dims = tuple(range(8, 257, 8))
+flash.dv_ne_d = False
+
+efficient.dtypes = ("fp16", "bf16", "fp32")
+efficient.gqa = False
+efficient.head_dims = tuple(range(8, 257, 8))
+efficient.ds_scaled = True
+efficient.ds_roundings = 2
+
+cudnn.head_dims = tuple(range(8, 129, 8))
+cudnn.ds_scaled = True

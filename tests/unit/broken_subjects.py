@@ -1,0 +1,132 @@
+"""Attention in plain PyTorch: right, or wrong in the one way that a guarantee is there to find."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = ["Eager"]
+
+
+class Eager:
+    """Attention by autograd in the dtype of its inputs, right unless it is given a fault."""
+
+    returns_lse = True
+    bitwise = ("G4", "G5", "G10")
+    devices = ("cpu",)
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.calls = 0
+        self.scales: dict[tuple[int, ...], float] = {}
+
+    def __call__(self, q, k, v, *, mask, sm_scale, config="default"):
+        self.calls += 1
+        q, k, v, sm_scale = self.misread(q, k, v, sm_scale)
+        (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
+        seen = mask.dense(B, H, M, N).expand(B, H, M, N)
+        if self.fault == "sees one key more":
+            seen = seen | seen.roll(1, 3)
+        live = seen.any(3, keepdim=True)
+        used = seen.any(2).view(B, Hk, H // Hk, N).any(2).unsqueeze(3)
+        if self.fault != "reads padding":
+            q, k, v = (
+                torch.where(live, q, 0.0),
+                torch.where(used, k, 0.0),
+                torch.where(used, v, 0.0),
+            )
+        k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
+        scores = torch.where(seen, q @ k.mT * sm_scale, -math.inf)
+        m = scores.detach().amax(3, keepdim=True) if N else scores.new_zeros((B, H, M, 1))
+        m = torch.where(live, m, 0.0)
+        if self.fault == "no maximum subtracted":
+            m = torch.zeros_like(m)
+        e = torch.exp(scores - m)
+        total = torch.where(live, e.sum(3, keepdim=True), 1.0)
+        if self.fault != "no select on dP":
+            p = torch.where(seen, e / total, 0.0)
+        else:
+            p = e / total
+        out = p @ v
+        if self.fault != "dout of empty rows":
+            out = torch.where(live, out, 0.0)
+        lse = torch.where(live, m + total.log(), -math.inf).squeeze(3).detach()
+        return self.spoil(out, lse, live, N, config)
+
+    def misread(self, q, k, v, sm_scale):
+        """What a fault makes of the arguments."""
+        if self.fault == "reads past the end":
+            q = q + _after_the_end(q)
+        if self.fault == "ignores strides":
+            v = v.as_strided(v.shape, torch.empty(v.shape).stride())
+        if self.fault == "offsets of 32 bits":
+            q, k, v = (_gathered_by_int32(x) for x in (q, k, v))
+        if self.fault == "v of the first batch entry for all":
+            v = v[:1].expand(v.shape)
+        if self.fault == "scale of the call before":
+            used = self.scales.get(q.shape, sm_scale)
+            self.scales[q.shape] = sm_scale
+            sm_scale = used
+        return q, k, v, sm_scale
+
+    def spoil(self, out, lse, live, N, config):
+        """What a fault makes of the results."""
+        if self.fault == "out scaled":
+            out = out * 1.001
+        if self.fault == "one element off":
+            out = out + torch.zeros_like(out).index_put_(
+                tuple(torch.tensor([i]) for i in (1, 2, 19, 1)), torch.tensor(1e-11).double()
+            )
+        if self.fault == "another tile past 16 keys" and config == "wide" and N > 16:
+            out = out * 1.001
+        if self.fault == "another result every call":
+            out = out * (1 + 2.0**-50 * self.calls)
+        if self.fault == "lse in base 2":
+            lse = lse / math.log(2)
+        if self.fault == "lse of empty rows is 0":
+            lse = torch.where(live.squeeze(3), lse, 0.0)
+        if self.fault == "NaN in lse":
+            lse = torch.where(lse > 0.5, torch.nan, lse)
+        if self.fault == "last row not written":
+            out = _Copied.apply(out, 0, 16)
+        if self.fault == "writes past the end":
+            out = _Copied.apply(out, 1, None)
+        return out, lse
+
+
+def _after_the_end(x):
+    """The element behind the last one, times 0."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return 0 * x.as_strided((), (), x.storage_offset() + last + 1) if x.numel() else 0
+
+
+def _gathered_by_int32(x):
+    """The elements at offsets that wrap around at 2**31, as those of a careless kernel do."""
+    offsets = torch.zeros((), dtype=torch.int32)
+    for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        steps = torch.arange(size, dtype=torch.int64) * stride
+        steps = steps.to(torch.int32)  # wraps
+        offsets = offsets + steps.view(-1, *[1] * (3 - axis))
+    with torch.no_grad():
+        reach = x.untyped_storage().nbytes() // x.element_size()
+        flat = x.as_strided((reach,), (1,), 0)
+        wrong = flat[(x.storage_offset() + offsets.to(torch.int64)) % max(1, reach)] - x
+    return x + wrong
+
+
+class _Copied(torch.autograd.Function):
+    """A copy into memory of its own, with elements beyond it, or without rows past a number."""
+
+    @staticmethod
+    def forward(ctx, x, extra, rows):
+        copy = torch.empty(x.shape, dtype=x.dtype)
+        copy[:, :, :rows] = x[:, :, :rows]
+        room = copy.untyped_storage().nbytes() // copy.element_size() - copy.storage_offset()
+        if copy.numel() + extra <= room:
+            copy.as_strided((copy.numel() + extra,), (1,))[copy.numel() :] = 0
+        return copy
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None, None

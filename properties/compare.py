@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,7 @@ class Finding:
         total: How many elements were compared.
         places: In which tile the worst element lies and where the bad ones concentrate.
         problem: The problem.
+        raised: Instead of all these numbers, what the subject raised.
     """
 
     guarantee: str
@@ -69,8 +71,13 @@ class Finding:
     total: int
     places: str
     problem: Problem
+    raised: str = ""
 
     def __str__(self) -> str:
+        replay = f"  replay: pytest --replay='{self.problem.to_json()}'"
+        if self.raised:
+            raised = self.raised.replace("\n", "\n  ")
+            return f"{self.guarantee}: {self.subject} {self.claim}\n  {raised}\n{replay}"
         error = abs(self.got - self.want)
         ratio = error / self.bound if self.bound else float("inf")
         return (
@@ -78,8 +85,26 @@ class Finding:
             f"  worst at {self.where}: got {self.got!r}, want {self.want!r}, "
             f"error {error:.4g}, bound {self.bound:.4g}, ratio {ratio:.4g}\n"
             f"  {self.bad:,} of {self.total:,} elements are bad "
-            f"({100 * self.bad / self.total:.2g} %); {self.places}\n"
-            f"  replay: pytest --replay='{self.problem.to_json()}'"
+            f"({100 * self.bad / self.total:.2g} %); {self.places}\n{replay}"
+        )
+
+    @classmethod
+    def of_exception(cls, error: Exception, subject: Subject, problem: Problem) -> Finding:
+        """What a subject raised where it should have computed or refused."""
+        return cls(
+            guarantee="exception",
+            claim="raises where it should compute, or refuse by NotImplementedError",
+            subject=subject.name,
+            output="",
+            where="",
+            got=math.nan,
+            want=math.nan,
+            bound=0.0,
+            bad=0,
+            total=1,
+            places="",
+            problem=problem,
+            raised=str(error),
         )
 
     @classmethod

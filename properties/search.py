@@ -18,7 +18,7 @@ from properties.guarantees import Check
 from properties.ledger import Ledger
 from properties.simplify import simplest
 from properties.subject import Subject
-from properties.trial import Trial, examine
+from properties.trial import SubjectError, Trial, examine
 
 __all__ = ["Examiner", "attack", "peaks"]
 
@@ -52,22 +52,29 @@ class Examiner:
     def findings(self, problem: Problem, claim: Check) -> list[Finding]:
         """What violates the claim, or else accuracy; nothing where the problem is not supported."""
         self.peaks = {}
-        with self.recorder(problem):
-            try:
-                trial = examine(self.subject, problem)
-                if trial is None:
-                    self.out_of_range += 1
-                    self.ledger.rejected(problem)
-                    return []
-                self.judged += 1
-                self.peaks = peaks(trial)
-                self.ledger.judged(trial, self.peaks)
-                return claim(trial) or guarantees.accuracy(trial)
-            except NotImplementedError as refusal:
-                reason = (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
-                self.refusals[reason] += 1
-                self.ledger.refused(problem, reason)
-                return []
+        try:
+            # Around everything, so that it sees an exception that leaves a GPU unusable.
+            with self.recorder(problem):
+                return self._judge(problem, claim)
+        except NotImplementedError as refusal:
+            reason = (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
+            self.refusals[reason] += 1
+            self.ledger.refused(problem, reason)
+            return []
+        except SubjectError as error:
+            return [Finding.of_exception(error, self.subject, problem)]
+
+    def _judge(self, problem: Problem, claim: Check) -> list[Finding]:
+        """``findings`` of a problem that the subject computes."""
+        trial = examine(self.subject, problem)
+        if trial is None:
+            self.out_of_range += 1
+            self.ledger.rejected(problem)
+            return []
+        self.judged += 1
+        self.peaks = peaks(trial)
+        self.ledger.judged(trial, self.peaks)
+        return claim(trial) or guarantees.accuracy(trial)
 
 
 def peaks(trial: Trial) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from oracles.problem import Problem
 from properties.subject import Subject
 from properties.tensors import Inputs, make
 
-__all__ = ["Trial", "examine", "run_subject"]
+__all__ = ["SubjectError", "Trial", "examine", "run_subject"]
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,16 @@ class Trial:
     judgement: Judgement
 
 
+class SubjectError(Exception):
+    """The subject raised something else than NotImplementedError, or broke its form."""
+
+
 @contextmanager
 def _poisoned_allocations() -> Iterator[None]:
     """``torch.empty`` gives NaN inside, so that an element nobody writes shows.
 
     Torch fills it in its deterministic mode alone. That mode only warns here, so that a library
-    runs the algorithm that its users run, and the warnings are not the user's.
+    runs the algorithm that its users run; warnings are ignored: results are judged, not words.
     """
     fill: Any = torch.utils.deterministic  # its attribute is not in the stubs
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -56,7 +61,7 @@ def _poisoned_allocations() -> Iterator[None]:
     fill.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*determinis")
+            warnings.simplefilter("ignore")
             yield
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
@@ -78,9 +83,20 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
     """Forward and backward, on outputs that start as NaN.
 
     Raises:
-        AssertionError: An output has another shape or dtype than the contract says.
+        SubjectError: It raises, or an output has another shape or dtype than the contract says.
         NotImplementedError: The subject refuses the problem.
     """
+    try:
+        return _run(subject, problem, inputs)
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise SubjectError(f"{text}\n({frame.filename}, line {frame.lineno})") from error
+
+
+def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     with _poisoned_allocations():
         out, lse = subject.run(q, k, v, problem)
@@ -107,7 +123,7 @@ def examine(subject: Subject, problem: Problem) -> Trial | None:
     """Runs and judges a problem; None where a correct kernel need not survive it.
 
     Raises:
-        AssertionError: An output has another shape or dtype than the contract says.
+        SubjectError: It raises, or an output has another shape or dtype than the contract says.
         NotImplementedError: The subject refuses the problem.
         RuntimeError: A bound is not finite although the problem is in range: the suite is at fault.
     """

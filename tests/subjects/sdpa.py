@@ -62,8 +62,15 @@ for _subject in (math, flash, efficient, cudnn):
 
 math.p_dtype = "fp32"
 math.p_normalised = True
+# It forms the matrix of scores, several times over.
+math.max_seqlen = 8192
+
+# Their loads are 16 bytes wide: a storage offset of one element, which PyTorch passes on, ends in a
+# misaligned address.
+ALIGNED = ("bhsd", "bshd", "padded", "expanded", "packed", "transposed", "strided")
 
 flash.devices = efficient.devices = cudnn.devices = ("cuda",)
+flash.layouts = efficient.layouts = cudnn.layouts = ALIGNED
 flash.dtypes = cudnn.dtypes = ("fp16", "bf16")
 flash.masks = ("causal",)
 # is_causal means top-left, and is refused where M != N.

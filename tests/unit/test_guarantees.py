@@ -10,7 +10,7 @@ from oracles.mask import Mask
 from oracles.problem import Problem
 from properties import guarantees
 from properties.subject import Subject
-from properties.trial import examine
+from properties.trial import SubjectError, examine
 from tests.unit.broken_subjects import Eager
 
 CAUSAL = Problem(
@@ -86,7 +86,7 @@ def test_an_output_of_another_dtype_is_refused():
         def spoil(self, out, lse, live, N, config):
             return out.float(), lse
 
-    with pytest.raises(AssertionError, match=r"out has shape .* and dtype torch.float32; needs"):
+    with pytest.raises(SubjectError, match=r"out has shape .* and dtype torch.float32; needs"):
         examine(Subject.of(Narrow(), "narrow"), CAUSAL)
 
 

@@ -55,7 +55,9 @@ class _ScoreGrads(NamedTuple):
     p_grown: torch.Tensor  # p exp(F)
 
 
-def _score_grads(x: Chunk, fwd: Forward, c: Constants, eta_ds: float) -> _ScoreGrads:
+def _score_grads(
+    x: Chunk, fwd: Forward, c: Constants, eta_ds: float, p_rounded: bool
+) -> _ScoreGrads:
     """dS = p (dP - D), its sum of |terms|, and how far a kernel's may be from it."""
     scores, abs_dout = fwd.scores, x.dout.abs()
     lse = scores.lse.unsqueeze(2)
@@ -77,8 +79,11 @@ def _score_grads(x: Chunk, fwd: Forward, c: Constants, eta_ds: float) -> _ScoreG
     ds = scores.p * gap
     flushed = dp.abs_().add_(delta.abs())  # |dP| + |D|
     subtrahends = dp_reach * c.short_dot(x.v.shape[2]) + delta_error
-    e = (flushed + subtrahends).mul_(3 * c.u).add_(subtrahends).mul_(p_grown)
+    gap_error = (flushed + subtrahends).mul_(3 * c.u).add_(subtrahends)
+    e = gap_error * p_grown
     e.addcmul_(p_growth, gap.abs_()).add_(flushed.add_(1.0), alpha=c.ftz)
+    if p_rounded:
+        e.addcmul_(p_grown * c.u_p + c.eta_p, gap_error.add_(gap))
     e.masked_fill_(x.hidden, 0.0)
     ds_reach = ds.abs() + e
     ds_errors = e.add_(ds_reach, alpha=c.u_cast).add_(eta_ds).masked_fill_(x.hidden, 0.0)
@@ -95,6 +100,7 @@ def backward_error(
 
         e  = p [expm1(F) |dP - D| + exp(F) (A + dD + 3u (|dP| + |D| + A + dD))]
              + FTZ (1 + |dP| + |D|)
+        e += (up p exp(F) + eta) (|dP - D| + A + dD + 3u (...))    where dS is made of the rounded P
         W  = e + uc (|dS| + e) + eta (1 + u_x)
         dq: t [W|K| + g (1 + uc) (|dS| + e)|K|]
         dk: t [W'|Q| + g (1 + uc) (|dS| + e)'|Q|]
@@ -113,7 +119,7 @@ def backward_error(
     """
     # dS loses eta where it underflows; times the scale before its cast, eta / scale.
     eta_ds = c.eta_p * (1 + c.u_x) * (max(1.0, 1 / sm_scale) if numerics.ds_scaled else 1.0)
-    grads = _score_grads(x, fwd, c, eta_ds)
+    grads = _score_grads(x, fwd, c, eta_ds, numerics.ds_from == "rounded")
     abs_q, abs_k, abs_dout = x.q.abs(), x.k.abs(), x.dout.abs()
     # A prescaled operand is read again, still rounded, by the dot of the other's gradient. What
     # underflow cost it there no longer scales with it: eta a product.

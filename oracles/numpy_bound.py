@@ -128,8 +128,9 @@ def _dscore_error(
     prob_error_mn: FloatArray,
     units: Units,
     with_dlse: bool,
+    from_rounded: bool,
 ) -> FloatArray:
-    """e: the error of dS before its cast, on visible pairs."""
+    """e: the error of dS before its cast, on visible pairs; ``from_rounded``: of a rounded P."""
     u, u_dot = units.u, units.u_dot
     Dv = head.v_ne.shape[1]
     dout_me, dprobs_mn, p_mn = np.abs(head.dout_me), head.dprobs_mn, head.probs_mn
@@ -145,10 +146,14 @@ def _dscore_error(
 
     inputs_mn = error_dprobs_mn + error_delta_m[:, None]
     terms_mn = np.abs(dprobs_mn) + np.abs(delta_m1)
+    factor_mn = np.abs(dprobs_mn - delta_m1)
+    factor_error_mn = inputs_mn + 3 * u * (terms_mn + inputs_mn)
     error_mn = p_mn * (
-        np.expm1(prob_error_mn) * np.abs(dprobs_mn - delta_m1)
-        + np.exp(prob_error_mn) * (inputs_mn + 3 * u * (terms_mn + inputs_mn))
+        np.expm1(prob_error_mn) * factor_mn + np.exp(prob_error_mn) * factor_error_mn
     ) + units.flush * (1 + terms_mn)
+    if from_rounded:
+        rounding_mn = units.u_cast * p_mn * np.exp(prob_error_mn) + units.eta_cast
+        error_mn += rounding_mn * (factor_mn + factor_error_mn)
     return np.where(head.seen_mn, error_mn, 0.0)
 
 
@@ -176,7 +181,8 @@ def _head_bound(
     prob_error_mn = np.where(seen_mn, prob_error_mn, 0.0)
 
     # 3: dS before and after its cast
-    e_mn = _dscore_error(head, bound_out_me, prob_error_mn, units, with_dlse)
+    from_rounded = numerics.ds_from == "rounded"
+    e_mn = _dscore_error(head, bound_out_me, prob_error_mn, units, with_dlse, from_rounded)
     top_mn = np.abs(head.dscores_mn) + e_mn
     eta_ds = units.eta_cast * (max(1.0, 1 / t) if numerics.ds_scaled else 1.0) * (1 + units.u_x)
     cast_mn = np.where(seen_mn, e_mn + uc * top_mn + eta_ds, 0.0)

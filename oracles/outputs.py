@@ -38,6 +38,8 @@ class Numerics:
         ds_roundings: How often dS (and P) is rounded to its dtype.
         p_normalised: Softmax first, then the cast.
         l_order: The softmax sum runs in "any" order, or "tile" by tile.
+        ds_from: dS is made of the "unrounded" P, or of P "rounded" to its dtype, as a kernel does
+            that keeps one P for both of its dots.
         l_from: l is summed from the "unrounded" or the "rounded" P.
         group_sum: dk, dv are summed over a group of heads in "fp32" or in their "dtype".
     """
@@ -51,6 +53,7 @@ class Numerics:
     ds_roundings: int = 1
     p_normalised: bool = False
     l_order: str = "any"
+    ds_from: str = "unrounded"
     l_from: str = "unrounded"
     group_sum: str = "fp32"
 
@@ -68,6 +71,7 @@ _CHOICES = {
     "prescales": ("none", "q", "k", "qk"),
     "p_dtype": ("input", "fp32"),
     "l_order": ("any", "tile"),
+    "ds_from": ("unrounded", "rounded"),
     "l_from": ("unrounded", "rounded"),
     "group_sum": ("fp32", "dtype"),
 }

@@ -52,7 +52,10 @@ def efficient(q, k, v, *, mask, sm_scale):
 
 
 def cudnn(q, k, v, *, mask, sm_scale):
-    """The attention of cuDNN."""
+    """The attention of cuDNN; a row that sees nothing gets the mean of v, so it is refused."""
+    sizes = (*q.shape[:3], k.shape[2])
+    if not mask.dense(*sizes, device=q.device).any(3).all():
+        raise NotImplementedError("cuDNN: a row without a visible key gets the mean of v")
     return _attention(SDPBackend.CUDNN_ATTENTION, q, k, v, mask, sm_scale)
 
 
@@ -62,12 +65,14 @@ for _subject in (math, flash, efficient, cudnn):
 
 math.p_dtype = "fp32"
 math.p_normalised = True
-# It forms the matrix of scores, several times over.
-math.max_seqlen = 8192
+# It forms the matrix of scores, several times over; the others are given a dense mask.
+math.max_seqlen = efficient.max_seqlen = cudnn.max_seqlen = 8192
 
 # Their loads are 16 bytes wide: a storage offset of one element, which PyTorch passes on, ends in a
 # misaligned address.
 ALIGNED = ("bhsd", "bshd", "padded", "expanded", "packed", "transposed", "strided")
+# Grouped heads: dk and dv are stored for each query head, and then added.
+flash.group_sum = cudnn.group_sum = "dtype"
 
 flash.devices = efficient.devices = cudnn.devices = ("cuda",)
 flash.layouts = efficient.layouts = cudnn.layouts = ALIGNED
@@ -82,7 +87,11 @@ efficient.dtypes = ("fp16", "bf16", "fp32")
 efficient.gqa = False
 efficient.head_dims = tuple(range(8, 257, 8))
 efficient.ds_scaled = True
-efficient.ds_roundings = 2
+# It multiplies dP - delta by the P that it has rounded for dV.
+efficient.ds_from = "rounded"
+
+# A row of stride 1 in D counts as unaligned where M = 1.
+efficient.layouts = tuple(x for x in ALIGNED if x != "transposed")
 
 cudnn.head_dims = tuple(range(8, 129, 8))
 cudnn.ds_scaled = True

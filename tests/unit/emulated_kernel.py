@@ -208,7 +208,8 @@ class Emulated:
         delta = (out * dout).sum(axis=1) - np.where(live, dlse, self.work(0))
         if self.fault == "delta left out":
             delta = np.zeros_like(delta)
-        ds = np.where(seen, p * (dp - delta[:, None]), self.work(0))
+        p_of_ds = self.cast(p) if self.numerics.ds_from == "rounded" else p
+        ds = np.where(seen, p_of_ds * (dp - delta[:, None]), self.work(0))
         ds_factor = 1.0
         if self.numerics.ds_scaled:
             ds, ds_factor = ds * self.work(t), t

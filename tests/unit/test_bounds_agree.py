@@ -33,6 +33,7 @@ DECLARATIONS = {
     "p normalised": {"p_normalised": True},
     "l by tile": {"l_order": "tile"},
     "rounded l": {"l_from": "rounded"},
+    "ds of rounded p": {"ds_from": "rounded"},
     "dtype group sum": {"group_sum": "dtype"},
     "many": {
         "dots": "tf32",
@@ -42,6 +43,7 @@ DECLARATIONS = {
         "ds_roundings": 3,
         "l_order": "tile",
         "l_from": "rounded",
+        "ds_from": "rounded",
         "group_sum": "dtype",
     },
 }

@@ -148,6 +148,7 @@ WIDER = [
     {"ds_roundings": 2},
     {"p_normalised": True},
     {"l_from": "rounded"},
+    {"ds_from": "rounded"},
     {"group_sum": "dtype"},
 ]
 

@@ -70,6 +70,7 @@ DECLARATIONS: dict[str, Numerics] = {
     "ds_scaled": Numerics(ds_scaled=True),
     "p_normalised": Numerics(p_normalised=True),
     "l_from": Numerics(l_from="rounded"),
+    "ds_from": Numerics(ds_from="rounded"),
     "group_sum": Numerics(group_sum="dtype"),
 }
 
@@ -175,6 +176,7 @@ WIDER: dict[str, tuple[str, Numerics, Numerics, set[str]]] = {
     "p_normalised": ("fp16", Numerics(), Numerics(p_normalised=True), {"out"}),
     "l_order": ("fp32", Numerics(l_order="tile"), Numerics(), {"out", "lse"}),
     "l_from": ("fp16", Numerics(), Numerics(l_from="rounded"), {"out", "lse"}),
+    "ds_from": ("fp16", Numerics(), Numerics(ds_from="rounded"), {"dq", "dk"}),
     "group_sum": ("fp16", Numerics(), Numerics(group_sum="dtype"), {"dk", "dv"}),
 }
 

@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help verify test lint format bench clean
+.PHONY: help verify test sanitize fuzz lint format bench clean
 
 ifeq ($(strip $(PYTHON)),)
 python := .venv/bin/python
@@ -15,7 +15,7 @@ environment :=
 endif
 
 help: ## print the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo 'Without a GPU, kernels run in the Triton interpreter on the CPU. The environment is .venv,'
 	@echo 'made when it is needed; PYTHON=python3 make ... uses an existing one as it is.'
 
@@ -24,6 +24,14 @@ verify: $(environment) ## verify the kernels: tests/conformance
 
 test: $(environment) ## run all tests
 	$(python) -m pytest -n auto
+
+sanitize: $(environment) ## compute-sanitizer memcheck over a short run; needs a GPU
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 7 \
+	  $(python) -m pytest tests/conformance/test_memory.py -p no:xdist --hypothesis-profile=dev \
+	  --problem-timeout=300 -k 'fp16-16x16 or bf16-16x16 or fp32-default'
+
+fuzz: $(environment) ## new random problems, fifty times as many as verify draws
+	$(python) -m pytest tests/conformance -n auto --hypothesis-profile=fuzz
 
 lint: $(environment) ## ruff check, ruff format --check, mypy
 	$(python) -m ruff check .

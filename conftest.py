@@ -43,7 +43,7 @@ REPLAY = pytest.StashKey[Problem]()
 
 # Examples a test and shard; a GPU judges about twenty times as many problems a second.
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
-GATE_EXAMPLES = 60 if ON_GPU else 8
+GATE_EXAMPLES = 60 if ON_GPU else 6
 _ALWAYS = {
     "deadline": None,
     "suppress_health_check": list(hypothesis.HealthCheck),
@@ -56,7 +56,7 @@ _ALWAYS = {
 # Two that draw the same in every run, and one that remembers what it found and draws anew.
 PROFILES = {
     "gate": {"max_examples": GATE_EXAMPLES, "derandomize": True, "database": None},
-    "dev": {"max_examples": GATE_EXAMPLES // 4, "derandomize": True, "database": None},
+    "dev": {"max_examples": GATE_EXAMPLES // 3, "derandomize": True, "database": None},
     "fuzz": {"max_examples": 50 * GATE_EXAMPLES},
 }
 for _name, _settings in PROFILES.items():

@@ -79,6 +79,9 @@ def _score_grads(
     ds = scores.p * gap
     flushed = dp.abs_().add_(delta.abs())  # |dP| + |D|
     subtrahends = dp_reach * c.short_dot(x.v.shape[2]) + delta_error
+    if c.eta_dot:
+        of_rows, of_keys = abs_dout.sum(2, keepdim=True), x.v.abs().sum(2).unsqueeze(1)
+        subtrahends += c.eta_dot * (of_rows + of_keys)
     gap_error = (flushed + subtrahends).mul_(3 * c.u).add_(subtrahends)
     e = gap_error * p_grown
     e.addcmul_(p_growth, gap.abs_()).add_(flushed.add_(1.0), alpha=c.ftz)
@@ -106,7 +109,8 @@ def backward_error(
         dk: t [W'|Q| + g (1 + uc) (|dS| + e)'|Q|]
         dv: (p expm1(F) + uc p exp(F) + (eta + FTZ)(1 + u_x))'|dout| + g (1 + uc) (p exp F)'|dout|
 
-    The g terms of dk and dv are left to the caller: they depend on how many rows see a key.
+    and in TF32 eta_x for each subnormal operand of a dot. The g terms of dk and dv are left to the
+    caller: they depend on how many rows see a key.
 
     Args:
         x: The chunk.
@@ -131,6 +135,10 @@ def backward_error(
     dk_weights = grads.ds_errors + again_q * grads.ds_reach if again_q else grads.ds_errors
     dq_bound = (dq_weights @ abs_k).mul_(sm_scale)
     dk_errors = (dk_weights.mT @ abs_q).mul_(sm_scale)
+    # Subnormal k, q and dout lose digits as operands of the last dots.
+    lost = sm_scale * c.eta_dot
+    dq_bound += lost * grads.ds_reach.sum(2, keepdim=True)
+    dk_errors += lost * grads.ds_reach.sum(1).unsqueeze(2)
     eta_again = c.eta_prescaled(numerics.prescales, sm_scale)
     if again_q:
         dk_errors += eta_again * grads.ds_reach.sum(1).unsqueeze(2)
@@ -139,6 +147,8 @@ def backward_error(
     abs_ds = grads.ds.abs()
     dv_weights = (grads.p_growth + c.u_cast * grads.p_grown).add_((c.eta_p + c.ftz) * (1 + c.u_x))
     dv_weights.masked_fill_(x.hidden, 0.0)
+    dv_errors = dv_weights.mT @ abs_dout
+    dv_errors += c.eta_dot * grads.p_grown.sum(1).unsqueeze(2)
     return Backward(
         dq=(grads.ds @ x.k).mul_(sm_scale),
         dq_bound=dq_bound,
@@ -151,7 +161,7 @@ def backward_error(
             dk_terms=(grads.ds_terms.mT @ abs_q).mul_(sm_scale),
             dk_reach=abs_ds.mT @ abs_q,
             dv=fwd.scores.p.mT @ x.dout,
-            dv_errors=dv_weights.mT @ abs_dout,
+            dv_errors=dv_errors,
             dv_products=grads.p_grown.mT @ abs_dout,
             dv_terms=fwd.scores.p.mT @ abs_dout,
             query_tiles=x.query_tiles,

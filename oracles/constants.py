@@ -39,7 +39,8 @@ class Constants:
         eta_in: Absolute error of a rounding to the tensors' dtype that underflows.
         u_p: Of the dtype P and dS are cast to, over all their roundings.
         eta_p: Absolute error of those roundings where they underflow.
-        u_x: What a dot does to each of its operands beyond their dtype.
+        u_x: What a dot does to each of its operands beyond their dtype, relative.
+        eta_x: The same where they are subnormal, absolute.
         h: How many roundings an addition of a dot counts as.
         times: Factor on the finished bound.
         max_in: Largest finite value of the tensors' dtype.
@@ -56,6 +57,7 @@ class Constants:
     u_p: float
     eta_p: float
     u_x: float
+    eta_x: float
     h: float
     times: float
     max_in: float
@@ -75,6 +77,11 @@ class Constants:
         """Relative error of a product whose two operands are inputs: (1 + u_x)**2 - 1."""
         # Expanded, because 1 + u is 1 in float64 where u is float64's own roundoff.
         return 2 * self.u_x + self.u_x**2
+
+    @property
+    def eta_dot(self) -> float:
+        """What a subnormal operand of a dot costs a product, per unit of the other operand."""
+        return self.eta_x * (1 + self.u_dot)
 
     @property
     def u_cast(self) -> float:
@@ -120,6 +127,7 @@ def constants(in_dtype: str, numerics: Numerics) -> Constants:
     rounds = numerics.ds_roundings
     if rounds != 1:
         u_p, eta_p = math.expm1(rounds * math.log1p(u_p)), rounds * eta_p
+    truncated = numerics.dots == "tf32" and in_dtype == "fp32"
     u, ftz, max_acc = _FORMATS["fp64" if double else "fp32"]
     return Constants(
         u=u,
@@ -130,7 +138,9 @@ def constants(in_dtype: str, numerics: Numerics) -> Constants:
         eta_in=eta_in,
         u_p=u_p,
         eta_p=eta_p,
-        u_x=2.0**-10 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
+        # TF32 drops the last 13 of 23 bits, also of a subnormal number, whose last bit is 2**-149.
+        u_x=2.0**-10 if truncated else 0.0,
+        eta_x=2.0**-136 if truncated else 0.0,
         h=float(numerics.accumulator),
         times=2.0 if double else 1.0,
         max_in=max_in,

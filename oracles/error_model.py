@@ -278,10 +278,13 @@ def judge(
     of_rows = _Rows(*(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)))
     of_keys = _finish_keys(sums, c, apart)
     bound_dk, bound_dv, terms_dk, terms_dv = (x.view(B, Hk, N, -1) for x in of_keys[:4])
-    max_score, *row_peaks = torch.stack(peaks).amax(0).tolist()
+    # Read in one go: waiting for a GPU is what a small problem costs.
+    of_all = torch.cat([torch.stack(peaks).amax(0), of_keys.peaks]).tolist()
+    key_peaks = [of_all.pop() for _ in of_keys.peaks][::-1]
+    max_score, *row_peaks = of_all
     return Judgement(
         bound=Outputs(of_rows.bound_out, of_rows.bound_lse, of_rows.bound_dq, bound_dk, bound_dv),
         terms=Outputs(of_rows.terms_out, of_rows.terms_lse, of_rows.terms_dq, terms_dk, terms_dv),
         max_score=max_score,
-        out_of_range=_range(row_peaks, of_keys.peaks.tolist(), c),
+        out_of_range=_range(row_peaks, key_peaks, c),
     )

@@ -88,6 +88,9 @@ def _error_before_rescaling(
         per_reach += c.u_in if prescales != "qk" else 2 * c.u_in + c.u_in**2
     error = (s - m.unsqueeze(2)).abs_().mul_(3 * c.u)
     error.add_(s.abs(), alpha=5 * c.u).add_(reach, alpha=per_reach).add_(c.u_exp)
+    if c.eta_dot:
+        of_q, of_k = (x.abs().sum(2) for x in (x.q, x.k))
+        error.add_(of_q.unsqueeze(2) + of_k.unsqueeze(1), alpha=t * c.eta_dot)
     if prescales in ("q", "qk"):
         error += c.eta_prescaled(prescales, t) * x.k.abs().sum(2).unsqueeze(1)
     if prescales in ("k", "qk"):
@@ -97,6 +100,8 @@ def _error_before_rescaling(
 
 def _scores(x: Chunk, sm_scale: float, c: Constants, numerics: Numerics) -> Scores:
     """Softmax of a chunk, and E = (g + ud) A0 + 5u |s| + 3u |s - m| + (1 + R) u_exp.
+
+    In TF32 also t eta_x (sum |q| + sum |k|): what truncation takes off subnormal operands.
 
     R counts how often a kernel may rescale, from the data: at most the number of tiles, usually
     far fewer, which keeps the bound sharp for long rows.
@@ -148,7 +153,7 @@ def forward_error(
     With Z = sum p exp(-E) <= the kernel's own softmax sum over the true one::
 
         core  = [sum p expm1(E) |v - out| + (uc + g (1 + uc)) sum p exp(E) |v|] / Z
-                + (eta + FTZ) min(1, exp(m - L + 2 max E)) sum |v|
+                + (eta + FTZ) min(1, exp(m - L + 2 max E)) sum |v| + eta_x sum p exp(E) / Z
         core += (gamma_l + 4u)(|out| + core)
         out:  core + u_in (|out| + core) + eta_in
         lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l|) + 4u max(|m|, |L|)
@@ -178,6 +183,7 @@ def forward_error(
         lost *= (m - lse + 2 * E.amax(2)).exp_().clamp_(max=1.0)
     per_v = torch.where(x.seen, p_grown * (rounding.unsqueeze(2) / Z) + lost.unsqueeze(2), 0.0)
     core = _spread(p_growth, x.v, out, exact_spread) / Z + per_v @ abs_v
+    core = core + c.eta_dot * p_grown.sum(2, keepdim=True) / Z
     # The softmax sum.
     added = numerics.block_n if numerics.l_order == "tile" else keys
     gamma_l = c.gamma(added + 2 * scores.tiles + 4)

@@ -67,6 +67,7 @@ def _score_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) 
         + 5 * u * (np.abs(s_mn) + u_dot * magnitude_mn)
         + 3 * u * np.abs(s_mn - head.row_max_m[:, None])
         + _prescale_error(head, magnitude_mn, sm_scale, numerics, units)
+        + sm_scale * units.subnormal_operands(head.q_md, head.k_nd)
         + units.u_exp
     )
     rescales_m = rescales(head, error_mn, numerics.block_n)
@@ -78,6 +79,7 @@ def _forward(
 ) -> tuple[FloatArray, FloatArray]:
     """Bounds of out (M, Dv) and lse (M,), row by row over the visible keys; 0 on empty rows."""
     u, uc = units.u, units.u_cast_dot
+    lost = units.eta_x * (1 + units.u_dot)
     bound_out_me = np.zeros_like(head.out_me)
     bound_lse_m = np.zeros_like(head.lse_m)
     tiles_m = seen_tiles(head.seen_mn, numerics.block_n)
@@ -109,6 +111,7 @@ def _forward(
             / z
         )
         core_e += (units.eta_cast + units.flush) * spread * np.abs(v_ne).sum(axis=0)
+        core_e += lost * (p_n * np.exp(error_n)).sum() / z
         core_e += (gamma_l + 4 * u) * (np.abs(out_e) + core_e)
         bound_out_me[m] = core_e + units.u_stored * (np.abs(out_e) + core_e) + units.eta_stored
 
@@ -139,6 +142,7 @@ def _dscore_error(
     error_dprobs_mn = (units.g(max(Dv, _SHORTEST_DOT)) * (1 + u_dot) + u_dot) * (
         dout_me @ np.abs(head.v_ne).T
     )
+    error_dprobs_mn += units.subnormal_operands(head.dout_me, head.v_ne)
     error_delta_m = (dout_me * bound_out_me).sum(axis=1)
     error_delta_m += units.gamma(Dv + 4) * (dout_me * (np.abs(head.out_me) + bound_out_me)).sum(1)
     if with_dlse:
@@ -196,6 +200,11 @@ def _head_bound(
     sum_n = units.g(chain_n + 2)[:, None]
     bound_dk_nd = t * (cast_mn.T @ q_md + sum_n * (1 + uc) * (top_mn.T @ q_md))
 
+    # subnormal k and q as operands of these dots
+    lost = t * units.eta_x * (1 + units.u_dot)
+    bound_dq_md += lost * top_mn.sum(axis=1)[:, None]
+    bound_dk_nd += lost * top_mn.sum(axis=0)[:, None]
+
     # 6: a pre-scaled operand, rounded for the scores, is used again for the other's gradient
     reused = prescale_underflow(numerics, t, units)
     if numerics.prescales in ("q", "qk"):
@@ -209,6 +218,8 @@ def _head_bound(
     cast_p_mn = p_mn * np.expm1(prob_error_mn) + uc * largest_mn + underflow
     cast_p_mn = np.where(seen_mn, cast_p_mn, 0.0)
     bound_dv_ne = cast_p_mn.T @ dout_me + sum_n * (1 + uc) * (largest_mn.T @ dout_me)
+    lost = units.eta_x * (1 + units.u_dot)
+    bound_dv_ne += lost * np.where(seen_mn, largest_mn, 0.0).sum(axis=0)[:, None]
 
     return _HeadBound(bound_out_me, bound_lse_m, bound_dq_md, bound_dk_nd, bound_dv_ne)
 

@@ -45,6 +45,7 @@ class Units:
         u_stored: Unit roundoff of tensors in memory.
         eta_stored: What storing loses to underflow.
         u_x: What a dot does to each of its operands beyond their dtype, relative.
+        eta_x: The same for subnormal operands, absolute.
         accumulator: h, the accumulation constant of a dot.
     """
 
@@ -57,12 +58,18 @@ class Units:
     u_stored: float
     eta_stored: float
     u_x: float
+    eta_x: float
     accumulator: float
 
     @property
     def u_dot(self) -> float:
         """The two operands of a dot, as the dot reads them: (1 + u_x)^2 - 1."""
         return 2 * self.u_x + self.u_x**2
+
+    def subnormal_operands(self, a_rd: FloatArray, b_ce: FloatArray) -> FloatArray:
+        """(R, C): what their subnormal elements cost the dots of the rows of a and b."""
+        sums_rc: FloatArray = np.abs(a_rd).sum(axis=1)[:, None] + np.abs(b_ce).sum(axis=1)[None, :]
+        return self.eta_x * (1 + self.u_dot) * sums_rc
 
     @property
     def u_cast_dot(self) -> float:
@@ -108,6 +115,8 @@ def units_of(in_dtype: str, numerics: Numerics) -> Units:
         u_stored=u_stored,
         eta_stored=eta_stored,
         u_x=2.0**-10 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
+        # 13 bits dropped of a number whose last bit is 2**-149
+        eta_x=2.0**-136 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
         accumulator=float(numerics.accumulator),
     )
 

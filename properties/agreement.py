@@ -23,7 +23,7 @@ def within(
     compared: Outputs[torch.Tensor | None] | None = None,
 ) -> list[Finding]:
     """A finding for each output with an element further than ``limits`` from the oracle's."""
-    findings = []
+    of_outputs = []
     for place, name in enumerate(OUTPUTS):
         value, want, limit = got[place], trial.want[place], limits[place]
         if value is None:
@@ -33,23 +33,28 @@ def within(
         part = None if compared is None else compared[place]
         if part is not None:
             bad = bad & part
-        if bad.any():
-            findings.append(
-                Finding.at(
-                    bad,
-                    ratio,
-                    guarantee=guarantee,
-                    claim=claim,
-                    subject=trial.subject,
-                    problem=trial.problem,
-                    output=name,
-                    got=value,
-                    want=want,
-                    bound=limit,
-                    compared=part,
-                )
-            )
-    return findings
+        of_outputs.append((name, value, want, limit, part, ratio, bad))
+    # One answer from a GPU for all outputs.
+    any_bad = torch.stack([bad.any() for *_, bad in of_outputs]).tolist() if of_outputs else []
+    return [
+        Finding.at(
+            bad,
+            ratio,
+            guarantee=guarantee,
+            claim=claim,
+            subject=trial.subject,
+            problem=trial.problem,
+            output=name,
+            got=value,
+            want=want,
+            bound=limit,
+            compared=part,
+        )
+        for (name, value, want, limit, part, ratio, bad), found in zip(
+            of_outputs, any_bad, strict=True
+        )
+        if found
+    ]
 
 
 def exact(

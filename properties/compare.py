@@ -34,9 +34,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a == b) | (a.isnan() & b.isnan())
 
 
-def worst(ratio: torch.Tensor) -> float:
-    """The largest ratio, 0 for an empty tensor."""
-    return float(ratio.amax()) if ratio.numel() else 0.0
+def worst(*of_ratios: torch.Tensor) -> list[float]:
+    """The largest ratio of each tensor, 0 for an empty one; waits for a GPU once."""
+    largest = [ratio.amax() if ratio.numel() else ratio.new_zeros(()) for ratio in of_ratios]
+    found: list[float] = torch.stack(largest).tolist()
+    return found
 
 
 @dataclass(frozen=True)

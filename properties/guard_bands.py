@@ -15,10 +15,26 @@ __all__ = ["GuardBands", "Overrun"]
 _GUARD_BYTES = 1024
 _GUARD = 0xA5
 _aten = torch.ops.aten
-# What makes an uninitialised tensor, and where its size, and the tensor it is like, stand.
-_SIZED = (_aten.empty.memory_format, _aten.new_empty.default)
-_STRIDED = (_aten.empty_strided.default, _aten.new_empty_strided.default)
-_LIKE = (_aten.empty_like.default,)
+_UNINITIALISED = (
+    _aten.empty.memory_format,
+    _aten.empty_permuted.default,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
+# Accumulators start as 0; kernels write to them as to any other.
+_OF_ONE_VALUE = (
+    _aten.zeros.default,
+    _aten.zeros_like.default,
+    _aten.new_zeros.default,
+    _aten.ones.default,
+    _aten.ones_like.default,
+    _aten.new_ones.default,
+    _aten.full.default,
+    _aten.full_like.default,
+    _aten.new_full.default,
+)
 
 
 class Overrun(NamedTuple):
@@ -26,8 +42,8 @@ class Overrun(NamedTuple):
 
     Args:
         tensor: The allocation beside it.
-        offset: Index of the first byte written, relative to the tensor: negative before it, counted
-            from its end after it.
+        offset: The written byte nearest to the tensor: -1 is the last one before it, 0 the first
+            one after it.
         before: Whether the band lies before the tensor.
     """
 
@@ -37,12 +53,22 @@ class Overrun(NamedTuple):
 
 
 class GuardBands(TorchDispatchMode):
-    """Inside the block, uninitialised tensors lie between guard bands and start as NaN.
+    """Inside the block, new tensors lie between guard bands, and uninitialised ones start as NaN.
 
     It sees what Python code, or autograd on its behalf, allocates by ``torch.empty``,
-    ``torch.empty_like`` and their like; not what a library allocates inside an operator of its own.
-    Integers start as the bytes of the guard.
+    ``torch.zeros``, ``torch.full`` and their like; not what a library allocates inside an operator
+    of its own, or what compiled code allocates. Uninitialised integers are the bytes of the guard.
+    Tensors without elements stay as they are.
     """
+
+    # What a subject does by torch.compile, and by its operators, it does here too: in eager code
+    # in its place something else would be verified.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets compiled code run as it is."""
+        return True
 
     def __init__(self) -> None:
         """Starts without allocations."""
@@ -54,21 +80,25 @@ class GuardBands(TorchDispatchMode):
     ) -> Any:  # the signature of the base class
         """Replaces an allocation; lets everything else pass."""
         made = func(*args, **(kwargs or {}))
-        if func not in (*_SIZED, *_STRIDED, *_LIKE) or not made.numel() or made.is_meta:
+        if func not in (*_UNINITIALISED, *_OF_ONE_VALUE):
             return made
-        return self._guarded(made)
+        if made.layout is not torch.strided or made.is_meta or not made.numel():
+            return made
+        return self._guarded(made, initialised=func in _OF_ONE_VALUE)
 
-    def _guarded(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same form inside guard bands."""
+    def _guarded(self, like: torch.Tensor, *, initialised: bool) -> torch.Tensor:
+        """A tensor of the same form inside guard bands, of the same values if they mean any."""
         reach = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
         size = like.element_size()
         band = torch.full(
             (2 * _GUARD_BYTES + size * reach,), _GUARD, dtype=torch.uint8, device=like.device
         )
         own = band[_GUARD_BYTES : _GUARD_BYTES + size * reach].view(like.dtype)
-        if like.is_floating_point():
-            own.fill_(math.nan)
         tensor = own.as_strided(like.shape, like.stride())
+        if initialised:
+            tensor.copy_(like)
+        elif like.is_floating_point() or like.is_complex():
+            own.fill_(math.nan)
         self._allocations.append((tensor, band))
         return tensor
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from oracles import error_model, reference
 from oracles.mask import Mask
 from oracles.outputs import OUTPUTS, Outputs
 from oracles.problem import Problem
@@ -18,6 +19,7 @@ from properties.trial import Trial, run_subject
 __all__ = ["independence", "layout", "neighbours", "repeatable", "state"]
 
 _REPEATS = 3
+_OTHER_DTYPE = {"fp16": "bf16", "bf16": "fp16", "fp32": "fp64", "fp64": "fp32"}
 _CONTIGUOUS = ("bhsd", "bhsd", "bhsd", "bhsd")
 
 
@@ -26,21 +28,36 @@ def layout(trial: Trial) -> list[Finding]:
 
     And dout of stride 0 in every axis, as ``out.sum().backward()`` makes it, gives what ones give.
     """
-    problem = trial.problem
+    problem, inputs = trial.problem, trial.inputs
     again = run_subject(trial.subject, problem, make(problem, layouts=_CONTIGUOUS))
     findings = agree(trial, again, "G8 layout", "depends on the strides of its inputs")
-    if findings or not trial.subject.backward or 0 in trial.inputs.dout.shape:
+    if findings or not trial.subject.backward or 0 in inputs.dout.shape:
         return findings
-    ones = torch.ones_like(trial.inputs.dout, memory_format=torch.contiguous_format)
-    summed, full = (
-        run_subject(trial.subject, problem, trial.inputs._replace(dout=dout))
-        for dout in (ones[:1, :1, :1, :1].expand(ones.shape), ones)
+    ones = torch.ones_like(inputs.dout, memory_format=torch.contiguous_format)
+    full = _judged(trial, inputs._replace(dout=ones))
+    if full is None:
+        return findings
+    summed = run_subject(
+        trial.subject, problem, inputs._replace(dout=ones[:1, :1, :1, :1].expand(ones.shape))
     )
-    if trial.subject.promises("G8"):
-        base = dataclasses.replace(trial, got=full)
-        claim = "of out.sum().backward() is not what a dout of ones gives"
-        findings = agree(base, summed, "G8 layout", claim)
-    return findings
+    claim = "of out.sum().backward() is not what a dout of ones gives"
+    return agree(full, summed, "G8 layout", claim)
+
+
+def _judged(trial: Trial, inputs: Inputs) -> Trial | None:
+    """The trial on other inputs, judged as far as ``agree`` needs it; None where out of range."""
+    subject, problem = trial.subject, trial.problem
+    if subject.promises("G8"):
+        return dataclasses.replace(trial, inputs=inputs, got=run_subject(subject, problem, inputs))
+    mask, scale = problem.mask, problem.scale
+    judgement = error_model.judge(
+        *inputs, mask=mask, sm_scale=scale, in_dtype=problem.dtype,
+        numerics=subject.numerics_of(problem),
+    )  # fmt: skip
+    if judgement.out_of_range is not None:
+        return None
+    want = reference.attention(*inputs, mask=mask, sm_scale=scale)
+    return dataclasses.replace(trial, inputs=inputs, want=want, judgement=judgement)
 
 
 def independence(trial: Trial) -> list[Finding]:
@@ -57,9 +74,7 @@ def independence(trial: Trial) -> list[Finding]:
     of_rows = (slice(b, b + 1), heads)
     of_keys = (slice(b, b + 1), slice(group, group + 1))
     q, k, v, dout = trial.inputs
-    alone = dataclasses.replace(
-        problem, B=1, H=problem.G, Hk=1, mask=_mask_of(problem.mask, b), seed=problem.seed
-    )
+    alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=_mask_of(problem.mask, b))
     part = run_subject(
         trial.subject, alone, Inputs(q[of_rows], k[of_keys], v[of_keys], dout[of_rows])
     )
@@ -113,13 +128,19 @@ def state(trial: Trial) -> list[Finding]:
 
 def neighbours(problem: Problem) -> Iterator[Problem]:
     """Problems that differ in one thing each, of about the same cost."""
-    plain = dataclasses.replace(problem, mask=Mask())
-    yield dataclasses.replace(problem, seed=problem.seed ^ 1)
-    yield dataclasses.replace(plain, M=problem.M + 1)
-    yield dataclasses.replace(plain, N=problem.N + 1)
-    yield dataclasses.replace(problem, H=problem.Hk if problem.G > 1 else 2 * problem.H)
-    yield dataclasses.replace(problem, sm_scale=2 * problem.scale)
-    yield dataclasses.replace(plain, mask=Mask(causal=not problem.mask.causal))
+    mask, scale = problem.mask, problem.scale
+    for change in (
+        {"seed": problem.seed ^ 1},
+        {"M": problem.M + 1},
+        {"N": problem.N + 1},
+        {"H": problem.Hk if problem.G > 1 else 2 * problem.H},
+        # The next head_dim that is padded to the same power of two, so that nothing compiles.
+        {"D": (problem.D - 1 ^ 1) + 1},
+        {"sm_scale": 2 * scale if scale < 1 else scale / 2},
+        {"mask": dataclasses.replace(mask, causal=mask.right != 0, window_right=None)},
+        {"dtype": _OTHER_DTYPE[problem.dtype]},
+    ):
+        yield dataclasses.replace(problem, **change)
 
 
 def _difference(problem: Problem, other: Problem) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -17,6 +18,9 @@ from properties.subject import Subject
 __all__ = ["load"]
 
 _NEEDS = "needs path/to/file.py:name or package.module:name"
+_MOST_NAMES = 20
+# Frames of the import itself.
+_IMPORTING = (__file__, importlib.__file__, "<frozen importlib")
 
 
 def load(spec: str) -> Subject:
@@ -25,47 +29,44 @@ def load(spec: str) -> Subject:
     A file is run as a module of its own name; its folder is put last on ``sys.path``, so that it
     can import what lies beside it.
 
+    Args:
+        spec: ``path/to/file.py:name`` or ``package.module:name``; the name may have dots.
+
     Raises:
         ValueError: There is no such file, module or name, it cannot be imported, is not callable,
             takes other arguments, or declares what does not exist. The message is one paragraph.
     """
-    source, colon, name = spec.rpartition(":")
-    if not colon or not source or not name:
-        raise ValueError(f"is {spec!r}; {_NEEDS}")
-    module = _imported(source)
-    call = module
-    for part in name.split("."):
-        if not hasattr(call, part):
-            raise ValueError(f"{source} has no {name!r}; it has {_callables(module)}")
-        call = getattr(call, part)
-    if not callable(call) or inspect.isclass(call):
-        raise ValueError(
-            f"{name!r} in {source} is {type(call).__name__}; needs a function or an instance with "
-            "__call__"
-        )
-    _check_signature(call, name)
-    return Subject.of(call, name)
+    source, _, name = spec.rpartition(":")
+    try:
+        if not source or not name or ("/" in source and not source.endswith(".py")):
+            raise ValueError(f"got {spec!r}; {_NEEDS}")
+        subject = Subject.of(_found(_imported(source), source, name), name)
+        _check_signature(subject)
+    except ValueError as error:
+        # What is quoted of a user's values can have line breaks.
+        raise ValueError(" ".join(str(error).split())) from None
+    return subject
 
 
 def _imported(source: str) -> ModuleType:
     """The module at a path or of a dotted name."""
+    is_file = source.endswith(".py")
+    path = Path(source).expanduser()
+    if is_file and not path.is_file():
+        raise ValueError(f"there is no file {path}")
     try:
-        if source.endswith(".py"):
-            return _run_file(Path(source))
-        if "/" in source:
-            raise ValueError(f"is {source!r}; {_NEEDS}")
+        if is_file:
+            return _run_file(path)
         if "" not in sys.path:
             sys.path.append("")
         return importlib.import_module(source)
-    except ValueError:
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's file raises, SystemExit included
         raise ValueError(f"{source} cannot be imported: {_reason(error)}") from None
 
 
 def _run_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -76,44 +77,57 @@ def _run_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except ValueError as error:
-        raise ImportError(_reason(error)) from None
+    spec.loader.exec_module(module)
     return module
 
 
 def _reason(error: BaseException) -> str:
     """The exception in a line, with the innermost place it came from."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    text = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if "importlib" not in frame.filename]
-    last = outside[-1] if outside else None
-    if last is None or last.filename == __file__:
-        return text
-    return f"{text} ({last.filename}, line {last.lineno})"
+    places = [frame for frame in frames if not frame.filename.startswith(_IMPORTING)]
+    return f"{text} ({places[-1].filename}, line {places[-1].lineno})" if places else text
 
 
-def _callables(module: ModuleType) -> list[str]:
-    """What in a module could have been meant."""
-    return sorted(
-        name
-        for name, value in vars(module).items()
-        if callable(value)
-        and not inspect.isclass(value)
-        and not name.startswith("_")
-        and getattr(value, "__module__", None) == module.__name__
-    )
+def _found(module: ModuleType, source: str, name: str) -> Callable[..., Any]:
+    """What a dotted name stands for in a module."""
+    found: Any = module
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        if not hasattr(found, part):
+            there = ", ".join(_callables(found, part)) or "no function at all"
+            owner = f"{'.'.join(parts[:depth])} in {source}" if depth else source
+            raise ValueError(f"{owner} has no {part!r}; it has {there}")
+        found = getattr(found, part)
+    if inspect.isclass(found) or not callable(found):
+        kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
+        raise ValueError(
+            f"{name!r} in {source} is {kind}; needs a function or an instance with __call__"
+        )
+    call: Callable[..., Any] = found
+    return call
 
 
-def _check_signature(call: Callable[..., Any], name: str) -> None:
+def _callables(owner: object, wanted: str) -> list[str]:
+    """What could have been meant: similar names, then those that a module defines, or all."""
+    members = {name: getattr(owner, name, None) for name in dir(owner) if not name.startswith("_")}
+    calls = {k: v for k, v in members.items() if callable(v) and not inspect.isclass(v)}
+    close = difflib.get_close_matches(wanted, calls)
+    home = getattr(owner, "__name__", None)
+    own = [name for name, call in calls.items() if getattr(call, "__module__", None) == home]
+    return [*dict.fromkeys((*close, *(own or calls)))][:_MOST_NAMES]
+
+
+def _check_signature(subject: Subject) -> None:
     """Whether ``call(q, k, v, mask=..., sm_scale=...)`` fits, as far as that can be seen."""
+    words = ("mask", "sm_scale", *(("config",) if len(subject.configs) > 1 else ()))
     try:
-        signature = inspect.signature(call)
+        # Of what is called, not of what it wraps and may adapt.
+        signature = inspect.signature(subject.call, follow_wrapped=False)
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(None, None, None, mask=None, sm_scale=None)
+        signature.bind(None, None, None, **dict.fromkeys(words))
     except TypeError as error:
-        needs = "(q, k, v, *, mask, sm_scale)"
-        raise ValueError(f"{name} takes {signature}; needs {needs} ({error})") from None
+        needs = f"(q, k, v, *, {', '.join(words)})"
+        raise ValueError(f"{subject.name} takes {signature}; needs {needs}: {error}") from None

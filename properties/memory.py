@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +20,8 @@ __all__ = ["far_offsets", "full_overwrite", "reads_in_bounds"]
 
 # Offsets that int32 cannot hold, in elements.
 _FAR = 2**31
+# What tensors and far rows start at multiples of, in elements, so that they are aligned.
+_UNIT = 64
 _MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
 
 
@@ -99,16 +103,16 @@ def far_offsets(trial: Trial) -> list[Finding]:
     NaN (on a CPU 0: there the memory is never touched).
 
     Raises:
-        MemoryError: The device has too little memory: 2**32 elements are needed, on a CPU as
-            address space only.
+        MemoryError: The device has too little memory: 2**32 elements and some are needed, on a CPU
+            as address space only.
     """
     problem = trial.problem
-    arena = _arena(problem.device, trial.inputs.q.dtype)
-    moved, taken = [], _FAR
-    for place, x in enumerate(trial.inputs):
-        strides, extent = _far_strides(tuple(x.shape), problem.seed + place)
-        moved.append(arena[taken:].as_strided(x.shape, strides).copy_(x))
-        taken += extent
+    places, elements = _far_places([tuple(x.shape) for x in trial.inputs], problem.seed)
+    arena = _arena(_FAR + elements, problem.device, trial.inputs.q.dtype)
+    moved = [
+        arena[_FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
+        for x, place in zip(trial.inputs, places, strict=True)
+    ]
     again = run_subject(trial.subject, problem, Inputs(*moved))
     del arena, moved
     if problem.device == "cuda":
@@ -116,32 +120,55 @@ def far_offsets(trial: Trial) -> list[Finding]:
     return agree(trial, again, "G12 range", "is wrong where offsets pass 2**31 elements")
 
 
-def _far_strides(shape: tuple[int, ...], choice: int) -> tuple[tuple[int, ...], int]:
-    """Strides with one far axis if any axis is longer than 1, and how much room the rest takes."""
-    strides, extent = [0] * 4, 1
-    axes = [axis for axis in range(4) if shape[axis] > 1]
-    far = axes[choice % len(axes)] if axes and 0 not in shape else None
-    for axis in reversed(range(4)):
-        if axis == far:
-            # Multiples of 8 elements keep rows aligned, as those of a tensor of that size are.
-            strides[axis] = _FAR // (shape[axis] - 1) // 8 * 8 + 8
-        else:
-            strides[axis] = extent
-            extent *= max(1, shape[axis])
-    # The last element along the far axis lies up to 8 elements a step further than 2**31.
-    extent += 8 * max(shape)
-    return tuple(strides), -(-extent // 64) * 64
+class _Place(NamedTuple):
+    """Where a tensor lies, in elements."""
+
+    start: int
+    strides: tuple[int, ...]
 
 
-def _arena(device: str, dtype: torch.dtype) -> torch.Tensor:
-    """2**32 elements and some: 2**31 on either side of its middle."""
-    elements = 2 * _FAR + 2**24
+def _far_places(shapes: Sequence[tuple[int, ...]], seed: int) -> tuple[list[_Place], int]:
+    """A place for each tensor, apart from all others, and how many elements they span.
+
+    A tensor that has an axis longer than 1 lies far along one: 2**31 elements or more from its
+    first to its last. All far strides are multiples of the room that the tensors take together
+    without their far axes, and each has a part of that room to itself.
+    """
+    far, rooms = [], []
+    for number, shape in enumerate(shapes):
+        axes = [axis for axis in range(len(shape)) if shape[axis] > 1 and 0 not in shape]
+        far.append(axes[(seed + number) % len(axes)] if axes else None)
+        near = math.prod(max(1, n) for axis, n in enumerate(shape) if axis != far[-1])
+        rooms.append(-(-near // _UNIT) * _UNIT)
+    places, elements = [], 0
+    for number, shape in enumerate(shapes):
+        strides, extent = [0] * len(shape), 1
+        start = end = sum(rooms[:number])
+        for axis in reversed(range(len(shape))):
+            if axis == far[number]:
+                steps = (shape[axis] - 1) * sum(rooms)
+                strides[axis] = -(-_FAR // steps) * sum(rooms)
+                end += (shape[axis] - 1) * strides[axis]
+            else:
+                strides[axis] = extent
+                extent *= max(1, shape[axis])
+        places.append(_Place(start, tuple(strides)))
+        elements = max(elements, end + rooms[number])
+    return places, elements
+
+
+def _arena(elements: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that holds nothing yet: NaN on a GPU; on a CPU zeros, and only where it is touched."""
     size = elements * dtype.itemsize
+    short = f"offsets past 2**31 need {size / 2**30:.0f} GiB of memory on {device}"
     if device == "cuda":
         free, _ = torch.cuda.mem_get_info()
         if free < size + 2**30:
-            raise MemoryError(f"offsets past 2**31 need {size / 2**30:.0f} GiB of GPU memory")
+            raise MemoryError(short)
         return torch.full((elements,), math.nan, dtype=dtype, device=device)
-    # Address space without memory behind it, whatever the system lets a process reserve.
+    # Address space without memory behind it, as far as the system lets a process reserve it.
     lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    return torch.frombuffer(mmap.mmap(-1, size, flags=lazily), dtype=dtype)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size, flags=lazily), dtype=dtype)
+    except OSError as error:
+        raise MemoryError(f"{short}: {error}") from error

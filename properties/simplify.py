@@ -56,12 +56,14 @@ def simplifications(problem: Problem) -> Iterator[Problem]:
 
 
 def _valid(problem: Problem, changes: Iterator[dict[str, Any]]) -> Iterator[Problem]:
-    """The problems that the changes give, where they make sense together."""
+    """The other problems that the changes give, where they make sense together."""
     for change in changes:
         try:
-            yield dataclasses.replace(problem, **change)
+            changed = dataclasses.replace(problem, **change)
         except ValueError:
             continue
+        if changed != problem:
+            yield changed
 
 
 def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
@@ -77,48 +79,71 @@ def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
 
 def _smaller(problem: Problem) -> Iterator[dict[str, Any]]:
     """Smaller sizes; lengths and batch entries of the mask go with them."""
-    if problem.B > 1:
-        for b in range(problem.B):
-            yield {"B": 1, "mask": _of_entry(problem.mask, b)}
-    if problem.H > 1:
-        yield {"H": 1, "Hk": 1}
-        yield {"H": problem.Hk}
-        yield {"H": problem.G, "Hk": 1}
-    for name in ("M", "N"):
-        for size in _steps(getattr(problem, name)):
-            yield {name: size, "mask": _cut(problem.mask, name, size)}
+    B, Hk, G = problem.B, problem.Hk, problem.G
+    for kept in _fewer(B):
+        yield {"B": len(kept), "mask": _of_entries(problem.mask, kept)}
+    for size in _steps(G):
+        yield {"H": Hk * size}
+    for size in _steps(Hk):
+        yield {"H": size * G, "Hk": size}
+    # Together too: a subject may need M = N.
+    for names in (("M", "N"), ("M",), ("N",)):
+        if len({getattr(problem, name) for name in names}) == 1:
+            for size in _steps(getattr(problem, names[0])):
+                for mask in _cut(problem, names, size):
+                    yield {**dict.fromkeys(names, size), "mask": mask}
     for dims in ({"D": 16, "Dv": 16}, {"D": 16}, {"Dv": 16}):
-        if any(getattr(problem, name) != size for name, size in dims.items()):
-            yield dict(dims)
+        yield dict(dims)
 
 
 def _steps(size: int) -> Iterator[int]:
-    """Smaller positive sizes: 1, then half, then ever closer."""
+    """Smaller positive sizes: 1, then ever closer, by powers of two.
+
+    So the multiples of a power of two, which a subject may need, lead to one another.
+    """
     if size > 1:
         yield 1
-        step = size // 2
+        step = 1 << (size - 1).bit_length() - 1
         while step:
             yield size - step
             step //= 2
 
 
-def _of_entry(mask: Mask, b: int) -> Mask:
+def _fewer(B: int) -> Iterator[tuple[int, ...]]:
+    """Batch entries to keep: one of them, then all but one."""
+    entries = range(B)
+    if B > 1:
+        yield from ((b,) for b in entries)
+    if B > 2:
+        yield from (tuple(other for other in entries if other != b) for b in entries)
+
+
+def _of_entries(mask: Mask, kept: tuple[int, ...]) -> Mask:
+    """The mask of some batch entries."""
     rows, keys = mask.seqlens_q, mask.seqlens_k
     return dataclasses.replace(
         mask,
-        seqlens_q=None if rows is None else rows[b : b + 1],
-        seqlens_k=None if keys is None else keys[b : b + 1],
+        seqlens_q=None if rows is None else tuple(rows[b] for b in kept),
+        seqlens_k=None if keys is None else tuple(keys[b] for b in kept),
     )
 
 
-def _cut(mask: Mask, name: str, size: int) -> Mask:
-    """The mask of a shorter sequence."""
-    field = "seqlens_q" if name == "M" else "seqlens_k"
-    lengths = getattr(mask, field)
-    if lengths is None:
-        return mask
-    cut: dict[str, Any] = {field: tuple(min(length, size) for length in lengths)}
-    return dataclasses.replace(mask, **cut)
+def _cut(problem: Problem, names: tuple[str, ...], size: int) -> Iterator[Mask]:
+    """Masks of shorter sequences M, N or both: with less of the padding, and with all of it.
+
+    What is not empty stays so: an empty sequence is a case of its own.
+    """
+    less: dict[str, Any] = {}
+    all_of_it: dict[str, Any] = {}
+    for name in names:
+        field = "seqlens_q" if name == "M" else "seqlens_k"
+        lengths, gone = getattr(problem.mask, field), getattr(problem, name) - size
+        if lengths is not None:
+            less[field] = tuple(min(length, size) for length in lengths)
+            all_of_it[field] = tuple(max(min(1, length), length - gone) for length in lengths)
+    yield dataclasses.replace(problem.mask, **less)
+    if all_of_it != less:
+        yield dataclasses.replace(problem.mask, **all_of_it)
 
 
 def _masks(problem: Problem) -> Iterator[Mask]:
@@ -136,8 +161,10 @@ def _masks(problem: Problem) -> Iterator[Mask]:
     for field, size in (("seqlens_q", problem.M), ("seqlens_k", problem.N)):
         lengths = getattr(mask, field) or ()
         for b, length in enumerate(lengths):
-            if length < size:
-                changes.append({field: (*lengths[:b], length + 1, *lengths[b + 1 :])})
+            nearer = {size, size - 1, (length + size) // 2, length + 1}
+            for longer in sorted(nearer, reverse=True):
+                if longer > length:
+                    changes.append({field: (*lengths[:b], longer, *lengths[b + 1 :])})
     for change in changes:
         ((name, value),) = change.items()
         if getattr(mask, name) not in (value, None):

@@ -38,7 +38,8 @@ class Subject:
         gqa: Whether H may exceed Hk.
         m_ne_n: Whether M may differ from N.
         dv_ne_d: Whether Dv may differ from D.
-        masks: Supported kinds of masks beside none at all: "causal", "window", "padding".
+        masks: Supported kinds of masks beside none at all, by the fields of Mask that they need:
+            "causal"; "window", window_left and window_right; "padding", the lengths.
         layouts: Supported layouts, out of ``oracles.problem.LAYOUTS``.
         backward: Whether it has gradients.
         devices: Where it runs: "cpu", "cuda".
@@ -110,7 +111,7 @@ class Subject:
                 continue
             if item.name == "configs":
                 default: Any = {"default": {}}
-                value, shown = dict(value), ", ".join(value)
+                value, shown = dict(value), ", ".join(map(self._of_config, value))
             else:
                 default, shown = item.default, repr(value)
             if value != default:
@@ -120,6 +121,11 @@ class Subject:
             if value != getattr(Numerics(), word):
                 parts.append(f"{word}={value!r}")
         return ", ".join(parts) or "nothing"
+
+    def _of_config(self, config: str) -> str:
+        """A configuration's name, with what it replaces."""
+        replaced = ", ".join(f"{word}={value!r}" for word, value in self.configs[config].items())
+        return f"{config} ({replaced})" if replaced else config
 
     def numerics_of(self, problem: Problem) -> Numerics:
         """The numerics that hold for a problem's configuration."""
@@ -136,7 +142,7 @@ class Subject:
         dtypes = self.configs.get(problem.config, {}).get("dtypes", self.dtypes)
         rows, keys = mask.lengths(problem.B, M, N)
         positional = mask.right is not None or mask.window_left is not None
-        windowed = mask.window_left is not None or mask.window_right not in (None, 0)
+        windowed = (mask.window_left, mask.window_right) != (None, None)
         padded = (mask.seqlens_q, mask.seqlens_k) != (None, None)
         multiple, most = self.seqlen_multiple, self.max_seqlen
         dims, alignment, layouts = self.head_dims, self.causal_alignment, self.layouts
@@ -150,7 +156,7 @@ class Subject:
             ("gqa False", self.gqa or problem.G == 1),
             ("m_ne_n False", self.m_ne_n or M == N),
             ("dv_ne_d False", self.dv_ne_d or problem.D == problem.Dv),
-            (f"masks {self.masks}", "causal" in self.masks or windowed or not positional),
+            (f"masks {self.masks}", "causal" in self.masks or not mask.causal),
             (f"masks {self.masks}", "window" in self.masks or not windowed),
             (f"masks {self.masks}", "padding" in self.masks or not padded),
             (f"layouts {layouts}", layouts is None or {*problem.layouts} <= {*layouts}),
@@ -176,14 +182,18 @@ class Subject:
         config = {"config": problem.config} if len(self.configs) > 1 else {}
         result = self.call(q, k, v, mask=problem.mask, sm_scale=problem.scale, **config)
         pair = isinstance(result, tuple | list)
-        if self.returns_lse is not None and pair != self.returns_lse:
+        if pair and len(result) != 2:
             raise AssertionError(
-                f"{self.name} declares returns_lse={self.returns_lse} and returns "
-                f"{type(result).__name__}"
+                f"{self.name} returns {len(result)} values; needs to return out, or (out, lse)"
             )
         out, lse = result if pair else (result, None)
+        if self.returns_lse not in (None, lse is not None):
+            returned = "no lse" if lse is None else "one"
+            raise AssertionError(
+                f"{self.name} declares returns_lse={self.returns_lse} and returns {returned}"
+            )
         for what, x in (("out", out), ("lse", lse)):
-            if not isinstance(x, torch.Tensor) and (what, x) != ("lse", None):
+            if not isinstance(x, torch.Tensor) and not (what == "lse" and x is None):
                 raise AssertionError(
                     f"{self.name} returns {type(x).__name__} as {what}; needs a tensor"
                 )
@@ -192,12 +202,13 @@ class Subject:
     def _natural(self, lse: torch.Tensor, problem: Problem) -> torch.Tensor:
         """Lse as a natural logarithm that is -inf on rows without a visible key.
 
-        A row that does not hold what was declared for such rows stays as it is, to be found.
+        A row that does not hold what was declared for such rows stays as it is, to be found; so
+        does an lse of the wrong shape.
         """
         if self.lse_base == "2":
             lse = (lse.to(torch.float64) * math.log(2)).to(lse.dtype)
-        if self.empty_lse != "-inf":
-            sizes = problem.B, problem.H, problem.M, problem.N
+        sizes = problem.B, problem.H, problem.M, problem.N
+        if self.empty_lse != "-inf" and lse.shape == sizes[:3]:
             empty = ~problem.mask.dense(*sizes, device=lse.device).any(3)
             lse = torch.where(empty & (lse == float(self.empty_lse)), -math.inf, lse)
         return lse

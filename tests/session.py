@@ -33,8 +33,9 @@ def subject_of(config: pytest.Config) -> Subject:
                 "the project's own kernels need Triton, which is not installed; "
                 "--kernel=path/to/file.py:name verifies kernels that do without"
             )
+        given = config.getoption("--kernel", None)
         try:
-            config.stash[_SUBJECT] = load(config.getoption("--kernel") or OURS)
+            config.stash[_SUBJECT] = load(OURS if given is None else given)
         except ValueError as error:
             raise pytest.UsageError(f"--kernel: {error}") from None
         device_of(config)

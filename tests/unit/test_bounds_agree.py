@@ -111,6 +111,21 @@ def test_bounds_agree_to_1e_minus_10(in_dtype: str, declared: str, case: int) ->
     assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
 
 
+@pytest.mark.parametrize("small", range(4))
+def test_bounds_agree_where_tf32_truncates_subnormal_operands(small: int) -> None:
+    inputs, call, block_n = a_problem("fp32/subnormal/0")
+    # One tensor subnormal, the other operand of its dots large.
+    scales = [1.0, 1.0, 2.0**30, 1.0]
+    scales[small] = 2.0**-130
+    if small < 2:
+        scales[1 - small] = 2.0**120
+    inputs = [(x * s).to(torch.float32).double() for x, s in zip(inputs, scales, strict=True)]
+    numerics = Numerics(block_n=block_n, dots="tf32")
+    want = numpy_bound.bound(*as_arrays(inputs), **call, in_dtype="fp32", numerics=numerics)
+    got = error_model.judge(*inputs, **call, in_dtype="fp32", numerics=numerics, rows=32).bound
+    assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
+
+
 @pytest.mark.parametrize("case", PROBLEMS)
 @pytest.mark.parametrize("in_dtype", DTYPES)
 def test_references_agree_to_1e_minus_12_of_their_terms(in_dtype: str, case: int) -> None:

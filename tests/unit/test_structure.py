@@ -75,9 +75,10 @@ def exported(tree: ast.Module) -> list[str] | None:
 
 
 def bound(tree: ast.Module) -> set[str]:
-    """The names that a module's top level binds."""
+    """The names that a module's top level binds, those for type checkers alone included."""
     names: set[str] = set()
-    for node in tree.body:
+    typing = [x for node in tree.body if isinstance(node, ast.If) for x in node.body]
+    for node in [*tree.body, *typing]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):

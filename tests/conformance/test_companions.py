@@ -1,0 +1,37 @@
+"""RMS, bias and the identities: what a worst-case bound, which small faults pass, cannot see."""
+
+from __future__ import annotations
+
+import pytest
+
+from oracles.mask import Mask
+from oracles.problem import Problem
+from properties import companions, identities
+
+# Rows enough for a sharp threshold.
+LENGTH = {"cpu": 192, "cuda": 2048}
+ORDINARY = {"inputs": "normal", "dout": "normal", "layouts": ("bhsd", "bshd", "padded")}
+
+
+def as_by_independent_roundings(trial):
+    """Findings of RMS, bias and the sharp identities."""
+    return [*companions.rms(trial), *companions.bias(trial), *identities.sharp_identities(trial)]
+
+
+@pytest.mark.shards(2, 5)
+def test_errors_are_those_of_independent_roundings(for_all, shard):
+    scales = (None, shard.head_dims[0] ** -0.5)
+    for_all(as_by_independent_roundings, shard, scales=scales, **ORDINARY)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=True)], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_errors_of_many_rows_are_those_of_independent_roundings(check_one, device, dtype, mask):
+    size = LENGTH[device]
+    problem = Problem(H=2, Hk=2, M=size, N=size, D=64, Dv=64, dtype=dtype, mask=mask, device=device)
+    check_one(problem, as_by_independent_roundings)
+
+
+@pytest.mark.shards(1, 4)
+def test_identities_hold_within_the_bound(for_all, shard):
+    for_all(identities.identities, shard)

@@ -1,0 +1,233 @@
+"""What is launched: grids, strides past 2**31, nothing for sizes of 0; and how programs decode."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import math
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fa_kernels import allocation, launch
+from fa_kernels.arguments import Arguments
+from fa_kernels.configs import CONFIGS, Config, Tile, resolve
+
+KERNELS = ("forward", "delta", "dkdv", "dq")
+FAR = 2**31
+APART = Config(forward=Tile(32, 16), dkdv=Tile(16, 64), dq=Tile(64, 128))
+
+
+class Launch(NamedTuple):
+    """One launch: which kernel, on which grid, with which arguments by name."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: dict[str, object]
+
+
+class Recorder:
+    """Stands in for a kernel: takes down its launches and runs nothing."""
+
+    def __init__(self, name: str, kernel, launches: list[Launch]) -> None:
+        self.name = name
+        self.names = list(inspect.signature(kernel.fn).parameters)
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        def run(*args: object, **constants: object) -> None:
+            given = dict(zip(self.names, args, strict=False))
+            assert not given.keys() & constants.keys()
+            self.launches.append(Launch(self.name, grid, {**given, **constants}))
+
+        return run
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[Launch]:
+    """The launches to come; no kernel runs."""
+    made: list[Launch] = []
+    for name in KERNELS:
+        attribute = f"{name}_kernel"
+        kernel = getattr(launch, attribute)
+        monkeypatch.setattr(launch, attribute, Recorder(name, kernel, made))
+    return made
+
+
+class Sizes(NamedTuple):
+    B: int = 2
+    H: int = 6
+    Hk: int = 3
+    M: int = 100
+    N: int = 70
+    D: int = 16
+    Dv: int = 24
+
+
+def without_memory(sizes: Sizes, dtype: torch.dtype = torch.bfloat16):
+    """q, k, v, dout as shapes and strides alone."""
+    B, H, Hk, M, N, D, Dv = sizes
+    shapes = ((B, H, M, D), (B, Hk, N, D), (B, Hk, N, Dv), (B, H, M, Dv))
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+
+
+def launch_all(q, k, v, dout, config: Config | str = "16x16"):
+    """Forward and backward; (out, lse, dq, dk, dv)."""
+    lengths = (
+        torch.full((q.shape[0],), x.shape[2], dtype=torch.int32, device=q.device) for x in (q, k)
+    )
+    unbounded = q.shape[2] + k.shape[2]
+    block_d = 1 << (max(q.shape[3], v.shape[3], 16) - 1).bit_length()
+    arguments = Arguments(*lengths, unbounded, unbounded, 0.25, resolve(config, q.dtype, block_d))
+    out, lse = launch.launch_forward(q, k, v, arguments)
+    return out, lse, *launch.launch_backward(q, k, v, out, lse, dout, arguments)
+
+
+GRIDS = {
+    "more_heads_than_65535": (Sizes(H=40_000, Hk=20_000, M=3, N=5), "16x16"),
+    "more_batch_entries_than_65535": (Sizes(B=70_000, M=3, N=5), "16x16"),
+    "long_sequences": (Sizes(M=2**20 + 1, N=2**21 + 1), "64x32"),
+    "tiles_apart": (Sizes(), APART),
+    "one_of_each": (Sizes(1, 1, 1, 1, 1), "default"),
+    "whole_tiles": (Sizes(M=64, N=128), APART),
+}
+
+
+@pytest.mark.parametrize(("sizes", "config"), GRIDS.values(), ids=GRIDS)
+def test_a_grid_has_one_axis_of_a_program_for_each_tile_and_head(sizes, config, launches):
+    B, H, Hk, M, N = sizes[:5]
+    launch_all(*without_memory(sizes), config)
+    chosen = resolve(config, torch.bfloat16, 32)
+    delta = launch.ROW_PADDING * math.ceil(M / launch.ROW_PADDING) // launch.DELTA_ROWS
+    assert {x.kernel: x.grid for x in launches} == {
+        "forward": (math.ceil(M / chosen.forward.block_m) * B * H,),
+        "delta": (delta * B * H,),
+        "dkdv": (math.ceil(N / chosen.dkdv.block_n) * B * Hk,),
+        "dq": (math.ceil(M / chosen.dq.block_m) * B * H,),
+    }
+    # What a GPU's first axis can hold; the others end at 65,535.
+    assert all(x.grid[0] < 2**31 for x in launches)
+
+
+def test_the_kernels_are_launched_once_each_in_the_order_of_what_they_need(launches):
+    launch_all(*without_memory(Sizes()))
+    assert [x.kernel for x in launches] == list(KERNELS)
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, APART], ids=str)
+def test_a_kernel_is_given_the_tile_that_its_grid_counts(config, launches):
+    launch_all(*without_memory(Sizes()), config)
+    chosen = resolve(config, torch.bfloat16, 32)
+    for x in launches:
+        if x.kernel != "delta":
+            tile = getattr(chosen, x.kernel)
+            given = [x.arguments[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")]
+            assert given == [tile.block_m, tile.block_n, tile.num_warps]
+
+
+def strides_of(launched: Launch, letter: str) -> tuple[object, ...]:
+    """The strides that a kernel is given for one tensor."""
+    names = [name for name in launched.arguments if name.startswith(f"stride_{letter}")]
+    return tuple(launched.arguments[name] for name in names)
+
+
+@pytest.mark.parametrize("axis", range(4))
+def test_strides_past_2_to_the_31_reach_the_kernels_as_they_are(axis, launches):
+    far = []
+    for number, x in enumerate(without_memory(Sizes(), torch.float32)):
+        strides = [1, 1, 1, 1]
+        strides[axis] = 3 * FAR + 16 * number
+        far.append(x.as_strided(x.shape, strides))
+    launch_all(*far)
+    of_kernel = {x.kernel: x for x in launches}
+    for letter, x in zip("qkvo", far, strict=True):
+        takes = KERNELS[2:] if letter == "o" else ("forward", *KERNELS[2:])
+        for kernel in takes:
+            assert strides_of(of_kernel[kernel], letter) == x.stride(), (kernel, letter)
+    assert strides_of(of_kernel["delta"], "o") == far[3].stride()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_strides_are_64_bits_wide_in_every_kernel(name):
+    kernel = getattr(launch, f"{name}_kernel")
+    types = {
+        parameter: str(described.annotation)
+        for parameter, described in inspect.signature(kernel.fn).parameters.items()
+        if parameter.startswith("stride_")
+    }
+    assert types
+    assert set(types.values()) == {"int64"}
+
+
+def test_rows_too_far_apart_for_32_bits_do_not_take_the_aligned_path(launches):
+    sizes = Sizes(D=32, Dv=32)
+    near, far = without_memory(sizes), without_memory(sizes)
+    far[1] = far[1].as_strided(far[1].shape, (8, 8, FAR, 1))
+    for tensors in (near, far):
+        launch_all(*tensors)
+    aligned = [x.arguments["ALIGNED"] for x in launches]
+    # Delta reads neither q, k nor v.
+    assert aligned == [True] * 4 + [False, True, False, False]
+
+
+NOTHING = {
+    "B": (Sizes(B=0), ()),
+    "M": (Sizes(M=0), ("dkdv",)),
+    "N": (Sizes(N=0), ("forward", "delta", "dq")),
+    "M_and_N": (Sizes(M=0, N=0), ()),
+}
+
+
+@pytest.mark.parametrize(("sizes", "launched"), NOTHING.values(), ids=NOTHING)
+def test_a_size_of_0_launches_what_has_something_to_write(sizes, launched, launches):
+    launch_all(*without_memory(sizes))
+    assert tuple(x.kernel for x in launches) == launched
+
+
+@pytest.mark.parametrize(("sizes", "launched"), NOTHING.values(), ids=NOTHING)
+def test_a_size_of_0_gives_outputs_of_the_shapes_and_dtypes_of_any_other(sizes, launched, launches):
+    B, H, Hk, M, N, D, Dv = sizes
+    got = launch_all(*without_memory(sizes))
+    assert [tuple(x.shape) for x in got] == [
+        (B, H, M, Dv), (B, H, M), (B, H, M, D), (B, Hk, N, D), (B, Hk, N, Dv)
+    ]  # fmt: skip
+    wide, narrow = torch.float32, torch.bfloat16
+    assert [x.dtype for x in got] == [narrow, wide, narrow, narrow, narrow]
+
+
+MANY, LAST = 2**15, 16
+
+
+def test_the_last_of_more_than_65535_heads_are_computed_where_they_lie(monkeypatch):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("a GPU runs all of the programs; tests/conformance/test_range.py does")
+    from triton.runtime import interpreter
+
+    def last(*bounds):
+        """``range``, but the last programs of a grid alone: all of them take minutes."""
+        steps = builtins.range(*bounds)
+        return steps[-LAST:] if len(steps) > MANY else steps
+
+    monkeypatch.setattr(interpreter, "range", last, raising=False)
+    empty = allocation.empty
+    monkeypatch.setattr(allocation, "empty", lambda *a, **kw: empty(*a, **kw).fill_(math.nan))
+    B, H, Hk = 2, 40_000, 20_000
+    # Two keys of equal score: p = 1/2 for each, up to rounding, which the comparisons take off.
+    number = torch.arange(1.0, B * H + 1).view(B, H, 1, 1)
+    q, dout = torch.zeros(B, H, 1, 1), number
+    k = torch.tensor([0.0, 1.0]).view(2, 1).expand(B, Hk, 2, 1)
+    v = k * number[:, :Hk]
+    out, lse, dq, dk, dv = launch_all(q, k, v, dout)
+    for got in (out, lse, dq, dk, dv):
+        assert got.flatten()[: -2 * LAST].isnan().all()
+    # Delta has 8 programs a head, so it has run for the last group alone.
+    of_group, of_v = dout[-1, -2:], v[-1, -1, 1]
+    assert (2 * out[-1, -2:]).round().flatten().tolist() == [of_v] * 2
+    assert lse[-1, -2:].exp().round().flatten().tolist() == [2] * 2
+    assert (16 * dq[-1, -2:] / of_group).round().flatten().tolist() == [of_v] * 2
+    assert (2 * dv[-1, -1] - of_group.sum()).round().flatten().tolist() == [0] * 2
+    assert dk[-1, -1].flatten().tolist() == [0] * 2

@@ -109,12 +109,15 @@ def pytest_configure(config: pytest.Config) -> None:
         except ValueError as error:
             raise pytest.UsageError(f"--replay: {error}") from None
         config.args[:] = [str(CONFORMANCE / "test_replay.py")]
-    if not is_ours(config):
+    if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
         subject_of(config)
     config.pluginmanager.register(CrashReports(config), "crash-reports")
     # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
     if getattr(config.option, "maxschedchunk", 0) is None:
         config.option.maxschedchunk = 2
+    # A subject that crashes in every test is still to be run to the end.
+    if getattr(config.option, "maxworkerrestart", 0) is None:
+        config.option.maxworkerrestart = "1000"
     # A test of this profile takes as long as it takes; each of its problems is watched.
     if profile == "fuzz":
         config.option.timeout = 0
@@ -122,6 +125,12 @@ def pytest_configure(config: pytest.Config) -> None:
         import triton
 
         triton.knobs.compilation.listener = _count_compilation
+
+
+def _verifies(config: pytest.Config) -> bool:
+    """Whether some of the conformance tests are among those that the command line names."""
+    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    return any(CONFORMANCE.is_relative_to(x) or x.is_relative_to(CONFORMANCE) for x in named)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,7 @@ class Finding:
         places: In which tile the worst element lies and where the bad ones concentrate.
         problem: The problem.
         raised: Instead of all these numbers, what the subject raised.
+        kernel: What --kernel was given, for the replay line.
     """
 
     guarantee: str
@@ -74,9 +76,11 @@ class Finding:
     places: str
     problem: Problem
     raised: str = ""
+    kernel: str = ""
 
     def __str__(self) -> str:
-        replay = f"  replay: pytest --replay='{self.problem.to_json()}'"
+        kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
+        replay = f"  replay: pytest {kernel}--replay='{self.problem.to_json()}'"
         if self.raised:
             raised = self.raised.replace("\n", "\n  ")
             return f"{self.guarantee}: {self.subject} {self.claim}\n  {raised}\n{replay}"

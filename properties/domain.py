@@ -23,6 +23,8 @@ def problems_of(
     dtype: str,
     device: str,
     max_seqlen: int,
+    tile: int = 16,
+    max_cost: int = 48,
     head_dims: tuple[int, ...] = HEAD_DIMS,
     layouts: tuple[str, ...] = LAYOUTS,
     padding: bool = False,
@@ -36,7 +38,9 @@ def problems_of(
         subject: The subject.
         dtype: Of the inputs.
         device: "cpu" or "cuda".
-        max_seqlen: Largest M and N; the declaration may say less.
+        max_seqlen: Largest M and N; the declaration may say less, or need more.
+        tile: See ``problems``.
+        max_cost: See ``problems``; raised where two tiles of a declared multiple cost more.
         head_dims: Sizes of D and Dv; those that are declared are drawn, and where none of them is,
             the declared ones.
         layouts: Storage layouts; those that are declared are drawn.
@@ -48,24 +52,32 @@ def problems_of(
     Raises:
         ExcludedError: No problem of this kind is declared as supported.
     """
-    if dtype not in subject.dtypes:
+    configs = tuple(
+        name
+        for name, replaced in subject.configs.items()
+        if dtype in replaced.get("dtypes", subject.dtypes)
+    )
+    if not configs:
         raise _excluded(subject, "dtypes")
     if device not in subject.devices:
         raise _excluded(subject, "devices")
     allowed = subject.layouts or LAYOUTS
     dims = subject.head_dims
+    # Two multiples at least, or there is nothing to be seen of several tiles.
+    multiple = subject.seqlen_multiple
+    most = max(max_seqlen, 2 * multiple)
     drawn: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
+        "configs": configs,
         "head_dims": _some(head_dims, dims) or dims,
         "layouts": _some(layouts, allowed) or allowed,
         "gqa": subject.gqa,
         "dv_ne_d": subject.dv_ne_d,
-        "seqlen_multiple": subject.seqlen_multiple,
-        # Two multiples at least, or there is nothing to be seen of several tiles.
-        "max_seqlen": min(
-            max(max_seqlen, 2 * subject.seqlen_multiple), subject.max_seqlen or max_seqlen
-        ),
+        "seqlen_multiple": multiple,
+        "max_seqlen": min(most, subject.max_seqlen or most),
+        "tile": tile,
+        "max_cost": max(max_cost, (_up(2 * multiple, tile) // tile) ** 2),
         **wanted,
     }
     positions = tuple(kind for kind in subject.masks if kind != "padding")
@@ -76,6 +88,11 @@ def problems_of(
         raise _excluded(subject, "masks")
     if empty_rows and not lengths and not subject.m_ne_n:
         raise _excluded(subject, "m_ne_n")
+    least = _up(1 + padding + hidden + empty_rows, multiple)
+    if empty_rows and positions and subject.m_ne_n and subject.causal_alignment == "bottom-right":
+        least = _up(least + 1, multiple)  # of M > N
+    if subject.max_seqlen is not None and subject.max_seqlen < least:
+        raise _excluded(subject, "max_seqlen")
     forced: dict[str, Any] = {"padding": padding, "hidden": hidden, "empty_rows": empty_rows}
     if subject.causal_alignment == "bottom-right" or not positions:
         masks = ("full", *positions, *lengths)
@@ -91,6 +108,11 @@ def problems_of(
     if not apart:
         raise _excluded(subject, "causal_alignment")
     return st.one_of(apart)
+
+
+def _up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below a size."""
+    return -(-size // multiple) * multiple
 
 
 def _some(wanted: tuple[Any, ...], declared: tuple[Any, ...] | None) -> tuple[Any, ...]:

@@ -49,6 +49,7 @@ class Record:
         started: ``time.time()`` of its start.
         detail: What happened, empty while it is running.
         stack: Where a hanging thread stands, innermost frame first.
+        kernel: What --kernel was given, empty for the project's own.
     """
 
     state: str
@@ -58,6 +59,7 @@ class Record:
     started: float
     detail: str = ""
     stack: tuple[str, ...] = ()
+    kernel: str = ""
 
     def to_json(self) -> str:
         """One line of JSON, the problem an object in it."""
@@ -77,10 +79,11 @@ class Record:
 
     def describe(self, heading: str | None = None) -> str:
         """The message: what happened (or ``heading``), the test, the replay line, the stack."""
+        kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
         lines = [
             heading or f"{self.state}: {self.detail}",
             f"  test: {self.test or '?'}{', ' if self.note else ''}{self.note}",
-            f"  replay: pytest --replay={shlex.quote(self.problem)}",
+            f"  replay: pytest {kernel}--replay={shlex.quote(self.problem)}",
             *(f"  at {line}" for line in self.stack),
         ]
         return "\n".join(lines)
@@ -123,6 +126,7 @@ class FlightRecorder:
     Args:
         path: The file; made or emptied.
         seconds: How long a problem may take, compilation included.
+        kernel: What --kernel was given, for replay lines.
         sticky: Whether an exception leaves the process unable to go on.
         end: Ends the process with an exit code, without cleaning up: cleaning up would hang too.
     """
@@ -132,10 +136,12 @@ class FlightRecorder:
         path: str | os.PathLike[str],
         seconds: float = 60.0,
         *,
+        kernel: str = "",
         sticky: Callable[[Exception], bool] = sticky_cuda_error,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self.seconds = seconds
+        self.kernel = kernel
         self._sticky = sticky
         self._end = end
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -161,7 +167,7 @@ class FlightRecorder:
             self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._watchdog.start()
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
-        record = Record("running", problem.to_json(), test, note, time.time())
+        record = Record("running", problem.to_json(), test, note, time.time(), kernel=self.kernel)
         flight = _Flight(record, time.monotonic() + self.seconds, threading.get_ident())
         outer = self._flight
         self._take(flight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -53,6 +54,11 @@ class Examiner:
 
     def findings(self, problem: Problem, claim: Check) -> list[Finding]:
         """What violates the claim, or else accuracy; nothing where the problem is not supported."""
+        found = self._findings(problem, claim)
+        source = self.subject.source
+        return [dataclasses.replace(x, kernel=source) for x in found] if source else found
+
+    def _findings(self, problem: Problem, claim: Check) -> list[Finding]:
         self.peaks = {}
         try:
             # Around everything, so that it sees an exception that leaves a GPU unusable.
@@ -76,7 +82,11 @@ class Examiner:
         self.judged += 1
         self.peaks = peaks(trial)
         self.ledger.judged(trial, self.peaks)
-        findings = claim(trial)
+        try:
+            findings = claim(trial)
+        except NotImplementedError as refusal:
+            message = f"refused in a second run, after a first: {refusal}"
+            raise SubjectError(message) from refusal
         if findings or not self.holds_to_bound or max(self.peaks.values()) <= 1:
             return findings
         return guarantees.accuracy(trial)

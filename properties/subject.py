@@ -56,6 +56,7 @@ class Subject:
             bound.
         numerics: What chooses the error bound.
         tiles: (problem) -> (block_m, block_n) of the forward, for reports; None where unknown.
+        source: What --kernel was given, for replay lines; empty for the project's own kernels.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Subject:
     bitwise: tuple[str, ...] = ()
     numerics: Numerics = field(default_factory=Numerics)
     tiles: Callable[[Problem], tuple[int, int]] | None = None
+    source: str = ""
 
     @classmethod
     def of(cls, call: Callable[..., Any], name: str) -> Subject:
@@ -107,7 +109,7 @@ class Subject:
         parts = []
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if item.name in ("name", "call", "tiles", "numerics"):
+            if item.name in ("name", "call", "tiles", "numerics", "source"):
                 continue
             if item.name == "configs":
                 default: Any = {"default": {}}

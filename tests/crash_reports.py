@@ -59,7 +59,8 @@ class CrashReports:
         self._own = None if worker else tempfile.TemporaryDirectory(prefix="flights-")
         self.directory = Path(worker["flights"] if worker else self._own.name)
         name = worker["workerid"] if worker else "main"
-        self.recorder = FlightRecorder(self._file(name), seconds, end=self._end)
+        kernel = config.getoption("--kernel", None) or ""
+        self.recorder = FlightRecorder(self._file(name), seconds, kernel=kernel, end=self._end)
 
     def _file(self, worker: str) -> Path:
         return self.directory / f"{worker}.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -35,9 +36,11 @@ def subject_of(config: pytest.Config) -> Subject:
             )
         given = config.getoption("--kernel", None)
         try:
-            config.stash[_SUBJECT] = load(OURS if given is None else given)
+            subject = load(OURS if given is None else given)
         except ValueError as error:
             raise pytest.UsageError(f"--kernel: {error}") from None
+        source = "" if is_ours(config) else given
+        config.stash[_SUBJECT] = dataclasses.replace(subject, source=source)
         device_of(config)
     return config.stash[_SUBJECT]
 

@@ -68,20 +68,23 @@ _TILE = 64
 def shards_of(subject: Subject, *, float64: bool = False) -> tuple[Shard, ...]:
     """The pieces of the tests of a subject, those of float64 or all others.
 
-    They cover its configurations where it names several; where it has one, head dims up to 128 in
-    each of its dtypes, and larger ones where it declares them.
+    Of the project's own configurations those that compile few kernels; else head dims up to 128,
+    and larger ones where they are declared, in each configuration and dtype.
     """
     if len(subject.configs) > 1:
         table = _FLOAT64_OF_CONFIGS if float64 else _OF_CONFIGS
         found = tuple(shard for shard in table if shard.config in subject.configs)
         if found:
             return found
-    (config, *_) = subject.configs
-    dtypes = [x for x in subject.dtypes if (x == "fp64") == float64]
     groups = []
     for dims in (_SMALL, _MEDIUM, _LARGE, _LARGEST):
         declared = tuple(d for d in dims if subject.head_dims is None or d in subject.head_dims)
         if declared and (dims is not _LARGEST or subject.head_dims is not None):
             groups.append(declared)
-    groups = groups or [subject.head_dims or _SMALL]
-    return tuple(Shard(dtype, config, dims, _TILE) for dims in groups for dtype in dtypes)
+    return tuple(
+        Shard(dtype, config, dims, _TILE)
+        for dims in groups or [subject.head_dims or _SMALL]
+        for config, replaced in subject.configs.items()
+        for dtype in replaced.get("dtypes", subject.dtypes)
+        if (dtype == "fp64") == float64
+    )

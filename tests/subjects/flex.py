@@ -19,13 +19,14 @@ def attention(q, k, v, *, mask, sm_scale):
         raise NotImplementedError("flex_attention: a size is 0")
     lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int32, device=q.device)
     seqlens_q, seqlens_k = lengths.unbind()
-    # Wide enough to bound nothing.
+    # Wide enough to bound nothing. Tensors, because captured ints are compiled in.
     left = M + N if mask.window_left is None else mask.window_left
     right = M + N if mask.right is None else mask.right
+    lowest, highest = torch.tensor([-left, right], device=q.device).unbind()
 
     def seen(b, h, m, n):
         distance = n - (m + seqlens_k[b] - seqlens_q[b])
-        inside = (distance >= -left) & (distance <= right)
+        inside = (distance >= lowest) & (distance <= highest)
         return inside & (m < seqlens_q[b]) & (n < seqlens_k[b])
 
     blocks = create_block_mask(seen, B, None, M, N, device=q.device)

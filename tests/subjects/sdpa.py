@@ -70,7 +70,8 @@ math.max_seqlen = efficient.max_seqlen = cudnn.max_seqlen = 8192
 
 # Their loads are 16 bytes wide: a storage offset of one element, which PyTorch passes on, ends in a
 # misaligned address.
-ALIGNED = ("bhsd", "bshd", "padded", "expanded", "packed", "transposed", "strided")
+# Columns that are not adjacent they refuse.
+ALIGNED = ("bhsd", "bshd", "padded", "expanded", "packed")
 # Grouped heads: dk and dv are stored for each query head, and then added.
 flash.group_sum = cudnn.group_sum = "dtype"
 
@@ -89,9 +90,6 @@ efficient.head_dims = tuple(range(8, 257, 8))
 efficient.ds_scaled = True
 # It multiplies dP - delta by the P that it has rounded for dV.
 efficient.ds_from = "rounded"
-
-# A row of stride 1 in D counts as unaligned where M = 1.
-efficient.layouts = tuple(x for x in ALIGNED if x != "transposed")
 
 cudnn.head_dims = tuple(range(8, 129, 8))
 cudnn.ds_scaled = True

@@ -119,7 +119,7 @@ def run(problem: Problem, fault: str = "", **numerics: object) -> Trial:
 
 def share_of_bound(trial: Trial) -> float:
     """The largest error / bound of all outputs: what a comparison with the bound sees."""
-    return max(map(worst, map(ratios, trial.got, trial.want, trial.judgement.bound)))
+    return max(worst(*map(ratios, trial.got, trial.want, trial.judgement.bound)))
 
 
 def random_problem(seed: int) -> Problem:

@@ -135,7 +135,8 @@ def neighbours(problem: Problem) -> Iterator[Problem]:
     for change in (
         {"seed": problem.seed ^ 1},
         {"M": problem.M + 1},
-        {"N": problem.N + 1},
+        # Fewer, where no lengths forbid it: what a longer call leaves behind may be cut to size.
+        {"N": problem.N - 1 if problem.N > 1 and mask.seqlens_k is None else problem.N + 1},
         {"H": problem.Hk if problem.G > 1 else 2 * problem.H},
         # The next head_dim that is padded to the same power of two, so that nothing compiles.
         {"D": (problem.D - 1 ^ 1) + 1},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from oracles import error_model, reference
 from oracles.error_model import Judgement
 from oracles.outputs import Outputs
 from oracles.problem import Problem
+from properties.guard_bands import GuardBands
 from properties.subject import Subject
 from properties.tensors import Inputs, make
 
@@ -139,6 +140,8 @@ def examine(subject: Subject, problem: Problem) -> Trial | None:
     # One answer from the GPU instead of five: waiting for it is what a small problem costs.
     if not bool(torch.stack([bound.isfinite().all() for bound in judgement.bound]).all()):
         raise RuntimeError(f"the bound is not finite, so nothing is judged: {problem.to_json()}")
-    got = run_subject(subject, problem, inputs)
+    # On a CPU a write out of bounds would corrupt the heap, and end the process somewhere else.
+    with GuardBands() if problem.device == "cpu" else nullcontext():
+        got = run_subject(subject, problem, inputs)
     want = reference.attention(*inputs, mask=problem.mask, sm_scale=problem.scale)
     return Trial(subject, problem, inputs, got, want, judgement)

@@ -1,6 +1,6 @@
-"""Runs one problem in a process of its own and prints a digest of each output, as JSON.
+"""Runs problems in a process of its own; prints a digest of each output of the last, as JSON.
 
-``python -m tests.conformance.fresh_process SUBJECT PROBLEM``
+``python -m tests.conformance.fresh_process SUBJECT PROBLEM [PROBLEM ...]``
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ def digests(outputs: Outputs) -> dict[str, str]:
     return found
 
 
-def main(kernel: str, text: str) -> None:
-    """Prints the digests of a problem's outputs."""
+def main(kernel: str, *texts: str) -> None:
+    """Runs problems one after the other and prints the digests of the last one's outputs."""
     import conftest  # noqa: F401  # sets up the process as a run does, before kernels are loaded
     from oracles.problem import Problem
     from properties.loading import load
     from properties.tensors import make
     from properties.trial import run_subject
 
-    problem = Problem.from_json(text)
-    print(json.dumps(digests(run_subject(load(kernel), problem, make(problem)))))
+    subject = load(kernel)
+    for problem in map(Problem.from_json, texts):
+        outputs = run_subject(subject, problem, make(problem))
+    print(json.dumps(digests(outputs)))
 
 
 if __name__ == "__main__":

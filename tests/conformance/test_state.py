@@ -14,7 +14,6 @@ from oracles.problem import Problem
 from properties import guarantees
 from properties.agreement import agree
 from properties.invariance import neighbours
-from properties.tensors import make
 from properties.trial import run_subject
 from tests.conformance.fresh_process import digests
 from tests.session import OURS
@@ -50,18 +49,33 @@ def test_a_call_after_others_gives_what_it_gives_in_a_fresh_process(
         pytest.skip(f"{subject.name} does not promise the same bits run after run")
 
     def as_in_a_fresh_process(trial):
-        for neighbour in neighbours(problem):
-            if subject.excludes(neighbour) is None:
-                run_subject(subject, neighbour, make(neighbour))
-        again = digests(run_subject(subject, problem, trial.inputs))
-        kernel = pytestconfig.getoption("--kernel") or OURS
-        command = [sys.executable, "-m", "tests.conformance.fresh_process", kernel]
-        done = subprocess.run(
-            [*command, problem.to_json()], cwd=ROOT, capture_output=True, text=True, check=False
+        # Other lengths first: what they leave behind must not be taken for the problem's own.
+        before = sorted(
+            (x for x in neighbours(problem) if subject.excludes(x) is None),
+            key=lambda x: (x.N == problem.N, x.M == problem.M),
         )
-        assert done.returncode == 0, done.stderr
-        alone = json.loads(done.stdout.splitlines()[-1])
-        assert again == alone, f"replay: pytest --replay='{problem.to_json()}'"
+        alone, after = outputs_in_fresh_processes(pytestconfig, [problem], [*before, problem])
+        here = digests(run_subject(subject, problem, trial.inputs))
+        replay = f"replay: pytest --replay='{problem.to_json()}'"
+        assert after == alone, f"differs after calls of other shapes; {replay}"
+        assert here == alone, f"differs from a fresh process; {replay}"
         return guarantees.accuracy(trial)
 
     check_one(problem, as_in_a_fresh_process)
+
+
+def outputs_in_fresh_processes(config, *runs):
+    """Digests of the last problem of each run, the runs side by side."""
+    kernel = config.getoption("--kernel") or OURS
+    command = [sys.executable, "-m", "tests.conformance.fresh_process", kernel]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([*command, *(x.to_json() for x in problems)], cwd=ROOT, **pipes)
+        for problems in runs
+    ]
+    found = []
+    for process in processes:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        found.append(json.loads(out.splitlines()[-1]))
+    return found

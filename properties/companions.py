@@ -150,9 +150,9 @@ def _errors(trial: Trial) -> Iterator[_Errors]:
         ("dv", variance.rows_seen),
     ):
         counted = terms >= FEWEST
-        if not counted.any():
-            continue
         got, want = getattr(trial.got, name), getattr(trial.want, name)[counted]
+        if got is None or not counted.any():
+            continue
         spread = getattr(variance, name)[counted].sqrt()
         z = (got[counted].to(torch.float64) - want) / spread
         additions = terms[counted].unsqueeze(1) / _PRODUCTS + 8

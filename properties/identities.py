@@ -52,7 +52,9 @@ def identities(trial: Trial) -> list[Finding]:
     does; but where both find nothing, oracle and bound agree with arithmetic that they have no
     part in.
     """
-    findings = []
+    findings: list[Finding] = []
+    if not trial.subject.backward:
+        return findings
     for identity in _identities(trial):
         limit = identity.left.bound + identity.right.bound
         findings += _beyond(trial, identity, limit, "the bounds of their terms allow")
@@ -72,7 +74,9 @@ def sharp_identities(trial: Trial) -> list[Finding]:
     ``companions.rms``.
     """
     problem = trial.problem
-    if not is_valid(problem) or 0 in (problem.B, problem.M, problem.N):
+    if not trial.subject.backward or not is_valid(problem):
+        return []
+    if 0 in (problem.B, problem.M, problem.N):
         return []
     variance = predicted(trial)
     counted = variance.keys_seen.view(problem.B, problem.Hk, -1).amax(2) >= FEWEST

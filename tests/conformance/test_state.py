@@ -56,7 +56,8 @@ def test_a_call_after_others_gives_what_it_gives_in_a_fresh_process(
         )
         alone, after = outputs_in_fresh_processes(pytestconfig, [problem], [*before, problem])
         here = digests(run_subject(subject, problem, trial.inputs))
-        replay = f"replay: pytest --replay='{problem.to_json()}'"
+        kernel = f"--kernel={subject.source} " if subject.source else ""
+        replay = f"replay: pytest {kernel}--replay='{problem.to_json()}'"
         assert after == alone, f"differs after calls of other shapes; {replay}"
         assert here == alone, f"differs from a fresh process; {replay}"
         return guarantees.accuracy(trial)

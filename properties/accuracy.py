@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oracles.outputs import OUTPUTS, Outputs
-from properties.agreement import within
+from properties.agreement import found_where, within
 from properties.compare import Finding
 from properties.trial import Trial
 
@@ -34,23 +34,11 @@ def logic(trial: Trial) -> list[Finding]:
 
 def finite(trial: Trial) -> list[Finding]:
     """G2: no NaN and no Inf; lse is -inf on rows without a visible key, and only there."""
-    findings = []
+    findings: list[Finding] = []
     for name, got, want in zip(OUTPUTS, trial.got, trial.want, strict=True):
         if got is None:
             continue
         bad = ~got.isfinite() & want.isfinite()
-        if bad.any():
-            findings.append(
-                Finding.at(
-                    bad,
-                    bad,
-                    guarantee="G2 finite",
-                    claim="is NaN or infinite for finite inputs in range",
-                    subject=trial.subject,
-                    problem=trial.problem,
-                    output=name,
-                    got=got,
-                    want=want,
-                )
-            )
+        claim = "is NaN or infinite for finite inputs in range"
+        findings += found_where(trial, name, bad, got, want, "G2 finite", claim)
     return findings

@@ -8,7 +8,7 @@ from oracles.outputs import OUTPUTS, Outputs
 from properties.compare import Finding, ratios, same_bits
 from properties.trial import Trial
 
-__all__ = ["OF_KEYS", "OF_ROWS", "agree", "exact", "within"]
+__all__ = ["OF_KEYS", "OF_ROWS", "agree", "exact", "found_where", "within"]
 
 OF_ROWS = ("out", "lse", "dq")
 OF_KEYS = ("dk", "dv")
@@ -69,6 +69,20 @@ def exact(
     """A finding if bits differ anywhere in ``compared``, bool that expands to the output."""
     compared = compared.expand_as(got)
     bad = compared & ~same_bits(got, want)
+    return found_where(trial, name, bad, got, want, guarantee, claim, compared)
+
+
+def found_where(
+    trial: Trial,
+    name: str,
+    bad: torch.Tensor,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    guarantee: str,
+    claim: str,
+    compared: torch.Tensor | None = None,
+) -> list[Finding]:
+    """A finding if anything is bad, at the element furthest from ``want``; NaN is furthest."""
     if not bad.any():
         return []
     badness = (got.to(torch.float64) - want.to(torch.float64)).abs().nan_to_num(nan=torch.inf)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from oracles.outputs import OUTPUTS, Outputs
-from properties.agreement import agree
+from properties.agreement import agree, found_where
 from properties.compare import Finding
 from properties.guard_bands import GuardBands, Overrun
 from properties.tensors import Inputs, make
@@ -33,25 +33,13 @@ def full_overwrite(trial: Trial) -> list[Finding]:
     """
     with GuardBands() as guards:
         again = run_subject(trial.subject, trial.problem, trial.inputs)
-    findings = []
+    findings: list[Finding] = []
     for name, value, want in zip(OUTPUTS, again, trial.want, strict=True):
         if value is None:
             continue
         unwritten = value.isnan() & ~want.isnan()
-        if unwritten.any():
-            findings.append(
-                Finding.at(
-                    unwritten,
-                    unwritten,
-                    guarantee="G6 full overwrite",
-                    claim="is not written everywhere: what was allocated as NaN is still there",
-                    subject=trial.subject,
-                    problem=trial.problem,
-                    output=name,
-                    got=value,
-                    want=want,
-                )
-            )
+        claim = "is not written everywhere: what was allocated as NaN is still there"
+        findings += found_where(trial, name, unwritten, value, want, "G6 full overwrite", claim)
     return findings + [_overrun(trial, again, found) for found in guards.overruns()]
 
 

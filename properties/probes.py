@@ -17,6 +17,7 @@ from oracles.mask import Mask
 from oracles.outputs import OUTPUTS
 from oracles.problem import TENSORS, Problem
 from oracles.reference import RowMasks, chunk_height
+from properties.agreement import found_where
 from properties.compare import Finding, ratios, same_bits
 from properties.families import length_tensors
 from properties.layouts import lay_out
@@ -246,21 +247,5 @@ def _found(
     claim: str,
     compared: torch.Tensor | None = None,
 ) -> list[Finding]:
-    """A finding if anything is bad."""
-    if not bad.any():
-        return []
-    badness = (got.to(torch.float64) - want.to(torch.float64)).abs().nan_to_num(nan=torch.inf)
-    return [
-        Finding.at(
-            bad,
-            badness,
-            guarantee="exact probes",
-            claim=claim,
-            subject=trial.subject,
-            problem=trial.problem,
-            output=output,
-            got=got,
-            want=want,
-            compared=compared,
-        )
-    ]
+    """A finding of a probe if anything is bad."""
+    return found_where(trial, output, bad, got, want, "exact probes", claim, compared)

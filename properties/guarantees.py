@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from properties.accuracy import accuracy, finite, logic
+from properties.companions import bias, rms
 from properties.compare import Finding
+from properties.identities import identities, sharp_identities
 from properties.invariance import independence, layout, repeatable, state
 from properties.masking import dirty_padding, empty_rows, hidden_positions
 from properties.memory import far_offsets, full_overwrite, reads_in_bounds
+from properties.probes import counts, doubled_values, mask_read_back, permuted, unit_values
 from properties.trial import Trial
 
 __all__ = [
+    "COMPANIONS",
     "GUARANTEES",
     "Check",
     "accuracy",
@@ -31,6 +35,18 @@ __all__ = [
 
 Check = Callable[[Trial], list[Finding]]
 
+# What sees faults that a worst-case bound lets pass; a failure of theirs is replayed as well.
+COMPANIONS: dict[str, Check] = {
+    "rms": rms,
+    "bias": bias,
+    "identities": identities,
+    "sharp identities": sharp_identities,
+    "counts": counts,
+    "mask": mask_read_back,
+    "ones": unit_values,
+    "doubled": doubled_values,
+    "permuted": permuted,
+}
 GUARANTEES: dict[str, Check] = {
     "G1": accuracy,
     "G2": finite,

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from oracles.problem import Problem
-from properties.guarantees import GUARANTEES
+from properties.guarantees import COMPANIONS, GUARANTEES
 
 REGRESSIONS = sorted((Path(__file__).parents[1] / "regressions").glob("*.json"))
 
 
 def every_guarantee(trial):
-    """Findings of all guarantees."""
+    """Findings of all guarantees, and of their companions."""
     findings = []
-    for check in GUARANTEES.values():
+    for check in (*GUARANTEES.values(), *COMPANIONS.values()):
         try:
             findings += check(trial)
         except MemoryError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,8 +104,8 @@ def parallel(run):
 
 
 def report_of(test: str, output: str) -> str:
-    """What stands in the failures under a test's name, up to the next one."""
-    return output.partition(f" {test} __")[2].partition("\n____")[0]
+    """What stands in the failures under a test's name, up to the next one or the summary."""
+    return re.split(r"\n(?:____|====)", output.partition(f" {test} __")[2])[0]
 
 
 @pytest.mark.parametrize(

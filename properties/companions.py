@@ -14,11 +14,18 @@ import torch
 
 from oracles.constants import constants
 from oracles.problem import Problem
-from oracles.variance import Variances, variances
 from properties.compare import Finding
 from properties.trial import Trial
 
-__all__ = ["FEWEST", "RARE", "SLACK", "bias", "is_valid", "mean_square_limit", "predicted", "rms"]
+__all__ = [
+    "FEWEST",
+    "RARE",
+    "SLACK",
+    "bias",
+    "is_valid",
+    "mean_square_limit",
+    "rms",
+]
 
 # A correct kernel exceeds a limit once in exp(RARE) times at most: 1e-8.
 RARE = 18.0
@@ -73,17 +80,6 @@ def is_valid(problem: Problem) -> bool:
     )
 
 
-def predicted(trial: Trial) -> Variances:
-    """The variances of a trial's errors."""
-    return variances(
-        *trial.inputs,
-        mask=trial.problem.mask,
-        sm_scale=trial.problem.scale,
-        in_dtype=trial.problem.dtype,
-        numerics=trial.subject.numerics_of(trial.problem),
-    )
-
-
 def mean_square_limit(samples: float) -> float:
     """What the mean square of so many errors, in units of their spreads, exceeds only rarely.
 
@@ -101,15 +97,7 @@ def rms(trial: Trial) -> list[Finding]:
     (they share the casts of P and delta), so a row counts as one sample, as if its errors were all
     the same.
     """
-    findings = []
-    for errors in _errors(trial):
-        rows = errors.z.square().mean(1)
-        limit = mean_square_limit(len(rows))
-        mean = float(rows.mean())
-        if not mean <= limit:
-            claim = "errs more than its roundings explain: mean square in units of the predicted"
-            findings.append(_finding(trial, errors, "RMS", claim, rows, mean, 1.0, limit - 1))
-    return findings
+    return [x for errors in _errors(trial) for x in _mean_square(trial, errors)]
 
 
 def bias(trial: Trial) -> list[Finding]:
@@ -121,19 +109,33 @@ def bias(trial: Trial) -> list[Finding]:
     by up to 2 u per addition of 16 products, and rounding to nearest itself, by u_in of a spread,
     where larger values are rarer than smaller ones.
     """
-    findings = []
-    for errors in _errors(trial):
-        rows = errors.toward.mean(1)
-        if len(rows) < _FEWEST_ROWS:
-            continue
-        # No less than that of independent errors, should the rows agree by chance.
-        spread = math.sqrt(max(float(rows.var()), 1 / errors.z.shape[1]))
-        limit = spread * math.sqrt(2 * SLACK * RARE / len(rows)) + float(errors.drift.mean())
-        mean = float(rows.mean())
-        if not abs(mean) <= limit:
-            claim = "errs to one side: mean error away from zero in units of the predicted spread,"
-            findings.append(_finding(trial, errors, "bias", claim, rows.abs(), mean, 0.0, limit))
-    return findings
+    return [x for errors in _errors(trial) for x in _mean(trial, errors)]
+
+
+def _mean_square(trial: Trial, errors: _Errors) -> list[Finding]:
+    """``rms`` of one output."""
+    rows = errors.z.square().mean(1)
+    limit = mean_square_limit(len(rows))
+    mean = float(rows.mean())
+    if mean <= limit:
+        return []
+    claim = "errs more than its roundings explain: mean square in units of the predicted"
+    return [_finding(trial, errors, "RMS", claim, rows, mean, 1.0, limit - 1)]
+
+
+def _mean(trial: Trial, errors: _Errors) -> list[Finding]:
+    """``bias`` of one output."""
+    rows = errors.toward.mean(1)
+    if len(rows) < _FEWEST_ROWS:
+        return []
+    # No less than that of independent errors, should the rows agree by chance.
+    spread = math.sqrt(max(float(rows.var()), 1 / errors.z.shape[1]))
+    limit = spread * math.sqrt(2 * SLACK * RARE / len(rows)) + float(errors.drift.mean())
+    mean = float(rows.mean())
+    if abs(mean) <= limit:
+        return []
+    claim = "errs to one side: mean error away from zero in units of the predicted spread,"
+    return [_finding(trial, errors, "bias", claim, rows.abs(), mean, 0.0, limit)]
 
 
 def _errors(trial: Trial) -> Iterator[_Errors]:
@@ -141,7 +143,7 @@ def _errors(trial: Trial) -> Iterator[_Errors]:
     problem = trial.problem
     if not is_valid(problem):
         return
-    variance = predicted(trial)
+    variance = trial.variances
     c = constants(problem.dtype, trial.subject.numerics_of(problem))
     for name, terms in (
         ("out", variance.keys_seen),

@@ -17,6 +17,7 @@ from properties.trial import Trial
 __all__ = [
     "COMPANIONS",
     "GUARANTEES",
+    "STANDING",
     "Check",
     "accuracy",
     "dirty_padding",
@@ -62,3 +63,5 @@ GUARANTEES: dict[str, Check] = {
     "G13": state,
     "T3": logic,
 }
+# What every problem is held to, whatever else it is drawn for; by the first word of a finding.
+STANDING: dict[str, Check] = {"G1": accuracy, "RMS": rms, "bias": bias}

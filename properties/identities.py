@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from properties.companions import FEWEST, RARE, SLACK, is_valid, mean_square_limit, predicted
+from properties.companions import FEWEST, RARE, SLACK, is_valid, mean_square_limit
 from properties.compare import Finding
 from properties.trial import Trial
 
@@ -78,7 +78,7 @@ def sharp_identities(trial: Trial) -> list[Finding]:
         return []
     if 0 in (problem.B, problem.M, problem.N):
         return []
-    variance = predicted(trial)
+    variance = trial.variances
     counted = variance.keys_seen.view(problem.B, problem.Hk, -1).amax(2) >= FEWEST
     # A row's errors reach all columns of a sum: neither rows nor columns alone are the samples.
     rows = int((variance.keys_seen > 0).sum())

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from oracles import error_model, reference
 from oracles.error_model import Judgement
 from oracles.outputs import Outputs
 from oracles.problem import Problem
+from oracles.variance import Variances, variances
 from properties.guard_bands import GuardBands
 from properties.subject import Subject
 from properties.tensors import Inputs, make
@@ -41,6 +43,17 @@ class Trial:
     got: Outputs[torch.Tensor | None]
     want: Outputs[torch.Tensor]
     judgement: Judgement
+
+    @cached_property
+    def variances(self) -> Variances:
+        """How far roundings that are independent let the outputs stray."""
+        return variances(
+            *self.inputs,
+            mask=self.problem.mask,
+            sm_scale=self.problem.scale,
+            in_dtype=self.problem.dtype,
+            numerics=self.subject.numerics_of(self.problem),
+        )
 
 
 class SubjectError(Exception):

@@ -13,8 +13,11 @@ import torch
 from oracles.mask import Mask
 from oracles.outputs import Numerics
 from oracles.problem import Problem
+from properties import verify
 from properties.companions import bias, is_valid, mean_square_limit, rms
 from properties.compare import ratios, worst
+from properties.ledger import Ledger
+from properties.search import Examiner
 from properties.subject import Subject
 from properties.trial import Trial, examine
 from tests.unit.emulated_kernel import CASTS, Case, Emulated
@@ -164,6 +167,18 @@ def test_a_fault_within_the_bound_is_caught(fault, check, outputs, dtype):
     trial = run(replace(PROBLEM, dtype=dtype), fault)
     assert share_of_bound(trial) < 1
     assert outputs <= {finding.output for finding in check(trial)}
+
+
+@pytest.mark.parametrize(("fault", "guarantee"), [("outputs truncated", "RMS"), ("", None)])
+def test_the_verdict_on_any_claim_holds_the_averages_of_errors_too(fault, guarantee):
+    examiner = Examiner(subject(Faulty(dtype="bf16", fault=fault)), Ledger())
+    found = examiner.findings(PROBLEM, lambda trial: [])
+    assert found[0].guarantee == guarantee if guarantee else found == []
+
+
+def test_a_verified_subject_has_the_averages_of_errors_too():
+    report = verify(subject(Faulty(dtype="bf16", fault="outputs truncated")), problems=[PROBLEM])
+    assert {"RMS", "bias"} <= {finding.guarantee for finding in report.findings}
 
 
 def test_a_second_rounding_of_out_is_caught():

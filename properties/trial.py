@@ -110,7 +110,8 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
 
 
 def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:
-    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    # A kernel without a backward may refuse inputs that ask for one.
+    q, k, v = (x.detach().requires_grad_(subject.backward) for x in inputs[:3])
     with _poisoned_allocations():
         out, lse = subject.run(q, k, v, problem)
         _check_form("out", out, q, (*q.shape[:3], v.shape[3]))

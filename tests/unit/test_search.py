@@ -174,6 +174,18 @@ def test_peaks_leave_out_what_a_subject_does_not_give():
     assert set(peaks(trial)) == {"out", "lse"}
 
 
+def test_a_subject_without_a_backward_is_given_inputs_that_ask_for_none():
+    class Inference(Eager):
+        backward = False
+
+        def __call__(self, q, k, v, **arguments):
+            if any(x.requires_grad for x in (q, k, v)):
+                raise ValueError("there is no backward")
+            return super().__call__(q, k, v, **arguments)
+
+    assert examiner_of(Inference()).findings(GOOD, guarantees.accuracy) == []
+
+
 def test_peaks_of_a_wrong_output_pass_1():
     trial = examine(Subject.of(Wrong(), "wrong"), Problem(N=17, dtype="fp64"))
     assert peaks(trial)["out"] > 1

@@ -21,7 +21,7 @@ from properties.guard_bands import GuardBands
 from properties.subject import Subject
 from properties.tensors import Inputs, make
 
-__all__ = ["SubjectError", "Trial", "examine", "run_subject"]
+__all__ = ["Question", "SubjectError", "Trial", "examine", "question", "run_subject"]
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,39 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
     return Outputs(out.detach(), lse, *gradients)
 
 
-def examine(subject: Subject, problem: Problem) -> Trial | None:
-    """Runs and judges a problem; None where a correct kernel need not survive it.
+@dataclass(frozen=True)
+class Question:
+    """A problem with what does not depend on the subject's answer: it can be asked again.
+
+    Args:
+        problem: The problem.
+        inputs: Its tensors.
+        judgement: Bound, sums of |terms| and range, for the numerics of a subject.
+        want: The float64 oracle's outputs.
+    """
+
+    problem: Problem
+    inputs: Inputs
+    judgement: Judgement
+    want: Outputs[torch.Tensor]
+
+    def answered_by(self, subject: Subject) -> Trial:
+        """Runs a subject, of the numerics that the question was made for.
+
+        Raises:
+            SubjectError: It raises, or an output has another shape or dtype than the contract says.
+            NotImplementedError: The subject refuses the problem.
+        """
+        # On a CPU a write out of bounds would corrupt the heap, and end the process elsewhere.
+        with GuardBands() if self.problem.device == "cpu" else nullcontext():
+            got = run_subject(subject, self.problem, self.inputs)
+        return Trial(subject, self.problem, self.inputs, got, self.want, self.judgement)
+
+
+def question(subject: Subject, problem: Problem) -> Question | None:
+    """What a subject will be asked; None where a correct kernel need not survive it.
 
     Raises:
-        SubjectError: It raises, or an output has another shape or dtype than the contract says.
-        NotImplementedError: The subject refuses the problem.
         RuntimeError: A bound is not finite although the problem is in range: the suite is at fault.
     """
     inputs = make(problem)
@@ -154,8 +181,17 @@ def examine(subject: Subject, problem: Problem) -> Trial | None:
     # One answer from the GPU instead of five: waiting for it is what a small problem costs.
     if not bool(torch.stack([bound.isfinite().all() for bound in judgement.bound]).all()):
         raise RuntimeError(f"the bound is not finite, so nothing is judged: {problem.to_json()}")
-    # On a CPU a write out of bounds would corrupt the heap, and end the process somewhere else.
-    with GuardBands() if problem.device == "cpu" else nullcontext():
-        got = run_subject(subject, problem, inputs)
     want = reference.attention(*inputs, mask=problem.mask, sm_scale=problem.scale)
-    return Trial(subject, problem, inputs, got, want, judgement)
+    return Question(problem, inputs, judgement, want)
+
+
+def examine(subject: Subject, problem: Problem) -> Trial | None:
+    """Runs and judges a problem; None where a correct kernel need not survive it.
+
+    Raises:
+        SubjectError: It raises, or an output has another shape or dtype than the contract says.
+        NotImplementedError: The subject refuses the problem.
+        RuntimeError: A bound is not finite although the problem is in range: the suite is at fault.
+    """
+    asked = question(subject, problem)
+    return None if asked is None else asked.answered_by(subject)

@@ -1,0 +1,272 @@
+"""Mutants by the hundred: operators over the syntax trees of kernels, launchers and tile ranges.
+
+Every operator takes one node of a function's body and proposes other text for it. The text of all
+else stays, line for line.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tests.mutation.mutant import Edit, Mutant
+
+__all__ = ["OPERATORS", "SITES", "mechanical"]
+
+# What is mutated: every function of these files.
+SITES = (
+    "fa_kernels/kernels/forward.py",
+    "fa_kernels/kernels/delta.py",
+    "fa_kernels/kernels/dkdv.py",
+    "fa_kernels/kernels/dq.py",
+    "fa_kernels/kernels/tiles.py",
+    "fa_kernels/ranges.py",
+    "fa_kernels/launch.py",
+)
+
+_COMPARISONS = {
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="),
+}  # fmt: skip
+_BINARY = {
+    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"), ast.BitAnd: ("&", "|"),
+}  # fmt: skip
+# Names that stand for the same kind of thing, where one may be written for the other.
+_CONFUSABLE = [
+    pair.split()
+    for pair in (
+        "M N", "D Dv", "H Hk", "G H", "b h", "b h_k", "bh bh_k", "start_m start_n", "offs_m offs_n",
+        "offs_d offs_dv", "offs_m offs_tile", "offs_n offs_tile", "m_block n_block", "lo full_lo",
+        "full_hi hi", "any_lo all_lo", "any_hi all_hi", "first last", "before after",
+        "seqlen_here seqlen_there", "seqlen_q seqlen_k", "window_left window_right",
+        "BLOCK_M BLOCK_N", "BLOCK_D BLOCK_DV", "BLOCK_HERE BLOCK_THERE", "keys values",
+        "queries douts", "k_t v_t", "dk dv", "lse2 delta", "lse lse2", "m_i m_new", "m_new m_pivot",
+        "out dout", "M M_padded", "m_padded M", "LN2 LOG2E", "scores dp", "p ds", "rows columns",
+        "q dout", "sm_scale qk_scale", "lse delta", "dq dk", "offs_m rows", "valid live",
+        *(f"stride_{x}{a} stride_{x}{b}" for x in "qo" for a, b in ("bh", "hm", "md")),
+        *(f"stride_{x}{a} stride_{x}{b}" for x in "kv" for a, b in ("bh", "hn", "nd")),
+    )
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A file's text, with the place of every line."""
+
+    file: str
+    text: str
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Where a node's text begins and ends."""
+        starts = [0]
+        for line in self.text.splitlines(keepends=True):
+            starts.append(starts[-1] + len(line))
+        return (
+            starts[node.lineno - 1] + node.col_offset,
+            starts[node.end_lineno - 1] + node.end_col_offset,
+        )
+
+    def of(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.text[start:end]
+
+
+# What an operator yields: the span of the text to replace, and the new text.
+_Change = tuple[tuple[int, int], str]
+
+
+def _symbol(source: _Source, left: ast.AST, right: ast.AST, old: str, new: str) -> _Change:
+    """An operator's symbol between two operands replaced."""
+    start, end = source.span(left)[1], source.span(right)[0]
+    at = start + source.text[start:end].index(old)
+    return (at, at + len(old)), new
+
+
+def compare(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """< for <= and the other way round, == for !=."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
+        yield _symbol(source, node.left, node.comparators[0], *_COMPARISONS[type(node.ops[0])])
+
+
+def arithmetic(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """Plus for minus, times for divide, and for or."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        yield _symbol(source, node.left, node.right, *_BINARY[type(node.op)])
+
+
+def drop_operand(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """One operand alone, in place of both: a rescale, a scale, an offset forgotten."""
+    if isinstance(node, ast.BinOp):
+        yield source.span(node), f"({source.of(node.left)})"
+        if isinstance(node.op, ast.Mult | ast.Add | ast.BitAnd):
+            yield source.span(node), f"({source.of(node.right)})"
+
+
+def off_by_one(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """A whole number one larger."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        yield source.span(node), str(node.value + 1)
+
+
+def infinity(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """0.0 for -inf, and back."""
+    if isinstance(node, ast.Constant) and type(node.value) is float and node.value == 0:
+        yield source.span(node), '(-float("inf"))'
+    if isinstance(node, ast.UnaryOp) and "inf" in source.of(node):
+        yield source.span(node), "0.0"
+    elif isinstance(node, ast.Call) and source.of(node) == 'float("inf")':
+        yield source.span(node), "0.0"
+
+
+def drop_sign(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """A minus forgotten."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield source.span(node), source.of(node.operand)
+
+
+def drop_call(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """An argument alone, in place of a select, minimum, maximum, transpose, cast or rounding up."""
+    if not isinstance(node, ast.Call):
+        return
+    name = source.of(node.func)
+    arguments = [source.of(argument) for argument in node.args]
+    if name == "tl.where":
+        yield from ((source.span(node), f"({x})") for x in arguments[1:])
+    elif name in ("min", "max", "tl.minimum", "tl.maximum"):
+        yield from ((source.span(node), f"({x})") for x in arguments)
+    elif name in ("tl.trans", "tl.cast", "tl.exp2", "tl.log", "tl.multiple_of"):
+        yield source.span(node), f"({arguments[0]})"
+    elif name in ("tl.cdiv", "triton.cdiv"):
+        yield source.span(node), f"({arguments[0]} // {arguments[1]})"
+    elif isinstance(node.func, ast.Attribute) and node.func.attr == "to":
+        yield source.span(node), f"({source.of(node.func.value)})"
+
+
+def drop_argument(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """A keyword argument left out; of a load ``other`` goes with the mask."""
+    if not isinstance(node, ast.Call):
+        return
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            continue
+        gone = {keyword.arg, "other"} if keyword.arg == "mask" else {keyword.arg}
+        kept = [source.of(x) for x in node.args]
+        kept += [source.of(x) for x in node.keywords if x.arg not in gone]
+        yield source.span(node), f"{source.of(node.func)}({', '.join(kept)})"
+
+
+def swap_dot(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """The operands of a dot exchanged; its accumulator left out."""
+    if not isinstance(node, ast.Call) or source.of(node.func) != "tl.dot":
+        return
+    arguments = [source.of(x) for x in node.args]
+    keywords = [source.of(x) for x in node.keywords]
+    swapped = [arguments[1], arguments[0], *arguments[2:], *keywords]
+    yield source.span(node), f"tl.dot({', '.join(swapped)})"
+    if len(arguments) > 2:
+        yield source.span(node), f"tl.dot({', '.join([*arguments[:2], *keywords])})"
+
+
+def exchange_name(source: _Source, node: ast.AST, names: set[str]) -> Iterator[_Change]:
+    """Another variable of the function that stands for the same kind of thing."""
+    if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
+        return
+    for pair in _CONFUSABLE:
+        if node.id in pair:
+            other = pair[1 - pair.index(node.id)]
+            if other in names:
+                yield source.span(node), other
+
+
+def exchange_field(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """q.stride() for k.stride(), M for N of a shape: the name in front of an attribute."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        for a, b in (("q", "k"), ("k", "v"), ("v", "dout"), ("dout", "q"), ("forward", "dq"),
+                     ("dkdv", "dq"), ("dq", "dkdv"), ("seqlens_q", "seqlens_k"),
+                     ("window_left", "window_right"), ("block_m", "block_n")):  # fmt: skip
+            if node.value.id == a and node.attr in ("stride", "shape", "dtype"):
+                yield source.span(node.value), b
+            if node.attr == a:
+                yield source.span(node), f"{node.value.id}.{b}"
+
+
+def condition(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+    """An ``if`` always taken, and never."""
+    if isinstance(node, ast.If | ast.IfExp):
+        yield source.span(node.test), "True"
+        yield source.span(node.test), "False"
+
+
+OPERATORS = (
+    compare, arithmetic, drop_operand, off_by_one, infinity, drop_sign, drop_call, drop_argument,
+    swap_dot, exchange_name, exchange_field, condition,
+)  # fmt: skip
+
+
+def mechanical(sources: Mapping[str, str]) -> list[Mutant]:
+    """Every mutant that the operators make of ``SITES``, in the order of the text.
+
+    Args:
+        sources: Path from the root of the repository to text.
+    """
+    return [mutant for file in SITES for mutant in _of_file(_Source(file, sources[file]))]
+
+
+def _of_file(source: _Source) -> Iterator[Mutant]:
+    seen: Counter[str] = Counter()
+    texts: set[str] = set()
+    for function in ast.parse(source.text).body:
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        arguments = {argument.arg for argument in function.args.args}
+        nodes = [node for statement in function.body[_first(function) :] for node in ast.walk(statement)]
+        stored = {x.id for x in nodes if isinstance(x, ast.Name)}
+        for node in sorted(
+            (x for x in nodes if hasattr(x, "lineno")), key=lambda x: (x.lineno, x.col_offset)
+        ):
+            for operator in OPERATORS:
+                for span, new in operator(source, node, arguments | stored):
+                    mutant = _mutant(source, function.name, operator.__name__, span, new, seen)
+                    text = source.text[: span[0]] + new + source.text[span[1] :]
+                    if text not in texts and new.strip("()") != source.text[slice(*span)]:
+                        texts.add(text)
+                        yield mutant
+
+
+def _first(function: ast.FunctionDef) -> int:
+    """The first statement after the docstring."""
+    return int(ast.get_docstring(function) is not None)
+
+
+def _mutant(
+    source: _Source, function: str, operator: str, span: tuple[int, int], new: str, seen: Counter[str]
+) -> Mutant:
+    """The change as a mutant, named by the lines before and after it."""
+    text = source.text
+    start = text.rindex("\n", 0, span[0]) + 1
+    end = text.index("\n", span[1])
+    changed = text[start : span[0]] + new + text[span[1] : end]
+    old, new_lines = _short(text[start:end]), _short(changed)
+    name = f"{source.file.rpartition('/')[2]}:{function} {old} -> {new_lines}"
+    seen[name] += 1
+    if seen[name] > 1:
+        name += f" ({seen[name]})"
+    return Mutant(name, (_unique(source, start, end, changed),), origin=operator)
+
+
+def _short(lines: str) -> str:
+    """Lines as one, single-spaced."""
+    return re.sub(r"\s+", " ", lines).strip()
+
+
+def _unique(source: _Source, start: int, end: int, changed: str) -> Edit:
+    """The edit, with as many whole lines before the change as make its text unique."""
+    text = source.text
+    first = start
+    while text.count(text[first:end]) > 1:
+        first = text.rindex("\n", 0, first - 1) + 1
+    return Edit(source.file, text[first:end], text[first:start] + changed)

@@ -1,0 +1,120 @@
+"""Work in forks of this process, some at a time, each with a time limit and free to crash."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+__all__ = ["Ended", "in_forks"]
+
+
+class Ended(NamedTuple):
+    """How one piece of work ended.
+
+    Args:
+        number: Which one, in the order given.
+        value: What it returned; None where it did not come to that.
+        how: "returned", "crashed" or "timed out".
+        seconds: From the fork to the end.
+    """
+
+    number: int
+    value: Any
+    how: str
+    seconds: float
+
+
+class _Fork(NamedTuple):
+    number: int
+    process: BaseProcess
+    pipe: Connection
+    started: float
+
+
+def in_forks(
+    works: Iterable[Callable[[], object]], *, jobs: int, seconds: float
+) -> Iterator[Ended]:
+    """Runs each callable in a fork of its own and yields how it ended, in the order of the ends.
+
+    A fork starts with everything this process has in memory, so it starts at once; what it changes
+    and how it dies is its own affair. Call it where one thread runs: locks that another holds
+    during a fork stay held.
+
+    Args:
+        works: Callables whose results can be pickled.
+        jobs: How many run at a time.
+        seconds: After which one is killed.
+    """
+    waiting = enumerate(works)
+    running: dict[int, _Fork] = {}
+    exhausted = False
+    try:
+        while True:
+            while not exhausted and len(running) < jobs:
+                number, work = next(waiting, (-1, None))
+                if work is None:
+                    exhausted = True
+                else:
+                    running[number] = _start(number, work)
+            if not running:
+                return
+            for ended in _poll(running, seconds):
+                del running[ended.number]
+                yield ended
+    finally:
+        for fork in running.values():
+            _kill(fork.process)
+
+
+def _start(number: int, work: Callable[[], object]) -> _Fork:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(work, here, there))
+    process.start()
+    there.close()
+    return _Fork(number, process, here, time.monotonic())
+
+
+def _run(work: Callable[[], object], here: Connection, there: Connection) -> None:
+    """In the fork: a process group of its own, so that what it starts ends with it."""
+    os.setpgid(0, 0)
+    here.close()
+    there.send(work())
+
+
+def _poll(running: dict[int, _Fork], seconds: float) -> list[Ended]:
+    """Waits until something can have ended."""
+    now = time.monotonic()
+    first = min(fork.started + seconds for fork in running.values())
+    wait([fork.pipe for fork in running.values()], timeout=max(0.0, first - now))
+    return [ended for fork in running.values() if (ended := _end_of(fork, seconds)) is not None]
+
+
+def _end_of(fork: _Fork, seconds: float) -> Ended | None:
+    """How a fork ended; None while it runs."""
+    value, how = None, "timed out"
+    if fork.pipe.poll():
+        try:
+            value, how = fork.pipe.recv(), "returned"
+        except EOFError:
+            how = "crashed"
+    elif time.monotonic() - fork.started < seconds:
+        return None
+    _kill(fork.process)
+    fork.pipe.close()
+    return Ended(fork.number, value, how, time.monotonic() - fork.started)
+
+
+def _kill(process: BaseProcess) -> None:
+    """Ends a fork and what it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()
+    process.join()

@@ -116,9 +116,7 @@ def infinity(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Chan
     """0.0 for -inf, and back."""
     if isinstance(node, ast.Constant) and type(node.value) is float and node.value == 0:
         yield source.span(node), '(-float("inf"))'
-    if isinstance(node, ast.UnaryOp) and "inf" in source.of(node):
-        yield source.span(node), "0.0"
-    elif isinstance(node, ast.Call) and source.of(node) == 'float("inf")':
+    if isinstance(node, ast.UnaryOp | ast.Call) and source.of(node).lstrip("-") == 'float("inf")':
         yield source.span(node), "0.0"
 
 
@@ -222,14 +220,13 @@ def _of_file(source: _Source) -> Iterator[Mutant]:
     for function in ast.parse(source.text).body:
         if not isinstance(function, ast.FunctionDef):
             continue
-        arguments = {argument.arg for argument in function.args.args}
-        nodes = [node for statement in function.body[_first(function) :] for node in ast.walk(statement)]
-        stored = {x.id for x in nodes if isinstance(x, ast.Name)}
-        for node in sorted(
-            (x for x in nodes if hasattr(x, "lineno")), key=lambda x: (x.lineno, x.col_offset)
-        ):
+        nodes = [x for statement in _body(function) for x in ast.walk(statement)]
+        names = {argument.arg for argument in function.args.args}
+        names |= {x.id for x in nodes if isinstance(x, ast.Name)}
+        placed = [x for x in nodes if hasattr(x, "lineno")]
+        for node in sorted(placed, key=lambda x: (x.lineno, x.col_offset)):
             for operator in OPERATORS:
-                for span, new in operator(source, node, arguments | stored):
+                for span, new in operator(source, node, names):
                     mutant = _mutant(source, function.name, operator.__name__, span, new, seen)
                     text = source.text[: span[0]] + new + source.text[span[1] :]
                     if text not in texts and new.strip("()") != source.text[slice(*span)]:
@@ -237,13 +234,18 @@ def _of_file(source: _Source) -> Iterator[Mutant]:
                         yield mutant
 
 
-def _first(function: ast.FunctionDef) -> int:
-    """The first statement after the docstring."""
-    return int(ast.get_docstring(function) is not None)
+def _body(function: ast.FunctionDef) -> list[ast.stmt]:
+    """The statements after the docstring."""
+    return function.body[1:] if ast.get_docstring(function) is not None else function.body
 
 
 def _mutant(
-    source: _Source, function: str, operator: str, span: tuple[int, int], new: str, seen: Counter[str]
+    source: _Source,
+    function: str,
+    operator: str,
+    span: tuple[int, int],
+    new: str,
+    seen: Counter[str],
 ) -> Mutant:
     """The change as a mutant, named by the lines before and after it."""
     text = source.text

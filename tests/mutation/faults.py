@@ -1,0 +1,432 @@
+"""Faults on record: each row is an edit of a FlashAttention kernel that somebody once shipped.
+
+Where they were seen stands in ``origin``: project, and issue, pull request or commit.
+"""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import Edit, Mutant
+
+__all__ = ["FAULTS"]
+
+_FORWARD = "fa_kernels/kernels/forward.py"
+_DELTA = "fa_kernels/kernels/delta.py"
+_DKDV = "fa_kernels/kernels/dkdv.py"
+_DQ = "fa_kernels/kernels/dq.py"
+_TILES = "fa_kernels/kernels/tiles.py"
+_LAUNCH = "fa_kernels/launch.py"
+_SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view)"
+_SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], view)"
+
+
+def _fault(
+    name: str, origin: str, caught_by: str, *edits: tuple[str, str, str], equivalent: str = ""
+) -> Mutant:
+    """A fault of edits (file, old, new)."""
+    made = tuple(Edit(*edit) for edit in edits)
+    return Mutant(name, made, origin, tuple(caught_by.split()), equivalent)
+
+
+def _top_left(rows: str, keys: str) -> str:
+    """The element mask without the offset between the sequences' ends."""
+    return (
+        f"seen = (({keys} - {rows} >= -view[2]) & ({keys} - {rows} <= view[3])"
+        f" & ({rows} < view[0]) & ({keys} < view[1]))"
+    )
+
+
+_MASKS = (
+    _fault(
+        "forward: padding keys of the tail tile are visible",
+        "flashinfer#5090; fla@d7150bf9; FlagAttention@18a4f44",
+        "T3 G1",
+        (_FORWARD, _SEEN, f"{_SEEN} | (offs_n[None, :] >= view[1])"),
+    ),
+    _fault(
+        "dq: padding keys of the tail tile are visible",
+        "flash-attention@a4f148b6, @c65b5106, #443; pytorch#196678; trl#7181; cudnn-frontend#160",
+        "G1 G2",
+        (_DQ, _SEEN, f"{_SEEN} | (offs_n[None, :] >= view[1])"),
+        equivalent="while LSE is moderate: the tail of K is 0, so dS meets only zeros; an LSE "
+        "below -88.8 makes P infinite, and inf * 0 NaN (fp16: dS overflows in its cast from "
+        "-11.09 + ln|delta| down)",
+    ),
+    _fault(
+        "dkdv: rows past M take part, with an LSE of 0",
+        "cudnn-frontend#1072; tokamax#316; tilelang#2461",
+        "G4 G7",
+        (_DELTA, 'mask=offs_m < M, other=-float("inf"))', "mask=offs_m < M, other=0.0)"),
+        (_DKDV, _SEEN_T, f"{_SEEN_T} | (offs_m[None, :] >= view[0])"),
+    ),
+    _fault(
+        "dq: the tail of keys is masked on the diagonal alone",
+        "flash-attention@a4f148b6, @c65b5106, #443",
+        "",
+        (
+            _DQ,
+            _SEEN,
+            f"{_SEEN} | (\n"
+            "                (view[3] == 0)\n"
+            "                & (start_n + BLOCK_N - 1 <= (offs_m + view[1] - view[0])[:, None])\n"
+            "                & (offs_n >= view[1])[None, :]\n"
+            "            )",
+        ),
+        equivalent="always, with bottom-right alignment: a valid row stands before seqlen_k, so no "
+        "tile that ends before it holds the tail; and a padding row's P and delta are 0",
+    ),
+    _fault(
+        "forward: the load of v has no mask",
+        "vllm#936; flash-attention#1745, #1395; vllm#30887",
+        "G4 G7",
+        (
+            _FORWARD,
+            "offs_dv[None, :], valid[:, None], ALIGNED, MASKED\n",
+            "offs_dv[None, :], valid[:, None], ALIGNED, False\n",
+        ),
+    ),
+    _fault(
+        "forward: the mask is added, and the load of k has none",
+        "flash-attention#1745, #1395; SageAttention#377",
+        "G4 G7",
+        (
+            _FORWARD,
+            'scores = tl.where(seen, scores, -float("inf"))',
+            'scores = scores + tl.where(seen, 0.0, -float("inf"))',
+        ),
+        (
+            _FORWARD,
+            "offs_d[:, None], valid[None, :], ALIGNED, MASKED\n",
+            "offs_d[:, None], valid[None, :], ALIGNED, False\n",
+        ),
+    ),
+    _fault(
+        "forward: the mask's value is -1e4",
+        "lattice#361, #373; TransformerLens#366",
+        "T3 G1 G3 G5",
+        (_FORWARD, 'tl.where(seen, scores, -float("inf"))', "tl.where(seen, scores, -1e4)"),
+    ),
+    *(
+        _fault(
+            f"{kernel}: positions are aligned to the top left",
+            "flash-attention#282, #402, @9e5e8bc9; ffpa-attn#300",
+            "T3 G1",
+            (file, seen, _top_left(rows, keys)),
+        )
+        for kernel, file, seen, rows, keys in (
+            ("forward", _FORWARD, _SEEN, "offs_m[:, None]", "offs_n[None, :]"),
+            ("dq", _DQ, _SEEN, "offs_m[:, None]", "offs_n[None, :]"),
+            ("dkdv", _DKDV, _SEEN_T, "offs_m[None, :]", "offs_n[:, None]"),
+        )
+    ),
+    _fault(
+        "forward: the diagonal stage ends where the query tile does",
+        "triton#8853",
+        "T3 G1",
+        (
+            _FORWARD,
+            "    acc, l_i, m_i = _attend(\n"
+            "        acc, l_i, m_i, q, keys, values, view, offs_m, full_hi, hi, qk_scale,\n",
+            "    if window_right == 0:\n"
+            "        hi = tl.minimum(hi, (start_m + seqlen_k - seqlen_q + BLOCK_M) // BLOCK_N)\n"
+            "    acc, l_i, m_i = _attend(\n"
+            "        acc, l_i, m_i, q, keys, values, view, offs_m, full_hi, hi, qk_scale,\n",
+        ),
+        equivalent="where block_n divides block_m and the lengths are whole tiles",
+    ),
+    *(
+        _fault(
+            f"{kernel}: always causal",
+            "triton#4541, #5660, #4174, #7216",
+            "T3 G1",
+            (
+                file,
+                "view = (seqlen_q, seqlen_k, window_left, window_right)",
+                "view = (seqlen_q, seqlen_k, window_left, window_right * 0)",
+            ),
+        )
+        for kernel, file in (("dq", _DQ), ("dkdv", _DKDV))
+    ),
+    _fault(
+        "mask: the diagonal is not visible",
+        "transformers#39408, #29623; vllm#3385",
+        "T3 G1 G3",
+        (_TILES, "(distance <= view[3])", "(distance < view[3])"),
+    ),
+    _fault(
+        "mask: the far edge of the window is not visible",
+        "transformers#39408, #29623; vllm#3385",
+        "T3 G1",
+        (_TILES, "(distance >= -view[2])", "(distance > -view[2])"),
+    ),
+)  # fmt: skip
+
+_SOFTMAX = (
+    *(
+        _fault(
+            f"forward: the running maximum starts at {start}",
+            "flashinfer#4267, #4401",
+            "G1 G2",
+            (
+                _FORWARD,
+                'm_i = tl.full([BLOCK_M], -float("inf"), ACC)',
+                f"m_i = tl.full([BLOCK_M], {start}, ACC)",
+            ),
+            equivalent="while a score lies above it",
+        )
+        for start in ("-1e4", "-5e4")
+    ),
+    _fault(
+        "forward: a row that has seen nothing subtracts -inf from -inf",
+        "xformers@63d7f30b, #722; pytorch#130014, #109517, #110213",
+        "G2 G3",
+        (_FORWARD, 'tl.where(m_new == -float("inf"), 0.0, m_new)', "m_new"),
+    ),
+    *(
+        _fault(
+            f"forward: the lse of an empty row is {value}",
+            "flash-attention@26d7d92f, #978, #1936; pytorch#134650, #131867",
+            "T3 G1 G3",
+            (
+                _FORWARD,
+                'tl.log(l_safe), -float("inf"))',
+                f"tl.log(l_safe), {value})",
+            ),
+        )
+        for value in ("0.0", 'float("inf")')
+    ),
+    _fault(
+        "forward: the output of an empty row is multiplied by 0",
+        "lattice#789",
+        "",
+        (
+            _FORWARD,
+            "tl.where(live[:, None], acc / l_safe[:, None], 0.0)",
+            "acc / l_safe[:, None] * live[:, None].to(ACC)",
+        ),
+        equivalent="while padding of v is not loaded: acc of a row that sees nothing is a sum of "
+        "P = 0 times finite values, so it is 0 and l_safe is 1",
+    ),
+    _fault(
+        "forward: the output of an empty row is multiplied by 0, and v is loaded without a mask",
+        "lattice#789; vllm#936",
+        "G3 G4",
+        (
+            _FORWARD,
+            "tl.where(live[:, None], acc / l_safe[:, None], 0.0)",
+            "acc / l_safe[:, None] * live[:, None].to(ACC)",
+        ),
+        (
+            _FORWARD,
+            "offs_dv[None, :], valid[:, None], ALIGNED, MASKED\n",
+            "offs_dv[None, :], valid[:, None], ALIGNED, False\n",
+        ),
+    ),
+    _fault(
+        "forward: acc is not rescaled",
+        "MSLK#242",
+        "T3 G1",
+        (_FORWARD, "acc = acc * alpha[:, None]\n", "acc = acc\n"),
+    ),
+    _fault(
+        "forward: l is not rescaled",
+        "MSLK#242",
+        "T3 G1",
+        (_FORWARD, "l_i = l_i * alpha + tl.sum(p, 1)", "l_i = l_i + tl.sum(p, 1)"),
+    ),
+    _fault(
+        "forward: lse is a logarithm to base 2",
+        "pytorch#181645, #156012; aotriton#108; tokenspeed#571; flashinfer#2113, #2114, #4485",
+        "T3 G1",
+        (_FORWARD, "m_i * LN2 + tl.log(l_safe)", "m_i + tl.log2(l_safe)"),
+    ),
+    _fault(
+        "delta: lse is handed on as if it were to base 2",
+        "pytorch#181645, #156012; attention-gym#200",
+        "T3 G1",
+        (_DELTA, "lse * LOG2E", "lse"),
+    ),
+)  # fmt: skip
+
+_GRADIENTS = (
+    _fault(
+        "dkdv: k is scaled in the input dtype before its dot",
+        "FastVideo#1730",
+        "G1 rms",
+        (_DKDV, "exp2(scores * qk_scale - lse2[None, :])", "exp2(scores - lse2[None, :])"),
+        (
+            _DKDV,
+            "                dk, dv, k, v, queries, douts,",
+            "                dk, dv, (k * qk_scale).to(k.dtype), v, queries, douts,",
+        ),
+    ),
+    _fault(
+        "dq: q is scaled in the input dtype before its dot",
+        "FastVideo#1730",
+        "G1 rms",
+        (_DQ, "exp2(scores * qk_scale - lse2[:, None])", "exp2(scores - lse2[:, None])"),
+        (
+            _DQ,
+            "            dq, q, dout, lse2, delta, keys,",
+            "            dq, (q * qk_scale).to(q.dtype), dout, lse2, delta, keys,",
+        ),
+    ),
+    *(
+        _fault(
+            f"{kernel}: the scale is {how}",
+            "flashinfer#787; vllm#32149; fla#47; tilelang-ascend#1670",
+            "T3 G1 identities",
+            (file, f"{gradient} * sm_scale.to(ACC)", gradient + scale),
+        )
+        for kernel, file, gradient in (("dq", _DQ, "dq"), ("dkdv", _DKDV, "dk"))
+        for how, scale in (("omitted", ""), ("applied twice", " * (sm_scale * sm_scale).to(ACC)"))
+    ),
+    _fault(
+        "arguments: the default scale is that of the padded head_dim",
+        "flashinfer#787; vllm#32149; fla#47; tilelang-ascend#1670",
+        "attention",
+        (
+            "fa_kernels/arguments.py",
+            "_checked_scale(sm_scale, D, q.dtype)",
+            "_checked_scale(sm_scale, block_d, q.dtype)",
+        ),
+    ),
+    *(
+        _fault(
+            f"{kernel}: the dot of {dot} is in TF32",
+            "triton#1671, #1821; triton_docs_tutorials#6",
+            "G1",
+            (file, old, old.replace("DOTS", '"tf32"')),
+        )
+        for kernel, file, dot, old in (
+            ("forward", _FORWARD, "scores", "tl.dot(q, k_t, input_precision=DOTS"),
+            ("forward", _FORWARD, "acc", "tl.dot(p.to(v.dtype), v, acc, input_precision=DOTS"),
+            ("dq", _DQ, "scores", "tl.dot(q, k_t, input_precision=DOTS"),
+            ("dq", _DQ, "dp", "tl.dot(dout, v_t, input_precision=DOTS"),
+            ("dq", _DQ, "dq", "tl.trans(k_t), dq, input_precision=DOTS"),
+            ("dkdv", _DKDV, "scores", "tl.dot(k, q_t, input_precision=DOTS"),
+            ("dkdv", _DKDV, "dp", "tl.dot(v, tl.trans(dout), input_precision=DOTS"),
+            ("dkdv", _DKDV, "dv", "tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS"),
+            ("dkdv", _DKDV, "dk", "tl.trans(q_t), dk, input_precision=DOTS"),
+        )
+    ),
+    _fault(
+        "dq: delta is the row sum of one tile",
+        "published pseudocode",
+        "T3 G1",
+        (
+            _DQ,
+            "ds = p * (dp - delta[:, None])",
+            "ds = p * (dp - tl.sum(p * dp, 1)[:, None])",
+        ),
+        equivalent="while a row spans one tile of visible keys",
+    ),
+    _fault(
+        "dkdv: the heads of a group overwrite each other",
+        "levanter#449; fla#889",
+        "T3 G1",
+        (_DKDV, "for g in range(0, G):", "for g in range(G - 1, G):"),
+        equivalent="without groups",
+    ),
+)  # fmt: skip
+
+_MEMORY = (
+    _fault(
+        "launch: no forward where there are no keys",
+        "flashinfer#4452, #4451, #353, #363, #440; flash-attention@a3a257c7, #2562, #2421; "
+        "aiter#1442",
+        "T3 G1 G2 G3",
+        (
+            _LAUNCH,
+            "    if programs:\n        with _on_device(q):",
+            "    if programs and N:\n        with _on_device(q):",
+        ),
+    ),
+    _fault(
+        "launch: no dk and dv where there are no rows",
+        "flashinfer#4452, #4451, #353, #363, #440; flash-attention#2568, @db2f8069",
+        "T3 G1 G2 G3",
+        (
+            _LAUNCH,
+            "        if programs:\n            dkdv_kernel",
+            "        if programs and M:\n            dkdv_kernel",
+        ),
+    ),
+    _fault(
+        "launch: the grid of delta is that of the forward",
+        "triton#2020",
+        "G1 G2 G6",
+        (
+            _LAUNCH,
+            "delta_kernel[(m_padded // DELTA_ROWS * B * H,)]",
+            "delta_kernel[(triton.cdiv(M, arguments.config.forward.block_m) * B * H,)]",
+        ),
+    ),
+    _fault(
+        "tiles: the offset of a row is 32-bit",
+        "flash-attention#1500, @b62d93f3, #2611, #2214, #1311; fla#1080, #965; vllm#50427",
+        "G12",
+        (
+            _TILES,
+            "(start + rows).to(tl.int64) * matrix[1]",
+            "(start + rows) * matrix[1].to(tl.int32)",
+        ),
+    ),
+    _fault(
+        "tiles: the offset of a wide-loaded tile is 32-bit",
+        "flash-attention#1500, @b62d93f3, #2611, #2214, #1311; fla#1080, #965; vllm#50427",
+        "G12 long",
+        (_TILES, "tl.cast(start, tl.int64) * stride_row", "start * stride_row"),
+    ),
+    _fault(
+        "tiles: the offset of a head is 32-bit",
+        "pytorch#190857; xformers@89d3014f, #719",
+        "G12",
+        (_TILES, "h.to(tl.int64) * stride_h", "h * stride_h.to(tl.int32)"),
+    ),
+    _fault(
+        "tiles: the offset of a column is 32-bit",
+        "pytorch#190857; xformers@89d3014f, #719",
+        "G12",
+        (_TILES, "columns.to(tl.int64) * matrix[2]", "columns * matrix[2].to(tl.int32)"),
+    ),
+    _fault(
+        "launch: batch entries and heads lie on axis 1 of the grid",
+        "pytorch#142228; MagiAttention#40; flashinfer#3125; fla#172; xformers@503a5d77",
+        "G12 launch",
+        (
+            _LAUNCH,
+            "forward_kernel[(programs,)]",
+            "forward_kernel[(triton.cdiv(M, tile.block_m), B * H)]",
+        ),
+        (
+            _FORWARD,
+            "m_block = m_blocks - 1 - tl.program_id(0) % m_blocks\n"
+            "    bh = tl.program_id(0) // m_blocks",
+            "m_block = m_blocks - 1 - tl.program_id(0)\n    bh = tl.program_id(1)",
+        ),
+        equivalent="up to 65,535 of them, and in the interpreter, whose grids have no end",
+    ),
+    _fault(
+        "tiles: rows past the end are stored",
+        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
+        "G6 T3",
+        (
+            _TILES,
+            "inside = (rows[:, None] < length) & (columns[None, :] < D)",
+            "inside = columns[None, :] < D",
+        ),
+    ),
+    _fault(
+        "tiles: rows past the end are stored, 16 bytes at a time",
+        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
+        "G6 G1",
+        (
+            _TILES,
+            "tl.store(pointer + (row * BLOCK_D + columns[None, :]), tile, "
+            "mask=rows[:, None] < length)",
+            "tl.store(pointer + (row * BLOCK_D + columns[None, :]), tile)",
+        ),
+    ),
+)  # fmt: skip
+
+FAULTS: tuple[Mutant, ...] = (*_MASKS, *_SOFTMAX, *_GRADIENTS, *_MEMORY)

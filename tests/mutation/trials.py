@@ -1,0 +1,75 @@
+"""What decides about a mutant of the kernels: a fixed list of problems, each with its checks.
+
+The list is in the order in which it is asked: first what most mutants fail, in float64, where any
+fault of logic shows; then masks and padding, the arithmetic of each dtype, strides, and what takes
+second runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from oracles.mask import Mask
+from oracles.problem import Problem
+from properties.guarantees import COMPANIONS, GUARANTEES, Check
+
+__all__ = ["CHECKS", "STEPS", "Step"]
+
+# In the order in which they are asked of a trial.
+CHECKS: dict[str, Check] = {"T3": GUARANTEES["T3"], **GUARANTEES, **COMPANIONS}
+_ALWAYS = ("T3", "G1", "G2")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One problem, and the checks that are made on it, names in ``CHECKS``."""
+
+    problem: Problem
+    checks: tuple[str, ...]
+
+
+def _step(*checks: str, config: str = "16x16", dtype: str = "fp64", **fields: Any) -> Step:
+    return Step(Problem(config=config, dtype=dtype, **fields), (*_ALWAYS, *checks))
+
+
+_ALIGNED: dict[str, Any] = {"D": 16, "Dv": 32}
+_MIXED = ("bshd", "padded", "transposed", "strided")
+_WINDOW = Mask(window_left=20, window_right=3, seqlens_q=(30, 33), seqlens_k=(49, 20))
+_RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
+
+STEPS: tuple[Step, ...] = (
+    # Two tiles by three, heads in a group, sizes that are a multiple of nothing.
+    _step(H=2, M=19, N=37, D=5, Dv=3, mask=Mask(causal=True)),
+    _step("G3", "G4", B=2, H=2, M=34, N=50, D=17, Dv=9, mask=_WINDOW, dirty="nan", layouts=_MIXED),
+    # The path of wide loads is taken by 16-bit tensors of whole head_dims.
+    _step("G3", "G4", B=2, H=2, M=34, N=50, dtype="fp16", mask=_WINDOW, dirty="nan", **_ALIGNED),
+    _step(H=4, Hk=2, M=40, N=70, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
+          **_ALIGNED),
+    _step("G5", B=2, M=37, N=40, dtype="fp16", mask=_RAGGED, dirty="max", inputs="near_max"),
+    # The largest score comes last; what a row sums lies far below, or above, 1.
+    _step(M=20, N=50, inputs="rising_max"),
+    _step(M=20, N=37, dtype="bf16", inputs="lse_low_130"),
+    _step(M=20, N=37, dtype="fp16", inputs="lse_high_6e4"),
+    _step(M=20, N=37, dtype="fp32", inputs="lse_high_1e5"),
+    # Tiles that are not square, and the default ones.
+    _step(H=2, M=40, N=70, mask=Mask(window_left=9, window_right=2), config="32x16"),
+    _step(H=2, M=40, N=70, mask=Mask(causal=True), config="16x32"),
+    _step(M=130, N=70, dtype="fp16", mask=Mask(causal=True), config="default", **_ALIGNED),
+    # fp32 dots, which may not be those of TF32.
+    _step(M=20, N=40, dtype="fp32"),
+    _step(M=20, N=40, dtype="fp32", config="16x16-tf32"),
+    # Rows that see nothing, no keys, no rows.
+    _step("G3", M=40, N=17, mask=Mask(causal=True)),
+    _step("G3", M=17, N=0),
+    _step("G3", M=0, N=17),
+    _step("G6", "G7", "G8", "G9", "G10", B=2, H=4, Hk=2, M=19, N=33, dtype="bf16", layouts=_MIXED,
+          **_ALIGNED),
+    _step("G6", "G7", "G8", "G9", B=2, H=2, M=19, N=33, D=24, dtype="fp32",
+          layouts=("expanded", "offset", "packed", "expanded")),
+    _step("G12", M=18, N=20, seed=1),
+    _step("G12", M=18, N=20, dtype="fp16", seed=2, **_ALIGNED),
+    _step("G13", M=18, N=20, dtype="fp16", **_ALIGNED),
+    _step(*COMPANIONS, H=2, M=64, N=96, D=32, Dv=32, dtype="bf16", config="32x32"),
+    _step(*COMPANIONS, H=2, M=64, N=96, D=32, Dv=32, dtype="fp16", config="32x32"),
+)  # fmt: skip

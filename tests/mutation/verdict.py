@@ -1,0 +1,126 @@
+"""One mutant of the kernels before its judges: which check it fails first, or all that it fails."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from properties.compare import Finding
+from properties.subject import Subject
+from properties.trial import Question, SubjectError, Trial, question
+from tests.mutation.mutant import Mutant, mutated
+from tests.mutation.package import load
+from tests.mutation.trials import CHECKS, Step
+from tests.subjects.ours import adapted, flash_attention
+
+__all__ = ["Kill", "Verdict", "asked", "judged_kernels"]
+
+
+class Kill(NamedTuple):
+    """What ended a mutant, or would have.
+
+    Args:
+        check: The check that failed, or "raised".
+        step: Which of the steps.
+        detail: The finding's first lines, or the exception.
+    """
+
+    check: str
+    step: int
+    detail: str
+
+
+@dataclass
+class Verdict:
+    """What became of a mutant.
+
+    Args:
+        kills: In order; empty is a survivor. One, unless all were asked for.
+        seconds: Until the first kill, loading included; all of them for a survivor.
+    """
+
+    kills: list[Kill] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def asked(steps: Sequence[Step]) -> list[Question]:
+    """The questions of the steps, with the oracle's answers.
+
+    Raises:
+        ValueError: A step is out of range, so that it would decide nothing.
+    """
+    subject = Subject.of(flash_attention, "flash_attention")
+    questions = [question(subject, step.problem) for step in steps]
+    for step, made in zip(steps, questions, strict=True):
+        if made is None:
+            raise ValueError(f"out of range, so it judges nothing: {step.problem.to_json()}")
+    return questions
+
+
+def judged_kernels(
+    sources: Mapping[str, str],
+    mutant: Mutant,
+    steps: Sequence[Step],
+    questions: Sequence[Question],
+    *,
+    full: bool = False,
+) -> Verdict:
+    """Loads a mutant of ``fa_kernels`` and asks it the questions.
+
+    To be called in a process that does nothing else afterwards: the mutant may write anywhere.
+
+    Args:
+        sources: What it is a mutant of.
+        mutant: Its edits.
+        steps: What is checked on each question.
+        questions: Those of the steps.
+        full: Go on after the first kill, to know every check that fails.
+    """
+    started = time.monotonic()
+    verdict = Verdict()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        for kill in _kills(sources, mutant, steps, questions, Path(folder)):
+            if not verdict.kills:
+                verdict.seconds = time.monotonic() - started
+            verdict.kills.append(kill)
+            if not full:
+                return verdict
+    verdict.seconds = verdict.seconds or time.monotonic() - started
+    return verdict
+
+
+def _kills(
+    sources: Mapping[str, str],
+    mutant: Mutant,
+    steps: Sequence[Step],
+    questions: Sequence[Question],
+    folder: Path,
+) -> Iterator[Kill]:
+    try:
+        package = load(mutated(sources, mutant), folder / folder.name.replace("-", "_"))
+    except Exception as error:
+        yield Kill("raised", -1, f"{type(error).__name__}: {error}"[:500])
+        return
+    subject = Subject.of(adapted(package), "mutant")
+    for number, (step, asking) in enumerate(zip(steps, questions, strict=True)):
+        try:
+            trial = asking.answered_by(subject)
+        except (SubjectError, NotImplementedError) as error:
+            yield Kill("raised", number, str(error)[:500])
+            continue
+        for check in step.checks:
+            for finding in _findings(check, trial):
+                yield Kill(check, number, finding)
+
+
+def _findings(check: str, trial: Trial) -> list[str]:
+    """At most one finding of a check, as text; an exception in a second run is one."""
+    try:
+        found: list[Finding] = CHECKS[check](trial)
+    except (SubjectError, NotImplementedError) as error:
+        return [f"raised in a second run: {error}"[:500]]
+    return [str(finding)[:500] for finding in found[:1]]

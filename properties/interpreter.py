@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from properties.interpreter_addresses import watch_addresses
 from properties.interpreter_launch import repair_launches, skip_idle_work
 from properties.rounding import (
     fma_bf16,
@@ -48,6 +49,7 @@ def repair() -> None:
       With TF32, the default for fp32, it truncates each operand to 10 bits of mantissa. "tf32x3"
       runs as "ieee".
     - A masked-off lane of ``tl.load`` without ``other`` is NaN, or 0x5A in every byte.
+    - A load, store or atomic outside of the tensors of its launch raises OutOfBoundsError.
     - NotImplementedError leaves a launch as itself, and so do atomic additions and scaled dots of
       bf16, which are refused; every other exception is an InterpreterError as before.
     - NumPy's floating-point warnings are off inside a launch, as on a GPU.
@@ -81,6 +83,7 @@ def repair() -> None:
     _repair_reductions(interpreter)
     _repair_dots(interpreter)
     _repair_memory(interpreter)
+    watch_addresses(interpreter)
     repair_launches(interpreter)
     skip_idle_work(interpreter)
     _repaired = True
@@ -92,18 +95,19 @@ def describe() -> str:
         return "interpreter not repaired"
     return (
         "interpreter repaired: bf16 round-to-nearest-even casts, bf16 arithmetic and dots, "
-        "poisoned masked loads, TF32 truncation, one language patch a launch"
+        "poisoned masked loads, checked addresses, TF32 truncation, one language patch a launch"
     )
 
 
 _REPLACED = {
     "InterpreterBuilder": (
         "cast_impl create_fp_to_fp get_bf16 binary_op unary_op ternary_op create_fma create_dot "
-        "create_dot_scaled create_masked_load create_atomic_rmw"
+        "create_dot_scaled create_masked_load create_masked_store create_atomic_rmw "
+        "create_atomic_cas create_int_to_ptr"
     ),
     "ReduceOps": "min_max sum",
     "ScanOps": "cumsum cumprod",
-    "GridExecutor": "__call__",
+    "GridExecutor": "__call__ _init_args_hst",
     "InterpretedFunction": "__call__ rewrite",
     "interpreter_semantic": "load binary_op_sanitize_overflow_impl",
 }

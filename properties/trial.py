@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,10 @@ from properties.subject import Subject
 from properties.tensors import Inputs, make
 
 __all__ = ["Question", "SubjectError", "Trial", "examine", "question", "run_subject"]
+
+_LIBRARIES = (
+    str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,9 +110,19 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
     except NotImplementedError:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise SubjectError(f"{text}\n({frame.filename}, line {frame.lineno})") from error
+        raise SubjectError(_told(error)) from error
+
+
+def _told(error: BaseException) -> str:
+    """What was raised, and the last line that is no library's: in a kernel, say."""
+    # The interpreter's own exception holds the kernel's as text.
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+        error = error.__cause__
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    frame = (own or frames)[-1]
+    return f"{text}\n({frame.filename}, line {frame.lineno})"
 
 
 def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""K4, K11, K17 and K18: delta, where its sum runs, pre-scaled operands and the factors they need."""
+"""K4, K11, K17, K18: delta, where its sum runs, and what pre-scaled operands cost and need."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def rounded_scores(q: torch.Tensor, k: torch.Tensor, operand: str, dtype: str) -
 @pytest.mark.parametrize("size", [1, 8, 32])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_k17_passes_that_round_different_operands_make_p_sum_away_from_1(dtype, size):
-    """K17 is wrong: with q rounded forward and k backward a row sums to exp(LSE of k - LSE of q).
+    """K17 is wrong: with q rounded forward and k backward a row sums to exp(LSE_k - LSE_q).
 
     Each LSE leaves the bound of a kernel that does not pre-scale and lies in that of one that
     declares it; with the same operand in both passes rows sum to 1.
@@ -147,31 +147,27 @@ def test_k17_passes_that_round_different_operands_make_p_sum_away_from_1(dtype, 
         assert ((consistent - 1).abs() <= SHARE * (1 + lse[operand].abs())).all()
     sums = torch.exp(scores["k"] - lse["q"][:, None]).sum(1)
     assert (sums.log().abs() <= limits["q"] + limits["k"]).all()
-    # Harmless at small logits, never at large ones.
-    assert (sums.log().abs().max() < 32 * UNIT_ROUNDOFF[dtype]) == (size == 1)
-    print(
-        dtype,
-        size,
-        (q @ k.T).abs().max(),
-        sums.min(),
-        sums.max(),
-        sums.log().abs().max(),
-        (sums.log().abs() / (limits["q"] + limits["k"])).max(),
-    )
+    assert ((sums - 1).abs().max() > 0.1) == (size > 1)
 
 
-def test_k17_a_kernel_that_rounds_q_forward_and_k_backward_is_far_beyond_the_bound(edited, device):
-    """K17 in a kernel: bf16, scores in the hundreds, dv = P' by a dout of unit vectors."""
+def test_k17_in_a_kernel_only_the_bound_with_both_roundings_holds(edited, device):
+    """K17 in a kernel: bf16, scores to 770, dv = P' by a dout of unit vectors.
+
+    Rows sum to 0.8 to 3.8, and dv errs by up to 270 times the bound without pre-scaling.
+    """
     copy = edited("k17_rounds_different_operands", ROUNDED_Q, ROUNDED_K)
-    M, N, D = 16, 30, 16
-    q, k, v = (8 * normal(4, str(rows), (rows, D)) for rows in (M, N, N))
-    inputs = tensors(device, torch.bfloat16, q, k, v, torch.eye(M))
-    judged = judge(*inputs, mask=Mask(), sm_scale=1.0, in_dtype="bf16", numerics=Numerics())
-    truth = reference.attention(*inputs, mask=Mask(), sm_scale=1.0)
-    got = differentiate(copy, *inputs, sm_scale=1.0)
-    r = ratios(got.dv, truth.dv, judged.bound.dv)
-    print(judged.max_score, r.max(), got.dv[0, 0].double().sum(0))
-    assert (got.dv[0, 0].double().sum(0) - 1).abs().max() > 1
+    q, k, v = (8 * normal(4, str(rows), (rows, 16)) for rows in (16, 30, 30))
+    inputs = tensors(device, torch.bfloat16, q, k, v, torch.eye(16))
+    want = reference.attention(*inputs, mask=Mask(), sm_scale=1.0).dv
+    got = differentiate(copy, *inputs, sm_scale=1.0).dv
+    worst = {}
+    for prescales in ("none", "qk"):
+        numerics = Numerics(prescales=prescales)
+        judged = judge(*inputs, mask=Mask(), sm_scale=1.0, in_dtype="bf16", numerics=numerics)
+        worst[prescales] = ratios(got, want, judged.bound.dv).max()
+    assert worst["none"] > 100
+    assert worst["qk"] <= 1
+    assert (got.double().sum(2) - 1).abs().max() > 1
 
 
 SCALE = 0.3

@@ -67,14 +67,18 @@ def test_k04_the_delta_kernel_reads_no_key(kernels):
     assert not {"k_ptr", "v_ptr", "N", "D"} & set(delta)
 
 
+@pytest.mark.parametrize("Dv", [1, 64])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_k04_delta_of_the_rounded_out_costs_what_the_model_says(dtype):
+def test_k04_delta_of_the_rounded_out_costs_what_the_model_says(dtype, Dv):
     """K4, its price: within |dout| . (u |out| + eta), with a mean square of u^2/6 (out dout)^2."""
-    x = head(1000, 50, 16, 64)
+    x = head(1000, 50, 16, Dv)
     out, dout = torch.from_numpy(x.out_me), torch.from_numpy(x.dout_me)
     error = (dout * (out.to(TORCH_DTYPES[dtype]).double() - out)).sum(1)
     u, eta = UNIT_ROUNDOFF[dtype], LOSS_BY_UNDERFLOW[dtype]
-    assert (error.abs() <= (dout.abs() * (u * out.abs() + eta)).sum(1)).all()
+    share = (error.abs() / (dout.abs() * (u * out.abs() + eta)).sum(1)).max()
+    assert share <= 1
+    # Attained where it is one product; roundings of many cancel.
+    assert (share > 0.9) == (Dv == 1)
     predicted = u**2 / 6 * (out * dout).square().sum(1)
     # A thousand independent rows: the mean of their squares is known to about 5 %.
     assert 0.8 < (error.square() / predicted).mean() < 1.2

@@ -1,0 +1,33 @@
+"""The kernels, and copies of them with edits, for claims about kernels and about faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+
+import pytest
+
+from tests.mutation.mutant import Edit, Mutant, mutated
+from tests.mutation.package import PACKAGE, load, sources_of
+
+__all__ = ["edited", "kernels"]
+
+
+@pytest.fixture(scope="session")
+def kernels() -> ModuleType:
+    """The package of the kernels; where Triton is not installed, the test is skipped."""
+    return pytest.importorskip("fa_kernels")
+
+
+@pytest.fixture(scope="session")
+def edited(kernels, tmp_path_factory) -> Callable[..., ModuleType]:
+    """Loads a copy of the package with edits: (name, *edits) -> package, once for each name."""
+    folder = tmp_path_factory.mktemp("copies")
+    sources = sources_of(PACKAGE)
+
+    @cache
+    def load_edited(name: str, *edits: Edit) -> ModuleType:
+        return load(mutated(sources, Mutant(name, edits)), folder / name)
+
+    return load_edited

@@ -1,0 +1,222 @@
+"""K7 and K8: dk/dv without a mask over queries; what may stand in their tail."""
+
+from __future__ import annotations
+
+import math
+import os
+from types import ModuleType
+
+import pytest
+import torch
+
+from oracles.stream import normal
+from properties.compare import same_bits
+from properties.families import TORCH_DTYPES
+from properties.layouts import lay_out
+from tests.claims.launching import arguments, differentiate, tensors
+from tests.mutation.mutant import Edit
+
+LN2 = math.log(2)
+DELTA, DKDV, TILES = (f"fa_kernels/kernels/{name}.py" for name in ("delta", "dkdv", "tiles"))
+
+# dk/dv as it is published: Q and dO are read up to seqlen_q and zeros beyond, LSE and delta 0.
+LOAD_LSE2 = "tl.load(tl.multiple_of(lse2_pointer + start_m, 16) + offs_tile)"
+LOAD_DELTA = "tl.load(tl.multiple_of(delta_pointer + start_m, 16) + offs_tile)"
+LIVE = 'live = tl.load(lse2_pointer + offs_m) != float("inf")'
+NO_MASK = (
+    Edit(DKDV, "p = tl.where(seen, p, 0.0)", "p = p"),
+    Edit(DKDV, "ds = tl.where(seen, ds, 0.0)", "ds = ds"),
+    Edit(DKDV, LIVE, "live = offs_m < view[0]"),
+)
+
+
+def loads(other: str) -> tuple[Edit, Edit]:
+    """LSE and delta read for the rows of the sequence alone."""
+    return tuple(
+        Edit(DKDV, old, f"tl.load({name}_pointer + offs_m, mask=offs_m < view[0]{other})")
+        for name, old in (("lse2", LOAD_LSE2), ("delta", LOAD_DELTA))
+    )
+
+
+# Nothing is written behind the rows of lse2 and delta: what stood there before stays.
+UNWRITTEN_SCRATCH = (
+    Edit(DELTA, "lse * LOG2E))", "lse * LOG2E), mask=offs_m < M)"),
+    Edit(
+        DELTA,
+        "tl.store(delta_ptr + row, delta)",
+        "tl.store(delta_ptr + row, delta, mask=offs_m < M)",
+    ),
+)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Makes a package's allocations start as NaN."""
+
+    def poison(package: ModuleType) -> ModuleType:
+        def empty(shape, *, dtype, device):
+            return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
+
+        monkeypatch.setattr(package.allocation, "empty", empty)
+        return package
+
+    return poison
+
+
+def ragged(device: str) -> list[torch.Tensor]:
+    """21 rows in tiles of 16 and NaN in the storage between and around all rows."""
+    shapes = {"q": (21, 8), "k": (16, 8), "v": (16, 8), "dout": (21, 8)}
+    inputs = (normal(1, name, shape)[None, None].float() for name, shape in shapes.items())
+    return [lay_out(x.to(device), "padded") for x in inputs]
+
+
+def test_k07_dk_and_dv_need_no_mask_over_queries_whose_loads_say_other_0(
+    kernels, edited, device, poisoned
+):
+    """K7, as published: P = 1 meets dO = 0 and dS = 0; every bit is that of the masked kernel.
+
+    With poison behind the rows of Q and dO, and in the scratch behind those of LSE and delta.
+    """
+    copy = poisoned(edited("k07_other_0", *NO_MASK, *loads(", other=0.0"), *UNWRITTEN_SCRATCH))
+    inputs = ragged(device)
+    got, want = (differentiate(x, *inputs) for x in (copy, kernels))
+    assert all(same_bits(x, y).all() for x, y in zip(got, want, strict=True))
+
+
+def test_k07_rows_of_lse_and_delta_that_are_read_and_not_written_are_poison(
+    edited, device, poisoned
+):
+    """K7, first condition: unbounded loads of scratch give NaN, as NaN * 0 is NaN."""
+    copy = poisoned(edited("k07_unbounded", *NO_MASK, *UNWRITTEN_SCRATCH))
+    got = differentiate(copy, *ragged(device))
+    assert got.dk.isnan().all()
+    assert got.dv.isnan().all()
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="undefined on a GPU, where it is often 0; the interpreter puts NaN there",
+)
+def test_k07_a_masked_load_that_does_not_say_other_is_poison(edited, device):
+    """K7, second condition: a lane that is masked off holds anything at all."""
+    got = differentiate(edited("k07_no_other", *NO_MASK, *loads("")), *ragged(device))
+    assert got.dk.isnan().all()
+    assert got.dv.isnan().all()
+
+
+MASKED_SCORES = Edit(
+    DKDV,
+    """        p = tl.exp2(scores * qk_scale - lse2[None, :])
+        if MASKED:
+            seen = element_mask(offs_m[None, :], offs_n[:, None], view)
+            p = tl.where(seen, p, 0.0)
+""",
+    """        if MASKED:
+            seen = element_mask(offs_m[None, :], offs_n[:, None], view)
+            scores = tl.where(seen, scores, -float("inf"))
+        p = tl.exp2(scores * qk_scale - lse2[None, :])
+""",
+)
+STORED_AS_IT_IS = Edit(
+    DELTA, 'tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)', "lse * LOG2E"
+)
+
+
+def test_k07_an_lse_of_minus_infinity_needs_a_guard_of_its_own(kernels, edited, device):
+    """K7, third condition: a row that sees no key has P = exp(-inf - -inf) = NaN.
+
+    Stored as +inf, its P is 0. Causal, M > N: rows 0 to 4 see no key, in a tile with rows that do.
+    """
+    guarded = edited("k07_masked_scores", MASKED_SCORES)
+    bare = edited("k07_bare_lse", MASKED_SCORES, STORED_AS_IT_IS)
+    inputs = ragged(device)
+    want, with_guard, without = (
+        differentiate(x, *inputs, causal=True) for x in (kernels, guarded, bare)
+    )
+    assert (want.lse == -math.inf).sum() == 5
+    assert same_bits(with_guard.dv, want.dv).all()
+    assert without.dv.isnan().all()
+
+
+# K8's kernel: no mask over queries, and Q is read in padding, where dO is 0.
+UNMASKED_ROWS = (
+    Edit(TILES, " & (offs_m < view[0])", ""),
+    Edit(DKDV, LIVE, "live = offs_m >= 0"),
+)
+VALID = 8
+# Scores in base 2 of the dirty row with each key: both sides of 16 and of 128.
+SCORES2 = torch.tensor([-9, 0, 11, 15.9375, 16.0625, 88, 127.9375, 128.0625] * 2)
+
+
+def with_dirt(device: str, dtype: str, dirt: float) -> tuple[torch.Tensor, ...]:
+    """q, k, v, dout with 8 valid rows of 16; the row behind them scores ``dirt`` SCORES2."""
+    # In two columns, since 128 + 1/16 has too many digits for bf16.
+    k = torch.stack([SCORES2.floor(), SCORES2 - SCORES2.floor()], 1)
+    q, dout = normal(2, "q", (16, 2)) / 64, normal(2, "dout", (16, 4))
+    q[VALID], dout[VALID:] = dirt, 0
+    return tensors(device, TORCH_DTYPES[dtype], q, k, normal(2, "v", (16, 4)), dout)
+
+
+def backward(
+    package: ModuleType, inputs: tuple[torch.Tensor, ...], lse: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Dk and dv of the valid rows, from a stored LSE (16,) and an out of ones."""
+    q, k, v, dout = inputs
+    # ln 2 as the scale makes q.k the score in base 2.
+    checked = arguments(package, q, k, v, seqlens_q=(VALID,), sm_scale=LN2)
+    stored = lse.to(q.device).view(1, 1, 16)
+    gradients = package.launch.launch_backward(q, k, v, torch.ones_like(v), stored, dout, checked)
+    return {name: x[0, 0].cpu() for name, x in zip(("dk", "dv"), gradients[1:], strict=True)}
+
+
+def row_lse(inputs: tuple[torch.Tensor, ...], in_padding: float | None = None) -> torch.Tensor:
+    """The LSE of every row, its own in padding too unless given."""
+    q, k = (x[0, 0].double().cpu() for x in inputs[:2])
+    lse = torch.logsumexp(q @ k.T * LN2, 1).float()
+    if in_padding is not None:
+        lse[VALID:] = in_padding
+    return lse
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_k08_finite_dirt_in_q_is_harmless_beside_the_lse_of_its_own_row(
+    kernels, edited, device, dtype
+):
+    """K8, where it is right: P <= 1, so that P' dO = 0 and dS = 0, to the bit, at any score."""
+    copy = edited("k08_unmasked_rows", *UNMASKED_ROWS)
+    inputs = with_dirt(device, dtype, 1.0)
+    got = backward(copy, inputs, row_lse(inputs))
+    want = backward(kernels, inputs, row_lse(inputs, -math.inf))
+    assert all(same_bits(got[name], want[name]).all() for name in want)
+    assert not any(x.isnan().any() for x in want.values())
+
+
+@pytest.mark.parametrize(("dtype", "dv_from"), [("fp16", 16), ("bf16", 128), ("fp32", 128)])
+def test_k08_beside_an_lse_loaded_as_0_it_is_nan_once_p_overflows(
+    kernels, edited, device, dtype, dv_from
+):
+    """K8 is wrong there: dv is NaN for keys with a score past 16 in base 2 (11.09) in fp16.
+
+    There P is cast; past 128 (88.7) it is infinite before, in every dtype, and dk is NaN too. Keys
+    with smaller scores keep every bit.
+    """
+    copy = edited("k08_unmasked_rows", *UNMASKED_ROWS)
+    inputs = with_dirt(device, dtype, 1.0)
+    got = backward(copy, inputs, row_lse(inputs, 0.0))
+    want = backward(kernels, inputs, row_lse(inputs, -math.inf))
+    for name, first in (("dk", 128), ("dv", dv_from)):
+        is_nan = got[name].isnan().any(1)
+        assert torch.equal(is_nan, first <= SCORES2), name
+        assert same_bits(got[name], want[name])[~is_nan].all(), name
+
+
+@pytest.mark.parametrize("dirt", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("in_padding", [None, 0.0], ids=["own_lse", "lse_0"])
+def test_k08_nan_and_infinity_in_q_reach_every_key(kernels, edited, device, dirt, in_padding):
+    """K8 is wrong for NaN and Inf, whatever the LSE: dk adds 0 * NaN."""
+    copy = edited("k08_unmasked_rows", *UNMASKED_ROWS)
+    inputs, finite = (with_dirt(device, "fp32", x) for x in (dirt, 1.0))
+    assert backward(copy, inputs, row_lse(finite, in_padding))["dk"].isnan().all()
+    got, want = (backward(kernels, x, row_lse(finite, -math.inf))["dk"] for x in (inputs, finite))
+    assert same_bits(got, want).all()
+    assert not want.isnan().any()

@@ -119,13 +119,16 @@ def _far_places(shapes: Sequence[tuple[int, ...]], seed: int) -> tuple[list[_Pla
     """A place for each tensor, apart from all others, and how many elements they span.
 
     A tensor that has an axis longer than 1 lies far along one: 2**31 elements or more from its
-    first to its last. All far strides are multiples of the room that the tensors take together
-    without their far axes, and each has a part of that room to itself.
+    first to its last. Odd seeds leave rows in one piece, which a kernel may load as wide as it can.
+    All far strides are multiples of the room that the tensors take together without their far axes,
+    and each has a part of that room to itself.
     """
     far, rooms = [], []
     for number, shape in enumerate(shapes):
         axes = [axis for axis in range(len(shape)) if shape[axis] > 1 and 0 not in shape]
-        far.append(axes[(seed + number) % len(axes)] if axes else None)
+        if seed % 2 and len(axes) > 1 and axes[-1] == len(shape) - 1:
+            axes.pop()
+        far.append(axes[(seed // 2 + number) % len(axes)] if axes else None)
         near = math.prod(max(1, n) for axis, n in enumerate(shape) if axis != far[-1])
         rooms.append(-(-near // _UNIT) * _UNIT)
     places, elements = [], 0

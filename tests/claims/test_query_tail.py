@@ -17,7 +17,9 @@ from tests.claims.launching import arguments, differentiate, tensors
 from tests.mutation.mutant import Edit
 
 LN2 = math.log(2)
-DELTA, DKDV, TILES = (f"fa_kernels/kernels/{name}.py" for name in ("delta", "dkdv", "tiles"))
+DELTA, DKDV, DQ, TILES = (
+    f"fa_kernels/kernels/{name}.py" for name in ("delta", "dkdv", "dq", "tiles")
+)
 
 # dk/dv as it is published: Q and dO are read up to seqlen_q and zeros beyond, LSE and delta 0.
 LOAD_LSE2 = "tl.load(tl.multiple_of(lse2_pointer + start_m, 16) + offs_tile)"
@@ -38,8 +40,18 @@ def loads(other: str) -> tuple[Edit, Edit]:
     )
 
 
+# The rows of Q and dO that are read are those of the sequence, whatever their LSE.
+DQ_ROWS = Edit(
+    DQ,
+    'live = (lse2 != float("inf"))[:, None]',
+    'live = ((lse2 != float("inf")) & (offs_m < seqlen_q))[:, None]',
+)
+DKDV_ROWS = Edit(
+    DKDV, LIVE, 'live = (tl.load(lse2_pointer + offs_m) != float("inf")) & (offs_m < view[0])'
+)
 # Nothing is written behind the rows of lse2 and delta: what stood there before stays.
 UNWRITTEN_SCRATCH = (
+    DQ_ROWS,
     Edit(DELTA, "lse * LOG2E))", "lse * LOG2E), mask=offs_m < M)"),
     Edit(
         DELTA,
@@ -128,7 +140,7 @@ def test_k07_an_lse_of_minus_infinity_needs_a_guard_of_its_own(kernels, edited, 
     Stored as +inf, its P is 0. Causal, M > N: rows 0 to 4 see no key, in a tile with rows that do.
     """
     guarded = edited("k07_masked_scores", MASKED_SCORES)
-    bare = edited("k07_bare_lse", MASKED_SCORES, STORED_AS_IT_IS)
+    bare = edited("k07_bare_lse", MASKED_SCORES, STORED_AS_IT_IS, DQ_ROWS, DKDV_ROWS)
     inputs = ragged(device)
     want, with_guard, without = (
         differentiate(x, *inputs, causal=True) for x in (kernels, guarded, bare)

@@ -46,7 +46,11 @@ STEPS: tuple[Step, ...] = (
     _step("G3", "G4", B=2, H=2, M=34, N=50, dtype="fp16", mask=_WINDOW, dirty="nan", **_ALIGNED),
     _step(H=4, Hk=2, M=40, N=70, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
           **_ALIGNED),
-    _step("G5", B=2, M=37, N=40, dtype="fp16", mask=_RAGGED, dirty="max", inputs="near_max"),
+    _step("G5", B=2, M=37, N=40, dtype="bf16", mask=_RAGGED, dirty="max"),
+    # Padding keys in a tile that full tiles of queries see.
+    _step("G4", B=2, M=40, N=40, mask=Mask(seqlens_q=(40, 33), seqlens_k=(37, 0)), dirty="nan_q"),
+    # The first tile that a row visits is hidden from it, and its scores are low.
+    _step(M=35, N=60, mask=Mask(window_left=5, window_right=3), inputs="lse_low_6e3"),
     # The largest score comes last; what a row sums lies far below, or above, 1.
     _step(M=20, N=50, inputs="rising_max"),
     _step(M=20, N=37, dtype="bf16", inputs="lse_low_130"),
@@ -69,6 +73,9 @@ STEPS: tuple[Step, ...] = (
           layouts=("expanded", "offset", "packed", "expanded")),
     _step("G12", M=18, N=20, seed=1),
     _step("G12", M=18, N=20, dtype="fp16", seed=2, **_ALIGNED),
+    # The wide loads' offset of a tile: more than 512 rows of the longest stride they are taken for.
+    *(_step("G12", M=M, N=N, dtype="fp16", config="64x32", seed=seed, **_ALIGNED)
+      for M, N, seed in ((600, 16, 1), (16, 600, 1))),
     _step("G13", M=18, N=20, dtype="fp16", **_ALIGNED),
     _step(*COMPANIONS, H=2, M=64, N=96, D=32, Dv=32, dtype="bf16", config="32x32"),
     _step(*COMPANIONS, H=2, M=64, N=96, D=32, Dv=32, dtype="fp16", config="32x32"),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from properties.compare import Finding
 from properties.subject import Subject
 from properties.trial import Question, SubjectError, Trial, question
+from tests.mutation import unit_tests
 from tests.mutation.mutant import Mutant, mutated
 from tests.mutation.package import load
 from tests.mutation.trials import CHECKS, Step
@@ -115,6 +116,9 @@ def _kills(
         for check in step.checks:
             for finding in _findings(check, trial):
                 yield Kill(check, number, finding)
+    failed = unit_tests.first_failure(package)
+    if failed is not None:
+        yield Kill("unit tests", len(steps), failed[:500])
 
 
 def _findings(check: str, trial: Trial) -> list[str]:

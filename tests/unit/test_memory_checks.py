@@ -76,10 +76,17 @@ def test_every_axis_is_the_far_one_for_some_seed():
     shapes = SHAPES["all_sizes_differ"]
     for number in range(4):
         far = set()
-        for seed in range(4):
+        for seed in range(8):
             place = memory._far_places(shapes, seed)[0][number]
             far.add(max(range(4), key=lambda axis: place.strides[axis]))
         assert far == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5, 7])
+def test_odd_seeds_leave_rows_in_one_piece_that_wide_loads_can_take(seed):
+    for place in memory._far_places(SHAPES["all_sizes_differ"], seed)[0]:
+        assert place.strides[3] == 1
+        assert all(stride % 64 == 0 for stride in place.strides if stride > FAR // 1024)
 
 
 @every_shape
@@ -133,7 +140,7 @@ class WrapsOne(Eager):
 
 @pytest.mark.parametrize(
     ("tensor", "seed"),
-    [("q", 0), ("q", 1), ("q", 2), ("q", 3), ("k", 0), ("v", 1), ("dout", 2), ("none", 3)],
+    [("q", 0), ("q", 2), ("q", 4), ("q", 6), ("k", 0), ("v", 1), ("dout", 2), ("none", 3)],
 )
 def test_offsets_of_32_bits_in_one_tensor_are_caught_along_every_axis(tensor, seed):
     problem = dataclasses.replace(PROBLEM, seed=seed)

@@ -20,11 +20,16 @@ _SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], view)"
 
 
 def _fault(
-    name: str, origin: str, caught_by: str, *edits: tuple[str, str, str], equivalent: str = ""
+    name: str,
+    origin: str,
+    caught_by: str,
+    *edits: tuple[str, str, str],
+    hidden: str = "",
+    equivalent: str = "",
 ) -> Mutant:
     """A fault of edits (file, old, new)."""
     made = tuple(Edit(*edit) for edit in edits)
-    return Mutant(name, made, origin, tuple(caught_by.split()), equivalent)
+    return Mutant(name, made, origin, tuple(caught_by.split()), hidden, equivalent)
 
 
 def _top_left(rows: str, keys: str) -> str:
@@ -47,7 +52,7 @@ _MASKS = (
         "flash-attention@a4f148b6, @c65b5106, #443; pytorch#196678; trl#7181; cudnn-frontend#160",
         "G1 G2",
         (_DQ, _SEEN, f"{_SEEN} | (offs_n[None, :] >= view[1])"),
-        equivalent="while LSE is moderate: the tail of K is 0, so dS meets only zeros; an LSE "
+        hidden="while LSE is moderate: the tail of K is 0, so dS meets only zeros; an LSE "
         "below -88.8 makes P infinite, and inf * 0 NaN (fp16: dS overflows in its cast from "
         "-11.09 + ln|delta| down)",
     ),
@@ -131,7 +136,7 @@ _MASKS = (
             "    acc, l_i, m_i = _attend(\n"
             "        acc, l_i, m_i, q, keys, values, view, offs_m, full_hi, hi, qk_scale,\n",
         ),
-        equivalent="where block_n divides block_m and the lengths are whole tiles",
+        hidden="where block_n divides block_m and the lengths are whole tiles",
     ),
     *(
         _fault(
@@ -171,7 +176,7 @@ _SOFTMAX = (
                 'm_i = tl.full([BLOCK_M], -float("inf"), ACC)',
                 f"m_i = tl.full([BLOCK_M], {start}, ACC)",
             ),
-            equivalent="while a score lies above it",
+            hidden="while a score lies above it",
         )
         for start in ("-1e4", "-5e4")
     ),
@@ -318,14 +323,14 @@ _GRADIENTS = (
             "ds = p * (dp - delta[:, None])",
             "ds = p * (dp - tl.sum(p * dp, 1)[:, None])",
         ),
-        equivalent="while a row spans one tile of visible keys",
+        hidden="while a row spans one tile of visible keys",
     ),
     _fault(
         "dkdv: the heads of a group overwrite each other",
         "levanter#449; fla#889",
         "T3 G1",
         (_DKDV, "for g in range(0, G):", "for g in range(G - 1, G):"),
-        equivalent="without groups",
+        hidden="without groups",
     ),
 )  # fmt: skip
 
@@ -404,7 +409,7 @@ _MEMORY = (
             "    bh = tl.program_id(0) // m_blocks",
             "m_block = m_blocks - 1 - tl.program_id(0)\n    bh = tl.program_id(1)",
         ),
-        equivalent="up to 65,535 of them, and in the interpreter, whose grids have no end",
+        hidden="up to 65,535 of them, and in the interpreter, whose grids have no end",
     ),
     _fault(
         "tiles: rows past the end are stored",

@@ -36,14 +36,15 @@ class Mutant:
         edits: What makes it.
         origin: Where somebody shipped it, or which operator made it.
         caught_by: The guarantees and checks that should catch it ("G1", "G4", "T3", "ranges").
-        equivalent: Why no input of the contract can show it, or none of a part of the domain;
-            empty where every kind of input can.
+        hidden: Where no input shows it, a clause: "while a row spans one tile".
+        equivalent: Why no input of the contract shows it at all; empty where one does.
     """
 
     name: str
     edits: tuple[Edit, ...]
     origin: str = ""
     caught_by: tuple[str, ...] = ()
+    hidden: str = ""
     equivalent: str = ""
 
 

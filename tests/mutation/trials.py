@@ -35,6 +35,9 @@ def _step(*checks: str, config: str = "16x16", dtype: str = "fp64", **fields: An
 
 _ALIGNED: dict[str, Any] = {"D": 16, "Dv": 32}
 _MIXED = ("bshd", "padded", "transposed", "strided")
+_ONE_NARROW = [
+    tuple("transposed" if i == narrow else "bhsd" for i in range(4)) for narrow in range(4)
+]
 _WINDOW = Mask(window_left=20, window_right=3, seqlens_q=(30, 33), seqlens_k=(49, 20))
 _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 
@@ -44,39 +47,43 @@ STEPS: tuple[Step, ...] = (
     _step("G3", "G4", B=2, H=2, M=34, N=50, D=17, Dv=9, mask=_WINDOW, dirty="nan", layouts=_MIXED),
     # The path of wide loads is taken by 16-bit tensors of whole head_dims.
     _step("G3", "G4", B=2, H=2, M=34, N=50, dtype="fp16", mask=_WINDOW, dirty="nan", **_ALIGNED),
-    _step(H=4, Hk=2, M=40, N=70, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
+    _step(H=4, Hk=2, M=20, N=35, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
           **_ALIGNED),
-    _step("G5", B=2, M=37, N=40, dtype="bf16", mask=_RAGGED, dirty="max"),
+    # Nothing of an fp32 dot may be in TF32.
+    _step(M=20, N=40, dtype="fp32"),
     # Padding keys in a tile that full tiles of queries see.
     _step("G4", B=2, M=40, N=40, mask=Mask(seqlens_q=(40, 33), seqlens_k=(37, 0)), dirty="nan_q"),
-    # The first tile that a row visits is hidden from it, and its scores are low.
-    _step(M=35, N=60, mask=Mask(window_left=5, window_right=3), inputs="lse_low_6e3"),
+    _step("G5", B=2, M=37, N=40, dtype="bf16", mask=_RAGGED, dirty="max"),
     # The largest score comes last; what a row sums lies far below, or above, 1.
-    _step(M=20, N=50, inputs="rising_max"),
+    *(_step(M=20, N=50, dtype=dtype, inputs="rising_max", **scale)
+      for dtype in ("fp64", "fp16") for scale in ({}, {"sm_scale": 2.0})),
     _step(M=20, N=37, dtype="bf16", inputs="lse_low_130"),
     _step(M=20, N=37, dtype="fp16", inputs="lse_high_6e4"),
     _step(M=20, N=37, dtype="fp32", inputs="lse_high_1e5"),
-    # Tiles that are not square, and the default ones.
-    _step(H=2, M=40, N=70, mask=Mask(window_left=9, window_right=2), config="32x16"),
-    _step(H=2, M=40, N=70, mask=Mask(causal=True), config="16x32"),
-    _step(M=130, N=70, dtype="fp16", mask=Mask(causal=True), config="default", **_ALIGNED),
-    # fp32 dots, which may not be those of TF32.
-    _step(M=20, N=40, dtype="fp32"),
-    _step(M=20, N=40, dtype="fp32", config="16x16-tf32"),
+    _step(M=20, N=37, dtype="fp32", inputs="lse_low_1e5"),
+    # The first tile that a row visits is hidden from it, and its scores are low.
+    _step(M=35, N=60, mask=Mask(window_left=5, window_right=3), inputs="lse_low_6e3"),
     # Rows that see nothing, no keys, no rows.
     _step("G3", M=40, N=17, mask=Mask(causal=True)),
     _step("G3", M=17, N=0),
     _step("G3", M=0, N=17),
-    _step("G6", "G7", "G8", "G9", "G10", B=2, H=4, Hk=2, M=19, N=33, dtype="bf16", layouts=_MIXED,
-          **_ALIGNED),
-    _step("G6", "G7", "G8", "G9", B=2, H=2, M=19, N=33, D=24, dtype="fp32",
+    # Each tensor alone that wide loads cannot take.
+    *(_step(M=18, N=20, dtype="fp16", layouts=layouts, **_ALIGNED) for layouts in _ONE_NARROW),
+    # Tiles that are not square, and the default ones.
+    _step(H=2, M=40, N=70, mask=Mask(window_left=9, window_right=2), config="32x16"),
+    _step(H=2, M=40, N=70, mask=Mask(causal=True), config="16x32"),
+    _step(M=130, N=70, dtype="fp16", mask=Mask(causal=True), config="default", **_ALIGNED),
+    _step(M=20, N=40, dtype="fp32", config="16x16-tf32"),
+    _step("G6", "G7", "G8", B=2, M=18, N=20, dtype="bf16", layouts=_MIXED, **_ALIGNED),
+    _step("G6", "G7", "G8", "G9", B=2, H=2, M=18, N=20, D=24, dtype="fp32",
           layouts=("expanded", "offset", "packed", "expanded")),
-    _step("G12", M=18, N=20, seed=1),
-    _step("G12", M=18, N=20, dtype="fp16", seed=2, **_ALIGNED),
+    # Every axis of every tensor apart; rows in one piece where the seed is odd.
+    *(_step("G12", B=2, H=2, Hk=2, M=3, N=5, seed=seed) for seed in (0, 2, 4, 6)),
     # The wide loads' offset of a tile: more than 512 rows of the longest stride they are taken for.
-    *(_step("G12", M=M, N=N, dtype="fp16", config="64x32", seed=seed, **_ALIGNED)
-      for M, N, seed in ((600, 16, 1), (16, 600, 1))),
-    _step("G13", M=18, N=20, dtype="fp16", **_ALIGNED),
-    _step(*COMPANIONS, H=2, M=64, N=96, D=32, Dv=32, dtype="bf16", config="32x32"),
-    _step(*COMPANIONS, H=2, M=64, N=96, D=32, Dv=32, dtype="fp16", config="32x32"),
+    *(_step("G12", B=2, M=600, N=600, dtype="fp16", config="64x32", seed=seed,
+            mask=Mask(window_left=1, window_right=1), **_ALIGNED) for seed in (1, 3)),
+    _step("G10", "G13", M=18, N=20, dtype="fp16", **_ALIGNED),
+    # On ordinary data: errors no larger than independent roundings, and no side preferred.
+    *(_step(*COMPANIONS, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")
+      for dtype in ("bf16", "fp16")),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from properties.compare import Finding
+from properties.interpreter_addresses import OutOfBoundsError
 from properties.subject import Subject
 from properties.trial import Question, SubjectError, Trial, question
 from tests.mutation import unit_tests
@@ -18,14 +19,14 @@ from tests.mutation.package import load
 from tests.mutation.trials import CHECKS, Step
 from tests.subjects.ours import adapted, flash_attention
 
-__all__ = ["Kill", "Verdict", "asked", "judged_kernels"]
+__all__ = ["Kill", "Verdict", "asked", "judged_kernels", "warmed"]
 
 
 class Kill(NamedTuple):
     """What ended a mutant, or would have.
 
     Args:
-        check: The check that failed, or "raised".
+        check: The check that failed: a name in ``CHECKS``, "addresses", "unit tests"; or "raised".
         step: Which of the steps.
         detail: The finding's first lines, or the exception.
     """
@@ -60,6 +61,11 @@ def asked(steps: Sequence[Step]) -> list[Question]:
         if made is None:
             raise ValueError(f"out of range, so it judges nothing: {step.problem.to_json()}")
     return questions
+
+
+def warmed(questions: Sequence[Question]) -> None:
+    """Has the original answer one question, so that forks need not import what it takes."""
+    questions[0].answered_by(Subject.of(flash_attention, "flash_attention"))
 
 
 def judged_kernels(
@@ -111,7 +117,9 @@ def _kills(
         try:
             trial = asking.answered_by(subject)
         except (SubjectError, NotImplementedError) as error:
-            yield Kill("raised", number, str(error)[:500])
+            # The interpreter's checker of addresses is a check too.
+            wild = isinstance(_root(error), OutOfBoundsError)
+            yield Kill("addresses" if wild else "raised", number, str(error)[:500])
             continue
         for check in step.checks:
             for finding in _findings(check, trial):
@@ -119,6 +127,13 @@ def _kills(
     failed = unit_tests.first_failure(package)
     if failed is not None:
         yield Kill("unit tests", len(steps), failed[:500])
+
+
+def _root(error: BaseException) -> BaseException:
+    """What was raised first."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _findings(check: str, trial: Trial) -> list[str]:

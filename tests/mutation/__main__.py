@@ -1,0 +1,138 @@
+"""Puts mutants before their judges: ``python -m tests.mutation [source ...] [options]``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from tests.mutation.blind import BLIND
+from tests.mutation.equivalent import EQUIVALENT
+from tests.mutation.faults import FAULTS
+from tests.mutation.forks import in_forks
+from tests.mutation.mutant import Mutant, StaleError
+from tests.mutation.operators import mechanical
+from tests.mutation.outcomes import Outcome, outcome, write
+from tests.mutation.package import PACKAGE, sources_of
+from tests.mutation.report import summary, tables
+
+SOURCES = ("referee", "faults", "blind", "mechanical")
+SECONDS = 60.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 0 if nothing survived that should not."""
+    options = _options(arguments)
+    kernels = sources_of(PACKAGE)
+    found: list[Outcome] = []
+    # Before anything imports what the referee is made of.
+    if "referee" in options.sources:
+        found += _referee(options)
+    if chosen := _chosen(kernels, options):
+        found += _kernels(kernels, chosen, options)
+    folder = Path(options.out)
+    write(found, folder / "outcomes.jsonl")
+    (folder / "kills.md").write_text(tables(found, full=options.full), encoding="utf-8")
+    if options.full:
+        from tests.mutation.picture import draw
+
+        draw(found, folder / "kills.png")
+    print(summary(found))
+    print(f"written to {folder}")
+    return int(any(x.unexplained for x in found))
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    parser.add_argument("sources", nargs="*", metavar="source", help=f"out of {', '.join(SOURCES)}")
+    parser.add_argument("--full", action="store_true", help="every check of every mutant, untimed")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
+    parser.add_argument("--only", default="", metavar="TEXT", help="names that hold this text")
+    parser.add_argument("--out", default="build/mutation", metavar="FOLDER", help="for the reports")
+    options = parser.parse_args(arguments)
+    options.sources = options.sources or list(SOURCES)
+    unknown = set(options.sources) - set(SOURCES)
+    if unknown:
+        parser.error(f"source is {', '.join(sorted(unknown))}; needs some of {', '.join(SOURCES)}")
+    return options
+
+
+def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[str, Mutant]]:
+    """(source, mutant) of what the options ask for, of the kernels."""
+    made = mechanical(kernels)
+    stale = EQUIVALENT.keys() - {mutant.name for mutant in made}
+    if stale:
+        raise StaleError(f"listed as equivalent, but no such mutant is made: {sorted(stale)}")
+    lists = {"faults": FAULTS, "blind": BLIND, "mechanical": made}
+    return [
+        (source, mutant)
+        for source, mutants in lists.items()
+        for mutant in mutants
+        if source in options.sources
+        and options.only in mutant.name
+        # They take all of the time that there is to show that nothing happens.
+        and (options.full or mutant.name not in EQUIVALENT)
+    ]
+
+
+def _referee(options: argparse.Namespace) -> list[Outcome]:
+    from tests.mutation.referee import REFEREE
+    from tests.mutation.referee_verdict import judged_referee
+
+    chosen = [("referee", x) for x in REFEREE if options.only in x.name]
+    return _judged(chosen, [partial(judged_referee, mutant) for _, mutant in chosen], options)
+
+
+def _kernels(
+    kernels: dict[str, str], chosen: list[tuple[str, Mutant]], options: argparse.Namespace
+) -> list[Outcome]:
+    # The kernels are loaded for the interpreter, and one thread runs: this process is to fork.
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    from properties import interpreter
+
+    interpreter.repair()
+    import torch
+
+    torch.set_num_threads(1)
+    from tests.mutation.trials import STEPS
+    from tests.mutation.verdict import asked, judged_kernels, warmed
+
+    questions = asked(STEPS)
+    warmed(questions)
+    works = [
+        partial(judged_kernels, kernels, mutant, STEPS, questions, full=options.full)
+        for _, mutant in chosen
+    ]
+    return _judged(chosen, works, options)
+
+
+def _judged(
+    chosen: list[tuple[str, Mutant]],
+    works: Iterable[Callable[[], object]],
+    options: argparse.Namespace,
+) -> list[Outcome]:
+    """The outcomes in the order of the lists; a line for each as it ends."""
+    started = time.monotonic()
+    found: dict[int, Outcome] = {}
+    # Without a limit a loop that never ends would hold the run: an hour is none.
+    seconds = 3600.0 if options.full else SECONDS
+    for ended in in_forks(works, jobs=options.jobs, seconds=seconds):
+        source, mutant = chosen[ended.number]
+        reason = mutant.equivalent if source == "faults" else EQUIVALENT.get(mutant.name, "")
+        result = found[ended.number] = outcome(source, mutant, ended, reason)
+        by = f" by {', '.join(result.checks)}" if result.checks else ""
+        print(
+            f"[{len(found)}/{len(chosen)}, {time.monotonic() - started:.0f} s] "
+            f"{result.end}{by} in {result.seconds:.1f} s: {mutant.name}",
+            flush=True,
+        )
+    return [found[number] for number in sorted(found)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Outcomes in Markdown: what was killed, by what, how fast, and what was not."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tests.mutation.outcomes import ENDS, Outcome
+
+__all__ = ["summary", "tables"]
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """A line for each source, and every survivor that nothing explains."""
+    lines = []
+    for source in dict.fromkeys(x.source for x in outcomes):
+        of_source = [x for x in outcomes if x.source == source]
+        ends = Counter(x.end for x in of_source)
+        counted = ", ".join(f"{ends[end]} {end}" for end in ENDS if ends[end])
+        killing = [x.seconds for x in of_source if x.end == "killed"]
+        speed = f"; median kill {statistics.median(killing):.2f} s" if killing else ""
+        lines.append(f"{source}: {len(of_source)} mutants, {counted}{speed}")
+    lines += [f"NOT KILLED: {x.name}" for x in outcomes if x.unexplained]
+    return "\n".join(lines)
+
+
+def tables(outcomes: Sequence[Outcome], *, full: bool) -> str:
+    """The whole report.
+
+    Args:
+        outcomes: Of one run.
+        full: Whether every check was asked about every mutant: then there is a matrix.
+    """
+    parts = ["# What became of the mutants", _totals(outcomes), _by_check(outcomes)]
+    if full:
+        parts.append(_matrix(outcomes))
+    survivors = [x for x in outcomes if x.end == "survived"]
+    rows = [(x.name, x.equivalent or "**not explained**") for x in survivors]
+    parts.append("## Survivors\n\n" + _table(("mutant", "why no input shows it"), rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _totals(outcomes: Sequence[Outcome]) -> str:
+    """Counts by source and file, with the rates of those that are not equivalent."""
+    rows = []
+    for source, file in dict.fromkeys((x.source, x.file) for x in outcomes):
+        part = [x for x in outcomes if (x.source, x.file) == (source, file)]
+        ends = Counter(x.end for x in part if x.end != "survived")
+        left = [x for x in part if x.end == "survived"]
+        unexplained = sum(x.unexplained for x in left)
+        decided = ends["killed"] + unexplained
+        seconds = sorted(x.seconds for x in part if x.end == "killed")
+        rows.append(
+            (
+                source, file, len(part), *(ends[end] for end in ENDS[:-1]),
+                len(left) - unexplained, unexplained,
+                f"{ends['killed'] / decided:.1%}" if decided else "-",
+                f"{(part_killed := sum(ends.values())) / (part_killed + unexplained):.1%}"
+                if sum(ends.values()) + unexplained else "-",
+                f"{statistics.median(seconds):.2f}" if seconds else "-",
+            )
+        )  # fmt: skip
+    head = (
+        "source", "file", "mutants", *ENDS[:-1], "equivalent", "not killed",
+        "killed by a check, of those that ran", "noticed, crashes included", "median s",
+    )  # fmt: skip
+    return _table(head, rows)
+
+
+def _by_check(outcomes: Sequence[Outcome]) -> str:
+    """Which check was the first to fail."""
+    first = Counter(x.checks[0] for x in outcomes if x.end == "killed")
+    return "## The first check to fail\n\n" + _table(("check", "mutants"), first.most_common())
+
+
+def _matrix(outcomes: Sequence[Outcome]) -> str:
+    """Named mutants against every check that fails on them; of the others the shares."""
+    checks = list(dict.fromkeys(check for x in outcomes for check in x.checks))
+    named = [x for x in outcomes if x.source in ("faults", "blind")]
+    rows = [
+        (x.name, *("x" if check in x.checks else "" for check in checks)) for x in named if x.checks
+    ]
+    shares = []
+    for file in dict.fromkeys(x.file for x in outcomes if x.source == "mechanical"):
+        part = [x for x in outcomes if (x.source, x.file) == ("mechanical", file) and x.checks]
+        hits = Counter(check for x in part for check in x.checks)
+        shares.append((file, len(part), *(f"{hits[check] / len(part):.0%}" for check in checks)))
+    alone = Counter(x.checks[0] for x in outcomes if len(x.checks) == 1)
+    return "\n\n".join(
+        (
+            "## Mutants against checks",
+            _table(("mutant", *checks), rows),
+            "## Mechanical mutants: the share that each check fails on",
+            _table(("file", "mutants", *checks), shares),
+            "## Mutants that one check alone fails on",
+            _table(("check", "mutants"), alone.most_common()),
+        )
+    )
+
+
+def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(x) for x in line) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

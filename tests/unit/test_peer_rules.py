@@ -19,16 +19,8 @@ from oracles.problem import Problem
 from properties.compare import ratios, worst
 from properties.families import TORCH_DTYPES
 from properties.tensors import make
-from tests.mutation.peer_rules import (
-    CUDNN,
-    CUDNN_V2,
-    EAGER,
-    RULES,
-    TUTORIAL,
-    UPCAST,
-    XFORMERS,
-    Case,
-)
+from tests.mutation.peer_case import CUDNN, CUDNN_V2, EAGER, TUTORIAL, UPCAST, XFORMERS, Case
+from tests.mutation.peer_rules import RULES
 from tests.mutation.plain_inputs import PLAIN, plain
 
 JUDGES = {rule.name: rule.judge for rule in RULES}

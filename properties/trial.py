@@ -178,13 +178,18 @@ class Question:
         return Trial(subject, self.problem, self.inputs, got, self.want, self.judgement)
 
 
-def question(subject: Subject, problem: Problem) -> Question | None:
+def question(subject: Subject, problem: Problem, inputs: Inputs | None = None) -> Question | None:
     """What a subject will be asked; None where a correct kernel need not survive it.
+
+    Args:
+        subject: Its numerics choose the bound.
+        problem: The problem.
+        inputs: Other tensors than the problem's own, of its shapes and dtype.
 
     Raises:
         RuntimeError: A bound is not finite although the problem is in range: the suite is at fault.
     """
-    inputs = make(problem)
+    inputs = make(problem) if inputs is None else inputs
     judgement = error_model.judge(
         *inputs,
         mask=problem.mask,

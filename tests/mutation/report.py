@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from tests.mutation.outcomes import ENDS, Outcome
 
-__all__ = ["summary", "tables"]
+__all__ = ["markdown_table", "summary", "tables"]
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -37,7 +37,7 @@ def tables(outcomes: Sequence[Outcome], *, full: bool) -> str:
         parts.append(_matrix(outcomes))
     survivors = [x for x in outcomes if x.end == "survived"]
     rows = [(x.name, x.equivalent or "**not explained**") for x in survivors]
-    parts.append("## Survivors\n\n" + _table(("mutant", "why no input shows it"), rows))
+    parts.append("## Survivors\n\n" + markdown_table(("mutant", "why no input shows it"), rows))
     return "\n\n".join(parts) + "\n"
 
 
@@ -65,13 +65,15 @@ def _totals(outcomes: Sequence[Outcome]) -> str:
         "source", "file", "mutants", *ENDS[:-1], "equivalent", "not killed",
         "killed by a check, of those that ran", "noticed, crashes included", "median s",
     )  # fmt: skip
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _by_check(outcomes: Sequence[Outcome]) -> str:
     """Which check was the first to fail."""
     first = Counter(x.checks[0] for x in outcomes if x.end == "killed")
-    return "## The first check to fail\n\n" + _table(("check", "mutants"), first.most_common())
+    return "## The first check to fail\n\n" + markdown_table(
+        ("check", "mutants"), first.most_common()
+    )
 
 
 def _matrix(outcomes: Sequence[Outcome]) -> str:
@@ -90,16 +92,17 @@ def _matrix(outcomes: Sequence[Outcome]) -> str:
     return "\n\n".join(
         (
             "## Mutants against checks",
-            _table(("mutant", *checks), rows),
+            markdown_table(("mutant", *checks), rows),
             "## Mechanical mutants: the share that each check fails on",
-            _table(("file", "mutants", *checks), shares),
+            markdown_table(("file", "mutants", *checks), shares),
             "## Mutants that one check alone fails on",
-            _table(("check", "mutants"), alone.most_common()),
+            markdown_table(("check", "mutants"), alone.most_common()),
         )
     )
 
 
-def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(_cell(x) for x in line) + " |" for line in lines)
 

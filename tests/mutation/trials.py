@@ -44,16 +44,10 @@ _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 STEPS: tuple[Step, ...] = (
     # Two tiles by three, heads in a group, sizes that are a multiple of nothing.
     _step(H=2, M=19, N=37, D=5, Dv=3, mask=Mask(causal=True)),
-    _step("G3", "G4", B=2, H=2, M=34, N=50, D=17, Dv=9, mask=_WINDOW, dirty="nan", layouts=_MIXED),
-    # The path of wide loads is taken by 16-bit tensors of whole head_dims.
-    _step("G3", "G4", B=2, H=2, M=34, N=50, dtype="fp16", mask=_WINDOW, dirty="nan", **_ALIGNED),
-    _step(H=4, Hk=2, M=20, N=35, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
-          **_ALIGNED),
     # Nothing of an fp32 dot may be in TF32.
     _step(M=20, N=40, dtype="fp32"),
-    # Padding keys in a tile that full tiles of queries see.
-    _step("G4", B=2, M=40, N=40, mask=Mask(seqlens_q=(40, 33), seqlens_k=(37, 0)), dirty="nan_q"),
-    _step("G5", B=2, M=37, N=40, dtype="bf16", mask=_RAGGED, dirty="max"),
+    # The path of wide loads is taken by 16-bit tensors of whole head_dims.
+    _step(M=20, N=35, dtype="fp16", mask=Mask(window_left=18, window_right=3), **_ALIGNED),
     # The largest score comes last; what a row sums lies far below, or above, 1.
     *(_step(M=20, N=50, dtype=dtype, inputs="rising_max", **scale)
       for dtype in ("fp64", "fp16") for scale in ({}, {"sm_scale": 2.0})),
@@ -69,11 +63,19 @@ STEPS: tuple[Step, ...] = (
     _step("G3", M=0, N=17),
     # Each tensor alone that wide loads cannot take.
     *(_step(M=18, N=20, dtype="fp16", layouts=layouts, **_ALIGNED) for layouts in _ONE_NARROW),
+    # Padding keys in a tile that full tiles of queries see; padding that holds anything.
+    _step("G4", B=2, M=40, N=40, mask=Mask(seqlens_q=(40, 33), seqlens_k=(37, 0)), dirty="nan_q"),
+    _step("G3", "G4", B=2, H=2, M=34, N=50, D=17, Dv=9, mask=_WINDOW, dirty="nan", layouts=_MIXED),
+    _step("G3", "G4", B=2, H=2, M=34, N=50, dtype="fp16", mask=_WINDOW, dirty="nan", **_ALIGNED),
+    _step("G5", B=2, M=37, N=40, dtype="bf16", mask=_RAGGED, dirty="max"),
     # Tiles that are not square, and the default ones.
     _step(H=2, M=40, N=70, mask=Mask(window_left=9, window_right=2), config="32x16"),
     _step(H=2, M=40, N=70, mask=Mask(causal=True), config="16x32"),
     _step(M=130, N=70, dtype="fp16", mask=Mask(causal=True), config="default", **_ALIGNED),
     _step(M=20, N=40, dtype="fp32", config="16x16-tf32"),
+    # Strides, heads in groups, what lies around.
+    _step(H=4, Hk=2, M=20, N=35, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
+          **_ALIGNED),
     _step("G6", "G7", "G8", B=2, M=18, N=20, dtype="bf16", layouts=_MIXED, **_ALIGNED),
     _step("G6", "G7", "G8", "G9", B=2, H=2, M=18, N=20, D=24, dtype="fp32",
           layouts=("expanded", "offset", "packed", "expanded")),

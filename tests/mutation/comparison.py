@@ -1,0 +1,98 @@
+"""The rules side by side: ``python -m tests.mutation.comparison``; a Markdown table."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from tests.mutation.blind import BLIND
+from tests.mutation.equivalent import EQUIVALENT
+from tests.mutation.faults import FAULTS
+from tests.mutation.forks import Ended, in_forks
+from tests.mutation.mutant import Mutant
+from tests.mutation.operators import mechanical
+from tests.mutation.package import PACKAGE, sources_of
+from tests.mutation.report import markdown_table
+
+# Of the mechanical mutants, one in so many takes part.
+EVERY = 10
+SECONDS = 300.0
+
+
+def main() -> None:
+    """Judges mutants by every rule and writes the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation.comparison")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
+    parser.add_argument("--out", default="build/mutation/rules.md", metavar="FILE")
+    options = parser.parse_args()
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    from properties import interpreter
+
+    interpreter.repair()
+    import torch
+
+    torch.set_num_threads(1)
+    from tests.mutation.peers import COLUMNS, JUDGES, asked_of, judged_by_all
+
+    sources = sources_of(PACKAGE)
+    mutants = _mutants(sources)
+    asked = asked_of()
+    works = [partial(judged_by_all, sources, mutant, asked) for mutant in mutants]
+    ends = []
+    for ended in in_forks(works, jobs=options.jobs, seconds=SECONDS):
+        ends.append(ended)
+        print(f"[{len(ends)}/{len(mutants)}] {ended.how}: {mutants[ended.number].name}", flush=True)
+    alarms = {
+        (column, judge): (
+            sum(judge in x.failed for x in asked if x.column == column),
+            sum(judge in x.failed | x.passed for x in asked if x.column == column),
+        )
+        for column in COLUMNS
+        for judge in JUDGES
+    }
+    text = _report(ends, tuple(JUDGES), COLUMNS, alarms)
+    path = Path(options.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def _mutants(sources: dict[str, str]) -> list[Mutant]:
+    """Faults on record, blind faults, and a share of the mechanical mutants."""
+    made = [x for x in mechanical(sources) if x.name not in EQUIVALENT]
+    return [x for x in (*FAULTS, *BLIND, *made[::EVERY]) if not x.equivalent]
+
+
+def _report(
+    ends: Sequence[Ended],
+    judges: Sequence[str],
+    columns: Sequence[str],
+    alarms: dict[tuple[str, str], tuple[int, int]],
+) -> str:
+    """A row a rule; a mutant that crashes or hangs is noticed by whoever runs it."""
+    returned = [ended.value.by for ended in ends if ended.how == "returned"]
+    rest = len(ends) - len(returned)
+    killed = Counter(
+        (column, judge) for by in returned for column in columns for judge in by[column]
+    )
+    rows = []
+    for judge in judges:
+        row: list[object] = [judge]
+        for column in columns:
+            false, of = alarms[column, judge]
+            row += [f"{killed[column, judge]} of {len(returned)}", f"{false} of {of}"]
+        rows.append(row)
+    head = ["rule"]
+    for column in columns:
+        head += [f"killed on {column}", f"false alarms on {column}"]
+    note = f"{len(ends)} mutants; {rest} more crashed or hung and are in no count."
+    return f"{note}\n\n{markdown_table(head, rows)}\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Other projects' rules and this project's, on the same mutants and the same inputs.
+
+A rule's verdict counts on those problems alone on which the kernel as it is passes it: elsewhere
+the rule raises an alarm about a correct kernel, which is counted too.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from oracles.problem import Problem
+from properties import companions, guarantees, identities, probes
+from properties.subject import Subject
+from properties.tensors import Inputs
+from properties.trial import Question, SubjectError, Trial, question
+from tests.mutation.mutant import Mutant, mutated
+from tests.mutation.package import load
+from tests.mutation.peer_case import Case
+from tests.mutation.peer_rules import RULES
+from tests.mutation.plain_inputs import PLAIN, plain
+from tests.mutation.trials import STEPS
+from tests.subjects.ours import adapted, flash_attention
+
+__all__ = ["COLUMNS", "JUDGES", "Asked", "Kills", "asked_of", "judged_by_all"]
+
+COLUMNS = ("ours", "theirs")
+
+
+class Asked(NamedTuple):
+    """A problem that is put before every judge that speaks of it.
+
+    Args:
+        column: Whose inputs: out of ``COLUMNS``.
+        rule: Of their inputs, the rule whose suite feeds it; empty for ours.
+        question: The problem, with the oracle's answer.
+        in_float64: The same in float64; None where that is out of range.
+        passed: The judges that the kernel as it is passes.
+        failed: Those that it fails: false alarms.
+    """
+
+    column: str
+    rule: str
+    question: Question
+    in_float64: Question | None
+    passed: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A subject's answer to one problem, with what a judge may ask for."""
+
+    subject: Subject
+    asked: Asked
+
+    @cached_property
+    def trial(self) -> Trial:
+        return self.asked.question.answered_by(self.subject)
+
+    @cached_property
+    def in_float64(self) -> Trial | None:
+        asked = self.asked.in_float64
+        return None if asked is None else asked.answered_by(self.subject)
+
+    @cached_property
+    def case(self) -> Case:
+        made = self.asked.question
+        return Case(
+            inputs=made.inputs,
+            got=self.trial.got,
+            mask=made.problem.mask,
+            sm_scale=made.problem.scale,
+            want=made.want,
+        )
+
+
+def _bound(answer: _Answer) -> bool:
+    return not guarantees.accuracy(answer.trial)
+
+
+def _averages(answer: _Answer) -> bool:
+    return _bound(answer) and not companions.rms(answer.trial) + companions.bias(answer.trial)
+
+
+def _logic(answer: _Answer) -> bool:
+    trial = answer.in_float64
+    return trial is None or not guarantees.logic(trial)
+
+
+def _probes(answer: _Answer) -> bool:
+    checks = (probes.counts, probes.mask_read_back, probes.unit_values, probes.doubled_values,
+              probes.permuted, identities.identities)  # fmt: skip
+    return not any(check(answer.trial) for check in checks)
+
+
+def _together(answer: _Answer) -> bool:
+    return _averages(answer) and _logic(answer) and _probes(answer)
+
+
+JUDGES: dict[str, Callable[[_Answer], bool]] = {
+    **{
+        rule.name: lambda answer, rule=rule: all(rule.judge(answer.case).values())
+        for rule in RULES
+    },
+    "bound": _bound,
+    "bound, RMS and bias": _averages,
+    "T3": _logic,
+    "probes and identities": _probes,
+    "all of these four": _together,
+}  # fmt: skip
+_DTYPES = {rule.name: rule.dtypes for rule in RULES}
+
+
+def _speaks_of(judge: str, asked: Asked) -> bool:
+    """Whether a judge's suite runs such a problem; ours run theirs and our own."""
+    if judge not in _DTYPES:
+        return True
+    problem = asked.question.problem
+    if asked.column == "theirs":
+        return asked.rule == judge
+    return problem.dtype in _DTYPES[judge] and 0 not in (problem.M, problem.N)
+
+
+def _passes(judge: str, answer: _Answer) -> bool:
+    """A judge's verdict; a kernel that raises passes nothing."""
+    try:
+        return JUDGES[judge](answer)
+    except (SubjectError, NotImplementedError):
+        return False
+
+
+def asked_of() -> list[Asked]:
+    """Every problem, with the judges that the kernel as it is passes and fails."""
+    subject = Subject.of(flash_attention, "flash_attention")
+    made = [_asked(subject, "ours", "", step.problem, None) for step in STEPS]
+    made += [
+        _asked(subject, "theirs", rule, problem, plain(rule, problem))
+        for rule, problems in PLAIN.items()
+        for problem in problems
+    ]
+    decided = []
+    for asked in made:
+        answer = _Answer(subject, asked)
+        judges = [judge for judge in JUDGES if _speaks_of(judge, asked)]
+        passed = frozenset(judge for judge in judges if _passes(judge, answer))
+        decided.append(asked._replace(passed=passed, failed=frozenset(judges) - passed))
+    return decided
+
+
+def _asked(
+    subject: Subject, column: str, rule: str, problem: Problem, inputs: Inputs | None
+) -> Asked:
+    problem = replace(problem, config="16x16") if column == "theirs" else problem
+    made = question(subject, problem, inputs)
+    wide = replace(problem, dtype="fp64", config=problem.config.removesuffix("-tf32"))
+    widened = None if inputs is None else Inputs(*(x.to(torch.float64) for x in inputs))
+    if made is None:
+        raise ValueError(f"out of range, so it judges nothing: {problem.to_json()}")
+    return Asked(column, rule, made, question(subject, wide, widened))
+
+
+class Kills(NamedTuple):
+    """The judges that a mutant fails, by column; a judge that says nothing of it is in neither."""
+
+    by: dict[str, frozenset[str]]
+
+
+def judged_by_all(sources: Mapping[str, str], mutant: Mutant, everything: Sequence[Asked]) -> Kills:
+    """Which judges a mutant fails, on each column of inputs; in a process that ends afterwards.
+
+    A judge that has seen a failure is asked no more.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        place = Path(folder)
+        subject = Subject.of(
+            adapted(load(mutated(sources, mutant), place / place.name.replace("-", "_"))), "mutant"
+        )
+        kills: dict[str, set[str]] = {column: set() for column in COLUMNS}
+        for asked in everything:
+            judges = asked.passed - kills[asked.column]
+            if judges:
+                answer = _Answer(subject, asked)
+                kills[asked.column] |= {x for x in judges if not _passes(x, answer)}
+    return Kills({column: frozenset(found) for column, found in kills.items()})

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 __all__ = ["EQUIVALENT"]
 
-# Reason, and the names of the mutants that it holds for.
-_REASONS: dict[str, tuple[str, ...]] = {}
 
-EQUIVALENT: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
+def _read(path: Path) -> dict[str, str]:
+    """Reasons by the name of the mutant."""
+    groups = tomllib.loads(path.read_text(encoding="utf-8"))["equivalent"]
+    return {name: group["because"] for group in groups for name in group["mutants"]}
+
+
+EQUIVALENT = _read(Path(__file__).with_suffix(".toml"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import math
+import mmap
 import os
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from fa_kernels.configs import CONFIGS, Config, Tile, resolve
 
 KERNELS = ("forward", "delta", "dkdv", "dq")
 FAR = 2**31
+NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
 APART = Config(forward=Tile(32, 16), dkdv=Tile(16, 64), dq=Tile(64, 128))
 
 
@@ -75,14 +77,15 @@ def without_memory(sizes: Sizes, dtype: torch.dtype = torch.bfloat16):
     return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
 
 
-def launch_all(q, k, v, dout, config: Config | str = "16x16"):
+def launch_all(q, k, v, dout, config: Config | str = "16x16", window_right: int | None = None):
     """Forward and backward; (out, lse, dq, dk, dv)."""
     lengths = (
         torch.full((q.shape[0],), x.shape[2], dtype=torch.int32, device=q.device) for x in (q, k)
     )
     unbounded = q.shape[2] + k.shape[2]
     block_d = 1 << (max(q.shape[3], v.shape[3], 16) - 1).bit_length()
-    arguments = Arguments(*lengths, unbounded, unbounded, 0.25, resolve(config, q.dtype, block_d))
+    right = unbounded if window_right is None else window_right
+    arguments = Arguments(*lengths, unbounded, right, 0.25, resolve(config, q.dtype, block_d))
     out, lse = launch.launch_forward(q, k, v, arguments)
     return out, lse, *launch.launch_backward(q, k, v, out, lse, dout, arguments)
 
@@ -231,3 +234,53 @@ def test_the_last_of_more_than_65535_heads_are_computed_where_they_lie(monkeypat
     assert (16 * dq[-1, -2:] / of_group).round().flatten().tolist() == [of_v] * 2
     assert (2 * dv[-1, -1] - of_group.sum()).round().flatten().tolist() == [0] * 2
     assert dk[-1, -1].flatten().tolist() == [0] * 2
+
+
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128, 256])
+def test_scratch_holds_whole_tiles_of_rows_of_every_size(block_m):
+    """256 is the largest: the next power of two is refused."""
+    assert launch.ROW_PADDING % Tile(block_m, 16).block_m == 0
+    with pytest.raises(ValueError, match="block_m is 512"):
+        Tile(512, 16)
+
+
+def lazily(shape, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that is there only where it is touched."""
+    elements = math.prod(shape)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    memory = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+@pytest.mark.parametrize(("dtype", "D"), [(torch.float16, 16), (torch.float32, 3)])
+def test_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, dtype, D):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("a GPU runs all of the programs, on memory that is there")
+    from triton.runtime import interpreter
+
+    heads, M, N = 2**11 + 1, 2**20, 16
+
+    def last(*bounds):
+        """``range``, but of a grid the first program of the last head, and the last."""
+        steps = builtins.range(*bounds)
+        chosen = {steps[len(steps) - len(steps) // heads], steps[-1]} if len(steps) >= heads else ()
+        return sorted(chosen) or steps
+
+    random = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(1, 1, 1, D, dtype=dtype, generator=random) for _ in range(2))
+    k, v = (torch.randn(1, 1, N, D, dtype=dtype, generator=random) for _ in range(2))
+
+    def run(heads: int, M: int) -> list[torch.Tensor]:
+        """Causal: the last N rows see keys, the others none. Their last tile, of the last head."""
+        rows = (x.expand(1, heads, M, D) for x in (q, dout))
+        keys = (x.expand(1, heads, N, D) for x in (k, v))
+        outputs = launch_all(next(rows), *keys, next(rows), window_right=0)
+        return [x[0, -1, -N:].clone() for x in outputs]
+
+    want = run(1, N)
+    monkeypatch.setattr(interpreter, "range", last, raising=False)
+    monkeypatch.setattr(allocation, "empty", lazily)
+    assert heads * M > 2**31
+    for got, expected in zip(run(heads, M), want, strict=True):
+        assert torch.equal(got, expected)
+        assert got.any()

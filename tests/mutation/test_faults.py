@@ -1,0 +1,28 @@
+"""Every fault on record that the kernels can express is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.faults import FAULTS
+from tests.mutation.outcomes import read
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(900)
+def test_every_fault_on_record_is_killed(tmp_path):
+    """In a process of its own: it forks for each fault, and a fork copies one thread alone."""
+    command = [sys.executable, "-m", "tests.mutation", "faults", "--jobs", "1", "--out", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = {x.name: x for x in read(tmp_path / "outcomes.jsonl")}
+    ends = {fault.name: outcomes[fault.name].end for fault in FAULTS if not fault.equivalent}
+    assert set(ends.values()) == {"killed"}, ends
+    survivors = {fault.name: outcomes[fault.name].end for fault in FAULTS if fault.equivalent}
+    assert set(survivors.values()) == {"survived"}, survivors

@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help verify test sanitize fuzz lint format bench clean
+.PHONY: help verify test sanitize mutation fuzz lint format bench clean
 
 ifeq ($(strip $(PYTHON)),)
 python := .venv/bin/python
@@ -29,6 +29,9 @@ sanitize: $(environment) ## compute-sanitizer memcheck over a short run; needs a
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 7 \
 	  $(python) -m pytest tests/conformance/test_memory.py -p no:xdist --hypothesis-profile=dev \
 	  --problem-timeout=300 -k 'fp16-16x16 or bf16-16x16 or fp32-default'
+
+mutation: $(environment) ## see that every fault is found; FULL=1: by which checks, untimed
+	$(python) -m tests.mutation $(if $(FULL),--full)
 
 fuzz: $(environment) ## new random problems, fifty times as many as verify draws
 	$(python) -m pytest tests/conformance -n auto --hypothesis-profile=fuzz

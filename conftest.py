@@ -39,6 +39,7 @@ from tests.crash_reports import DEFAULT_SECONDS, CrashReports
 from tests.session import device_of, is_ours, subject_of
 
 CONFORMANCE = Path(__file__).parent / "tests" / "conformance"
+HARDWARE = Path(__file__).parent / "tests" / "mutation" / "test_hardware.py"
 REPLAY = pytest.StashKey[Problem]()
 
 # Examples a test and shard; a GPU judges about twenty times as many problems a second.
@@ -86,6 +87,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run every guarantee on one problem: the JSON of a failure message",
     )
     group.addoption(
+        "--mutation",
+        action="store_true",
+        help="see that mutants which only a GPU shows are noticed on this one",
+    )
+    group.addoption(
         "--problem-timeout",
         metavar="SECONDS",
         default=DEFAULT_SECONDS,
@@ -109,6 +115,12 @@ def pytest_configure(config: pytest.Config) -> None:
         except ValueError as error:
             raise pytest.UsageError(f"--replay: {error}") from None
         config.args[:] = [str(CONFORMANCE / "test_replay.py")]
+    if config.getoption("--mutation"):
+        if not ON_GPU:
+            raise pytest.UsageError(
+                "--mutation is about a GPU, and none is visible here; make mutation needs none"
+            )
+        config.args[:] = [str(HARDWARE)]
     if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
         subject_of(config)
     config.pluginmanager.register(CrashReports(config), "crash-reports")

@@ -13,10 +13,10 @@ from properties.compare import Finding
 from properties.interpreter_addresses import OutOfBoundsError
 from properties.subject import Subject
 from properties.trial import Question, SubjectError, Trial, question
-from tests.mutation import unit_tests
 from tests.mutation.mutant import Mutant, mutated
 from tests.mutation.package import load
 from tests.mutation.trials import CHECKS, Step
+from tests.mutation.unit_tests import first_failure
 from tests.subjects.ours import adapted, flash_attention
 
 __all__ = ["Kill", "Verdict", "asked", "judged_kernels", "warmed"]
@@ -75,6 +75,7 @@ def judged_kernels(
     questions: Sequence[Question],
     *,
     full: bool = False,
+    unit_tests: bool = True,
 ) -> Verdict:
     """Loads a mutant of ``fa_kernels`` and asks it the questions.
 
@@ -86,11 +87,12 @@ def judged_kernels(
         steps: What is checked on each question.
         questions: Those of the steps.
         full: Go on after the first kill, to know every check that fails.
+        unit_tests: Ask the unit tests too where the questions leave it alive.
     """
     started = time.monotonic()
     verdict = Verdict()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        for kill in _kills(sources, mutant, steps, questions, Path(folder)):
+        for kill in _kills(sources, mutant, steps, questions, Path(folder), unit_tests):
             if not verdict.kills:
                 verdict.seconds = time.monotonic() - started
             verdict.kills.append(kill)
@@ -106,6 +108,7 @@ def _kills(
     steps: Sequence[Step],
     questions: Sequence[Question],
     folder: Path,
+    unit_tests: bool,
 ) -> Iterator[Kill]:
     try:
         package = load(mutated(sources, mutant), folder / folder.name.replace("-", "_"))
@@ -124,7 +127,7 @@ def _kills(
         for check in step.checks:
             for finding in _findings(check, trial):
                 yield Kill(check, number, finding)
-    failed = unit_tests.first_failure(package)
+    failed = first_failure(package) if unit_tests else None
     if failed is not None:
         yield Kill("unit tests", len(steps), failed[:500])
 

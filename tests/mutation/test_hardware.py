@@ -1,0 +1,28 @@
+"""Every mutant that only hardware shows is noticed there: ``pytest --mutation`` on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.mutation.hardware import HARDWARE
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", [x.mutant.name for x in HARDWARE])
+def test_a_mutant_is_noticed_on_hardware(pytestconfig, name):
+    """In a process of its own, which may lose its GPU."""
+    if not pytestconfig.getoption("--mutation"):
+        pytest.skip("--mutation runs it, on a GPU")
+    command = [sys.executable, "-m", "tests.mutation.hardware", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    survived = done.returncode == 0 and '"kills": []' in done.stdout
+    assert not survived, f"{name}\n{done.stdout}{done.stderr}"
+    # Only a lost GPU may end the process without a verdict.
+    assert done.returncode == 0 or "CUDA error" in done.stderr, done.stderr

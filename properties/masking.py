@@ -66,8 +66,8 @@ def hidden_positions(trial: Trial) -> list[Finding]:
     if 0 in (problem.B, problem.M, problem.N):
         return []
     seen = _seen(problem)
-    key = _pick(problem, "key", (~seen).any(2).any(1))
-    row = _pick(problem, "row", (~seen).any(3).any(1))
+    key = _pick(problem, "key", seen.transpose(2, 3))
+    row = _pick(problem, "row", seen)
     q, k, v, dout = trial.inputs
     at_key = torch.arange(problem.N, device=problem.device) == key.view(-1, 1)
     at_row = torch.arange(problem.M, device=problem.device) == row.view(-1, 1)
@@ -95,10 +95,16 @@ def _seen(problem: Problem) -> torch.Tensor:
     return problem.mask.dense(*sizes, device=problem.device).expand(*sizes)
 
 
-def _pick(problem: Problem, name: str, wanted: torch.Tensor) -> torch.Tensor:
-    """An index per batch entry, (B,), among those ``wanted`` (B, size) if there are any."""
-    noise = stream.uniform(problem.seed, f"pick {name}", wanted.shape, problem.device)
-    return (noise + wanted).argmax(1)
+def _pick(problem: Problem, name: str, seen: torch.Tensor) -> torch.Tensor:
+    """An index of axis 2 of ``seen`` (B, H, size, others) per batch entry, (B,).
+
+    Best one that sees some of the others and not all: of those that see none nothing is read. Next
+    best one from which something is hidden.
+    """
+    hidden = (~seen).any(3).any(1)
+    partly = ((~seen).any(3) & seen.any(3)).any(1)
+    noise = stream.uniform(problem.seed, f"pick {name}", hidden.shape, problem.device)
+    return (noise + hidden + partly).argmax(1)
 
 
 def _extreme(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,148 @@
+"""Faults that a worst-case bound lets pass on ordinary data: what its companions are for.
+
+Each error lies within what all roundings together could do at their worst, or nearly so.
+"""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import Edit, Mutant
+
+__all__ = ["SUBTLE"]
+
+_FORWARD = "fa_kernels/kernels/forward.py"
+_DELTA = "fa_kernels/kernels/delta.py"
+_DKDV = "fa_kernels/kernels/dkdv.py"
+_DQ = "fa_kernels/kernels/dq.py"
+_TILES = "fa_kernels/kernels/tiles.py"
+_RTZ = ', fp_downcast_rounding="rtz")'
+
+
+def _subtle(name: str, why: str, *edits: tuple[str, str, str]) -> Mutant:
+    return Mutant(name, tuple(Edit(*edit) for edit in edits), why)
+
+
+def _cast(file: str, value: str, dtype: str, new: str) -> tuple[str, str, str]:
+    """A cast of P or dS in front of its dot, replaced."""
+    return file, f"tl.dot({value}.to({dtype}.dtype)", f"tl.dot({new}"
+
+
+SUBTLE: tuple[Mutant, ...] = (
+    *(
+        _subtle(
+            f"{kernel}: {what} is truncated where it should be rounded",
+            "a conversion by bit operations, quicker than the rounding one",
+            _cast(file, value, dtype, f"{value}.to({dtype}.dtype{_RTZ}"),
+        )
+        for kernel, what, file, value, dtype in (
+            ("forward", "P", _FORWARD, "p", "v"),
+            ("dkdv", "P", _DKDV, "p", "dout"),
+            ("dkdv", "dS", _DKDV, "ds", "q_t"),
+            ("dq", "dS", _DQ, "ds", "k_t"),
+        )
+    ),
+    _subtle(
+        "tiles: results are truncated where they should be rounded",
+        "a conversion by bit operations, quicker than the rounding one",
+        (
+            _TILES,
+            "tile = tile.to(ptr.dtype.element_ty)",
+            "tile = tile.to(tl.float32).to(ptr.dtype.element_ty, "
+            'fp_downcast_rounding="rtz") if ptr.dtype.element_ty.primitive_bitwidth == 16 '
+            "else tile.to(ptr.dtype.element_ty)",
+        ),
+    ),
+    _subtle(
+        "tiles: results are rounded twice, to bf16 first",
+        "one epilogue for both 16-bit dtypes",
+        (
+            _TILES,
+            "tile = tile.to(ptr.dtype.element_ty)",
+            "tile = tile.to(tl.bfloat16).to(ptr.dtype.element_ty)",
+        ),
+    ),
+    _subtle(
+        "delta: products are rounded to the input dtype",
+        "a packed 16-bit multiply, twice as fast",
+        (_DELTA, "_row_sums(out.to(ACC) * dout.to(ACC))", "_row_sums((out * dout).to(ACC))"),
+    ),
+    _subtle(
+        "dkdv: dk and dv are kept in the input dtype between tiles",
+        "half the registers",
+        (
+            _DKDV,
+            "    return dk, dv\n",
+            "    return dk.to(k.dtype).to(ACC), dv.to(v.dtype).to(ACC)\n",
+        ),
+    ),
+    _subtle(
+        "dkdv: dS is made from the rounded P",
+        "one cast for both uses of P",
+        (
+            _DKDV,
+            "ds = p * (dp - delta[None, :])",
+            "ds = p.to(dout.dtype).to(ACC) * (dp - delta[None, :])",
+        ),
+    ),
+    _subtle(
+        "dq: dS is made from the rounded P",
+        "one cast for both uses of P",
+        (
+            _DQ,
+            "ds = p * (dp - delta[:, None])",
+            "ds = p.to(k_t.dtype).to(ACC) * (dp - delta[:, None])",
+        ),
+    ),
+    *(
+        _subtle(
+            f"{kernel}: {what} is too large by one part in a thousand",
+            "a scale of too few digits",
+            (file, old, f"{old} * 1.001"),
+        )
+        for kernel, what, file, old in (
+            ("forward", "out", _FORWARD, "acc / l_safe[:, None]"),
+            ("dq", "dq", _DQ, "dq * sm_scale.to(ACC)"),
+            ("dkdv", "dk", _DKDV, "dk * sm_scale.to(ACC)"),
+        )
+    ),
+    _subtle(
+        "forward: exp2 has ten good bits",
+        "a polynomial of low degree",
+        (
+            _FORWARD,
+            "p = tl.exp2(scores * qk_scale - m_pivot[:, None])",
+            "p = tl.exp2(tl.floor((scores * qk_scale - m_pivot[:, None]) * 1024.0) / 1024.0)",
+        ),
+    ),
+    _subtle(
+        "forward: acc is kept in 16 bits between tiles",
+        "half the registers",
+        (
+            _FORWARD,
+            "        m_i = m_new\n",
+            "        acc = acc.to(q.dtype).to(ACC)\n        m_i = m_new\n",
+        ),
+    ),
+    _subtle(
+        "mask: a window's far edge is one key short where windows are long",
+        "a special case for windows of whole tiles",
+        (
+            _TILES,
+            "(distance >= -view[2])",
+            "(distance >= -view[2] + tl.where(view[2] > 512, 1, 0))",
+        ),
+    ),
+    _subtle(
+        "forward: the last head of several runs over the keys of full tiles backwards",
+        "work is handed out in turns",
+        (
+            _FORWARD,
+            "        start_n = n_block * BLOCK_N\n",
+            "        if not MASKED and view[2] > 0 and n_block_hi - n_block_lo > 1:\n"
+            "            n_block = tl.where(\n"
+            "                tl.program_id(0) + 1 == tl.num_programs(0),\n"
+            "                n_block_hi - 1 - (n_block - n_block_lo), n_block\n"
+            "            )\n"
+            "        start_n = n_block * BLOCK_N\n",
+        ),
+    ),
+)  # fmt: skip

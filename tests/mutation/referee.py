@@ -7,9 +7,12 @@ kill each, the quickest first.
 from __future__ import annotations
 
 from tests.mutation.mutant import Mutant
+from tests.mutation.referee_checks import CHECKS
 from tests.mutation.referee_oracles import ORACLES
-from tests.mutation.referee_properties import PROPERTIES
+from tests.mutation.referee_problems import PROBLEMS
+from tests.mutation.referee_reports import REPORTS
+from tests.mutation.referee_runs import RUNS
 
 __all__ = ["REFEREE"]
 
-REFEREE: tuple[Mutant, ...] = (*ORACLES, *PROPERTIES)
+REFEREE: tuple[Mutant, ...] = (*ORACLES, *PROBLEMS, *RUNS, *CHECKS, *REPORTS)

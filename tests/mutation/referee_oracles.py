@@ -52,9 +52,9 @@ _PROBLEM = faults_of(
         "self.mask.lengths(self.B, self.N, self.M)",
     ),
     (
-        "an unknown mask is a Mask",
-        "return MASKS[name](**fields)",
-        "return MASKS.get(name, Mask)(**fields)",
+        "an unknown mask is looked up",
+        "    if name not in MASKS:",
+        "    if not isinstance(name, str):",
     ),
     ("G is that of keys", "return self.H // self.Hk", "return self.H"),
 )
@@ -73,7 +73,7 @@ _STREAM = faults_of(
 )
 _OUTPUTS = faults_of(
     "oracles/outputs.py",
-    "test_declarations",
+    "test_outputs",
     (
         "an accumulator of NaN passes",
         "if not getattr(self, name) >= 1:",
@@ -257,6 +257,22 @@ _FORWARD = faults_of(
         'if prescales in ("k", "qk"):\n        error += c.eta_prescaled(prescales, t) * x.q.abs()',
         'if prescales in ("k", "qk"):\n        error += c.eta_prescaled(prescales, t) * x.k.abs()',
     ),
+    (
+        "the reach of a score is scaled",
+        "return Scores(s, reach, p,",
+        "return Scores(s, reach * sm_scale, p,",
+    ),
+    ("TF32 keeps the digits of a score's reach", " + 5 * c.u * c.u_dot", ""),
+    (
+        "hidden pairs lose what underflows",
+        "per_v = torch.where(x.seen, p_grown",
+        "per_v = torch.where(x.seen | True, p_grown",
+    ),
+    (
+        "P's rounding is not spread by its error",
+        "p_grown * (rounding.unsqueeze(2) / Z)",
+        "p * (rounding.unsqueeze(2) / Z)",
+    ),
 )
 _BACKWARD = faults_of(
     "oracles/backward_error.py",
@@ -307,6 +323,32 @@ _BACKWARD = faults_of(
     ("dS is not cast", "e.add_(ds_reach, alpha=c.u_cast)", "e"),
     ("terms of dS lack delta", "scores.p * (dp_reach + delta_terms)", "scores.p * dp_reach"),
     ("dk's errors cancel", "abs_q, abs_k, abs_dout = x.q.abs(),", "abs_q, abs_k, abs_dout = x.q,"),
+    (
+        "the reach of dq is scaled",
+        "dq_reach=abs_ds @ abs_k",
+        "dq_reach=sm_scale * (abs_ds @ abs_k)",
+    ),
+    (
+        "the reach of dk is scaled",
+        "dk_reach=abs_ds.mT @ abs_q",
+        "dk_reach=sm_scale * (abs_ds.mT @ abs_q)",
+    ),
+    ("the reach of dk cancels", "dk_reach=abs_ds.mT @ abs_q", "dk_reach=(grads.ds.mT @ x.q).abs()"),
+    (
+        "a prescaled q that is used again does not underflow",
+        "dk_errors += eta_again",
+        "dk_errors += 0 * eta_again",
+    ),
+    (
+        "P of dv does not flush",
+        "add_((c.eta_p + c.ftz) * (1 + c.u_x))",
+        "add_(c.eta_p * (1 + c.u_x))",
+    ),
+    (
+        "the reach of dP cancels",
+        "dp_reach = (abs_dout @ x.v.abs().mT)",
+        "dp_reach = (x.dout @ x.v.mT).abs()",
+    ),
 )
 _MODEL = faults_of(
     "oracles/error_model.py",
@@ -379,6 +421,20 @@ _MODEL = faults_of(
         "the unnormalised sum is normalised",
         "unnormalised = fwd.out_terms * scores.log_l.exp().unsqueeze(2)",
         "unnormalised = fwd.out_terms",
+    ),
+    ("dq is stored without its error", "bwd.dq.abs() + rows.bound_dq", "bwd.dq.abs()"),
+    ("dk is stored without its error", "dk.abs() + bound_dk", "dk.abs()"),
+    ("dv is stored without its error", "dv.abs() + bound_dv", "dv.abs()"),
+    ("out is stored without its error", "fwd.out.abs() + rows.bound_out", "fwd.out.abs()"),
+    (
+        "a key's tile counts where all of its rows see the key",
+        "tiled.any(2).sum(1,",
+        "tiled.all(2).sum(1,",
+    ),
+    (
+        "terms of lse are 1",
+        "terms_lse=1 + scores.m.abs() + scores.log_l.abs()",
+        "terms_lse=torch.ones_like(scores.m)",
     ),
 )
 _NUMPY_REFERENCE = faults_of(
@@ -460,6 +516,17 @@ _NUMPY_BOUND = faults_of(
         "error_mn + bound_lse_m[:, None] + 3 * u * magnitudes_mn",
         "error_mn + 3 * u * magnitudes_mn",
     ),
+    (
+        "the accumulator does not flush",
+        "(units.eta_cast + units.flush) * spread",
+        "units.eta_cast * spread",
+    ),
+    (
+        "P of dv does not flush",
+        "underflow = (units.eta_cast + units.flush)",
+        "underflow = units.eta_cast",
+    ),
+    ("dS does not flush", "+ units.flush * (1 + terms_mn)", "+ 0 * terms_mn"),
 )
 _NUMPY_UNITS = faults_of(
     "oracles/numpy_units.py",

@@ -20,6 +20,11 @@ REPORTS: tuple[Mutant, ...] = (
             "            self.out_of_range += 1\n",
             "            self.judged += 1\n",
         ),
+        (
+            "a refusal counts as judged",
+            "            self.refusals[reason] += 1\n",
+            "            self.judged += 1\n",
+        ),
         ("refusals are not written down", "            self.ledger.refused(problem, reason)\n", ""),
         (
             "what was judged is not written down",

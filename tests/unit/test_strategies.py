@@ -181,6 +181,13 @@ def test_a_small_budget_holds():
     assert max(map(cost, drawn(problems(max_cost=4, tile=TILE), FORCED))) <= 4
 
 
+@pytest.mark.parametrize("max_cost", [4, 48])
+def test_an_empty_batch_is_rare(max_cost):
+    # So that no budget is kept by leaving out the batch.
+    empty = sum(p.B == 0 for p in drawn(problems(max_cost=max_cost, tile=TILE), FORCED))
+    assert empty < SHARE / 2 * FORCED
+
+
 def test_padding_keys_alone_are_dirty():
     assert any(
         p.dirty != "zero" and set(lengths(p)[0]) == {p.M} and min(lengths(p)[1]) < p.N

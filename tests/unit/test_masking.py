@@ -115,6 +115,16 @@ def test_hidden_positions_makes_a_hidden_key_and_a_hidden_row_extreme(seed, monk
             assert after[~kept].unique().tolist() == [-largest, largest]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_key_and_a_row_are_taken_that_hide_where_there_are_any(seed, monkeypatch):
+    # Every row sees keys 0 to 2; the last row sees all keys.
+    trial = tried(Problem(B=2, M=3, N=5, dtype="fp64", mask=Mask(causal=True), seed=seed))
+    keys, rows = recorded(hidden_positions, trial, monkeypatch)
+    largest = torch.finfo(torch.float64).max
+    assert not (keys.k[:, :, :3].abs() == largest).any()
+    assert not (rows.q[:, :, 2].abs() == largest).any()
+
+
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_only_what_does_not_see_the_extreme_values_has_to_stay(name, monkeypatch):
     # Every output changed everywhere: what sees the extreme key, or row, does not count.

@@ -71,7 +71,7 @@ class Eager:
             count = lse.exp().unsqueeze(3)
             out = torch.where(live, out * count / (count + 2.0**-6), out)
         if self.fault == "NaN where it sees":
-            out = torch.where(live, out * torch.nan, out)
+            out = torch.where(out != 0, torch.nan, out)
         if self.fault == "clips large values":
             out = out.clamp(-2.0, 2.0)
         if self.fault == "lse depends on values":

@@ -150,6 +150,11 @@ def test_a_size_of_zero_is_drawn(size):
     assert any(getattr(p, size) == 0 for p in sample())
 
 
+@pytest.mark.parametrize(("size", "which"), [("M", 0), ("N", 1)])
+def test_a_batch_entry_of_length_zero_is_drawn(size, which):
+    assert any(0 in lengths(p)[which] and getattr(p, size) > 0 for p in sample())
+
+
 @pytest.mark.parametrize("tensor", range(4))
 def test_every_layout_of_a_tensor_is_drawn(tensor):
     assert {p.layouts[tensor] for p in sample()} == set(LAYOUTS)

@@ -38,6 +38,7 @@ def test_a_run_leaves_the_modes_of_torch_as_they_were(fault):
         fills = torch.utils.deterministic.fill_uninitialized_memory
         return torch.get_deterministic_debug_mode(), fills
 
+    torch.set_deterministic_debug_mode("default")
     before = modes()
     try:
         run_subject(Subject.of(Raising(fault), "eager"), PROBLEM, make(PROBLEM))

@@ -112,7 +112,7 @@ def test_empty_problems_pass(check, sizes):
         ("sees one key less", counts, ["lse"]),
         ("divides by one too few", unit_values, ["out"]),
         ("divides by one too many", unit_values, ["out"]),
-        ("NaN where it sees", mask_read_back, ["out", "dv"]),
+        ("NaN where it sees", mask_read_back, ["out"]),
         ("clips large values", doubled_values, ["out"]),
         ("lse depends on values", doubled_values, ["lse"]),
         ("a little more for large values", doubled_values, ["out"]),

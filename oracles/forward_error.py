@@ -71,7 +71,7 @@ def _rescales(
         return torch.zeros_like(slack)
     up = _changes(tile_max, live_tiles, slack)
     down = _changes(tile_max.flip(2), live_tiles.flip(2), slack)
-    return torch.maximum(up, down).clamp_(min=0).to(torch.float64)
+    return torch.maximum(up, down).to(torch.float64)
 
 
 def _error_before_rescaling(

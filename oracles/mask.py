@@ -132,7 +132,7 @@ class Mask:
 
         seqlens_q, seqlens_k = self.lengths(B, M, N)
         same = len(set(seqlens_q)) <= 1 and len(set(seqlens_k)) <= 1
-        if same and B:
+        if same:
             seqlens_q, seqlens_k = seqlens_q[:1], seqlens_k[:1]
         rows = torch.tensor(seqlens_q, dtype=torch.int64, device=device).view(-1, 1, 1, 1)
         keys = torch.tensor(seqlens_k, dtype=torch.int64, device=device).view(-1, 1, 1, 1)

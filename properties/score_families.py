@@ -188,10 +188,8 @@ def last_visible(problem: Problem) -> torch.Tensor:
     last = keys - 1 + 0 * m
     if mask.right is not None:
         last = torch.minimum(last, position + mask.right)
-    seen = (m < rows) & (last >= 0)
-    if mask.window_left is not None:
-        seen = seen & (last >= position - mask.window_left)
-    return torch.where(seen, last, -1)
+    # A window reaches back from a position, which never lies past the last key.
+    return torch.where((m < rows) & (last >= 0), last, -1)
 
 
 def _needles(problem: Problem, hidden: bool) -> Values:

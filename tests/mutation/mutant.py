@@ -1,11 +1,12 @@
-"""A mutant as a value: small edits of source text, each of which has to match exactly once."""
+"""A mutant and its verdict as values; its edits of source text have to match exactly once each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["Edit", "Mutant", "StaleError", "mutated"]
+__all__ = ["Edit", "Kill", "Mutant", "StaleError", "Verdict", "faults_of", "mutated"]
 
 
 class StaleError(ValueError):
@@ -46,6 +47,48 @@ class Mutant:
     caught_by: tuple[str, ...] = ()
     hidden: str = ""
     equivalent: str = ""
+
+
+def faults_of(file: str, caught_by: str, *rows: tuple[str, ...]) -> tuple[Mutant, ...]:
+    """Mutants of one file, of one edit each.
+
+    Args:
+        file: Path from the root of the repository; its stem stands before every name.
+        caught_by: Names with blanks between them, for all rows that say nothing of their own.
+        rows: (name, old text, new text), or (name, old text, new text, caught by).
+    """
+    stem = file.rpartition("/")[2].removesuffix(".py")
+    return tuple(
+        Mutant(f"{stem}: {name}", (Edit(file, old, new),), "", tuple((*own, caught_by)[0].split()))
+        for name, old, new, *own in rows
+    )
+
+
+class Kill(NamedTuple):
+    """What ended a mutant, or would have.
+
+    Args:
+        check: The check that failed: "G4", "addresses", a unit test; or "raised".
+        step: Which of the steps.
+        detail: The finding's first lines, or the exception.
+    """
+
+    check: str
+    step: int
+    detail: str
+
+
+@dataclass
+class Verdict:
+    """What became of a mutant.
+
+    Args:
+        kills: In order; empty is a survivor. One, unless all were asked for.
+        seconds: Until the first kill, loading included; all of them for a survivor.
+    """
+
+    kills: list[Kill] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 def mutated(sources: Mapping[str, str], mutant: Mutant) -> dict[str, str]:

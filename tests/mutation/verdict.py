@@ -5,48 +5,19 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from properties.compare import Finding
 from properties.interpreter_addresses import OutOfBoundsError
 from properties.subject import Subject
 from properties.trial import Question, SubjectError, Trial, question
-from tests.mutation.mutant import Mutant, mutated
+from tests.mutation.mutant import Kill, Mutant, Verdict, mutated
 from tests.mutation.package import load
 from tests.mutation.trials import CHECKS, Step
 from tests.mutation.unit_tests import first_failure
 from tests.subjects.ours import adapted, flash_attention
 
-__all__ = ["Kill", "Verdict", "asked", "judged_kernels", "warmed"]
-
-
-class Kill(NamedTuple):
-    """What ended a mutant, or would have.
-
-    Args:
-        check: The check that failed: a name in ``CHECKS``, "addresses", "unit tests"; or "raised".
-        step: Which of the steps.
-        detail: The finding's first lines, or the exception.
-    """
-
-    check: str
-    step: int
-    detail: str
-
-
-@dataclass
-class Verdict:
-    """What became of a mutant.
-
-    Args:
-        kills: In order; empty is a survivor. One, unless all were asked for.
-        seconds: Until the first kill, loading included; all of them for a survivor.
-    """
-
-    kills: list[Kill] = field(default_factory=list)
-    seconds: float = 0.0
+__all__ = ["asked", "judged_kernels", "warmed"]
 
 
 def asked(steps: Sequence[Step]) -> list[Question]:

@@ -214,6 +214,15 @@ def test_the_worst_of_the_compared_elements_is_shown(promised):
     assert (found.where, found.got, found.bad) == ("b=1 h=3 m=5 d=6", 60.0, 2)
 
 
+@pytest.mark.parametrize("promised", [True, False])
+def test_nan_is_worse_than_any_number(promised):
+    trial = tried(promised)
+    out = trial.got.out.clone()
+    out[0, 0, 3, 0], out[1, 3, 5, 6] = 1e6, math.nan
+    (found,) = agree(trial, trial.got._replace(out=out), "G8 layout", "")
+    assert (found.where, found.bad) == ("b=1 h=3 m=5 d=6", 2)
+
+
 def test_exact_looks_only_where_it_is_told_to():
     trial = tried(False)
     got, want = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 3.0]])

@@ -126,6 +126,20 @@ def test_bounds_agree_where_tf32_truncates_subnormal_operands(small: int) -> Non
     assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
 
 
+@pytest.mark.parametrize("in_dtype", ["bf16", "fp32"])
+def test_bounds_agree_where_all_weight_lies_on_values_of_zero(in_dtype: str) -> None:
+    # What is left of out comes from a P that underflows, in its cast and in the accumulator.
+    q, k, v, dout = (
+        torch.tensor(values, dtype=torch.float64).view(1, 1, -1, 1)
+        for values in ([1.0], [0.0, -90.0], [0.0, 1.0], [1.0])
+    )
+    call = {"mask": Mask(), "sm_scale": 1.0, "in_dtype": in_dtype, "numerics": Numerics()}
+    want = numpy_bound.bound(*as_arrays([q, k, v, dout]), **call)
+    assert want.out.item() > 2 * 2.0**-126
+    got = error_model.judge(q, k, v, dout, **call).bound
+    assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
+
+
 @pytest.mark.parametrize("case", PROBLEMS)
 @pytest.mark.parametrize("in_dtype", DTYPES)
 def test_references_agree_to_1e_minus_12_of_their_terms(in_dtype: str, case: int) -> None:

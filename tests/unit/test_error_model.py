@@ -275,6 +275,54 @@ def test_a_stored_output_that_may_round_to_infinity_is_out_of_range() -> None:
     assert judgement.out_of_range.startswith("|out| + bound reaches ")
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("|dq| + bound", (0, 2.558, 40, 40)), ("|dk| + bound", (2.558, 0, 40, 40))],
+)
+def test_a_stored_gradient_that_may_round_to_infinity_is_out_of_range(
+    name: str, values: tuple[float, float, float, float]
+) -> None:
+    # The gradient itself is 25600 * 2.558 = 65484.8, an ulp of 32 below the first that overflows.
+    judgement = judge(
+        *extremes(*values), mask=Mask(), sm_scale=1.0, in_dtype="fp16", numerics=Numerics()
+    )
+    assert judgement.out_of_range is not None
+    assert judgement.out_of_range.startswith(f"{name} reaches ")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("|q|.|k|", (3e19, 3e19, 0, 0)),
+        ("sum_j |dS||K|", (0, 1e25, 1e15, 1)),
+        ("sum_i |dS||Q|", (1e25, 0, 1e15, 1)),
+    ],
+)
+def test_a_sum_is_in_range_before_it_is_scaled(
+    name: str, values: tuple[float, float, float, float]
+) -> None:
+    judgement = judge(
+        *extremes(*values), mask=Mask(), sm_scale=1e-39, in_dtype="bf16", numerics=Numerics()
+    )
+    assert judgement.out_of_range is not None
+    assert judgement.out_of_range.startswith(f"{name} reaches ")
+
+
+def test_a_sum_reaches_as_far_as_its_terms_where_they_cancel() -> None:
+    for name, values, flipped in (
+        ("sum_j |dS||K|", (0, 1e25, 1e15, 1), (1, slice(None))),  # dS of two equal keys
+        ("sum_i |dS||Q|", (1e25, 0, 1e15, 1), (3, 1)),  # dS of two equal rows
+    ):
+        inputs = extremes(*values)
+        tensor, rows = flipped
+        inputs[tensor][:, :, rows] = inputs[tensor][:, :, rows].abs() * (1 if tensor == 1 else -1)
+        truth = reference.attention(*inputs, mask=Mask(), sm_scale=1.0)
+        assert not (truth.dq if tensor == 1 else truth.dk).any()
+        judgement = judge(*inputs, mask=Mask(), sm_scale=1.0, in_dtype="bf16", numerics=Numerics())
+        assert judgement.out_of_range is not None
+        assert judgement.out_of_range.startswith(f"{name} reaches ")
+
+
 def test_ordinary_inputs_are_in_range() -> None:
     for in_dtype in (*DTYPES, "fp64"):
         assert judged(tensors(in_dtype), in_dtype=in_dtype).out_of_range is None
@@ -293,6 +341,14 @@ def test_max_score_is_that_of_visible_pairs() -> None:
     assert scores[seen].max() < scores.max()
     got = judged(inputs, in_dtype="fp64").max_score
     assert got == pytest.approx(scores[seen].max().item(), rel=16 * EPS)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_max_score_is_of_scores_of_either_sign(sign: int) -> None:
+    inputs = extremes(2, sign, 1, 1)
+    inputs[1][:, :, 1] = 0
+    judgement = judge(*inputs, mask=Mask(), sm_scale=0.5, in_dtype="fp64", numerics=Numerics())
+    assert judgement.max_score == 16
 
 
 def test_terms_cover_the_outputs() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
+import torch
 
 from oracles.mask import Mask
 from oracles.problem import Problem
@@ -79,6 +81,21 @@ def test_a_finding_says_where_what_and_how_to_replay():
     assert "bad only at b=1, h=2, m=19" in message
     replayed = re.search(r"--replay='(.*)'", message).group(1)
     assert Problem.from_json(replayed) == CAUSAL
+
+
+@pytest.mark.parametrize(("error", "found"), [(2.0**-1023, []), (2.0**-1021, ["dv"])])
+def test_terms_that_underflow_may_lose_all_their_digits(error, found):
+    trial = examine(Subject.of(Eager(), "eager"), CAUSAL)
+    zeros = torch.zeros_like(trial.want.dv)
+    trial = dataclasses.replace(
+        trial,
+        got=trial.got._replace(dv=zeros + error),
+        want=trial.want._replace(dv=zeros),
+        judgement=dataclasses.replace(
+            trial.judgement, terms=trial.judgement.terms._replace(dv=zeros)
+        ),
+    )
+    assert [finding.output for finding in guarantees.logic(trial)] == found
 
 
 def test_an_output_of_another_dtype_is_refused():

@@ -87,6 +87,25 @@ def test_one_of_two_equal_sums_a_tenth_too_large_is_caught(output, identity):
     assert "by more than roundings explain" in findings[0].claim
 
 
+@pytest.mark.parametrize(
+    ("name", "times"), [("dk", "k"), ("dq", "q"), ("dv", "v"), ("out", "dout")]
+)
+def test_each_term_may_err_by_its_own_bound(name, times):
+    trial = run(PROBLEM)
+    factors = getattr(trial.inputs, times).double().sign()
+    bound, wanted = (getattr(x, name) for x in (trial.judgement.bound, trial.want))
+    # All others are right, and held to hardly anything.
+    bounds = trial.judgement.bound._make(2.0**-40 * x for x in trial.judgement.bound)
+    judgement = replace(trial.judgement, bound=bounds._replace(**{name: bound}))
+    for share in (0.9, 1.1):
+        got = trial.want._replace(**{name: wanted + share * bound * factors})
+        found = broken(identities(replace(trial, got=got, judgement=judgement)))
+        dots = [
+            identity for identity in found if f"{times}.{name}" in identity or "out." in identity
+        ]
+        assert bool(dots) == (share > 1)
+
+
 @pytest.mark.parametrize("keys", [1, 7, 8])
 def test_heads_of_few_keys_are_left_alone(keys):
     mask = Mask(seqlens_q=(96, 90), seqlens_k=(keys, 128))

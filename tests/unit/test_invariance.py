@@ -266,6 +266,16 @@ def test_a_fault_on_the_gradient_of_a_sum_is_caught(bitwise):
     assert all(x.claim.startswith("of out.sum().backward() is not") for x in found)
 
 
+@pytest.mark.parametrize("dout", ["zero", "tiny"])
+def test_the_gradient_of_a_sum_is_held_to_a_bound_of_its_own(dout):
+    subject = Eager()
+    subject.bitwise = ()
+    assert (
+        guarantees.layout(tried(subject, dataclasses.replace(PROBLEM, dtype="fp32", dout=dout)))
+        == []
+    )
+
+
 def test_the_gradient_of_a_sum_is_that_of_ones_where_bits_are_promised():
     subject = Eager()
     subject.bitwise = ("G8",)

@@ -41,6 +41,8 @@ class Eager:
             seen[1, 0, 10, 12] = True
         if self.fault == "sees one key less":
             seen[0, 2:, 12, 2] = False
+        if self.fault == "loses the last key":
+            seen[..., -1] = False
         return seen
 
     def __call__(self, q, k, v, *, mask, sm_scale):
@@ -65,6 +67,11 @@ class Eager:
         if self.fault == "divides by one too few":
             count = lse.exp().unsqueeze(3)
             out = torch.where(live, out * count / (count - 2.0**-6), out)
+        if self.fault == "divides by one too many":
+            count = lse.exp().unsqueeze(3)
+            out = torch.where(live, out * count / (count + 2.0**-6), out)
+        if self.fault == "NaN where it sees":
+            out = torch.where(out != 0, torch.nan, out)
         if self.fault == "clips large values":
             out = out.clamp(-2.0, 2.0)
         if self.fault == "lse depends on values":
@@ -104,6 +111,8 @@ def test_empty_problems_pass(check, sizes):
         ("sees one key more", counts, ["lse"]),
         ("sees one key less", counts, ["lse"]),
         ("divides by one too few", unit_values, ["out"]),
+        ("divides by one too many", unit_values, ["out"]),
+        ("NaN where it sees", mask_read_back, ["out"]),
         ("clips large values", doubled_values, ["out"]),
         ("lse depends on values", doubled_values, ["lse"]),
         ("a little more for large values", doubled_values, ["out"]),
@@ -196,6 +205,7 @@ def test_a_row_of_65_536_keys_is_counted_exactly():
     trial = trial_of(problem=problem)
     for check in (counts, mask_read_back, unit_values):
         assert check(trial) == []
+    assert [finding.bad for finding in counts(trial_of("loses the last key", problem))] == [2]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,16 @@ class Checkerboard:
         return ((h[:, None, None] + m[:, None] + n) % 2 == 0).unsqueeze(0)
 
 
+class OneHead:
+    """Each key is seen by one head alone, another one than its neighbours."""
+
+    def dense(
+        self, B: int, H: int, M: int, N: int, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        h, n = (torch.arange(size, device=device) for size in (H, N))
+        return (n % H == h[:, None]).view(1, H, 1, N).expand(1, H, M, N)
+
+
 class EveryThird(Mask):
     """A Mask with a dense form of its own."""
 
@@ -103,8 +113,8 @@ class EveryThird(Mask):
         return (torch.arange(N, device=device) % 3 == 0).expand(1, 1, M, N)
 
 
-@pytest.mark.parametrize("mask", [Checkerboard(), EveryThird()])
-def test_any_dense_mask_is_followed(mask: Checkerboard | EveryThird) -> None:
+@pytest.mark.parametrize("mask", [Checkerboard(), OneHead(), EveryThird()])
+def test_any_dense_mask_is_followed(mask: Checkerboard | OneHead | EveryThird) -> None:
     q, k, v, dout = tensors()
     want = by_torch(q, k, v, dout, mask.dense(B, H, M, N).expand(B, H, M, N))
     assert_close(attention(q, k, v, dout, mask=mask, sm_scale=SCALE, rows=5), want)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import re
@@ -105,6 +106,24 @@ def test_a_correct_subject_withstands():
 def test_accuracy_is_checked_whatever_the_claim_says():
     (finding, *_) = examiner_of(Wrong()).findings(Problem(N=17, dtype="fp64"), nothing)
     assert finding.guarantee == "G1 accuracy"
+
+
+def test_accuracy_is_checked_however_little_the_bound_is_left():
+    class Slightly(Eager):
+        def spoil(self, out, lse, live, N, config):
+            return out * (1 + 2.0**-44), lse
+
+    examiner = examiner_of(Slightly())
+    (finding, *_) = examiner.findings(GOOD, nothing)
+    assert finding.guarantee == "G1 accuracy"
+    assert 1 < max(examiner.peaks.values()) < 100
+
+
+@pytest.mark.parametrize("source", ["", "my.py:attention"])
+def test_findings_name_the_kernel_that_was_given(source):
+    subject = dataclasses.replace(Subject.of(Wrong(), "subject"), source=source)
+    found = Examiner(subject, Ledger()).findings(Problem(N=17, dtype="fp64"), nothing)
+    assert {finding.kernel for finding in found} == {source}
 
 
 def test_the_findings_of_the_claim_come_before_those_of_accuracy():
@@ -218,6 +237,20 @@ def test_an_exception_in_the_second_run_of_a_check_is_a_finding():
     (finding,) = examiner_of(Tires()).findings(GOOD, guarantees.repeatable)
     assert finding.guarantee == "exception"
     assert finding.raised.startswith("ValueError: once is enough")
+
+
+def test_a_refusal_of_the_second_run_of_a_check_is_a_finding():
+    class Tires(Eager):
+        def __call__(self, *tensors, **rest):
+            if self.calls:
+                raise NotImplementedError("once is enough")
+            return super().__call__(*tensors, **rest)
+
+    examiner = examiner_of(Tires())
+    (finding,) = examiner.findings(GOOD, guarantees.repeatable)
+    assert finding.guarantee == "exception"
+    assert finding.raised.startswith("refused in a second run, after a first: once is enough")
+    assert not examiner.refusals
 
 
 def test_an_output_of_another_shape_is_a_finding():
@@ -353,6 +386,14 @@ def test_a_slow_subject_is_shrunk_in_little_more_than_the_limits(monkeypatch):
 
     attacked(examiner_of(Slow()))
     assert failed[-1] - failed[0] < 3
+
+
+@pytest.mark.parametrize("steer", [True, False])
+def test_a_draw_is_steered_by_the_peaks_of_every_output_if_at_all(steer, monkeypatch):
+    labels = []
+    monkeypatch.setattr(search.hypothesis, "target", lambda peak, label: labels.append(label))
+    attack(examiner_of(Eager()), nothing, st.just(GOOD), seed="0", steer=steer)
+    assert set(labels) == ({f"{name} error/bound" for name in OUTPUTS} if steer else set())
 
 
 @pytest.mark.parametrize("seeds", [("a", "a"), ("a", "b")], ids=["same_seed", "other_seed"])

@@ -12,6 +12,7 @@ from properties.strategies import HEAD_DIMS, problems
 
 TILE = 16
 DRAWS = 1000
+FORCED = 400  # of a feature that has to be in every one
 SHARE = 0.1  # what every interesting case has to reach
 # The smallest ways to have a row without a key.
 EMPTY_ROWS = (
@@ -113,6 +114,7 @@ CASES = {
     "D = Dv": lambda p: p.Dv == p.D,
     "normal inputs": lambda p: p.inputs == "normal",
     "normal dout": lambda p: p.dout == "normal",
+    "four layouts": lambda p: len({*p.layouts}) == 4,
 }
 
 
@@ -148,6 +150,11 @@ def test_a_size_of_zero_is_drawn(size):
     assert any(getattr(p, size) == 0 for p in sample())
 
 
+@pytest.mark.parametrize(("size", "which"), [("M", 0), ("N", 1)])
+def test_a_batch_entry_of_length_zero_is_drawn(size, which):
+    assert any(0 in lengths(p)[which] and getattr(p, size) > 0 for p in sample())
+
+
 @pytest.mark.parametrize("tensor", range(4))
 def test_every_layout_of_a_tensor_is_drawn(tensor):
     assert {p.layouts[tensor] for p in sample()} == set(LAYOUTS)
@@ -175,24 +182,38 @@ def test_the_budget_is_used():
     assert sum(map(cost, sample())) > 0.25 * 48 * len(sample())
 
 
-@given(problems(max_cost=4, tile=TILE))
-def test_a_small_budget_holds(problem):
-    assert cost(problem) <= 4
+def test_a_small_budget_holds():
+    assert max(map(cost, drawn(problems(max_cost=4, tile=TILE), FORCED))) <= 4
 
 
-@given(problems(padding=True))
-def test_forced_padding_is_there(problem):
-    assert lengths(problem)[1][0] < problem.N
+@pytest.mark.parametrize("max_cost", [4, 48])
+def test_an_empty_batch_is_rare(max_cost):
+    # So that no budget is kept by leaving out the batch.
+    empty = sum(p.B == 0 for p in drawn(problems(max_cost=max_cost, tile=TILE), FORCED))
+    assert empty < SHARE / 2 * FORCED
 
 
-@given(problems(hidden=True))
-def test_forced_hidden_positions_are_there(problem):
-    assert has_hidden(problem, 0)
+def test_padding_keys_alone_are_dirty():
+    assert any(
+        p.dirty != "zero" and set(lengths(p)[0]) == {p.M} and min(lengths(p)[1]) < p.N
+        for p in sample()
+        if p.B > 0
+    )
 
 
-@given(problems(empty_rows=True))
-def test_forced_empty_rows_are_there(problem):
-    assert None in first_keys(problem, 0)
+def test_forced_padding_is_there():
+    for problem in drawn(problems(padding=True), FORCED):
+        assert lengths(problem)[1][0] < problem.N
+
+
+def test_forced_hidden_positions_are_there():
+    for problem in drawn(problems(hidden=True), FORCED):
+        assert has_hidden(problem, 0)
+
+
+def test_forced_empty_rows_are_there():
+    for problem in drawn(problems(empty_rows=True), FORCED):
+        assert None in first_keys(problem, 0)
 
 
 @given(problems(empty_rows=True, masks=("full", "padding")))

@@ -56,6 +56,15 @@ def test_what_is_not_declared_is_said_to_be_unchecked():
     assert "G4 was not checked: Eager declares masks=()" in str(report)
 
 
+def test_a_configuration_is_drawn_in_the_dtypes_of_its_own():
+    subject = eager()
+    subject.configs = {"default": {}, "narrow": {"dtypes": ("fp32",)}}
+    report = verify(subject, problems=2, guarantees=("G2",))
+    assert report
+    assert {key.split()[1] for key in report.worst} == {"fp64", "fp32"}
+    assert report.unchecked == {}
+
+
 def test_nothing_judged_is_no_verdict():
     def refuses(q, k, v, *, mask, sm_scale):
         raise NotImplementedError("not today")

@@ -1,0 +1,18 @@
+"""Mutants of the referee itself: of what says what is true, and of what checks it.
+
+Written by hand, in the manner of slips. ``caught_by`` names the files of tests/unit that are to
+kill each, the quickest first.
+"""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import Mutant
+from tests.mutation.referee_checks import CHECKS
+from tests.mutation.referee_oracles import ORACLES
+from tests.mutation.referee_problems import PROBLEMS
+from tests.mutation.referee_reports import REPORTS
+from tests.mutation.referee_runs import RUNS
+
+__all__ = ["REFEREE"]
+
+REFEREE: tuple[Mutant, ...] = (*ORACLES, *PROBLEMS, *RUNS, *CHECKS, *REPORTS)

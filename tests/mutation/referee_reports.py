@@ -1,0 +1,203 @@
+"""Faults of what is said in the end: search, counts, shrinking, verdict, one edit each."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import Mutant, faults_of
+
+__all__ = ["REPORTS"]
+
+REPORTS: tuple[Mutant, ...] = (
+    *faults_of(
+        "properties/search.py",
+        "test_search",
+        (
+            "the claim alone is checked",
+            "return findings or [x for check in self._standing() for x in check(trial)]",
+            "return findings",
+        ),
+        (
+            "what is out of range counts as judged",
+            "            self.out_of_range += 1\n",
+            "            self.judged += 1\n",
+        ),
+        (
+            "a refusal counts as judged",
+            "            self.refusals[reason] += 1\n",
+            "            self.judged += 1\n",
+        ),
+        ("refusals are not written down", "            self.ledger.refused(problem, reason)\n", ""),
+        (
+            "what was judged is not written down",
+            "        self.ledger.judged(trial, self.peaks)\n",
+            "",
+        ),
+        (
+            "an exception is a refusal",
+            "            return [Finding.of_exception(error, self.subject, problem)]",
+            "            return []",
+        ),
+        (
+            "twice the bound needs no check",
+            "inside = max(self.peaks.values()) <= 1",
+            "inside = max(self.peaks.values()) <= 1e3",
+        ),
+        (
+            "a declaration does not bound the simplest problem",
+            "[] if examiner.subject.excludes(problem) else",
+            "[] if False else",
+        ),
+        (
+            "a refused second run is no finding",
+            "            raise SubjectError(message) from refusal",
+            "            return []",
+        ),
+        (
+            "every draw is the same",
+            "        hypothesis.seed(seed)(holds)\n",
+            "        hypothesis.seed(0)(holds)\n",
+        ),
+        (
+            "peaks of the problem before stay",
+            "    def _findings(self, problem: Problem, claim: Check) -> "
+            "list[Finding]:\n        self.peaks = {}\n",
+            "    def _findings(self, problem: Problem, claim: Check) -> list[Finding]:\n",
+        ),
+        (
+            "shrinking has no end",
+            "time.monotonic() - first > SHRINK_SECONDS",
+            "time.monotonic() - first > 1000 * SHRINK_SECONDS",
+        ),
+        (
+            "findings do not name the kernel",
+            "dataclasses.replace(x, kernel=source)",
+            'dataclasses.replace(x, kernel="")',
+        ),
+        ("draws are not steered by the worst", "        if steer:\n", "        if not steer:\n"),
+        (
+            "the recorder is closed before the check",
+            "with self.recorder(problem):\n                return",
+            "with self.recorder(problem):\n                pass\n            if "
+            "True:\n                return",
+        ),
+    ),
+    *faults_of(
+        "properties/ledger.py",
+        "test_ledger",
+        ("the best is kept", "ratio > self.worst[key][0]", "ratio < self.worst[key][0]"),
+        (
+            "several tiles one way are several both ways",
+            "problem.M > block_m and problem.N > block_n",
+            "(problem.M > block_m or problem.N > block_n)",
+        ),
+        (
+            "refusals of another process are lost",
+            "            self.unsupported.setdefault(reason, set()).update(digests)\n",
+            "            self.unsupported.setdefault(reason, set())\n",
+        ),
+        (
+            "TF32 is fp32",
+            'label = "tf32" if dtype == "fp32" and numerics.dots == "tf32" else dtype',
+            "label = dtype",
+        ),
+        (
+            "problems that differ in the seed are one",
+            "hashlib.blake2b(problem.to_json().encode(), digest_size=8)",
+            "hashlib.blake2b(problem.to_json().partition(',\"seed\"')[0].encode(), digest_size=8)",
+        ),
+        (
+            "the worst of another process is lost",
+            "            self._keep(key, ratio, problem)\n",
+            "            self._keep(key, 0.0, problem)\n",
+        ),
+        (
+            "out of range of another process is lost",
+            '        self.out_of_range.update(record["out_of_range"])\n',
+            "",
+        ),
+        ("the worst problem is the first", "{max(found)[1]}", "{min(found)[1]}"),
+        (
+            "the share of refusals is of the judged",
+            "100 * refused / max(1, refused + len(self.problems))",
+            "100 * refused / max(1, len(self.problems))",
+        ),
+    ),
+    *faults_of(
+        "properties/simplify.py",
+        "test_simplify",
+        (
+            "any guarantee will do",
+            "if found and found[0].guarantee == findings[0].guarantee:",
+            "if found:",
+        ),
+        (
+            "what passes is simpler",
+            "if found and found[0].guarantee == findings[0].guarantee:",
+            "if all(x.guarantee == findings[0].guarantee for x in found):",
+        ),
+        ("problems are tried twice", "        tried.add(candidate)\n", ""),
+        (
+            "there is no end",
+            "while time.monotonic() < deadline:",
+            "while time.monotonic() < 1000 * deadline:",
+        ),
+        ("sizes go to 1 or stay", "        while step:\n", "        while step and step > size:\n"),
+        (
+            "a smaller size starts from the problem before",
+            "findings, candidates = found, simplifications(candidate)",
+            "findings, candidates = found, simplifications(problem)",
+        ),
+        ("the first batch entry alone is kept", "yield from ((b,) for b in entries)", "yield (0,)"),
+        (
+            "a sequence becomes empty",
+            "max(min(1, length), length - gone)",
+            "max(0, length - gone)",
+        ),
+    ),
+    *faults_of(
+        "properties/verification.py",
+        "test_verification",
+        (
+            "nothing judged is a verdict",
+            "return self.judged > 0 and not self.findings",
+            "return not self.findings",
+        ),
+        (
+            "findings are no verdict",
+            "return self.judged > 0 and not self.findings",
+            "return self.judged > 0",
+        ),
+        (
+            "given problems are held to the named guarantees alone",
+            "checks = {**{name: GUARANTEES[name] for name in guarantees}, **STANDING}",
+            "checks = {name: GUARANTEES[name] for name in guarantees}",
+            "test_companions test_verification",
+        ),
+        ("G4 is checked without padding", '    "G4": {"padding": True},\n', ""),
+        ("violations are swallowed", "                yield from violation.findings\n", ""),
+        (
+            "out of range counts as judged",
+            "judged=len(ledger.problems)",
+            "judged=len(ledger.problems) + len(ledger.unsupported)",
+        ),
+        (
+            "the seed does not matter",
+            'seed=f"{seed}/{name}/{dtype}/{config}"',
+            'seed=f"{name}/{dtype}/{config}"',
+        ),
+        (
+            "an unknown guarantee is passed over",
+            "if unknown or not guarantees:",
+            "if not guarantees:",
+        ),
+        (
+            "what is not checked is not said",
+            "                unchecked[name] = str(reason)\n",
+            "                pass\n",
+        ),
+        (
+            "a configuration's dtypes are ignored",
+            'for dtype in replaced.get("dtypes", subject.dtypes)',
+            "for dtype in subject.dtypes",
+        ),
+    ),
+)

@@ -1,0 +1,146 @@
+"""One mutant of the referee before its judges: which of the unit tests fails first, if any."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.mutation.mutant import Kill, Mutant, Verdict, mutated
+from tests.mutation.package import sources_of
+
+__all__ = ["judged_referee", "warm_up"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+# What the tests import that is no part of this project; Triton where it is installed.
+_NEEDED = ("torch", "numpy", "mpmath", "hypothesis", "hypothesis.strategies")
+_ENVIRONMENT = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+_OPTIONS = (
+    *("-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--hypothesis-profile=gate"),
+    # Plugins of what was imported before pytest could rewrite them.
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
+)
+_OWN = ("conftest", "fa_kernels", "oracles", "properties")
+
+
+def warm_up() -> None:
+    """Imports what all mutants need alike, so that forks have it: call it before the first fork.
+
+    Raises:
+        RuntimeError: Something of this project, beside the mutants, has been imported: forks would
+            have it too, and test it in place of the mutant.
+    """
+    imported = sorted(set(_OWN) & set(sys.modules))
+    if imported:
+        raise RuntimeError(
+            f"{', '.join(imported)} imported before the mutants; needs to come after"
+        )
+    os.environ.update(_ENVIRONMENT)
+    for name in _NEEDED:
+        importlib.import_module(name)
+    if importlib.util.find_spec("triton") is not None:
+        importlib.import_module("triton.language")
+        importlib.import_module("triton.runtime.interpreter")
+    sys.modules["torch"].set_num_threads(1)
+
+
+def judged_referee(mutant: Mutant) -> Verdict:
+    """Puts a mutant of ``oracles`` or ``properties`` in place and runs the unit tests it names.
+
+    To be called in a fork of a process that ``warm_up`` prepared: it imports the mutant for good.
+
+    Args:
+        mutant: Its ``caught_by`` are names of files of tests/unit, run in that order up to the
+            first failure.
+
+    Returns:
+        The verdict: a kill by a test, or "raised" where the mutant could not be imported or the
+        tests not be collected; ``step`` counts the files.
+
+    Raises:
+        ValueError: It names no file of tests/unit, or one that there is not.
+    """
+    files = [f"tests/unit/{name}.py" for name in mutant.caught_by]
+    missing = [file for file in files if not (_ROOT / file).is_file()]
+    if missing or not files:
+        raise ValueError(f"mutant {mutant.name!r} is caught by {missing or 'nothing'}")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        sources = sources_of(*_OWN[2:])
+        changed = {
+            path: text for path, text in mutated(sources, mutant).items() if text != sources[path]
+        }
+        sys.meta_path.insert(0, _Replaced(changed, Path(folder)))
+        kill = _first_failure(files)
+    return Verdict([] if kill is None else [kill], time.monotonic() - started)
+
+
+class _Replaced(MetaPathFinder):
+    """Finds modules of the repository in other files: real ones, for whoever reads their source."""
+
+    def __init__(self, sources: dict[str, str], folder: Path) -> None:
+        self.files: dict[str, Path] = {}
+        for path, text in sources.items():
+            name = path.removesuffix(".py").replace("/", ".")
+            self.files[name] = folder / f"{name}.py"
+            self.files[name].write_text(text, encoding="utf-8")
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.files:
+            return None
+        return importlib.util.spec_from_file_location(name, self.files[name])
+
+
+class _FirstFailure:
+    """A pytest plugin that keeps what failed first."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.files = files
+        self.kill: Kill | None = None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and self.kill is None:
+            self.kill = Kill("raised", self._step(report.nodeid), _last_lines(report.longreprtext))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.kill is None:
+            self.kill = Kill(report.nodeid, self._step(report.nodeid), _message(report))
+
+    def _step(self, nodeid: str) -> int:
+        return self.files.index(nodeid.partition("::")[0])
+
+
+def _first_failure(files: Sequence[str]) -> Kill | None:
+    """Runs the files of tests up to a failure."""
+    os.chdir(_ROOT)
+    plugin, said = _FirstFailure(files), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = pytest.main([*_OPTIONS, *files], plugins=[plugin])
+    if code == pytest.ExitCode.OK:
+        return None
+    # Without a report of a test, pytest itself gave up: conftest.py could not be imported, say.
+    return plugin.kill or Kill("raised", -1, _last_lines(said.getvalue()))
+
+
+def _message(report: pytest.TestReport) -> str:
+    """What a failed test says in short."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return _last_lines(report.longreprtext) if crash is None else crash.message[:500]
+
+
+def _last_lines(text: str) -> str:
+    return text.strip()[-500:]

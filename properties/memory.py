@@ -18,8 +18,10 @@ from properties.trial import Trial, run_subject
 
 __all__ = ["far_offsets", "full_overwrite", "reads_in_bounds"]
 
-# Offsets that int32 cannot hold, in elements.
+# Offsets that int32 cannot hold, in elements; and how far apart elements lie, so that the offset of
+# a tile that begins before the last row passes it too.
 _FAR = 2**31
+_REACH = _FAR + _FAR // 8
 # What tensors and far rows start at multiples of, in elements, so that they are aligned.
 _UNIT = 64
 _MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
@@ -138,7 +140,7 @@ def _far_places(shapes: Sequence[tuple[int, ...]], seed: int) -> tuple[list[_Pla
         for axis in reversed(range(len(shape))):
             if axis == far[number]:
                 steps = (shape[axis] - 1) * sum(rooms)
-                strides[axis] = -(-_FAR // steps) * sum(rooms)
+                strides[axis] = -(-_REACH // steps) * sum(rooms)
                 end += (shape[axis] - 1) * strides[axis]
             else:
                 strides[axis] = extent

@@ -19,8 +19,9 @@ from tests.mutation.operators import mechanical
 from tests.mutation.outcomes import Outcome, outcome, write
 from tests.mutation.package import PACKAGE, sources_of
 from tests.mutation.report import summary, tables
+from tests.mutation.subtle import SUBTLE
 
-SOURCES = ("referee", "faults", "blind", "mechanical")
+SOURCES = ("referee", "faults", "blind", "subtle", "mechanical")
 SECONDS = 60.0
 
 
@@ -67,7 +68,7 @@ def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[
     stale = EQUIVALENT.keys() - {mutant.name for mutant in made}
     if stale:
         raise StaleError(f"listed as equivalent, but no such mutant is made: {sorted(stale)}")
-    lists = {"faults": FAULTS, "blind": BLIND, "mechanical": made}
+    lists = {"faults": FAULTS, "blind": BLIND, "subtle": SUBTLE, "mechanical": made}
     return [
         (source, mutant)
         for source, mutants in lists.items()
@@ -81,8 +82,9 @@ def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[
 
 def _referee(options: argparse.Namespace) -> list[Outcome]:
     from tests.mutation.referee import REFEREE
-    from tests.mutation.referee_verdict import judged_referee
+    from tests.mutation.referee_verdict import judged_referee, warm_up
 
+    warm_up()
     chosen = [("referee", x) for x in REFEREE if options.only in x.name]
     return _judged(chosen, [partial(judged_referee, mutant) for _, mutant in chosen], options)
 

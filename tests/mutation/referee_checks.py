@@ -198,8 +198,13 @@ CHECKS: tuple[Mutant, ...] = (
         ),
         (
             "any key is taken for a hidden one",
-            "return (noise + wanted).argmax(1)",
+            "return (noise + hidden + partly).argmax(1)",
             "return noise.argmax(1)",
+        ),
+        (
+            "a row that sees nothing is as good as any",
+            "return (noise + hidden + partly).argmax(1)",
+            "return (noise + hidden).argmax(1)",
         ),
         ("extreme values are 1", "torch.finfo(x.dtype).max * sign", "1.0 * sign"),
     ),
@@ -219,7 +224,7 @@ CHECKS: tuple[Mutant, ...] = (
         ("NaN stays around the rows", "make(problem, around=largest)", "make(problem)"),
         (
             "far is not far enough",
-            "strides[axis] = -(-_FAR // steps) * sum(rooms)",
+            "strides[axis] = -(-_REACH // steps) * sum(rooms)",
             "strides[axis] = _FAR // steps * sum(rooms)",
         ),
         (
@@ -227,7 +232,8 @@ CHECKS: tuple[Mutant, ...] = (
             "rooms.append(-(-near // _UNIT) * _UNIT)",
             "rooms.append(near)",
         ),
-        ("the last axis is the far one", "axes[(seed + number) % len(axes)]", "axes[-1]"),
+        ("the last axis is the far one", "axes[(seed // 2 + number) % len(axes)]", "axes[-1]"),
+        ("columns are always taken apart", "if seed % 2 and len(axes) > 1", "if len(axes) < 1"),
         ("nothing is moved", "Inputs(*moved))", "trial.inputs)"),
         ("no memory is enough", "if free < size + 2**30:", "if free > size + 2**30:"),
         ("tensors share a place", "start = end = sum(rooms[:number])", "start = end = 0"),

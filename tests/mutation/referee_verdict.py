@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-import io
 import os
 import sys
 import tempfile
@@ -16,9 +14,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
-from tests.mutation.mutant import Kill, Mutant, Verdict, mutated
+from tests.mutation.first_failure import first_failure
+from tests.mutation.mutant import Mutant, Verdict, mutated
 from tests.mutation.package import sources_of
 
 __all__ = ["judged_referee", "warm_up"]
@@ -27,11 +24,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 # What the tests import that is no part of this project; Triton where it is installed.
 _NEEDED = ("torch", "numpy", "mpmath", "hypothesis", "hypothesis.strategies")
 _ENVIRONMENT = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
-_OPTIONS = (
-    *("-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--hypothesis-profile=gate"),
-    # Plugins of what was imported before pytest could rewrite them.
-    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
-)
 _OWN = ("conftest", "fa_kernels", "oracles", "properties")
 
 
@@ -83,7 +75,7 @@ def judged_referee(mutant: Mutant) -> Verdict:
             path: text for path, text in mutated(sources, mutant).items() if text != sources[path]
         }
         sys.meta_path.insert(0, _Replaced(changed, Path(folder)))
-        kill = _first_failure(files)
+        kill = first_failure(files)
     return Verdict([] if kill is None else [kill], time.monotonic() - started)
 
 
@@ -103,44 +95,3 @@ class _Replaced(MetaPathFinder):
         if name not in self.files:
             return None
         return importlib.util.spec_from_file_location(name, self.files[name])
-
-
-class _FirstFailure:
-    """A pytest plugin that keeps what failed first."""
-
-    def __init__(self, files: Sequence[str]) -> None:
-        self.files = files
-        self.kill: Kill | None = None
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed and self.kill is None:
-            self.kill = Kill("raised", self._step(report.nodeid), _last_lines(report.longreprtext))
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and self.kill is None:
-            self.kill = Kill(report.nodeid, self._step(report.nodeid), _message(report))
-
-    def _step(self, nodeid: str) -> int:
-        return self.files.index(nodeid.partition("::")[0])
-
-
-def _first_failure(files: Sequence[str]) -> Kill | None:
-    """Runs the files of tests up to a failure."""
-    os.chdir(_ROOT)
-    plugin, said = _FirstFailure(files), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = pytest.main([*_OPTIONS, *files], plugins=[plugin])
-    if code == pytest.ExitCode.OK:
-        return None
-    # Without a report of a test, pytest itself gave up: conftest.py could not be imported, say.
-    return plugin.kill or Kill("raised", -1, _last_lines(said.getvalue()))
-
-
-def _message(report: pytest.TestReport) -> str:
-    """What a failed test says in short."""
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return _last_lines(report.longreprtext) if crash is None else crash.message[:500]
-
-
-def _last_lines(text: str) -> str:
-    return text.strip()[-500:]

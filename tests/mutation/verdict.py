@@ -14,7 +14,7 @@ from properties.trial import Question, SubjectError, Trial, question
 from tests.mutation.mutant import Kill, Mutant, Verdict, mutated
 from tests.mutation.package import load
 from tests.mutation.trials import CHECKS, Step
-from tests.mutation.unit_tests import first_failure
+from tests.mutation.unit_tests import failure_of
 from tests.subjects.ours import adapted, flash_attention
 
 __all__ = ["asked", "judged_kernels", "warmed"]
@@ -98,9 +98,9 @@ def _kills(
         for check in step.checks:
             for finding in _findings(check, trial):
                 yield Kill(check, number, finding)
-    failed = first_failure(package) if unit_tests else None
+    failed = failure_of(package) if unit_tests else None
     if failed is not None:
-        yield Kill("unit tests", len(steps), failed[:500])
+        yield Kill("unit tests", len(steps), f"{failed.check}: {failed.detail}"[:500])
 
 
 def _root(error: BaseException) -> BaseException:

@@ -125,6 +125,17 @@ def test_a_key_and_a_row_are_taken_that_hide_where_there_are_any(seed, monkeypat
     assert not (rows.q[:, :, 2].abs() == largest).any()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_row_and_a_key_that_see_something_too_come_before_those_that_see_nothing(
+    seed, monkeypatch
+):
+    # Rows 0 to 4 see no key; row 5 sees one, row 6 both. Both keys see rows, key 0 both.
+    trial = tried(Problem(M=7, N=2, dtype="fp64", mask=Mask(causal=True), seed=seed))
+    _, rows = recorded(hidden_positions, trial, monkeypatch)
+    extreme = (rows.q.abs() == torch.finfo(torch.float64).max).all((1, 3))
+    assert extreme.nonzero().tolist() == [[0, 5]]
+
+
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_only_what_does_not_see_the_extreme_values_has_to_stay(name, monkeypatch):
     # Every output changed everywhere: what sees the extreme key, or row, does not count.

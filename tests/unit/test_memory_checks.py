@@ -69,7 +69,7 @@ def test_far_tensors_lie_inside_the_room_that_is_asked_for(shapes, seed):
 def test_a_tensor_that_has_an_axis_reaches_past_2_to_the_31(shapes, seed):
     for shape, x in zip(shapes, all_addresses(shapes, seed), strict=True):
         if math.prod(shape) > 1:
-            assert x.max() - x.min() >= FAR
+            assert x.max() - x.min() >= FAR + FAR // 8
 
 
 def test_every_axis_is_the_far_one_for_some_seed():
@@ -155,7 +155,7 @@ def test_too_little_address_space_is_a_memory_error(monkeypatch):
 
     trial = examine(Subject.of(Eager(), "eager"), PROBLEM)
     monkeypatch.setattr(mmap, "mmap", refuse)
-    with pytest.raises(MemoryError, match=r"past 2\*\*31 need 32 GiB of memory on cpu"):
+    with pytest.raises(MemoryError, match=r"past 2\*\*31 need 34 GiB of memory on cpu"):
         guarantees.far_offsets(trial)
 
 

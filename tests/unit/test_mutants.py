@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.blind import BLIND
+from tests.mutation.faults import FAULTS
 from tests.mutation.mutant import Edit, Mutant, StaleError, mutated
 from tests.mutation.package import sources_of
 from tests.mutation.referee import REFEREE
+from tests.mutation.subtle import SUBTLE
 
-LISTS: dict[str, tuple[Mutant, ...]] = {"referee": REFEREE}
+LISTS: dict[str, tuple[Mutant, ...]] = {
+    "faults": FAULTS,
+    "blind": BLIND,
+    "subtle": SUBTLE,
+    "referee": REFEREE,
+}
 ALL = [
     pytest.param(mutant, id=f"{name}: {mutant.name}") for name in LISTS for mutant in LISTS[name]
 ]

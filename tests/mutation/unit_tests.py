@@ -9,12 +9,14 @@ from tests.mutation.first_failure import first_failure
 from tests.mutation.mutant import Kill
 from tests.mutation.package import PACKAGE
 
-__all__ = ["FILES", "failure_of"]
+__all__ = ["FILES", "TESTED_ALONE", "failure_of"]
 
 FILES = tuple(
     f"tests/unit/test_{name}.py"
     for name in ("ranges", "element_mask", "launch", "arguments", "attention")
 )
+# What they are about.
+TESTED_ALONE = tuple(f"fa_kernels/{name}.py" for name in ("ranges", "launch", "arguments"))
 
 
 def failure_of(package: ModuleType) -> Kill | None:

@@ -1,4 +1,4 @@
-"""Mechanical mutants that no input of the contract can show, each with the reason."""
+"""Mechanical mutants that no input of the contract can show, or none without a GPU, and why."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ __all__ = ["EQUIVALENT"]
 
 def _read(path: Path) -> dict[str, str]:
     """Reasons by the name of the mutant."""
-    groups = tomllib.loads(path.read_text(encoding="utf-8"))["equivalent"]
-    return {name: group["because"] for group in groups for name in group["mutants"]}
+    groups = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {
+        name: f"on hardware alone: {group['because']}" if kind == "hardware" else group["because"]
+        for kind in ("equivalent", "hardware")
+        for group in groups[kind]
+        for name in group["mutants"]
+    }
 
 
 EQUIVALENT = _read(Path(__file__).with_suffix(".toml"))

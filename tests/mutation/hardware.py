@@ -66,6 +66,16 @@ _SPECIALISED = Mutant(
         ),
     ),
 )
+_UNPADDED = Mutant(
+    "launch: head_dims below 16 are not padded to 16",
+    (
+        Edit(
+            _LAUNCH,
+            "return max(16, triton.next_power_of_2(head_dim))",
+            "return triton.next_power_of_2(head_dim)",
+        ),
+    ),
+)
 _LAYOUTS = ("bhsd", "bhsd", "bhsd", "transposed")
 
 HARDWARE: tuple[OnHardware, ...] = (
@@ -81,6 +91,7 @@ HARDWARE: tuple[OnHardware, ...] = (
         _PLAIN_DELTA,
         tuple(_step("G8", M=96, N=64, layouts=_LAYOUTS, seed=seed, **_WIDE) for seed in range(4)),
     ),
+    OnHardware(_UNPADDED, (_step(M=20, N=20, D=5, Dv=3, dtype="fp16"),)),
     OnHardware(
         _UNALIGNED,
         (_step("G8", M=96, N=64, layouts=("offset", "offset", "offset", "offset"), **_WIDE),),

@@ -236,6 +236,54 @@ def test_the_last_of_more_than_65535_heads_are_computed_where_they_lie(monkeypat
     assert dk[-1, -1].flatten().tolist() == [0] * 2
 
 
+def strided(strides: tuple[int, ...], offset: int = 0, D: int = 16, dtype=torch.float16):
+    """(2, 2, 2, D) with these strides, so many elements behind a multiple of 64 bytes."""
+    base = torch.empty(2**12, dtype=dtype)
+    start = -base.data_ptr() // base.element_size() % 32 + offset
+    return base[start:].as_strided((2, 2, 2, D), strides)
+
+
+NARROW = {
+    "batch entries apart by no multiple of 8": strided((324, 160, 32, 1)),
+    "heads apart by no multiple of 8": strided((320, 164, 32, 1)),
+    "rows apart by no multiple of 8": strided((320, 160, 36, 1)),
+    "columns apart": strided((640, 320, 64, 2)),
+    "a head_dim that is padded": strided((320, 160, 32, 1), D=24),
+    "32 bits": strided((320, 160, 32, 1), dtype=torch.float32),
+    "64 bits": strided((320, 160, 32, 1), dtype=torch.float64),
+    **{f"a start {n} elements late": strided((320, 160, 32, 1), offset=n) for n in range(1, 8)},
+}
+
+
+@pytest.mark.parametrize("offset", [0, 8, 16])
+def test_rows_that_start_at_multiples_of_16_bytes_are_loaded_wide(offset):
+    assert launch._is_aligned(strided((320, 160, 32, 1), offset=offset))
+
+
+@pytest.mark.parametrize(("stride", "wide"), [(2**22, True), (2**22 + 8, False)])
+def test_rows_so_far_apart_that_a_tile_passes_32_bits_are_not_loaded_wide(stride, wide):
+    rows = torch.empty(8, dtype=torch.float16, device="meta")
+    apart = rows.as_strided((1, 1, 2, 16), (8, 8, stride, 1))
+    assert launch._is_aligned(apart) is wide
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dots", ["ieee", "tf32"])
+def test_dots_of_fp32_alone_are_what_the_configuration_says(dots, dtype, launches):
+    launch_all(*without_memory(Sizes(), dtype), Config(dots=dots))
+    expected = dots if dtype == torch.float32 else "ieee"
+    told = [x.arguments["DOTS"] for x in launches if "DOTS" in x.arguments]
+    assert told == [expected] * 3
+
+
+@pytest.mark.parametrize("which", NARROW)
+def test_rows_are_loaded_wide_only_where_that_is_possible(which):
+    wide = strided((320, 160, 32, 1))
+    assert launch._is_aligned(wide)
+    assert not launch._is_aligned(NARROW[which])
+    assert not launch._is_aligned(wide, NARROW[which], wide)
+
+
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128, 256])
 def test_scratch_holds_whole_tiles_of_rows_of_every_size(block_m):
     """256 is the largest: the next power of two is refused."""

@@ -187,8 +187,18 @@ CHECKS: tuple[Mutant, ...] = (
         ),
         (
             "a hidden row keeps its dout",
-            "Inputs(_extreme(q, at_row), k, v, _extreme(dout, at_row))",
-            "Inputs(_extreme(q, at_row), k, v, dout)",
+            "Inputs(other_q, k, v, _extreme(dout, at_row))",
+            "Inputs(other_q, k, v, dout)",
+        ),
+        (
+            "a hidden row's q is always extreme",
+            "_extreme(q, at_row) if problem.seed % 2 else q",
+            "_extreme(q, at_row)",
+        ),
+        (
+            "a hidden row's q is never extreme",
+            "_extreme(q, at_row) if problem.seed % 2 else q",
+            "q",
         ),
         ("rows that see the key are looked at", "blind_rows = ~(seen", "blind_rows = (seen"),
         (

@@ -101,15 +101,20 @@ def _kernels(
     import torch
 
     torch.set_num_threads(1)
-    from tests.mutation.trials import STEPS
+    from tests.mutation.trials import ORDINARY, STEPS
     from tests.mutation.verdict import asked, judged_kernels, warmed
 
-    questions = asked(STEPS)
-    warmed(questions)
+    # Subtle faults are about what companions see that the bound does not: nothing else is asked.
+    lists = {source: ORDINARY if source == "subtle" else STEPS for source, _ in chosen}
+    questions = {steps: asked(steps) for steps in set(lists.values())}
+    warmed(next(iter(questions.values())))
     works = [
-        partial(judged_kernels, kernels, mutant, STEPS, questions, full=options.full)
-        for _, mutant in chosen
-    ]
+        partial(
+            judged_kernels, kernels, mutant, lists[source], questions[lists[source]],
+            full=options.full, unit_tests=source != "subtle",
+        )
+        for source, mutant in chosen
+    ]  # fmt: skip
     return _judged(chosen, works, options)
 
 

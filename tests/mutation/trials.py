@@ -14,7 +14,7 @@ from oracles.mask import Mask
 from oracles.problem import Problem
 from properties.guarantees import COMPANIONS, GUARANTEES, Check
 
-__all__ = ["CHECKS", "STEPS", "Step"]
+__all__ = ["CHECKS", "ORDINARY", "STEPS", "Step"]
 
 # In the order in which they are asked of a trial.
 CHECKS: dict[str, Check] = {"T3": GUARANTEES["T3"], **GUARANTEES, **COMPANIONS}
@@ -89,3 +89,15 @@ STEPS: tuple[Step, ...] = (
     *(_step(*COMPANIONS, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")
       for dtype in ("bf16", "fp16")),
 )  # fmt: skip
+
+# Ordinary 16-bit data, for faults that a worst-case bound may pass there: many rows, and a window
+# of which one key in six hundred is a small part.
+ORDINARY: tuple[Step, ...] = tuple(
+    Step(Problem(dtype=dtype, **fields), ("G1", *COMPANIONS, "G9"))
+    for dtype in ("bf16", "fp16")
+    for fields in (
+        {"H": 2, "Hk": 2, "M": 192, "N": 160, "D": 32, "Dv": 32, "config": "64x32"},
+        {"H": 2, "M": 32, "N": 700, "mask": Mask(window_left=600), "config": "32x64"},
+        {"M": 60, "N": 70, "D": 24, "Dv": 24, "inputs": "times8", "config": "16x16"},
+    )
+)

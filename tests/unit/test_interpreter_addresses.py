@@ -8,7 +8,12 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
+from oracles.problem import Problem  # noqa: E402
+from properties.guarantees import accuracy  # noqa: E402
 from properties.interpreter_addresses import OutOfBoundsError  # noqa: E402
+from properties.ledger import Ledger  # noqa: E402
+from properties.search import Examiner  # noqa: E402
+from properties.subject import Subject  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter runs where there is no GPU"
@@ -97,6 +102,22 @@ def test_parts_of_one_storage_are_told_apart_from_what_lies_around_them():
     packed = torch.zeros(48)
     copy[(1,)](packed[:16], packed[16:32], 0, 16, 16)
     assert "reads 16 of 32" in refused(lambda: load_all[(1,)](packed[:16], 32))
+
+
+def test_a_part_does_not_cut_short_what_it_is_a_part_of():
+    whole = torch.zeros(64)
+    load_of_tuple[(1,)]((whole[8:16], whole), 63)
+
+
+def test_a_finding_says_what_was_read_and_in_which_line_of_the_kernel():
+    def attention(q, k, v, *, mask, sm_scale):
+        load_all[(1,)](q, 64)
+
+    examiner = Examiner(Subject.of(attention, "attention"), Ledger())
+    (finding,) = examiner.findings(Problem(), accuracy)
+    said, line = finding.raised.splitlines()
+    assert said.startswith("OutOfBoundsError: reads 48 of 64 elements outside of the tensors")
+    assert line.startswith(f"({__file__}, line ")
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), [(add, torch.float32), (swap, torch.int32)])

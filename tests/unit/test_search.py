@@ -221,6 +221,16 @@ def test_an_exception_is_a_finding_of_the_simplest_problem_that_raises_it():
     assert not examiner.refusals
 
 
+def test_an_exception_raised_in_a_library_names_the_line_that_called_it():
+    class Parses(Long):
+        def of_many_keys(self, out, lse):
+            return json.loads("{")
+
+    (finding,) = examiner_of(Parses()).findings(Problem(N=17, dtype="fp64"), nothing)
+    assert finding.raised.startswith("JSONDecodeError: ")
+    assert "test_search.py, line" in finding.raised
+
+
 def test_the_message_of_an_exception_can_be_replayed():
     (finding,) = examiner_of(Raises()).findings(Problem(N=17, dtype="fp64"), nothing)
     (replayed,) = re.findall(r"pytest --replay='(.*)'", str(finding))

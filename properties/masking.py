@@ -60,8 +60,8 @@ def hidden_positions(trial: Trial) -> list[Finding]:
     """G5: a pair that the mask hides adds exactly nothing, to the row nor to the key.
 
     One key of each batch entry is replaced by extreme finite values: rows that do not see it keep
-    out, lse, dq. Then one row: keys that it does not see keep dk, dv. Of a row with an extreme query
-    P is 0 where its lse overflows, whatever dP is: so every other seed makes dout alone extreme.
+    out, lse, dq. Then one row: keys that it does not see keep dk, dv. Where the lse of an extreme
+    query overflows, its P is 0 whatever dP is: so every other seed makes dout alone extreme.
     """
     problem = trial.problem
     if 0 in (problem.B, problem.M, problem.N):

@@ -26,6 +26,7 @@ __all__ = ["SCORE_FAMILIES", "last_visible"]
 _NEEDLE_SCORE = 20.0
 _TILE = 16  # keys: the narrowest tile
 _RISE = 64.0
+_STEPS = (1.0, 4.0, 12.0, 30.0)
 _TIE_SCORE = 16.0
 _TIE_STEPS = 8
 # How far below the row's maximum exp leaves the normal numbers of the dtype, and then all of them.
@@ -134,12 +135,13 @@ def near_ties(problem: Problem) -> Values:
 
 
 def rising_max(problem: Problem) -> Values:
-    """Scores that rise with every key tile of 16: a rescale that is missing, or done twice.
+    """Scores that rise with every key tile of 16: a rescale that is missing, done twice or put off.
 
-    By 1 a tile, or in equal steps to 64 where there are more tiles than that.
+    By 1, 4, 12 or 30 a tile, as the seed says, or in equal steps to 64 where there are more tiles
+    than that. exp(12) is past fp16: a kernel that rescales only after a larger rise overflows in P.
     """
     tiles = max(1, -(-problem.N // _TILE))
-    step = min(1.0, _RISE / tiles)
+    step = min(_STEPS[problem.seed % len(_STEPS)], _RISE / tiles)
     levels = (places(problem, problem.N) // _TILE).to(torch.float64) * step
     return _levelled(problem, levels.view(1, 1, -1), max(1.0, tiles * step))
 

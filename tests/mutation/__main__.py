@@ -76,7 +76,7 @@ def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[
         if source in options.sources
         and options.only in mutant.name
         # They take all of the time that there is to show that nothing happens.
-        and (options.full or mutant.name not in EQUIVALENT)
+        and (options.full or not (mutant.equivalent or mutant.name in EQUIVALENT))
     ]
 
 

@@ -155,6 +155,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     *faults_of(
         "properties/score_families.py",
         "test_score_families",
+        ("the maximum always rises by 1", "_STEPS[problem.seed % len(_STEPS)]", "1.0"),
         (
             "the highest lse is a tenth of what is promised",
             "_shifted(problem, 9.9e4)",

@@ -39,18 +39,24 @@ _ONE_NARROW = [
     tuple("transposed" if i == narrow else "bhsd" for i in range(4)) for narrow in range(4)
 ]
 _WINDOW = Mask(window_left=20, window_right=3, seqlens_q=(30, 33), seqlens_k=(49, 20))
+_SHORT = Mask(window_left=3, window_right=1, seqlens_q=(5, 3), seqlens_k=(6, 7))
 _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 
 STEPS: tuple[Step, ...] = (
-    # Two tiles by three, heads in a group, sizes that are a multiple of nothing.
-    _step(H=2, M=19, N=37, D=5, Dv=3, mask=Mask(causal=True)),
+    # Two tiles by three, not square, heads in a group, sizes that are a multiple of nothing.
+    _step(H=2, M=35, N=37, D=5, Dv=3, mask=Mask(causal=True), config="32x16"),
+    # Every index of its own: batch entries, groups, strides.
+    _step(B=2, H=4, Hk=2, M=5, N=7, D=3, Dv=2, mask=_SHORT, dirty="nan", layouts=_MIXED),
     # Nothing of an fp32 dot may be in TF32.
     _step(M=20, N=40, dtype="fp32"),
     # The path of wide loads is taken by 16-bit tensors of whole head_dims.
     _step(M=20, N=35, dtype="fp16", mask=Mask(window_left=18, window_right=3), **_ALIGNED),
     # The largest score comes last; what a row sums lies far below, or above, 1.
-    *(_step(M=20, N=50, dtype=dtype, inputs="rising_max", **scale)
-      for dtype in ("fp64", "fp16") for scale in ({}, {"sm_scale": 2.0})),
+    *(_step(M=20, N=50, dtype=dtype, inputs="rising_max", seed=seed)
+      for dtype in ("fp64", "fp16") for seed in range(4)),
+    # Gradients at and below the smallest normal number.
+    *(_step(M=20, N=37, D=64, dtype="fp16", dout=dout) for dout in ("tiny", "subnormal")),
+    _step(M=20, N=37, dtype="fp16", inputs="p_underflow", dout="constant"),
     _step(M=20, N=37, dtype="bf16", inputs="lse_low_130"),
     _step(M=20, N=37, dtype="fp16", inputs="lse_high_6e4"),
     _step(M=20, N=37, dtype="fp32", inputs="lse_high_1e5"),
@@ -97,7 +103,8 @@ ORDINARY: tuple[Step, ...] = tuple(
     for dtype in ("bf16", "fp16")
     for fields in (
         {"H": 2, "Hk": 2, "M": 192, "N": 160, "D": 32, "Dv": 32, "config": "64x32"},
-        {"H": 2, "M": 32, "N": 700, "mask": Mask(window_left=600), "config": "32x64"},
+        {"H": 6, "M": 32, "N": 700, "mask": Mask(window_left=600), "config": "32x64"},
+        {"H": 4, "Hk": 4, "M": 640, "N": 64, "config": "64x32"},
         {"M": 60, "N": 70, "D": 24, "Dv": 24, "inputs": "times8", "config": "16x16"},
     )
 )

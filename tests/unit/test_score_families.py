@@ -106,12 +106,13 @@ def test_near_ties_of_one_channel_are_close_to_0():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_maximum_rises_by_1_from_tile_to_tile(dtype):
-    maxima = tile_maxima(dataclasses.replace(LONG, inputs="rising_max", dtype=dtype))
-    # q and k are rounded once each, at scores of up to 4.
-    rounding = 4 * 2 * torch.finfo(TORCH_DTYPES[dtype]).eps
+@pytest.mark.parametrize(("seed", "step"), [(0, 1.0), (1, 4.0), (2, 12.0), (3, 64 / 5), (4, 1.0)])
+def test_the_maximum_rises_from_tile_to_tile_by_what_the_seed_says(seed, step, dtype):
+    maxima = tile_maxima(dataclasses.replace(LONG, inputs="rising_max", dtype=dtype, seed=seed))
+    # q and k are rounded once each, at scores of up to four steps.
+    rounding = 4 * step * 2 * torch.finfo(TORCH_DTYPES[dtype]).eps
     assert maxima.shape[0] == 5
-    assert ((maxima.diff(dim=0) - 1).abs() <= rounding).all()
+    assert ((maxima.diff(dim=0) - step).abs() <= rounding).all()
 
 
 def test_the_maximum_rises_by_64_in_all_over_a_long_sequence():

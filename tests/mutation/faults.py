@@ -392,7 +392,7 @@ _MEMORY = (
         "tiles: the offset of a column is 32-bit",
         "pytorch#190857; xformers@89d3014f, #719",
         "G12",
-        (_TILES, "columns.to(tl.int64) * matrix[2]", "columns * matrix[2].to(tl.int32)"),
+        (_TILES, "columns.to(tl.int64) * matrix[2]", "columns * tl.cast(matrix[2], tl.int32)"),
     ),
     _fault(
         "launch: batch entries and heads lie on axis 1 of the grid",

@@ -67,6 +67,7 @@ RUNS: tuple[Mutant, ...] = (
             "the interpreter's words stand for the kernel's",
             "error = error.__cause__\n    text",
             "pass\n        break\n    text",
+            "test_interpreter_addresses",
         ),
         (
             "allocations are not poisoned",

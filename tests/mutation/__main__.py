@@ -130,7 +130,7 @@ def _judged(
     seconds = 3600.0 if options.full else SECONDS
     for ended in in_forks(works, jobs=options.jobs, seconds=seconds):
         source, mutant = chosen[ended.number]
-        reason = mutant.equivalent if source == "faults" else EQUIVALENT.get(mutant.name, "")
+        reason = mutant.equivalent or EQUIVALENT.get(mutant.name, "")
         result = found[ended.number] = outcome(source, mutant, ended, reason)
         by = f" by {', '.join(result.checks)}" if result.checks else ""
         print(

@@ -39,6 +39,7 @@ class Mutant:
         caught_by: The guarantees and checks that should catch it ("G1", "G4", "T3", "ranges").
         hidden: Where no input shows it, a clause: "while a row spans one tile".
         equivalent: Why no input of the contract shows it at all; empty where one does.
+        missed: Why the suite does not find it although there is something to find.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Mutant:
     caught_by: tuple[str, ...] = ()
     hidden: str = ""
     equivalent: str = ""
+    missed: str = ""
 
 
 def faults_of(file: str, caught_by: str, *rows: tuple[str, ...]) -> tuple[Mutant, ...]:

@@ -31,6 +31,7 @@ class Outcome:
         detail: Of the first failure.
         seconds: Until it.
         equivalent: The reason why it may survive, empty where it must not.
+        missed: What is known of a fault that is not found.
     """
 
     source: str
@@ -42,11 +43,12 @@ class Outcome:
     detail: str
     seconds: float
     equivalent: str = ""
+    missed: str = ""
 
     @property
     def unexplained(self) -> bool:
-        """Whether it survived, and nothing says why it may."""
-        return self.end == "survived" and not self.equivalent
+        """Whether it survived, and nothing says why."""
+        return self.end == "survived" and not (self.equivalent or self.missed)
 
 
 def outcome(source: str, mutant: Mutant, ended: Ended, equivalent: str = "") -> Outcome:
@@ -69,6 +71,7 @@ def outcome(source: str, mutant: Mutant, ended: Ended, equivalent: str = "") -> 
         detail=kills[0].detail if kills else "",
         seconds=ended.value.seconds if ended.how == "returned" else ended.seconds,
         equivalent=equivalent,
+        missed=mutant.missed,
     )
 
 

@@ -22,6 +22,9 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         speed = f"; median kill {statistics.median(killing):.2f} s" if killing else ""
         lines.append(f"{source}: {len(of_source)} mutants, {counted}{speed}")
     lines += [f"NOT KILLED: {x.name}" for x in outcomes if x.unexplained]
+    lines += [
+        f"missed, as is known: {x.name}" for x in outcomes if x.end == "survived" and x.missed
+    ]
     return "\n".join(lines)
 
 
@@ -36,7 +39,9 @@ def tables(outcomes: Sequence[Outcome], *, full: bool) -> str:
     if full:
         parts.append(_matrix(outcomes))
     survivors = [x for x in outcomes if x.end == "survived"]
-    rows = [(x.name, x.equivalent or "**not explained**") for x in survivors]
+    rows = [
+        (x.name, x.equivalent or f"**missed**: {x.missed or 'why is not known'}") for x in survivors
+    ]
     parts.append("## Survivors\n\n" + markdown_table(("mutant", "why no input shows it"), rows))
     return "\n\n".join(parts) + "\n"
 
@@ -48,7 +53,7 @@ def _totals(outcomes: Sequence[Outcome]) -> str:
         part = [x for x in outcomes if (x.source, x.file) == (source, file)]
         ends = Counter(x.end for x in part if x.end != "survived")
         left = [x for x in part if x.end == "survived"]
-        unexplained = sum(x.unexplained for x in left)
+        unexplained = sum(not x.equivalent for x in left)
         decided = ends["killed"] + unexplained
         seconds = sorted(x.seconds for x in part if x.end == "killed")
         rows.append(

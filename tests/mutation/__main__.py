@@ -14,6 +14,7 @@ from tests.mutation.blind import BLIND
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.faults import FAULTS
 from tests.mutation.forks import in_forks
+from tests.mutation.interpreting import interpret
 from tests.mutation.mutant import Mutant, StaleError
 from tests.mutation.operators import mechanical
 from tests.mutation.outcomes import Outcome, outcome, write
@@ -92,15 +93,7 @@ def _referee(options: argparse.Namespace) -> list[Outcome]:
 def _kernels(
     kernels: dict[str, str], chosen: list[tuple[str, Mutant]], options: argparse.Namespace
 ) -> list[Outcome]:
-    # The kernels are loaded for the interpreter, and one thread runs: this process is to fork.
-    os.environ["TRITON_INTERPRET"] = "1"
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    from properties import interpreter
-
-    interpreter.repair()
-    import torch
-
-    torch.set_num_threads(1)
+    interpret()
     from tests.mutation.trials import ORDINARY, STEPS
     from tests.mutation.verdict import asked, judged_kernels, warmed
 

@@ -13,6 +13,7 @@ from tests.mutation.blind import BLIND
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.faults import FAULTS
 from tests.mutation.forks import Ended, in_forks
+from tests.mutation.interpreting import interpret
 from tests.mutation.mutant import Mutant
 from tests.mutation.operators import mechanical
 from tests.mutation.package import PACKAGE, sources_of
@@ -29,14 +30,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument("--out", default="build/mutation/rules.md", metavar="FILE")
     options = parser.parse_args()
-    os.environ["TRITON_INTERPRET"] = "1"
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    from properties import interpreter
-
-    interpreter.repair()
-    import torch
-
-    torch.set_num_threads(1)
+    interpret()
     from tests.mutation.peers import COLUMNS, JUDGES, asked_of, judged_by_all
 
     sources = sources_of(PACKAGE)
@@ -75,7 +69,7 @@ def _report(
     alarms: dict[tuple[str, str], tuple[int, int]],
 ) -> str:
     """A row a rule; a mutant that crashes or hangs is noticed by whoever runs it."""
-    returned = [ended.value.by for ended in ends if ended.how == "returned"]
+    returned = [ended.value for ended in ends if ended.how == "returned"]
     rest = len(ends) - len(returned)
     killed = Counter(
         (column, judge) for by in returned for column in columns for judge in by[column]

@@ -20,15 +20,15 @@ from properties import companions, guarantees, identities, probes
 from properties.subject import Subject
 from properties.tensors import Inputs
 from properties.trial import Question, SubjectError, Trial, question
-from tests.mutation.mutant import Mutant, mutated
-from tests.mutation.package import load
+from tests.mutation.mutant import Mutant
 from tests.mutation.peer_case import Case
 from tests.mutation.peer_rules import RULES
 from tests.mutation.plain_inputs import PLAIN, plain
 from tests.mutation.trials import STEPS
-from tests.subjects.ours import adapted, flash_attention
+from tests.mutation.verdict import subject_of
+from tests.subjects.ours import flash_attention
 
-__all__ = ["COLUMNS", "JUDGES", "Asked", "Kills", "asked_of", "judged_by_all"]
+__all__ = ["COLUMNS", "JUDGES", "Asked", "asked_of", "judged_by_all"]
 
 COLUMNS = ("ours", "theirs")
 
@@ -166,26 +166,19 @@ def _asked(
     return Asked(column, rule, made, question(subject, wide, widened))
 
 
-class Kills(NamedTuple):
-    """The judges that a mutant fails, by column; a judge that says nothing of it is in neither."""
-
-    by: dict[str, frozenset[str]]
-
-
-def judged_by_all(sources: Mapping[str, str], mutant: Mutant, everything: Sequence[Asked]) -> Kills:
-    """Which judges a mutant fails, on each column of inputs; in a process that ends afterwards.
+def judged_by_all(
+    sources: Mapping[str, str], mutant: Mutant, everything: Sequence[Asked]
+) -> dict[str, frozenset[str]]:
+    """The judges that a mutant fails, by column of inputs; in a process that ends afterwards.
 
     A judge that has seen a failure is asked no more.
     """
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        place = Path(folder)
-        subject = Subject.of(
-            adapted(load(mutated(sources, mutant), place / place.name.replace("-", "_"))), "mutant"
-        )
+        subject = subject_of(sources, mutant, Path(folder))
         kills: dict[str, set[str]] = {column: set() for column in COLUMNS}
         for asked in everything:
             judges = asked.passed - kills[asked.column]
             if judges:
                 answer = _Answer(subject, asked)
                 kills[asked.column] |= {x for x in judges if not _passes(x, answer)}
-    return Kills({column: frozenset(found) for column, found in kills.items()})
+    return {column: frozenset(found) for column, found in kills.items()}

@@ -54,6 +54,7 @@ def _totals(outcomes: Sequence[Outcome]) -> str:
         ends = Counter(x.end for x in part if x.end != "survived")
         left = [x for x in part if x.end == "survived"]
         unexplained = sum(not x.equivalent for x in left)
+        noticed = sum(ends.values())
         decided = ends["killed"] + unexplained
         seconds = sorted(x.seconds for x in part if x.end == "killed")
         rows.append(
@@ -61,8 +62,7 @@ def _totals(outcomes: Sequence[Outcome]) -> str:
                 source, file, len(part), *(ends[end] for end in ENDS[:-1]),
                 len(left) - unexplained, unexplained,
                 f"{ends['killed'] / decided:.1%}" if decided else "-",
-                f"{(part_killed := sum(ends.values())) / (part_killed + unexplained):.1%}"
-                if sum(ends.values()) + unexplained else "-",
+                f"{noticed / (noticed + unexplained):.1%}" if noticed + unexplained else "-",
                 f"{statistics.median(seconds):.2f}" if seconds else "-",
             )
         )  # fmt: skip

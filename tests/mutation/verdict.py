@@ -18,7 +18,7 @@ from tests.mutation.trials import CHECKS, Step
 from tests.mutation.unit_tests import TESTED_ALONE, failure_of
 from tests.subjects.ours import adapted, flash_attention
 
-__all__ = ["asked", "judged_kernels", "warmed"]
+__all__ = ["asked", "judged_kernels", "subject_of", "warmed"]
 
 # Of files that unit tests are about, mutants are put before those as soon as the first problems,
 # which most fail, are asked: what only wastes work, or never runs here, they alone see.
@@ -37,6 +37,15 @@ def asked(steps: Sequence[Step]) -> list[Question]:
         if made is None:
             raise ValueError(f"out of range, so it judges nothing: {step.problem.to_json()}")
     return questions
+
+
+def subject_of(sources: Mapping[str, str], mutant: Mutant, folder: Path) -> Subject:
+    """A mutant of ``fa_kernels``, loaded from files below a folder of its own, as a subject."""
+    return Subject.of(adapted(_loaded(sources, mutant, folder)), "mutant")
+
+
+def _loaded(sources: Mapping[str, str], mutant: Mutant, folder: Path) -> ModuleType:
+    return load(mutated(sources, mutant), folder / folder.name.replace("-", "_"))
 
 
 def warmed(questions: Sequence[Question]) -> None:
@@ -87,7 +96,7 @@ def _kills(
     unit_tests: bool,
 ) -> Iterator[Kill]:
     try:
-        package = load(mutated(sources, mutant), folder / folder.name.replace("-", "_"))
+        package = _loaded(sources, mutant, folder)
     except Exception as error:
         yield Kill("raised", -1, f"{type(error).__name__}: {error}"[:500])
         return

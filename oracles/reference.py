@@ -106,9 +106,10 @@ def _rows_with_gradients(
         e_bhmn = torch.exp(scores_bhmn - m_bhm1)
         l_bhm1 = e_bhmn.sum(3, keepdim=True)
         p_bhmn = torch.where(seen, e_bhmn / l_bhm1, 0.0)
-        # 5. Output and gradients.
+        # 5. Output and gradients. The sum is written out so that the backward begins with an
+        #    elementwise kernel: cuBLAS warns if it is the first to run in autograd's own thread.
         out = p_bhmn @ v
-        dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+        dq, dk, dv = torch.autograd.grad((out * dout).sum(), leaves)
     lse = torch.where(live, m_bhm1 + l_bhm1.detach().log(), -math.inf).squeeze(3)
     return Outputs(out.detach(), lse, dq, dk, dv)
 

@@ -33,6 +33,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "gqa": (True, False),
     "m_ne_n": (True, False),
     "dv_ne_d": (True, False),
+    "zero_sizes": (True, False),
     "backward": (True, False),
     "returns_lse": (True, False),
     "lse_grad": (True, False),

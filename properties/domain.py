@@ -74,6 +74,7 @@ def problems_of(
         "layouts": _some(layouts, allowed) or allowed,
         "gqa": subject.gqa,
         "dv_ne_d": subject.dv_ne_d,
+        "zero_sizes": subject.zero_sizes,
         "seqlen_multiple": multiple,
         "max_seqlen": min(most, subject.max_seqlen or most),
         "tile": tile,
@@ -86,15 +87,20 @@ def problems_of(
         raise _excluded(subject, "masks")
     if hidden and not positions:
         raise _excluded(subject, "masks")
-    if empty_rows and not lengths and not subject.m_ne_n:
-        raise _excluded(subject, "m_ne_n")
+    bottom_right = subject.causal_alignment == "bottom-right"
+    if empty_rows and not lengths:
+        # Then they come from M > N under a right bound, or from N = 0.
+        if not subject.m_ne_n:
+            raise _excluded(subject, "m_ne_n")
+        if not subject.zero_sizes and not (positions and bottom_right):
+            raise _excluded(subject, "zero_sizes")
     least = _up(1 + padding + hidden + empty_rows, multiple)
-    if empty_rows and positions and subject.m_ne_n and subject.causal_alignment == "bottom-right":
+    if empty_rows and positions and subject.m_ne_n and bottom_right:
         least = _up(least + 1, multiple)  # of M > N
     if subject.max_seqlen is not None and subject.max_seqlen < least:
         raise _excluded(subject, "max_seqlen")
     forced: dict[str, Any] = {"padding": padding, "hidden": hidden, "empty_rows": empty_rows}
-    if subject.causal_alignment == "bottom-right" or not positions:
+    if bottom_right or not positions:
         masks = ("full", *positions, *lengths)
         return problems(**drawn, **forced, masks=masks, m_ne_n=subject.m_ne_n)
     # The alignments agree where M = N and nothing is padded: positional masks are drawn there, and

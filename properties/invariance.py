@@ -14,7 +14,7 @@ from oracles.problem import Problem
 from properties.agreement import agree
 from properties.compare import Finding
 from properties.tensors import Inputs, make
-from properties.trial import Trial, run_subject
+from properties.trial import SubjectError, Trial, run_subject
 
 __all__ = ["independence", "layout", "neighbours", "repeatable", "state"]
 
@@ -102,7 +102,10 @@ def _mask_of(mask: Mask, b: int) -> Mask:
 def repeatable(trial: Trial) -> list[Finding]:
     """G10: the same inputs give the same bits, run after run."""
     for _ in range(_REPEATS):
-        again = run_subject(trial.subject, trial.problem, trial.inputs)
+        try:
+            again = run_subject(trial.subject, trial.problem, trial.inputs)
+        except NotImplementedError as refusal:
+            raise SubjectError(f"refuses what it has just computed: {refusal}") from refusal
         findings = agree(trial, again, "G10 repeatable", "differs from run to run")
         if findings:
             return findings

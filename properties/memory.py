@@ -90,14 +90,18 @@ def far_offsets(trial: Trial) -> list[Finding]:
 
     Each tensor has one axis, chosen by the seed, along which its elements lie that far apart, in
     memory that no other tensor of the problem uses. An offset that wraps lands in memory that holds
-    NaN (on a CPU 0: there the memory is never touched).
+    NaN (on a CPU 0: there the memory is never touched). Rows stay in one piece, which a kernel may
+    load as wide as it can, for odd seeds, and for a subject that declares to need that.
 
     Raises:
         MemoryError: The device has too little memory: 2**32 elements and some are needed, on a CPU
             as address space only.
     """
     problem = trial.problem
-    places, elements = _far_places([tuple(x.shape) for x in trial.inputs], problem.seed)
+    shapes = [tuple(x.shape) for x in trial.inputs]
+    layouts = trial.subject.layouts
+    whole = problem.seed % 2 == 1 or (layouts is not None and "strided" not in layouts)
+    places, elements = _far_places(shapes, problem.seed // 2, whole_rows=whole)
     arena = _arena(_FAR + elements, problem.device, trial.inputs.q.dtype)
     moved = [
         arena[_FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
@@ -117,20 +121,22 @@ class _Place(NamedTuple):
     strides: tuple[int, ...]
 
 
-def _far_places(shapes: Sequence[tuple[int, ...]], seed: int) -> tuple[list[_Place], int]:
+def _far_places(
+    shapes: Sequence[tuple[int, ...]], first: int, *, whole_rows: bool
+) -> tuple[list[_Place], int]:
     """A place for each tensor, apart from all others, and how many elements they span.
 
     A tensor that has an axis longer than 1 lies far along one: 2**31 elements or more from its
-    first to its last. Odd seeds leave rows in one piece, which a kernel may load as wide as it can.
-    All far strides are multiples of the room that the tensors take together without their far axes,
-    and each has a part of that room to itself.
+    first to its last. Counting starts at the axis number ``first``, and passes over the columns
+    where rows stay whole and there is another axis. All far strides are multiples of the room that
+    the tensors take together without their far axes, and each has a part of that room to itself.
     """
     far, rooms = [], []
     for number, shape in enumerate(shapes):
         axes = [axis for axis in range(len(shape)) if shape[axis] > 1 and 0 not in shape]
-        if seed % 2 and len(axes) > 1 and axes[-1] == len(shape) - 1:
+        if whole_rows and len(axes) > 1 and axes[-1] == len(shape) - 1:
             axes.pop()
-        far.append(axes[(seed // 2 + number) % len(axes)] if axes else None)
+        far.append(axes[(first + number) % len(axes)] if axes else None)
         near = math.prod(max(1, n) for axis, n in enumerate(shape) if axis != far[-1])
         rooms.append(-(-near // _UNIT) * _UNIT)
     places, elements = [], 0

@@ -57,6 +57,7 @@ class Domain:
     padding: bool
     hidden: bool
     empty_rows: bool
+    zero_sizes: bool
     device: str
 
     @property
@@ -114,7 +115,7 @@ def seqlen_regimes(domain: Domain) -> tuple[Regime, ...]:
     """
     tile, most = domain.tile, domain.max_seqlen
     low = _smallest(domain, 1 + domain.forced)
-    zero = not domain.forced
+    zero = domain.zero_sizes and not domain.forced
     wanted = [
         Regime(2, low, tile, low, tile, m_zero=zero and not domain.m_ne_n),
         Regime(12, tile + 1, most, tile + 1, most),

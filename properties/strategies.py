@@ -80,7 +80,13 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
     pairs = domain.max_cost // (tile_count(domain, M) * tile_count(domain, N))
     B, Hk, G = draw(
         st.sampled_from(
-            _head_pool(pairs, domain.max_batch, domain.max_heads, domain.gqa, not domain.forced)
+            _head_pool(
+                pairs,
+                domain.max_batch,
+                domain.max_heads,
+                domain.gqa,
+                domain.zero_sizes and not domain.forced,
+            )
         )
     )
     D, Dv = _draw_head_dims(draw, domain, M, N)
@@ -172,6 +178,7 @@ def problems(
     padding: bool = False,
     hidden: bool = False,
     empty_rows: bool = False,
+    zero_sizes: bool = True,
     device: str = "cpu",
 ) -> st.SearchStrategy[Problem]:
     """Problems of a domain; None draws a field, a value fixes it.
@@ -211,6 +218,7 @@ def problems(
         hidden: Batch entry 0 has a valid row and a valid key that the row does not see; False
             leaves it to chance.
         empty_rows: Batch entry 0 has a valid row without a visible key; False leaves it to chance.
+        zero_sizes: Whether B, M or N may be 0.
         device: "cpu" or "cuda".
 
     Raises:
@@ -238,6 +246,7 @@ def problems(
         padding=padding,
         hidden=hidden,
         empty_rows=empty_rows,
+        zero_sizes=zero_sizes,
         device=device,
     )
     _check(domain)

@@ -38,6 +38,7 @@ class Subject:
         gqa: Whether H may exceed Hk.
         m_ne_n: Whether M may differ from N.
         dv_ne_d: Whether Dv may differ from D.
+        zero_sizes: Whether B, M or N may be 0.
         masks: Supported kinds of masks beside none at all, by the fields of Mask that they need:
             "causal"; "window", window_left and window_right; "padding", the lengths.
         layouts: Supported layouts, out of ``oracles.problem.LAYOUTS``.
@@ -68,6 +69,7 @@ class Subject:
     gqa: bool = True
     m_ne_n: bool = True
     dv_ne_d: bool = True
+    zero_sizes: bool = True
     masks: tuple[str, ...] = ("causal", "window", "padding")
     layouts: tuple[str, ...] | None = None
     backward: bool = True
@@ -158,6 +160,7 @@ class Subject:
             ("gqa False", self.gqa or problem.G == 1),
             ("m_ne_n False", self.m_ne_n or M == N),
             ("dv_ne_d False", self.dv_ne_d or problem.D == problem.Dv),
+            ("zero_sizes False", self.zero_sizes or 0 not in (problem.B, M, N)),
             (f"masks {self.masks}", "causal" in self.masks or not mask.causal),
             (f"masks {self.masks}", "window" in self.masks or not windowed),
             (f"masks {self.masks}", "padding" in self.masks or not padded),

@@ -21,7 +21,7 @@ def every_guarantee(trial):
     for check in (*GUARANTEES.values(), *COMPANIONS.values()):
         try:
             findings += check(trial)
-        except MemoryError as error:
+        except (MemoryError, NotImplementedError) as error:
             warnings.warn(f"not checked: {error}", pytest.PytestWarning, stacklevel=2)
     return findings
 

@@ -11,7 +11,6 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oracles.mask import Mask
 from oracles.problem import Problem
 from tests.mutation.faults import FAULTS
 from tests.mutation.mutant import Edit, Mutant
@@ -56,16 +55,6 @@ _UNALIGNED = Mutant(
     "launch: tensors that start anywhere are loaded 16 bytes at a time",
     (Edit(_LAUNCH, "        and x.data_ptr() % 16 == 0\n", ""),),
 )
-_SPECIALISED = Mutant(
-    "kernel: pointers are specialised on their alignment",
-    (
-        Edit(
-            "fa_kernels/kernels/kernel.py",
-            "        do_not_specialize_on_alignment=pointers,\n",
-            "",
-        ),
-    ),
-)
 _UNPADDED = Mutant(
     "launch: head_dims below 16 are not padded to 16",
     (
@@ -95,14 +84,6 @@ HARDWARE: tuple[OnHardware, ...] = (
     OnHardware(
         _UNALIGNED,
         (_step("G8", M=96, N=64, layouts=("offset", "offset", "offset", "offset"), **_WIDE),),
-    ),
-    OnHardware(
-        _SPECIALISED,
-        tuple(
-            _step("G8", M=96, N=64, dtype="fp32", D=24, Dv=24, seed=seed,
-                  layouts=("offset", "bhsd", "offset", "offset"), mask=Mask(causal=True))
-            for seed in range(4)
-        ),
     ),
 )  # fmt: skip
 

@@ -242,9 +242,14 @@ CHECKS: tuple[Mutant, ...] = (
             "rooms.append(-(-near // _UNIT) * _UNIT)",
             "rooms.append(near)",
         ),
-        ("the last axis is the far one", "axes[(seed // 2 + number) % len(axes)]", "axes[-1]"),
-        ("columns are always taken apart", "if seed % 2 and len(axes) > 1", "if len(axes) < 1"),
+        ("the last axis is the far one", "axes[(first + number) % len(axes)]", "axes[-1]"),
+        ("columns are always taken apart", "if whole_rows and len(axes) > 1", "if len(axes) < 1"),
         ("nothing is moved", "Inputs(*moved))", "trial.inputs)"),
+        (
+            "rows are taken apart where they may not be",
+            'problem.seed % 2 == 1 or (layouts is not None and "strided" not in layouts)',
+            "problem.seed % 2 == 1",
+        ),
         ("no memory is enough", "if free < size + 2**30:", "if free > size + 2**30:"),
         ("tensors share a place", "start = end = sum(rooms[:number])", "start = end = 0"),
         ("an overrun has no side", "if found.before else", "if not found.before else"),
@@ -252,6 +257,11 @@ CHECKS: tuple[Mutant, ...] = (
     *faults_of(
         "properties/invariance.py",
         "test_invariance test_guarantees",
+        (
+            "a subject that refuses what it computed is excused",
+            "raise SubjectError(f",
+            "raise NotImplementedError(f",
+        ),
         (
             "strides are compared with themselves",
             "make(problem, layouts=_CONTIGUOUS)",

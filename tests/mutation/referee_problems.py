@@ -37,7 +37,7 @@ PROBLEMS: tuple[Mutant, ...] = (
             "[(B, Hk, G)] * (10 if distinct else 1)",
             "[(B, Hk, G)] * (1 if distinct else 10)",
         ),
-        ("no batch is ever empty", "not domain.forced)\n", "False)\n"),
+        ("no batch is ever empty", "domain.zero_sizes and not domain.forced,\n", "False,\n"),
     ),
     *faults_of(
         "properties/seqlens.py",
@@ -57,7 +57,12 @@ PROBLEMS: tuple[Mutant, ...] = (
             "        n_high = min(n_high, M - 1)\n",
             "        n_high = min(n_high, M)\n",
         ),
-        ("no sequence is empty", "zero = not domain.forced", "zero = False"),
+        ("no sequence is empty", "zero = domain.zero_sizes and not domain.forced", "zero = False"),
+        (
+            "sequences are empty where none may be",
+            "zero = domain.zero_sizes and not domain.forced",
+            "zero = not domain.forced",
+        ),
         ("lengths need not be multiples", "if length % multiple == 0:", "if length >= multiple:"),
         (
             "most problems are one tile",
@@ -110,8 +115,18 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
         (
             "the alignments are exchanged",
-            'if subject.causal_alignment == "bottom-right" or not positions:',
-            'if subject.causal_alignment == "top-left" or not positions:',
+            'bottom_right = subject.causal_alignment == "bottom-right"',
+            'bottom_right = subject.causal_alignment == "top-left"',
+        ),
+        (
+            "an alignment gives empty rows",
+            "not subject.zero_sizes and not (positions and bottom_right)",
+            "not subject.zero_sizes and not positions",
+        ),
+        (
+            "empty tensors are always drawn",
+            '"zero_sizes": subject.zero_sizes,',
+            '"zero_sizes": True,',
         ),
         ("the declared length is no limit", "min(most, subject.max_seqlen or most)", "most"),
         ("groups of heads are always drawn", '"gqa": subject.gqa,', '"gqa": True,'),

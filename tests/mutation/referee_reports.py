@@ -53,9 +53,9 @@ REPORTS: tuple[Mutant, ...] = (
             "[] if False else",
         ),
         (
-            "a refused second run is no finding",
-            "            raise SubjectError(message) from refusal",
-            "            return []",
+            "a refused second run hides the first",
+            '            self.refusals[f"in a second run: {refusal}"] += 1\n',
+            "            return []\n",
         ),
         (
             "every draw is the same",

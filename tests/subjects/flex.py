@@ -15,8 +15,6 @@ _compiled = torch.compile(flex_attention, dynamic=True)
 def attention(q, k, v, *, mask, sm_scale):
     """FlexAttention with the mask as a mask_mod."""
     (B, H, M, _), N = q.shape, k.shape[2]
-    if 0 in (B, M, N):
-        raise NotImplementedError("flex_attention: a size is 0")
     lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int32, device=q.device)
     seqlens_q, seqlens_k = lengths.unbind()
     # Wide enough to bound nothing. Tensors, because captured ints are compiled in.
@@ -39,5 +37,6 @@ attention.devices = ("cuda",)
 attention.dtypes = ("fp16", "bf16", "fp32")
 attention.head_dims = (16, 32, 64, 128)
 attention.dv_ne_d = False
+attention.zero_sizes = False
 attention.returns_lse = True
 attention.ds_scaled = True

@@ -6,6 +6,8 @@ lengths, so padding is not declared.
 
 from __future__ import annotations
 
+import warnings
+
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -15,8 +17,6 @@ __all__ = ["cudnn", "efficient", "flash", "math"]
 def _attention(backend, q, k, v, mask, sm_scale, *, dense=True):
     """``scaled_dot_product_attention`` on one backend alone."""
     sizes = (*q.shape[:3], k.shape[2])
-    if 0 in sizes:
-        raise NotImplementedError("scaled_dot_product_attention: a size is 0")
     square = q.shape[2] == k.shape[2]
     bounded = mask.window_left is not None or mask.window_right is not None
     given, is_causal = None, mask.causal and square and not bounded
@@ -24,16 +24,28 @@ def _attention(backend, q, k, v, mask, sm_scale, *, dense=True):
         if not dense:
             raise NotImplementedError("scaled_dot_product_attention: no dense mask here")
         given = mask.dense(*sizes, device=q.device)
-    with sdpa_kernel(backend):
+    with sdpa_kernel(backend), warnings.catch_warnings(record=True, action="always") as told:
         try:
             return scaled_dot_product_attention(
                 q, k, v, given, is_causal=is_causal, scale=sm_scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )  # fmt: skip
         except RuntimeError as error:
-            if "No available kernel" in str(error) or "No viable backend" in str(error):
-                raise NotImplementedError(f"{backend.name}: no available kernel") from None
-            raise
+            reason = _refusal(str(error), [str(warning.message) for warning in told])
+            if reason is None:
+                raise
+            raise NotImplementedError(f"{backend.name}: {reason}") from None
+
+
+def _refusal(error, told):
+    """Why a backend does not take a problem, from an error and warnings; None for a fault."""
+    if "must be positive and less than" in error:
+        return "a stride that cuBLAS takes as an int"
+    if "No available kernel" not in error and "No viable backend" not in error:
+        return None
+    # One warning introduces those of a backend; those of the others say that they are disabled.
+    reasons = [x for x in told if "kernel not used" not in x and "disabled" not in x]
+    return reasons[0].partition(" (Triggered")[0] if reasons else "no available kernel"
 
 
 def math(q, k, v, *, mask, sm_scale):
@@ -54,6 +66,8 @@ def efficient(q, k, v, *, mask, sm_scale):
 def cudnn(q, k, v, *, mask, sm_scale):
     """The attention of cuDNN; a row that sees nothing gets the mean of v, so it is refused."""
     sizes = (*q.shape[:3], k.shape[2])
+    if 0 in q.stride() and q.shape[3] != v.shape[3]:
+        raise NotImplementedError("cuDNN: a q of stride 0 beside Dv != D is a segmentation fault")
     if not mask.dense(*sizes, device=q.device).any(3).all():
         raise NotImplementedError("cuDNN: a row without a visible key gets the mean of v")
     return _attention(SDPBackend.CUDNN_ATTENTION, q, k, v, mask, sm_scale)
@@ -62,6 +76,7 @@ def cudnn(q, k, v, *, mask, sm_scale):
 for _subject in (math, flash, efficient, cudnn):
     _subject.masks = ("causal", "window")
     _subject.returns_lse = False
+    _subject.zero_sizes = False
 
 math.p_dtype = "fp32"
 math.p_normalised = True

@@ -39,6 +39,13 @@ DECLARED = {
     "window and padding": {"masks": ("window", "padding")},
     "causal and window": {"masks": ("causal", "window")},
     "layouts": {"layouts": ("bshd", "packed")},
+    "no zero_sizes": {"zero_sizes": False},
+    "no zero_sizes, no masks": {"zero_sizes": False, "masks": ()},
+    "no zero_sizes, top-left": {
+        "zero_sizes": False,
+        "causal_alignment": "top-left",
+        "masks": ("causal",),
+    },
     "top-left": {"causal_alignment": "top-left"},
     "top-left, causal": {"causal_alignment": "top-left", "masks": ("causal",)},
     "top-left, padding": {"causal_alignment": "top-left", "masks": ("padding",)},
@@ -136,6 +143,12 @@ def test_what_is_wanted_is_drawn_within_what_is_declared(data):
         ({"max_seqlen": 1}, {"hidden": True}, "max_seqlen=1"),
         ({"seqlen_multiple": 64, "max_seqlen": 64}, {"empty_rows": True}, "max_seqlen=64"),
         ({"masks": (), "m_ne_n": False}, {"empty_rows": True}, "m_ne_n=False"),
+        ({"masks": (), "zero_sizes": False}, {"empty_rows": True}, "zero_sizes=False"),
+        (
+            {"masks": ("causal",), "zero_sizes": False, "causal_alignment": "top-left"},
+            {"empty_rows": True},
+            "zero_sizes=False",
+        ),
         (
             {"causal_alignment": "top-left"},
             {"hidden": True, "padding": True},

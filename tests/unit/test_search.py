@@ -249,18 +249,36 @@ def test_an_exception_in_the_second_run_of_a_check_is_a_finding():
     assert finding.raised.startswith("ValueError: once is enough")
 
 
-def test_a_refusal_of_the_second_run_of_a_check_is_a_finding():
-    class Tires(Eager):
-        def __call__(self, *tensors, **rest):
-            if self.calls:
-                raise NotImplementedError("once is enough")
-            return super().__call__(*tensors, **rest)
+class Tires(Eager):
+    """Refuses all calls but the first."""
 
-    examiner = examiner_of(Tires())
-    (finding,) = examiner.findings(GOOD, guarantees.repeatable)
+    def __call__(self, *tensors, **rest):
+        if self.calls:
+            raise NotImplementedError("once is enough")
+        return super().__call__(*tensors, **rest)
+
+
+def test_a_refusal_of_what_was_computed_is_a_finding():
+    (finding,) = examiner_of(Tires()).findings(GOOD, guarantees.repeatable)
     assert finding.guarantee == "exception"
-    assert finding.raised.startswith("refused in a second run, after a first: once is enough")
-    assert not examiner.refusals
+    assert finding.raised.startswith("refuses what it has just computed: once is enough")
+
+
+def test_a_refused_second_run_leaves_the_claim_unjudged():
+    examiner = examiner_of(Tires())
+    assert not examiner.findings(GOOD, guarantees.layout)
+    assert examiner.judged == 0
+    assert examiner.refusals == {"in a second run: once is enough": 1}
+    assert len(examiner.ledger.problems) == 1
+
+
+def test_a_refused_second_run_does_not_hide_a_wrong_first():
+    class TiresAndErrs(Tires):
+        def spoil(self, out, lse, live, N, config):
+            return out * 1.001, lse
+
+    (finding, *_) = examiner_of(TiresAndErrs()).findings(GOOD, guarantees.layout)
+    assert finding.guarantee == "G1 accuracy"
 
 
 def test_an_output_of_another_shape_is_a_finding():

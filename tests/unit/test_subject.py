@@ -42,6 +42,8 @@ DOMAINS = [
     ({"gqa": False}, Problem(H=4, Hk=4), Problem(H=4, Hk=2), "gqa False"),
     ({"m_ne_n": False}, Problem(M=8, N=8), Problem(M=8, N=9), "m_ne_n False"),
     ({"dv_ne_d": False}, Problem(D=8, Dv=8), Problem(D=8, Dv=16), "dv_ne_d False"),
+    ({"zero_sizes": False}, Problem(), Problem(N=0), "zero_sizes False"),
+    ({"zero_sizes": False}, Problem(), Problem(B=0, H=2), "zero_sizes False"),
     ({"masks": ("causal",)}, Problem(mask=CAUSAL), Problem(mask=WINDOW), "masks ('causal',)"),
     (
         {"masks": ("causal",)},

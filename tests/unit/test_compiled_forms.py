@@ -1,0 +1,35 @@
+"""A kernel is compiled once for all lengths, strides and alignments that load alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from fa_kernels import flash_attention
+
+
+def backward_of(M: int, N: int, *, first: int, columns_first: bool = False) -> None:
+    """Forward and backward on tensors that start at an element, of a head_dim of narrow loads."""
+    tensors = []
+    for rows in (M, N, N):
+        storage = torch.randn(first + 2 * rows * 24, device="cuda", requires_grad=True)
+        shape = (1, 2, 24, rows) if columns_first else (1, 2, rows, 24)
+        x = storage[first:].view(shape)
+        tensors.append(x.mT if columns_first else x)
+    flash_attention(*tensors, causal=True).sum().backward()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles, so it needs a GPU")
+def test_neither_alignment_nor_stride_nor_length_compiles_anew(monkeypatch):
+    backward_of(33, 20, first=1)
+    compiled = []
+    listener = lambda **what: compiled.append(what)  # noqa: E731  # Triton passes keywords
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
+    backward_of(33, 20, first=0, columns_first=True)
+    backward_of(1, 16, first=1, columns_first=True)
+    backward_of(64, 48, first=3)
+    assert not compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,10 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="the interpreter runs mutants where there is no GPU; --mutation, what only a GPU shows",
+)
 @pytest.mark.timeout(900)
 def test_every_fault_on_record_is_killed(tmp_path):
     """In a process of its own: it forks for each fault, and a fork copies one thread alone."""

@@ -39,8 +39,6 @@ def _attention(backend, q, k, v, mask, sm_scale, *, dense=True):
 
 def _refusal(error, told):
     """Why a backend does not take a problem, from an error and warnings; None for a fault."""
-    if "must be positive and less than" in error:
-        return "a stride that cuBLAS takes as an int"
     if "No available kernel" not in error and "No viable backend" not in error:
         return None
     # One warning introduces those of a backend; those of the others say that they are disabled.

@@ -13,6 +13,7 @@ from typing import Any
 
 from oracles.outputs import Numerics
 from oracles.problem import DTYPES, LAYOUTS
+from properties.dirt import DIRTY
 
 __all__ = ["BITWISE", "NUMERICS", "WORDS", "check_declarations", "declared_by"]
 
@@ -23,11 +24,12 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "dtypes": DTYPES,
     "masks": ("causal", "window", "padding"),
     "layouts": LAYOUTS,
+    "dirty": tuple(DIRTY),
     "devices": ("cpu", "cuda"),
     "bitwise": BITWISE,
 }
 # Without any of its words nothing would be left to verify.
-_NEVER_EMPTY = ("dtypes", "layouts", "devices")
+_NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices")
 # Declarations that are one of these.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "gqa": (True, False),
@@ -49,7 +51,7 @@ WORDS = tuple(
     dict.fromkeys((*_SUBSETS, *_CHOICES, "head_dims", *_COUNTS, *NUMERICS, "configs", "tiles"))
 )
 # Declarations whose None says what saying nothing says.
-_NONE_IS_NOTHING = ("head_dims", "max_seqlen", "layouts", "returns_lse", "tiles")
+_NONE_IS_NOTHING = ("head_dims", "max_seqlen", "layouts", "dirty", "returns_lse", "tiles")
 
 
 def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:

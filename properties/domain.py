@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from oracles.problem import LAYOUTS, Problem
+from properties.families import DIRTY
 from properties.strategies import HEAD_DIMS, problems
 from properties.subject import Subject
 
@@ -27,6 +28,7 @@ def problems_of(
     max_cost: int = 48,
     head_dims: tuple[int, ...] = HEAD_DIMS,
     layouts: tuple[str, ...] = LAYOUTS,
+    dirty: str | None = None,
     padding: bool = False,
     hidden: bool = False,
     empty_rows: bool = False,
@@ -44,6 +46,7 @@ def problems_of(
         head_dims: Sizes of D and Dv; those that are declared are drawn, and where none of them is,
             the declared ones.
         layouts: Storage layouts; those that are declared are drawn.
+        dirty: The dirty family; None draws those that are declared.
         padding: See ``problems``.
         hidden: See ``problems``.
         empty_rows: See ``problems``.
@@ -61,6 +64,8 @@ def problems_of(
         raise _excluded(subject, "dtypes")
     if device not in subject.devices:
         raise _excluded(subject, "devices")
+    if dirty is not None and subject.dirty is not None and dirty not in subject.dirty:
+        raise _excluded(subject, "dirty")
     allowed = subject.layouts or LAYOUTS
     dims = subject.head_dims
     # Two multiples at least, or there is nothing to be seen of several tiles.
@@ -72,6 +77,8 @@ def problems_of(
         "configs": configs,
         "head_dims": _some(head_dims, dims) or dims,
         "layouts": _some(layouts, allowed) or allowed,
+        "dirty": dirty,
+        "dirties": subject.dirty or tuple(DIRTY),
         "gqa": subject.gqa,
         "dv_ne_d": subject.dv_ne_d,
         "zero_sizes": subject.zero_sizes,

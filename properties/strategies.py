@@ -135,6 +135,7 @@ def _check(domain: Domain) -> None:
     _check_subset("dtypes", domain.dtypes, DTYPES)
     _check_subset("masks", domain.masks, MASK_KINDS)
     _check_subset("layouts", domain.layouts, LAYOUTS)
+    _check_subset("dirties", domain.dirty, tuple(DIRTY))
     _check_subset("device", (domain.device,), ("cpu", "cuda"))
     for name in ("configs", "head_dims", "scales"):
         if not getattr(domain, name):
@@ -174,6 +175,7 @@ def problems(
     inputs: str | None = None,
     dout: str | None = None,
     dirty: str | None = None,
+    dirties: Sequence[str] = tuple(DIRTY),
     max_cost: int = 48,
     padding: bool = False,
     hidden: bool = False,
@@ -211,7 +213,8 @@ def problems(
         layouts: Storage layouts, drawn for each tensor.
         inputs: The input family; None draws one of ``families.INPUTS``.
         dout: The dout family; None draws one of ``families.DOUT``.
-        dirty: The dirty family; None draws one of ``families.DIRTY`` where there is padding.
+        dirty: The dirty family; None draws one of dirties where there is padding.
+        dirties: What to draw it from.
         max_cost: Limit on B * H * ceil(M / tile) * ceil(N / tile); the Triton interpreter takes
             about 0.03 s for each.
         padding: Batch entry 0 has padding keys; False leaves padding to chance.
@@ -241,7 +244,7 @@ def problems(
         layouts=tuple(layouts),
         inputs=_chosen("inputs", inputs, tuple(INPUTS), first=4),
         dout=_chosen("dout", dout, tuple(DOUT), first=4),
-        dirty=_chosen("dirty", dirty, tuple(DIRTY)),
+        dirty=_chosen("dirty", dirty, tuple(dirties)),
         max_cost=max_cost,
         padding=padding,
         hidden=hidden,

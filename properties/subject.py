@@ -42,6 +42,7 @@ class Subject:
         masks: Supported kinds of masks beside none at all, by the fields of Mask that they need:
             "causal"; "window", window_left and window_right; "padding", the lengths.
         layouts: Supported layouts, out of ``oracles.problem.LAYOUTS``.
+        dirty: What padding may hold, out of ``families.DIRTY``; None is anything.
         backward: Whether it has gradients.
         devices: Where it runs: "cpu", "cuda".
         returns_lse: Whether it returns (out, lse); None finds out.
@@ -72,6 +73,7 @@ class Subject:
     zero_sizes: bool = True
     masks: tuple[str, ...] = ("causal", "window", "padding")
     layouts: tuple[str, ...] | None = None
+    dirty: tuple[str, ...] | None = None
     backward: bool = True
     devices: tuple[str, ...] = ("cpu", "cuda")
     returns_lse: bool | None = None
@@ -150,6 +152,7 @@ class Subject:
         padded = (mask.seqlens_q, mask.seqlens_k) != (None, None)
         multiple, most = self.seqlen_multiple, self.max_seqlen
         dims, alignment, layouts = self.head_dims, self.causal_alignment, self.layouts
+        clean = self.dirty is None or problem.dirty in self.dirty
         aligned = alignment == "bottom-right" or not positional or rows == keys
         for word, holds in (
             (f"configs {[*self.configs]}", problem.config in self.configs),
@@ -165,6 +168,7 @@ class Subject:
             (f"masks {self.masks}", "window" in self.masks or not windowed),
             (f"masks {self.masks}", "padding" in self.masks or not padded),
             (f"layouts {layouts}", layouts is None or {*problem.layouts} <= {*layouts}),
+            (f"dirty {self.dirty}", clean or not padded),
             (f"devices {self.devices}", problem.device in self.devices),
             (f"causal_alignment {alignment!r}", aligned),
         ):

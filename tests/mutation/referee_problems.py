@@ -128,6 +128,11 @@ PROBLEMS: tuple[Mutant, ...] = (
             '"zero_sizes": subject.zero_sizes,',
             '"zero_sizes": True,',
         ),
+        (
+            "any dirt is drawn",
+            '"dirties": subject.dirty or tuple(DIRTY),',
+            '"dirties": tuple(DIRTY),',
+        ),
         ("the declared length is no limit", "min(most, subject.max_seqlen or most)", "most"),
         ("groups of heads are always drawn", '"gqa": subject.gqa,', '"gqa": True,'),
         (

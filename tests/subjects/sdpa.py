@@ -62,13 +62,16 @@ def efficient(q, k, v, *, mask, sm_scale):
 
 
 def cudnn(q, k, v, *, mask, sm_scale):
-    """The attention of cuDNN; a row that sees nothing gets the mean of v, so it is refused."""
-    sizes = (*q.shape[:3], k.shape[2])
+    """The attention of cuDNN; rows that see nothing, which it gives the mean of v, are set to 0."""
     if 0 in q.stride() and q.shape[3] != v.shape[3]:
         raise NotImplementedError("cuDNN: a q of stride 0 beside Dv != D is a segmentation fault")
-    if not mask.dense(*sizes, device=q.device).any(3).all():
-        raise NotImplementedError("cuDNN: a row without a visible key gets the mean of v")
-    return _attention(SDPBackend.CUDNN_ATTENTION, q, k, v, mask, sm_scale)
+    out = _attention(SDPBackend.CUDNN_ATTENTION, q, k, v, mask, sm_scale)
+    if out.requires_grad:
+        # PyTorch keeps the backward's graph by the strides of q, k and v: a dout of other strides
+        # than the first would be misread.
+        out.register_hook(lambda dout: dout.contiguous())
+    seen = mask.dense(*q.shape[:3], k.shape[2], device=q.device).any(3, keepdim=True)
+    return out.where(seen, 0)
 
 
 for _subject in (math, flash, efficient, cudnn):

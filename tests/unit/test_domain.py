@@ -39,6 +39,7 @@ DECLARED = {
     "window and padding": {"masks": ("window", "padding")},
     "causal and window": {"masks": ("causal", "window")},
     "layouts": {"layouts": ("bshd", "packed")},
+    "dirty": {"dirty": ("zero", "noise_k")},
     "no zero_sizes": {"zero_sizes": False},
     "no zero_sizes, no masks": {"zero_sizes": False, "masks": ()},
     "no zero_sizes, top-left": {
@@ -107,6 +108,7 @@ def test_what_is_drawn_is_inside_of_what_is_declared(data, declared):
         ("causal", lambda p: not p.mask.causal),
         ("window", lambda p: p.mask.window_left is not None),
         ("padding", lambda p: p.mask.seqlens_k is not None),
+        ("dirty", lambda p: p.dirty == "noise_k"),
         ("layouts", lambda p: p.layouts == ("packed", "bshd", "bshd", "packed")),
         ("top-left", lambda p: p.mask.causal and p.M > 16),
         ("top-left", lambda p: p.mask.window_left is not None),
@@ -141,6 +143,7 @@ def test_what_is_wanted_is_drawn_within_what_is_declared(data):
         ({"masks": ("causal",)}, {"padding": True}, "masks=('causal',)"),
         ({"masks": ("padding",)}, {"hidden": True}, "masks=('padding',)"),
         ({"max_seqlen": 1}, {"hidden": True}, "max_seqlen=1"),
+        ({"dirty": ("zero",)}, {"dirty": "nan"}, "dirty=('zero',)"),
         ({"seqlen_multiple": 64, "max_seqlen": 64}, {"empty_rows": True}, "max_seqlen=64"),
         ({"masks": (), "m_ne_n": False}, {"empty_rows": True}, "m_ne_n=False"),
         ({"masks": (), "zero_sizes": False}, {"empty_rows": True}, "zero_sizes=False"),

@@ -73,6 +73,12 @@ DOMAINS = [
         Problem(layouts=("bhsd", "bhsd", "bhsd", "offset")),
         "layouts ('bhsd', 'bshd')",
     ),
+    (
+        {"dirty": ("zero", "noise")},
+        Problem(M=9, dirty="nan"),
+        Problem(N=9, mask=PADDED, dirty="nan"),
+        "dirty ('zero', 'noise')",
+    ),
     ({"devices": ("cpu",)}, Problem(), Problem(device="cuda"), "devices ('cpu',)"),
     (
         {"causal_alignment": "top-left"},
@@ -256,6 +262,7 @@ def test_nothing_declared_says_nothing():
         ("dv_ne_d", False, "dv_ne_d=False"),
         ("masks", (), "masks=()"),
         ("layouts", ("bhsd",), "layouts=('bhsd',)"),
+        ("dirty", ("zero",), "dirty=('zero',)"),
         ("backward", False, "backward=False"),
         ("devices", ("cpu",), "devices=('cpu',)"),
         ("returns_lse", True, "returns_lse=True"),

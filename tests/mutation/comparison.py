@@ -20,7 +20,7 @@ from tests.mutation.package import PACKAGE, sources_of
 from tests.mutation.report import markdown_table
 
 # Of the mechanical mutants, one in so many takes part.
-EVERY = 10
+EVERY = 20
 SECONDS = 300.0
 
 

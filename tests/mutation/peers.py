@@ -24,13 +24,16 @@ from tests.mutation.mutant import Mutant
 from tests.mutation.peer_case import Case
 from tests.mutation.peer_rules import RULES
 from tests.mutation.plain_inputs import PLAIN, plain
-from tests.mutation.trials import STEPS
+from tests.mutation.trials import CHECKS, STEPS
 from tests.mutation.verdict import subject_of
 from tests.subjects.ours import flash_attention
 
 __all__ = ["COLUMNS", "JUDGES", "Asked", "asked_of", "judged_by_all"]
 
 COLUMNS = ("ours", "theirs")
+PROBED = 4
+# Of their problems, which have many heads: the interpreter takes as long for a small tile.
+_CONFIG = "64x32"
 
 
 class Asked(NamedTuple):
@@ -39,6 +42,8 @@ class Asked(NamedTuple):
     Args:
         column: Whose inputs: out of ``COLUMNS``.
         rule: Of their inputs, the rule whose suite feeds it; empty for ours.
+        checks: What else this project checks there, names in ``CHECKS``.
+        probed: Whether probes, whose values are their own, are put to it: to one in PROBED.
         question: The problem, with the oracle's answer.
         in_float64: The same in float64; None where that is out of range.
         passed: The judges that the kernel as it is passes.
@@ -47,6 +52,8 @@ class Asked(NamedTuple):
 
     column: str
     rule: str
+    checks: tuple[str, ...]
+    probed: bool
     question: Question
     in_float64: Question | None
     passed: frozenset[str] = frozenset()
@@ -95,13 +102,21 @@ def _logic(answer: _Answer) -> bool:
 
 
 def _probes(answer: _Answer) -> bool:
+    if not answer.asked.probed:
+        return True
     checks = (probes.counts, probes.mask_read_back, probes.unit_values, probes.doubled_values,
               probes.permuted, identities.identities)  # fmt: skip
     return not any(check(answer.trial) for check in checks)
 
 
-def _together(answer: _Answer) -> bool:
-    return _averages(answer) and _logic(answer) and _probes(answer)
+def _everything(answer: _Answer) -> bool:
+    checks = (CHECKS[name] for name in answer.asked.checks)
+    return (
+        _averages(answer)
+        and _logic(answer)
+        and _probes(answer)
+        and not any(check(answer.trial) for check in checks)
+    )
 
 
 JUDGES: dict[str, Callable[[_Answer], bool]] = {
@@ -113,7 +128,7 @@ JUDGES: dict[str, Callable[[_Answer], bool]] = {
     "bound, RMS and bias": _averages,
     "T3": _logic,
     "probes and identities": _probes,
-    "all of these four": _together,
+    "everything": _everything,
 }  # fmt: skip
 _DTYPES = {rule.name: rule.dtypes for rule in RULES}
 
@@ -139,14 +154,15 @@ def _passes(judge: str, answer: _Answer) -> bool:
 def asked_of() -> list[Asked]:
     """Every problem, with the judges that the kernel as it is passes and fails."""
     subject = Subject.of(flash_attention, "flash_attention")
-    made = [_asked(subject, "ours", "", step.problem, None) for step in STEPS]
+    made = [_asked(subject, step.problem, None, checks=step.checks) for step in STEPS]
     made += [
-        _asked(subject, "theirs", rule, problem, plain(rule, problem))
+        _asked(subject, replace(problem, config=_CONFIG), plain(rule, problem), rule=rule)
         for rule, problems in PLAIN.items()
         for problem in problems
     ]
     decided = []
-    for asked in made:
+    for number, asked in enumerate(made):
+        asked = asked._replace(probed=number % PROBED == 0)
         answer = _Answer(subject, asked)
         judges = [judge for judge in JUDGES if _speaks_of(judge, asked)]
         passed = frozenset(judge for judge in judges if _passes(judge, answer))
@@ -155,15 +171,20 @@ def asked_of() -> list[Asked]:
 
 
 def _asked(
-    subject: Subject, column: str, rule: str, problem: Problem, inputs: Inputs | None
+    subject: Subject,
+    problem: Problem,
+    inputs: Inputs | None,
+    *,
+    rule: str = "",
+    checks: tuple[str, ...] = (),
 ) -> Asked:
-    problem = replace(problem, config="16x16") if column == "theirs" else problem
     made = question(subject, problem, inputs)
     wide = replace(problem, dtype="fp64", config=problem.config.removesuffix("-tf32"))
     widened = None if inputs is None else Inputs(*(x.to(torch.float64) for x in inputs))
     if made is None:
         raise ValueError(f"out of range, so it judges nothing: {problem.to_json()}")
-    return Asked(column, rule, made, question(subject, wide, widened))
+    column = "theirs" if rule else "ours"
+    return Asked(column, rule, checks, False, made, question(subject, wide, widened))
 
 
 def judged_by_all(

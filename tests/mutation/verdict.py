@@ -102,11 +102,12 @@ def _kills(
         return
     subject = Subject.of(adapted(package), "mutant")
     units = len(steps) if unit_tests else -1
-    if units > _FIRST and any(edit.file in TESTED_ALONE for edit in mutant.edits):
+    edited = {edit.file for edit in mutant.edits}
+    if units > _FIRST and not edited.isdisjoint(TESTED_ALONE):
         units = _FIRST
     for number, (step, asking) in enumerate(zip(steps, questions, strict=True)):
         if number == units:
-            yield from _of_unit_tests(package, number)
+            yield from _of_unit_tests(package, edited, number)
         try:
             trial = asking.answered_by(subject)
         except (SubjectError, NotImplementedError) as error:
@@ -118,12 +119,12 @@ def _kills(
             for finding in _findings(check, trial):
                 yield Kill(check, number, finding)
     if units == len(steps):
-        yield from _of_unit_tests(package, units)
+        yield from _of_unit_tests(package, edited, units)
 
 
-def _of_unit_tests(package: ModuleType, number: int) -> Iterator[Kill]:
+def _of_unit_tests(package: ModuleType, edited: set[str], number: int) -> Iterator[Kill]:
     """The unit test that fails, if one does."""
-    failed = failure_of(package)
+    failed = failure_of(package, edited)
     if failed is not None:
         yield Kill("unit tests", number, f"{failed.check}: {failed.detail}"[:500])
 

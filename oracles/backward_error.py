@@ -69,6 +69,7 @@ def _score_grads(
     delta_terms = (abs_dout * fwd.out.abs()).sum(2, keepdim=True)
     out_error = (abs_dout * fwd.out_bound).sum(2, keepdim=True)
     delta_error = out_error + c.gamma(float(x.v.shape[2] + 4)) * (delta_terms + out_error)
+    delta_error += 2 * x.v.shape[2] * c.eta_op  # each product, each sum
     # 3. P, recomputed from the stored LSE: F.
     per_row = fwd.lse_bound.unsqueeze(2) + 3 * c.u * lse.abs() + c.u_exp
     p_growth = scores.s.abs().mul_(3 * c.u).add_(scores.error).add_(per_row).expm1_()
@@ -78,7 +79,7 @@ def _score_grads(
     gap = dp - delta
     ds = scores.p * gap
     flushed = dp.abs_().add_(delta.abs())  # |dP| + |D|
-    subtrahends = dp_reach * c.short_dot(x.v.shape[2]) + delta_error
+    subtrahends = dp_reach * c.short_dot(x.v.shape[2]) + delta_error + c.eta_op
     if c.eta_dot:
         of_rows, of_keys = abs_dout.sum(2, keepdim=True), x.v.abs().sum(2).unsqueeze(1)
         subtrahends += c.eta_dot * (of_rows + of_keys)
@@ -109,8 +110,10 @@ def backward_error(
         dk: t [W'|Q| + g (1 + uc) (|dS| + e)'|Q|]
         dv: (p expm1(F) + uc p exp(F) + (eta + FTZ)(1 + u_x))'|dout| + g (1 + uc) (p exp F)'|dout|
 
-    and in TF32 eta_x for each subnormal operand of a dot. The g terms of dk and dv are left to the
-    caller: they depend on how many rows see a key.
+    and in TF32 eta_x for each subnormal operand of a dot. A kernel that flushes loses FTZ with each
+    sum and product of delta, with dP - D, with dS times a scale, and with each tile added to dq, dk
+    or dv. The g terms of dk and dv, and those sums, are left to the caller: they depend on how many
+    rows see a key.
 
     Args:
         x: The chunk.
@@ -122,7 +125,8 @@ def backward_error(
     Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2, whose steps are followed.
     """
     # dS loses eta where it underflows; times the scale before its cast, eta / scale.
-    eta_ds = c.eta_p * (1 + c.u_x) * (max(1.0, 1 / sm_scale) if numerics.ds_scaled else 1.0)
+    lost_ds = (c.eta_p + c.eta_op) * (1 + c.u_x)
+    eta_ds = lost_ds * (max(1.0, 1 / sm_scale) if numerics.ds_scaled else 1.0)
     grads = _score_grads(x, fwd, c, eta_ds, numerics.ds_from == "rounded")
     abs_q, abs_k, abs_dout = x.q.abs(), x.k.abs(), x.dout.abs()
     # A prescaled operand is read again, still rounded, by the dot of the other's gradient. What
@@ -135,6 +139,9 @@ def backward_error(
     dk_weights = grads.ds_errors + again_q * grads.ds_reach if again_q else grads.ds_errors
     dq_bound = (dq_weights @ abs_k).mul_(sm_scale)
     dk_errors = (dk_weights.mT @ abs_q).mul_(sm_scale)
+    # Where tiles are added one by one each sum may be flushed, before or after it is scaled.
+    lost_sum = max(1.0, sm_scale) * c.eta_op
+    dq_bound += (lost_sum * tiles + c.eta_op).unsqueeze(2)
     # Subnormal k, q and dout lose digits as operands of the last dots.
     lost = sm_scale * c.eta_dot
     dq_bound += lost * grads.ds_reach.sum(2, keepdim=True)

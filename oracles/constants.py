@@ -41,6 +41,7 @@ class Constants:
         eta_p: Absolute error of those roundings where they underflow.
         u_x: What a dot does to each of its operands beyond their dtype, relative.
         eta_x: The same where they are subnormal, absolute.
+        eta_op: What elementwise arithmetic may flush to zero beside casts, P and dS.
         h: How many roundings an addition of a dot counts as.
         times: Factor on the finished bound.
         max_in: Largest finite value of the tensors' dtype.
@@ -58,6 +59,7 @@ class Constants:
     eta_p: float
     u_x: float
     eta_x: float
+    eta_op: float
     h: float
     times: float
     max_in: float
@@ -141,6 +143,7 @@ def constants(in_dtype: str, numerics: Numerics) -> Constants:
         # TF32 drops the last 13 of 23 bits, also of a subnormal number, whose last bit is 2**-149.
         u_x=2.0**-10 if truncated else 0.0,
         eta_x=2.0**-136 if truncated else 0.0,
+        eta_op=ftz if numerics.flushes else 0.0,
         h=float(numerics.accumulator),
         times=2.0 if double else 1.0,
         max_in=max_in,

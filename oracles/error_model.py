@@ -122,7 +122,7 @@ def _by_group(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.view(-1, heads, *x.shape[1:])
 
 
-def _finish_keys(sums: KeySums, c: Constants, apart: int) -> _Keys:
+def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _Keys:
     """Bounds of dk and dv.
 
     ``apart`` is 1 where one chain of additions runs through a group's heads; otherwise it is the
@@ -130,12 +130,13 @@ def _finish_keys(sums: KeySums, c: Constants, apart: int) -> _Keys:
     """
     per_product = (c.g(_QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
     unseen = (sums.query_tiles == 0).unsqueeze(2)
+    flushed = c.eta_op * (max(1.0, sm_scale) * sums.query_tiles + 1).unsqueeze(2)
     finished = []
     for value, errors, products, terms, u in (
         (sums.dk, sums.dk_errors, sums.dk_products, sums.dk_terms, c.u_in + 4 * c.u),
         (sums.dv, sums.dv_errors, sums.dv_products, sums.dv_terms, c.u_in),
     ):
-        bound = _finish(errors + per_product * products, value, u, c.eta_in)
+        bound = _finish(errors + per_product * products + flushed, value, u, c.eta_in)
         bound.masked_fill_(unseen, 0.0)
         if apart > 1:
             added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1) + c.eta_in
@@ -274,7 +275,7 @@ def judge(
         sums = part.keys if sums is None else KeySums(*map(torch.Tensor.add_, sums, part.keys))
     assert sums is not None  # M > 0
     of_rows = _Rows(*(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)))
-    of_keys = _finish_keys(sums, c, apart)
+    of_keys = _finish_keys(sums, sm_scale, c, apart)
     bound_dk, bound_dv, terms_dk, terms_dv = (x.view(B, Hk, N, -1) for x in of_keys[:4])
     # Read in one go: waiting for a GPU is what a small problem costs.
     of_all = torch.cat([torch.stack(peaks).amax(0), of_keys.peaks]).tolist()

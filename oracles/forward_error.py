@@ -154,6 +154,7 @@ def forward_error(
 
         core  = [sum p expm1(E) |v - out| + (uc + g (1 + uc)) sum p exp(E) |v|] / Z
                 + (eta + FTZ) min(1, exp(m - L + 2 max E)) sum |v| + eta_x sum p exp(E) / Z
+                + (T + 1) FTZ    where a kernel flushes: each rescale, and the division
         core += (gamma_l + 4u)(|out| + core)
         out:  core + u_in (|out| + core) + eta_in
         lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l|) + 4u max(|m|, |L|)
@@ -184,6 +185,7 @@ def forward_error(
     per_v = torch.where(x.seen, p_grown * (rounding.unsqueeze(2) / Z) + lost.unsqueeze(2), 0.0)
     core = _spread(p_growth, x.v, out, exact_spread) / Z + per_v @ abs_v
     core = core + c.eta_dot * p_grown.sum(2, keepdim=True) / Z
+    core = core + c.eta_op * (scores.tiles + 1).unsqueeze(2)
     # The softmax sum.
     added = numerics.block_n if numerics.l_order == "tile" else keys
     gamma_l = c.gamma(added + 2 * scores.tiles + 4)

@@ -112,6 +112,7 @@ def _forward(
         )
         core_e += (units.eta_cast + units.flush) * spread * np.abs(v_ne).sum(axis=0)
         core_e += lost * (p_n * np.exp(error_n)).sum() / z
+        core_e += units.flush_op * tiles + units.flush_op  # rescales, and the division by l
         core_e += (gamma_l + 4 * u) * (np.abs(out_e) + core_e)
         bound_out_me[m] = core_e + units.u_stored * (np.abs(out_e) + core_e) + units.eta_stored
 
@@ -145,10 +146,11 @@ def _dscore_error(
     error_dprobs_mn += units.subnormal_operands(head.dout_me, head.v_ne)
     error_delta_m = (dout_me * bound_out_me).sum(axis=1)
     error_delta_m += units.gamma(Dv + 4) * (dout_me * (np.abs(head.out_me) + bound_out_me)).sum(1)
+    error_delta_m += units.flush_op * (Dv + Dv)  # products and sums
     if with_dlse:
         error_delta_m += u * (np.abs(head.delta_m) + np.abs(head.dlse_m))
 
-    inputs_mn = error_dprobs_mn + error_delta_m[:, None]
+    inputs_mn = error_dprobs_mn + error_delta_m[:, None] + units.flush_op  # that of dP - delta
     terms_mn = np.abs(dprobs_mn) + np.abs(delta_m1)
     factor_mn = np.abs(dprobs_mn - delta_m1)
     factor_error_mn = inputs_mn + 3 * u * (terms_mn + inputs_mn)
@@ -188,7 +190,9 @@ def _head_bound(
     from_rounded = numerics.ds_from == "rounded"
     e_mn = _dscore_error(head, bound_out_me, prob_error_mn, units, with_dlse, from_rounded)
     top_mn = np.abs(head.dscores_mn) + e_mn
-    eta_ds = units.eta_cast * (max(1.0, 1 / t) if numerics.ds_scaled else 1.0) * (1 + units.u_x)
+    eta_ds = (units.eta_cast + units.flush_op) * (1 + units.u_x)
+    if numerics.ds_scaled:
+        eta_ds *= max(1.0, 1 / t)
     cast_mn = np.where(seen_mn, e_mn + uc * top_mn + eta_ds, 0.0)
 
     # 4: dQ = t dS K
@@ -204,6 +208,9 @@ def _head_bound(
     lost = t * units.eta_x * (1 + units.u_dot)
     bound_dq_md += lost * top_mn.sum(axis=1)[:, None]
     bound_dk_nd += lost * top_mn.sum(axis=0)[:, None]
+
+    # tiles that are added one by one, before or after the factor t, which is one more product
+    bound_dq_md += units.flush_op * (max(t, 1.0) * tiles_m[:, None] + 1)
 
     # 6: a pre-scaled operand, rounded for the scores, is used again for the other's gradient
     reused = prescale_underflow(numerics, t, units)
@@ -235,15 +242,19 @@ def _group_sum(
     u_result: float,
     per_head: bool,
     units: Units,
+    flushed: FloatArray,
 ) -> FloatArray:
-    """The bound of a sum over the heads of a group, in one fp32 chain or stored head by head."""
+    """The bound of a sum over the heads of a group, in one fp32 chain or stored head by head.
+
+    ``flushed`` is what a chain of additions may lose to flushes.
+    """
     eta = units.eta_stored
     if not per_head:
-        return _stored(sum(bounds[1:], bounds[0]), sum(values[1:], values[0]), u_result, eta)
+        return _stored(sum(bounds, flushed), sum(values[1:], values[0]), u_result, eta)
     total = np.zeros_like(bounds[0])
     largest = np.zeros_like(bounds[0])
     for head_bound, value in zip(bounds, values, strict=True):
-        finished = _stored(head_bound, value, u_result, eta)
+        finished = _stored(head_bound + flushed, value, u_result, eta)
         total += finished
         largest += np.abs(value) + finished
     return total + len(bounds) * units.u_stored * largest + eta
@@ -261,16 +272,22 @@ def _group_bound(
     chain_n = rows_n if per_head else len(heads) * rows_n
     bounds = [_head_bound(x, sm_scale, numerics, units, chain_n, with_dlse) for x in heads]
 
+    flushed = units.flush_op * (max(sm_scale, 1.0) * chain_n / _ROW_TILE + 1)[:, None]
     u_scaled = units.u_stored + 4 * units.u  # dq and dk are multiplied by t after the dot
     dq = [
         np.where(live_m[:, None], _stored(x.dq_md, head.dq_md, u_scaled, units.eta_stored), 0.0)
         for x, head in zip(bounds, heads, strict=True)
     ]
     dk_nd = _group_sum(
-        [x.dk_nd for x in bounds], [x.dk_nd for x in heads], u_scaled, per_head, units
+        [x.dk_nd for x in bounds], [x.dk_nd for x in heads], u_scaled, per_head, units, flushed
     )
     dv_ne = _group_sum(
-        [x.dv_ne for x in bounds], [x.dv_ne for x in heads], units.u_stored, per_head, units
+        [x.dv_ne for x in bounds],
+        [x.dv_ne for x in heads],
+        units.u_stored,
+        per_head,
+        units,
+        flushed,
     )
     return Outputs(
         out=np.stack([x.out_me for x in bounds]),

@@ -46,6 +46,7 @@ class Units:
         eta_stored: What storing loses to underflow.
         u_x: What a dot does to each of its operands beyond their dtype, relative.
         eta_x: The same for subnormal operands, absolute.
+        flush_op: Elementwise results below it may be flushed, beside casts, P and dS.
         accumulator: h, the accumulation constant of a dot.
     """
 
@@ -59,6 +60,7 @@ class Units:
     eta_stored: float
     u_x: float
     eta_x: float
+    flush_op: float
     accumulator: float
 
     @property
@@ -105,9 +107,10 @@ def units_of(in_dtype: str, numerics: Numerics) -> Units:
     if numerics.p_dtype == "fp32" and not double:
         u_p, eta_p = _ROUNDING["fp32"]
     r = numerics.ds_roundings
+    flush = 2.0**-1022 if double else 2.0**-126
     return Units(
         u=2.0**-53 if double else 2.0**-24,
-        flush=2.0**-1022 if double else 2.0**-126,
+        flush=flush,
         u_exp=2.0**-51 if double else 2.0**-22,
         u_log=2.0**-51 if double else 2.0**-22,
         u_cast=float(np.expm1(r * np.log1p(u_p))),
@@ -117,6 +120,7 @@ def units_of(in_dtype: str, numerics: Numerics) -> Units:
         u_x=2.0**-10 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
         # 13 bits dropped of a number whose last bit is 2**-149
         eta_x=2.0**-136 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
+        flush_op=numerics.flushes * flush,
         accumulator=float(numerics.accumulator),
     )
 

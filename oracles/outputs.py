@@ -42,6 +42,8 @@ class Numerics:
             that keeps one P for both of its dots.
         l_from: l is summed from the "unrounded" or the "rounded" P.
         group_sum: dk, dv are summed over a group of heads in "fp32" or in their "dtype".
+        flushes: Elementwise float32 results below 2**-126 become 0, as in code that was compiled
+            with fast-math flags; sums inside of dots do not.
     """
 
     dots: str = "ieee"
@@ -56,6 +58,7 @@ class Numerics:
     ds_from: str = "unrounded"
     l_from: str = "unrounded"
     group_sum: str = "fp32"
+    flushes: bool = False
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():

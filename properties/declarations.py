@@ -44,6 +44,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "causal_alignment": ("bottom-right", "top-left"),
     "ds_scaled": (False, True),
     "p_normalised": (False, True),
+    "flushes": (False, True),
 }
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings")
 # All declarations there are.

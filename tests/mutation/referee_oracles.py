@@ -183,6 +183,11 @@ _CONSTANTS = faults_of(
 _FORWARD = faults_of(
     "oracles/forward_error.py",
     "test_bounds_agree test_error_model",
+    (
+        "flushed rescales are free",
+        "c.eta_op * (scores.tiles + 1)",
+        "c.eta_op * (0 * scores.tiles + 1)",
+    ),
     ("the subtraction of the maximum is free", ".mul_(3 * c.u)\n", ".mul_(0 * c.u)\n"),
     ("scores are rounded once less", "alpha=5 * c.u", "alpha=4 * c.u"),
     ("the second prescaled operand is free", "2 * c.u_in + c.u_in**2", "c.u_in"),
@@ -277,6 +282,12 @@ _FORWARD = faults_of(
 _BACKWARD = faults_of(
     "oracles/backward_error.py",
     "test_bounds_agree test_error_model",
+    ("a flushed delta is free", "2 * x.v.shape[2] * c.eta_op", "0 * c.eta_op"),
+    (
+        "flushed sums of dq are free",
+        "dq_bound += (lost_sum * tiles + c.eta_op)",
+        "dq_bound += (0 * tiles + c.eta_op)",
+    ),
     ("delta reads a perfect out", "delta_error = out_error + c.gamma(", "delta_error = c.gamma("),
     (
         "delta's sum is as long as the row",
@@ -353,6 +364,11 @@ _BACKWARD = faults_of(
 _MODEL = faults_of(
     "oracles/error_model.py",
     "test_error_model test_bounds_agree",
+    (
+        "flushed sums of keys are free",
+        "max(1.0, sm_scale) * sums.query_tiles + 1",
+        "0 * sums.query_tiles + 1",
+    ),
     ("NaN is in range", "if not value <= limit:", "if value > limit:"),
     ("everything is out of range", "if not value <= limit:", "if not value >= limit:"),
     ("an lse of 1e6 is in range", "_LARGEST_LSE = 1e5", "_LARGEST_LSE = 1e6"),
@@ -472,6 +488,17 @@ _NUMPY_REFERENCE = faults_of(
 _NUMPY_BOUND = faults_of(
     "oracles/numpy_bound.py",
     "test_numpy_bound_by_hand test_numpy_bound test_bounds_agree",
+    (
+        "a flushed division is free",
+        "units.flush_op * tiles + units.flush_op",
+        "units.flush_op * tiles",
+    ),
+    (
+        "a flushed dS is free",
+        "(units.eta_cast + units.flush_op) * (1 + units.u_x)",
+        "units.eta_cast * (1 + units.u_x)",
+    ),
+    ("flushed keys are free", "_stored(sum(bounds, flushed)", "_stored(sum(bounds, 0 * flushed)"),
     (
         "the subtraction of the maximum rounds twice",
         "+ 3 * u * np.abs(s_mn - head.row_max_m[:, None])",

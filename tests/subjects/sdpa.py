@@ -109,3 +109,4 @@ efficient.ds_from = "rounded"
 
 cudnn.head_dims = tuple(range(8, 129, 8))
 cudnn.ds_scaled = True
+cudnn.flushes = True

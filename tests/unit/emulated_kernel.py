@@ -139,6 +139,21 @@ class Emulated:
             x = self.store(x)
         return x
 
+    def flush(self, x: np.ndarray) -> np.ndarray:
+        """What elementwise arithmetic leaves of its result."""
+        if not self.numerics.flushes:
+            return x
+        return np.where(np.abs(x) < np.finfo(self.work).tiny, self.work(0), x).astype(self.work)
+
+    def row_sums(self, x: np.ndarray) -> np.ndarray:
+        """Sums along the rows, one column after the other where each may be flushed."""
+        if not self.numerics.flushes:
+            return x.sum(axis=1)
+        total = np.zeros(x.shape[0], self.work)
+        for column in self.flush(x).T:
+            total = self.flush(total + column)
+        return total
+
     def dot(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         if self.numerics.dots == "tf32":
             a, b = truncate_to_tf32(a), truncate_to_tf32(b)
@@ -189,11 +204,11 @@ class Emulated:
             if self.numerics.l_from == "rounded":
                 row_sum = p_cast.sum(axis=1)
             l_i = l_i * alpha + row_sum
-            acc = acc * alpha[:, None] + self.dot(p_cast, v[tile])
+            acc = self.flush(acc * alpha[:, None]) + self.dot(p_cast, v[tile])
             m_i = m_new
         live = l_i > 0
         divisor = np.where(live, l_i, 1).astype(self.work)
-        out = acc if self.numerics.p_normalised else acc / divisor[:, None]
+        out = acc if self.numerics.p_normalised else self.flush(acc / divisor[:, None])
         lse = np.where(live, (m_i + np.log2(divisor)) * self.work(1 / LOG2E), -np.inf)
         return self.store(np.where(live[:, None], out, self.work(0))), lse.astype(self.work)
 
@@ -205,17 +220,18 @@ class Emulated:
         lse2 = np.where(live, lse, self.work(0)) * self.work(LOG2E)
         p = np.where(seen, self.exp2(np.where(seen, s2 - lse2[:, None], -np.inf)), self.work(0))
         dp = self.dot(dout, v.T)
-        delta = (out * dout).sum(axis=1) - np.where(live, dlse, self.work(0))
+        delta = self.row_sums(out * dout) - np.where(live, dlse, self.work(0))
         if self.fault == "delta left out":
             delta = np.zeros_like(delta)
         p_of_ds = self.cast(p) if self.numerics.ds_from == "rounded" else p
-        ds = np.where(seen, p_of_ds * (dp - delta[:, None]), self.work(0))
+        gap = self.flush(dp - delta[:, None])
+        ds = np.where(seen, self.flush(p_of_ds * gap), self.work(0))
         ds_factor = 1.0
         if self.numerics.ds_scaled:
-            ds, ds_factor = ds * self.work(t), t
+            ds, ds_factor = self.flush(ds * self.work(t)), t
         ds_cast = self.cast(ds)
-        dq = self.dot(ds_cast, k_used) * self.work(t / ds_factor / of_k)
-        dk = self.dot(ds_cast.T, q_used) * self.work(t / ds_factor / of_q)
+        dq = self.flush(self.dot(ds_cast, k_used) * self.work(t / ds_factor / of_k))
+        dk = self.flush(self.dot(ds_cast.T, q_used) * self.work(t / ds_factor / of_q))
         if self.fault == "dq scaled twice":
             dq = dq * self.work(t)
         return out, lse, self.store(dq), dk, self.dot(self.cast(p).T, dout)

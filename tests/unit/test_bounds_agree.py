@@ -35,6 +35,7 @@ DECLARATIONS = {
     "rounded l": {"l_from": "rounded"},
     "ds of rounded p": {"ds_from": "rounded"},
     "dtype group sum": {"group_sum": "dtype"},
+    "flushes": {"flushes": True},
     "many": {
         "dots": "tf32",
         "accumulator": 2.0,
@@ -45,6 +46,7 @@ DECLARATIONS = {
         "l_from": "rounded",
         "ds_from": "rounded",
         "group_sum": "dtype",
+        "flushes": True,
     },
 }
 PROBLEMS = range(6)  # of each dtype and declaration
@@ -123,6 +125,22 @@ def test_bounds_agree_where_tf32_truncates_subnormal_operands(small: int) -> Non
     numerics = Numerics(block_n=block_n, dots="tf32")
     want = numpy_bound.bound(*as_arrays(inputs), **call, in_dtype="fp32", numerics=numerics)
     got = error_model.judge(*inputs, **call, in_dtype="fp32", numerics=numerics, rows=32).bound
+    assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
+
+
+@pytest.mark.parametrize("ds_scaled", [False, True])
+@pytest.mark.parametrize("small", [(2, 3), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("case", range(4))
+def test_bounds_agree_where_results_are_flushed(
+    case: int, small: tuple[int, ...], ds_scaled: bool
+) -> None:
+    inputs, call, block_n = a_problem(f"fp32/flushed/{case}")
+    for place in small:
+        inputs[place] = (inputs[place] * 2.0**-128).to(torch.float32).double()
+    numerics = Numerics(block_n=block_n, flushes=True, ds_scaled=ds_scaled)
+    call |= {"in_dtype": "fp32", "numerics": numerics}
+    want = numpy_bound.bound(*as_arrays(inputs), **call)
+    got = error_model.judge(*inputs, **call, rows=32).bound
     assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
 
 

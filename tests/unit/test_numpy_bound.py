@@ -23,11 +23,13 @@ def bound_of(case: Case, numerics: Numerics | None = None) -> Outputs:
     )
 
 
-def worst_shares(kernel: Emulated, case: Case) -> dict[str, float]:
+def worst_shares(
+    kernel: Emulated, case: Case, declared: Numerics | None = None
+) -> dict[str, float]:
     """Per output, the largest error as a share of the bound; equal infinities are no error."""
     got = kernel(case)
     want = attention(*case.arrays, mask=case.mask, sm_scale=case.sm_scale, dlse=case.dlse)
-    allowed = bound_of(case, kernel.numerics)
+    allowed = bound_of(case, kernel.numerics if declared is None else declared)
     shares = {}
     for name in OUTPUTS:
         x, y, limit = (getattr(z, name) for z in (got, want, allowed))
@@ -72,6 +74,7 @@ DECLARATIONS: dict[str, Numerics] = {
     "l_from": Numerics(l_from="rounded"),
     "ds_from": Numerics(ds_from="rounded"),
     "group_sum": Numerics(group_sum="dtype"),
+    "flushes": Numerics(flushes=True),
 }
 
 
@@ -84,6 +87,29 @@ def test_an_emulated_kernel_stays_within_the_bound_of_what_it_declares(
     for seed, family in enumerate(("normal", "scores times 8", "tiny values", "low lse")):
         shares = worst_shares(kernel, draw(10 + seed, dtype, family))
         assert max(shares.values()) <= 1, (family, shares)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_kernel_that_flushes_needs_to_declare_it(dtype: str) -> None:
+    """Values about the smallest normal number: each rescale, each product of delta loses some."""
+    numerics = Numerics(flushes=True)
+    undeclared: set[str] = set()
+    for seed in range(8):
+        case = draw(seed, dtype, "scores times 8")
+        q, k, v, dout = case.arrays
+        # A mean of v makes delta a sum of numbers that are lost one by one.
+        small = [CASTS[dtype](x).astype(np.float64) for x in (2.0**-126 * v, 2.0**-130 * dout)]
+        for arrays in ((q, k, small[0], dout), (q, k, v + 8, small[1])):
+            arrays = tuple(CASTS[dtype](x).astype(np.float64) for x in arrays)
+            shares = worst_shares(
+                Emulated(dtype=dtype, numerics=numerics), case._replace(arrays=arrays)
+            )
+            assert max(shares.values()) <= 1, (seed, shares)
+            plain = worst_shares(
+                Emulated(dtype=dtype, numerics=numerics), case._replace(arrays=arrays), Numerics()
+            )
+            undeclared |= {name for name, share in plain.items() if share > 1}
+    assert undeclared == {"out", "dq", "dk"}, undeclared
 
 
 def test_truncating_both_operands_of_a_tf32_dot_stays_within_the_bound() -> None:
@@ -178,6 +204,7 @@ WIDER: dict[str, tuple[str, Numerics, Numerics, set[str]]] = {
     "l_from": ("fp16", Numerics(), Numerics(l_from="rounded"), {"out", "lse"}),
     "ds_from": ("fp16", Numerics(), Numerics(ds_from="rounded"), {"dq", "dk"}),
     "group_sum": ("fp16", Numerics(), Numerics(group_sum="dtype"), {"dk", "dv"}),
+    "flushes": ("fp32", Numerics(), Numerics(flushes=True), set()),
 }
 
 

@@ -84,7 +84,7 @@ def _by_check(outcomes: Sequence[Outcome]) -> str:
 def _matrix(outcomes: Sequence[Outcome]) -> str:
     """Named mutants against every check that fails on them; of the others the shares."""
     checks = list(dict.fromkeys(check for x in outcomes for check in x.checks))
-    named = [x for x in outcomes if x.source in ("faults", "blind")]
+    named = [x for x in outcomes if x.source in ("faults", "blind", "subtle")]
     rows = [
         (x.name, *("x" if check in x.checks else "" for check in checks)) for x in named if x.checks
     ]

@@ -11,6 +11,8 @@ import statistics
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+__all__ = ["worst_of"]
+
 DTYPES = ("fp16", "bf16", "fp32")
 
 Worst = dict[tuple[bool, str], list[float]]

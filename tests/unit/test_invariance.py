@@ -14,7 +14,7 @@ from properties import guarantees, invariance
 from properties.invariance import neighbours
 from properties.strategies import problems
 from properties.subject import Subject
-from properties.trial import examine, run_subject
+from properties.trial import SubjectError, examine, run_subject
 from tests.unit.broken_subjects import Eager
 
 PROBLEM = Problem(
@@ -288,6 +288,16 @@ def test_a_subject_without_gradients_has_none_of_a_sum(monkeypatch):
         backward = False
 
     assert len(recorded(guarantees.layout, tried(Forward()), monkeypatch)) == 1
+
+
+def test_a_refusal_of_what_was_computed_is_no_refusal(monkeypatch):
+    def refuse(subject, problem, inputs):
+        raise NotImplementedError("once is enough")
+
+    trial = tried(Eager())
+    monkeypatch.setattr(invariance, "run_subject", refuse)
+    with pytest.raises(SubjectError, match=r"^refuses what it has just computed: once is enough$"):
+        guarantees.repeatable(trial)
 
 
 def test_repeatable_runs_on_the_same_problem_and_inputs(monkeypatch):

@@ -42,8 +42,13 @@ def addresses(shape: tuple[int, ...], place: memory._Place) -> torch.Tensor:
     return lie
 
 
+def far_places(shapes, seed: int):
+    """The places of a problem of that seed, as far_offsets asks for them."""
+    return memory._far_places(shapes, seed // 2, whole_rows=seed % 2 == 1)
+
+
 def all_addresses(shapes, seed: int) -> list[torch.Tensor]:
-    places, _ = memory._far_places(shapes, seed // 2, whole_rows=seed % 2 == 1)
+    places, _ = far_places(shapes, seed)
     return [addresses(shape, place) for shape, place in zip(shapes, places, strict=True)]
 
 
@@ -57,7 +62,7 @@ def test_no_two_elements_of_far_tensors_share_an_address(shapes, seed):
 @every_shape
 @pytest.mark.parametrize("seed", SEEDS)
 def test_far_tensors_lie_inside_the_room_that_is_asked_for(shapes, seed):
-    _, elements = memory._far_places(shapes, seed // 2, whole_rows=seed % 2 == 1)
+    _, elements = far_places(shapes, seed)
     for x in all_addresses(shapes, seed):
         if x.numel():
             assert x.min() >= 0
@@ -77,7 +82,7 @@ def test_every_axis_is_the_far_one_for_some_seed():
     for number in range(4):
         far = set()
         for seed in range(8):
-            place = memory._far_places(shapes, seed // 2, whole_rows=seed % 2 == 1)[0][number]
+            place = far_places(shapes, seed)[0][number]
             far.add(max(range(4), key=lambda axis: place.strides[axis]))
         assert far == {0, 1, 2, 3}
 
@@ -165,9 +170,9 @@ def test_too_little_gpu_memory_is_a_memory_error(monkeypatch):
         memory._arena(2**32, "cuda", torch.float16)
 
 
-def rerun_inputs(check, problem: Problem, monkeypatch):
+def rerun_inputs(check, problem: Problem, monkeypatch, subject=None):
     """(first, second): the inputs of a trial, and those that a check runs it on."""
-    trial = examine(Subject.of(Eager(), "eager"), problem)
+    trial = examine(Subject.of(subject or Eager(), "eager"), problem)
     seen = []
 
     def record(_subject, _problem, inputs):
@@ -269,3 +274,13 @@ def test_the_trial_is_not_run_on_other_inputs_to_see_what_it_writes(monkeypatch)
     first, second = rerun_inputs(guarantees.full_overwrite, PROBLEM, monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first, make(PROBLEM), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_stay_whole_for_a_subject_that_declares_no_gaps_in_them(seed, monkeypatch):
+    class Whole(Eager):
+        layouts = ("bhsd", "padded")
+
+    problem = dataclasses.replace(PROBLEM, seed=seed)
+    _, moved = rerun_inputs(guarantees.far_offsets, problem, monkeypatch, Whole())
+    assert [x.stride(3) for x in moved] == [1, 1, 1, 1]

@@ -193,6 +193,11 @@ def test_an_empty_batch_is_rare(max_cost):
     assert empty < SHARE / 2 * FORCED
 
 
+def test_no_size_is_zero_where_none_may_be():
+    found = drawn(problems(zero_sizes=False, tile=TILE), FORCED)
+    assert all(0 not in (p.B, p.M, p.N) for p in found)
+
+
 def test_padding_keys_alone_are_dirty():
     assert any(
         p.dirty != "zero" and set(lengths(p)[0]) == {p.M} and min(lengths(p)[1]) < p.N

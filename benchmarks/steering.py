@@ -22,7 +22,6 @@ def worst_of(dtype: str, problems: int, seeds: int) -> Worst:
     """By (steered, output): the worst error/bound that each seed's draws reach."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     # What follows imports torch and Triton, which read the environment.
-    import hypothesis
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,17 +35,12 @@ def worst_of(dtype: str, problems: int, seeds: int) -> Worst:
     from properties.domain import problems_of
     from properties.ledger import Ledger
     from properties.loading import load
-    from properties.search import Examiner, attack
+    from properties.search import Examiner, attack, draws
 
     subject = load("tests.subjects.ours:flash_attention")
     strategy = problems_of(
         subject, dtype=dtype, device=device, configs=("16x16",), max_seqlen=64, max_cost=12,
         head_dims=(16, 24, 32),
-    )  # fmt: skip
-    settings = hypothesis.settings(
-        max_examples=problems, derandomize=True, database=None, deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=(hypothesis.Phase.generate, hypothesis.Phase.target),
     )  # fmt: skip
     found: Worst = {(steer, name): [] for steer in (False, True) for name in OUTPUTS}
     for seed in range(seeds):
@@ -54,7 +48,7 @@ def worst_of(dtype: str, problems: int, seeds: int) -> Worst:
             ledger = Ledger()
             attack(
                 Examiner(subject, ledger), guarantees.accuracy, strategy,
-                seed=f"{dtype}/{seed}", steer=steer, settings=settings,
+                seed=f"{dtype}/{seed}", steer=steer, settings=draws(problems),
             )  # fmt: skip
             for name in OUTPUTS:
                 found[steer, name].append(ledger.worst[f"{name} {dtype}"][0])

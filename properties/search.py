@@ -21,7 +21,7 @@ from properties.simplify import simplest
 from properties.subject import Subject
 from properties.trial import SubjectError, Trial, examine
 
-__all__ = ["Examiner", "attack", "peaks"]
+__all__ = ["Examiner", "attack", "draws", "peaks"]
 
 SHRINK_SECONDS = 30.0
 
@@ -105,6 +105,15 @@ def peaks(trial: Trial) -> dict[str, float]:
         if got is not None
     }
     return dict(zip(found, worst(*found.values()), strict=True))
+
+
+def draws(count: int) -> hypothesis.settings:
+    """Settings of a draw that depends on its seed alone, outside of pytest's profiles."""
+    return hypothesis.settings(
+        max_examples=count, derandomize=True, database=None, deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck), report_multiple_bugs=False,
+        phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
+    )  # fmt: skip
 
 
 def attack(

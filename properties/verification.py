@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import hypothesis
 from hypothesis import strategies as st
 
 from oracles.problem import Problem
@@ -14,7 +13,7 @@ from properties.compare import Finding, Violation
 from properties.domain import ExcludedError, problems_of
 from properties.guarantees import GUARANTEES, STANDING
 from properties.ledger import Ledger
-from properties.search import Examiner, attack
+from properties.search import Examiner, attack, draws
 from properties.subject import Subject
 from properties.trial import Trial
 
@@ -167,11 +166,7 @@ def _drawn(
     unchecked: dict[str, str],
 ) -> Iterator[Finding]:
     """The findings of the simplest problem for each guarantee, dtype and configuration."""
-    settings = hypothesis.settings(
-        max_examples=count, derandomize=True, database=None, deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck), report_multiple_bugs=False,
-        phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
-    )  # fmt: skip
+    settings = draws(count)
     for name in guarantees:
         for dtype, config in _variants(examiner.subject, name):
             wanted = {"max_seqlen": max_seqlen, **_FORCED.get(name, {})}

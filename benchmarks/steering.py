@@ -1,6 +1,6 @@
 """What ``hypothesis.target`` adds: the worst error/bound it reaches, beside random draws as many.
 
-``python -m benchmarks.steering [--problems 200] [--seeds 3]``; one process for each dtype.
+``python -m benchmarks.steering [--problems 200] [--seeds 3]``; one process for each search.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ import argparse
 import os
 import statistics
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product, repeat
 from multiprocessing import get_context
 
 __all__ = ["worst_of"]
 
 DTYPES = ("fp16", "bf16", "fp32")
 
-Worst = dict[tuple[bool, str], list[float]]
 
-
-def worst_of(dtype: str, problems: int, seeds: int) -> Worst:
-    """By (steered, output): the worst error/bound that each seed's draws reach."""
+def worst_of(dtype: str, problems: int, seed: int, steer: bool) -> dict[str, float]:
+    """By output: the worst error/bound that so many problems reach."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     # What follows imports torch and Triton, which read the environment.
     import torch
@@ -42,17 +41,12 @@ def worst_of(dtype: str, problems: int, seeds: int) -> Worst:
         subject, dtype=dtype, device=device, configs=("16x16",), max_seqlen=64, max_cost=12,
         head_dims=(16, 24, 32),
     )  # fmt: skip
-    found: Worst = {(steer, name): [] for steer in (False, True) for name in OUTPUTS}
-    for seed in range(seeds):
-        for steer in (False, True):
-            ledger = Ledger()
-            attack(
-                Examiner(subject, ledger), guarantees.accuracy, strategy,
-                seed=f"{dtype}/{seed}", steer=steer, settings=draws(problems),
-            )  # fmt: skip
-            for name in OUTPUTS:
-                found[steer, name].append(ledger.worst[f"{name} {dtype}"][0])
-    return found
+    ledger = Ledger()
+    attack(
+        Examiner(subject, ledger), guarantees.accuracy, strategy,
+        seed=f"{dtype}/{seed}", steer=steer, settings=draws(problems),
+    )  # fmt: skip
+    return {name: ledger.worst[f"{name} {dtype}"][0] for name in OUTPUTS}
 
 
 def main() -> None:
@@ -60,18 +54,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.steering", description=__doc__)
     parser.add_argument("--problems", type=int, default=200, help="for each seed and each way")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="searches at a time")
     options = parser.parse_args()
-    with ProcessPoolExecutor(len(DTYPES), mp_context=get_context("spawn")) as pool:
-        tables = [pool.submit(worst_of, dtype, options.problems, options.seeds) for dtype in DTYPES]
-        print(f"{options.problems} problems, {options.seeds} seeds: median [range] of the worst")
-        print("| dtype | output | random | steered | steered / random |")
-        print("|---|---|---|---|---|")
-        for dtype, table in zip(DTYPES, tables, strict=True):
-            worst = table.result()
-            for name in dict.fromkeys(name for _, name in worst):
-                plain, steered = worst[False, name], worst[True, name]
-                ratio = statistics.median(steered) / statistics.median(plain)
-                print(f"| {dtype} | {name} | {_spread(plain)} | {_spread(steered)} | {ratio:.2f} |")
+    searches = list(product(DTYPES, range(options.seeds), (False, True)))
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        worst = dict(
+            zip(
+                searches,
+                pool.map(_searched, searches, repeat(options.problems)),
+                strict=True,
+            )
+        )
+    print(f"{options.problems} problems, {options.seeds} seeds: median [range] of the worst")
+    print("| dtype | output | random | steered | steered / random |")
+    print("|---|---|---|---|---|")
+    for dtype, name in product(DTYPES, worst[searches[0]]):
+        plain, steered = (
+            [worst[dtype, seed, steer][name] for seed in range(options.seeds)]
+            for steer in (False, True)
+        )
+        ratio = statistics.median(steered) / statistics.median(plain)
+        print(f"| {dtype} | {name} | {_spread(plain)} | {_spread(steered)} | {ratio:.2f} |")
+
+
+def _searched(search: tuple[str, int, bool], problems: int) -> dict[str, float]:
+    dtype, seed, steer = search
+    return worst_of(dtype, problems, seed, steer)
 
 
 def _spread(values: list[float]) -> str:

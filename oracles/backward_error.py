@@ -69,7 +69,9 @@ def _score_grads(
     delta_terms = (abs_dout * fwd.out.abs()).sum(2, keepdim=True)
     out_error = (abs_dout * fwd.out_bound).sum(2, keepdim=True)
     delta_error = out_error + c.gamma(float(x.v.shape[2] + 4)) * (delta_terms + out_error)
-    delta_error += 2 * x.v.shape[2] * c.eta_op  # each product, each sum
+    # Each product, each sum; either operand of a product, as the kernel has it.
+    operands = abs_dout + fwd.out.abs() + fwd.out_bound
+    delta_error += c.eta_op * (2 * x.v.shape[2] + operands.sum(2, keepdim=True))
     # 3. P, recomputed from the stored LSE: F.
     per_row = fwd.lse_bound.unsqueeze(2) + 3 * c.u * lse.abs() + c.u_exp
     p_growth = scores.s.abs().mul_(3 * c.u).add_(scores.error).add_(per_row).expm1_()
@@ -111,9 +113,9 @@ def backward_error(
         dv: (p expm1(F) + uc p exp(F) + (eta + FTZ)(1 + u_x))'|dout| + g (1 + uc) (p exp F)'|dout|
 
     and in TF32 eta_x for each subnormal operand of a dot. A kernel that flushes loses FTZ with each
-    sum and product of delta, with dP - D, with dS times a scale, and with each tile added to dq, dk
-    or dv. The g terms of dk and dv, and those sums, are left to the caller: they depend on how many
-    rows see a key.
+    sum and product of delta, and with each operand of those products, with dP - D, with dS times a
+    scale, and with each tile added to dq, dk or dv. The g terms of dk and dv, and those sums, are
+    left to the caller: they depend on how many rows see a key.
 
     Args:
         x: The chunk.

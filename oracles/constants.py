@@ -41,7 +41,8 @@ class Constants:
         eta_p: Absolute error of those roundings where they underflow.
         u_x: What a dot does to each of its operands beyond their dtype, relative.
         eta_x: The same where they are subnormal, absolute.
-        eta_op: What elementwise arithmetic may flush to zero beside casts, P and dS.
+        eta_op: What elementwise arithmetic may take for zero, operand or result, beside casts, P
+            and dS.
         h: How many roundings an addition of a dot counts as.
         times: Factor on the finished bound.
         max_in: Largest finite value of the tensors' dtype.
@@ -70,9 +71,11 @@ class Constants:
         """What underflow of a prescaled operand costs a score, per unit of the other operand.
 
         The operand is q sm_scale log2(e) (or k); for "qk" each takes the square root of the factor.
+        Where arithmetic flushes, q may count as 0 before it is multiplied.
         """
         split = math.sqrt(sm_scale * math.log(2)) if prescales == "qk" else 0.0
-        return self.eta_in * max(math.log(2), split)
+        lost = self.eta_in + self.eta_op * max(1.0, sm_scale / math.log(2))
+        return lost * max(math.log(2), split)
 
     @property
     def u_dot(self) -> float:

@@ -146,7 +146,8 @@ def _dscore_error(
     error_dprobs_mn += units.subnormal_operands(head.dout_me, head.v_ne)
     error_delta_m = (dout_me * bound_out_me).sum(axis=1)
     error_delta_m += units.gamma(Dv + 4) * (dout_me * (np.abs(head.out_me) + bound_out_me)).sum(1)
-    error_delta_m += units.flush_op * (Dv + Dv)  # products and sums
+    operands_me = dout_me + np.abs(head.out_me) + bound_out_me
+    error_delta_m += units.flush_op * (operands_me + 2).sum(axis=1)  # and products, and sums
     if with_dlse:
         error_delta_m += u * (np.abs(head.delta_m) + np.abs(head.dlse_m))
 

@@ -46,7 +46,7 @@ class Units:
         eta_stored: What storing loses to underflow.
         u_x: What a dot does to each of its operands beyond their dtype, relative.
         eta_x: The same for subnormal operands, absolute.
-        flush_op: Elementwise results below it may be flushed, beside casts, P and dS.
+        flush_op: Elementwise operands and results below it may be flushed, beside casts, P, dS.
         accumulator: h, the accumulation constant of a dot.
     """
 
@@ -143,7 +143,8 @@ def prescale_underflow(numerics: Numerics, sm_scale: float, units: Units) -> flo
     """
     ln2 = math.log(2.0)
     factor = max(ln2, math.sqrt(sm_scale * ln2)) if numerics.prescales == "qk" else ln2
-    return units.eta_stored * factor
+    # An operand of the product with the scale may itself be flushed.
+    return (units.eta_stored + units.flush_op * max(1.0, sm_scale / ln2)) * factor
 
 
 def seen_tiles(seen_mn: BoolArray, width: int) -> FloatArray:

@@ -42,8 +42,8 @@ class Numerics:
             that keeps one P for both of its dots.
         l_from: l is summed from the "unrounded" or the "rounded" P.
         group_sum: dk, dv are summed over a group of heads in "fp32" or in their "dtype".
-        flushes: Elementwise float32 results below 2**-126 become 0, as in code that was compiled
-            with fast-math flags; sums inside of dots do not.
+        flushes: Elementwise float32 operands and results below 2**-126 count as 0, as in code that
+            was compiled with fast-math flags (``.ftz``); operands and sums of dots do not.
     """
 
     dots: str = "ieee"

@@ -114,8 +114,9 @@ def agree(
 ) -> list[Finding]:
     """Findings where a second run of a trial's problem differs from the first.
 
-    Where the subject promises the guarantee to the bit, bits are compared; otherwise the second run
-    is held to the bound around the oracle's result, as the first was.
+    Where the subject promises the guarantee to the bit, bits are compared; otherwise they differ
+    where one of them, but not the other, leaves the bound around the oracle's result: what is wrong
+    in both is accuracy's to report.
 
     Args:
         trial: The first run.
@@ -126,13 +127,15 @@ def agree(
         keys: Bool (B, 1 or Hk, N): where dk and dv must; None is everywhere.
         only: The outputs to compare.
     """
-    parts = Outputs(*(_part(rows if name in OF_ROWS else keys, name) for name in OUTPUTS))
+    parts = [_part(rows if name in OF_ROWS else keys, name) for name in OUTPUTS]
     if not trial.subject.promises(guarantee.split()[0]):
-        chosen = Outputs(
-            *(x if name in only else None for name, x in zip(OUTPUTS, again, strict=True))
-        )
+        either: list[torch.Tensor | None] = [None] * len(OUTPUTS)
+        for place, (name, second) in enumerate(zip(OUTPUTS, again, strict=True)):
+            if second is not None and name in only:
+                either[place], parts[place] = _outside_in_one(trial, place, second, parts[place])
         claim = f"{claim}, and leaves the bound"
-        return within(trial, chosen, trial.judgement.bound, guarantee, claim, parts)
+        bound = trial.judgement.bound
+        return within(trial, Outputs(*either), bound, guarantee, claim, Outputs(*parts))
     findings = []
     for name, got, second, part in zip(OUTPUTS, trial.got, again, parts, strict=True):
         if got is None or second is None or name not in only:
@@ -141,6 +144,18 @@ def agree(
         compared = everywhere if part is None else part
         findings += exact(trial, name, second, got, compared, guarantee, claim)
     return findings
+
+
+def _outside_in_one(
+    trial: Trial, place: int, second: torch.Tensor, part: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values of whichever run leaves the bound, and where not both do, out of a part."""
+    first, want, bound = trial.got[place], trial.want[place], trial.judgement.bound[place]
+    if first is None:
+        return second, part
+    was_outside = ratios(first, want, bound) > 1
+    one = ~(was_outside & (ratios(second, want, bound) > 1))
+    return torch.where(was_outside, first, second), one if part is None else one & part
 
 
 def _part(where: torch.Tensor | None, name: str) -> torch.Tensor | None:

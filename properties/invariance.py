@@ -47,8 +47,9 @@ def layout(trial: Trial) -> list[Finding]:
 def _judged(trial: Trial, inputs: Inputs) -> Trial | None:
     """The trial on other inputs, judged as far as ``agree`` needs it; None where out of range."""
     subject, problem = trial.subject, trial.problem
+    got = run_subject(subject, problem, inputs)
     if subject.promises("G8"):
-        return dataclasses.replace(trial, inputs=inputs, got=run_subject(subject, problem, inputs))
+        return dataclasses.replace(trial, inputs=inputs, got=got)
     mask, scale = problem.mask, problem.scale
     judgement = error_model.judge(
         *inputs, mask=mask, sm_scale=scale, in_dtype=problem.dtype,
@@ -57,7 +58,7 @@ def _judged(trial: Trial, inputs: Inputs) -> Trial | None:
     if judgement.out_of_range is not None:
         return None
     want = reference.attention(*inputs, mask=mask, sm_scale=scale)
-    return dataclasses.replace(trial, inputs=inputs, want=want, judgement=judgement)
+    return dataclasses.replace(trial, inputs=inputs, got=got, want=want, judgement=judgement)
 
 
 def independence(trial: Trial) -> list[Finding]:

@@ -84,6 +84,21 @@ CHECKS: tuple[Mutant, ...] = (
         ),
         ("twice the bound is within it", "bad = ratio > 1\n", "bad = ratio > 2\n"),
         (
+            "a second run answers for the first",
+            "one if part is None else one & part",
+            "part",
+        ),
+        (
+            "a part of the output is forgotten",
+            "one if part is None else one & part",
+            "one",
+        ),
+        (
+            "only the second run can be wrong",
+            "torch.where(was_outside, first, second), one",
+            "second, one",
+        ),
+        (
             "dv is left out",
             "    for place, name in enumerate(OUTPUTS):\n",
             "    for place, name in enumerate(OUTPUTS[:4]):\n",
@@ -110,7 +125,11 @@ CHECKS: tuple[Mutant, ...] = (
         ),
         ("keys are restricted like rows", "rows if name in OF_ROWS else keys", "rows"),
         ("NaN is nearest", ".abs().nan_to_num(nan=torch.inf)\n", ".abs().nan_to_num(nan=0.0)\n"),
-        ("all outputs are compared without a promise", "x if name in only else None", "x"),
+        (
+            "all outputs are compared without a promise",
+            "if second is not None and name in only:",
+            "if second is not None:",
+        ),
         (
             "all outputs are compared to the bit",
             "second is None or name not in only:",

@@ -170,8 +170,13 @@ _CONSTANTS = faults_of(
     ("bf16 reaches half as far", "(2 - 2.0**-7) * 2.0**127", "(2 - 2.0**-7) * 2.0**126"),
     (
         "what underflow costs is the smaller",
-        "self.eta_in * max(math.log(2), split)",
-        "self.eta_in * min(math.log(2), split)",
+        "lost * max(math.log(2), split)",
+        "lost * min(math.log(2), split)",
+    ),
+    (
+        "a flushed operand is scaled for free",
+        "self.eta_op * max(1.0, sm_scale / math.log(2))",
+        "self.eta_op",
     ),
     (
         "the accumulator's h is ignored",
@@ -282,7 +287,21 @@ _FORWARD = faults_of(
 _BACKWARD = faults_of(
     "oracles/backward_error.py",
     "test_bounds_agree test_error_model",
-    ("a flushed delta is free", "2 * x.v.shape[2] * c.eta_op", "0 * c.eta_op"),
+    (
+        "flushed products of delta are free",
+        "(2 * x.v.shape[2] + operands",
+        "(0 * x.v.shape[2] + operands",
+    ),
+    (
+        "flushed operands of delta are free",
+        "2 * x.v.shape[2] + operands.sum(2, keepdim=True)",
+        "2 * x.v.shape[2]",
+    ),
+    (
+        "delta's operands are those of a perfect kernel",
+        "abs_dout + fwd.out.abs() + fwd.out_bound",
+        "abs_dout + fwd.out.abs()",
+    ),
     (
         "flushed sums of dq are free",
         "dq_bound += (lost_sum * tiles + c.eta_op)",
@@ -554,6 +573,11 @@ _NUMPY_BOUND = faults_of(
         "underflow = units.eta_cast",
     ),
     ("dS does not flush", "+ units.flush * (1 + terms_mn)", "+ 0 * terms_mn"),
+    (
+        "flushed operands of delta are free",
+        "units.flush_op * (operands_me + 2)",
+        "units.flush_op * (0 * operands_me + 2)",
+    ),
 )
 _NUMPY_UNITS = faults_of(
     "oracles/numpy_units.py",

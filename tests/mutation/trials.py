@@ -51,6 +51,8 @@ STEPS: tuple[Step, ...] = (
     _step(M=20, N=40, dtype="fp32"),
     # The path of wide loads is taken by 16-bit tensors of whole head_dims.
     _step(M=20, N=35, dtype="fp16", mask=Mask(window_left=18, window_right=3), **_ALIGNED),
+    # Each tensor alone that wide loads cannot take.
+    *(_step(M=18, N=20, dtype="fp16", layouts=layouts, **_ALIGNED) for layouts in _ONE_NARROW),
     # The largest score comes last; what a row sums lies far below, or above, 1.
     *(_step(M=20, N=50, dtype=dtype, inputs="rising_max", seed=seed)
       for dtype in ("fp64", "fp16") for seed in range(4)),
@@ -67,8 +69,6 @@ STEPS: tuple[Step, ...] = (
     _step("G3", M=40, N=17, mask=Mask(causal=True)),
     _step("G3", M=17, N=0),
     _step("G3", M=0, N=17),
-    # Each tensor alone that wide loads cannot take.
-    *(_step(M=18, N=20, dtype="fp16", layouts=layouts, **_ALIGNED) for layouts in _ONE_NARROW),
     # Every axis of every tensor apart; rows in one piece where the seed is odd.
     *(_step("G12", B=2, H=2, Hk=2, M=3, N=5, seed=seed) for seed in (0, 2, 4, 6)),
     # Padding keys in a tile that full tiles of queries see; padding that holds anything.

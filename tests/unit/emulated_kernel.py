@@ -140,7 +140,7 @@ class Emulated:
         return x
 
     def flush(self, x: np.ndarray) -> np.ndarray:
-        """What elementwise arithmetic leaves of its result."""
+        """What elementwise arithmetic leaves of an operand or a result."""
         if not self.numerics.flushes:
             return x
         return np.where(np.abs(x) < np.finfo(self.work).tiny, self.work(0), x).astype(self.work)
@@ -173,9 +173,9 @@ class Emulated:
             self.numerics.prescales
         ]
         if of_q != 1:
-            q = self.store(q * self.work(of_q))
+            q = self.store(self.flush(q) * self.work(of_q))
         if of_k != 1:
-            k = self.store(k * self.work(of_k))
+            k = self.store(self.flush(k) * self.work(of_k))
         return self.dot(q, k.T) * self.work(scale / of_q / of_k), q, k, of_q, of_k
 
     def forward(self, s2: np.ndarray, v: np.ndarray, seen: np.ndarray):
@@ -220,7 +220,9 @@ class Emulated:
         lse2 = np.where(live, lse, self.work(0)) * self.work(LOG2E)
         p = np.where(seen, self.exp2(np.where(seen, s2 - lse2[:, None], -np.inf)), self.work(0))
         dp = self.dot(dout, v.T)
-        delta = self.row_sums(out * dout) - np.where(live, dlse, self.work(0))
+        delta = self.row_sums(self.flush(out) * self.flush(dout)) - np.where(
+            live, dlse, self.work(0)
+        )
         if self.fault == "delta left out":
             delta = np.zeros_like(delta)
         p_of_ds = self.cast(p) if self.numerics.ds_from == "rounded" else p

@@ -82,6 +82,23 @@ def test_what_leaves_the_bound_is_found_where_nothing_is_promised(name):
     assert outside[0].bound == bound
 
 
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("first", [math.nan, 1e6], ids=str)
+def test_what_left_the_bound_before_is_not_the_second_runs_fault(first, name):
+    trial = tried(False)
+    wrong = changed(trial, name, first)
+    was_wrong = dataclasses.replace(trial, got=wrong)
+    assert agree(was_wrong, wrong, "G13 state", "differs") == []
+    # All others leave the bound now; and it was the first run that did.
+    worse = torch.full_like(getattr(wrong, name), math.nan)
+    found = agree(was_wrong, wrong._replace(**{name: worse}), "G13 state", "differs")
+    assert [(x.output, x.bad, x.total) for x in found] == [(name, *2 * [worse.numel() - 1])]
+    found = agree(was_wrong, trial.got, "G13 state", "differs")
+    assert [(x.output, x.bad, x.got) for x in found] == [
+        (name, 1, pytest.approx(first, nan_ok=True))
+    ]
+
+
 @pytest.mark.parametrize(
     ("guarantee", "promises"),
     [("G3", "G10"), ("G4", "G4"), ("G7", "G10"), ("G8", "G8"), ("G12", "G8"), ("G13", "G10")],

@@ -128,15 +128,32 @@ def test_bounds_agree_where_tf32_truncates_subnormal_operands(small: int) -> Non
     assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
 
 
+@pytest.mark.parametrize("sm_scale", [0.2, 20.0])
+@pytest.mark.parametrize("prescales", ["q", "k", "qk"])
+def test_bounds_agree_where_a_prescaled_operand_is_flushed(prescales: str, sm_scale: float) -> None:
+    inputs, call, block_n = a_problem("fp32/flushed/0")
+    small = 1 if prescales == "k" else 0
+    inputs[small], inputs[1 - small] = inputs[small] * 2.0**-128, inputs[1 - small] * 2.0**120
+    inputs = [x.to(torch.float32).double() for x in inputs]
+    numerics = Numerics(block_n=block_n, flushes=True, prescales=prescales)
+    call |= {"in_dtype": "fp32", "numerics": numerics, "sm_scale": sm_scale}
+    want = numpy_bound.bound(*as_arrays(inputs), **call)
+    got = error_model.judge(*inputs, **call, rows=32).bound
+    assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
+
+
 @pytest.mark.parametrize("ds_scaled", [False, True])
+@pytest.mark.parametrize("large_v", [False, True])
 @pytest.mark.parametrize("small", [(2, 3), (3,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("case", range(4))
 def test_bounds_agree_where_results_are_flushed(
-    case: int, small: tuple[int, ...], ds_scaled: bool
+    case: int, small: tuple[int, ...], large_v: bool, ds_scaled: bool
 ) -> None:
     inputs, call, block_n = a_problem(f"fp32/flushed/{case}")
     for place in small:
-        inputs[place] = (inputs[place] * 2.0**-128).to(torch.float32).double()
+        inputs[place] = inputs[place] * 2.0**-128
+    inputs[2] = inputs[2] * (2.0**100 if large_v else 1.0)
+    inputs = [x.to(torch.float32).double() for x in inputs]
     numerics = Numerics(block_n=block_n, flushes=True, ds_scaled=ds_scaled)
     call |= {"in_dtype": "fp32", "numerics": numerics}
     want = numpy_bound.bound(*as_arrays(inputs), **call)

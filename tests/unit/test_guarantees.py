@@ -67,6 +67,8 @@ def test_a_fault_is_caught_on_its_output(fault, check, output):
     problem = CAUSAL
     if fault == "dout of empty rows":
         problem = Problem(M=6, N=3, dtype="fp64", mask=Mask(causal=True))
+    if check is guarantees.independence:
+        problem = dataclasses.replace(CAUSAL, seed=1)  # the second entry is computed alone
     assert output in [finding.output for finding in findings(check, fault, problem)]
 
 

@@ -91,7 +91,10 @@ def test_an_emulated_kernel_stays_within_the_bound_of_what_it_declares(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_kernel_that_flushes_needs_to_declare_it(dtype: str) -> None:
-    """Values about the smallest normal number: each rescale, each product of delta loses some."""
+    """Values about the smallest normal number: each rescale, each product of delta loses some.
+
+    With a large v the products are no smaller than others, but dout is taken for 0.
+    """
     numerics = Numerics(flushes=True)
     undeclared: set[str] = set()
     for seed in range(8):
@@ -99,7 +102,11 @@ def test_a_kernel_that_flushes_needs_to_declare_it(dtype: str) -> None:
         q, k, v, dout = case.arrays
         # A mean of v makes delta a sum of numbers that are lost one by one.
         small = [CASTS[dtype](x).astype(np.float64) for x in (2.0**-126 * v, 2.0**-130 * dout)]
-        for arrays in ((q, k, small[0], dout), (q, k, v + 8, small[1])):
+        for arrays in (
+            (q, k, small[0], dout),
+            (q, k, v + 8, small[1]),
+            (q, k, 2.0**100 * v, small[1]),
+        ):
             arrays = tuple(CASTS[dtype](x).astype(np.float64) for x in arrays)
             shares = worst_shares(
                 Emulated(dtype=dtype, numerics=numerics), case._replace(arrays=arrays)
@@ -153,6 +160,28 @@ def test_a_prescaled_operand_that_underflows_stays_within_the_bound(
     kernel = Emulated(dtype="fp16", numerics=Numerics(prescales=prescales))
     shares = worst_shares(kernel, with_a_tiny_operand(tiny, sm_scale))
     assert max(shares.values()) <= 1, shares
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("prescales", "tiny"), [("q", 0), ("k", 1), ("qk", 0), ("qk", 1)])
+def test_a_prescaled_operand_that_counts_as_zero_stays_within_the_bound(
+    prescales: str, tiny: int, dtype: str
+) -> None:
+    case = draw(0, dtype, mask=Mask())
+    operands, (v, dout) = list(case.arrays[:2]), case.arrays[2:]
+    # All just below the smallest normal number; times the scale they are above it.
+    operands[tiny] = np.full_like(operands[tiny], 0.9 * 2.0**-126)
+    operands[1 - tiny] = 2.0**122 * np.abs(operands[1 - tiny])
+    arrays = (*operands, v, 2.0**-10 * dout)
+    arrays = tuple(CASTS[dtype](x).astype(np.float64) for x in arrays)
+    numerics = Numerics(prescales=prescales, flushes=True)
+    case = case._replace(arrays=arrays, sm_scale=16.0)
+    shares = worst_shares(Emulated(dtype=dtype, numerics=numerics), case)
+    assert max(shares.values()) <= 1, shares
+    undeclared = worst_shares(
+        Emulated(dtype=dtype, numerics=numerics), case, Numerics(prescales=prescales)
+    )
+    assert max(undeclared.values()) > 1
 
 
 FAULTS = {

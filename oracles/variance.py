@@ -25,8 +25,8 @@ __all__ = ["Variances", "rounding", "variances"]
 class Variances(NamedTuple):
     """Float64 predictions for one problem; 0 where a kernel's result is exact.
 
-    The last four are variances of what two expressions that are equal in exact arithmetic differ
-    by, per key/value head and summed over its group of query heads.
+    The last two are variances of sums that are known in exact arithmetic, per key/value head and
+    summed over its group of query heads.
     """
 
     out: torch.Tensor  # (B, H, M, Dv)
@@ -37,8 +37,6 @@ class Variances(NamedTuple):
     rows_seen: torch.Tensor  # (B, Hk, N): how many rows, of all heads of the group, see a key
     sum_dk: torch.Tensor  # (B, Hk, D): sum_n dk and 0
     sum_dv: torch.Tensor  # (B, Hk, Dv): sum_n dv and the sum of dout
-    q_dq: torch.Tensor  # (B, Hk): sum q.dq and sum k.dk
-    v_dv: torch.Tensor  # (B, Hk): sum v.dv and sum out.dout
 
 
 class _Sums(NamedTuple):
@@ -51,8 +49,6 @@ class _Sums(NamedTuple):
     rows_seen: torch.Tensor  # (B, H, N)
     sum_dk: torch.Tensor  # (B, H, D)
     sum_dv: torch.Tensor
-    q_dq: torch.Tensor  # (B, H)
-    v_dv: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,6 @@ class _Chunk:
 class _Forward:
     """P, its variances and the output of a chunk."""
 
-    s: torch.Tensor
     p: torch.Tensor
     p_cast: torch.Tensor  # variance of the cast P, relative to the softmax's sum
     p_scores: torch.Tensor  # variance that the scores' errors cause
@@ -147,7 +142,7 @@ def _forward(x: _Chunk, t: float, c: Constants, numerics: Numerics) -> _Forward:
     errors = about_out.clamp(min=0) + plain @ x.v.square() + rounding(out, c.u_in, c.eta_in)
     lse = m + total.log()
     lse_errors = (c.u * (1 + m.abs() + lse.abs())).square() + c.u_exp**2
-    return _Forward(s, p, p_cast, p_scores, lse_errors, out, errors)
+    return _Forward(p, p_cast, p_scores, lse_errors, out, errors)
 
 
 def _backward(
@@ -183,9 +178,6 @@ def _backward(
     # 4. The identities; see ``variances``.
     row_ds = ds_cast.sum(3, keepdim=True) + delta_errors
     row_p = p_cast.sum(3, keepdim=True) + fwd.lse
-    row_v = (p_cast * dp.square()).sum(3, keepdim=True) + delta_errors + fwd.lse * delta.square()
-    q_dq = 2 * (ds_cast * fwd.s.square()).sum(3, keepdim=True)
-    q_dq += (q2 * (stored_dq + again_q * dq.square())).sum(3, keepdim=True)
     sums = _Sums(
         dk=ds.mT @ x.q * t,
         dv=p.mT @ x.dout,
@@ -194,15 +186,11 @@ def _backward(
         rows_seen=x.seen.sum(2),
         sum_dk=(q2 * row_ds).sum(2) * t**2,
         sum_dv=(dout2 * row_p).sum(2),
-        q_dq=q_dq.sum((2, 3)),
-        v_dv=row_v.sum((2, 3)),
     )
     return dq_errors * t**2 + stored_dq, sums
 
 
-def _finish(
-    sums: _Sums, k: torch.Tensor, v: torch.Tensor, Hk: int, c: Constants, numerics: Numerics
-) -> tuple[torch.Tensor, ...]:
+def _finish(sums: _Sums, Hk: int, c: Constants, numerics: Numerics) -> tuple[torch.Tensor, ...]:
     """Adds the heads of each group, and the roundings of dk and dv as they are stored."""
 
     def grouped(x: torch.Tensor) -> torch.Tensor:
@@ -215,18 +203,12 @@ def _finish(
         return total
 
     rows_seen, stored_dk, stored_dv = grouped(sums.rows_seen), stored(sums.dk), stored(sums.dv)
-    # Padding keys may hold NaN.
-    used = (rows_seen > 0).unsqueeze(3)
-    k2, v2 = (torch.where(used, x.to(torch.float64), 0.0).square() for x in (k, v))
-    dk_twice = stored_dk + _prescaling(c, numerics)[1] * grouped(sums.dk).square()
     return (
         grouped(sums.dk_errors) + stored_dk,
         grouped(sums.dv_errors) + stored_dv,
         rows_seen,
         grouped(sums.sum_dk) + stored_dk.sum(2),
         grouped(sums.sum_dv) + stored_dv.sum(2),
-        grouped(sums.q_dq) + (k2 * dk_twice).sum((2, 3)),
-        grouped(sums.v_dv) + (v2 * stored_dv).sum((2, 3)),
     )
 
 
@@ -235,7 +217,7 @@ def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Variances:
     (B, H, M, D), (Hk, N), Dv = q.shape, k.shape[1:3], v.shape[3]
     shapes = (
         *((B, H, M, Dv), (B, H, M, D), (B, Hk, N, D), (B, Hk, N, Dv), (B, H, M), (B, Hk, N)),
-        *((B, Hk, D), (B, Hk, Dv), (B, Hk), (B, Hk)),
+        *((B, Hk, D), (B, Hk, Dv)),
     )
     return Variances(*(q.new_zeros(shape, dtype=torch.float64) for shape in shapes))
 
@@ -268,17 +250,12 @@ def variances(
     The identities add up errors that are not independent, so each is derived from the roundings
     again rather than from the elements' variances:
 
-    * Errors of the scores that both passes share make another softmax, for which all four hold.
+    * Errors of the scores that both passes share make another softmax, for which both hold.
     * sum_n dk errs by sum_m t q (sum_n error of dS's cast - error of D), because sum_n p = 1: the
       error of D counts in full: t^2 q^2 (sum_n r(dS) + var_D) + r(dk).
     * sum_n dv errs by sum_m dout (sum_n error of P's cast + error of lse): the rounding of the
       stored lse scales a whole row, and only sums over it feel that:
       dout^2 (sum_n r(p) + var_lse) + r(dv).
-    * sum q.dq and sum k.dk are both sum dS s, so what dS carries before its cast cancels, and the
-      cast as well where both read the same one; it is counted twice, as if each pass had its own:
-      2 r(dS) s^2 + r(dq) q^2 + r(dk) k^2.
-    * sum v.dv and sum out.dout are both sum p dP, of P cast in the backward and in the forward
-      pass: r(p) dP^2 + var_D + var_lse D^2 + r(dv) v^2.
 
     Args:
         q: (B, H, M, D), any float dtype and strides: the values that the kernel was given.
@@ -321,7 +298,7 @@ def variances(
         result.keys_seen[:, :, here] = x.seen.sum(3)
         sums = part if sums is None else _Sums(*map(torch.Tensor.add_, sums, part))
     assert sums is not None  # M > 0
-    dk, dv, rows_seen, *identities = _finish(sums, k, v, Hk, c, numerics)
+    dk, dv, rows_seen, *identities = _finish(sums, Hk, c, numerics)
     return Variances(
         result.out, result.dq, dk, dv, result.keys_seen, rows_seen.to(torch.float64), *identities
     )

@@ -279,7 +279,7 @@ _GRADIENTS = (
         _fault(
             f"{kernel}: the scale is {how}",
             "flashinfer#787; vllm#32149; fla#47; tilelang-ascend#1670",
-            "T3 G1 identities",
+            "T3 G1",
             (file, f"{gradient} * sm_scale.to(ACC)", gradient + scale),
         )
         for kernel, file, gradient in (("dq", _DQ, "dq"), ("dkdv", _DKDV, "dk"))

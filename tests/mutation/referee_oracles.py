@@ -639,7 +639,6 @@ _VARIANCE = faults_of(
     ("the largest P is rounded", "torch.where(e == 1, 0.0, e)", "e"),
     ("delta's errors do not reach dk", " + p.square() * delta_errors\n", "\n"),
     ("delta's errors do not reach dq", " + delta_errors * (p @ x.k).square()\n", "\n"),
-    ("dS is cast once for both passes", "q_dq = 2 * (ds_cast", "q_dq = 0.25 * (ds_cast"),
     (
         "lse is exact",
         "row_p = p_cast.sum(3, keepdim=True) + fwd.lse",

@@ -10,11 +10,15 @@ __all__ = ["attention"]
 # Every dtype and head_dim is compiled for itself; past this PyTorch falls back to eager code.
 torch._dynamo.config.recompile_limit = 512
 _compiled = torch.compile(flex_attention, dynamic=True)
+# Fewer rows go to a kernel that takes those of a group as one tile, of as many rows at most.
+_DECODED = 128
 
 
 def attention(q, k, v, *, mask, sm_scale):
     """FlexAttention with the mask as a mask_mod."""
     (B, H, M, _), N = q.shape, k.shape[2]
+    if M < _DECODED < M * H // k.shape[1]:
+        raise NotImplementedError("FlexAttention: no kernel for so few rows of so many heads")
     lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int32, device=q.device)
     seqlens_q, seqlens_k = lengths.unbind()
     # Wide enough to bound nothing. Tensors, because captured ints are compiled in.

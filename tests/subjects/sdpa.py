@@ -65,6 +65,10 @@ def cudnn(q, k, v, *, mask, sm_scale):
     """The attention of cuDNN; rows that see nothing, which it gives the mean of v, are set to 0."""
     if 0 in q.stride() and q.shape[3] != v.shape[3]:
         raise NotImplementedError("cuDNN: a q of stride 0 beside Dv != D is a segmentation fault")
+    if k.shape[2] % 64 == 0:
+        raise NotImplementedError("cuDNN: gradients are NaN where N is a multiple of 64")
+    if q.shape[0] * q.shape[1] > 65_535:
+        raise NotImplementedError("cuDNN: B * H is more than 65,535")
     out = _attention(SDPBackend.CUDNN_ATTENTION, q, k, v, mask, sm_scale)
     if out.requires_grad:
         # PyTorch keeps the backward's graph by the strides of q, k and v: a dout of other strides
@@ -99,6 +103,7 @@ flash.masks = ("causal",)
 flash.causal_alignment = "top-left"
 flash.head_dims = tuple(range(8, 257, 8))
 flash.dv_ne_d = False
+flash.flushes = True
 
 efficient.dtypes = ("fp16", "bf16", "fp32")
 efficient.gqa = False

@@ -135,19 +135,10 @@ def test_equal_values_feel_no_rounding_of_p_that_its_sum_shares():
 
 
 def differences(got: Outputs, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """What the sums differ by that should be equal, of two heads a group and no padding."""
-    out, _, dq, dk, dv = (torch.from_numpy(x).double() for x in got)
-    q, k, v, dout = (x.double() for x in inputs)
-
-    def of_groups(x: torch.Tensor) -> torch.Tensor:
-        return x.sum(2).unflatten(1, (2, 2)).sum(2)
-
-    return {
-        "sum_dk": dk.sum(2),
-        "sum_dv": dv.sum(2) - of_groups(dout),
-        "q_dq": of_groups(q * dq).sum(2) - (k * dk).sum((2, 3)),
-        "v_dv": of_groups(out * dout).sum(2) - (v * dv).sum((2, 3)),
-    }
+    """How far the sums are off, of two heads a group and no padding."""
+    sum_dk, sum_dv = (torch.from_numpy(x).double().sum(2) for x in (got.dk, got.dv))
+    sum_dout = inputs.dout.double().sum(2).unflatten(1, (2, 2)).sum(2)
+    return {"sum_dk": sum_dk, "sum_dv": sum_dv - sum_dout}
 
 
 def observed_sums(problem: Problem, seeds: int) -> dict[str, float]:
@@ -168,8 +159,6 @@ def test_identities_are_off_as_predicted(dtype):
     ratios = observed_sums(replace(PROBLEM, dtype=dtype), seeds=40)
     assert 0.95 < ratios["sum_dk"] < 1.05
     assert 0.95 < ratios["sum_dv"] < 1.05
-    assert 0.8 < ratios["v_dv"] < 1.2
-    assert 0.3 < ratios["q_dq"] < 0.8  # both passes read the same cast dS, which is not counted on
 
 
 def test_rounding_of_a_large_lse_is_counted_in_the_sum_of_dv():

@@ -7,7 +7,7 @@ the rule raises an alarm about a correct kernel, which is counted too.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -151,8 +151,8 @@ def _passes(judge: str, answer: _Answer) -> bool:
         return False
 
 
-def asked_of() -> list[Asked]:
-    """Every problem, with the judges that the kernel as it is passes and fails."""
+def asked_of(judges: Collection[str]) -> list[Asked]:
+    """Every problem, with those of the judges that the kernel as it is passes and fails."""
     subject = Subject.of(flash_attention, "flash_attention")
     made = [_asked(subject, step.problem, None, checks=step.checks) for step in STEPS]
     made += [
@@ -164,9 +164,9 @@ def asked_of() -> list[Asked]:
     for number, asked in enumerate(made):
         asked = asked._replace(probed=number % PROBED == 0)
         answer = _Answer(subject, asked)
-        judges = [judge for judge in JUDGES if _speaks_of(judge, asked)]
-        passed = frozenset(judge for judge in judges if _passes(judge, answer))
-        decided.append(asked._replace(passed=passed, failed=frozenset(judges) - passed))
+        speaking = [judge for judge in judges if _speaks_of(judge, asked)]
+        passed = frozenset(judge for judge in speaking if _passes(judge, answer))
+        decided.append(asked._replace(passed=passed, failed=frozenset(speaking) - passed))
     return decided
 
 

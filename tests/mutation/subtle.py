@@ -107,6 +107,44 @@ SUBTLE: tuple[Mutant, ...] = (
         )
     ),
     _subtle(
+        "forward: out is too large by one part in two thousand",
+        "a reciprocal of too few digits",
+        (_FORWARD, "acc / l_safe[:, None]", "acc / l_safe[:, None] * 1.0005"),
+    ),
+    _subtle(
+        "forward: an epsilon is added to the numerator too",
+        "a guard against a division of 0 by 0",
+        (_FORWARD, "acc / l_safe[:, None]", "(acc + 1e-6) / l_safe[:, None]"),
+    ),
+    _subtle(
+        "delta: it is truncated to the input dtype",
+        "scratch of half the size, a conversion by bit operations",
+        (
+            _DELTA,
+            "    tl.store(delta_ptr + row, delta)\n",
+            "    delta = delta.to(tl.float32)\n"
+            "    if dout.dtype.primitive_bitwidth == 16:\n"
+            '        delta = delta.to(dout.dtype, fp_downcast_rounding="rtz").to(tl.float32)\n'
+            "    tl.store(delta_ptr + row, delta)\n",
+        ),
+    ),
+    _subtle(
+        "delta: the log-sum-exp of the backward pass has eleven digits",
+        "scratch of half the size",
+        (_DELTA, "lse * LOG2E)", "(lse * LOG2E).to(tl.float16).to(ACC))"),
+    ),
+    _subtle(
+        "dkdv: the first key and the last row of a sequence are taken for hidden from each other",
+        "a corner of the triangle, off by one",
+        (
+            _DKDV,
+            "seen = element_mask(offs_m[None, :], offs_n[:, None], view)\n",
+            "seen = element_mask(offs_m[None, :], offs_n[:, None], view)\n"
+            "            corner = (offs_n[:, None] == 0) & (offs_m[None, :] == view[0] - 1)\n"
+            "            seen = seen & ~corner\n",
+        ),
+    ),
+    _subtle(
         "forward: exp2 has ten good bits",
         "a polynomial of low degree",
         (

@@ -1,0 +1,31 @@
+"""Each companion finds a fault that the bound lets pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from properties.guarantees import COMPANIONS
+from tests.mutation.worth import WORTH
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+
+
+def test_no_companion_is_left_out():
+    assert WORTH.keys() == COMPANIONS.keys()
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter runs mutants"
+)
+@pytest.mark.timeout(600)
+def test_each_companion_finds_a_fault_that_the_bound_lets_pass():
+    """In a process of its own: it forks for each fault, and a fork copies one thread alone."""
+    command = [sys.executable, "-m", "tests.mutation.worth"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

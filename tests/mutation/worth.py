@@ -1,0 +1,71 @@
+"""What the companions of the bound add: ``python -m tests.mutation.worth``.
+
+For each of them a fault, and a problem on which it finds the fault and the bound does not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+
+from tests.mutation.forks import in_forks
+from tests.mutation.interpreting import interpret
+from tests.mutation.package import PACKAGE, sources_of
+from tests.mutation.subtle import SUBTLE
+
+__all__ = ["WORTH"]
+
+_SECONDS = 120.0
+# By companion: the fault, and where its problem stands in ``trials.ORDINARY``.
+WORTH: dict[str, tuple[str, int]] = {
+    "rms": ("dkdv: dS is made from the rounded P", 1),
+    "bias": ("dq: dq is too large by one part in a thousand", 0),
+    "identities": ("delta: it is truncated to the input dtype", 4),
+    "mask": (
+        "dkdv: the first key and the last row of a sequence are taken for hidden from each other",
+        5,
+    ),
+    "ones": ("forward: out is too large by one part in two thousand", 6),
+    "doubled": ("forward: an epsilon is added to the numerator too", 0),
+    "permuted": (
+        "forward: the last head of several runs over the keys of full tiles backwards",
+        2,
+    ),
+}
+
+
+def main() -> int:
+    """Prints what finds each fault; returns 0 if the companion alone does."""
+    interpret()
+    from tests.mutation.trials import ORDINARY
+    from tests.mutation.verdict import asked, judged_kernels, warmed
+
+    sources = sources_of(PACKAGE)
+    mutants = {mutant.name: mutant for mutant in SUBTLE}
+    steps = {
+        companion: replace(ORDINARY[place], checks=("G1", companion))
+        for companion, (_, place) in WORTH.items()
+    }
+    questions = {companion: asked((step,)) for companion, step in steps.items()}
+    warmed(questions["rms"])
+    works = [
+        partial(
+            judged_kernels, sources, mutants[name], (steps[companion],), questions[companion],
+            full=True, unit_tests=False,
+        )
+        for companion, (name, _) in WORTH.items()
+    ]  # fmt: skip
+    worthless = 0
+    for ended in in_forks(works, jobs=os.cpu_count() or 1, seconds=_SECONDS):
+        companion = tuple(WORTH)[ended.number]
+        found = [kill.check for kill in ended.value.kills] if ended.how == "returned" else []
+        by = " and ".join(found) or ended.how
+        print(f"{companion}: {WORTH[companion][0]}: found by {by}", flush=True)
+        worthless += found != [companion]
+    return int(worthless > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

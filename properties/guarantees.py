@@ -11,7 +11,7 @@ from properties.identities import identities
 from properties.invariance import independence, layout, repeatable, state
 from properties.masking import dirty_padding, empty_rows, hidden_positions
 from properties.memory import far_offsets, full_overwrite, reads_in_bounds
-from properties.probes import doubled_values, mask_read_back, permuted, unit_values
+from properties.probes import counts, doubled_values, mask_read_back, permuted, unit_values
 from properties.trial import Trial
 
 __all__ = [
@@ -41,6 +41,7 @@ COMPANIONS: dict[str, Check] = {
     "rms": rms,
     "bias": bias,
     "identities": identities,
+    "counts": counts,
     "mask": mask_read_back,
     "ones": unit_values,
     "doubled": doubled_values,

@@ -24,11 +24,37 @@ from properties.layouts import lay_out
 from properties.tensors import Inputs, make
 from properties.trial import Trial, run_subject
 
-__all__ = ["doubled_values", "mask_read_back", "permuted", "unit_values"]
+__all__ = ["counts", "doubled_values", "mask_read_back", "permuted", "unit_values"]
 
+_COUNTED = 65_536  # exp(lse) in fp32 is within a half of the count up to here
 _FACTOR = 8.0
 _SMALLEST = 2.0**-126  # normal fp32 number; float64 accumulators reach further down
 _DIGITS = 2.0**-48  # of a product of two fp32 numbers
+
+
+def counts(trial: Trial) -> list[Finding]:
+    """With k = 0, round(exp(lse)) is the number of keys that a row sees, exactly.
+
+    The softmax's sum adds n ones, which fp32 does exactly; logarithm, base and storage together
+    stay within a half of n = 65,536, beyond which rows are left out. The bound on lse lets each of
+    the additions err: past some 2,400 keys, or 5,000 if they are added tile by tile, it would let
+    one more or less pass. Skipped where the subject returns no lse.
+    """
+    if trial.got.lse is None:
+        return []
+    problem = trial.problem
+    lse = run_subject(trial.subject, problem, _equal_weights(problem)).lse
+    assert lse is not None
+    want = torch.zeros_like(lse, dtype=torch.float64)
+    for start, seen in _seen_by_rows(problem):
+        want[:, :, start : start + seen.shape[2]] = seen.sum(3)
+    got = lse.to(torch.float64).exp().round()
+    compared = want <= _COUNTED
+    bad = compared & ~(got == want)
+    return _found(
+        trial, "lse", bad, got, want, "exp(lse) with k = 0 does not count the visible keys",
+        compared=compared,
+    )  # fmt: skip
 
 
 def mask_read_back(trial: Trial) -> list[Finding]:

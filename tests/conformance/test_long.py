@@ -7,8 +7,11 @@ import pytest
 from oracles.mask import Mask
 from oracles.problem import Problem
 from properties import guarantees
+from properties.guarantees import COMPANIONS
 
 LENGTH = {"cpu": 700, "cuda": 65_536}
+# Past some 5,000 the bound on lse lets one key more or less pass.
+COUNTED = {"cpu": 8_192, "cuda": 65_536}
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,9 @@ def test_long_sequences_lie_within_the_derived_bound(check_one, subject, device,
     M, N = (x // subject.seqlen_multiple * subject.seqlen_multiple for x in (M, N))
     problem = Problem(M=M, N=N, D=64, Dv=64, dtype=dtype, mask=mask, seed=1, device=device)
     check_one(problem, guarantees.accuracy)
+
+
+def test_long_rows_count_their_keys(check_one, device):
+    N = COUNTED[device]
+    problem = Problem(M=64, N=N, dtype="fp16", mask=Mask(causal=True), seed=1, device=device)
+    check_one(problem, COMPANIONS["counts"])

@@ -104,8 +104,8 @@ def _logic(answer: _Answer) -> bool:
 def _probes(answer: _Answer) -> bool:
     if not answer.asked.probed:
         return True
-    checks = (probes.mask_read_back, probes.unit_values, probes.doubled_values, probes.permuted,
-              identities.identities)  # fmt: skip
+    checks = (probes.counts, probes.mask_read_back, probes.unit_values, probes.doubled_values,
+              probes.permuted, identities.identities)  # fmt: skip
     return not any(check(answer.trial) for check in checks)
 
 

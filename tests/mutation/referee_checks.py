@@ -409,6 +409,8 @@ CHECKS: tuple[Mutant, ...] = (
     *faults_of(
         "properties/probes.py",
         "test_probes",
+        ("one key more is a rounding", "~(got == want)\n", "~((got - want).abs() <= 1)\n"),
+        ("long rows are not counted", "_COUNTED = 65_536", "_COUNTED = 4_096"),
         (
             "all heads of a group have to see a pair",
             "*seen.shape[2:]).any(2)",

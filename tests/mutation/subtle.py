@@ -172,6 +172,18 @@ SUBTLE: tuple[Mutant, ...] = (
         ),
     ),
     _subtle(
+        "forward: the far edge of a window of thousands of keys is one key short",
+        "a special case for windows of whole tiles",
+        (
+            _FORWARD,
+            "seen = element_mask(offs_m[:, None], offs_n[None, :], view)\n",
+            "seen = element_mask(offs_m[:, None], offs_n[None, :], view)\n"
+            "            if view[2] > 4096:\n"
+            "                left = offs_n[None, :] - 1\n"
+            "                seen = seen & element_mask(offs_m[:, None], left, view)\n",
+        ),
+    ),
+    _subtle(
         "forward: the last head of several runs over the keys of full tiles backwards",
         "work is handed out in turns",
         (

@@ -23,6 +23,7 @@ WORTH: dict[str, tuple[str, int]] = {
     "rms": ("dkdv: dS is made from the rounded P", 1),
     "bias": ("dq: dq is too large by one part in a thousand", 0),
     "identities": ("delta: it is truncated to the input dtype", 4),
+    "counts": ("forward: the far edge of a window of thousands of keys is one key short", 12),
     "mask": (
         "dkdv: the first key and the last row of a sequence are taken for hidden from each other",
         5,

@@ -11,7 +11,7 @@ import torch
 from oracles.mask import Mask
 from oracles.problem import Problem
 from properties import probes
-from properties.probes import doubled_values, mask_read_back, permuted, unit_values
+from properties.probes import counts, doubled_values, mask_read_back, permuted, unit_values
 from properties.subject import Subject
 from properties.trial import Trial, examine
 
@@ -23,7 +23,7 @@ PROBLEM = Problem(
     dirty="nan",
     mask=LENGTHS,
 )
-CHECKS = [doubled_values, mask_read_back, permuted, unit_values]
+CHECKS = [counts, doubled_values, mask_read_back, permuted, unit_values]
 
 
 class Eager:
@@ -108,6 +108,8 @@ def test_empty_problems_pass(check, sizes):
 @pytest.mark.parametrize(
     ("fault", "check", "outputs"),
     [
+        ("sees one key more", counts, ["lse"]),
+        ("sees one key less", counts, ["lse"]),
         ("divides by one too few", unit_values, ["out"]),
         ("divides by one too many", unit_values, ["out"]),
         ("NaN where it sees", mask_read_back, ["out"]),
@@ -140,13 +142,14 @@ def test_the_mask_read_back_reads_every_place_some_time():
     assert found == {"out", "dv"}
 
 
-def test_rows_are_read_a_chunk_at_a_time(monkeypatch):
+@pytest.mark.parametrize("check", [counts, mask_read_back])
+def test_rows_are_read_a_chunk_at_a_time(check, monkeypatch):
     monkeypatch.setattr(probes, "chunk_height", lambda *sizes: 3)
     for seed in range(8):
         problem = replace(PROBLEM, seed=seed, Dv=7, mask=Mask(window_left=4, window_right=1))
-        assert mask_read_back(trial_of(problem=problem)) == []
+        assert check(trial_of(problem=problem)) == []
     problem = replace(PROBLEM, Dv=24, mask=FEWER_PADS)
-    assert mask_read_back(trial_of("sees one key less", problem)) != []
+    assert check(trial_of("sees one key less", problem)) != []
 
 
 class FirstHead(Mask):
@@ -181,16 +184,28 @@ def test_padding_keeps_what_the_problem_put_there(check):
     assert calls[1][1, :, :9].isfinite().all()
 
 
+def test_a_subject_without_lse_is_not_counted():
+    class OutAlone(Eager):
+        returns_lse = False
+
+        def __call__(self, q, k, v, *, mask, sm_scale):
+            return super().__call__(q, k, v, mask=mask, sm_scale=sm_scale)[0]
+
+    trial = examine(Subject.of(OutAlone("sees one key less"), "out alone"), PROBLEM)
+    assert counts(trial) == []
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 def test_unit_values_are_for_16_bits(dtype):
     assert unit_values(trial_of("divides by one too few", replace(PROBLEM, dtype=dtype))) == []
 
 
-def test_a_row_of_65_536_keys_is_read_exactly():
+def test_a_row_of_65_536_keys_is_counted_exactly():
     problem = replace(PROBLEM, B=1, H=1, Hk=1, M=2, N=65_536, mask=Mask(), dtype="fp16")
     trial = trial_of(problem=problem)
-    for check in (mask_read_back, unit_values):
+    for check in (counts, mask_read_back, unit_values):
         assert check(trial) == []
+    assert [finding.bad for finding in counts(trial_of("loses the last key", problem))] == [2]
 
 
 @pytest.mark.parametrize(

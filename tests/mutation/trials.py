@@ -100,7 +100,6 @@ STEPS: tuple[Step, ...] = (
 # of which one key in six hundred is a small part.
 ORDINARY: tuple[Step, ...] = (
     *(Step(Problem(dtype=dtype, **fields), ("G1", *COMPANIONS, "G9"))
-      for dtype in ("bf16", "fp16")
       for fields in (
         {"H": 2, "Hk": 2, "M": 192, "N": 160, "D": 32, "Dv": 32, "config": "64x32"},
         {"H": 6, "M": 32, "N": 700, "mask": Mask(window_left=600), "config": "32x64"},
@@ -110,7 +109,8 @@ ORDINARY: tuple[Step, ...] = (
         {"B": 2, "H": 16, "Hk": 16, "M": 64, "N": 64, "D": 64, "Dv": 64, "config": "64x32"},
         # As many columns as rows, so that all pairs are read back.
         {"M": 120, "N": 120, "Dv": 128, "mask": Mask(causal=True), "config": "64x32"},
-    )),
+      )
+      for dtype in ("bf16", "fp16")),
     # Of more keys than the bound on lse counts, even if all weights are the same.
     Step(Problem(M=16, N=8300, dtype="bf16", mask=Mask(window_left=8200), inputs="zero_k",
                  config="32x64"), ("G1", "counts")),

@@ -1,0 +1,33 @@
+"""K12: what a single pass over the scores gives, whose dq is added up by atomics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oracles import error_model, reference
+from oracles.mask import Mask
+from oracles.outputs import Numerics
+from oracles.problem import Problem
+from properties.compare import ratios
+from properties.tensors import make
+from tests.claims.launching import differentiate
+from tests.claims.single_pass import SINGLE_PASS
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask(), Mask(causal=True, seqlens_q=(50,))], ids=["full", "ragged"]
+)
+def test_k12_the_single_pass_has_the_gradients_of_two_passes(kernels, edited, device, mask):
+    """dk and dv to the bit, dq within its bound: its sum has another order."""
+    problem = Problem(H=4, Hk=2, M=70, N=90, D=24, Dv=16, dtype="bf16", mask=mask, device=device)
+    inputs = make(problem)
+    options = {"mask": mask, "sm_scale": problem.scale}
+    two = differentiate(kernels, *inputs, **options)
+    one = differentiate(edited("k12_single_pass", *SINGLE_PASS), *inputs, **options)
+    assert torch.equal(one.dk, two.dk)
+    assert torch.equal(one.dv, two.dv)
+    call = {"mask": mask, "sm_scale": problem.scale}
+    want = reference.attention(*inputs, **call).dq
+    bound = error_model.judge(*inputs, **call, in_dtype="bf16", numerics=Numerics()).bound.dq
+    assert float(ratios(one.dq, want, bound).amax()) <= 1

@@ -21,8 +21,9 @@ from tests.mutation.package import sources_of
 __all__ = ["judged_referee", "warm_up"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-# What the tests import that is no part of this project; Triton where it is installed.
-_NEEDED = ("torch", "numpy", "mpmath", "hypothesis", "hypothesis.strategies")
+# What the tests import that is no part of this project; Triton where it is installed. A second of
+# imports waits in torch for the first ``detach``.
+_NEEDED = ("torch", "torch._dynamo", "numpy", "mpmath", "hypothesis", "hypothesis.strategies")
 _ENVIRONMENT = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
 _OWN = ("conftest", "fa_kernels", "oracles", "properties")
 

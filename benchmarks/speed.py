@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.spread import spread
 from fa_kernels import flash_attention
 
 __all__ = ["PROBLEMS", "interleaved", "measure", "ours", "sdpa_flash"]
@@ -88,9 +89,7 @@ def main() -> int:
     for B, N, H, D, causal in PROBLEMS:
         results = measure({"ours": ours, "SDPA flash": sdpa_flash}, B, N, H, D, causal)
         for name, times in results.items():
-            cells = [
-                f"{statistics.median(t):.3f} [{min(t):.3f}, {max(t):.3f}]" for t in times.values()
-            ]
+            cells = [spread(t) for t in times.values()]
             mine, theirs = (statistics.median(t) for t in times.values())
             flop = (
                 4 * B * H * N * N * D * (0.5 if causal else 1) * (1 if name == "forward" else 2.5)

@@ -12,12 +12,14 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product, repeat
 from multiprocessing import get_context
 
+from benchmarks.spread import spread
+
 __all__ = ["worst_of"]
 
 DTYPES = ("fp16", "bf16", "fp32")
 
 
-def worst_of(dtype: str, problems: int, seed: int, steer: bool) -> dict[str, float]:
+def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, float]:
     """By output: the worst error/bound that so many problems reach."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     # What follows imports torch and Triton, which read the environment.
@@ -58,13 +60,8 @@ def main() -> None:
     options = parser.parse_args()
     searches = list(product(DTYPES, range(options.seeds), (False, True)))
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        worst = dict(
-            zip(
-                searches,
-                pool.map(_searched, searches, repeat(options.problems)),
-                strict=True,
-            )
-        )
+        found = pool.map(worst_of, *zip(*searches, strict=True), repeat(options.problems))
+        worst = dict(zip(searches, found, strict=True))
     print(f"{options.problems} problems, {options.seeds} seeds: median [range] of the worst")
     print("| dtype | output | random | steered | steered / random |")
     print("|---|---|---|---|---|")
@@ -74,16 +71,7 @@ def main() -> None:
             for steer in (False, True)
         )
         ratio = statistics.median(steered) / statistics.median(plain)
-        print(f"| {dtype} | {name} | {_spread(plain)} | {_spread(steered)} | {ratio:.2f} |")
-
-
-def _searched(search: tuple[str, int, bool], problems: int) -> dict[str, float]:
-    dtype, seed, steer = search
-    return worst_of(dtype, problems, seed, steer)
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+        print(f"| {dtype} | {name} | {spread(plain)} | {spread(steered)} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

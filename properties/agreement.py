@@ -151,8 +151,7 @@ def _outside_in_one(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values of whichever run leaves the bound, and where not both do, out of a part."""
     first, want, bound = trial.got[place], trial.want[place], trial.judgement.bound[place]
-    if first is None:
-        return second, part
+    assert first is not None  # a subject returns lse, or has a backward pass, always or never
     was_outside = ratios(first, want, bound) > 1
     one = ~(was_outside & (ratios(second, want, bound) > 1))
     return torch.where(was_outside, first, second), one if part is None else one & part

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import torch
 
+from benchmarks.spread import spread
 from tests.mutation.mutant import Edit, Mutant, mutated
 from tests.mutation.package import PACKAGE, load, sources_of
 
@@ -68,8 +69,8 @@ def main() -> int:
             tile, one = min(times.items(), key=lambda item: statistics.median(item[1]))
             ratio = statistics.median(one) / statistics.median(two)
             print(
-                f"| {B}x{N}x{H}x{D} | {'yes' if causal else 'no'} | {_spread(two)} "
-                f"| {_spread(one)} {tile} | {ratio:.2f} |",
+                f"| {B}x{N}x{H}x{D} | {'yes' if causal else 'no'} | {spread(two)} "
+                f"| {spread(one)} {tile} | {ratio:.2f} |",
                 flush=True,
             )
     return 0
@@ -85,10 +86,6 @@ def _single(
 ) -> torch.Tensor:
     config = copy.Config(dkdv=copy.Tile(*tile))
     return copy.flash_attention(q, k, v, causal=causal, config=config)
-
-
-def _spread(times: list[float]) -> str:
-    return f"{statistics.median(times):.3f} [{min(times):.3f}, {max(times):.3f}]"
 
 
 if __name__ == "__main__":

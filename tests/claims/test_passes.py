@@ -22,12 +22,11 @@ def test_k12_the_single_pass_has_the_gradients_of_two_passes(kernels, edited, de
     """dk and dv to the bit, dq within its bound: its sum has another order."""
     problem = Problem(H=4, Hk=2, M=70, N=90, D=24, Dv=16, dtype="bf16", mask=mask, device=device)
     inputs = make(problem)
-    options = {"mask": mask, "sm_scale": problem.scale}
-    two = differentiate(kernels, *inputs, **options)
-    one = differentiate(edited("k12_single_pass", *SINGLE_PASS), *inputs, **options)
+    call = {"mask": mask, "sm_scale": problem.scale}
+    two = differentiate(kernels, *inputs, **call)
+    one = differentiate(edited("k12_single_pass", *SINGLE_PASS), *inputs, **call)
     assert torch.equal(one.dk, two.dk)
     assert torch.equal(one.dv, two.dv)
-    call = {"mask": mask, "sm_scale": problem.scale}
     want = reference.attention(*inputs, **call).dq
     bound = error_model.judge(*inputs, **call, in_dtype="bf16", numerics=Numerics()).bound.dq
     assert float(ratios(one.dq, want, bound).amax()) <= 1

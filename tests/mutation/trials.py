@@ -1,8 +1,8 @@
 """What decides about a mutant of the kernels: a fixed list of problems, each with its checks.
 
 The list is in the order in which it is asked: first what most mutants fail, in float64, where any
-fault of logic shows; then masks and padding, the arithmetic of each dtype, strides, and what takes
-second runs.
+fault of logic shows; then masks and padding, the arithmetic of each dtype, strides, and last, after
+the unit tests, what takes a second or more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from oracles.mask import Mask
 from oracles.problem import Problem
 from properties.guarantees import COMPANIONS, GUARANTEES, Check
 
-__all__ = ["CHECKS", "ORDINARY", "STEPS", "Step"]
+__all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # In the order in which they are asked of a trial.
 CHECKS: dict[str, Check] = {"T3": GUARANTEES["T3"], **GUARANTEES, **COMPANIONS}
@@ -42,7 +42,7 @@ _WINDOW = Mask(window_left=20, window_right=3, seqlens_q=(30, 33), seqlens_k=(49
 _SHORT = Mask(window_left=3, window_right=1, seqlens_q=(5, 3), seqlens_k=(6, 7))
 _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 
-STEPS: tuple[Step, ...] = (
+QUICK: tuple[Step, ...] = (
     # Two tiles by three, not square, heads in a group, sizes that are a multiple of nothing.
     _step(H=2, M=35, N=37, D=5, Dv=3, mask=Mask(causal=True), config="32x16"),
     # Every index of its own: batch entries, groups, strides.
@@ -84,6 +84,10 @@ STEPS: tuple[Step, ...] = (
     # Strides, heads in groups, what lies around.
     _step(H=4, Hk=2, M=20, N=35, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
           **_ALIGNED),
+)  # fmt: skip
+
+STEPS: tuple[Step, ...] = (
+    *QUICK,
     _step("G6", "G7", "G8", B=2, M=18, N=20, dtype="bf16", layouts=_MIXED, **_ALIGNED),
     _step("G6", "G7", "G8", "G9", B=2, H=2, M=18, N=20, D=24, dtype="fp32",
           layouts=("expanded", "offset", "packed", "expanded")),

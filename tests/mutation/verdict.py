@@ -14,14 +14,15 @@ from properties.subject import Subject
 from properties.trial import Question, SubjectError, Trial, question
 from tests.mutation.mutant import Kill, Mutant, Verdict, mutated
 from tests.mutation.package import load
-from tests.mutation.trials import CHECKS, Step
+from tests.mutation.trials import CHECKS, QUICK, Step
 from tests.mutation.unit_tests import TESTED_ALONE, failure_of
 from tests.subjects.ours import adapted, flash_attention
 
 __all__ = ["asked", "judged_kernels", "subject_of", "warmed"]
 
-# Of files that unit tests are about, mutants are put before those as soon as the first problems,
-# which most fail, are asked: what only wastes work, or never runs here, they alone see.
+# Unit tests come before the problems that take long. Of files that they are about, mutants are put
+# before them as soon as the first problems, which most fail, are asked: what only wastes work, or
+# never runs here, they alone see.
 _FIRST = 8
 
 
@@ -101,7 +102,7 @@ def _kills(
         yield Kill("raised", -1, f"{type(error).__name__}: {error}"[:500])
         return
     subject = Subject.of(adapted(package), "mutant")
-    units = len(steps) if unit_tests else -1
+    units = len(QUICK) if unit_tests else -1
     edited = {edit.file for edit in mutant.edits}
     if units > _FIRST and not edited.isdisjoint(TESTED_ALONE):
         units = _FIRST
@@ -118,8 +119,6 @@ def _kills(
         for check in step.checks:
             for finding in _findings(check, trial):
                 yield Kill(check, number, finding)
-    if units == len(steps):
-        yield from _of_unit_tests(package, edited, units)
 
 
 def _of_unit_tests(package: ModuleType, edited: set[str], number: int) -> Iterator[Kill]:

@@ -36,10 +36,15 @@ from oracles.problem import Problem
 from properties.flight_recorder import FlightRecorder
 from properties.ledger import Ledger
 from tests.crash_reports import DEFAULT_SECONDS, CrashReports
-from tests.session import device_of, is_ours, subject_of
+from tests.session import device_of, is_ours, mask_of, subject_of
 
 CONFORMANCE = Path(__file__).parent / "tests" / "conformance"
 HARDWARE = Path(__file__).parent / "tests" / "mutation" / "test_hardware.py"
+# What --mask runs.
+OF_MASKS = tuple(
+    f"test_{name}.py"
+    for name in ("masks", "logic", "accuracy", "rows_and_padding", "memory", "invariance", "probes")
+)
 REPLAY = pytest.StashKey[Problem]()
 
 # Examples a test and shard; a GPU judges about twenty times as many problems a second.
@@ -82,6 +87,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "package.module:name, in place of the project's own kernels",
     )
     group.addoption(
+        "--mask",
+        metavar="FILE:CLASS",
+        help="verify kernels on this class of masks, a subclass of oracles.mask.Mask, "
+        "path/to/file.py:Class or package.module:Class",
+    )
+    group.addoption(
         "--replay",
         metavar="JSON",
         help="run every guarantee on one problem: the JSON of a failure message",
@@ -108,6 +119,10 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--hypothesis-profile is {profile!r}; needs one of {', '.join(PROFILES)}"
         )
     config.addinivalue_line("markers", "shards(start, step, float64): the shards that a test runs")
+    # Before a problem is read that may be about it.
+    mask = mask_of(config)
+    if mask is not None:
+        config.args[:] = [str(CONFORMANCE / name) for name in OF_MASKS]
     text = config.getoption("--replay")
     if text is not None:
         try:
@@ -187,6 +202,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if not is_ours(config):
         subject = subject_of(config)
         lines.append(f"attention: subject {subject.name}, declares {subject.declared()}")
+    if mask_of(config) is not None:
+        lines.append(f"attention: masks of {config.getoption('--mask')}")
     if REPLAY in config.stash:
         lines.append(f"attention: replaying {config.stash[REPLAY].to_json()}")
     return lines

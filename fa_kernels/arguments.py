@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from fa_kernels.block_map import BlockMaps, Predicate, block_maps, predicate_of
 from fa_kernels.configs import Config, resolve
 
 __all__ = ["Arguments", "MaskLike", "check"]
@@ -27,6 +29,11 @@ class MaskLike(Protocol):
 
     causal: bool. window_left, window_right: int >= 0, or None for unbounded, both inclusive around
     the position m + seqlen_k - seqlen_q. seqlens_q, seqlens_k: B ints, or None for full.
+
+    A hashable mask may also have a method native(B, H, M, N, device) that returns None, or what
+    else hides a key, as (jit function of (b, h, m, n, args), args): a ``triton.jit`` predicate of
+    scalars b and h and of tiles m and n of valid rows and keys, and a tuple of ints, of tensors
+    (bools and ints of less than 32 bits arrive as int32) and of such tuples.
     """
 
     causal: bool
@@ -47,6 +54,8 @@ class Arguments:
         window_right: Keys visible after the own position, clamped to M + N.
         sm_scale: Factor on q.k.
         config: Complete tile configuration.
+        predicate: What else hides a key, of a mask that has that.
+        maps: The tiles that each kernel then visits.
     """
 
     seqlens_q: torch.Tensor
@@ -55,6 +64,8 @@ class Arguments:
     window_right: int
     sm_scale: float
     config: Config
+    predicate: Predicate | None = None
+    maps: BlockMaps | None = None
 
 
 def _check_tensors(q: object, k: object, v: object) -> None:
@@ -242,11 +253,11 @@ def check(
             )
         causal, window = mask.causal, (mask.window_left, mask.window_right)
         seqlens_q, seqlens_k = mask.seqlens_q, mask.seqlens_k
-    B, _, M, D = q.shape
+    B, H, M, D = q.shape
     N = k.shape[2]
     left, right = _checked_window(causal, window)
     block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
-    return Arguments(
+    arguments = Arguments(
         seqlens_q=_checked_lengths("seqlens_q", seqlens_q, B, M, q.device),
         seqlens_k=_checked_lengths("seqlens_k", seqlens_k, B, N, q.device),
         window_left=M + N if left is None else min(left, M + N),
@@ -254,3 +265,15 @@ def check(
         sm_scale=_checked_scale(sm_scale, D, q.dtype),
         config=resolve(config, q.dtype, block_d),
     )
+    if not hasattr(mask, "native"):
+        return arguments
+    if type(mask).__hash__ is None:
+        raise TypeError(f"mask is {mask!r}; needs to be hashable, since it has a method native")
+    predicate = predicate_of(mask, B, H, M, N, q.device)
+    if predicate is None:
+        return arguments
+    maps = block_maps(
+        mask, B, H, M, N, (arguments.window_left, arguments.window_right),
+        (arguments.seqlens_q, arguments.seqlens_k), arguments.config,
+    )  # fmt: skip
+    return dataclasses.replace(arguments, predicate=predicate, maps=maps)

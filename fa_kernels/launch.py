@@ -63,6 +63,7 @@ def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dic
         "BLOCK_DV": _padded(Dv),
         "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
         "DOTS": arguments.config.dots if dtype == torch.float32 else "ieee",
+        "PREDICATE": None if arguments.predicate is None else arguments.predicate.function,
     }
 
 
@@ -73,6 +74,17 @@ def _tile(tile: Tile) -> dict:
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
+
+
+def _predicate(arguments: Arguments, lists: str) -> tuple:
+    """The block map of a kernel with its strides, and the predicate's arguments; fillers if none.
+
+    ``lists`` is a field of ``BlockMaps``.
+    """
+    if arguments.predicate is None or arguments.maps is None:
+        return arguments.seqlens_q, 0, 0, 0, (0,)
+    lists = getattr(arguments.maps, lists)
+    return lists, *lists.stride()[:3], arguments.predicate.args
 
 
 def _scale_bits(sm_scale: float) -> int:
@@ -97,6 +109,7 @@ def launch_forward(
                 *q.stride(), *k.stride(), *v.stride(),
                 H, H // k.shape[1], M, N, D, Dv,
                 arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
+                *_predicate(arguments, "forward"),
                 ALIGNED=_is_aligned(q, k, v, out),
                 **_constants(q.dtype, D, Dv, arguments), **_tile(tile),
             )  # fmt: skip
@@ -141,14 +154,14 @@ def launch_backward(
         programs = triton.cdiv(N, tile.block_n) * B * Hk
         if programs:
             dkdv_kernel[(programs,)](
-                *inputs, dk, dv, *lengths, *shared,
+                *inputs, dk, dv, *lengths, *shared, *_predicate(arguments, "dkdv"),
                 ALIGNED=_is_aligned(q, k, v, dout, dk, dv), **constants, **_tile(tile),
             )  # fmt: skip
         tile = arguments.config.dq
         programs = triton.cdiv(M, tile.block_m) * B * H
         if programs:
             dq_kernel[(programs,)](
-                *inputs, dq, *lengths, *shared,
+                *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"),
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),
             )  # fmt: skip
     return dq, dk, dv

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Mask"]
+__all__ = ["Between", "Mask"]
+
+
+@dataclass(frozen=True)
+class Between:
+    """Bounds of a mask's int, both inclusive: ``width: Annotated[int, Between(1, 64)] = 1``."""
+
+    low: int
+    high: int
 
 
 def _checked_lengths(name: str, lengths: object) -> tuple[int, ...] | None:
@@ -61,14 +70,24 @@ class Mask:
         TypeError: A field is of the wrong type.
         ValueError: A bound or length is negative, or causal contradicts window_right.
 
+    A subclass adds fields and overrides ``allows``, which all of the above is combined with; for
+    kernels that evaluate masks themselves also ``native``. ``uniform=True`` among the class's
+    arguments says that ``allows`` takes no notice of b and h. ``a & b`` and ``a | b`` combine.
+
     Source: the alignment and the window of flash_attn 2.1 and later.
     """
+
+    uniform: ClassVar[bool] = True
 
     causal: bool = False
     window_left: int | None = None
     window_right: int | None = None
     seqlens_q: tuple[int, ...] | None = None
     seqlens_k: tuple[int, ...] | None = None
+
+    def __init_subclass__(cls, *, uniform: bool = False, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        cls.uniform = uniform
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
@@ -109,11 +128,79 @@ class Mask:
             filled.append(lengths)
         return filled[0], filled[1]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether lengths and window are all there is."""
+        return type(self).allows is Mask.allows
+
+    def allows(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
+        """Whether query m of head h may see key n in batch entry b, beside window and lengths.
+
+        Overridden by other masks, as an elementwise expression of integers.
+
+        Args:
+            b: Batch entry: an int, or an int64 tensor that broadcasts against the others.
+            h: Query head, likewise.
+            m: Valid query row, likewise; ``position`` aligns it with the keys.
+            n: Valid key, likewise.
+            M: Query rows of the tensors, padding included.
+            N: Keys.
+
+        Returns:
+            A bool, or a bool tensor of the broadcast shape or one that broadcasts to it.
+        """
+        return True
+
+    def native(
+        self, B: int, H: int, M: int, N: int, device: torch.device | str
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        """``allows`` for kernels: (jit function of (b, h, m, n, args), args); None: all allowed.
+
+        The function is a ``triton.jit`` one and gets scalars b and h, and m and n that broadcast
+        against each other, never past the valid rows and keys. args holds ints, tensors on the
+        device and tuples of these.
+
+        Raises:
+            NotImplementedError: The mask has no such form.
+        """
+        if self.is_plain:
+            return None
+        raise NotImplementedError(f"{type(self).__name__} has no native predicate")
+
+    def position(self, b: Any, m: Any, *, M: int, N: int) -> Any:
+        """Where row m stands among the keys: m + seqlens_k[b] - seqlens_q[b]; may be negative."""
+        if self.seqlens_q is None and self.seqlens_k is None:
+            return m + (N - M)
+        if isinstance(b, int):
+            rows, keys = (x and x[b] for x in (self.seqlens_q, self.seqlens_k))
+            return m + (N if keys is None else keys) - (M if rows is None else rows)
+        return m + self.offsets(len(self.seqlens_q or self.seqlens_k or ()), M, N, b.device)[b]
+
+    def offsets(self, B: int, M: int, N: int, device: torch.device | str) -> torch.Tensor:
+        """seqlens_k - seqlens_q, int32 (B,): what ``position`` adds to a row."""
+        import torch
+
+        rows, keys = self.lengths(B, M, N)
+        apart = [key - row for row, key in zip(rows, keys, strict=True)]
+        return torch.tensor(apart, dtype=torch.int32, device=device)
+
+    def permits(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
+        """Window and ``allows`` together, of valid rows and keys; elementwise."""
+        seen = self.allows(b, h, m, n, M=M, N=N)
+        if self.window_left is None and self.right is None:
+            return seen
+        distance = n - self.position(b, m, M=M, N=N)
+        if self.window_left is not None:
+            seen = (distance >= -self.window_left) & seen
+        if self.right is not None:
+            seen = (distance <= self.right) & seen
+        return seen
+
     def visible(self, b: int, h: int, m: int, n: int, *, M: int, N: int) -> bool:
         """The definition: whether query m of head h sees key n, in batch entry b.
 
         Every other form of a mask (dense, tile ranges, element masks of kernels) is compared with
-        this one. ``h`` does not matter for this class; predicates of other masks may use it.
+        this one.
         """
         seqlen_q = M if self.seqlens_q is None else self.seqlens_q[b]
         seqlen_k = N if self.seqlens_k is None else self.seqlens_k[b]
@@ -122,7 +209,9 @@ class Mask:
         position = m + seqlen_k - seqlen_q
         if self.window_left is not None and n < position - self.window_left:
             return False
-        return self.right is None or n <= position + self.right
+        if self.right is not None and n > position + self.right:
+            return False
+        return bool(self.allows(b, h, m, n, M=M, N=N))
 
     def dense(
         self, B: int, H: int, M: int, N: int, device: torch.device | str | None = None
@@ -131,17 +220,43 @@ class Mask:
         import torch
 
         seqlens_q, seqlens_k = self.lengths(B, M, N)
-        same = len(set(seqlens_q)) <= 1 and len(set(seqlens_k)) <= 1
+        same = self.uniform and len(set(seqlens_q)) <= 1 and len(set(seqlens_k)) <= 1
         if same:
             seqlens_q, seqlens_k = seqlens_q[:1], seqlens_k[:1]
         rows = torch.tensor(seqlens_q, dtype=torch.int64, device=device).view(-1, 1, 1, 1)
         keys = torch.tensor(seqlens_k, dtype=torch.int64, device=device).view(-1, 1, 1, 1)
+        h = torch.arange(1 if self.uniform else H, device=device).view(1, -1, 1, 1)
         m = torch.arange(M, device=device).view(1, 1, M, 1)
         n = torch.arange(N, device=device).view(1, 1, 1, N)
-        distance = n - (m + keys - rows)
         seen = (m < rows) & (n < keys)
-        if self.window_left is not None:
-            seen = seen & (distance >= -self.window_left)
-        if self.right is not None:
-            seen = seen & (distance <= self.right)
+        seen = seen.expand(-1, h.shape[1], -1, -1).clone()
+        # Padding is not asked about, so that a predicate can look rows and keys up in tables.
+        b = ((rows > 0) & (keys > 0)).flatten().nonzero()
+        if b.numel():
+            m, n = torch.minimum(m, rows - 1)[b[:, 0]], torch.minimum(n, keys - 1)[b[:, 0]]
+            seen[b[:, 0]] &= self.permits(b.view(-1, 1, 1, 1), h, m, n, M=M, N=N)
         return seen
+
+    def taken(self, entries: tuple[int, ...], heads: tuple[int, ...] | None = None) -> Mask:
+        """The mask of some batch entries and query heads, in that order; None is all heads."""
+        rows, keys = (
+            None if x is None else tuple(x[b] for b in entries)
+            for x in (self.seqlens_q, self.seqlens_k)
+        )
+        if self.uniform:
+            return dataclasses.replace(self, seqlens_q=rows, seqlens_k=keys)
+        from oracles.combined_masks import Taken
+
+        return Taken(mask=self, entries=entries, heads=heads, seqlens_q=rows, seqlens_k=keys)
+
+    def __and__(self, other: Mask) -> Mask:
+        """Visible where both say so; lengths are those of either, and the same where both have."""
+        from oracles.combined_masks import Both
+
+        return Both(first=self, second=other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        """Visible where one of both says so; lengths as of ``&``."""
+        from oracles.combined_masks import Either
+
+        return Either(first=self, second=other) if isinstance(other, Mask) else NotImplemented

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oracles.mask import Mask
+from oracles.mask_codec import mask_from_record, mask_to_record
 
-__all__ = ["DTYPES", "LAYOUTS", "MASKS", "TENSORS", "VERSION", "Problem"]
+__all__ = ["DTYPES", "LAYOUTS", "TENSORS", "VERSION", "Problem"]
 
 VERSION = 1
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
@@ -25,7 +26,6 @@ LAYOUTS = (
     "strided",
 )
 TENSORS = ("q", "k", "v", "dout")
-MASKS: dict[str, type[Mask]] = {"Mask": Mask}
 _SIZES = ("B", "H", "Hk", "M", "N", "D", "Dv")
 
 
@@ -119,13 +119,8 @@ class Problem:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if item.name == "mask":
-                mask = {
-                    f.name: getattr(value, f.name)
-                    for f in dataclasses.fields(value)
-                    if getattr(value, f.name) != f.default
-                }
-                if mask:
-                    record["mask"] = {"type": type(value).__name__, **mask}
+                if value != Mask():
+                    record["mask"] = mask_to_record(value)
             elif value != item.default:
                 record[item.name] = value
         return json.dumps(record, separators=(",", ":"))
@@ -158,20 +153,9 @@ class Problem:
             raise ValueError(f"problem has unknown fields {unknown}; known are {sorted(known)}")
         try:
             if "mask" in fields:
-                fields["mask"] = _mask_from_record(fields["mask"])
+                fields["mask"] = mask_from_record(fields["mask"])
             if "layouts" in fields:
                 fields["layouts"] = tuple(fields["layouts"])
             return cls(**fields)
         except TypeError as error:
             raise ValueError(f"problem is malformed: {error}") from None
-
-
-def _mask_from_record(record: object) -> Mask:
-    """Looks the mask up among the registered classes; an unknown one cannot be replayed."""
-    if not isinstance(record, dict):
-        raise ValueError(f"mask is {record!r}; needs a JSON object")
-    fields = dict(record)
-    name = fields.pop("type", None)
-    if name not in MASKS:
-        raise ValueError(f"mask type {name!r} is not replayable; registered are {sorted(MASKS)}")
-    return MASKS[name](**fields)

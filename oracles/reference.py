@@ -27,8 +27,8 @@ class DenseMask(Protocol):
 class RowMasks:
     """The dense mask, a few rows at a time.
 
-    A ``Mask`` is evaluated for the asked rows alone, so that M x N never stands in memory; any
-    other mask is made dense once and sliced.
+    A ``Mask`` is evaluated for the asked rows alone, so that M x N never stands in memory: lengths
+    and window here, the rest by its ``allows``. Any other mask is made dense once and sliced.
     """
 
     def __init__(
@@ -38,10 +38,15 @@ class RowMasks:
         self.shape = (B, H, M, N)
         self.device = device
         self._dense: torch.Tensor | None = None
+        self._beyond: Mask | None = None
         if isinstance(mask, Mask) and type(mask).dense is Mask.dense:
             lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int64, device=device)
             self._rows, self._keys = lengths.view(2, B, 1, 1, 1).unbind()
             self._left, self._right = mask.window_left, mask.right
+            if not mask.is_plain:
+                self._beyond = mask
+                both = lengths.cpu().amin(0) > 0
+                self._live = both.nonzero()[:, 0].to(device)
         else:
             self._dense = mask.dense(B, H, M, N, device=device)
 
@@ -57,6 +62,16 @@ class RowMasks:
             seen = seen & (n >= position - self._left)
         if self._right is not None:
             seen = seen & (n <= position + self._right)
+        if self._beyond is not None and 0 not in self.shape:
+            _, H, M, N = self.shape
+            h = torch.arange(1 if self._beyond.uniform else H, device=self.device).view(-1, 1, 1)
+            seen = seen.expand(-1, h.shape[0], -1, -1).clone()
+            # Padding is not asked about.
+            b = self._live
+            m = torch.minimum(m, self._rows - 1)[b]
+            n = torch.minimum(n, self._keys - 1)[b]
+            if b.numel():
+                seen[b] &= self._beyond.allows(b.view(-1, 1, 1, 1), h, m, n, M=M, N=N)
         return seen
 
 

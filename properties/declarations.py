@@ -22,7 +22,7 @@ NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
 # Declarations that hold some of these words.
 _SUBSETS: dict[str, tuple[str, ...]] = {
     "dtypes": DTYPES,
-    "masks": ("causal", "window", "padding"),
+    "masks": ("causal", "window", "padding", "custom"),
     "layouts": LAYOUTS,
     "dirty": tuple(DIRTY),
     "devices": ("cpu", "cuda"),

@@ -88,7 +88,14 @@ def problems_of(
         "max_cost": max(max_cost, (_up(2 * multiple, tile) // tile) ** 2),
         **wanted,
     }
-    positions = tuple(kind for kind in subject.masks if kind != "padding")
+    if drawn.get("mask") is not None:
+        if "custom" not in subject.masks:
+            raise _excluded(subject, "masks")
+        # What a predicate hides cannot be forced.
+        hidden = False
+    positions = tuple(kind for kind in subject.masks if kind in ("causal", "window"))
+    if drawn.get("mask") is not None:
+        positions = ()
     lengths = ("padding",) if "padding" in subject.masks else ()
     if padding and not lengths:
         raise _excluded(subject, "masks")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import lru_cache
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
 from oracles.mask import Mask
+from properties.mask_classes import draw_instance
 from properties.seqlens import Domain, Draw
 
 __all__ = ["draw_mask"]
@@ -88,13 +90,14 @@ def _draw_lengths(
     return queries, keys
 
 
-def draw_mask(draw: Draw, domain: Domain, B: int, M: int, N: int) -> Mask:
+def draw_mask(draw: Draw, domain: Domain, B: int, H: int, M: int, N: int) -> Mask:
     """A mask for B sequences of M queries and N keys; batch entry 0 has what is forced.
 
     Args:
         draw: Of a composite strategy.
-        domain: Which kinds of masks there are, and what is forced.
+        domain: Which kinds of masks there are, or their class, and what is forced.
         B: Batch entries.
+        H: Query heads.
         M: Query rows.
         N: Keys.
     """
@@ -113,10 +116,11 @@ def draw_mask(draw: Draw, domain: Domain, B: int, M: int, N: int) -> Mask:
         queries, keys = _draw_lengths(draw, B, M, N, draw(st.sampled_from(tensors)))
     rows, columns = _force_lengths(domain, queries, keys, M, N)
     left, right = _force_window(domain, left, right, rows, columns)
-    return Mask(
-        causal=kind.causal,
-        window_left=left,
-        window_right=None if kind.causal else right,
+    mask = Mask(causal=kind.causal, window_left=left, window_right=None if kind.causal else right)
+    if domain.mask is not None:
+        mask = draw_instance(draw, domain.mask, B, H, M, N)
+    return dataclasses.replace(
+        mask,
         seqlens_q=None if queries is None else tuple(queries),
         seqlens_k=None if keys is None else tuple(keys),
     )

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from oracles import error_model, reference
-from oracles.mask import Mask
 from oracles.outputs import OUTPUTS, Outputs
 from oracles.problem import Problem
 from properties.agreement import agree
@@ -75,7 +74,8 @@ def independence(trial: Trial) -> list[Finding]:
     of_rows = (slice(b, b + 1), heads)
     of_keys = (slice(b, b + 1), slice(group, group + 1))
     q, k, v, dout = trial.inputs
-    alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=_mask_of(problem.mask, b))
+    mask = problem.mask.taken((b,), tuple(range(problem.H))[heads])
+    alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=mask)
     try:
         part = run_subject(
             trial.subject, alone, Inputs(q[of_rows], k[of_keys], v[of_keys], dout[of_rows])
@@ -88,16 +88,6 @@ def independence(trial: Trial) -> list[Finding]:
             into[of_keys if name in ("dk", "dv") else of_rows] = piece
     claim = f"of b={b}, key/value head {group} alone is not that part of the whole"
     return agree(trial, whole, "G9 independence", claim)
-
-
-def _mask_of(mask: Mask, b: int) -> Mask:
-    """The mask of one batch entry."""
-    rows, keys = mask.seqlens_q, mask.seqlens_k
-    return dataclasses.replace(
-        mask,
-        seqlens_q=None if rows is None else rows[b : b + 1],
-        seqlens_k=None if keys is None else keys[b : b + 1],
-    )
 
 
 def repeatable(trial: Trial) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""From ``--kernel=path/to/file.py:name`` or ``package.module:name`` to a subject."""
+"""From ``--kernel=path/to/file.py:name`` or ``package.module:name`` to a subject, or a mask."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from oracles.mask import Mask
+from oracles.mask_codec import SHIPPED, register
+from properties.mask_classes import check_mask_class
 from properties.subject import Subject
 
-__all__ = ["load"]
+__all__ = ["load", "load_mask"]
 
 _NEEDS = "needs path/to/file.py:name or package.module:name"
 _MOST_NAMES = 20
@@ -36,16 +38,55 @@ def load(spec: str) -> Subject:
         ValueError: There is no such file, module or name, it cannot be imported, is not callable,
             takes other arguments, or declares what does not exist. The message is one paragraph.
     """
-    source, _, name = spec.rpartition(":")
     try:
-        if not source or not name or ("/" in source and not source.endswith(".py")):
-            raise ValueError(f"got {spec!r}; {_NEEDS}")
-        subject = Subject.of(_found(_imported(source), source, name), name)
+        source, name = _split(spec)
+        found = _found(_imported(source), source, name)
+        if inspect.isclass(found) or not callable(found):
+            raise ValueError(
+                f"{name!r} in {source} is {_kind(found)}; needs a function or an instance with "
+                "__call__"
+            )
+        subject = Subject.of(found, name)
         _check_signature(subject)
     except ValueError as error:
         # What is quoted of a user's values can have line breaks.
         raise ValueError(" ".join(str(error).split())) from None
     return subject
+
+
+def load_mask(spec: str) -> type[Mask]:
+    """Imports a class of masks, sees that it can be drawn, and makes it known by its name.
+
+    Args:
+        spec: ``path/to/file.py:Name`` or ``package.module:Name``, imported as by ``load``.
+
+    Raises:
+        ValueError: There is no such class, it cannot be imported, is no Mask or cannot be drawn.
+    """
+    try:
+        source, name = _split(spec)
+        found = _found(_imported(source), source, name)
+        if not (inspect.isclass(found) and issubclass(found, Mask)) or found is Mask:
+            raise ValueError(f"{name!r} in {source} is {_kind(found)}; needs a subclass of Mask")
+        check_mask_class(found)
+        if found.__name__ not in SHIPPED:
+            register(found)
+    except ValueError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    return found
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """The file or module, and the name in it."""
+    source, _, name = spec.rpartition(":")
+    if not source or not name or ("/" in source and not source.endswith(".py")):
+        raise ValueError(f"got {spec!r}; {_NEEDS}")
+    return source, name
+
+
+def _kind(found: object) -> str:
+    """What an object is, for a message."""
+    return "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
 
 
 def _imported(source: str) -> ModuleType:
@@ -89,7 +130,7 @@ def _reason(error: BaseException) -> str:
     return f"{text} ({places[-1].filename}, line {places[-1].lineno})" if places else text
 
 
-def _found(module: ModuleType, source: str, name: str) -> Callable[..., Any]:
+def _found(module: ModuleType, source: str, name: str) -> Any:
     """What a dotted name stands for in a module."""
     found: Any = module
     parts = name.split(".")
@@ -99,13 +140,7 @@ def _found(module: ModuleType, source: str, name: str) -> Callable[..., Any]:
             owner = f"{'.'.join(parts[:depth])} in {source}" if depth else source
             raise ValueError(f"{owner} has no {part!r}; it has {there}")
         found = getattr(found, part)
-    if inspect.isclass(found) or not callable(found):
-        kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
-        raise ValueError(
-            f"{name!r} in {source} is {kind}; needs a function or an instance with __call__"
-        )
-    call: Callable[..., Any] = found
-    return call
+    return found
 
 
 def _callables(owner: object, wanted: str) -> list[str]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 
 from oracles import stream
-from oracles.mask import Mask
 from oracles.outputs import OUTPUTS
 from oracles.problem import TENSORS, Problem
 from oracles.reference import RowMasks, chunk_height
@@ -155,16 +154,12 @@ def doubled_values(trial: Trial) -> list[Finding]:
 def permuted(trial: Trial) -> list[Finding]:
     """Batch entries and groups of heads in reverse order give the outputs in reverse order.
 
-    To the bit for a subject that promises G9 and G10, otherwise within the bound. Masks that depend
-    on the batch entry by more than its lengths, or on the head, are left out.
+    To the bit for a subject that promises G9 and G10, otherwise within the bound.
     """
-    problem, mask = trial.problem, trial.problem.mask
-    if type(mask) is not Mask:
-        return []
-    rows, keys = (x and x[::-1] for x in (mask.seqlens_q, mask.seqlens_k))
-    turned = dataclasses.replace(
-        problem, mask=dataclasses.replace(mask, seqlens_q=rows, seqlens_k=keys)
-    )
+    problem = trial.problem
+    entries, heads = range(problem.B)[::-1], _reversed(torch.arange(problem.H)[None], problem.Hk)
+    mask = problem.mask.taken(tuple(entries), tuple(heads[0].tolist()))
+    turned = dataclasses.replace(problem, mask=mask)
     inputs = Inputs(
         *(
             lay_out(_reversed(x, problem.Hk), layout)

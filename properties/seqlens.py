@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from oracles.mask import Mask
+
 __all__ = ["Domain", "Draw", "Regime", "draw_seqlens", "seqlen_regimes", "tile_count"]
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -59,6 +61,7 @@ class Domain:
     empty_rows: bool
     zero_sizes: bool
     device: str
+    mask: type[Mask] | None = None
 
     @property
     def forced(self) -> int:

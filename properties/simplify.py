@@ -81,7 +81,7 @@ def _smaller(problem: Problem) -> Iterator[dict[str, Any]]:
     """Smaller sizes; lengths and batch entries of the mask go with them."""
     B, Hk, G = problem.B, problem.Hk, problem.G
     for kept in _fewer(B):
-        yield {"B": len(kept), "mask": _of_entries(problem.mask, kept)}
+        yield {"B": len(kept), "mask": problem.mask.taken(kept)}
     for size in _steps(G):
         yield {"H": Hk * size}
     for size in _steps(Hk):
@@ -118,16 +118,6 @@ def _fewer(B: int) -> Iterator[tuple[int, ...]]:
         yield from (tuple(other for other in entries if other != b) for b in entries)
 
 
-def _of_entries(mask: Mask, kept: tuple[int, ...]) -> Mask:
-    """The mask of some batch entries."""
-    rows, keys = mask.seqlens_q, mask.seqlens_k
-    return dataclasses.replace(
-        mask,
-        seqlens_q=None if rows is None else tuple(rows[b] for b in kept),
-        seqlens_k=None if keys is None else tuple(keys[b] for b in kept),
-    )
-
-
 def _cut(problem: Problem, names: tuple[str, ...], size: int) -> Iterator[Mask]:
     """Masks of shorter sequences M, N or both: with less of the padding, and with all of it.
 
@@ -146,9 +136,34 @@ def _cut(problem: Problem, names: tuple[str, ...], size: int) -> Iterator[Mask]:
         yield dataclasses.replace(problem.mask, **all_of_it)
 
 
+def _plainer_predicates(mask: Mask) -> Iterator[Mask]:
+    """Of a mask with a predicate: without it, a part of it, then its fields nearer to nothing."""
+    rows, keys = mask.seqlens_q, mask.seqlens_k
+    yield Mask(
+        window_left=mask.window_left, window_right=mask.right, seqlens_q=rows, seqlens_k=keys
+    )
+    for item in dataclasses.fields(mask)[len(dataclasses.fields(Mask)) :]:
+        value = getattr(mask, item.name)
+        if isinstance(value, Mask):
+            yield dataclasses.replace(value, seqlens_q=rows, seqlens_k=keys)
+            continue
+        nearer: list[Any] = [item.default]
+        if isinstance(value, tuple):
+            nearer += [value[:-1], value[1:]]
+        elif type(value) is int:
+            nearer += [0, 1, value // 2, value - 1]
+        for other in nearer:
+            try:
+                yield dataclasses.replace(mask, **{item.name: other})
+            except (TypeError, ValueError):
+                continue
+
+
 def _masks(problem: Problem) -> Iterator[Mask]:
     """Simpler masks: a part less, then a smaller window, then lengths nearer to full."""
     mask = problem.mask
+    if not mask.is_plain:
+        yield from _plainer_predicates(mask)
     changes: list[dict[str, Any]] = [
         {"causal": False},
         {"window_left": None},

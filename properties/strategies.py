@@ -17,9 +17,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from oracles.mask import Mask
 from oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
 from properties.drawn_masks import draw_mask
 from properties.families import DIRTY, DOUT, INPUTS
+from properties.mask_classes import check_mask_class
 from properties.seqlens import Domain, Draw, Regime, draw_seqlens, seqlen_regimes, tile_count
 
 __all__ = ["HEAD_DIMS", "MASK_KINDS", "SCALES", "problems"]
@@ -90,7 +92,7 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
         )
     )
     D, Dv = _draw_head_dims(draw, domain, M, N)
-    mask = draw_mask(draw, domain, B, M, N)
+    mask = draw_mask(draw, domain, B, Hk * G, M, N)
     rows, keys = mask.lengths(B, M, N)
     padded = any(rows[b] < M or keys[b] < N for b in range(B))
     return Problem(
@@ -145,6 +147,9 @@ def _check(domain: Domain) -> None:
             raise ValueError(f"{name} is {getattr(domain, name)}; needs at least 1")
     if any(dim < 1 for dim in domain.head_dims):
         raise ValueError(f"head_dims is {domain.head_dims}; needs sizes of at least 1")
+    if domain.mask is not None:
+        _check_subset("masks", domain.masks, ("full", "padding"))
+        check_mask_class(domain.mask)
     if domain.padding and "padding" not in domain.masks:
         raise ValueError(f"padding=True needs 'padding' among masks; got {domain.masks}")
     positional = "causal" in domain.masks or "window" in domain.masks
@@ -182,6 +187,7 @@ def problems(
     empty_rows: bool = False,
     zero_sizes: bool = True,
     device: str = "cpu",
+    mask: type[Mask] | None = None,
 ) -> st.SearchStrategy[Problem]:
     """Problems of a domain; None draws a field, a value fixes it.
 
@@ -223,6 +229,8 @@ def problems(
         empty_rows: Batch entry 0 has a valid row without a visible key; False leaves it to chance.
         zero_sizes: Whether B, M or N may be 0.
         device: "cpu" or "cuda".
+        mask: A class of masks to draw from; ``masks`` says then whether they have lengths, out of
+            ("full", "padding").
 
     Raises:
         ValueError: An argument is out of range, or no problem satisfies all of them.
@@ -251,6 +259,7 @@ def problems(
         empty_rows=empty_rows,
         zero_sizes=zero_sizes,
         device=device,
+        mask=mask,
     )
     _check(domain)
     regimes = seqlen_regimes(domain)

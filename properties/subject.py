@@ -40,7 +40,8 @@ class Subject:
         dv_ne_d: Whether Dv may differ from D.
         zero_sizes: Whether B, M or N may be 0.
         masks: Supported kinds of masks beside none at all, by the fields of Mask that they need:
-            "causal"; "window", window_left and window_right; "padding", the lengths.
+            "causal"; "window", window_left and window_right; "padding", the lengths; "custom",
+            ``dense``, of classes that add a predicate.
         layouts: Supported layouts, out of ``oracles.problem.LAYOUTS``.
         dirty: What padding may hold, out of ``families.DIRTY``; None is anything.
         backward: Whether it has gradients.
@@ -71,7 +72,7 @@ class Subject:
     m_ne_n: bool = True
     dv_ne_d: bool = True
     zero_sizes: bool = True
-    masks: tuple[str, ...] = ("causal", "window", "padding")
+    masks: tuple[str, ...] = ("causal", "window", "padding", "custom")
     layouts: tuple[str, ...] | None = None
     dirty: tuple[str, ...] | None = None
     backward: bool = True
@@ -147,7 +148,7 @@ class Subject:
         M, N, mask = problem.M, problem.N, problem.mask
         dtypes = self.configs.get(problem.config, {}).get("dtypes", self.dtypes)
         rows, keys = mask.lengths(problem.B, M, N)
-        positional = mask.right is not None or mask.window_left is not None
+        positional = (mask.right, mask.window_left) != (None, None) or not mask.is_plain
         windowed = (mask.window_left, mask.window_right) != (None, None)
         padded = (mask.seqlens_q, mask.seqlens_k) != (None, None)
         multiple, most = self.seqlen_multiple, self.max_seqlen
@@ -167,6 +168,7 @@ class Subject:
             (f"masks {self.masks}", "causal" in self.masks or not mask.causal),
             (f"masks {self.masks}", "window" in self.masks or not windowed),
             (f"masks {self.masks}", "padding" in self.masks or not padded),
+            (f"masks {self.masks}", "custom" in self.masks or mask.is_plain),
             (f"layouts {layouts}", layouts is None or {*problem.layouts} <= {*layouts}),
             (f"dirty {self.dirty}", clean or not padded),
             (f"devices {self.devices}", problem.device in self.devices),

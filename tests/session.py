@@ -8,13 +8,15 @@ import importlib.util
 import pytest
 import torch
 
-from properties.loading import load
+from oracles.mask import Mask
+from properties.loading import load, load_mask
 from properties.subject import Subject
 
-__all__ = ["OURS", "device_of", "is_ours", "subject_of"]
+__all__ = ["OURS", "device_of", "is_ours", "mask_of", "subject_of"]
 
 OURS = "tests.subjects.ours:flash_attention"
 _SUBJECT = pytest.StashKey[Subject]()
+_MASK = pytest.StashKey[type[Mask] | None]()
 
 
 def is_ours(config: pytest.Config) -> bool:
@@ -43,6 +45,21 @@ def subject_of(config: pytest.Config) -> Subject:
         config.stash[_SUBJECT] = dataclasses.replace(subject, source=source)
         device_of(config)
     return config.stash[_SUBJECT]
+
+
+def mask_of(config: pytest.Config) -> type[Mask] | None:
+    """The class of masks of --mask, if there is one.
+
+    Raises:
+        pytest.UsageError: It cannot be loaded or drawn.
+    """
+    if _MASK not in config.stash:
+        given = config.getoption("--mask", None)
+        try:
+            config.stash[_MASK] = None if given is None else load_mask(given)
+        except ValueError as error:
+            raise pytest.UsageError(f"--mask: {error}") from None
+    return config.stash[_MASK]
 
 
 def device_of(config: pytest.Config) -> str:

@@ -13,11 +13,13 @@ from fa_kernels.kernels.tiles import (
     LOG2E,
     element_mask,
     head_matrix,
+    listed_tiles,
     load_tile,
     nth_tile,
     scale_from_bits,
     store_rows,
     tile_count,
+    tile_index,
     valid_lengths,
 )
 from fa_kernels.ranges import visible_tiles
@@ -45,6 +47,7 @@ def _accumulate(
     ACC: tl.constexpr,
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PREDICATE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds query tiles of one head to dk and dv: the edge tiles if MASKED, else the full ones."""
@@ -52,7 +55,7 @@ def _accumulate(
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_tile = tl.arange(0, BLOCK_M)
     for i in range(0, tile_count(tiles, MASKED)):
-        m_block = nth_tile(i, tiles, MASKED)
+        m_block = tile_index(nth_tile(i, tiles, MASKED), tiles, PREDICATE)
         start_m = m_block * BLOCK_M
         offs_m = start_m + offs_tile
         # q and dout of a row without a visible key (padding rows too) are not read.
@@ -75,7 +78,7 @@ def _accumulate(
         lse2 = tl.load(tl.multiple_of(lse2_pointer + start_m, 16) + offs_tile)
         p = tl.exp2(scores * qk_scale - lse2[None, :])
         if MASKED:
-            seen = element_mask(offs_m[None, :], offs_n[:, None], view)
+            seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS, out_dtype=ACC)
         delta = tl.load(tl.multiple_of(delta_pointer + start_m, 16) + offs_tile)
@@ -125,6 +128,11 @@ def dkdv_kernel(
     window_left: tl.int32,
     window_right: tl.int32,
     sm_scale_bits: tl.int64,
+    lists_ptr,
+    stride_lb: tl.int64,
+    stride_lh: tl.int64,
+    stride_lt: tl.int64,
+    mask_args,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -132,6 +140,7 @@ def dkdv_kernel(
     ACC: tl.constexpr,
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PREDICATE: tl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), contiguous, for one key tile of one kv head.
 
@@ -144,7 +153,6 @@ def dkdv_kernel(
     b = bh_k // Hk
     h_k = bh_k % Hk
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
-    view = (seqlen_q, seqlen_k, window_left, window_right)
     keys = head_matrix(k_ptr, b, h_k, stride_kb, stride_kh, stride_kn, stride_kd, D)
     values = head_matrix(v_ptr, b, h_k, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
 
@@ -161,7 +169,10 @@ def dkdv_kernel(
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
-    tiles = visible_tiles(start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M)
+    if PREDICATE is None:
+        tiles = visible_tiles(
+            start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M
+        )
     # Edges of all heads first, then full tiles of all heads: what the one loop keeps in registers
     # is not alive in the other.
     for MASKED in tl.static_range(1, -1, -1):
@@ -170,9 +181,12 @@ def dkdv_kernel(
             queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
             douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
             row = tl.cast(b * H + h, tl.int64) * M_padded
+            view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
+            if PREDICATE is not None:
+                tiles = listed_tiles(lists_ptr, b, h, n_block, stride_lb, stride_lh, stride_lt)
             dk, dv = _accumulate(
-                dk, dv, k, v, queries, douts, lse2_ptr + row, delta_ptr + row, view, offs_n,
-                tiles, qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, MASKED,
+                dk, dv, k, v, queries, douts, lse2_ptr + row, delta_ptr + row, view, offs_n, tiles,
+                qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, MASKED,
             )  # fmt: skip
 
     # Keys past seqlen_k were zero-filled; what their rows accumulated means nothing.

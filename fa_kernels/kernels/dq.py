@@ -11,11 +11,13 @@ from fa_kernels.kernels.tiles import (
     LOG2E,
     element_mask,
     head_matrix,
+    listed_tiles,
     load_tile,
     nth_tile,
     scale_from_bits,
     store_rows,
     tile_count,
+    tile_index,
     valid_lengths,
 )
 from fa_kernels.ranges import visible_tiles
@@ -42,6 +44,7 @@ def _accumulate(
     ACC: tl.constexpr,
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PREDICATE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds key tiles to dq: the edge tiles if MASKED, else the full ones."""
@@ -49,7 +52,7 @@ def _accumulate(
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_tile = tl.arange(0, BLOCK_N)
     for i in range(0, tile_count(tiles, MASKED)):
-        n_block = nth_tile(i, tiles, MASKED)
+        n_block = tile_index(nth_tile(i, tiles, MASKED), tiles, PREDICATE)
         start_n = n_block * BLOCK_N
         offs_n = start_n + offs_tile
         valid = (offs_n < view[1])[None, :]
@@ -66,7 +69,7 @@ def _accumulate(
         if MASKED:
             # Selected, not multiplied by p = 0: p of a hidden key and dp of a hidden v can be
             # infinite.
-            seen = element_mask(offs_m[:, None], offs_n[None, :], view)
+            seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)
             ds = tl.where(seen, ds, 0.0)
         dq = tl.dot(ds.to(k_t.dtype), tl.trans(k_t), dq, input_precision=DOTS, out_dtype=ACC)
     return dq
@@ -109,6 +112,11 @@ def dq_kernel(
     window_left: tl.int32,
     window_right: tl.int32,
     sm_scale_bits: tl.int64,
+    lists_ptr,
+    stride_lb: tl.int64,
+    stride_lh: tl.int64,
+    stride_lt: tl.int64,
+    mask_args,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -116,6 +124,7 @@ def dq_kernel(
     ACC: tl.constexpr,
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PREDICATE: tl.constexpr,
 ):
     """Writes dq (B,H,M,D), contiguous, for one query tile of one head.
 
@@ -128,7 +137,7 @@ def dq_kernel(
     b = bh // H
     h = bh % H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
-    view = (seqlen_q, seqlen_k, window_left, window_right)
+    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
     queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
     keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
     values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
@@ -150,10 +159,15 @@ def dq_kernel(
     qk_scale = (sm_scale * LOG2E).to(ACC)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
-    tiles = visible_tiles(start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)
+    if PREDICATE is None:
+        tiles = visible_tiles(
+            start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
+        )
+    else:
+        tiles = listed_tiles(lists_ptr, b, h, m_block, stride_lb, stride_lh, stride_lt)
     for MASKED in tl.static_range(1, -1, -1):
         dq = _accumulate(
             dq, q, dout, lse2, delta, keys, values, view, offs_m, tiles, qk_scale,
-            BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, MASKED,
+            BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, MASKED,
         )  # fmt: skip
     store_rows(dq_ptr, bh, M, offs_m, offs_d, dq * sm_scale.to(ACC), D, BLOCK_D, ALIGNED)

@@ -12,9 +12,11 @@ from fa_kernels.kernels.tiles import (
     LOG2E,
     element_mask,
     head_matrix,
+    listed_tiles,
     load_tile,
     scale_from_bits,
     store_rows,
+    tile_index,
     valid_lengths,
 )
 from fa_kernels.ranges import visible_tiles
@@ -32,8 +34,9 @@ def _attend(
     values,
     view,
     offs_m,
-    n_block_lo,
-    n_block_hi,
+    tiles,
+    first,
+    last,
     qk_scale,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -41,13 +44,15 @@ def _attend(
     ACC: tl.constexpr,
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PREDICATE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Takes the key tiles [n_block_lo, n_block_hi) into the running (acc, l_i, m_i)."""
+    """Takes the key tiles at the places [first, last) into the running (acc, l_i, m_i)."""
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_tile = tl.arange(0, BLOCK_N)
-    for n_block in range(n_block_lo, n_block_hi):
+    for place in range(first, last):
+        n_block = tile_index(place, tiles, PREDICATE)
         start_n = n_block * BLOCK_N
         offs_n = start_n + offs_tile
         valid = offs_n < view[1]
@@ -58,7 +63,7 @@ def _attend(
         # (BLOCK_M, BLOCK_N)
         scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
         if MASKED:
-            seen = element_mask(offs_m[:, None], offs_n[None, :], view)
+            seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)
             scores = tl.where(seen, scores, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1) * qk_scale)
         m_pivot = m_new
@@ -108,6 +113,11 @@ def forward_kernel(
     window_left: tl.int32,
     window_right: tl.int32,
     sm_scale_bits: tl.int64,
+    lists_ptr,
+    stride_lb: tl.int64,
+    stride_lh: tl.int64,
+    stride_lt: tl.int64,
+    mask_args,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -115,6 +125,7 @@ def forward_kernel(
     ACC: tl.constexpr,
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PREDICATE: tl.constexpr,
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head."""
     m_blocks = tl.cdiv(M, BLOCK_M)
@@ -124,7 +135,7 @@ def forward_kernel(
     b = bh // H
     h = bh % H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
-    view = (seqlen_q, seqlen_k, window_left, window_right)
+    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
     queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
     keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
     values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
@@ -141,21 +152,25 @@ def forward_kernel(
     m_i = tl.full([BLOCK_M], -float("inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
-    lo, full_lo, full_hi, hi = visible_tiles(
-        start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
-    )
+    if PREDICATE is None:
+        tiles = visible_tiles(
+            start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
+        )
+    else:
+        tiles = listed_tiles(lists_ptr, b, h, m_block, stride_lb, stride_lh, stride_lt)
     acc, l_i, m_i = _attend(
-        acc, l_i, m_i, q, keys, values, view, offs_m, lo, full_lo, qk_scale,
-        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
+        acc, l_i, m_i, q, keys, values, view, offs_m, tiles, tiles[0], tiles[1], qk_scale,
+        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True,
     )  # fmt: skip
     acc, l_i, m_i = _attend(
-        acc, l_i, m_i, q, keys, values, view, offs_m, full_lo, full_hi, qk_scale,
-        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, False,
+        acc, l_i, m_i, q, keys, values, view, offs_m, tiles, tiles[1], tiles[2], qk_scale,
+        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, False,
     )  # fmt: skip
-    acc, l_i, m_i = _attend(
-        acc, l_i, m_i, q, keys, values, view, offs_m, full_hi, hi, qk_scale,
-        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, True,
-    )  # fmt: skip
+    if PREDICATE is None:
+        acc, l_i, m_i = _attend(
+            acc, l_i, m_i, q, keys, values, view, offs_m, tiles, tiles[2], tiles[3], qk_scale,
+            BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True,
+        )  # fmt: skip
 
     # Rows without a visible key (padding rows too): out = 0, lse = -inf.
     live = (l_i > 0) & (offs_m < seqlen_q)

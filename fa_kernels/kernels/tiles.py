@@ -1,7 +1,9 @@
 """The acts that all kernels share: addressing, loads, the element mask, the scale.
 
 A ``matrix`` is the tuple (pointer, row stride, column stride, number of columns) of one head; a
-``view`` is the tuple (seqlen_q, seqlen_k, window_left, window_right) of one batch entry.
+``view`` is the tuple (seqlen_q, seqlen_k, window_left, window_right) of one batch entry, followed,
+for masks with a predicate, by (b, h, the predicate's arguments). ``tiles`` is what
+``visible_tiles`` or ``listed_tiles`` gives: four numbers, and where the list begins.
 """
 
 import triton
@@ -12,11 +14,13 @@ __all__ = [
     "LOG2E",
     "element_mask",
     "head_matrix",
+    "listed_tiles",
     "load_tile",
     "nth_tile",
     "scale_from_bits",
     "store_rows",
     "tile_count",
+    "tile_index",
     "valid_lengths",
 ]
 
@@ -103,7 +107,7 @@ def tile_count(tiles, MASKED: tl.constexpr):
 
 @triton.jit
 def nth_tile(i, tiles, MASKED: tl.constexpr):
-    """Index of the i-th full tile, or (MASKED) edge tile; those lie on both sides of the full."""
+    """The i-th full tile, or (MASKED) edge tile; those lie on both sides of the full."""
     if MASKED:
         tile = tiles[0] + i
         tile = tl.where(tile >= tiles[1], tile + (tiles[2] - tiles[1]), tile)
@@ -113,8 +117,36 @@ def nth_tile(i, tiles, MASKED: tl.constexpr):
 
 
 @triton.jit
-def element_mask(offs_m, offs_n, view):
+def listed_tiles(lists_ptr, b, h, tile, stride_b, stride_h, stride_tile):
+    """A tile's row of a block map, read like a range whose edge tiles all come first.
+
+    Returns:
+        (0, mixed, mixed + full, mixed + full, pointer to the indices): the edge tiles are those
+        that a mask divides.
+    """
+    row = b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + tile.to(tl.int64) * stride_tile
+    mixed = tl.load(lists_ptr + row)
+    visited = mixed + tl.load(lists_ptr + row + 1)
+    return 0, mixed, visited, visited, lists_ptr + row + 2
+
+
+@triton.jit
+def tile_index(place, tiles, PREDICATE: tl.constexpr):
+    """The index of a tile: its place in a range, or what stands there in a list."""
+    if PREDICATE is not None:
+        place = tl.load(tiles[4] + place)
+    return place
+
+
+@triton.jit
+def element_mask(offs_m, offs_n, view, PREDICATE: tl.constexpr):
     """Where query m sees key n, for offsets that broadcast against each other."""
     distance = offs_n - (offs_m + (view[1] - view[0]))
     in_window = (distance >= -view[2]) & (distance <= view[3])
-    return in_window & (offs_m < view[0]) & (offs_n < view[1])
+    seen = in_window & (offs_m < view[0]) & (offs_n < view[1])
+    if PREDICATE is not None:
+        # Padding is not asked about, so that a predicate can look rows and keys up in tables.
+        m = tl.minimum(offs_m, view[0] - 1)
+        n = tl.minimum(offs_n, view[1] - 1)
+        seen = seen & (PREDICATE(view[4], view[5], m, n, view[6]) != 0)
+    return seen

@@ -16,7 +16,7 @@ from properties.ledger import Ledger
 from properties.search import Examiner, attack
 from properties.subject import Subject
 from tests.conformance.shards import Shard, shards_of
-from tests.session import subject_of
+from tests.session import mask_of, subject_of
 
 # Tile pairs of one problem: what the interpreter, or a GPU, does in about a second. A large tile
 # costs the interpreter its elements too.
@@ -28,6 +28,8 @@ LEAST_COST = 4
 TILES_ACROSS = {"cpu": 3, "cuda": 6}
 # Past this the oracle, which is dense, costs more on a CPU than the kernels.
 MAX_SEQLEN = {"cpu": 200, "cuda": 1024}
+# Shards that a run about one mask takes, one a test.
+OF_A_MASK = 4
 # What a test has to have judged to have tested anything, where its profile draws that many.
 LEAST_JUDGED = 20
 
@@ -44,6 +46,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         start, step = (*(marker.args if marker else ()), 0, 1)[:2] if marker else (0, 1)
         float64 = bool(marker and marker.kwargs.get("float64"))
         shards = shards_of(subject, float64=float64)
+        if mask_of(metafunc.config) is not None:
+            # A mask's own part does not depend on what the others vary.
+            shards, step = shards[:OF_A_MASK], OF_A_MASK
+            start %= OF_A_MASK
         # A subject with few shards gets the first where its share is empty.
         metafunc.parametrize("shard", shards[start::step] or shards[:1], ids=str)
     if "config" in metafunc.fixturenames:
@@ -95,6 +101,7 @@ def for_all(request: pytest.FixtureRequest, device: str, examiner: Examiner) -> 
             "max_seqlen": min(TILES_ACROSS[device] * shard.tile, MAX_SEQLEN[device]),
             "max_cost": max(LEAST_COST, most // runs),
             "device": device,
+            "mask": mask_of(request.config),
         }
         try:
             strategy = problems_of(examiner.subject, **{**limits, **wanted})

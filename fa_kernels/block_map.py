@@ -1,0 +1,133 @@
+"""Block maps: for masks with a predicate, the tiles that each tile visits, as lists.
+
+The predicate is asked once, on the finest tiles that any of the kernels uses; the map of each
+kernel is made of that.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from fa_kernels import allocation
+from fa_kernels.configs import Config, Tile
+from fa_kernels.kernels.tile_kinds import tile_kinds_kernel
+
+__all__ = ["BlockMaps", "Predicate", "block_maps", "predicate_of"]
+
+
+class Predicate(NamedTuple):
+    """A mask's own part: jit function of (b, h, m, n, args), and args."""
+
+    function: Any
+    args: tuple[Any, ...]
+
+
+class BlockMaps(NamedTuple):
+    """The map of each kernel, int32 (B, H, tiles, 2 + tiles of the other sequence).
+
+    A row holds how many tiles the mask divides, how many it leaves whole, then the indices of
+    these and of those, each ascending; the rest of a row is not read.
+    """
+
+    forward: torch.Tensor
+    dkdv: torch.Tensor
+    dq: torch.Tensor
+
+
+@lru_cache(maxsize=64)
+def predicate_of(
+    mask: Any, B: int, H: int, M: int, N: int, device: torch.device
+) -> Predicate | None:
+    """What a mask has beside lengths and window; None if nothing."""
+    # A cached tensor outlives the call: it must be an ordinary one, also under inference_mode.
+    with torch.inference_mode(False):
+        native = mask.native(B, H, M, N, device)
+        return None if native is None else Predicate(native[0], _widened(native[1]))
+
+
+def _widened(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with tables of 32 bits at least.
+
+    Triton 3.6 takes the narrowest load that leads to a dot for the width of its operands, which
+    float64 does not survive.
+    """
+    widened = []
+    for x in args:
+        if isinstance(x, tuple):
+            x = _widened(x)
+        elif isinstance(x, torch.Tensor) and x.element_size() < 4 and not x.is_floating_point():
+            x = x.to(torch.int32)
+        widened.append(x)
+    return tuple(widened)
+
+
+@lru_cache(maxsize=64)
+def block_maps(
+    mask: Any,
+    B: int,
+    H: int,
+    M: int,
+    N: int,
+    window: tuple[int, int],
+    lengths: tuple[torch.Tensor, torch.Tensor],
+    config: Config,
+) -> BlockMaps:
+    """The maps of a mask with a predicate.
+
+    Args:
+        mask: As of ``predicate_of``.
+        B: Batch entries.
+        H: Query heads.
+        M: Query rows.
+        N: Keys.
+        window: (window_left, window_right), both given.
+        lengths: int32 (B,) of queries and of keys, on the device.
+        config: Complete tile configuration.
+    """
+    predicate = predicate_of(mask, B, H, M, N, lengths[0].device)
+    assert predicate is not None
+    tiles = (config.forward, config.dkdv, config.dq)
+    with torch.inference_mode(False):
+        fine = Tile(min(t.block_m for t in tiles), min(t.block_n for t in tiles))
+        # Whole tiles of every kernel: all sizes are powers of two.
+        m_blocks = _blocks(M, max(t.block_m for t in tiles), fine.block_m)
+        n_blocks = _blocks(N, max(t.block_n for t in tiles), fine.block_n)
+        kinds = allocation.empty(
+            (B, H, m_blocks, n_blocks, 3), dtype=torch.int8, device=lengths[0].device
+        )
+        if kinds.numel():
+            tile_kinds_kernel[(kinds.numel() // 3,)](
+                kinds, *lengths, H, M, N, m_blocks, n_blocks, *window, predicate.args,
+                BLOCK_M=fine.block_m, BLOCK_N=fine.block_n, PREDICATE=predicate.function,
+            )  # fmt: skip
+        some, of_rows, of_keys = kinds.bool().unbind(4)
+        return BlockMaps(
+            forward=_lists(some, of_rows, fine, config.forward),
+            dkdv=_lists(some.mT, of_keys.mT, _turned(fine), _turned(config.dkdv)),
+            dq=_lists(some, of_rows, fine, config.dq),
+        )
+
+
+def _blocks(length: int, largest: int, fine: int) -> int:
+    return triton.cdiv(length, largest) * (largest // fine)
+
+
+def _turned(tile: Tile) -> Tile:
+    """A tile whose rows are keys."""
+    return Tile(tile.block_n, tile.block_m)
+
+
+def _lists(some: torch.Tensor, full: torch.Tensor, fine: Tile, tile: Tile) -> torch.Tensor:
+    """The map of one kernel, from what holds of the fine tiles, bool (B, H, rows, columns)."""
+    rows, columns = tile.block_m // fine.block_m, tile.block_n // fine.block_n
+    some, full = (
+        x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)) for x in (some, full)
+    )  # (B, H, tiles, rows, tiles there, columns)
+    some, full = some.any(5).any(3), full.all(5).all(3)
+    kind = torch.where(some, full.to(torch.int32), 2)
+    counts = torch.stack([(kind == 0).sum(3), (kind == 1).sum(3)], 3)
+    return torch.cat([counts, kind.argsort(dim=3, stable=True)], 3).to(torch.int32)

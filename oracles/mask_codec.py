@@ -1,0 +1,88 @@
+"""Masks as plain JSON values and back: the classes that are known by name, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+from oracles.mask import Mask
+
+__all__ = ["MASKS", "SHIPPED", "mask_class", "mask_from_record", "mask_to_record", "register"]
+
+# Masks that come with the suite, imported when they are asked for.
+SHIPPED = {
+    "Both": "oracles.combined_masks",
+    "Either": "oracles.combined_masks",
+    "Taken": "oracles.combined_masks",
+    "PrefixLM": "oracles.masks.prefix_lm",
+    "Document": "oracles.masks.document",
+    "Dilated": "oracles.masks.dilated",
+    "Tree": "oracles.masks.tree",
+    "SinkWindow": "oracles.masks.sink_window",
+    "BlockSparse": "oracles.masks.block_sparse",
+    "Neighbourhood": "oracles.masks.neighbourhood",
+}
+# Those that have been asked for, and those of users.
+MASKS: dict[str, type[Mask]] = {"Mask": Mask}
+
+
+def register(mask: type[Mask]) -> None:
+    """Makes a class known under its name, so that problems with it can be replayed.
+
+    Raises:
+        ValueError: Another class has that name.
+    """
+    name = mask.__name__
+    if name in SHIPPED or MASKS.get(name, mask) is not mask:
+        raise ValueError(f"a mask named {name} is known already; needs another name")
+    MASKS[name] = mask
+
+
+def mask_class(name: object) -> type[Mask]:
+    """The class of a name.
+
+    Raises:
+        ValueError: No such class is known.
+    """
+    if isinstance(name, str) and name not in MASKS and name in SHIPPED:
+        MASKS[name] = getattr(importlib.import_module(SHIPPED[name]), name)
+    if not isinstance(name, str) or name not in MASKS:
+        known = sorted({*MASKS, *SHIPPED})
+        raise ValueError(
+            f"mask type {name!r} is not replayable; known are {known}, and what --mask is given"
+        )
+    return MASKS[name]
+
+
+def mask_to_record(mask: Mask) -> dict[str, Any]:
+    """A mask as what JSON can hold; fields at their default are left out."""
+    record: dict[str, Any] = {"type": type(mask).__name__}
+    for item in dataclasses.fields(mask):
+        value = getattr(mask, item.name)
+        if isinstance(value, Mask):
+            record[item.name] = mask_to_record(value)
+        elif value != item.default:
+            record[item.name] = value
+    return record
+
+
+def mask_from_record(record: object) -> Mask:
+    """The mask that a record describes; nothing in it is evaluated, or imported by its name.
+
+    Raises:
+        ValueError: No record, or an unknown class.
+        TypeError, ValueError: Of the class, where a field is unknown or wrong.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"mask is {record!r}; needs a JSON object")
+    fields = dict(record)
+    found = mask_class(fields.pop("type", None))
+    for name, value in fields.items():
+        fields[name] = mask_from_record(value) if isinstance(value, dict) else _frozen(value)
+    return found(**fields)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists, which JSON makes of tuples, as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

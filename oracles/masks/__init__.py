@@ -1,0 +1,1 @@
+"""Masks beyond windows and lengths, one a file: examples to read, verified like everything else."""

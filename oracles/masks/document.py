@@ -1,0 +1,60 @@
+"""Documents packed into one sequence: nobody sees another document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from oracles.jit import jit, tl
+from oracles.mask import Mask
+
+__all__ = ["Document"]
+
+
+@jit
+def _native(b, h, m, n, args):
+    """args: (segment ids (B, N), N, offsets (B,))."""
+    ids = args[0] + b * args[1]
+    p = m + tl.load(args[2] + b)
+    same = tl.load(ids + tl.maximum(p, 0)) == tl.load(ids + n)
+    return (p >= 0) & same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document(Mask):
+    """Keys of the own document; with ``causal=True`` those before the own position.
+
+    Args:
+        starts: For each batch entry where its documents begin but the first, ascending; entry b
+            has those at b modulo their number.
+    """
+
+    starts: tuple[tuple[int, ...], ...] = ((),)
+
+    def allows(self, b, h, m, n, *, M, N):
+        """The definition."""
+        p = torch.as_tensor(self.position(b, m, M=M, N=N))
+        ids = self._ids(1 + int(torch.as_tensor(b).max()), N).to(p.device)
+        return (p >= 0) & (ids[b, p.clamp(min=0)] == ids[b, n])
+
+    def native(self, B, H, M, N, device):
+        """The same in Triton."""
+        ids = self._ids(B, N).to(torch.int32).to(device)
+        return _native, (ids, N, self.offsets(B, M, N, device))
+
+    def _ids(self, B, N):
+        """Segment ids (B, N): how many documents have begun before a key, or at it."""
+        ids = torch.zeros(B, N, dtype=torch.int64)
+        for b in range(B):
+            for start in self.starts[b % len(self.starts)]:
+                ids[b, start:] += 1
+        return ids
+
+    @classmethod
+    def draw(cls, rng, B, H, M, N):
+        """One to four documents an entry, causal or not."""
+        starts = (sorted(rng.sample(range(1, N), min(rng.randrange(4), N - 1))) for _ in range(B))
+        if N < 2:
+            starts = ((),)
+        return cls(starts=tuple(map(tuple, starts)) or ((),), causal=rng.random() < 0.5)

@@ -1,0 +1,41 @@
+"""Prefix-LM: causal, and everyone sees the prefix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from oracles.jit import jit, tl
+from oracles.mask import Between, Mask
+
+__all__ = ["PrefixLM"]
+
+
+@jit
+def _native(b, h, m, n, args):
+    """args: (offsets (B,), prefix)."""
+    return (n <= m + tl.load(args[0] + b)) | (n < args[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixLM(Mask, uniform=True):
+    """Keys up to the own position, and the first ``prefix`` keys::
+
+        prefix = 2      n 0 1 2 3
+                    m 0   x x . .
+                      1   x x . .
+                      2   x x x .
+                      3   x x x x
+
+    Source: Raffel et al. 2019 (arXiv:1910.10683), figure 4.
+    """
+
+    prefix: Annotated[int, Between(0, 80)] = 0
+
+    def allows(self, b, h, m, n, *, M, N):
+        """The definition."""
+        return (n <= self.position(b, m, M=M, N=N)) | (n < self.prefix)
+
+    def native(self, B, H, M, N, device):
+        """The same in Triton."""
+        return _native, (self.offsets(B, M, N, device), self.prefix)

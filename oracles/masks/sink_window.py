@@ -1,0 +1,38 @@
+"""Attention sinks beside a sliding window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from oracles.jit import jit, tl
+from oracles.mask import Between, Mask
+
+__all__ = ["SinkWindow"]
+
+
+@jit
+def _native(b, h, m, n, args):
+    """args: (offsets (B,), sinks, width)."""
+    p = m + tl.load(args[0] + b)
+    return (n <= p) & ((n > p - args[2]) | (n < args[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWindow(Mask, uniform=True):
+    """The last ``width`` keys up to the own position, and the first ``sinks`` of those before.
+
+    Source: Xiao et al. 2023 (arXiv:2309.17453).
+    """
+
+    sinks: Annotated[int, Between(0, 8)] = 0
+    width: Annotated[int, Between(1, 70)] = 1
+
+    def allows(self, b, h, m, n, *, M, N):
+        """The definition."""
+        p = self.position(b, m, M=M, N=N)
+        return (n <= p) & ((p - n < self.width) | (n < self.sinks))
+
+    def native(self, B, H, M, N, device):
+        """The same in Triton."""
+        return _native, (self.offsets(B, M, N, device), self.sinks, self.width)

@@ -1,0 +1,82 @@
+"""Tree attention of speculative decoding: draft tokens see the context and their ancestors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from oracles.jit import jit, tl
+from oracles.mask import Mask
+
+__all__ = ["Tree"]
+
+
+@jit
+def _native(b, h, m, n, args):
+    """args: (ancestors (T, T), T, offsets (B,), seqlens_k (B,))."""
+    size = args[1]
+    p = m + tl.load(args[2] + b)
+    first = tl.load(args[3] + b) - size
+    row, column = p - first, n - first
+    at = tl.maximum(row, 0) * size + tl.maximum(column, 0)
+    in_tree = tl.load(args[0] + at) != 0
+    return ((column < 0) & (n <= p)) | ((column >= 0) & (row >= 0) & in_tree)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree(Mask, uniform=True):
+    """The last keys are the nodes of a tree; a node sees itself, its ancestors, all before them.
+
+    Rows before the tree are causal.
+
+    Args:
+        parents: Of each node the index of its parent, which comes before it, or -1 for a root.
+
+    Raises:
+        ValueError: A parent does not come before its child.
+
+    Source: Miao et al. 2023 (arXiv:2305.09781), section 4.2.
+    """
+
+    parents: tuple[int, ...] = (-1,)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.parents or any(not -1 <= x < node for node, x in enumerate(self.parents)):
+            raise ValueError(f"parents is {self.parents}; needs indices before each node's, or -1")
+
+    def allows(self, b, h, m, n, *, M, N):
+        """The definition."""
+        p = torch.as_tensor(self.position(b, m, M=M, N=N))
+        size = len(self.parents)
+        keys = self._seqlens_k(b, N)
+        row, column = p - (keys - size), torch.as_tensor(n) - (keys - size)
+        inside = self._ancestors().to(column.device)[row.clamp(min=0), column.clamp(min=0)]
+        before = (column < 0) & (torch.as_tensor(n) <= p)
+        return before | ((column >= 0) & (row >= 0) & inside)
+
+    def native(self, B, H, M, N, device):
+        """The same in Triton."""
+        keys = torch.tensor(self.lengths(B, M, N)[1], dtype=torch.int32, device=device)
+        table = self._ancestors().to(torch.int8).to(device)
+        return _native, (table, len(self.parents), self.offsets(B, M, N, device), keys)
+
+    def _seqlens_k(self, b, N):
+        """Valid keys of a batch entry, or of each of several."""
+        if self.seqlens_k is None:
+            return N
+        return torch.tensor(self.seqlens_k, device=torch.as_tensor(b).device)[b]
+
+    def _ancestors(self):
+        """Bool (T, T): [i, j] where j is i, or an ancestor of it."""
+        found = torch.eye(len(self.parents), dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                found[node] |= found[parent]
+        return found
+
+    @classmethod
+    def draw(cls, rng, B, H, M, N):
+        """Up to 24 nodes, each below any node before it or a root."""
+        return cls(parents=tuple(rng.randrange(-1, node) for node in range(rng.randrange(1, 25))))

@@ -64,6 +64,8 @@ PROFILES = {
     "gate": {"max_examples": GATE_EXAMPLES, "derandomize": True, "database": None},
     "dev": {"max_examples": GATE_EXAMPLES // 3, "derandomize": True, "database": None},
     "fuzz": {"max_examples": 50 * GATE_EXAMPLES},
+    # For a mask that is being written: in under a minute.
+    "mask": {"max_examples": GATE_EXAMPLES // 2, "derandomize": True, "database": None},
 }
 for _name, _settings in PROFILES.items():
     hypothesis.settings.register_profile(_name, **_settings, **_ALWAYS)
@@ -122,6 +124,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before a problem is read that may be about it.
     mask = mask_of(config)
     if mask is not None:
+        if profile is None:
+            hypothesis.settings.load_profile("mask")
         config.args[:] = [str(CONFORMANCE / name) for name in OF_MASKS]
     text = config.getoption("--replay")
     if text is not None:

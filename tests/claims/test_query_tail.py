@@ -120,11 +120,11 @@ MASKED_SCORES = Edit(
     DKDV,
     """        p = tl.exp2(scores * qk_scale - lse2[None, :])
         if MASKED:
-            seen = element_mask(offs_m[None, :], offs_n[:, None], view)
+            seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)
             p = tl.where(seen, p, 0.0)
 """,
     """        if MASKED:
-            seen = element_mask(offs_m[None, :], offs_n[:, None], view)
+            seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)
             scores = tl.where(seen, scores, -float("inf"))
         p = tl.exp2(scores * qk_scale - lse2[None, :])
 """,

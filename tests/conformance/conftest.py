@@ -28,8 +28,8 @@ LEAST_COST = 4
 TILES_ACROSS = {"cpu": 3, "cuda": 6}
 # Past this the oracle, which is dense, costs more on a CPU than the kernels.
 MAX_SEQLEN = {"cpu": 200, "cuda": 1024}
-# Shards that a run about one mask takes, one a test.
-OF_A_MASK = 4
+# Of the shards that a run about one mask takes.
+SMALL_DIM = 32
 # What a test has to have judged to have tested anything, where its profile draws that many.
 LEAST_JUDGED = 20
 
@@ -47,9 +47,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         float64 = bool(marker and marker.kwargs.get("float64"))
         shards = shards_of(subject, float64=float64)
         if mask_of(metafunc.config) is not None:
-            # A mask's own part does not depend on what the others vary.
-            shards, step = shards[:OF_A_MASK], OF_A_MASK
-            start %= OF_A_MASK
+            # A mask's own part does not depend on what the others vary: one shard a test.
+            small = tuple(shard for shard in shards if max(shard.head_dims) <= SMALL_DIM) or shards
+            shards, start, step = small, start % len(small), len(small)
         # A subject with few shards gets the first where its share is empty.
         metafunc.parametrize("shard", shards[start::step] or shards[:1], ids=str)
     if "config" in metafunc.fixturenames:

@@ -45,7 +45,7 @@ def test_the_forms_of_a_mask_agree(masks, form, device, pytestconfig):
     agree()
 
 
-@pytest.mark.shards(0, 8)
+@pytest.mark.shards(0, 15)
 def test_a_kernel_that_evaluates_a_mask_is_within_the_bound(for_all, shard, masks):
     for_all(guarantees.accuracy, shard, mask=masks)
 

@@ -92,8 +92,8 @@ BLIND: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/kernels/dq.py",
-                "seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)",
-                "seqlen_q, seqlen_k, window_left, window_right, BLOCK_N, BLOCK_N)",
+                "start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N\n",
+                "start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_N, BLOCK_N\n",
             ),
         ),
         origin="blind: a copy of the dk/dv call with a slip; right for square tiles, for "

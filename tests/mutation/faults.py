@@ -15,8 +15,8 @@ _DKDV = "fa_kernels/kernels/dkdv.py"
 _DQ = "fa_kernels/kernels/dq.py"
 _TILES = "fa_kernels/kernels/tiles.py"
 _LAUNCH = "fa_kernels/launch.py"
-_SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view)"
-_SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], view)"
+_SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)"
+_SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)"
 
 
 def _fault(
@@ -129,12 +129,17 @@ _MASKS = (
         "T3 G1",
         (
             _FORWARD,
-            "    acc, l_i, m_i = _attend(\n"
-            "        acc, l_i, m_i, q, keys, values, view, offs_m, full_hi, hi, qk_scale,\n",
-            "    if window_right == 0:\n"
-            "        hi = tl.minimum(hi, (start_m + seqlen_k - seqlen_q + BLOCK_M) // BLOCK_N)\n"
-            "    acc, l_i, m_i = _attend(\n"
-            "        acc, l_i, m_i, q, keys, values, view, offs_m, full_hi, hi, qk_scale,\n",
+            "        acc, l_i, m_i = _attend(\n",
+            "        last = tiles[3]\n"
+            "        if window_right == 0:\n"
+            "            aligned = start_m + seqlen_k - seqlen_q + BLOCK_M\n"
+            "            last = tl.minimum(last, aligned // BLOCK_N)\n"
+            "        acc, l_i, m_i = _attend(\n",
+        ),
+        (
+            _FORWARD,
+            "offs_m, tiles, tiles[2], tiles[3], qk_scale,",
+            "offs_m, tiles, tiles[2], last, qk_scale,",
         ),
         hidden="where block_n divides block_m and the lengths are whole tiles",
     ),
@@ -145,8 +150,8 @@ _MASKS = (
             "T3 G1",
             (
                 file,
-                "view = (seqlen_q, seqlen_k, window_left, window_right)",
-                "view = (seqlen_q, seqlen_k, window_left, window_right * 0)",
+                "view = (seqlen_q, seqlen_k, window_left, window_right, b",
+                "view = (seqlen_q, seqlen_k, window_left, window_right * 0, b",
             ),
         )
         for kernel, file in (("dq", _DQ), ("dkdv", _DKDV))
@@ -386,7 +391,7 @@ _MEMORY = (
         "tiles: the offset of a head is 32-bit",
         "pytorch#190857; xformers@89d3014f, #719",
         "G12",
-        (_TILES, "h.to(tl.int64) * stride_h", "h * stride_h.to(tl.int32)"),
+        (_TILES, "h.to(tl.int64) * stride_h\n", "h * stride_h.to(tl.int32)\n"),
     ),
     _fault(
         "tiles: the offset of a column is 32-bit",

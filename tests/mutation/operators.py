@@ -23,8 +23,10 @@ SITES = (
     "fa_kernels/kernels/dkdv.py",
     "fa_kernels/kernels/dq.py",
     "fa_kernels/kernels/tiles.py",
+    "fa_kernels/kernels/tile_kinds.py",
     "fa_kernels/ranges.py",
     "fa_kernels/launch.py",
+    "fa_kernels/block_map.py",
 )
 
 _COMPARISONS = {

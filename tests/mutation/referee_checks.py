@@ -296,11 +296,7 @@ CHECKS: tuple[Mutant, ...] = (
             "b, group = problem.seed % problem.B, problem.seed // problem.B % problem.Hk",
             "b, group = 0, 0",
         ),
-        (
-            "keys of a slice have all lengths",
-            "seqlens_k=None if keys is None else keys[b : b + 1]",
-            "seqlens_k=None if keys is None else keys[:1]",
-        ),
+        ("a slice has the lengths of the first", "taken((b,), ", "taken((0,), "),
         ("one repetition is enough", "_REPEATS = 3", "_REPEATS = 1"),
         (
             "no call comes between",
@@ -420,8 +416,8 @@ CHECKS: tuple[Mutant, ...] = (
         ("lse may depend on v", '(("out", _FACTOR), ("lse", 1.0))', '(("out", _FACTOR),)'),
         (
             "lengths stay in order",
-            "rows, keys = (x and x[::-1] for x",
-            "rows, keys = (x and x[:] for x",
+            "entries, heads = range(problem.B)[::-1], _reversed",
+            "entries, heads = range(problem.B), _reversed",
         ),
         (
             "the first padding row has other values",

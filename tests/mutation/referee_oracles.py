@@ -11,8 +11,8 @@ _MASK = faults_of(
     "test_mask",
     ("a row just past the last is valid", "if m >= seqlen_q or", "if m > seqlen_q or"),
     ("the left end is exclusive", "n < position - self", "n <= position - self"),
-    ("the right end is exclusive", "or n <= position + self.right", "or n < position + self.right"),
-    ("dense is aligned to the top left", "n - (m + keys - rows)", "n - m"),
+    ("the right end is exclusive", "n > position + self.right", "n >= position + self.right"),
+    ("dense is aligned to the top left", "n - self.position(b, m, M=M, N=N)", "n - m"),
     ("dense shows padding rows", "seen = (m < rows) & (n < keys)", "seen = n < keys"),
     ("dense shows padding keys", "seen = (m < rows) & (n < keys)", "seen = m < rows"),
     (
@@ -51,12 +51,74 @@ _PROBLEM = faults_of(
         "self.mask.lengths(self.B, self.M, self.N)",
         "self.mask.lengths(self.B, self.N, self.M)",
     ),
-    (
-        "an unknown mask is looked up",
-        "    if name not in MASKS:",
-        "    if not isinstance(name, str):",
-    ),
     ("G is that of keys", "return self.H // self.Hk", "return self.H"),
+)
+_CUSTOM = (
+    *faults_of(
+        "oracles/mask.py",
+        "test_custom_masks",
+        (
+            "a predicate is passed over",
+            "return bool(self.allows(b, h, m, n, M=M, N=N))",
+            "return True",
+        ),
+        ("a class takes notice of nothing", "cls.uniform = uniform", "cls.uniform = True"),
+        ("taken entries have the lengths of the first", "tuple(x[b] for b in entries)", "(x[0],)"),
+        (
+            "dense asks about padding rows",
+            "torch.minimum(m, rows - 1)[b",
+            "m.expand(len(rows), -1, -1, -1)[b",
+        ),
+    ),
+    *faults_of(
+        "oracles/combined_masks.py",
+        "test_custom_masks",
+        ("both is either", "return first & second", "return first | second"),
+        ("either is both", "return first | second", "return first & second"),
+        ("lengths may differ", "if len(given) > 1:", "if len(given) > 3:"),
+        ("entries stay in order", "permits(_looked_up(self.entries, b), head", "permits(b, head"),
+        (
+            "heads stay in order",
+            "head = h if self.heads is None else _looked_up(self.heads, h)",
+            "head = h",
+        ),
+        (
+            "an entry may come twice",
+            "len(set(self.entries)) < len(self.entries)",
+            "not self.entries",
+        ),
+        (
+            "entries are not those of entries",
+            "entries=tuple(self.entries[b] for b in entries)",
+            "entries=entries",
+        ),
+    ),
+    *faults_of(
+        "oracles/mask_codec.py",
+        "test_problem test_custom_masks",
+        ("an unknown mask is looked up", "or name not in MASKS:", "or not name:"),
+        ("a shipped name may be taken", "if name in SHIPPED or MASKS", "if MASKS"),
+        ("tuples of tuples come back as lists", "tuple(map(_frozen, value))", "tuple(value)"),
+    ),
+    *faults_of(
+        "properties/mask_classes.py",
+        "test_custom_masks",
+        (
+            "the upper bound is never drawn",
+            "range(bound.low, bound.high + 1)",
+            "range(bound.low, bound.high)",
+        ),
+        ("anything is a mask", "if not isinstance(drawn, Mask):", "if drawn is Ellipsis:"),
+    ),
+    *faults_of(
+        "oracles/reference.py",
+        "test_custom_masks",
+        (
+            "the oracle passes a predicate over",
+            "seen[b] &= self._beyond.allows",
+            "seen[b] | self._beyond.allows",
+        ),
+    ),
 )
 _STREAM = faults_of(
     "oracles/stream.py",
@@ -689,6 +751,7 @@ _VARIANCE = faults_of(
 ORACLES: tuple[Mutant, ...] = (
     *_MASK,
     *_PROBLEM,
+    *_CUSTOM,
     *_STREAM,
     *_OUTPUTS,
     *_REFERENCE,

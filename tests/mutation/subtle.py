@@ -138,8 +138,8 @@ SUBTLE: tuple[Mutant, ...] = (
         "a corner of the triangle, off by one",
         (
             _DKDV,
-            "seen = element_mask(offs_m[None, :], offs_n[:, None], view)\n",
-            "seen = element_mask(offs_m[None, :], offs_n[:, None], view)\n"
+            "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)\n",
+            "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)\n"
             "            corner = (offs_n[:, None] == 0) & (offs_m[None, :] == view[0] - 1)\n"
             "            seen = seen & ~corner\n",
         ),
@@ -176,11 +176,11 @@ SUBTLE: tuple[Mutant, ...] = (
         "a special case for windows of whole tiles",
         (
             _FORWARD,
-            "seen = element_mask(offs_m[:, None], offs_n[None, :], view)\n",
-            "seen = element_mask(offs_m[:, None], offs_n[None, :], view)\n"
+            "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)\n",
+            "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)\n"
             "            if view[2] > 4096:\n"
             "                left = offs_n[None, :] - 1\n"
-            "                seen = seen & element_mask(offs_m[:, None], left, view)\n",
+            "                seen = seen & element_mask(offs_m[:, None], left, view, PREDICATE)\n",
         ),
     ),
     _subtle(
@@ -189,10 +189,10 @@ SUBTLE: tuple[Mutant, ...] = (
         (
             _FORWARD,
             "        start_n = n_block * BLOCK_N\n",
-            "        if not MASKED and view[2] > 0 and n_block_hi - n_block_lo > 1:\n"
+            "        if not MASKED and view[2] > 0 and last - first > 1:\n"
             "            n_block = tl.where(\n"
             "                tl.program_id(0) + 1 == tl.num_programs(0),\n"
-            "                n_block_hi - 1 - (n_block - n_block_lo), n_block\n"
+            "                last - 1 - (n_block - first), n_block\n"
             "            )\n"
             "        start_n = n_block * BLOCK_N\n",
         ),

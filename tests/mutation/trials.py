@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from oracles.mask import Mask
+from oracles.masks.block_sparse import BlockSparse
+from oracles.masks.dilated import Dilated
+from oracles.masks.document import Document
+from oracles.masks.prefix_lm import PrefixLM
 from oracles.problem import Problem
 from properties.guarantees import COMPANIONS, GUARANTEES, Check
 
@@ -81,6 +85,15 @@ QUICK: tuple[Step, ...] = (
     _step(H=2, M=40, N=70, mask=Mask(causal=True), config="16x32"),
     _step(M=130, N=70, dtype="fp16", mask=Mask(causal=True), config="default", **_ALIGNED),
     _step(M=20, N=40, dtype="fp32", config="16x16-tf32"),
+    # Masks with a predicate: divided, whole and empty tiles, by head and by batch entry, beside a
+    # window, lengths and none; tiles that differ between the kernels.
+    _step(B=2, H=2, M=20, N=35, dirty="nan", layouts=_MIXED,
+          mask=BlockSparse(side=16, percent=60, seqlens_q=(20, 18), seqlens_k=(20, 35))),
+    _step("G3", B=2, M=40, N=40, config="32x16", mask=Document(
+          starts=((7, 33), (16,)), causal=True, window_left=20, seqlens_k=(40, 0))),
+    _step(M=20, N=130, dtype="fp16", config="default", mask=Dilated(width=3, step=30), **_ALIGNED),
+    _step(M=150, N=140, dtype="fp16", config="default", mask=PrefixLM(prefix=100), **_ALIGNED),
+    _step(M=70, N=40, config="16x32", mask=PrefixLM(prefix=32) | Mask(window_right=2)),
     # Strides, heads in groups, what lies around.
     _step(H=4, Hk=2, M=20, N=35, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
           **_ALIGNED),

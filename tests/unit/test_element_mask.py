@@ -31,10 +31,10 @@ def mask_kernel(views, seen, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEYS_FIR
     m = tl.load(at + 4) + offs_m
     n = tl.load(at + 5) + offs_n
     if KEYS_FIRST:
-        visible = element_mask(m[None, :], n[:, None], view)
+        visible = element_mask(m[None, :], n[:, None], view, None)
         tl.store(tile + (offs_n[:, None] * ROWS + offs_m[None, :]), visible.to(tl.int8))
     else:
-        visible = element_mask(m[:, None], n[None, :], view)
+        visible = element_mask(m[:, None], n[None, :], view, None)
         tl.store(tile + (offs_m[:, None] * COLUMNS + offs_n[None, :]), visible.to(tl.int8))
 
 

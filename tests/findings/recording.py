@@ -98,7 +98,7 @@ class Recording:
         if report.skipped and isinstance(report.longrepr, tuple):
             said = report.longrepr[2].removeprefix("Skipped: ")
         elif report.failed and not properties:  # of a process that died, which xdist reports
-            said = plain(report.longreprtext)
+            said = plain(str(report.longrepr))
         self._write(
             kind="test",
             test=report.nodeid,

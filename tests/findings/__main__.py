@@ -98,6 +98,7 @@ def _subject(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return {
         **found,
         "about": kernel.about,
+        "never_promised": dict(kernel.never_promised),
         "versions": versions(kernel.distributions),
         "profile": f"{options.profile}{selected}",
     }

@@ -13,7 +13,7 @@ from tests.findings.asked import ASKED, GUARANTEES, guarantee_of
 __all__ = ["collected", "recorded"]
 
 # Findings of a guarantee that are kept, each of another output or claim.
-MOST_FINDINGS = 5
+MOST_FINDINGS = 3
 
 
 def recorded(path: Path) -> list[dict[str, Any]]:
@@ -33,12 +33,15 @@ def collected(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``declares``, ``declared`` and ``profile`` of the subject; ``tests``, how many ended;
-        ``judged``, ``out_of_range``, ``refusals`` and ``worst`` of the ledger, of a run that ended;
+        ``judged``, ``out_of_range``, ``refusals`` and ``worst`` of the ledger, which only a run
+        that ended has;
         ``guarantees``: by their keys, how many tests ``passed``, ``failed``, or were ``undecided``
         because another guarantee failed first, why tests were ``skipped``, and the ``findings``,
         smallest problem first.
     """
-    found: dict[str, Any] = {"tests": 0, "declares": {}, "declared": "nothing", "refusals": {}}
+    found: dict[str, Any] = {
+        "tests": 0, "judged": 0, "declares": {}, "declared": "nothing", "refusals": {},
+    }  # fmt: skip
     guarantees: dict[str, dict[str, Any]] = {}
 
     def of(key: str) -> dict[str, Any]:

@@ -19,9 +19,12 @@ from `results/*/findings.json`; a change by hand is lost.
 A guarantee **holds** where every test that asked for it passed. Where it **fails**, the smallest
 problem found stands below, with the line that runs it again. It is *undecided* where a test ended
 early because another guarantee failed first, *unsupported* where the kernel declares or refuses
-everything that the guarantee speaks of, and *not asked* where no test was of this kernel.
-`README.md` says what the guarantees are.
+everything that the guarantee speaks of, and *not asked* where no test was of this kernel. Marked †
+is what the kernel never promised: to fail there breaks no word of its authors. `README.md` says
+what the guarantees are.
 """
+
+_FAILS = "**fails**"
 
 
 def document(results: Sequence[Mapping[str, Any]], damaged: Sequence[str] = ()) -> str:
@@ -55,7 +58,7 @@ def verdict(guarantee: Mapping[str, Any] | None, refusals: Mapping[str, Any]) ->
     if guarantee is None:
         return "not asked"
     if guarantee["failed"]:
-        return "**fails**"
+        return _FAILS
     if guarantee["undecided"]:
         return "*undecided*"
     if guarantee["passed"]:
@@ -73,7 +76,9 @@ def _table(subjects: Mapping[str, Any]) -> Iterator[str]:
         cells = []
         for subject in subjects.values():
             said = verdict(subject["guarantees"].get(key), subject["refusals"])
-            cells.append(said + "\\*" * (subject["ended"] != FINISHED and said == "holds"))
+            cut = subject["ended"] != FINISHED and said == "holds"
+            unpromised = said == _FAILS and key in subject["never_promised"]
+            cells.append(said + "\\*" * cut + " †" * unpromised)
         if key in met:
             yield f"| {_title(key)} | {' | '.join(cells)} |"
     cut = [name for name, subject in subjects.items() if subject["ended"] != FINISHED]
@@ -90,7 +95,7 @@ def _title(key: str) -> str:
 def _section(name: str, subject: Mapping[str, Any]) -> str:
     """What there is to say of one kernel."""
     there = ", ".join(f"{package} {version}" for package, version in subject["versions"].items())
-    judged = f", {subject['judged']:,} problems judged" if "judged" in subject else ""
+    judged = f", {subject['judged']:,} problems judged" if subject["judged"] else ""
     lines = [
         f"### {name}: {subject['about']}",
         "",
@@ -111,9 +116,12 @@ def _section(name: str, subject: Mapping[str, Any]) -> str:
     for key, guarantee in subject["guarantees"].items():
         if guarantee["failed"]:
             ended = guarantee["passed"] + guarantee["failed"]
-            tests = f"{guarantee['failed']} of {ended} tests"
-            lines += [f"**{_title(key)} fails** in {tests}:" if ended > guarantee["failed"]
-                      else f"**{_title(key)} fails**:", ""]  # fmt: skip
+            why = subject["never_promised"].get(key)
+            promised = f", which it never promised: {why}" if why else ""
+            lines += [
+                f"**{_title(key)} fails** in {guarantee['failed']} of {ended} tests{promised}.",
+                "",
+            ]
             for finding in guarantee["findings"]:
                 lines += [*_quoted(finding["message"]), ""]
     return "\n".join(lines)

@@ -15,16 +15,17 @@ __all__ = ["FILE", "VERSION", "read", "read_all", "write"]
 VERSION = 1
 FILE = "findings.json"
 
+# A dict of these names, or of any under "", a list of one, or a type.
 _FINDING = {"message": str, "problem": str, "test": str}
 _GUARANTEE = {
-    "passed": int, "failed": int, "undecided": int, "skipped": dict, "findings": [_FINDING],
+    "passed": int, "failed": int, "undecided": int, "skipped": {"": int}, "findings": [_FINDING],
 }  # fmt: skip
 _SUBJECT = {
-    "about": str, "declared": str, "declares": dict, "profile": str, "versions": dict,
-    "tests": int, "ended": str, "said": str, "refusals": dict, "guarantees": {"": _GUARANTEE},
+    "about": str, "declared": str, "declares": dict, "never_promised": {"": str}, "profile": str,
+    "versions": {"": str}, "tests": int, "judged": int, "ended": str, "said": str,
+    "refusals": {"": int}, "guarantees": {"": _GUARANTEE},
 }  # fmt: skip
-# A dict of names, or of anything under "", a list of one, or a type.
-_FORM = {"version": int, "device": str, "missing": dict, "subjects": {"": _SUBJECT}}
+_FORM = {"version": int, "device": str, "missing": {"": str}, "subjects": {"": _SUBJECT}}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -88,9 +89,9 @@ def _wrong(found: Any, form: Any, where: str) -> str:
     """What does not have the form, and where; empty if everything has."""
     if isinstance(form, type):
         right = isinstance(found, form) and not (form is int and isinstance(found, bool))
-        return "" if right else f"{where} is {found!r:.60}; needs a {form.__name__}"
+        return "" if right else f"{where} is {found!r:.60}; needs {form.__name__}"
     if not isinstance(found, type(form)):
-        return f"{where or 'it'} is {found!r:.60}; needs a {type(form).__name__}"
+        return f"{where or 'it'} is {found!r:.60}; needs {type(form).__name__}"
     if isinstance(form, list):
         inner = [(value, form[0], f"{where}[{i}]") for i, value in enumerate(found)]
     elif "" in form:

@@ -31,14 +31,14 @@ def unpromised(declares: Mapping[str, Any]) -> list[str]:
     Args:
         declares: ``Subject.declarations``, as read from JSON.
     """
-    masks = declares.get("masks", (*_MASKS,))
+    masks = _words(declares, "masks", (*_MASKS,))
     away = [words for kind, words in _MASKS.items() if kind not in masks]
     away += [words for word, words in _REFUSED.items() if declares.get(word) is False]
     if "layouts" in declares:
-        away.append(f"layouts other than {', '.join(declares['layouts'])}")
+        away.append(f"layouts other than {', '.join(_words(declares, 'layouts'))}")
     found = [f"not asked for {', '.join(away)}"] if away else []
     if "padding" in masks and "dirty" in declares:
-        dirt = [words for kind, words in _DIRT.items() if kind not in declares["dirty"]]
+        dirt = [words for kind, words in _DIRT.items() if kind not in _words(declares, "dirty")]
         if dirt:
             found.append(
                 f"{' and '.join(dirt)} in padding may reach valid results: not asked (G4), and "
@@ -55,7 +55,15 @@ def unpromised(declares: Mapping[str, Any]) -> list[str]:
         found.append(f"the log-sum-exp has base {declares['lse_base']}: converted")
     if declares.get("flushes"):
         found.append("subnormal numbers may count as 0: the bound allows for it")
-    loose = [name for name in _TO_THE_BIT if name not in declares.get("bitwise", ())]
+    loose = [name for name in _TO_THE_BIT if name not in _words(declares, "bitwise")]
     if loose:
         found.append(f"no promise to the bit of {', '.join(loose)}: held to the bound")
     return found
+
+
+def _words(
+    declares: Mapping[str, Any], word: str, undeclared: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """A declaration that is a sequence of words."""
+    given = declares.get(word, undeclared)
+    return tuple(map(str, given)) if isinstance(given, list | tuple) else undeclared

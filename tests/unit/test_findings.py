@@ -152,6 +152,7 @@ def subject(*tests: dict, ended: str = "finished", **changed: object) -> dict:
         "versions": {"torch": "2.11"},
         "ended": ended,
         "said": "",
+        "never_promised": {},
         **changed,
     }
 
@@ -194,6 +195,16 @@ def test_the_document_says_which_run_did_not_finish_and_what_it_said():
     assert "\n    Segmentation fault\n" in said
 
 
+def test_the_document_says_what_fails_and_was_never_promised():
+    failed = of_test(HIDDEN, "failed", ("G5 hidden positions", "message", "{}"))
+    why = "nothing is said of hidden keys"
+    it, other = subject(failed, never_promised={"G5": why}), subject(failed)
+    said = document([result(it=it, other=other)])
+    assert "| G5 hidden positions | **fails** † | **fails** |" in said
+    assert f"**G5 hidden positions fails** in 1 of 1 tests, which it never promised: {why}." in said
+    assert "**G5 hidden positions fails** in 1 of 1 tests.\n" in said
+
+
 @pytest.mark.parametrize(
     ("declares", "words"),
     [
@@ -210,6 +221,10 @@ def test_the_document_says_which_run_did_not_finish_and_what_it_said():
 )
 def test_what_was_never_promised_is_said_in_words(declares, words):
     assert any(words in clause for clause in unpromised(declares))
+
+
+def test_declarations_that_are_damaged_are_taken_for_none():
+    assert unpromised({"masks": 3, "layouts": 3, "dirty": 3, "bitwise": 3})
 
 
 def test_nothing_is_taken_away_by_promising_everything():
@@ -250,10 +265,11 @@ def damaged(path: Path, *keys: object, value: object) -> None:
     [
         (["version"], 99, "has version 99; this suite reads version 1"),
         (["device"], None, "is damaged: it has no 'device'"),
-        (["subjects"], [], r"is damaged: .subjects is \[\]; needs a dict"),
-        (["subjects", "it", "tests"], "3", "is damaged: .subjects.it.tests is '3'; needs a int"),
+        (["subjects"], [], r"is damaged: .subjects is \[\]; needs dict"),
+        (["subjects", "it", "tests"], "3", "is damaged: .subjects.it.tests is '3'; needs int"),
+        (["subjects", "it", "refusals", "x"], "3", "refusals.x is '3'; needs int"),
         (["subjects", "it", "guarantees", "G1", "failed"], None, "G1 has no 'failed'"),
-        (["subjects", "it", "guarantees", "G1", "findings"], [3], r"findings\[0\] is 3; needs a"),
+        (["subjects", "it", "guarantees", "G1", "findings"], [3], r"findings\[0\] is 3; needs dict"),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, keys, value, says):

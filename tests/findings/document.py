@@ -71,20 +71,27 @@ def _table(subjects: Mapping[str, Any]) -> Iterator[str]:
     """Guarantees by kernels."""
     yield f"| guarantee | {' | '.join(subjects)} |"
     yield "|---" * (1 + len(subjects)) + "|"
+    cut = [name for name, subject in subjects.items() if subject["ended"] != FINISHED]
     met = dict.fromkeys(key for subject in subjects.values() for key in subject["guarantees"])
     for key in dict.fromkeys((*GUARANTEES, *met)):
-        cells = []
-        for subject in subjects.values():
-            said = verdict(subject["guarantees"].get(key), subject["refusals"])
-            cut = subject["ended"] != FINISHED and said == "holds"
-            unpromised = said == _FAILS and key in subject["never_promised"]
-            cells.append(said + "\\*" * cut + " †" * unpromised)
-        if key in met:
+        if key in met or cut:
+            cells = (_cell(key, subject) for subject in subjects.values())
             yield f"| {_title(key)} | {' | '.join(cells)} |"
-    cut = [name for name, subject in subjects.items() if subject["ended"] != FINISHED]
     if cut:
         yield ""
         yield f"\\* as far as it came: the run of {', '.join(cut)} did not finish."
+
+
+def _cell(key: str, subject: Mapping[str, Any]) -> str:
+    """A verdict, and what has to be known about it."""
+    said = verdict(subject["guarantees"].get(key), subject["refusals"])
+    if said == _FAILS and key in subject["never_promised"]:
+        return f"{said} †"
+    if subject["ended"] != FINISHED and said == "holds":
+        return f"{said}\\*"
+    if subject["ended"] != FINISHED and key not in subject["guarantees"]:
+        return "not reached\\*"
+    return said
 
 
 def _title(key: str) -> str:

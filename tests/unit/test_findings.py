@@ -190,6 +190,7 @@ def test_the_document_says_which_run_did_not_finish_and_what_it_said():
     it = subject(of_test(ACCURACY, "passed"), ended="died of signal 11", said="Segmentation fault")
     said = document([result(it=it)])
     assert "| G1 accuracy | holds\\* |" in said
+    assert "| G3 empty rows | not reached\\* |" in said
     assert "the run of it did not finish" in said
     assert "**The run did not finish: died of signal 11.**" in said
     assert "\n    Segmentation fault\n" in said
@@ -269,7 +270,11 @@ def damaged(path: Path, *keys: object, value: object) -> None:
         (["subjects", "it", "tests"], "3", "is damaged: .subjects.it.tests is '3'; needs int"),
         (["subjects", "it", "refusals", "x"], "3", "refusals.x is '3'; needs int"),
         (["subjects", "it", "guarantees", "G1", "failed"], None, "G1 has no 'failed'"),
-        (["subjects", "it", "guarantees", "G1", "findings"], [3], r"findings\[0\] is 3; needs dict"),
+        (
+            ["subjects", "it", "guarantees", "G1", "findings"],
+            [3],
+            r"findings\[0\] is 3; needs dict",
+        ),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, keys, value, says):

@@ -41,7 +41,8 @@ def versions(packages: Iterable[str] = ()) -> dict[str, str]:
     found |= {name: _installed(name) for name in ("triton", *packages)}
     if torch.cuda.is_available():
         found["CUDA"] = str(torch.version.cuda)
-        found["cuDNN"] = str(torch.backends.cudnn.version())
+        number = torch.backends.cudnn.version() or 0
+        found["cuDNN"] = f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
         found["driver"] = _driver()
     return found
 

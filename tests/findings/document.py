@@ -95,8 +95,8 @@ def _cell(key: str, subject: Mapping[str, Any]) -> str:
 
 
 def _title(key: str) -> str:
-    words = GUARANTEES.get(key)
-    return f"{key} {words}" if words and key != "exact" else words or key
+    words = GUARANTEES.get(key, key)
+    return words if key in words else f"{key} {words}"
 
 
 def _section(name: str, subject: Mapping[str, Any]) -> str:

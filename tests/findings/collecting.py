@@ -40,7 +40,8 @@ def collected(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         smallest problem first.
     """
     found: dict[str, Any] = {
-        "tests": 0, "judged": 0, "declares": {}, "declared": "nothing", "refusals": {},
+        "tests": 0, "judged": 0, "worst": {}, "declares": {}, "declared": "nothing",
+        "refusals": {},
     }  # fmt: skip
     guarantees: dict[str, dict[str, Any]] = {}
 
@@ -73,11 +74,12 @@ def _count(record: Mapping[str, Any], of: Any) -> None:
         if asked is not None:
             of(asked)["skipped"][record["said"]] += 1
     else:
-        findings = record["findings"] or [{"message": record["said"], "problem": ""}]
-        failed = {}
-        for finding in findings:
-            key = guarantee_of(finding["guarantee"]) if "guarantee" in finding else asked
-            failed.setdefault(key or "exception", []).append(finding)
+        # A crash breaks no guarantee but that to compute or to refuse.
+        of_no_finding = "exception" if record["outcome"] == "crashed" else asked or "exception"
+        said = {"guarantee": of_no_finding, "message": record["said"], "problem": ""}
+        failed: dict[str, list[Mapping[str, str]]] = {}
+        for finding in record["findings"] or [said]:
+            failed.setdefault(guarantee_of(finding["guarantee"]), []).append(finding)
         for key, those in failed.items():
             of(key)["failed"] += 1
             of(key)["findings"] += [

@@ -112,6 +112,8 @@ def _section(name: str, subject: Mapping[str, Any]) -> str:
     if subject["ended"] != FINISHED:
         lines += [f"**The run did not finish: {subject['ended']}.** It said last:", ""]
         lines += [*_quoted(subject["said"] or "nothing"), ""]
+    if subject["worst"]:
+        lines += [f"- worst error/bound: {_worst(subject['worst'])}"]
     lines += [f"- declares {subject['declared']}"]
     lines += [f"- refuses: {why} ({count:,} problems)" for why, count in _by_count(subject)]
     lines += [f"- never promised: {clause}" for clause in unpromised(subject["declares"])]
@@ -132,6 +134,17 @@ def _section(name: str, subject: Mapping[str, Any]) -> str:
             for finding in guarantee["findings"]:
                 lines += [*_quoted(finding["message"]), ""]
     return "\n".join(lines)
+
+
+def _worst(ratios: Mapping[str, float]) -> str:
+    """Of each output the largest error/bound, and in which dtype."""
+    largest: dict[str, tuple[float, str]] = {}
+    for key, ratio in ratios.items():
+        output, _, dtype = key.partition(" ")
+        largest[output] = max(largest.get(output, (0.0, "")), (ratio, dtype))
+    return ", ".join(
+        f"{output} {ratio:.3f} ({dtype})" for output, (ratio, dtype) in largest.items()
+    )
 
 
 def _by_count(subject: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -7,6 +7,7 @@ subject, then the tests as they end, last what was judged in all.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,12 +98,13 @@ class Recording:
         said = properties.get(_SAID, "")
         if report.skipped and isinstance(report.longrepr, tuple):
             said = report.longrepr[2].removeprefix("Skipped: ")
-        elif report.failed and not properties:  # of a process that died, which xdist reports
+        crashed = report.failed and not properties  # reported by xdist, in place of its worker
+        if crashed:
             said = plain(str(report.longrepr))
         self._write(
             kind="test",
             test=report.nodeid,
-            outcome=report.outcome,
+            outcome="crashed" if crashed else report.outcome,
             seconds=round(report.duration, 2),
             said=said,
             findings=properties.get(_FINDINGS, []),
@@ -118,7 +120,11 @@ class Recording:
             judged=len(record["problems"]),
             out_of_range=len(record["out_of_range"]),
             refusals={why: len(which) for why, which in record["unsupported"].items()},
-            worst={key: ratio for key, (ratio, _) in record["worst"].items()},
+            worst={
+                key: round(ratio, 3)
+                for key, (ratio, _) in record["worst"].items()
+                if math.isfinite(ratio)  # which JSON has no number for, and is a finding anyhow
+            },
         )
 
     def _write(self, **fields: object) -> None:

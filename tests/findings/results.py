@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.findings.environment import slug
+from tests.subjects.registry import NAMED
 
 __all__ = ["FILE", "VERSION", "read", "read_all", "write"]
 
@@ -23,7 +24,7 @@ _GUARANTEE = {
 _SUBJECT = {
     "about": str, "declared": str, "declares": dict, "never_promised": {"": str}, "profile": str,
     "versions": {"": str}, "tests": int, "judged": int, "ended": str, "said": str,
-    "refusals": {"": int}, "guarantees": {"": _GUARANTEE},
+    "refusals": {"": int}, "worst": {"": float}, "guarantees": {"": _GUARANTEE},
 }  # fmt: skip
 _FORM = {"version": int, "device": str, "missing": {"": str}, "subjects": {"": _SUBJECT}}
 
@@ -72,11 +73,12 @@ def write(
     if not (subjects or missing):
         return path
     both = {**before["subjects"], **subjects}
+    order = [*NAMED, *both]
     content = {
         "version": VERSION,
         "device": device,
         "missing": {name: why for name, why in missing.items() if name not in both},
-        "subjects": both,
+        "subjects": {name: both[name] for name in sorted(both, key=order.index)},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")

@@ -56,7 +56,7 @@ SUBJECT = {
 }  # fmt: skip
 END = {
     "kind": "end", "exit": 1, "judged": 7, "out_of_range": 1, "refusals": {"not today": 2},
-    "worst": {"out fp16": 0.5},
+    "worst": {"out fp16": 0.5, "out bf16": 0.75, "dq fp16": 0.125},
 }  # fmt: skip
 
 
@@ -80,6 +80,12 @@ def test_a_failure_without_findings_counts_for_what_was_asked():
     found = guarantees_of(of_test(HIDDEN, "failed", said="only 1 problems were judged"))
     assert found["G5"]["failed"] == 1
     assert found["G5"]["findings"][0]["message"] == "only 1 problems were judged"
+
+
+def test_a_crash_leaves_undecided_what_was_asked():
+    found = guarantees_of(of_test(HIDDEN, "crashed", said="died of signal 11"))
+    assert found["exception"]["findings"][0]["message"] == "died of signal 11"
+    assert verdict(found["G5"], {}) == "*undecided*"
 
 
 def test_one_test_with_several_findings_of_a_guarantee_fails_once():
@@ -181,6 +187,7 @@ def test_the_document_says_what_is_declared_refused_and_never_promised():
     said = document([result(it=subject(of_test(HIDDEN, "skipped", said="it declares masks=()")))])
     assert "\n- declares masks=('causal',)\n" in said
     assert "\n- refuses: not today (2 problems)\n" in said
+    assert "\n- worst error/bound: out 0.750 (bf16), dq 0.125 (fp16)\n" in said
     assert "\n- never promised: not asked for sliding windows, lengths" in said
     assert "\n- G5 hidden positions is unsupported: it declares masks=()\n" in said
     assert "\n- flex was not run: no GPU\n" in said
@@ -246,6 +253,13 @@ def test_other_kernels_results_stay(tmp_path):
     path = write(tmp_path, "A GPU", {"other": other}, {"one": "no GPU"})
     assert read(path)["subjects"] == {"one": one, "other": other}
     assert read(path)["missing"] == {}
+
+
+def test_kernels_stand_in_the_order_of_their_names_list(tmp_path):
+    it = subject(of_test(ACCURACY, "passed"))
+    write(tmp_path, "A GPU", {"other": it, "flex": it, "ours": it}, {})
+    path = write(tmp_path, "A GPU", {"sdpa-math": it}, {})
+    assert [*read(path)["subjects"]] == ["ours", "sdpa-math", "flex", "other"]
 
 
 def damaged(path: Path, *keys: object, value: object) -> None:

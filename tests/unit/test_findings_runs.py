@@ -123,7 +123,7 @@ def test_findings_are_recorded_with_their_problem(records):
 
 def test_a_crash_is_recorded_with_the_problem_under_way(records):
     record = record_of(records, "test_dies")
-    assert record["outcome"] == "failed"
+    assert record["outcome"] == "crashed"
     assert record["said"].startswith("died of signal 11 (Segmentation fault) after ")
     assert Problem(seed=11).to_json() in record["said"]
 

@@ -77,9 +77,7 @@ def test_what_is_no_name_stays_as_it_is(given):
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
-    with pytest.raises(
-        ValueError, match=r"^got 'paged'; needs path/to/file.py:name, "
-    ) as caught:
+    with pytest.raises(ValueError, match=r"^got 'paged'; needs path/to/file.py:name, ") as caught:
         spec_of("paged")
     assert all(name in str(caught.value) for name in NAMED)
 

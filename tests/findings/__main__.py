@@ -1,12 +1,13 @@
 """Runs the conformance tests of every kernel there is, and writes down what they find.
 
-``python -m tests.findings [NAME ...]``: results/DEVICE/findings.json, and from all of those files
-FINDINGS.md.
+``python -m tests.findings [NAME ...] [-- OPTION ...]``: results/DEVICE/findings.json, and from all of
+those files FINDINGS.md. What follows ``--`` goes to pytest, such as ``-k hidden``.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -47,13 +48,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="for one kernel (default: %(default)g)"
     )
-    parser.add_argument("-k", dest="select", default="", help="of the tests, as pytest's -k")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of results")
     parser.add_argument("--document", type=Path, default=ROOT / "FINDINGS.md", help="what to write")
     parser.add_argument(
         "--document-only", action="store_true", help="run nothing, write what the results say"
     )
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    ours = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:ours])
+    options.of_pytest = given[ours + 1 :]
     for name in options.names:
         try:
             named(name)
@@ -92,15 +95,15 @@ def _subject(name: str, options: argparse.Namespace) -> dict[str, Any]:
         profile=options.profile,
         workers=options.workers,
         seconds=options.seconds,
-        options=["-k", options.select] if options.select else [],
+        options=options.of_pytest,
     )
-    selected = f", tests chosen by -k {options.select!r}" if options.select else ""
+    with_options = f" with {shlex.join(options.of_pytest)}" if options.of_pytest else ""
     return {
         **found,
         "about": kernel.about,
         "never_promised": dict(kernel.never_promised),
         "versions": versions(kernel.distributions),
-        "profile": f"{options.profile}{selected}",
+        "profile": f"{options.profile}{with_options}",
     }
 
 

@@ -387,6 +387,21 @@ def test_an_unknown_kernel_is_refused_before_anything_runs(capsys):
     assert "(did you mean 'sdpa-math'?)" in capsys.readouterr().err
 
 
+def test_what_follows_two_dashes_goes_to_pytest_and_is_told(tmp_path, monkeypatch):
+    asked = {}
+
+    def run(kernel, **options):
+        asked.update(options)
+        return subject(of_test(ACCURACY, "passed"))
+
+    monkeypatch.setattr(command, "conformance_of", run)
+    folder, made = str(tmp_path / "r"), tmp_path / "F.md"
+    options = ["--profile", "gate", "--results", folder, "--document", str(made)]
+    assert command.main(["sdpa-math", *options, "--", "-k", "x or y"]) == 0
+    assert (asked["profile"], asked["options"]) == ("gate", ["-k", "x or y"])
+    assert "; profile gate with -k 'x or y', " in made.read_text()
+
+
 def test_a_kernel_that_is_not_here_is_named_and_fails_the_command(tmp_path, monkeypatch, capsys):
     gone = SimpleNamespace(missing=lambda: "needs a CUDA GPU; none is visible")
     monkeypatch.setitem(command.NAMED, "flex", gone)

@@ -1,7 +1,7 @@
 """Runs the conformance tests of every kernel there is, and writes down what they find.
 
-``python -m tests.findings [NAME ...] [-- OPTION ...]``: results/DEVICE/findings.json, and from all of
-those files FINDINGS.md. What follows ``--`` goes to pytest, such as ``-k hidden``.
+``python -m tests.findings [NAME ...] [-- OPTION ...]`` writes results/DEVICE/findings.json, and
+FINDINGS.md from all such files. What follows ``--`` goes to pytest, such as ``-k hidden``.
 """
 
 from __future__ import annotations

@@ -198,6 +198,7 @@ def test_the_document_says_which_run_did_not_finish_and_what_it_said():
     said = document([result(it=it)])
     assert "| G1 accuracy | holds\\* |" in said
     assert "| G3 empty rows | not reached\\* |" in said
+    assert "| bias of errors |" not in said
     assert "the run of it did not finish" in said
     assert "**The run did not finish: died of signal 11.**" in said
     assert "\n    Segmentation fault\n" in said

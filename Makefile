@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help verify test sanitize mutation fuzz lint format bench clean
+.PHONY: help verify test sanitize mutation fuzz findings lint format bench clean
 
 ifeq ($(strip $(PYTHON)),)
 python := .venv/bin/python
@@ -35,6 +35,9 @@ mutation: $(environment) ## see that every fault is found; FULL=1: by which chec
 
 fuzz: $(environment) ## new random problems, fifty times as many as verify draws
 	$(python) -m pytest tests/conformance -n auto --hypothesis-profile=fuzz
+
+findings: $(environment) ## what every kernel here holds: results/, FINDINGS.md; KERNELS='flex ours'
+	$(python) -m tests.findings $(KERNELS)
 
 lint: $(environment) ## ruff check, ruff format --check, mypy
 	$(python) -m ruff check .

@@ -36,7 +36,9 @@ from oracles.problem import Problem
 from properties.flight_recorder import FlightRecorder
 from properties.ledger import Ledger
 from tests.crash_reports import DEFAULT_SECONDS, CrashReports
+from tests.findings.recording import Recording
 from tests.session import device_of, is_ours, mask_of, subject_of
+from tests.subjects.registry import kernel_table
 
 CONFORMANCE = Path(__file__).parent / "tests" / "conformance"
 HARDWARE = Path(__file__).parent / "tests" / "mutation" / "test_hardware.py"
@@ -84,9 +86,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attention verification")
     group.addoption(
         "--kernel",
-        metavar="FILE:NAME",
-        help="verify this callable f(q, k, v, *, mask, sm_scale), path/to/file.py:name or "
-        "package.module:name, in place of the project's own kernels",
+        metavar="KERNEL",
+        help="verify this callable f(q, k, v, *, mask, sm_scale), or f(q, k, v, causal, sm_scale), "
+        "path/to/file.py:name, package.module:name or a name of --list-kernels, in place of the "
+        "project's own kernels",
+    )
+    group.addoption(
+        "--list-kernels",
+        action="store_true",
+        help="print the names that --kernel knows, and which of them can run here",
+    )
+    group.addoption(
+        "--findings",
+        metavar="FILE",
+        help="write the outcome of every test and all findings to this file, JSON by line",
     )
     group.addoption(
         "--mask",
@@ -110,6 +123,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=DEFAULT_SECONDS,
         help="end a process that takes longer for one problem, and report it (default: 60)",
     )
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """--list-kernels prints its table in place of a run."""
+    if not config.getoption("--list-kernels"):
+        return None
+    print("\n".join(kernel_table()))
+    return 0
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -143,6 +164,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
         subject_of(config)
     config.pluginmanager.register(CrashReports(config), "crash-reports")
+    if config.getoption("--findings"):
+        config.pluginmanager.register(Recording(config, subject_of(config), _LEDGER), "findings")
     # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
     if getattr(config.option, "maxschedchunk", 0) is None:
         config.option.maxschedchunk = 2

@@ -58,18 +58,20 @@ _NONE_IS_NOTHING = ("head_dims", "max_seqlen", "layouts", "dirty", "returns_lse"
 def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
     """The declarations among the attributes of a callable.
 
-    An instance may have attributes and methods of its own. So may a function that wraps another,
-    by its decorator: there, what is nearly a declaration is still taken for a misspelt one.
+    An instance may have attributes and methods of its own. So may a class, and a function that
+    wraps another, by its decorator: there, what is nearly a declaration is still taken for a
+    misspelt one.
 
     Raises:
         ValueError: A function has an attribute that is no declaration, which would go unnoticed.
     """
-    if isinstance(call, FunctionType | MethodType | functools.partial):
+    own_words = inspect.isclass(call) or hasattr(call, "__wrapped__")
+    if inspect.isclass(call) or isinstance(call, FunctionType | MethodType | functools.partial):
         for word in vars(call):
-            if word in WORDS or word.startswith("_"):
+            if word in WORDS or word.startswith("_") or _is_code(call, word):
                 continue
             close = difflib.get_close_matches(word, WORDS, 1)
-            if close or not hasattr(call, "__wrapped__"):
+            if close or not own_words:
                 hint = f" (did you mean {close[0]!r}?)" if close else ""
                 raise ValueError(f"{name} declares {word!r}{hint}; known are {sorted(WORDS)}")
     found = {word: getattr(call, word) for word in WORDS if hasattr(call, word)}
@@ -77,8 +79,13 @@ def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
         word: value
         for word, value in found.items()
         if not (value is None and word in _NONE_IS_NOTHING)
-        and not (inspect.ismethod(value) and word != "tiles")
+        and not ((inspect.ismethod(value) or _is_code(call, word)) and word != "tiles")
     }
+
+
+def _is_code(call: object, word: str) -> bool:
+    """Whether an attribute of a class is a function of it: ``backward``, which is a word too."""
+    return inspect.isclass(call) and inspect.isroutine(getattr(call, word))
 
 
 def check_declarations(name: str, declared: dict[str, Any]) -> None:

@@ -165,4 +165,6 @@ def _check_signature(subject: Subject) -> None:
         signature.bind(None, None, None, **dict.fromkeys(words))
     except TypeError as error:
         needs = f"(q, k, v, *, {', '.join(words)})"
+        if "config" not in words:
+            needs += " or (q, k, v, causal, sm_scale)"
         raise ValueError(f"{subject.name} takes {signature}; needs {needs}: {error}") from None

@@ -13,6 +13,7 @@ import torch
 from oracles.outputs import Numerics
 from oracles.problem import DTYPES, Problem
 from properties.declarations import BITWISE, NUMERICS, check_declarations, declared_by
+from properties.tutorial_call import tutorial_call
 
 __all__ = ["BITWISE", "Subject"]
 
@@ -59,6 +60,7 @@ class Subject:
             bound.
         numerics: What chooses the error bound.
         tiles: (problem) -> (block_m, block_n) of the forward, for reports; None where unknown.
+        takes: The signature, where it is the one of Triton's tutorial and was adapted; else empty.
         source: What --kernel was given, for replay lines; empty for the project's own kernels.
     """
 
@@ -86,18 +88,26 @@ class Subject:
     bitwise: tuple[str, ...] = ()
     numerics: Numerics = field(default_factory=Numerics)
     tiles: Callable[[Problem], tuple[int, int]] | None = None
+    takes: str = ""
     source: str = ""
 
     @classmethod
     def of(cls, call: Callable[..., Any], name: str) -> Subject:
         """Reads the declarations off a callable.
 
+        One that is called as Triton's tutorial calls its kernel, ``attention(q, k, v, causal,
+        sm_scale)``, is adapted; what that signature cannot say counts as declared away.
+
         Raises:
             ValueError: A declaration is unknown, or has a value that it cannot have; the message
                 names it, what was given and what there is.
         """
-        declared = declared_by(call, name)
+        tutorial = tutorial_call(call)
+        declared = declared_by(tutorial.owner if tutorial else call, name)
         check_declarations(name, declared)
+        if tutorial:
+            call, declared = tutorial, tutorial.declarations(name, declared)
+            declared["takes"] = tutorial.signature
         numerics = {word: declared.pop(word) for word in NUMERICS if word in declared}
         return cls(name=name, call=call, numerics=Numerics(**numerics), **declared)
 
@@ -109,24 +119,30 @@ class Subject:
         """
         return _PROMISED_WITH.get(guarantee, guarantee) in self.bitwise
 
-    def declared(self) -> str:
-        """What differs from saying nothing, in one line: each declaration widens something."""
-        parts = []
+    def declarations(self) -> dict[str, Any]:
+        """What differs from saying nothing, by word: strings, numbers, tuples and dicts."""
+        found: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if item.name in ("name", "call", "tiles", "numerics", "source"):
                 continue
-            if item.name == "configs":
-                default: Any = {"default": {}}
-                value, shown = dict(value), ", ".join(map(self._of_config, value))
-            else:
-                default, shown = item.default, repr(value)
+            default: Any = {"default": {}} if item.name == "configs" else item.default
             if value != default:
-                parts.append(f"{item.name}={shown}")
+                found[item.name] = value
         for word in NUMERICS:
             value = getattr(self.numerics, word)
             if value != getattr(Numerics(), word):
-                parts.append(f"{word}={value!r}")
+                found[word] = value
+        return found
+
+    def declared(self) -> str:
+        """``declarations`` in one line: each of them widens something."""
+        parts = [
+            f"configs={', '.join(map(self._of_config, value))}"
+            if word == "configs"
+            else f"{word}={value!r}"
+            for word, value in self.declarations().items()
+        ]
         return ", ".join(parts) or "nothing"
 
     def _of_config(self, config: str) -> str:

@@ -11,17 +11,18 @@ import torch
 from oracles.mask import Mask
 from properties.loading import load, load_mask
 from properties.subject import Subject
+from tests.subjects.registry import NAMED, spec_of
 
 __all__ = ["OURS", "device_of", "is_ours", "mask_of", "subject_of"]
 
-OURS = "tests.subjects.ours:flash_attention"
+OURS = NAMED["ours"].spec
 _SUBJECT = pytest.StashKey[Subject]()
 _MASK = pytest.StashKey[type[Mask] | None]()
 
 
 def is_ours(config: pytest.Config) -> bool:
     """Whether the project's own kernels are under test."""
-    return config.getoption("--kernel", None) in (None, OURS)
+    return config.getoption("--kernel", None) in (None, "ours", OURS)
 
 
 def subject_of(config: pytest.Config) -> Subject:
@@ -38,11 +39,13 @@ def subject_of(config: pytest.Config) -> Subject:
             )
         given = config.getoption("--kernel", None)
         try:
-            subject = load(OURS if given is None else given)
+            subject = load(OURS if given is None else spec_of(given))
         except ValueError as error:
             raise pytest.UsageError(f"--kernel: {error}") from None
-        source = "" if is_ours(config) else given
-        config.stash[_SUBJECT] = dataclasses.replace(subject, source=source)
+        if not is_ours(config):
+            name = given if given in NAMED else subject.name
+            subject = dataclasses.replace(subject, name=name, source=given)
+        config.stash[_SUBJECT] = subject
         device_of(config)
     return config.stash[_SUBJECT]
 

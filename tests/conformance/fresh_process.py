@@ -33,8 +33,9 @@ def main(kernel: str, *texts: str) -> None:
     from properties.loading import load
     from properties.tensors import make
     from properties.trial import run_subject
+    from tests.subjects.registry import spec_of
 
-    subject = load(kernel)
+    subject = load(spec_of(kernel))
     for problem in map(Problem.from_json, texts):
         outputs = run_subject(subject, problem, make(problem))
     print(json.dumps(digests(outputs)))

@@ -5,6 +5,7 @@ A bound that is too wide would let small faults pass; here its idle room would s
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 
 from oracles.outputs import OUTPUTS
@@ -13,6 +14,8 @@ from properties.compare import ratios, worst
 from tests.conformance.shards import Shard
 from tests.session import is_ours
 
+# Fewer than the default profile draws on a CPU need not contain one that comes close.
+ENOUGH = 6
 AT_LEAST = {"out": 0.9, "dq": 0.2, "dk": 0.9, "dv": 0.9}
 # Which (inputs, dout) families drive which outputs into underflow.
 UNDERFLOWS = {
@@ -27,6 +30,9 @@ UNDERFLOWS = {
 def test_fp16_comes_close_to_the_bound_where_it_underflows(for_all, pytestconfig, output):
     if not is_ours(pytestconfig):
         pytest.skip("a kernel that rounds less than the bound allows is no worse for it")
+    drawn = hypothesis.settings().max_examples
+    if drawn < ENOUGH:
+        pytest.skip(f"{drawn} problems are too few to come close to the bound, needs {ENOUGH}")
     reached = []
 
     def record(trial):

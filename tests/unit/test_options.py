@@ -18,6 +18,7 @@ import torch
 
 from oracles.problem import Problem
 from tests.session import OURS, device_of, is_ours, subject_of
+from tests.subjects.registry import NAMED
 
 ROOT = Path(__file__).parents[2]
 # Runs pytest on each of several lists of arguments, and says with which code it ended.
@@ -124,7 +125,12 @@ def test_bad_options_are_refused_in_a_line_before_anything_runs(kernels):
         "--hypothesis-profile=quick": (
             "--hypothesis-profile is 'quick'; needs one of gate, dev, fuzz"
         ),
-        "--kernel=": "--kernel: got ''; needs path/to/file.py:name or package.module:name",
+        "--kernel=": (
+            "--kernel: got ''; needs path/to/file.py:name, package.module:name, or one of ours, "
+        ),
+        "--kernel=spda-math": "--kernel: got 'spda-math' (did you mean 'sdpa-math'?); needs ",
+        "--kernel=sdpa-cudnn": "--kernel: sdpa-cudnn cannot run here: needs a CUDA GPU; none is ",
+        "--kernel=ours": "the project's own kernels need Triton, which is not installed",
         f"--kernel={here}/none.py:f": f"--kernel: there is no file {here}/none.py",
         f"--kernel={kernels}:attentoin": (
             f"--kernel: {kernels} has no 'attentoin'; it has attention, "
@@ -142,6 +148,16 @@ def test_bad_options_are_refused_in_a_line_before_anything_runs(kernels):
     for line, says in zip(said, refused.values(), strict=True):
         assert re.fullmatch(f"ERROR: {re.escape(says)}.*", line.strip())
     assert "Traceback" not in done.stdout
+
+
+def test_the_kernels_there_are_are_listed_in_place_of_a_run():
+    done = run_without_triton(["--list-kernels", "--kernel=spda-math"])
+    assert done.returncode == pytest.ExitCode.OK
+    *lines, ending = done.stdout.strip().splitlines()
+    assert [line.split()[0] for line in lines if line] == [*NAMED]
+    assert lines[0].endswith("not here: triton is not installed")
+    assert ending == "<exit code 0>"
+    assert done.stderr.split() == ["<exit", "code", "0>"]
 
 
 def test_a_problem_is_replayed_alone(device):
@@ -206,11 +222,17 @@ def configured(kernel: str | None) -> SimpleNamespace:
     return SimpleNamespace(stash=pytest.Stash(), getoption=lambda name, default=None: kernel)
 
 
-@pytest.mark.parametrize("kernel", [None, OURS])
+@pytest.mark.parametrize("kernel", [None, "ours", OURS])
 def test_the_subject_is_our_own_unless_another_is_named(kernel):
     assert is_ours(configured(kernel))
     assert not is_ours(configured("oracles.reference:attention"))
     assert not is_ours(configured(""))
+
+
+def test_a_subject_with_a_name_is_called_by_it():
+    subject = subject_of(configured("sdpa-math"))
+    assert (subject.name, subject.source) == ("sdpa-math", "sdpa-math")
+    assert subject.numerics.p_dtype == "fp32"
 
 
 def test_the_subject_is_loaded_once(kernels):

@@ -1,0 +1,1 @@
+"""What the suite finds in every kernel that it knows: ``python -m tests.findings``."""

@@ -1,0 +1,73 @@
+"""Which guarantee each conformance test asks for, and what the guarantees are called."""
+
+from __future__ import annotations
+
+__all__ = ["ASKED", "GUARANTEES", "guarantee_of"]
+
+# In the order of the document; by the first word of a finding.
+GUARANTEES = {
+    "G1": "accuracy",
+    "G2": "finite",
+    "G3": "empty rows",
+    "G4": "dirty padding",
+    "G5": "hidden positions",
+    "G6": "full overwrite",
+    "G7": "reads in bounds",
+    "G8": "layout",
+    "G9": "independence",
+    "G10": "repeatable",
+    "G11": "tiles",
+    "G12": "range",
+    "G13": "state",
+    "G14": "errors",
+    "T3": "logic in float64",
+    "RMS": "of errors",
+    "bias": "of errors",
+    "identities": "of dk and dv",
+    "exact": "exact probes",
+    "attained": "bound attained",
+    "forms": "of a mask agree",
+    "exception": "computes or refuses",
+}
+# By the name of the test; None where it asks for all of them.
+ASKED: dict[str, str | None] = {
+    "test_every_element_lies_within_the_derived_bound": "G1",
+    "test_outputs_are_finite_however_far_the_logits_are_shifted": "G2",
+    "test_long_sequences_lie_within_the_derived_bound": "G1",
+    "test_long_rows_count_their_keys": "exact",
+    "test_errors_are_those_of_independent_roundings": "RMS",
+    "test_errors_of_many_rows_are_those_of_independent_roundings": "RMS",
+    "test_the_valid_arguments_are_accepted": "G14",
+    "test_bad_arguments_are_refused_by_name": "G14",
+    "test_an_unknown_configuration_is_refused_by_name": "G14",
+    "test_any_strides_give_what_contiguous_copies_give": "G8",
+    "test_batch_entries_and_heads_do_not_influence_each_other": "G9",
+    "test_the_same_inputs_give_the_same_bits_run_after_run": "G10",
+    "test_calls_of_other_shapes_in_between_change_nothing": "G13",
+    "test_float64_agrees_with_the_oracle_to_rounding": "T3",
+    "test_float64_lies_within_its_bound_for_every_family": "G1",
+    "test_every_element_is_written_and_nothing_outside": "G6",
+    "test_nothing_outside_the_tensors_elements_is_read": "G7",
+    "test_probes_read_back_what_was_seen_and_summed": "exact",
+    "test_elements_2_to_the_31_apart_are_read_where_they_are": "G12",
+    "test_more_heads_than_65535_are_right": "G12",
+    "test_tensors_of_more_than_2_to_the_31_elements_are_right": "G12",
+    "test_replay": None,
+    "test_regression": None,
+    "test_empty_rows_give_zero_output_and_take_no_part": "G3",
+    "test_dirty_padding_changes_nothing_and_gets_zero_gradients": "G4",
+    "test_dirty_padding_of_one_tensor_changes_nothing": "G4",
+    "test_hidden_positions_add_exactly_nothing": "G5",
+    "test_the_hundredth_call_gives_what_the_first_gave": "G13",
+    "test_a_call_after_others_gives_what_it_gives_in_a_fresh_process": "G13",
+    "test_every_tile_configuration_is_within_the_bound": "G11",
+    "test_the_forms_of_a_mask_agree": "forms",
+    "test_a_kernel_that_evaluates_a_mask_is_within_the_bound": "G1",
+    "test_a_kernel_that_evaluates_a_mask_has_the_logic_of_float64": "T3",
+    "test_fp16_comes_close_to_the_bound_where_it_underflows": "attained",
+}
+
+
+def guarantee_of(finding: str) -> str:
+    """The key of a finding's guarantee, such as "G1 accuracy": one of ``GUARANTEES``, or new."""
+    return finding.partition(" ")[0]

@@ -122,11 +122,11 @@ class Unwritten(Mask):
         return n - m < self.width
 
 
-def test_a_mask_without_a_jit_predicate_is_refused_by_name():
+def test_a_mask_without_a_jit_predicate_is_refused_by_name(device):
     pytest.importorskip("triton")
     from fa_kernels import flash_attention
 
-    q = torch.zeros(1, 1, 2, 16)
+    q = torch.zeros(1, 1, 2, 16, device=device)
     with pytest.raises(NotImplementedError, match="Unwritten has no native predicate"):
         flash_attention(q, q, q, mask=Unwritten())
 

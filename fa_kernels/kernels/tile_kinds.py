@@ -30,24 +30,27 @@ def tile_kinds_kernel(
     [0]: a pair is visible; [1]: every valid row sees every key of the tile; [2]: every valid key is
     seen by every row of the tile.
     """
-    tile = tl.program_id(0).to(tl.int64)
-    n_block = (tile % n_blocks).to(tl.int32)
-    m_block = (tile // n_blocks % m_blocks).to(tl.int32)
-    bh = (tile // n_blocks // m_blocks).to(tl.int32)
+    tile = tl.program_id(0)
+    n_block = tile % n_blocks
+    m_block = tile // n_blocks % m_blocks
+    bh = tile // n_blocks // m_blocks
     b = bh // H
     h = bh % H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
     view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
-    offs_m = (m_block * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    offs_n = (n_block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    of_rows = (m_block * BLOCK_M >= seqlen_q).to(tl.int32)
-    of_keys = (n_block * BLOCK_N >= seqlen_k).to(tl.int32)
-    some = of_rows * 0
-    if of_rows + of_keys == 0:
+    start_m, start_n = m_block * BLOCK_M, n_block * BLOCK_N
+    offs_m = (start_m + tl.arange(0, BLOCK_M))[:, None]
+    offs_n = (start_n + tl.arange(0, BLOCK_N))[None, :]
+    kind_ptr = kinds_ptr + tile.to(tl.int64) * 3
+    if (start_m < seqlen_q) & (start_n < seqlen_k):
         seen = element_mask(offs_m, offs_n, view, PREDICATE)
-        some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
-        of_rows = tl.min(tl.min((seen | (offs_m >= seqlen_q)).to(tl.int32), 1), 0)
-        of_keys = tl.min(tl.min((seen | (offs_n >= seqlen_k)).to(tl.int32), 1), 0)
-    tl.store(kinds_ptr + tile * 3, some.to(tl.int8))
-    tl.store(kinds_ptr + tile * 3 + 1, of_rows.to(tl.int8))
-    tl.store(kinds_ptr + tile * 3 + 2, of_keys.to(tl.int8))
+        of_rows = seen | (offs_m >= seqlen_q)
+        of_keys = seen | (offs_n >= seqlen_k)
+        tl.store(kind_ptr, tl.max(tl.max(seen.to(tl.int8), 1), 0))
+        tl.store(kind_ptr + 1, tl.min(tl.min(of_rows.to(tl.int8), 1), 0))
+        tl.store(kind_ptr + 2, tl.min(tl.min(of_keys.to(tl.int8), 1), 0))
+    else:
+        # Nothing is asked of padding, and nothing is all there is.
+        tl.store(kind_ptr, 0)
+        tl.store(kind_ptr + 1, (start_m >= seqlen_q).to(tl.int8))
+        tl.store(kind_ptr + 2, (start_n >= seqlen_k).to(tl.int8))

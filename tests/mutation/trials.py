@@ -12,7 +12,6 @@ from typing import Any
 
 from oracles.mask import Mask
 from oracles.masks.block_sparse import BlockSparse
-from oracles.masks.dilated import Dilated
 from oracles.masks.document import Document
 from oracles.masks.prefix_lm import PrefixLM
 from oracles.problem import Problem
@@ -51,6 +50,14 @@ QUICK: tuple[Step, ...] = (
     _step(H=2, M=35, N=37, D=5, Dv=3, mask=Mask(causal=True), config="32x16"),
     # Every index of its own: batch entries, groups, strides.
     _step(B=2, H=4, Hk=2, M=5, N=7, D=3, Dv=2, mask=_SHORT, dirty="nan", layouts=_MIXED),
+    # Masks with a predicate, beside a window and lengths: divided, whole and empty tiles, by batch
+    # entry and by head; tiles that differ between the kernels.
+    _step(B=2, M=40, N=40, config="32x16", mask=Document(
+          starts=((7, 33), (16,)), window_left=20, window_right=9, seqlens_k=(40, 31))),
+    _step(M=150, N=140, dtype="fp16", config="default", mask=PrefixLM(prefix=100), **_ALIGNED),
+    _step(B=2, H=2, M=20, N=35, dirty="nan", layouts=_MIXED,
+          mask=BlockSparse(side=16, percent=60, seqlens_q=(20, 18), seqlens_k=(20, 35))),
+    _step(M=70, N=40, config="16x32", mask=PrefixLM(prefix=32) | Mask(window_right=2)),
     # Nothing of an fp32 dot may be in TF32.
     _step(M=20, N=40, dtype="fp32"),
     # The path of wide loads is taken by 16-bit tensors of whole head_dims.
@@ -85,15 +92,6 @@ QUICK: tuple[Step, ...] = (
     _step(H=2, M=40, N=70, mask=Mask(causal=True), config="16x32"),
     _step(M=130, N=70, dtype="fp16", mask=Mask(causal=True), config="default", **_ALIGNED),
     _step(M=20, N=40, dtype="fp32", config="16x16-tf32"),
-    # Masks with a predicate: divided, whole and empty tiles, by head and by batch entry, beside a
-    # window, lengths and none; tiles that differ between the kernels.
-    _step(B=2, H=2, M=20, N=35, dirty="nan", layouts=_MIXED,
-          mask=BlockSparse(side=16, percent=60, seqlens_q=(20, 18), seqlens_k=(20, 35))),
-    _step("G3", B=2, M=40, N=40, config="32x16", mask=Document(
-          starts=((7, 33), (16,)), causal=True, window_left=20, seqlens_k=(40, 0))),
-    _step(M=20, N=130, dtype="fp16", config="default", mask=Dilated(width=3, step=30), **_ALIGNED),
-    _step(M=150, N=140, dtype="fp16", config="default", mask=PrefixLM(prefix=100), **_ALIGNED),
-    _step(M=70, N=40, config="16x32", mask=PrefixLM(prefix=32) | Mask(window_right=2)),
     # Strides, heads in groups, what lies around.
     _step(H=4, Hk=2, M=20, N=35, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
           **_ALIGNED),

@@ -36,6 +36,10 @@ from oracles.problem import Problem
 from properties.flight_recorder import FlightRecorder
 from properties.ledger import Ledger
 from tests.crash_reports import DEFAULT_SECONDS, CrashReports
+from tests.example_database import example_database
+from tests.fuzzing.plugin import Fuzzing, choose_workers, minutes_of
+from tests.outside_programs import OutsidePrograms
+from tests.regression_files import RegressionFiles
 from tests.session import device_of, is_ours, subject_of
 
 CONFORMANCE = Path(__file__).parent / "tests" / "conformance"
@@ -60,8 +64,12 @@ PROFILES = {
     "dev": {"max_examples": GATE_EXAMPLES // 3, "derandomize": True, "database": None},
     "fuzz": {"max_examples": 50 * GATE_EXAMPLES},
 }
+# With --minutes tests take turns: of each that many examples, then the next.
+EXAMPLES_OF_A_TURN = 3 * GATE_EXAMPLES
+# Not those of Hypothesis where CI is set: they would draw the same in every run.
+_PARENT = hypothesis.settings.get_profile("default")
 for _name, _settings in PROFILES.items():
-    hypothesis.settings.register_profile(_name, **_settings, **_ALWAYS)
+    hypothesis.settings.register_profile(_name, _PARENT, **_settings, **_ALWAYS)
 hypothesis.settings.load_profile("gate")
 
 # One process a core: threads inside it would only take turns.
@@ -92,11 +100,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="see that mutants which only a GPU shows are noticed on this one",
     )
     group.addoption(
+        "--minutes",
+        metavar="NUMBER",
+        help="draw new problems for so long, on all workers, and keep those that fail",
+    )
+    group.addoption(
+        "--finds",
+        metavar="FOLDER",
+        help="where --minutes keeps what it finds, replayed first (default: tests/regressions)",
+    )
+    group.addoption(
+        "--example-db",
+        metavar="URL",
+        help="share Hypothesis's examples with other machines: redis://host:port[/number], "
+        "rediss:// or unix://; in the profile fuzz",
+    )
+    group.addoption(
         "--problem-timeout",
         metavar="SECONDS",
         default=DEFAULT_SECONDS,
         help="end a process that takes longer for one problem, and report it (default: 60)",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """What --minutes implies."""
+    choose_workers(config, CONFORMANCE)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -123,6 +153,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args[:] = [str(HARDWARE)]
     if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
         subject_of(config)
+    fuzz = dict(PROFILES["fuzz"], database=example_database(config))
+    files = RegressionFiles(config)
+    config.pluginmanager.register(files, "regression-files")
+    config.pluginmanager.register(OutsidePrograms(), "outside-programs")
+    if minutes_of(config) is not None:
+        fuzz["max_examples"] = EXAMPLES_OF_A_TURN
+        config.pluginmanager.register(Fuzzing(config, _LEDGER, files.folder), "fuzzing")
+    hypothesis.settings.register_profile("fuzz", _PARENT, **fuzz, **_ALWAYS)
     config.pluginmanager.register(CrashReports(config), "crash-reports")
     # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
     if getattr(config.option, "maxschedchunk", 0) is None:

@@ -1,0 +1,190 @@
+"""Runs of --minutes, each in processes of its own, on plain PyTorch with a fault planted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from properties.finds import Find
+from tests.regression_files import FOLDER
+
+ROOT = Path(__file__).parents[2]
+# As if Triton were not installed: that is quicker to import.
+PYTEST = """
+import sys
+sys.modules["triton"] = None
+import pytest
+if __name__ == "__main__":
+    sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+KERNEL = '''
+import math
+import torch
+
+
+def attention(q, k, v, *, mask, sm_scale):
+    """Right, but for rows with more than 20 keys."""
+    (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
+    seen = mask.dense(B, H, M, N).expand(B, H, M, N)
+    k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
+    scores = torch.where(seen, q @ k.mT * sm_scale, -math.inf)
+    out = torch.softmax(scores, 3) @ v
+    return out * 1.01 if N > 20 else out
+
+
+attention.dtypes = ("fp64",)
+attention.masks = ()
+attention.zero_sizes = False
+attention.p_normalised = True
+'''
+TESTS = "test_regression or (lies_within_its_bound and d16)"
+
+
+class Run:
+    """A run under way, and what it has said so far."""
+
+    def __init__(self, folder: Path, *options: str, **environ: str) -> None:
+        self.finds = folder / "finds"
+        self.output = folder / "output"
+        (folder / "kernel.py").write_text(KERNEL)
+        inherited = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST_")}
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-c", PYTEST, f"--kernel={folder / 'kernel.py'}:attention",
+                    f"--finds={self.finds}", f"-k{TESTS}", *options,
+                ],
+                cwd=ROOT,
+                env=inherited | {
+                    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                    "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "examples"),
+                } | environ,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, what) -> None:
+        """Waits until something is true of the run, which has not ended by then."""
+        end = time.monotonic() + 120
+        while not what():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.05)
+
+    def ended(self) -> tuple[int, str]:
+        """The exit status, and all that was said."""
+        return self.process.wait(timeout=120), self.said()
+
+    def workers(self) -> list[int]:
+        """Process ids of the workers."""
+        of = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        return [int(pid) for pid in Path(of).read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzzing")
+
+
+@pytest.fixture(scope="module")
+def first(folder):
+    """A run whose worker is killed when it has found something, and which is then interrupted."""
+    run = Run(folder, "--minutes=10", "-n1")
+    try:
+        run.wait_for(lambda: [*run.finds.glob("*.json")])
+        run.found = {path: path.read_text() for path in run.finds.glob("*.json")}
+        os.kill(run.workers()[0], signal.SIGKILL)
+        run.wait_for(lambda: "replacing crashed worker" in run.said())
+        run.wait_for(lambda: run.workers())
+        # The next one is at work when there is more than the find at the time of the death.
+        run.wait_for(lambda: "failed: test_float64" in run.said().partition("replacing")[2])
+        run.process.send_signal(signal.SIGINT)
+        run.status, run.output_text = run.ended()
+    finally:
+        run.process.kill()
+        run.process.wait()
+    return run
+
+
+def test_a_find_is_on_disk_before_anything_is_reported(first):
+    assert first.found
+    for text in first.found.values():
+        assert json.loads(text)["problem"]["N"] > 20
+
+
+def test_a_find_survives_the_death_of_its_worker(first):
+    assert {*first.found} <= {*first.finds.iterdir()}
+
+
+def test_a_killed_worker_is_replaced_and_its_problem_named(first):
+    assert "died of signal 9 (Killed) after" in first.output_text
+    assert "replacing crashed worker gw0" in first.output_text
+    assert f"replay: pytest --kernel={first.finds.parent}/kernel.py:attention --replay=" in (
+        first.output_text
+    )
+
+
+def test_finds_are_of_one_cause_each_and_small(first):
+    finds = [Find.read(path) for path in first.finds.iterdir()]
+    causes = [find.cause for find in finds]
+    assert len({*causes}) == len(causes)
+    assert {(cause.guarantee, cause.output) for cause in causes} == {("G1", "out")}
+    # Those of a search that came to its end are minimal; that of the killed worker need not be.
+    assert 21 in {find.problem.N for find in finds}
+
+
+def test_an_interrupted_run_sums_up_and_has_the_status_of_its_finds(first):
+    assert first.status == pytest.ExitCode.TESTS_FAILED
+    assert "stopping: workers finish the problem they are at" in first.output_text
+    assert re.search(r"\n[1-9]\d* distinct problems judged on all outputs", first.output_text)
+    progress = r"\n\d:\d\d of 10:00: \d+ problems, [\d.]+/s; worst error/bound [\d.]+; \d finds?\n"
+    assert re.search(progress, first.output_text)
+    for path in first.finds.iterdir():
+        assert f"find: {os.path.relpath(path, ROOT)} (" in first.output_text
+    assert "KeyboardInterrupt" not in first.output_text
+
+
+@pytest.fixture(scope="module")
+def second(first, folder):
+    """A run after it, of a few seconds, beside files that are no finds."""
+    (first.finds / "damaged.json").write_text('{"problem": ')
+    foreign = {"problem": {"version": 1, "mask": {"type": "MaskOfAnotherProject"}}}
+    (first.finds / "foreign.json").write_text(json.dumps(foreign))
+    run = Run(folder, "--minutes=0.05", "-n1", "-v")
+    run.status, run.output_text = run.ended()
+    return run
+
+
+def test_the_next_run_replays_finds_first_and_says_so_at_once(first, second):
+    failed = re.findall(r"^failed: (\w+)\[(.*)\]$", second.output_text, re.MULTILINE)
+    names = [path.stem for path in first.finds.glob("attention-*.json")]
+    replayed = [name for test, name in failed if test == "test_regression"]
+    assert sorted(replayed) == sorted([*names, "damaged"])
+    assert {test for test, _ in failed[: len(replayed)]} == {"test_regression"}
+    assert second.status == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_damaged_file_fails_its_own_test_by_name(second):
+    assert f"{second.finds / 'damaged.json'}: Expecting value" in second.output_text
+
+
+def test_a_mask_that_is_not_registered_is_reported_as_not_replayable(second):
+    assert "mask type 'MaskOfAnotherProject' is not replayable" in second.output_text
+
+
+def test_the_problems_of_the_checkout_are_replayed_too(second):
+    for path in FOLDER.glob("*.json"):
+        assert f"test_regression[{path.stem}]" in second.output_text or "passed" in (
+            second.output_text
+        )

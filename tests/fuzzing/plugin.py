@@ -70,18 +70,21 @@ def choose_workers(config: pytest.Config, conformance: Path) -> None:
     Raises:
         pytest.UsageError: There are to be no workers, or as ``minutes_of``.
     """
-    if hasattr(config, "workerinput") or minutes_of(config) is None:
+    if minutes_of(config) is None:
         return
     option = config.option
+    option.hypothesis_profile = PROFILE
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args[:] = [str(conformance)]
+    # A worker has read the same command line.
+    if hasattr(config, "workerinput"):
+        return
     if not hasattr(option, "numprocesses") or option.numprocesses == 0:
         raise pytest.UsageError("--minutes needs workers of pytest-xdist; give -n auto or -n 1")
     if option.dist not in ("no", "load"):
         raise pytest.UsageError(f"--minutes deals tests itself; --dist is {option.dist!r}")
     if option.numprocesses is None:
         option.numprocesses = "auto"
-    option.hypothesis_profile = PROFILE
-    if config.args_source is not pytest.Config.ArgsSource.ARGS:
-        config.args[:] = [str(conformance)]
 
 
 class Fuzzing:
@@ -154,6 +157,8 @@ class Fuzzing:
         So a worker that dies takes the counts of one turn with it at most.
         """
         report = yield
+        # Pytest's own list is the test's, and would grow from turn to turn.
+        report.user_properties = []
         if report.when == "call":
             report.user_properties.append(("ledger", self.ledger.hand_over()))
             if call.excinfo is not None and isinstance(call.excinfo.value, Violation):
@@ -277,7 +282,7 @@ class Fuzzing:
     def _progress(self) -> str:
         """How it goes, in one line."""
         if not self.clock.path.exists():
-            return "starting workers"
+            return "starting workers, and replaying what was found before"
         # Past the end, finds are still made smaller.
         passed = min(self.clock.passed(), self.seconds)
         problems = len(self.ledger.problems)

@@ -23,8 +23,8 @@ class Rotation(LoadScheduling):
     Args:
         config: Pytest's.
         log: xdist's.
-        clock: Starts when the first test is dealt.
-        seconds: How long tests are dealt.
+        clock: Starts when all regressions have been dealt.
+        seconds: How long the other tests are dealt from then on.
     """
 
     def __init__(self, config: pytest.Config, log: Any, clock: Clock, seconds: float) -> None:
@@ -42,7 +42,6 @@ class Rotation(LoadScheduling):
             self.collection = next(iter(self.node2collection.values()))
             for index, test in enumerate(self.collection):
                 (self.pending if is_regression(test) else self.rotating).append(index)
-            self.clock.start(self.seconds)
         # One each, so that long ones at the start do not all go to one worker.
         for ahead in range(1, AHEAD + 1):
             for node in self.nodes:
@@ -57,6 +56,7 @@ class Rotation(LoadScheduling):
             return
         while len(self.node2pending[node]) < ahead and not self.tests_finished:
             if not self.pending:
+                self.clock.start(self.seconds)
                 self.pending.extend(random.sample(self.rotating, len(self.rotating)))
             self._send_tests(node, 1)
         if self.tests_finished:

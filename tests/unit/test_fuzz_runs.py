@@ -127,12 +127,9 @@ def test_a_find_survives_the_death_of_its_worker(first):
     assert {*first.found} <= {*first.finds.iterdir()}
 
 
-def test_a_killed_worker_is_replaced_and_its_problem_named(first):
-    assert "died of signal 9 (Killed) after" in first.output_text
+def test_a_killed_worker_is_reported_and_replaced(first):
+    assert "died of signal 9 (Killed)" in first.output_text
     assert "replacing crashed worker gw0" in first.output_text
-    assert f"replay: pytest --kernel={first.finds.parent}/kernel.py:attention --replay=" in (
-        first.output_text
-    )
 
 
 def test_finds_are_of_one_cause_each_and_small(first):
@@ -183,8 +180,7 @@ def test_a_mask_that_is_not_registered_is_reported_as_not_replayable(second):
     assert "mask type 'MaskOfAnotherProject' is not replayable" in second.output_text
 
 
-def test_the_problems_of_the_checkout_are_replayed_too(second):
-    for path in FOLDER.glob("*.json"):
-        assert f"test_regression[{path.stem}]" in second.output_text or "passed" in (
-            second.output_text
-        )
+def test_what_is_not_supported_is_no_find(second):
+    names = {path.stem for path in FOLDER.glob("*.json")}
+    failed = re.findall(r"^failed: test_regression\[(.*)\]$", second.output_text, re.MULTILINE)
+    assert names.isdisjoint(failed)

@@ -153,7 +153,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args[:] = [str(HARDWARE)]
     if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
         subject_of(config)
-    fuzz = dict(PROFILES["fuzz"], database=example_database(config))
+    fuzz = dict(PROFILES["fuzz"], database=example_database(config, _PARENT.database))
     files = RegressionFiles(config)
     config.pluginmanager.register(files, "regression-files")
     config.pluginmanager.register(OutsidePrograms(), "outside-programs")

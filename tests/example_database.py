@@ -17,17 +17,19 @@ SCHEMES = ("redis", "rediss", "unix")
 SECONDS = 5.0
 
 
-def example_database(config: pytest.Config) -> ExampleDatabase | None:
-    """The database of the profile fuzz: Hypothesis's folder, and with --example-db a server too.
+def example_database(config: pytest.Config, local: ExampleDatabase) -> ExampleDatabase:
+    """The database of the profile fuzz: a local one, and with --example-db a server too.
+
+    Args:
+        config: Pytest's.
+        local: Holds everything, whether there is a server or not.
 
     Raises:
         pytest.UsageError: The server cannot be used, or the profile in force keeps no examples.
     """
-    # Of the profile that does not ask whether CI is set.
-    folder = hypothesis.settings.get_profile("default").database
     url = config.getoption("--example-db")
     if url is None:
-        return folder
+        return local
     profile = config.getoption("--hypothesis-profile") or "gate"
     if profile != "fuzz":
         raise pytest.UsageError(
@@ -36,7 +38,7 @@ def example_database(config: pytest.Config) -> ExampleDatabase | None:
         )
     server = WithOutages(_on_server(url, ask=not hasattr(config, "workerinput")), shown(url))
     config.pluginmanager.register(Outages(config, server), "outages")
-    return MultiplexedDatabase(folder, server)
+    return MultiplexedDatabase(local, server)
 
 
 def shown(url: str) -> str:

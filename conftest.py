@@ -151,12 +151,12 @@ def pytest_configure(config: pytest.Config) -> None:
                 "--mutation is about a GPU, and none is visible here; make mutation needs none"
             )
         config.args[:] = [str(HARDWARE)]
-    if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
-        subject_of(config)
     fuzz = dict(PROFILES["fuzz"], database=example_database(config, _PARENT.database))
     files = RegressionFiles(config)
     config.pluginmanager.register(files, "regression-files")
     config.pluginmanager.register(OutsidePrograms(), "outside-programs")
+    if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
+        subject_of(config)
     if minutes_of(config) is not None:
         fuzz["max_examples"] = EXAMPLES_OF_A_TURN
         config.pluginmanager.register(Fuzzing(config, _LEDGER, files.folder), "fuzzing")

@@ -16,7 +16,7 @@ from properties.search import Examiner, attack, draws
 from properties.subject import Subject
 from tests.fuzzing.causes import Causes
 from tests.fuzzing.clock import TO_SHRINK, Clock, seconds_of_a_turn
-from tests.fuzzing.hunter import TURN_OVER, Hunter
+from tests.fuzzing.hunter import FEWEST, TURN_OVER, Hunter
 from tests.fuzzing.rotation import Rotation
 from tests.unit.broken_subjects import Eager
 
@@ -259,13 +259,21 @@ def nothing(trial):
     return []
 
 
-@pytest.mark.parametrize("end", ["of the turn", "of the run"])
-def test_a_search_ends_with_its_turn(hunter, clock, end):
-    hunt = hunter(Eager(), seconds=1000.0 if end == "of the run" else -1.0)
-    if end == "of the run":
-        clock.start(-1)
+DRAWN = st.builds(Problem, seed=st.integers(0, 1000), dtype=st.just("fp64"))
+
+
+def test_a_search_ends_with_its_turn_after_a_few_problems(hunter):
+    hunt = hunter(Eager(), seconds=-1.0)
     with pytest.raises(pytest.skip.Exception, match=TURN_OVER):
-        attack(hunt, nothing, st.just(PROBLEM), seed="", settings=draws(50))
+        attack(hunt, nothing, DRAWN, seed="", settings=draws(50))
+    assert hunt.judged == FEWEST
+
+
+def test_a_search_ends_with_the_run_at_once(hunter, clock):
+    hunt = hunter(Eager())
+    clock.start(-1)
+    with pytest.raises(pytest.skip.Exception, match=TURN_OVER):
+        attack(hunt, nothing, DRAWN, seed="", settings=draws(50))
     assert hunt.judged == 0
 
 

@@ -16,7 +16,6 @@ from properties.compare import Finding
 from properties.finds import Cause, Find, keep
 from properties.guarantees import Check
 from properties.search import Examiner
-from properties.simplify import complexity
 from tests.fuzzing.causes import Causes
 from tests.fuzzing.clock import Clock
 
@@ -55,7 +54,7 @@ class Hunter(Examiner):
         self.cause: Cause | None = None
         # Whether the last problem failed by a cause that is known.
         self.passed_over = False
-        self._smallest: dict[Cause, Problem] = {}
+        self._failed: set[tuple[Cause, Problem]] = set()
 
     def findings(self, problem: Problem, claim: Check) -> list[Finding]:
         """``Examiner.findings`` where they are of this turn's cause.
@@ -85,20 +84,16 @@ class Hunter(Examiner):
 
     def _keep(self, cause: Cause, finding: Finding, claim: Check) -> None:
         """Writes the finding's problem down, if it is the smallest so far."""
-        smallest = self._smallest.get(cause)
-        if smallest is not None and complexity(finding.problem) >= complexity(smallest):
-            return
+        self._failed.add((cause, finding.problem))
 
         def still_fails(problem: Problem) -> bool:
-            # What this turn wrote itself did.
-            if problem == smallest:
+            # A kernel that fails now and then has failed.
+            if (cause, problem) in self._failed:
                 return True
             here = dataclasses.replace(problem, device=finding.problem.device)
             return [Cause.of(x) for x in super(Hunter, self).findings(here, claim)[:1]] == [cause]
 
-        path = keep(self.folder, Find.of(finding, _versions()), still_fails)
-        self._smallest[cause] = finding.problem
-        self.causes.note(cause, path)
+        self.causes.note(cause, keep(self.folder, Find.of(finding, _versions()), still_fails))
 
 
 def _versions() -> dict[str, str]:

@@ -62,6 +62,22 @@ def test_a_test_tries_first_what_it_failed_on():
     assert searched(database, "one", fails=True) == 1
 
 
+def test_tests_have_drawers_of_their_own():
+    database = InMemoryExampleDatabase()
+    one, two = (
+        of_one_test(hypothesis.settings(draws(1), derandomize=False, database=database), name)
+        for name in ("one", "two")
+    )
+    one.database.save(b"key", b"value")
+    one.database.move(b"key", b"other", b"value")
+    one.database.save(b"key", b"second")
+    assert [list(one.database.fetch(key)) for key in (b"key", b"other")] == [
+        [b"second"],
+        [b"value"],
+    ]
+    assert [list(two.database.fetch(key)) for key in (b"key", b"other")] == [[], []]
+
+
 def test_what_another_test_failed_on_is_not_tried_nor_thrown_away():
     database = InMemoryExampleDatabase()
     searched(database, "one", fails=True)
@@ -105,7 +121,9 @@ def test_an_outage_is_noticed_once_and_raises_nothing():
     assert server.outage == "redis://host:1 went away (ConnectionError)"
     server.save(b"key", b"other")
     server.delete(b"key", b"value")
+    assert list(server.fetch(b"key")) == []
     assert server.database.calls == -1
+    assert list(InMemoryExampleDatabase.fetch(server.database, b"key")) == [b"value"]
 
 
 def test_an_outage_is_told_in_one_line_for_all_workers():

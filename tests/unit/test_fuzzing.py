@@ -135,10 +135,15 @@ def test_workers_go_home_when_the_time_is_over(deal, clock):
 
 def test_a_test_that_is_left_out_is_dealt_no_more(deal):
     rotation, workers = deal(DRAWING)
-    rotation.leave_out(DRAWING[2])
-    rotation.leave_out(DRAWING[2])
-    play(rotation, workers, 4)
-    assert 2 not in play(rotation, workers, 20)
+    (waiting,) = rotation.pending
+    rotation.leave_out(DRAWING[waiting])
+    rotation.leave_out(DRAWING[waiting])
+    assert waiting not in play(rotation, workers, 20)
+
+
+def test_the_first_of_all_are_dealt_to_different_workers(deal):
+    _, workers = deal(REGRESSIONS[:2] + DRAWING)
+    assert sorted(worker.dealt[0] for worker in workers) == [0, 1]
 
 
 def test_a_run_ends_when_all_are_left_out(deal):
@@ -244,14 +249,40 @@ class WrongAt(Eager):
         return super().__call__(q, k, v, mask=mask, sm_scale=sm_scale, config=config)
 
 
-@pytest.mark.parametrize("mended", [False, True])
-def test_a_find_of_an_earlier_run_gives_way_if_it_still_fails(hunter, tmp_path, mended):
+class RaisesAt(WrongAt):
+    """Raises where there are so many keys as in the larger problem."""
+
+    def __call__(self, q, k, v, *, mask, sm_scale, config="default"):
+        if k.shape[2] == LARGER.N:
+            raise ValueError("no")
+        return super().__call__(q, k, v, mask=mask, sm_scale=sm_scale, config=config)
+
+
+@pytest.mark.parametrize(
+    ("now", "stays"),
+    [
+        (WrongAt(PROBLEM.N, LARGER.N), False),
+        (WrongAt(PROBLEM.N), True),
+        (RaisesAt(PROBLEM.N), True),
+    ],
+    ids=["fails", "mended", "fails otherwise"],
+)
+def test_a_find_of_an_earlier_run_gives_way_if_it_still_fails(hunter, tmp_path, now, stays):
     hunter(WrongAt(LARGER.N)).findings(LARGER, guarantees.accuracy)
     for file in (tmp_path / "run").iterdir():
         file.unlink()
-    wrong = WrongAt(PROBLEM.N) if mended else WrongAt(PROBLEM.N, LARGER.N)
-    hunter(wrong).findings(PROBLEM, guarantees.accuracy)
-    assert {*kept(hunter())} == ({PROBLEM, LARGER} if mended else {PROBLEM})
+    hunter(now).findings(PROBLEM, guarantees.accuracy)
+    assert {*kept(hunter())} == ({PROBLEM, LARGER} if stays else {PROBLEM})
+
+
+def test_a_kernel_that_fails_now_and_then_has_one_file(hunter):
+    attention = Eager("out scaled")
+    hunt = hunter(attention)
+    assert hunt.findings(LARGER, guarantees.accuracy)
+    found = Examiner(hunt.subject, Ledger()).findings(PROBLEM, guarantees.accuracy)
+    attention.fault = ""
+    hunt._keep(hunt.cause, found[0], guarantees.accuracy)
+    assert kept(hunt) == [PROBLEM]
 
 
 def nothing(trial):

@@ -37,8 +37,7 @@ mutation: $(environment) ## see that every fault is found; FULL=1: by which chec
 
 fuzz: $(environment) ## new problems for MINUTES=10; KERNEL=file.py:name, MASK=file.py:Name
 	$(python) -m pytest tests/conformance -n auto --minutes='$(MINUTES)' \
-	  $(if $(KERNEL),--kernel='$(KERNEL)') $(if $(MASK),--mask='$(MASK)') \
-	  $(if $(EXAMPLE_DB),--example-db='$(EXAMPLE_DB)')
+	  $(if $(KERNEL),--kernel='$(KERNEL)') $(if $(MASK),--mask='$(MASK)')
 
 lint: $(environment) ## ruff check, ruff format --check, mypy
 	$(python) -m ruff check .

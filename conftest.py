@@ -36,7 +36,7 @@ from oracles.problem import Problem
 from properties.flight_recorder import FlightRecorder
 from properties.ledger import Ledger
 from tests.crash_reports import DEFAULT_SECONDS, CrashReports
-from tests.example_database import example_database
+from tests.example_database import example_database, without_passwords
 from tests.fuzzing.plugin import Fuzzing, choose_workers, minutes_of
 from tests.outside_programs import OutsidePrograms
 from tests.regression_files import RegressionFiles
@@ -209,7 +209,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         device = f"CPU ({platform.machine()})" + ", Triton's interpreter" * INTERPRETED
     processes = getattr(config.option, "numprocesses", None) or 1
     steering = {
-        key: value
+        key: without_passwords(value)
         for key, value in sorted(os.environ.items())
         if key.startswith(("TRITON_", "CUDA_VISIBLE", "HYPOTHESIS_", "PYTEST_ADDOPTS"))
     }

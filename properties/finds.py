@@ -6,6 +6,7 @@ Nothing in a file is evaluated, executed or imported, and no file that a person 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -89,7 +90,7 @@ class Find:
             problem=finding.problem,
             subject=finding.subject,
             guarantee=finding.guarantee,
-            why=message.partition("\n")[0].partition(": ")[2],
+            why=_in_a_line(message),
             cause=Cause.of(finding),
             message=message,
             kernel=finding.kernel,
@@ -172,53 +173,72 @@ def _problem(record: object) -> Problem:
     return Problem.from_record(record)
 
 
-def keep(folder: Path, find: Find, still_fails: Callable[[Problem], bool]) -> Path:
+def keep(
+    folder: Path,
+    find: Find,
+    still_fails: Callable[[Problem], bool],
+    note: Callable[[Path], None] = lambda path: None,
+) -> Path:
     """Writes a find to its file, unless a smaller one of the same cause is there.
 
     A file is replaced where it is a find of the same subject and cause that is larger and still
     fails. One that fails no more stands for a fault of its own that was mended; it stays, as does
-    what a person wrote or what cannot be read: the find gets the name with the next number.
+    what a person wrote, a ``why`` alone too, or what cannot be read: the find gets the name with
+    the next number.
 
     Args:
         folder: Where files are; made if it is missing.
         find: What was found; it has a cause.
         still_fails: Whether the problem of an older file fails by the same cause now.
+        note: Is told the file before it is written, so that somebody knows of it whatever happens.
 
     Returns:
         The file that holds a problem of this cause now.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
-        for path in _names(folder, find.name):
-            try:
-                there = Find.read(path)
-            except ValueError:
-                if not os.path.lexists(path):
-                    write_atomically(path, find.to_json())
-                    return path
-                continue
-            if _identity(there) != _identity(find):
-                continue
-            if there.problem == find.problem:
-                return path
-            if still_fails(there.problem):
-                if complexity(find.problem) < complexity(there.problem):
-                    write_atomically(path, find.to_json())
-                return path
-    raise AssertionError("names never end")
+        path, there = _place(folder, find, still_fails)
+        note(path)
+        if there is None or complexity(find.problem) < complexity(there.problem):
+            write_atomically(path, find.to_json())
+    return path
+
+
+def _place(
+    folder: Path, find: Find, still_fails: Callable[[Problem], bool]
+) -> tuple[Path, Find | None]:
+    """The file that a find belongs in, and the find of its cause that is there."""
+    numbers = itertools.count(2)
+    path = folder / f"{find.name}.json"
+    while os.path.lexists(path):
+        there = _own(path)
+        if (
+            there is not None
+            and _identity(there) == _identity(find)
+            and (there.problem == find.problem or still_fails(there.problem))
+        ):
+            return path, there
+        path = folder / f"{find.name}-{next(numbers)}.json"
+    return path, None
+
+
+def _own(path: Path) -> Find | None:
+    """The find in a file, as it was written here; None where a person had a hand in it."""
+    try:
+        there = Find.read(path)
+    except ValueError:
+        return None
+    return there if there.why == _in_a_line(there.message) else None
+
+
+def _in_a_line(message: str) -> str:
+    """Why a problem is kept, in the words of its failure message; others are a person's."""
+    return message.partition("\n")[0].partition(": ")[2]
 
 
 def _identity(find: Find) -> tuple[str, str, Cause | None]:
     """What two finds have in common that are one."""
     return find.subject, find.kernel, find.cause
-
-
-def _names(folder: Path, name: str) -> Iterator[Path]:
-    yield folder / f"{name}.json"
-    number = 2
-    while True:
-        yield folder / f"{name}-{number}.json"
-        number += 1
 
 
 @contextmanager

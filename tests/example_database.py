@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.parse
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +11,14 @@ import hypothesis
 import pytest
 from hypothesis.database import ExampleDatabase, MultiplexedDatabase
 
-__all__ = ["Outages", "WithOutages", "example_database", "of_one_test", "shown"]
+__all__ = [
+    "Outages",
+    "WithOutages",
+    "example_database",
+    "of_one_test",
+    "shown",
+    "without_passwords",
+]
 
 SCHEMES = ("redis", "rediss", "unix")
 # A server that does not answer in this time has gone away.
@@ -49,6 +57,11 @@ def shown(url: str) -> str:
         return "(no URL)"
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}"
+
+
+def without_passwords(text: str) -> str:
+    """A text, such as a command line, with what stands before the host of URLs left out."""
+    return re.sub(r"://[^\s/]*@", "://", text)
 
 
 def _on_server(url: str, *, ask: bool) -> ExampleDatabase:

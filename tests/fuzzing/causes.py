@@ -33,12 +33,13 @@ class Causes:
         return self._file(cause, "claimed").exists()
 
     def note(self, cause: Cause, path: Path) -> None:
-        """Says which regression file holds a problem of the cause."""
+        """Says which regression file holds a problem of the cause, or will in a moment."""
         write_atomically(self._file(cause, "find"), str(path))
 
     def files(self) -> list[Path]:
         """The regression files of the run's finds."""
-        return sorted({Path(note.read_text()) for note in self.folder.glob("*.find")})
+        noted = {Path(note.read_text()) for note in self.folder.glob("*.find")}
+        return sorted(path for path in noted if path.exists())
 
     def _file(self, cause: Cause, suffix: str) -> Path:
         digest = hashlib.blake2b(str(cause).encode(), digest_size=8).hexdigest()

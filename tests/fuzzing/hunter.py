@@ -93,7 +93,8 @@ class Hunter(Examiner):
             here = dataclasses.replace(problem, device=finding.problem.device)
             return [Cause.of(x) for x in super(Hunter, self).findings(here, claim)[:1]] == [cause]
 
-        self.causes.note(cause, keep(self.folder, Find.of(finding, _versions()), still_fails))
+        find = Find.of(finding, _versions())
+        keep(self.folder, find, still_fails, lambda path: self.causes.note(cause, path))
 
 
 def _versions() -> dict[str, str]:

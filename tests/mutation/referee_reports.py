@@ -180,23 +180,35 @@ REPORTS: tuple[Mutant, ...] = (
         "test_finds",
         (
             "the larger problem is kept",
-            "if complexity(find.problem) < complexity(there.problem):",
-            "if complexity(find.problem) > complexity(there.problem):",
+            "complexity(find.problem) < complexity(there.problem):",
+            "complexity(find.problem) > complexity(there.problem):",
         ),
         (
             "what fails no more gives way",
-            "            if still_fails(there.problem):",
-            "            if True:",
+            "            and (there.problem == find.problem or still_fails(there.problem))\n",
+            "",
         ),
         (
             "what cannot be read gives way",
-            "                if not os.path.lexists(path):",
-            "                if True:",
+            "    while os.path.lexists(path):",
+            "    while _own(path):",
         ),
         (
             "what a person wrote gives way",
-            "            if _identity(there) != _identity(find):\n                continue\n",
+            "there if there.why == _in_a_line(there.message) else None",
+            "there",
+        ),
+        (
+            "finds of another cause give way",
+            "            and _identity(there) == _identity(find)\n",
             "",
+        ),
+        ("nobody is told of a file", "        note(path)\n", ""),
+        (
+            "a file is told of when it is written",
+            "        note(path)\n        if there is None or complexity(find.problem) < "
+            "complexity(there.problem):\n            write_atomically(path, find.to_json())\n",
+            "        write_atomically(path, find.to_json())\n        note(path)\n",
         ),
         ("a link to nowhere is a free name", "os.path.lexists(path)", "os.path.exists(path)"),
         (

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 
 from properties.search import draws
-from tests.example_database import Outages, WithOutages, example_database, of_one_test, shown
+from tests.example_database import (
+    Outages,
+    WithOutages,
+    example_database,
+    of_one_test,
+    shown,
+    without_passwords,
+)
 
 LOCAL = InMemoryExampleDatabase()
 NEEDS = "needs redis://host:port"
@@ -170,6 +177,12 @@ def test_without_a_server_the_local_one_is_used():
 def test_the_password_is_not_shown():
     assert shown("redis://me:secret@host:6379/2?password=secret") == "redis://host:6379/2"
     assert shown("unix://:secret@/run/redis.sock?db=1") == "unix:///run/redis.sock"
+
+
+def test_a_command_line_is_shown_without_passwords():
+    given = "-n2 --example-db=redis://me:p@ss@host:1/2 --kernel=a@b.py:c --db=redis://host"
+    want = "-n2 --example-db=redis://host:1/2 --kernel=a@b.py:c --db=redis://host"
+    assert without_passwords(given) == want
 
 
 def test_the_missing_package_is_named(monkeypatch):

@@ -120,6 +120,15 @@ def test_what_a_person_wrote_or_cannot_be_read_is_not_touched(tmp_path, content)
     assert Find.read(path).problem == SMALL
 
 
+def test_a_find_that_a_person_has_explained_is_not_touched(tmp_path):
+    explained = dataclasses.replace(find(LARGE), why="the rescale is forgotten in the last tile")
+    there = tmp_path / f"{explained.name}.json"
+    there.write_text(explained.to_json())
+    keep(tmp_path, find(SMALL), fails)
+    assert Find.read(there) == explained
+    assert {*kept(tmp_path).values()} == {LARGE, SMALL}
+
+
 def test_a_link_to_nowhere_is_not_written_through(tmp_path):
     (tmp_path / "attention-g1-out-ragged-tail.json").symlink_to(tmp_path / "nowhere")
     path = keep(tmp_path, find(SMALL), fails)
@@ -137,6 +146,13 @@ def test_a_writing_that_is_cut_off_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         keep(tmp_path, find(SMALL), fails)
     assert kept(tmp_path) == {"attention-g1-out-ragged-tail.json": LARGE}
+
+
+def test_a_file_is_told_of_before_it_is_there(tmp_path):
+    told = []
+    path = keep(tmp_path, find(SMALL), fails, lambda path: told.append((path, path.exists())))
+    keep(tmp_path, find(LARGE), fails, lambda path: told.append((path, path.exists())))
+    assert told == [(path, False), (path, True)]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +203,12 @@ def test_the_cause_of_an_exception_is_its_type_and_line(raised, cause):
 def test_the_shape_of_scratch_is_no_cause():
     causes = {Cause.of(finding(SMALL, output=f"scratch of shape ({n}, 2)")) for n in (3, 4)}
     assert causes == {Cause("G1", "scratch", "ragged tail")}
+
+
+def test_two_subjects_whose_names_are_spelt_alike_do_not_share_a_file(tmp_path):
+    keep(tmp_path, find(LARGE, subject="Attention"), fails)
+    keep(tmp_path, find(SMALL, subject="attention"), fails)
+    assert {*kept(tmp_path).values()} == {LARGE, SMALL}
 
 
 def test_no_name_leaves_the_folder(tmp_path):

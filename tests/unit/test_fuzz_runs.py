@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -92,29 +94,71 @@ class Run:
         return [int(pid) for pid in Path(of).read_text().split()]
 
 
+class Ended(NamedTuple):
+    """What came of a run: its folder of finds, the files when one was first seen, and the rest."""
+
+    finds: Path
+    found: dict[str, str]
+    status: int
+    output: str
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fuzzing")
+    """Of all workers of this run of the tests: what one of them has run, the others look at."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "fuzzing"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def once(folder: Path, name: str, run) -> Ended:
+    """What a run came to that the first who asks starts, and the others wait for."""
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = folder / f"{name}.result"
+        if not result.exists():
+            found, status, output = run(folder)
+            result.write_text(json.dumps([found, status, output]))
+        return Ended(folder / "finds", *json.loads(result.read_text()))
+
+
+def killed_and_interrupted(folder: Path):
+    """Runs, kills the worker when it has found something, and interrupts its successor."""
+    run = Run(folder, "--minutes=10", "-n1")
+    try:
+        run.wait_for(lambda: [*run.finds.glob("*.json")])
+        found = {path.name: path.read_text() for path in run.finds.glob("*.json")}
+        os.kill(run.workers()[0], signal.SIGKILL)
+        # The next one finds something too.
+        run.wait_for(lambda: "failed: test_float64" in run.said().partition("replacing")[2])
+        run.process.send_signal(signal.SIGINT)
+        return found, *run.ended()
+    finally:
+        run.process.kill()
+        run.process.wait()
+
+
+def run_again(folder: Path):
+    """Runs for a few seconds, beside files that are no finds."""
+    finds = folder / "finds"
+    (finds / "damaged.json").write_text('{"problem": ')
+    foreign = {"problem": {"version": 1, "mask": {"type": "MaskOfAnotherProject"}}}
+    (finds / "foreign.json").write_text(json.dumps(foreign))
+    found = {path.name: path.read_text() for path in finds.glob("attention-*.json")}
+    return found, *Run(folder, "--minutes=0.05", "-n1").ended()
 
 
 @pytest.fixture(scope="module")
 def first(folder):
-    """A run whose worker is killed when it has found something, and which is then interrupted."""
-    run = Run(folder, "--minutes=10", "-n1")
-    try:
-        run.wait_for(lambda: [*run.finds.glob("*.json")])
-        run.found = {path: path.read_text() for path in run.finds.glob("*.json")}
-        os.kill(run.workers()[0], signal.SIGKILL)
-        run.wait_for(lambda: "replacing crashed worker" in run.said())
-        run.wait_for(lambda: run.workers())
-        # The next one is at work when there is more than the find at the time of the death.
-        run.wait_for(lambda: "failed: test_float64" in run.said().partition("replacing")[2])
-        run.process.send_signal(signal.SIGINT)
-        run.status, run.output_text = run.ended()
-    finally:
-        run.process.kill()
-        run.process.wait()
-    return run
+    """A run whose worker is killed, and which is interrupted."""
+    return once(folder, "first", killed_and_interrupted)
+
+
+@pytest.fixture(scope="module")
+def second(first, folder):
+    """A run after it."""
+    return once(folder, "second", run_again)
 
 
 def test_a_find_is_on_disk_before_anything_is_reported(first):
@@ -124,63 +168,65 @@ def test_a_find_is_on_disk_before_anything_is_reported(first):
 
 
 def test_a_find_survives_the_death_of_its_worker(first):
-    assert {*first.found} <= {*first.finds.iterdir()}
+    assert {*first.found} <= {path.name for path in first.finds.iterdir()}
 
 
 def test_a_killed_worker_is_reported_and_replaced(first):
-    assert "died of signal 9 (Killed)" in first.output_text
-    assert "replacing crashed worker gw0" in first.output_text
+    assert "died of signal 9 (Killed)" in first.output
+    assert "replacing crashed worker gw0" in first.output
 
 
-def test_finds_are_of_one_cause_each_and_small(first):
-    finds = [Find.read(path) for path in first.finds.iterdir()]
-    causes = [find.cause for find in finds]
+@pytest.fixture
+def finds(first):
+    """The finds of the first run, by their files."""
+    return {path: Find.read(path) for path in first.finds.glob("attention-*.json")}
+
+
+def test_finds_are_of_one_cause_each(finds):
+    causes = [find.cause for find in finds.values()]
     assert len({*causes}) == len(causes)
     assert {(cause.guarantee, cause.output) for cause in causes} == {("G1", "out")}
-    # Those of a search that came to its end are minimal; that of the killed worker need not be.
-    assert 21 in {find.problem.N for find in finds}
 
 
-def test_an_interrupted_run_sums_up_and_has_the_status_of_its_finds(first):
+def test_a_search_that_came_to_its_end_has_a_minimal_problem(finds):
+    # That of the killed worker need not have.
+    assert 21 in {find.problem.N for find in finds.values()}
+
+
+def test_an_interrupted_run_has_the_status_of_its_finds(first):
     assert first.status == pytest.ExitCode.TESTS_FAILED
-    assert "stopping: workers finish the problem they are at" in first.output_text
-    assert re.search(r"\n[1-9]\d* distinct problems judged on all outputs", first.output_text)
-    progress = r"\n\d:\d\d of 10:00: \d+ problems, [\d.]+/s; worst error/bound [\d.]+; \d finds?\n"
-    assert re.search(progress, first.output_text)
-    for path in first.finds.iterdir():
-        assert f"find: {os.path.relpath(path, ROOT)} (" in first.output_text
-    assert "KeyboardInterrupt" not in first.output_text
+    assert "KeyboardInterrupt" not in first.output
 
 
-@pytest.fixture(scope="module")
-def second(first, folder):
-    """A run after it, of a few seconds, beside files that are no finds."""
-    (first.finds / "damaged.json").write_text('{"problem": ')
-    foreign = {"problem": {"version": 1, "mask": {"type": "MaskOfAnotherProject"}}}
-    (first.finds / "foreign.json").write_text(json.dumps(foreign))
-    run = Run(folder, "--minutes=0.05", "-n1", "-v")
-    run.status, run.output_text = run.ended()
-    return run
+def test_an_interrupted_run_sums_up(first, finds):
+    assert "stopping: workers finish the problem they are at" in first.output
+    assert re.search(r"\n[1-9]\d* distinct problems judged on all outputs", first.output)
+    for path in finds:
+        assert f"find: {os.path.relpath(path, ROOT)} (" in first.output
 
 
-def test_the_next_run_replays_finds_first_and_says_so_at_once(first, second):
-    failed = re.findall(r"^failed: (\w+)\[(.*)\]$", second.output_text, re.MULTILINE)
-    names = [path.stem for path in first.finds.glob("attention-*.json")]
-    replayed = [name for test, name in failed if test == "test_regression"]
-    assert sorted(replayed) == sorted([*names, "damaged"])
+def test_a_run_says_how_it_goes(first):
+    line = r"\n\d:\d\d of 10:00: \d+ problems, [\d.]+/s; worst error/bound [\d.]+; \d finds?\n"
+    assert re.search(line, first.output)
+
+
+def test_the_next_run_replays_finds_first_and_says_so_at_once(second):
+    failed = re.findall(r"^failed: (\w+)\[(.*)\]$", second.output, re.MULTILINE)
+    replayed = sorted(name for test, name in failed if test == "test_regression")
+    assert replayed == sorted([*(name.removesuffix(".json") for name in second.found), "damaged"])
     assert {test for test, _ in failed[: len(replayed)]} == {"test_regression"}
     assert second.status == pytest.ExitCode.TESTS_FAILED
 
 
 def test_a_damaged_file_fails_its_own_test_by_name(second):
-    assert f"{second.finds / 'damaged.json'}: Expecting value" in second.output_text
+    assert f"{second.finds / 'damaged.json'}: Expecting value" in second.output
 
 
 def test_a_mask_that_is_not_registered_is_reported_as_not_replayable(second):
-    assert "mask type 'MaskOfAnotherProject' is not replayable" in second.output_text
+    assert "mask type 'MaskOfAnotherProject' is not replayable" in second.output
 
 
 def test_what_is_not_supported_is_no_find(second):
     names = {path.stem for path in FOLDER.glob("*.json")}
-    failed = re.findall(r"^failed: test_regression\[(.*)\]$", second.output_text, re.MULTILINE)
+    failed = re.findall(r"^failed: test_regression\[(.*)\]$", second.output, re.MULTILINE)
     assert names.isdisjoint(failed)

@@ -31,6 +31,8 @@ PROFILE = "fuzz"
 WEEK = 7 * 24 * 60.0
 # Seconds between lines of progress, on a terminal and in a log.
 ON_A_TERMINAL, IN_A_LOG = 3.0, 10.0
+# So xdist calls the phase of a test that its worker died in.
+DIED = "???"
 # A test that died so often is dealt no more.
 DEATHS = 3
 
@@ -148,8 +150,6 @@ class Fuzzing:
             return None
         return item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
 
-    # In both: reports carry what was judged from the workers to the controller.
-
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
         """Puts what was violated into the report, and what was judged since the last one.
@@ -174,13 +174,18 @@ class Fuzzing:
         if self._own is None:
             return
         told = dict(report.user_properties)
-        # The terminal keeps all reports to the end, and there are many.
+        # The terminal keeps all reports to the end, and there are many: those of setups and
+        # teardowns, which have no name in its counts, are of no use to it.
         report.user_properties = []
+        if terminal := self._terminal():
+            terminal.stats.get("", []).clear()
         if "ledger" in told:
             self.ledger.add(told["ledger"])
         if report.failed:
             self._say(f"failed: {report.nodeid.rpartition('::')[2]}")
-            for message in told.get("found", [])[:1]:
+            # What a worker died in was put there by the crash reports.
+            died = [str(report.longrepr)] if report.when == DIED else []
+            for message in [*told.get("found", []), *died][:1]:
                 self._say(f"  {_in_short(message)}")
         if self._rotation is not None and self._is_at_its_end(report, "found" in told):
             self._rotation.leave_out(report.nodeid)
@@ -190,9 +195,8 @@ class Fuzzing:
         # What was found is known from now on, and passed over.
         if is_regression(report.nodeid) or report.passed or found or _is_turn(report):
             return False
-        if report.when != "???":
+        if report.when != DIED:
             return True
-        # So xdist calls what a worker died in.
         self._deaths[report.nodeid] = self._deaths.get(report.nodeid, 0) + 1
         return self._deaths[report.nodeid] >= DEATHS
 

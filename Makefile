@@ -5,6 +5,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help verify test sanitize mutation fuzz findings lint format bench clean
 
+MINUTES ?= 10
+
 ifeq ($(strip $(PYTHON)),)
 python := .venv/bin/python
 versions := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -33,8 +35,9 @@ sanitize: $(environment) ## compute-sanitizer memcheck over a short run; needs a
 mutation: $(environment) ## see that every fault is found; FULL=1: by which checks, untimed
 	$(python) -m tests.mutation $(if $(FULL),--full)
 
-fuzz: $(environment) ## new random problems, fifty times as many as verify draws
-	$(python) -m pytest tests/conformance -n auto --hypothesis-profile=fuzz
+fuzz: $(environment) ## new problems for MINUTES=10; KERNEL=file.py:name, MASK=file.py:Name
+	$(python) -m pytest tests/conformance -n auto --minutes='$(MINUTES)' \
+	  $(if $(KERNEL),--kernel='$(KERNEL)') $(if $(MASK),--mask='$(MASK)')
 
 findings: $(environment) ## what every kernel here holds: results/, FINDINGS.md; KERNELS='flex ours'
 	$(python) -m tests.findings $(KERNELS)

@@ -36,7 +36,11 @@ from oracles.problem import Problem
 from properties.flight_recorder import FlightRecorder
 from properties.ledger import Ledger
 from tests.crash_reports import DEFAULT_SECONDS, CrashReports
+from tests.example_database import example_database, without_passwords
 from tests.findings.recording import Recording
+from tests.fuzzing.plugin import Fuzzing, choose_workers, minutes_of
+from tests.outside_programs import OutsidePrograms
+from tests.regression_files import RegressionFiles
 from tests.session import device_of, is_ours, mask_of, subject_of
 from tests.subjects.registry import kernel_table
 
@@ -45,7 +49,16 @@ HARDWARE = Path(__file__).parent / "tests" / "mutation" / "test_hardware.py"
 # What --mask runs.
 OF_MASKS = tuple(
     f"test_{name}.py"
-    for name in ("masks", "logic", "accuracy", "rows_and_padding", "memory", "invariance", "probes")
+    for name in (
+        "replay",
+        "masks",
+        "logic",
+        "accuracy",
+        "rows_and_padding",
+        "memory",
+        "invariance",
+        "probes",
+    )
 )
 REPLAY = pytest.StashKey[Problem]()
 
@@ -69,8 +82,12 @@ PROFILES = {
     # For a mask that is being written: in under a minute.
     "mask": {"max_examples": GATE_EXAMPLES // 2, "derandomize": True, "database": None},
 }
+# With --minutes tests take turns: of each that many examples, then the next.
+EXAMPLES_OF_A_TURN = 3 * GATE_EXAMPLES
+# Not those of Hypothesis where CI is set: they would draw the same in every run.
+_PARENT = hypothesis.settings.get_profile("default")
 for _name, _settings in PROFILES.items():
-    hypothesis.settings.register_profile(_name, **_settings, **_ALWAYS)
+    hypothesis.settings.register_profile(_name, _PARENT, **_settings, **_ALWAYS)
 hypothesis.settings.load_profile("gate")
 
 # One process a core: threads inside it would only take turns.
@@ -118,6 +135,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="see that mutants which only a GPU shows are noticed on this one",
     )
     group.addoption(
+        "--minutes",
+        metavar="NUMBER",
+        help="draw new problems for so long, on all workers, and keep those that fail",
+    )
+    group.addoption(
+        "--finds",
+        metavar="FOLDER",
+        help="where --minutes keeps what it finds, replayed first (default: tests/regressions)",
+    )
+    group.addoption(
+        "--example-db",
+        metavar="URL",
+        help="share Hypothesis's examples with other machines: redis://host:port[/number], "
+        "rediss:// or unix://; in the profile fuzz",
+    )
+    group.addoption(
         "--problem-timeout",
         metavar="SECONDS",
         default=DEFAULT_SECONDS,
@@ -125,12 +158,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """--list-kernels prints its table in place of a run."""
-    if not config.getoption("--list-kernels"):
-        return None
-    print("\n".join(kernel_table()))
-    return 0
+    """--list-kernels prints its table in place of a run; what --minutes implies."""
+    if config.getoption("--list-kernels"):
+        print("\n".join(kernel_table()))
+        return 0
+    choose_workers(config, CONFORMANCE)
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -161,8 +196,16 @@ def pytest_configure(config: pytest.Config) -> None:
                 "--mutation is about a GPU, and none is visible here; make mutation needs none"
             )
         config.args[:] = [str(HARDWARE)]
+    fuzz = dict(PROFILES["fuzz"], database=example_database(config, _PARENT.database))
+    files = RegressionFiles(config)
+    config.pluginmanager.register(files, "regression-files")
+    config.pluginmanager.register(OutsidePrograms(), "outside-programs")
     if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
         subject_of(config)
+    if minutes_of(config) is not None:
+        fuzz["max_examples"] = EXAMPLES_OF_A_TURN
+        config.pluginmanager.register(Fuzzing(config, _LEDGER, files.folder), "fuzzing")
+    hypothesis.settings.register_profile("fuzz", _PARENT, **fuzz, **_ALWAYS)
     config.pluginmanager.register(CrashReports(config), "crash-reports")
     if config.getoption("--findings"):
         config.pluginmanager.register(Recording(config, subject_of(config), _LEDGER), "findings")
@@ -213,7 +256,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         device = f"CPU ({platform.machine()})" + ", Triton's interpreter" * INTERPRETED
     processes = getattr(config.option, "numprocesses", None) or 1
     steering = {
-        key: value
+        key: without_passwords(value)
         for key, value in sorted(os.environ.items())
         if key.startswith(("TRITON_", "CUDA_VISIBLE", "HYPOTHESIS_", "PYTEST_ADDOPTS"))
     }

@@ -8,7 +8,15 @@ from typing import Any
 
 from oracles.mask import Mask
 
-__all__ = ["MASKS", "SHIPPED", "mask_class", "mask_from_record", "mask_to_record", "register"]
+__all__ = [
+    "MASKS",
+    "SHIPPED",
+    "UnknownMaskError",
+    "mask_class",
+    "mask_from_record",
+    "mask_to_record",
+    "register",
+]
 
 # Masks that come with the suite, imported when they are asked for.
 SHIPPED = {
@@ -27,6 +35,10 @@ SHIPPED = {
 MASKS: dict[str, type[Mask]] = {"Mask": Mask}
 
 
+class UnknownMaskError(ValueError):
+    """A record names a class of masks that this run does not know."""
+
+
 def register(mask: type[Mask]) -> None:
     """Makes a class known under its name, so that problems with it can be replayed.
 
@@ -43,13 +55,13 @@ def mask_class(name: object) -> type[Mask]:
     """The class of a name.
 
     Raises:
-        ValueError: No such class is known.
+        UnknownMaskError: No such class is known.
     """
     if isinstance(name, str) and name not in MASKS and name in SHIPPED:
         MASKS[name] = getattr(importlib.import_module(SHIPPED[name]), name)
     if not isinstance(name, str) or name not in MASKS:
         known = sorted({*MASKS, *SHIPPED})
-        raise ValueError(
+        raise UnknownMaskError(
             f"mask type {name!r} is not replayable; known are {known}, and what --mask is given"
         )
     return MASKS[name]
@@ -71,7 +83,7 @@ def mask_from_record(record: object) -> Mask:
     """The mask that a record describes; nothing in it is evaluated, or imported by its name.
 
     Raises:
-        ValueError: No record, or an unknown class.
+        ValueError: No record; UnknownMaskError, one, where its class is not known.
         TypeError, ValueError: Of the class, where a field is unknown or wrong.
     """
     if not isinstance(record, dict):

@@ -11,7 +11,10 @@ import torch
 from oracles.problem import Problem
 from properties.subject import Subject
 
-__all__ = ["Finding", "Violation", "ratios", "same_bits", "worst"]
+__all__ = ["TILES", "Finding", "Violation", "ratios", "same_bits", "worst"]
+
+# Kinds of tiles, by what a kernel does differently there.
+TILES = ("padding", "single", "ragged tail", "mask edge", "inner")
 
 _AXES = {
     "out": "bhmd",
@@ -61,6 +64,8 @@ class Finding:
         problem: The problem.
         raised: Instead of all these numbers, what the subject raised.
         kernel: What --kernel was given, for the replay line.
+        tile: The kind of tile that the worst element lies in, one of ``TILES``; empty where the
+            finding is of no element.
     """
 
     guarantee: str
@@ -77,6 +82,7 @@ class Finding:
     problem: Problem
     raised: str = ""
     kernel: str = ""
+    tile: str = ""
 
     def __str__(self) -> str:
         kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
@@ -160,6 +166,7 @@ class Finding:
             total=bad.numel() if compared is None else int(compared.expand_as(bad).sum()),
             places=_places(bad, index, subject, problem, output),
             problem=problem,
+            tile=_Tile.of(index, subject, problem, output).kind,
         )
 
 
@@ -171,18 +178,55 @@ class Violation(AssertionError):  # noqa: N818  # the suite's word, not an error
         self.findings = findings
 
 
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of rows (axis "m") or keys ("n"): which of how many, and what is special about it."""
+
+    axis: str
+    width: int
+    number: int
+    count: int
+    ragged: bool
+    crossed: bool
+    padding: bool
+    single: bool
+
+    @classmethod
+    def of(cls, index: tuple[int, ...], subject: Subject, problem: Problem, output: str) -> _Tile:
+        """The tile of an element."""
+        axis = _AXES[output][2]
+        block_m, block_n = subject.tile_of(problem)
+        width, length = (block_m, problem.M) if axis == "m" else (block_n, problem.N)
+        number, count = index[2] // width, -(-length // width)
+        rows, keys = problem.mask.lengths(problem.B, problem.M, problem.N)
+        start, stop = number * width, min((number + 1) * width, length)
+        return cls(
+            axis=axis,
+            width=width,
+            number=number,
+            count=count,
+            ragged=number == count - 1 and length % width > 0,
+            crossed=_crosses_edge(problem, index[0], axis, start, stop),
+            padding=index[2] >= (rows if axis == "m" else keys)[min(index[0], problem.B - 1)],
+            single=problem.M <= block_m and problem.N <= block_n,
+        )
+
+    @property
+    def kind(self) -> str:
+        """One of ``TILES``, the first that it is."""
+        special = (self.padding, self.single, self.ragged, self.crossed, True)
+        return TILES[special.index(True)]
+
+
 def _places(
     bad: torch.Tensor, index: tuple[int, ...], subject: Subject, problem: Problem, output: str
 ) -> str:
     """The tile of the worst element, and along which axes the bad elements concentrate."""
-    axis = _AXES[output][2]
-    block_m, block_n = subject.tile_of(problem)
-    block, length = (block_m, problem.M) if axis == "m" else (block_n, problem.N)
-    tile, tiles = index[2] // block, -(-length // block)
-    kind = [f"{axis} tile {tile} of {tiles} (width {block})"]
-    if tile == tiles - 1 and length % block:
+    tile = _Tile.of(index, subject, problem, output)
+    kind = [f"{tile.axis} tile {tile.number} of {tile.count} (width {tile.width})"]
+    if tile.ragged:
         kind.append("the ragged tail")
-    if _crosses_edge(problem, index[0], axis, tile * block, min((tile + 1) * block, length)):
+    if tile.crossed:
         kind.append("crossed by the mask's edge")
     spread = [_concentration(bad, position, name) for position, name in enumerate(_AXES[output])]
     narrow = ", ".join(text for text in spread if text)

@@ -62,6 +62,13 @@ class Ledger:
             "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
         }
 
+    def hand_over(self) -> dict[str, Any]:
+        """The ledger as ``record()`` gives it, which then starts anew."""
+        record = self.record()
+        for part in (self.problems, self.worst, self.out_of_range, self.unsupported):
+            part.clear()
+        return record
+
     def add(self, record: dict[str, Any]) -> None:
         """Adds another process's ``record()``."""
         self.problems.update({key: tuple(value) for key, value in record["problems"].items()})

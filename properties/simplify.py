@@ -15,10 +15,11 @@ from oracles.mask import Mask
 from oracles.problem import LAYOUTS, TENSORS, Problem
 from properties.compare import Finding
 
-__all__ = ["simplest", "simplifications"]
+__all__ = ["complexity", "simplest", "simplifications"]
 
 _SECONDS = 20.0
 _DEFAULT = Problem()
+_PLAIN = ("inputs", "dout", "dirty", "sm_scale", "seed")
 
 
 def simplest(
@@ -48,6 +49,37 @@ def simplest(
     return findings
 
 
+def complexity(problem: Problem) -> tuple[int, ...]:
+    """Orders problems: each of the ``simplifications`` has a smaller one.
+
+    Sizes count first, then fields that are not at their default, then the mask: its parts, how far
+    its window reaches, how much its lengths leave out.
+    """
+    mask = problem.mask
+    sizes = (problem.B, problem.H, problem.Hk, problem.M, problem.N)
+    dims = (size for size in (problem.D, problem.Dv) if size != _DEFAULT.D)
+    fields = (getattr(problem, name) != getattr(_DEFAULT, name) for name in _PLAIN)
+    parts = (getattr(mask, item.name) != item.default for item in dataclasses.fields(mask))
+    reach = (mask.window_left or 0) + (mask.window_right or 0) + _weight(mask)
+    rows, keys = mask.lengths(problem.B, problem.M, problem.N)
+    left_out = problem.B * (problem.M + problem.N) - sum(rows) - sum(keys)
+    layouts = sum(layout != LAYOUTS[0] for layout in problem.layouts)
+    return sum(sizes) + sum(dims), sum(fields) + layouts, sum(parts), reach, left_out
+
+
+def _weight(mask: Mask) -> int:
+    """What a mask with a predicate adds: the class, its own ints, how many there are in a tuple."""
+    if mask.is_plain:
+        return 0
+    own = [
+        getattr(mask, item.name)
+        for item in dataclasses.fields(mask)[len(dataclasses.fields(Mask)) :]
+    ]
+    parts = sum(_weight(value) for value in own if isinstance(value, Mask))
+    ints = sum(abs(value) for value in own if type(value) is int)
+    return 1 + parts + ints + sum(len(value) for value in own if isinstance(value, tuple))
+
+
 def simplifications(problem: Problem) -> Iterator[Problem]:
     """Problems that are simpler in one field, the boldest steps first."""
     yield from _valid(problem, _plainer(problem))
@@ -68,7 +100,7 @@ def _valid(problem: Problem, changes: Iterator[dict[str, Any]]) -> Iterator[Prob
 
 def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
     """Fields at their defaults; dtype and configuration stay, they say which kernel it is."""
-    for name in ("inputs", "dout", "dirty", "sm_scale", "seed"):
+    for name in _PLAIN:
         if getattr(problem, name) != getattr(_DEFAULT, name):
             yield {name: getattr(_DEFAULT, name)}
     for place in range(len(TENSORS)):

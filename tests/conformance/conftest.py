@@ -16,6 +16,8 @@ from properties.ledger import Ledger
 from properties.search import Examiner, attack
 from properties.subject import Subject
 from tests.conformance.shards import Shard, shards_of
+from tests.example_database import of_one_test
+from tests.fuzzing.hunter import TURN_OVER
 from tests.session import mask_of, subject_of
 
 # Tile pairs of one problem: what the interpreter, or a GPU, does in about a second. A large tile
@@ -108,8 +110,19 @@ def for_all(request: pytest.FixtureRequest, device: str, examiner: Examiner) -> 
         except ExcludedError as declared:
             pytest.skip(str(declared))
         fuzzing = hypothesis.settings.get_current_profile_name() == "fuzz"
-        attack(examiner, claim, strategy, seed=request.node.nodeid, steer=fuzzing)
-        check_that_problems_were_judged(examiner)
+        settings = hypothesis.settings()
+        plugin = request.config.pluginmanager.get_plugin("fuzzing")
+        judge = plugin.hunter(examiner) if plugin else examiner
+        if fuzzing:
+            name = f"{request.node.nodeid} of {examiner.subject.name}"
+            keeps = (lambda: judge.passed_over) if plugin else None
+            settings = of_one_test(settings, name, keeps)
+        seed = request.node.nodeid
+        attack(judge, claim, strategy, seed=seed, steer=fuzzing, settings=settings)
+        check_that_problems_were_judged(judge)
+        if plugin:
+            # What a test asks of all its problems together is not asked of a turn's few.
+            pytest.skip(TURN_OVER)
 
     return run
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 
-from oracles.problem import Problem
+from properties.finds import Find, NotReplayableError
 from properties.guarantees import COMPANIONS, GUARANTEES
 
-REGRESSIONS = sorted((Path(__file__).parents[1] / "regressions").glob("*.json"))
+
+def pytest_generate_tests(metafunc):
+    """One test a regression file."""
+    if "path" in metafunc.fixturenames:
+        files = metafunc.config.pluginmanager.get_plugin("regression-files")
+        metafunc.parametrize("path", files.paths, ids=lambda path: path.stem)
 
 
 def every_guarantee(trial):
@@ -39,9 +42,13 @@ def test_replay(check_one, subject, device, replayed):
     check(check_one, subject, replayed, device)
 
 
-@pytest.mark.parametrize("path", REGRESSIONS, ids=lambda path: path.stem)
 def test_regression(check_one, subject, device, replayed, path):
     if replayed is not None:
         pytest.skip("--replay runs its problem alone")
-    record = json.loads(path.read_text())
-    check(check_one, subject, Problem.from_record(record["problem"]), device)
+    try:
+        problem = Find.read(path).problem
+    except NotReplayableError as reason:
+        pytest.skip(str(reason))
+    except ValueError as damage:
+        pytest.fail(str(damage), pytrace=False)
+    check(check_one, subject, problem, device)

@@ -63,8 +63,8 @@ CHECKS: tuple[Mutant, ...] = (
         ),
         (
             "no tile is ragged",
-            "if tile == tiles - 1 and length % block:",
-            "if tile == tiles and length % block:",
+            "ragged=number == count - 1 and length % width > 0,",
+            "ragged=number == count and length % width > 0,",
             "test_guarantees",
         ),
         (

@@ -160,6 +160,108 @@ REPORTS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
+        "properties/simplify.py",
+        "test_simplify",
+        ("sizes do not count", "return sum(sizes) + sum(dims), ", "return 0, "),
+        (
+            "the window's reach does not count",
+            "sum(parts), reach, left_out",
+            "sum(parts), left_out",
+        ),
+        ("what lengths leave out counts backwards", "reach, left_out\n", "reach, -left_out\n"),
+    ),
+    *faults_of(
+        "properties/ledger.py",
+        "test_ledger",
+        ("what was handed over stays", "            part.clear()\n", "            pass\n"),
+    ),
+    *faults_of(
+        "properties/finds.py",
+        "test_finds",
+        (
+            "the larger problem is kept",
+            "complexity(find.problem) < complexity(there.problem):",
+            "complexity(find.problem) > complexity(there.problem):",
+        ),
+        (
+            "what fails no more gives way",
+            "            and (there.problem == find.problem or still_fails(there.problem))\n",
+            "",
+        ),
+        (
+            "what cannot be read gives way",
+            "    while os.path.lexists(path):",
+            "    while _own(path):",
+        ),
+        (
+            "what a person wrote gives way",
+            "there if there.why == _in_a_line(there.message) else None",
+            "there",
+        ),
+        (
+            "finds of another cause give way",
+            "            and _identity(there) == _identity(find)\n",
+            "",
+        ),
+        ("nobody is told of a file", "        note(path)\n", ""),
+        (
+            "a file is told of when it is written",
+            "        note(path)\n        if there is None or complexity(find.problem) < "
+            "complexity(there.problem):\n            write_atomically(path, find.to_json())\n",
+            "        write_atomically(path, find.to_json())\n        note(path)\n",
+        ),
+        ("a link to nowhere is a free name", "os.path.lexists(path)", "os.path.exists(path)"),
+        (
+            "a file is written in place",
+            "        os.replace(name, path)\n",
+            "        path.write_text(text)\n",
+        ),
+        (
+            "a file is in place before it is on disk",
+            "            os.fsync(file.fileno())\n        os.chmod(name, 0o644)\n"
+            "        os.replace(name, path)\n",
+            "        os.chmod(name, 0o644)\n        os.replace(name, path)\n",
+        ),
+        ("files are their owner's alone", "        os.chmod(name, 0o644)\n", ""),
+        ("a file that is cut off stays", "        Path(name).unlink(missing_ok=True)\n", ""),
+        (
+            "the kind of tile is no cause",
+            'finding.output.split(" of ")[0], finding.tile)',
+            'finding.output.split(" of ")[0], "")',
+        ),
+        ("the shape of scratch is a cause", '.split(" of ")[0]', ""),
+        (
+            "the line of an exception is no cause",
+            'line = f"{where[1]}:{where[2]}" if where else ""',
+            'line = ""',
+        ),
+        (
+            "a mask that is not registered is damage",
+            "        raise NotReplayableError(\n            f",
+            "        raise ValueError(\n            f",
+        ),
+        ("nesting ends the process", "except RecursionError:", "except ZeroDivisionError:"),
+        (
+            "names leave the folder",
+            'r"[^a-z0-9_]+"',
+            'r"[^a-z0-9_./]+"',
+        ),
+    ),
+    *faults_of(
+        "properties/compare.py",
+        "test_compare",
+        (
+            "padding is like the rest",
+            "special = (self.padding, self.single,",
+            "special = (False, self.single,",
+        ),
+        (
+            "one tile is like many",
+            "single=problem.M <= block_m and problem.N <= block_n,",
+            "single=problem.M < block_m and problem.N < block_n,",
+        ),
+    ),
+    *faults_of(
         "properties/verification.py",
         "test_verification",
         (

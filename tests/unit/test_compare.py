@@ -101,3 +101,22 @@ def test_the_edge_of_the_mask_is_that_of_the_batch_entry(b, crossed):
 def test_the_last_tile_is_ragged_where_it_is_not_whole(m, ragged):
     said = finding(Problem(M=20), "out", (0, 0, m, 1)).places
     assert ("the ragged tail" in said) == ragged
+
+
+@pytest.mark.parametrize(
+    ("problem", "output", "at", "kind"),
+    [
+        (Problem(M=16, N=16, mask=Mask(causal=True)), "out", 3, "single"),
+        (Problem(M=32, N=17), "out", 20, "inner"),
+        (Problem(M=33, N=16), "out", 31, "inner"),
+        (Problem(M=33, N=16), "out", 32, "ragged tail"),
+        (Problem(M=32, N=32, mask=Mask(causal=True)), "out", 3, "mask edge"),
+        (Problem(M=32, N=40, mask=Mask(causal=True)), "dk", 33, "ragged tail"),
+        (Problem(M=32, N=32, mask=Mask(seqlens_k=(20,))), "dk", 20, "padding"),
+        (Problem(M=32, N=32, mask=Mask(seqlens_k=(20,))), "dk", 19, "mask edge"),
+        (Problem(M=4, N=4, mask=Mask(seqlens_q=(2,))), "out", 3, "padding"),
+    ],
+    ids=lambda x: "" if isinstance(x, Problem) else str(x),
+)
+def test_a_finding_names_the_kind_of_tile(problem, output, at, kind):
+    assert finding(problem, output, (0, 0, at, 1)).tile == kind

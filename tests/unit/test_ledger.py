@@ -98,6 +98,14 @@ def test_what_two_processes_did_alike_counts_once():
     assert total.record() == full(0).record()
 
 
+def test_what_is_handed_over_counts_once():
+    ledger, total = full(0), Ledger()
+    for _ in range(2):
+        total.add(json.loads(json.dumps(ledger.hand_over())))
+    assert total.record() == full(0).record()
+    assert ledger.record() == Ledger().record()
+
+
 def test_the_summary_counts_what_was_not_judged():
     ledger = full(0)
     ledger.refused(other(seed=40), "not today")

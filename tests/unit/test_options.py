@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from oracles.problem import Problem
+from tests.fuzzing.plugin import choose_workers
 from tests.session import OURS, device_of, is_ours, subject_of
 from tests.subjects.registry import NAMED
 
@@ -122,6 +123,13 @@ def test_bad_options_are_refused_in_a_line_before_anything_runs(kernels):
         '--replay={"version":1,"mask":{"type":"os.system"}}': (
             "--replay: mask type 'os.system' is not replayable"
         ),
+        "--minutes=soon": "--minutes is 'soon'; needs a number of minutes > 0, at most 10080",
+        "--minutes=0": "--minutes is '0'; needs a number of minutes > 0",
+        "--minutes=nan": "--minutes is 'nan'; needs a number of minutes > 0",
+        f"--finds={kernels}": f"--finds is '{kernels}'; needs a folder, and that is a file",
+        "--example-db=redis://localhost": (
+            "--example-db has no effect in the profile gate, which draws the same in every run"
+        ),
         "--hypothesis-profile=quick": (
             "--hypothesis-profile is 'quick'; needs one of gate, dev, fuzz"
         ),
@@ -158,6 +166,56 @@ def test_the_kernels_there_are_are_listed_in_place_of_a_run():
     assert lines[0].endswith("not here: triton is not installed")
     assert ending == "<exit code 0>"
     assert done.stderr.split() == ["<exit", "code", "0>"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["-n0"], "--minutes needs workers of pytest-xdist; give -n auto or -n 1"),
+        (["-pno:xdist"], "--minutes needs workers of pytest-xdist; give -n auto or -n 1"),
+        (["--dist=loadfile", "-n1"], "--minutes deals tests itself; --dist is 'loadfile'"),
+        (["--replay={}"], "--minutes draws new problems; --replay names what to run"),
+        (
+            ["--hypothesis-profile=dev"],
+            "--minutes draws by the profile fuzz; --hypothesis-profile is 'dev'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_minutes_do_not_go_together_with_is_refused(options, says):
+    given = {"--minutes": "1", "--replay": None, "--mutation": False, "--hypothesis-profile": None}
+    option = SimpleNamespace(numprocesses=None, dist="no")
+    for text in options:
+        name, _, value = text.partition("=")
+        given |= {name: value}
+        if name == "-pno:xdist":
+            del option.numprocesses
+        elif name.startswith("-n"):
+            option.numprocesses = int(name[2:])
+        elif name == "--dist":
+            option.dist = value
+    config = SimpleNamespace(getoption=given.get, option=option, args_source=None, args=[])
+    with pytest.raises(pytest.UsageError, match=f"^{re.escape(says)}$"):
+        choose_workers(config, ROOT)
+
+
+def test_minutes_imply_their_profile_tests_and_workers():
+    option = SimpleNamespace(numprocesses=None, dist="no")
+    given = {"--minutes": "0.5"}
+    config = SimpleNamespace(getoption=given.get, option=option, args_source=None, args=["tests"])
+    choose_workers(config, ROOT)
+    assert vars(option) == {"numprocesses": "auto", "dist": "no", "hypothesis_profile": "fuzz"}
+    assert config.args == [str(ROOT)]
+
+
+def test_a_worker_chooses_no_workers():
+    option = SimpleNamespace(numprocesses=None)
+    given = {"--minutes": "0.5"}
+    config = SimpleNamespace(
+        getoption=given.get, option=option, args_source=None, args=[], workerinput={}
+    )
+    choose_workers(config, ROOT)
+    assert vars(option) == {"numprocesses": None, "hypothesis_profile": "fuzz"}
 
 
 def test_a_problem_is_replayed_alone(device):

@@ -13,7 +13,7 @@ from oracles.mask import Mask
 from oracles.problem import Problem
 from properties import simplify
 from properties.compare import Finding
-from properties.simplify import simplest, simplifications
+from properties.simplify import complexity, simplest, simplifications
 from properties.strategies import problems
 
 PLAIN = Problem()
@@ -60,24 +60,6 @@ def simplest_of(fails, start: Problem = LARGE) -> Problem:
     assert fails(start)
     found = simplest(start, [finding(start)], lambda p: [finding(p)] if fails(p) else [])
     return found[0].problem
-
-
-def complexity(problem: Problem) -> int:
-    """How far from simple: every step of the search takes some of it away."""
-    mask, sizes = problem.mask, (problem.B, problem.H, problem.Hk, problem.M, problem.N)
-    named = ("inputs", "dout", "dirty", "sm_scale", "seed", "D", "Dv")
-    unlike = sum(getattr(problem, name) != getattr(PLAIN, name) for name in named)
-    unlike += sum(layout != "bhsd" for layout in problem.layouts)
-    bounds = sum(
-        0 if bound is None else 1 if bound == 0 else 2
-        for bound in (mask.window_left, mask.window_right)
-    )
-    padding = sum(
-        1 + sum(size - length for length in lengths)
-        for lengths, size in ((mask.seqlens_q, problem.M), (mask.seqlens_k, problem.N))
-        if lengths is not None
-    )
-    return sum(sizes) + unlike + mask.causal + bounds + padding
 
 
 @given(problems())

@@ -61,7 +61,7 @@ class Entry:
         problem: The problem.
         check: The guarantee or companion that it is put before, a name.
         arithmetic: The column that it counts in: its dtype, "tf32" for fp32 of TF32 dots.
-        errors: Output to (largest, root mean square) of error/bound over its elements.
+        errors: Output to its largest error/bound and root mean square: ``measurement.measured``.
     """
 
     problem: Problem

@@ -10,7 +10,7 @@ from typing import Any
 
 from properties.change import Change
 
-__all__ = ["Resources", "loaded_kernels", "moved_kernels"]
+__all__ = ["Resources", "loaded_kernels", "moved_kernels", "name_of"]
 
 # A rise beyond it costs occupancy sooner or later; below it a compiler's choice often varies.
 RISE = 0.10

@@ -45,7 +45,7 @@ def grouped(pairs: Iterable[Pair]) -> dict[str, list[float]]:
 
 
 def moved_rms(pairs: Iterable[Pair]) -> Iterator[Change]:
-    """Groups whose RMS of error/bound moved; one that rose by more than chance is an alarm.
+    """Groups whose RMS of errors moved; one that rose by more than chance is an alarm.
 
     The paired differences are logarithms of ratios, one for each problem; their mean has a
     bootstrap interval at a level that all groups share (Bonferroni).

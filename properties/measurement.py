@@ -1,4 +1,4 @@
-"""The errors of one run in units of their bounds, in two numbers an output."""
+"""The errors of one run, in two numbers an output: the largest, and the root mean square."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import torch
 
 from oracles.outputs import OUTPUTS
+from properties.companions import mean_squares
 from properties.compare import ratios
 from properties.trial import Trial
 
@@ -14,9 +15,11 @@ __all__ = ["measured"]
 
 
 def measured(trial: Trial) -> dict[str, tuple[float, float]]:
-    """Output to (largest, root mean square) of error/bound over its elements.
+    """Output to (largest error/bound, root mean square of its errors).
 
-    Whatever is exact counts as 0; an output that is None, or has no element, is left out.
+    The root mean square is in units of the spread that independent roundings predict, where they
+    do (``properties.companions``): all elements weigh the same in it, so that it is the sharpest.
+    Elsewhere it is in units of the bound. An output that is None, or has no element, is left out.
     """
     names, found = [], []
     for name, got, want, bound in zip(
@@ -30,4 +33,6 @@ def measured(trial: Trial) -> dict[str, tuple[float, float]]:
         return {}
     # One answer from the GPU.
     numbers = torch.stack(found).tolist()
-    return {name: (numbers[2 * i], math.sqrt(numbers[2 * i + 1])) for i, name in enumerate(names)}
+    squares = {name: numbers[2 * i + 1] for i, name in enumerate(names)} | mean_squares(trial)
+    squares = {name: math.inf if math.isnan(x) else x for name, x in squares.items()}
+    return {name: (numbers[2 * i], math.sqrt(squares[name])) for i, name in enumerate(names)}

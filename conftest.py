@@ -36,7 +36,8 @@ from oracles.problem import Problem
 from properties.flight_recorder import FlightRecorder
 from properties.ledger import Ledger
 from tests.crash_reports import DEFAULT_SECONDS, CrashReports
-from tests.gate.plugin import Gate, add_options
+from tests.gate import plugin as gate
+from tests.reporting import plugin as reporting
 from tests.session import device_of, is_ours, subject_of
 
 CONFORMANCE = Path(__file__).parent / "tests" / "conformance"
@@ -98,7 +99,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=DEFAULT_SECONDS,
         help="end a process that takes longer for one problem, and report it (default: 60)",
     )
-    add_options(group)
+    gate.add_options(group)
+    reporting.add_options(group)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -126,7 +128,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
         subject_of(config)
     config.pluginmanager.register(CrashReports(config), "crash-reports")
-    config.pluginmanager.register(Gate(config), "gate")
+    # Its end of the session comes after that of what it reports on.
+    config.pluginmanager.register(reporting.RunReport(config, _LEDGER), "report")
+    config.pluginmanager.register(gate.Gate(config), "gate")
     # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
     if getattr(config.option, "maxschedchunk", 0) is None:
         config.option.maxschedchunk = 2

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from oracles.problem import Problem
+from properties.heat_map import HeatMap
 from properties.subject import Subject
 
 __all__ = ["Finding", "Violation", "ratios", "same_bits", "worst"]
@@ -61,6 +62,7 @@ class Finding:
         problem: The problem.
         raised: Instead of all these numbers, what the subject raised.
         kernel: What --kernel was given, for the replay line.
+        heat: Where the errors lie, for a report; None where the finding is about no tensor.
     """
 
     guarantee: str
@@ -77,10 +79,16 @@ class Finding:
     problem: Problem
     raised: str = ""
     kernel: str = ""
+    heat: HeatMap | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def replay(self) -> str:
+        """The command that runs every guarantee on the problem."""
+        kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
+        return f"pytest {kernel}--replay='{self.problem.to_json()}'"
 
     def __str__(self) -> str:
-        kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
-        replay = f"  replay: pytest {kernel}--replay='{self.problem.to_json()}'"
+        replay = f"  replay: {self.replay}"
         if self.raised:
             raised = self.raised.replace("\n", "\n  ")
             return f"{self.guarantee}: {self.subject} {self.claim}\n  {raised}\n{replay}"
@@ -147,6 +155,8 @@ class Finding:
         flat = torch.where(bad, badness.to(torch.float64), -torch.inf).flatten()
         index = tuple(int(i) for i in torch.unravel_index(flat.argmax(), bad.shape))
         names = _AXES[output]
+        axis = names[2]
+        tile = subject.tile_of(problem)["mn".index(axis)]
         return cls(
             guarantee=guarantee,
             claim=claim,
@@ -160,6 +170,7 @@ class Finding:
             total=bad.numel() if compared is None else int(compared.expand_as(bad).sum()),
             places=_places(bad, index, subject, problem, output),
             problem=problem,
+            heat=HeatMap.of(badness, index, axis, tile, is_ratio=bound is not None),
         )
 
 

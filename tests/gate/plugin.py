@@ -210,7 +210,12 @@ class Gate:
             )  # fmt: skip
         entries = tuple(self.now[i] for i in sorted(self.now) if i not in missing)
         baseline = Baseline(self.subject.name, self.environment, entries, self.kernels, speed)
-        baseline.write(self.path)
+        try:
+            baseline.write(self.path)
+        except OSError as error:
+            self.verdict = f"not written: {error}"
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            return
         dropped = f"; {_counted(len(missing), 'problem')} left out" if missing else ""
         self.verdict = (
             f"written: {_counted(len(entries), 'problem')}, "

@@ -50,7 +50,8 @@ class HeatMap:
             is_ratio: See ``HeatMap``.
         """
         b, h = index[:2]
-        head = badness[b, h].to(torch.float64).nan_to_num(nan=math.inf)
+        head = badness[b, h].to(torch.float64)
+        head = torch.where(head.isnan(), math.inf, head)
         head = head.unsqueeze(1) if head.ndim == 1 else head
         rows, columns = head.shape
         cells = torch.nn.functional.adaptive_max_pool2d(

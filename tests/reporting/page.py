@@ -94,14 +94,16 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     maps = 0
     for failure in failures[:FAILURES]:
         yield f"<h3>{escape(failure['test'])}</h3>"
-        for finding in failure["findings"]:
-            yield f"<pre>{escape(finding['text'])}</pre>"
-            if finding["heat"] and maps < MAPS and pictures.can_draw():
-                maps += 1
-                what = f"Where {finding['output']} errs"
-                yield _image(pictures.heat_map(finding["heat"]), what)
-        if not failure["findings"]:
-            yield f"<pre>{escape(failure['text'])}</pre>"
+        findings = failure["findings"]
+        texts = [f"<pre>{escape(x['text'])}</pre>" for x in findings or [failure]]
+        yield texts[0]
+        drawn = next((x for x in findings if x["heat"]), None)
+        if drawn and maps < MAPS and pictures.can_draw():
+            maps += 1
+            yield _image(pictures.heat_map(drawn["heat"]), f"Where {drawn['output']} errs")
+        if texts[1:]:
+            others = "".join(texts[1:])
+            yield f"<details><summary>{len(texts) - 1} more of it</summary>{others}</details>"
     if len(failures) > FAILURES:
         yield f"<p>{len(failures) - FAILURES:,} more are in report.json.</p>"
 

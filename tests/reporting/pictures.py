@@ -72,48 +72,46 @@ def distribution(edges: Sequence[float], counts: Mapping[str, Sequence[int]]) ->
 
 
 def heat_map(heat: Mapping[str, Any]) -> str:
-    """One head of a tensor, with a line between its tiles; where it is infinite, red.
+    """One head of a tensor, with a line between its tiles.
 
     Args:
         heat: A record of ``HeatMap``.
     """
     import numpy as np
+    from matplotlib import colormaps
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator
 
     values = np.array(heat["values"], dtype=float)  # None becomes NaN
     rows, columns = heat["rows"], heat["columns"]
-    figure = _figure(7.5, 4.2)
-    axis = figure.subplots()
     positive = values[np.isfinite(values) & (values > 0)]
     least, most = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
     if heat["is_ratio"]:
-        least, most = min(max(least, 1e-4), 0.5), max(most, 2.0)
-    shown = np.clip(values, least, None)  # 0 has no logarithm
-    palette = _palette()
+        # White is the bound: what lies within it is blue, what leaves it red.
+        most = min(max(most, 1 / max(least, 1e-3), 10.0), 1e6)
+        least, palette = 1 / most, colormaps["RdBu_r"]
+    else:
+        most, palette = max(most, 1.01 * least), colormaps["cividis_r"]
+    figure = _figure(7.5, 4.2)
+    axis = figure.subplots()
     image = axis.imshow(
-        shown, cmap=palette, norm=LogNorm(least, max(most, 1.01 * least)), aspect="auto",
+        np.clip(values, least, most),  # 0 has no logarithm
+        cmap=palette.with_extremes(bad="black"), norm=LogNorm(least, most), aspect="auto",
         interpolation="nearest", extent=(-0.5, columns - 0.5, rows - 0.5, -0.5),
     )  # fmt: skip
     for start in range(heat["tile"], rows, heat["tile"]):
-        axis.axhline(start - 0.5, color="white", linewidth=1.4)
-        axis.axhline(start - 0.5, color=INK, linewidth=0.6)
-    axis.set_ylabel(f"{heat['axis']} (lines: tiles of {heat['tile']})", color=INK)
+        axis.axhline(start - 0.5, color=INK, linewidth=1.3, linestyle=(0, (6, 3)))
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_ylabel(heat["axis"], color=INK)
     axis.set_xlabel("d" if columns > 1 else "", color=INK)
     if columns == 1:
         axis.set_xticks([])
-    axis.set_title(heat["head"], loc="left", fontsize=10, color=INK)
+    title = f"{heat['head']}; dashed: tiles of {heat['tile']}; black: NaN or infinite"
+    axis.set_title(title, loc="left", fontsize=9, color=MUTED)
     bar = figure.colorbar(image, ax=axis)
     bar.set_label("error / bound" if heat["is_ratio"] else "difference", color=INK)
-    if heat["is_ratio"]:
-        bar.ax.axhline(1, color=LIMIT, linewidth=2)
     return _png(figure)
-
-
-def _palette() -> Any:
-    """Light to dark, and red for what is infinite."""
-    from matplotlib import colormaps
-
-    return colormaps["cividis_r"].with_extremes(bad=LIMIT)
 
 
 def kill_matrix(matrix: Sequence[Mapping[str, Any]]) -> str:

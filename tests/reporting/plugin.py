@@ -22,7 +22,7 @@ from tests.reporting.page import page
 
 __all__ = ["RunReport", "add_options"]
 
-# Of one process: findings whose heat map travels to the report.
+# Of one process: failing tests of which a heat map travels to the report, one each.
 MAPS = 4
 
 
@@ -67,22 +67,13 @@ class RunReport:
         report = yield
         error = call.excinfo.value if call.excinfo else None
         if self.folder is not None and isinstance(error, Violation):
-            report.findings = [self._record(finding) for finding in error.findings]
+            report.findings = [_record(finding) for finding in error.findings]
+            mapped = next((x for x in error.findings if x.heat is not None), None)
+            if mapped is not None and self._maps < MAPS:
+                self._maps += 1
+                place = error.findings.index(mapped)
+                report.findings[place]["heat"] = mapped.heat.record()
         return report
-
-    def _record(self, finding: Finding) -> dict[str, Any]:
-        """A finding as plain values, which xdist can send."""
-        record = {
-            "guarantee": finding.guarantee,
-            "output": finding.output,
-            "text": str(finding),
-            "replay": finding.replay,
-            "heat": None,
-        }
-        if finding.heat is not None and self._maps < MAPS:
-            self._maps += 1
-            record["heat"] = finding.heat.record()
-        return record
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keeps what the report is made of."""
@@ -118,3 +109,14 @@ class RunReport:
         """Says where it is."""
         if self.said:
             terminalreporter.write_line(self.said)
+
+
+def _record(finding: Finding) -> dict[str, Any]:
+    """A finding as plain values, which xdist can send."""
+    return {
+        "guarantee": finding.guarantee,
+        "output": finding.output,
+        "text": str(finding),
+        "replay": finding.replay,
+        "heat": None,
+    }

@@ -163,12 +163,16 @@ def test_workers_measure_what_one_process_does(told, folder):
     kernel = f"--kernel={folder}/kernels.py:attention"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n2", kernel]
     command += [f"--baseline={folder}/workers.json", "--update-baseline"]
+    command += [f"--report={folder}/report"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout
     alone = Baseline.read(folder / "base.json").entries
     assert Baseline.read(folder / "workers.json").entries == alone
+    report = json.loads((folder / "report" / "report.json").read_text())
+    assert report["baseline"]["verdict"] == verdict(done.stdout)
+    assert report["results"] == {"passed": len(alone)}
 
 
 HERE = Environment("elsewhere", "1.0", "none")

@@ -22,7 +22,7 @@ class Resources:
 
     Args:
         registers: Of a thread.
-        spills: Bytes of a thread that did not fit into registers.
+        spills: Words of 32 bits of a thread that did not fit into registers.
         shared: Bytes of shared memory of a program.
     """
 

@@ -6,6 +6,7 @@ controller, when its workers have ended, times the subject alone on the GPU, and
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class Gate:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Gives a test its problem."""
-        if self.path is not None and "entry" in metafunc.fixturenames:
+        if self.path is not None and metafunc.definition.path == TESTS:
             ids = [f"{x.arithmetic}-{x.mask}-{i}" for i, x in enumerate(self.entries)]
             metafunc.parametrize(("place", "entry"), [*enumerate(self.entries)], ids=ids)
 
@@ -203,11 +204,13 @@ class Gate:
             return
         speed, why_not = self._timed({})
         if self.then:
-            self.changes = changes(
+            found = changes(
                 self.then, {i: x for i, x in self.now.items() if i < len(self.then.entries)},
                 {i: x for i, x in missing.items() if i < len(self.then.entries)},
                 self.kernels, speed, why_not,
             )  # fmt: skip
+            # What is accepted is none.
+            self.changes = [dataclasses.replace(change, alarm=False) for change in found]
         entries = tuple(self.now[i] for i in sorted(self.now) if i not in missing)
         baseline = Baseline(self.subject.name, self.environment, entries, self.kernels, speed)
         try:
@@ -224,12 +227,16 @@ class Gate:
 
     def _timed(self, then: Mapping[str, Sequence[float]]) -> tuple[Any, str]:
         """The speed, where kernels are compiled; and why there is none."""
-        return timed(self.subject, then) if compiles(self.device) else ({}, "there is no GPU")
+        return (
+            timed(self.subject, then) if compiles(self.device) else ({}, "nothing is compiled here")
+        )
 
     def _missing(self) -> dict[int, str]:
         """Why a problem was not measured, or its check not made."""
         places = range(len(self.entries))
-        return {i: "it did not run" for i in places if i not in self.now} | self.reasons
+        return {
+            i: "it did not run, or to no end" for i in places if i not in self.now
+        } | self.reasons
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """What moved and by how much; alarms first."""

@@ -93,12 +93,7 @@ def entries_of(subject: Subject) -> tuple[Entry, ...]:
 
 
 def test_delta_of_rounded_products_which_no_check_sees_is_stopped(ours, tmp_path):
-    from tests.mutation.package import PACKAGE, sources_of
-    from tests.mutation.subtle import SUBTLE
-    from tests.mutation.verdict import subject_of
-
-    (mutant,) = [x for x in SUBTLE if x.name == "delta: products are rounded to the input dtype"]
-    coarser = subject_of(sources_of(PACKAGE), mutant, tmp_path / "rounded_products")
+    coarser = load("tests.subjects.worse:rounded_products")
     path = tmp_path / "base.json"
     Baseline("ours", Environment("here", "1", "2"), entries_of(ours)).write(path)
     then = Baseline.read(path)

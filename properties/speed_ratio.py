@@ -21,7 +21,7 @@ __all__ = ["LOSS", "Shift", "moved_speed", "shift_of"]
 LOSS = 0.05
 # Probability that the interval ends too high, or too low, by chance.
 LEVEL = 0.005
-_RESAMPLES = 20_000
+_RESAMPLES = 5_000
 
 
 class Shift(NamedTuple):

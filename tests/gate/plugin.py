@@ -24,6 +24,7 @@ from tests.session import device_of, subject_of
 
 __all__ = ["Gate", "add_options"]
 
+ABSENT = "it did not run, or to no end"
 TESTS = Path(__file__).parents[1] / "conformance" / "test_baseline.py"
 
 
@@ -198,8 +199,10 @@ class Gate:
 
     def _update(self, session: pytest.Session) -> None:
         missing = self._missing()
-        if session.exitstatus != pytest.ExitCode.OK or not self.now:
-            self.verdict = "not written: a baseline is of a run that passes"
+        absent = sum(reason == ABSENT for reason in missing.values())
+        if session.exitstatus != pytest.ExitCode.OK or absent or not self.now:
+            ran = f", and {_counted(absent, 'problem')} did not run" if absent else ""
+            self.verdict = f"not written: a baseline is of a whole run that passes{ran}"
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             return
         speed, why_not = self._timed({})

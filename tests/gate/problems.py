@@ -27,6 +27,7 @@ TILES = {"cpu": 2, "cuda": 5}
 LEAST_ROWS = {"cpu": 0, "cuda": 384}
 MOST_ROWS = {"cpu": 140, "cuda": 700}
 LARGE_TILE = {"cpu": 64, "cuda": 1024}
+LARGEST_HEAD_DIM = {"cpu": 128, "cuda": 1024}
 # Dots of fewer columns have heavy tails.
 LEAST_HEAD_DIM = 8
 # Elements that lie 2**31 apart take gigabytes, and leave little room between them.
@@ -74,7 +75,9 @@ def chosen(subject: Subject, device: str) -> tuple[Entry, ...]:
 
 def _supported(subject: Subject, device: str) -> Iterator[Problem]:
     """The problems inside what the subject declares; no two have the same values."""
-    shards = (*shards_of(subject), *shards_of(subject, float64=True))
+    every = (*shards_of(subject), *shards_of(subject, float64=True))
+    largest = LARGEST_HEAD_DIM[device]
+    shards = [shard for shard in every if min(shard.head_dims) <= largest] or every
     fields: list[dict[str, Any]] = []
     for turn, shard in enumerate(cycle(shards)):
         if turn % len(shards) == 0 and (len(fields) >= FEWEST[device] or (turn and not fields)):
@@ -102,25 +105,26 @@ def _of_shard(subject: Subject, shard: Shard, device: str, again: int) -> Iterat
     wide = max(TILES[device] * shard.tile, LEAST_ROWS[device])
     M = _multiple(min(wide, MOST_ROWS[device]) + 3, subject)
     N = _multiple(M + 7, subject) if subject.m_ne_n else M
-    H = 1 if shard.tile >= LARGE_TILE[device] else 2
+    is_large = shard.tile >= LARGE_TILE[device]
+    H, B = (1, 1) if is_large else (2, 2)
     heads = {"H": 2 * H if device == "cuda" else H, "Hk": H if device == "cuda" else 1}
     if not subject.gqa:
         heads["Hk"] = heads["H"]
     dirty = "nan" if subject.dirty is None or "nan" in subject.dirty else subject.dirty[0]
     common = {"dtype": shard.dtype, "config": shard.config, "device": device}
-    for mask in _masks(M, N, shard.tile):
-        padded = {} if mask.seqlens_k is None else {"B": 2, "dirty": dirty}
+    for mask in _masks(M, N, shard.tile, B):
+        padded = {} if mask.seqlens_k is None else {"B": B, "dirty": dirty}
         yield {**common, **heads, **padded, "M": M, "N": N, "D": D, "Dv": Dv, "mask": mask}
 
 
-def _masks(M: int, N: int, tile: int) -> Iterator[Mask]:
+def _masks(M: int, N: int, tile: int, B: int) -> Iterator[Mask]:
     """One of each kind; the last has rows that see nothing, by position and by lengths."""
     yield Mask()
     yield Mask(causal=True)
     yield Mask(window_left=tile // 2 + 3, window_right=tile // 3)
     yield Mask(causal=True, window_left=tile + 1)
-    yield Mask(seqlens_q=(M, M - M // 3), seqlens_k=(N - 5, N // 2))
-    yield Mask(causal=True, seqlens_q=(M - 3, M // 2), seqlens_k=(N // 2, N))
+    yield Mask(seqlens_q=(M - M // 3, M)[:B], seqlens_k=(N - 5, N // 2)[:B])
+    yield Mask(causal=True, seqlens_q=(M - 3, M // 2)[:B], seqlens_k=(N // 2, N)[:B])
 
 
 def _multiple(size: int, subject: Subject) -> int:

@@ -60,6 +60,8 @@ def distribution(edges: Sequence[float], counts: Mapping[str, Sequence[int]]) ->
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_ylim(bottom=0)
     axes[-1].set_xscale("log")
+    occupied = [i for found in counts.values() for i, count in enumerate(found) if count]
+    axes[-1].set_xlim(ends[max(0, min(occupied) - 1)], max(2, ends[max(occupied) + 1]))
     axes[-1].set_xlabel("largest error / bound of a problem (red: the bound)", color=INK)
     handles = {
         label: handle for axis in axes

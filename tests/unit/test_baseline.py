@@ -72,6 +72,8 @@ def test_differences_of_environments_name_both():
     other = Environment("NVIDIA H200", "2.12.0", "3.7.0")
     assert HERE.differences(other) == ["torch 2.11.0, here 2.12.0", "Triton 3.6.0, here 3.7.0"]
     assert HERE.differences(HERE) == []
+    elsewhere = Environment("NVIDIA H100", "2.11.0", "3.6.0")
+    assert HERE.differences(elsewhere) == ["device NVIDIA H200, here NVIDIA H100"]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

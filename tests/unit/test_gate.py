@@ -103,6 +103,7 @@ def told(folder):
         "coarse": of("coarse"),
         "narrow": of("narrow"),
         "a part": [*of("attention"), "-kcausal"],
+        "a part, written": [*of("attention"), "-kcausal", "--update-baseline"],
         "listed": [*of("attention"), "--collect-only", "-q"],
     }  # fmt: skip
     return dict(zip(lists, runs(*lists.values()), strict=True))
@@ -151,6 +152,17 @@ def test_a_part_of_the_problems_is_no_gate(told):
     assert re.search(
         r"ALARM coverage: \d+ problems were not judged as then: it did not run, ", said
     )
+
+
+def test_a_part_of_the_problems_is_not_written(told, folder):
+    said, code = told["a part, written"]
+    count = len(Baseline.read(folder / "base.json").entries)
+    assert code == pytest.ExitCode.TESTS_FAILED
+    absent = re.fullmatch(
+        r"not written: a baseline is of a whole run that passes, and (\d+) problems did not run",
+        verdict(said),
+    )
+    assert 0 < int(absent[1]) < count
 
 
 def test_collecting_compares_nothing(told):

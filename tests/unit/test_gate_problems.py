@@ -59,6 +59,7 @@ def test_ordinary_data_is_what_rms_speaks_of(ours):
         {"max_seqlen": 20},
         {"gqa": False, "dv_ne_d": False},
         {"dirty": ("zero",), "dtypes": ("fp64",)},
+        {"head_dims": (256,)},
     ],
     ids=str,
 )

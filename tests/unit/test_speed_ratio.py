@@ -41,6 +41,12 @@ def test_a_faster_kernel_is_told_and_is_no_alarm():
     assert not change.alarm
 
 
+def test_a_small_loss_is_told_and_is_no_alarm():
+    (change,) = moved_speed({"f": (1.0, 1.0, 1.0)}, {"f": (0.97, 0.97, 0.97)})
+    assert change.text.endswith("-3.0 % [-3.0 %, -3.0 %]")
+    assert not change.alarm
+
+
 def test_rounds_that_scatter_widen_the_interval():
     narrow = shift_of((1.0,) * 9, tuple(np.linspace(0.99, 1.01, 9)))
     wide = shift_of((1.0,) * 9, tuple(np.linspace(0.7, 1.3, 9)))

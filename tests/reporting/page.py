@@ -69,12 +69,15 @@ def page(record: Mapping[str, Any]) -> str:
 
 def _head(record: Mapping[str, Any], subject: Mapping[str, str]) -> Iterator[str]:
     failed = record["exit_code"] != 0
-    counts = ", ".join(f"{count:,} {word}" for word, count in sorted(record["results"].items()))
+    results = record["results"]
+    ends = [word for word in ("failed", "passed", "not run") if word in results]
+    counts = ", ".join(f"{results[word]:,} {word}" for word in ends)
     judged = sum(record["problems"]["by_dtype"].values())
     verdict = "failed" if failed else "passed"
+    gate = f"; baseline: {record['baseline']['verdict']}" if record["baseline"] else ""
     yield (
         f'<p class="verdict {verdict}">{verdict.capitalize()}: {counts or "no tests"}; '
-        f"{judged:,} distinct problems judged</p>"
+        f"{judged:,} distinct problems judged{escape(gate)}</p>"
     )
     yield f"<p>Declares: {escape(subject['declares'] or 'nothing')}</p>"
     lines = [*record["header"], record["command"]]
@@ -100,10 +103,12 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         drawn = next((x for x in findings if x["heat"]), None)
         if drawn and maps < MAPS and pictures.can_draw():
             maps += 1
-            yield _image(pictures.heat_map(drawn["heat"]), f"Where {drawn['output']} errs")
+            yield _image(
+                pictures.heat_map(drawn["heat"], drawn["output"]), f"Where {drawn['output']} errs"
+            )
         if texts[1:]:
             others = "".join(texts[1:])
-            yield f"<details><summary>{len(texts) - 1} more of it</summary>{others}</details>"
+            yield f"<details><summary>{len(texts) - 1} more findings</summary>{others}</details>"
     if len(failures) > FAILURES:
         yield f"<p>{len(failures) - FAILURES:,} more are in report.json.</p>"
 

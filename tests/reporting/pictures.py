@@ -62,7 +62,9 @@ def distribution(edges: Sequence[float], counts: Mapping[str, Sequence[int]]) ->
     axes[-1].set_xscale("log")
     occupied = [i for found in counts.values() for i, count in enumerate(found) if count]
     axes[-1].set_xlim(ends[max(0, min(occupied) - 1)], max(2, ends[max(occupied) + 1]))
-    axes[-1].set_xlabel("largest error / bound of a problem (red: the bound)", color=INK)
+    axes[-1].set_xlabel(
+        "largest error / bound of a problem (red: the bound; leftmost: 1e-6 and less)", color=INK
+    )
     handles = {
         label: handle for axis in axes
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
@@ -73,11 +75,12 @@ def distribution(edges: Sequence[float], counts: Mapping[str, Sequence[int]]) ->
     return _png(figure)
 
 
-def heat_map(heat: Mapping[str, Any]) -> str:
+def heat_map(heat: Mapping[str, Any], output: str) -> str:
     """One head of a tensor, with a line between its tiles.
 
     Args:
         heat: A record of ``HeatMap``.
+        output: Of which output.
     """
     import numpy as np
     from matplotlib import colormaps
@@ -109,7 +112,7 @@ def heat_map(heat: Mapping[str, Any]) -> str:
     axis.set_xlabel("d" if columns > 1 else "", color=INK)
     if columns == 1:
         axis.set_xticks([])
-    title = f"{heat['head']}; dashed: tiles of {heat['tile']}; black: NaN or infinite"
+    title = f"{output}, {heat['head']}; dashed: tiles of {heat['tile']}; black: NaN or infinite"
     axis.set_title(title, loc="left", fontsize=9, color=MUTED)
     bar = figure.colorbar(image, ax=axis)
     bar.set_label("error / bound" if heat["is_ratio"] else "difference", color=INK)

@@ -10,6 +10,7 @@ from oracles.mask import Mask
 from oracles.problem import Problem
 from properties.baseline import Baseline, Entry, Environment
 from properties.companions import bias, is_valid, rms
+from properties.compiled_kernels import Resources
 from properties.loading import load
 from properties.measurement import measured
 from properties.subject import Subject
@@ -79,6 +80,15 @@ def test_entries_of_a_file_stay_and_new_ones_follow():
     kept = (Entry(Problem(M=7), "G3", "fp32"), Entry(Problem(M=8), "G4", "fp32"))
     made = (Entry(Problem(M=9), "G1", "fp32"), Entry(Problem(M=7), "G1", "fp32"))
     assert combined(kept, made) == (*kept, made[0])
+
+
+def test_kernels_and_speed_are_compared_too():
+    here, entry = Environment("GPU", "1", "2"), Entry(Problem(), "G1", "fp32", {"out": (0.5, 0.1)})
+    then = Baseline("f", here, (entry,), {"k": Resources(100, 0, 10)}, {"pass": (1.4, 1.41)})
+    same = changes(then, {0: entry}, {}, then.kernels, then.speed)
+    assert same == []
+    worse = changes(then, {0: entry}, {}, {"k": Resources(100, 4, 10)}, {"pass": (1.2, 1.21)})
+    assert [(change.part, change.alarm) for change in worse] == [("kernels", True), ("speed", True)]
 
 
 def entries_of(subject: Subject) -> tuple[Entry, ...]:

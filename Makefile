@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help verify test sanitize mutation fuzz findings lint format bench clean
+.PHONY: help verify test gate baseline sanitize mutation fuzz findings lint format bench clean
 
 MINUTES ?= 10
 
@@ -26,6 +26,14 @@ verify: $(environment) ## verify the kernels: tests/conformance
 
 test: $(environment) ## run all tests
 	$(python) -m pytest -n auto
+
+BASELINE ?= baselines/local.json
+
+gate: $(environment) ## compare with BASELINE=FILE: errors, kernels, speed, coverage
+	$(python) -m pytest -n auto --baseline=$(BASELINE)
+
+baseline: $(environment) ## write BASELINE=FILE
+	$(python) -m pytest -n auto --baseline=$(BASELINE) --update-baseline
 
 sanitize: $(environment) ## compute-sanitizer memcheck over a short run; needs a GPU
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 7 \

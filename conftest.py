@@ -39,8 +39,10 @@ from tests.crash_reports import DEFAULT_SECONDS, CrashReports
 from tests.example_database import example_database, without_passwords
 from tests.findings.recording import Recording
 from tests.fuzzing.plugin import Fuzzing, choose_workers, minutes_of
+from tests.gate import plugin as gate
 from tests.outside_programs import OutsidePrograms
 from tests.regression_files import RegressionFiles
+from tests.reporting import plugin as reporting
 from tests.session import device_of, is_ours, mask_of, subject_of
 from tests.subjects.registry import kernel_table
 
@@ -156,6 +158,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=DEFAULT_SECONDS,
         help="end a process that takes longer for one problem, and report it (default: 60)",
     )
+    gate.add_options(group)
+    reporting.add_options(group)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -209,6 +213,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CrashReports(config), "crash-reports")
     if config.getoption("--findings"):
         config.pluginmanager.register(Recording(config, subject_of(config), _LEDGER), "findings")
+    # Its end of the session comes after that of what it reports on.
+    config.pluginmanager.register(reporting.RunReport(config, _LEDGER), "report")
+    config.pluginmanager.register(gate.Gate(config), "gate")
     # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
     if getattr(config.option, "maxschedchunk", 0) is None:
         config.option.maxschedchunk = 2

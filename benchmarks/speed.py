@@ -31,12 +31,14 @@ ROUND_MS = 60
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
-def interleaved(calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
+) -> dict[str, list[float]]:
     """Milliseconds of each call, one median a round, the calls taking turns."""
     from triton.testing import do_bench
 
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, call in calls.items():
             times[name].append(do_bench(call, warmup=10, rep=ROUND_MS, return_mode="median"))
     return times
@@ -61,6 +63,7 @@ def measure(
     D: int,
     causal: bool,
     dtype: torch.dtype = torch.bfloat16,
+    rounds: int = ROUNDS,
 ) -> dict[str, dict[str, list[float]]]:
     """{"forward" | "backward": {name: milliseconds a round}} on N(0,1) data, B x N x H x D."""
     torch.manual_seed(0)
@@ -75,7 +78,10 @@ def measure(
         name: lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         for name, out in outs.items()
     }
-    return {"forward": interleaved(forward), "backward": interleaved(backward)}
+    return {
+        "forward": interleaved(forward, rounds),
+        "backward": interleaved(backward, rounds),
+    }
 
 
 def main() -> int:

@@ -89,6 +89,20 @@ class Mask:
         super().__init_subclass__(**rest)
         cls.uniform = uniform
 
+    def _check_at_least_one(self, *names: str) -> None:
+        """Refuses sizes below 1, of fields that a subclass adds.
+
+        Raises:
+            TypeError: One is no int.
+            ValueError: One is less than 1.
+        """
+        for name in names:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{name} is {size!r}; needs an int")
+            if size < 1:
+                raise ValueError(f"{name} is {size}; needs an int >= 1")
+
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
             raise TypeError(f"causal is {self.causal!r}; needs a bool")

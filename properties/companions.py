@@ -24,6 +24,7 @@ __all__ = [
     "bias",
     "is_valid",
     "mean_square_limit",
+    "mean_squares",
     "rms",
 ]
 
@@ -98,6 +99,14 @@ def rms(trial: Trial) -> list[Finding]:
     the same.
     """
     return [x for errors in _errors(trial) for x in _mean_square(trial, errors)]
+
+
+def mean_squares(trial: Trial) -> dict[str, float]:
+    """What ``rms`` looks at, by output: the mean square of error / predicted spread, about 1.
+
+    Nothing where the model does not speak of the problem.
+    """
+    return {errors.name: float(errors.z.square().mean()) for errors in _errors(trial)}
 
 
 def bias(trial: Trial) -> list[Finding]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from oracles.problem import Problem
+from properties.heat_map import HeatMap
 from properties.subject import Subject
 
 __all__ = ["TILES", "Finding", "Violation", "ratios", "same_bits", "worst"]
@@ -66,6 +67,7 @@ class Finding:
         kernel: What --kernel was given, for the replay line.
         tile: The kind of tile that the worst element lies in, one of ``TILES``; empty where the
             finding is of no element.
+        heat: Where the errors lie, for a report; None where the finding is about no tensor.
     """
 
     guarantee: str
@@ -83,10 +85,16 @@ class Finding:
     raised: str = ""
     kernel: str = ""
     tile: str = ""
+    heat: HeatMap | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def replay(self) -> str:
+        """The command that runs every guarantee on the problem."""
+        kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
+        return f"pytest {kernel}--replay='{self.problem.to_json()}'"
 
     def __str__(self) -> str:
-        kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
-        replay = f"  replay: pytest {kernel}--replay='{self.problem.to_json()}'"
+        replay = f"  replay: {self.replay}"
         if self.raised:
             raised = self.raised.replace("\n", "\n  ")
             return f"{self.guarantee}: {self.subject} {self.claim}\n  {raised}\n{replay}"
@@ -153,6 +161,8 @@ class Finding:
         flat = torch.where(bad, badness.to(torch.float64), -torch.inf).flatten()
         index = tuple(int(i) for i in torch.unravel_index(flat.argmax(), bad.shape))
         names = _AXES[output]
+        axis = names[2]
+        tile = subject.tile_of(problem)["mn".index(axis)]
         return cls(
             guarantee=guarantee,
             claim=claim,
@@ -167,6 +177,7 @@ class Finding:
             places=_places(bad, index, subject, problem, output),
             problem=problem,
             tile=_Tile.of(index, subject, problem, output).kind,
+            heat=HeatMap.of(badness, index, axis, tile, is_ratio=bound is not None),
         )
 
 

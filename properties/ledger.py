@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,10 @@ from oracles.outputs import OUTPUTS
 from oracles.problem import Problem
 from properties.trial import Trial
 
-__all__ = ["Ledger"]
+__all__ = ["EDGES", "Ledger"]
+
+# Of the bins of a distribution of error/bound: four a decade. Below the first all is one bin.
+EDGES = tuple(10 ** (k / 4) for k in range(-24, 5))
 
 
 def _digest(problem: Problem) -> str:
@@ -26,6 +30,8 @@ class Ledger:
         self.problems: dict[str, tuple[str, bool]] = {}
         # "output dtype" -> [worst error/bound, its problem].
         self.worst: dict[str, tuple[float, str]] = {}
+        # Digest of a judged problem -> output -> the bin that its worst error/bound falls into.
+        self.bins: dict[str, dict[str, int]] = {}
         self.out_of_range: set[str] = set()
         # Reason -> digests of the problems refused for it.
         self.unsupported: dict[str, set[str]] = {}
@@ -38,6 +44,7 @@ class Ledger:
         block_m, block_n = trial.subject.tile_of(problem)
         several = problem.M > block_m and problem.N > block_n and problem.B > 0
         self.problems[_digest(problem)] = (label, several)
+        self.bins[_digest(problem)] = {x: bisect_right(EDGES, peak) for x, peak in peaks.items()}
         for name, peak in peaks.items():
             self._keep(f"{name} {label}", peak, problem.to_json())
 
@@ -58,6 +65,7 @@ class Ledger:
         return {
             "problems": {key: list(value) for key, value in self.problems.items()},
             "worst": {key: list(value) for key, value in self.worst.items()},
+            "bins": self.bins,
             "out_of_range": sorted(self.out_of_range),
             "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
         }
@@ -74,9 +82,24 @@ class Ledger:
         self.problems.update({key: tuple(value) for key, value in record["problems"].items()})
         for key, (ratio, problem) in record["worst"].items():
             self._keep(key, ratio, problem)
+        self.bins.update(record["bins"])
         self.out_of_range.update(record["out_of_range"])
         for reason, digests in record["unsupported"].items():
             self.unsupported.setdefault(reason, set()).update(digests)
+
+    def distribution(self) -> dict[str, list[int]]:
+        """ "output dtype" to how many problems have their worst error/bound in each bin.
+
+        Bin 0 lies below the first of ``EDGES``, bin i from EDGES[i - 1] on, the last one open.
+        """
+        found: dict[str, list[int]] = {}
+        for digest, bins in self.bins.items():
+            for name, place in bins.items():
+                counts = found.setdefault(
+                    f"{name} {self.problems[digest][0]}", [0] * (len(EDGES) + 1)
+                )
+                counts[place] += 1
+        return dict(sorted(found.items()))
 
     def lines(self) -> Iterable[str]:
         """The summary: a table of worst error/bound, its problems, and the counts."""

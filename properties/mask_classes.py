@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracles.mask import Between, Mask
 from properties.seqlens import Draw
 
-__all__ = ["check_mask_class", "draw_instance"]
+__all__ = ["bounds_of", "check_mask_class", "draw_instance"]
 
 _OF_ALL = frozenset(item.name for item in dataclasses.fields(Mask))
 
@@ -27,6 +27,13 @@ def check_mask_class(mask: type[Mask]) -> None:
     if not hasattr(mask, "draw"):
         for name, hint in _hints(mask).items():
             _choices(mask, name, hint)
+
+
+def bounds_of(mask: type[Mask], name: str) -> range:
+    """The ints that a field may have, nothing where it has no bounds."""
+    bounds = getattr(_hints(mask)[name], "__metadata__", ())
+    found = [range(x.low, x.high + 1) for x in bounds if isinstance(x, Between)]
+    return found[0] if found else range(0)
 
 
 def _hints(mask: type[Mask]) -> dict[str, object]:

@@ -14,6 +14,7 @@ from typing import Any
 from oracles.mask import Mask
 from oracles.problem import LAYOUTS, TENSORS, Problem
 from properties.compare import Finding
+from properties.mask_classes import bounds_of
 
 __all__ = ["complexity", "simplest", "simplifications"]
 
@@ -183,7 +184,8 @@ def _plainer_predicates(mask: Mask) -> Iterator[Mask]:
         if isinstance(value, tuple):
             nearer += [value[:-1], value[1:]]
         elif type(value) is int:
-            nearer += [0, 1, value // 2, value - 1]
+            allowed = bounds_of(type(mask), item.name)
+            nearer += [x for x in (0, 1, value // 2, value - 1) if x in allowed]
         for other in nearer:
             try:
                 yield dataclasses.replace(mask, **{item.name: other})

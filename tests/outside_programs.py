@@ -10,8 +10,11 @@ import pytest
 
 __all__ = ["NEEDS", "OutsidePrograms"]
 
-# Marker -> the program and the module that its tests need.
-NEEDS = {"redis": ("redis-server", "redis")}
+# Marker -> the program and the module that its tests need, None where they need none.
+NEEDS: dict[str, tuple[str, str | None]] = {
+    "redis": ("redis-server", "redis"),
+    "chromium": ("chromium", None),
+}
 
 
 class OutsidePrograms:
@@ -42,11 +45,11 @@ class OutsidePrograms:
             terminalreporter.write_line(f"not run: {count} tests that need {needs}", yellow=True)
 
 
-def _missing(program: str, module: str) -> str:
+def _missing(program: str, module: str | None) -> str:
     """What is not installed, of a program and the module that talks to it."""
     missing = []
     if shutil.which(program) is None:
         missing.append(f"the program {program}")
-    if importlib.util.find_spec(module) is None:
+    if module is not None and importlib.util.find_spec(module) is None:
         missing.append(f"the package {module}")
     return " and ".join(missing)

@@ -37,6 +37,10 @@ class BlockSparse(Mask):
     seed: Annotated[int, Between(0, 2**31 - 1)] = 0
     side: Annotated[int, Between(BLOCK, BLOCK)] = BLOCK
 
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_at_least_one("side")
+
     def allows(self, b, h, m, n, *, M, N):
         """The definition."""
         h = torch.as_tensor(h)

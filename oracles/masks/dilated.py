@@ -32,6 +32,10 @@ class Dilated(Mask, uniform=True):
     width: Annotated[int, Between(1, 40)] = 1
     step: Annotated[int, Between(1, 9)] = 1
 
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_at_least_one("width", "step")
+
     def allows(self, b, h, m, n, *, M, N):
         """The definition."""
         distance = self.position(b, m, M=M, N=N) - n

@@ -32,6 +32,11 @@ class Document(Mask):
 
     starts: tuple[tuple[int, ...], ...] = ((),)
 
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.starts:
+            raise ValueError("starts is empty; needs those of one batch entry at least")
+
     def allows(self, b, h, m, n, *, M, N):
         """The definition."""
         p = torch.as_tensor(self.position(b, m, M=M, N=N))

@@ -43,6 +43,10 @@ class Neighbourhood(Mask, uniform=True):
     width: Annotated[int, Between(1, 20)] = 1
     kernel: Annotated[int, Between(1, 9)] = 1
 
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_at_least_one("width", "kernel")
+
     def allows(self, b, h, m, n, *, M, N):
         """The definition."""
         p, n = torch.as_tensor(self.position(b, m, M=M, N=N)), torch.as_tensor(n)

@@ -28,6 +28,10 @@ class SinkWindow(Mask, uniform=True):
     sinks: Annotated[int, Between(0, 8)] = 0
     width: Annotated[int, Between(1, 70)] = 1
 
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_at_least_one("width")
+
     def allows(self, b, h, m, n, *, M, N):
         """The definition."""
         p = self.position(b, m, M=M, N=N)

@@ -54,6 +54,7 @@ ASKED: dict[str, str | None] = {
     "test_tensors_of_more_than_2_to_the_31_elements_are_right": "G12",
     "test_replay": None,
     "test_regression": None,
+    "test_problem": None,
     "test_empty_rows_give_zero_output_and_take_no_part": "G3",
     "test_dirty_padding_changes_nothing_and_gets_zero_gradients": "G4",
     "test_dirty_padding_of_one_tensor_changes_nothing": "G4",

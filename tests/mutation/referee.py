@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutation.mutant import Mutant
 from tests.mutation.referee_checks import CHECKS
+from tests.mutation.referee_gate import GATE
 from tests.mutation.referee_oracles import ORACLES
 from tests.mutation.referee_problems import PROBLEMS
 from tests.mutation.referee_reports import REPORTS
@@ -15,4 +16,4 @@ from tests.mutation.referee_runs import RUNS
 
 __all__ = ["REFEREE"]
 
-REFEREE: tuple[Mutant, ...] = (*ORACLES, *PROBLEMS, *RUNS, *CHECKS, *REPORTS)
+REFEREE: tuple[Mutant, ...] = (*ORACLES, *PROBLEMS, *RUNS, *CHECKS, *REPORTS, *GATE)

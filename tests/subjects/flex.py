@@ -41,6 +41,8 @@ attention.devices = ("cuda",)
 attention.dtypes = ("fp16", "bf16", "fp32")
 attention.head_dims = (16, 32, 64, 128)
 attention.dv_ne_d = False
+# Predicates of other masks are no mask_mod.
+attention.masks = ("causal", "window", "padding")
 attention.zero_sizes = False
 # Hidden keys have weight 0, and 0 times the NaN, or the infinite dP, of padding is NaN.
 attention.dirty = ("zero", "noise", "noise_q", "noise_k", "noise_v", "noise_dout")

@@ -188,6 +188,9 @@ def test_a_failing_mask_is_tried_without_its_predicate_and_with_smaller_fields()
     masks = [simpler.mask for simpler in simplifications(problem)]
     assert Mask(seqlens_k=(4,)) in masks
     assert {x.prefix for x in masks if isinstance(x, PrefixLM)} >= {0, 1, 4, 8, 9}
+    dilated = Problem(M=4, N=5, mask=mask_class("Dilated")(width=2, step=1))
+    masks = [simpler.mask for simpler in simplifications(dilated)]
+    assert {(x.width, x.step) for x in masks if not x.is_plain} == {(2, 1), (1, 1)}
     combined = Problem(M=4, N=5, mask=PrefixLM(prefix=3) & Mask(causal=True))
     assert PrefixLM(prefix=3) in [simpler.mask for simpler in simplifications(combined)]
 
@@ -198,3 +201,21 @@ def test_the_oracle_reads_a_predicate_row_by_row(rows):
     read = RowMasks(mask, 2, 3, 4, 5, torch.device("cpu"))
     parts = [read.between(start, start + 2).expand(2, 3, 2, 5) for start in (0, 2)]
     assert torch.equal(torch.cat(parts, 2), mask.dense(2, 3, 4, 5).expand(2, 3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("Dilated", "width"),
+        ("Dilated", "step"),
+        ("SinkWindow", "width"),
+        ("BlockSparse", "side"),
+        ("Neighbourhood", "width"),
+        ("Neighbourhood", "kernel"),
+    ],
+)
+def test_sizes_below_one_are_refused_by_name(name, field):
+    with pytest.raises(ValueError, match=f"^{field} is 0; needs an int >= 1$"):
+        mask_class(name)(**{field: 0})
+    with pytest.raises(TypeError, match=f"^{field} is 2.0; needs an int$"):
+        mask_class(name)(**{field: 2.0})

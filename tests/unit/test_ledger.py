@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from bisect import bisect_right
 
 import pytest
 
 from oracles.problem import Problem
-from properties.ledger import Ledger
+from properties.ledger import EDGES, Ledger
 from properties.subject import Subject
 from properties.trial import examine
 from tests.unit.broken_subjects import Eager
@@ -112,3 +114,19 @@ def test_the_summary_counts_what_was_not_judged():
     assert "1 distinct problems judged" in said(ledger)
     assert "1 drawn out of range; 3 unsupported (75 %)" in said(ledger)
     assert "  unsupported, 2: not today\n  unsupported, 1: reason 0" in said(ledger)
+
+
+def test_the_distribution_counts_each_problem_in_the_bin_of_its_worst_error():
+    total = judged((GOOD, {"out": 0.5}), (other(seed=1), {"out": 0.0}), (GOOD, {"out": 0.5}))
+    total.add(judged((other(seed=2), {"out": math.inf, "dq": 1.0})).record())
+    found = total.distribution()
+    assert set(found) == {"out fp64", "dq fp64"}
+    assert {i for i, count in enumerate(found["out fp64"]) if count == 1} == {
+        0,
+        bisect_right(EDGES, 0.5),
+        len(EDGES),
+    }
+    assert sum(found["out fp64"]) == 3
+    # What equals an edge lies above it.
+    place = found["dq fp64"].index(1)
+    assert EDGES[place - 1] == 1.0

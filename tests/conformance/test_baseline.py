@@ -1,0 +1,33 @@
+"""The problems of --baseline: each is judged, measured, and put before the check of its line."""
+
+from __future__ import annotations
+
+import pytest
+
+from properties.compare import Violation
+from properties.measurement import measured
+from tests.gate.problems import CHECKS
+
+
+def test_problem(examiner, place, entry, record_property):
+    __tracebackhide__ = True
+    errors = {}
+
+    def claim(trial):
+        errors.update(measured(trial))
+        if entry.check not in CHECKS:
+            raise NotImplementedError(f"there is no guarantee {entry.check!r}")
+        try:
+            return CHECKS[entry.check](trial)
+        except MemoryError as error:
+            raise NotImplementedError(str(error)) from error
+
+    findings = examiner.findings(entry.problem, claim)
+    unchecked = ", ".join(examiner.refusals) or ("out of range" if not errors else "")
+    if findings:
+        unchecked = "it failed"
+    record_property("baseline", {"place": place, "errors": errors, "unchecked": unchecked})
+    if findings:
+        raise Violation(findings)
+    if unchecked:
+        pytest.skip(unchecked)

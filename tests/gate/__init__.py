@@ -1,0 +1,1 @@
+"""The gate: a run compared with a baseline."""

@@ -1,0 +1,144 @@
+"""Pictures of a report, as PNG in base64: matplotlib draws them, without it there are none."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+__all__ = ["can_draw", "distribution", "heat_map", "kill_matrix"]
+
+INK, MUTED, LIMIT = "#1f2933", "#7b8794", "#c81e1e"
+# Distinct in hue and in lightness.
+COLOURS = {
+    "fp16": "#1d4ed8", "bf16": "#d97706", "fp32": "#047857", "tf32": "#9333ea", "fp64": "#4b5563",
+}  # fmt: skip
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _figure(width: float, height: float) -> Any:
+    """A figure of its own, which changes nothing of a user's settings and needs no display."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _png(figure: Any) -> str:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def distribution(edges: Sequence[float], counts: Mapping[str, Sequence[int]]) -> str:
+    """How close to their bound problems come: for each output a line a dtype, on log axes.
+
+    Args:
+        edges: Of the bins, see ``Ledger.distribution``.
+        counts: "output dtype" to how many problems fall into each.
+    """
+    names = list(dict.fromkeys(key.split()[0] for key in ("out", "lse", "dq", "dk", "dv")))
+    outputs = [x for x in names if any(key.split()[0] == x for key in counts)]
+    figure = _figure(11, 1.2 + 1.25 * len(outputs))
+    axes = figure.subplots(len(outputs), 1, sharex=True, squeeze=False)[:, 0]
+    # The first bin has no lower edge, the last no upper one.
+    ends = [edges[0] / 10**0.25, *edges, edges[-1] * 10**0.25]
+    for axis, output in zip(axes, outputs, strict=True):
+        for dtype, colour in COLOURS.items():
+            if f"{output} {dtype}" in counts:
+                found = counts[f"{output} {dtype}"]
+                axis.stairs(found, ends, color=colour, label=dtype, linewidth=1.6)
+        axis.axvline(1, color=LIMIT, linewidth=1.2)
+        axis.set_ylabel(output, rotation=0, ha="right", va="center", color=INK)
+        axis.tick_params(colors=MUTED, labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xscale("log")
+    occupied = [i for found in counts.values() for i, count in enumerate(found) if count]
+    axes[-1].set_xlim(ends[max(0, min(occupied) - 1)], max(2, ends[max(occupied) + 1]))
+    axes[-1].set_xlabel(
+        "largest error / bound of a problem (red: the bound; leftmost: 1e-6 and less)", color=INK
+    )
+    handles = {
+        label: handle for axis in axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }  # fmt: skip
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside upper center", ncols=5, frameon=False
+    )
+    return _png(figure)
+
+
+def heat_map(heat: Mapping[str, Any], output: str) -> str:
+    """One head of a tensor, with a line between its tiles.
+
+    Args:
+        heat: A record of ``HeatMap``.
+        output: Of which output.
+    """
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator
+
+    values = np.array(heat["values"], dtype=float)  # None becomes NaN
+    rows, columns = heat["rows"], heat["columns"]
+    positive = values[np.isfinite(values) & (values > 0)]
+    least, most = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
+    if heat["is_ratio"]:
+        # White is the bound: what lies within it is blue, what leaves it red.
+        most = min(max(most, 1 / max(least, 1e-3), 10.0), 1e6)
+        least, palette = 1 / most, colormaps["RdBu_r"]
+    else:
+        most, palette = max(most, 1.01 * least), colormaps["cividis_r"]
+    figure = _figure(7.5, 4.2)
+    axis = figure.subplots()
+    image = axis.imshow(
+        np.clip(values, least, most),  # 0 has no logarithm
+        cmap=palette.with_extremes(bad="black"), norm=LogNorm(least, most), aspect="auto",
+        interpolation="nearest", extent=(-0.5, columns - 0.5, rows - 0.5, -0.5),
+    )  # fmt: skip
+    for start in range(heat["tile"], rows, heat["tile"]):
+        axis.axhline(start - 0.5, color=INK, linewidth=1.3, linestyle=(0, (6, 3)))
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_ylabel(heat["axis"], color=INK)
+    axis.set_xlabel("d" if columns > 1 else "", color=INK)
+    if columns == 1:
+        axis.set_xticks([])
+    title = f"{output}, {heat['head']}; dashed: tiles of {heat['tile']}; black: NaN or infinite"
+    axis.set_title(title, loc="left", fontsize=9, color=MUTED)
+    bar = figure.colorbar(image, ax=axis)
+    bar.set_label("error / bound" if heat["is_ratio"] else "difference", color=INK)
+    return _png(figure)
+
+
+def kill_matrix(matrix: Sequence[Mapping[str, Any]]) -> str:
+    """Mutants across, checks down, a mark where a check fails.
+
+    Args:
+        matrix: Of ``content.mutants``.
+    """
+    killed = sorted(matrix, key=lambda x: (x["source"], x["checks"]))
+    checks = list(dict.fromkeys(check for x in killed for check in x["checks"]))
+    figure = _figure(11, 0.24 * len(checks) + 1.2)
+    axis = figure.subplots()
+    marks = [[check in x["checks"] for x in killed] for check in checks]
+    axis.imshow(marks, aspect="auto", cmap="Greys", interpolation="nearest")
+    axis.set_yticks(range(len(checks)), checks, fontsize=8)
+    ticks, names, at = [], [], 0
+    for source, part in groupby(killed, key=lambda x: x["source"]):
+        count = len(list(part))
+        axis.axvline(at - 0.5, color=LIMIT, linewidth=0.8)
+        ticks.append(at + count / 2 - 0.5)
+        names.append(source)
+        at += count
+    axis.set_xticks(ticks, names)
+    axis.set_xlabel(f"{len(killed)} mutants that a check fails on", color=INK)
+    return _png(figure)

@@ -37,7 +37,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
             ticks.append(at + count / 2)
             labels.append(f"{source}\n{file.rpartition('/')[2]}")
         at += count
-    axes.set_xticks(ticks, labels, rotation=30)
+    axes.set_xticks(ticks, labels, rotation=90)
     axes.set_xlabel(f"{len(killed)} mutants that a check fails on")
     figure.savefig(path, dpi=150)
     plt.close(figure)

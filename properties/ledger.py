@@ -65,7 +65,7 @@ class Ledger:
         return {
             "problems": {key: list(value) for key, value in self.problems.items()},
             "worst": {key: list(value) for key, value in self.worst.items()},
-            "bins": self.bins,
+            "bins": dict(self.bins),
             "out_of_range": sorted(self.out_of_range),
             "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
         }
@@ -73,7 +73,7 @@ class Ledger:
     def hand_over(self) -> dict[str, Any]:
         """The ledger as ``record()`` gives it, which then starts anew."""
         record = self.record()
-        for part in (self.problems, self.worst, self.out_of_range, self.unsupported):
+        for part in (self.problems, self.worst, self.bins, self.out_of_range, self.unsupported):
             part.clear()
         return record
 

@@ -31,7 +31,7 @@ _SECOND_PASS = """        tile = arguments.config.dq
         programs = triton.cdiv(M, tile.block_m) * B * H
         if programs:
             dq_kernel[(programs,)](
-                *inputs, dq, *lengths, *shared,
+                *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"),
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),
             )  # fmt: skip
 """
@@ -42,7 +42,11 @@ SINGLE_PASS = (
     Edit(_DKDV, "    tiles,\n    qk_scale,\n", "    tiles,\n    qk_scale,\n    dq_pointer,\n"),
     Edit(_DKDV, _DK, _DK + _DQ),
     Edit(_DKDV, "    dk_ptr,\n    dv_ptr,\n", "    dk_ptr,\n    dv_ptr,\n    dq_ptr,\n"),
-    Edit(_DKDV, "tiles, qk_scale, BLOCK_M,", "tiles, qk_scale, dq_ptr + row * BLOCK_D, BLOCK_M,"),
+    Edit(
+        _DKDV,
+        "                qk_scale, BLOCK_M,",
+        "                qk_scale, dq_ptr + row * BLOCK_D, BLOCK_M,",
+    ),
     Edit(_LAUNCH, _SHARED, _SHARED + _SUMS),
     Edit(_LAUNCH, "*inputs, dk, dv, *lengths,", "*inputs, dk, dv, sums, *lengths,"),
     Edit(_LAUNCH, _SECOND_PASS, "        dq.copy_(sums[:, :, :M, :D] * arguments.sm_scale)\n"),

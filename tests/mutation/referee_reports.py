@@ -237,8 +237,8 @@ REPORTS: tuple[Mutant, ...] = (
         ),
         (
             "a mask that is not registered is damage",
-            "        raise NotReplayableError(\n            f",
-            "        raise ValueError(\n            f",
+            "        raise NotReplayableError(str(error)) from None",
+            "        raise",
         ),
         ("nesting ends the process", "except RecursionError:", "except ZeroDivisionError:"),
         (

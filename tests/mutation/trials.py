@@ -52,8 +52,7 @@ QUICK: tuple[Step, ...] = (
     _step(B=2, H=4, Hk=2, M=5, N=7, D=3, Dv=2, mask=_SHORT, dirty="nan", layouts=_MIXED),
     # Masks with a predicate, beside a window and lengths: divided, whole and empty tiles, by batch
     # entry and by head; tiles that differ between the kernels.
-    _step(B=2, M=40, N=40, config="32x16", mask=Document(
-          starts=((7, 33), (16,)), window_left=20, window_right=9, seqlens_k=(40, 31))),
+    _step(B=2, M=48, N=48, mask=Document(starts=((16,), (32,)), window_left=20, window_right=9)),
     _step(M=150, N=140, dtype="fp16", config="default", mask=PrefixLM(prefix=100), **_ALIGNED),
     _step(B=2, H=2, M=20, N=35, dirty="nan", layouts=_MIXED,
           mask=BlockSparse(side=16, percent=60, seqlens_q=(20, 18), seqlens_k=(20, 35))),

@@ -6,6 +6,7 @@ kernel is made of that.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +18,10 @@ from fa_kernels.configs import Config, Tile
 from fa_kernels.kernels.tile_kinds import tile_kinds_kernel
 
 __all__ = ["BlockMaps", "Predicate", "block_maps", "predicate_of"]
+
+
+# Their offsets fit 32 bits.
+_MOST = 2**31
 
 
 class Predicate(NamedTuple):
@@ -87,6 +92,9 @@ def block_maps(
         window: (window_left, window_right), both given.
         lengths: int32 (B,) of queries and of keys, on the device.
         config: Complete tile configuration.
+
+    Raises:
+        NotImplementedError: There are too many tiles to say what the mask leaves of each.
     """
     predicate = predicate_of(mask, B, H, M, N, lengths[0].device)
     assert predicate is not None
@@ -96,9 +104,13 @@ def block_maps(
         # Whole tiles of every kernel: all sizes are powers of two.
         m_blocks = _blocks(M, max(t.block_m for t in tiles), fine.block_m)
         n_blocks = _blocks(N, max(t.block_n for t in tiles), fine.block_n)
-        kinds = allocation.empty(
-            (B, H, m_blocks, n_blocks, 3), dtype=torch.int8, device=lengths[0].device
-        )
+        shape = (B, H, m_blocks, n_blocks, 3)
+        if math.prod(shape) >= _MOST:
+            raise NotImplementedError(
+                f"mask has a predicate, and M = {M}, N = {N} make {math.prod(shape) // 3:,} tiles "
+                f"of {fine.block_m}x{fine.block_n}; supported are fewer than {_MOST // 3:,}"
+            )
+        kinds = allocation.empty(shape, dtype=torch.int8, device=lengths[0].device)
         if kinds.numel():
             tile_kinds_kernel[(kinds.numel() // 3,)](
                 kinds, *lengths, H, M, N, m_blocks, n_blocks, *window, predicate.args,

@@ -41,7 +41,7 @@ def tile_kinds_kernel(
     start_m, start_n = m_block * BLOCK_M, n_block * BLOCK_N
     offs_m = (start_m + tl.arange(0, BLOCK_M))[:, None]
     offs_n = (start_n + tl.arange(0, BLOCK_N))[None, :]
-    kind_ptr = kinds_ptr + tile.to(tl.int64) * 3
+    kind_ptr = kinds_ptr + tile * 3
     if (start_m < seqlen_q) & (start_n < seqlen_k):
         seen = element_mask(offs_m, offs_n, view, PREDICATE)
         of_rows = seen | (offs_m >= seqlen_q)

@@ -46,11 +46,11 @@ def tile_kinds_kernel(
         seen = element_mask(offs_m, offs_n, view, PREDICATE)
         of_rows = seen | (offs_m >= seqlen_q)
         of_keys = seen | (offs_n >= seqlen_k)
-        tl.store(kind_ptr, tl.max(tl.max(seen.to(tl.int8), 1), 0))
-        tl.store(kind_ptr + 1, tl.min(tl.min(of_rows.to(tl.int8), 1), 0))
-        tl.store(kind_ptr + 2, tl.min(tl.min(of_keys.to(tl.int8), 1), 0))
+        tl.store(kind_ptr, tl.max(tl.max(seen, 1), 0))
+        tl.store(kind_ptr + 1, tl.min(tl.min(of_rows, 1), 0))
+        tl.store(kind_ptr + 2, tl.min(tl.min(of_keys, 1), 0))
     else:
         # Nothing is asked of padding, and nothing is all there is.
         tl.store(kind_ptr, 0)
-        tl.store(kind_ptr + 1, (start_m >= seqlen_q).to(tl.int8))
-        tl.store(kind_ptr + 2, (start_n >= seqlen_k).to(tl.int8))
+        tl.store(kind_ptr + 1, start_m >= seqlen_q)
+        tl.store(kind_ptr + 2, start_n >= seqlen_k)

@@ -15,10 +15,13 @@ __all__ = ["FILES", "TESTED_ALONE", "failure_of"]
 # Those first that alone see a fault of a kernel.
 FILES = tuple(
     f"tests/unit/test_{name}.py"
-    for name in ("launch", "element_mask", "ranges", "attention", "arguments")
+    for name in ("launch", "element_mask", "ranges", "attention", "arguments", "block_map")
 )
 # What they are about.
-TESTED_ALONE = tuple(f"fa_kernels/{name}.py" for name in ("arguments", "launch", "ranges"))
+TESTED_ALONE = tuple(
+    f"fa_kernels/{name}.py"
+    for name in ("arguments", "block_map", "kernels/tile_kinds", "launch", "ranges")
+)
 
 
 def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
@@ -31,6 +34,8 @@ def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
         edited: What differs in it, such as "fa_kernels/launch.py": tests about that come first.
     """
     about = {path.replace("fa_kernels/", "tests/unit/test_") for path in edited}
+    if "fa_kernels/kernels/tile_kinds.py" in edited:
+        about.add("tests/unit/test_block_map.py")
     copies = {
         name: module
         for name, module in sys.modules.items()

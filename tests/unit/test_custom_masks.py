@@ -219,14 +219,3 @@ def test_sizes_below_one_are_refused_by_name(name, field):
         mask_class(name)(**{field: 0})
     with pytest.raises(TypeError, match=f"^{field} is 2.0; needs an int$"):
         mask_class(name)(**{field: 2.0})
-
-
-def test_more_tiles_than_can_be_counted_are_refused():
-    pytest.importorskip("triton")
-    from fa_kernels.block_map import block_maps
-    from fa_kernels.configs import CONFIGS
-
-    lengths = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    sizes = 1, 8, 2**18, 2**19
-    with pytest.raises(NotImplementedError, match="make 4,294,967,296 tiles of 16x16; supported"):
-        block_maps(PrefixLM(), *sizes, (2**20, 2**20), lengths, CONFIGS["16x16"])

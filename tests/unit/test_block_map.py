@@ -1,0 +1,80 @@
+"""Block maps: each kernel visits the tiles that a mask divides or leaves whole, and no others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from oracles.mask import Mask
+from oracles.masks.block_sparse import BlockSparse
+from oracles.masks.document import Document
+from oracles.masks.prefix_lm import PrefixLM
+from oracles.problem import Problem
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from fa_kernels import block_map  # noqa: E402
+from fa_kernels.configs import CONFIGS  # noqa: E402
+from tests.mask_forms import block_map_faults  # noqa: E402
+
+MASKS = {
+    "documents": Document(starts=((16,), (33,))),
+    "documents beside a window": Document(starts=((16,), ()), window_left=40, window_right=17),
+    "lengths": PrefixLM(prefix=20, seqlens_q=(60, 33), seqlens_k=(40, 66)),
+    "whole tiles of lengths": PrefixLM(prefix=16, seqlens_q=(64, 32), seqlens_k=(32, 64)),
+    "nothing": PrefixLM(prefix=20, seqlens_q=(0, 70), seqlens_k=(66, 0)),
+    "heads": BlockSparse(side=16, percent=50, seed=3),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_each_kernel_visits_the_tiles_that_hold_a_visible_pair(mask, device):
+    problem = Problem(B=2, H=2, M=70, N=66, mask=mask, device=device)
+    assert block_map_faults(problem) == []
+
+
+@triton.jit
+def looked_up(b, h, m, n, args):
+    return (tl.load(args[0] + m) + tl.load(args[1][0] + n)) % 3 > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookedUp(Mask, uniform=True):
+    """Its tables end with the last row and the last key."""
+
+    def allows(self, b, h, m, n, *, M, N):
+        return (torch.as_tensor(m) + torch.as_tensor(n)) % 3 > 0
+
+    def native(self, B, H, M, N, device):
+        rows, keys = (torch.arange(size, dtype=torch.int8, device=device) for size in (M, N))
+        return looked_up, (rows, (keys, keys.float(), keys.long(), 5))
+
+
+@pytest.mark.parametrize("lengths", [(0, 20), (33, 0), (40, 20), (33, 20), (16, 16)])
+def test_a_predicate_is_not_asked_about_padding(lengths, device):
+    rows, keys = lengths
+    mask = LookedUp(seqlens_q=(40, rows), seqlens_k=(20, keys))
+    problem = Problem(B=2, M=40, N=20, mask=mask, device=device)
+    assert block_map_faults(problem) == []
+
+
+def test_tables_of_few_bits_are_widened_and_nothing_else(device):
+    predicate = block_map.predicate_of(LookedUp(), 1, 1, 40, 20, torch.device(device))
+    rows, (keys, floats, longs, number) = predicate.args
+    assert (rows.dtype, keys.dtype) == (torch.int32, torch.int32)
+    assert (floats.dtype, longs.dtype, number) == (torch.float32, torch.int64, 5)
+    assert rows.tolist() == list(range(40))
+
+
+def test_a_mask_without_a_predicate_has_none(device):
+    assert block_map.predicate_of(Mask(causal=True), 1, 1, 4, 4, torch.device(device)) is None
+
+
+def test_more_tiles_than_can_be_counted_are_refused(device):
+    lengths = torch.zeros(2, 1, dtype=torch.int32, device=device).unbind()
+    window = 2**20, 2**20
+    with pytest.raises(NotImplementedError, match="make 4,294,967,296 tiles of 16x16; supported"):
+        block_map.block_maps(PrefixLM(), 1, 8, 2**18, 2**19, window, lengths, CONFIGS["16x16"])

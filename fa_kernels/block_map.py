@@ -20,6 +20,7 @@ from fa_kernels.kernels.tile_kinds import tile_kinds_kernel
 __all__ = ["BlockMaps", "Predicate", "block_maps", "predicate_of"]
 
 
+_NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
 # Their offsets fit 32 bits.
 _MOST = 2**31
 
@@ -64,7 +65,7 @@ def _widened(args: tuple[Any, ...]) -> tuple[Any, ...]:
     for x in args:
         if isinstance(x, tuple):
             x = _widened(x)
-        elif isinstance(x, torch.Tensor) and x.element_size() < 4 and not x.is_floating_point():
+        elif isinstance(x, torch.Tensor) and x.dtype in _NARROW:
             x = x.to(torch.int32)
         widened.append(x)
     return tuple(widened)
@@ -96,7 +97,9 @@ def block_maps(
     Raises:
         NotImplementedError: There are too many tiles to say what the mask leaves of each.
     """
-    predicate = predicate_of(mask, B, H, M, N, lengths[0].device)
+    seqlens_q, seqlens_k = lengths
+    device = seqlens_q.device
+    predicate = predicate_of(mask, B, H, M, N, device)
     assert predicate is not None
     tiles = (config.forward, config.dkdv, config.dq)
     with torch.inference_mode(False):
@@ -110,10 +113,10 @@ def block_maps(
                 f"mask has a predicate, and M = {M}, N = {N} make {math.prod(shape) // 3:,} tiles "
                 f"of {fine.block_m}x{fine.block_n}; supported are fewer than {_MOST // 3:,}"
             )
-        kinds = allocation.empty(shape, dtype=torch.int8, device=lengths[0].device)
+        kinds = allocation.empty(shape, dtype=torch.int8, device=device)
         if kinds.numel():
             tile_kinds_kernel[(kinds.numel() // 3,)](
-                kinds, *lengths, H, M, N, m_blocks, n_blocks, *window, predicate.args,
+                kinds, seqlens_q, seqlens_k, H, M, N, m_blocks, n_blocks, *window, predicate.args,
                 BLOCK_M=fine.block_m, BLOCK_N=fine.block_n, PREDICATE=predicate.function,
             )  # fmt: skip
         some, of_rows, of_keys = kinds.bool().unbind(4)

@@ -25,6 +25,8 @@ _CONFIGS = (
     Config(forward=Tile(16, 16), dkdv=Tile(16, 16), dq=Tile(16, 16)),
     Config(forward=Tile(32, 16), dkdv=Tile(16, 32), dq=Tile(16, 16)),
     Config(forward=Tile(16, 64), dkdv=Tile(64, 16), dq=Tile(32, 32)),
+    Config(forward=Tile(32, 32), dkdv=Tile(32, 32), dq=Tile(16, 64)),
+    Config(forward=Tile(32, 16), dkdv=Tile(64, 16), dq=Tile(32, 32)),
 )
 
 

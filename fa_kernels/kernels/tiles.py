@@ -120,11 +120,13 @@ def nth_tile(i, tiles, MASKED: tl.constexpr):
 def listed_tiles(lists_ptr, b, h, tile, stride_b, stride_h, stride_tile):
     """A tile's row of a block map, read like a range whose edge tiles all come first.
 
+    Strides are 64-bit.
+
     Returns:
         (0, mixed, mixed + full, mixed + full, pointer to the indices): the edge tiles are those
         that a mask divides.
     """
-    row = b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + tile.to(tl.int64) * stride_tile
+    row = b * stride_b + h * stride_h + tile * stride_tile
     mixed = tl.load(lists_ptr + row)
     visited = mixed + tl.load(lists_ptr + row + 1)
     return 0, mixed, visited, visited, lists_ptr + row + 2

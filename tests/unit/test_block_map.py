@@ -26,6 +26,8 @@ MASKS = {
     "lengths": PrefixLM(prefix=20, seqlens_q=(60, 33), seqlens_k=(40, 66)),
     "whole tiles of lengths": PrefixLM(prefix=16, seqlens_q=(64, 32), seqlens_k=(32, 64)),
     "half a tile": PrefixLM(prefix=48, seqlens_q=(48, 16), seqlens_k=(48, 16)),
+    "half a tile of keys": PrefixLM(prefix=48, seqlens_q=(64, 32), seqlens_k=(48, 16)),
+    "half a tile of rows": PrefixLM(prefix=64, seqlens_q=(48, 16), seqlens_k=(64, 32)),
     "nothing": PrefixLM(prefix=20, seqlens_q=(0, 70), seqlens_k=(66, 0)),
     "heads": BlockSparse(side=16, percent=50, seed=3),
 }

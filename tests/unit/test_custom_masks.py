@@ -13,7 +13,14 @@ import torch
 
 from oracles.combined_masks import Both, Either, Taken
 from oracles.mask import Between, Mask
-from oracles.mask_codec import SHIPPED, mask_class, mask_from_record, mask_to_record, register
+from oracles.mask_codec import (
+    MASKS,
+    SHIPPED,
+    mask_class,
+    mask_from_record,
+    mask_to_record,
+    register,
+)
 from oracles.masks.document import Document
 from oracles.masks.neighbourhood import Neighbourhood
 from oracles.masks.prefix_lm import PrefixLM
@@ -131,7 +138,9 @@ def test_a_mask_without_a_jit_predicate_is_refused_by_name(device):
         flash_attention(q, q, q, mask=Unwritten())
 
 
-def test_a_name_is_known_once():
+def test_a_name_is_known_once(monkeypatch):
+    monkeypatch.delitem(MASKS, "PrefixLM", raising=False)
+
     class Other(Mask):
         pass
 
@@ -219,3 +228,30 @@ def test_sizes_below_one_are_refused_by_name(name, field):
         mask_class(name)(**{field: 0})
     with pytest.raises(TypeError, match=f"^{field} is 2.0; needs an int$"):
         mask_class(name)(**{field: 2.0})
+
+
+def test_entries_keep_what_a_predicate_says_of_them():
+    mask = Document(starts=((1,), (2,), (3,)))
+    dense = mask.dense(3, 1, 5, 5)
+    assert torch.equal(mask.taken((2, 0)).dense(2, 1, 5, 5), dense[[2, 0]])
+    assert torch.equal(mask.taken((2, 0)).taken((1,)).dense(1, 1, 5, 5), dense[[0]])
+
+
+def test_the_definition_and_the_dense_form_say_the_same():
+    dense = CUSTOM.dense(2, 1, 4, 5)
+    for b, m, n in (dense[:, 0] >= 0).nonzero().tolist():
+        assert CUSTOM.visible(b, 0, m, n, M=4, N=5) == bool(dense[b, 0, m, n])
+
+
+class Asked(Mask, uniform=True):
+    """It refuses to be asked about rows and keys from 2 on."""
+
+    def allows(self, b, h, m, n, *, M, N):
+        assert int(m.max()) < 2
+        assert int(n.max()) < 2
+        return m >= n
+
+
+def test_the_dense_form_asks_about_valid_rows_and_keys_alone():
+    seen = Asked(seqlens_q=(2, 0), seqlens_k=(2, 4)).dense(2, 1, 4, 4)
+    assert seen.nonzero().tolist() == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]

@@ -160,10 +160,7 @@ class Taken(Mask):
 
     def taken(self, entries: tuple[int, ...], heads: tuple[int, ...] | None = None) -> Mask:
         """As of ``Mask``, of the same mask."""
-        rows, keys = (
-            None if x is None else tuple(x[b] for b in entries)
-            for x in (self.seqlens_q, self.seqlens_k)
-        )
+        rows, keys = self._lengths_of(entries)
         both = self.heads if heads is None else heads
         if heads is not None and self.heads is not None:
             both = tuple(self.heads[h] for h in heads)

@@ -253,15 +253,22 @@ class Mask:
 
     def taken(self, entries: tuple[int, ...], heads: tuple[int, ...] | None = None) -> Mask:
         """The mask of some batch entries and query heads, in that order; None is all heads."""
-        rows, keys = (
-            None if x is None else tuple(x[b] for b in entries)
-            for x in (self.seqlens_q, self.seqlens_k)
-        )
+        rows, keys = self._lengths_of(entries)
         if self.uniform:
             return dataclasses.replace(self, seqlens_q=rows, seqlens_k=keys)
         from oracles.combined_masks import Taken
 
         return Taken(mask=self, entries=entries, heads=heads, seqlens_q=rows, seqlens_k=keys)
+
+    def _lengths_of(
+        self, entries: tuple[int, ...]
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """(seqlens_q, seqlens_k) of some batch entries."""
+        rows, keys = (
+            None if x is None else tuple(x[b] for b in entries)
+            for x in (self.seqlens_q, self.seqlens_k)
+        )
+        return rows, keys
 
     def __and__(self, other: Mask) -> Mask:
         """Visible where both say so; lengths are those of either, and the same where both have."""

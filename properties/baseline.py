@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, TypeVar
 
 from oracles.outputs import OUTPUTS
 from oracles.problem import Problem
+from properties.atomic_write import write_atomically
 from properties.compiled_kernels import Resources
 
 __all__ = ["VERSION", "Baseline", "Entry", "Environment", "digits"]
@@ -124,16 +123,7 @@ class Baseline:
             OSError: It cannot be written; what was there is unchanged.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self._text())
-            # Of a temporary file, which its owner alone may read.
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_atomically(path, self._text())
 
     def _text(self) -> str:
         head = {"version": VERSION, "subject": self.subject, **vars(self.environment)}

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,10 +18,11 @@ from typing import Any
 
 from oracles.mask_codec import UnknownMaskError
 from oracles.problem import Problem
+from properties.atomic_write import write_atomically
 from properties.compare import Finding
 from properties.simplify import complexity
 
-__all__ = ["Cause", "Find", "NotReplayableError", "keep", "write_atomically"]
+__all__ = ["Cause", "Find", "NotReplayableError", "keep"]
 
 
 class NotReplayableError(ValueError):
@@ -248,23 +248,3 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is there in full or not at all, whatever happens to process or machine."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".writing")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

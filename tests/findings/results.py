@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from properties.atomic_write import write_atomically
 from tests.findings.environment import slug
 from tests.subjects.registry import NAMED
 
@@ -81,9 +82,7 @@ def write(
         "subjects": {name: both[name] for name in sorted(both, key=order.index)},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(f"{json.dumps(content, indent=1)}\n", encoding="utf-8")
-    draft.replace(path)
+    write_atomically(path, f"{json.dumps(content, indent=1)}\n")
     return path
 
 

@@ -6,7 +6,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from properties.finds import Cause, write_atomically
+from properties.atomic_write import write_atomically
+from properties.finds import Cause
 
 __all__ = ["Causes"]
 

@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-from properties.finds import write_atomically
+from properties.atomic_write import write_atomically
 
 __all__ = ["Clock", "seconds_of_a_turn"]
 

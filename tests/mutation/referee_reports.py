@@ -176,6 +176,23 @@ REPORTS: tuple[Mutant, ...] = (
         ("what was handed over stays", "            part.clear()\n", "            pass\n"),
     ),
     *faults_of(
+        "properties/atomic_write.py",
+        "test_finds",
+        (
+            "a file is written in place",
+            "        os.replace(name, path)\n",
+            "        path.write_text(text)\n",
+        ),
+        (
+            "a file is in place before it is on disk",
+            "            os.fsync(file.fileno())\n        os.chmod(name, 0o644)\n"
+            "        os.replace(name, path)\n",
+            "        os.chmod(name, 0o644)\n        os.replace(name, path)\n",
+        ),
+        ("files are their owner's alone", "        os.chmod(name, 0o644)\n", ""),
+        ("a file that is cut off stays", "        Path(name).unlink(missing_ok=True)\n", ""),
+    ),
+    *faults_of(
         "properties/finds.py",
         "test_finds",
         (
@@ -211,19 +228,6 @@ REPORTS: tuple[Mutant, ...] = (
             "        write_atomically(path, find.to_json())\n        note(path)\n",
         ),
         ("a link to nowhere is a free name", "os.path.lexists(path)", "os.path.exists(path)"),
-        (
-            "a file is written in place",
-            "        os.replace(name, path)\n",
-            "        path.write_text(text)\n",
-        ),
-        (
-            "a file is in place before it is on disk",
-            "            os.fsync(file.fileno())\n        os.chmod(name, 0o644)\n"
-            "        os.replace(name, path)\n",
-            "        os.chmod(name, 0o644)\n        os.replace(name, path)\n",
-        ),
-        ("files are their owner's alone", "        os.chmod(name, 0o644)\n", ""),
-        ("a file that is cut off stays", "        Path(name).unlink(missing_ok=True)\n", ""),
         (
             "the kind of tile is no cause",
             'finding.output.split(" of ")[0], finding.tile)',

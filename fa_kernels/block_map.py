@@ -114,11 +114,10 @@ def block_maps(
                 f"of {fine.block_m}x{fine.block_n}; supported are fewer than {_MOST // 3:,}"
             )
         kinds = allocation.empty(shape, dtype=torch.int8, device=device)
-        if kinds.numel():
-            tile_kinds_kernel[(kinds.numel() // 3,)](
-                kinds, seqlens_q, seqlens_k, H, M, N, m_blocks, n_blocks, *window, predicate.args,
-                BLOCK_M=fine.block_m, BLOCK_N=fine.block_n, PREDICATE=predicate.function,
-            )  # fmt: skip
+        tile_kinds_kernel[(kinds.numel() // 3,)](
+            kinds, seqlens_q, seqlens_k, H, M, N, m_blocks, n_blocks, *window, predicate.args,
+            BLOCK_M=fine.block_m, BLOCK_N=fine.block_n, PREDICATE=predicate.function,
+        )  # fmt: skip
         some, of_rows, of_keys = kinds.bool().unbind(4)
         return BlockMaps(
             forward=_lists(some, of_rows, fine, config.forward),
@@ -143,6 +142,6 @@ def _lists(some: torch.Tensor, full: torch.Tensor, fine: Tile, tile: Tile) -> to
         x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)) for x in (some, full)
     )  # (B, H, tiles, rows, tiles there, columns)
     some, full = some.any(5).any(3), full.all(5).all(3)
-    kind = torch.where(some, full.to(torch.int32), 2)
+    kind = torch.where(some, full, 2)
     counts = torch.stack([(kind == 0).sum(3), (kind == 1).sum(3)], 3)
-    return torch.cat([counts, kind.argsort(dim=3, stable=True)], 3).to(torch.int32)
+    return torch.cat([counts, kind.argsort(stable=True)], 3).to(torch.int32)

@@ -50,6 +50,8 @@ class Problem:
         dirty: What stands in padding rows and keys.
         config: Name of the subject's tile configuration.
         seed: Seed of the value streams.
+        seeds: Of a stack, several problems one behind the other along the batch: their seeds, each
+            of as many batch entries; then ``seed`` is 0. Empty where it is one problem.
         device: "cpu" or "cuda".
 
     Raises:
@@ -73,11 +75,13 @@ class Problem:
     dirty: str = "zero"
     config: str = "default"
     seed: int = 0
+    seeds: tuple[int, ...] = ()
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES, "seed"):
-            value = getattr(self, name)
+        object.__setattr__(self, "seeds", tuple(self.seeds))
+        ints = [(name, getattr(self, name)) for name in (*_SIZES, "seed")]
+        for name, value in (*ints, *((f"seeds[{i}]", x) for i, x in enumerate(self.seeds))):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} is {value!r}; needs an int")
             least = 1 if name in ("H", "Hk", "D", "Dv") else 0
@@ -94,6 +98,11 @@ class Problem:
         object.__setattr__(self, "layouts", tuple(self.layouts))
         if len(self.layouts) != len(TENSORS) or any(x not in LAYOUTS for x in self.layouts):
             raise ValueError(f"layouts is {self.layouts!r}; needs four of {LAYOUTS}")
+        if self.seeds and (self.seed or self.B % len(self.seeds) or self.B == 0):
+            raise ValueError(
+                f"{len(self.seeds)} seeds, seed is {self.seed} and B is {self.B}; a stack needs "
+                "seed = 0, and as many batch entries for each of its seeds"
+            )
         if self.sm_scale is not None:
             if isinstance(self.sm_scale, bool) or not isinstance(self.sm_scale, float | int):
                 raise TypeError(f"sm_scale is {self.sm_scale!r}; needs None or a float")
@@ -112,6 +121,25 @@ class Problem:
     def G(self) -> int:
         """Query heads per key/value head."""
         return self.H // self.Hk
+
+    @property
+    def all_seeds(self) -> tuple[int, ...]:
+        """The seeds of a stack, or the one seed."""
+        return self.seeds or (self.seed,)
+
+    def part(self, start: int, stop: int) -> Problem:
+        """The problems ``start`` to ``stop`` of a stack; one alone is a problem like any other."""
+        seeds = self.all_seeds[start:stop]
+        entries = self.B // len(self.all_seeds)
+        mask = self.mask.taken(tuple(range(start * entries, stop * entries)))
+        one = len(seeds) == 1
+        return dataclasses.replace(
+            self,
+            B=entries * len(seeds),
+            mask=mask,
+            seed=seeds[0] if one else 0,
+            seeds=() if one else seeds,
+        )
 
     def to_json(self) -> str:
         """One line of JSON; fields at their default are left out."""
@@ -154,8 +182,9 @@ class Problem:
         try:
             if "mask" in fields:
                 fields["mask"] = mask_from_record(fields["mask"])
-            if "layouts" in fields:
-                fields["layouts"] = tuple(fields["layouts"])
+            for name in ("layouts", "seeds"):
+                if name in fields:
+                    fields[name] = tuple(fields[name])
             return cls(**fields)
         except TypeError as error:
             raise ValueError(f"problem is malformed: {error}") from None

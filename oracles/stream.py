@@ -17,6 +17,9 @@ import torch
 
 __all__ = ["integers", "normal", "uniform"]
 
+# One seed, or one for each of equal parts of the first axis.
+Seeds = int | Sequence[int]
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
@@ -46,37 +49,49 @@ def _mix_on_host(bits: int) -> int:
     return bits ^ (bits >> 31)
 
 
-def _start(seed: int, name: str, word: int) -> int:
-    """Where a stream's counter starts, a Python int that fits int64."""
-    key = zlib.crc32(f"{name}/{word}".encode()) * _GOLDEN + seed * 0xD1342543DE82EF95
-    return _signed(_mix_on_host(key) + _GOLDEN)
+def _starts(seeds: Sequence[int], name: str, word: int) -> list[int]:
+    """Where the counters of a stream start, for several seeds; Python ints that fit int64."""
+    key = zlib.crc32(f"{name}/{word}".encode()) * _GOLDEN
+    return [_signed(_mix_on_host(key + seed * 0xD1342543DE82EF95) + _GOLDEN) for seed in seeds]
+
+
+def _counters(
+    seed: Seeds, name: str, shape: Sequence[int], device: torch.device | str, words: Sequence[int]
+) -> torch.Tensor:
+    """The counters of some words of a stream: (words, seeds, elements of a seed)."""
+    seeds = (seed,) if isinstance(seed, int) else seed
+    index = torch.arange(math.prod(shape) // len(seeds), dtype=torch.int64, device=device)
+    starts = torch.tensor([_starts(seeds, name, word) for word in words], device=device)
+    return index * _signed(_GOLDEN) + starts.unsqueeze(2)
 
 
 def integers(
-    seed: int, name: str, shape: Sequence[int], device: torch.device | str = "cpu", word: int = 0
+    seed: Seeds, name: str, shape: Sequence[int], device: torch.device | str = "cpu", word: int = 0
 ) -> torch.Tensor:
-    """64 pseudo-random bits per element as int64; ``word`` selects independent streams."""
-    index = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
-    return _mix(index * _signed(_GOLDEN) + _start(seed, name, word)).view(tuple(shape))
+    """64 pseudo-random bits per element as int64; ``word`` selects independent streams.
+
+    Several seeds share the first axis in equal parts, in each of which the values are those that
+    its seed gives alone.
+    """
+    return _mix(_counters(seed, name, shape, device, (word,))).view(tuple(shape))
 
 
 def uniform(
-    seed: int, name: str, shape: Sequence[int], device: torch.device | str = "cpu"
+    seed: Seeds, name: str, shape: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Uniform float64 in [0, 1), multiples of 2**-53."""
     return _shift_right(integers(seed, name, shape, device), 11).to(torch.float64) * 2.0**-53
 
 
 def normal(
-    seed: int, name: str, shape: Sequence[int], device: torch.device | str = "cpu"
+    seed: Seeds, name: str, shape: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Nearly normal float64: mean 0, variance 1, symmetric, |x| <= 6.
 
     The sum of twelve 16-bit uniforms (Irwin-Hall), exact in integers, so that the value does not
     depend on anyone's logarithm or cosine.
     """
-    steps = torch.arange(math.prod(shape), dtype=torch.int64, device=device) * _signed(_GOLDEN)
-    words = _mix(torch.stack([steps + _start(seed, name, word) for word in (1, 2, 3)]))
+    words = _mix(_counters(seed, name, shape, device, (1, 2, 3)))
     # Four 16-bit chunks a word; which is which does not matter to their sum.
     chunks = words.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
     total = chunks.view(3, -1, 4).sum((0, 2)).view(tuple(shape))

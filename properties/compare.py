@@ -12,7 +12,7 @@ from oracles.problem import Problem
 from properties.heat_map import HeatMap
 from properties.subject import Subject
 
-__all__ = ["TILES", "Finding", "Violation", "ratios", "same_bits", "worst"]
+__all__ = ["TILES", "Finding", "Violation", "ratios", "same_bits", "worst", "worst_of_parts"]
 
 # Kinds of tiles, by what a kernel does differently there.
 TILES = ("padding", "single", "ragged tail", "mask edge", "inner")
@@ -41,8 +41,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def worst(*of_ratios: torch.Tensor) -> list[float]:
     """The largest ratio of each tensor, 0 for an empty one; waits for a GPU once."""
-    largest = [ratio.amax() if ratio.numel() else ratio.new_zeros(()) for ratio in of_ratios]
-    found: list[float] = torch.stack(largest).tolist()
+    return [largest for (largest,) in worst_of_parts(1, *of_ratios)]
+
+
+def worst_of_parts(parts: int, *of_ratios: torch.Tensor) -> list[list[float]]:
+    """The largest ratios of each tensor, in so many equal parts of its first axis, as ``worst``."""
+    largest = [
+        ratio.reshape(parts, -1).amax(1) if ratio.numel() else ratio.new_zeros(parts)
+        for ratio in of_ratios
+    ]
+    found: list[list[float]] = torch.stack(largest).tolist()
     return found
 
 

@@ -24,7 +24,7 @@ Dirt = Callable[[Problem, str], torch.Tensor | float]
 def _alternating(problem: Problem, tensor: str, value: float) -> torch.Tensor:
     """value, -value, value, ... over the elements."""
     values = filled(problem, tensor, value)
-    values.view(-1)[1::2] = -value
+    values.view(len(problem.all_seeds), -1)[:, 1::2] = -value
     return values
 
 
@@ -51,7 +51,7 @@ def _largest(problem: Problem, tensor: str) -> torch.Tensor:
 def _noise(problem: Problem, tensor: str) -> torch.Tensor:
     """N(0, 1): padding read as if it were valid, unseen by a test for NaN outputs."""
     shape = drawn_shape(problem, tensor)
-    return stream.normal(problem.seed, f"dirty/{tensor}", shape, problem.device)
+    return stream.normal(problem.all_seeds, f"dirty/{tensor}", shape, problem.device)
 
 
 _KINDS: dict[str, Dirt] = {"nan": _nan, "inf": _inf, "max": _largest, "noise": _noise}

@@ -7,6 +7,7 @@ number: on a GPU PyTorch multiplies by the reciprocal instead.) Factors are comp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,10 @@ __all__ = [
     "Values",
     "drawn_normal",
     "drawn_shape",
+    "drawn_uniform",
     "filled",
     "length_tensors",
+    "of_entries",
     "places",
     "random_bits",
 ]
@@ -69,7 +72,7 @@ def drawn_normal(problem: Problem, tensor: str, factor: float = 1.0) -> torch.Te
     """N(0, factor**2) in the tensor's drawn shape, of the family that the problem names."""
     family = problem.dout if tensor == "dout" else problem.inputs
     shape = drawn_shape(problem, tensor)
-    values = stream.normal(problem.seed, f"{family}/{tensor}", shape, problem.device)
+    values = stream.normal(problem.all_seeds, f"{family}/{tensor}", shape, problem.device)
     return values if factor == 1 else values * factor
 
 
@@ -81,7 +84,21 @@ def filled(problem: Problem, tensor: str, value: float) -> torch.Tensor:
 
 def random_bits(problem: Problem, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """63 random bits: non-negative int64."""
-    return stream.integers(problem.seed, name, shape, problem.device) & (2**63 - 1)
+    return stream.integers(problem.all_seeds, name, shape, problem.device) & (2**63 - 1)
+
+
+def drawn_uniform(problem: Problem, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Uniform float64 in [0, 1)."""
+    return stream.uniform(problem.all_seeds, name, shape, problem.device)
+
+
+def of_entries(problem: Problem, numbers: Sequence[float]) -> torch.Tensor:
+    """A number for each seed of a problem, as (B or 1, 1, 1, 1) on its device."""
+    dtype = torch.int64 if all(isinstance(x, int) for x in numbers) else torch.float64
+    values = torch.tensor(numbers, dtype=dtype, device=problem.device)
+    if len(numbers) > 1:
+        values = values.repeat_interleave(problem.B // len(numbers))
+    return values.view(-1, 1, 1, 1)
 
 
 def places(problem: Problem, count: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from oracles.mask import Mask
 from properties.mask_classes import draw_instance
 from properties.seqlens import Domain, Draw
 
-__all__ = ["draw_mask"]
+__all__ = ["chosen_lengths", "draw_mask"]
 
 
 class _Kind(NamedTuple):
@@ -71,7 +71,7 @@ def _mask_kinds(domain: Domain) -> tuple[_Kind, ...]:
     return _kinds(masks, lengths)
 
 
-def _lengths(size: int, even: int, code: int, B: int) -> list[int]:
+def chosen_lengths(size: int, even: int, code: int, B: int) -> list[int]:
     """B lengths in [0, size], one octal digit each: full, an edge, or the evenly drawn one."""
     edges = (size, size // 2, 1, 0, size - 1, even, even, even)
     return [min(size, max(0, edges[code >> 3 * b & 7])) for b in range(B)]
@@ -84,9 +84,9 @@ def _draw_lengths(
     code = draw(st.sampled_from(range(8 ** (2 * B))))
     queries = keys = None
     if given != "q":
-        keys = _lengths(N, draw(st.sampled_from(range(N + 1))), code % 8**B, B)
+        keys = chosen_lengths(N, draw(st.sampled_from(range(N + 1))), code % 8**B, B)
     if given != "k":
-        queries = _lengths(M, draw(st.sampled_from(range(M + 1))), code // 8**B, B)
+        queries = chosen_lengths(M, draw(st.sampled_from(range(M + 1))), code // 8**B, B)
     return queries, keys
 
 

@@ -17,7 +17,9 @@ from properties.drawing import (
     Values,
     drawn_normal,
     drawn_shape,
+    drawn_uniform,
     filled,
+    of_entries,
     places,
     random_bits,
 )
@@ -50,12 +52,14 @@ def outliers(problem: Problem) -> Values:
     def drawn(tensor: str) -> torch.Tensor:
         values = drawn_normal(problem, tensor)
         name = f"outliers/{tensor}"
-        extra = stream.normal(problem.seed, f"{name}/extra", values.shape, problem.device) * 10.0
-        rate = stream.uniform(problem.seed, f"{name}/rate", values.shape, problem.device)
+        seeds, shape = problem.all_seeds, values.shape
+        extra = stream.normal(seeds, f"{name}/extra", shape, problem.device) * 10.0
+        rate = drawn_uniform(problem, f"{name}/rate", shape)
         values = torch.where(rate < _OUTLIER_RATE, values + extra, values)
-        place = random_bits(problem, f"{name}/place", (1,)) % max(1, values.numel())
-        index = places(problem, values.numel()).view(values.shape)
-        return torch.where(index == place, 30.0, values)
+        elements = values.numel() // len(seeds)
+        place = random_bits(problem, f"{name}/place", (len(seeds), 1)) % max(1, elements)
+        is_there = places(problem, elements) == place
+        return torch.where(is_there.view(shape), 30.0, values)
 
     return Values(drawn("q"), drawn("k"), drawn("v"))
 
@@ -67,9 +71,10 @@ def massive_channel(problem: Problem) -> Values:
     maximum, loses every other channel.
     """
     q, k, v = normal(problem)
-    channel = problem.seed % problem.D
-    q[..., channel] *= 1 / _MASSIVE
-    k[..., channel] *= _MASSIVE
+    channel = of_entries(problem, [seed % problem.D for seed in problem.all_seeds])
+    is_channel = places(problem, problem.D) == channel
+    q = torch.where(is_channel, q * (1 / _MASSIVE), q)
+    k = torch.where(is_channel, k * _MASSIVE, k)
     return Values(q, k, v)
 
 
@@ -111,8 +116,11 @@ def constant(problem: Problem) -> Values:
     """One value per tensor: out must be v, so a wrong softmax sum or visible count stands out."""
 
     def one(tensor: str) -> torch.Tensor:
-        value = stream.normal(problem.seed, f"constant/{tensor}", (1, 1, 1, 1), problem.device)
-        return value.expand(drawn_shape(problem, tensor))
+        seeds = problem.all_seeds
+        values = stream.normal(seeds, f"constant/{tensor}", (len(seeds), 1, 1, 1), problem.device)
+        if len(seeds) > 1:
+            values = values.repeat_interleave(problem.B // len(seeds), dim=0)
+        return values.expand(drawn_shape(problem, tensor))
 
     return Values(one("q"), one("k"), one("v"))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from oracles.outputs import OUTPUTS
 from oracles.problem import Problem
-from properties.trial import Trial
+from properties.subject import Subject
 
 __all__ = ["EDGES", "Ledger"]
 
@@ -17,8 +17,8 @@ __all__ = ["EDGES", "Ledger"]
 EDGES = tuple(10 ** (k / 4) for k in range(-24, 5))
 
 
-def _digest(problem: Problem) -> str:
-    return hashlib.blake2b(problem.to_json().encode(), digest_size=8).hexdigest()
+def _digest(problem: str) -> str:
+    return hashlib.blake2b(problem.encode(), digest_size=8).hexdigest()
 
 
 class Ledger:
@@ -36,25 +36,26 @@ class Ledger:
         # Reason -> digests of the problems refused for it.
         self.unsupported: dict[str, set[str]] = {}
 
-    def judged(self, trial: Trial, peaks: Mapping[str, float]) -> None:
-        """Takes a trial into account, and the worst error/bound of each of its outputs."""
-        problem, dtype = trial.problem, trial.problem.dtype
-        numerics = trial.subject.numerics_of(problem)
+    def judged(self, subject: Subject, problem: Problem, peaks: Mapping[str, float]) -> None:
+        """Takes a problem into account, and the worst error/bound of each of its outputs."""
+        dtype, numerics = problem.dtype, subject.numerics_of(problem)
         label = "tf32" if dtype == "fp32" and numerics.dots == "tf32" else dtype
-        block_m, block_n = trial.subject.tile_of(problem)
+        block_m, block_n = subject.tile_of(problem)
         several = problem.M > block_m and problem.N > block_n and problem.B > 0
-        self.problems[_digest(problem)] = (label, several)
-        self.bins[_digest(problem)] = {x: bisect_right(EDGES, peak) for x, peak in peaks.items()}
+        text = problem.to_json()
+        digest = _digest(text)
+        self.problems[digest] = (label, several)
+        self.bins[digest] = {x: bisect_right(EDGES, peak) for x, peak in peaks.items()}
         for name, peak in peaks.items():
-            self._keep(f"{name} {label}", peak, problem.to_json())
+            self._keep(f"{name} {label}", peak, text)
 
     def rejected(self, problem: Problem) -> None:
         """Counts a problem that no correct kernel need survive."""
-        self.out_of_range.add(_digest(problem))
+        self.out_of_range.add(_digest(problem.to_json()))
 
     def refused(self, problem: Problem, reason: str) -> None:
         """Counts a problem that the subject does not support."""
-        self.unsupported.setdefault(reason, set()).add(_digest(problem))
+        self.unsupported.setdefault(reason, set()).add(_digest(problem.to_json()))
 
     def _keep(self, key: str, ratio: float, problem: str) -> None:
         if key not in self.worst or ratio > self.worst[key][0]:

@@ -9,14 +9,15 @@ import math
 
 import torch
 
-from oracles import stream
 from oracles.problem import Problem
 from properties.drawing import (
     TORCH_DTYPES,
     Values,
     drawn_normal,
     drawn_shape,
+    drawn_uniform,
     length_tensors,
+    of_entries,
     places,
     random_bits,
 )
@@ -100,20 +101,20 @@ def lse_high_1e5(problem: Problem) -> Values:
     return _shifted(problem, 9.9e4)
 
 
-def _levelled(problem: Problem, levels: torch.Tensor, largest: float) -> Values:
+def _levelled(problem: Problem, levels: torch.Tensor, *largest: float) -> Values:
     """Scores that are ``levels`` (B or 1, heads or 1, N) in every row, but for k's rounding.
 
     Channel 0 makes them. Otherwise q lives in the even channels and k in the odd ones, so that
-    nothing else adds to a score although both vary. ``largest`` is about the largest |level|: its
-    root goes to q, the other root to k.
+    nothing else adds to a score although both vary. ``largest`` is about the largest |level|, one
+    for all or one for each seed: its root goes to q, the other root to k.
     """
     q, k, v = (drawn_normal(problem, tensor) for tensor in ("q", "k", "v"))
     odd = (places(problem, problem.D) & 1) == 1
     q.masked_fill_(odd, 0.0)
     k.masked_fill_(~odd, 0.0)
-    unit, share = 1 / math.sqrt(problem.scale), math.sqrt(largest)
-    q[..., 0] = unit * share
-    k[..., 0] = levels * (unit / share)
+    unit, shares = 1 / math.sqrt(problem.scale), [math.sqrt(x) for x in largest]
+    q[..., 0] = of_entries(problem, [unit * share for share in shares]).squeeze(3)
+    k[..., 0] = levels * of_entries(problem, [unit / share for share in shares]).squeeze(3)
     return Values(q, k, v)
 
 
@@ -143,9 +144,10 @@ def rising_max(problem: Problem) -> Values:
     than that. exp(12) is past fp16: a kernel that rescales only after a larger rise overflows in P.
     """
     tiles = max(1, -(-problem.N // _TILE))
-    step = min(_STEPS[problem.seed % len(_STEPS)], _RISE / tiles)
-    levels = (places(problem, problem.N) // _TILE).to(torch.float64) * step
-    return _levelled(problem, levels.view(1, 1, -1), max(1.0, tiles * step))
+    steps = [min(_STEPS[seed % len(_STEPS)], _RISE / tiles) for seed in problem.all_seeds]
+    tile = (places(problem, problem.N) // _TILE).to(torch.float64)
+    levels = tile * of_entries(problem, steps).squeeze(3)
+    return _levelled(problem, levels, *(max(1.0, tiles * step) for step in steps))
 
 
 def two_level(problem: Problem) -> Values:
@@ -166,9 +168,10 @@ def p_underflow(problem: Problem) -> Values:
     """
     near, far = _UNDERFLOW[problem.dtype]
     shape = (problem.B, drawn_shape(problem, "k")[1], problem.N)
-    depth = stream.uniform(problem.seed, "p_underflow/depth", shape, problem.device)
-    n = places(problem, problem.N)
-    peak = n % _TILE == problem.seed % min(_TILE, max(1, problem.N))
+    depth = drawn_uniform(problem, "p_underflow/depth", shape)
+    among = min(_TILE, max(1, problem.N))
+    peaks = of_entries(problem, [seed % among for seed in problem.all_seeds]).squeeze(3)
+    peak = places(problem, problem.N) % _TILE == peaks
     return _levelled(problem, torch.where(peak, 0.0, depth * (near - far) - near), far)
 
 
@@ -211,7 +214,8 @@ def _needles(problem: Problem, hidden: bool) -> Values:
     if hidden:
         target = torch.where((target + 1 < keys) & (m < rows), target + 1, target)
     stride = (rows // 4).clamp(min=1)
-    target = torch.where(m % stride == problem.seed % stride, target, -1)
+    seeds = of_entries(problem, problem.all_seeds).view(-1, 1)
+    target = torch.where(m % stride == seeds % stride, target, -1)
 
     heads = 1 if q.shape[1] < problem.H else k.shape[1]
     bits = random_bits(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracles.outputs import OUTPUTS
 from oracles.problem import Problem
 from properties import guarantees
-from properties.compare import Finding, Violation, ratios, worst
+from properties.compare import Finding, Violation, ratios, worst_of_parts
 from properties.guarantees import Check
 from properties.ledger import Ledger
 from properties.simplify import simplest
@@ -49,7 +49,7 @@ class Examiner:
         self.judged = 0
         self.out_of_range = 0
         self.refusals: Counter[str] = Counter()
-        # Worst error/bound of the last problem that was judged.
+        # Worst error/bound of the last problem, or stack of problems, that was judged.
         self.peaks: dict[str, float] = {}
 
     def findings(self, problem: Problem, claim: Check) -> list[Finding]:
@@ -70,24 +70,63 @@ class Examiner:
             self.ledger.refused(problem, reason)
             return []
         except SubjectError as error:
-            return [Finding.of_exception(error, self.subject, problem)]
+            parts = (problem.part(i, i + 1) for i in range(len(problem.seeds)))
+            alone = next(filter(None, (self._findings(part, claim) for part in parts)), None)
+            return alone or [Finding.of_exception(error, self.subject, problem)]
 
     def _judge(self, problem: Problem, claim: Check) -> list[Finding]:
         """``findings`` of a problem that the subject computes."""
         trial = examine(self.subject, problem)
         if trial is None:
+            if problem.seeds:
+                return self._judge_parts(problem, claim)
             self.out_of_range += 1
             self.ledger.rejected(problem)
             return []
-        self.peaks = peaks(trial)
-        self.ledger.judged(trial, self.peaks)
+        of_problems = peaks(trial)
+        self.peaks = {name: max(x[name] for x in of_problems) for name in of_problems[0]}
+        for i, of_one in enumerate(of_problems):
+            one = problem.part(i, i + 1) if problem.seeds else problem
+            self.ledger.judged(self.subject, one, of_one)
         findings: list[Finding] = []
         try:
             findings = claim(trial)
-            self.judged += 1
+            self.judged += len(of_problems)
         except NotImplementedError as refusal:  # of strides that it does not declare, say
             self.refusals[f"in a second run: {refusal}"] += 1
-        return findings or [x for check in self._standing() for x in check(trial)]
+        findings = findings or [x for check in self._standing() for x in check(trial)]
+        if findings and problem.seeds:
+            return self._alone(problem, of_problems, claim) or findings
+        return findings
+
+    def _judge_parts(self, stack: Problem, claim: Check) -> list[Finding]:
+        """``findings`` of the halves of a stack: not all of its problems are in range."""
+        found, largest = [], dict[str, float]()
+        count = len(stack.seeds)
+        for start, stop in ((0, count // 2), (count // 2, count)):
+            self.peaks = {}
+            found += self._judge(stack.part(start, stop), claim)
+            for name, peak in self.peaks.items():
+                largest[name] = max(peak, largest.get(name, 0.0))
+        self.peaks = largest
+        return found
+
+    def _alone(
+        self, stack: Problem, of_problems: list[dict[str, float]], claim: Check
+    ) -> list[Finding]:
+        """The findings of the first problem of a failing stack that fails alone, likely ones first.
+
+        Nothing where all of them pass: then it is the stack that fails.
+        """
+        order = sorted(
+            range(len(of_problems)), key=lambda i: max(of_problems[i].values()), reverse=True
+        )
+        together = self.peaks
+        for i in order:
+            if found := self._judge(stack.part(i, i + 1), claim):
+                return found
+        self.peaks = together
+        return []
 
     def _standing(self) -> list[Check]:
         """What the last problem is still to be held to: its peaks say whether it is within G1."""
@@ -95,8 +134,8 @@ class Examiner:
         return [check for name, check in self.standing.items() if name != "G1" or not inside]
 
 
-def peaks(trial: Trial) -> dict[str, float]:
-    """The worst error/bound of each output that there is."""
+def peaks(trial: Trial) -> list[dict[str, float]]:
+    """The worst error/bound of each output that there is, of each problem of a stack."""
     found = {
         name: ratios(got, want, bound)
         for name, got, want, bound in zip(
@@ -104,7 +143,8 @@ def peaks(trial: Trial) -> dict[str, float]:
         )
         if got is not None
     }
-    return dict(zip(found, worst(*found.values()), strict=True))
+    of_outputs = worst_of_parts(len(trial.problem.all_seeds), *found.values())
+    return [dict(zip(found, numbers, strict=True)) for numbers in zip(*of_outputs, strict=True)]
 
 
 def draws(count: int) -> hypothesis.settings:

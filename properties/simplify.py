@@ -20,7 +20,7 @@ __all__ = ["complexity", "simplest", "simplifications"]
 
 _SECONDS = 20.0
 _DEFAULT = Problem()
-_PLAIN = ("inputs", "dout", "dirty", "sm_scale", "seed")
+_PLAIN = ("inputs", "dout", "dirty", "sm_scale", "seed", "seeds")
 
 
 def simplest(
@@ -83,9 +83,18 @@ def _weight(mask: Mask) -> int:
 
 def simplifications(problem: Problem) -> Iterator[Problem]:
     """Problems that are simpler in one field, the boldest steps first."""
+    yield from _shorter(problem)
     yield from _valid(problem, _plainer(problem))
     yield from _valid(problem, _smaller(problem))
     yield from _valid(problem, ({"mask": mask} for mask in _masks(problem)))
+
+
+def _shorter(stack: Problem) -> Iterator[Problem]:
+    """The halves of a stack."""
+    count = len(stack.seeds)
+    if count:
+        yield stack.part(0, count // 2)
+        yield stack.part(count // 2, count)
 
 
 def _valid(problem: Problem, changes: Iterator[dict[str, Any]]) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from properties.flight_recorder import FlightRecorder
 from properties.guarantees import Check
 from properties.ledger import Ledger
 from properties.search import Examiner, attack
+from properties.stacks import stacks
 from properties.subject import Subject
 from tests.conformance.shards import Shard, shards_of
 from tests.example_database import of_one_test
@@ -30,6 +31,11 @@ LEAST_COST = 4
 TILES_ACROSS = {"cpu": 3, "cuda": 6}
 # Past this the oracle, which is dense, costs more on a CPU than the kernels.
 MAX_SEQLEN = {"cpu": 200, "cuda": 1024}
+# Of stacks: the longest sequence; tile pairs of one, in the interpreter; pairs of rows and keys of
+# one, all heads counted, on a GPU.
+STACKED_SEQLEN = {"cpu": 48, "cuda": 512}
+STACKED_COST = 12
+STACKED_SCORES = 2**25
 # Of the shards that a run about one mask takes.
 SMALL_DIM = 32
 # What a test has to have judged to have tested anything, where its profile draws that many.
@@ -89,12 +95,19 @@ def check_one(examiner: Examiner) -> Callable[[Problem, Check], None]:
 def for_all(request: pytest.FixtureRequest, device: str, examiner: Examiner) -> Callable[..., None]:
     """Draws problems of a shard, as many as the profile says, and checks a claim on each.
 
-    ``runs`` is how often the claim runs a problem, which may cost the less for it.
+    ``runs`` is how often the claim runs a problem, which may cost the less for it. ``stacked``
+    draws many at a time, up to a length of 512, and checks the claim on them together.
     """
 
-    def run(claim: Check, shard: Shard, *, runs: int = 1, **wanted: object) -> None:
+    def run(
+        claim: Check, shard: Shard, *, runs: int = 1, stacked: bool = False, **wanted: object
+    ) -> None:
         __tracebackhide__ = True
         most = (MAX_COST_OF_LARGE_TILES if shard.tile >= LARGE_TILE else MAX_COST)[device]
+        of_stack = STACKED_COST if device == "cpu" else STACKED_SCORES // shard.tile**2
+        if stacked:
+            most = min(most, max(LEAST_COST, of_stack // 3))
+            wanted = {"max_seqlen": STACKED_SEQLEN[device], "zero_sizes": False, **wanted}
         limits = {
             "dtype": shard.dtype,
             "configs": (shard.config,),
@@ -109,6 +122,8 @@ def for_all(request: pytest.FixtureRequest, device: str, examiner: Examiner) -> 
             strategy = problems_of(examiner.subject, **{**limits, **wanted})
         except ExcludedError as declared:
             pytest.skip(str(declared))
+        if stacked:
+            strategy = stacks(strategy, tile=shard.tile, max_cost=of_stack)
         fuzzing = hypothesis.settings.get_current_profile_name() == "fuzz"
         settings = hypothesis.settings()
         plugin = request.config.pluginmanager.get_plugin("fuzzing")

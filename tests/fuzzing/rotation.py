@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from tests.regression_files import is_regression
 
 __all__ = ["Rotation"]
 
+# In the names of tests that draw stacks.
+STACKED = "::test_stacks_"
 # xdist's workers run a test when they know which comes next.
 AHEAD = 2
 
@@ -57,10 +60,22 @@ class Rotation(LoadScheduling):
         while len(self.node2pending[node]) < ahead and not self.tests_finished:
             if not self.pending:
                 self.clock.start(self.seconds)
-                self.pending.extend(random.sample(self.rotating, len(self.rotating)))
+                self.pending.extend(self._round())
             self._send_tests(node, 1)
         if self.tests_finished:
             node.shutdown()
+
+    def _round(self) -> list[int]:
+        """All tests in random order, and one that draws stacks before each of the others.
+
+        A problem in a stack costs a fraction of one alone, so they get half of the time.
+        """
+        tests = random.sample(self.rotating, len(self.rotating))
+        stacked = [index for index in tests if STACKED in (self.collection or [])[index]]
+        others = [index for index in tests if index not in stacked]
+        if not stacked or not others:
+            return tests
+        return [index for pair in zip(cycle(stacked), others) for index in pair]
 
     def leave_out(self, test: str) -> None:
         """Deals a test no more."""

@@ -32,6 +32,24 @@ _MASK = faults_of(
 _PROBLEM = faults_of(
     "oracles/problem.py",
     "test_problem",
+    (
+        "parts of a stack have its first seeds",
+        "self.all_seeds[start:stop]",
+        "self.all_seeds[: stop - start]",
+        "test_stacks",
+    ),
+    (
+        "parts of a stack have its first lengths",
+        "range(start * entries, stop * entries)",
+        "range(0, (stop - start) * entries)",
+        "test_stacks",
+    ),
+    (
+        "a stack may have any number of entries",
+        " or self.B % len(self.seeds) or self.B == 0",
+        "",
+        "test_stacks",
+    ),
     ("the scale is that of Dv", "float(self.D) ** -0.5", "float(self.Dv) ** -0.5"),
     (
         "JSON leaves the seed out",
@@ -131,7 +149,7 @@ _STREAM = faults_of(
     ),
     ("normal has a mean of half a step", "12 * 32767.5", "12 * 32768"),
     ("words are one stream", 'f"{name}/{word}"', 'f"{name}"'),
-    ("normal takes a word twice", "for word in (1, 2, 3)", "for word in (1, 2, 2)"),
+    ("normal takes a word twice", "device, (1, 2, 3))", "device, (1, 2, 2))"),
 )
 _OUTPUTS = faults_of(
     "oracles/outputs.py",

@@ -151,10 +151,10 @@ PROBLEMS: tuple[Mutant, ...] = (
         "test_input_families",
         (
             "there may be no outlier",
-            "return torch.where(index == place, 30.0, values)",
+            "return torch.where(is_there.view(shape), 30.0, values)",
             "return values",
         ),
-        ("only q is massive", "    k[..., channel] *= _MASSIVE\n", ""),
+        ("only q is massive", "k = torch.where(is_channel, k * _MASSIVE, k)", "k = 1 * k"),
         (
             "v is near an eighth of the largest number",
             "torch.finfo(TORCH_DTYPES[problem.dtype]).max / 4",
@@ -175,7 +175,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     *faults_of(
         "properties/score_families.py",
         "test_score_families",
-        ("the maximum always rises by 1", "_STEPS[problem.seed % len(_STEPS)]", "1.0"),
+        ("the maximum always rises by 1", "_STEPS[seed % len(_STEPS)]", "1.0"),
         (
             "the highest lse is a tenth of what is promised",
             "_shifted(problem, 9.9e4)",
@@ -193,8 +193,8 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
         (
             "the maximum falls",
-            "(places(problem, problem.N) // _TILE).to(torch.float64) * step",
-            "(places(problem, problem.N) // _TILE).to(torch.float64) * -step",
+            "levels = tile * of_entries(problem, steps)",
+            "levels = -tile * of_entries(problem, steps)",
         ),
         (
             "the lower level is nearer",
@@ -229,8 +229,8 @@ PROBLEMS: tuple[Mutant, ...] = (
         "test_dirt",
         (
             "large padding is positive",
-            "values.view(-1)[1::2] = -value",
-            "values.view(-1)[1::2] = value",
+            "[:, 1::2] = -value",
+            "[:, 1::2] = value",
         ),
         (
             "dirt of one tensor is in all",
@@ -282,6 +282,52 @@ PROBLEMS: tuple[Mutant, ...] = (
             "packed is the first of three",
             "heads * columns, _PACKED * elements)",
             "0, _PACKED * elements)",
+        ),
+    ),
+    *faults_of(
+        "properties/stacks.py",
+        "test_stacks",
+        (
+            "a stack costs no more than its first",
+            "max_cost // max(1, ",
+            "max_cost * 1 // (1 + 0 * ",
+        ),
+        ("every mask can be stacked", "not first.mask.uniform or ", ""),
+        ("empty problems are stacked", " or 0 in (first.B, first.M, first.N):", ":"),
+        ("few problems are stacked", "(1, 2, *(most,) * 14)", "(1, 2)"),
+        ("all have the seed of the first", "(x & 2**31 - 1 for", "(first.seed + 0 * x for"),
+        (
+            "keys are as long as queries",
+            '"stack/seqlens_k", first.mask.seqlens_k, first.N)',
+            '"stack/seqlens_k", first.mask.seqlens_k, min(first.M, first.N))',
+        ),
+        (
+            "all have the lengths of the first",
+            "return (*given, *(length for lengths in drawn for length in lengths))",
+            "return given * count",
+        ),
+    ),
+    *faults_of(
+        "properties/drawing.py",
+        "test_stacks",
+        (
+            "numbers of seeds alternate between the entries",
+            "values.repeat_interleave(problem.B // len(numbers))",
+            "values.repeat(problem.B // len(numbers))",
+        ),
+        (
+            "only the first seed is drawn from",
+            "stream.uniform(problem.all_seeds",
+            "stream.uniform(problem.all_seeds[0]",
+        ),
+    ),
+    *faults_of(
+        "properties/dirt.py",
+        "test_stacks",
+        (
+            "signs alternate through a stack",
+            "values.view(len(problem.all_seeds), -1)[:, 1::2]",
+            "values.view(1, -1)[:, 1::2]",
         ),
     ),
 )

@@ -18,8 +18,8 @@ REPORTS: tuple[Mutant, ...] = (
         ),
         (
             "the claim alone is checked",
-            "return findings or [x for check in self._standing() for x in check(trial)]",
-            "return findings",
+            "findings = findings or [x for check in self._standing() for x in check(trial)]",
+            "pass",
         ),
         (
             "what is out of range counts as judged",
@@ -34,13 +34,13 @@ REPORTS: tuple[Mutant, ...] = (
         ("refusals are not written down", "            self.ledger.refused(problem, reason)\n", ""),
         (
             "what was judged is not written down",
-            "        self.ledger.judged(trial, self.peaks)\n",
-            "",
+            "            self.ledger.judged(self.subject, one, of_one)\n",
+            "            pass\n",
         ),
         (
             "an exception is a refusal",
-            "            return [Finding.of_exception(error, self.subject, problem)]",
-            "            return []",
+            "alone or [Finding.of_exception(error, self.subject, problem)]",
+            "[]",
         ),
         (
             "twice the bound needs no check",
@@ -72,6 +72,48 @@ REPORTS: tuple[Mutant, ...] = (
             "shrinking has no end",
             "time.monotonic() - first > SHRINK_SECONDS",
             "time.monotonic() - first > 1000 * SHRINK_SECONDS",
+        ),
+        (
+            "a stack counts as one problem",
+            "for i, of_one in enumerate(of_problems):",
+            "for i, of_one in enumerate(of_problems[:1]):",
+            "test_stacks",
+        ),
+        (
+            "a stack is out of range as a whole",
+            "            if problem.seeds:\n                return self._judge_parts",
+            "            if False:\n                return self._judge_parts",
+            "test_stacks",
+        ),
+        (
+            "the second half of a stack is not judged",
+            "((0, count // 2), (count // 2, count))",
+            "((0, count // 2), (0, count // 2))",
+            "test_stacks",
+        ),
+        (
+            "a stack is found instead of its problem",
+            "return self._alone(problem, of_problems, claim) or findings",
+            "return findings",
+            "test_stacks",
+        ),
+        (
+            "a stack that fails as a whole passes",
+            "return self._alone(problem, of_problems, claim) or findings",
+            "return self._alone(problem, of_problems, claim)",
+            "test_stacks",
+        ),
+        (
+            "a stack raises as a whole",
+            "for i in range(len(problem.seeds)))",
+            "for i in range(0))",
+            "test_stacks",
+        ),
+        (
+            "a stack has one worst",
+            "worst_of_parts(len(trial.problem.all_seeds), ",
+            "worst_of_parts(1, ",
+            "test_stacks",
         ),
         (
             "findings do not name the kernel",
@@ -107,8 +149,8 @@ REPORTS: tuple[Mutant, ...] = (
         ),
         (
             "problems that differ in the seed are one",
-            "hashlib.blake2b(problem.to_json().encode(), digest_size=8)",
-            "hashlib.blake2b(problem.to_json().partition(',\"seed\"')[0].encode(), digest_size=8)",
+            "hashlib.blake2b(problem.encode(), digest_size=8)",
+            "hashlib.blake2b(problem.partition(',\"seed\"')[0].encode(), digest_size=8)",
         ),
         (
             "the worst of another process is lost",

@@ -55,7 +55,7 @@ QUICK: tuple[Step, ...] = (
     _step(B=2, M=48, N=48, mask=Document(starts=((16,), ()), window_left=20, window_right=9)),
     _step(M=150, N=140, dtype="fp16", config="default", mask=PrefixLM(prefix=100), **_ALIGNED),
     _step(B=2, H=2, M=20, N=35, dirty="nan", layouts=_MIXED,
-          mask=BlockSparse(side=12, percent=60, seqlens_q=(20, 18), seqlens_k=(20, 35))),
+          mask=BlockSparse(side=12, percent=25, seed=19, seqlens_q=(20, 18), seqlens_k=(20, 35))),
     _step(M=70, N=40, config="16x32", mask=PrefixLM(prefix=16) | Mask(window_right=2)),
     # Nothing of an fp32 dot may be in TF32.
     _step(M=20, N=40, dtype="fp32"),

@@ -33,6 +33,30 @@ MASKS = {
 }
 
 
+def test_more_tiles_than_can_be_counted_are_refused(device, monkeypatch):
+    # They are not to be made either: there would be 12 GiB of them.
+    monkeypatch.setattr(block_map.allocation, "empty", pytest.fail)
+    lengths = torch.zeros(2, 1, dtype=torch.int32, device=device).unbind()
+    window = 2**20, 2**20
+    says = (
+        "mask has a predicate, and M = 262144, N = 1048576 make 4,294,967,296 tiles of 32x16; "
+        "supported are fewer than 715,827,882"
+    )
+    with pytest.raises(NotImplementedError) as refused:
+        block_map.block_maps(PrefixLM(), 1, 8, 2**18, 2**20, window, lengths, CONFIGS["32x16"])
+    assert str(refused.value) == says
+
+
+@pytest.mark.parametrize(("M", "N"), [(20, 33), (0, 33), (20, 0)])
+def test_lists_are_of_32_bits_and_as_long_as_there_are_tiles(M, N, device):
+    lengths = torch.tensor([[M], [N]], dtype=torch.int32, device=device).unbind()
+    maps = block_map.block_maps(PrefixLM(), 1, 2, M, N, (64, 64), lengths, CONFIGS["16x16"])
+    rows, keys = triton.cdiv(M, 16), triton.cdiv(N, 16)
+    assert {x.dtype for x in maps} == {torch.int32}
+    assert maps.forward.shape == maps.dq.shape == (1, 2, rows, 2 + keys)
+    assert maps.dkdv.shape == (1, 2, keys, 2 + rows)
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_each_kernel_visits_the_tiles_that_hold_a_visible_pair(mask, device):
     problem = Problem(B=2, H=2, M=70, N=66, mask=mask, device=device)
@@ -74,25 +98,3 @@ def test_tables_of_few_bits_are_widened_and_nothing_else(device):
 
 def test_a_mask_without_a_predicate_has_none(device):
     assert block_map.predicate_of(Mask(causal=True), 1, 1, 4, 4, torch.device(device)) is None
-
-
-def test_more_tiles_than_can_be_counted_are_refused(device):
-    lengths = torch.zeros(2, 1, dtype=torch.int32, device=device).unbind()
-    window = 2**20, 2**20
-    says = (
-        "mask has a predicate, and M = 524288, N = 524288 make 4,294,967,296 tiles of 32x16; "
-        "supported are fewer than 715,827,882"
-    )
-    with pytest.raises(NotImplementedError) as refused:
-        block_map.block_maps(PrefixLM(), 1, 8, 2**19, 2**19, window, lengths, CONFIGS["32x16"])
-    assert str(refused.value) == says
-
-
-@pytest.mark.parametrize(("M", "N"), [(20, 33), (0, 33), (20, 0)])
-def test_lists_are_of_32_bits_and_as_long_as_there_are_tiles(M, N, device):
-    lengths = torch.tensor([[M], [N]], dtype=torch.int32, device=device).unbind()
-    maps = block_map.block_maps(PrefixLM(), 1, 2, M, N, (64, 64), lengths, CONFIGS["16x16"])
-    rows, keys = triton.cdiv(M, 16), triton.cdiv(N, 16)
-    assert {x.dtype for x in maps} == {torch.int32}
-    assert maps.forward.shape == maps.dq.shape == (1, 2, rows, 2 + keys)
-    assert maps.dkdv.shape == (1, 2, keys, 2 + rows)

@@ -12,7 +12,6 @@ import pytest
 from oracles.problem import Problem
 from properties.ledger import EDGES, Ledger
 from properties.subject import Subject
-from properties.trial import examine
 from tests.unit.broken_subjects import Eager
 
 GOOD = Problem(M=3, N=4, dtype="fp64")
@@ -23,7 +22,7 @@ def judged(*of: tuple[Problem, dict[str, float]], subject: Subject = SUBJECT) ->
     """A ledger of trials with these peaks."""
     ledger = Ledger()
     for problem, peaks in of:
-        ledger.judged(examine(subject, problem), peaks)
+        ledger.judged(subject, problem, peaks)
     return ledger
 
 

@@ -190,7 +190,7 @@ def test_peaks_leave_out_what_a_subject_does_not_give():
         backward = False
 
     trial = examine(Subject.of(Forward(), "forward"), GOOD)
-    assert set(peaks(trial)) == {"out", "lse"}
+    assert set(peaks(trial)[0]) == {"out", "lse"}
 
 
 def test_a_subject_without_a_backward_is_given_inputs_that_ask_for_none():
@@ -207,8 +207,8 @@ def test_a_subject_without_a_backward_is_given_inputs_that_ask_for_none():
 
 def test_peaks_of_a_wrong_output_pass_1():
     trial = examine(Subject.of(Wrong(), "wrong"), Problem(N=17, dtype="fp64"))
-    assert peaks(trial)["out"] > 1
-    assert peaks(trial)["lse"] <= 1
+    assert peaks(trial)[0]["out"] > 1
+    assert peaks(trial)[0]["lse"] <= 1
 
 
 def test_an_exception_is_a_finding_of_the_simplest_problem_that_raises_it():

@@ -3,12 +3,13 @@ import random
 from functools import lru_cache
 
 import pytest
-from hypothesis import Phase, find, given, seed, settings
+from hypothesis import find, given
 
 from oracles.mask import Mask
 from oracles.problem import DTYPES, LAYOUTS, Problem
 from properties.families import DIRTY, DOUT, INPUTS
 from properties.strategies import HEAD_DIMS, problems
+from tests.unit.drawing import drawn
 
 TILE = 16
 DRAWS = 1000
@@ -20,23 +21,6 @@ EMPTY_ROWS = (
     Problem(M=2, mask=Mask(causal=True)),
     Problem(mask=Mask(seqlens_k=(0,))),
 )
-
-
-def drawn(strategy, count):
-    """Problems drawn one after the other, the same ones in every run.
-
-    Not as many as the profile says: a share is estimated, and that takes a number of its own.
-    """
-    found = []
-
-    @seed(0)
-    @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate])
-    @given(strategy)
-    def collect(problem):
-        found.append(problem)
-
-    collect()
-    return found
 
 
 @lru_cache(maxsize=1)

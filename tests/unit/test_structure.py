@@ -24,7 +24,7 @@ NAMES_WITHOUT_AN_IDEA = {"utils", "util", "common", "helpers", "helper", "misc"}
 JUDGES = ("properties", "tests/conformance")
 COMPARISONS = {"allclose", "assert_allclose", "assert_close", "isclose", "approx"}
 # Measures the strategies, on samples of a fixed size: no profile is to change them.
-MEASURES_STRATEGIES = "tests/unit/test_strategies.py"
+MEASURES_STRATEGIES = "tests/unit/drawing.py"
 
 
 def modules(*folders: str) -> list[str]:

@@ -90,6 +90,18 @@ NAMED = {
         _ANY_GPU,
         never_promised=_UNDOCUMENTED,
     ),
+    "flash-attn-4": Named(
+        "tests.subjects.flash_attn_cute:attention",
+        "FlashAttention-4, in the CuTe DSL",
+        ("flash_attn.cute", "cutlass"),
+        (9, 0),
+        ("flash-attn-4", "nvidia-cutlass-dsl"),
+        {
+            "G3": "its documentation gives rows that see no key an output of 0, and says nothing "
+            "of what their dout may hold",
+            "G5": "its documentation says nothing of what hidden keys and rows may hold",
+        },
+    ),
 }
 
 

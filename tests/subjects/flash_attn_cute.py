@@ -1,0 +1,33 @@
+"""FlashAttention-4, ``flash_attn.cute``, which takes (B, M, H, D) and returns (out, lse).
+
+Lengths have a call of their own, on tensors without padding: padding is not declared.
+"""
+
+from __future__ import annotations
+
+from flash_attn.cute import flash_attn_func
+
+__all__ = ["attention"]
+
+
+def attention(q, k, v, *, mask, sm_scale):
+    """FlashAttention-4, with causal masks and windows aligned at the bottom right."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    window = (mask.window_left, mask.window_right)
+    out, lse = flash_attn_func(
+        q, k, v, softmax_scale=sm_scale, causal=mask.causal, window_size=window, return_lse=True
+    )
+    return out.transpose(1, 2), lse
+
+
+attention.devices = ("cuda",)
+attention.dtypes = ("fp16", "bf16")
+# Multiples of 8 up to 256 work on Hopper; each pair of head_dims is compiled for itself.
+attention.head_dims = (64, 128)
+# Where they differ, a launch on Hopper is refused by CUDA.
+attention.dv_ne_d = False
+attention.masks = ("causal", "window")
+attention.returns_lse = True
+attention.lse_grad = True
+# Compiled with fast-math flags.
+attention.flushes = True

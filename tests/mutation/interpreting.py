@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
+from typing import Any
 
-__all__ = ["interpret"]
+__all__ = ["MOST_PROGRAMS", "EndlessLaunchError", "interpret", "refuse_endless_launches"]
+
+# Of one launch: some tests have a head more than 65535. The interpreter takes minutes for more.
+MOST_PROGRAMS = 200_000
+
+
+class EndlessLaunchError(RuntimeError):
+    """A launch of so many programs that nobody waits for the interpreter to run them."""
 
 
 def interpret() -> None:
@@ -14,7 +23,22 @@ def interpret() -> None:
     from properties import interpreter
 
     interpreter.repair()
+    refuse_endless_launches()
     import torch
 
     # A fork copies the thread that it is made in alone.
     torch.set_num_threads(1)
+
+
+def refuse_endless_launches() -> None:
+    """Has a launch of more than MOST_PROGRAMS programs raise."""
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+
+    def bounded(self: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.grid, tuple) and math.prod(self.grid) > MOST_PROGRAMS:
+            raise EndlessLaunchError(f"the grid {self.grid} has more than {MOST_PROGRAMS} programs")
+        launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = bounded

@@ -119,6 +119,20 @@ _CUSTOM = (
         ("tuples of tuples come back as lists", "tuple(map(_frozen, value))", "tuple(value)"),
     ),
     *faults_of(
+        "properties/loading.py",
+        "test_custom_masks",
+        (
+            "a mask of a shipped name is taken for the shipped one",
+            "shipped is mask or Path(source)",
+            "shipped is not None or Path(source)",
+        ),
+        (
+            "the file of a shipped mask is another mask",
+            "return shipped is mask or ",
+            "return shipped is mask and ",
+        ),
+    ),
+    *faults_of(
         "properties/mask_classes.py",
         "test_custom_masks",
         (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import os
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import hypothesis
@@ -27,6 +30,7 @@ from oracles.masks.prefix_lm import PrefixLM
 from oracles.masks.tree import Tree
 from oracles.problem import Problem
 from oracles.reference import RowMasks
+from properties.loading import load_mask
 from properties.mask_classes import check_mask_class, draw_instance
 from properties.search import draws
 from properties.simplify import simplifications
@@ -147,6 +151,21 @@ def test_a_name_is_known_once(monkeypatch):
     Other.__name__ = "PrefixLM"
     with pytest.raises(ValueError, match="a mask named PrefixLM is known already"):
         register(Other)
+
+
+def test_a_shipped_mask_is_the_same_one_by_its_file_and_by_its_module():
+    file = Path(inspect.getfile(PrefixLM))
+    assert load_mask(f"{file}:PrefixLM") is PrefixLM
+    assert load_mask(f"{os.path.relpath(file)}:PrefixLM") is PrefixLM
+    assert load_mask("oracles.masks.prefix_lm:PrefixLM") is PrefixLM
+
+
+def test_a_mask_that_has_the_name_of_a_shipped_one_is_refused(tmp_path):
+    # Its replay lines would be about the other.
+    file = tmp_path / "prefix_lm.py"
+    file.write_text(Path(inspect.getfile(PrefixLM)).read_text())
+    with pytest.raises(ValueError, match="a mask named PrefixLM is known already"):
+        load_mask(f"{file}:PrefixLM")
 
 
 def test_fields_without_bounds_are_refused_by_name():

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.mutation import interpreting
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.forks import Ended, in_forks
 from tests.mutation.mutant import Edit, Mutant, mutated
@@ -135,3 +136,20 @@ def test_outcomes_are_read_as_they_were_written(tmp_path):
     found = [one("killed", checks=("G1", "T3")), one("survived", "why")]
     write(found, tmp_path / "made" / "outcomes.jsonl")
     assert read(tmp_path / "made" / "outcomes.jsonl") == found
+
+
+def test_a_launch_that_nobody_waits_for_raises(monkeypatch):
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    run = []
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self: run.append(self.grid))
+    interpreting.refuse_endless_launches()
+    most = interpreting.MOST_PROGRAMS
+    for grid in ((most, 1), (2, most // 2)):
+        interpreter.GridExecutor(looked_at, [], grid)()
+    with pytest.raises(interpreting.EndlessLaunchError, match="has more than 200000 programs"):
+        interpreter.GridExecutor(looked_at, [], (2, most // 2 + 1))()
+    assert run == [(most, 1), (2, most // 2)]
+
+
+def looked_at():
+    """Never run."""

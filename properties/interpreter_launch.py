@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-__all__ = ["repair_launches", "skip_idle_work"]
+__all__ = ["repair_launches", "skip_idle_work", "with_room"]
 
 _ABSENT = object()
+_ROOM = 2**16  # slots of a frame, eight bytes each
 
 
 class _LanguagePatch:
@@ -96,8 +97,22 @@ def repair_launches(interpreter: Any) -> None:
             patch.restore()
 
     interpreter._patch_lang = lambda _: patch.enter()
-    interpreter.GridExecutor.__call__ = launch
+    interpreter.GridExecutor.__call__ = with_room(launch)
     interpreter.InterpretedFunction.__call__ = call
+
+
+def with_room(function: Any) -> Any:
+    """A function whose calls have half a mebibyte of Python's stack to themselves.
+
+    Python keeps frames in chunks of 16 KiB. Where a loop stands near the end of one, each call that
+    crosses it maps a chunk and each return gives it back, which takes longer than the call. A frame
+    that asks for more than a chunk gets one that is large enough, and what is left of it is for the
+    calls below.
+    """
+    code = function.__code__.replace(co_stacksize=_ROOM)
+    return FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
 def skip_idle_work(interpreter: Any) -> None:

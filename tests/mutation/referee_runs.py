@@ -233,6 +233,11 @@ RUNS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
+        "properties/interpreter_launch.py",
+        "test_interpreter",
+        ("a launch has no room for its frames", "co_stacksize=_ROOM", "co_stacksize=64"),
+    ),
+    *faults_of(
         "properties/interpreter.py",
         "test_interpreter",
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from oracles.stream import integers
 from properties import interpreter as repaired
+from properties import interpreter_launch
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -502,3 +504,24 @@ def test_the_header_line_says_whether_the_repair_is_on(monkeypatch):
     assert "interpreter repaired" in repaired.describe()
     monkeypatch.setattr(repaired, "_repaired", False)
     assert "not repaired" in repaired.describe()
+
+
+def test_no_call_below_a_launch_maps_memory_for_its_frame():
+    def faults(depth):
+        """Page faults of many calls, so many frames further down."""
+        if depth:
+            return faults(depth - 1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(CALLS):
+            leaf()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    # The end of a chunk of frames lies at one of these depths.
+    assert max(interpreter_launch.with_room(faults)(depth) for depth in range(300)) < CALLS
+
+
+CALLS = 200
+
+
+def leaf():
+    """A frame, no more."""

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import hypothesis
 from hypothesis import strategies as st
@@ -101,30 +101,32 @@ class Examiner:
 
     def _judge_parts(self, stack: Problem, claim: Check) -> list[Finding]:
         """``findings`` of the halves of a stack: not all of its problems are in range."""
-        found, largest = [], dict[str, float]()
+        largest: dict[str, float] = {}
         count = len(stack.seeds)
         for start, stop in ((0, count // 2), (count // 2, count)):
             self.peaks = {}
-            found += self._judge(stack.part(start, stop), claim)
+            if found := self._judge(stack.part(start, stop), claim):
+                return found
             for name, peak in self.peaks.items():
                 largest[name] = max(peak, largest.get(name, 0.0))
         self.peaks = largest
-        return found
+        return []
 
     def _alone(
         self, stack: Problem, of_problems: list[dict[str, float]], claim: Check
     ) -> list[Finding]:
         """The findings of the first problem of a failing stack that fails alone, likely ones first.
 
-        Nothing where all of them pass: then it is the stack that fails.
+        Nothing where all of them pass, or are refused alone: then it is the stack that fails.
         """
         order = sorted(
             range(len(of_problems)), key=lambda i: max(of_problems[i].values()), reverse=True
         )
         together = self.peaks
         for i in order:
-            if found := self._judge(stack.part(i, i + 1), claim):
-                return found
+            with suppress(NotImplementedError, SubjectError):
+                if found := self._judge(stack.part(i, i + 1), claim):
+                    return found
         self.peaks = together
         return []
 

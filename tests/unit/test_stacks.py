@@ -202,6 +202,31 @@ def test_a_failing_problem_is_found_alone(subject):
     assert finding.problem in [stack.part(i, i + 1) for i in wrong]
 
 
+class RefusesAlone(WrongBeyond):
+    """Wrong where there are more than two batch entries, and takes no single one."""
+
+    def __call__(self, q, k, v, **arguments):
+        if len(q) == 1:
+            raise NotImplementedError("one batch entry")
+        return super().__call__(q, k, v, **arguments)
+
+
+class RaisesAlone(WrongBeyond):
+    """Wrong where there are more than two batch entries, and fails with a single one."""
+
+    def __call__(self, q, k, v, **arguments):
+        if len(q) == 1:
+            raise RuntimeError("one batch entry")
+        return super().__call__(q, k, v, **arguments)
+
+
+@pytest.mark.parametrize("subject", [RefusesAlone, RaisesAlone])
+def test_a_stack_fails_though_its_problems_are_not_computed_alone(subject):
+    stack = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
+    [finding, *_] = examiner_of(subject()).findings(stack, guarantees.accuracy)
+    assert (finding.problem, finding.guarantee) == (stack, "G1 accuracy")
+
+
 def test_what_fails_only_together_is_found_and_made_smaller():
     stack = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
     [finding, *_] = examiner_of(WrongBeyond()).findings(stack, guarantees.accuracy)

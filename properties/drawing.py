@@ -27,6 +27,7 @@ __all__ = [
     "of_entries",
     "places",
     "random_bits",
+    "to_entries",
 ]
 
 TORCH_DTYPES = {
@@ -95,9 +96,13 @@ def drawn_uniform(problem: Problem, name: str, shape: tuple[int, ...]) -> torch.
 def of_entries(problem: Problem, numbers: Sequence[float]) -> torch.Tensor:
     """A number for each seed of a problem, as (B or 1, 1, 1, 1) on its device."""
     dtype = torch.int64 if all(isinstance(x, int) for x in numbers) else torch.float64
-    values = torch.tensor(numbers, dtype=dtype, device=problem.device)
-    if len(numbers) > 1:
-        values = values.repeat_interleave(problem.B // len(numbers))
+    return to_entries(problem, torch.tensor(numbers, dtype=dtype, device=problem.device))
+
+
+def to_entries(problem: Problem, values: torch.Tensor) -> torch.Tensor:
+    """Values (seeds,), one for each seed of a problem, as (B or 1, 1, 1, 1)."""
+    if len(values) > 1:
+        values = values.repeat_interleave(problem.B // len(values))
     return values.view(-1, 1, 1, 1)
 
 

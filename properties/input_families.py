@@ -22,6 +22,7 @@ from properties.drawing import (
     of_entries,
     places,
     random_bits,
+    to_entries,
 )
 
 __all__ = ["VALUE_FAMILIES"]
@@ -117,10 +118,8 @@ def constant(problem: Problem) -> Values:
 
     def one(tensor: str) -> torch.Tensor:
         seeds = problem.all_seeds
-        values = stream.normal(seeds, f"constant/{tensor}", (len(seeds), 1, 1, 1), problem.device)
-        if len(seeds) > 1:
-            values = values.repeat_interleave(problem.B // len(seeds), dim=0)
-        return values.expand(drawn_shape(problem, tensor))
+        values = stream.normal(seeds, f"constant/{tensor}", (len(seeds),), problem.device)
+        return to_entries(problem, values).expand(drawn_shape(problem, tensor))
 
     return Values(one("q"), one("k"), one("v"))
 

@@ -312,8 +312,8 @@ PROBLEMS: tuple[Mutant, ...] = (
         "test_stacks",
         (
             "numbers of seeds alternate between the entries",
-            "values.repeat_interleave(problem.B // len(numbers))",
-            "values.repeat(problem.B // len(numbers))",
+            "values.repeat_interleave(problem.B // len(values))",
+            "values.repeat(problem.B // len(values))",
         ),
         (
             "only the first seed is drawn from",

@@ -326,6 +326,19 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     yield
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Workers keep at most half of their GPU's memory between tests, each its part of that.
+
+    What PyTorch caches for one process is out of memory for the next.
+    """
+    yield
+    if ON_GPU and torch.cuda.is_initialized():
+        total = torch.cuda.get_device_properties().total_memory
+        if torch.cuda.memory_reserved() > total / 2 / workers.sharing(os.environ):
+            torch.cuda.empty_cache()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object) -> None:
     """The controller adds up what its workers judged."""

@@ -11,7 +11,7 @@ import re
 import subprocess
 from collections.abc import Mapping, MutableMapping
 
-__all__ = ["auto_workers", "num_workers", "pin", "visible_gpus"]
+__all__ = ["auto_workers", "num_workers", "pin", "sharing", "visible_gpus"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # The GPUs of the whole run, comma-separated: the first process finds them, its workers inherit it.
@@ -53,6 +53,12 @@ def pin(environ: MutableMapping[str, str]) -> None:
     worker = re.fullmatch(r"gw(\d+)", environ.get("PYTEST_XDIST_WORKER", ""))
     if worker and len(gpus) > 1 and not narrowed:
         environ[VISIBLE] = gpus[int(worker[1]) % len(gpus)]
+
+
+def sharing(environ: Mapping[str, str]) -> int:
+    """How many workers of the run share this one's GPU, itself included; 1 without workers."""
+    count = int(environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return math.ceil(count / max(1, len(_entries(environ.get(GPUS_OF_THE_RUN, "")))))
 
 
 def auto_workers(cpus: int, gpus: int, memory_gib_per_gpu: float) -> int:

@@ -30,7 +30,11 @@ _FINDINGS, _SAID = "findings", "said"
 
 def plain(text: str) -> str:
     """A message without the folders of this machine, and not longer than can be read."""
-    for folder in (ROOT, *sorted({sys.prefix, sys.base_prefix}, key=len, reverse=True)):
+    installed = sorted({sys.prefix, sys.base_prefix}, key=len, reverse=True)
+    searched = sorted(
+        {entry for entry in sys.path if Path(entry).is_absolute()}, key=len, reverse=True
+    )
+    for folder in (ROOT, *installed, *searched):
         text = text.replace(f"{folder}/", "")
     lines = text.strip().splitlines()
     more = len(lines) - MOST_LINES

@@ -102,6 +102,14 @@ NAMED = {
             "G5": "its documentation says nothing of what hidden keys and rows may hold",
         },
     ),
+    "xformers": Named(
+        "tests.subjects.xformers_cutlass:attention",
+        "xformers, its CUTLASS kernels",
+        ("xformers",),
+        _AMPERE,
+        ("xformers",),
+        {"G5": "its documentation says nothing of what hidden keys and rows may hold"},
+    ),
 }
 
 

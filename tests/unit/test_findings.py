@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -360,7 +361,10 @@ def test_versions_are_of_what_is_installed():
     assert found["no-such-package"] == "none"
 
 
-def test_messages_hold_no_folders_of_this_machine():
+def test_messages_hold_no_folders_of_this_machine(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["", ".", *sys.path, "/away/wheels"])
+    assert plain("(/away/wheels/package/ops.py, line 3)") == "(package/ops.py, line 3)"
+    assert plain("ratio ./. or 1/2") == "ratio ./. or 1/2"
     assert plain(f"({ROOT}/tests/subjects/sdpa.py, line 3)") == "(tests/subjects/sdpa.py, line 3)"
 
 

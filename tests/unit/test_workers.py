@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from properties import workers
-from properties.workers import auto_workers, num_workers, pin, visible_gpus
+from properties.workers import auto_workers, num_workers, pin, sharing, visible_gpus
 
 ROOT = Path(__file__).parents[2]
 THREE = "GPU 0: A (UUID: GPU-a)\nGPU 1: A (UUID: b)\n  MIG 1g Device 0: (UUID: c)\nGPU 2: B"
@@ -155,6 +155,15 @@ def test_a_run_asks_nvidia_smi_once(machine, tmp_path, listed):
 )
 def test_cpus_gpus_and_their_memory_bound_the_workers(cpus, gpus, gib, count):
     assert auto_workers(cpus, gpus, gib) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "gpus", "share"),
+    [("16", "0", 16), ("64", "0,1,2,3", 16), ("5", "0,1", 3), ("4", "", 4), (None, "0,1", 1)],
+)
+def test_workers_are_dealt_to_gpus_evenly(count, gpus, share):
+    counted = {} if count is None else {"PYTEST_XDIST_WORKER_COUNT": count}
+    assert sharing({**counted, workers.GPUS_OF_THE_RUN: gpus}) == share
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fa_kernels import allocation
 from fa_kernels.arguments import Arguments, MaskLike, check
 from fa_kernels.configs import Config
 from fa_kernels.launch import launch_backward, launch_forward
@@ -22,16 +23,18 @@ class _FlashAttention(torch.autograd.Function):
         # The lengths too, so that autograd notices when they are changed in between.
         ctx.save_for_backward(q, k, v, out, lse, arguments.seqlens_q, arguments.seqlens_k)
         ctx.arguments = arguments
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, _dlse):
-        if dout is None:
-            return None, None, None, None
+    def backward(ctx, dout, dlse):
         q, k, v, out, lse, *_lengths = ctx.saved_tensors
-        return *_Gradients.apply(q, k, v, out, lse, dout, ctx.arguments), None
+        if dout is None:
+            # A loss on lse alone, or none at all.
+            zero = allocation.empty((), dtype=out.dtype, device=out.device).zero_()
+            dout = zero.expand(out.shape)
+        needed = ctx.needs_input_grad[:3]
+        return *_Gradients.apply(q, k, v, out, lse, dout, ctx.arguments, dlse, needed), None
 
 
 class _Gradients(torch.autograd.Function):
@@ -41,8 +44,8 @@ class _Gradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(_ctx, q, k, v, out, lse, dout, arguments: Arguments):
-        return launch_backward(q, k, v, out, lse, dout, arguments)
+    def forward(_ctx, q, k, v, out, lse, dout, arguments: Arguments, dlse, needed):
+        return launch_backward(q, k, v, out, lse, dout, arguments, dlse=dlse, needed=needed)
 
     @staticmethod
     def backward(_ctx, *_gradients):
@@ -90,7 +93,9 @@ def flash_attention(
 
     Returns:
         out (B, H, M, Dv) in the dtype of q; with ``return_lse`` also lse (B, H, M), the natural
-        log-sum-exp of the scaled visible scores, float32 (float64 for float64), not differentiable.
+        log-sum-exp of the scaled visible scores, float32 (float64 for float64). Both are
+        differentiable; gradients of rows without a visible key are ignored, and the backward
+        computes what is asked for alone, dk and dv together.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message says which, and what it needs.

@@ -124,17 +124,27 @@ def launch_backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     arguments: Arguments,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns dq, dk, dv, contiguous, in the dtypes of q, k, v. No atomics: repeatable."""
+    *,
+    dlse: torch.Tensor | None = None,
+    needed: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Returns dq, dk, dv, contiguous, in the dtypes of q, k, v. No atomics: repeatable.
+
+    Those that are not needed are None; dk and dv come from one kernel.
+    """
     B, H, M, D = q.shape
     Hk, N, Dv = v.shape[1:]
     # Whole tiles of rows, so that the kernels read them without a mask.
     m_padded = triton.cdiv(M, ROW_PADDING) * ROW_PADDING
     lse2 = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
     delta = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
-    dq = allocation.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk = allocation.empty(k.shape, dtype=k.dtype, device=q.device)
-    dv = allocation.empty(v.shape, dtype=v.dtype, device=q.device)
+    of_rows, of_keys = needed[0], needed[1] or needed[2]
+    dq, dk, dv = (
+        allocation.empty(x.shape, dtype=x.dtype, device=x.device) if is_made else None
+        for x, is_made in ((q, of_rows), (k, of_keys), (v, of_keys))
+    )
+    # Without HAS_DLSE it is not read.
+    dlses = lse if dlse is None else dlse
     constants = _constants(q.dtype, D, Dv, arguments)
     shared = (
         *q.stride(), *k.stride(), *v.stride(), *dout.stride(),
@@ -146,22 +156,23 @@ def launch_backward(
     with _on_device(q):
         if B * H * M:
             delta_kernel[(m_padded // DELTA_ROWS * B * H,)](
-                out, dout, lse, lse2, delta, *dout.stride(), H, M, m_padded, Dv,
+                out, dout, lse, dlses, lse2, delta,
+                *dout.stride(), *dlses.stride(), H, M, m_padded, Dv,
                 BLOCK_M=DELTA_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
-                ALIGNED=_is_aligned(out, dout),
+                ALIGNED=_is_aligned(out, dout), HAS_DLSE=dlse is not None,
             )  # fmt: skip
         tile = arguments.config.dkdv
         programs = triton.cdiv(N, tile.block_n) * B * Hk
-        if programs:
+        if programs and of_keys:
             dkdv_kernel[(programs,)](
                 *inputs, dk, dv, *lengths, *shared, *_predicate(arguments, "dkdv"),
                 ALIGNED=_is_aligned(q, k, v, dout, dk, dv), **constants, **_tile(tile),
             )  # fmt: skip
         tile = arguments.config.dq
         programs = triton.cdiv(M, tile.block_m) * B * H
-        if programs:
+        if programs and of_rows:
             dq_kernel[(programs,)](
                 *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"),
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),
             )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk if needed[1] else None, dv if needed[2] else None

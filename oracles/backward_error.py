@@ -72,6 +72,12 @@ def _score_grads(
     # Each product, each sum; either operand of a product, as the kernel has it.
     operands = abs_dout + fwd.out.abs() + fwd.out_bound
     delta_error += c.eta_op * (2 * x.v.shape[2] + operands.sum(2, keepdim=True))
+    if x.dlse is not None:
+        # One more difference: its operand and its result.
+        dlse = x.dlse.unsqueeze(2)
+        delta -= dlse
+        delta_terms += dlse.abs()
+        delta_error += c.u * (delta.abs() + dlse.abs()) + 2 * c.eta_op
     # 3. P, recomputed from the stored LSE: F.
     per_row = fwd.lse_bound.unsqueeze(2) + 3 * c.u * lse.abs() + c.u_exp
     p_growth = scores.s.abs().mul_(3 * c.u).add_(scores.error).add_(per_row).expm1_()

@@ -73,7 +73,12 @@ class _Part(NamedTuple):
 
 
 def _gather(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    seen: torch.Tensor,
 ) -> Chunk:
     """Folds a group's heads into rows, in float64."""
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
@@ -90,6 +95,7 @@ def _gather(
         k=k.to(torch.float64).reshape(Z, N, D).masked_fill(unseen, 0.0),
         v=v.to(torch.float64).reshape(Z, N, -1).masked_fill(unseen, 0.0),
         dout=dout.to(torch.float64).reshape(Z, R, -1).masked_fill(unread, 0.0),
+        dlse=None if dlse is None else dlse.to(torch.float64).reshape(Z, R).masked_fill(empty, 0.0),
         seen=seen,
         hidden=~seen,
         empty=empty,
@@ -214,6 +220,7 @@ def judge(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -232,6 +239,7 @@ def judge(
         k: (B, Hk, N, D).
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
+        dlse: (B, H, M), the gradient of lse, if the kernel was given one.
         mask: What each row sees.
         sm_scale: Factor on q.k, > 0.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
@@ -267,7 +275,9 @@ def judge(
     sums: KeySums | None = None
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))
-        chunk = _gather(q[:, :, here], k, v, dout[:, :, here], masks.between(here.start, here.stop))
+        of_lse = None if dlse is None else dlse[:, :, here].detach()
+        seen = masks.between(here.start, here.stop)
+        chunk = _gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen)
         exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
         part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))

@@ -27,6 +27,7 @@ class Chunk(NamedTuple):
     k: torch.Tensor  # (Z, N, D)
     v: torch.Tensor  # (Z, N, Dv)
     dout: torch.Tensor  # (Z, R, Dv)
+    dlse: torch.Tensor | None  # (Z, R): the gradient of lse, None where there is none
     seen: torch.Tensor  # bool (Z, R, N)
     hidden: torch.Tensor  # its complement
     empty: torch.Tensor  # bool (Z, R): rows with no visible key

@@ -149,7 +149,7 @@ def _dscore_error(
     operands_me = dout_me + np.abs(head.out_me) + bound_out_me
     error_delta_m += units.flush_op * (operands_me + 2).sum(axis=1)  # and products, and sums
     if with_dlse:
-        error_delta_m += u * (np.abs(head.delta_m) + np.abs(head.dlse_m))
+        error_delta_m += u * (np.abs(head.delta_m) + np.abs(head.dlse_m)) + 2 * units.flush_op
 
     inputs_mn = error_dprobs_mn + error_delta_m[:, None] + units.flush_op  # that of dP - delta
     terms_mn = np.abs(dprobs_mn) + np.abs(delta_m1)

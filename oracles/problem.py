@@ -47,6 +47,7 @@ class Problem:
         layouts: Storage of q, k, v, dout, one of LAYOUTS each.
         inputs: Input family of q, k, v (``properties.families``).
         dout: Family of the output's gradient.
+        dlse: Family of the gradient of lse; "none" is a loss that does not look at lse.
         dirty: What stands in padding rows and keys.
         config: Name of the subject's tile configuration.
         seed: Seed of the value streams.
@@ -72,6 +73,7 @@ class Problem:
     layouts: tuple[str, str, str, str] = ("bhsd", "bhsd", "bhsd", "bhsd")
     inputs: str = "normal"
     dout: str = "normal"
+    dlse: str = "none"
     dirty: str = "zero"
     config: str = "default"
     seed: int = 0
@@ -89,7 +91,7 @@ class Problem:
                 raise ValueError(f"{name} is {value}; needs to be in [{least}, 2**63)")
         if self.H % self.Hk:
             raise ValueError(f"H is {self.H}; needs a multiple of Hk = {self.Hk}")
-        for name in ("inputs", "dout", "dirty", "config"):
+        for name in ("inputs", "dout", "dlse", "dirty", "config"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; needs a str")
         for name, known in (("dtype", DTYPES), ("device", ("cpu", "cuda"))):

@@ -93,6 +93,7 @@ def _rows_with_gradients(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
+    dlse: torch.Tensor | None,
     seen: torch.Tensor,
     sm_scale: float,
 ) -> Outputs[torch.Tensor]:
@@ -124,7 +125,11 @@ def _rows_with_gradients(
         # 5. Output and gradients. The sum is written out so that the backward begins with an
         #    elementwise kernel: cuBLAS warns if it is the first to run in autograd's own thread.
         out = p_bhmn @ v
-        dq, dk, dv = torch.autograd.grad((out * dout).sum(), leaves)
+        loss = (out * dout).sum()
+        if dlse is not None:
+            # The row maximum is a constant in m + log l; what it adds to l's gradient, it takes.
+            loss = loss + torch.where(live, l_bhm1.log() * dlse.unsqueeze(3), 0.0).sum()
+        dq, dk, dv = torch.autograd.grad(loss, leaves)
     lse = torch.where(live, m_bhm1 + l_bhm1.detach().log(), -math.inf).squeeze(3)
     return Outputs(out.detach(), lse, dq, dk, dv)
 
@@ -134,6 +139,7 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -142,15 +148,16 @@ def attention(
     """Attention, its log-sum-exp and its gradients, in float64.
 
     out = softmax(sm_scale q k' + mask) v; lse is the natural logarithm of the softmax's
-    denominator; dq, dk, dv are the gradients of sum(out * dout). A row with no visible key gives
-    out 0, lse -inf, dq 0, and adds nothing to dk and dv. Padding may hold anything, and hidden
-    pairs contribute exact zeros.
+    denominator; dq, dk, dv are the gradients of sum(out * dout) + sum(lse * dlse). A row with no
+    visible key gives out 0, lse -inf, dq 0, and adds nothing to dk and dv. Padding may hold
+    anything, and hidden pairs contribute exact zeros.
 
     Args:
         q: (B, H, M, D), any float dtype and strides.
         k: (B, Hk, N, D); H is a multiple of Hk.
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
+        dlse: (B, H, M), the gradient of lse; None is zero. Rows without a key have none.
         mask: What each row sees.
         sm_scale: Factor on q.k.
         rows: Height of a chunk; None keeps a chunk's scores within 2**24.
@@ -177,7 +184,8 @@ def attention(
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))
         seen = masks.between(here.start, here.stop)
-        part = _rows_with_gradients(q[:, :, here], k, v, dout[:, :, here], seen, sm_scale)
+        of_lse = None if dlse is None else dlse[:, :, here].to(torch.float64)
+        part = _rows_with_gradients(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, sm_scale)
         for name in ("out", "lse", "dq"):
             getattr(results, name)[:, :, here] = getattr(part, name)
         results.dk.add_(part.dk)

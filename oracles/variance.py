@@ -59,6 +59,7 @@ class _Chunk:
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
+    dlse: torch.Tensor | None  # (B, H, m, 1)
     seen: torch.Tensor
     live: torch.Tensor  # (B, H, m, 1)
 
@@ -91,7 +92,12 @@ def rounding(x: torch.Tensor, u: float, eta: float) -> torch.Tensor:
 
 
 def _gather(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    seen: torch.Tensor,
 ) -> _Chunk:
     """Float64, with zeros where NaN may stand."""
     B, H, M, _ = q.shape
@@ -99,7 +105,9 @@ def _gather(
     live, used = seen.any(3, keepdim=True), seen.any(2).unsqueeze(3)
     q, dout = (torch.where(live, x.to(torch.float64), 0.0) for x in (q, dout))
     k, v = (torch.where(used, x.to(torch.float64), 0.0) for x in (k, v))
-    return _Chunk(q, k, v, dout, seen, live)
+    if dlse is not None:
+        dlse = torch.where(live, dlse.to(torch.float64).unsqueeze(3), 0.0)
+    return _Chunk(q, k, v, dout, dlse, seen, live)
 
 
 def _prescaling(c: Constants, numerics: Numerics) -> tuple[float, float]:
@@ -152,6 +160,8 @@ def _backward(
     p, roundings = fwd.p, numerics.ds_roundings
     dp = torch.where(x.seen, x.dout @ x.v.mT, 0.0)
     delta = (x.dout * fwd.out).sum(3, keepdim=True)
+    if x.dlse is not None:
+        delta = delta - x.dlse
     gap = torch.where(x.seen, dp - delta, 0.0)
     ds = p * gap
     # 1. delta reads the stored out, whose errors all keys of a row share: the cast of P there, and
@@ -227,6 +237,7 @@ def variances(
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -262,6 +273,7 @@ def variances(
         k: (B, Hk, N, D).
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
+        dlse: (B, H, M), the gradient of lse; its rounding is too small to count.
         mask: What each row sees. Padding may hold anything.
         sm_scale: Factor on q.k.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
@@ -290,7 +302,8 @@ def variances(
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))
         seen = masks.between(here.start, here.stop)
-        x = _gather(q[:, :, here], k_of_heads, v_of_heads, dout[:, :, here], seen)
+        of_lse = None if dlse is None else dlse[:, :, here]
+        x = _gather(q[:, :, here], k_of_heads, v_of_heads, dout[:, :, here], of_lse, seen)
         fwd = _forward(x, sm_scale, c, numerics)
         dq_errors, part = _backward(x, fwd, sm_scale, c, numerics)
         result.out[:, :, here] = fwd.out_errors

@@ -80,6 +80,7 @@ def problems_of(
         "dirty": dirty,
         "dirties": subject.dirty or tuple(DIRTY),
         "gqa": subject.gqa,
+        "lse_grad": subject.lse_grad and subject.backward,
         "dv_ne_d": subject.dv_ne_d,
         "zero_sizes": subject.zero_sizes,
         "seqlen_multiple": multiple,

@@ -1,6 +1,7 @@
 """The tables of families by the names that problems give them.
 
-Three families make a problem's values: of its inputs q, k, v; of dout; of the dirt in its padding.
+Four families make a problem's values: of its inputs q, k, v; of dout; of the gradient of lse, if
+there is one; of the dirt in its padding.
 Strategies shrink towards the first of each.
 """
 
@@ -12,6 +13,7 @@ import torch
 
 from oracles.problem import Problem
 from properties.dirt import DIRTY
+from properties.dlse_families import DLSE_FAMILIES, NO_DLSE
 from properties.dout_families import DOUT_FAMILIES
 from properties.drawing import TORCH_DTYPES, Values, drawn_shape, length_tensors
 from properties.input_families import VALUE_FAMILIES
@@ -19,8 +21,10 @@ from properties.score_families import SCORE_FAMILIES, last_visible
 
 __all__ = [
     "DIRTY",
+    "DLSE",
     "DOUT",
     "INPUTS",
+    "NO_DLSE",
     "TORCH_DTYPES",
     "Values",
     "drawn_shape",
@@ -33,4 +37,7 @@ INPUTS: dict[str, Callable[[Problem], Values]] = {
 }
 DOUT: dict[str, Callable[[Problem], torch.Tensor]] = {
     family.__name__: family for family in DOUT_FAMILIES
+}
+DLSE: dict[str, Callable[[Problem], torch.Tensor]] = {
+    family.__name__: family for family in DLSE_FAMILIES
 }

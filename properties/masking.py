@@ -10,7 +10,7 @@ from oracles.problem import Problem
 from properties.agreement import OF_KEYS, OF_ROWS, agree, exact
 from properties.compare import Finding
 from properties.families import length_tensors
-from properties.tensors import Inputs, make
+from properties.tensors import make
 from properties.trial import Trial, run_subject
 
 __all__ = ["dirty_padding", "empty_rows", "hidden_positions"]
@@ -31,8 +31,11 @@ def empty_rows(trial: Trial) -> list[Finding]:
             findings += exact(trial, name, got, want.to(got.dtype), rows, "G3 empty rows", claim)
     if not empty.any():
         return findings
-    poisoned = torch.where(empty.unsqueeze(3), torch.nan, trial.inputs.dout)
-    again = run_subject(trial.subject, problem, trial.inputs._replace(dout=poisoned))
+    inputs = trial.inputs
+    poisoned = inputs._replace(dout=torch.where(empty.unsqueeze(3), torch.nan, inputs.dout))
+    if inputs.dlse is not None:
+        poisoned = poisoned._replace(dlse=torch.where(empty, torch.nan, inputs.dlse))
+    again = run_subject(trial.subject, problem, poisoned)
     return findings + agree(
         trial, again, "G3 empty rows", "depends on dout of a row without a visible key"
     )
@@ -69,14 +72,14 @@ def hidden_positions(trial: Trial) -> list[Finding]:
     seen = _seen(problem)
     key = _pick(problem, "key", seen.transpose(2, 3))
     row = _pick(problem, "row", seen)
-    q, k, v, dout = trial.inputs
+    inputs = trial.inputs
     at_key = torch.arange(problem.N, device=problem.device) == key.view(-1, 1)
     at_row = torch.arange(problem.M, device=problem.device) == row.view(-1, 1)
-    other_keys = run_subject(
-        trial.subject, problem, Inputs(q, _extreme(k, at_key), _extreme(v, at_key), dout)
-    )
-    other_q = _extreme(q, at_row) if problem.seed % 2 else q
-    other_rows = run_subject(trial.subject, problem, Inputs(other_q, k, v, _extreme(dout, at_row)))
+    keys = inputs._replace(k=_extreme(inputs.k, at_key), v=_extreme(inputs.v, at_key))
+    other_keys = run_subject(trial.subject, problem, keys)
+    other_q = _extreme(inputs.q, at_row) if problem.seed % 2 else inputs.q
+    rows = inputs._replace(q=other_q, dout=_extreme(inputs.dout, at_row))
+    other_rows = run_subject(trial.subject, problem, rows)
     blind_rows = ~(seen & at_key[:, None, None, :]).any(3)
     blind_keys = ~(seen & at_row[:, None, :, None]).any(2).any(1, keepdim=True)
     findings = agree(

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from oracles.outputs import OUTPUTS, Outputs
+from oracles.problem import TENSORS
 from properties.agreement import agree, found_where
 from properties.compare import Finding
 from properties.guard_bands import GuardBands, Overrun
-from properties.tensors import Inputs, make
+from properties.tensors import make
 from properties.trial import Trial, run_subject
 
 __all__ = ["far_offsets", "full_overwrite", "reads_in_bounds"]
@@ -98,16 +99,18 @@ def far_offsets(trial: Trial) -> list[Finding]:
             as address space only.
     """
     problem = trial.problem
-    shapes = [tuple(x.shape) for x in trial.inputs]
+    shapes = [tuple(x.shape) for x in trial.inputs.tensors]
     layouts = trial.subject.layouts
     whole = problem.seed % 2 == 1 or (layouts is not None and "strided" not in layouts)
     places, elements = _far_places(shapes, problem.seed // 2, whole_rows=whole)
     arena = _arena(_FAR + elements, problem.device, trial.inputs.q.dtype)
     moved = [
         arena[_FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
-        for x, place in zip(trial.inputs, places, strict=True)
+        for x, place in zip(trial.inputs.tensors, places, strict=True)
     ]
-    again = run_subject(trial.subject, problem, Inputs(*moved))
+    inputs = trial.inputs._replace(**dict(zip(TENSORS, moved, strict=True)))
+    again = run_subject(trial.subject, problem, inputs)
+    del inputs
     del arena, moved
     if problem.device == "cuda":
         torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ from oracles.problem import TENSORS, Problem
 from oracles.reference import RowMasks, chunk_height
 from properties.agreement import found_where
 from properties.compare import Finding, ratios, same_bits
-from properties.families import length_tensors
+from properties.families import NO_DLSE, length_tensors
 from properties.layouts import lay_out
 from properties.tensors import Inputs, make
 from properties.trial import Trial, run_subject
@@ -120,7 +120,7 @@ def doubled_values(trial: Trial) -> list[Finding]:
     normal number; an element of out counts if it is above the smallest normal number of its dtype.
     A subject that does not promise to repeat itself is held to the bound.
     """
-    problem, (q, k, v, dout) = trial.problem, trial.inputs
+    problem, v = trial.problem, trial.inputs.v
     info = torch.finfo(v.dtype)
     valid = _valid(problem, "v").expand_as(v)
     sizes = v[valid].abs().to(torch.float64)
@@ -131,7 +131,7 @@ def doubled_values(trial: Trial) -> list[Finding]:
     if float(nonzero.amax()) * _FACTOR > info.max or least < _SMALLEST:
         return []
     scaled = _with_values(problem, v, "v", v.to(torch.float64) * _FACTOR)
-    got = run_subject(trial.subject, problem, Inputs(q, k, scaled, dout))
+    got = run_subject(trial.subject, problem, trial.inputs._replace(v=scaled))
     findings = []
     for name, factor in (("out", _FACTOR), ("lse", 1.0)):
         first, second = getattr(trial.got, name), getattr(got, name)
@@ -160,12 +160,10 @@ def permuted(trial: Trial) -> list[Finding]:
     entries, heads = range(problem.B)[::-1], _reversed(torch.arange(problem.H)[None], problem.Hk)
     mask = problem.mask.taken(tuple(entries), tuple(heads[0].tolist()))
     turned = dataclasses.replace(problem, mask=mask)
-    inputs = Inputs(
-        *(
-            lay_out(_reversed(x, problem.Hk), layout)
-            for x, layout in zip(trial.inputs, problem.layouts, strict=True)
-        )
-    )
+    pairs = zip(trial.inputs.tensors, problem.layouts, strict=True)
+    inputs = Inputs(*(lay_out(_reversed(x, problem.Hk), layout) for x, layout in pairs))
+    if trial.inputs.dlse is not None:
+        inputs = inputs._replace(dlse=_reversed(trial.inputs.dlse, problem.Hk))
     again = run_subject(trial.subject, turned, inputs)
     exact = trial.subject.promises("G9") and trial.subject.promises("G10")
     findings = []
@@ -184,8 +182,8 @@ def permuted(trial: Trial) -> list[Finding]:
 
 
 def _equal_weights(problem: Problem) -> Inputs:
-    """The problem's tensors with k = 0, and normal values elsewhere."""
-    return make(dataclasses.replace(problem, inputs="zero_k", dout="normal"))
+    """The problem's tensors with k = 0, normal values elsewhere, and a loss on out alone."""
+    return make(dataclasses.replace(problem, inputs="zero_k", dout="normal", dlse=NO_DLSE))
 
 
 def _seen_by_rows(problem: Problem) -> Iterator[tuple[int, torch.Tensor]]:

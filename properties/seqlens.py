@@ -54,6 +54,7 @@ class Domain:
     layouts: tuple[str, ...]
     inputs: tuple[str, ...]
     dout: tuple[str, ...]
+    dlse: tuple[str, ...]
     dirty: tuple[str, ...]
     max_cost: int
     padding: bool

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from oracles.mask import Mask
 from oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
 from properties.drawn_masks import draw_mask
-from properties.families import DIRTY, DOUT, INPUTS
+from properties.families import DIRTY, DLSE, DOUT, INPUTS, NO_DLSE
 from properties.mask_classes import check_mask_class
 from properties.seqlens import Domain, Draw, Regime, draw_seqlens, seqlen_regimes, tile_count
 
@@ -109,6 +109,7 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
         layouts=_draw_layouts(draw, domain.layouts),
         inputs=draw(st.sampled_from(domain.inputs)),
         dout=draw(st.sampled_from(domain.dout)),
+        dlse=draw(st.sampled_from(domain.dlse)),
         dirty=draw(st.sampled_from(domain.dirty)) if padded else domain.dirty[0],
         config=draw(st.sampled_from(domain.configs)),
         seed=draw(st.integers(0, 2**31 - 1)),
@@ -179,6 +180,7 @@ def problems(
     layouts: Sequence[str] = LAYOUTS,
     inputs: str | None = None,
     dout: str | None = None,
+    lse_grad: bool = False,
     dirty: str | None = None,
     dirties: Sequence[str] = tuple(DIRTY),
     max_cost: int = 48,
@@ -219,6 +221,7 @@ def problems(
         layouts: Storage layouts, drawn for each tensor.
         inputs: The input family; None draws one of ``families.INPUTS``.
         dout: The dout family; None draws one of ``families.DOUT``.
+        lse_grad: Whether lse may have a gradient, of one of ``families.DLSE``.
         dirty: The dirty family; None draws one of dirties where there is padding.
         dirties: What to draw it from.
         max_cost: Limit on B * H * ceil(M / tile) * ceil(N / tile); the Triton interpreter takes
@@ -252,6 +255,7 @@ def problems(
         layouts=tuple(layouts),
         inputs=_chosen("inputs", inputs, tuple(INPUTS), first=4),
         dout=_chosen("dout", dout, tuple(DOUT), first=4),
+        dlse=(NO_DLSE,) * 6 + tuple(DLSE) if lse_grad else (NO_DLSE,),
         dirty=_chosen("dirty", dirty, tuple(dirties)),
         max_cost=max_cost,
         padding=padding,

@@ -13,6 +13,7 @@ import torch
 from oracles.outputs import Numerics
 from oracles.problem import DTYPES, Problem
 from properties.declarations import BITWISE, NUMERICS, check_declarations, declared_by
+from properties.dlse_families import NO_DLSE
 from properties.tutorial_call import tutorial_call
 
 __all__ = ["BITWISE", "Subject"]
@@ -48,7 +49,7 @@ class Subject:
         backward: Whether it has gradients.
         devices: Where it runs: "cpu", "cuda".
         returns_lse: Whether it returns (out, lse); None finds out.
-        lse_grad: Whether lse is differentiable. Gradients of lse are not checked.
+        lse_grad: Whether lse is differentiable, so that losses on lse are checked too.
         lse_base: Of the logarithm in lse, "e" or "2".
         empty_lse: Its lse of a row without a visible key: "-inf", "+inf" or 0.
         causal_alignment: "bottom-right", or "top-left", where row m stands at position m. The two
@@ -187,6 +188,7 @@ class Subject:
             (f"masks {self.masks}", "custom" in self.masks or mask.is_plain),
             (f"layouts {layouts}", layouts is None or {*problem.layouts} <= {*layouts}),
             (f"dirty {self.dirty}", clean or not padded),
+            ("lse_grad False", self.lse_grad or problem.dlse == NO_DLSE),
             (f"devices {self.devices}", problem.device in self.devices),
             (f"causal_alignment {alignment!r}", aligned),
         ):

@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from oracles.problem import TENSORS, Problem
-from properties.families import DIRTY, DOUT, INPUTS, TORCH_DTYPES, drawn_shape
+from properties.dirt import Dirt
+from properties.families import DIRTY, DLSE, DOUT, INPUTS, NO_DLSE, TORCH_DTYPES, drawn_shape
 from properties.layouts import lay_out
 
 __all__ = ["Inputs", "make"]
@@ -18,12 +19,21 @@ Family = TypeVar("Family")
 
 
 class Inputs(NamedTuple):
-    """q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv), dout (B,H,M,Dv), as the problem says them."""
+    """q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv), dout (B,H,M,Dv), as the problem says them.
+
+    dlse (B,H,M) is the gradient of lse, float32 (float64 for float64); None where there is none.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
+    dlse: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v, dout: what there always is, in the order of ``TENSORS``."""
+        return self.q, self.k, self.v, self.dout
 
 
 def _family(families: Mapping[str, Family], field: str, name: str) -> Family:
@@ -70,7 +80,7 @@ def make(
         around: What stands in the storage wherever no element does.
 
     Returns:
-        q, k, v, dout.
+        q, k, v, dout, dlse.
 
     Raises:
         ValueError: The problem names a family that does not exist, or ``layouts`` says "expanded"
@@ -95,4 +105,24 @@ def make(
         B, _, seqlen, columns = drawn_shape(problem, tensor)
         heads = problem.H if tensor in ("q", "dout") else problem.Hk
         made.append(lay_out(cast.expand(B, heads, seqlen, columns), layout, around))
-    return Inputs(*made)
+    dlse = None if problem.dlse == NO_DLSE else _dlse(problem, dirt, rows, layouts, around)
+    return Inputs(*made)._replace(dlse=dlse)
+
+
+def _dlse(
+    problem: Problem,
+    dirt: Dirt,
+    padding: torch.Tensor | None,
+    layouts: tuple[str, str, str, str] | None,
+    around: float,
+) -> torch.Tensor:
+    """The gradient of lse, stored as a dout of one column, whose dirt it has in padding."""
+    dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
+    cast = _cast(_family(DLSE, "dlse", problem.dlse)(problem), dtype).unsqueeze(3)
+    if padding is not None:
+        stands = dirt(problem, "dout")
+        if isinstance(stands, torch.Tensor):
+            stands = stands[..., :1].to(dtype)
+        cast = torch.where(padding, stands, cast)
+    wide = cast.expand(problem.B, problem.H, problem.M, 1)
+    return lay_out(wide, (layouts or problem.layouts)[3], around).squeeze(3)

@@ -133,20 +133,41 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
         _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
         if lse is not None:
             _check_form("lse", lse, q, tuple(q.shape[:3]))
-            lse = lse.detach()
+        got_lse = None if lse is None else lse.detach()
         if not subject.backward:
-            return Outputs(out.detach(), lse, None, None, None)
+            return Outputs(out.detach(), got_lse, None, None, None)
         if not out.requires_grad:
             raise AssertionError(
                 f"out of {subject.name} has no gradient; a subject without one declares "
                 "backward=False"
             )
-        gradients = torch.autograd.grad(out, (q, k, v), inputs.dout, allow_unused=True)
+        gradients = _gradients(problem, (q, k, v), inputs, out, lse)
     for name, gradient, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
         if gradient is None:
             raise AssertionError(f"out of {subject.name} does not depend on what {name} belongs to")
         _check_form(name, gradient, x, tuple(x.shape))
-    return Outputs(out.detach(), lse, *gradients)
+    return Outputs(out.detach(), got_lse, *gradients)
+
+
+def _gradients(
+    problem: Problem,
+    leaves: tuple[torch.Tensor, ...],
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """dq, dk, dv of a loss on out, on out and lse, or where dout is zero on lse alone."""
+    if inputs.dlse is None:
+        return torch.autograd.grad(out, leaves, inputs.dout, allow_unused=True)
+    if lse is None or not lse.requires_grad:
+        raise AssertionError("lse has no gradient; a subject without one declares lse_grad=False")
+    losses = [(out, inputs.dout), (lse, inputs.dlse)][problem.dout == "zero" :]
+    of, gradients = zip(*losses, strict=True)
+    found = torch.autograd.grad(of, leaves, gradients, allow_unused=True)
+    if len(losses) == 1 and found[2] is None:
+        # lse does not depend on v.
+        found = (*found[:2], torch.zeros_like(leaves[2]))
+    return found
 
 
 @dataclass(frozen=True)

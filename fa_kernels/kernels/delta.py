@@ -1,4 +1,4 @@
-"""What both backward kernels read of a row: delta = rowsum(out * dout) and the LSE in base 2.
+"""What both backward kernels read of a row: delta = rowsum(out * dout) - dlse, and LSE in base 2.
 
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 4.
 """
@@ -31,12 +31,16 @@ def delta_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
+    dlse_ptr,
     lse2_ptr,
     delta_ptr,
     stride_ob: tl.int64,
     stride_oh: tl.int64,
     stride_om: tl.int64,
     stride_od: tl.int64,
+    stride_lb: tl.int64,
+    stride_lh: tl.int64,
+    stride_lm: tl.int64,
     H: tl.int32,
     M: tl.int32,
     M_padded: tl.int32,
@@ -45,11 +49,13 @@ def delta_kernel(
     BLOCK_DV: tl.constexpr,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
 ):
     """Writes lse2 and delta (B,H,M_padded) for BLOCK_M rows of one head.
 
     Rows that take no part (no visible key, padding, past M) get lse2 = +inf, so that their P is 0,
-    and delta = 0. ``stride_o*`` are the strides of dout; out (B,H,M,Dv) is contiguous.
+    and delta = 0. ``stride_o*`` are the strides of dout, ``stride_l*`` those of dlse, which is not
+    read without HAS_DLSE; out (B,H,M,Dv) is contiguous.
     """
     m_blocks = M_padded // BLOCK_M
     m_block = tl.program_id(0) % m_blocks
@@ -60,12 +66,16 @@ def delta_kernel(
     offs_dv = tl.arange(0, BLOCK_DV)[None, :]
     lse = tl.load(lse_ptr + (bh.to(tl.int64) * M + offs_m), mask=offs_m < M, other=-float("inf"))
     # dout of a row without a visible key may hold anything: it is not read.
-    live = (lse != -float("inf"))[:, None]
+    live_m = lse != -float("inf")
+    live = live_m[:, None]
     douts = head_matrix(dout_ptr, bh // H, bh % H, stride_ob, stride_oh, stride_om, stride_od, Dv)
     dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
     outs = (out_ptr + bh.to(tl.int64) * M * Dv, tl.cast(Dv, tl.int64), 1, Dv)
     out = load_tile(outs, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
     delta = _row_sums(out.to(ACC) * dout.to(ACC))
+    if HAS_DLSE:
+        dlses = dlse_ptr + (bh // H) * stride_lb + (bh % H) * stride_lh
+        delta -= tl.load(dlses + offs_m * stride_lm, mask=live_m, other=0.0)
     row = bh.to(tl.int64) * M_padded + offs_m
     tl.store(lse2_ptr + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E))
     tl.store(delta_ptr + row, delta)

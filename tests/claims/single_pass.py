@@ -29,7 +29,7 @@ _DQ = """        dq = tl.dot(tl.trans(ds.to(q_t.dtype)), k, input_precision=DOTS
 """
 _SECOND_PASS = """        tile = arguments.config.dq
         programs = triton.cdiv(M, tile.block_m) * B * H
-        if programs:
+        if programs and of_rows:
             dq_kernel[(programs,)](
                 *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"),
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),

@@ -23,8 +23,8 @@ def test_k12_the_single_pass_has_the_gradients_of_two_passes(kernels, edited, de
     problem = Problem(H=4, Hk=2, M=70, N=90, D=24, Dv=16, dtype="bf16", mask=mask, device=device)
     inputs = make(problem)
     call = {"mask": mask, "sm_scale": problem.scale}
-    two = differentiate(kernels, *inputs, **call)
-    one = differentiate(edited("k12_single_pass", *SINGLE_PASS), *inputs, **call)
+    two = differentiate(kernels, *inputs.tensors, **call)
+    one = differentiate(edited("k12_single_pass", *SINGLE_PASS), *inputs.tensors, **call)
     assert torch.equal(one.dk, two.dk)
     assert torch.equal(one.dv, two.dv)
     want = reference.attention(*inputs, **call).dq

@@ -64,7 +64,7 @@ def at_the_end_of_large_tensors(trial):
     longer = "M" if small.M == TAIL else "N"
     large = dataclasses.replace(small, **{longer: TAIL + 2**31 // (small.H * small.D)})
     moved = []
-    for x, length in zip(trial.inputs, (large.M, large.N, large.N, large.M), strict=True):
+    for x, length in zip(trial.inputs.tensors, (large.M, large.N, large.N, large.M), strict=True):
         padded = torch.zeros((*x.shape[:2], length, x.shape[3]), dtype=x.dtype, device=x.device)
         padded[:, :, length - x.shape[2] :] = x
         moved.append(padded)

@@ -41,5 +41,7 @@ def test_fp16_comes_close_to_the_bound_where_it_underflows(for_all, pytestconfig
         return guarantees.accuracy(trial)
 
     inputs, dout = UNDERFLOWS[output]
-    for_all(record, Shard("fp16", "16x16", (16, 24, 32), 16), inputs=inputs, dout=dout)
+    for_all(
+        record, Shard("fp16", "16x16", (16, 24, 32), 16), inputs=inputs, dout=dout, lse_grad=False
+    )
     assert max(reached) >= AT_LEAST[output]

@@ -357,8 +357,8 @@ _MEMORY = (
         "T3 G1 G2 G3",
         (
             _LAUNCH,
-            "        if programs:\n            dkdv_kernel",
-            "        if programs and M:\n            dkdv_kernel",
+            "        if programs and of_keys:\n            dkdv_kernel",
+            "        if programs and of_keys and M:\n            dkdv_kernel",
         ),
     ),
     _fault(

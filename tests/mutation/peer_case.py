@@ -102,7 +102,7 @@ class Case:
     def clean(self) -> Inputs:
         """The inputs with zeros in padding."""
         rows, keys = self.padding
-        pairs = zip(self.inputs, (rows, keys, keys, rows), strict=True)
+        pairs = zip(self.inputs.tensors, (rows, keys, keys, rows), strict=True)
         return Inputs(*(x.detach().masked_fill(empty, 0.0) for x, empty in pairs))
 
     def eager(self, form: Eager) -> Outputs[torch.Tensor]:
@@ -167,7 +167,7 @@ def _flex(case: Case) -> Outputs[torch.Tensor]:
     Source: torch 2.13.0, torch/_higher_order_ops/flex_attention.py, math_attention and
     sdpa_dense_backward.
     """
-    q, k, v, dout = case.clean
+    q, k, v, dout = case.clean.tensors
     heads, work = k.shape[1], torch.promote_types(q.dtype, FP32)
     k, v = (x.repeat_interleave(q.shape[1] // heads, dim=1) for x in (k, v))
     scores = q.to(work) @ k.to(work).mT * case.sm_scale

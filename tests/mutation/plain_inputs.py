@@ -216,7 +216,7 @@ def plain(rule: str, problem: Problem) -> Inputs:
         raise ValueError(f"inputs is {problem.inputs!r}; needs 'normal'")
     values = _VALUES.get(rule, _Values())
     made = make(problem)
-    for name, x in zip(TENSORS, made, strict=True):
+    for name, x in zip(TENSORS, made.tensors, strict=True):
         if values.uniform:
             x.copy_(stream.uniform(problem.seed, f"plain/{name}", x.shape, problem.device))
         elif name != "dout":

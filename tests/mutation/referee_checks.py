@@ -180,8 +180,14 @@ CHECKS: tuple[Mutant, ...] = (
         ("empty rows are not run again", "    if not empty.any():\n", "    if empty.any():\n"),
         (
             "dout of empty rows is 0",
-            "torch.where(empty.unsqueeze(3), torch.nan, trial",
-            "torch.where(empty.unsqueeze(3), 0.0, trial",
+            "torch.where(empty.unsqueeze(3), torch.nan, inputs",
+            "torch.where(empty.unsqueeze(3), 0.0, inputs",
+        ),
+        (
+            "dlse of empty rows is left alone",
+            "torch.where(empty, torch.nan, inputs.dlse)",
+            "inputs.dlse",
+            "test_lse_gradient",
         ),
         ("dirt is compared with the same dirt", 'make(problem, dirty="zero")', "make(problem)"),
         (
@@ -196,28 +202,28 @@ CHECKS: tuple[Mutant, ...] = (
         ),
         (
             "a hidden key keeps its k",
-            "Inputs(q, _extreme(k, at_key), _extreme(v, at_key), dout)",
-            "Inputs(q, k, _extreme(v, at_key), dout)",
+            "_replace(k=_extreme(inputs.k, at_key), v=",
+            "_replace(v=",
         ),
         (
             "a hidden key keeps its v",
-            "Inputs(q, _extreme(k, at_key), _extreme(v, at_key), dout)",
-            "Inputs(q, _extreme(k, at_key), v, dout)",
+            ", v=_extreme(inputs.v, at_key))",
+            ")",
         ),
         (
             "a hidden row keeps its dout",
-            "Inputs(other_q, k, v, _extreme(dout, at_row))",
-            "Inputs(other_q, k, v, dout)",
+            ", dout=_extreme(inputs.dout, at_row))",
+            ")",
         ),
         (
             "a hidden row's q is always extreme",
-            "_extreme(q, at_row) if problem.seed % 2 else q",
-            "_extreme(q, at_row)",
+            "_extreme(inputs.q, at_row) if problem.seed % 2 else inputs.q",
+            "_extreme(inputs.q, at_row)",
         ),
         (
             "a hidden row's q is never extreme",
-            "_extreme(q, at_row) if problem.seed % 2 else q",
-            "q",
+            "_extreme(inputs.q, at_row) if problem.seed % 2 else inputs.q",
+            "inputs.q",
         ),
         ("rows that see the key are looked at", "blind_rows = ~(seen", "blind_rows = (seen"),
         (
@@ -263,7 +269,7 @@ CHECKS: tuple[Mutant, ...] = (
         ),
         ("the last axis is the far one", "axes[(first + number) % len(axes)]", "axes[-1]"),
         ("columns are always taken apart", "if whole_rows and len(axes) > 1", "if len(axes) < 1"),
-        ("nothing is moved", "Inputs(*moved))", "trial.inputs)"),
+        ("nothing is moved", "_replace(**dict(zip(TENSORS, moved, strict=True)))", "_replace()"),
         (
             "rows are taken apart where they may not be",
             'problem.seed % 2 == 1 or (layouts is not None and "strided" not in layouts)',
@@ -379,6 +385,12 @@ CHECKS: tuple[Mutant, ...] = (
         "test_identities",
         ("NaN holds", "bad = ~(identity.error <= limit)", "bad = identity.error > limit"),
         (
+            "a gradient of lse changes no sum",
+            " or trial.inputs.dlse is not None:",
+            ":",
+            "test_lse_gradient",
+        ),
+        (
             "rows that see nothing are summed",
             "torch.where(live, trial.inputs.dout.to(torch.float64), 0.0)",
             "trial.inputs.dout.to(torch.float64)",
@@ -390,8 +402,8 @@ CHECKS: tuple[Mutant, ...] = (
         ),
         (
             "held to it where the model is silent",
-            "if not trial.subject.backward or not is_valid(problem):",
-            "if not trial.subject.backward:",
+            "if not trial.subject.backward or not is_valid(problem) or",
+            "if not trial.subject.backward or",
         ),
         ("nothing drifts", "u_in * (true.abs() * few)", "0 * (true.abs() * few)"),
         ("all keys drift", "u_in * (true.abs() * few)", "u_in * true.abs()"),

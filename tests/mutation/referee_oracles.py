@@ -183,6 +183,18 @@ _REFERENCE = faults_of(
     "oracles/reference.py",
     "test_reference",
     (
+        "a gradient of lse has the other sign",
+        "loss = loss + torch.where(live,",
+        "loss = loss - torch.where(live,",
+        "test_bounds_agree",
+    ),
+    (
+        "a gradient of lse is that of the first rows",
+        "dlse[:, :, here].to(torch.float64)",
+        "dlse[:, :, : here.stop - here.start].to(torch.float64)",
+        "test_lse_gradient",
+    ),
+    (
         "dout of empty rows takes part",
         "q, dout = (torch.where(live, x.to(torch.float64), 0.0) for x in (q, dout))",
         "q, dout = torch.where(live, q.to(torch.float64), 0.0), dout.to(torch.float64)",
@@ -383,6 +395,27 @@ _FORWARD = faults_of(
 _BACKWARD = faults_of(
     "oracles/backward_error.py",
     "test_bounds_agree test_error_model",
+    (
+        "a gradient of lse is added to delta",
+        "        delta -= dlse\n",
+        "        delta += dlse\n",
+    ),
+    (
+        "a gradient of lse is no term",
+        "        delta_terms += dlse.abs()\n",
+        "",
+        "test_lse_gradient",
+    ),
+    (
+        "taking a gradient of lse off is exact",
+        "c.u * (delta.abs() + dlse.abs()) + 2 * c.eta_op",
+        "2 * c.eta_op",
+    ),
+    (
+        "a gradient of lse is not flushed",
+        "c.u * (delta.abs() + dlse.abs()) + 2 * c.eta_op",
+        "c.u * (delta.abs() + dlse.abs())",
+    ),
     (
         "flushed products of delta are free",
         "(2 * x.v.shape[2] + operands",
@@ -722,6 +755,12 @@ _NUMPY_UNITS = faults_of(
 _VARIANCE = faults_of(
     "oracles/variance.py",
     "test_variance",
+    (
+        "a gradient of lse changes no spread",
+        "        delta = delta - x.dlse\n",
+        "        pass\n",
+        "test_lse_gradient",
+    ),
     ("a rounding errs by half its spacing", "half_spacing.square() / 3", "half_spacing.square()"),
     (
         "subnormal numbers have as many digits",

@@ -58,6 +58,18 @@ RUNS: tuple[Mutant, ...] = (
         "properties/trial.py",
         "test_trial test_search test_guarantees",
         (
+            "a loss on lse alone is one on out too",
+            '[problem.dout == "zero" :]',
+            "[:]",
+            "test_lse_gradient",
+        ),
+        (
+            "an lse without a gradient passes",
+            "if lse is None or not lse.requires_grad:",
+            "if False:",
+            "test_lse_gradient",
+        ),
+        (
             "a forward alone is given inputs that ask for gradients",
             "requires_grad_(subject.backward)",
             "requires_grad_(True)",

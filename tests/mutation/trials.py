@@ -50,6 +50,10 @@ QUICK: tuple[Step, ...] = (
     _step(H=2, M=35, N=37, D=5, Dv=3, mask=Mask(causal=True), config="32x16"),
     # Every index of its own: batch entries, groups, strides.
     _step(B=2, H=4, Hk=2, M=5, N=7, D=3, Dv=2, mask=_SHORT, dirty="nan", layouts=_MIXED),
+    # The same with a gradient of lse, and with that alone.
+    _step("G3", B=2, H=4, Hk=2, M=5, N=7, D=3, Dv=2, mask=_SHORT, dirty="nan", layouts=_MIXED,
+          dlse="normal"),
+    _step(H=2, M=20, N=18, dout="zero", dlse="large"),
     # Masks with a predicate, beside a window and lengths: divided, whole and empty tiles, by batch
     # entry and by head; tiles that differ between the kernels.
     _step(B=2, M=48, N=48, mask=Document(starts=((16,), ()), window_left=20, window_right=9)),

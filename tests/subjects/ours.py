@@ -29,6 +29,7 @@ def adapted(package: ModuleType):
         return tile.block_m, tile.block_n
 
     flash_attention.returns_lse = True
+    flash_attention.lse_grad = True
     flash_attention.l_order = "tile"
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
     flash_attention.configs = {

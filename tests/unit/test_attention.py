@@ -19,7 +19,7 @@ from oracles.stream import normal
 
 pytest.importorskip("triton")
 
-from fa_kernels import CONFIGS, allocation, flash_attention
+from fa_kernels import CONFIGS, allocation, flash_attention, launch
 from fa_kernels.launch import ROW_PADDING
 
 B, H, HK, M, N, D, DV = 2, 2, 1, 17, 21, 8, 6
@@ -106,11 +106,64 @@ def test_where_nothing_is_visible_every_output_is_written_with_its_exact_value(
         assert torch.equal(getattr(got, name), torch.zeros_like(inputs[like])), name
 
 
-def test_a_loss_on_lse_alone_is_refused_by_autograd(device):
+LOSSES = {"out": (True, False), "lse": (False, True), "both": (True, True)}
+
+
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
+def test_a_loss_may_be_on_out_or_lse_or_both(losses, device):
+    inputs, mask = drawn(device, torch.float64), Mask(causal=True, seqlens_q=(M, 3))
+    dlse = normal(0, "dlse", (B, H, M)).to(device)
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    of = flash_attention(*leaves, mask=mask, sm_scale=0.3, return_lse=True, config=CONFIG)
+    chosen = [(x, g) for x, g, is_in in zip(of, (inputs.dout, dlse), losses, strict=True) if is_in]
+    outputs, gradients = zip(*chosen, strict=True)
+    got = torch.autograd.grad(outputs, leaves, gradients, materialize_grads=True)
+    dout = inputs.dout * losses[0]
+    call = {"mask": mask, "sm_scale": 0.3}
+    want = attention(*inputs[:3], dout, dlse * losses[1], **call)
+    judged = judge(
+        *inputs[:3], dout, dlse * losses[1], **call, in_dtype="fp64", numerics=Numerics()
+    )
+    for gradient, true, bound in zip(got, want[2:], judged.bound[2:], strict=True):
+        assert ((gradient - true).abs() <= bound).all()
+    assert not losses[1] or not torch.equal(want.dq, attention(*inputs, **call).dq)
+
+
+@pytest.mark.parametrize("shape", ["scalar", "heads", "rows", "transposed"])
+def test_a_gradient_of_lse_may_have_any_strides(shape, device):
+    inputs = drawn(device)
+    values = normal(0, "dlse", (B, H, M)).to(torch.float32).to(device)
+    dlse = {
+        "scalar": values[:1, :1, :1].expand(B, H, M),
+        "heads": values[:, :1].expand(B, H, M),
+        "rows": values[:, :, :1].expand(B, H, M),
+        "transposed": values.mT.contiguous().mT,
+    }[shape]
+    found = []
+    for gradient in (dlse, dlse.contiguous()):
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        of = flash_attention(*leaves, return_lse=True, config=CONFIG)
+        found.append(torch.autograd.grad(of, leaves, (inputs.dout, gradient)))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_gradient_of_lse_is_ignored_where_a_row_sees_nothing(device):
+    inputs, found = drawn(device), []
+    for value in (1.0, math.nan):
+        dlse = torch.ones(B, H, M, device=device)
+        dlse[:, :, 2:] = value
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        of = flash_attention(*leaves, seqlens_q=(2, 2), return_lse=True, config=CONFIG)
+        found.append(torch.autograd.grad(of, leaves, (inputs.dout, dlse)))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_second_derivative_by_way_of_lse_is_refused(device):
     q, k, v, _ = drawn(device)
     _, lse = flash_attention(q.requires_grad_(), k, v, return_lse=True, config=CONFIG)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        lse.sum().backward()
+    (dq,) = torch.autograd.grad(lse.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^flash_attention is differentiated twice;"):
+        (q.sum() + dq.square().sum()).backward()
 
 
 @pytest.mark.parametrize("power", [1, 2], ids=["constant_dout", "dout_of_out"])
@@ -139,6 +192,34 @@ def test_any_of_q_k_v_can_be_differentiated_without_the_others(wanted, device):
             assert torch.equal(x.grad, getattr(want, f"d{name}"))
         else:
             assert x.grad is None
+
+
+@pytest.mark.parametrize("wanted", [*SUBSETS, ("q", "k", "v")], ids="".join)
+def test_the_backward_computes_what_is_needed_alone(wanted, device, monkeypatch, allocated):
+    ran = []
+    for name in ("dq", "dkdv"):
+        kernel = getattr(launch, f"{name}_kernel")
+        monkeypatch.setattr(launch, f"{name}_kernel", Recorded(kernel, name, ran))
+    inputs = drawn(device)
+    leaves = [getattr(inputs, x).clone().requires_grad_(x in wanted) for x in "qkv"]
+    out = flash_attention(*leaves, config=CONFIG)
+    allocated.clear()
+    out.backward(inputs.dout)
+    of_keys = "k" in wanted or "v" in wanted
+    assert ran == ["dkdv"] * of_keys + ["dq"] * ("q" in wanted)
+    # Beside two numbers a row.
+    assert len(allocated) == 2 + 2 * of_keys + ("q" in wanted)
+
+
+class Recorded:
+    """A kernel that writes down that it was launched."""
+
+    def __init__(self, kernel, name, ran):
+        self.kernel, self.name, self.ran = kernel, name, ran
+
+    def __getitem__(self, grid):
+        self.ran.append(self.name)
+        return self.kernel[grid]
 
 
 def test_without_a_graph_only_the_forward_runs(device, allocated):

@@ -102,6 +102,40 @@ def assert_within(
         assert close.all(), f"{name}: {a[~close][:3]} and {other[~close][:3]}"
 
 
+@pytest.mark.parametrize("declared", ["default", "flushes", "ds of rounded p"])
+@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_references_and_bounds_agree_on_a_gradient_of_lse(
+    dtype: str, case: int, declared: str
+) -> None:
+    inputs, call, block_n = a_problem(f"{dtype}/dlse/{case}")
+    dlse = stream.normal(case, "dlse", inputs[3].shape[:3]) * (1, 64)[case % 2]
+    rows = call["mask"].lengths(*inputs[0].shape[:3:2], inputs[1].shape[2])[0]
+    for b, length in enumerate(rows):
+        dlse[b, :, length:] = math.nan
+    want = numpy_reference.attention(*as_arrays(inputs), dlse=dlse.numpy(), **call)
+    got = reference.attention(*inputs, dlse, **call)
+    numerics = Numerics(block_n=block_n, **DECLARATIONS[declared])
+    call |= {"in_dtype": dtype, "numerics": numerics}
+    want_bound = numpy_bound.bound(*as_arrays(inputs), dlse=dlse.numpy(), **call)
+    judged = error_model.judge(*inputs, dlse, **call, rows=32)
+    assert_within(got, want, Outputs(*(1e-12 * x for x in judged.terms)))
+    closely = Outputs(*(1e-10 * torch.from_numpy(x) for x in want_bound))
+    assert_within(judged.bound, want_bound, closely)
+    without = error_model.judge(*inputs, **call, rows=32).bound
+    assert (judged.bound.dq > without.dq).any() == without.dq.any()
+
+
+def test_bounds_agree_where_a_gradient_of_lse_is_flushed() -> None:
+    (q, k, v, dout), call, block_n = a_problem("fp32/flushed dlse/0")
+    small = [(x * 2.0**-120).to(torch.float32).double() for x in (v, dout)]
+    dlse = stream.normal(0, "dlse", dout.shape[:3]) * 2.0**-125
+    call |= {"in_dtype": "fp32", "numerics": Numerics(block_n=block_n, flushes=True)}
+    want = numpy_bound.bound(*as_arrays([q, k, *small]), dlse=dlse.numpy(), **call)
+    got = error_model.judge(q, k, *small, dlse, **call, rows=32).bound
+    assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
+
+
 @pytest.mark.parametrize("small", range(4))
 def test_bounds_agree_where_tf32_truncates_subnormal_operands(small: int) -> None:
     inputs, call, block_n = a_problem("fp32/subnormal/0")

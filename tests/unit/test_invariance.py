@@ -168,7 +168,7 @@ def test_every_batch_entry_and_group_of_heads_is_computed_alone_by_some_seed(mon
 def test_a_slice_alone_is_views_of_the_same_tensors(seed, monkeypatch):
     (b, group), problem, inputs, trial = slice_alone(seed, monkeypatch)
     assert (problem.B, problem.H, problem.Hk) == (1, 2, 1)
-    for part, whole in zip(inputs, trial.inputs, strict=True):
+    for part, whole in zip(inputs.tensors, trial.inputs.tensors, strict=True):
         heads = whole.shape[1] // PROBLEM.Hk
         want = whole[b : b + 1, group * heads : (group + 1) * heads]
         assert torch.equal(part, want)
@@ -235,7 +235,7 @@ def test_independence_has_nothing_to_check_on_fewer_than_two_slices(sizes, monke
 def test_layout_runs_on_contiguous_copies_of_the_same_elements(monkeypatch):
     trial = tried(Eager())
     (_, inputs), *_ = recorded(guarantees.layout, trial, monkeypatch)
-    for before, after in zip(trial.inputs, inputs, strict=True):
+    for before, after in zip(trial.inputs.tensors, inputs.tensors, strict=True):
         assert torch.equal(before, after)
         assert after.is_contiguous()
 

@@ -176,12 +176,12 @@ def rerun_inputs(check, problem: Problem, monkeypatch, subject=None):
     seen = []
 
     def record(_subject, _problem, inputs):
-        seen.append(inputs)
+        seen.append(inputs.tensors)
         return trial.got
 
     monkeypatch.setattr(memory, "run_subject", record)
     assert check(trial) == []
-    return trial.inputs, seen[0]
+    return trial.inputs.tensors, seen[0]
 
 
 def stored(x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +273,7 @@ def test_an_element_that_nobody_writes_is_found_where_it_is():
 def test_the_trial_is_not_run_on_other_inputs_to_see_what_it_writes(monkeypatch):
     first, second = rerun_inputs(guarantees.full_overwrite, PROBLEM, monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(first, make(PROBLEM), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, make(PROBLEM).tensors, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -13,7 +13,7 @@ from oracles.masks.prefix_lm import PrefixLM
 from oracles.problem import LAYOUTS, Problem
 from properties import guarantees
 from properties.compare import Violation
-from properties.families import DIRTY, DOUT, INPUTS
+from properties.families import DIRTY, DLSE, DOUT, INPUTS
 from properties.ledger import Ledger
 from properties.search import Examiner, attack, draws
 from properties.stacks import LARGEST, stacks
@@ -34,8 +34,8 @@ ODD = dataclasses.replace(STACK, B=3, mask=Mask(seqlens_q=(3, 4, 1), seqlens_k=(
 
 
 def same_values(whole, parts):
-    rows = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-    pairs = zip(whole, rows, strict=True)
+    rows = [torch.cat(tensors) for tensors in zip(*(x.tensors for x in parts), strict=True)]
+    pairs = zip(whole.tensors, rows, strict=True)
     return all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in pairs)
 
 
@@ -54,6 +54,13 @@ def test_inputs_are_those_of_the_problems(family):
 def test_dout_is_that_of_the_problems(family):
     stack = dataclasses.replace(STACK, dout=family)
     assert same_values(make(stack), map(make, parts_of(stack)))
+
+
+@pytest.mark.parametrize("family", DLSE)
+def test_dlse_is_that_of_the_problems(family):
+    stack = dataclasses.replace(STACK, dlse=family, dirty="inf")
+    parts = parts_of(stack)
+    assert torch.equal(make(stack).dlse, torch.cat([make(part).dlse for part in parts]))
 
 
 @pytest.mark.parametrize("family", DIRTY)

@@ -36,7 +36,7 @@ def predict(problem: Problem, numerics: Numerics, **chosen: int) -> Variances:
 
 def emulated(problem: Problem, kernel: Emulated) -> tuple[Outputs, Inputs]:
     inputs = make(problem)
-    arrays = tuple(x.double().numpy() for x in inputs)
+    arrays = tuple(x.double().numpy() for x in inputs.tensors)
     return kernel(Case(arrays, problem.mask, problem.scale, problem.dtype)), inputs
 
 
@@ -122,7 +122,7 @@ def test_underflow_of_ds_is_predicted(ds_scaled):
 
 
 def test_equal_values_feel_no_rounding_of_p_that_its_sum_shares():
-    q, k, v, dout = make(PROBLEM)
+    q, k, v, dout = make(PROBLEM).tensors
     shared, apart, unrounded = (
         variances(
             *(q, k, torch.ones_like(v), dout),

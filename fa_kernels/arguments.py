@@ -54,6 +54,8 @@ class Arguments:
         window_right: Keys visible after the own position, clamped to M + N.
         sm_scale: Factor on q.k.
         config: Complete tile configuration.
+        one_pass: Whether dq comes out of the pass that dk and dv do; the tile of that pass is then
+            config.dkdv.
         predicate: What else hides a key, of a mask that has that.
         maps: The tiles that each kernel then visits.
     """
@@ -64,6 +66,7 @@ class Arguments:
     window_right: int
     sm_scale: float
     config: Config
+    one_pass: bool = False
     predicate: Predicate | None = None
     maps: BlockMaps | None = None
 
@@ -229,10 +232,8 @@ def check(
     _check_tensors(q, k, v)
     _check_shapes(q, k, v)
     _check_device(q.device)
-    if backward == "one_pass":
-        raise NotImplementedError("backward is 'one_pass'; supported is 'two_pass'")
-    if backward != "two_pass":
-        raise ValueError(f"backward is {backward!r}; needs 'two_pass'")
+    if backward not in ("two_pass", "one_pass"):
+        raise ValueError(f"backward is {backward!r}; needs 'two_pass' or 'one_pass'")
     if mask is not None:
         given = [
             name
@@ -257,13 +258,16 @@ def check(
     N = k.shape[2]
     left, right = _checked_window(causal, window)
     block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
+    tiles = resolve(config, q.dtype, block_d)
+    one_pass = backward == "one_pass"
     arguments = Arguments(
         seqlens_q=_checked_lengths("seqlens_q", seqlens_q, B, M, q.device),
         seqlens_k=_checked_lengths("seqlens_k", seqlens_k, B, N, q.device),
         window_left=M + N if left is None else min(left, M + N),
         window_right=M + N if right is None else min(right, M + N),
         sm_scale=_checked_scale(sm_scale, D, q.dtype),
-        config=resolve(config, q.dtype, block_d),
+        config=dataclasses.replace(tiles, dkdv=tiles.one_pass) if one_pass else tiles,
+        one_pass=one_pass,
     )
     if not hasattr(mask, "native"):
         return arguments

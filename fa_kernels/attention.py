@@ -89,6 +89,8 @@ def flash_attention(
         sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.
         return_lse: Also return the log-sum-exp.
         backward: "two_pass": dk and dv in one kernel, dq in another, repeatable to the bit.
+            "one_pass": all in one kernel, 5 products of matrices in place of 7; dq is a sum by
+            atomics, in another order every time, so its last bits differ from run to run.
         config: Tile configuration, a ``Config`` or a name in ``CONFIGS``; None is "default".
 
     Returns:

@@ -46,22 +46,24 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tiles of the three matrix kernels and the arithmetic of fp32 dots.
+    """Tiles of the matrix kernels and the arithmetic of fp32 dots.
 
     Args:
         forward: Tile of the forward kernel; None takes the default for dtype and head_dim.
         dkdv: Tile of the dk/dv kernel.
         dq: Tile of the dq kernel.
+        one_pass: Tile of the dk/dv kernel where it makes dq too.
         dots: "ieee", or "tf32" to run the dots of fp32 inputs in TF32.
     """
 
     forward: Tile | None = None
     dkdv: Tile | None = None
     dq: Tile | None = None
+    one_pass: Tile | None = None
     dots: str = field(default="ieee")
 
     def __post_init__(self) -> None:
-        for name in ("forward", "dkdv", "dq"):
+        for name in ("forward", "dkdv", "dq", "one_pass"):
             if not isinstance(getattr(self, name), Tile | None):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; needs a Tile or None")
         if self.dots not in ("ieee", "tf32"):
@@ -69,9 +71,9 @@ class Config:
 
 
 def _square(block_m: int, block_n: int, warps: int = 1, dots: str = "ieee") -> Config:
-    """The same small tile for all three kernels."""
+    """The same small tile for all kernels."""
     tile = Tile(block_m, block_n, warps, 1)
-    return Config(forward=tile, dkdv=tile, dq=tile, dots=dots)
+    return Config(forward=tile, dkdv=tile, dq=tile, one_pass=tile, dots=dots)
 
 
 CONFIGS: dict[str, Config] = {
@@ -87,17 +89,22 @@ CONFIGS: dict[str, Config] = {
 }
 
 
-def _default_tiles(dtype: torch.dtype, block_d: int) -> tuple[Tile, Tile, Tile]:
-    """(forward, dkdv, dq) tiles for a dtype and the larger padded head_dim."""
+def _default_tiles(dtype: torch.dtype, block_d: int) -> tuple[Tile, Tile, Tile, Tile]:
+    """(forward, dkdv, dq, one_pass) tiles for a dtype and the larger padded head_dim."""
     if dtype in (torch.float16, torch.bfloat16):
         if block_d <= 64:
-            return Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)
+            square = Tile(64, 64, 4, 3)
+            return Tile(128, 64, 4, 3), square, square, Tile(64, 64, 4, 2)
         if block_d == 128:
-            return Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)
-        return Tile(64, 64, 8, 2), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)
+            of_keys = Tile(64, 128, 8, 3)
+            return Tile(128, 64, 8, 3), of_keys, Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)
+        of_keys = Tile(32, 64, 8, 1)
+        return Tile(64, 64, 8, 2), of_keys, Tile(64, 32, 8, 1), of_keys
     if dtype == torch.float32 and block_d <= 128:
-        return Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)
-    return Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)
+        square = Tile(32, 32, 4, 1)
+        return Tile(64, 32, 4, 1), square, square, square
+    smallest = Tile(16, 16, 4, 1)
+    return smallest, smallest, smallest, smallest
 
 
 def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Config:
@@ -120,10 +127,11 @@ def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Co
         config = CONFIGS[config]
     if not isinstance(config, Config):
         raise TypeError(f"config is {config!r}; needs a Config, a name or None")
-    forward, dkdv, dq = _default_tiles(dtype, block_d)
+    forward, dkdv, dq, one_pass = _default_tiles(dtype, block_d)
     return Config(
         forward=config.forward or forward,
         dkdv=config.dkdv or dkdv,
         dq=config.dq or dq,
+        one_pass=config.one_pass or one_pass,
         dots=config.dots,
     )

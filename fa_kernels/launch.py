@@ -128,9 +128,10 @@ def launch_backward(
     dlse: torch.Tensor | None = None,
     needed: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Returns dq, dk, dv, contiguous, in the dtypes of q, k, v. No atomics: repeatable.
+    """Returns dq, dk, dv, contiguous, in the dtypes of q, k, v.
 
-    Those that are not needed are None; dk and dv come from one kernel.
+    Those that are not needed are None; dk and dv come from one kernel. So does dq in one pass, its
+    parts added by atomics, in another order every time; else everything is repeatable.
     """
     B, H, M, D = q.shape
     Hk, N, Dv = v.shape[1:]
@@ -139,6 +140,7 @@ def launch_backward(
     lse2 = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
     delta = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
     of_rows, of_keys = needed[0], needed[1] or needed[2]
+    one_pass = arguments.one_pass and of_rows and of_keys
     dq, dk, dv = (
         allocation.empty(x.shape, dtype=x.dtype, device=x.device) if is_made else None
         for x, is_made in ((q, of_rows), (k, of_keys), (v, of_keys))
@@ -146,6 +148,11 @@ def launch_backward(
     # Without HAS_DLSE it is not read.
     dlses = lse if dlse is None else dlse
     constants = _constants(q.dtype, D, Dv, arguments)
+    # Without ONE_PASS they are not touched. Whole tiles of rows and columns.
+    sums = delta
+    if one_pass:
+        shape = (*delta.shape, constants["BLOCK_D"])
+        sums = allocation.empty(shape, dtype=delta.dtype, device=q.device).zero_()
     shared = (
         *q.stride(), *k.stride(), *v.stride(), *dout.stride(),
         H, H // Hk, M, m_padded, N, D, Dv,
@@ -165,12 +172,15 @@ def launch_backward(
         programs = triton.cdiv(N, tile.block_n) * B * Hk
         if programs and of_keys:
             dkdv_kernel[(programs,)](
-                *inputs, dk, dv, *lengths, *shared, *_predicate(arguments, "dkdv"),
-                ALIGNED=_is_aligned(q, k, v, dout, dk, dv), **constants, **_tile(tile),
+                *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"),
+                ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
+                **constants, **_tile(tile),
             )  # fmt: skip
+        if one_pass:
+            torch.mul(sums[:, :, :M, :D], arguments.sm_scale, out=dq)
         tile = arguments.config.dq
         programs = triton.cdiv(M, tile.block_m) * B * H
-        if programs and of_rows:
+        if programs and of_rows and not one_pass:
             dq_kernel[(programs,)](
                 *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"),
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),

@@ -114,9 +114,9 @@ def agree(
 ) -> list[Finding]:
     """Findings where a second run of a trial's problem differs from the first.
 
-    Where the subject promises the guarantee to the bit, bits are compared; otherwise they differ
-    where one of them, but not the other, leaves the bound around the oracle's result: what is wrong
-    in both is accuracy's to report.
+    Of outputs that the subject promises to the bit, bits are compared; others differ where one of
+    them, but not the other, leaves the bound around the oracle's result: what is wrong in both is
+    accuracy's to report.
 
     Args:
         trial: The first run.
@@ -128,22 +128,22 @@ def agree(
         only: The outputs to compare.
     """
     parts = [_part(rows if name in OF_ROWS else keys, name) for name in OUTPUTS]
-    if not trial.subject.promises(guarantee.split()[0]):
-        either: list[torch.Tensor | None] = [None] * len(OUTPUTS)
-        for place, (name, second) in enumerate(zip(OUTPUTS, again, strict=True)):
-            if second is not None and name in only:
-                either[place], parts[place] = _outside_in_one(trial, place, second, parts[place])
-        claim = f"{claim}, and leaves the bound"
-        bound = trial.judgement.bound
-        return within(trial, Outputs(*either), bound, guarantee, claim, Outputs(*parts))
+    promised = trial.subject.promises(guarantee.split()[0], trial.problem.config)
     findings = []
-    for name, got, second, part in zip(OUTPUTS, trial.got, again, parts, strict=True):
+    either: list[torch.Tensor | None] = [None] * len(OUTPUTS)
+    for place, (name, got, second) in enumerate(zip(OUTPUTS, trial.got, again, strict=True)):
         if got is None or second is None or name not in only:
             continue
-        everywhere = torch.ones((), dtype=torch.bool, device=got.device)
-        compared = everywhere if part is None else part
-        findings += exact(trial, name, second, got, compared, guarantee, claim)
-    return findings
+        if name in promised:
+            part = parts[place]
+            everywhere = torch.ones((), dtype=torch.bool, device=got.device)
+            compared = everywhere if part is None else part
+            findings += exact(trial, name, second, got, compared, guarantee, claim)
+        else:
+            either[place], parts[place] = _outside_in_one(trial, place, second, parts[place])
+    claim = f"{claim}, and leaves the bound"
+    bound = trial.judgement.bound
+    return findings + within(trial, Outputs(*either), bound, guarantee, claim, Outputs(*parts))
 
 
 def _outside_in_one(

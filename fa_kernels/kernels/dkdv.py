@@ -1,6 +1,7 @@
 """dk and dv: one program a key tile, K and V resident, over the query tiles of a group of heads.
 
-Everything is transposed, (BLOCK_N, BLOCK_M), so that P' and dS' are left operands as they stand.
+Everything is transposed, (BLOCK_N, BLOCK_M), so that P' and dS' are left operands as they stand. In
+one pass dq comes out of the same loop: each program adds its keys' part to sums in memory.
 
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
 """
@@ -37,6 +38,7 @@ def _accumulate(
     douts,
     lse2_pointer,
     delta_pointer,
+    dq_pointer,
     view,
     offs_n,
     tiles,
@@ -48,9 +50,13 @@ def _accumulate(
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
+    ONE_PASS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds query tiles of one head to dk and dv: the edge tiles if MASKED, else the full ones."""
+    """Adds query tiles of one head to dk and dv: the edge tiles if MASKED, else the full ones.
+
+    With ONE_PASS each query tile's dq gets what these keys add to it, unscaled.
+    """
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_tile = tl.arange(0, BLOCK_M)
@@ -87,6 +93,14 @@ def _accumulate(
             # Selected, not multiplied by p = 0: a hidden v near the maximum makes dp infinite.
             ds = tl.where(seen, ds, 0.0)
         dk = tl.dot(ds.to(q_t.dtype), tl.trans(q_t), dk, input_precision=DOTS, out_dtype=ACC)
+        if ONE_PASS:
+            # Full tiles are those that all valid keys see: p of a padding key can be infinite.
+            ds = tl.where(offs_n[:, None] < view[1], ds, 0.0)
+            # (BLOCK_M, BLOCK_D); whole tiles, so that nothing needs a mask.
+            dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision=DOTS, out_dtype=ACC)
+            dq_tile = tl.multiple_of(dq_pointer + tl.cast(start_m, tl.int64) * BLOCK_D, 16)
+            places = dq_tile + (offs_tile[:, None] * BLOCK_D + offs_d[None, :])
+            tl.atomic_add(places, dq, sem="relaxed")
     return dk, dv
 
 
@@ -100,6 +114,7 @@ def dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
+    dq_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
     stride_qb: tl.int64,
@@ -141,10 +156,12 @@ def dkdv_kernel(
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
+    ONE_PASS: tl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), contiguous, for one key tile of one kv head.
 
-    ``stride_o*`` are the strides of dout.
+    ``stride_o*`` are the strides of dout. With ONE_PASS it adds to dq (B,H,M_padded,BLOCK_D), in
+    the dtype of the accumulators and without sm_scale, by atomics; else dq is not touched.
     """
     n_blocks = tl.cdiv(N, BLOCK_N)
     n_block = tl.program_id(0) % n_blocks
@@ -185,8 +202,9 @@ def dkdv_kernel(
             if PREDICATE is not None:
                 tiles = listed_tiles(lists_ptr, b, h, n_block, stride_lb, stride_lh, stride_lt)
             dk, dv = _accumulate(
-                dk, dv, k, v, queries, douts, lse2_ptr + row, delta_ptr + row, view, offs_n, tiles,
-                qk_scale, BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, MASKED,
+                dk, dv, k, v, queries, douts, lse2_ptr + row, delta_ptr + row,
+                dq_ptr + row * BLOCK_D, view, offs_n, tiles, qk_scale,
+                BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, ONE_PASS, MASKED,
             )  # fmt: skip
 
     # Keys past seqlen_k were zero-filled; what their rows accumulated means nothing.

@@ -54,11 +54,17 @@ _OF_CONFIGS = (
     Shard("fp32", "default", (64, 33), 64),
     Shard("fp32", "16x16-tf32", (16, 5, 32, 21), 16),
     Shard("fp32", "tf32", (64, 40), 64),
+    # Tests take every nth: here each kind of test comes by at least one of these.
+    Shard("fp32", "16x32-one_pass", (32, 17), 32),
+    Shard("fp16", "default-one_pass", (128, 80, 65), 128),
+    Shard("bf16", "32x16-one_pass", (32, 24, 17), 32),
+    Shard("fp16", "16x16-one_pass", (16, 2, 13), 16),
 )
 _FLOAT64_OF_CONFIGS = (
     Shard("fp64", "16x16", (16, 3, 8, 13), 16),
     Shard("fp64", "16x32", (16, 5, 32, 24), 32),
     Shard("fp64", "32x16", (32, 17), 32),
+    Shard("fp64", "16x16-one_pass", (16, 5, 13), 16),
     Shard("fp64", "default", (64, 33), 16),
 )
 # Of a subject that has one configuration, whose tiles are not known.

@@ -339,6 +339,29 @@ _GRADIENTS = (
     ),
 )  # fmt: skip
 
+_ONE_PASS = (
+    _fault(
+        "launch: the sums of dq do not start at 0",
+        "flash_attn_triton.py, which guards against it",
+        "T3 G1 G2 G6 G13",
+        (_LAUNCH, "device=q.device).zero_()", "device=q.device)"),
+    ),
+    _fault(
+        "dkdv: in one pass padding keys of the tail tile reach dq",
+        "flash-attention@a4f148b6, @c65b5106, #443; pytorch#196678; trl#7181; cudnn-frontend#160",
+        "G1 G2",
+        (_DKDV, "            ds = tl.where(offs_n[:, None] < view[1], ds, 0.0)\n", ""),
+        hidden="while LSE is moderate: k of a padding key is 0, and only inf * 0 is NaN",
+    ),
+    _fault(
+        "dkdv: in one pass the last key tile overwrites dq",
+        "levanter#449; fla#889",
+        "T3 G1",
+        (_DKDV, 'tl.atomic_add(places, dq, sem="relaxed")', "tl.store(places, dq)"),
+        hidden="while a row sees keys of one tile",
+    ),
+)  # fmt: skip
+
 _MEMORY = (
     _fault(
         "launch: no forward where there are no keys",
@@ -439,4 +462,4 @@ _MEMORY = (
     ),
 )  # fmt: skip
 
-FAULTS: tuple[Mutant, ...] = (*_MASKS, *_SOFTMAX, *_GRADIENTS, *_MEMORY)
+FAULTS: tuple[Mutant, ...] = (*_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY)

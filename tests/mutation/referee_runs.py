@@ -14,8 +14,18 @@ RUNS: tuple[Mutant, ...] = (
         ("only D is supported", "{problem.D, problem.Dv} <= set(dims)", "problem.D in dims"),
         (
             "a comparison rests on itself",
-            "_PROMISED_WITH.get(guarantee, guarantee) in",
-            "guarantee in",
+            "_PROMISED_WITH.get(guarantee, guarantee) not in",
+            "guarantee not in",
+        ),
+        (
+            "a configuration has no atomics",
+            '.get("atomic", self.atomic)',
+            '.get("dots", self.atomic)',
+        ),
+        (
+            "what is summed by atomics is promised too",
+            "for name in OUTPUTS if name not in atomic)",
+            "for name in OUTPUTS)",
         ),
         (
             "base 2 is converted in the dtype of lse",

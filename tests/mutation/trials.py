@@ -43,6 +43,7 @@ _ONE_NARROW = [
 ]
 _WINDOW = Mask(window_left=20, window_right=3, seqlens_q=(30, 33), seqlens_k=(49, 20))
 _SHORT = Mask(window_left=3, window_right=1, seqlens_q=(5, 3), seqlens_k=(6, 7))
+_SHORT_OF_ONE = Mask(causal=True, seqlens_q=(35, 20), seqlens_k=(37, 19))
 _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 
 QUICK: tuple[Step, ...] = (
@@ -61,6 +62,11 @@ QUICK: tuple[Step, ...] = (
     _step(B=2, H=2, M=20, N=35, dirty="nan", layouts=_MIXED,
           mask=BlockSparse(side=12, percent=25, seed=19, seqlens_q=(20, 18), seqlens_k=(20, 35))),
     _step(M=70, N=40, config="16x32", mask=PrefixLM(prefix=16) | Mask(window_right=2)),
+    # dq in the pass of dk and dv: two tiles by three, heads in a group, rows that see nothing; keys
+    # of padding whose P is infinite; a tile that some of its rows divide.
+    _step(B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, config="16x16-one_pass"),
+    _step(H=2, M=17, N=35, dtype="fp16", inputs="lse_low_90", config="16x32-one_pass", **_ALIGNED),
+    _step("G3", M=40, N=17, mask=Mask(causal=True), dlse="normal", config="32x16-one_pass"),
     # Nothing of an fp32 dot may be in TF32.
     _step(M=20, N=40, dtype="fp32"),
     # The path of wide loads is taken by 16-bit tensors of whole head_dims.
@@ -108,7 +114,8 @@ STEPS: tuple[Step, ...] = (
     # The wide loads' offset of a tile: more than 512 rows of the longest stride they are taken for.
     *(_step("G12", B=2, M=600, N=600, dtype="fp16", config="64x32", seed=seed,
             mask=Mask(window_left=1, window_right=1), **_ALIGNED) for seed in (1, 3)),
-    _step("G10", "G13", M=18, N=20, dtype="fp16", **_ALIGNED),
+    *(_step("G10", "G13", M=18, N=20, dtype="fp16", config=config, **_ALIGNED)
+      for config in ("16x16", "16x16-one_pass")),
     # On ordinary data: errors no larger than independent roundings, and no side preferred.
     *(_step(*COMPANIONS, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")
       for dtype in ("bf16", "fp16")),

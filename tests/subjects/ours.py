@@ -11,6 +11,10 @@ from properties.families import TORCH_DTYPES
 
 __all__ = ["adapted", "flash_attention"]
 
+# What follows a configuration's name where the backward is backward="one_pass".
+_ONE_PASS = "-one_pass"
+_IN_ONE_PASS = ("default", "16x16", "16x32", "32x16")
+
 
 def adapted(package: ModuleType):
     """``flash_attention`` of the package, or of a copy of it, as a subject with declarations."""
@@ -18,14 +22,17 @@ def adapted(package: ModuleType):
 
     def flash_attention(q, k, v, *, mask, sm_scale, config="default"):
         """Returns (out, lse)."""
+        backward = "one_pass" if config.endswith(_ONE_PASS) else "two_pass"
         return package.flash_attention(
-            q, k, v, mask=mask, sm_scale=sm_scale, return_lse=True, config=config
-        )
+            q, k, v, mask=mask, sm_scale=sm_scale, return_lse=True, backward=backward,
+            config=config.removesuffix(_ONE_PASS),
+        )  # fmt: skip
 
     def tiles(problem: Problem) -> tuple[int, int]:
         """(block_m, block_n) of the forward kernel."""
         block_d = 1 << (max(problem.D, problem.Dv, 16) - 1).bit_length()
-        tile = resolve(problem.config, TORCH_DTYPES[problem.dtype], block_d).forward
+        config = problem.config.removesuffix(_ONE_PASS)
+        tile = resolve(config, TORCH_DTYPES[problem.dtype], block_d).forward
         return tile.block_m, tile.block_n
 
     flash_attention.returns_lse = True
@@ -35,7 +42,7 @@ def adapted(package: ModuleType):
     flash_attention.configs = {
         name: {"dots": "tf32", "dtypes": ("fp32",)} if config.dots == "tf32" else {}
         for name, config in package.CONFIGS.items()
-    }
+    } | {f"{name}{_ONE_PASS}": {"atomic": ("dq",)} for name in _IN_ONE_PASS}
     flash_attention.tiles = tiles
     return flash_attention
 

@@ -183,11 +183,10 @@ OPTIONS = {
     "scale_tensor": refusal(
         TypeError, "sm_scale", "tensor(1.)", "a float or None", sm_scale=torch.tensor(1.0)
     ),
-    "backward_unknown": refusal(ValueError, "backward", "'magic'", "'two_pass'", backward="magic"),
-    "backward_none": refusal(ValueError, "backward", "None", "'two_pass'", backward=None),
-    "backward_one_pass": refusal(
-        LATER, "backward", "'one_pass'", "'two_pass'", backward="one_pass"
+    "backward_unknown": refusal(
+        ValueError, "backward", "'magic'", "'two_pass' or 'one_pass'", backward="magic"
     ),
+    "backward_none": refusal(ValueError, "backward", "None", "'two_pass'", backward=None),
     "config_name": refusal(ValueError, "config", "'fast'", "'16x16'", config="fast"),
     "config_type": refusal(TypeError, "config", "16", "a Config, a name or None", config=16),
     "config_tile": refusal(TypeError, "config", "Tile(", "a Config", config=Tile(16, 16)),
@@ -347,7 +346,7 @@ def test_tiles_refuse_sizes_out_of_range(field, value, needs):
         Tile(**{"block_m": 32, "block_n": 32, field: value})
 
 
-@pytest.mark.parametrize("field", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize("field", ["forward", "dkdv", "dq", "one_pass"])
 def test_configs_refuse_what_is_no_tile(field):
     with pytest.raises(TypeError, match=rf"^{field} is \(16, 16\); needs a Tile or None$"):
         Config(**{field: (16, 16)})
@@ -364,9 +363,9 @@ def test_configs_refuse_unknown_dots(dots):
 def test_a_config_is_completed_and_keeps_what_it_says(dtype, block_d):
     said = Tile(32, 16)
     config = resolve(Config(dq=said, dots="tf32"), dtype, block_d)
-    assert isinstance(config.forward, Tile)
-    assert isinstance(config.dkdv, Tile)
+    assert all(isinstance(x, Tile) for x in (config.forward, config.dkdv, config.one_pass))
     assert (config.dq, config.dots) == (said, "tf32")
+    assert resolve(Config(one_pass=said), dtype, block_d).one_pass == said
 
 
 @pytest.mark.parametrize("given", [None, "default", CONFIGS["default"], Config()])

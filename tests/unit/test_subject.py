@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oracles.mask import Mask
-from oracles.outputs import Numerics
+from oracles.outputs import OUTPUTS, Numerics
 from oracles.problem import Problem
 from properties.subject import BITWISE, Subject
 from properties.trial import SubjectError, run_subject
@@ -125,7 +125,7 @@ def test_nothing_declared_excludes_nothing(problem):
 def test_everything_that_limits_the_domain_is_tried():
     limits = {word for row in DOMAINS for word in row[0]}
     conventions = {"returns_lse", "lse_grad", "lse_base", "empty_lse", "backward"}
-    judged = {"name", "source", "takes", "call", "bitwise", "numerics", "tiles"}
+    judged = {"name", "source", "takes", "call", "bitwise", "atomic", "numerics", "tiles"}
     assert {item.name for item in dataclasses.fields(Subject)} == limits | conventions | judged
 
 
@@ -310,16 +310,29 @@ def test_a_configuration_replaces_numerics_and_keeps_the_others():
 
 
 def test_nothing_is_promised_unless_it_is_declared():
-    assert not any(subject().promises(f"G{number}") for number in range(1, 14))
-    assert all(subject(bitwise=BITWISE).promises(guarantee) for guarantee in BITWISE)
+    assert not any(subject().promises(f"G{number}", "default") for number in range(1, 14))
+    promising = subject(bitwise=BITWISE)
+    assert {promising.promises(guarantee, "default") for guarantee in BITWISE} == {OUTPUTS}
+
+
+def test_what_is_summed_by_atomics_is_promised_of_no_configuration_that_says_so():
+    made = subject(bitwise=BITWISE, configs={"default": {}, "atomic": {"atomic": ("dq",)}})
+    assert made.promises("G10", "default") == OUTPUTS
+    assert made.promises("G10", "atomic") == ("out", "lse", "dk", "dv")
+    made = subject(
+        bitwise=("G8",), atomic=("dk", "dq"), configs={"default": {}, "other": {"atomic": ()}}
+    )
+    assert made.promises("G8", "default") == ("out", "lse", "dv")
+    assert made.promises("G8", "other") == OUTPUTS
+    assert made.promises("G10", "default") == ()
 
 
 @pytest.mark.parametrize(
     ("guarantee", "with_"), [("G3", "G10"), ("G7", "G10"), ("G13", "G10"), ("G12", "G8")]
 )
 def test_a_comparison_of_runs_is_as_sharp_as_the_promise_it_rests_on(guarantee, with_):
-    assert subject(bitwise=(with_,)).promises(guarantee)
-    assert not subject(bitwise=tuple({*BITWISE} - {with_})).promises(guarantee)
+    assert subject(bitwise=(with_,)).promises(guarantee, "default")
+    assert not subject(bitwise=tuple({*BITWISE} - {with_})).promises(guarantee, "default")
 
 
 def test_tiles_are_16_by_16_where_they_are_not_declared():

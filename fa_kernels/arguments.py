@@ -12,7 +12,15 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from fa_kernels.block_map import BlockMaps, Predicate, block_maps, predicate_of
+from fa_kernels.block_map import (
+    VISIBLE,
+    BlockMaps,
+    Predicate,
+    block_maps,
+    maps_of_blocks,
+    predicate_of,
+)
+from fa_kernels.block_mask import check_block_mask
 from fa_kernels.configs import Config, resolve
 
 __all__ = ["Arguments", "MaskLike", "check"]
@@ -218,6 +226,8 @@ def check(
     window: object,
     seqlens_q: object,
     seqlens_k: object,
+    block_mask: object = None,
+    block_size: object = 128,
     sm_scale: object,
     backward: object,
     config: Config | str | None,
@@ -269,15 +279,31 @@ def check(
         config=dataclasses.replace(tiles, dkdv=tiles.one_pass) if one_pass else tiles,
         one_pass=one_pass,
     )
-    if not hasattr(mask, "native"):
+    sizes, lengths = (H, M, N), (arguments.seqlens_q, arguments.seqlens_k)
+    window = (arguments.window_left, arguments.window_right)
+    predicate = _predicate_of(mask, B, *sizes, q.device)
+    if block_mask is not None:
+        check_block_mask(block_mask, block_size, q, k, arguments.config)
+        if predicate is not None:
+            raise NotImplementedError(
+                "block_mask is given together with a mask that has a predicate; supported beside "
+                "it are causal, window and lengths"
+            )
+        predicate = VISIBLE
+        maps = maps_of_blocks(block_mask, block_size, *sizes, window, lengths, arguments.config)
+    elif predicate is not None:
+        maps = block_maps(mask, B, *sizes, window, lengths, arguments.config)
+    else:
         return arguments
+    return dataclasses.replace(arguments, predicate=predicate, maps=maps)
+
+
+def _predicate_of(
+    mask: object, B: int, H: int, M: int, N: int, device: torch.device
+) -> Predicate | None:
+    """What a mask has beside lengths and window; None if nothing."""
+    if not hasattr(mask, "native"):
+        return None
     if type(mask).__hash__ is None:
         raise TypeError(f"mask is {mask!r}; needs to be hashable, since it has a method native")
-    predicate = predicate_of(mask, B, H, M, N, q.device)
-    if predicate is None:
-        return arguments
-    maps = block_maps(
-        mask, B, H, M, N, (arguments.window_left, arguments.window_right),
-        (arguments.seqlens_q, arguments.seqlens_k), arguments.config,
-    )  # fmt: skip
-    return dataclasses.replace(arguments, predicate=predicate, maps=maps)
+    return predicate_of(mask, B, H, M, N, device)

@@ -64,6 +64,8 @@ def flash_attention(
     window: tuple[int | None, int | None] = (None, None),
     seqlens_q: Sequence[int] | torch.Tensor | None = None,
     seqlens_k: Sequence[int] | torch.Tensor | None = None,
+    block_mask: torch.Tensor | None = None,
+    block_size: int = 128,
     sm_scale: float | None = None,
     return_lse: bool = False,
     backward: str = "two_pass",
@@ -86,6 +88,12 @@ def flash_attention(
         seqlens_q: Valid rows, B ints in [0, M] or an int32 tensor (B,) on the device of q, whose
             values are not checked but clamped to [0, M] by the kernels (no synchronisation).
         seqlens_k: Valid keys, B ints in [0, N] or an int32 tensor, likewise.
+        block_mask: Bool (H or 1, ceil(M / block_size), ceil(N / block_size)) on the device of q:
+            blocks of rows and keys that may see each other; others are hidden, and cost nothing.
+            On top of causal, window and lengths. It is not differentiated, and nothing waits for
+            it: no synchronisation.
+        block_size: Rows and keys of a block, a multiple of the configuration's tiles (128 of any
+            default one).
         sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.
         return_lse: Also return the log-sum-exp.
         backward: "two_pass": dk and dv in one kernel, dq in another, repeatable to the bit.
@@ -117,6 +125,8 @@ def flash_attention(
         window=window,
         seqlens_q=seqlens_q,
         seqlens_k=seqlens_k,
+        block_mask=block_mask,
+        block_size=block_size,
         sm_scale=sm_scale,
         backward=backward,
         config=config,

@@ -1,7 +1,7 @@
-"""Block maps: for masks with a predicate, the tiles that each tile visits, as lists.
+"""Block maps: the tiles that each tile visits, as lists.
 
-The predicate is asked once, on the finest tiles that any of the kernels uses; the map of each
-kernel is made of that.
+Of a mask with a predicate, which is asked once, on the finest tiles that any of the kernels uses:
+the map of each kernel is made of that. Of a map of blocks, for each kernel in one launch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import triton
 
 from fa_kernels import allocation
 from fa_kernels.configs import Config, Tile
+from fa_kernels.device import on_device
+from fa_kernels.kernels.block_lists import block_lists_kernel, everywhere
 from fa_kernels.kernels.tile_kinds import tile_kinds_kernel
 
-__all__ = ["BlockMaps", "Predicate", "block_maps", "predicate_of"]
+__all__ = ["VISIBLE", "BlockMaps", "Predicate", "block_maps", "maps_of_blocks", "predicate_of"]
 
 
 _NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
@@ -42,6 +44,12 @@ class BlockMaps(NamedTuple):
     forward: torch.Tensor
     dkdv: torch.Tensor
     dq: torch.Tensor
+
+
+# Beside what the lists leave out.
+VISIBLE = Predicate(everywhere, (0,))
+# Tiles that one step of a list is made of.
+_CHUNK = 64
 
 
 @lru_cache(maxsize=64)
@@ -114,10 +122,11 @@ def block_maps(
                 f"of {fine.block_m}x{fine.block_n}; supported are fewer than {_MOST // 3:,}"
             )
         kinds = allocation.empty(shape, dtype=torch.int8, device=device)
-        tile_kinds_kernel[(kinds.numel() // 3,)](
-            kinds, seqlens_q, seqlens_k, H, M, N, m_blocks, n_blocks, *window, predicate.args,
-            BLOCK_M=fine.block_m, BLOCK_N=fine.block_n, PREDICATE=predicate.function,
-        )  # fmt: skip
+        with on_device(kinds):
+            tile_kinds_kernel[(kinds.numel() // 3,)](
+                kinds, seqlens_q, seqlens_k, H, M, N, m_blocks, n_blocks, *window, predicate.args,
+                BLOCK_M=fine.block_m, BLOCK_N=fine.block_n, PREDICATE=predicate.function,
+            )  # fmt: skip
         some, of_rows, of_keys = kinds.bool().unbind(4)
         return BlockMaps(
             forward=_lists(some, of_rows, fine, config.forward),
@@ -145,3 +154,63 @@ def _lists(some: torch.Tensor, full: torch.Tensor, fine: Tile, tile: Tile) -> to
     kind = torch.where(some, full, 2)
     counts = torch.stack([(kind == 0).sum(3), (kind == 1).sum(3)], 3)
     return torch.cat([counts, kind.argsort(stable=True)], 3).to(torch.int32)
+
+
+def maps_of_blocks(
+    blocks: torch.Tensor,
+    side: int,
+    H: int,
+    M: int,
+    N: int,
+    window: tuple[int, int],
+    lengths: tuple[torch.Tensor, torch.Tensor],
+    config: Config,
+) -> BlockMaps:
+    """The maps of a map of blocks, without a synchronisation.
+
+    Args:
+        blocks: Bool (H or 1, ceil(M / side), ceil(N / side)), any strides.
+        side: Rows and keys of a block, a multiple of every tile.
+        H: Query heads.
+        M: Query rows.
+        N: Keys.
+        window: (window_left, window_right), both given.
+        lengths: int32 (B,) of queries and of keys, on the device.
+        config: Complete tile configuration.
+    """
+    seqlens_q, seqlens_k = lengths
+    blocks = blocks.view(torch.int8).expand(H, -1, -1)
+    of_rows = (blocks, seqlens_q, seqlens_k, H, M, N, *window, side)
+    of_keys = (blocks.mT, seqlens_k, seqlens_q, H, N, M, *window[::-1], side)
+    return BlockMaps(
+        forward=_lists_of_blocks(*of_rows, config.forward),
+        dkdv=_lists_of_blocks(*of_keys, _turned(config.dkdv)),
+        dq=_lists_of_blocks(*of_rows, config.dq),
+    )
+
+
+def _lists_of_blocks(
+    blocks: torch.Tensor,
+    seqlens_here: torch.Tensor,
+    seqlens_there: torch.Tensor,
+    H: int,
+    here: int,
+    there: int,
+    before: int,
+    after: int,
+    side: int,
+    tile: Tile,
+) -> torch.Tensor:
+    """The map of one kernel, whose tile has block_m elements here and block_n there."""
+    tiles = triton.cdiv(here, tile.block_m)
+    shape = (len(seqlens_here), H, tiles, 2 + triton.cdiv(there, tile.block_n))
+    lists = allocation.empty(shape, dtype=torch.int32, device=blocks.device)
+    programs = math.prod(shape[:3])
+    if programs:
+        with on_device(blocks):
+            block_lists_kernel[(programs,)](
+                lists, blocks, seqlens_here, seqlens_there, *blocks.stride(),
+                H, here, there, before, after, side,
+                BLOCK_HERE=tile.block_m, BLOCK_THERE=tile.block_n, CHUNK=_CHUNK,
+            )  # fmt: skip
+    return lists

@@ -1,41 +1,40 @@
-"""Random blocks of 128 x 128: each head sees its own."""
+"""Random blocks, of 128 x 128 by default: each head sees its own, or all the same."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 
 from oracles.jit import jit, tl
-from oracles.mask import Between, Mask
+from oracles.mask import Mask
 from oracles.stream import uniform
 
 __all__ = ["BlockSparse"]
 
-BLOCK: int = 128
-
 
 @jit
 def _native(b, h, m, n, args):
-    """args: (blocks (H, rows, columns), rows, columns, side of a block)."""
-    at = (h * args[1] + m // args[3]) * args[2] + n // args[3]
+    """args: (blocks (H or 1, rows, columns), rows, columns, side of a block, 0 if of all heads)."""
+    at = (h * args[4] * args[1] + m // args[3]) * args[2] + n // args[3]
     return tl.load(args[0] + at) != 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(Mask):
-    """Blocks of ``side`` rows and keys, visible or not as a whole, drawn for each head.
+    """Blocks of ``side`` rows and keys, visible or not as a whole, drawn by seed.
 
     Args:
         percent: Of all blocks that are visible, about.
         seed: Of the draw.
         side: Rows and keys of a block.
+        per_head: Whether each head has blocks of its own.
     """
 
-    percent: Annotated[int, Between(0, 100)] = 50
-    seed: Annotated[int, Between(0, 2**31 - 1)] = 0
-    side: Annotated[int, Between(BLOCK, BLOCK)] = BLOCK
+    percent: int = 50
+    seed: int = 0
+    side: int = 128
+    per_head: bool = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -44,16 +43,27 @@ class BlockSparse(Mask):
     def allows(self, b, h, m, n, *, M, N):
         """The definition."""
         h = torch.as_tensor(h)
-        blocks = self._blocks(1 + int(h.max()), M, N).to(h.device)
-        return blocks[h, m // self.side, n // self.side]
+        blocks = self.blocks(1 + int(h.max()), M, N).to(h.device)
+        return blocks[h if self.per_head else 0, m // self.side, n // self.side]
 
     def native(self, B, H, M, N, device):
         """The same in Triton."""
-        blocks = self._blocks(H, M, N).to(torch.int8).to(device)
-        return _native, (blocks, *blocks.shape[1:], self.side)
+        blocks = self.blocks(H, M, N).to(torch.int8).to(device)
+        return _native, (blocks, *blocks.shape[1:], self.side, int(self.per_head))
 
-    def _blocks(self, H, M, N):
-        """Bool (H, rows of blocks, columns of blocks)."""
+    def blocks(self, H, M, N):
+        """Bool (H or 1, rows of blocks, columns of blocks)."""
         shape = -(-M // self.side), -(-N // self.side)
-        drawn = [uniform(self.seed, f"block-sparse/{h}", shape) for h in range(H)]
+        heads = H if self.per_head else 1
+        drawn = [uniform(self.seed, f"block-sparse/{h}", shape) for h in range(heads)]
         return torch.stack(drawn) * 100 < self.percent
+
+    @classmethod
+    def draw(cls, rng, B, H, M, N):
+        """Blocks of 16 to 128, few or many of them."""
+        return cls(
+            percent=rng.choice((0, 10, 50, 90, 100)),
+            seed=rng.randrange(2**31),
+            side=rng.choice((16, 32, 64, 128)),
+            per_head=rng.random() < 0.5,
+        )

@@ -67,6 +67,13 @@ QUICK: tuple[Step, ...] = (
     _step(B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, config="16x16-one_pass"),
     _step(H=2, M=17, N=35, dtype="fp16", inputs="lse_low_90", config="16x32-one_pass", **_ALIGNED),
     _step("G3", M=40, N=17, mask=Mask(causal=True), dlse="normal", config="32x16-one_pass"),
+    # A map of blocks, of each head and of all, beside lengths and a window; default tiles, of which
+    # a block holds several.
+    *(_step(B=2, H=2, M=40, N=70, config="16x32", dirty="nan", layouts=_MIXED,
+            mask=BlockSparse(side=32, percent=60, seed=seed, per_head=per_head, window_left=40,
+                             window_right=12, seqlens_q=(40, 30), seqlens_k=(70, 50)))
+      for seed, per_head in ((2, True), (3, False))),
+    _step(M=150, N=300, dtype="fp16", config="default", mask=BlockSparse(seed=1), **_ALIGNED),
     # Nothing of an fp32 dot may be in TF32.
     _step(M=20, N=40, dtype="fp32"),
     # The path of wide loads is taken by 16-bit tensors of whole head_dims.

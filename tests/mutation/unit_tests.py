@@ -15,13 +15,34 @@ __all__ = ["FILES", "TESTED_ALONE", "failure_of"]
 # Those first that alone see a fault of a kernel.
 FILES = tuple(
     f"tests/unit/test_{name}.py"
-    for name in ("launch", "element_mask", "ranges", "attention", "arguments", "block_map")
+    for name in (
+        "launch",
+        "element_mask",
+        "ranges",
+        "attention",
+        "arguments",
+        "block_map",
+        "block_mask",
+    )
 )
 # What they are about.
 TESTED_ALONE = tuple(
     f"fa_kernels/{name}.py"
-    for name in ("arguments", "block_map", "kernels/tile_kinds", "launch", "ranges")
+    for name in (
+        "arguments",
+        "block_map",
+        "block_mask",
+        "kernels/block_lists",
+        "kernels/tile_kinds",
+        "launch",
+        "ranges",
+    )
 )
+
+_TESTS_OF_KERNELS = {
+    "fa_kernels/kernels/tile_kinds.py": "tests/unit/test_block_map.py",
+    "fa_kernels/kernels/block_lists.py": "tests/unit/test_block_mask.py",
+}
 
 
 def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
@@ -34,8 +55,9 @@ def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
         edited: What differs in it, such as "fa_kernels/launch.py": tests about that come first.
     """
     about = {path.replace("fa_kernels/", "tests/unit/test_") for path in edited}
-    if "fa_kernels/kernels/tile_kinds.py" in edited:
-        about.add("tests/unit/test_block_map.py")
+    for kernel, test in _TESTS_OF_KERNELS.items():
+        if kernel in edited:
+            about.add(test)
     copies = {
         name: module
         for name, module in sys.modules.items()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from types import ModuleType
 
+import torch
+
 import fa_kernels
+from oracles.mask import Mask
+from oracles.masks.block_sparse import BlockSparse
 from oracles.problem import Problem
 from properties.families import TORCH_DTYPES
 
@@ -23,16 +28,36 @@ def adapted(package: ModuleType):
     def flash_attention(q, k, v, *, mask, sm_scale, config="default"):
         """Returns (out, lse)."""
         backward = "one_pass" if config.endswith(_ONE_PASS) else "two_pass"
-        return package.flash_attention(
-            q, k, v, mask=mask, sm_scale=sm_scale, return_lse=True, backward=backward,
-            config=config.removesuffix(_ONE_PASS),
-        )  # fmt: skip
+        options = {
+            "sm_scale": sm_scale, "return_lse": True, "backward": backward,
+            "config": config.removesuffix(_ONE_PASS),
+        }  # fmt: skip
+        if isinstance(mask, BlockSparse) and mask.side % _largest_tile(q, v, options) == 0:
+            blocks = mask.blocks(q.shape[1], q.shape[2], k.shape[2]).to(q.device)
+            beside = Mask(
+                causal=mask.causal, window_left=mask.window_left, window_right=mask.window_right,
+                seqlens_q=mask.seqlens_q, seqlens_k=mask.seqlens_k,
+            )  # fmt: skip
+            return package.flash_attention(
+                q, k, v, mask=beside, block_mask=blocks, block_size=mask.side, **options
+            )
+        return package.flash_attention(q, k, v, mask=mask, **options)
+
+    def _largest_tile(q, v, options) -> int:
+        """Of blocks that are a multiple of it there is a map; others are asked for by predicate."""
+        tiles = tiles_of(options["config"], q.dtype, q.shape[3], v.shape[3])
+        if options["backward"] == "one_pass":
+            tiles = dataclasses.replace(tiles, dkdv=tiles.one_pass)
+        return max(max(x.block_m, x.block_n) for x in (tiles.forward, tiles.dkdv, tiles.dq))
+
+    def tiles_of(config: str, dtype: torch.dtype, D: int, Dv: int):
+        """The complete configuration."""
+        return resolve(config, dtype, 1 << (max(D, Dv, 16) - 1).bit_length())
 
     def tiles(problem: Problem) -> tuple[int, int]:
         """(block_m, block_n) of the forward kernel."""
-        block_d = 1 << (max(problem.D, problem.Dv, 16) - 1).bit_length()
         config = problem.config.removesuffix(_ONE_PASS)
-        tile = resolve(config, TORCH_DTYPES[problem.dtype], block_d).forward
+        tile = tiles_of(config, TORCH_DTYPES[problem.dtype], problem.D, problem.Dv).forward
         return tile.block_m, tile.block_n
 
     flash_attention.returns_lse = True

@@ -1,0 +1,208 @@
+"""block_mask: the lists of each kernel, whoever made them, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from oracles.mask import Mask
+from oracles.masks.block_sparse import BlockSparse
+from oracles.stream import normal
+
+pytest.importorskip("triton")
+
+from fa_kernels import Config, Tile, flash_attention
+from fa_kernels.block_map import block_maps, maps_of_blocks
+from fa_kernels.configs import CONFIGS
+
+B, H, HK, M, N, D = 2, 4, 2, 70, 100, 8
+CONFIG = "16x32"
+BLOCKS = BlockSparse(side=32, percent=50, seed=4)
+OF_ALL_HEADS = dataclasses.replace(BLOCKS, per_head=False)
+BESIDE = {
+    "nothing": {},
+    "causal": {"causal": True},
+    "window": {"window_left": 33, "window_right": 20},
+    "lengths": {"seqlens_q": (70, 40), "seqlens_k": (64, 99)},
+    "no length": {"seqlens_q": (0, 70), "seqlens_k": (100, 0)},
+    "all": {"causal": True, "window_left": 50, "seqlens_q": (64, 33), "seqlens_k": (97, 32)},
+}
+_LIST_CONFIGS = (
+    CONFIGS["16x16"],
+    CONFIGS["16x32"],
+    Config(forward=Tile(32, 16), dkdv=Tile(16, 32), dq=Tile(32, 32)),
+)
+
+
+def drawn(device: str, **sizes: int) -> list[torch.Tensor]:
+    """q, k, v, dout."""
+    size = {"M": M, "N": N, **sizes}
+    shapes = [(B, H, size["M"], D), *2 * [(B, HK, size["N"], D)], (B, H, size["M"], D)]
+    names = ("q", "k", "v", "dout")
+    return [normal(0, x, s).half().to(device) for x, s in zip(names, shapes, strict=True)]
+
+
+def called(inputs: list[torch.Tensor], **arguments: object) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out, lse = flash_attention(*leaves, return_lse=True, **{"config": CONFIG, **arguments})
+    return [out, lse, *torch.autograd.grad(out, leaves, inputs[3])]
+
+
+def are_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def listed(lists: torch.Tensor) -> list[tuple[list[int], list[int]]]:
+    """(divided tiles, whole tiles) of each row of a map."""
+    found = []
+    for mixed, full, *tiles in lists.flatten(0, 2).tolist():
+        found.append((tiles[:mixed], tiles[mixed : mixed + full]))
+    return found
+
+
+@pytest.mark.parametrize("config", _LIST_CONFIGS, ids=["16x16", "16x32", "apart"])
+@pytest.mark.parametrize("mask", [BLOCKS, OF_ALL_HEADS], ids=["heads", "all_heads"])
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_lists_are_those_of_the_predicate_that_says_the_same(device, beside, mask, config):
+    mask = dataclasses.replace(mask, **beside)
+    far = M + N
+    window = tuple(far if x is None else x for x in (mask.window_left, mask.right))
+    lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int32, device=device).unbind()
+    want = block_maps(mask, B, H, M, N, window, lengths, config)
+    blocks = mask.blocks(H, M, N).to(device)
+    got = maps_of_blocks(blocks, mask.side, H, M, N, window, lengths, config)
+    for name in want._fields:
+        of_blocks, of_predicate = listed(getattr(got, name)), listed(getattr(want, name))
+        # The predicate's maps may have rows of tiles past the end, which are empty.
+        rows = getattr(got, name).shape[2]
+        kept = [
+            row for i, row in enumerate(of_predicate) if i % getattr(want, name).shape[2] < rows
+        ]
+        assert of_blocks == kept, name
+
+
+def test_more_tiles_than_one_step_takes_are_listed_in_order(device):
+    """A step is 64 tiles: of 200 divided and whole ones none is lost or comes twice."""
+    q, k, v, dout = drawn(device, M=5, N=200 * 16 + 3)
+    blocks = torch.rand(H, 1, 201, generator=torch.Generator().manual_seed(1)) < 0.6
+    blocks = blocks.to(device)
+    seen = blocks.repeat_interleave(16, 2)[:, :, : k.shape[2]].expand(-1, 5, -1)
+    got = called([q, k, v, dout], block_mask=blocks, block_size=16, config="16x16")[0]
+    scores = (q.double() @ k.double().repeat_interleave(H // HK, 1).mT) * D**-0.5
+    p = scores.masked_fill(~seen, -torch.inf).softmax(3)
+    want = p @ v.double().repeat_interleave(H // HK, 1)
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_a_map_gives_the_bits_that_the_predicate_gives(device, beside, backward):
+    inputs = drawn(device)
+    blocks = BLOCKS.blocks(H, M, N).to(device)
+    want = called(inputs, mask=dataclasses.replace(BLOCKS, **beside))
+    got = called(inputs, mask=Mask(**beside), block_mask=blocks, block_size=32, backward=backward)
+    for place, (x, y) in enumerate(zip(got, want, strict=True)):
+        if backward == "one_pass" and place == 2:  # dq, whose sum has another order
+            torch.testing.assert_close(x, y)
+        else:
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["heads", "all_heads"])
+def test_a_map_may_have_any_strides(device, one):
+    inputs = drawn(device)
+    blocks = BLOCKS.blocks(H, M, N)[: 1 if one else H].to(device)
+    want = called(inputs, block_mask=blocks, block_size=32)
+    apart = torch.ones((*blocks.shape[:2], 2 * blocks.shape[2]), dtype=torch.bool, device=device)
+    apart[:, :, ::2] = blocks
+    for same in (apart[:, :, ::2], blocks.mT.contiguous().mT, blocks.flip(0).flip(0)):
+        assert are_equal(called(inputs, block_mask=same, block_size=32), want)
+    if one:
+        assert are_equal(called(inputs, block_mask=blocks.expand(H, -1, -1), block_size=32), want)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(M, N), (0, N), (M, 0), (0, 0)])
+def test_where_no_block_is_visible_everything_is_zero(device, rows, keys):
+    inputs = drawn(device, M=rows, N=keys)
+    nothing = torch.zeros(1, -(-rows // 32), -(-keys // 32), dtype=torch.bool, device=device)
+    out, lse, *gradients = called(inputs, block_mask=nothing, block_size=32)
+    assert (lse == -torch.inf).all()
+    assert not any(x.any() for x in (out, *gradients))
+
+
+def test_the_backward_is_that_of_the_map_that_the_forward_had(device):
+    inputs = drawn(device)
+    blocks = BLOCKS.blocks(H, M, N).to(device)
+    want = called(inputs, block_mask=blocks, block_size=32)
+    changed = blocks.clone()
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out = flash_attention(*leaves, block_mask=changed, block_size=32, config=CONFIG)
+    changed.logical_not_()
+    assert are_equal(list(torch.autograd.grad(out, leaves, inputs[3])), want[2:])
+
+
+def test_default_tiles_take_blocks_of_128(device):
+    q, k, v, dout = drawn(device, M=150, N=300)
+    blocks = torch.tensor([[[True, False, True], [False, True, False]]], device=device)
+    got = called([q, k, v, dout], block_mask=blocks, config="default")
+    seen = blocks.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :150, :300]
+    for b, h in itertools.product(range(B), range(H)):
+        scores = q[b, h].double() @ k[b, h // 2].double().T * D**-0.5
+        want = scores.masked_fill(~seen[0], -torch.inf).softmax(1) @ v[b, h // 2].double()
+        torch.testing.assert_close(got[0][b, h].double(), want, rtol=0, atol=2e-3)
+
+
+def test_nothing_waits_for_the_map(device):
+    if device == "cpu":
+        pytest.skip("a CPU has nothing to wait for")
+    inputs = drawn(device)
+    blocks = BLOCKS.blocks(H, M, N).to(device)
+    called(inputs, block_mask=blocks, block_size=32)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        called(inputs, block_mask=blocks, block_size=32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def some(*shape: int, dtype: torch.dtype = torch.bool, device: str | None = None):
+    return lambda here: torch.ones(shape, dtype=dtype, device=device or here)
+
+
+WRONG = {
+    "no tensor": (TypeError, "block_mask is list; needs a bool", lambda here: [[True]], {}),
+    "dtype": (TypeError, "block_mask has dtype torch.int32", some(1, 3, 4, dtype=torch.int32), {}),
+    "device": (ValueError, "block_mask is on meta; needs", some(1, 3, 4, device="meta"), {}),
+    "heads": (ValueError, r"has shape \(2, 3, 4\); needs \(4 or 1, 3, 4\)", some(2, 3, 4), {}),
+    "rows": (ValueError, r"has shape \(4, 4, 4\); needs \(4 or 1, 3, 4\)", some(4, 4, 4), {}),
+    "columns": (ValueError, r"has shape \(1, 3, 3\); needs \(4 or 1, 3, 4\)", some(1, 3, 3), {}),
+    "axes": (ValueError, r"has shape \(3, 4\); needs \(4 or 1, 3, 4\)", some(3, 4), {}),
+    "size 0": (ValueError, "block_size is 0; needs an int >= 1", some(1, 3, 4), {"block_size": 0}),
+    "size": (TypeError, "block_size is 32.0; needs an int", some(1, 3, 4), {"block_size": 32.0}),
+    "bool": (TypeError, "block_size is True; needs an int", some(1, 70, 100), {"block_size": True}),
+    "tiles": (
+        NotImplementedError,
+        "block_size is 48; supported are multiples of 32, the largest tile",
+        some(1, 2, 3),
+        {"block_size": 48},
+    ),
+    "predicate": (
+        NotImplementedError,
+        "block_mask is given together with a mask that has a predicate",
+        some(1, 3, 4),
+        {"mask": BLOCKS},
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "says", "made", "options"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_refused_by_name(device, error, says, made, options):
+    q, k, v, _ = drawn(device)
+    with pytest.raises(error, match=says):
+        flash_attention(
+            q, k, v, block_mask=made(device), **{"block_size": 32, "config": CONFIG, **options}
+        )

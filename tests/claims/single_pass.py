@@ -37,7 +37,7 @@ _SECOND_PASS = """        tile = arguments.config.dq
 """
 # float32 sums in whole tiles of rows and columns, so that nothing needs a mask.
 _SUMS = "    sums = torch.zeros((*lse2.shape, _padded(D)), dtype=lse.dtype, device=q.device)\n"
-_SHARED = "    constants = _constants(q.dtype, D, Dv, arguments)\n"
+_SHARED = "    constants = _constants(q.dtype, D, Dv, arguments)\n    shared = (\n"
 SINGLE_PASS = (
     Edit(_DKDV, "    tiles,\n    qk_scale,\n", "    tiles,\n    qk_scale,\n    dq_pointer,\n"),
     Edit(_DKDV, _DK, _DK + _DQ),
@@ -47,7 +47,7 @@ SINGLE_PASS = (
         "                qk_scale, BLOCK_M,",
         "                qk_scale, dq_ptr + row * BLOCK_D, BLOCK_M,",
     ),
-    Edit(_LAUNCH, _SHARED, _SHARED + _SUMS),
+    Edit(_LAUNCH, _SHARED, _SUMS + _SHARED),
     Edit(_LAUNCH, "*inputs, dk, dv, *lengths,", "*inputs, dk, dv, sums, *lengths,"),
     Edit(_LAUNCH, _SECOND_PASS, "        dq.copy_(sums[:, :, :M, :D] * arguments.sm_scale)\n"),
 )

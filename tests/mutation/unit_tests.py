@@ -15,12 +15,18 @@ __all__ = ["FILES", "TESTED_ALONE", "failure_of"]
 # Those first that alone see a fault of a kernel.
 FILES = tuple(
     f"tests/unit/test_{name}.py"
-    for name in ("launch", "element_mask", "ranges", "attention", "arguments", "block_map")
+    for name in (
+        *("launch", "element_mask", "ranges", "splits"),
+        *("attention", "arguments", "block_map"),
+    )
 )
 # What they are about.
 TESTED_ALONE = tuple(
     f"fa_kernels/{name}.py"
-    for name in ("arguments", "block_map", "kernels/tile_kinds", "launch", "ranges")
+    for name in (
+        *("arguments", "block_map", "launch", "ranges"),
+        *("kernels/merge", "kernels/tile_kinds"),
+    )
 )
 
 
@@ -36,6 +42,8 @@ def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
     about = {path.replace("fa_kernels/", "tests/unit/test_") for path in edited}
     if "fa_kernels/kernels/tile_kinds.py" in edited:
         about.add("tests/unit/test_block_map.py")
+    if {"fa_kernels/kernels/merge.py", "fa_kernels/ranges.py"} & set(edited):
+        about.add("tests/unit/test_splits.py")
     copies = {
         name: module
         for name, module in sys.modules.items()

@@ -22,6 +22,11 @@ def adapted(package: ModuleType):
             q, k, v, mask=mask, sm_scale=sm_scale, return_lse=True, config=config
         )
 
+    def declared(config) -> dict[str, object]:
+        """What a configuration replaces."""
+        dots = {"dots": "tf32", "dtypes": ("fp32",)} if config.dots == "tf32" else {}
+        return dots | ({} if config.splits in (None, 1) else {"splits": config.splits})
+
     def tiles(problem: Problem) -> tuple[int, int]:
         """(block_m, block_n) of the forward kernel."""
         block_d = 1 << (max(problem.D, problem.Dv, 16) - 1).bit_length()
@@ -32,10 +37,7 @@ def adapted(package: ModuleType):
     flash_attention.lse_grad = True
     flash_attention.l_order = "tile"
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
-    flash_attention.configs = {
-        name: {"dots": "tf32", "dtypes": ("fp32",)} if config.dots == "tf32" else {}
-        for name, config in package.CONFIGS.items()
-    }
+    flash_attention.configs = {name: declared(x) for name, x in package.CONFIGS.items()}
     flash_attention.tiles = tiles
     return flash_attention
 

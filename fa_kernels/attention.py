@@ -99,7 +99,9 @@ def flash_attention(
         backward: "two_pass": dk and dv in one kernel, dq in another, repeatable to the bit.
             "one_pass": all in one kernel, 5 products of matrices in place of 7; dq is a sum by
             atomics, in another order every time, so its last bits differ from run to run.
-        config: Tile configuration, a ``Config`` or a name in ``CONFIGS``; None is "default".
+        config: Tile configuration, a ``Config`` or a name in ``CONFIGS``; None is "default". For
+            few queries against long keys, ``Config(splits=16)`` or so divides the key tiles of each
+            query tile among as many programs, and merges what they find.
 
     Returns:
         out (B, H, M, Dv) in the dtype of q; with ``return_lse`` also lse (B, H, M), the natural
@@ -112,9 +114,12 @@ def flash_attention(
         NotImplementedError: What the arguments ask for is not supported.
 
     Numerics: float32 accumulation (float64 for float64), P and dS rounded once to the input dtype
-    before their dots, fp32 dots in IEEE precision unless ``config`` says "tf32".
+    before their dots, fp32 dots in IEEE precision unless ``config`` says "tf32". Parts of keys stay
+    in the accumulator's dtype, unnormalised, until they are merged: one rescale more for each. The
+    number of parts changes the last bits of out and lse; the same number gives the same bits.
 
-    Source: FlashAttention-2 (arXiv:2307.08691).
+    Source: FlashAttention-2 (arXiv:2307.08691); Flash-Decoding (Dao, Haziza, Massa, Sizov 2023)
+    for the parts.
     """
     arguments = check(
         q,

@@ -44,9 +44,12 @@ class Tile:
             raise ValueError(f"num_stages is {self.num_stages}; needs an int in [1, 8]")
 
 
+MAX_SPLITS = 256
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tiles of the matrix kernels and the arithmetic of fp32 dots.
+    """Tiles of the matrix kernels, the arithmetic of fp32 dots, and how keys are split.
 
     Args:
         forward: Tile of the forward kernel; None takes the default for dtype and head_dim.
@@ -54,6 +57,10 @@ class Config:
         dq: Tile of the dq kernel.
         one_pass: Tile of the dk/dv kernel where it makes dq too.
         dots: "ieee", or "tf32" to run the dots of fp32 inputs in TF32.
+        splits: How many programs of the forward share the key tiles of a query tile, from 1 to
+            256, for few queries and long keys: a GPU has more to do at a time, and merges what
+            they find. Each takes as much scratch as out and lse in the accumulator's dtype, and l.
+            None: one program, and nothing to merge.
     """
 
     forward: Tile | None = None
@@ -61,6 +68,7 @@ class Config:
     dq: Tile | None = None
     one_pass: Tile | None = None
     dots: str = field(default="ieee")
+    splits: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "dkdv", "dq", "one_pass"):
@@ -68,12 +76,20 @@ class Config:
                 raise TypeError(f"{name} is {getattr(self, name)!r}; needs a Tile or None")
         if self.dots not in ("ieee", "tf32"):
             raise ValueError(f"dots is {self.dots!r}; needs 'ieee' or 'tf32'")
+        if self.splits is None:
+            return
+        if isinstance(self.splits, bool) or not isinstance(self.splits, int):
+            raise TypeError(f"splits is {self.splits!r}; needs an int or None")
+        if not 1 <= self.splits <= MAX_SPLITS:
+            raise ValueError(f"splits is {self.splits}; needs an int in [1, {MAX_SPLITS}]")
 
 
-def _square(block_m: int, block_n: int, warps: int = 1, dots: str = "ieee") -> Config:
+def _square(
+    block_m: int, block_n: int, warps: int = 1, dots: str = "ieee", splits: int | None = None
+) -> Config:
     """The same small tile for all kernels."""
     tile = Tile(block_m, block_n, warps, 1)
-    return Config(forward=tile, dkdv=tile, dq=tile, one_pass=tile, dots=dots)
+    return Config(forward=tile, dkdv=tile, dq=tile, one_pass=tile, dots=dots, splits=splits)
 
 
 CONFIGS: dict[str, Config] = {
@@ -86,6 +102,10 @@ CONFIGS: dict[str, Config] = {
     "64x32": _square(64, 32, warps=4),
     "32x64": _square(32, 64, warps=4),
     "16x16-tf32": _square(16, 16, dots="tf32"),
+    "16x16-split1": _square(16, 16, splits=1),
+    "16x16-split3": _square(16, 16, splits=3),
+    "32x16-split7": _square(32, 16, splits=7),
+    "split8": Config(splits=8),
 }
 
 
@@ -134,4 +154,5 @@ def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Co
         dq=config.dq or dq,
         one_pass=config.one_pass or one_pass,
         dots=config.dots,
+        splits=config.splits,
     )

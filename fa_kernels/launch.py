@@ -1,4 +1,4 @@
-"""Allocates outputs and scratch, and launches the four kernels."""
+"""Allocates outputs and scratch, and launches the kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from fa_kernels.kernels.delta import delta_kernel
 from fa_kernels.kernels.dkdv import dkdv_kernel
 from fa_kernels.kernels.dq import dq_kernel
 from fa_kernels.kernels.forward import forward_kernel
+from fa_kernels.kernels.merge import merge_kernel
 
 __all__ = ["ROW_PADDING", "launch_backward", "launch_forward"]
 
 DELTA_ROWS = 32
+MERGE_ROWS = 4
 # A multiple of every block_m.
 ROW_PADDING = 256
 # 256 rows of a tile stay within int32 offsets.
@@ -101,18 +103,33 @@ def launch_forward(
     out = allocation.empty((B, H, M, Dv), dtype=q.dtype, device=q.device)
     lse = allocation.empty((B, H, M), dtype=_accumulator(q.dtype), device=q.device)
     tile = arguments.config.forward
-    programs = triton.cdiv(M, tile.block_m) * B * H
+    parts = arguments.config.splits
+    # Without SPLIT l is not written.
+    written = (out, lse, lse)
+    if parts is not None:
+        acc, m, l_sum = (
+            allocation.empty((parts, *x.shape), dtype=lse.dtype, device=q.device) for x in written
+        )
+        written = (acc, m, l_sum)
+    constants = _constants(q.dtype, D, Dv, arguments)
+    programs = triton.cdiv(M, tile.block_m) * B * H * (parts or 1)
     if programs:
         with _on_device(q):
             forward_kernel[(programs,)](
-                q, k, v, out, lse, arguments.seqlens_q, arguments.seqlens_k,
+                q, k, v, *written, arguments.seqlens_q, arguments.seqlens_k,
                 *q.stride(), *k.stride(), *v.stride(),
                 H, H // k.shape[1], M, N, D, Dv,
-                arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
-                *_predicate(arguments, "forward"),
-                ALIGNED=_is_aligned(q, k, v, out),
-                **_constants(q.dtype, D, Dv, arguments), **_tile(tile),
+                arguments.window_left, arguments.window_right, parts or 1,
+                _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"),
+                ALIGNED=_is_aligned(q, k, v, out), SPLIT=parts is not None,
+                **constants, **_tile(tile),
             )  # fmt: skip
+            if parts is not None:
+                rows = B * H * M
+                merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
+                    *written, out, lse, parts, rows, Dv,
+                    BLOCK_R=MERGE_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
+                )  # fmt: skip
     return out, lse
 
 

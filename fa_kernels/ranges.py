@@ -1,5 +1,7 @@
 """Which tiles a tile has to visit, and which of those need a mask: pure integer arithmetic.
 
+Where several programs share the tiles of one, each has its part of them.
+
 The functions use nothing but integers, ``min`` and ``max``, so that their Python source (``.fn``)
 can be compared with a dense mask for every small size; the kernels compile the same source. ``//``
 floors in Python and truncates in a kernel: every dividend below is clamped to >= 0 first.
@@ -8,7 +10,7 @@ floors in Python and truncates in a kernel: every dividend below is clamped to >
 import triton
 import triton.language as tl
 
-__all__ = ["visible_tiles"]
+__all__ = ["part_of", "visible_tiles"]
 
 
 @triton.jit
@@ -60,3 +62,31 @@ def visible_tiles(
     full_lo = min(max((all_lo + BLOCK_THERE - 1) // BLOCK_THERE, lo), hi)
     full_hi = min(max(all_hi // BLOCK_THERE, full_lo), hi)
     return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def part_of(lo, full_lo, full_hi, hi, part, parts):
+    """What one of ``parts`` programs visits of a tile's row, as even a share as there is.
+
+    The parts follow each other. The first ones have a tile more where the tiles do not divide
+    evenly, and the last ones none where there are fewer tiles than parts.
+
+    Args:
+        lo: First tile of all, as of ``visible_tiles``, or place in a list of tiles; so are the
+            next three.
+        full_lo: First that needs no mask.
+        full_hi: End of those, >= full_lo.
+        hi: End of all, >= full_hi.
+        part: Which part, in [0, parts).
+        parts: How many, >= 1.
+
+    Returns:
+        (lo, full_lo, full_hi, hi) of the part: the same four, none outside of its share.
+    """
+    each = (hi - lo) // parts
+    more = (hi - lo) % parts
+    first = lo + part * each + min(part, more)
+    last = first + each
+    if part < more:
+        last += 1
+    return first, min(max(full_lo, first), last), min(max(full_hi, first), last), last

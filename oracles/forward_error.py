@@ -65,14 +65,27 @@ def _changes(tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tens
 
 
 def _rescales(
-    tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor
+    tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor, splits: int
 ) -> torch.Tensor:
-    """R: the changes of the running maximum, whichever end of the row the kernel starts from."""
+    """R: the changes of the running maximum, whichever end of the row the kernel starts from.
+
+    Where the row is split, a part can start at any tile, and merging it is one change more; of a
+    part that lacks a tile, so they stay fewer than the tiles.
+    """
     if tile_max.shape[2] == 1:
         return torch.zeros_like(slack)
-    up = _changes(tile_max, live_tiles, slack)
-    down = _changes(tile_max.flip(2), live_tiles.flip(2), slack)
-    return torch.maximum(up, down).to(torch.float64)
+    either_end = ((tile_max, live_tiles), (tile_max.flip(2), live_tiles.flip(2)))
+    starts = range(tile_max.shape[2] if splits > 1 else 1)
+    most = torch.stack(
+        [
+            _changes(from_end[:, :, start:], live[:, :, start:], slack)
+            for from_end, live in either_end
+            for start in starts
+        ]
+    ).amax(0)
+    if splits > 1:
+        most = torch.minimum(most + 1, live_tiles.sum(2) - 1)
+    return most.to(torch.float64)
 
 
 def _error_before_rescaling(
@@ -125,7 +138,7 @@ def _scores(x: Chunk, sm_scale: float, c: Constants, numerics: Numerics) -> Scor
     # 4. The scores' error, with room for the changes of the running maximum.
     error = _error_before_rescaling(x, (s, m, reach * sm_scale), sm_scale, c, numerics.prescales)
     error.masked_fill_(x.hidden, 0.0)
-    changes = _rescales(tile_max, live_tiles, 2 * error.amax(2))
+    changes = _rescales(tile_max, live_tiles, 2 * error.amax(2), numerics.splits)
     error.add_(changes.mul_(c.u_exp).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
     tiles = live_tiles.sum(2, dtype=torch.float64)
     return Scores(s, reach, p, error, m, m + log_l, log_l, tiles)
@@ -155,7 +168,8 @@ def forward_error(
 
         core  = [sum p expm1(E) |v - out| + (uc + g (1 + uc)) sum p exp(E) |v|] / Z
                 + (eta + FTZ) min(1, exp(m - L + 2 max E)) sum |v| + eta_x sum p exp(E) / Z
-                + (T + 1) FTZ    where a kernel flushes: each rescale, and the division
+                + (T + 1 + 2 S) FTZ    where a kernel flushes: each rescale, and the division;
+                                       S = min(splits, T) parts weighted and added, if split
         core += (gamma_l + 4u)(|out| + core)
         out:  core + u_in (|out| + core) + eta_in
         lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l|) + 4u max(|m|, |L|)
@@ -186,7 +200,10 @@ def forward_error(
     per_v = torch.where(x.seen, p_grown * (rounding.unsqueeze(2) / Z) + lost.unsqueeze(2), 0.0)
     core = _spread(p_growth, x.v, out, exact_spread) / Z + per_v @ abs_v
     core = core + c.eta_dot * p_grown.sum(2, keepdim=True) / Z
-    core = core + c.eta_op * (scores.tiles + 1).unsqueeze(2)
+    steps = scores.tiles + 1
+    if numerics.splits > 1:
+        steps = steps + 2 * scores.tiles.clamp(max=numerics.splits)
+    core = core + c.eta_op * steps.unsqueeze(2)
     # The softmax sum.
     added = numerics.block_n if numerics.l_order == "tile" else keys
     gamma_l = c.gamma(added + 2 * scores.tiles + 4)

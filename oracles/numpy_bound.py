@@ -70,7 +70,7 @@ def _score_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) 
         + sm_scale * units.subnormal_operands(head.q_md, head.k_nd)
         + units.u_exp
     )
-    rescales_m = rescales(head, error_mn, numerics.block_n)
+    rescales_m = rescales(head, error_mn, numerics)
     return np.where(head.seen_mn, error_mn + rescales_m[:, None] * units.u_exp, 0.0)
 
 
@@ -113,6 +113,9 @@ def _forward(
         core_e += (units.eta_cast + units.flush) * spread * np.abs(v_ne).sum(axis=0)
         core_e += lost * (p_n * np.exp(error_n)).sum() / z
         core_e += units.flush_op * tiles + units.flush_op  # rescales, and the division by l
+        if numerics.splits > 1:
+            parts = min(float(numerics.splits), tiles)
+            core_e += units.flush_op * 2 * parts  # each is weighted, and added
         core_e += (gamma_l + 4 * u) * (np.abs(out_e) + core_e)
         bound_out_me[m] = core_e + units.u_stored * (np.abs(out_e) + core_e) + units.eta_stored
 

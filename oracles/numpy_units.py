@@ -165,7 +165,20 @@ def _possible_changes(tile_max: list[float], slack: float) -> int:
     return changes
 
 
-def rescales(head: Head, error_mn: FloatArray, block_n: int) -> FloatArray:
+def _possible_changes_of_parts(tile_max: list[float], slack: float) -> int:
+    """The same where any tiles that follow each other can be a part, which is merged afterwards.
+
+    The merge is one change more, of a part that lacks a tile: so they are fewer than the tiles.
+    """
+    tiles = len(tile_max)
+    most = 0
+    for first in range(tiles):
+        for last in range(first + 1, tiles + 1):
+            most = max(most, _possible_changes(tile_max[first:last], slack))
+    return min(most + 1, tiles - 1)
+
+
+def rescales(head: Head, error_mn: FloatArray, numerics: Numerics) -> FloatArray:
     """Returns (M,), R: how often the running maximum of a row can change.
 
     Tiles are visited from either end, and the worse of the two counts. A maximum that is only
@@ -174,8 +187,10 @@ def rescales(head: Head, error_mn: FloatArray, block_n: int) -> FloatArray:
     Args:
         head: The passes of the reference.
         error_mn: (M, N) errors of the scores, >= 0.
-        block_n: Width of the key tiles.
+        numerics: What the kernel declares: the width of the key tiles, and whether they are split.
     """
+    block_n = numerics.block_n
+    changes = _possible_changes if numerics.splits == 1 else _possible_changes_of_parts
     M, N = head.seen_mn.shape
     count_m = np.zeros(M)
     for m in range(M):
@@ -188,7 +203,5 @@ def rescales(head: Head, error_mn: FloatArray, block_n: int) -> FloatArray:
             tile = slice(start, start + block_n)
             if seen_n[tile].any():
                 tile_max.append(float(head.scores_mn[m, tile][seen_n[tile]].max()))
-        count_m[m] = max(
-            _possible_changes(tile_max, slack), _possible_changes(tile_max[::-1], slack)
-        )
+        count_m[m] = max(changes(tile_max, slack), changes(tile_max[::-1], slack))
     return count_m

@@ -42,6 +42,9 @@ class Numerics:
             that keeps one P for both of its dots.
         l_from: l is summed from the "unrounded" or the "rounded" P.
         group_sum: dk, dv are summed over a group of heads in "fp32" or in their "dtype".
+        splits: Among how many programs, at most, a row's key tiles are divided: each goes through
+            some that follow each other with a maximum of its own, and one more rescale merges
+            their sums. 1: nothing is merged.
         flushes: Elementwise float32 operands and results below 2**-126 count as 0, as in code that
             was compiled with fast-math flags (``.ftz``); operands and sums of dots do not.
     """
@@ -58,13 +61,14 @@ class Numerics:
     ds_from: str = "unrounded"
     l_from: str = "unrounded"
     group_sum: str = "fp32"
+    splits: int = 1
     flushes: bool = False
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; needs one of {known}")
-        for name in ("accumulator", "block_n", "ds_roundings"):
+        for name in ("accumulator", "block_n", "ds_roundings", "splits"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; needs a number >= 1")
 

@@ -47,7 +47,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "p_normalised": (False, True),
     "flushes": (False, True),
 }
-_COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings")
+_COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
 # All declarations there are.
 WORDS = tuple(
     dict.fromkeys((*_SUBSETS, *_CHOICES, "head_dims", *_COUNTS, *NUMERICS, "configs", "tiles"))

@@ -1,5 +1,8 @@
 """Forward: one program a query tile, online softmax in base 2 over the key tiles.
 
+Few queries make few programs, and each goes through all keys. SPLIT: several programs a query tile
+then, each for a part of the key tiles, whose sums ``merge`` puts together.
+
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
 """
 
@@ -8,18 +11,18 @@ import triton.language as tl
 
 from fa_kernels.kernels.kernel import kernel
 from fa_kernels.kernels.tiles import (
-    LN2,
     LOG2E,
     element_mask,
     head_matrix,
     listed_tiles,
     load_tile,
+    normalised,
     scale_from_bits,
     store_rows,
     tile_index,
     valid_lengths,
 )
-from fa_kernels.ranges import visible_tiles
+from fa_kernels.ranges import part_of, visible_tiles
 
 __all__ = ["forward_kernel"]
 
@@ -90,6 +93,7 @@ def forward_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    l_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
     stride_qb: tl.int64,
@@ -112,6 +116,7 @@ def forward_kernel(
     Dv: tl.int32,
     window_left: tl.int32,
     window_right: tl.int32,
+    parts: tl.int32,
     sm_scale_bits: tl.int64,
     lists_ptr,
     stride_lb: tl.int64,
@@ -126,12 +131,23 @@ def forward_kernel(
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head."""
+    """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head.
+
+    With SPLIT, what its part of the key tiles adds up to: in place of out the sums before they are
+    divided (parts,B,H,M,Dv), in place of lse the maxima in base 2 (parts,B,H,M), and l, likewise.
+    """
     m_blocks = tl.cdiv(M, BLOCK_M)
+    program = tl.program_id(0)
+    if SPLIT:
+        # Part by part, so that programs side by side share their keys with the rest of a group.
+        each = tl.num_programs(0) // parts
+        part = program // each
+        program = program % each
     # Late query tiles first: under causal masking they are the long ones.
-    m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
-    bh = tl.program_id(0) // m_blocks
+    m_block = m_blocks - 1 - program % m_blocks
+    bh = program // m_blocks
     b = bh // H
     h = bh % H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
@@ -158,24 +174,32 @@ def forward_kernel(
         )
     else:
         tiles = listed_tiles(lists_ptr, b, h, m_block, stride_lb, stride_lh, stride_lt)
+    places = tiles
+    if SPLIT:
+        places = part_of(tiles[0], tiles[1], tiles[2], tiles[3], part, parts)
     acc, l_i, m_i = _attend(
-        acc, l_i, m_i, q, keys, values, view, offs_m, tiles, tiles[0], tiles[1], qk_scale,
+        acc, l_i, m_i, q, keys, values, view, offs_m, tiles, places[0], places[1], qk_scale,
         BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True,
     )  # fmt: skip
     acc, l_i, m_i = _attend(
-        acc, l_i, m_i, q, keys, values, view, offs_m, tiles, tiles[1], tiles[2], qk_scale,
+        acc, l_i, m_i, q, keys, values, view, offs_m, tiles, places[1], places[2], qk_scale,
         BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, False,
     )  # fmt: skip
     if PREDICATE is None:
         acc, l_i, m_i = _attend(
-            acc, l_i, m_i, q, keys, values, view, offs_m, tiles, tiles[2], tiles[3], qk_scale,
+            acc, l_i, m_i, q, keys, values, view, offs_m, tiles, places[2], places[3], qk_scale,
             BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True,
         )  # fmt: skip
 
     # Rows without a visible key (padding rows too): out = 0, lse = -inf.
-    live = (l_i > 0) & (offs_m < seqlen_q)
-    l_safe = tl.where(live, l_i, 1.0)
-    out = tl.where(live[:, None], acc / l_safe[:, None], 0.0)
-    lse = tl.where(live, m_i * LN2 + tl.log(l_safe), -float("inf"))
-    tl.store(lse_ptr + (bh.to(tl.int64) * M + offs_m), lse, mask=offs_m < M)
-    store_rows(out_ptr, bh, M, offs_m, offs_dv, out, Dv, BLOCK_DV, ALIGNED)
+    if SPLIT:
+        # A part without tiles writes too: sums of 0, and maxima of -inf.
+        head = part.to(tl.int64) * (each // m_blocks) + bh
+        l_i = tl.where(offs_m < seqlen_q, l_i, 0.0)
+        tl.store(l_ptr + (head * M + offs_m), l_i, mask=offs_m < M)
+        out, lse = acc, m_i
+    else:
+        head = bh
+        out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < seqlen_q))
+    tl.store(lse_ptr + (head.to(tl.int64) * M + offs_m), lse, mask=offs_m < M)
+    store_rows(out_ptr, head, M, offs_m, offs_dv, out, Dv, BLOCK_DV, ALIGNED)

@@ -16,6 +16,7 @@ __all__ = [
     "head_matrix",
     "listed_tiles",
     "load_tile",
+    "normalised",
     "nth_tile",
     "scale_from_bits",
     "store_rows",
@@ -88,6 +89,15 @@ def store_rows(
     else:
         inside = (rows[:, None] < length) & (columns[None, :] < D)
         tl.store(ptr + (row * D + columns[None, :]), tile, mask=inside)
+
+
+@triton.jit
+def normalised(acc, l_i, m_i, live):
+    """(out, lse) of a softmax's sums in base 2; rows that are not ``live`` give 0 and -inf."""
+    l_safe = tl.where(live, l_i, 1.0)
+    out = tl.where(live[:, None], acc / l_safe[:, None], 0.0)
+    lse = tl.where(live, m_i * LN2 + tl.log(l_safe), -float("inf"))
+    return out, lse
 
 
 @triton.jit

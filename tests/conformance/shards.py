@@ -59,6 +59,9 @@ _OF_CONFIGS = (
     Shard("fp16", "default-one_pass", (128, 80, 65), 128),
     Shard("bf16", "32x16-one_pass", (32, 24, 17), 32),
     Shard("fp16", "16x16-one_pass", (16, 2, 13), 16),
+    Shard("fp16", "16x16-split3", _MEDIUM, 16),
+    Shard("fp32", "16x16-split3", (16, 3, 32, 24), 16),
+    Shard("bf16", "32x16-split7", _SMALL, 32),
 )
 _FLOAT64_OF_CONFIGS = (
     Shard("fp64", "16x16", (16, 3, 8, 13), 16),
@@ -66,6 +69,7 @@ _FLOAT64_OF_CONFIGS = (
     Shard("fp64", "32x16", (32, 17), 32),
     Shard("fp64", "16x16-one_pass", (16, 5, 13), 16),
     Shard("fp64", "default", (64, 33), 16),
+    Shard("fp64", "16x16-split3", (16, 3, 8, 13), 16),
 )
 # Of a subject that has one configuration, whose tiles are not known.
 _TILE = 64

@@ -14,6 +14,8 @@ _DELTA = "fa_kernels/kernels/delta.py"
 _DKDV = "fa_kernels/kernels/dkdv.py"
 _DQ = "fa_kernels/kernels/dq.py"
 _TILES = "fa_kernels/kernels/tiles.py"
+_MERGE = "fa_kernels/kernels/merge.py"
+_RANGES = "fa_kernels/ranges.py"
 _LAUNCH = "fa_kernels/launch.py"
 _SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)"
 _SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)"
@@ -130,7 +132,7 @@ _MASKS = (
         (
             _FORWARD,
             "        acc, l_i, m_i = _attend(\n",
-            "        last = tiles[3]\n"
+            "        last = places[3]\n"
             "        if window_right == 0:\n"
             "            aligned = start_m + seqlen_k - seqlen_q + BLOCK_M\n"
             "            last = tl.minimum(last, aligned // BLOCK_N)\n"
@@ -138,8 +140,8 @@ _MASKS = (
         ),
         (
             _FORWARD,
-            "offs_m, tiles, tiles[2], tiles[3], qk_scale,",
-            "offs_m, tiles, tiles[2], last, qk_scale,",
+            "offs_m, tiles, places[2], places[3], qk_scale,",
+            "offs_m, tiles, places[2], last, qk_scale,",
         ),
         hidden="where block_n divides block_m and the lengths are whole tiles",
     ),
@@ -197,7 +199,7 @@ _SOFTMAX = (
             "flash-attention@26d7d92f, #978, #1936; pytorch#134650, #131867",
             "T3 G1 G3",
             (
-                _FORWARD,
+                _TILES,
                 'tl.log(l_safe), -float("inf"))',
                 f"tl.log(l_safe), {value})",
             ),
@@ -209,9 +211,9 @@ _SOFTMAX = (
         "lattice#789",
         "",
         (
-            _FORWARD,
+            _TILES,
             "tl.where(live[:, None], acc / l_safe[:, None], 0.0)",
-            "acc / l_safe[:, None] * live[:, None].to(ACC)",
+            "acc / l_safe[:, None] * live[:, None].to(acc.dtype)",
         ),
         equivalent="while padding of v is not loaded: acc of a row that sees nothing is a sum of "
         "P = 0 times finite values, so it is 0 and l_safe is 1",
@@ -221,9 +223,9 @@ _SOFTMAX = (
         "lattice#789; vllm#936",
         "G3 G4",
         (
-            _FORWARD,
+            _TILES,
             "tl.where(live[:, None], acc / l_safe[:, None], 0.0)",
-            "acc / l_safe[:, None] * live[:, None].to(ACC)",
+            "acc / l_safe[:, None] * live[:, None].to(acc.dtype)",
         ),
         (
             _FORWARD,
@@ -247,7 +249,7 @@ _SOFTMAX = (
         "forward: lse is a logarithm to base 2",
         "pytorch#181645, #156012; aotriton#108; tokenspeed#571; flashinfer#2113, #2114, #4485",
         "T3 G1",
-        (_FORWARD, "m_i * LN2 + tl.log(l_safe)", "m_i + tl.log2(l_safe)"),
+        (_TILES, "m_i * LN2 + tl.log(l_safe)", "m_i + tl.log2(l_safe)"),
     ),
     _fault(
         "delta: lse is handed on as if it were to base 2",
@@ -433,9 +435,8 @@ _MEMORY = (
         ),
         (
             _FORWARD,
-            "m_block = m_blocks - 1 - tl.program_id(0) % m_blocks\n"
-            "    bh = tl.program_id(0) // m_blocks",
-            "m_block = m_blocks - 1 - tl.program_id(0)\n    bh = tl.program_id(1)",
+            "m_block = m_blocks - 1 - program % m_blocks\n    bh = program // m_blocks",
+            "m_block = m_blocks - 1 - program\n    bh = tl.program_id(1)",
         ),
         hidden="up to 65,535 of them, and in the interpreter, whose grids have no end",
     ),
@@ -462,4 +463,69 @@ _MEMORY = (
     ),
 )  # fmt: skip
 
-FAULTS: tuple[Mutant, ...] = (*_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY)
+_SPLITS = (
+    _fault(
+        "forward: a part without tiles writes nothing",
+        "vllm#47188; sglang#2465",
+        "T3 G1 G2",
+        (
+            _FORWARD,
+            "        tl.store(l_ptr +",
+            "        if places[0] < places[3]:\n            tl.store(l_ptr +",
+        ),
+        hidden="while there are as many tiles as parts",
+    ),
+    _fault(
+        "forward: parts lie where the merge does not look for them",
+        "flash-attention#2388",
+        "T3 G1",
+        (
+            _FORWARD,
+            "head = part.to(tl.int64) * (each // m_blocks) + bh",
+            "head = bh.to(tl.int64) * parts + part",
+        ),
+        hidden="where there is one part, or one head",
+    ),
+    _fault(
+        "ranges: tiles that do not divide evenly among the parts are nobody's",
+        "rocMLIR#2371",
+        "T3 G1",
+        (_RANGES, "more = (hi - lo) % parts", "more = 0"),
+        hidden="while they divide evenly",
+    ),
+    _fault(
+        "merge: a row that no part sees is -inf - -inf, NaN",
+        "flashinfer#4051; vllm#39148; rocMLIR#2371; xformers@63d7f30b",
+        "T3 G1 G2 G3",
+        (_MERGE, "normalised(acc, l_i, m_i, l_i > 0)", "normalised(acc, l_i, m_i, valid)"),
+    ),
+    _fault(
+        "merge: maxima to base 2 are weighted in base e",
+        "vllm#47079; sglang#35045, #40903; flashinfer#4547",
+        "T3 G1",
+        (_MERGE, "tl.exp2(tl.load(m_ptr", "tl.exp(tl.load(m_ptr"),
+    ),
+    _fault(
+        "merge: the weights are not relative to the largest maximum",
+        "NATTEN#202",
+        "G1 G2",
+        (_MERGE, "mask=valid) - m_i)", "mask=valid))"),
+        (_MERGE, "normalised(acc, l_i, m_i, l_i > 0)", "normalised(acc, l_i, 0 * l_i, l_i > 0)"),
+        hidden="while no score overflows, or vanishes, as an exponent",
+    ),
+    _fault(
+        "merge: lse is that of one part",
+        "flashinfer#58",
+        "T3 G1",
+        (
+            _MERGE,
+            "    tl.store(lse_ptr + offs_r, lse, mask=valid)\n",
+            "    of_part = tl.load(m_ptr + offs_r, mask=valid) * 0.6931471805599453\n"
+            "    of_part += tl.log(tl.load(l_ptr + offs_r, mask=valid))\n"
+            "    tl.store(lse_ptr + offs_r, of_part, mask=valid)\n",
+        ),
+        hidden="while a row sees the keys of the first part alone",
+    ),
+)  # fmt: skip
+
+FAULTS: tuple[Mutant, ...] = (*_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS)

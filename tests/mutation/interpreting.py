@@ -31,13 +31,17 @@ def interpret() -> None:
 
 
 def refuse_endless_launches() -> None:
-    """Has a launch of more than MOST_PROGRAMS programs raise."""
+    """Has a launch of more than MOST_PROGRAMS programs raise.
+
+    But where a test runs chosen ones of them, by a ``range`` of its own in the interpreter.
+    """
     from triton.runtime import interpreter
 
     launch = interpreter.GridExecutor.__call__
 
     def bounded(self: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(self.grid, tuple) and math.prod(self.grid) > MOST_PROGRAMS:
+        is_whole = not hasattr(interpreter, "range")
+        if is_whole and isinstance(self.grid, tuple) and math.prod(self.grid) > MOST_PROGRAMS:
             raise EndlessLaunchError(f"the grid {self.grid} has more than {MOST_PROGRAMS} programs")
         launch(self, *args, **kwargs)
 

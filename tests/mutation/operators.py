@@ -19,6 +19,7 @@ __all__ = ["OPERATORS", "SITES", "mechanical"]
 # What is mutated: every function of these files.
 SITES = (
     "fa_kernels/kernels/forward.py",
+    "fa_kernels/kernels/merge.py",
     "fa_kernels/kernels/delta.py",
     "fa_kernels/kernels/dkdv.py",
     "fa_kernels/kernels/dq.py",

@@ -296,8 +296,34 @@ _FORWARD = faults_of(
     "test_bounds_agree test_error_model",
     (
         "flushed rescales are free",
-        "c.eta_op * (scores.tiles + 1)",
-        "c.eta_op * (0 * scores.tiles + 1)",
+        "steps = scores.tiles + 1",
+        "steps = 0 * scores.tiles + 1",
+    ),
+    (
+        "a part that is flushed loses its weight or its sum",
+        "2 * scores.tiles.clamp(max=numerics.splits)",
+        "scores.tiles.clamp(max=numerics.splits)",
+    ),
+    (
+        "parts without tiles are flushed",
+        "2 * scores.tiles.clamp(max=numerics.splits)",
+        "2 * numerics.splits",
+    ),
+    (
+        "what is not split is merged",
+        "    if numerics.splits > 1:\n        steps",
+        "    if numerics.splits >= 1:\n        steps",
+    ),
+    (
+        "a part starts where the row does",
+        "range(tile_max.shape[2] if splits > 1 else 1)",
+        "range(1)",
+    ),
+    ("the merge of a part is exact", "torch.minimum(most + 1, live", "torch.minimum(most, live"),
+    (
+        "tiles that are hidden can be merged",
+        "live_tiles.sum(2) - 1)",
+        "torch.full_like(most, live_tiles.shape[2]) - 1)",
     ),
     ("the subtraction of the maximum is free", ".mul_(3 * c.u)\n", ".mul_(0 * c.u)\n"),
     ("scores are rounded once less", "alpha=5 * c.u", "alpha=4 * c.u"),
@@ -309,8 +335,8 @@ _FORWARD = faults_of(
     ),
     (
         "rescales are counted from the left alone",
-        "return torch.maximum(up, down)",
-        "return torch.minimum(up, down)",
+        ").amax(0)\n    if splits",
+        ").amin(0)\n    if splits",
     ),
     ("P underflows by more than its row's maximum", ".exp_().clamp_(max=1.0)", ".exp_()"),
     ("P does not underflow", "torch.full_like(m, c.eta_p + c.ftz)", "torch.full_like(m, c.ftz)"),
@@ -368,7 +394,7 @@ _FORWARD = faults_of(
         "core = core + c.eta_dot * p_grown.sum(2, keepdim=True) / Z",
         "core = core + 0.0",
     ),
-    ("the slack of a tie is one score's", "2 * error.amax(2))", "error.amax(2))"),
+    ("the slack of a tie is one score's", "2 * error.amax(2),", "error.amax(2),"),
     (
         "a prescaled k costs what a prescaled q does",
         'if prescales in ("k", "qk"):\n        error += c.eta_prescaled(prescales, t) * x.q.abs()',
@@ -718,6 +744,16 @@ _NUMPY_BOUND = faults_of(
         "underflow = (units.eta_cast + units.flush)",
         "underflow = units.eta_cast",
     ),
+    (
+        "a part that is flushed loses its weight or its sum",
+        "units.flush_op * 2 * parts",
+        "units.flush_op * parts",
+    ),
+    (
+        "parts without tiles are flushed",
+        "parts = min(float(numerics.splits), tiles)",
+        "parts = numerics.splits",
+    ),
     ("dS does not flush", "+ units.flush * (1 + terms_mn)", "+ 0 * terms_mn"),
     (
         "flushed operands of delta are free",
@@ -730,9 +766,13 @@ _NUMPY_UNITS = faults_of(
     "test_numpy_bound_by_hand test_bounds_agree",
     (
         "rescales are counted from the left alone",
-        "_possible_changes(tile_max, slack), _possible_changes(tile_max[::-1], slack)",
-        "_possible_changes(tile_max, slack), 0",
+        "changes(tile_max, slack), changes(tile_max[::-1], slack)",
+        "changes(tile_max, slack), 0",
     ),
+    ("a part starts where the row does", "for first in range(tiles):", "for first in range(1):"),
+    ("the merge of a part is exact", "return min(most + 1,", "return min(most,"),
+    ("a part of all tiles is merged", "min(most + 1, tiles - 1)", "most + 1"),
+    ("what is not split is merged", "if numerics.splits == 1 else", "if numerics.splits == 0 else"),
     ("what underflow costs is the smaller", "factor = max(ln2,", "factor = min(ln2,"),
     (
         "hidden tiles count",

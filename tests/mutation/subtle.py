@@ -101,7 +101,7 @@ SUBTLE: tuple[Mutant, ...] = (
             (file, old, f"{old} * 1.001"),
         )
         for kernel, what, file, old in (
-            ("forward", "out", _FORWARD, "acc / l_safe[:, None]"),
+            ("forward", "out", _TILES, "acc / l_safe[:, None]"),
             ("dq", "dq", _DQ, "dq * sm_scale.to(ACC)"),
             ("dkdv", "dk", _DKDV, "dk * sm_scale.to(ACC)"),
         )
@@ -109,12 +109,12 @@ SUBTLE: tuple[Mutant, ...] = (
     _subtle(
         "forward: out is too large by one part in two thousand",
         "a reciprocal of too few digits",
-        (_FORWARD, "acc / l_safe[:, None]", "acc / l_safe[:, None] * 1.0005"),
+        (_TILES, "acc / l_safe[:, None]", "acc / l_safe[:, None] * 1.0005"),
     ),
     _subtle(
         "forward: an epsilon is added to the numerator too",
         "a guard against a division of 0 by 0",
-        (_FORWARD, "acc / l_safe[:, None]", "(acc + 1e-6) / l_safe[:, None]"),
+        (_TILES, "acc / l_safe[:, None]", "(acc + 1e-6) / l_safe[:, None]"),
     ),
     _subtle(
         "delta: it is truncated to the input dtype",

@@ -49,6 +49,9 @@ _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 QUICK: tuple[Step, ...] = (
     # Two tiles by three, not square, heads in a group, sizes that are a multiple of nothing.
     _step(H=2, M=35, N=37, D=5, Dv=3, mask=Mask(causal=True), config="32x16"),
+    # Keys in parts that are uneven, and for some rows empty.
+    _step("G3", B=2, H=3, M=19, N=70, D=5, Dv=3, config="16x16-split3", dirty="nan",
+          mask=Mask(window_left=40, window_right=1, seqlens_q=(19, 18), seqlens_k=(70, 5))),
     # Every index of its own: batch entries, groups, strides.
     _step(B=2, H=4, Hk=2, M=5, N=7, D=3, Dv=2, mask=_SHORT, dirty="nan", layouts=_MIXED),
     # The same with a gradient of lse, and with that alone.
@@ -74,6 +77,10 @@ QUICK: tuple[Step, ...] = (
                              window_right=12, seqlens_q=(40, 30), seqlens_k=(70, 50)))
       for seed, per_head in ((2, True), (3, False))),
     _step(M=150, N=300, dtype="fp16", config="default", mask=BlockSparse(seed=1), **_ALIGNED),
+    # Keys in parts: more parts than tiles; lists of tiles.
+    _step(H=4, Hk=2, M=35, N=37, config="32x16-split7", mask=Mask(window_left=20, window_right=3)),
+    _step(B=2, H=2, M=20, N=75, config="16x16-split3",
+          mask=BlockSparse(side=12, percent=60, seed=19, seqlens_q=(20, 18), seqlens_k=(20, 75))),
     # Nothing of an fp32 dot may be in TF32.
     _step(M=20, N=40, dtype="fp32"),
     # The path of wide loads is taken by 16-bit tensors of whole head_dims.
@@ -108,6 +115,11 @@ QUICK: tuple[Step, ...] = (
     _step(H=2, M=40, N=70, mask=Mask(causal=True), config="16x32"),
     _step(M=130, N=70, dtype="fp16", mask=Mask(causal=True), config="default", **_ALIGNED),
     _step(M=20, N=40, dtype="fp32", config="16x16-tf32"),
+    # Few rows against keys in parts: aligned, of large scores, of which none is seen.
+    _step(H=3, M=3, N=90, dtype="fp16", config="16x16-split3", **_ALIGNED),
+    _step(M=1, N=70, dtype="fp32", inputs="lse_high_1e5", config="32x16-split7"),
+    _step(M=2, N=70, dtype="fp32", inputs="lse_low_1e5", config="16x16-split3"),
+    _step("G3", M=2, N=0, config="16x16-split3"),
     # Strides, heads in groups, what lies around.
     _step(H=4, Hk=2, M=20, N=35, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
           **_ALIGNED),
@@ -121,6 +133,7 @@ STEPS: tuple[Step, ...] = (
     # The wide loads' offset of a tile: more than 512 rows of the longest stride they are taken for.
     *(_step("G12", B=2, M=600, N=600, dtype="fp16", config="64x32", seed=seed,
             mask=Mask(window_left=1, window_right=1), **_ALIGNED) for seed in (1, 3)),
+    _step("G6", "G7", "G8", "G9", B=2, H=2, M=5, N=37, D=24, dtype="fp32", config="16x16-split3"),
     *(_step("G10", "G13", M=18, N=20, dtype="fp16", config=config, **_ALIGNED)
       for config in ("16x16", "16x16-one_pass")),
     # On ordinary data: errors no larger than independent roundings, and no side preferred.

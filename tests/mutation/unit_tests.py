@@ -16,32 +16,24 @@ __all__ = ["FILES", "TESTED_ALONE", "failure_of"]
 FILES = tuple(
     f"tests/unit/test_{name}.py"
     for name in (
-        "launch",
-        "element_mask",
-        "ranges",
-        "attention",
-        "arguments",
-        "block_map",
-        "block_mask",
+        *("launch", "element_mask", "ranges", "splits"),
+        *("attention", "arguments", "block_map", "block_mask"),
     )
 )
 # What they are about.
 TESTED_ALONE = tuple(
     f"fa_kernels/{name}.py"
     for name in (
-        "arguments",
-        "block_map",
-        "block_mask",
-        "kernels/block_lists",
-        "kernels/tile_kinds",
-        "launch",
-        "ranges",
+        *("arguments", "block_map", "block_mask", "launch", "ranges"),
+        *("kernels/block_lists", "kernels/merge", "kernels/tile_kinds"),
     )
 )
 
 _TESTS_OF_KERNELS = {
     "fa_kernels/kernels/tile_kinds.py": "tests/unit/test_block_map.py",
     "fa_kernels/kernels/block_lists.py": "tests/unit/test_block_mask.py",
+    "fa_kernels/kernels/merge.py": "tests/unit/test_splits.py",
+    "fa_kernels/ranges.py": "tests/unit/test_splits.py",
 }
 
 

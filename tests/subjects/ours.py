@@ -54,6 +54,11 @@ def adapted(package: ModuleType):
         """The complete configuration."""
         return resolve(config, dtype, 1 << (max(D, Dv, 16) - 1).bit_length())
 
+    def declared(config) -> dict[str, object]:
+        """What a configuration replaces."""
+        dots = {"dots": "tf32", "dtypes": ("fp32",)} if config.dots == "tf32" else {}
+        return dots | ({} if config.splits in (None, 1) else {"splits": config.splits})
+
     def tiles(problem: Problem) -> tuple[int, int]:
         """(block_m, block_n) of the forward kernel."""
         config = problem.config.removesuffix(_ONE_PASS)
@@ -64,10 +69,9 @@ def adapted(package: ModuleType):
     flash_attention.lse_grad = True
     flash_attention.l_order = "tile"
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
-    flash_attention.configs = {
-        name: {"dots": "tf32", "dtypes": ("fp32",)} if config.dots == "tf32" else {}
-        for name, config in package.CONFIGS.items()
-    } | {f"{name}{_ONE_PASS}": {"atomic": ("dq",)} for name in _IN_ONE_PASS}
+    flash_attention.configs = {name: declared(x) for name, x in package.CONFIGS.items()} | {
+        f"{name}{_ONE_PASS}": {"atomic": ("dq",)} for name in _IN_ONE_PASS
+    }
     flash_attention.tiles = tiles
     return flash_attention
 

@@ -179,13 +179,37 @@ class Emulated:
         return self.dot(q, k.T) * self.work(scale / of_q / of_k), q, k, of_q, of_k
 
     def forward(self, s2: np.ndarray, v: np.ndarray, seen: np.ndarray):
-        """Online softmax over key tiles; returns out as stored, and lse in base e."""
+        """Softmax over key tiles, in parts; returns out as stored, and lse in base e."""
+        parts = np.array_split(
+            np.arange(0, s2.shape[1], self.numerics.block_n), self.numerics.splits
+        )
+        acc, l_i, m_i = self.merged([self.attend(s2, v, seen, list(part)) for part in parts])
+        live = l_i > 0
+        divisor = np.where(live, l_i, 1).astype(self.work)
+        out = acc if self.numerics.p_normalised else self.flush(acc / divisor[:, None])
+        lse = np.where(live, (m_i + np.log2(divisor)) * self.work(1 / LOG2E), -np.inf)
+        return self.store(np.where(live[:, None], out, self.work(0))), lse.astype(self.work)
+
+    def merged(self, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]):
+        """(acc, l, m) of all parts, each weighted by its maximum; one part as it is."""
+        if len(parts) == 1:
+            return parts[0]
+        m_i = np.max([m for _, _, m in parts], axis=0)
+        finite = np.where(np.isfinite(m_i), m_i, self.work(0))
+        acc, l_i = np.zeros_like(parts[0][0]), np.zeros_like(parts[0][1])
+        for part_acc, part_l, part_m in parts:
+            weight = self.exp2(part_m - finite)
+            l_i = l_i + part_l * weight
+            acc = self.flush(acc + self.flush(self.flush(part_acc) * weight[:, None]))
+        return acc, l_i, m_i
+
+    def attend(self, s2: np.ndarray, v: np.ndarray, seen: np.ndarray, starts: list[int]):
+        """Online softmax over the key tiles that start there: (acc, l, m in base 2)."""
         M, N = s2.shape
         block = self.numerics.block_n
         m_i = np.full(M, -np.inf, self.work)
         l_i = np.zeros(M, self.work)
         acc = np.zeros((M, v.shape[1]), self.work)
-        starts = list(range(0, N, block))
         if self.numerics.p_normalised:
             starts, block = [0], N
         for start in starts[::-1] if self.reverse else starts:
@@ -206,11 +230,7 @@ class Emulated:
             l_i = l_i * alpha + row_sum
             acc = self.flush(acc * alpha[:, None]) + self.dot(p_cast, v[tile])
             m_i = m_new
-        live = l_i > 0
-        divisor = np.where(live, l_i, 1).astype(self.work)
-        out = acc if self.numerics.p_normalised else self.flush(acc / divisor[:, None])
-        lse = np.where(live, (m_i + np.log2(divisor)) * self.work(1 / LOG2E), -np.inf)
-        return self.store(np.where(live[:, None], out, self.work(0))), lse.astype(self.work)
+        return acc, l_i, m_i
 
     def head(self, q, k, v, dout, dlse, seen, t: float) -> tuple[np.ndarray, ...]:
         s2, q_used, k_used, of_q, of_k = self.scores(q, k, t)

@@ -362,9 +362,9 @@ def test_configs_refuse_unknown_dots(dots):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_config_is_completed_and_keeps_what_it_says(dtype, block_d):
     said = Tile(32, 16)
-    config = resolve(Config(dq=said, dots="tf32"), dtype, block_d)
+    config = resolve(Config(dq=said, dots="tf32", splits=5), dtype, block_d)
     assert all(isinstance(x, Tile) for x in (config.forward, config.dkdv, config.one_pass))
-    assert (config.dq, config.dots) == (said, "tf32")
+    assert (config.dq, config.dots, config.splits) == (said, "tf32", 5)
     assert resolve(Config(one_pass=said), dtype, block_d).one_pass == said
 
 

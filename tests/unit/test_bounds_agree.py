@@ -35,6 +35,8 @@ DECLARATIONS = {
     "rounded l": {"l_from": "rounded"},
     "ds of rounded p": {"ds_from": "rounded"},
     "dtype group sum": {"group_sum": "dtype"},
+    "split": {"splits": 3},
+    "split, and flushes": {"splits": 2, "flushes": True},
     "flushes": {"flushes": True},
     "many": {
         "dots": "tf32",
@@ -165,19 +167,20 @@ def test_bounds_agree_where_a_prescaled_operand_is_flushed(prescales: str, sm_sc
     assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
 
 
+@pytest.mark.parametrize("splits", [1, 2, 9])
 @pytest.mark.parametrize("ds_scaled", [False, True])
 @pytest.mark.parametrize("large_v", [False, True])
 @pytest.mark.parametrize("small", [(2, 3), (3,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("case", range(4))
 def test_bounds_agree_where_results_are_flushed(
-    case: int, small: tuple[int, ...], large_v: bool, ds_scaled: bool
+    case: int, small: tuple[int, ...], large_v: bool, ds_scaled: bool, splits: int
 ) -> None:
     inputs, call, block_n = a_problem(f"fp32/flushed/{case}")
     for place in small:
         inputs[place] = inputs[place] * 2.0**-128
     inputs[2] = inputs[2] * (2.0**100 if large_v else 1.0)
     inputs = [x.to(torch.float32).double() for x in inputs]
-    numerics = Numerics(block_n=block_n, flushes=True, ds_scaled=ds_scaled)
+    numerics = Numerics(block_n=block_n, flushes=True, ds_scaled=ds_scaled, splits=splits)
     call |= {"in_dtype": "fp32", "numerics": numerics}
     want = numpy_bound.bound(*as_arrays(inputs), **call)
     got = error_model.judge(*inputs, **call, rows=32).bound

@@ -207,6 +207,23 @@ def test_an_unknown_dtype_is_refused() -> None:
         judged(tensors(), in_dtype="fp8")
 
 
+def rescales_of(levels: list[float], splits: int) -> float:
+    """R of one row with tiles of equal scores, read off the bound of lse."""
+    k = torch.tensor(levels, dtype=torch.float64).repeat_interleave(16).view(1, 1, -1, 1)
+    one, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.zeros_like(k)
+    keys = 16 * len(levels)
+
+    def lse_bound(block_n: int) -> float:
+        numerics = Numerics(block_n=block_n, splits=splits)
+        judgement = judge(
+            one, k, v, one, mask=Mask(), sm_scale=1.0, in_dtype="fp32", numerics=numerics
+        )
+        gamma = constants("fp32", numerics).gamma(float(keys) + 2 * (keys // block_n) + 4)
+        return judgement.bound.lse.item() - gamma
+
+    return (lse_bound(16) - lse_bound(keys)) * 2.0**22
+
+
 @pytest.mark.parametrize(
     ("levels", "changes"),
     [
@@ -219,19 +236,26 @@ def test_an_unknown_dtype_is_refused() -> None:
     ],
 )
 def test_rescales_are_counted_from_either_end(levels: list[float], changes: int) -> None:
-    # One row, tiles of equal scores; the cost of a rescale is read off the bound of lse.
-    k = torch.tensor(levels, dtype=torch.float64).repeat_interleave(16).view(1, 1, -1, 1)
-    one, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.zeros_like(k)
+    assert rescales_of(levels, 1) == pytest.approx(changes, rel=1e-5)
 
-    def lse_bound(block_n: int) -> float:
-        numerics = Numerics(block_n=block_n)
-        judgement = judge(
-            one, k, v, one, mask=Mask(), sm_scale=1.0, in_dtype="fp32", numerics=numerics
-        )
-        gamma = constants("fp32", numerics).gamma(64.0 + 2 * (64 // block_n) + 4)
-        return judgement.bound.lse.item() - gamma
 
-    assert lse_bound(16) - lse_bound(64) == pytest.approx(changes * 2.0**-22, rel=1e-6)
+@pytest.mark.parametrize(
+    ("levels", "changes"),
+    [
+        ([0.0], 0),
+        ([1.0, 0.0], 1),  # each may be a part of its own
+        ([0.0, 1.0, 2.0, 3.0], 3),  # the merge of a part takes the place of a rescale
+        ([3.0, 0.0, 1.0, 2.0], 3),  # the last three are a part: two changes, and the merge
+        ([2.0, 1.0, 0.0, 3.0], 3),
+        ([9.0, 0.0, 1.0, 8.0, 0.0, 2.0], 3),
+        ([9.0, 0.0, 1.0, 2.0, 0.0, 8.0], 4),
+    ],
+)
+def test_rescales_of_a_split_row_are_those_of_its_worst_part_and_the_merge(
+    levels: list[float], changes: int
+) -> None:
+    for splits in (2, 3, 100):
+        assert rescales_of(levels, splits) == pytest.approx(changes, rel=1e-5, abs=1e-5)
 
 
 def extremes(q: float, k: float, v: float, dout: float) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import inspect
 import math
 import mmap
@@ -53,7 +54,7 @@ class Recorder:
 def launches(monkeypatch) -> list[Launch]:
     """The launches to come; no kernel runs."""
     made: list[Launch] = []
-    for name in KERNELS:
+    for name in (*KERNELS, "merge"):
         attribute = f"{name}_kernel"
         kernel = getattr(launch, attribute)
         monkeypatch.setattr(launch, attribute, Recorder(name, kernel, made))
@@ -126,7 +127,7 @@ def test_a_kernel_is_given_the_tile_that_its_grid_counts(config, launches):
     launch_all(*without_memory(Sizes()), config)
     chosen = resolve(config, torch.bfloat16, 32)
     for x in launches:
-        if x.kernel != "delta":
+        if x.kernel not in ("delta", "merge"):
             tile = getattr(chosen, x.kernel)
             given = [x.arguments[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")]
             assert given == [tile.block_m, tile.block_n, tile.num_warps]
@@ -152,6 +153,33 @@ def test_strides_past_2_to_the_31_reach_the_kernels_as_they_are(axis, launches):
         for kernel in takes:
             assert strides_of(of_kernel[kernel], letter) == x.stride(), (kernel, letter)
     assert strides_of(of_kernel["delta"], "o") == far[3].stride()
+
+
+@pytest.mark.parametrize("splits", [None, 1, 5])
+def test_parts_are_programs_of_the_forward_whose_sums_are_merged(splits, launches):
+    sizes = Sizes()
+    B, H, _, M, _, _, Dv = sizes
+    launch_all(*without_memory(sizes), dataclasses.replace(CONFIGS["16x16"], splits=splits))
+    forward, *others = launches[: 1 if splits is None else 2]
+    assert forward.grid == (math.ceil(M / 16) * B * H * (splits or 1),)
+    assert (forward.arguments["parts"], forward.arguments["SPLIT"]) == (splits or 1, bool(splits))
+    written = [forward.arguments[f"{name}_ptr"] for name in ("out", "lse", "l")]
+    for merge in others:
+        assert merge.kernel == "merge"
+        assert merge.grid == (math.ceil(B * H * M / launch.MERGE_ROWS),)
+        read = [merge.arguments[f"{name}_ptr"] for name in ("acc", "m", "l")]
+        assert all(x is y for x, y in zip(read, written, strict=True))
+        rows = [merge.arguments[name] for name in ("parts", "rows", "Dv")]
+        assert rows == [splits, B * H * M, Dv]
+        shapes = [tuple(x.shape) for x in written]
+        assert shapes == [(splits, B, H, M, Dv), (splits, B, H, M), (splits, B, H, M)]
+        assert [x.dtype for x in written] == [torch.float32] * 3
+    assert [x.kernel for x in launches[1 + len(others) :]] == list(KERNELS[1:])
+
+
+def test_parts_of_nothing_are_not_launched(launches):
+    launch_all(*without_memory(Sizes(M=0)), "16x16-split3")
+    assert [x.kernel for x in launches] == ["dkdv"]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -329,6 +357,41 @@ def test_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, dtype, D):
     monkeypatch.setattr(interpreter, "range", last, raising=False)
     monkeypatch.setattr(allocation, "empty", lazily)
     assert heads * M > 2**31
+    for got, expected in zip(run(heads, M), want, strict=True):
+        assert torch.equal(got, expected)
+        assert got.any()
+
+
+def test_parts_of_rows_past_2_to_the_31_lie_where_they_are(monkeypatch):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("a GPU runs all of the programs, on memory that is there")
+    from triton.runtime import interpreter
+
+    heads, M, N, D, parts, tile = 2**9 + 1, 2**20, 48, 3, 3, 16
+
+    def last(*bounds):
+        """``range``, but of a grid the programs of the last rows, in each part and the merge."""
+        steps = builtins.range(*bounds)
+        if len(steps) == parts * heads * M // tile:
+            return [part * heads * M // tile + (heads - 1) * M // tile for part in range(parts)]
+        return steps[-tile // launch.MERGE_ROWS :] if len(steps) > heads else steps
+
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, D, generator=random) for n in (1, N, N))
+
+    def run(heads: int, M: int) -> list[torch.Tensor]:
+        """The last rows of the last head."""
+        rows = q.expand(1, heads, M, D)
+        keys = (x.expand(1, heads, N, D) for x in (k, v))
+        lengths = (torch.full((1,), n, dtype=torch.int32) for n in (M, N))
+        config = resolve("16x16-split3", q.dtype, 16)
+        arguments = Arguments(*lengths, M + N, M + N, 0.25, config)
+        return [x[0, -1, -tile:].clone() for x in launch.launch_forward(rows, *keys, arguments)]
+
+    want = run(1, tile)
+    monkeypatch.setattr(interpreter, "range", last, raising=False)
+    monkeypatch.setattr(allocation, "empty", lazily)
+    assert heads * M * parts * D > 2**32
     for got, expected in zip(run(heads, M), want, strict=True):
         assert torch.equal(got, expected)
         assert got.any()

@@ -75,6 +75,8 @@ DECLARATIONS: dict[str, Numerics] = {
     "ds_from": Numerics(ds_from="rounded"),
     "group_sum": Numerics(group_sum="dtype"),
     "flushes": Numerics(flushes=True),
+    "splits": Numerics(splits=3),
+    "more splits than tiles": Numerics(splits=9, flushes=True),
 }
 
 
@@ -89,13 +91,15 @@ def test_an_emulated_kernel_stays_within_the_bound_of_what_it_declares(
         assert max(shares.values()) <= 1, (family, shares)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 9])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_kernel_that_flushes_needs_to_declare_it(dtype: str) -> None:
+def test_a_kernel_that_flushes_needs_to_declare_it(dtype: str, splits: int) -> None:
     """Values about the smallest normal number: each rescale, each product of delta loses some.
 
     With a large v the products are no smaller than others, but dout is taken for 0.
     """
-    numerics = Numerics(flushes=True)
+    unflushed = Numerics(splits=splits)
+    numerics = Numerics(splits=splits, flushes=True)
     undeclared: set[str] = set()
     for seed in range(8):
         case = draw(seed, dtype, "scores times 8")
@@ -113,7 +117,7 @@ def test_a_kernel_that_flushes_needs_to_declare_it(dtype: str) -> None:
             )
             assert max(shares.values()) <= 1, (seed, shares)
             plain = worst_shares(
-                Emulated(dtype=dtype, numerics=numerics), case._replace(arrays=arrays), Numerics()
+                Emulated(dtype=dtype, numerics=numerics), case._replace(arrays=arrays), unflushed
             )
             undeclared |= {name for name, share in plain.items() if share > 1}
     assert undeclared == {"out", "dq", "dk"}, undeclared
@@ -234,6 +238,7 @@ WIDER: dict[str, tuple[str, Numerics, Numerics, set[str]]] = {
     "ds_from": ("fp16", Numerics(), Numerics(ds_from="rounded"), {"dq", "dk"}),
     "group_sum": ("fp16", Numerics(), Numerics(group_sum="dtype"), {"dk", "dv"}),
     "flushes": ("fp32", Numerics(), Numerics(flushes=True), set()),
+    "splits": ("fp32", Numerics(), Numerics(splits=2), set()),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from oracles.outputs import Numerics
 
-COUNTS = ("accumulator", "block_n", "ds_roundings")
+COUNTS = ("accumulator", "block_n", "ds_roundings", "splits")
 WORDS = [x.name for x in dataclasses.fields(Numerics) if isinstance(x.default, str)]
 
 

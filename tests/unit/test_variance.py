@@ -77,6 +77,15 @@ def test_a_correct_kernel_errs_as_predicted_whatever_it_declares(dtype, declared
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("splits", [2, 3, 5])
+def test_a_split_kernel_errs_no_more_than_predicted(dtype, splits):
+    """And a little less: the largest P of every part is 1, which is exact."""
+    kernel = Emulated(dtype=dtype, numerics=Numerics(splits=splits))
+    ratios = observed(replace(PROBLEM, dtype=dtype), kernel)
+    assert {name: ratio for name, ratio in ratios.items() if not 0.85 < ratio < 1.05} == {}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("prescales", ["q", "k", "qk"])
 @pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
 def test_a_prescaling_kernel_errs_no_more_than_predicted(dtype, prescales, spread):

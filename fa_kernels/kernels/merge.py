@@ -1,0 +1,59 @@
+"""Merge: out and lse from what the parts of each row's keys add up to.
+
+Each part is a softmax of its own, relative to its own maximum. Weighted by two to the power of that
+less the largest of all, the parts add up to the whole: what a running softmax does with its tiles,
+in one step. So the parts arrive as they are, neither divided nor as logarithms, and a row that only
+one part sees keeps every bit.
+
+Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023), with the sums of FlashAttention-2
+(arXiv:2307.08691), Algorithm 1, in place of normalised parts and their lse.
+"""
+
+import triton.language as tl
+
+from fa_kernels.kernels.kernel import kernel
+from fa_kernels.kernels.tiles import normalised
+
+__all__ = ["merge_kernel"]
+
+
+@kernel
+def merge_kernel(
+    acc_ptr,
+    m_ptr,
+    l_ptr,
+    out_ptr,
+    lse_ptr,
+    parts: tl.int32,
+    rows: tl.int64,
+    Dv: tl.int32,
+    BLOCK_R: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Writes out (rows,Dv) and lse (rows,) from acc (parts,rows,Dv), m and l (parts,rows).
+
+    A row is one of B H M; all tensors are contiguous.
+    """
+    offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    # Rows past the end hold anything, and are not stored.
+    valid = offs_r < rows
+    inside = valid[:, None] & (offs_dv < Dv)[None, :]
+
+    m_i = tl.full([BLOCK_R], -float("inf"), ACC)
+    for part in range(0, parts):
+        m_i = tl.maximum(m_i, tl.load(m_ptr + (part * rows + offs_r), mask=valid))
+    l_i = tl.zeros([BLOCK_R], ACC)
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], ACC)
+    for part in range(0, parts):
+        offs_part = part * rows + offs_r
+        weight = tl.exp2(tl.load(m_ptr + offs_part, mask=valid) - m_i)
+        l_i += tl.load(l_ptr + offs_part, mask=valid) * weight
+        offs_acc = offs_part[:, None] * Dv + offs_dv[None, :]
+        acc += tl.load(acc_ptr + offs_acc, mask=inside) * weight[:, None]
+
+    # Of a row that no part sees the weights are NaN, -inf - -inf, and so is l: it is not live.
+    out, lse = normalised(acc, l_i, m_i, l_i > 0)
+    tl.store(lse_ptr + offs_r, lse, mask=valid)
+    tl.store(out_ptr + (offs_r[:, None] * Dv + offs_dv[None, :]), out, mask=inside)

@@ -1,0 +1,42 @@
+"""Keys in parts: few queries against long keys keep every guarantee."""
+
+from __future__ import annotations
+
+import pytest
+
+from oracles.mask import Mask
+from oracles.problem import Problem
+from properties.guarantees import GUARANTEES
+
+# As many keys as give every part several tiles; the interpreter takes its time for each.
+KEYS = {"cpu": 120, "cuda": 20_000}
+# (dtype, rows, mask): parts of many tiles; of one and of none, where a window or lengths leave few;
+# rows of which some see nothing.
+FEW = {
+    "one row": ("bf16", 1, Mask()),
+    "one row, a window": ("fp32", 1, Mask(window_left=9)),
+    "rows at the end": ("fp16", 3, Mask(causal=True)),
+    "lengths": ("fp16", 2, Mask(seqlens_q=(2, 1), seqlens_k=(40, 7))),
+    "no keys": ("fp32", 5, Mask(causal=True, seqlens_q=(5, 4), seqlens_k=(3, 0))),
+}
+
+
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+@pytest.mark.parametrize("few", FEW)
+def test_few_rows_against_long_keys_keep_every_guarantee(
+    check_one, subject, device, few, guarantee
+):
+    dtype, M, mask = FEW[few]
+    problem = Problem(
+        B=2, H=2, M=M, N=KEYS[device], D=24, dtype="fp64" if guarantee == "T3" else dtype,
+        mask=mask, dirty="nan", seed=1, config=a_split_of(subject, few), device=device,
+    )  # fmt: skip
+    check_one(problem, GUARANTEES[guarantee])
+
+
+def a_split_of(subject, few: str) -> str:
+    """One of the configurations that split, another for the next problem."""
+    found = [name for name, declared in subject.configs.items() if declared.get("splits", 1) > 1]
+    if not found:
+        pytest.skip(f"{subject.name} declares no configuration with splits")
+    return found[[*FEW].index(few) % len(found)]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from fa_kernels.block_map import BlockMaps, Predicate, block_maps, predicate_of
-from fa_kernels.configs import Config, resolve
+from fa_kernels.configs import CONFIGS, Config, resolve
+from fa_kernels.tokens import token_of, value_of
 
-__all__ = ["Arguments", "MaskLike", "check"]
+__all__ = ["Arguments", "MaskLike", "Request", "check", "prepared"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
@@ -43,9 +43,35 @@ class MaskLike(Protocol):
     seqlens_k: Sequence[int] | None
 
 
+class Request(NamedTuple):
+    """Checked arguments in types that operators take.
+
+    Args:
+        seqlens_q: int32 (B,) on the device; None where they are ints, or not given.
+        seqlens_k: Likewise.
+        lengths_q: The ints; None where they are a tensor, or not given.
+        lengths_k: Likewise.
+        window_left: Keys visible before the own position; None is unbounded.
+        window_right: Keys visible after the own position; None is unbounded.
+        sm_scale: Factor on q.k; None is the default.
+        config: A name in ``CONFIGS``, or the token of a Config.
+        mask: The token of a mask that may have a predicate; empty where there is none.
+    """
+
+    seqlens_q: torch.Tensor | None
+    seqlens_k: torch.Tensor | None
+    lengths_q: Sequence[int] | None
+    lengths_k: Sequence[int] | None
+    window_left: int | None
+    window_right: int | None
+    sm_scale: float | None
+    config: str
+    mask: str
+
+
 @dataclass(frozen=True)
 class Arguments:
-    """Checked arguments in the form that the launchers take.
+    """Arguments in the form that the launchers take.
 
     Args:
         seqlens_q: int32 (B,) on the device.
@@ -164,10 +190,10 @@ def _lengths_on_device(lengths: tuple[int, ...], device: torch.device) -> torch.
 
 def _checked_lengths(
     name: str, lengths: object, B: int, size: int, device: torch.device
-) -> torch.Tensor:
-    """Lengths as int32 (B,) on the device; a tensor's values are clamped in the kernels."""
+) -> tuple[torch.Tensor | None, tuple[int, ...] | None]:
+    """Lengths as int32 (B,) on the device or as ints; a tensor's values the kernels clamp."""
     if lengths is None:
-        return _lengths_on_device((size,) * B, device)
+        return None, None
     if isinstance(lengths, torch.Tensor):
         if lengths.dtype != torch.int32:
             raise TypeError(f"{name} has dtype {lengths.dtype}; needs torch.int32")
@@ -175,7 +201,7 @@ def _checked_lengths(
             raise ValueError(f"{name} has shape {tuple(lengths.shape)}; needs ({B},)")
         if lengths.device != device:
             raise ValueError(f"{name} is on {lengths.device}; needs the device of q, {device}")
-        return lengths.contiguous()
+        return lengths.contiguous(), None
     if not isinstance(lengths, Sequence) or isinstance(lengths, str | bytes):
         raise TypeError(f"{name} is {lengths!r}; needs a sequence of ints or an int32 tensor")
     for length in lengths:
@@ -185,12 +211,12 @@ def _checked_lengths(
             raise ValueError(f"{name} holds {length}; needs lengths in [0, {size}]")
     if len(lengths) != B:
         raise ValueError(f"{name} has {len(lengths)} lengths; needs one per batch entry, {B}")
-    return _lengths_on_device(tuple(lengths), device)
+    return None, tuple(lengths)
 
 
-def _checked_scale(sm_scale: object, D: int, dtype: torch.dtype) -> float:
+def _checked_scale(sm_scale: object, dtype: torch.dtype) -> float | None:
     if sm_scale is None:
-        return float(D) ** -0.5
+        return None
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, float | int):
         raise TypeError(f"sm_scale is {sm_scale!r}; needs a float or None")
     if not 0 < sm_scale <= sys.float_info.max:
@@ -205,6 +231,19 @@ def _checked_scale(sm_scale: object, D: int, dtype: torch.dtype) -> float:
     return float(sm_scale)
 
 
+def _checked_config(config: object) -> str:
+    """The name of a configuration, or its token."""
+    if config is None:
+        return "default"
+    if isinstance(config, Config):
+        return token_of(config)
+    if not isinstance(config, str):
+        raise TypeError(f"config is {config!r}; needs a Config, a name or None")
+    if config not in CONFIGS:
+        raise ValueError(f"config is {config!r}; needs one of {sorted(CONFIGS)}, or a Config")
+    return config
+
+
 def check(
     q: object,
     k: object,
@@ -217,9 +256,9 @@ def check(
     seqlens_k: object,
     sm_scale: object,
     backward: object,
-    config: Config | str | None,
-) -> Arguments:
-    """Checks the arguments of ``flash_attention`` and brings them into the launchers' form.
+    config: object,
+) -> Request:
+    """Checks the arguments of ``flash_attention`` and brings them into an operator's types.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -253,27 +292,58 @@ def check(
             )
         causal, window = mask.causal, (mask.window_left, mask.window_right)
         seqlens_q, seqlens_k = mask.seqlens_q, mask.seqlens_k
+    B, _, M, _ = q.shape
+    left, right = _checked_window(causal, window)
+    tensor_q, ints_q = _checked_lengths("seqlens_q", seqlens_q, B, M, q.device)
+    tensor_k, ints_k = _checked_lengths("seqlens_k", seqlens_k, B, k.shape[2], q.device)
+    sm_scale, config = _checked_scale(sm_scale, q.dtype), _checked_config(config)
+    token = ""
+    if hasattr(mask, "native"):
+        if type(mask).__hash__ is None:
+            raise TypeError(f"mask is {mask!r}; needs to be hashable, since it has a method native")
+        token = token_of(mask)
+    return Request(tensor_q, tensor_k, ints_q, ints_k, left, right, sm_scale, config, token)
+
+
+def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> Arguments:
+    """What is asked for, in the launchers' form: of these sizes, on this device.
+
+    Raises:
+        NotImplementedError: The mask has no predicate, or one for fewer tiles.
+    """
     B, H, M, D = q.shape
     N = k.shape[2]
-    left, right = _checked_window(causal, window)
-    block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
-    arguments = Arguments(
-        seqlens_q=_checked_lengths("seqlens_q", seqlens_q, B, M, q.device),
-        seqlens_k=_checked_lengths("seqlens_k", seqlens_k, B, N, q.device),
-        window_left=M + N if left is None else min(left, M + N),
-        window_right=M + N if right is None else min(right, M + N),
-        sm_scale=_checked_scale(sm_scale, D, q.dtype),
-        config=resolve(config, q.dtype, block_d),
+    left, right = (
+        M + N if x is None else min(x, M + N) for x in (request.window_left, request.window_right)
     )
-    if not hasattr(mask, "native"):
-        return arguments
-    if type(mask).__hash__ is None:
-        raise TypeError(f"mask is {mask!r}; needs to be hashable, since it has a method native")
-    predicate = predicate_of(mask, B, H, M, N, q.device)
-    if predicate is None:
-        return arguments
-    maps = block_maps(
-        mask, B, H, M, N, (arguments.window_left, arguments.window_right),
-        (arguments.seqlens_q, arguments.seqlens_k), arguments.config,
-    )  # fmt: skip
-    return dataclasses.replace(arguments, predicate=predicate, maps=maps)
+    seqlens_q = _on_device(request.seqlens_q, request.lengths_q, B, M, q.device)
+    seqlens_k = _on_device(request.seqlens_k, request.lengths_k, B, N, q.device)
+    block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
+    sm_scale = float(D) ** -0.5 if request.sm_scale is None else request.sm_scale
+    config = _resolved(request.config, q.dtype, block_d)
+    predicate, maps = None, None
+    if request.mask:
+        mask = value_of(request.mask)
+        predicate = predicate_of(mask, B, H, M, N, q.device)
+        if predicate is not None:
+            lengths = (seqlens_q, seqlens_k)
+            maps = block_maps(mask, B, H, M, N, (left, right), lengths, config)
+    return Arguments(seqlens_q, seqlens_k, left, right, sm_scale, config, predicate, maps)
+
+
+def _on_device(
+    seqlens: torch.Tensor | None,
+    lengths: Sequence[int] | None,
+    B: int,
+    size: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """int32 (B,); ``size`` each where nothing is given."""
+    if seqlens is not None:
+        return seqlens
+    return _lengths_on_device((size,) * B if lengths is None else tuple(lengths), device)
+
+
+@lru_cache(maxsize=256)
+def _resolved(config: str, dtype: torch.dtype, block_d: int) -> Config:
+    return resolve(CONFIGS.get(config) or value_of(config), dtype, block_d)

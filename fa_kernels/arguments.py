@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -20,10 +20,11 @@ from fa_kernels.block_map import (
     maps_of_blocks,
     predicate_of,
 )
-from fa_kernels.block_mask import check_block_mask
-from fa_kernels.configs import Config, resolve
+from fa_kernels.block_mask import check_block_mask, check_tiles
+from fa_kernels.configs import CONFIGS, Config, resolve
+from fa_kernels.tokens import token_of, value_of
 
-__all__ = ["Arguments", "MaskLike", "check"]
+__all__ = ["Arguments", "MaskLike", "Request", "check", "prepared"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
@@ -51,9 +52,41 @@ class MaskLike(Protocol):
     seqlens_k: Sequence[int] | None
 
 
+class Request(NamedTuple):
+    """Checked arguments in types that operators take.
+
+    Args:
+        seqlens_q: int32 (B,) on the device; None where they are ints, or not given.
+        seqlens_k: Likewise.
+        block_mask: Bool (H or 1, rows, columns of blocks); None is all blocks.
+        lengths_q: The ints; None where they are a tensor, or not given.
+        lengths_k: Likewise.
+        window_left: Keys visible before the own position; None is unbounded.
+        window_right: Keys visible after the own position; None is unbounded.
+        sm_scale: Factor on q.k; None is the default.
+        config: A name in ``CONFIGS``, or the token of a Config.
+        mask: The token of a mask that may have a predicate; empty where there is none.
+        block_size: Rows and keys of a block of block_mask.
+        one_pass: Whether dq comes out of the pass that dk and dv do.
+    """
+
+    seqlens_q: torch.Tensor | None
+    seqlens_k: torch.Tensor | None
+    block_mask: torch.Tensor | None
+    lengths_q: Sequence[int] | None
+    lengths_k: Sequence[int] | None
+    window_left: int | None
+    window_right: int | None
+    sm_scale: float | None
+    config: str
+    mask: str
+    block_size: int
+    one_pass: bool
+
+
 @dataclass(frozen=True)
 class Arguments:
-    """Checked arguments in the form that the launchers take.
+    """Arguments in the form that the launchers take.
 
     Args:
         seqlens_q: int32 (B,) on the device.
@@ -175,10 +208,10 @@ def _lengths_on_device(lengths: tuple[int, ...], device: torch.device) -> torch.
 
 def _checked_lengths(
     name: str, lengths: object, B: int, size: int, device: torch.device
-) -> torch.Tensor:
-    """Lengths as int32 (B,) on the device; a tensor's values are clamped in the kernels."""
+) -> tuple[torch.Tensor | None, tuple[int, ...] | None]:
+    """Lengths as int32 (B,) on the device or as ints; a tensor's values the kernels clamp."""
     if lengths is None:
-        return _lengths_on_device((size,) * B, device)
+        return None, None
     if isinstance(lengths, torch.Tensor):
         if lengths.dtype != torch.int32:
             raise TypeError(f"{name} has dtype {lengths.dtype}; needs torch.int32")
@@ -186,7 +219,7 @@ def _checked_lengths(
             raise ValueError(f"{name} has shape {tuple(lengths.shape)}; needs ({B},)")
         if lengths.device != device:
             raise ValueError(f"{name} is on {lengths.device}; needs the device of q, {device}")
-        return lengths.contiguous()
+        return lengths.contiguous(), None
     if not isinstance(lengths, Sequence) or isinstance(lengths, str | bytes):
         raise TypeError(f"{name} is {lengths!r}; needs a sequence of ints or an int32 tensor")
     for length in lengths:
@@ -196,12 +229,12 @@ def _checked_lengths(
             raise ValueError(f"{name} holds {length}; needs lengths in [0, {size}]")
     if len(lengths) != B:
         raise ValueError(f"{name} has {len(lengths)} lengths; needs one per batch entry, {B}")
-    return _lengths_on_device(tuple(lengths), device)
+    return None, tuple(lengths)
 
 
-def _checked_scale(sm_scale: object, D: int, dtype: torch.dtype) -> float:
+def _checked_scale(sm_scale: object, dtype: torch.dtype) -> float | None:
     if sm_scale is None:
-        return float(D) ** -0.5
+        return None
     if isinstance(sm_scale, bool) or not isinstance(sm_scale, float | int):
         raise TypeError(f"sm_scale is {sm_scale!r}; needs a float or None")
     if not 0 < sm_scale <= sys.float_info.max:
@@ -214,6 +247,19 @@ def _checked_scale(sm_scale: object, D: int, dtype: torch.dtype) -> float:
             f"{scales.smallest_normal:.3g} to {scales.max / 2:.3g}, the range of {scales.dtype}"
         )
     return float(sm_scale)
+
+
+def _checked_config(config: object) -> str:
+    """The name of a configuration, or its token."""
+    if config is None:
+        return "default"
+    if isinstance(config, Config):
+        return token_of(config)
+    if not isinstance(config, str):
+        raise TypeError(f"config is {config!r}; needs a Config, a name or None")
+    if config not in CONFIGS:
+        raise ValueError(f"config is {config!r}; needs one of {sorted(CONFIGS)}, or a Config")
+    return config
 
 
 def check(
@@ -230,9 +276,9 @@ def check(
     block_size: object = 128,
     sm_scale: object,
     backward: object,
-    config: Config | str | None,
-) -> Arguments:
-    """Checks the arguments of ``flash_attention`` and brings them into the launchers' form.
+    config: object,
+) -> Request:
+    """Checks the arguments of ``flash_attention`` and brings them into an operator's types.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -264,46 +310,75 @@ def check(
             )
         causal, window = mask.causal, (mask.window_left, mask.window_right)
         seqlens_q, seqlens_k = mask.seqlens_q, mask.seqlens_k
+    B, _, M, _ = q.shape
+    left, right = _checked_window(causal, window)
+    tensor_q, ints_q = _checked_lengths("seqlens_q", seqlens_q, B, M, q.device)
+    tensor_k, ints_k = _checked_lengths("seqlens_k", seqlens_k, B, k.shape[2], q.device)
+    sm_scale, config = _checked_scale(sm_scale, q.dtype), _checked_config(config)
+    token = ""
+    if hasattr(mask, "native"):
+        if type(mask).__hash__ is None:
+            raise TypeError(f"mask is {mask!r}; needs to be hashable, since it has a method native")
+        token = token_of(mask)
+    if block_mask is not None:
+        check_block_mask(block_mask, block_size, q, k)
+    return Request(
+        tensor_q, tensor_k, block_mask, ints_q, ints_k, left, right, sm_scale, config, token,
+        block_size, backward == "one_pass",
+    )  # fmt: skip
+
+
+def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> Arguments:
+    """What is asked for, in the launchers' form: of these sizes, on this device.
+
+    Raises:
+        NotImplementedError: The mask has no predicate, or one for fewer tiles.
+    """
     B, H, M, D = q.shape
     N = k.shape[2]
-    left, right = _checked_window(causal, window)
-    block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
-    tiles = resolve(config, q.dtype, block_d)
-    one_pass = backward == "one_pass"
-    arguments = Arguments(
-        seqlens_q=_checked_lengths("seqlens_q", seqlens_q, B, M, q.device),
-        seqlens_k=_checked_lengths("seqlens_k", seqlens_k, B, N, q.device),
-        window_left=M + N if left is None else min(left, M + N),
-        window_right=M + N if right is None else min(right, M + N),
-        sm_scale=_checked_scale(sm_scale, D, q.dtype),
-        config=dataclasses.replace(tiles, dkdv=tiles.one_pass) if one_pass else tiles,
-        one_pass=one_pass,
+    left, right = (
+        M + N if x is None else min(x, M + N) for x in (request.window_left, request.window_right)
     )
-    sizes, lengths = (H, M, N), (arguments.seqlens_q, arguments.seqlens_k)
-    window = (arguments.window_left, arguments.window_right)
-    predicate = _predicate_of(mask, B, *sizes, q.device)
-    if block_mask is not None:
-        check_block_mask(block_mask, block_size, q, k, arguments.config)
+    seqlens_q = _on_device(request.seqlens_q, request.lengths_q, B, M, q.device)
+    seqlens_k = _on_device(request.seqlens_k, request.lengths_k, B, N, q.device)
+    block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
+    sm_scale = float(D) ** -0.5 if request.sm_scale is None else request.sm_scale
+    config = _resolved(request.config, q.dtype, block_d, request.one_pass)
+    predicate, maps = None, None
+    sizes, window, lengths = (H, M, N), (left, right), (seqlens_q, seqlens_k)
+    if request.mask:
+        mask = value_of(request.mask)
+        predicate = predicate_of(mask, B, *sizes, q.device)
+        if predicate is not None:
+            maps = block_maps(mask, B, *sizes, window, lengths, config)
+    if request.block_mask is not None:
         if predicate is not None:
             raise NotImplementedError(
                 "block_mask is given together with a mask that has a predicate; supported beside "
                 "it are causal, window and lengths"
             )
+        check_tiles(request.block_size, config)
         predicate = VISIBLE
-        maps = maps_of_blocks(block_mask, block_size, *sizes, window, lengths, arguments.config)
-    elif predicate is not None:
-        maps = block_maps(mask, B, *sizes, window, lengths, arguments.config)
-    else:
-        return arguments
-    return dataclasses.replace(arguments, predicate=predicate, maps=maps)
+        maps = maps_of_blocks(
+            request.block_mask, request.block_size, *sizes, window, lengths, config
+        )
+    return Arguments(*lengths, *window, sm_scale, config, request.one_pass, predicate, maps)
 
 
-def _predicate_of(
-    mask: object, B: int, H: int, M: int, N: int, device: torch.device
-) -> Predicate | None:
-    """What a mask has beside lengths and window; None if nothing."""
-    if not hasattr(mask, "native"):
-        return None
-    if type(mask).__hash__ is None:
-        raise TypeError(f"mask is {mask!r}; needs to be hashable, since it has a method native")
-    return predicate_of(mask, B, H, M, N, device)
+def _on_device(
+    seqlens: torch.Tensor | None,
+    lengths: Sequence[int] | None,
+    B: int,
+    size: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """int32 (B,); ``size`` each where nothing is given."""
+    if seqlens is not None:
+        return seqlens
+    return _lengths_on_device((size,) * B if lengths is None else tuple(lengths), device)
+
+
+@lru_cache(maxsize=256)
+def _resolved(config: str, dtype: torch.dtype, block_d: int, one_pass: bool) -> Config:
+    tiles = resolve(CONFIGS.get(config) or value_of(config), dtype, block_d)
+    return dataclasses.replace(tiles, dkdv=tiles.one_pass) if one_pass else tiles

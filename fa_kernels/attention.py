@@ -6,52 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
-from fa_kernels import allocation
-from fa_kernels.arguments import Arguments, MaskLike, check
+from fa_kernels import operators
+from fa_kernels.arguments import MaskLike, check
 from fa_kernels.configs import Config
-from fa_kernels.launch import launch_backward, launch_forward
 
 __all__ = ["flash_attention"]
 
-
-class _FlashAttention(torch.autograd.Function):
-    """Ties forward and backward kernels together; saves q, k, v, out, lse and the lengths."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, arguments: Arguments):
-        out, lse = launch_forward(q, k, v, arguments)
-        # The lengths too, so that autograd notices when they are changed in between.
-        ctx.save_for_backward(q, k, v, out, lse, arguments.seqlens_q, arguments.seqlens_k)
-        ctx.arguments = arguments
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        q, k, v, out, lse, *_lengths = ctx.saved_tensors
-        if dout is None:
-            # A loss on lse alone, or none at all.
-            zero = allocation.empty((), dtype=out.dtype, device=out.device).zero_()
-            dout = zero.expand(out.shape)
-        needed = ctx.needs_input_grad[:3]
-        return *_Gradients.apply(q, k, v, out, lse, dout, ctx.arguments, dlse, needed), None
+# What ``torch.autocast`` casts; float64 it leaves alone.
+_CAST = (torch.float16, torch.bfloat16, torch.float32)
+_DEVICES = ("cuda", "cpu")
 
 
-class _Gradients(torch.autograd.Function):
-    """dq, dk, dv as a node of its own, so that a second derivative is refused, not dropped.
-
-    ``once_differentiable`` would drop it where dout is a constant.
-    """
-
-    @staticmethod
-    def forward(_ctx, q, k, v, out, lse, dout, arguments: Arguments, dlse, needed):
-        return launch_backward(q, k, v, out, lse, dout, arguments, dlse=dlse, needed=needed)
-
-    @staticmethod
-    def backward(_ctx, *_gradients):
-        raise NotImplementedError(
-            "flash_attention is differentiated twice; supported are first derivatives"
-        )
+def _autocast(x: object) -> object:
+    """A tensor in the dtype of the enclosing ``torch.autocast``, as of PyTorch's own attention."""
+    if isinstance(x, torch.Tensor) and x.dtype in _CAST and x.device.type in _DEVICES:
+        device = x.device.type
+        return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    return x
 
 
 def flash_attention(
@@ -103,6 +74,9 @@ def flash_attention(
             few queries against long keys, ``Config(splits=16)`` or so divides the key tiles of each
             query tile among as many programs, and merges what they find.
 
+    Under ``torch.autocast`` q, k and v of 16 and 32 bits are cast to its dtype first. Under
+    ``torch.compile`` a mask with a method ``native`` is a constant, and a frozen dataclass.
+
     Returns:
         out (B, H, M, Dv) in the dtype of q; with ``return_lse`` also lse (B, H, M), the natural
         log-sum-exp of the scaled visible scores, float32 (float64 for float64). Both are
@@ -121,7 +95,8 @@ def flash_attention(
     Source: FlashAttention-2 (arXiv:2307.08691); Flash-Decoding (Dao, Haziza, Massa, Sizov 2023)
     for the parts.
     """
-    arguments = check(
+    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    request = check(
         q,
         k,
         v,
@@ -136,5 +111,5 @@ def flash_attention(
         backward=backward,
         config=config,
     )
-    out, lse = _FlashAttention.apply(q, k, v, arguments)
+    out, lse = operators.forward(q, k, v, *request)
     return (out, lse) if return_lse else out

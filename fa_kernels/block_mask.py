@@ -6,18 +6,17 @@ import torch
 
 from fa_kernels.configs import Config
 
-__all__ = ["check_block_mask"]
+__all__ = ["check_block_mask", "check_tiles"]
 
 
 def check_block_mask(
-    block_mask: object, block_size: object, q: torch.Tensor, k: torch.Tensor, config: Config
+    block_mask: object, block_size: object, q: torch.Tensor, k: torch.Tensor
 ) -> None:
     """Checks ``block_mask`` and ``block_size`` of ``flash_attention``; q and k are checked.
 
     Raises:
         TypeError: One is of the wrong type.
         ValueError: One is out of range, or the map does not cover q and k.
-        NotImplementedError: A tile of the configuration is no part of a block.
     """
     if isinstance(block_size, bool) or not isinstance(block_size, int):
         raise TypeError(f"block_size is {block_size!r}; needs an int")
@@ -35,6 +34,14 @@ def check_block_mask(
             f"block_mask has shape {tuple(block_mask.shape)}; needs ({H} or 1, {rows}, {columns}), "
             f"a place for each head and block of {block_size} x {block_size}"
         )
+
+
+def check_tiles(block_size: int, config: Config) -> None:
+    """Checks that a block holds whole tiles of a complete configuration.
+
+    Raises:
+        NotImplementedError: It does not.
+    """
     tiles = (config.forward, config.dkdv, config.dq)
     largest = max(size for tile in tiles for size in (tile.block_m, tile.block_n))
     # Sizes of tiles are powers of two: what the largest divides all of them divide.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from fa_kernels.kernels.dq import dq_kernel
 from fa_kernels.kernels.forward import forward_kernel
 from fa_kernels.kernels.merge import merge_kernel
 
-__all__ = ["ROW_PADDING", "launch_backward", "launch_forward"]
+__all__ = ["ROW_PADDING", "empty_gradients", "empty_outputs", "launch_backward", "launch_forward"]
 
 DELTA_ROWS = 32
 MERGE_ROWS = 4
@@ -37,6 +38,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@lru_cache(maxsize=512)
 def _padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
@@ -94,14 +96,20 @@ def _scale_bits(sm_scale: float) -> int:
     return struct.unpack("<q", struct.pack("<d", sm_scale))[0]
 
 
+def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unwritten out (B,H,M,Dv) in the dtype of q and lse (B,H,M), contiguous."""
+    B, H, M, _ = q.shape
+    out = allocation.empty((B, H, M, v.shape[3]), dtype=q.dtype, device=q.device)
+    return out, allocation.empty((B, H, M), dtype=_accumulator(q.dtype), device=q.device)
+
+
 def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out (B,H,M,Dv) in the dtype of q and lse (B,H,M), float32 (float64 for float64)."""
     B, H, M, D = q.shape
     N, Dv = v.shape[2:]
-    out = allocation.empty((B, H, M, Dv), dtype=q.dtype, device=q.device)
-    lse = allocation.empty((B, H, M), dtype=_accumulator(q.dtype), device=q.device)
+    out, lse = empty_outputs(q, v)
     tile = arguments.config.forward
     parts = arguments.config.splits
     # Without SPLIT l is not written.
@@ -133,6 +141,17 @@ def launch_forward(
     return out, lse
 
 
+def empty_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needed: tuple[bool, bool, bool]
+) -> tuple[torch.Tensor | None, ...]:
+    """Unwritten dq, dk, dv, contiguous; None for what no kernel writes. dk and dv go together."""
+    of_keys = needed[1] or needed[2]
+    return tuple(
+        allocation.empty(x.shape, dtype=x.dtype, device=x.device) if is_made else None
+        for x, is_made in ((q, needed[0]), (k, of_keys), (v, of_keys))
+    )
+
+
 def launch_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -158,10 +177,7 @@ def launch_backward(
     delta = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
     of_rows, of_keys = needed[0], needed[1] or needed[2]
     one_pass = arguments.one_pass and of_rows and of_keys
-    dq, dk, dv = (
-        allocation.empty(x.shape, dtype=x.dtype, device=x.device) if is_made else None
-        for x, is_made in ((q, of_rows), (k, of_keys), (v, of_keys))
-    )
+    dq, dk, dv = empty_gradients(q, k, v, needed)
     # Without HAS_DLSE it is not read.
     dlses = lse if dlse is None else dlse
     constants = _constants(q.dtype, D, Dv, arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +58,8 @@ class GuardBands(TorchDispatchMode):
 
     It sees what Python code, or autograd on its behalf, allocates by ``torch.empty``,
     ``torch.zeros``, ``torch.full`` and their like; not what a library allocates inside an operator
-    of its own, or what compiled code allocates. Uninitialised integers are the bytes of the guard.
-    Tensors without elements stay as they are.
+    of its own, unless Python functions are its kernels, or what compiled code allocates.
+    Uninitialised integers are the bytes of the guard. Tensors without elements stay as they are.
     """
 
     # What a subject does by torch.compile, and by its operators, it does here too: in eager code
@@ -79,6 +80,10 @@ class GuardBands(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # the signature of the base class
         """Replaces an allocation; lets everything else pass."""
+        if backend := _python_kernel(func, args):
+            # Below the modes nothing that it allocates would be seen.
+            with self:
+                return func.redispatch(backend, *args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
         if func not in (*_UNINITIALISED, *_OF_ONE_VALUE):
             return made
@@ -120,3 +125,24 @@ class GuardBands(TorchDispatchMode):
     def count(self) -> int:
         """How many allocations were guarded."""
         return len(self._allocations)
+
+
+def _python_kernel(func: Any, args: Sequence[Any]) -> Any:
+    """Where an operator of others has a Python function for its tensors' device; None without."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prims"):
+        return None
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            return _backend(func, x.device.type)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _backend(func: Any, device: str) -> Any:
+    """The key of the device, if a Python function is registered there; None if none is."""
+    key = torch._C._dispatch_key_for_device(device)
+    registered: Any = torch.library._impls
+    name = func.name().replace("::", "/")
+    if not registered & {f"{name}/{x}" for x in (key, "CompositeExplicitAutograd")}:
+        return None
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))

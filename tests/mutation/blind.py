@@ -135,10 +135,8 @@ BLIND: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/arguments.py",
-                "        window_left=M + N if left is None else min(left, M + N),\n"
-                "        window_right=M + N if right is None else min(right, M + N),\n",
-                "        window_left=M + N if left is None else min(left, N),\n"
-                "        window_right=M + N if right is None else min(right, N),\n",
+                "M + N if x is None else min(x, M + N)",
+                "M + N if x is None else min(x, N)",
             ),
         ),
         origin="blind: 'a window cannot reach further than there are keys'; true to the left, but "
@@ -150,8 +148,8 @@ BLIND: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/arguments.py",
-                "        return lengths.contiguous()\n",
-                "        return lengths\n",
+                "        return lengths.contiguous(), None\n",
+                "        return lengths, None\n",
             ),
         ),
         origin="blind: 'one axis, shape (B,), is contiguous anyway', and autograd then watches the "

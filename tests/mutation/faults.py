@@ -298,8 +298,8 @@ _GRADIENTS = (
         "attention",
         (
             "fa_kernels/arguments.py",
-            "_checked_scale(sm_scale, D, q.dtype)",
-            "_checked_scale(sm_scale, block_d, q.dtype)",
+            "float(D) ** -0.5",
+            "float(block_d) ** -0.5",
         ),
     ),
     *(

@@ -16,7 +16,7 @@ from oracles.mask import Mask
 pytest.importorskip("triton")
 
 from fa_kernels import CONFIGS, Config, Tile, allocation, flash_attention
-from fa_kernels.arguments import MAX_SEQLEN, Arguments, check
+from fa_kernels.arguments import MAX_SEQLEN, Arguments, check, prepared
 from fa_kernels.configs import resolve
 
 B, H, HK, M, N, D, DV = 2, 4, 2, 5, 7, 8, 6
@@ -225,7 +225,7 @@ def changed(case: Refusal, device: str) -> dict[str, object]:
 
 
 def checked(device: str, **change: object) -> Arguments:
-    """The checked form of a good call."""
+    """What the launchers are given of a good call."""
     given = {
         "mask": None,
         "causal": False,
@@ -236,7 +236,8 @@ def checked(device: str, **change: object) -> Arguments:
         "backward": "two_pass",
         "config": None,
     }
-    return check(*good(device).values(), **{**given, **change})
+    tensors = good(device).values()
+    return prepared(*tensors, check(*tensors, **{**given, **change}))
 
 
 @pytest.mark.parametrize("case", EVERY_REFUSAL)

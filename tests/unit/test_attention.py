@@ -207,8 +207,9 @@ def test_the_backward_computes_what_is_needed_alone(wanted, device, monkeypatch,
     out.backward(inputs.dout)
     of_keys = "k" in wanted or "v" in wanted
     assert ran == ["dkdv"] * of_keys + ["dq"] * ("q" in wanted)
-    # Beside two numbers a row.
-    assert len(allocated) == 2 + 2 * of_keys + ("q" in wanted)
+    # Beside two numbers a row, and what has no elements.
+    made = [x for x in allocated if x.numel()]
+    assert len(made) == 2 + 2 * of_keys + ("q" in wanted)
 
 
 class Recorded:

@@ -255,6 +255,26 @@ def test_operators_of_higher_order_are_not_refused():
     assert torch.equal(got, torch.full((3,), -2.0))
 
 
+@pytest.fixture
+def library() -> torch.library.Library:
+    """Operators whose kernels are Python functions; they go with it."""
+    made = torch.library.Library("guarded", "DEF")
+    for name in ("inner", "outer"):
+        made.define(f"{name}(Tensor x) -> Tensor")
+    made.impl("inner", torch.empty_like, "CompositeExplicitAutograd")
+    for key in ("CPU", "CUDA"):
+        made.impl("outer", lambda x: torch.ops.guarded.inner(x) + torch.empty_like(x), key)
+    return made
+
+
+def test_what_an_operator_in_python_allocates_is_guarded(library, device):
+    x = source(device)
+    with GuardBands() as guards:
+        made = torch.ops.guarded.outer(x)
+    assert guards.count == 2
+    assert made.isnan().all()
+
+
 @triton.jit
 def fill_kernel(address, start, stop, BLOCK: tl.constexpr):
     """Writes 1 to x[start:stop]; of an address the interpreter does not know where x ends."""

@@ -15,13 +15,18 @@ __all__ = ["FILES", "TESTED_ALONE", "failure_of"]
 # Those first that alone see a fault of a kernel.
 FILES = tuple(
     f"tests/unit/test_{name}.py"
-    for name in ("launch", "element_mask", "ranges", "attention", "arguments", "block_map")
-)
+    for name in (
+        "launch", "element_mask", "ranges", "attention", "arguments", "block_map", "tokens",
+        "operators",
+    )
+)  # fmt: skip
 # What they are about.
 TESTED_ALONE = tuple(
     f"fa_kernels/{name}.py"
-    for name in ("arguments", "block_map", "kernels/tile_kinds", "launch", "ranges")
-)
+    for name in (
+        "arguments", "block_map", "kernels/tile_kinds", "launch", "operators", "ranges", "tokens",
+    )
+)  # fmt: skip
 
 
 def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:

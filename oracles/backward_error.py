@@ -120,8 +120,9 @@ def backward_error(
 
     and in TF32 eta_x for each subnormal operand of a dot. A kernel that flushes loses FTZ with each
     sum and product of delta, and with each operand of those products, with dP - D, with dS times a
-    scale, and with each tile added to dq, dk or dv. The g terms of dk and dv, and those sums, are
-    left to the caller: they depend on how many rows see a key.
+    scale, and with each tile added to dq, dk or dv; atomics lose 2 FTZ with each tile of dq. The g
+    terms of dk and dv, and those sums, are left to the caller: they depend on how many rows see a
+    key.
 
     Args:
         x: The chunk.
@@ -147,8 +148,9 @@ def backward_error(
     dk_weights = grads.ds_errors + again_q * grads.ds_reach if again_q else grads.ds_errors
     dq_bound = (dq_weights @ abs_k).mul_(sm_scale)
     dk_errors = (dk_weights.mT @ abs_q).mul_(sm_scale)
-    # Where tiles are added one by one each sum may be flushed, before or after it is scaled.
-    lost_sum = max(1.0, sm_scale) * c.eta_op
+    # Where tiles are added one by one each sum may be flushed, before or after it is scaled; by
+    # atomics what is added as well.
+    lost_sum = max(1.0, sm_scale) * (c.eta_op + (2 * c.ftz if "dq" in numerics.atomic else 0.0))
     dq_bound += (lost_sum * tiles + c.eta_op).unsqueeze(2)
     # Subnormal k, q and dout lose digits as operands of the last dots.
     lost = sm_scale * c.eta_dot

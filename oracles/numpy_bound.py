@@ -215,6 +215,8 @@ def _head_bound(
 
     # tiles that are added one by one, before or after the factor t, which is one more product
     bound_dq_md += units.flush_op * (max(t, 1.0) * tiles_m[:, None] + 1)
+    if numerics.atomic:  # a tile's part and the sum so far, both subnormal
+        bound_dq_md += 2 * units.flush * max(t, 1.0) * tiles_m[:, None]
 
     # 6: a pre-scaled operand, rounded for the scores, is used again for the other's gradient
     reused = prescale_underflow(numerics, t, units)

@@ -45,6 +45,9 @@ class Numerics:
         splits: Among how many programs, at most, a row's key tiles are divided: each goes through
             some that follow each other with a maximum of its own, and one more rescale merges
             their sums. 1: nothing is merged.
+        atomic: The outputs, ("dq",) or none, that are summed in memory by atomics: key tile by key
+            tile, in an order of chance, and with subnormal operands and sums of float32 taken for
+            0, as ``red.global.add.f32`` of NVIDIA GPUs does.
         flushes: Elementwise float32 operands and results below 2**-126 count as 0, as in code that
             was compiled with fast-math flags (``.ftz``); operands and sums of dots do not.
     """
@@ -62,6 +65,7 @@ class Numerics:
     l_from: str = "unrounded"
     group_sum: str = "fp32"
     splits: int = 1
+    atomic: tuple[str, ...] = ()
     flushes: bool = False
 
     def __post_init__(self) -> None:
@@ -81,4 +85,5 @@ _CHOICES = {
     "ds_from": ("unrounded", "rounded"),
     "l_from": ("unrounded", "rounded"),
     "group_sum": ("fp32", "dtype"),
+    "atomic": ((), ("dq",)),
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
-from oracles.outputs import OUTPUTS, Numerics
+from oracles.outputs import Numerics
 from oracles.problem import DTYPES, LAYOUTS
 from properties.dirt import DIRTY
 
@@ -27,7 +27,7 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "dirty": tuple(DIRTY),
     "devices": ("cpu", "cuda"),
     "bitwise": BITWISE,
-    "atomic": OUTPUTS,
+    "atomic": ("dq",),
 }
 # Without any of its words nothing would be left to verify.
 _NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices")
@@ -158,10 +158,10 @@ def _check_accumulator(where: str, given: object) -> None:
 
 
 def _check_configs(where: str, given: object) -> None:
-    """Every configuration replaces dtypes, atomic or numerics, by valid values."""
+    """Every configuration replaces dtypes or numerics, by valid values."""
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f"{where} is {given!r}; needs a dict of names to declarations")
-    known = ("dtypes", "atomic", *NUMERICS)
+    known = ("dtypes", *NUMERICS)
     for config, replaced in given.items():
         if not isinstance(config, str):
             raise ValueError(f"{where} has {config!r}; needs names, which are str")

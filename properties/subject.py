@@ -56,11 +56,9 @@ class Subject:
             agree where the lengths of queries and keys are equal: only there are causal masks and
             windows drawn for the latter.
         configs: Names of tile configurations; each maps to declarations that replace the general
-            ones for it: "dtypes", "atomic", or fields of Numerics.
+            ones for it: "dtypes", or fields of Numerics.
         bitwise: Guarantees out of BITWISE that it promises to the bit; the others are held to the
             bound.
-        atomic: Outputs that are summed in an order of chance: held to the bound, whatever is
-            promised of the others.
         numerics: What chooses the error bound.
         tiles: (problem) -> (block_m, block_n) of the forward, for reports; None where unknown.
         takes: The signature, where it is the one of Triton's tutorial and was adapted; else empty.
@@ -89,7 +87,6 @@ class Subject:
     causal_alignment: str = "bottom-right"
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"default": {}})
     bitwise: tuple[str, ...] = ()
-    atomic: tuple[str, ...] = ()
     numerics: Numerics = field(default_factory=Numerics)
     tiles: Callable[[Problem], tuple[int, int]] | None = None
     takes: str = ""
@@ -118,12 +115,13 @@ class Subject:
     def promises(self, guarantee: str, config: str) -> tuple[str, ...]:
         """The outputs of which a guarantee is promised to the bit, in a configuration.
 
-        G3, G7 and G13 compare runs on the same strides, so they are as sharp as the promise to
-        repeat; G12 moves elements apart, as G8 does.
+        What is summed by atomics has an order of chance, and is held to the bound. G3, G7 and G13
+        compare runs on the same strides, so they are as sharp as the promise to repeat; G12 moves
+        elements apart, as G8 does.
         """
         if _PROMISED_WITH.get(guarantee, guarantee) not in self.bitwise:
             return ()
-        atomic = self.configs.get(config, {}).get("atomic", self.atomic)
+        atomic = self.configs.get(config, {}).get("atomic", self.numerics.atomic)
         return tuple(name for name in OUTPUTS if name not in atomic)
 
     def declarations(self) -> dict[str, Any]:

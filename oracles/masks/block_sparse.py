@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +30,14 @@ class BlockSparse(Mask):
         seed: Of the draw.
         side: Rows and keys of a block.
         per_head: Whether each head has blocks of its own.
+        heads: Whose blocks the heads have, in their order; None is 0, 1, ...
     """
 
     percent: int = 50
     seed: int = 0
     side: int = 128
     per_head: bool = True
+    heads: tuple[int, ...] | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -54,9 +57,17 @@ class BlockSparse(Mask):
     def blocks(self, H, M, N):
         """Bool (H or 1, rows of blocks, columns of blocks)."""
         shape = -(-M // self.side), -(-N // self.side)
-        heads = H if self.per_head else 1
-        drawn = [uniform(self.seed, f"block-sparse/{h}", shape) for h in range(heads)]
+        heads = (self.heads or range(H)) if self.per_head else (0,)
+        drawn = [uniform(self.seed, f"block-sparse/{h}", shape) for h in heads]
         return torch.stack(drawn) * 100 < self.percent
+
+    def taken(self, entries, heads=None):
+        """Of the same class, so that kernels which take maps of blocks still can."""
+        rows, keys = self._lengths_of(entries)
+        if heads is not None and self.heads is not None:
+            heads = tuple(self.heads[h] for h in heads)
+        heads = self.heads if heads is None else heads
+        return dataclasses.replace(self, heads=heads, seqlens_q=rows, seqlens_k=keys)
 
     @classmethod
     def draw(cls, rng, B, H, M, N):

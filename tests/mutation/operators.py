@@ -28,6 +28,8 @@ SITES = (
     "fa_kernels/ranges.py",
     "fa_kernels/launch.py",
     "fa_kernels/block_map.py",
+    "fa_kernels/operators.py",
+    "fa_kernels/tokens.py",
 )
 
 _COMPARISONS = {

@@ -19,8 +19,8 @@ RUNS: tuple[Mutant, ...] = (
         ),
         (
             "a configuration has no atomics",
-            '.get("atomic", self.atomic)',
-            '.get("dots", self.atomic)',
+            '.get("atomic", self.numerics.atomic)',
+            '.get("dots", self.numerics.atomic)',
         ),
         (
             "what is summed by atomics is promised too",

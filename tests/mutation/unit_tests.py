@@ -17,14 +17,14 @@ FILES = tuple(
     f"tests/unit/test_{name}.py"
     for name in (
         *("launch", "element_mask", "ranges", "splits"),
-        *("attention", "arguments", "block_map", "block_mask"),
+        *("attention", "arguments", "block_map", "block_mask", "tokens", "operators"),
     )
 )
 # What they are about.
 TESTED_ALONE = tuple(
     f"fa_kernels/{name}.py"
     for name in (
-        *("arguments", "block_map", "block_mask", "launch", "ranges"),
+        *("arguments", "block_map", "block_mask", "launch", "operators", "ranges", "tokens"),
         *("kernels/block_lists", "kernels/merge", "kernels/tile_kinds"),
     )
 )

@@ -232,6 +232,17 @@ class Emulated:
             m_i = m_new
         return acc, l_i, m_i
 
+    def in_memory(self, ds: np.ndarray, k: np.ndarray) -> np.ndarray:
+        """ds k, tile by tile by atomic additions, which take subnormal numbers for 0."""
+        least = np.finfo(self.work).tiny
+        total = np.zeros((ds.shape[0], k.shape[1]), self.work)
+        for start in range(0, k.shape[0], self.numerics.block_n):
+            tile = slice(start, start + self.numerics.block_n)
+            part = self.dot(ds[:, tile], k[tile])
+            total = total + np.where(np.abs(part) < least, self.work(0), part)
+            total = np.where(np.abs(total) < least, self.work(0), total)
+        return total
+
     def head(self, q, k, v, dout, dlse, seen, t: float) -> tuple[np.ndarray, ...]:
         s2, q_used, k_used, of_q, of_k = self.scores(q, k, t)
         out, lse = self.forward(s2, v, seen)
@@ -252,7 +263,8 @@ class Emulated:
         if self.numerics.ds_scaled:
             ds, ds_factor = self.flush(ds * self.work(t)), t
         ds_cast = self.cast(ds)
-        dq = self.flush(self.dot(ds_cast, k_used) * self.work(t / ds_factor / of_k))
+        sums = self.in_memory if self.numerics.atomic else self.dot
+        dq = self.flush(sums(ds_cast, k_used) * self.work(t / ds_factor / of_k))
         dk = self.flush(self.dot(ds_cast.T, q_used) * self.work(t / ds_factor / of_q))
         if self.fault == "dq scaled twice":
             dq = dq * self.work(t)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 
 import pytest
 import torch
 
+from oracles.error_model import judge
 from oracles.mask import Mask
 from oracles.masks.block_sparse import BlockSparse
+from oracles.outputs import Numerics
+from oracles.reference import attention
 from oracles.stream import normal
+from properties.compare import ratios
 
 pytest.importorskip("triton")
 
@@ -100,16 +105,20 @@ def test_more_tiles_than_one_step_takes_are_listed_in_order(device):
 
 @pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
-def test_a_map_gives_the_bits_that_the_predicate_gives(device, beside, backward):
+def test_a_map_gives_what_the_predicate_gives(device, beside, backward):
+    """To the bit in the interpreter; a GPU runs other code for another predicate."""
     inputs = drawn(device)
     blocks = BLOCKS.blocks(H, M, N).to(device)
-    want = called(inputs, mask=dataclasses.replace(BLOCKS, **beside))
+    mask = dataclasses.replace(BLOCKS, **beside)
+    want = called(inputs, mask=mask)
     got = called(inputs, mask=Mask(**beside), block_mask=blocks, block_size=32, backward=backward)
-    for place, (x, y) in enumerate(zip(got, want, strict=True)):
-        if backward == "one_pass" and place == 2:  # dq, whose sum has another order
-            torch.testing.assert_close(x, y)
-        else:
+    call = {"mask": mask, "sm_scale": D**-0.5}
+    bounds = judge(*inputs, **call, in_dtype="fp16", numerics=Numerics()).bound
+    truth = attention(*inputs, **call)
+    for place, (x, y, true, bound) in enumerate(zip(got, want, truth, bounds, strict=True)):
+        if device == "cpu" and (backward == "two_pass" or place != 2):
             assert torch.equal(x, y)
+        assert float(ratios(x.detach(), true, bound).amax()) <= 1
 
 
 @pytest.mark.parametrize("one", [False, True], ids=["heads", "all_heads"])
@@ -161,11 +170,12 @@ def test_nothing_waits_for_the_map(device):
     inputs = drawn(device)
     blocks = BLOCKS.blocks(H, M, N).to(device)
     called(inputs, block_mask=blocks, block_size=32)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         called(inputs, block_mask=blocks, block_size=32)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch._C._cuda_set_sync_debug_mode(0)
 
 
 def some(*shape: int, dtype: torch.dtype = torch.bool, device: str | None = None):

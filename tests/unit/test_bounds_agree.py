@@ -38,6 +38,7 @@ DECLARATIONS = {
     "split": {"splits": 3},
     "split, and flushes": {"splits": 2, "flushes": True},
     "flushes": {"flushes": True},
+    "atomic": {"atomic": ("dq",)},
     "many": {
         "dots": "tf32",
         "accumulator": 2.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import random
@@ -96,10 +97,12 @@ def test_parts_of_different_lengths_are_refused():
 def test_a_mask_can_be_seen_from_other_entries_and_heads():
     mask = dataclasses.replace(mask_class("BlockSparse")(seed=5), seqlens_q=(250, 256, 200))
     dense = mask.dense(3, 4, 256, 256)
-    taken = mask.taken((2, 0), (3, 1))
-    assert isinstance(taken, Taken)
-    assert torch.equal(taken.dense(2, 2, 256, 256), dense[[2, 0]][:, [3, 1]])
-    assert torch.equal(taken.taken((1,), (0,)).dense(1, 1, 256, 256), dense[[0]][:, [3]])
+    # Of its own class, so that a map of blocks is still to be had; and as any class is taken.
+    for of in (mask.taken, functools.partial(Mask.taken, mask)):
+        taken = of((2, 0), (3, 1))
+        assert isinstance(taken, Taken) == (of != mask.taken)
+        assert torch.equal(taken.dense(2, 2, 256, 256), dense[[2, 0]][:, [3, 1]])
+        assert torch.equal(taken.taken((1,), (0,)).dense(1, 1, 256, 256), dense[[0]][:, [3]])
     # One that takes no notice of them needs no table.
     assert type(CUSTOM.taken((1,), (0,))) is PrefixLM
 

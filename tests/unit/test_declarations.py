@@ -45,7 +45,7 @@ VALID = {
     "l_from": ["unrounded", "rounded"],
     "group_sum": ["fp32", "dtype"],
     "bitwise": [(), ("G4", "G5", "G8", "G9", "G10")],
-    "atomic": [(), ("dq",), ["dk", "dq"]],
+    "atomic": [(), ("dq",), ["dq"]],
     "configs": [{"default": {}}, {"a": {"dots": "tf32", "dtypes": ("fp32",)}, "b": {}}],
     "tiles": [lambda problem: (16, 16), None],
 }
@@ -104,7 +104,7 @@ WRONG = [
     ("group_sum", "fp16", "is 'fp16'; needs one of ('fp32', 'dtype')"),
     ("bitwise", ("G1",), "has ['G1']; known are ('G4', 'G5', 'G8', 'G9', 'G10')"),
     ("bitwise", "G4", "is 'G4'; needs a tuple of words out of ('G4', 'G5', 'G8', 'G9', 'G10')"),
-    ("atomic", ("ds",), "has ['ds']; known are ('out', 'lse', 'dq', 'dk', 'dv')"),
+    ("atomic", ("dk",), "has ['dk']; known are ('dq',)"),
     ("configs", (), "is (); needs a dict of names to declarations"),
     ("configs", {}, "is {}; needs a dict of names to declarations"),
     ("configs", {16: {}}, "has 16; needs names, which are str"),
@@ -112,7 +112,7 @@ WRONG = [
     (
         "configs",
         {"a": {"gqa": False}},
-        "['a'] has ['gqa']; known are ('dtypes', 'atomic', 'dots', ",
+        "['a'] has ['gqa']; known are ('dtypes', 'dots', ",
     ),
     ("configs", {"a": {"dtypes": ()}}, "['a'].dtypes is empty; needs some of ('fp16', "),
     ("configs", {"a": {"dots": "fp8"}}, "['a'].dots is 'fp8'; needs one of ('ieee', 'tf32')"),

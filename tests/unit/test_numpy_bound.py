@@ -75,6 +75,7 @@ DECLARATIONS: dict[str, Numerics] = {
     "ds_from": Numerics(ds_from="rounded"),
     "group_sum": Numerics(group_sum="dtype"),
     "flushes": Numerics(flushes=True),
+    "atomic": Numerics(atomic=("dq",)),
     "splits": Numerics(splits=3),
     "more splits than tiles": Numerics(splits=9, flushes=True),
 }
@@ -89,6 +90,23 @@ def test_an_emulated_kernel_stays_within_the_bound_of_what_it_declares(
     for seed, family in enumerate(("normal", "scores times 8", "tiny values", "low lse")):
         shares = worst_shares(kernel, draw(10 + seed, dtype, family))
         assert max(shares.values()) <= 1, (family, shares)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_kernel_that_sums_by_atomics_needs_to_declare_it(dtype: str) -> None:
+    """What each key tile adds to dq is about the smallest normal number."""
+    kernel = Emulated(dtype=dtype, numerics=Numerics(atomic=("dq",)))
+    undeclared: set[str] = set()
+    for seed in range(8):
+        case = draw(seed, dtype, "normal")
+        q, k, v, dout = case.arrays
+        arrays = tuple(CASTS[dtype](x).astype(np.float64) for x in (q, 2.0**-126 * k, v, dout))
+        case = case._replace(arrays=arrays, sm_scale=4.0)
+        shares = worst_shares(kernel, case)
+        assert max(shares.values()) <= 1, (seed, shares)
+        plain = worst_shares(kernel, case, Numerics())
+        undeclared |= {name for name, share in plain.items() if share > 1}
+    assert undeclared == {"dq"}
 
 
 @pytest.mark.parametrize("splits", [1, 2, 9])
@@ -239,6 +257,7 @@ WIDER: dict[str, tuple[str, Numerics, Numerics, set[str]]] = {
     "group_sum": ("fp16", Numerics(), Numerics(group_sum="dtype"), {"dk", "dv"}),
     "flushes": ("fp32", Numerics(), Numerics(flushes=True), set()),
     "splits": ("fp32", Numerics(), Numerics(splits=2), set()),
+    "atomic": ("fp32", Numerics(), Numerics(atomic=("dq",)), set()),
 }
 
 

@@ -18,7 +18,7 @@ from properties.compare import ratios
 pytest.importorskip("triton")
 
 from fa_kernels import Config, Tile, allocation, flash_attention, launch
-from fa_kernels.arguments import check
+from fa_kernels.arguments import check, prepared
 from oracles.stream import normal
 
 B, H, HK, M, N, D, DV = 2, 4, 2, 37, 45, 8, 6
@@ -124,7 +124,9 @@ def test_one_pass_has_a_tile_of_its_own(device):
         "mask": None, "causal": False, "window": (None, None), "seqlens_q": None,
         "seqlens_k": None, "sm_scale": None, "config": config,
     }  # fmt: skip
-    two, one = (check(q, k, v, **options, backward=x) for x in ("two_pass", "one_pass"))
+    two, one = (
+        prepared(q, k, v, check(q, k, v, **options, backward=x)) for x in ("two_pass", "one_pass")
+    )
     assert (two.config.dkdv, two.one_pass) == (Tile(16, 32), False)
     assert (one.config.dkdv, one.one_pass) == (Tile(64, 16), True)
 

@@ -1,4 +1,4 @@
-"""The operators that flash_attention is to PyTorch: schemas, shapes of fakes, derivatives."""
+"""The operators that flash_attention is to PyTorch: fakes, derivatives, copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from oracles.mask import Mask
 from oracles.masks.prefix_lm import PrefixLM
 from oracles.problem import LAYOUTS
 from oracles.stream import normal
@@ -17,7 +16,7 @@ from properties.layouts import lay_out
 
 pytest.importorskip("triton")
 
-from fa_kernels import Config, Tile, flash_attention, operators
+from fa_kernels import flash_attention, operators
 from fa_kernels.arguments import check
 from fa_kernels.tokens import token_of
 from tests.mutation.package import PACKAGE, load, sources_of
@@ -57,78 +56,6 @@ def request(tensors, **arguments):
     return check(*tensors[:3], **{**NOT_GIVEN, "config": CONFIG, **arguments})
 
 
-def opcheck(tensors, **arguments):
-    """The forward with its derivative, then the backward, which has none."""
-    q, k, v, dout = tensors
-    asked = request(tensors, **arguments)
-    torch.library.opcheck(operators.forward, (q, k, v, *asked))
-    wanted = [x.requires_grad for x in (q, k, v)]
-    q, k, v = (x.detach() for x in (q, k, v))
-    saved = (q, k, v, *operators.forward(q, k, v, *asked), dout, None)
-    opcheck_backward(saved, wanted, asked, ("test_schema", "test_faketensor"))
-
-
-ALL_CHECKS = (
-    "test_schema",
-    "test_autograd_registration",
-    "test_faketensor",
-    "test_aot_dispatch_dynamic",
-)
-
-
-def opcheck_backward(saved, wanted, asked, checks=ALL_CHECKS):
-    torch.library.opcheck(operators.backward, (*saved, *wanted, *asked), test_utils=checks)
-
-
-@pytest.mark.parametrize("of", ["out", "lse", "both"])
-def test_the_backward_is_right_for_any_losses(of, device):
-    q, k, v, dout = drawn(device)
-    asked = request((q, k, v))
-    out, lse = operators.forward(q, k, v, *asked)
-    gradients = (None if of == "lse" else dout, None if of == "out" else lse.sin())
-    opcheck_backward((q, k, v, out, lse, *gradients), (True, True, True), asked)
-
-
-@stored
-def test_the_operators_are_right_for_any_strides(layouts, device):
-    q, k, v, dout = drawn(device, layouts=layouts)
-    opcheck([*(x.requires_grad_() for x in (q, k, v)), dout])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_the_operators_are_right_for_any_dtype(dtype, device):
-    q, k, v, dout = drawn(device, dtype)
-    opcheck([*(x.requires_grad_() for x in (q, k, v)), dout])
-
-
-@subsets
-def test_the_operators_are_right_for_any_tensors_that_are_differentiated(wanted, device):
-    *leaves, dout = drawn(device)
-    opcheck([*(x.requires_grad_(y in wanted) for x, y in zip(leaves, "qkv", strict=True)), dout])
-
-
-ASKED = {
-    "causal": {"causal": True},
-    "window": {"window": (2, 1), "sm_scale": 0.3},
-    "ints": {"seqlens_q": (5, 2), "seqlens_k": (0, 7)},
-    "mask": {"mask": Mask(causal=True, seqlens_k=(7, 3))},
-    "predicate": {"mask": PrefixLM(prefix=3, window_left=4)},
-    "config": {"config": Config(forward=Tile(32, 16))},
-}
-
-
-@pytest.mark.parametrize("arguments", ASKED.values(), ids=ASKED)
-def test_the_operators_are_right_for_any_arguments(arguments, device):
-    q, k, v, dout = drawn(device)
-    opcheck([q.requires_grad_(), k, v, dout], **arguments)
-
-
-def test_the_operators_are_right_for_lengths_in_a_tensor(device):
-    q, k, v, dout = drawn(device)
-    lengths = torch.tensor([3, 7], dtype=torch.int32, device=device)
-    opcheck([q.requires_grad_(), k, v, dout], seqlens_k=lengths)
-
-
 def form(x):
     return x.dtype, x.device, x.shape, x.stride()
 
@@ -165,6 +92,22 @@ def test_fakes_have_the_forms_of_real_tensors_without_elements(layout, sizes, de
 @subsets
 def test_fakes_have_the_forms_of_real_gradients_that_are_needed(wanted, device):
     assert_fakes_have_the_forms_of_real_ones(drawn(device), wanted)
+
+
+@subsets
+def test_what_is_not_needed_has_no_elements(wanted, device):
+    tensors = drawn(device, torch.float64)
+    forms = all_forms(tensors, wanted, request(tensors))[2:]
+    assert {x[:2] for x in forms} == {(torch.float64, tensors[0].device)}
+    for (_, _, shape, _), x, name in zip(forms, tensors[:3], "qkv", strict=True):
+        assert shape == (x.shape if name in wanted else (0,))
+
+
+def test_fakes_stay_on_their_device():
+    with torch._subclasses.FakeTensorMode():
+        tensors = [torch.empty(2, 1, 5, 8, device="cuda") for _ in range(4)]
+        forms = all_forms(tensors, ("q",), request(tensors))
+    assert {where.type for _, where, _, _ in forms} == {"cuda"}
 
 
 def test_a_call_of_fakes_runs_nothing(device, monkeypatch):
@@ -277,7 +220,7 @@ def test_a_copy_of_the_package_has_operators_of_its_own(device, tmp_path, monkey
     copy = load(sources_of(PACKAGE), tmp_path / "fa_copied")
     theirs = importlib.import_module("fa_copied.operators")
     assert theirs.forward.name() == "fa_copied::forward"
-    assert operators.forward.name() == "fa_kernels::forward"
+    assert operators.forward.name() == f"{operators.__name__.partition('.')[0]}::forward"
     q, k, v, dout = drawn(device)
     want = flash_attention(q, k, v, config=CONFIG)
     # The original is not needed.

@@ -35,6 +35,8 @@ def merge_kernel(
 
     A row is one of B H M; all tensors are contiguous.
     """
+    # Parts may lie 2**31 rows apart where a number of rows fits 32 bits.
+    rows = tl.cast(rows, tl.int64)
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_dv = tl.arange(0, BLOCK_DV)
     valid = offs_r < rows

@@ -35,23 +35,28 @@ def merge_kernel(
 
     A row is one of B H M; all tensors are contiguous.
     """
+    # Parts may lie 2**31 rows apart where a number of rows fits 32 bits.
+    rows = tl.cast(rows, tl.int64)
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_dv = tl.arange(0, BLOCK_DV)
-    # Rows past the end hold anything, and are not stored.
     valid = offs_r < rows
     inside = valid[:, None] & (offs_dv < Dv)[None, :]
 
     m_i = tl.full([BLOCK_R], -float("inf"), ACC)
     for part in range(0, parts):
-        m_i = tl.maximum(m_i, tl.load(m_ptr + (part * rows + offs_r), mask=valid))
+        m_part = tl.load(m_ptr + (part * rows + offs_r), mask=valid, other=-float("inf"))
+        m_i = tl.maximum(m_i, m_part)
     l_i = tl.zeros([BLOCK_R], ACC)
     acc = tl.zeros([BLOCK_R, BLOCK_DV], ACC)
     for part in range(0, parts):
         offs_part = part * rows + offs_r
-        weight = tl.exp2(tl.load(m_ptr + offs_part, mask=valid) - m_i)
-        l_i += tl.load(l_ptr + offs_part, mask=valid) * weight
+        m_part = tl.load(m_ptr + offs_part, mask=valid, other=-float("inf"))
+        l_part = tl.load(l_ptr + offs_part, mask=valid, other=0.0)
         offs_acc = offs_part[:, None] * Dv + offs_dv[None, :]
-        acc += tl.load(acc_ptr + offs_acc, mask=inside) * weight[:, None]
+        acc_part = tl.load(acc_ptr + offs_acc, mask=inside, other=0.0)
+        weight = tl.exp2(m_part - m_i)
+        l_i += l_part * weight
+        acc += acc_part * weight[:, None]
 
     # Of a row that no part sees the weights are NaN, -inf - -inf, and so is l: it is not live.
     out, lse = normalised(acc, l_i, m_i, l_i > 0)

@@ -16,8 +16,8 @@ __all__ = ["FILES", "TESTED_ALONE", "failure_of"]
 FILES = tuple(
     f"tests/unit/test_{name}.py"
     for name in (
-        *("launch", "element_mask", "ranges", "splits"),
-        *("attention", "arguments", "block_map", "block_mask", "tokens", "operators"),
+        *("launch", "element_mask", "ranges", "attention"),
+        *("arguments", "block_map", "block_mask", "splits", "tokens", "operators"),
     )
 )
 # What they are about.

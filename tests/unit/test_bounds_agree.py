@@ -188,6 +188,19 @@ def test_bounds_agree_where_results_are_flushed(
     assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
 
 
+@pytest.mark.parametrize("levels", [(9.0, 0.0, 1.0, 2.0, 0.0, 8.0), (8.0, 0.0, 3.0, 2.0, 1.0, 9.0)])
+def test_bounds_agree_where_the_worst_part_begins_and_ends_within_the_row(
+    levels: tuple[float, ...],
+) -> None:
+    # Tiles of equal scores: their maxima rise, or fall, from the second tile to the last but one.
+    k = torch.tensor(levels, dtype=torch.float64).repeat_interleave(16).view(1, 1, -1, 1)
+    one, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), stream.normal(0, "v", k.shape)
+    call = {"mask": Mask(), "sm_scale": 1.0, "in_dtype": "fp32", "numerics": Numerics(splits=2)}
+    want = numpy_bound.bound(*as_arrays([one, k, v, one]), **call)
+    got = error_model.judge(one, k, v, one, **call).bound
+    assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
+
+
 @pytest.mark.parametrize("in_dtype", ["bf16", "fp32"])
 def test_bounds_agree_where_all_weight_lies_on_values_of_zero(in_dtype: str) -> None:
     # What is left of out comes from a P that underflows, in its cast and in the accumulator.

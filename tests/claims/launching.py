@@ -46,4 +46,5 @@ def arguments(
         "backward": "two_pass",
         "config": CONFIG,
     }
-    return package.arguments.check(q, k, v, **(given | options))
+    request = package.arguments.check(q, k, v, **(given | options))
+    return package.arguments.prepared(q, k, v, request)

@@ -23,7 +23,7 @@ from tests.mutation.report import summary, tables
 from tests.mutation.subtle import SUBTLE
 
 SOURCES = ("referee", "faults", "blind", "subtle", "mechanical")
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 def main(arguments: list[str] | None = None) -> int:

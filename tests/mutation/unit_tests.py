@@ -10,15 +10,16 @@ from tests.mutation.first_failure import first_failure
 from tests.mutation.mutant import Kill
 from tests.mutation.package import PACKAGE
 
-__all__ = ["FILES", "TESTED_ALONE", "failure_of"]
+__all__ = ["TESTED_ALONE", "failure_of"]
 
 # Those first that alone see a fault of a kernel.
 FILES = tuple(
     f"tests/unit/test_{name}.py"
-    for name in (
-        *("launch", "element_mask", "ranges", "attention"),
-        *("arguments", "block_map", "block_mask", "splits", "tokens", "operators"),
-    )
+    for name in ("launch", "element_mask", "ranges", "attention", "arguments", "block_map")
+)
+# They take longer, and are asked about a kernel only where they are about it.
+OF_THE_CALL = tuple(
+    f"tests/unit/test_{name}.py" for name in ("block_mask", "splits", "tokens", "operators")
 )
 # What they are about.
 TESTED_ALONE = tuple(
@@ -32,6 +33,7 @@ TESTED_ALONE = tuple(
 _TESTS_OF_KERNELS = {
     "fa_kernels/kernels/tile_kinds.py": "tests/unit/test_block_map.py",
     "fa_kernels/kernels/block_lists.py": "tests/unit/test_block_mask.py",
+    "fa_kernels/kernels/forward.py": "tests/unit/test_splits.py",
     "fa_kernels/kernels/merge.py": "tests/unit/test_splits.py",
     "fa_kernels/ranges.py": "tests/unit/test_splits.py",
 }
@@ -59,4 +61,6 @@ def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
         del sys.modules[name]
     for name, module in copies.items():
         sys.modules[PACKAGE + name.removeprefix(package.__name__)] = module
-    return first_failure(sorted(FILES, key=lambda file: file not in about))
+    of_kernels = all(path.startswith("fa_kernels/kernels/") for path in edited)
+    more = [file for file in OF_THE_CALL if file in about or not of_kernels]
+    return first_failure(sorted((*FILES, *more), key=lambda file: file not in about))

@@ -17,7 +17,7 @@ from properties.layouts import lay_out
 pytest.importorskip("triton")
 
 from fa_kernels import flash_attention, operators
-from fa_kernels.arguments import check
+from fa_kernels.arguments import Request, check
 from fa_kernels.tokens import token_of
 from tests.mutation.package import PACKAGE, load, sources_of
 
@@ -245,5 +245,6 @@ def test_the_operators_of_a_graph_name_their_mask(device):
         lambda *x: flash_attention(*x, mask=mask, config=CONFIG)
     )(q, k, v)
     (node,) = (x for x in graph.graph.nodes if x.target is operators.forward)
-    assert node.args[-2:] == (CONFIG, token_of(mask))
-    assert "prefix=3" in node.args[-1]
+    request = Request(*node.args[3:])
+    assert (request.config, request.mask) == (CONFIG, token_of(mask))
+    assert "prefix=3" in request.mask

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -13,6 +12,7 @@ import triton.language as tl
 from fa_kernels import allocation
 from fa_kernels.arguments import Arguments
 from fa_kernels.configs import Tile
+from fa_kernels.device import on_device
 from fa_kernels.kernels.delta import delta_kernel
 from fa_kernels.kernels.dkdv import dkdv_kernel
 from fa_kernels.kernels.dq import dq_kernel
@@ -27,11 +27,6 @@ MERGE_ROWS = 4
 ROW_PADDING = 256
 # 256 rows of a tile stay within int32 offsets.
 MAX_ALIGNED_STRIDE = 2**22
-
-
-def _on_device(x: torch.Tensor) -> AbstractContextManager:
-    """Launches go to the tensors' device, whichever is current."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -122,7 +117,7 @@ def launch_forward(
     constants = _constants(q.dtype, D, Dv, arguments)
     programs = triton.cdiv(M, tile.block_m) * B * H * (parts or 1)
     if programs:
-        with _on_device(q):
+        with on_device(q):
             forward_kernel[(programs,)](
                 q, k, v, *written, arguments.seqlens_q, arguments.seqlens_k,
                 *q.stride(), *k.stride(), *v.stride(),
@@ -193,7 +188,7 @@ def launch_backward(
     )  # fmt: skip
     inputs = (q, k, v, dout, lse2, delta)
     lengths = (arguments.seqlens_q, arguments.seqlens_k)
-    with _on_device(q):
+    with on_device(q):
         if B * H * M:
             delta_kernel[(m_padded // DELTA_ROWS * B * H,)](
                 out, dout, lse, dlses, lse2, delta,

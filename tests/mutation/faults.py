@@ -372,8 +372,8 @@ _MEMORY = (
         "T3 G1 G2 G3",
         (
             _LAUNCH,
-            "    if programs:\n        with _on_device(q):",
-            "    if programs and N:\n        with _on_device(q):",
+            "    if programs:\n        with on_device(q):",
+            "    if programs and N:\n        with on_device(q):",
         ),
     ),
     _fault(

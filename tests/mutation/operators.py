@@ -25,9 +25,12 @@ SITES = (
     "fa_kernels/kernels/dq.py",
     "fa_kernels/kernels/tiles.py",
     "fa_kernels/kernels/tile_kinds.py",
+    "fa_kernels/kernels/block_lists.py",
     "fa_kernels/ranges.py",
     "fa_kernels/launch.py",
     "fa_kernels/block_map.py",
+    "fa_kernels/block_mask.py",
+    "fa_kernels/device.py",
     "fa_kernels/operators.py",
     "fa_kernels/tokens.py",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 
 import pytest
@@ -90,17 +89,21 @@ def test_lists_are_those_of_the_predicate_that_says_the_same(device, beside, mas
         assert of_blocks == kept, name
 
 
+def assert_within_the_bound(inputs: list[torch.Tensor], mask: Mask, got: list[torch.Tensor]):
+    """out, lse, dq, dk, dv against the oracle's."""
+    call = {"mask": mask, "sm_scale": D**-0.5}
+    bounds = judge(*inputs, **call, in_dtype="fp16", numerics=Numerics()).bound
+    for x, want, bound in zip(got, attention(*inputs, **call), bounds, strict=True):
+        assert float(ratios(x.detach(), want, bound).amax()) <= 1
+
+
 def test_more_tiles_than_one_step_takes_are_listed_in_order(device):
     """A step is 64 tiles: of 200 divided and whole ones none is lost or comes twice."""
-    q, k, v, dout = drawn(device, M=5, N=200 * 16 + 3)
-    blocks = torch.rand(H, 1, 201, generator=torch.Generator().manual_seed(1)) < 0.6
-    blocks = blocks.to(device)
-    seen = blocks.repeat_interleave(16, 2)[:, :, : k.shape[2]].expand(-1, 5, -1)
-    got = called([q, k, v, dout], block_mask=blocks, block_size=16, config="16x16")[0]
-    scores = (q.double() @ k.double().repeat_interleave(H // HK, 1).mT) * D**-0.5
-    p = scores.masked_fill(~seen, -torch.inf).softmax(3)
-    want = p @ v.double().repeat_interleave(H // HK, 1)
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-3)
+    rows, keys = 5, 200 * 16 + 3
+    inputs, mask = drawn(device, M=rows, N=keys), BlockSparse(side=16, percent=60, seed=1)
+    blocks = mask.blocks(H, rows, keys).to(device)
+    got = called(inputs, block_mask=blocks, block_size=16, config="16x16")
+    assert_within_the_bound(inputs, mask, got)
 
 
 @pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
@@ -112,13 +115,11 @@ def test_a_map_gives_what_the_predicate_gives(device, beside, backward):
     mask = dataclasses.replace(BLOCKS, **beside)
     want = called(inputs, mask=mask)
     got = called(inputs, mask=Mask(**beside), block_mask=blocks, block_size=32, backward=backward)
-    call = {"mask": mask, "sm_scale": D**-0.5}
-    bounds = judge(*inputs, **call, in_dtype="fp16", numerics=Numerics()).bound
-    truth = attention(*inputs, **call)
-    for place, (x, y, true, bound) in enumerate(zip(got, want, truth, bounds, strict=True)):
-        if device == "cpu" and (backward == "two_pass" or place != 2):
-            assert torch.equal(x, y)
-        assert float(ratios(x.detach(), true, bound).amax()) <= 1
+    if device == "cpu":
+        for place, (x, y) in enumerate(zip(got, want, strict=True)):
+            # The sum of dq in one pass has another order.
+            assert torch.equal(x, y) or (backward == "one_pass" and place == 2)
+    assert_within_the_bound(inputs, mask, got)
 
 
 @pytest.mark.parametrize("one", [False, True], ids=["heads", "all_heads"])
@@ -154,14 +155,10 @@ def test_a_map_that_was_changed_before_the_backward_is_refused(device):
 
 
 def test_default_tiles_take_blocks_of_128(device):
-    q, k, v, dout = drawn(device, M=150, N=300)
-    blocks = torch.tensor([[[True, False, True], [False, True, False]]], device=device)
-    got = called([q, k, v, dout], block_mask=blocks, config="default")
-    seen = blocks.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :150, :300]
-    for b, h in itertools.product(range(B), range(H)):
-        scores = q[b, h].double() @ k[b, h // 2].double().T * D**-0.5
-        want = scores.masked_fill(~seen[0], -torch.inf).softmax(1) @ v[b, h // 2].double()
-        torch.testing.assert_close(got[0][b, h].double(), want, rtol=0, atol=2e-3)
+    inputs, mask = drawn(device, M=150, N=300), BlockSparse(seed=2, per_head=False)
+    blocks = mask.blocks(H, 150, 300).to(device)
+    assert 0 < int(blocks.sum()) < blocks.numel()
+    assert_within_the_bound(inputs, mask, called(inputs, block_mask=blocks, config="default"))
 
 
 def test_nothing_waits_for_the_map(device):

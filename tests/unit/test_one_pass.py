@@ -66,7 +66,9 @@ def test_dk_and_dv_are_those_of_two_passes_and_dq_is_within_its_bound(device, ma
 
 def test_sums_start_at_0_whatever_is_in_memory_however_often(device, monkeypatch):
     q, k, v, dout = drawn(device, torch.float64)
-    want, *_ = gradients([q, k, v, dout], "two_pass")
+    call = {"mask": Mask(), "sm_scale": D**-0.5}
+    want = attention(q, k, v, dout, **call).dq
+    bound = judge(q, k, v, dout, **call, in_dtype="fp64", numerics=Numerics()).bound.dq
     empty = allocation.empty
     monkeypatch.setattr(
         allocation, "empty", lambda *shape, **kind: empty(*shape, **kind).fill_(math.nan)
@@ -75,7 +77,7 @@ def test_sums_start_at_0_whatever_is_in_memory_however_often(device, monkeypatch
     out = flash_attention(*leaves, backward="one_pass", config=CONFIG)
     for _ in range(3):
         dq, *_ = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        torch.testing.assert_close(dq, want, rtol=1e-12, atol=1e-12)
+        assert float(ratios(dq, want, bound).amax()) <= 1
 
 
 SUBSETS = [s for size in (1, 2, 3) for s in itertools.combinations("qkv", size)]
@@ -93,12 +95,14 @@ def test_one_pass_is_made_where_it_makes_all_that_is_needed(wanted, device, monk
     flash_attention(*leaves, backward="one_pass", config=CONFIG).backward(dout)
     both = "q" in wanted and len(wanted) > 1
     assert ran == ([("dkdv", both)] if "k" in wanted or "v" in wanted else [("dq", None)])
-    want = gradients([*(x.detach() for x in leaves), dout], "one_pass")
+    inputs = [*(x.detach() for x in leaves), dout]
+    want, call = gradients(inputs, "one_pass"), {"mask": Mask(), "sm_scale": D**-0.5}
+    bound = judge(*inputs, **call, in_dtype="fp32", numerics=Numerics()).bound.dq
     for name, x, expected in zip("qkv", leaves, want, strict=True):
         if name not in wanted:
             assert x.grad is None
         elif name == "q":
-            torch.testing.assert_close(x.grad, expected)
+            assert float(ratios(x.grad, attention(*inputs, **call).dq, bound).amax()) <= 1
         else:
             assert torch.equal(x.grad, expected)
 

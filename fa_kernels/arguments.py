@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -328,8 +328,16 @@ def check(
     )  # fmt: skip
 
 
-def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request) -> Arguments:
+def prepared(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    request: Request,
+    kernels: Collection[str] = BlockMaps._fields,
+) -> Arguments:
     """What is asked for, in the launchers' form: of these sizes, on this device.
+
+    ``kernels`` are those that will be launched: of a map of blocks the others get none of theirs.
 
     Raises:
         NotImplementedError: The mask has no predicate, or one for fewer tiles.
@@ -360,7 +368,7 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request
         check_tiles(request.block_size, config)
         predicate = VISIBLE
         maps = maps_of_blocks(
-            request.block_mask, request.block_size, *sizes, window, lengths, config
+            request.block_mask, request.block_size, *sizes, window, lengths, config, kernels
         )
     return Arguments(*lengths, *window, sm_scale, config, request.one_pass, predicate, maps)
 

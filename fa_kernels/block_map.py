@@ -7,6 +7,7 @@ the map of each kernel is made of that. Of a map of blocks, for each kernel in o
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,12 +39,13 @@ class BlockMaps(NamedTuple):
     """The map of each kernel, int32 (B, H, tiles, 2 + tiles of the other sequence).
 
     A row holds how many tiles the mask divides, how many it leaves whole, then the indices of
-    these and of those, each ascending; the rest of a row is not read.
+    these and of those, each ascending; the rest of a row is not read. None: of a kernel that is
+    not launched.
     """
 
-    forward: torch.Tensor
-    dkdv: torch.Tensor
-    dq: torch.Tensor
+    forward: torch.Tensor | None
+    dkdv: torch.Tensor | None
+    dq: torch.Tensor | None
 
 
 # Beside what the lists leave out.
@@ -165,6 +167,7 @@ def maps_of_blocks(
     window: tuple[int, int],
     lengths: tuple[torch.Tensor, torch.Tensor],
     config: Config,
+    kernels: Collection[str],
 ) -> BlockMaps:
     """The maps of a map of blocks, without a synchronisation.
 
@@ -177,15 +180,22 @@ def maps_of_blocks(
         window: (window_left, window_right), both given.
         lengths: int32 (B,) of queries and of keys, on the device.
         config: Complete tile configuration.
+        kernels: Fields of BlockMaps: the kernels that will be launched.
     """
     seqlens_q, seqlens_k = lengths
     blocks = blocks.view(torch.int8).expand(H, -1, -1)
     of_rows = (blocks, seqlens_q, seqlens_k, H, M, N, *window, side)
     of_keys = (blocks.mT, seqlens_k, seqlens_q, H, N, M, *window[::-1], side)
+    asked = BlockMaps(
+        forward=(*of_rows, config.forward),
+        dkdv=(*of_keys, _turned(config.dkdv)),
+        dq=(*of_rows, config.dq),
+    )
     return BlockMaps(
-        forward=_lists_of_blocks(*of_rows, config.forward),
-        dkdv=_lists_of_blocks(*of_keys, _turned(config.dkdv)),
-        dq=_lists_of_blocks(*of_rows, config.dq),
+        *(
+            _lists_of_blocks(*of_kernel) if kernel in kernels else None
+            for kernel, of_kernel in zip(BlockMaps._fields, asked, strict=True)
+        )
     )
 
 

@@ -19,7 +19,14 @@ from fa_kernels.kernels.dq import dq_kernel
 from fa_kernels.kernels.forward import forward_kernel
 from fa_kernels.kernels.merge import merge_kernel
 
-__all__ = ["ROW_PADDING", "empty_gradients", "empty_outputs", "launch_backward", "launch_forward"]
+__all__ = [
+    "ROW_PADDING",
+    "backward_kernels",
+    "empty_gradients",
+    "empty_outputs",
+    "launch_backward",
+    "launch_forward",
+]
 
 DELTA_ROWS = 32
 MERGE_ROWS = 4
@@ -147,6 +154,13 @@ def empty_gradients(
     )
 
 
+def backward_kernels(needed: tuple[bool, bool, bool], one_pass: bool) -> tuple[str, ...]:
+    """Those of "dkdv" and "dq" that make the needed of dq, dk, dv."""
+    of_keys = needed[1] or needed[2]
+    of_rows = needed[0] and not (one_pass and of_keys)
+    return ("dkdv",) * of_keys + ("dq",) * of_rows
+
+
 def launch_backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -170,8 +184,8 @@ def launch_backward(
     m_padded = triton.cdiv(M, ROW_PADDING) * ROW_PADDING
     lse2 = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
     delta = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
-    of_rows, of_keys = needed[0], needed[1] or needed[2]
-    one_pass = arguments.one_pass and of_rows and of_keys
+    kernels = backward_kernels(needed, arguments.one_pass)
+    one_pass = needed[0] and "dq" not in kernels
     dq, dk, dv = empty_gradients(q, k, v, needed)
     # Without HAS_DLSE it is not read.
     dlses = lse if dlse is None else dlse
@@ -198,7 +212,7 @@ def launch_backward(
             )  # fmt: skip
         tile = arguments.config.dkdv
         programs = triton.cdiv(N, tile.block_n) * B * Hk
-        if programs and of_keys:
+        if programs and "dkdv" in kernels:
             dkdv_kernel[(programs,)](
                 *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"),
                 ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
@@ -208,7 +222,7 @@ def launch_backward(
             torch.mul(sums[:, :, :M, :D], arguments.sm_scale, out=dq)
         tile = arguments.config.dq
         programs = triton.cdiv(M, tile.block_m) * B * H
-        if programs and of_rows and not one_pass:
+        if programs and "dq" in kernels:
             dq_kernel[(programs,)](
                 *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"),
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),

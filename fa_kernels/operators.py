@@ -11,7 +11,13 @@ import torch
 
 from fa_kernels import allocation
 from fa_kernels.arguments import Request, prepared
-from fa_kernels.launch import empty_gradients, empty_outputs, launch_backward, launch_forward
+from fa_kernels.launch import (
+    backward_kernels,
+    empty_gradients,
+    empty_outputs,
+    launch_backward,
+    launch_forward,
+)
 
 __all__ = ["backward", "forward"]
 
@@ -34,7 +40,7 @@ backward = getattr(torch.ops, _NAMESPACE).backward.default
 
 
 def _forward(q, k, v, *request):
-    return launch_forward(q, k, v, prepared(q, k, v, Request(*request)))
+    return launch_forward(q, k, v, prepared(q, k, v, Request(*request), ("forward",)))
 
 
 def _forward_like(q, k, v, *_request):
@@ -46,7 +52,9 @@ def _backward(q, k, v, out, lse, dout, dlse, needs_dq, needs_dk, needs_dv, *requ
         # A loss on lse alone, or none at all.
         dout = allocation.empty((), dtype=out.dtype, device=out.device).zero_().expand(out.shape)
     needed = (needs_dq, needs_dk, needs_dv)
-    arguments = prepared(q, k, v, Request(*request))
+    asked = Request(*request)
+    kernels = backward_kernels(needed, asked.one_pass)
+    arguments = prepared(q, k, v, asked, kernels)
     found = launch_backward(q, k, v, out, lse, dout, arguments, dlse=dlse, needed=needed)
     return _given(found, needed, q)
 

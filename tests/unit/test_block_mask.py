@@ -18,7 +18,7 @@ from properties.compare import ratios
 
 pytest.importorskip("triton")
 
-from fa_kernels import Config, Tile, flash_attention
+from fa_kernels import Config, Tile, arguments, flash_attention
 from fa_kernels.block_map import block_maps, maps_of_blocks
 from fa_kernels.configs import CONFIGS
 
@@ -78,7 +78,7 @@ def test_lists_are_those_of_the_predicate_that_says_the_same(device, beside, mas
     lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int32, device=device).unbind()
     want = block_maps(mask, B, H, M, N, window, lengths, config)
     blocks = mask.blocks(H, M, N).to(device)
-    got = maps_of_blocks(blocks, mask.side, H, M, N, window, lengths, config)
+    got = maps_of_blocks(blocks, mask.side, H, M, N, window, lengths, config, want._fields)
     for name in want._fields:
         of_blocks, of_predicate = listed(getattr(got, name)), listed(getattr(want, name))
         # The predicate's maps may have rows of tiles past the end, which are empty.
@@ -120,6 +120,34 @@ def test_a_map_gives_what_the_predicate_gives(device, beside, backward):
             # The sum of dq in one pass has another order.
             assert torch.equal(x, y) or (backward == "one_pass" and place == 2)
     assert_within_the_bound(inputs, mask, got)
+
+
+@pytest.mark.parametrize(
+    ("backward", "of", "kernels"),
+    [
+        ("two_pass", (0, 1, 2), ("dkdv", "dq")),
+        ("two_pass", (0,), ("dq",)),
+        ("two_pass", (2,), ("dkdv",)),
+        ("one_pass", (0, 1), ("dkdv",)),
+        ("one_pass", (0,), ("dq",)),
+    ],
+)
+def test_lists_are_made_for_the_kernels_that_run(device, monkeypatch, backward, of, kernels):
+    inputs, made = drawn(device), []
+
+    def recorded(*arguments):
+        made.append(maps_of_blocks(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(arguments, "maps_of_blocks", recorded)
+    leaves = [x.requires_grad_(place in of) for place, x in enumerate(inputs[:3])]
+    blocks = BLOCKS.blocks(H, M, N).to(device)
+    out = flash_attention(
+        *leaves, block_mask=blocks, block_size=32, config=CONFIG, backward=backward
+    )
+    torch.autograd.grad(out, [leaves[place] for place in of], inputs[3])
+    names = [[name for name, x in maps._asdict().items() if x is not None] for maps in made]
+    assert names == [["forward"], list(kernels)]
 
 
 @pytest.mark.parametrize("one", [False, True], ids=["heads", "all_heads"])

@@ -22,6 +22,12 @@ from fa_kernels.block_map import (
 )
 from fa_kernels.block_mask import check_block_mask, check_tiles
 from fa_kernels.configs import CONFIGS, Config, resolve
+from fa_kernels.offsets import (
+    check_entries,
+    check_has_lengths,
+    check_lengths,
+    checked_offsets,
+)
 from fa_kernels.tokens import token_of, value_of
 
 __all__ = ["Arguments", "MaskLike", "Request", "check", "prepared"]
@@ -68,6 +74,9 @@ class Request(NamedTuple):
         mask: The token of a mask that may have a predicate; empty where there is none.
         block_size: Rows and keys of a block of block_mask.
         one_pass: Whether dq comes out of the pass that dk and dv do.
+        longest_q: Of packed sequences, whose offsets stand in place of lengths: the most rows that
+            one has. None: nothing is packed.
+        longest_k: Likewise.
     """
 
     seqlens_q: torch.Tensor | None
@@ -82,6 +91,8 @@ class Request(NamedTuple):
     mask: str
     block_size: int
     one_pass: bool
+    longest_q: int | None = None
+    longest_k: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,8 @@ class Arguments:
             config.dkdv.
         predicate: What else hides a key, of a mask that has that.
         maps: The tiles that each kernel then visits.
+        longest: Of packed sequences: the most rows and the most keys that one has. Then seqlens_q
+            and seqlens_k are int32 (B + 1,): where each begins in the tensors, and the last ends.
     """
 
     seqlens_q: torch.Tensor
@@ -110,6 +123,7 @@ class Arguments:
     one_pass: bool = False
     predicate: Predicate | None = None
     maps: BlockMaps | None = None
+    longest: tuple[int, int] | None = None
 
 
 def _check_tensors(q: object, k: object, v: object) -> None:
@@ -277,8 +291,12 @@ def check(
     sm_scale: object,
     backward: object,
     config: object,
+    offsets: tuple[object, object, object, object] | None = None,
 ) -> Request:
     """Checks the arguments of ``flash_attention`` and brings them into an operator's types.
+
+    ``offsets`` of packed sequences, (cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k), stand
+    in place of lengths; q, k and v have the batch size 1 then.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -312,8 +330,16 @@ def check(
         seqlens_q, seqlens_k = mask.seqlens_q, mask.seqlens_k
     B, _, M, _ = q.shape
     left, right = _checked_window(causal, window)
-    tensor_q, ints_q = _checked_lengths("seqlens_q", seqlens_q, B, M, q.device)
-    tensor_k, ints_k = _checked_lengths("seqlens_k", seqlens_k, B, k.shape[2], q.device)
+    longest_q, longest_k = None, None
+    if offsets is None:
+        tensor_q, ints_q = _checked_lengths("seqlens_q", seqlens_q, B, M, q.device)
+        tensor_k, ints_k = _checked_lengths("seqlens_k", seqlens_k, B, k.shape[2], q.device)
+    else:
+        tensor_q, ints_q, longest_q = checked_offsets("q", *offsets[:2], q)
+        tensor_k, ints_k, longest_k = checked_offsets("k", *offsets[2:], k)
+        check_entries(ints_q or tensor_q, ints_k or tensor_k)
+        check_lengths("q", seqlens_q, ints_q)
+        check_lengths("k", seqlens_k, ints_k)
     sm_scale, config = _checked_scale(sm_scale, q.dtype), _checked_config(config)
     token = ""
     if hasattr(mask, "native"):
@@ -324,7 +350,7 @@ def check(
         check_block_mask(block_mask, block_size, q, k)
     return Request(
         tensor_q, tensor_k, block_mask, ints_q, ints_k, left, right, sm_scale, config, token,
-        block_size, backward == "one_pass",
+        block_size, backward == "one_pass", longest_q, longest_k,
     )  # fmt: skip
 
 
@@ -340,24 +366,35 @@ def prepared(
     ``kernels`` are those that will be launched: of a map of blocks the others get none of theirs.
 
     Raises:
+        ValueError: A mask of packed sequences has a predicate and no lengths.
         NotImplementedError: The mask has no predicate, or one for fewer tiles.
     """
     B, H, M, D = q.shape
     N = k.shape[2]
+    seqlens_q = _on_device(request.seqlens_q, request.lengths_q, B, M, q.device)
+    seqlens_k = _on_device(request.seqlens_k, request.lengths_k, B, N, q.device)
+    places = lengths = (seqlens_q, seqlens_k)
+    longest = None
+    if request.longest_q is not None:
+        B, M, N = len(seqlens_q) - 1, request.longest_q, request.longest_k
+        longest = (M, N)
     left, right = (
         M + N if x is None else min(x, M + N) for x in (request.window_left, request.window_right)
     )
-    seqlens_q = _on_device(request.seqlens_q, request.lengths_q, B, M, q.device)
-    seqlens_k = _on_device(request.seqlens_k, request.lengths_k, B, N, q.device)
     block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
     sm_scale = float(D) ** -0.5 if request.sm_scale is None else request.sm_scale
     config = _resolved(request.config, q.dtype, block_d, request.one_pass)
     predicate, maps = None, None
-    sizes, window, lengths = (H, M, N), (left, right), (seqlens_q, seqlens_k)
+    sizes, window = (H, M, N), (left, right)
     if request.mask:
         mask = value_of(request.mask)
         predicate = predicate_of(mask, B, *sizes, q.device)
         if predicate is not None:
+            if longest is not None:
+                check_has_lengths(mask)
+                lengths = tuple(
+                    _lengths_on_device(tuple(x), q.device) for x in (mask.seqlens_q, mask.seqlens_k)
+                )
             maps = block_maps(mask, B, *sizes, window, lengths, config)
     if request.block_mask is not None:
         if predicate is not None:
@@ -370,7 +407,7 @@ def prepared(
         maps = maps_of_blocks(
             request.block_mask, request.block_size, *sizes, window, lengths, config, kernels
         )
-    return Arguments(*lengths, *window, sm_scale, config, request.one_pass, predicate, maps)
+    return Arguments(*places, *window, sm_scale, config, request.one_pass, predicate, maps, longest)
 
 
 def _on_device(

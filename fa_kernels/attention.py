@@ -10,14 +10,14 @@ from fa_kernels import operators
 from fa_kernels.arguments import MaskLike, check
 from fa_kernels.configs import Config
 
-__all__ = ["flash_attention"]
+__all__ = ["autocast", "flash_attention"]
 
 # What ``torch.autocast`` casts; float64 it leaves alone.
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
 _DEVICES = ("cuda", "cpu")
 
 
-def _autocast(x: object) -> object:
+def autocast(x: object) -> object:
     """A tensor in the dtype of the enclosing ``torch.autocast``, as of PyTorch's own attention."""
     if isinstance(x, torch.Tensor) and x.dtype in _CAST and x.device.type in _DEVICES:
         device = x.device.type
@@ -95,7 +95,7 @@ def flash_attention(
     Source: FlashAttention-2 (arXiv:2307.08691); Flash-Decoding (Dao, Haziza, Massa, Sizov 2023)
     for the parts.
     """
-    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    q, k, v = autocast(q), autocast(k), autocast(v)
     request = check(
         q,
         k,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -70,6 +72,7 @@ def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dic
         "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
         "DOTS": arguments.config.dots if dtype == torch.float32 else "ieee",
         "PREDICATE": None if arguments.predicate is None else arguments.predicate.function,
+        "PACKED": arguments.longest is not None,
     }
 
 
@@ -98,6 +101,54 @@ def _scale_bits(sm_scale: float) -> int:
     return struct.unpack("<q", struct.pack("<d", sm_scale))[0]
 
 
+class _Sizes(NamedTuple):
+    """Of a call: sequences and heads, the longest sequences, the rows of the tensors."""
+
+    B: int
+    H: int
+    Hk: int
+    M: int
+    N: int
+    rows_q: int
+    rows_k: int
+    D: int
+    Dv: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments) -> _Sizes:
+        """Of packed sequences B, M and N are what the tensors' shapes do not show."""
+        B, H, rows_q, D = q.shape
+        _, Hk, rows_k, Dv = v.shape
+        M, N = rows_q, rows_k
+        if arguments.longest is not None:
+            B = len(arguments.seqlens_q) - 1
+            M, N = arguments.longest
+        return cls(B, H, Hk, M, N, rows_q, rows_k, D, Dv)
+
+    def in_kernels(self, *scratch: int) -> tuple[int, ...]:
+        """In the order of the kernels' parameters; ``scratch`` is what follows M."""
+        return (
+            self.H, self.H // self.Hk, self.M, *scratch, self.N,
+            self.rows_q, self.rows_k, self.D, self.Dv,
+        )  # fmt: skip
+
+
+def _strides(arguments: Arguments, *tensors: torch.Tensor) -> tuple[int, ...]:
+    """Strides of (entry, head, row, column); the entry of packed sequences is a row."""
+    packed = arguments.longest is not None
+    return tuple(
+        stride for x in tensors for stride in (x.stride(2 if packed else 0), *x.stride()[1:])
+    )
+
+
+def _blank(arguments: Arguments, **tensors: torch.Tensor | None) -> None:
+    """Fills what is packed, since rows of no sequence are not written: lse and m -inf, else 0."""
+    if arguments.longest is not None:
+        for name, x in tensors.items():
+            if x is not None:
+                x.fill_(-math.inf if name in ("lse", "m") else 0.0)
+
+
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Unwritten out (B,H,M,Dv) in the dtype of q and lse (B,H,M), contiguous."""
     B, H, M, _ = q.shape
@@ -109,35 +160,35 @@ def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out (B,H,M,Dv) in the dtype of q and lse (B,H,M), float32 (float64 for float64)."""
-    B, H, M, D = q.shape
-    N, Dv = v.shape[2:]
+    sizes = _Sizes.of(q, k, v, arguments)
     out, lse = empty_outputs(q, v)
     tile = arguments.config.forward
     parts = arguments.config.splits
     # Without SPLIT l is not written.
     written = (out, lse, lse)
+    _blank(arguments, out=out, lse=lse)
     if parts is not None:
         acc, m, l_sum = (
             allocation.empty((parts, *x.shape), dtype=lse.dtype, device=q.device) for x in written
         )
+        _blank(arguments, m=m)
         written = (acc, m, l_sum)
-    constants = _constants(q.dtype, D, Dv, arguments)
-    programs = triton.cdiv(M, tile.block_m) * B * H * (parts or 1)
+    constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
+    programs = triton.cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H * (parts or 1)
+    rows = lse.numel()
     if programs:
         with on_device(q):
             forward_kernel[(programs,)](
                 q, k, v, *written, arguments.seqlens_q, arguments.seqlens_k,
-                *q.stride(), *k.stride(), *v.stride(),
-                H, H // k.shape[1], M, N, D, Dv,
-                arguments.window_left, arguments.window_right, parts or 1,
+                *_strides(arguments, q, k, v), *sizes.in_kernels(),
+                arguments.window_left, arguments.window_right, parts or 1, rows,
                 _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"),
                 ALIGNED=_is_aligned(q, k, v, out), SPLIT=parts is not None,
                 **constants, **_tile(tile),
             )  # fmt: skip
             if parts is not None:
-                rows = B * H * M
                 merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
-                    *written, out, lse, parts, rows, Dv,
+                    *written, out, lse, parts, rows, sizes.Dv,
                     BLOCK_R=MERGE_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
                 )  # fmt: skip
     return out, lse
@@ -178,40 +229,43 @@ def launch_backward(
     Those that are not needed are None; dk and dv come from one kernel. So does dq in one pass, its
     parts added by atomics, in another order every time; else everything is repeatable.
     """
-    B, H, M, D = q.shape
-    Hk, N, Dv = v.shape[1:]
+    sizes = _Sizes.of(q, k, v, arguments)
+    packed = arguments.longest is not None
     # Whole tiles of rows, so that the kernels read them without a mask.
-    m_padded = triton.cdiv(M, ROW_PADDING) * ROW_PADDING
-    lse2 = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
-    delta = allocation.empty((B, H, m_padded), dtype=lse.dtype, device=q.device)
+    tiles_of_rows = triton.cdiv(sizes.rows_q, ROW_PADDING) + (sizes.B if packed else 0)
+    shape = (q.shape[0], sizes.H, tiles_of_rows * ROW_PADDING)
+    lse2, delta = (allocation.empty(shape, dtype=lse.dtype, device=q.device) for _ in range(2))
     kernels = backward_kernels(needed, arguments.one_pass)
     one_pass = needed[0] and "dq" not in kernels
     dq, dk, dv = empty_gradients(q, k, v, needed)
     # Without HAS_DLSE it is not read.
     dlses = lse if dlse is None else dlse
-    constants = _constants(q.dtype, D, Dv, arguments)
+    _blank(arguments, dq=None if one_pass else dq, dk=dk, dv=dv)
+    constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments) | {"ROW_PADDING": ROW_PADDING}
     # Without ONE_PASS they are not touched. Whole tiles of rows and columns.
     sums = delta
     if one_pass:
-        shape = (*delta.shape, constants["BLOCK_D"])
+        shape = (*(lse if packed else delta).shape, constants["BLOCK_D"])
         sums = allocation.empty(shape, dtype=delta.dtype, device=q.device).zero_()
     shared = (
-        *q.stride(), *k.stride(), *v.stride(), *dout.stride(),
-        H, H // Hk, M, m_padded, N, D, Dv,
+        *_strides(arguments, q, k, v, dout), *sizes.in_kernels(delta.shape[2]),
         arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
     )  # fmt: skip
     inputs = (q, k, v, dout, lse2, delta)
     lengths = (arguments.seqlens_q, arguments.seqlens_k)
     with on_device(q):
-        if B * H * M:
-            delta_kernel[(m_padded // DELTA_ROWS * B * H,)](
-                out, dout, lse, dlses, lse2, delta,
-                *dout.stride(), *dlses.stride(), H, M, m_padded, Dv,
+        programs = triton.cdiv(sizes.M, ROW_PADDING) * sizes.B * sizes.H
+        if programs:
+            delta_kernel[(programs * (ROW_PADDING // DELTA_ROWS),)](
+                out, dout, lse, dlses, lse2, delta, arguments.seqlens_q,
+                *_strides(arguments, dout), *_strides(arguments, dlses),
+                sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.Dv,
                 BLOCK_M=DELTA_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
                 ALIGNED=_is_aligned(out, dout), HAS_DLSE=dlse is not None,
+                ROW_PADDING=ROW_PADDING, PACKED=packed,
             )  # fmt: skip
         tile = arguments.config.dkdv
-        programs = triton.cdiv(N, tile.block_n) * B * Hk
+        programs = triton.cdiv(sizes.N, tile.block_n) * sizes.B * sizes.Hk
         if programs and "dkdv" in kernels:
             dkdv_kernel[(programs,)](
                 *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"),
@@ -219,9 +273,9 @@ def launch_backward(
                 **constants, **_tile(tile),
             )  # fmt: skip
         if one_pass:
-            torch.mul(sums[:, :, :M, :D], arguments.sm_scale, out=dq)
+            torch.mul(sums[:, :, : q.shape[2], : sizes.D], arguments.sm_scale, out=dq)
         tile = arguments.config.dq
-        programs = triton.cdiv(M, tile.block_m) * B * H
+        programs = triton.cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H
         if programs and "dq" in kernels:
             dq_kernel[(programs,)](
                 *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"),

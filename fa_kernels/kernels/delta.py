@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 
 from fa_kernels.kernels.kernel import kernel
-from fa_kernels.kernels.tiles import LOG2E, head_matrix, load_tile
+from fa_kernels.kernels.tiles import (
+    LOG2E,
+    head_matrix,
+    load_tile,
+    scratch_row,
+    sequence,
+    stored_rows,
+)
 
 __all__ = ["delta_kernel"]
 
@@ -34,6 +41,7 @@ def delta_kernel(
     dlse_ptr,
     lse2_ptr,
     delta_ptr,
+    seqlens_q_ptr,
     stride_ob: tl.int64,
     stride_oh: tl.int64,
     stride_om: tl.int64,
@@ -44,38 +52,50 @@ def delta_kernel(
     H: tl.int32,
     M: tl.int32,
     M_padded: tl.int32,
+    rows_q: tl.int32,
     Dv: tl.int32,
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    ROW_PADDING: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Writes lse2 and delta (B,H,M_padded) for BLOCK_M rows of one head.
 
     Rows that take no part (no visible key, padding, past M) get lse2 = +inf, so that their P is 0,
     and delta = 0. ``stride_o*`` are the strides of dout, ``stride_l*`` those of dlse, which is not
-    read without HAS_DLSE; out (B,H,M,Dv) is contiguous.
+    read without HAS_DLSE; out (B,H,M,Dv) is contiguous. PACKED: lse2 and delta (H,M_padded), whole
+    tiles of ROW_PADDING rows for each of B sequences, out (H,rows_q,Dv) as of ``forward_kernel``.
     """
-    m_blocks = M_padded // BLOCK_M
+    m_blocks = tl.cdiv(M, ROW_PADDING) * (ROW_PADDING // BLOCK_M)
     m_block = tl.program_id(0) % m_blocks
     bh = tl.program_id(0) // m_blocks
+    b = bh // H
+    h = bh % H
     start_m = m_block * BLOCK_M
+    place_q, seqlen_q = b, M
+    if PACKED:
+        place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
+        if start_m >= tl.cdiv(seqlen_q, ROW_PADDING) * ROW_PADDING:
+            return
+    first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
     offs_tile = tl.arange(0, BLOCK_M)
     offs_m = start_m + offs_tile
     offs_dv = tl.arange(0, BLOCK_DV)[None, :]
-    lse = tl.load(lse_ptr + (bh.to(tl.int64) * M + offs_m), mask=offs_m < M, other=-float("inf"))
+    lse = tl.load(lse_ptr + (first + offs_m), mask=offs_m < end, other=-float("inf"))
     # dout of a row without a visible key may hold anything: it is not read.
     live_m = lse != -float("inf")
     live = live_m[:, None]
-    douts = head_matrix(dout_ptr, bh // H, bh % H, stride_ob, stride_oh, stride_om, stride_od, Dv)
+    douts = head_matrix(dout_ptr, place_q, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
     dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
-    outs = (out_ptr + bh.to(tl.int64) * M * Dv, tl.cast(Dv, tl.int64), 1, Dv)
+    outs = (out_ptr + first * Dv, tl.cast(Dv, tl.int64), 1, Dv)
     out = load_tile(outs, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
     delta = _row_sums(out.to(ACC) * dout.to(ACC))
     if HAS_DLSE:
-        dlses = dlse_ptr + (bh // H) * stride_lb + (bh % H) * stride_lh
+        dlses = dlse_ptr + place_q * stride_lb + h * stride_lh
         delta -= tl.load(dlses + offs_m * stride_lm, mask=live_m, other=0.0)
-    row = bh.to(tl.int64) * M_padded + offs_m
+    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED) + offs_m
     tl.store(lse2_ptr + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E))
     tl.store(delta_ptr + row, delta)

@@ -18,10 +18,12 @@ from fa_kernels.kernels.tiles import (
     load_tile,
     nth_tile,
     scale_from_bits,
+    scratch_row,
+    sequence,
     store_rows,
+    stored_rows,
     tile_count,
     tile_index,
-    valid_lengths,
 )
 from fa_kernels.ranges import visible_tiles
 
@@ -51,6 +53,7 @@ def _accumulate(
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
     ONE_PASS: tl.constexpr,
+    PACKED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds query tiles of one head to dk and dv: the edge tiles if MASKED, else the full ones.
@@ -100,7 +103,11 @@ def _accumulate(
             dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision=DOTS, out_dtype=ACC)
             dq_tile = tl.multiple_of(dq_pointer + tl.cast(start_m, tl.int64) * BLOCK_D, 16)
             places = dq_tile + (offs_tile[:, None] * BLOCK_D + offs_d[None, :])
-            tl.atomic_add(places, dq, sem="relaxed")
+            if PACKED:
+                # The rows that follow are another sequence's.
+                tl.atomic_add(places, dq, mask=(offs_m < view[0])[:, None], sem="relaxed")
+            else:
+                tl.atomic_add(places, dq, sem="relaxed")
     return dk, dv
 
 
@@ -138,6 +145,8 @@ def dkdv_kernel(
     M: tl.int32,
     M_padded: tl.int32,
     N: tl.int32,
+    rows_q: tl.int32,
+    rows_k: tl.int32,
     D: tl.int32,
     Dv: tl.int32,
     window_left: tl.int32,
@@ -156,12 +165,16 @@ def dkdv_kernel(
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
+    ROW_PADDING: tl.constexpr,
     ONE_PASS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), contiguous, for one key tile of one kv head.
 
     ``stride_o*`` are the strides of dout. With ONE_PASS it adds to dq (B,H,M_padded,BLOCK_D), in
-    the dtype of the accumulators and without sm_scale, by atomics; else dq is not touched.
+    the dtype of the accumulators and without sm_scale, by atomics; else dq is not touched. PACKED:
+    dk (Hk,rows_k,D), dv (Hk,rows_k,Dv) and dq (H,rows_q,BLOCK_D), as in ``forward_kernel``; lse2
+    and delta (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
     """
     n_blocks = tl.cdiv(N, BLOCK_N)
     n_block = tl.program_id(0) % n_blocks
@@ -169,11 +182,15 @@ def dkdv_kernel(
     Hk = H // G
     b = bh_k // Hk
     h_k = bh_k % Hk
-    seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
-    keys = head_matrix(k_ptr, b, h_k, stride_kb, stride_kh, stride_kn, stride_kd, D)
-    values = head_matrix(v_ptr, b, h_k, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
-
+    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
+    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
     start_n = n_block * BLOCK_N
+    if PACKED:
+        if start_n >= seqlen_k:
+            return
+    keys = head_matrix(k_ptr, place_k, h_k, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    values = head_matrix(v_ptr, place_k, h_k, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
+
     offs_tile = tl.arange(0, BLOCK_N)
     offs_n = start_n + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
@@ -195,20 +212,26 @@ def dkdv_kernel(
     for MASKED in tl.static_range(1, -1, -1):
         for g in range(0, G):
             h = h_k * G + g
-            queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
-            douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
-            row = tl.cast(b * H + h, tl.int64) * M_padded
+            queries = head_matrix(q_ptr, place_q, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
+            douts = head_matrix(
+                dout_ptr, place_q, h, stride_ob, stride_oh, stride_om, stride_od, Dv
+            )
+            row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED)
+            dq_row = row
+            if PACKED:
+                dq_row = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)[0]
             view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
             if PREDICATE is not None:
                 tiles = listed_tiles(lists_ptr, b, h, n_block, stride_lb, stride_lh, stride_lt)
             dk, dv = _accumulate(
                 dk, dv, k, v, queries, douts, lse2_ptr + row, delta_ptr + row,
-                dq_ptr + row * BLOCK_D, view, offs_n, tiles, qk_scale,
-                BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, ONE_PASS, MASKED,
+                dq_ptr + dq_row * BLOCK_D, view, offs_n, tiles, qk_scale,
+                BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, ONE_PASS, PACKED, MASKED,
             )  # fmt: skip
 
     # Keys past seqlen_k were zero-filled; what their rows accumulated means nothing.
     dk = tl.where(valid, dk * sm_scale.to(ACC), 0.0)
     dv = tl.where(valid, dv, 0.0)
-    store_rows(dk_ptr, bh_k, N, offs_n, offs_d, dk, D, BLOCK_D, ALIGNED)
-    store_rows(dv_ptr, bh_k, N, offs_n, offs_dv, dv, Dv, BLOCK_DV, ALIGNED)
+    first, end = stored_rows(b, h_k, Hk, place_k, N, seqlen_k, rows_k, PACKED)
+    store_rows(dk_ptr, first, end, offs_n, offs_d, dk, D, BLOCK_D, ALIGNED)
+    store_rows(dv_ptr, first, end, offs_n, offs_dv, dv, Dv, BLOCK_DV, ALIGNED)

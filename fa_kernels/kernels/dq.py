@@ -15,10 +15,12 @@ from fa_kernels.kernels.tiles import (
     load_tile,
     nth_tile,
     scale_from_bits,
+    scratch_row,
+    sequence,
     store_rows,
+    stored_rows,
     tile_count,
     tile_index,
-    valid_lengths,
 )
 from fa_kernels.ranges import visible_tiles
 
@@ -107,6 +109,8 @@ def dq_kernel(
     M: tl.int32,
     M_padded: tl.int32,
     N: tl.int32,
+    rows_q: tl.int32,
+    rows_k: tl.int32,
     D: tl.int32,
     Dv: tl.int32,
     window_left: tl.int32,
@@ -125,10 +129,13 @@ def dq_kernel(
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
+    ROW_PADDING: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Writes dq (B,H,M,D), contiguous, for one query tile of one head.
 
-    ``stride_o*`` are the strides of dout.
+    ``stride_o*`` are the strides of dout. PACKED: dq (H,rows_q,D), as in ``forward_kernel``; lse2
+    and delta (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
     """
     m_blocks = tl.cdiv(M, BLOCK_M)
     # Late query tiles first: under causal masking they are the long ones.
@@ -136,19 +143,23 @@ def dq_kernel(
     bh = tl.program_id(0) // m_blocks
     b = bh // H
     h = bh % H
-    seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
-    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
-    queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
-    keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
-    values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
-    douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
-
+    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
+    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
     start_m = m_block * BLOCK_M
+    if PACKED:
+        if start_m >= seqlen_q:
+            return
+    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
+    queries = head_matrix(q_ptr, place_q, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
+    keys = head_matrix(k_ptr, place_k, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    values = head_matrix(v_ptr, place_k, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
+    douts = head_matrix(dout_ptr, place_q, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
+
     offs_tile = tl.arange(0, BLOCK_M)
     offs_m = start_m + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    row = bh.to(tl.int64) * M_padded + offs_m
+    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED) + offs_m
     lse2 = tl.load(lse2_ptr + row)
     delta = tl.load(delta_ptr + row)
     # q and dout of a row without a visible key (padding rows too) are not read: its dq is 0.
@@ -170,4 +181,5 @@ def dq_kernel(
             dq, q, dout, lse2, delta, keys, values, view, offs_m, tiles, qk_scale,
             BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, MASKED,
         )  # fmt: skip
-    store_rows(dq_ptr, bh, M, offs_m, offs_d, dq * sm_scale.to(ACC), D, BLOCK_D, ALIGNED)
+    first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
+    store_rows(dq_ptr, first, end, offs_m, offs_d, dq * sm_scale.to(ACC), D, BLOCK_D, ALIGNED)

@@ -18,9 +18,10 @@ from fa_kernels.kernels.tiles import (
     load_tile,
     normalised,
     scale_from_bits,
+    sequence,
     store_rows,
+    stored_rows,
     tile_index,
-    valid_lengths,
 )
 from fa_kernels.ranges import part_of, visible_tiles
 
@@ -112,11 +113,14 @@ def forward_kernel(
     G: tl.int32,
     M: tl.int32,
     N: tl.int32,
+    rows_q: tl.int32,
+    rows_k: tl.int32,
     D: tl.int32,
     Dv: tl.int32,
     window_left: tl.int32,
     window_right: tl.int32,
     parts: tl.int32,
+    rows: tl.int64,
     sm_scale_bits: tl.int64,
     lists_ptr,
     stride_lb: tl.int64,
@@ -132,8 +136,13 @@ def forward_kernel(
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
     SPLIT: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head.
+
+    PACKED: out (H,rows_q,Dv) and lse (H,rows_q), of B sequences that follow each other, none longer
+    than M or N. Their places stand where lengths do, the first strides of q, k, v are those of
+    rows, and rows that belong to no sequence are not written.
 
     With SPLIT, what its part of the key tiles adds up to: in place of out the sums before they are
     divided (parts,B,H,M,Dv), in place of lse the maxima in base 2 (parts,B,H,M), and l, likewise.
@@ -150,13 +159,17 @@ def forward_kernel(
     bh = program // m_blocks
     b = bh // H
     h = bh % H
-    seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
-    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
-    queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
-    keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
-    values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
-
+    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
+    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
     start_m = m_block * BLOCK_M
+    if PACKED:
+        if start_m >= seqlen_q:
+            return
+    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
+    queries = head_matrix(q_ptr, place_q, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
+    keys = head_matrix(k_ptr, place_k, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    values = head_matrix(v_ptr, place_k, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
+
     offs_tile = tl.arange(0, BLOCK_M)
     offs_m = start_m + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
@@ -191,15 +204,15 @@ def forward_kernel(
             BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True,
         )  # fmt: skip
 
+    first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
     # Rows without a visible key (padding rows too): out = 0, lse = -inf.
     if SPLIT:
         # A part without tiles writes too: sums of 0, and maxima of -inf.
-        head = part.to(tl.int64) * (each // m_blocks) + bh
+        first += part.to(tl.int64) * rows
         l_i = tl.where(offs_m < seqlen_q, l_i, 0.0)
-        tl.store(l_ptr + (head * M + offs_m), l_i, mask=offs_m < M)
+        tl.store(l_ptr + (first + offs_m), l_i, mask=offs_m < end)
         out, lse = acc, m_i
     else:
-        head = bh
         out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < seqlen_q))
-    tl.store(lse_ptr + (head.to(tl.int64) * M + offs_m), lse, mask=offs_m < M)
-    store_rows(out_ptr, head, M, offs_m, offs_dv, out, Dv, BLOCK_DV, ALIGNED)
+    tl.store(lse_ptr + (first + offs_m), lse, mask=offs_m < end)
+    store_rows(out_ptr, first, end, offs_m, offs_dv, out, Dv, BLOCK_DV, ALIGNED)

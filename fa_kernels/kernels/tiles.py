@@ -19,7 +19,10 @@ __all__ = [
     "normalised",
     "nth_tile",
     "scale_from_bits",
+    "scratch_row",
+    "sequence",
     "store_rows",
+    "stored_rows",
     "tile_count",
     "tile_index",
     "valid_lengths",
@@ -77,17 +80,47 @@ def load_tile(
 
 
 @triton.jit
-def store_rows(
-    ptr, head, length, rows, columns, tile, D, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """Writes ``tile``, cast to the tensor's dtype, into a contiguous (heads, length, D) tensor."""
-    tile = tile.to(ptr.dtype.element_ty)
-    row = (head.to(tl.int64) * length + rows)[:, None]
-    if ALIGNED:
-        pointer = tl.multiple_of(ptr + head.to(tl.int64) * 0, 16)
-        tl.store(pointer + (row * BLOCK_D + columns[None, :]), tile, mask=rows[:, None] < length)
+def stored_rows(b, h, H, place, length, seqlen, rows, PACKED: tl.constexpr):
+    """(first, end) of one head in a contiguous tensor of all heads' rows.
+
+    ``first`` is where its row 0 stands; rows from ``end`` on are not its own. Padding is.
+    """
+    if PACKED:
+        first, end = h.to(tl.int64) * rows + place, seqlen
     else:
-        inside = (rows[:, None] < length) & (columns[None, :] < D)
+        first, end = (b * H + h).to(tl.int64) * length, length
+    return first, end
+
+
+@triton.jit
+def scratch_row(b, h, H, place, M_padded, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """Where row 0 of one head stands in scratch that has whole tiles of rows for each sequence.
+
+    M_padded: rows of a head's scratch, of all sequences if PACKED; those that follow each other
+    begin at multiples of BLOCK then, far enough apart for any lengths.
+    """
+    if PACKED:
+        row = h.to(tl.int64) * M_padded + (place + b * BLOCK) // BLOCK * BLOCK
+    else:
+        row = (b * H + h).to(tl.int64) * M_padded
+    return row
+
+
+@triton.jit
+def store_rows(
+    ptr, first, end, rows, columns, tile, D, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Writes ``tile``, cast to the tensor's dtype, as rows ``first + rows`` of D columns.
+
+    Those from ``end`` on are not written; ``first`` is 64-bit.
+    """
+    tile = tile.to(ptr.dtype.element_ty)
+    row = (first + rows)[:, None]
+    if ALIGNED:
+        pointer = tl.multiple_of(ptr + first * 0, 16)
+        tl.store(pointer + (row * BLOCK_D + columns[None, :]), tile, mask=rows[:, None] < end)
+    else:
+        inside = (rows[:, None] < end) & (columns[None, :] < D)
         tl.store(ptr + (row * D + columns[None, :]), tile, mask=inside)
 
 
@@ -101,10 +134,28 @@ def normalised(acc, l_i, m_i, live):
 
 
 @triton.jit
+def sequence(seqlens_ptr, b, length, rows, PACKED: tl.constexpr):
+    """(place, seqlen) of a batch entry.
+
+    ``place`` is what the tensors' first stride counts: b, or the entry's first row if PACKED. Then
+    ``seqlens_ptr`` leads to the places of all entries and the end of the last. Whatever stands
+    there, no sequence is longer than ``length`` or reaches past ``rows``.
+    """
+    if PACKED:
+        place = tl.minimum(tl.maximum(tl.load(seqlens_ptr + b), 0), rows)
+        end = tl.minimum(tl.load(seqlens_ptr + b + 1), rows)
+        seqlen = tl.minimum(tl.maximum(end - place, 0), length)
+    else:
+        place = b
+        seqlen = tl.minimum(tl.maximum(tl.load(seqlens_ptr + b), 0), length)
+    return place, seqlen
+
+
+@triton.jit
 def valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N):
     """(seqlen_q, seqlen_k) of a batch entry, clamped to the tensors' lengths."""
-    seqlen_q = tl.minimum(tl.maximum(tl.load(seqlens_q_ptr + b), 0), M)
-    seqlen_k = tl.minimum(tl.maximum(tl.load(seqlens_k_ptr + b), 0), N)
+    seqlen_q = sequence(seqlens_q_ptr, b, M, M, False)[1]
+    seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)[1]
     return seqlen_q, seqlen_k
 
 

@@ -62,6 +62,10 @@ _OF_CONFIGS = (
     Shard("fp16", "16x16-split3", _MEDIUM, 16),
     Shard("fp32", "16x16-split3", (16, 3, 32, 24), 16),
     Shard("bf16", "32x16-split7", _SMALL, 32),
+    Shard("fp16", "16x16-packed", _MEDIUM, 16),
+    Shard("fp16", "default-packed", _LARGE, 128),
+    Shard("bf16", "32x16-one_pass-packed", _SMALL, 32),
+    Shard("fp32", "16x16-split3-packed", (16, 5, 32, 21), 16),
 )
 _FLOAT64_OF_CONFIGS = (
     Shard("fp64", "16x16", (16, 3, 8, 13), 16),
@@ -70,6 +74,7 @@ _FLOAT64_OF_CONFIGS = (
     Shard("fp64", "16x16-one_pass", (16, 5, 13), 16),
     Shard("fp64", "default", (64, 33), 16),
     Shard("fp64", "16x16-split3", (16, 3, 8, 13), 16),
+    Shard("fp64", "16x16-packed", (16, 3, 8, 13), 16),
 )
 # Of a subject that has one configuration, whose tiles are not known.
 _TILE = 64

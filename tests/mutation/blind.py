@@ -28,8 +28,8 @@ BLIND: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/kernels/delta.py",
-                'mask=offs_m < M, other=-float("inf"))',
-                "mask=offs_m < M, other=0.0)",
+                'mask=offs_m < end, other=-float("inf"))',
+                "mask=offs_m < end, other=0.0)",
             ),
         ),
         origin="blind: the fill value of all other loads, on the belief that rows past M are never "

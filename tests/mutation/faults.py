@@ -62,7 +62,7 @@ _MASKS = (
         "dkdv: rows past M take part, with an LSE of 0",
         "cudnn-frontend#1072; tokamax#316; tilelang#2461",
         "G4 G7",
-        (_DELTA, 'mask=offs_m < M, other=-float("inf"))', "mask=offs_m < M, other=0.0)"),
+        (_DELTA, 'mask=offs_m < end, other=-float("inf"))', "mask=offs_m < end, other=0.0)"),
         (_DKDV, _SEEN_T, f"{_SEEN_T} | (offs_m[None, :] >= view[0])"),
     ),
     _fault(
@@ -373,7 +373,7 @@ _MEMORY = (
         (
             _LAUNCH,
             "    if programs:\n        with on_device(q):",
-            "    if programs and N:\n        with on_device(q):",
+            "    if programs and sizes.N:\n        with on_device(q):",
         ),
     ),
     _fault(
@@ -382,8 +382,8 @@ _MEMORY = (
         "T3 G1 G2 G3",
         (
             _LAUNCH,
-            "        if programs and of_keys:\n            dkdv_kernel",
-            "        if programs and of_keys and M:\n            dkdv_kernel",
+            '        if programs and "dkdv" in kernels:\n            dkdv_kernel',
+            '        if programs and "dkdv" in kernels and sizes.M:\n            dkdv_kernel',
         ),
     ),
     _fault(
@@ -392,8 +392,9 @@ _MEMORY = (
         "G1 G2 G6",
         (
             _LAUNCH,
-            "delta_kernel[(m_padded // DELTA_ROWS * B * H,)]",
-            "delta_kernel[(triton.cdiv(M, arguments.config.forward.block_m) * B * H,)]",
+            "delta_kernel[(programs * (ROW_PADDING // DELTA_ROWS),)]",
+            "delta_kernel["
+            "(triton.cdiv(sizes.M, arguments.config.forward.block_m) * sizes.B * sizes.H,)]",
         ),
     ),
     _fault(
@@ -446,7 +447,7 @@ _MEMORY = (
         "G6 T3",
         (
             _TILES,
-            "inside = (rows[:, None] < length) & (columns[None, :] < D)",
+            "inside = (rows[:, None] < end) & (columns[None, :] < D)",
             "inside = columns[None, :] < D",
         ),
     ),
@@ -457,7 +458,7 @@ _MEMORY = (
         (
             _TILES,
             "tl.store(pointer + (row * BLOCK_D + columns[None, :]), tile, "
-            "mask=rows[:, None] < length)",
+            "mask=rows[:, None] < end)",
             "tl.store(pointer + (row * BLOCK_D + columns[None, :]), tile)",
         ),
     ),
@@ -481,8 +482,8 @@ _SPLITS = (
         "T3 G1",
         (
             _FORWARD,
-            "head = part.to(tl.int64) * (each // m_blocks) + bh",
-            "head = bh.to(tl.int64) * parts + part",
+            "first += part.to(tl.int64) * rows",
+            "first += (bh.to(tl.int64) * (parts - 1) + part) * M",
         ),
         hidden="where there is one part, or one head",
     ),
@@ -528,4 +529,45 @@ _SPLITS = (
     ),
 )  # fmt: skip
 
-FAULTS: tuple[Mutant, ...] = (*_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS)
+_PACKED = (
+    _fault(
+        "forward: the keys of a sequence begin where its queries do",
+        "blind: one cu_seqlens for both, which self-attention hides",
+        "T3 G1",
+        (_FORWARD, "sequence(seqlens_k_ptr, b, N, rows_k, PACKED)",
+         "sequence(seqlens_q_ptr, b, N, rows_k, PACKED)"),
+        hidden="where queries and keys have the same lengths",
+    ),
+    _fault(
+        "tiles: rows past the end of a sequence are stored over the next",
+        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
+        "T3 G1",
+        (_TILES, "h.to(tl.int64) * rows + place, seqlen", "h.to(tl.int64) * rows + place, length"),
+        hidden="while programs run in the order of sequences",
+    ),
+    _fault(
+        "tiles: the scratch of a sequence begins in that of the one before",
+        "flash-attention, cu_seqlens_q[b] + 128 b rounded down: rounded without the 128 b",
+        "T3 G1 G2",
+        (_TILES, "(place + b * BLOCK) // BLOCK * BLOCK", "place // BLOCK * BLOCK"),
+        hidden="where there is one sequence",
+    ),
+    _fault(
+        "launch: rows of no sequence are not written",
+        "flashinfer#4452, #4451; aiter#1442",
+        "G3 G6",
+        (_LAUNCH, "                x.fill_(", "                x.new_empty(x.shape).fill_("),
+        hidden="where the last offset is the number of rows",
+    ),
+    _fault(
+        "dkdv: atomics of the last tile reach the next sequence",
+        "blind: whole tiles need no mask, which is true of padded sequences",
+        "T3 G1",
+        (_DKDV, "dq, mask=(offs_m < view[0])[:, None], sem", "dq, sem"),
+        hidden="where P of rows past the end is 0",
+    ),
+)  # fmt: skip
+
+FAULTS: tuple[Mutant, ...] = (
+    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_PACKED
+)  # fmt: skip

@@ -31,6 +31,8 @@ SITES = (
     "fa_kernels/block_map.py",
     "fa_kernels/block_mask.py",
     "fa_kernels/device.py",
+    "fa_kernels/offsets.py",
+    "fa_kernels/packed.py",
     "fa_kernels/operators.py",
     "fa_kernels/tokens.py",
 )
@@ -53,8 +55,9 @@ _CONFUSABLE = [
         "seqlen_here seqlen_there", "seqlen_q seqlen_k", "window_left window_right",
         "BLOCK_M BLOCK_N", "BLOCK_D BLOCK_DV", "BLOCK_HERE BLOCK_THERE", "keys values",
         "queries douts", "k_t v_t", "dk dv", "lse2 delta", "lse lse2", "m_i m_new", "m_new m_pivot",
-        "out dout", "M M_padded", "m_padded M", "LN2 LOG2E", "scores dp", "p ds", "rows columns",
+        "out dout", "M M_padded", "LN2 LOG2E", "scores dp", "p ds", "rows columns",
         "q dout", "sm_scale qk_scale", "lse delta", "dq dk", "offs_m rows", "valid live",
+        "place_q place_k", "rows_q rows_k", "place b",
         *(f"stride_{x}{a} stride_{x}{b}" for x in "qo" for a, b in ("bh", "hm", "md")),
         *(f"stride_{x}{a} stride_{x}{b}" for x in "kv" for a, b in ("bh", "hn", "nd")),
     )

@@ -58,6 +58,21 @@ QUICK: tuple[Step, ...] = (
     _step("G3", B=2, H=4, Hk=2, M=5, N=7, D=3, Dv=2, mask=_SHORT, dirty="nan", layouts=_MIXED,
           dlse="normal"),
     _step(H=2, M=20, N=18, dout="zero", dlse="large"),
+    # Sequences that follow each other, padding behind the last: some without rows or keys, more
+    # than one tile of scratch, heads in groups; in one pass; in parts; by lists; wide loads.
+    _step("G3", "G4", B=4, H=2, M=37, N=21, D=5, Dv=3, dirty="nan", dlse="normal",
+          config="16x16-packed",
+          mask=Mask(causal=True, seqlens_q=(37, 0, 3, 20), seqlens_k=(20, 5, 0, 21))),
+    _step("G3", B=2, M=300, N=18, dtype="fp16", config="default-packed", mask=Mask(window_right=3)),
+    _step("G3", "G4", B=3, H=4, Hk=2, M=20, N=35, D=5, Dv=3, dirty="nan",
+          config="32x16-one_pass-packed",
+          mask=Mask(window_left=9, seqlens_q=(17, 20, 4), seqlens_k=(30, 0, 35))),
+    _step("G3", B=3, H=2, M=19, N=70, D=5, Dv=3, config="16x16-split3-packed", dirty="nan",
+          mask=Mask(window_left=40, seqlens_q=(19, 0, 18), seqlens_k=(70, 3, 5))),
+    _step(B=2, H=2, M=40, N=40, config="16x16-packed", dirty="nan",
+          mask=Document(starts=((16,), ()), seqlens_q=(40, 33), seqlens_k=(37, 20))),
+    _step(B=2, H=2, M=140, N=150, dtype="fp16", config="default-packed",
+          mask=Mask(causal=True, seqlens_q=(130, 140), seqlens_k=(150, 70)), **_ALIGNED),
     # Masks with a predicate, beside a window and lengths: divided, whole and empty tiles, by batch
     # entry and by head; tiles that differ between the kernels.
     _step(B=2, M=48, N=48, mask=Document(starts=((16,), ()), window_left=20, window_right=9)),

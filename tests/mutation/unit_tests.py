@@ -19,23 +19,27 @@ FILES = tuple(
 )
 # They take longer, and are asked about a kernel only where they are about it.
 OF_THE_CALL = tuple(
-    f"tests/unit/test_{name}.py" for name in ("block_mask", "splits", "tokens", "operators")
+    f"tests/unit/test_{name}.py"
+    for name in ("block_mask", "splits", "packed", "tokens", "operators")
 )
 # What they are about.
 TESTED_ALONE = tuple(
     f"fa_kernels/{name}.py"
     for name in (
-        *("arguments", "block_map", "block_mask", "launch", "operators", "ranges", "tokens"),
+        *("arguments", "block_map", "block_mask", "launch", "offsets", "operators", "packed"),
+        *("ranges", "tokens"),
         *("kernels/block_lists", "kernels/merge", "kernels/tile_kinds"),
     )
 )
 
 _TESTS_OF_KERNELS = {
-    "fa_kernels/kernels/tile_kinds.py": "tests/unit/test_block_map.py",
-    "fa_kernels/kernels/block_lists.py": "tests/unit/test_block_mask.py",
-    "fa_kernels/kernels/forward.py": "tests/unit/test_splits.py",
-    "fa_kernels/kernels/merge.py": "tests/unit/test_splits.py",
-    "fa_kernels/ranges.py": "tests/unit/test_splits.py",
+    "fa_kernels/kernels/tile_kinds.py": ("block_map",),
+    "fa_kernels/kernels/block_lists.py": ("block_mask",),
+    "fa_kernels/kernels/forward.py": ("splits", "packed"),
+    "fa_kernels/kernels/merge.py": ("splits",),
+    "fa_kernels/ranges.py": ("splits",),
+    "fa_kernels/offsets.py": ("packed",),
+    **{f"fa_kernels/kernels/{name}.py": ("packed",) for name in ("delta", "dkdv", "dq", "tiles")},
 }
 
 
@@ -49,9 +53,8 @@ def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
         edited: What differs in it, such as "fa_kernels/launch.py": tests about that come first.
     """
     about = {path.replace("fa_kernels/", "tests/unit/test_") for path in edited}
-    for kernel, test in _TESTS_OF_KERNELS.items():
-        if kernel in edited:
-            about.add(test)
+    for path in edited:
+        about.update(f"tests/unit/test_{name}.py" for name in _TESTS_OF_KERNELS.get(path, ()))
     copies = {
         name: module
         for name, module in sys.modules.items()

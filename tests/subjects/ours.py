@@ -13,12 +13,16 @@ from oracles.mask import Mask
 from oracles.masks.block_sparse import BlockSparse
 from oracles.problem import Problem
 from properties.families import TORCH_DTYPES
+from tests.subjects.packing import Packing
 
 __all__ = ["adapted", "flash_attention"]
 
-# What follows a configuration's name where the backward is backward="one_pass".
+# What follows a configuration's name where the backward is backward="one_pass", and behind it where
+# the valid rows and keys are packed.
 _ONE_PASS = "-one_pass"
+_PACKED = "-packed"
 _IN_ONE_PASS = ("default", "16x16", "16x32", "32x16")
+_PACKED_OF = ("default", "16x16", "32x16-one_pass", "16x16-split3")
 
 
 def adapted(package: ModuleType):
@@ -27,11 +31,14 @@ def adapted(package: ModuleType):
 
     def flash_attention(q, k, v, *, mask, sm_scale, config="default"):
         """Returns (out, lse)."""
-        backward = "one_pass" if config.endswith(_ONE_PASS) else "two_pass"
+        of_padded = config.removesuffix(_PACKED)
+        backward = "one_pass" if of_padded.endswith(_ONE_PASS) else "two_pass"
         options = {
             "sm_scale": sm_scale, "return_lse": True, "backward": backward,
-            "config": config.removesuffix(_ONE_PASS),
+            "config": of_padded.removesuffix(_ONE_PASS),
         }  # fmt: skip
+        if config.endswith(_PACKED):
+            return _in_a_row(q, k, v, mask, options)
         if isinstance(mask, BlockSparse) and mask.side % _largest_tile(q, v, options) == 0:
             blocks = mask.blocks(q.shape[1], q.shape[2], k.shape[2]).to(q.device)
             beside = Mask(
@@ -42,6 +49,17 @@ def adapted(package: ModuleType):
                 q, k, v, mask=beside, block_mask=blocks, block_size=mask.side, **options
             )
         return package.flash_attention(q, k, v, mask=mask, **options)
+
+    def _in_a_row(q, k, v, mask, options):
+        """Of the valid rows and keys, sequence by sequence; padding stands behind the last."""
+        lengths = mask.lengths(q.shape[0], q.shape[2], k.shape[2])
+        of_q = Packing.of(lengths[0], q.shape[2], q.device)
+        of_k = Packing.of(lengths[1], k.shape[2], q.device)
+        out, lse = package.flash_attention_varlen(
+            of_q.packed(q), of_k.packed(k), of_k.packed(v), mask=mask,
+            cu_seqlens_q=of_q.offsets, cu_seqlens_k=of_k.offsets, **options,
+        )  # fmt: skip
+        return of_q.padded(out), of_q.padded(lse.mT)
 
     def _largest_tile(q, v, options) -> int:
         """Of blocks that are a multiple of it there is a map; others are asked for by predicate."""
@@ -61,7 +79,7 @@ def adapted(package: ModuleType):
 
     def tiles(problem: Problem) -> tuple[int, int]:
         """(block_m, block_n) of the forward kernel."""
-        config = problem.config.removesuffix(_ONE_PASS)
+        config = problem.config.removesuffix(_PACKED).removesuffix(_ONE_PASS)
         tile = tiles_of(config, TORCH_DTYPES[problem.dtype], problem.D, problem.Dv).forward
         return tile.block_m, tile.block_n
 
@@ -69,9 +87,10 @@ def adapted(package: ModuleType):
     flash_attention.lse_grad = True
     flash_attention.l_order = "tile"
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
-    flash_attention.configs = {name: declared(x) for name, x in package.CONFIGS.items()} | {
+    configs = {name: declared(x) for name, x in package.CONFIGS.items()} | {
         f"{name}{_ONE_PASS}": {"atomic": ("dq",)} for name in _IN_ONE_PASS
     }
+    flash_attention.configs = configs | {f"{name}{_PACKED}": configs[name] for name in _PACKED_OF}
     flash_attention.tiles = tiles
     return flash_attention
 

@@ -15,7 +15,7 @@ from oracles.stream import normal
 
 pytest.importorskip("triton")
 
-from fa_kernels import Config, Tile, flash_attention
+from fa_kernels import Config, Tile, flash_attention, flash_attention_varlen
 
 CONFIG = "16x16"
 # M, N: in one tile and in several.
@@ -73,6 +73,41 @@ def test_a_compiled_call_has_the_bits_of_an_eager_one(arguments, dynamic, device
     call, counter = compiled(dynamic=dynamic)
     leaves = drawn(device)
     assert_same(answers(call, leaves, **arguments), answers(flash_attention, leaves, **arguments))
+    assert counter.frame_count == 1
+
+
+# Of tensors of 17 rows and of 21.
+PACKED = {
+    "ints": {"cu_seqlens_q": (0, 5, 5, 16), "cu_seqlens_k": (0, 9, 12, 21)},
+    "tensors": {
+        "cu_seqlens_q": torch.tensor([0, 5, 16], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 9, 21], dtype=torch.int32),
+    },
+    "longest": {
+        "cu_seqlens_q": torch.tensor([0, 5, 16], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 9, 21], dtype=torch.int32),
+        "max_seqlen_q": 12,
+        "max_seqlen_k": 13,
+    },
+    "predicate": {
+        "cu_seqlens_q": (0, 5, 16),
+        "cu_seqlens_k": (0, 9, 21),
+        "mask": PrefixLM(prefix=4, seqlens_q=(5, 11), seqlens_k=(9, 12)),
+    },
+}
+
+
+@pytest.mark.parametrize("arguments", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_call_of_packed_sequences_has_the_bits_of_an_eager_one(
+    arguments, dynamic, device
+):
+    call, counter = compiled(flash_attention_varlen, dynamic=dynamic)
+    leaves = [x[0].transpose(0, 1) for x in drawn(device, B=1)]
+    given = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
+    }
+    assert_same(answers(call, leaves, **given), answers(flash_attention_varlen, leaves, **given))
     assert counter.frame_count == 1
 
 
@@ -168,7 +203,6 @@ def test_a_call_between_other_code_is_in_its_graph(device):
 
 
 # What inductor imports.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a compiler")
 def test_the_default_compiler_takes_a_call(device):
     leaves = drawn(device)

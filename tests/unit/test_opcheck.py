@@ -80,6 +80,18 @@ def test_the_operators_are_right_for_any_arguments(arguments, device):
     opcheck([q.requires_grad_(), k, v, dout], **arguments)
 
 
+@pytest.mark.parametrize("places", [{}, {"max_seqlen_q": 9}], ids=["rows", "longest"])
+def test_the_operators_are_right_for_packed_sequences(places, device):
+    tensors = [x[:1] for x in drawn(device)]
+    q, k, v, dout = tensors
+    rows, keys = q.shape[2], k.shape[2]
+    offsets = [
+        torch.tensor([0, 3, end - 1], dtype=torch.int32, device=device) for end in (rows, keys)
+    ]
+    given = (offsets[0], places.get("max_seqlen_q"), offsets[1], None)
+    opcheck([q.requires_grad_(), k, v, dout], causal=True, offsets=given)
+
+
 def test_the_operators_are_right_for_lengths_in_a_tensor(device):
     q, k, v, dout = drawn(device)
     lengths = torch.tensor([3, 7], dtype=torch.int32, device=device)

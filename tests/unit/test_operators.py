@@ -155,8 +155,6 @@ def test_a_derivative_by_dout_is_refused(device):
         torch.autograd.grad(dq.sum(), dout)
 
 
-# What torch imports for forward mode.
-forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 TRANSFORMS = {
     "grad": lambda f, q: torch.func.grad(lambda x: f(x).sum())(q),
     "vjp": lambda f, q: torch.func.vjp(f, q),
@@ -167,7 +165,6 @@ TRANSFORMS = {
 }
 
 
-@forward_mode
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_derivatives_by_torch_func_are_refused(transform, device):
     q, k, v, _ = drawn(device)
@@ -175,7 +172,6 @@ def test_derivatives_by_torch_func_are_refused(transform, device):
         transform(lambda x: flash_attention(x, k, v, config=CONFIG), q)
 
 
-@forward_mode
 @pytest.mark.parametrize("records", [True, False])
 @pytest.mark.parametrize("needs", [True, False])
 def test_derivatives_in_forward_mode_are_refused(records, needs, device):

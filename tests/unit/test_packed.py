@@ -1,0 +1,303 @@
+"""flash_attention_varlen: each sequence as alone, rows of none, offsets, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+
+from oracles.mask import Mask
+from oracles.masks.neighbourhood import Neighbourhood
+from oracles.masks.sink_window import SinkWindow
+from oracles.stream import normal
+
+pytest.importorskip("triton")
+
+from fa_kernels import flash_attention, flash_attention_varlen
+
+H, HK, D, DV = 2, 1, 24, 16
+ROWS, KEYS = (17, 0, 34, 1, 5), (21, 9, 16, 0, 35)
+CU_Q, CU_K = (0, 17, 17, 51, 52, 57), (0, 21, 30, 46, 46, 81)
+TOTAL_Q, TOTAL_K = 62, 83
+MASKS = {
+    "none": Mask(),
+    "causal": Mask(causal=True),
+    "window": Mask(window_left=7, window_right=3),
+    "sinks": SinkWindow(causal=True, window_left=9),
+    "of lengths": Neighbourhood(),
+}
+
+
+def drawn(device: str, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
+    """q, k, v, dout; NaN in the rows that follow the last sequence."""
+    sizes = ((TOTAL_Q, H, D), (TOTAL_K, HK, D), (TOTAL_K, HK, DV), (TOTAL_Q, H, DV))
+    made = [normal(0, x, size) for x, size in zip("qkvd", sizes, strict=True)]
+    for x, used in zip(made, (CU_Q, CU_K, CU_K, CU_Q), strict=True):
+        x[used[-1] :] = torch.nan
+    return [x.to(dtype).to(device) for x in made]
+
+
+def in_a_row(inputs, *, cu_q=CU_Q, cu_k=CU_K, **options) -> list[torch.Tensor]:
+    """out, lse (rows first), dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out, lse = flash_attention_varlen(
+        *leaves, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True,
+        **{"config": "16x32", **options},
+    )  # fmt: skip
+    return [out.detach(), lse.detach().mT, *torch.autograd.grad(out, leaves, inputs[3])]
+
+
+def one_by_one(inputs, masks=None, **options) -> list[torch.Tensor]:
+    """The same of ``flash_attention``, sequence after sequence; elsewhere 0 and -inf."""
+    q, k, v, dout = inputs
+    found = [
+        dout * 0,
+        torch.full((TOTAL_Q, H), -torch.inf, dtype=torch.float64),
+        q * 0,
+        k * 0,
+        v * 0,
+    ]
+    found = [torch.where(x.isnan(), 0, x).to(q.device) for x in found]
+    for b, (rows, keys) in enumerate(
+        zip(map(slice, *zip(*pairwise(CU_Q), strict=True)),
+            map(slice, *zip(*pairwise(CU_K), strict=True)), strict=True)
+    ):  # fmt: skip
+        parts = [x[at].transpose(0, 1)[None] for x, at in
+                 ((q, rows), (k, keys), (v, keys), (dout, rows))]  # fmt: skip
+        leaves = [x.detach().requires_grad_() for x in parts[:3]]
+        mask = {} if masks is None else {"mask": masks.taken((b,))}
+        out, lse = flash_attention(
+            *leaves, return_lse=True, **mask, **{"config": "16x32", **options}
+        )
+        gradients = torch.autograd.grad(out, leaves, parts[3])
+        for x, part, at in zip(
+            found, (out, lse, *gradients), (rows, rows, rows, keys, keys), strict=True
+        ):
+            x[at] = part[0].detach().transpose(0, 1).to(x.dtype)
+    return found
+
+
+def with_lengths(mask: Mask) -> Mask:
+    return dataclasses.replace(mask, seqlens_q=ROWS, seqlens_k=KEYS)
+
+
+def assert_equal_bits(got, want):
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert x.shape == y.shape, name
+        assert torch.equal(x, y.to(x.dtype)), name
+
+
+@pytest.mark.parametrize("config", ["16x32", "32x16-split7"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_each_sequence_has_the_bits_that_it_has_alone(device, mask, config):
+    """The mask of one sequence is that of a batch of one, so its predicate is compiled once."""
+    inputs = drawn(device)
+    got = in_a_row(inputs, mask=with_lengths(mask), config=config)
+    assert_equal_bits(got, one_by_one(inputs, with_lengths(mask), config=config))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_so_it_has_in_every_dtype(device, dtype):
+    inputs = drawn(device, dtype)
+    options = {"causal": True, "config": "16x16"}
+    assert_equal_bits(in_a_row(inputs, **options), one_by_one(inputs, **options))
+
+
+def test_in_one_pass_all_but_dq_has_the_same_bits(device):
+    inputs = drawn(device)
+    got, want = (x(inputs, causal=True, backward="one_pass") for x in (in_a_row, one_by_one))
+    if device == "cuda":
+        # A sum in an order of chance; the conformance tests hold it to the bound.
+        got[2] = want[2] = got[2] * 0
+    assert_equal_bits(got, want)
+
+
+@pytest.mark.parametrize("most", [None, 34, 40, 10**6], ids=str)
+def test_offsets_on_the_device_are_those_of_ints(device, most):
+    inputs = drawn(device)
+    want = in_a_row(inputs, causal=True)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (CU_Q, CU_K))
+    options = {"max_seqlen_q": most, "max_seqlen_k": most and most + 1, "causal": True}
+    assert_equal_bits(in_a_row(inputs, cu_q=cu_q, cu_k=cu_k, **options), want)
+
+
+@pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
+@pytest.mark.parametrize("config", ["16x32", "16x16-split3"])
+def test_rows_of_no_sequence_are_zero_whatever_they_hold(device, backward, config):
+    inputs = drawn(device)
+    for x in inputs:
+        x[:5] = torch.inf
+    cu_q, cu_k = (5, 17, 50), (5, 21, 50)
+    for x in (*inputs[0:1], *inputs[3:]):
+        x[50:] = torch.nan
+    got = in_a_row(inputs, cu_q=cu_q, cu_k=cu_k, backward=backward, config=config)
+    for name, x in zip(("out", "lse", "dq", "dk", "dv"), got, strict=True):
+        outside = torch.cat([x[:5], x[50:]])
+        assert (outside == (-torch.inf if name == "lse" else 0)).all(), name
+        assert x[5:50].isfinite().all(), name
+
+
+@pytest.mark.parametrize("config", ["16x32", "16x16-split3"])
+def test_without_sequences_or_rows_everything_is_zero(device, config):
+    inputs = drawn(device)
+    for cu_q, cu_k in (((0,), (0,)), ((0, 0, 0), (0, 7, 9)), ((0, 20), (4, 4)), ((62,), (3,))):
+        out, lse, *gradients = in_a_row(inputs, cu_q=cu_q, cu_k=cu_k, config=config)
+        assert (lse == -torch.inf).all()
+        assert not any(x.any() for x in (out, *gradients))
+    nothing = [x[:0] for x in inputs]
+    got = in_a_row(nothing, cu_q=(0, 0), cu_k=(0, 0), config=config)
+    assert [x.shape[0] for x in got] == [0] * 5
+
+
+def test_packed_tensors_may_have_any_strides(device):
+    inputs = drawn(device)
+    want = in_a_row(inputs, causal=True)
+    apart = [torch.full((x.shape[0], 3, *x.shape[1:]), torch.nan).to(x) for x in inputs]
+    for wide, x in zip(apart, inputs, strict=True):
+        wide[:, 1] = x
+    assert_equal_bits(in_a_row([x[:, 1] for x in apart], causal=True), want)
+    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]
+    assert_equal_bits(in_a_row(heads_first, causal=True), want)
+    reversed_heads = [x.flip(1).contiguous() for x in inputs]
+    turned = in_a_row(reversed_heads, causal=True)
+    assert_equal_bits([x.flip(1) for x in turned], want)
+
+
+def test_a_loss_on_lse_reaches_its_own_sequence(device):
+    q, k, v, _ = drawn(device, torch.float32)
+    q, k, v = (x.nan_to_num(0).requires_grad_() for x in (q, k, v))
+    options = {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "config": "16x16"}
+    _, lse = flash_attention_varlen(q, k, v, return_lse=True, **options)
+    assert lse.shape == (H, TOTAL_Q)
+    dlse = normal(0, "dlse", lse.shape).to(lse)
+    dq, dk = torch.autograd.grad(lse, (q, k), dlse)
+    for b in (0, 2, 4):
+        rows, keys = slice(CU_Q[b], CU_Q[b + 1]), slice(CU_K[b], CU_K[b + 1])
+        alone = [x[at].detach().transpose(0, 1)[None].requires_grad_()
+                 for x, at in ((q, rows), (k, keys), (v, keys))]  # fmt: skip
+        _, of_one = flash_attention(*alone, return_lse=True, config="16x16")
+        want = torch.autograd.grad(of_one, alone[:2], dlse[None, :, rows])
+        assert torch.equal(dq[rows], want[0][0].transpose(0, 1))
+        assert torch.equal(dk[keys], want[1][0].transpose(0, 1))
+
+
+WILD = {
+    "past the end": ((0, 17, 200), (0, 21, 300)),
+    "negative": ((-5, 17, 62), (-9, 21, 83)),
+    "falling": ((0, 60, 17, 62), (0, 70, 21, 83)),
+    "far": ((0, 2**30, -(2**30)), (-(2**31), 2**31 - 1, 0)),
+}
+
+
+@pytest.mark.parametrize(("cu_q", "cu_k"), WILD.values(), ids=WILD)
+def test_wild_offsets_on_the_device_reach_nothing_outside(device, cu_q, cu_k):
+    """Each place is clamped to the tensor, each length to what is left of it, or to the longest."""
+    inputs = [x.nan_to_num(1) for x in drawn(device)]
+    around = [torch.full((x.shape[0] + 600, *x.shape[1:]), torch.nan).to(x) for x in inputs]
+    for wide, x in zip(around, inputs, strict=True):
+        wide[300:-300] = x
+    tensors = [torch.tensor(x, dtype=torch.int32, device=device) for x in (cu_q, cu_k)]
+    options = {"max_seqlen_q": 64, "max_seqlen_k": 48, "causal": True}
+    got = in_a_row(
+        [x[300:-300] for x in around], cu_q=tensors[0], cu_k=tensors[1], **options
+    )  # fmt: skip
+    assert not any(x.isnan().any() for x in got)
+
+
+def test_sequences_past_the_longest_are_cut(device):
+    inputs = drawn(device)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (CU_Q, CU_K))
+    cut = in_a_row(inputs, cu_q=cu_q, cu_k=cu_k, max_seqlen_q=20, max_seqlen_k=81)
+    whole = in_a_row(inputs)
+    rows = torch.ones(TOTAL_Q, dtype=torch.bool, device=device)
+    rows[CU_Q[2] + 20 : CU_Q[3]] = False
+    assert torch.equal(cut[0][rows], whole[0][rows])
+    assert not cut[0][~rows].any()
+
+
+def test_offsets_that_were_changed_before_the_backward_are_refused(device):
+    q, k, v, dout = drawn(device)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (CU_Q, CU_K))
+    out = flash_attention_varlen(
+        q.requires_grad_(), k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, config="16x32"
+    )
+    cu_k.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, q, dout)
+
+
+def test_nothing_waits_for_offsets_on_the_device(device):
+    if device == "cpu":
+        pytest.skip("a CPU has nothing to wait for")
+    inputs = drawn(device)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (CU_Q, CU_K))
+    options = {"cu_q": cu_q, "cu_k": cu_k, "causal": True}
+    in_a_row(inputs, **options)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        in_a_row(inputs, **options)
+    finally:
+        torch._C._cuda_set_sync_debug_mode(0)
+
+
+def int32(*values: int, **options: object):
+    return lambda device: torch.tensor(
+        values, **{"dtype": torch.int32, "device": device, **options}
+    )
+
+
+WRONG = {
+    "no sequence": (TypeError, "cu_seqlens_q is 5; needs a sequence of ints or", {"cu_q": 5}),
+    "text": (TypeError, "cu_seqlens_k is '01'; needs a sequence", {"cu_k": "01"}),
+    "empty": (ValueError, r"cu_seqlens_q is empty; needs B \+ 1 offsets", {"cu_q": ()}),
+    "float": (TypeError, "cu_seqlens_q holds 1.0; needs ints", {"cu_q": (0, 1.0)}),
+    "bool": (TypeError, "cu_seqlens_q holds True; needs ints", {"cu_q": (0, True)}),
+    "past": (ValueError, r"cu_seqlens_k holds 84; needs offsets in \[0, 83\]", {"cu_k": (0, 84)}),
+    "negative": (ValueError, r"cu_seqlens_q holds -1; needs offsets in", {"cu_q": (-1, 3)}),
+    "falling": (ValueError, r"cu_seqlens_q is \(0, 9, 4\); needs offsets that ascend",
+                {"cu_q": (0, 9, 4)}),
+    "entries": (ValueError, "cu_seqlens_k has 2 offsets; needs as many as cu_seqlens_q, 6",
+                {"cu_k": (0, 9)}),
+    "dtype": (TypeError, "cu_seqlens_q has dtype torch.int64; needs torch.int32",
+              {"cu_q": int32(0, 9, dtype=torch.int64)}),
+    "axes": (ValueError, r"cu_seqlens_q has shape \(1, 2\); needs \(B \+ 1,\)",
+             {"cu_q": lambda device: int32(0, 9)(device)[None]}),
+    "no entry": (ValueError, r"cu_seqlens_q has shape \(0,\); needs", {"cu_q": int32()}),
+    "device": (ValueError, "cu_seqlens_q is on meta; needs the device of q",
+               {"cu_q": int32(0, 9, device="meta")}),
+    "longest": (ValueError, "max_seqlen_q is 33; needs at least 34, the longest",
+                {"max_seqlen_q": 33}),
+    "longest bool": (TypeError, "max_seqlen_k is True; needs an int", {"max_seqlen_k": True}),
+    "longest negative": (ValueError, "max_seqlen_k is -1; needs an int >= 0",
+                         {"max_seqlen_k": -1}),
+    "lengths": (ValueError, r"mask has seqlens_q \(1,\); needs those of cu_seqlens_q, \(17, 0",
+                {"mask": Mask(seqlens_q=(1,))}),
+    "lengths of a tensor": (ValueError, "mask has seqlens_k, and cu_seqlens_k is a tensor",
+                            {"mask": Mask(seqlens_k=KEYS), "cu_k": int32(*CU_K)}),
+    "predicate": (ValueError, "mask has a predicate and no seqlens_q; needs those of cu_seqlens_q",
+                  {"mask": SinkWindow()}),
+    "mask and window": (ValueError, "mask is given together with causal",
+                        {"mask": Mask(), "causal": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "says", "given"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_refused_by_name(device, error, says, given):
+    given = {name: x(device) if callable(x) else x for name, x in given.items()}
+    with pytest.raises(error, match=says):
+        in_a_row(drawn(device), **given)
+
+
+def test_tensors_have_three_axes(device):
+    q, k, v, _ = drawn(device)
+    offsets = {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+    with pytest.raises(ValueError, match=r"q has shape \(1, 62, 2, 24\); needs three axes"):
+        flash_attention_varlen(q[None], k, v, **offsets)
+    with pytest.raises(TypeError, match=r"v is list; needs a torch.Tensor"):
+        flash_attention_varlen(q, k, [], **offsets)
+    with pytest.raises(ValueError, match=r"v has shape .*; needs the heads and keys of k"):
+        flash_attention_varlen(q, k, v[:-1], **offsets)

@@ -27,14 +27,22 @@ _REQUEST = (
     "SymInt[]? lengths_k, SymInt? window_left, SymInt? window_right, float? sm_scale, str config, "
     "str mask, int block_size, bool one_pass, SymInt? longest_q, SymInt? longest_k"
 )
-# A module that is loaded again registers again: the first operators go with their library.
-_library: Any = None
-_library = torch.library.Library(_NAMESPACE, "DEF")
-_library.define(f"forward(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)")
-_library.define(
-    "backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, "
-    f"bool needs_dq, bool needs_dk, bool needs_dv, {_REQUEST}) -> (Tensor dq, Tensor dk, Tensor dv)"
-)
+_OPERATORS = {
+    "forward": f"(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)",
+    "backward": (
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, "
+        f"bool needs_dq, bool needs_dk, bool needs_dv, {_REQUEST}) "
+        "-> (Tensor dq, Tensor dk, Tensor dv)"
+    ),
+}
+# A module that is loaded again keeps its operators: torch may call those that it has defined again
+# by the place of others. They find the new functions by name.
+_library: Any = globals().get("_library")
+_is_new = _library is None
+if _is_new:
+    _library = torch.library.Library(_NAMESPACE, "DEF")
+    for _name, _schema in _OPERATORS.items():
+        _library.define(_name + _schema)
 forward = getattr(torch.ops, _NAMESPACE).forward.default
 backward = getattr(torch.ops, _NAMESPACE).backward.default
 
@@ -72,7 +80,7 @@ def _given(found, needed, q):
     )
 
 
-class _Forward(torch.autograd.Function):
+class _ForwardFunction(torch.autograd.Function):
     """Saves q, k, v, out, lse, the lengths and the map of blocks."""
 
     @staticmethod
@@ -101,7 +109,7 @@ class _Forward(torch.autograd.Function):
         )
 
 
-class _Backward(torch.autograd.Function):
+class _BackwardFunction(torch.autograd.Function):
     """A node of its own, so that a second derivative is refused, not dropped.
 
     ``once_differentiable`` would drop it where dout is a constant.
@@ -119,8 +127,8 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _recorded(function):
-    """An operator's kernel for autograd.
+def _recorded(name):
+    """An operator's kernel for autograd, by the name of its function.
 
     ``torch.library.register_autograd`` makes the like, which takes as long as the rest of a call,
     and drops the tangents of forward-mode derivatives in place of refusing them.
@@ -131,15 +139,18 @@ def _recorded(function):
             raise NotImplementedError(
                 "flash_attention is differentiated by torch.func; supported is torch.autograd"
             )
-        return function.apply(*arguments)
+        return globals()[name].apply(*arguments)
 
     return run
 
 
-for _operator, _run, _like, _function in (
-    (forward, _forward, _forward_like, _Forward),
-    (backward, _backward, _backward_like, _Backward),
-):
-    _library.impl(_operator, _run, "CompositeExplicitAutograd")
-    _library.impl(_operator, _recorded(_function), "Autograd")
-    torch.library.register_fake(_operator, _like, lib=_library)
+def _by_name(name):
+    return lambda *arguments: globals()[name](*arguments)
+
+
+if _is_new:
+    for _name in _OPERATORS:
+        _operator = getattr(getattr(torch.ops, _NAMESPACE), _name).default
+        _library.impl(_operator, _by_name(f"_{_name}"), "CompositeExplicitAutograd")
+        _library.impl(_operator, _recorded(f"_{_name.title()}Function"), "Autograd")
+        torch.library.register_fake(_operator, _by_name(f"_{_name}_like"), lib=_library)

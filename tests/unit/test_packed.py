@@ -161,9 +161,6 @@ def test_packed_tensors_may_have_any_strides(device):
     assert_equal_bits(in_a_row([x[:, 1] for x in apart], causal=True), want)
     heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]
     assert_equal_bits(in_a_row(heads_first, causal=True), want)
-    reversed_heads = [x.flip(1).contiguous() for x in inputs]
-    turned = in_a_row(reversed_heads, causal=True)
-    assert_equal_bits([x.flip(1) for x in turned], want)
 
 
 def test_a_loss_on_lse_reaches_its_own_sequence(device):

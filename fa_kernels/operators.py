@@ -1,4 +1,4 @@
-"""Forward and backward as operators of PyTorch, which its compiler and its modes see as one each.
+"""Forward, backward and pooling as operators of PyTorch: one each to its compiler and its modes.
 
 The namespace is the name of the package, so that copies of it have operators of their own.
 """
@@ -11,9 +11,17 @@ import torch
 
 from fa_kernels import allocation
 from fa_kernels.arguments import Request, prepared
-from fa_kernels.launch import empty_gradients, empty_outputs, launch_backward, launch_forward
+from fa_kernels.launch import (
+    empty_gradients,
+    empty_outputs,
+    empty_pooled,
+    launch_backward,
+    launch_forward,
+    launch_pooled,
+)
+from fa_kernels.pooling import prepared_pooling
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "pooled_scores"]
 
 _NAMESPACE = __name__.partition(".")[0]
 _REQUEST = (
@@ -29,8 +37,13 @@ _library.define(
     "backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, "
     f"bool needs_dq, bool needs_dk, bool needs_dv, {_REQUEST}) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
+_library.define(
+    f"pooled_scores(Tensor q, Tensor k, Tensor lse, {_REQUEST}, str pool, SymInt pool_rows, "
+    "SymInt pool_keys) -> Tensor pooled"
+)
 forward = getattr(torch.ops, _NAMESPACE).forward.default
 backward = getattr(torch.ops, _NAMESPACE).backward.default
+pooled_scores = getattr(torch.ops, _NAMESPACE).pooled_scores.default
 
 
 def _forward(q, k, v, *request):
@@ -62,6 +75,22 @@ def _given(found, needed, q):
         x if is_needed else allocation.empty((0,), dtype=q.dtype, device=q.device)
         for x, is_needed in zip(found, needed, strict=True)
     )
+
+
+def _pooled_scores(q, k, lse, *asked):
+    *request, pool, rows, keys = asked
+    arguments = prepared_pooling(q, k, Request(*request))
+    return launch_pooled(q, k, lse, arguments, pool, rows, keys)
+
+
+def _pooled_scores_like(q, k, _lse, *asked):
+    return empty_pooled(q, k, *asked[-2:])
+
+
+def _constant(*arguments):
+    """The pooled scores for autograd: they have no derivative, as indices have none."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return pooled_scores(*arguments)
 
 
 class _Forward(torch.autograd.Function):
@@ -128,10 +157,11 @@ def _recorded(function):
     return run
 
 
-for _operator, _run, _like, _function in (
-    (forward, _forward, _forward_like, _Forward),
-    (backward, _backward, _backward_like, _Backward),
+for _operator, _run, _like, _differentiable in (
+    (forward, _forward, _forward_like, _recorded(_Forward)),
+    (backward, _backward, _backward_like, _recorded(_Backward)),
+    (pooled_scores, _pooled_scores, _pooled_scores_like, _constant),
 ):
     _library.impl(_operator, _run, "CompositeExplicitAutograd")
-    _library.impl(_operator, _recorded(_function), "Autograd")
+    _library.impl(_operator, _differentiable, "Autograd")
     torch.library.register_fake(_operator, _like, lib=_library)

@@ -25,12 +25,12 @@ def adapted(package: ModuleType):
     """``flash_attention`` of the package, or of a copy of it, as a subject with declarations."""
     resolve = importlib.import_module(f"{package.__name__}.configs").resolve
 
-    def flash_attention(q, k, v, *, mask, sm_scale, config="default"):
-        """Returns (out, lse)."""
+    def flash_attention(q, k, v, *, mask, sm_scale, config="default", **pooling):
+        """Returns (out, lse), and last what is pooled, if anything is."""
         backward = "one_pass" if config.endswith(_ONE_PASS) else "two_pass"
         options = {
             "sm_scale": sm_scale, "return_lse": True, "backward": backward,
-            "config": config.removesuffix(_ONE_PASS),
+            "config": config.removesuffix(_ONE_PASS), **pooling,
         }  # fmt: skip
         if isinstance(mask, BlockSparse) and mask.side % _largest_tile(q, v, options) == 0:
             blocks = mask.blocks(q.shape[1], q.shape[2], k.shape[2]).to(q.device)
@@ -42,6 +42,10 @@ def adapted(package: ModuleType):
                 q, k, v, mask=beside, block_mask=blocks, block_size=mask.side, **options
             )
         return package.flash_attention(q, k, v, mask=mask, **options)
+
+    def pooled(q, k, v, **asked):
+        """Returns the pooled probabilities."""
+        return flash_attention(q, k, v, **asked)[2]
 
     def _largest_tile(q, v, options) -> int:
         """Of blocks that are a multiple of it there is a map; others are asked for by predicate."""
@@ -73,6 +77,7 @@ def adapted(package: ModuleType):
         f"{name}{_ONE_PASS}": {"atomic": ("dq",)} for name in _IN_ONE_PASS
     }
     flash_attention.tiles = tiles
+    flash_attention.pooled = pooled
     return flash_attention
 
 

@@ -55,11 +55,9 @@ def _probabilities(
     B, H, R, _ = q.shape
     Hk, N = k.shape[1:3]
     seen = seen.expand(B, H, R, N)
-    # Rows without a key and keys that none of these rows sees may hold NaN.
     live = seen.any(3, keepdim=True)
-    used = seen.any(2).view(B, Hk, H // Hk, N, 1).any(2)
-    q = torch.where(live, q.to(torch.float64), 0.0)
-    k = torch.where(used, k.to(torch.float64), 0.0).repeat_interleave(H // Hk, dim=1)
+    q, k = q.to(torch.float64), k.to(torch.float64).repeat_interleave(H // Hk, dim=1)
+    # Padding may hold NaN, which is selected away.
     scores_bhmn = torch.where(seen, q @ k.mT * sm_scale, -math.inf)
     m_bhm1 = torch.where(live, scores_bhmn.amax(3, keepdim=True), 0.0)
     e_bhmn = torch.exp(scores_bhmn - m_bhm1)

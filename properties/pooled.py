@@ -148,14 +148,14 @@ def repeatable(trial: Trial) -> list[Finding]:
 def hidden_positions(trial: Trial) -> list[Finding]:
     """G5: a key changes no block whose rows do not see it, whatever finite values it has.
 
-    Of each batch entry it is the key that is hidden from most rows which see something.
+    Of each batch entry it is the valid key that is hidden from most rows which see something.
     """
     problem = trial.problem
     if 0 in (problem.B, problem.M, problem.N):
         return []
     sizes = (problem.B, problem.H, problem.M, problem.N)
     seen = problem.mask.dense(*sizes, device=problem.device).expand(*sizes)
-    hidden = (seen.any(3, keepdim=True) & ~seen).sum((1, 2))
+    hidden = (seen.any(3, keepdim=True) & ~seen).sum((1, 2)) * seen.any(2).any(1)
     at_key = torch.arange(problem.N, device=problem.device) == hidden.argmax(1).view(-1, 1)
     k = trial.inputs.k
     extreme = torch.where(at_key[:, None, :, None], torch.finfo(k.dtype).max, k)
@@ -262,7 +262,8 @@ def _agree(
     if not trial.subject.promises(guarantee.split()[0], trial.problem.config):
         claim = f"{claim}, and leaves the bound"
         limit, want = _bound(trial, pool), _want(trial, pool)
-        bad = (ratios(again, want, limit) > 1) & ~(ratios(first, want, limit) > 1)
+        was_outside, is_outside = (ratios(x, want, limit) > 1 for x in (first, again))
+        bad, again = was_outside ^ is_outside, torch.where(was_outside, first, again)
     if compared is not None:
         bad = bad & compared
     badness = (again.to(torch.float64) - want).abs().nan_to_num(nan=torch.inf)

@@ -98,8 +98,11 @@ def _row_tile(
         offs_n = start_n + tl.arange(0, BLOCK_N)
         valid = offs_n < end_n
         seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE) & valid[None, :]
-        # A predicate can hide a whole tile of the range.
-        if tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0:
+        some = 1
+        if PREDICATE is not None:
+            # It can hide a whole tile of the range.
+            some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
+        if some > 0:
             p = _probabilities(
                 q, lse2, keys, start_n, valid, seen, qk_scale, BLOCK_N, BLOCK_D, ACC, DOTS, ALIGNED
             )

@@ -26,12 +26,14 @@ SITES = (
     "fa_kernels/kernels/tiles.py",
     "fa_kernels/kernels/tile_kinds.py",
     "fa_kernels/kernels/block_lists.py",
+    "fa_kernels/kernels/pool.py",
     "fa_kernels/ranges.py",
     "fa_kernels/launch.py",
     "fa_kernels/block_map.py",
     "fa_kernels/block_mask.py",
     "fa_kernels/device.py",
     "fa_kernels/operators.py",
+    "fa_kernels/pooling.py",
     "fa_kernels/tokens.py",
 )
 
@@ -55,6 +57,8 @@ _CONFUSABLE = [
         "queries douts", "k_t v_t", "dk dv", "lse2 delta", "lse lse2", "m_i m_new", "m_new m_pivot",
         "out dout", "M M_padded", "m_padded M", "LN2 LOG2E", "scores dp", "p ds", "rows columns",
         "q dout", "sm_scale qk_scale", "lse delta", "dq dk", "offs_m rows", "valid live",
+        "pool_rows pool_keys", "rows_each keys_each", "row_blocks key_blocks", "row_span key_span",
+        "end_m end_n", "offs_tile_m offs_tile_n",
         *(f"stride_{x}{a} stride_{x}{b}" for x in "qo" for a, b in ("bh", "hm", "md")),
         *(f"stride_{x}{a} stride_{x}{b}" for x in "kv" for a, b in ("bh", "hn", "nd")),
     )

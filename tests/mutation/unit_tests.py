@@ -19,14 +19,15 @@ FILES = tuple(
 )
 # They take longer, and are asked about a kernel only where they are about it.
 OF_THE_CALL = tuple(
-    f"tests/unit/test_{name}.py" for name in ("block_mask", "splits", "tokens", "operators")
+    f"tests/unit/test_{name}.py"
+    for name in ("block_mask", "splits", "tokens", "operators", "pooled")
 )
 # What they are about.
 TESTED_ALONE = tuple(
     f"fa_kernels/{name}.py"
     for name in (
-        *("arguments", "block_map", "block_mask", "launch", "operators", "ranges", "tokens"),
-        *("kernels/block_lists", "kernels/merge", "kernels/tile_kinds"),
+        *("arguments", "block_map", "block_mask", "launch", "operators", "pooling", "ranges"),
+        *("tokens", "kernels/block_lists", "kernels/merge", "kernels/pool", "kernels/tile_kinds"),
     )
 )
 
@@ -35,6 +36,8 @@ _TESTS_OF_KERNELS = {
     "fa_kernels/kernels/block_lists.py": "tests/unit/test_block_mask.py",
     "fa_kernels/kernels/forward.py": "tests/unit/test_splits.py",
     "fa_kernels/kernels/merge.py": "tests/unit/test_splits.py",
+    "fa_kernels/kernels/pool.py": "tests/unit/test_pooled.py",
+    "fa_kernels/pooling.py": "tests/unit/test_pooled.py",
     "fa_kernels/ranges.py": "tests/unit/test_splits.py",
 }
 

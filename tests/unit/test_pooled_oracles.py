@@ -126,6 +126,14 @@ def test_the_bound_is_zero_exactly_where_nothing_is_visible(pool):
     assert torch.equal(bound > 0, some)
 
 
+@pytest.mark.parametrize(("pool", "flushes"), [("max", 1), ("mean", 2)])
+def test_a_probability_and_a_mean_below_the_smallest_normal_number_may_be_flushed(pool, flushes):
+    q, k = torch.ones(1, 1, 1, 1), torch.tensor([0.0, -200, -200, -200]).view(1, 1, 4, 1)
+    call = {"mask": Mask(), "sm_scale": 1.0, "pool": pool, "size": (1, 2)}
+    bound = pooled_error.pooled_bound(q, k, **call, in_dtype="fp16", numerics=Numerics())
+    assert bound[0, 0, 0, 1].item() == pytest.approx(flushes * 2.0**-126, rel=1e-9)
+
+
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_without_elements_there_is_nothing(size):
     B, M, N = (0 if size == i else 3 for i in range(3))

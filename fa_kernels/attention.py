@@ -9,6 +9,7 @@ import torch
 from fa_kernels import operators
 from fa_kernels.arguments import MaskLike, check
 from fa_kernels.configs import Config
+from fa_kernels.pooling import check_pooling
 
 __all__ = ["autocast", "flash_attention"]
 
@@ -41,7 +42,9 @@ def flash_attention(
     return_lse: bool = False,
     backward: str = "two_pass",
     config: Config | str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    pool: str | None = None,
+    pool_size: tuple[int, int] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Exact attention softmax(sm_scale q k') v over the visible keys, without the M x N matrix.
 
     Query m of batch entry b stands at p = m + seqlens_k[b] - seqlens_q[b] (bottom-right alignment)
@@ -73,6 +76,15 @@ def flash_attention(
         config: Tile configuration, a ``Config`` or a name in ``CONFIGS``; None is "default". For
             few queries against long keys, ``Config(splits=16)`` or so divides the key tiles of each
             query tile among as many programs, and merges what they find.
+        pool: "mean" or "max": also return the probabilities of each block of pairs pooled.
+        pool_size: (rows, keys) of a pool block, ints >= 1 of any size; needed beside ``pool``.
+
+    Pooled probabilities: with P[m, n] = exp(s[m, n] - lse[m]) where m sees n and 0 everywhere else,
+    block (i, j) of the pool holds the pairs with i rows <= m < (i + 1) rows and
+    j keys <= n < (j + 1) keys, and of these the valid ones have m < seqlens_q[b], n < seqlens_k[b].
+    "mean" is the sum of P over the valid pairs divided by their number, so that hidden pairs count,
+    with P = 0; "max" is the largest P of a valid pair. A block without a valid pair gives 0, and so
+    does one without a visible pair. Blocks are counted from row 0 and key 0, whatever the lengths.
 
     Under ``torch.autocast`` q, k and v of 16 and 32 bits are cast to its dtype first. Under
     ``torch.compile`` a mask with a method ``native`` is a constant, and a frozen dataclass.
@@ -81,7 +93,9 @@ def flash_attention(
         out (B, H, M, Dv) in the dtype of q; with ``return_lse`` also lse (B, H, M), the natural
         log-sum-exp of the scaled visible scores, float32 (float64 for float64). Both are
         differentiable; gradients of rows without a visible key are ignored, and the backward
-        computes what is asked for alone, dk and dv together.
+        computes what is asked for alone, dk and dv together. With ``pool`` also, last,
+        pooled (B, H, ceil(M / rows), ceil(N / keys)), float32 (float64 for float64), a constant: it
+        is not differentiated, and does not require a gradient.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message says which, and what it needs.
@@ -91,11 +105,14 @@ def flash_attention(
     before their dots, fp32 dots in IEEE precision unless ``config`` says "tf32". Parts of keys stay
     in the accumulator's dtype, unnormalised, until they are merged: one rescale more for each. The
     number of parts changes the last bits of out and lse; the same number gives the same bits.
+    Pooled probabilities are recomputed from q, k and lse, as in the backward, and never rounded to
+    the input dtype; ``oracles/pooled_error.py`` derives their bound.
 
     Source: FlashAttention-2 (arXiv:2307.08691); Flash-Decoding (Dao, Haziza, Massa, Sizov 2023)
     for the parts.
     """
     q, k, v = autocast(q), autocast(k), autocast(v)
+    pooling = check_pooling(pool, pool_size)
     request = check(
         q,
         k,
@@ -112,4 +129,7 @@ def flash_attention(
         config=config,
     )
     out, lse = operators.forward(q, k, v, *request)
-    return (out, lse) if return_lse else out
+    found = (out, lse) if return_lse else (out,)
+    if pooling is not None:
+        found = (*found, operators.pooled_scores(q, k, lse, *request, *pooling))
+    return found if len(found) > 1 else out

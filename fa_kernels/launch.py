@@ -20,14 +20,17 @@ from fa_kernels.kernels.dkdv import dkdv_kernel
 from fa_kernels.kernels.dq import dq_kernel
 from fa_kernels.kernels.forward import forward_kernel
 from fa_kernels.kernels.merge import merge_kernel
+from fa_kernels.kernels.pool import pool_kernel
 
 __all__ = [
     "ROW_PADDING",
     "backward_kernels",
     "empty_gradients",
     "empty_outputs",
+    "empty_pooled",
     "launch_backward",
     "launch_forward",
+    "launch_pooled",
 ]
 
 DELTA_ROWS = 32
@@ -282,3 +285,46 @@ def launch_backward(
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
+
+
+def empty_pooled(q: torch.Tensor, k: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
+    """Unwritten pooled (B,H,ceil(M/rows),ceil(N/keys)), contiguous."""
+    B, H, M, _ = q.shape
+    shape = (B, H, -(-M // rows), -(-k.shape[2] // keys))
+    return allocation.empty(shape, dtype=_accumulator(q.dtype), device=q.device)
+
+
+def launch_pooled(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    arguments: Arguments,
+    pool: str,
+    rows: int,
+    keys: int,
+) -> torch.Tensor:
+    """Returns pooled (B,H,ceil(M/rows),ceil(N/keys)), float32 (float64 for float64)."""
+    B, H, M, D = q.shape
+    N = k.shape[2]
+    pooled = empty_pooled(q, k, rows, keys)
+    if not pooled.numel():
+        return pooled
+    # A block that is larger than the sequence is the sequence: so sizes stay within int32.
+    rows, keys = min(rows, M), min(keys, N)
+    tile = arguments.config.dq
+    spans = [
+        triton.cdiv(length, max(block // size, 1) * size)
+        for length, block, size in ((M, tile.block_m, rows), (N, tile.block_n, keys))
+    ]
+    constants = _constants(q.dtype, D, D, arguments)
+    del constants["BLOCK_DV"], constants["PACKED"]
+    predicate = arguments.predicate
+    with on_device(q):
+        pool_kernel[(spans[0] * spans[1] * B * H,)](
+            q, k, lse, pooled, arguments.seqlens_q, arguments.seqlens_k,
+            *q.stride(), *k.stride(), H, H // k.shape[1], M, N, D, rows, keys,
+            arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
+            (0,) if predicate is None else predicate.args,
+            ALIGNED=_is_aligned(q, k), MAX=pool == "max", **constants, **_tile(tile),
+        )  # fmt: skip
+    return pooled

@@ -1,4 +1,4 @@
-"""Forward and backward as operators of PyTorch, which its compiler and its modes see as one each.
+"""Forward, backward and pooling as operators of PyTorch: one each to its compiler and its modes.
 
 The namespace is the name of the package, so that copies of it have operators of their own.
 """
@@ -15,11 +15,14 @@ from fa_kernels.launch import (
     backward_kernels,
     empty_gradients,
     empty_outputs,
+    empty_pooled,
     launch_backward,
     launch_forward,
+    launch_pooled,
 )
+from fa_kernels.pooling import prepared_pooling
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "pooled_scores"]
 
 _NAMESPACE = __name__.partition(".")[0]
 _REQUEST = (
@@ -34,6 +37,10 @@ _OPERATORS = {
         f"bool needs_dq, bool needs_dk, bool needs_dv, {_REQUEST}) "
         "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
+    "pooled_scores": (
+        f"(Tensor q, Tensor k, Tensor lse, {_REQUEST}, str pool, SymInt pool_rows, "
+        "SymInt pool_keys) -> Tensor pooled"
+    ),
 }
 # A module that is loaded again keeps its operators: torch may call those that it has defined again
 # by the place of others. They find the new functions by name.
@@ -45,6 +52,7 @@ if _is_new:
         _library.define(_name + _schema)
 forward = getattr(torch.ops, _NAMESPACE).forward.default
 backward = getattr(torch.ops, _NAMESPACE).backward.default
+pooled_scores = getattr(torch.ops, _NAMESPACE).pooled_scores.default
 
 
 def _forward(q, k, v, *request):
@@ -78,6 +86,22 @@ def _given(found, needed, q):
         x if is_needed else allocation.empty((0,), dtype=q.dtype, device=q.device)
         for x, is_needed in zip(found, needed, strict=True)
     )
+
+
+def _pooled_scores(q, k, lse, *asked):
+    *request, pool, rows, keys = asked
+    arguments = prepared_pooling(q, k, Request(*request))
+    return launch_pooled(q, k, lse, arguments, pool, rows, keys)
+
+
+def _pooled_scores_like(q, k, _lse, *asked):
+    return empty_pooled(q, k, *asked[-2:])
+
+
+def _constant(*arguments):
+    """The pooled scores for autograd: they have no derivative, as indices have none."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return pooled_scores(*arguments)
 
 
 class _ForwardFunction(torch.autograd.Function):
@@ -149,8 +173,11 @@ def _by_name(name):
 
 
 if _is_new:
-    for _name in _OPERATORS:
-        _operator = getattr(getattr(torch.ops, _NAMESPACE), _name).default
-        _library.impl(_operator, _by_name(f"_{_name}"), "CompositeExplicitAutograd")
-        _library.impl(_operator, _recorded(f"_{_name.title()}Function"), "Autograd")
-        torch.library.register_fake(_operator, _by_name(f"_{_name}_like"), lib=_library)
+    for _operator, _name, _differentiable in (
+        (forward, "_forward", _recorded("_ForwardFunction")),
+        (backward, "_backward", _recorded("_BackwardFunction")),
+        (pooled_scores, "_pooled_scores", _by_name("_constant")),
+    ):
+        _library.impl(_operator, _by_name(_name), "CompositeExplicitAutograd")
+        _library.impl(_operator, _differentiable, "Autograd")
+        torch.library.register_fake(_operator, _by_name(f"{_name}_like"), lib=_library)

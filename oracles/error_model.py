@@ -18,7 +18,7 @@ from oracles.forward_error import Chunk, Forward, forward_error
 from oracles.outputs import Numerics, Outputs
 from oracles.reference import DenseMask, RowMasks, chunk_height
 
-__all__ = ["Judgement", "judge"]
+__all__ = ["Judgement", "gather", "judge"]
 
 _QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
 _EXACT_SPREAD = 2**28  # M * N * Dv up to which |v - out| is formed element by element
@@ -72,7 +72,7 @@ class _Part(NamedTuple):
     peaks: torch.Tensor
 
 
-def _gather(
+def gather(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -80,7 +80,16 @@ def _gather(
     dlse: torch.Tensor | None,
     seen: torch.Tensor,
 ) -> Chunk:
-    """Folds a group's heads into rows, in float64."""
+    """The inputs of a chunk of rows, in float64, a group's heads folded into rows.
+
+    Args:
+        q: (B, H, R, D), these rows of it.
+        k: (B, Hk, N, D).
+        v: (B, Hk, N, Dv).
+        dout: (B, H, R, Dv).
+        dlse: (B, H, R), or None.
+        seen: Bool (B or 1, H or 1, R, N).
+    """
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
     Z, R = B * Hk, H // Hk * M
     seen = seen.expand(B, H, M, N)
@@ -277,7 +286,7 @@ def judge(
         here = slice(start, min(start + height, M))
         of_lse = None if dlse is None else dlse[:, :, here].detach()
         seen = masks.between(here.start, here.stop)
-        chunk = _gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen)
+        chunk = gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen)
         exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
         part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))

@@ -21,7 +21,7 @@ from oracles.numpy_reference import Head, attend_head, seen_keys
 from oracles.numpy_units import Units, prescale_underflow, rescales, seen_tiles, units_of
 from oracles.outputs import Numerics, Outputs
 
-__all__ = ["bound"]
+__all__ = ["bound", "score_error"]
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -56,8 +56,18 @@ def _prescale_error(
     return error_mn
 
 
-def _score_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) -> FloatArray:
-    """E: the error of s - running maximum, and of its exponential, on visible pairs."""
+def score_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) -> FloatArray:
+    """E: the error of s - running maximum, and of its exponential, on visible pairs.
+
+    Args:
+        head: The passes of the reference.
+        sm_scale: t, the factor on q.k.
+        numerics: What the kernel declares.
+        units: The constants in force.
+
+    Returns:
+        (M, N), 0 on hidden pairs.
+    """
     u, u_dot = units.u, units.u_dot
     D = head.q_md.shape[1]
     s_mn = head.scores_mn
@@ -181,7 +191,7 @@ def _head_bound(
     q_md, k_nd, dout_me = np.abs(head.q_md), np.abs(head.k_nd), np.abs(head.dout_me)
 
     # 1: scores, forward
-    error_mn = _score_error(head, t, numerics, units)
+    error_mn = score_error(head, t, numerics, units)
     bound_out_me, bound_lse_m = _forward(head, error_mn, numerics, units)
 
     # 2: F, the error of P recomputed from the stored LSE

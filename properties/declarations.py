@@ -48,12 +48,14 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "flushes": (False, True),
 }
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
+# Declarations that are code.
+_FUNCTIONS = ("tiles", "pooled")
 # All declarations there are.
 WORDS = tuple(
-    dict.fromkeys((*_SUBSETS, *_CHOICES, "head_dims", *_COUNTS, *NUMERICS, "configs", "tiles"))
+    dict.fromkeys((*_SUBSETS, *_CHOICES, "head_dims", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS))
 )
 # Declarations whose None says what saying nothing says.
-_NONE_IS_NOTHING = ("head_dims", "max_seqlen", "layouts", "dirty", "returns_lse", "tiles")
+_NONE_IS_NOTHING = ("head_dims", "max_seqlen", "layouts", "dirty", "returns_lse", *_FUNCTIONS)
 
 
 def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
         word: value
         for word, value in found.items()
         if not (value is None and word in _NONE_IS_NOTHING)
-        and not ((inspect.ismethod(value) or _is_code(call, word)) and word != "tiles")
+        and not ((inspect.ismethod(value) or _is_code(call, word)) and word not in _FUNCTIONS)
     }
 
 
@@ -125,6 +127,11 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
         _check_configs(f"{name}.configs", declared["configs"])
     if "tiles" in declared and not callable(declared["tiles"]):
         raise ValueError(f"{name}.tiles is {declared['tiles']!r}; needs a function of a problem")
+    if "pooled" in declared and not callable(declared["pooled"]):
+        raise ValueError(
+            f"{name}.pooled is {declared['pooled']!r}; needs a function that returns the pooled "
+            "probabilities"
+        )
 
 
 def _words(where: str, given: object, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from properties import pooled
 from properties.accuracy import accuracy, finite, logic
 from properties.companions import bias, rms
 from properties.compare import Finding
@@ -17,6 +18,7 @@ from properties.trial import Trial
 __all__ = [
     "COMPANIONS",
     "GUARANTEES",
+    "POOLED",
     "STANDING",
     "Check",
     "accuracy",
@@ -61,6 +63,18 @@ GUARANTEES: dict[str, Check] = {
     "G12": far_offsets,
     "G13": state,
     "T3": logic,
+}
+# The same of pooled probabilities, where a subject has them; a failure is replayed as well.
+POOLED: dict[str, Check] = {
+    "pooled G1": pooled.accuracy,
+    "pooled G4": pooled.dirty_padding,
+    "pooled G5": pooled.hidden_positions,
+    "pooled G6": pooled.full_overwrite,
+    "pooled G7": pooled.reads_in_bounds,
+    "pooled G8": pooled.layout,
+    "pooled G9": pooled.independence,
+    "pooled G10": pooled.repeatable,
+    "pooled T3": pooled.logic,
 }
 # What every problem is held to, whatever else it is drawn for; by the first word of a finding.
 STANDING: dict[str, Check] = {"G1": accuracy, "RMS": rms, "bias": bias}

@@ -61,6 +61,10 @@ class Subject:
             bound.
         numerics: What chooses the error bound.
         tiles: (problem) -> (block_m, block_n) of the forward, for reports; None where unknown.
+        pooled: Called as ``call`` is, with ``pool="mean"`` or "max" and ``pool_size=(rows, keys)``
+            beside, returns the probabilities pooled over blocks of pairs, as
+            ``oracles.pooled.pooled_probabilities`` defines them, in the dtype of lse. None where
+            there are none.
         takes: The signature, where it is the one of Triton's tutorial and was adapted; else empty.
         source: What --kernel was given, for replay lines; empty for the project's own kernels.
     """
@@ -89,6 +93,7 @@ class Subject:
     bitwise: tuple[str, ...] = ()
     numerics: Numerics = field(default_factory=Numerics)
     tiles: Callable[[Problem], tuple[int, int]] | None = None
+    pooled: Callable[..., torch.Tensor] | None = None
     takes: str = ""
     source: str = ""
 
@@ -129,7 +134,7 @@ class Subject:
         found: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if item.name in ("name", "call", "tiles", "numerics", "source"):
+            if item.name in ("name", "call", "tiles", "pooled", "numerics", "source"):
                 continue
             default: Any = {"default": {}} if item.name == "configs" else item.default
             if value != default:
@@ -212,8 +217,7 @@ class Subject:
         reason = self.excludes(problem)
         if reason is not None:
             raise NotImplementedError(reason)
-        config = {"config": problem.config} if len(self.configs) > 1 else {}
-        result = self.call(q, k, v, mask=problem.mask, sm_scale=problem.scale, **config)
+        result = self.call(q, k, v, **self._asked(problem))
         pair = isinstance(result, tuple | list)
         if pair and len(result) != 2:
             raise AssertionError(
@@ -231,6 +235,37 @@ class Subject:
                     f"{self.name} returns {type(x).__name__} as {what}; needs a tensor"
                 )
         return out, None if lse is None else self._natural(lse, problem)
+
+    def run_pooled(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        pool: str,
+        size: tuple[int, int],
+    ) -> torch.Tensor:
+        """The pooled probabilities.
+
+        Raises:
+            NotImplementedError: The subject refuses the problem, or its declarations do.
+            AssertionError: It returns something else than a tensor.
+        """
+        if self.pooled is None:
+            raise NotImplementedError(f"{self.name} declares no pooled")
+        if reason := self.excludes(problem):
+            raise NotImplementedError(reason)
+        found: object = self.pooled(q, k, v, pool=pool, pool_size=size, **self._asked(problem))
+        if not isinstance(found, torch.Tensor):
+            raise AssertionError(
+                f"{self.name} returns {type(found).__name__} as pooled; needs a tensor"
+            )
+        return found
+
+    def _asked(self, problem: Problem) -> dict[str, Any]:
+        """The keywords of a call."""
+        config = {"config": problem.config} if len(self.configs) > 1 else {}
+        return dict(mask=problem.mask, sm_scale=problem.scale, **config)
 
     def _natural(self, lse: torch.Tensor, problem: Problem) -> torch.Tensor:
         """Lse as a natural logarithm that is -inf on rows without a visible key.

@@ -23,7 +23,15 @@ from properties.guard_bands import GuardBands
 from properties.subject import Subject
 from properties.tensors import Inputs, make
 
-__all__ = ["Question", "SubjectError", "Trial", "examine", "question", "run_subject"]
+__all__ = [
+    "Question",
+    "SubjectError",
+    "Trial",
+    "examine",
+    "question",
+    "run_pooled",
+    "run_subject",
+]
 
 _LIBRARIES = (
     str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
@@ -90,7 +98,7 @@ def _poisoned_allocations() -> Iterator[None]:
 def _check_form(name: str, got: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> None:
     """The contract on shapes and dtypes, which no comparison of values would notice."""
     dtype = like.dtype
-    if name == "lse":
+    if name in ("lse", "pooled"):
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
     if tuple(got.shape) != shape or got.dtype != dtype:
         raise AssertionError(
@@ -105,8 +113,33 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
         SubjectError: It raises, or an output has another shape or dtype than the contract says.
         NotImplementedError: The subject refuses the problem.
     """
-    try:
+    with _faults_of_the_subject():
         return _run(subject, problem, inputs)
+
+
+def run_pooled(
+    subject: Subject, problem: Problem, inputs: Inputs, pool: str, size: tuple[int, int]
+) -> torch.Tensor:
+    """Probabilities pooled over blocks of ``size`` pairs, on memory that starts as NaN.
+
+    Raises:
+        SubjectError: It raises, or returns another shape or dtype than the contract says.
+        NotImplementedError: The subject refuses the problem, or pools nothing.
+    """
+    q, k, v = inputs[:3]
+    shape = (*q.shape[:2], -(-problem.M // size[0]), -(-problem.N // size[1]))
+    with _faults_of_the_subject():
+        with _poisoned_allocations():
+            pooled = subject.run_pooled(q, k, v, problem, pool, size)
+        _check_form("pooled", pooled, q, shape)
+        return pooled.detach()
+
+
+@contextmanager
+def _faults_of_the_subject() -> Iterator[None]:
+    """Whatever is raised inside is the subject's, but for its refusals."""
+    try:
+        yield
     except NotImplementedError:
         raise
     except Exception as error:

@@ -67,6 +67,12 @@ ASKED: dict[str, str | None] = {
     "test_the_forms_of_a_mask_agree": "forms",
     "test_a_kernel_that_evaluates_a_mask_is_within_the_bound": "G1",
     "test_a_kernel_that_evaluates_a_mask_has_the_logic_of_float64": "T3",
+    "test_every_pooled_probability_lies_within_the_derived_bound": "G1",
+    "test_pooled_probabilities_have_the_logic_of_float64": "T3",
+    "test_dirty_padding_changes_no_pooled_probability": "G4",
+    "test_hidden_keys_change_no_pooled_probability": "G5",
+    "test_any_strides_give_the_same_pooled_probabilities": "G8",
+    "test_pooled_probabilities_keep_every_guarantee": None,
     "test_fp16_comes_close_to_the_bound_where_it_underflows": "attained",
 }
 

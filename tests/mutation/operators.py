@@ -26,6 +26,7 @@ SITES = (
     "fa_kernels/kernels/tiles.py",
     "fa_kernels/kernels/tile_kinds.py",
     "fa_kernels/kernels/block_lists.py",
+    "fa_kernels/kernels/pool.py",
     "fa_kernels/ranges.py",
     "fa_kernels/launch.py",
     "fa_kernels/block_map.py",
@@ -34,6 +35,7 @@ SITES = (
     "fa_kernels/offsets.py",
     "fa_kernels/packed.py",
     "fa_kernels/operators.py",
+    "fa_kernels/pooling.py",
     "fa_kernels/tokens.py",
 )
 
@@ -58,6 +60,8 @@ _CONFUSABLE = [
         "out dout", "M M_padded", "LN2 LOG2E", "scores dp", "p ds", "rows columns",
         "q dout", "sm_scale qk_scale", "lse delta", "dq dk", "offs_m rows", "valid live",
         "place_q place_k", "rows_q rows_k", "place b",
+        "pool_rows pool_keys", "rows_each keys_each", "row_blocks key_blocks", "row_span key_span",
+        "end_m end_n", "offs_tile_m offs_tile_n",
         *(f"stride_{x}{a} stride_{x}{b}" for x in "qo" for a, b in ("bh", "hm", "md")),
         *(f"stride_{x}{a} stride_{x}{b}" for x in "kv" for a, b in ("bh", "hn", "nd")),
     )

@@ -10,10 +10,11 @@ from tests.mutation.mutant import Mutant
 from tests.mutation.referee_checks import CHECKS
 from tests.mutation.referee_gate import GATE
 from tests.mutation.referee_oracles import ORACLES
+from tests.mutation.referee_pooled import POOLED
 from tests.mutation.referee_problems import PROBLEMS
 from tests.mutation.referee_reports import REPORTS
 from tests.mutation.referee_runs import RUNS
 
 __all__ = ["REFEREE"]
 
-REFEREE: tuple[Mutant, ...] = (*ORACLES, *PROBLEMS, *RUNS, *CHECKS, *REPORTS, *GATE)
+REFEREE: tuple[Mutant, ...] = (*ORACLES, *POOLED, *PROBLEMS, *RUNS, *CHECKS, *REPORTS, *GATE)

@@ -15,12 +15,12 @@ from oracles.masks.block_sparse import BlockSparse
 from oracles.masks.document import Document
 from oracles.masks.prefix_lm import PrefixLM
 from oracles.problem import Problem
-from properties.guarantees import COMPANIONS, GUARANTEES, Check
+from properties.guarantees import COMPANIONS, GUARANTEES, POOLED, Check
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # In the order in which they are asked of a trial.
-CHECKS: dict[str, Check] = {"T3": GUARANTEES["T3"], **GUARANTEES, **COMPANIONS}
+CHECKS: dict[str, Check] = {"T3": GUARANTEES["T3"], **GUARANTEES, **COMPANIONS, **POOLED}
 _ALWAYS = ("T3", "G1", "G2")
 
 
@@ -42,13 +42,14 @@ _ONE_NARROW = [
     tuple("transposed" if i == narrow else "bhsd" for i in range(4)) for narrow in range(4)
 ]
 _WINDOW = Mask(window_left=20, window_right=3, seqlens_q=(30, 33), seqlens_k=(49, 20))
+_WINDOW_OF_20 = Mask(window_left=9, window_right=3, seqlens_q=(20, 12), seqlens_k=(37, 20))
 _SHORT = Mask(window_left=3, window_right=1, seqlens_q=(5, 3), seqlens_k=(6, 7))
 _SHORT_OF_ONE = Mask(causal=True, seqlens_q=(35, 20), seqlens_k=(37, 19))
 _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 
 QUICK: tuple[Step, ...] = (
     # Two tiles by three, not square, heads in a group, sizes that are a multiple of nothing.
-    _step(H=2, M=35, N=37, D=5, Dv=3, mask=Mask(causal=True), config="32x16"),
+    _step("pooled T3", H=2, M=35, N=37, D=5, Dv=3, mask=Mask(causal=True), config="32x16"),
     # Keys in parts that are uneven, and for some rows empty.
     _step("G3", B=2, H=3, M=19, N=70, D=5, Dv=3, config="16x16-split3", dirty="nan",
           mask=Mask(window_left=40, window_right=1, seqlens_q=(19, 18), seqlens_k=(70, 5))),
@@ -85,6 +86,12 @@ QUICK: tuple[Step, ...] = (
     _step(B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, config="16x16-one_pass"),
     _step(H=2, M=17, N=35, dtype="fp16", inputs="lse_low_90", config="16x32-one_pass", **_ALIGNED),
     _step("G3", M=40, N=17, mask=Mask(causal=True), dlse="normal", config="32x16-one_pass"),
+    # Pooled over few pairs, and over several tiles; of whatever hides a pair.
+    _step("pooled T3", "pooled G6", B=2, H=4, Hk=2, M=20, N=37, seed=51, mask=_WINDOW_OF_20,
+          dirty="nan", config="16x32", layouts=_MIXED),
+    _step("pooled T3", B=2, M=40, N=50, seed=96, mask=Document(starts=((16,), ()), window_left=20)),
+    _step("pooled G1", H=2, M=40, N=50, seed=69, dtype="fp16", config="16x32", **_ALIGNED,
+          mask=BlockSparse(side=32, percent=60, seed=2, window_left=40)),
     # A map of blocks, of each head and of all, beside lengths and a window; default tiles, of which
     # a block holds several.
     *(_step(B=2, H=2, M=40, N=70, config="16x32", dirty="nan", layouts=_MIXED,

@@ -20,15 +20,15 @@ FILES = tuple(
 # They take longer, and are asked about a kernel only where they are about it.
 OF_THE_CALL = tuple(
     f"tests/unit/test_{name}.py"
-    for name in ("block_mask", "splits", "packed", "tokens", "operators")
+    for name in ("block_mask", "splits", "packed", "tokens", "operators", "pooled")
 )
 # What they are about.
 TESTED_ALONE = tuple(
     f"fa_kernels/{name}.py"
     for name in (
         *("arguments", "block_map", "block_mask", "launch", "offsets", "operators", "packed"),
-        *("ranges", "tokens"),
-        *("kernels/block_lists", "kernels/merge", "kernels/tile_kinds"),
+        *("pooling", "ranges", "tokens"),
+        *("kernels/block_lists", "kernels/merge", "kernels/pool", "kernels/tile_kinds"),
     )
 )
 
@@ -37,6 +37,8 @@ _TESTS_OF_KERNELS = {
     "fa_kernels/kernels/block_lists.py": ("block_mask",),
     "fa_kernels/kernels/forward.py": ("splits", "packed"),
     "fa_kernels/kernels/merge.py": ("splits",),
+    "fa_kernels/kernels/pool.py": ("pooled",),
+    "fa_kernels/pooling.py": ("pooled",),
     "fa_kernels/ranges.py": ("splits",),
     "fa_kernels/offsets.py": ("packed",),
     **{f"fa_kernels/kernels/{name}.py": ("packed",) for name in ("delta", "dkdv", "dq", "tiles")},

@@ -29,13 +29,13 @@ def adapted(package: ModuleType):
     """``flash_attention`` of the package, or of a copy of it, as a subject with declarations."""
     resolve = importlib.import_module(f"{package.__name__}.configs").resolve
 
-    def flash_attention(q, k, v, *, mask, sm_scale, config="default"):
-        """Returns (out, lse)."""
+    def flash_attention(q, k, v, *, mask, sm_scale, config="default", **pooling):
+        """Returns (out, lse), and last what is pooled, if anything is."""
         of_padded = config.removesuffix(_PACKED)
         backward = "one_pass" if of_padded.endswith(_ONE_PASS) else "two_pass"
         options = {
             "sm_scale": sm_scale, "return_lse": True, "backward": backward,
-            "config": of_padded.removesuffix(_ONE_PASS),
+            "config": of_padded.removesuffix(_ONE_PASS), **pooling,
         }  # fmt: skip
         if config.endswith(_PACKED):
             return _in_a_row(q, k, v, mask, options)
@@ -60,6 +60,10 @@ def adapted(package: ModuleType):
             cu_seqlens_q=of_q.offsets, cu_seqlens_k=of_k.offsets, **options,
         )  # fmt: skip
         return of_q.padded(out), of_q.padded(lse.mT)
+
+    def pooled(q, k, v, *, config="default", **asked):
+        """Returns the pooled probabilities; of packed sequences there are none."""
+        return flash_attention(q, k, v, config=config.removesuffix(_PACKED), **asked)[2]
 
     def _largest_tile(q, v, options) -> int:
         """Of blocks that are a multiple of it there is a map; others are asked for by predicate."""
@@ -92,6 +96,7 @@ def adapted(package: ModuleType):
     }
     flash_attention.configs = configs | {f"{name}{_PACKED}": configs[name] for name in _PACKED_OF}
     flash_attention.tiles = tiles
+    flash_attention.pooled = pooled
     return flash_attention
 
 

@@ -48,6 +48,7 @@ VALID = {
     "atomic": [(), ("dq",), ["dq"]],
     "configs": [{"default": {}}, {"a": {"dots": "tf32", "dtypes": ("fp32",)}, "b": {}}],
     "tiles": [lambda problem: (16, 16), None],
+    "pooled": [lambda q, k, v, **asked: q, None],
 }
 # One value each that it cannot have, and what the message says after the name of the word.
 WRONG = [
@@ -118,6 +119,7 @@ WRONG = [
     ("configs", {"a": {"dots": "fp8"}}, "['a'].dots is 'fp8'; needs one of ('ieee', 'tf32')"),
     ("configs", {"a": {"block_n": 0}}, "['a'].block_n is 0; needs an int >= 1"),
     ("tiles", (16, 16), "is (16, 16); needs a function of a problem"),
+    ("pooled", True, "is True; needs a function that returns the pooled probabilities"),
 ]
 
 

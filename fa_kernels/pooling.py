@@ -1,0 +1,72 @@
+"""What ``pool`` and ``pool_size`` ask for: validation, and the form that the launcher takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from fa_kernels.arguments import Arguments, Request, prepared
+from fa_kernels.block_map import Predicate, predicate_of
+from fa_kernels.kernels.pool import sees_block
+from fa_kernels.tokens import value_of
+
+__all__ = ["POOLS", "Pooling", "check_pooling", "prepared_pooling"]
+
+POOLS = ("mean", "max")
+
+
+class Pooling(NamedTuple):
+    """Checked arguments in types that operators take.
+
+    Args:
+        pool: One of ``POOLS``.
+        rows: Query rows of a pool block.
+        keys: Keys of a pool block.
+    """
+
+    pool: str
+    rows: int
+    keys: int
+
+
+def check_pooling(pool: object, pool_size: object) -> Pooling | None:
+    """Checks ``pool`` and ``pool_size`` of ``flash_attention``; None where neither is given.
+
+    Raises:
+        TypeError: One is of the wrong type.
+        ValueError: One is out of range, or is given without the other.
+    """
+    if pool is None:
+        if pool_size is not None:
+            raise ValueError(f"pool_size is {pool_size!r} and pool is None; needs 'mean' or 'max'")
+        return None
+    if not isinstance(pool, str):
+        raise TypeError(f"pool is {pool!r}; needs None, 'mean' or 'max'")
+    if pool not in POOLS:
+        raise ValueError(f"pool is {pool!r}; needs None, 'mean' or 'max'")
+    if not isinstance(pool_size, tuple | list) or len(pool_size) != 2:
+        raise TypeError(f"pool_size is {pool_size!r}; needs a pair (rows, keys) beside pool")
+    for size in pool_size:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"pool_size holds {size!r}; needs ints")
+        if size < 1:
+            raise ValueError(f"pool_size holds {size}; needs ints >= 1")
+    return Pooling(pool, *pool_size)
+
+
+def prepared_pooling(q: torch.Tensor, k: torch.Tensor, request: Request) -> Arguments:
+    """What is asked for, in the launcher's form; no maps of tiles, since pool blocks cut them.
+
+    Blocks that ``block_mask`` hides are left to a predicate, as what else hides a key is.
+    """
+    plain = prepared(q, k, k, request._replace(block_mask=None, mask=""))
+    predicate = None
+    if request.mask:
+        sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        predicate = predicate_of(value_of(request.mask), *sizes, q.device)
+    if request.block_mask is not None:
+        blocks = request.block_mask.to(torch.int32).expand(q.shape[1], -1, -1)
+        predicate = Predicate(sees_block, (blocks, *blocks.stride(), request.block_size))
+    return dataclasses.replace(plain, predicate=predicate)

@@ -1,0 +1,67 @@
+"""Probabilities pooled over blocks of pairs: within their bound, and of nothing that is hidden."""
+
+from __future__ import annotations
+
+import pytest
+
+from oracles.mask import Mask
+from oracles.masks.block_sparse import BlockSparse
+from oracles.problem import Problem
+from properties.guarantees import POOLED
+
+# (dtype, seed, batch entries, heads, mask): windows with rows that see nothing; what a predicate
+# hides, and a map of blocks. The seeds are for small blocks, for several tiles, for all there is.
+MASKS = {
+    "window": ("fp32", 93, 2, 1, Mask(window_left=20, window_right=3, seqlens_k=(50, 5))),
+    "causal": ("fp16", 4, 2, 1, Mask(causal=True, seqlens_q=(20, 9), seqlens_k=(12, 50))),
+    "predicate": ("fp64", 36, 1, 2, BlockSparse(side=12, percent=40, seed=19, seqlens_q=(17,))),
+    "blocks": ("bf16", 20, 1, 2, BlockSparse(side=32, percent=50, seed=2, window_left=40)),
+}
+
+
+@pytest.fixture(autouse=True)
+def pools(subject):
+    """Skips a subject that pools nothing."""
+    if subject.pooled is None:
+        pytest.skip(f"{subject.name} declares no pooled")
+
+
+@pytest.mark.shards(13, 7)
+def test_every_pooled_probability_lies_within_the_derived_bound(for_all, shard):
+    for_all(POOLED["pooled G1"], shard, runs=4)
+
+
+@pytest.mark.shards(0, 6, float64=True)
+def test_pooled_probabilities_have_the_logic_of_float64(for_all, shard):
+    for_all(POOLED["pooled T3"], shard, runs=4, inputs="normal")
+
+
+@pytest.mark.shards(20, 22)
+def test_dirty_padding_changes_no_pooled_probability(for_all, shard):
+    for_all(POOLED["pooled G4"], shard, runs=5, padding=True, dirty="nan")
+
+
+@pytest.mark.shards(5, 22)
+def test_hidden_keys_change_no_pooled_probability(for_all, shard):
+    for_all(POOLED["pooled G5"], shard, runs=5, hidden=True)
+
+
+@pytest.mark.shards(6, 22)
+def test_any_strides_give_the_same_pooled_probabilities(for_all, shard):
+    for_all(POOLED["pooled G8"], shard, runs=5)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_pooled_probabilities_keep_every_guarantee(check_one, subject, device, mask):
+    dtype, seed, B, H, value = MASKS[mask]
+    config = "16x32" if "16x32" in subject.configs else next(iter(subject.configs))
+    problem = Problem(
+        B=B, H=H, Hk=H, M=20, N=50, D=24, dtype=dtype, mask=value, dirty="nan", seed=seed,
+        layouts=("bshd", "padded", "strided", "bhsd"), config=config, device=device,
+    )  # fmt: skip
+    check_one(problem, every_guarantee)
+
+
+def every_guarantee(trial):
+    """Findings of all that is asked of pooled probabilities."""
+    return [finding for check in POOLED.values() for finding in check(trial)]

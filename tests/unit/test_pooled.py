@@ -110,6 +110,20 @@ def test_every_dtype_and_any_tile_is_within_the_bound(dtype, config, pool, devic
     assert worst_ratio(got, inputs, dtype, pool, (5, 18), WINDOW) <= 1
 
 
+@pytest.mark.parametrize("size", [(30, 30), (2**40, 2**33)], ids=str)
+def test_a_block_is_never_larger_than_the_sequence_to_the_kernel(size, device, monkeypatch):
+    given = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *arguments, **_: given.append(dict(zip(names, arguments, strict=False)))
+
+    names = launch.pool_kernel.arg_names
+    monkeypatch.setattr(launch, "pool_kernel", Recorder())
+    pooled_of(drawn(device, M=40, N=20), "max", size)
+    assert [(x["pool_rows"], x["pool_keys"]) for x in given] == [(min(size[0], 40), 20)]
+
+
 @pytest.mark.parametrize("config", ["16x16", "32x16"])
 @pytest.mark.parametrize("size", [(40, 70), (13, 32), (36, 17)], ids=str)
 @pytest.mark.parametrize(

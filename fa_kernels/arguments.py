@@ -385,17 +385,17 @@ def prepared(
     sm_scale = float(D) ** -0.5 if request.sm_scale is None else request.sm_scale
     config = _resolved(request.config, q.dtype, block_d, request.one_pass)
     predicate, maps = None, None
-    sizes, window = (H, M, N), (left, right)
+    window, sizes = (left, right), (B, H, k.shape[1], M, N)
     if request.mask:
         mask = value_of(request.mask)
-        predicate = predicate_of(mask, B, *sizes, q.device)
+        predicate = predicate_of(mask, B, H, M, N, q.device)
         if predicate is not None:
             if longest is not None:
                 check_has_lengths(mask)
                 lengths = tuple(
                     _lengths_on_device(tuple(x), q.device) for x in (mask.seqlens_q, mask.seqlens_k)
                 )
-            maps = block_maps(mask, B, *sizes, window, lengths, config)
+            maps = block_maps(mask, *sizes, window, lengths, config)
     if request.block_mask is not None:
         if predicate is not None:
             raise NotImplementedError(
@@ -405,7 +405,7 @@ def prepared(
         check_tiles(request.block_size, config)
         predicate = VISIBLE
         maps = maps_of_blocks(
-            request.block_mask, request.block_size, *sizes, window, lengths, config, kernels
+            request.block_mask, request.block_size, *sizes[1:], window, lengths, config, kernels
         )
     return Arguments(*places, *window, sm_scale, config, request.one_pass, predicate, maps, longest)
 

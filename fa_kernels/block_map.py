@@ -18,9 +18,18 @@ from fa_kernels import allocation
 from fa_kernels.configs import Config, Tile
 from fa_kernels.device import on_device
 from fa_kernels.kernels.block_lists import block_lists_kernel, everywhere
+from fa_kernels.kernels.longest_first import longest_first_kernel
 from fa_kernels.kernels.tile_kinds import tile_kinds_kernel
 
-__all__ = ["VISIBLE", "BlockMaps", "Predicate", "block_maps", "maps_of_blocks", "predicate_of"]
+__all__ = [
+    "VISIBLE",
+    "BlockMap",
+    "BlockMaps",
+    "Predicate",
+    "block_maps",
+    "maps_of_blocks",
+    "predicate_of",
+]
 
 
 _NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
@@ -35,22 +44,32 @@ class Predicate(NamedTuple):
     args: tuple[Any, ...]
 
 
-class BlockMaps(NamedTuple):
-    """The map of each kernel, int32 (B, H, tiles, 2 + tiles of the other sequence).
+class BlockMap(NamedTuple):
+    """The tiles that each tile of a kernel visits.
 
-    A row holds how many tiles the mask divides, how many it leaves whole, then the indices of
-    these and of those, each ascending; the rest of a row is not read. None: of a kernel that is
-    not launched.
+    Args:
+        lists: int32 (B, H, tiles, 2 + tiles of the other sequence). A row holds how many tiles the
+            mask divides, how many it leaves whole, then the indices of these and of those, each
+            ascending; the rest of a row is not read.
+        order: int32 (B, H, tiles), in dkdv (B, Hk, tiles): those of each head, or group of heads
+            that a program goes through, in the order of programs.
     """
 
-    forward: torch.Tensor | None
-    dkdv: torch.Tensor | None
-    dq: torch.Tensor | None
+    lists: torch.Tensor
+    order: torch.Tensor
+
+
+class BlockMaps(NamedTuple):
+    """The map of each kernel; None of one that is not launched."""
+
+    forward: BlockMap | None
+    dkdv: BlockMap | None
+    dq: BlockMap | None
 
 
 # Beside what the lists leave out.
 VISIBLE = Predicate(everywhere, (0,))
-# Tiles that one step of a list is made of.
+# Tiles that one step of a list, or of an order, is made of.
 _CHUNK = 64
 
 
@@ -86,6 +105,7 @@ def block_maps(
     mask: Any,
     B: int,
     H: int,
+    Hk: int,
     M: int,
     N: int,
     window: tuple[int, int],
@@ -98,6 +118,7 @@ def block_maps(
         mask: As of ``predicate_of``.
         B: Batch entries.
         H: Query heads.
+        Hk: Key/value heads.
         M: Query rows.
         N: Keys.
         window: (window_left, window_right), both given.
@@ -131,10 +152,13 @@ def block_maps(
             )  # fmt: skip
         some, of_rows, of_keys = kinds.bool().unbind(4)
         return BlockMaps(
-            forward=_lists(some, of_rows, fine, config.forward),
-            dkdv=_lists(some.mT, of_keys.mT, _turned(fine), _turned(config.dkdv)),
-            dq=_lists(some, of_rows, fine, config.dq),
-        )
+            forward=_ordered(_lists(some, of_rows, fine, config.forward), H, M, config.forward),
+            dkdv=_ordered(
+                _lists(some.mT, of_keys.mT, _turned(fine), _turned(config.dkdv)),
+                Hk, N, _turned(config.dkdv),
+            ),
+            dq=_ordered(_lists(some, of_rows, fine, config.dq), H, M, config.dq),
+        )  # fmt: skip
 
 
 def _blocks(length: int, largest: int, fine: int) -> int:
@@ -162,6 +186,7 @@ def maps_of_blocks(
     blocks: torch.Tensor,
     side: int,
     H: int,
+    Hk: int,
     M: int,
     N: int,
     window: tuple[int, int],
@@ -175,6 +200,7 @@ def maps_of_blocks(
         blocks: Bool (H or 1, ceil(M / side), ceil(N / side)), any strides.
         side: Rows and keys of a block, a multiple of every tile.
         H: Query heads.
+        Hk: Key/value heads.
         M: Query rows.
         N: Keys.
         window: (window_left, window_right), both given.
@@ -184,8 +210,8 @@ def maps_of_blocks(
     """
     seqlens_q, seqlens_k = lengths
     blocks = blocks.view(torch.int8).expand(H, -1, -1)
-    of_rows = (blocks, seqlens_q, seqlens_k, H, M, N, *window, side)
-    of_keys = (blocks.mT, seqlens_k, seqlens_q, H, N, M, *window[::-1], side)
+    of_rows = (H, blocks, seqlens_q, seqlens_k, M, N, *window, side)
+    of_keys = (Hk, blocks.mT, seqlens_k, seqlens_q, N, M, *window[::-1], side)
     asked = BlockMaps(
         forward=(*of_rows, config.forward),
         dkdv=(*of_keys, _turned(config.dkdv)),
@@ -193,25 +219,26 @@ def maps_of_blocks(
     )
     return BlockMaps(
         *(
-            _lists_of_blocks(*of_kernel) if kernel in kernels else None
+            _map_of_blocks(*of_kernel) if kernel in kernels else None
             for kernel, of_kernel in zip(BlockMaps._fields, asked, strict=True)
         )
     )
 
 
-def _lists_of_blocks(
+def _map_of_blocks(
+    heads: int,
     blocks: torch.Tensor,
     seqlens_here: torch.Tensor,
     seqlens_there: torch.Tensor,
-    H: int,
     here: int,
     there: int,
     before: int,
     after: int,
     side: int,
     tile: Tile,
-) -> torch.Tensor:
+) -> BlockMap:
     """The map of one kernel, whose tile has block_m elements here and block_n there."""
+    H = blocks.shape[0]
     tiles = triton.cdiv(here, tile.block_m)
     shape = (len(seqlens_here), H, tiles, 2 + triton.cdiv(there, tile.block_n))
     lists = allocation.empty(shape, dtype=torch.int32, device=blocks.device)
@@ -223,4 +250,18 @@ def _lists_of_blocks(
                 H, here, there, before, after, side,
                 BLOCK_HERE=tile.block_m, BLOCK_THERE=tile.block_n, CHUNK=_CHUNK,
             )  # fmt: skip
-    return lists
+    return _ordered(lists, heads, here, tile)
+
+
+def _ordered(lists: torch.Tensor, heads: int, here: int, tile: Tile) -> BlockMap:
+    """A kernel's lists with the order of its programs, which go through tiles of ``heads``."""
+    B, H = lists.shape[:2]
+    # Lists may have rows of tiles past the last.
+    tiles = triton.cdiv(here, tile.block_m)
+    order = allocation.empty((B, heads, tiles), dtype=torch.int32, device=lists.device)
+    if order.numel():
+        with on_device(lists):
+            longest_first_kernel[(triton.cdiv(tiles, _CHUNK) * B * heads,)](
+                order, lists, *lists.stride()[:3], heads, H // heads, tiles, BLOCK=_CHUNK
+            )
+    return BlockMap(lists, order)

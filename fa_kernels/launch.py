@@ -88,15 +88,15 @@ def _tile(tile: Tile) -> dict:
     }
 
 
-def _predicate(arguments: Arguments, lists: str) -> tuple:
+def _predicate(arguments: Arguments, kernel: str) -> tuple:
     """The block map of a kernel with its strides, and the predicate's arguments; fillers if none.
 
-    ``lists`` is a field of ``BlockMaps``.
+    ``kernel`` is a field of ``BlockMaps``.
     """
     if arguments.predicate is None or arguments.maps is None:
-        return arguments.seqlens_q, 0, 0, 0, (0,)
-    lists = getattr(arguments.maps, lists)
-    return lists, *lists.stride()[:3], arguments.predicate.args
+        return arguments.seqlens_q, arguments.seqlens_q, 0, 0, 0, (0,)
+    lists, order = getattr(arguments.maps, kernel)
+    return order, lists, *lists.stride()[:3], arguments.predicate.args
 
 
 def _scale_bits(sm_scale: float) -> int:

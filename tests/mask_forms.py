@@ -135,14 +135,16 @@ def block_map_faults(problem: Problem) -> list[str]:
     valid_keys = torch.arange(N, device=dense.device) < keys[:, None]
     faults = []
     for config in _CONFIGS:
-        maps = block_maps(problem.mask, B, H, M, N, _window(problem), (rows, keys), config)
+        maps = block_maps(
+            problem.mask, B, H, problem.Hk, M, N, _window(problem), (rows, keys), config
+        )
         for name, tile in (("forward", config.forward), ("dkdv", config.dkdv), ("dq", config.dq)):
             turned = name == "dkdv"
             seen, valid = (dense.mT, valid_keys) if turned else (dense, valid_rows)
             side = (tile.block_n, tile.block_m) if turned else (tile.block_m, tile.block_n)
             for b, h in itertools.product(range(B), range(H)):
                 want = _lists(seen[b, h], valid[b], side)
-                got = [_read(row) for row in getattr(maps, name)[b, h].tolist()]
+                got = [_read(row) for row in getattr(maps, name).lists[b, h].tolist()]
                 # Rows of tiles past the end have none, in any number.
                 if got[: len(want)] != want or any(x != ([], []) for x in got[len(want) :]):
                     faults.append(

@@ -152,6 +152,7 @@ def dkdv_kernel(
     window_left: tl.int32,
     window_right: tl.int32,
     sm_scale_bits: tl.int64,
+    order_ptr,
     lists_ptr,
     stride_lb: tl.int64,
     stride_lh: tl.int64,
@@ -178,6 +179,8 @@ def dkdv_kernel(
     """
     n_blocks = tl.cdiv(N, BLOCK_N)
     n_block = tl.program_id(0) % n_blocks
+    if PREDICATE is not None:
+        n_block = tl.load(order_ptr + tl.program_id(0))
     bh_k = tl.program_id(0) // n_blocks
     Hk = H // G
     b = bh_k // Hk

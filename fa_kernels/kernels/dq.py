@@ -116,6 +116,7 @@ def dq_kernel(
     window_left: tl.int32,
     window_right: tl.int32,
     sm_scale_bits: tl.int64,
+    order_ptr,
     lists_ptr,
     stride_lb: tl.int64,
     stride_lh: tl.int64,
@@ -141,6 +142,8 @@ def dq_kernel(
     # Late query tiles first: under causal masking they are the long ones.
     m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
     bh = tl.program_id(0) // m_blocks
+    if PREDICATE is not None:
+        m_block = tl.load(order_ptr + tl.program_id(0))
     b = bh // H
     h = bh % H
     place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)

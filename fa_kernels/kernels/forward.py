@@ -122,6 +122,7 @@ def forward_kernel(
     parts: tl.int32,
     rows: tl.int64,
     sm_scale_bits: tl.int64,
+    order_ptr,
     lists_ptr,
     stride_lb: tl.int64,
     stride_lh: tl.int64,
@@ -157,6 +158,8 @@ def forward_kernel(
     # Late query tiles first: under causal masking they are the long ones.
     m_block = m_blocks - 1 - program % m_blocks
     bh = program // m_blocks
+    if PREDICATE is not None:
+        m_block = tl.load(order_ptr + program)
     b = bh // H
     h = bh % H
     place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)

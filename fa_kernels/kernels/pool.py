@@ -198,7 +198,7 @@ def pool_kernel(
         )  # fmt: skip
         total = _joined(total, part, MAX)
 
-    # 64-bit, because lanes past the last block count further than there are keys.
+    # 64-bit, as the number of a block's pairs is.
     key_block = (key_span * keys_each + offs_tile_n).to(tl.int64)
     keys_of = tl.minimum((key_block + 1) * pool_keys, seqlen_k) - key_block * pool_keys
     inside = (offs_tile_n < keys_each) & (key_block < key_blocks)
@@ -211,7 +211,7 @@ def pool_kernel(
         row_block = row_span * rows_each + i
         if not MAX:
             rows_of = tl.minimum((row_block + 1) * pool_rows, seqlen_q) - row_block * pool_rows
-            count = tl.maximum(rows_of, 0).to(ACC) * tl.maximum(keys_of, 0).to(ACC)
-            pooled = pooled / tl.maximum(count, 1.0)
+            # Of a block of padding alone, 0 by whatever comes out.
+            pooled = pooled / tl.maximum(rows_of * keys_of, 1)
         block = (bh.to(tl.int64) * row_blocks + row_block) * key_blocks + key_block
         tl.store(pooled_ptr + block, pooled, mask=inside)

@@ -432,7 +432,7 @@ _MEMORY = (
         (
             _LAUNCH,
             "forward_kernel[(programs,)]",
-            "forward_kernel[(triton.cdiv(M, tile.block_m), B * H)]",
+            "forward_kernel[(triton.cdiv(sizes.M, tile.block_m), sizes.B * sizes.H)]",
         ),
         (
             _FORWARD,

@@ -26,6 +26,7 @@ SITES = (
     "fa_kernels/kernels/tiles.py",
     "fa_kernels/kernels/tile_kinds.py",
     "fa_kernels/kernels/block_lists.py",
+    "fa_kernels/kernels/longest_first.py",
     "fa_kernels/kernels/pool.py",
     "fa_kernels/ranges.py",
     "fa_kernels/launch.py",

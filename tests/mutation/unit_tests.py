@@ -28,13 +28,20 @@ TESTED_ALONE = tuple(
     for name in (
         *("arguments", "block_map", "block_mask", "launch", "offsets", "operators", "packed"),
         *("pooling", "ranges", "tokens"),
-        *("kernels/block_lists", "kernels/merge", "kernels/pool", "kernels/tile_kinds"),
+        *(
+            "kernels/block_lists",
+            "kernels/longest_first",
+            "kernels/merge",
+            "kernels/pool",
+            "kernels/tile_kinds",
+        ),
     )
 )
 
 _TESTS_OF_KERNELS = {
     "fa_kernels/kernels/tile_kinds.py": ("block_map",),
     "fa_kernels/kernels/block_lists.py": ("block_mask",),
+    "fa_kernels/kernels/longest_first.py": ("block_map",),
     "fa_kernels/kernels/forward.py": ("splits", "packed"),
     "fa_kernels/kernels/merge.py": ("splits",),
     "fa_kernels/kernels/pool.py": ("pooled",),

@@ -12,12 +12,13 @@ from oracles.masks.block_sparse import BlockSparse
 from oracles.masks.document import Document
 from oracles.masks.prefix_lm import PrefixLM
 from oracles.problem import Problem
+from oracles.stream import uniform
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from fa_kernels import block_map  # noqa: E402
-from fa_kernels.configs import CONFIGS  # noqa: E402
+from fa_kernels.configs import CONFIGS, Tile  # noqa: E402
 from tests.mask_forms import block_map_faults  # noqa: E402
 
 MASKS = {
@@ -43,18 +44,32 @@ def test_more_tiles_than_can_be_counted_are_refused(device, monkeypatch):
         "supported are fewer than 715,827,882"
     )
     with pytest.raises(NotImplementedError) as refused:
-        block_map.block_maps(PrefixLM(), 1, 8, 2**18, 2**20, window, lengths, CONFIGS["32x16"])
+        block_map.block_maps(PrefixLM(), 1, 8, 8, 2**18, 2**20, window, lengths, CONFIGS["32x16"])
     assert str(refused.value) == says
 
 
 @pytest.mark.parametrize(("M", "N"), [(20, 33), (0, 33), (20, 0)])
 def test_lists_are_of_32_bits_and_as_long_as_there_are_tiles(M, N, device):
     lengths = torch.tensor([[M], [N]], dtype=torch.int32, device=device).unbind()
-    maps = block_map.block_maps(PrefixLM(), 1, 2, M, N, (64, 64), lengths, CONFIGS["16x16"])
+    maps = block_map.block_maps(PrefixLM(), 1, 2, 1, M, N, (64, 64), lengths, CONFIGS["16x16"])
     rows, keys = triton.cdiv(M, 16), triton.cdiv(N, 16)
-    assert {x.dtype for x in maps} == {torch.int32}
-    assert maps.forward.shape == maps.dq.shape == (1, 2, rows, 2 + keys)
-    assert maps.dkdv.shape == (1, 2, keys, 2 + rows)
+    assert {x.dtype for of_kernel in maps for x in of_kernel} == {torch.int32}
+    assert [x.order.shape for x in maps] == [(1, 2, rows), (1, 1, keys), (1, 2, rows)]
+    assert maps.forward.lists.shape == maps.dq.lists.shape == (1, 2, rows, 2 + keys)
+    assert maps.dkdv.lists.shape == (1, 2, keys, 2 + rows)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("tiles", [1, 64, 150])
+def test_tiles_that_visit_most_come_first(heads, tiles, device):
+    """Of a group of heads together; of as many the first comes first, whatever stands behind."""
+    B, H = 2, 4
+    visited = (uniform(0, "visited", (B, H, tiles + 3, 2)) * 4).to(torch.int32)
+    lists = torch.cat([visited, torch.full((B, H, tiles + 3, 5), 99)], 3).to(torch.int32).to(device)
+    got = block_map._ordered(lists, heads, 16 * tiles - 5, Tile(16, 32))
+    work = visited[:, :, :tiles].sum(3).unflatten(1, (heads, -1)).sum(2)
+    assert got.lists is lists
+    assert got.order.tolist() == work.argsort(descending=True, stable=True).tolist()
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

@@ -76,15 +76,20 @@ def test_lists_are_those_of_the_predicate_that_says_the_same(device, beside, mas
     far = M + N
     window = tuple(far if x is None else x for x in (mask.window_left, mask.right))
     lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int32, device=device).unbind()
-    want = block_maps(mask, B, H, M, N, window, lengths, config)
+    want = block_maps(mask, B, H, HK, M, N, window, lengths, config)
     blocks = mask.blocks(H, M, N).to(device)
-    got = maps_of_blocks(blocks, mask.side, H, M, N, window, lengths, config, want._fields)
+    got = maps_of_blocks(blocks, mask.side, H, HK, M, N, window, lengths, config, want._fields)
     for name in want._fields:
-        of_blocks, of_predicate = listed(getattr(got, name)), listed(getattr(want, name))
+        of_blocks, of_predicate = (
+            listed(getattr(got, name).lists),
+            listed(getattr(want, name).lists),
+        )
         # The predicate's maps may have rows of tiles past the end, which are empty.
-        rows = getattr(got, name).shape[2]
+        rows = getattr(got, name).lists.shape[2]
         kept = [
-            row for i, row in enumerate(of_predicate) if i % getattr(want, name).shape[2] < rows
+            row
+            for i, row in enumerate(of_predicate)
+            if i % getattr(want, name).lists.shape[2] < rows
         ]
         assert of_blocks == kept, name
 

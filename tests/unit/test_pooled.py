@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import math
+import os
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from properties.compare import ratios
 
 pytest.importorskip("triton")
 
-from fa_kernels import allocation, flash_attention, operators
-from fa_kernels.arguments import check
+from fa_kernels import allocation, flash_attention, launch, operators
+from fa_kernels.arguments import Arguments, check
+from fa_kernels.configs import resolve
+from tests.unit.test_launch import lazily
 from tests.unit.test_operators import drawn as of_layouts
 from tests.unit.test_operators import stored
 
@@ -104,6 +108,91 @@ def test_every_dtype_and_any_tile_is_within_the_bound(dtype, config, pool, devic
     got = pooled_of(inputs, pool, (5, 18), mask=WINDOW, config=config)
     assert got.dtype == torch.float32
     assert worst_ratio(got, inputs, dtype, pool, (5, 18), WINDOW) <= 1
+
+
+@pytest.mark.parametrize("size", [(30, 30), (2**40, 2**33)], ids=str)
+def test_a_block_is_never_larger_than_the_sequence_to_the_kernel(size, device, monkeypatch):
+    given = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *arguments, **_: given.append(dict(zip(names, arguments, strict=False)))
+
+    names = launch.pool_kernel.arg_names
+    monkeypatch.setattr(launch, "pool_kernel", Recorder())
+    pooled_of(drawn(device, M=40, N=20), "max", size)
+    assert [(x["pool_rows"], x["pool_keys"]) for x in given] == [(min(size[0], 40), 20)]
+
+
+@pytest.mark.parametrize("config", ["16x16", "32x16"])
+@pytest.mark.parametrize("size", [(40, 70), (13, 32), (36, 17)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [Mask(window_left=3, causal=True), Mask(window_left=2, window_right=25)]
+)
+def test_the_tiles_that_a_window_leaves_are_all_that_matter(mask, size, config, device, poisoned):
+    inputs = drawn(device, M=40, N=70)
+    got = pooled_of(inputs, "mean", size, mask=mask, config=config)
+    assert worst_ratio(got, inputs, "fp64", "mean", size, mask) <= 1
+
+
+@pytest.mark.parametrize("size", [(7, 3), (1, 1), (5, 40)], ids=str)
+def test_no_two_programs_write_to_one_block(size, device, monkeypatch):
+    if device != "cpu":
+        pytest.skip("the order of programs is a GPU's own")
+    inputs = drawn(device)
+    want = pooled_of(inputs, "max", size)
+    launched = launch_pooled_backwards(monkeypatch)
+    assert torch.equal(pooled_of(inputs, "max", size), want)
+    assert launched
+
+
+def launch_pooled_backwards(monkeypatch) -> list[int]:
+    """Has the interpreter run the last program first; how many there are, of each launch."""
+    from triton.runtime import interpreter
+
+    counts = []
+
+    def backwards(*bounds):
+        steps = builtins.range(*bounds)
+        if len(steps) > 1:
+            counts.append(len(steps))
+        return steps[::-1]
+
+    monkeypatch.setattr(interpreter, "range", backwards, raising=False)
+    return counts
+
+
+def test_rows_and_blocks_past_2_to_the_31_lie_where_they_are(monkeypatch):
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("a GPU runs all of the programs, on memory that is there")
+    from triton.runtime import interpreter
+
+    heads, M, N, D = 2**11 + 1, 2**20, 1, 3
+
+    def last(*bounds):
+        """``range``, but of a grid the last program."""
+        steps = builtins.range(*bounds)
+        return steps[-1:] if len(steps) > heads else steps
+
+    random = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 1, 16, D, generator=random), torch.randn(1, 1, N, D, generator=random)
+
+    def run(heads: int, M: int) -> torch.Tensor:
+        """The last rows of the last head, whose LSE is 0."""
+        lengths = (torch.full((1,), n, dtype=torch.int32) for n in (M, N))
+        arguments = Arguments(*lengths, M + N, M + N, 0.25, resolve("16x16", q.dtype, 16))
+        rows = q[:, :, -1:].expand(1, heads, M, D)
+        lse = lazily((1, heads, M), dtype=torch.float32, device=q.device)
+        lse[0, -1, -16:] = torch.arange(16)
+        keys = k.expand(1, heads, N, D)
+        return launch.launch_pooled(rows, keys, lse, arguments, "max", 1, 1)[0, -1, -16:].clone()
+
+    want = run(1, 16)
+    monkeypatch.setattr(interpreter, "range", last, raising=False)
+    monkeypatch.setattr(allocation, "empty", lazily)
+    assert heads * M > 2**31
+    assert want.all()
+    assert torch.equal(run(heads, M), want)
 
 
 @pytest.mark.parametrize("dirt", [math.nan, math.inf, 3e38])

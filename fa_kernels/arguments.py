@@ -68,6 +68,7 @@ class Request(NamedTuple):
         mask: The token of a mask that may have a predicate; empty where there is none.
         block_size: Rows and keys of a block of block_mask.
         one_pass: Whether dq comes out of the pass that dk and dv do.
+        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
     """
 
     seqlens_q: torch.Tensor | None
@@ -82,6 +83,7 @@ class Request(NamedTuple):
     mask: str
     block_size: int
     one_pass: bool
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Arguments:
             config.dkdv.
         predicate: What else hides a key, of a mask that has that.
         maps: The tiles that each kernel then visits.
+        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
     """
 
     seqlens_q: torch.Tensor
@@ -110,6 +113,7 @@ class Arguments:
     one_pass: bool = False
     predicate: Predicate | None = None
     maps: BlockMaps | None = None
+    softcap: float | None = None
 
 
 def _check_tensors(q: object, k: object, v: object) -> None:
@@ -249,6 +253,25 @@ def _checked_scale(sm_scale: object, dtype: torch.dtype) -> float | None:
     return float(sm_scale)
 
 
+def _checked_softcap(softcap: object, sm_scale: float, dtype: torch.dtype) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, float | int):
+        raise TypeError(f"softcap is {softcap!r}; needs a float or None")
+    if not 0 < softcap <= sys.float_info.max:
+        raise ValueError(f"softcap is {softcap}; needs to be finite and > 0")
+    # The kernels multiply by it, and by sm_scale / softcap, in this dtype.
+    scales = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    for factor in (softcap, sm_scale / softcap):
+        if not scales.smallest_normal <= factor <= scales.max / 2:
+            raise NotImplementedError(
+                f"softcap is {softcap}; supported for {dtype} are those that are, as sm_scale / "
+                f"softcap is, {scales.smallest_normal:.3g} to {scales.max / 2:.3g}, the range of "
+                f"{scales.dtype}"
+            )
+    return float(softcap)
+
+
 def _checked_config(config: object) -> str:
     """The name of a configuration, or its token."""
     if config is None:
@@ -277,6 +300,7 @@ def check(
     sm_scale: object,
     backward: object,
     config: object,
+    softcap: object = None,
 ) -> Request:
     """Checks the arguments of ``flash_attention`` and brings them into an operator's types.
 
@@ -315,6 +339,7 @@ def check(
     tensor_q, ints_q = _checked_lengths("seqlens_q", seqlens_q, B, M, q.device)
     tensor_k, ints_k = _checked_lengths("seqlens_k", seqlens_k, B, k.shape[2], q.device)
     sm_scale, config = _checked_scale(sm_scale, q.dtype), _checked_config(config)
+    softcap = _checked_softcap(softcap, _scale_of(q, sm_scale), q.dtype)
     token = ""
     if hasattr(mask, "native"):
         if type(mask).__hash__ is None:
@@ -324,7 +349,7 @@ def check(
         check_block_mask(block_mask, block_size, q, k)
     return Request(
         tensor_q, tensor_k, block_mask, ints_q, ints_k, left, right, sm_scale, config, token,
-        block_size, backward == "one_pass",
+        block_size, backward == "one_pass", softcap,
     )  # fmt: skip
 
 
@@ -342,7 +367,7 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request
     seqlens_q = _on_device(request.seqlens_q, request.lengths_q, B, M, q.device)
     seqlens_k = _on_device(request.seqlens_k, request.lengths_k, B, N, q.device)
     block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
-    sm_scale = float(D) ** -0.5 if request.sm_scale is None else request.sm_scale
+    sm_scale = _scale_of(q, request.sm_scale)
     config = _resolved(request.config, q.dtype, block_d, request.one_pass)
     predicate, maps = None, None
     sizes, window, lengths = (H, M, N), (left, right), (seqlens_q, seqlens_k)
@@ -362,7 +387,14 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request
         maps = maps_of_blocks(
             request.block_mask, request.block_size, *sizes, window, lengths, config
         )
-    return Arguments(*lengths, *window, sm_scale, config, request.one_pass, predicate, maps)
+    return Arguments(
+        *lengths, *window, sm_scale, config, request.one_pass, predicate, maps, request.softcap
+    )
+
+
+def _scale_of(q: torch.Tensor, sm_scale: float | None) -> float:
+    """The factor on q.k in force."""
+    return float(q.shape[3]) ** -0.5 if sm_scale is None else sm_scale
 
 
 def _on_device(

@@ -41,6 +41,7 @@ def flash_attention(
     return_lse: bool = False,
     backward: str = "two_pass",
     config: Config | str | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention softmax(sm_scale q k') v over the visible keys, without the M x N matrix.
 
@@ -73,6 +74,7 @@ def flash_attention(
         config: Tile configuration, a ``Config`` or a name in ``CONFIGS``; None is "default". For
             few queries against long keys, ``Config(splits=16)`` or so divides the key tiles of each
             query tile among as many programs, and merges what they find.
+        softcap: c, finite and > 0: a scaled score x becomes c tanh(x / c), before it is masked.
 
     Under ``torch.autocast`` q, k and v of 16 and 32 bits are cast to its dtype first. Under
     ``torch.compile`` a mask with a method ``native`` is a constant, and a frozen dataclass.
@@ -110,6 +112,7 @@ def flash_attention(
         sm_scale=sm_scale,
         backward=backward,
         config=config,
+        softcap=softcap,
     )
     out, lse = operators.forward(q, k, v, *request)
     return (out, lse) if return_lse else out

@@ -18,6 +18,7 @@ from fa_kernels.kernels.dkdv import dkdv_kernel
 from fa_kernels.kernels.dq import dq_kernel
 from fa_kernels.kernels.forward import forward_kernel
 from fa_kernels.kernels.merge import merge_kernel
+from fa_kernels.kernels.scores import SOFTCAP
 
 __all__ = ["ROW_PADDING", "empty_gradients", "empty_outputs", "launch_backward", "launch_forward"]
 
@@ -63,6 +64,7 @@ def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dic
         "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
         "DOTS": arguments.config.dots if dtype == torch.float32 else "ieee",
         "PREDICATE": None if arguments.predicate is None else arguments.predicate.function,
+        "MODS": 0 if arguments.softcap is None else SOFTCAP.value,
     }
 
 
@@ -91,6 +93,11 @@ def _scale_bits(sm_scale: float) -> int:
     return struct.unpack("<q", struct.pack("<d", sm_scale))[0]
 
 
+def _score_args(arguments: Arguments) -> tuple:
+    """What the kernels do to scores, as ``kernels.scores`` reads it; a filler if nothing."""
+    return (0 if arguments.softcap is None else _scale_bits(arguments.softcap),)
+
+
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Unwritten out (B,H,M,Dv) in the dtype of q and lse (B,H,M), contiguous."""
     B, H, M, _ = q.shape
@@ -115,6 +122,7 @@ def launch_forward(
         )
         written = (acc, m, l_sum)
     constants = _constants(q.dtype, D, Dv, arguments)
+    mods = _score_args(arguments)
     programs = triton.cdiv(M, tile.block_m) * B * H * (parts or 1)
     if programs:
         with on_device(q):
@@ -123,7 +131,7 @@ def launch_forward(
                 *q.stride(), *k.stride(), *v.stride(),
                 H, H // k.shape[1], M, N, D, Dv,
                 arguments.window_left, arguments.window_right, parts or 1,
-                _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"),
+                _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"), mods,
                 ALIGNED=_is_aligned(q, k, v, out), SPLIT=parts is not None,
                 **constants, **_tile(tile),
             )  # fmt: skip
@@ -187,7 +195,7 @@ def launch_backward(
         arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
     )  # fmt: skip
     inputs = (q, k, v, dout, lse2, delta)
-    lengths = (arguments.seqlens_q, arguments.seqlens_k)
+    lengths, mods = (arguments.seqlens_q, arguments.seqlens_k), _score_args(arguments)
     with on_device(q):
         if B * H * M:
             delta_kernel[(m_padded // DELTA_ROWS * B * H,)](
@@ -200,7 +208,7 @@ def launch_backward(
         programs = triton.cdiv(N, tile.block_n) * B * Hk
         if programs and of_keys:
             dkdv_kernel[(programs,)](
-                *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"),
+                *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"), mods,
                 ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
                 **constants, **_tile(tile),
             )  # fmt: skip
@@ -210,7 +218,7 @@ def launch_backward(
         programs = triton.cdiv(M, tile.block_m) * B * H
         if programs and of_rows and not one_pass:
             dq_kernel[(programs,)](
-                *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"),
+                *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"), mods,
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None

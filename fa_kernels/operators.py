@@ -19,7 +19,7 @@ _NAMESPACE = __name__.partition(".")[0]
 _REQUEST = (
     "Tensor? seqlens_q, Tensor? seqlens_k, Tensor? block_mask, SymInt[]? lengths_q, "
     "SymInt[]? lengths_k, SymInt? window_left, SymInt? window_right, float? sm_scale, str config, "
-    "str mask, int block_size, bool one_pass"
+    "str mask, int block_size, bool one_pass, float? softcap"
 )
 # A module that is loaded again registers again: the first operators go with their library.
 _library: Any = None

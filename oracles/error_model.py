@@ -32,7 +32,7 @@ class Judgement:
     Args:
         bound: Largest error of each element of each output.
         terms: For each element, the sum of |terms| that it is computed from.
-        max_score: The largest |sm_scale q.k| of a visible pair.
+        max_score: The largest |score| of a visible pair.
         out_of_range: None, or a sentence on the first range condition that fails: then no
             accuracy is promised.
     """
@@ -174,9 +174,11 @@ def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
     return torch.stack([peak.amax() for peak in peaks])
 
 
-def _judge_chunk(x: Chunk, t: float, c: Constants, numerics: Numerics, exact: bool) -> _Part:
+def _judge_chunk(
+    x: Chunk, t: float, c: Constants, numerics: Numerics, exact: bool, softcap: float | None
+) -> _Part:
     """Runs both passes over a chunk and keeps what outlives it."""
-    fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact)
+    fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact, softcap=softcap)
     bwd = backward_error(x, fwd, sm_scale=t, c=c, numerics=numerics)
     rows = _finish_rows(x, fwd, bwd, c)
     return _Part(rows, bwd.keys, _row_peaks(fwd, bwd, rows))
@@ -226,6 +228,7 @@ def judge(
     sm_scale: float,
     in_dtype: str,
     numerics: Numerics,
+    softcap: float | None = None,
     rows: int | None = None,
 ) -> Judgement:
     """The bound of every element of every output, its sum of |terms|, and the range check.
@@ -244,6 +247,7 @@ def judge(
         sm_scale: Factor on q.k, > 0.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
         numerics: What the subject declares.
+        softcap: c of scores c tanh(sm_scale q.k / c), > 0; None leaves them as they are.
         rows: Height of a chunk, rounded up to a multiple of 16; None chooses.
 
     Returns:
@@ -279,7 +283,7 @@ def judge(
         seen = masks.between(here.start, here.stop)
         chunk = _gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen)
         exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
-        part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread)
+        part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))
         peaks.append(part.peaks)
         sums = part.keys if sums is None else KeySums(*map(torch.Tensor.add_, sums, part.keys))

@@ -56,18 +56,56 @@ def _prescale_error(
     return error_mn
 
 
-def _score_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) -> FloatArray:
-    """E: the error of s - running maximum, and of its exponential, on visible pairs."""
-    u, u_dot = units.u, units.u_dot
-    D = head.q_md.shape[1]
-    s_mn = head.scores_mn
+def _dot_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) -> FloatArray:
+    """What the dots of q and k are off, times the scale."""
+    u_dot, D = units.u_dot, head.q_md.shape[1]
     magnitude_mn = sm_scale * (np.abs(head.q_md) @ np.abs(head.k_nd).T)
-    error_mn = (
+    error_mn: FloatArray = (
         (units.g(max(D, _SHORTEST_DOT)) * (1 + u_dot) + u_dot) * magnitude_mn
-        + 5 * u * (np.abs(s_mn) + u_dot * magnitude_mn)
-        + 3 * u * np.abs(s_mn - head.row_max_m[:, None])
+        + 5 * units.u * u_dot * magnitude_mn
         + _prescale_error(head, magnitude_mn, sm_scale, numerics, units)
         + sm_scale * units.subnormal_operands(head.q_md, head.k_nd)
+    )
+    return error_mn
+
+
+def _capped_error(
+    head: Head, dot_error_mn: FloatArray, softcap: float, units: Units
+) -> tuple[FloatArray, FloatArray]:
+    """What softcap * tanh(x / softcap), and its derivative by x, are off.
+
+    x is multiplied by a rounded 1 / softcap, and tanh by a rounded softcap: four roundings. tanh is
+    off by at most 9u + u_exp of itself; its derivative by 14u + u_exp of itself, and by what the
+    exponent -2 |x / softcap| loses to two roundings. Both are 0 or 1 beyond an exponent of 800.
+    """
+    u, size_mn = units.u, np.abs(head.scaled_mn)
+    input_error_mn = dot_error_mn + 3 * u * size_mn
+    nearest_mn = np.maximum(0.0, size_mn - input_error_mn)
+    steepest_mn = 1 / np.cosh(nearest_mn / softcap) ** 2
+    moved_mn = steepest_mn * input_error_mn
+    score_error_mn = moved_mn + (3 * u + (9 * u + units.u_exp)) * (
+        np.abs(head.scores_mn) + moved_mn
+    )
+    score_error_mn += 2 * units.flush * softcap
+    exponent_mn = np.minimum(2 * size_mn / softcap, 800.0)
+    relative_mn = np.minimum(1.0, 2 * input_error_mn / softcap)
+    relative_mn = relative_mn + 14 * u + units.u_exp + 2 * u * exponent_mn
+    return score_error_mn, steepest_mn * relative_mn + 4 * units.flush
+
+
+def _score_error(
+    head: Head, sm_scale: float, numerics: Numerics, units: Units, softcap: float | None
+) -> FloatArray:
+    """E: the error of s - running maximum, and of its exponential, on visible pairs."""
+    u = units.u
+    s_mn = head.scores_mn
+    error_mn = _dot_error(head, sm_scale, numerics, units)
+    if softcap is not None:
+        error_mn, _ = _capped_error(head, error_mn, softcap, units)
+    error_mn = (
+        error_mn
+        + 5 * u * np.abs(s_mn)
+        + 3 * u * np.abs(s_mn - head.row_max_m[:, None])
         + units.u_exp
     )
     rescales_m = rescales(head, error_mn, numerics)
@@ -174,6 +212,7 @@ def _head_bound(
     units: Units,
     chain_n: FloatArray,
     with_dlse: bool,
+    softcap: float | None,
 ) -> _HeadBound:
     """All bounds of one head; ``chain_n`` is the length of the sums that make dk and dv."""
     t, u, uc = sm_scale, units.u, units.u_cast_dot
@@ -181,7 +220,7 @@ def _head_bound(
     q_md, k_nd, dout_me = np.abs(head.q_md), np.abs(head.k_nd), np.abs(head.dout_me)
 
     # 1: scores, forward
-    error_mn = _score_error(head, t, numerics, units)
+    error_mn = _score_error(head, t, numerics, units, softcap)
     bound_out_me, bound_lse_m = _forward(head, error_mn, numerics, units)
 
     # 2: F, the error of P recomputed from the stored LSE
@@ -193,7 +232,14 @@ def _head_bound(
     # 3: dS before and after its cast
     from_rounded = numerics.ds_from == "rounded"
     e_mn = _dscore_error(head, bound_out_me, prob_error_mn, units, with_dlse, from_rounded)
-    top_mn = np.abs(head.dscores_mn) + e_mn
+    dscaled_mn = head.dscores_mn * head.slope_mn
+    if softcap is not None:
+        dot_error_mn = _dot_error(head, t, numerics, units)
+        slope_error_mn = _capped_error(head, dot_error_mn, softcap, units)[1]
+        largest_mn = (np.abs(head.dscores_mn) + e_mn) * (head.slope_mn + slope_error_mn)
+        e_mn = e_mn * (head.slope_mn + slope_error_mn) + np.abs(head.dscores_mn) * slope_error_mn
+        e_mn = np.where(seen_mn, e_mn + u * largest_mn + units.flush, 0.0)
+    top_mn = np.abs(dscaled_mn) + e_mn
     eta_ds = (units.eta_cast + units.flush_op) * (1 + units.u_x)
     if numerics.ds_scaled:
         eta_ds *= max(1.0, 1 / t)
@@ -267,7 +313,12 @@ def _group_sum(
 
 
 def _group_bound(
-    heads: list[Head], sm_scale: float, numerics: Numerics, units: Units, with_dlse: bool
+    heads: list[Head],
+    sm_scale: float,
+    numerics: Numerics,
+    units: Units,
+    with_dlse: bool,
+    softcap: float | None,
 ) -> Outputs[FloatArray]:
     """Bounds of the heads that share a key/value head: out, lse, dq stacked, dk and dv summed."""
     seen_mn = heads[0].seen_mn
@@ -276,7 +327,7 @@ def _group_bound(
     per_head = numerics.group_sum == "dtype" and len(heads) > 1
     rows_n = _ROW_TILE * seen_tiles(seen_mn.T, _ROW_TILE)
     chain_n = rows_n if per_head else len(heads) * rows_n
-    bounds = [_head_bound(x, sm_scale, numerics, units, chain_n, with_dlse) for x in heads]
+    bounds = [_head_bound(x, sm_scale, numerics, units, chain_n, with_dlse, softcap) for x in heads]
 
     flushed = units.flush_op * (max(sm_scale, 1.0) * chain_n / _ROW_TILE + 1)[:, None]
     u_scaled = units.u_stored + 4 * units.u  # dq and dk are multiplied by t after the dot
@@ -315,6 +366,7 @@ def bound(
     in_dtype: str,
     numerics: Numerics,
     dlse: FloatArray | None = None,
+    softcap: float | None = None,
 ) -> Outputs[FloatArray]:
     """Returns, element by element, how far a correct kernel's outputs may be from the reference.
 
@@ -332,6 +384,7 @@ def bound(
         in_dtype: The kernel's dtype, "fp16", "bf16", "fp32" or "fp64".
         numerics: What the kernel declares of its rounding.
         dlse: (B, H, M) gradient of lse, if the kernel was given one.
+        softcap: As of ``numpy_reference.attention``.
 
     Returns:
         Bounds shaped as the outputs; for "fp64" doubled, as the reference errs by as much.
@@ -360,7 +413,7 @@ def bound(
             for g in range(Hk):
                 hs = slice(g * group, (g + 1) * group)
                 heads = [
-                    attend_head(*inputs, seen_bmn[b], sm_scale)
+                    attend_head(*inputs, seen_bmn[b], sm_scale, softcap)
                     for inputs in zip(
                         q[b, hs],
                         [k[b, g]] * group,
@@ -370,7 +423,7 @@ def bound(
                         strict=True,
                     )
                 ]
-                one = _group_bound(heads, sm_scale, numerics, units, dlse is not None)
+                one = _group_bound(heads, sm_scale, numerics, units, dlse is not None, softcap)
                 result.out[b, hs], result.lse[b, hs], result.dq[b, hs] = one.out, one.lse, one.dq
                 result.dk[b, g], result.dv[b, g] = one.dk, one.dv
     if in_dtype == "fp64":

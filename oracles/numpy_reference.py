@@ -24,7 +24,8 @@ class Head(NamedTuple):
     """The passes of one batch entry and query head; 0 wherever a row does not see a key.
 
     The inputs come first, with rows that see nothing and keys that nobody sees set to 0. lse_m is
-    -inf and row_max_m is 0 for a row without a visible key.
+    -inf and row_max_m is 0 for a row without a visible key. scaled_mn is what a softcap made the
+    scores of, slope_mn their derivative by it: the scores themselves, and 1, without one.
     """
 
     q_md: FloatArray
@@ -44,6 +45,8 @@ class Head(NamedTuple):
     dq_md: FloatArray
     dk_nd: FloatArray
     dv_ne: FloatArray
+    scaled_mn: FloatArray
+    slope_mn: FloatArray
 
 
 def seen_keys(mask: Mask, B: int, M: int, N: int) -> BoolArray:
@@ -87,6 +90,7 @@ def attend_head(
     dlse_m: FloatArray,
     seen_mn: BoolArray,
     sm_scale: float,
+    softcap: float | None = None,
 ) -> Head:
     """Runs forward and backward of one query head of one batch entry.
 
@@ -98,6 +102,7 @@ def attend_head(
         dlse_m: (M,) float64, gradient of lse.
         seen_mn: (M, N) bool, True where row m sees key n.
         sm_scale: Factor on q.k.
+        softcap: c of c tanh(s / c), > 0; None leaves the scores as they are.
 
     Returns:
         All passes; dk_nd and dv_ne are this head's own contribution.
@@ -113,8 +118,12 @@ def attend_head(
     dout_me = np.where(live_m[:, None], dout_me, 0.0)
     dlse_m = np.where(live_m, dlse_m, 0.0)
 
-    # Pass 1: scores s = t q.k
-    scores_mn = np.where(seen_mn, sm_scale * (q_md @ k_nd.T), 0.0)
+    # Pass 1: scores s = t q.k, or c tanh(t q.k / c), whose slope is 1 / cosh^2
+    scaled_mn = scores_mn = np.where(seen_mn, sm_scale * (q_md @ k_nd.T), 0.0)
+    slope_mn = np.ones_like(scores_mn)
+    if softcap is not None:
+        scores_mn = softcap * np.tanh(scaled_mn / softcap)
+        slope_mn = np.cosh(scaled_mn / softcap) ** -2.0
     # Pass 2: row maximum over the visible keys
     row_max_m = np.max(np.where(seen_mn, scores_mn, -np.inf), axis=1, initial=-np.inf)
     row_max_m = np.where(live_m, row_max_m, 0.0)
@@ -131,9 +140,10 @@ def attend_head(
     delta_m = (dout_me * out_me).sum(axis=1) - dlse_m
     # Pass 7: dS = P (dP - delta)
     dscores_mn = np.where(seen_mn, probs_mn * (dprobs_mn - delta_m[:, None]), 0.0)
-    # Pass 8: dQ = t dS K, dK = t dS' Q, dV = P' dO
-    dq_md = sm_scale * (dscores_mn @ k_nd)
-    dk_nd = sm_scale * (dscores_mn.T @ q_md)
+    # Pass 8: dQ = t dX K, dK = t dX' Q, dV = P' dO, where dX = dS by the slope
+    dscaled_mn = dscores_mn * slope_mn
+    dq_md = sm_scale * (dscaled_mn @ k_nd)
+    dk_nd = sm_scale * (dscaled_mn.T @ q_md)
     dv_ne = probs_mn.T @ dout_me
     return Head(
         q_md=q_md,
@@ -153,6 +163,8 @@ def attend_head(
         dq_md=dq_md,
         dk_nd=dk_nd,
         dv_ne=dv_ne,
+        scaled_mn=scaled_mn,
+        slope_mn=slope_mn,
     )
 
 
@@ -165,6 +177,7 @@ def attention(
     mask: Mask,
     sm_scale: float,
     dlse: FloatArray | None = None,
+    softcap: float | None = None,
 ) -> Outputs[FloatArray]:
     """Returns out, lse and the analytic gradients of sum(out * dout) + sum(lse * dlse).
 
@@ -180,6 +193,7 @@ def attention(
         mask: What each query sees.
         sm_scale: Factor on q.k.
         dlse: (B, H, M) gradient of lse; None is zero.
+        softcap: c, > 0, where a scaled score s becomes c tanh(s / c); None where it does not.
 
     Returns:
         out (B, H, M, Dv), lse (B, H, M) in natural log, dq, dk, dv shaped as q, k, v.
@@ -203,8 +217,9 @@ def attention(
             for h in range(H):
                 g = h // (H // Hk)
                 head = attend_head(
-                    q[b, h], k[b, g], v[b, g], dout[b, h], dlse_bhm[b, h], seen_bmn[b], sm_scale
-                )
+                    q[b, h], k[b, g], v[b, g], dout[b, h], dlse_bhm[b, h], seen_bmn[b], sm_scale,
+                    softcap,
+                )  # fmt: skip
                 result.out[b, h] = head.out_me
                 result.lse[b, h] = head.lse_m
                 result.dq[b, h] = head.dq_md

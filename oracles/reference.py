@@ -9,6 +9,7 @@ import torch
 
 from oracles.mask import Mask
 from oracles.outputs import Outputs
+from oracles.softcap import capped
 
 __all__ = ["DenseMask", "RowMasks", "attention", "chunk_height"]
 
@@ -96,6 +97,7 @@ def _rows_with_gradients(
     dlse: torch.Tensor | None,
     seen: torch.Tensor,
     sm_scale: float,
+    softcap: float | None,
 ) -> Outputs[torch.Tensor]:
     """The outputs of a chunk of rows, and what these rows add to dk and dv."""
     B, H, M, _ = q.shape
@@ -114,6 +116,8 @@ def _rows_with_gradients(
         k, v = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
         # 3. Scores. A row without a key gets zeros: its softmax stays finite and is dropped below.
         scores_bhmn = q @ k.mT * sm_scale
+        if softcap is not None:
+            scores_bhmn = capped(scores_bhmn, softcap)
         scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
         # 4. Softmax, divided by its sum: exp(s - lse) would carry the rounding of lse, which grows
         #    with |lse|, into every weight of the row. The second select keeps hidden pairs out of
@@ -143,14 +147,15 @@ def attention(
     *,
     mask: DenseMask,
     sm_scale: float,
+    softcap: float | None = None,
     rows: int | None = None,
 ) -> Outputs[torch.Tensor]:
     """Attention, its log-sum-exp and its gradients, in float64.
 
-    out = softmax(sm_scale q k' + mask) v; lse is the natural logarithm of the softmax's
-    denominator; dq, dk, dv are the gradients of sum(out * dout) + sum(lse * dlse). A row with no
-    visible key gives out 0, lse -inf, dq 0, and adds nothing to dk and dv. Padding may hold
-    anything, and hidden pairs contribute exact zeros.
+    out = softmax(s + mask) v, where s is x = sm_scale q k', or c tanh(x / c); lse is the natural
+    logarithm of the softmax's denominator; dq, dk, dv are the gradients of sum(out * dout) +
+    sum(lse * dlse). A row with no visible key gives out 0, lse -inf, dq 0, and adds nothing to dk
+    and dv. Padding may hold anything, and hidden pairs contribute exact zeros.
 
     Args:
         q: (B, H, M, D), any float dtype and strides.
@@ -160,6 +165,7 @@ def attention(
         dlse: (B, H, M), the gradient of lse; None is zero. Rows without a key have none.
         mask: What each row sees.
         sm_scale: Factor on q.k.
+        softcap: c, > 0; None leaves the scores as they are.
         rows: Height of a chunk; None keeps a chunk's scores within 2**24.
 
     Returns:
@@ -185,7 +191,9 @@ def attention(
         here = slice(start, min(start + height, M))
         seen = masks.between(here.start, here.stop)
         of_lse = None if dlse is None else dlse[:, :, here].to(torch.float64)
-        part = _rows_with_gradients(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, sm_scale)
+        part = _rows_with_gradients(
+            q[:, :, here], k, v, dout[:, :, here], of_lse, seen, sm_scale, softcap
+        )
         for name in ("out", "lse", "dq"):
             getattr(results, name)[:, :, here] = getattr(part, name)
         results.dk.add_(part.dk)

@@ -41,6 +41,8 @@ _FEWEST_COLUMNS = 8
 # Scores need a spread: of many equal weights every cast errs alike. With a wide one, a single key
 # takes a row, and its errors with it.
 _SPREADS = (0.1, 2.0)
+# Of softcap, in the largest of these spreads: a narrower one makes scores alike again.
+_WIDEST = 2.0
 _FEWEST_ROWS = 64  # whose spread is taken from themselves
 _PRODUCTS = 16  # a tensor core adds this many products at a time
 
@@ -78,6 +80,7 @@ def is_valid(problem: Problem) -> bool:
         and "expanded" not in problem.layouts
         and min(problem.D, problem.Dv) >= _FEWEST_COLUMNS
         and low <= problem.scale * math.sqrt(problem.D) <= high
+        and (problem.softcap is None or problem.softcap >= _WIDEST * high)
     )
 
 

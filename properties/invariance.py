@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -51,14 +52,13 @@ def _judged(trial: Trial, inputs: Inputs) -> Trial | None:
     got = run_subject(subject, problem, inputs)
     if len(subject.promises("G8", problem.config)) == len(OUTPUTS):
         return dataclasses.replace(trial, inputs=inputs, got=got)
-    mask, scale = problem.mask, problem.scale
+    scores: Any = {"mask": problem.mask, "sm_scale": problem.scale, "softcap": problem.softcap}
     judgement = error_model.judge(
-        *inputs, mask=mask, sm_scale=scale, in_dtype=problem.dtype,
-        numerics=subject.numerics_of(problem),
-    )  # fmt: skip
+        *inputs, **scores, in_dtype=problem.dtype, numerics=subject.numerics_of(problem)
+    )
     if judgement.out_of_range is not None:
         return None
-    want = reference.attention(*inputs, mask=mask, sm_scale=scale)
+    want = reference.attention(*inputs, **scores)
     return dataclasses.replace(trial, inputs=inputs, got=got, want=want, judgement=judgement)
 
 

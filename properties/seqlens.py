@@ -55,6 +55,7 @@ class Domain:
     inputs: tuple[str, ...]
     dout: tuple[str, ...]
     dlse: tuple[str, ...]
+    softcaps: tuple[float | None, ...]
     dirty: tuple[str, ...]
     max_cost: int
     padding: bool

@@ -16,9 +16,14 @@ from properties.declarations import BITWISE, NUMERICS, check_declarations, decla
 from properties.dlse_families import NO_DLSE
 from properties.tutorial_call import tutorial_call
 
-__all__ = ["BITWISE", "Subject"]
+__all__ = ["BITWISE", "Subject", "score_mods_of"]
 
 _PROMISED_WITH = {"G3": "G10", "G7": "G10", "G12": "G8", "G13": "G10"}
+
+
+def score_mods_of(problem: Problem) -> dict[str, Any]:
+    """What a problem does to scores, as keyword arguments of a subject's call."""
+    return {} if problem.softcap is None else {"softcap": problem.softcap}
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,9 @@ class Subject:
             bound.
         numerics: What chooses the error bound.
         tiles: (problem) -> (block_m, block_n) of the forward, for reports; None where unknown.
+        score_mods: What it can do to scores beside scaling and masking them, out of
+            ``declarations.SCORE_MODS``: "softcap"; the call then takes it by that name, where a
+            problem has it.
         takes: The signature, where it is the one of Triton's tutorial and was adapted; else empty.
         source: What --kernel was given, for replay lines; empty for the project's own kernels.
     """
@@ -91,6 +99,7 @@ class Subject:
     tiles: Callable[[Problem], tuple[int, int]] | None = None
     takes: str = ""
     source: str = ""
+    score_mods: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, call: Callable[..., Any], name: str) -> Subject:
@@ -194,6 +203,7 @@ class Subject:
             (f"dirty {self.dirty}", clean or not padded),
             ("lse_grad False", self.lse_grad or problem.dlse == NO_DLSE),
             (f"devices {self.devices}", problem.device in self.devices),
+            (f"score_mods {self.score_mods}", set(score_mods_of(problem)) <= set(self.score_mods)),
             (f"causal_alignment {alignment!r}", aligned),
         ):
             if not holds:
@@ -213,7 +223,8 @@ class Subject:
         if reason is not None:
             raise NotImplementedError(reason)
         config = {"config": problem.config} if len(self.configs) > 1 else {}
-        result = self.call(q, k, v, mask=problem.mask, sm_scale=problem.scale, **config)
+        mods = score_mods_of(problem)
+        result = self.call(q, k, v, mask=problem.mask, sm_scale=problem.scale, **config, **mods)
         pair = isinstance(result, tuple | list)
         if pair and len(result) != 2:
             raise AssertionError(

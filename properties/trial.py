@@ -59,6 +59,7 @@ class Trial:
             sm_scale=self.problem.scale,
             in_dtype=self.problem.dtype,
             numerics=self.subject.numerics_of(self.problem),
+            softcap=self.problem.softcap,
         )
 
 
@@ -217,13 +218,16 @@ def question(subject: Subject, problem: Problem, inputs: Inputs | None = None) -
         sm_scale=problem.scale,
         in_dtype=problem.dtype,
         numerics=subject.numerics_of(problem),
+        softcap=problem.softcap,
     )
     if judgement.out_of_range is not None:
         return None
     # One answer from the GPU instead of five: waiting for it is what a small problem costs.
     if not bool(torch.stack([bound.isfinite().all() for bound in judgement.bound]).all()):
         raise RuntimeError(f"the bound is not finite, so nothing is judged: {problem.to_json()}")
-    want = reference.attention(*inputs, mask=problem.mask, sm_scale=problem.scale)
+    want = reference.attention(
+        *inputs, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap
+    )
     return Question(problem, inputs, judgement, want)
 
 

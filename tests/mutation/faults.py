@@ -15,6 +15,7 @@ _DKDV = "fa_kernels/kernels/dkdv.py"
 _DQ = "fa_kernels/kernels/dq.py"
 _TILES = "fa_kernels/kernels/tiles.py"
 _MERGE = "fa_kernels/kernels/merge.py"
+_SCORES = "fa_kernels/kernels/scores.py"
 _RANGES = "fa_kernels/ranges.py"
 _LAUNCH = "fa_kernels/launch.py"
 _SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)"
@@ -298,8 +299,8 @@ _GRADIENTS = (
         "attention",
         (
             "fa_kernels/arguments.py",
-            "float(D) ** -0.5",
-            "float(block_d) ** -0.5",
+            "float(q.shape[3]) ** -0.5",
+            "float(1 << (q.shape[3] - 1).bit_length()) ** -0.5",
         ),
     ),
     *(
@@ -528,4 +529,37 @@ _SPLITS = (
     ),
 )  # fmt: skip
 
-FAULTS: tuple[Mutant, ...] = (*_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS)
+_SCORE_MODS = (
+    _fault(
+        "forward: what is hidden is capped too, and then visible",
+        "flashinfer#350; onnx#7865; flash-attention#1025",
+        "T3 G1 G2",
+        (_FORWARD, "        if MODS:\n            scores, _ = modified(scores, mods, MODS)\n", ""),
+        (
+            _FORWARD,
+            "            scores = tl.where(seen, scores, -float(\"inf\"))\n",
+            "            scores = tl.where(seen, scores, -float(\"inf\"))\n"
+            "        if MODS:\n            scores, _ = modified(scores, mods, MODS)\n",
+        ),
+    ),
+    *(
+        _fault(
+            f"{kernel}: the gradient of a capped score is that of a plain one",
+            "flash-attention#1033; tokamax#1121",
+            "T3 G1",
+            (file, "            ds = ds * slope\n", "            ds = ds * 1.0\n"),
+            hidden="while no score comes near the cap",
+        )
+        for kernel, file in (("dq", _DQ), ("dkdv", _DKDV))
+    ),
+    _fault(
+        "scores: capped scores are scaled to base 2 before tanh, and not back",
+        "sgl-kernel-xpu#491",
+        "T3 G1",
+        (_SCORES, "factor = sm_scale / softcap", "factor = sm_scale * LOG2E / softcap"),
+    ),
+)  # fmt: skip
+
+FAULTS: tuple[Mutant, ...] = (
+    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_SCORE_MODS
+)  # fmt: skip

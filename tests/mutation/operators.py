@@ -24,6 +24,7 @@ SITES = (
     "fa_kernels/kernels/dkdv.py",
     "fa_kernels/kernels/dq.py",
     "fa_kernels/kernels/tiles.py",
+    "fa_kernels/kernels/scores.py",
     "fa_kernels/kernels/tile_kinds.py",
     "fa_kernels/kernels/block_lists.py",
     "fa_kernels/ranges.py",

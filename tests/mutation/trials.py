@@ -70,6 +70,12 @@ QUICK: tuple[Step, ...] = (
     _step(B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, config="16x16-one_pass"),
     _step(H=2, M=17, N=35, dtype="fp16", inputs="lse_low_90", config="16x32-one_pass", **_ALIGNED),
     _step("G3", M=40, N=17, mask=Mask(causal=True), dlse="normal", config="32x16-one_pass"),
+    # A softcap that some scores reach, and one that none comes near; in one pass, and in parts.
+    _step("G3", B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan", softcap=2.0),
+    _step(H=2, Hk=2, M=18, N=35, D=5, Dv=3, softcap=1e6, config="16x16-one_pass"),
+    _step(H=2, M=18, N=35, D=5, Dv=3, inputs="times40", softcap=5.0, config="16x16-split3"),
+    *(_step(M=18, N=35, dtype=dtype, inputs="times40", softcap=20.0, **_ALIGNED)
+      for dtype in ("fp32", "fp16")),
     # A map of blocks, of each head and of all, beside lengths and a window; default tiles, of which
     # a block holds several.
     *(_step(B=2, H=2, M=40, N=70, config="16x32", dirty="nan", layouts=_MIXED,

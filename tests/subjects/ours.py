@@ -25,12 +25,12 @@ def adapted(package: ModuleType):
     """``flash_attention`` of the package, or of a copy of it, as a subject with declarations."""
     resolve = importlib.import_module(f"{package.__name__}.configs").resolve
 
-    def flash_attention(q, k, v, *, mask, sm_scale, config="default"):
+    def flash_attention(q, k, v, *, mask, sm_scale, config="default", **score_mods):
         """Returns (out, lse)."""
         backward = "one_pass" if config.endswith(_ONE_PASS) else "two_pass"
         options = {
             "sm_scale": sm_scale, "return_lse": True, "backward": backward,
-            "config": config.removesuffix(_ONE_PASS),
+            "config": config.removesuffix(_ONE_PASS), **score_mods,
         }  # fmt: skip
         if isinstance(mask, BlockSparse) and mask.side % _largest_tile(q, v, options) == 0:
             blocks = mask.blocks(q.shape[1], q.shape[2], k.shape[2]).to(q.device)
@@ -67,6 +67,7 @@ def adapted(package: ModuleType):
 
     flash_attention.returns_lse = True
     flash_attention.lse_grad = True
+    flash_attention.score_mods = ("softcap",)
     flash_attention.l_order = "tile"
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
     flash_attention.configs = {name: declared(x) for name, x in package.CONFIGS.items()} | {

@@ -14,6 +14,7 @@ class Eager:
 
     returns_lse = True
     lse_grad = False
+    score_mods: tuple[str, ...] = ()
     bitwise = ("G4", "G5", "G10")
     devices = ("cpu",)
 
@@ -22,7 +23,7 @@ class Eager:
         self.calls = 0
         self.scales: dict[tuple[int, ...], float] = {}
 
-    def __call__(self, q, k, v, *, mask, sm_scale, config="default"):
+    def __call__(self, q, k, v, *, mask, sm_scale, config="default", softcap=None):
         self.calls += 1
         q, k, v, sm_scale = self.misread(q, k, v, sm_scale)
         (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
@@ -38,7 +39,12 @@ class Eager:
                 torch.where(used, v, 0.0),
             )
         k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
-        scores = torch.where(seen, q @ k.mT * sm_scale, -math.inf)
+        scores = q @ k.mT * sm_scale
+        if softcap is not None:
+            capped = softcap * torch.tanh(scores / softcap)
+            is_flat = self.fault == "no slope of a softcap"
+            scores = scores + (capped - scores).detach() if is_flat else capped
+        scores = torch.where(seen, scores, -math.inf)
         m = scores.detach().amax(3, keepdim=True) if N else scores.new_zeros((B, H, M, 1))
         m = torch.where(live, m, 0.0)
         if self.fault == "no maximum subtracted":

@@ -171,6 +171,16 @@ LENGTHS = {
 
 POSITIVE = "finite and > 0"
 OPTIONS = {
+    "softcap_nan": refusal(ValueError, "softcap", "nan", POSITIVE, softcap=math.nan),
+    "softcap_0": refusal(ValueError, "softcap", "0.0", POSITIVE, softcap=0.0),
+    "softcap_inf": refusal(ValueError, "softcap", "inf", POSITIVE, softcap=math.inf),
+    "softcap_overflows": refusal(LATER, "softcap", "2e+38", "float32", softcap=2e38),
+    "softcap_underflows": refusal(LATER, "softcap", "1e-38", "float32", softcap=1e-38),
+    "softcap_beside_scale": refusal(
+        LATER, "softcap", "1e+30", "sm_scale / softcap", softcap=1e30, sm_scale=1e-9
+    ),
+    "softcap_string": refusal(TypeError, "softcap", "'1'", "a float or None", softcap="1"),
+    "softcap_bool": refusal(TypeError, "softcap", "True", "a float or None", softcap=True),
     "scale_nan": refusal(ValueError, "sm_scale", "nan", POSITIVE, sm_scale=math.nan),
     "scale_inf": refusal(ValueError, "sm_scale", "inf", POSITIVE, sm_scale=math.inf),
     "scale_0": refusal(ValueError, "sm_scale", "0.0", POSITIVE, sm_scale=0.0),

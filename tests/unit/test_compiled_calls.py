@@ -76,6 +76,13 @@ def test_a_compiled_call_has_the_bits_of_an_eager_one(arguments, dynamic, device
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("arguments", [{"softcap": 2.0}], ids="-".join)
+def test_a_compiled_call_modifies_scores_as_an_eager_one_does(arguments, device):
+    leaves = drawn(device)
+    got, want = (answers(call, leaves, **arguments) for call in (compiled()[0], flash_attention))
+    assert_same(got, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_compiled_call_has_the_bits_of_an_eager_one_in_any_dtype(dtype, device):
     leaves = drawn(device, dtype=dtype)

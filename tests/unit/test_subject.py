@@ -124,7 +124,7 @@ def test_nothing_declared_excludes_nothing(problem):
 
 def test_everything_that_limits_the_domain_is_tried():
     limits = {word for row in DOMAINS for word in row[0]}
-    conventions = {"returns_lse", "lse_grad", "lse_base", "empty_lse", "backward"}
+    conventions = {"returns_lse", "lse_grad", "score_mods", "lse_base", "empty_lse", "backward"}
     judged = {"name", "source", "takes", "call", "bitwise", "numerics", "tiles"}
     assert {item.name for item in dataclasses.fields(Subject)} == limits | conventions | judged
 
@@ -150,6 +150,19 @@ def test_a_configuration_is_passed_where_there_is_a_choice(configs):
     Subject.of(attention, "attention").run(*torch.zeros(3, 1, 1, 1, 16), problem)
     config = {"config": "only"} if len(configs) > 1 else {}
     assert given == {"mask": CAUSAL, "sm_scale": 0.5, **config}
+
+
+def test_what_is_done_to_scores_is_passed_where_a_problem_has_it():
+    given = []
+
+    def attention(q, k, v, *, mask, sm_scale, **mods):
+        given.append(mods)
+        return q
+
+    attention.score_mods = ("softcap",)
+    for problem in (Problem(), Problem(softcap=7.0)):
+        Subject.of(attention, "attention").run(*torch.zeros(3, 1, 1, 1, 16), problem)
+    assert given == [{}, {"softcap": 7.0}]
 
 
 # Rows 0 and 1 of four see no key.

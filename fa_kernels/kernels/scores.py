@@ -1,0 +1,69 @@
+"""What is done to scores beside scaling and masking them: softcap.
+
+``MODS`` says which, as a sum of the constants below; 0 is none of them, and then nothing here is
+compiled. The scores are then in natural units, and scaled to base 2 once, by what stands in place
+of sm_scale * log2(e). ``score_args`` is what the host gives, ``mods`` what it is for one head: the
+factor on q.k, and the softcap.
+"""
+
+import triton
+import triton.language as tl
+
+from fa_kernels.kernels.tiles import LOG2E, scale_from_bits
+
+__all__ = ["SOFTCAP", "base2_scale", "modified", "mods_of_head", "tanh_with_slope"]
+
+SOFTCAP: tl.constexpr = tl.constexpr(1)
+
+
+@triton.jit
+def base2_scale(sm_scale, ACC: tl.constexpr, MODS: tl.constexpr):
+    """What brings scores to base 2: dots of q and k, or what is made of them."""
+    if MODS:
+        scale = tl.full([], LOG2E, ACC)
+    else:
+        scale = (sm_scale * LOG2E).to(ACC)
+    return scale
+
+
+@triton.jit
+def mods_of_head(score_args, sm_scale, ACC: tl.constexpr, MODS: tl.constexpr):
+    """(factor on q.k, softcap) of one head."""
+    factor, softcap = sm_scale, sm_scale
+    if SOFTCAP & MODS:
+        softcap = scale_from_bits(score_args[0])
+        factor = sm_scale / softcap
+    return factor.to(ACC), softcap.to(ACC)
+
+
+@triton.jit
+def tanh_with_slope(x):
+    """(tanh x, 1 - tanh(x)^2), both to a few roundings of themselves.
+
+    Beyond 1/2 by e = exp(-2 |x|), which may be 0: (1 - e) / (1 + e) and 4 e / (1 + e)^2. Below,
+    where 1 - e cancels, by seven steps of Lambert's continued fraction as a quotient of sums of
+    positive terms: at 1/2 it is off by 2^-52 of tanh.
+
+    Source: Lambert 1761; the fraction is in Abramowitz and Stegun, 4.5.70.
+    """
+    size = tl.abs(x)
+    is_small = size < 0.5
+    e = tl.exp2(size * (-2.0 * LOG2E))
+    square = x * x
+    above = 135135.0 + square * (17325.0 + square * (378.0 + square))
+    below = 135135.0 + square * (62370.0 + square * (3150.0 + square * 28.0))
+    inverse = 1.0 / tl.where(is_small, below, 1.0 + e)
+    tanh = tl.where(is_small, x * above, tl.where(x < 0, e - 1.0, 1.0 - e)) * inverse
+    slope = tl.where(is_small, 1.0 - tanh * tanh, 4.0 * e * inverse * inverse)
+    return tanh, slope
+
+
+@triton.jit
+def modified(dots, mods, MODS: tl.constexpr):
+    """(scores in natural units, their derivative by the scaled dots) of a tile of dots."""
+    scores = dots * mods[0]
+    slope = 1.0
+    if SOFTCAP & MODS:
+        tanh, slope = tanh_with_slope(scores)
+        scores = tanh * mods[1]
+    return scores, slope

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from fa_kernels.added_scores import check_alibi
 from fa_kernels.block_map import (
     VISIBLE,
     BlockMaps,
@@ -69,6 +70,8 @@ class Request(NamedTuple):
         block_size: Rows and keys of a block of block_mask.
         one_pass: Whether dq comes out of the pass that dk and dv do.
         softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
+        alibi_slopes: Float32 (H,) or (B, H) on the device; None where scores do not fall with
+            distance.
     """
 
     seqlens_q: torch.Tensor | None
@@ -84,6 +87,7 @@ class Request(NamedTuple):
     block_size: int
     one_pass: bool
     softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Arguments:
         predicate: What else hides a key, of a mask that has that.
         maps: The tiles that each kernel then visits.
         softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
+        alibi_slopes: Float32 (H,) or (B, H) on the device, if scores fall with distance.
     """
 
     seqlens_q: torch.Tensor
@@ -114,6 +119,7 @@ class Arguments:
     predicate: Predicate | None = None
     maps: BlockMaps | None = None
     softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
 
 
 def _check_tensors(q: object, k: object, v: object) -> None:
@@ -301,6 +307,7 @@ def check(
     backward: object,
     config: object,
     softcap: object = None,
+    alibi_slopes: object = None,
 ) -> Request:
     """Checks the arguments of ``flash_attention`` and brings them into an operator's types.
 
@@ -334,6 +341,7 @@ def check(
             )
         causal, window = mask.causal, (mask.window_left, mask.window_right)
         seqlens_q, seqlens_k = mask.seqlens_q, mask.seqlens_k
+    check_alibi(alibi_slopes, q)
     B, _, M, _ = q.shape
     left, right = _checked_window(causal, window)
     tensor_q, ints_q = _checked_lengths("seqlens_q", seqlens_q, B, M, q.device)
@@ -349,7 +357,7 @@ def check(
         check_block_mask(block_mask, block_size, q, k)
     return Request(
         tensor_q, tensor_k, block_mask, ints_q, ints_k, left, right, sm_scale, config, token,
-        block_size, backward == "one_pass", softcap,
+        block_size, backward == "one_pass", softcap, alibi_slopes,
     )  # fmt: skip
 
 
@@ -388,8 +396,9 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request
             request.block_mask, request.block_size, *sizes, window, lengths, config
         )
     return Arguments(
-        *lengths, *window, sm_scale, config, request.one_pass, predicate, maps, request.softcap
-    )
+        *lengths, *window, sm_scale, config, request.one_pass, predicate, maps, request.softcap,
+        request.alibi_slopes,
+    )  # fmt: skip
 
 
 def _scale_of(q: torch.Tensor, sm_scale: float | None) -> float:

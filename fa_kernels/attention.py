@@ -42,6 +42,7 @@ def flash_attention(
     backward: str = "two_pass",
     config: Config | str | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention softmax(sm_scale q k') v over the visible keys, without the M x N matrix.
 
@@ -75,6 +76,8 @@ def flash_attention(
             few queries against long keys, ``Config(splits=16)`` or so divides the key tiles of each
             query tile among as many programs, and merges what they find.
         softcap: c, finite and > 0: a scaled score x becomes c tanh(x / c), before it is masked.
+        alibi_slopes: Float32 (H,) or (B, H) on the device of q: slope |p - n| is taken off each
+            score, after the softcap. Not differentiated, and not checked to be finite.
 
     Under ``torch.autocast`` q, k and v of 16 and 32 bits are cast to its dtype first. Under
     ``torch.compile`` a mask with a method ``native`` is a constant, and a frozen dataclass.
@@ -113,6 +116,7 @@ def flash_attention(
         backward=backward,
         config=config,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
     )
     out, lse = operators.forward(q, k, v, *request)
     return (out, lse) if return_lse else out

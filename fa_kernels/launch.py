@@ -18,7 +18,7 @@ from fa_kernels.kernels.dkdv import dkdv_kernel
 from fa_kernels.kernels.dq import dq_kernel
 from fa_kernels.kernels.forward import forward_kernel
 from fa_kernels.kernels.merge import merge_kernel
-from fa_kernels.kernels.scores import SOFTCAP
+from fa_kernels.kernels.scores import ALIBI, SOFTCAP
 
 __all__ = ["ROW_PADDING", "empty_gradients", "empty_outputs", "launch_backward", "launch_forward"]
 
@@ -64,7 +64,7 @@ def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dic
         "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
         "DOTS": arguments.config.dots if dtype == torch.float32 else "ieee",
         "PREDICATE": None if arguments.predicate is None else arguments.predicate.function,
-        "MODS": 0 if arguments.softcap is None else SOFTCAP.value,
+        "MODS": _mods(arguments),
     }
 
 
@@ -93,9 +93,20 @@ def _scale_bits(sm_scale: float) -> int:
     return struct.unpack("<q", struct.pack("<d", sm_scale))[0]
 
 
+def _mods(arguments: Arguments) -> int:
+    """What is done to scores, as a sum of the constants in ``kernels.scores``."""
+    softcap = 0 if arguments.softcap is None else SOFTCAP.value
+    return softcap + (0 if arguments.alibi_slopes is None else ALIBI.value)
+
+
 def _score_args(arguments: Arguments) -> tuple:
     """What the kernels do to scores, as ``kernels.scores`` reads it; a filler if nothing."""
-    return (0 if arguments.softcap is None else _scale_bits(arguments.softcap),)
+    softcap = 0 if arguments.softcap is None else _scale_bits(arguments.softcap)
+    slopes, strides = arguments.seqlens_q, (0, 0)
+    if arguments.alibi_slopes is not None:
+        slopes = arguments.alibi_slopes
+        strides = (0, *slopes.stride())[-2:]
+    return softcap, slopes, *strides
 
 
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

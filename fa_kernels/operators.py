@@ -19,7 +19,12 @@ _NAMESPACE = __name__.partition(".")[0]
 _REQUEST = (
     "Tensor? seqlens_q, Tensor? seqlens_k, Tensor? block_mask, SymInt[]? lengths_q, "
     "SymInt[]? lengths_k, SymInt? window_left, SymInt? window_right, float? sm_scale, str config, "
-    "str mask, int block_size, bool one_pass, float? softcap"
+    "str mask, int block_size, bool one_pass, float? softcap, "
+    "Tensor? alibi_slopes"
+)
+# Places of the tensors in a request.
+_TENSORS = tuple(
+    Request._fields.index(name) for name in ("seqlens_q", "seqlens_k", "block_mask", "alibi_slopes")
 )
 # A module that is loaded again registers again: the first operators go with their library.
 _library: Any = None
@@ -65,24 +70,25 @@ def _given(found, needed, q):
 
 
 class _Forward(torch.autograd.Function):
-    """Saves q, k, v, out, lse, the lengths and the map of blocks."""
+    """Saves q, k, v, out, lse, and the tensors of the request."""
 
     @staticmethod
-    def forward(ctx, q, k, v, seqlens_q, seqlens_k, block_mask, *request):
+    def forward(ctx, q, k, v, *request):
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = forward(q, k, v, seqlens_q, seqlens_k, block_mask, *request)
-        # Lengths and map too, so that autograd notices when they are changed in between.
-        ctx.save_for_backward(q, k, v, out, lse, seqlens_q, seqlens_k, block_mask)
-        ctx.request = request
+            out, lse = forward(q, k, v, *request)
+        # Those of the request too, so that autograd notices when they are changed in between.
+        ctx.save_for_backward(q, k, v, out, lse, *(request[place] for place in _TENSORS))
+        ctx.request = [None if i in _TENSORS else x for i, x in enumerate(request)]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        *saved, seqlens_q, seqlens_k, block_mask = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:3]
-        asked = (seqlens_q, seqlens_k, block_mask, *ctx.request)
-        found = backward(*saved, dout, dlse, *needed, *asked)
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        needed, asked = ctx.needs_input_grad[:3], list(ctx.request)
+        for place, x in zip(_TENSORS, tensors, strict=True):
+            asked[place] = x
+        found = backward(q, k, v, out, lse, dout, dlse, *needed, *asked)
         gradients = [x if is_needed else None for x, is_needed in zip(found, needed, strict=True)]
         return *gradients, *[None] * len(Request._fields)
 

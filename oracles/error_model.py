@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from oracles.additions import Additions
 from oracles.backward_error import Backward, KeySums, backward_error
 from oracles.constants import Constants, constants
 from oracles.forward_error import Chunk, Forward, forward_error
@@ -23,6 +24,8 @@ __all__ = ["Judgement", "judge"]
 _QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
 _EXACT_SPREAD = 2**28  # M * N * Dv up to which |v - out| is formed element by element
 _LARGEST_LSE = 1e5
+# Of a score that is a sum: a rounding of more is more than an exponent may be off.
+_LARGEST_TERMS = 1e7
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Judgement:
     Args:
         bound: Largest error of each element of each output.
         terms: For each element, the sum of |terms| that it is computed from.
-        max_score: The largest |score| of a visible pair.
+        max_score: The largest |score| of a visible pair, or where terms are added to it the largest
+            sum of their |values|.
         out_of_range: None, or a sentence on the first range condition that fails: then no
             accuracy is promised.
     """
@@ -79,6 +83,7 @@ def _gather(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     seen: torch.Tensor,
+    added: tuple[torch.Tensor, ...],
 ) -> Chunk:
     """Folds a group's heads into rows, in float64."""
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
@@ -100,6 +105,7 @@ def _gather(
         hidden=~seen,
         empty=empty,
         query_tiles=query_tiles,
+        added=tuple(x.reshape(Z, R, N).masked_fill(~seen, 0.0) for x in added),
     )
 
 
@@ -161,7 +167,7 @@ def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
     scores = fwd.scores
     unnormalised = fwd.out_terms * scores.log_l.exp().unsqueeze(2)
     peaks = (
-        scores.s.abs(),
+        scores.parts,
         scores.reach,
         bwd.dp_reach,
         bwd.dq_reach,
@@ -206,6 +212,16 @@ def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | No
     return None
 
 
+def _range_of_terms(largest: float) -> str | None:
+    """As ``_range``, of the terms that scores are sums of."""
+    if largest <= _LARGEST_TERMS:
+        return None
+    return (
+        f"the sum of a score's |terms| reaches {largest:.6g}; needs to be at most "
+        f"{_LARGEST_TERMS:.6g}"
+    )
+
+
 def _all_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Judgement:
     """The judgement where nothing is visible, because a size is 0."""
     shapes = ((*q.shape[:3], v.shape[3]), q.shape[:3], q.shape, k.shape, v.shape)
@@ -223,6 +239,7 @@ def judge(
     v: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -243,6 +260,7 @@ def judge(
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
         dlse: (B, H, M), the gradient of lse, if the kernel was given one.
+        alibi_slopes: (H,) or (B, H), if the kernel was given some.
         mask: What each row sees.
         sm_scale: Factor on q.k, > 0.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
@@ -274,6 +292,7 @@ def judge(
     masks = RowMasks(mask, B, H, M, N, q.device)
     height = chunk_height(rows, B, H, N)
     height += -height % _QUERY_TILE
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes)
     parts: list[_Rows] = []
     peaks: list[torch.Tensor] = []
     sums: KeySums | None = None
@@ -281,7 +300,8 @@ def judge(
         here = slice(start, min(start + height, M))
         of_lse = None if dlse is None else dlse[:, :, here].detach()
         seen = masks.between(here.start, here.stop)
-        chunk = _gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen)
+        added = additions.between(here.start, here.stop)
+        chunk = _gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added)
         exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
         part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))
@@ -299,5 +319,6 @@ def judge(
         bound=Outputs(of_rows.bound_out, of_rows.bound_lse, of_rows.bound_dq, bound_dk, bound_dv),
         terms=Outputs(of_rows.terms_out, of_rows.terms_lse, of_rows.terms_dq, terms_dk, terms_dv),
         max_score=max_score,
-        out_of_range=_range(row_peaks, key_peaks, c),
+        out_of_range=_range(row_peaks, key_peaks, c)
+        or _range_of_terms(max_score if additions else 0.0),
     )

@@ -33,6 +33,7 @@ class Chunk(NamedTuple):
     hidden: torch.Tensor  # its complement
     empty: torch.Tensor  # bool (Z, R): rows with no visible key
     query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key, over the group's heads
+    added: tuple[torch.Tensor, ...]  # (Z, R, N) each: what is added to scores, 0 on hidden pairs
 
 
 class Scores(NamedTuple):
@@ -48,6 +49,7 @@ class Scores(NamedTuple):
     tiles: torch.Tensor  # T: key tiles with a visible key, float64
     slope: torch.Tensor | None  # (Z, R, N): of s by sm_scale q.k; None where it is 1 everywhere
     slope_error: torch.Tensor | None  # how far a kernel's may be from it
+    parts: torch.Tensor  # |s|, or the sum of the |terms| that s is the sum of
 
 
 class Forward(NamedTuple):
@@ -115,7 +117,9 @@ def _scores(
     """Softmax of a chunk, and E = (g + ud) A0 + 5u |s| + 3u |s - m| + (1 + R) u_exp.
 
     In TF32 also t eta_x (sum |q| + sum |k|): what truncation takes off subnormal operands. A
-    softcap contracts what stands before 5u |s|, and has roundings of its own: ``cap_error``.
+    softcap contracts what stands before 5u |s|, and has roundings of its own: ``cap_error``. Where
+    n terms are added to x, (3 + n) u (|x| + the sum of |terms|): each term is a product of two
+    rounded numbers, or x scaled, and is rounded again with every sum.
 
     R counts how often a kernel may rescale, from the data: at most the number of tiles, usually
     far fewer, which keeps the bound sharp for long rows.
@@ -127,6 +131,10 @@ def _scores(
     slope, slope_error = None, None
     if softcap is not None:
         s, error, slope, slope_error = cap_error(s, error, softcap, c)
+    parts = s.abs()
+    if x.added:
+        s, parts = sum(x.added, s), sum(map(torch.abs, x.added), parts)
+        error = error + (3 + len(x.added)) * c.u * parts
     # 2. Maxima of tiles and rows. A hidden tile's is -inf, an empty row's is set to 0.
     short = -s.shape[2] % numerics.block_n
     tiled = (*s.shape[:2], -1, numerics.block_n)
@@ -146,7 +154,7 @@ def _scores(
     changes = _rescales(tile_max, live_tiles, 2 * error.amax(2), numerics.splits)
     error.add_(changes.mul_(c.u_exp).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
     tiles = live_tiles.sum(2, dtype=torch.float64)
-    return Scores(s, reach, p, error, m, m + log_l, log_l, tiles, slope, slope_error)
+    return Scores(s, reach, p, error, m, m + log_l, log_l, tiles, slope, slope_error, parts)
 
 
 def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bool) -> torch.Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oracles.mask import Mask
-from oracles.numpy_reference import Head, attend_head, seen_keys
+from oracles.numpy_reference import Head, added_terms, attend_head, seen_keys
 from oracles.numpy_units import Units, prescale_underflow, rescales, seen_tiles, units_of
 from oracles.outputs import Numerics, Outputs
 
@@ -83,14 +83,28 @@ def _capped_error(
     nearest_mn = np.maximum(0.0, size_mn - input_error_mn)
     steepest_mn = 1 / np.cosh(nearest_mn / softcap) ** 2
     moved_mn = steepest_mn * input_error_mn
-    score_error_mn = moved_mn + (3 * u + (9 * u + units.u_exp)) * (
-        np.abs(head.scores_mn) + moved_mn
-    )
+    capped_mn = softcap * np.tanh(size_mn / softcap)
+    score_error_mn = moved_mn + (3 * u + (9 * u + units.u_exp)) * (capped_mn + moved_mn)
     score_error_mn += 2 * units.flush * softcap
     exponent_mn = np.minimum(2 * size_mn / softcap, 800.0)
     relative_mn = np.minimum(1.0, 2 * input_error_mn / softcap)
     relative_mn = relative_mn + 14 * u + units.u_exp + 2 * u * exponent_mn
     return score_error_mn, steepest_mn * relative_mn + 4 * units.flush
+
+
+def _sum_error(head: Head, units: Units) -> FloatArray:
+    """What scores that are sums of terms are off, beside what the first of them is.
+
+    A term is a product of two rounded numbers, or what the scale made of a dot: two roundings, and
+    as many more as there are sums, and one for what roundings do to each other.
+    """
+    terms = len(head.added_mn)
+    added_mn = sum(head.added_mn, np.zeros_like(head.scores_mn))
+    total_mn = np.abs(head.scores_mn - added_mn)
+    for term_mn in head.added_mn:
+        total_mn = total_mn + np.abs(term_mn)
+    error_mn: FloatArray = (2 + terms + 1) * units.u * total_mn
+    return error_mn
 
 
 def _score_error(
@@ -102,6 +116,8 @@ def _score_error(
     error_mn = _dot_error(head, sm_scale, numerics, units)
     if softcap is not None:
         error_mn, _ = _capped_error(head, error_mn, softcap, units)
+    if head.added_mn:
+        error_mn = error_mn + _sum_error(head, units)
     error_mn = (
         error_mn
         + 5 * u * np.abs(s_mn)
@@ -367,6 +383,7 @@ def bound(
     numerics: Numerics,
     dlse: FloatArray | None = None,
     softcap: float | None = None,
+    alibi_slopes: FloatArray | None = None,
 ) -> Outputs[FloatArray]:
     """Returns, element by element, how far a correct kernel's outputs may be from the reference.
 
@@ -385,6 +402,7 @@ def bound(
         numerics: What the kernel declares of its rounding.
         dlse: (B, H, M) gradient of lse, if the kernel was given one.
         softcap: As of ``numpy_reference.attention``.
+        alibi_slopes: Likewise.
 
     Returns:
         Bounds shaped as the outputs; for "fp64" doubled, as the reference errs by as much.
@@ -401,6 +419,7 @@ def bound(
     group = H // Hk
     seen_bmn = seen_keys(mask, B, M, N)
     dlse_bhm = np.zeros((B, H, M)) if dlse is None else dlse
+    added = added_terms(mask, (B, H, M, N), alibi_slopes)
     result = Outputs(
         out=np.zeros(dout.shape),
         lse=np.zeros((B, H, M)),
@@ -413,14 +432,22 @@ def bound(
             for g in range(Hk):
                 hs = slice(g * group, (g + 1) * group)
                 heads = [
-                    attend_head(*inputs, seen_bmn[b], sm_scale, softcap)
-                    for inputs in zip(
-                        q[b, hs],
-                        [k[b, g]] * group,
-                        [v[b, g]] * group,
-                        dout[b, hs],
-                        dlse_bhm[b, hs],
-                        strict=True,
+                    attend_head(
+                        *inputs,
+                        seen_bmn[b],
+                        sm_scale,
+                        softcap,
+                        tuple(term_bhmn[b, g * group + i] for term_bhmn in added),
+                    )
+                    for i, inputs in enumerate(
+                        zip(
+                            q[b, hs],
+                            [k[b, g]] * group,
+                            [v[b, g]] * group,
+                            dout[b, hs],
+                            dlse_bhm[b, hs],
+                            strict=True,
+                        )
                     )
                 ]
                 one = _group_bound(heads, sm_scale, numerics, units, dlse is not None, softcap)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from oracles.additions import Additions
 from oracles.mask import Mask
 from oracles.outputs import Outputs
 from oracles.softcap import capped
@@ -98,6 +99,7 @@ def _rows_with_gradients(
     seen: torch.Tensor,
     sm_scale: float,
     softcap: float | None,
+    added: tuple[torch.Tensor, ...],
 ) -> Outputs[torch.Tensor]:
     """The outputs of a chunk of rows, and what these rows add to dk and dv."""
     B, H, M, _ = q.shape
@@ -118,6 +120,7 @@ def _rows_with_gradients(
         scores_bhmn = q @ k.mT * sm_scale
         if softcap is not None:
             scores_bhmn = capped(scores_bhmn, softcap)
+        scores_bhmn = sum(added, scores_bhmn)
         scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
         # 4. Softmax, divided by its sum: exp(s - lse) would carry the rounding of lse, which grows
         #    with |lse|, into every weight of the row. The second select keeps hidden pairs out of
@@ -144,6 +147,7 @@ def attention(
     v: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -152,10 +156,11 @@ def attention(
 ) -> Outputs[torch.Tensor]:
     """Attention, its log-sum-exp and its gradients, in float64.
 
-    out = softmax(s + mask) v, where s is x = sm_scale q k', or c tanh(x / c); lse is the natural
-    logarithm of the softmax's denominator; dq, dk, dv are the gradients of sum(out * dout) +
-    sum(lse * dlse). A row with no visible key gives out 0, lse -inf, dq 0, and adds nothing to dk
-    and dv. Padding may hold anything, and hidden pairs contribute exact zeros.
+    out = softmax(s + mask) v, where s is x = sm_scale q k', or c tanh(x / c), and with it what
+    ``Additions`` says; lse is the natural logarithm of the softmax's denominator; dq, dk, dv are
+    the gradients of sum(out * dout) + sum(lse * dlse). A row with no visible key gives out 0, lse
+    -inf, dq 0, and adds nothing to dk and dv. Padding may hold anything, and hidden pairs
+    contribute exact zeros.
 
     Args:
         q: (B, H, M, D), any float dtype and strides.
@@ -163,6 +168,7 @@ def attention(
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
         dlse: (B, H, M), the gradient of lse; None is zero. Rows without a key have none.
+        alibi_slopes: (H,) or (B, H), of a mask with ``lengths``; None adds nothing.
         mask: What each row sees.
         sm_scale: Factor on q.k.
         softcap: c, > 0; None leaves the scores as they are.
@@ -186,14 +192,16 @@ def attention(
     if 0 in (B, M, N):
         return results
     masks = RowMasks(mask, B, H, M, N, q.device)
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes)
     height = chunk_height(rows, B, H, N)
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))
         seen = masks.between(here.start, here.stop)
         of_lse = None if dlse is None else dlse[:, :, here].to(torch.float64)
         part = _rows_with_gradients(
-            q[:, :, here], k, v, dout[:, :, here], of_lse, seen, sm_scale, softcap
-        )
+            q[:, :, here], k, v, dout[:, :, here], of_lse, seen, sm_scale, softcap,
+            additions.between(here.start, here.stop),
+        )  # fmt: skip
         for name in ("out", "lse", "dq"):
             getattr(results, name)[:, :, here] = getattr(part, name)
         results.dk.add_(part.dk)

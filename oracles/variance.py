@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from oracles.additions import Additions
 from oracles.constants import Constants, constants
 from oracles.outputs import Numerics
 from oracles.reference import DenseMask, RowMasks, chunk_height
@@ -126,13 +127,19 @@ def _prescaling(c: Constants, numerics: Numerics) -> tuple[float, float]:
 
 
 def _forward(
-    x: _Chunk, t: float, c: Constants, numerics: Numerics, softcap: float | None
+    x: _Chunk,
+    t: float,
+    c: Constants,
+    numerics: Numerics,
+    softcap: float | None,
+    added: tuple[torch.Tensor, ...],
 ) -> _Forward:
     """The forward pass of a chunk and the variances of P and out."""
     s, by_dot = x.q @ x.k.mT * t, torch.ones((), dtype=torch.float64, device=x.q.device)
     if softcap is not None:
         s, by_dot = capped(s, softcap), slope(s, softcap)
-    s = torch.where(x.seen, s, torch.where(x.live, -math.inf, 0.0))
+    parts = sum(map(torch.abs, added), s.abs())
+    s = torch.where(x.seen, sum(added, s), torch.where(x.live, -math.inf, 0.0))
     m = s.amax(3, keepdim=True)
     e = torch.where(x.seen, (s - m).exp(), 0.0)
     total = torch.where(x.live, e.sum(3, keepdim=True), 1.0)
@@ -143,6 +150,8 @@ def _forward(
     scores = (x.q.square() @ x.k.square().mT) * (per_product * t**2) * by_dot**2
     if softcap is not None:
         scores += (s * (_CAPPING * c.u)).square()
+    if added:
+        scores += (parts * c.u).square()
     scores += (s * c.u).square() + ((s - m) * c.u).square()
     p_scores = p.square() * torch.where(x.seen, scores, 0.0)
     # 2. The cast of P, which is relative to the row maximum unless it is normalised before. There
@@ -253,6 +262,7 @@ def variances(
     v: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -275,7 +285,8 @@ def variances(
         dv    = (r(p) + p^2 var_s)' dout^2 + r(dv)
 
     A softcap multiplies what stands before (u s)^2 in var_s, and dS and p in dq and dk, by its
-    slope (squared, where they are), and adds (8u s)^2; the first identity then does not hold.
+    slope (squared, where they are), and adds (8u s)^2; the first identity then does not hold. Terms
+    that are added to scores add u^2 of the sum of their sizes, squared.
 
     The identities add up errors that are not independent, so each is derived from the roundings
     again rather than from the elements' variances:
@@ -293,6 +304,7 @@ def variances(
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
         dlse: (B, H, M), the gradient of lse; its rounding is too small to count.
+        alibi_slopes: As of ``reference.attention``.
         mask: What each row sees. Padding may hold anything.
         sm_scale: Factor on q.k.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
@@ -318,13 +330,14 @@ def variances(
     k_of_heads, v_of_heads = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
     masks = RowMasks(mask, B, H, M, N, q.device)
     height = chunk_height(rows, B, H, N)
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes)
     sums: _Sums | None = None
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))
         seen = masks.between(here.start, here.stop)
         of_lse = None if dlse is None else dlse[:, :, here]
         x = _gather(q[:, :, here], k_of_heads, v_of_heads, dout[:, :, here], of_lse, seen)
-        fwd = _forward(x, sm_scale, c, numerics, softcap)
+        fwd = _forward(x, sm_scale, c, numerics, softcap, additions.between(here.start, here.stop))
         dq_errors, part = _backward(x, fwd, sm_scale, c, numerics)
         result.out[:, :, here] = fwd.out_errors
         result.dq[:, :, here] = dq_errors

@@ -14,6 +14,7 @@ import torch
 
 from oracles.constants import constants
 from oracles.problem import Problem
+from properties.alibi_families import NO_ALIBI
 from properties.compare import Finding
 from properties.trial import Trial
 
@@ -43,6 +44,8 @@ _FEWEST_COLUMNS = 8
 _SPREADS = (0.1, 2.0)
 # Of softcap, in the largest of these spreads: a narrower one makes scores alike again.
 _WIDEST = 2.0
+# Of ALiBi: slopes leave a row a few keys.
+_FLAT_ALIBI = (NO_ALIBI, "none_at_all")
 _FEWEST_ROWS = 64  # whose spread is taken from themselves
 _PRODUCTS = 16  # a tensor core adds this many products at a time
 
@@ -81,6 +84,7 @@ def is_valid(problem: Problem) -> bool:
         and min(problem.D, problem.Dv) >= _FEWEST_COLUMNS
         and low <= problem.scale * math.sqrt(problem.D) <= high
         and (problem.softcap is None or problem.softcap >= _WIDEST * high)
+        and problem.alibi in _FLAT_ALIBI
     )
 
 

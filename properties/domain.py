@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from oracles.problem import LAYOUTS, Problem
-from properties.families import DIRTY
+from properties.families import ALIBI, DIRTY, NO_ALIBI
 from properties.strategies import HEAD_DIMS, SOFTCAPS, problems
 from properties.subject import Subject
 
@@ -144,7 +144,10 @@ def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[An
     if not {*forced} <= {*subject.score_mods}:
         raise _excluded(subject, "score_mods")
     drawn: dict[str, tuple[Any, ...]] = {}
-    for word, argument, none, values in (("softcap", "softcaps", None, SOFTCAPS),):
+    for word, argument, none, values in (
+        ("softcap", "softcaps", None, SOFTCAPS),
+        ("alibi", "alibis", NO_ALIBI, tuple(ALIBI)),
+    ):
         plain = () if word in forced else (none,) * _PLAIN * len(values)
         drawn[argument] = (*plain, *values) if word in subject.score_mods else (none,)
     return drawn

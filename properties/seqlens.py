@@ -56,6 +56,7 @@ class Domain:
     dout: tuple[str, ...]
     dlse: tuple[str, ...]
     softcaps: tuple[float | None, ...]
+    alibis: tuple[str, ...]
     dirty: tuple[str, ...]
     max_cost: int
     padding: bool

@@ -20,7 +20,7 @@ __all__ = ["complexity", "simplest", "simplifications"]
 
 _SECONDS = 20.0
 _DEFAULT = Problem()
-_PLAIN = ("inputs", "dout", "dlse", "dirty", "sm_scale", "seed", "seeds", "softcap")
+_PLAIN = ("inputs", "dout", "dlse", "dirty", "sm_scale", "seed", "seeds", "softcap", "alibi")
 
 
 def simplest(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from oracles.mask import Mask
 from oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
 from properties.drawn_masks import draw_mask
-from properties.families import DIRTY, DLSE, DOUT, INPUTS, NO_DLSE
+from properties.families import ALIBI, DIRTY, DLSE, DOUT, INPUTS, NO_ALIBI, NO_DLSE
 from properties.mask_classes import check_mask_class
 from properties.seqlens import Domain, Draw, Regime, draw_seqlens, seqlen_regimes, tile_count
 
@@ -117,6 +117,7 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
         seed=draw(st.integers(0, 2**31 - 1)),
         device=domain.device,
         softcap=draw(st.sampled_from(domain.softcaps)),
+        alibi=draw(st.sampled_from(domain.alibis)),
     )
 
 
@@ -143,6 +144,7 @@ def _check(domain: Domain) -> None:
     _check_subset("layouts", domain.layouts, LAYOUTS)
     _check_subset("dirties", domain.dirty, tuple(DIRTY))
     _check_subset("device", (domain.device,), ("cpu", "cuda"))
+    _check_subset("alibis", domain.alibis, (NO_ALIBI, *ALIBI))
     for name in ("configs", "head_dims", "scales", "softcaps"):
         if not getattr(domain, name):
             raise ValueError(f"{name} is empty; needs at least one")
@@ -194,6 +196,7 @@ def problems(
     device: str = "cpu",
     mask: type[Mask] | None = None,
     softcaps: Sequence[float | None] = (None,),
+    alibis: Sequence[str] = (NO_ALIBI,),
 ) -> st.SearchStrategy[Problem]:
     """Problems of a domain; None draws a field, a value fixes it.
 
@@ -239,6 +242,7 @@ def problems(
         mask: A class of masks to draw from; ``masks`` says then whether they have lengths, out of
             ("full", "padding").
         softcaps: Values of softcap, drawn evenly; None is none.
+        alibis: Families of ALiBi's slopes, out of ``families.ALIBI`` or "none", drawn evenly.
 
     Raises:
         ValueError: An argument is out of range, or no problem satisfies all of them.
@@ -270,6 +274,7 @@ def problems(
         device=device,
         mask=mask,
         softcaps=tuple(softcaps),
+        alibis=tuple(alibis),
     )
     _check(domain)
     regimes = seqlen_regimes(domain)

@@ -12,7 +12,8 @@ import torch
 
 from oracles.outputs import OUTPUTS, Numerics
 from oracles.problem import DTYPES, Problem
-from properties.declarations import BITWISE, NUMERICS, check_declarations, declared_by
+from properties.alibi_families import NO_ALIBI
+from properties.declarations import BITWISE, NUMERICS, SCORE_MODS, check_declarations, declared_by
 from properties.dlse_families import NO_DLSE
 from properties.tutorial_call import tutorial_call
 
@@ -21,9 +22,10 @@ __all__ = ["BITWISE", "Subject", "score_mods_of"]
 _PROMISED_WITH = {"G3": "G10", "G7": "G10", "G12": "G8", "G13": "G10"}
 
 
-def score_mods_of(problem: Problem) -> dict[str, Any]:
-    """What a problem does to scores, as keyword arguments of a subject's call."""
-    return {} if problem.softcap is None else {"softcap": problem.softcap}
+def score_mods_of(problem: Problem) -> tuple[str, ...]:
+    """What a problem does to scores, out of ``declarations.SCORE_MODS``."""
+    has = {"softcap": problem.softcap is not None, "alibi": problem.alibi != NO_ALIBI}
+    return tuple(mod for mod in SCORE_MODS if has[mod])
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class Subject:
         numerics: What chooses the error bound.
         tiles: (problem) -> (block_m, block_n) of the forward, for reports; None where unknown.
         score_mods: What it can do to scores beside scaling and masking them, out of
-            ``declarations.SCORE_MODS``: "softcap"; the call then takes it by that name, where a
-            problem has it.
+            ``declarations.SCORE_MODS``: "softcap", "alibi"; the call then takes ``softcap=``, a
+            float, or ``alibi_slopes=``, a tensor (H,) or (B, H), where a problem has it.
         takes: The signature, where it is the one of Triton's tutorial and was adapted; else empty.
         source: What --kernel was given, for replay lines; empty for the project's own kernels.
     """
@@ -203,7 +205,7 @@ class Subject:
             (f"dirty {self.dirty}", clean or not padded),
             ("lse_grad False", self.lse_grad or problem.dlse == NO_DLSE),
             (f"devices {self.devices}", problem.device in self.devices),
-            (f"score_mods {self.score_mods}", set(score_mods_of(problem)) <= set(self.score_mods)),
+            (f"score_mods {self.score_mods}", {*score_mods_of(problem)} <= {*self.score_mods}),
             (f"causal_alignment {alignment!r}", aligned),
         ):
             if not holds:
@@ -211,9 +213,16 @@ class Subject:
         return None
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        **tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse) in this project's conventions; lse is None where the subject returns none.
+
+        ``tensors`` are what else the call takes by name, but for those that are None.
 
         Raises:
             NotImplementedError: The subject refuses the problem, or its declarations do.
@@ -223,7 +232,9 @@ class Subject:
         if reason is not None:
             raise NotImplementedError(reason)
         config = {"config": problem.config} if len(self.configs) > 1 else {}
-        mods = score_mods_of(problem)
+        mods: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
+        if problem.softcap is not None:
+            mods["softcap"] = problem.softcap
         result = self.call(q, k, v, mask=problem.mask, sm_scale=problem.scale, **config, **mods)
         pair = isinstance(result, tuple | list)
         if pair and len(result) != 2:

@@ -10,7 +10,17 @@ import torch
 
 from oracles.problem import TENSORS, Problem
 from properties.dirt import Dirt
-from properties.families import DIRTY, DLSE, DOUT, INPUTS, NO_DLSE, TORCH_DTYPES, drawn_shape
+from properties.families import (
+    ALIBI,
+    DIRTY,
+    DLSE,
+    DOUT,
+    INPUTS,
+    NO_ALIBI,
+    NO_DLSE,
+    TORCH_DTYPES,
+    drawn_shape,
+)
 from properties.layouts import lay_out
 
 __all__ = ["Inputs", "make"]
@@ -22,6 +32,7 @@ class Inputs(NamedTuple):
     """q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv), dout (B,H,M,Dv), as the problem says them.
 
     dlse (B,H,M) is the gradient of lse, float32 (float64 for float64); None where there is none.
+    alibi_slopes (H,) or (B,H) are float32; None where there are none.
     """
 
     q: torch.Tensor
@@ -29,6 +40,7 @@ class Inputs(NamedTuple):
     v: torch.Tensor
     dout: torch.Tensor
     dlse: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,7 +92,7 @@ def make(
         around: What stands in the storage wherever no element does.
 
     Returns:
-        q, k, v, dout, dlse.
+        q, k, v, dout, dlse, alibi_slopes.
 
     Raises:
         ValueError: The problem names a family that does not exist, or ``layouts`` says "expanded"
@@ -106,7 +118,15 @@ def make(
         heads = problem.H if tensor in ("q", "dout") else problem.Hk
         made.append(lay_out(cast.expand(B, heads, seqlen, columns), layout, around))
     dlse = None if problem.dlse == NO_DLSE else _dlse(problem, dirt, rows, layouts, around)
-    return Inputs(*made)._replace(dlse=dlse)
+    slopes = None if problem.alibi == NO_ALIBI else _slopes(problem, around)
+    return Inputs(*made)._replace(dlse=dlse, alibi_slopes=slopes)
+
+
+def _slopes(problem: Problem, around: float) -> torch.Tensor:
+    """ALiBi's slopes, every second element of a larger storage."""
+    values = _cast(_family(ALIBI, "alibi", problem.alibi)(problem), torch.float32)
+    others = torch.full(values.shape, around, dtype=torch.float64, device=problem.device)
+    return torch.stack([values, _cast(others, torch.float32)], -1)[..., 0]
 
 
 def _dlse(

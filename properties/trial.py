@@ -130,7 +130,7 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
     # A kernel without a backward may refuse inputs that ask for one.
     q, k, v = (x.detach().requires_grad_(subject.backward) for x in inputs[:3])
     with _poisoned_allocations():
-        out, lse = subject.run(q, k, v, problem)
+        out, lse = subject.run(q, k, v, problem, alibi_slopes=inputs.alibi_slopes)
         _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
         if lse is not None:
             _check_form("lse", lse, q, tuple(q.shape[:3]))

@@ -77,7 +77,7 @@ def _accumulate(
         # (BLOCK_N, BLOCK_M)
         scores = tl.dot(k, q_t, input_precision=DOTS, out_dtype=ACC)
         if MODS:
-            scores, slope = modified(scores, mods, MODS)
+            scores, steep = modified(scores, offs_m[None, :], offs_n[:, None], view, mods, MODS)
         # (BLOCK_M, BLOCK_DV)
         dout = load_tile(
             douts, start_m, offs_tile[:, None], offs_dv[None, :], live[:, None], ALIGNED, MASKED
@@ -94,7 +94,7 @@ def _accumulate(
         delta = tl.load(tl.multiple_of(delta_pointer + start_m, 16) + offs_tile)
         ds = p * (dp - delta[None, :])
         if SOFTCAP & MODS:
-            ds = ds * slope
+            ds = ds * steep
         if MASKED:
             # Selected, not multiplied by p = 0: a hidden v near the maximum makes dp infinite.
             ds = tl.where(seen, ds, 0.0)
@@ -206,7 +206,7 @@ def dkdv_kernel(
             queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
             douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
             row = tl.cast(b * H + h, tl.int64) * M_padded
-            mods = mods_of_head(score_args, sm_scale, ACC, MODS)
+            mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
             view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
             if PREDICATE is not None:
                 tiles = listed_tiles(lists_ptr, b, h, n_block, stride_lb, stride_lh, stride_lt)

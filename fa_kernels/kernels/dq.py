@@ -66,12 +66,12 @@ def _accumulate(
         # (BLOCK_M, BLOCK_N)
         scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
         if MODS:
-            scores, slope = modified(scores, mods, MODS)
+            scores, steep = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)
         dp = tl.dot(dout, v_t, input_precision=DOTS, out_dtype=ACC)
         p = tl.exp2(scores * qk_scale - lse2[:, None])
         ds = p * (dp - delta[:, None])
         if SOFTCAP & MODS:
-            ds = ds * slope
+            ds = ds * steep
         if MASKED:
             # Selected, not multiplied by p = 0: p of a hidden key and dp of a hidden v can be
             # infinite.
@@ -165,7 +165,7 @@ def dq_kernel(
     dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv[None, :], live, ALIGNED, True)
     sm_scale = scale_from_bits(sm_scale_bits)
     qk_scale = base2_scale(sm_scale, ACC, MODS)
-    mods = mods_of_head(score_args, sm_scale, ACC, MODS)
+    mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
     if PREDICATE is None:

@@ -68,7 +68,7 @@ def _attend(
         # (BLOCK_M, BLOCK_N)
         scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
         if MODS:
-            scores, _ = modified(scores, mods, MODS)
+            scores, _ = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)
         if MASKED:
             seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)
             scores = tl.where(seen, scores, -float("inf"))
@@ -171,7 +171,7 @@ def forward_kernel(
     q = load_tile(queries, start_m, offs_tile[:, None], offs_d[None, :], valid, ALIGNED, True)
     sm_scale = scale_from_bits(sm_scale_bits)
     qk_scale = base2_scale(sm_scale, ACC, MODS)
-    mods = mods_of_head(score_args, sm_scale, ACC, MODS)
+    mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
 
     m_i = tl.full([BLOCK_M], -float("inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)

@@ -1,9 +1,11 @@
-"""What is done to scores beside scaling and masking them: softcap.
+"""What is done to scores beside scaling and masking them: softcap, and ALiBi.
 
 ``MODS`` says which, as a sum of the constants below; 0 is none of them, and then nothing here is
 compiled. The scores are then in natural units, and scaled to base 2 once, by what stands in place
-of sm_scale * log2(e). ``score_args`` is what the host gives, ``mods`` what it is for one head: the
-factor on q.k, and the softcap.
+of sm_scale * log2(e). ``score_args`` is what the host gives: the softcap's bits, slopes and their
+strides. ``mods`` is what it is for one head: the factor on q.k, the softcap, the slope.
+
+Source: Press, Smith, Lewis 2022 (arXiv:2108.12409), ALiBi.
 """
 
 import triton
@@ -11,9 +13,10 @@ import triton.language as tl
 
 from fa_kernels.kernels.tiles import LOG2E, scale_from_bits
 
-__all__ = ["SOFTCAP", "base2_scale", "modified", "mods_of_head", "tanh_with_slope"]
+__all__ = ["ALIBI", "SOFTCAP", "base2_scale", "modified", "mods_of_head", "tanh_with_slope"]
 
 SOFTCAP: tl.constexpr = tl.constexpr(1)
+ALIBI: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -27,13 +30,16 @@ def base2_scale(sm_scale, ACC: tl.constexpr, MODS: tl.constexpr):
 
 
 @triton.jit
-def mods_of_head(score_args, sm_scale, ACC: tl.constexpr, MODS: tl.constexpr):
-    """(factor on q.k, softcap) of one head."""
-    factor, softcap = sm_scale, sm_scale
+def mods_of_head(score_args, sm_scale, b, h, ACC: tl.constexpr, MODS: tl.constexpr):
+    """(factor on q.k, softcap, slope) of one head; what is not in MODS is the scale."""
+    factor, softcap, slope = sm_scale, sm_scale, sm_scale
     if SOFTCAP & MODS:
         softcap = scale_from_bits(score_args[0])
         factor = sm_scale / softcap
-    return factor.to(ACC), softcap.to(ACC)
+    if ALIBI & MODS:
+        place = b.to(tl.int64) * score_args[2] + h.to(tl.int64) * score_args[3]
+        slope = tl.load(score_args[1] + place)
+    return factor.to(ACC), softcap.to(ACC), slope.to(ACC)
 
 
 @triton.jit
@@ -59,11 +65,18 @@ def tanh_with_slope(x):
 
 
 @triton.jit
-def modified(dots, mods, MODS: tl.constexpr):
-    """(scores in natural units, their derivative by the scaled dots) of a tile of dots."""
+def modified(dots, offs_m, offs_n, view, mods, MODS: tl.constexpr):
+    """(scores in natural units, their derivative by the scaled dots) of a tile of dots.
+
+    Offsets broadcast against each other, and are shaped as ``dots`` is; scores of padding mean
+    nothing.
+    """
     scores = dots * mods[0]
-    slope = 1.0
+    steep = 1.0
     if SOFTCAP & MODS:
-        tanh, slope = tanh_with_slope(scores)
+        tanh, steep = tanh_with_slope(scores)
         scores = tanh * mods[1]
-    return scores, slope
+    if ALIBI & MODS:
+        distance = tl.abs(offs_n - (offs_m + (view[1] - view[0])))
+        scores -= mods[2] * distance.to(scores.dtype)
+    return scores, steep

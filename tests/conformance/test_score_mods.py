@@ -16,7 +16,7 @@ from properties.guarantees import GUARANTEES
 SOME = Problem(
     B=2, H=2, M=19, N=21, D=24, Dv=17, dtype="fp16", dirty="nan", seed=1,
     mask=Mask(window_left=9, window_right=3, seqlens_q=(19, 8), seqlens_k=(12, 21)),
-    layouts=("bshd", "padded", "transposed", "bhsd"), config="16x16", softcap=2.0,
+    layouts=("bshd", "padded", "transposed", "bhsd"), config="16x16", softcap=2.0, alibi="normal",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ _SCORES = "fa_kernels/kernels/scores.py"
 _RANGES = "fa_kernels/ranges.py"
 _LAUNCH = "fa_kernels/launch.py"
 _SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)"
+_CAPPED = "scores, _ = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)"
 _SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)"
 
 
@@ -534,12 +535,12 @@ _SCORE_MODS = (
         "forward: what is hidden is capped too, and then visible",
         "flashinfer#350; onnx#7865; flash-attention#1025",
         "T3 G1 G2",
-        (_FORWARD, "        if MODS:\n            scores, _ = modified(scores, mods, MODS)\n", ""),
+        (_FORWARD, f"        if MODS:\n            {_CAPPED}\n", ""),
         (
             _FORWARD,
             "            scores = tl.where(seen, scores, -float(\"inf\"))\n",
             "            scores = tl.where(seen, scores, -float(\"inf\"))\n"
-            "        if MODS:\n            scores, _ = modified(scores, mods, MODS)\n",
+            f"        if MODS:\n            {_CAPPED}\n",
         ),
     ),
     *(
@@ -547,10 +548,39 @@ _SCORE_MODS = (
             f"{kernel}: the gradient of a capped score is that of a plain one",
             "flash-attention#1033; tokamax#1121",
             "T3 G1",
-            (file, "            ds = ds * slope\n", "            ds = ds * 1.0\n"),
+            (file, "            ds = ds * steep\n", "            ds = ds * 1.0\n"),
             hidden="while no score comes near the cap",
         )
         for kernel, file in (("dq", _DQ), ("dkdv", _DKDV))
+    ),
+    _fault(
+        "dkdv: ALiBi has the other sign",
+        "fla@7362d874",
+        "T3 G1",
+        (
+            _DKDV,
+            "offs_n[:, None], view, mods, MODS)",
+            "offs_n[:, None], view, (mods[0], mods[1], -mods[2]), MODS)",
+        ),
+    ),
+    _fault(
+        "scores: ALiBi's distance is taken from the row's own index",
+        "flash-attention#907",
+        "T3 G1",
+        (_SCORES, "offs_m + (view[1] - view[0])", "offs_m"),
+        hidden="while queries and keys are as long",
+    ),
+    _fault(
+        "scores: ALiBi's distance is one too large",
+        "vllm#945",
+        "T3 G1",
+        (_SCORES, "mods[2] * distance.to", "mods[2] * (distance + (distance > 0)).to"),
+    ),
+    _fault(
+        "scores: what is added is in base 2 already",
+        "segment-anything-fast#71",
+        "T3 G1",
+        (_SCORES, "scores -= mods[2]", "scores -= 0.6931471805599453 * mods[2]"),
     ),
     _fault(
         "scores: capped scores are scaled to base 2 before tanh, and not back",

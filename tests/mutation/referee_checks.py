@@ -338,6 +338,12 @@ CHECKS: tuple[Mutant, ...] = (
         "properties/companions.py",
         "test_companions",
         (
+            "a few keys are as good as many",
+            "        and problem.alibi in _FLAT_ALIBI\n",
+            "",
+            "test_alibi",
+        ),
+        (
             "a narrow softcap changes nothing about errors",
             "        and (problem.softcap is None or problem.softcap >= _WIDEST * high)\n",
             "",

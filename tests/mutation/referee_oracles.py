@@ -611,7 +611,6 @@ _MODEL = faults_of(
         "finished.append((value, bound, terms))",
     ),
     ("the peaks of keys are exchanged", "for _ in of_keys.peaks][::-1]", "for _ in of_keys.peaks]"),
-    ("a negative score is no score", "        scores.s.abs(),\n", "        scores.s,\n"),
     ("a chunk ends inside a tile", "    height += -height % _QUERY_TILE\n", ""),
     ("keys that no row sees may err", "        bound.masked_fill_(unseen, 0.0)\n", ""),
     (
@@ -959,8 +958,64 @@ _SOFTCAP = (
     ),
 )
 
+_ADDITIONS = (
+    *faults_of(
+        "oracles/additions.py",
+        "test_alibi",
+        ("positions lack what the lengths differ by", "(m + self._ahead - n)", "(m - n)"),
+        ("keys gain with distance", "-self._slopes * distance", "self._slopes * distance"),
+        ("distances have a sign", "self._ahead - n).abs()", "self._ahead - n)"),
+        ("all chunks are the first", "torch.arange(start, stop,", "torch.arange(stop - start,"),
+    ),
+    *faults_of(
+        "oracles/forward_error.py",
+        "test_alibi",
+        (
+            "a negative score is no score",
+            "    parts = s.abs()\n",
+            "    parts = s\n",
+            "test_error_model test_alibi",
+        ),
+        ("sums are exact", "(3 + len(x.added)) * c.u * parts", "0 * parts"),
+        ("each sum is the last", "(3 + len(x.added)) * c.u", "3 * c.u"),
+        ("terms cancel", "sum(map(torch.abs, x.added), parts)", "s.abs()"),
+    ),
+    *faults_of(
+        "oracles/error_model.py",
+        "test_alibi",
+        ("any terms are in range", "if largest <= _LARGEST_TERMS:", "if True:"),
+        ("the largest score has no terms", "        scores.parts,\n", "        scores.s.abs(),\n"),
+    ),
+    *faults_of(
+        "oracles/numpy_bound.py",
+        "test_alibi",
+        ("sums are exact", "(2 + terms + 1) * units.u", "0 * units.u"),
+        ("terms cancel", "total_mn = total_mn + np.abs(term_mn)", "pass"),
+    ),
+    *faults_of(
+        "oracles/numpy_reference.py",
+        "test_alibi",
+        ("the level is a row lower", "level = keys - (rows - m)", "level = keys - (rows - m) + 1"),
+    ),
+    *faults_of(
+        "oracles/variance.py",
+        "test_alibi",
+        ("nothing is added to what is rounded", "sum(added, s), torch.where", "s, torch.where"),
+    ),
+    *faults_of(
+        "properties/tensors.py",
+        "test_alibi",
+        (
+            "nothing odd lies between slopes",
+            "torch.stack([values, _cast(others",
+            "torch.stack([values, _cast(0 * others",
+        ),
+    ),
+)
+
 ORACLES: tuple[Mutant, ...] = (
     *_SOFTCAP,
+    *_ADDITIONS,
     *_MASK,
     *_PROBLEM,
     *_CUSTOM,

@@ -12,8 +12,8 @@ RUNS: tuple[Mutant, ...] = (
         "test_subject",
         (
             "a subject is not told of a softcap",
-            "{} if problem.softcap is None else {",
-            "{} if True else {",
+            "        if problem.softcap is not None:\n            mods",
+            "        if False:\n            mods",
         ),
         ("only M is a multiple", "M % multiple == 0 == N % multiple", "M % multiple == 0"),
         ("only D is supported", "{problem.D, problem.Dv} <= set(dims)", "problem.D in dims"),

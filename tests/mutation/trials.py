@@ -76,6 +76,11 @@ QUICK: tuple[Step, ...] = (
     _step(H=2, M=18, N=35, D=5, Dv=3, inputs="times40", softcap=5.0, config="16x16-split3"),
     *(_step(M=18, N=35, dtype=dtype, inputs="times40", softcap=20.0, **_ALIGNED)
       for dtype in ("fp32", "fp16")),
+    # ALiBi, of heads and of entries, beside lengths, in one pass and in parts; a softcap before it.
+    _step("G3", B=2, H=4, Hk=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan",
+          alibi="normal"),
+    _step("G9", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, alibi="halving", config="16x16-one_pass"),
+    _step(B=2, H=2, M=18, N=35, D=5, Dv=3, softcap=3.0, alibi="normal", config="16x16-split3"),
     # A map of blocks, of each head and of all, beside lengths and a window; default tiles, of which
     # a block holds several.
     *(_step(B=2, H=2, M=40, N=70, config="16x32", dirty="nan", layouts=_MIXED,

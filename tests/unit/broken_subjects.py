@@ -23,7 +23,9 @@ class Eager:
         self.calls = 0
         self.scales: dict[tuple[int, ...], float] = {}
 
-    def __call__(self, q, k, v, *, mask, sm_scale, config="default", softcap=None):
+    def __call__(
+        self, q, k, v, *, mask, sm_scale, config="default", softcap=None, alibi_slopes=None
+    ):
         self.calls += 1
         q, k, v, sm_scale = self.misread(q, k, v, sm_scale)
         (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
@@ -44,6 +46,8 @@ class Eager:
             capped = softcap * torch.tanh(scores / softcap)
             is_flat = self.fault == "no slope of a softcap"
             scores = scores + (capped - scores).detach() if is_flat else capped
+        if alibi_slopes is not None:
+            scores = scores + self.alibi(alibi_slopes, mask, B, M, N)
         scores = torch.where(seen, scores, -math.inf)
         m = scores.detach().amax(3, keepdim=True) if N else scores.new_zeros((B, H, M, 1))
         m = torch.where(live, m, 0.0)
@@ -62,6 +66,15 @@ class Eager:
         if not self.lse_grad:
             lse = lse.detach()
         return self.spoil(out, lse, live, N, config)
+
+    def alibi(self, slopes, mask, B, M, N):
+        """(B, H, M, N): slopes by distance."""
+        rows, keys = (torch.tensor(x).view(-1, 1, 1, 1) for x in mask.lengths(B, M, N))
+        ahead = keys - rows
+        if self.fault == "ALiBi from the first key":
+            ahead = 0 * ahead
+        distance = (torch.arange(M).view(-1, 1) + ahead - torch.arange(N)).abs()
+        return -slopes.view(-1, slopes.shape[-1], 1, 1).double() * distance
 
     def misread(self, q, k, v, sm_scale):
         """What a fault makes of the arguments."""

@@ -67,6 +67,10 @@ def int32(*values: int) -> Callable[[str], torch.Tensor]:
     return lambda device: torch.tensor(values, dtype=torch.int32, device=device)
 
 
+def zeros(*shape: int, **how: object) -> Callable[[str], torch.Tensor]:
+    return lambda device: torch.zeros(shape, **{"device": device, **how})
+
+
 AXES_Q, AXES_K = "four axes (B, H, M, D)", "four axes (B, Hk, N, D)"
 LONG = f"sequence length {MAX_SEQLEN + 1}"
 TENSORS = {
@@ -171,6 +175,27 @@ LENGTHS = {
 
 POSITIVE = "finite and > 0"
 OPTIONS = {
+    "alibi_list": refusal(TypeError, "alibi_slopes", "list", "float32", alibi_slopes=[0.5]),
+    "alibi_dtype": refusal(
+        TypeError,
+        "alibi_slopes",
+        "float64",
+        "torch.float32",
+        alibi_slopes=zeros(4, dtype=torch.float64),
+    ),
+    "alibi_shape": refusal(
+        ValueError, "alibi_slopes", "(3,)", "(4,) or (2, 4)", alibi_slopes=zeros(3)
+    ),
+    "alibi_device": refusal(
+        ValueError, "alibi_slopes", "meta", "the device of q", alibi_slopes=zeros(4, device="meta")
+    ),
+    "alibi_gradient": refusal(
+        LATER,
+        "alibi_slopes",
+        "a gradient",
+        "detached",
+        alibi_slopes=zeros(4, requires_grad=True),
+    ),
     "softcap_nan": refusal(ValueError, "softcap", "nan", POSITIVE, softcap=math.nan),
     "softcap_0": refusal(ValueError, "softcap", "0.0", POSITIVE, softcap=0.0),
     "softcap_inf": refusal(ValueError, "softcap", "inf", POSITIVE, softcap=math.inf),

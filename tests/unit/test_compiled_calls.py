@@ -76,9 +76,14 @@ def test_a_compiled_call_has_the_bits_of_an_eager_one(arguments, dynamic, device
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("arguments", [{"softcap": 2.0}], ids="-".join)
+@pytest.mark.parametrize(
+    "arguments", [{"softcap": 2.0}, {"alibi_slopes": torch.tensor([0.5, -0.25])}], ids="-".join
+)
 def test_a_compiled_call_modifies_scores_as_an_eager_one_does(arguments, device):
     leaves = drawn(device)
+    arguments = {
+        x: y.to(device) if isinstance(y, torch.Tensor) else y for x, y in arguments.items()
+    }
     got, want = (answers(call, leaves, **arguments) for call in (compiled()[0], flash_attention))
     assert_same(got, want)
 

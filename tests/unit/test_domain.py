@@ -54,6 +54,7 @@ DECLARED = {
     "top-left, no masks": {"causal_alignment": "top-left", "masks": ()},
     "top-left, M = N": {"causal_alignment": "top-left", "m_ne_n": False},
     "softcap": {"score_mods": ("softcap",)},
+    "alibi": {"score_mods": ("alibi",)},
     "much": {
         "head_dims": (64, 128),
         "seqlen_multiple": 16,
@@ -120,6 +121,7 @@ def test_what_is_drawn_is_inside_of_what_is_declared(data, declared):
         ("top-left, padding", lambda p: p.mask.seqlens_q is not None),
         ("top-left, no masks", lambda p: p.M != p.N),
         ("softcap", lambda p: p.softcap is None),
+        ("alibi", lambda p: p.alibi == "steep" and p.softcap is None),
         ("softcap", lambda p: p.softcap is not None and p.softcap < 1),
     ],
 )

@@ -154,6 +154,7 @@ def test_what_is_allowed_of_a_score_is_contracted_by_its_slope():
     # Where the kernel may be on either side of steep, any slope is allowed.
     wide = cap_error(x, torch.full_like(x, 1e3), 1.0, c)
     assert ((wide.slope_error >= 1 - wide.slope) & (wide.slope_error < 1.1)).all()
+    assert cap.slope_error[-1] == 4 * c.ftz
 
 
 @pytest.mark.parametrize("name", [*GUARANTEES, *COMPANIONS])

@@ -13,6 +13,7 @@ from oracles.mask import Mask
 from oracles.outputs import OUTPUTS, Numerics
 from oracles.problem import Problem
 from properties.subject import BITWISE, Subject
+from properties.tensors import Inputs
 from properties.trial import SubjectError, run_subject
 
 CAUSAL = Mask(causal=True)
@@ -159,10 +160,15 @@ def test_what_is_done_to_scores_is_passed_where_a_problem_has_it():
         given.append(mods)
         return q
 
-    attention.score_mods = ("softcap",)
-    for problem in (Problem(), Problem(softcap=7.0)):
-        Subject.of(attention, "attention").run(*torch.zeros(3, 1, 1, 1, 16), problem)
-    assert given == [{}, {"softcap": 7.0}]
+    attention.score_mods = ("softcap", "alibi")
+    slopes = torch.zeros(1)
+    for problem, tensors in (
+        (Problem(), {"alibi_slopes": None}),
+        (Problem(softcap=7.0, alibi="normal"), {"alibi_slopes": slopes}),
+    ):
+        inputs = torch.zeros(3, 1, 1, 1, 16)
+        Subject.of(attention, "attention").run(*inputs, problem, **tensors)
+    assert given == [{}, {"softcap": 7.0, "alibi_slopes": slopes}]
 
 
 # Rows 0 and 1 of four see no key.
@@ -222,7 +228,7 @@ def test_an_lse_of_another_shape_is_refused_by_its_shape():
     problem = Problem(B=2, M=3, N=3)
     made = subject((torch.zeros(2, 1, 3, 16), torch.zeros(2, 3, 1)), empty_lse=0, backward=False)
     with pytest.raises(SubjectError, match=r"lse has shape \(2, 3, 1\) .* needs \(2, 1, 3\)"):
-        run_subject(made, problem, torch.zeros(4, 2, 1, 3, 16))
+        run_subject(made, problem, Inputs(*torch.zeros(4, 2, 1, 3, 16)))
 
 
 @pytest.mark.parametrize("declared", [{}, {"returns_lse": True}, {"returns_lse": None}])

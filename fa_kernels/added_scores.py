@@ -1,10 +1,10 @@
-"""Validation of what is added to scores: ``alibi_slopes``."""
+"""Validation of what is added to scores: ``alibi_slopes`` and ``bias``."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["check_alibi"]
+__all__ = ["check_alibi", "check_bias"]
 
 
 def check_alibi(alibi_slopes: object, q: torch.Tensor) -> None:
@@ -37,3 +37,27 @@ def check_alibi(alibi_slopes: object, q: torch.Tensor) -> None:
         raise NotImplementedError(
             "alibi_slopes asks for a gradient; supported are slopes that do not, as detached ones"
         )
+
+
+def check_bias(bias: object, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Checks ``bias`` of ``flash_attention``; q and k are checked.
+
+    Raises:
+        TypeError: It is no tensor, or one of another dtype than q's or float32.
+        ValueError: It has another shape or device than q and k ask for.
+        NotImplementedError: It is not strided.
+    """
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias is {type(bias).__name__}; needs a torch.Tensor")
+    if bias.layout is not torch.strided:
+        raise NotImplementedError(f"bias has layout {bias.layout}; needs a strided tensor")
+    if bias.dtype not in (q.dtype, torch.float32):
+        raise TypeError(f"bias has dtype {bias.dtype}; needs that of q, {q.dtype}, or float32")
+    sizes = (*q.shape[:3], k.shape[2])
+    if bias.ndim != 4 or any(x not in (1, size) for x, size in zip(bias.shape, sizes, strict=True)):
+        needs = ", ".join("1" if size == 1 else f"{size} or 1" for size in sizes)
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; needs ({needs})")
+    if bias.device != q.device:
+        raise ValueError(f"bias is on {bias.device}; needs the device of q, {q.device}")

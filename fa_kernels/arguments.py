@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from fa_kernels.added_scores import check_alibi
+from fa_kernels.added_scores import check_alibi, check_bias
 from fa_kernels.block_map import (
     VISIBLE,
     BlockMaps,
@@ -72,6 +72,7 @@ class Request(NamedTuple):
         softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
         alibi_slopes: Float32 (H,) or (B, H) on the device; None where scores do not fall with
             distance.
+        bias: (B or 1, H or 1, M or 1, N or 1) in the dtype of q or float32; None adds nothing.
     """
 
     seqlens_q: torch.Tensor | None
@@ -88,6 +89,7 @@ class Request(NamedTuple):
     one_pass: bool
     softcap: float | None = None
     alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Arguments:
         maps: The tiles that each kernel then visits.
         softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
         alibi_slopes: Float32 (H,) or (B, H) on the device, if scores fall with distance.
+        bias: (B or 1, H or 1, M or 1, N or 1), if one is added to scores.
     """
 
     seqlens_q: torch.Tensor
@@ -120,6 +123,7 @@ class Arguments:
     maps: BlockMaps | None = None
     softcap: float | None = None
     alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 def _check_tensors(q: object, k: object, v: object) -> None:
@@ -308,6 +312,7 @@ def check(
     config: object,
     softcap: object = None,
     alibi_slopes: object = None,
+    bias: object = None,
 ) -> Request:
     """Checks the arguments of ``flash_attention`` and brings them into an operator's types.
 
@@ -342,6 +347,7 @@ def check(
         causal, window = mask.causal, (mask.window_left, mask.window_right)
         seqlens_q, seqlens_k = mask.seqlens_q, mask.seqlens_k
     check_alibi(alibi_slopes, q)
+    check_bias(bias, q, k)
     B, _, M, _ = q.shape
     left, right = _checked_window(causal, window)
     tensor_q, ints_q = _checked_lengths("seqlens_q", seqlens_q, B, M, q.device)
@@ -358,6 +364,7 @@ def check(
     return Request(
         tensor_q, tensor_k, block_mask, ints_q, ints_k, left, right, sm_scale, config, token,
         block_size, backward == "one_pass", softcap, alibi_slopes,
+        bias,
     )  # fmt: skip
 
 
@@ -397,7 +404,7 @@ def prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: Request
         )
     return Arguments(
         *lengths, *window, sm_scale, config, request.one_pass, predicate, maps, request.softcap,
-        request.alibi_slopes,
+        request.alibi_slopes, request.bias,
     )  # fmt: skip
 
 

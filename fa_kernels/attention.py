@@ -43,6 +43,7 @@ def flash_attention(
     config: Config | str | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention softmax(sm_scale q k') v over the visible keys, without the M x N matrix.
 
@@ -78,8 +79,12 @@ def flash_attention(
         softcap: c, finite and > 0: a scaled score x becomes c tanh(x / c), before it is masked.
         alibi_slopes: Float32 (H,) or (B, H) on the device of q: slope |p - n| is taken off each
             score, after the softcap. Not differentiated, and not checked to be finite.
+        bias: (B or 1, H or 1, M or 1, N or 1) in the dtype of q or float32, any strides: what is
+            added to each score, after the softcap. Finite where a row sees a key; elsewhere it may
+            hold anything, and gets zero gradients. Differentiable: its gradient is added up over
+            what shares an element. It hides nothing: -inf is for masks.
 
-    Under ``torch.autocast`` q, k and v of 16 and 32 bits are cast to its dtype first. Under
+    Under ``torch.autocast`` q, k, v and bias of 16 and 32 bits are cast to its dtype first. Under
     ``torch.compile`` a mask with a method ``native`` is a constant, and a frozen dataclass.
 
     Returns:
@@ -100,7 +105,7 @@ def flash_attention(
     Source: FlashAttention-2 (arXiv:2307.08691); Flash-Decoding (Dao, Haziza, Massa, Sizov 2023)
     for the parts.
     """
-    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    q, k, v, bias = _autocast(q), _autocast(k), _autocast(v), _autocast(bias)
     request = check(
         q,
         k,
@@ -117,6 +122,7 @@ def flash_attention(
         config=config,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        bias=bias,
     )
     out, lse = operators.forward(q, k, v, *request)
     return (out, lse) if return_lse else out

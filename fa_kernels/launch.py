@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from functools import lru_cache
 
@@ -13,12 +14,13 @@ from fa_kernels import allocation
 from fa_kernels.arguments import Arguments
 from fa_kernels.configs import Tile
 from fa_kernels.device import on_device
+from fa_kernels.kernels.dbias import dbias_kernel
 from fa_kernels.kernels.delta import delta_kernel
 from fa_kernels.kernels.dkdv import dkdv_kernel
 from fa_kernels.kernels.dq import dq_kernel
 from fa_kernels.kernels.forward import forward_kernel
 from fa_kernels.kernels.merge import merge_kernel
-from fa_kernels.kernels.scores import ALIBI, SOFTCAP
+from fa_kernels.kernels.scores import ALIBI, BIAS, SOFTCAP
 
 __all__ = ["ROW_PADDING", "empty_gradients", "empty_outputs", "launch_backward", "launch_forward"]
 
@@ -95,8 +97,10 @@ def _scale_bits(sm_scale: float) -> int:
 
 def _mods(arguments: Arguments) -> int:
     """What is done to scores, as a sum of the constants in ``kernels.scores``."""
-    softcap = 0 if arguments.softcap is None else SOFTCAP.value
-    return softcap + (0 if arguments.alibi_slopes is None else ALIBI.value)
+    done = (
+        (arguments.softcap, SOFTCAP), (arguments.alibi_slopes, ALIBI), (arguments.bias, BIAS)
+    )  # fmt: skip
+    return sum(mod.value for given, mod in done if given is not None)
 
 
 def _score_args(arguments: Arguments) -> tuple:
@@ -106,7 +110,10 @@ def _score_args(arguments: Arguments) -> tuple:
     if arguments.alibi_slopes is not None:
         slopes = arguments.alibi_slopes
         strides = (0, *slopes.stride())[-2:]
-    return softcap, slopes, *strides
+    bias = arguments.seqlens_q if arguments.bias is None else arguments.bias
+    # What is shared has one element, whose place is the same for all.
+    apart = (0 if size == 1 else step for size, step in zip(bias.shape, bias.stride(), strict=True))
+    return softcap, slopes, *strides, bias, *(apart if bias.ndim == 4 else (0, 0, 0, 0))
 
 
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,11 +184,13 @@ def launch_backward(
     *,
     dlse: torch.Tensor | None = None,
     needed: tuple[bool, bool, bool] = (True, True, True),
+    dbias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Returns dq, dk, dv, contiguous, in the dtypes of q, k, v.
 
     Those that are not needed are None; dk and dv come from one kernel. So does dq in one pass, its
-    parts added by atomics, in another order every time; else everything is repeatable.
+    parts added by atomics, in another order every time; else everything is repeatable. ``dbias``,
+    contiguous in the shape and dtype of the bias, gets that one's gradient, if it is given.
     """
     B, H, M, D = q.shape
     Hk, N, Dv = v.shape[1:]
@@ -231,5 +240,13 @@ def launch_backward(
             dq_kernel[(programs,)](
                 *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"), mods,
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),
+            )  # fmt: skip
+        if dbias is not None and dbias.numel():
+            shared_axes = [size == 1 for size in dbias.shape]
+            over = dict(zip(("OVER_B", "OVER_H", "OVER_M", "OVER_N"), shared_axes, strict=True))
+            tiles = (1, 1, tile.block_m, tile.block_n)
+            dbias_kernel[(math.prod(map(triton.cdiv, dbias.shape, tiles)),)](
+                *inputs, dbias, *lengths, *shared, *_predicate(arguments, "dq"), mods, B,
+                ALIGNED=_is_aligned(q, k, v, dout), **over, **constants, **_tile(tile),
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None

@@ -13,7 +13,7 @@ from oracles.constants import Constants
 from oracles.forward_error import Chunk, Forward
 from oracles.outputs import Numerics
 
-__all__ = ["Backward", "KeySums", "backward_error"]
+__all__ = ["Backward", "KeySums", "ScoreGradient", "backward_error", "score_gradient"]
 
 
 class KeySums(NamedTuple):
@@ -55,10 +55,26 @@ class _ScoreGrads(NamedTuple):
     p_grown: torch.Tensor  # p exp(F)
 
 
-def _score_grads(
-    x: Chunk, fwd: Forward, c: Constants, eta_ds: float, p_rounded: bool
-) -> _ScoreGrads:
-    """dS = p (dP - D) f, its sum of |terms|, and how far a kernel's may be from it."""
+class ScoreGradient(NamedTuple):
+    """dS, of the scores themselves, (Z, R, N), and what it is made of; 0 on hidden pairs."""
+
+    ds: torch.Tensor
+    error: torch.Tensor  # e
+    terms: torch.Tensor
+    dp_reach: torch.Tensor
+    p_growth: torch.Tensor
+    p_grown: torch.Tensor
+
+
+def score_gradient(x: Chunk, fwd: Forward, c: Constants, p_rounded: bool) -> ScoreGradient:
+    """dS = p (dP - D), its sum of |terms|, and how far a kernel's may be from it before casts.
+
+    Args:
+        x: The chunk.
+        fwd: Its forward pass.
+        c: The constants in force.
+        p_rounded: Whether dS is made of P as it is after its cast.
+    """
     scores, abs_dout = fwd.scores, x.dout.abs()
     lse = scores.lse.unsqueeze(2)
     # 1. dP and its reach.
@@ -97,6 +113,16 @@ def _score_grads(
     if p_rounded:
         e.addcmul_(p_grown * c.u_p + c.eta_p, gap_error.add_(gap))
     ds_terms = scores.p * (dp_reach + delta_terms)
+    e.masked_fill_(x.hidden, 0.0)
+    return ScoreGradient(ds, e, ds_terms, dp_reach, p_growth, p_grown)
+
+
+def _score_grads(
+    x: Chunk, fwd: Forward, c: Constants, eta_ds: float, p_rounded: bool
+) -> _ScoreGrads:
+    """``score_gradient`` by the slope f of a softcap, and as an operand."""
+    scores = fwd.scores
+    ds, e, ds_terms, dp_reach, p_growth, p_grown = score_gradient(x, fwd, c, p_rounded)
     if scores.slope is not None and scores.slope_error is not None:
         # Of x, where a softcap made s of x.
         grown = scores.slope + scores.slope_error

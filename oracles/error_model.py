@@ -19,7 +19,7 @@ from oracles.forward_error import Chunk, Forward, forward_error
 from oracles.outputs import Numerics, Outputs
 from oracles.reference import DenseMask, RowMasks, chunk_height
 
-__all__ = ["Judgement", "judge"]
+__all__ = ["Judgement", "gather", "judge"]
 
 _QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
 _EXACT_SPREAD = 2**28  # M * N * Dv up to which |v - out| is formed element by element
@@ -76,7 +76,7 @@ class _Part(NamedTuple):
     peaks: torch.Tensor
 
 
-def _gather(
+def gather(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -85,7 +85,17 @@ def _gather(
     seen: torch.Tensor,
     added: tuple[torch.Tensor, ...],
 ) -> Chunk:
-    """Folds a group's heads into rows, in float64."""
+    """Folds a group's heads into rows, in float64.
+
+    Args:
+        q: (B, H, M, D).
+        k: (B, Hk, N, D).
+        v: (B, Hk, N, Dv).
+        dout: (B, H, M, Dv).
+        dlse: (B, H, M), if there is one.
+        seen: Bool (B or 1, H or 1, M, N).
+        added: What is added to scores, (B, H, M, N) each.
+    """
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
     Z, R = B * Hk, H // Hk * M
     seen = seen.expand(B, H, M, N)
@@ -240,6 +250,7 @@ def judge(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -261,6 +272,8 @@ def judge(
         dout: (B, H, M, Dv).
         dlse: (B, H, M), the gradient of lse, if the kernel was given one.
         alibi_slopes: (H,) or (B, H), if the kernel was given some.
+        bias: (B or 1, H or 1, M or 1, N or 1), if the kernel was given one; see ``bias_error``
+            for what its gradient may be off.
         mask: What each row sees.
         sm_scale: Factor on q.k, > 0.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
@@ -292,7 +305,7 @@ def judge(
     masks = RowMasks(mask, B, H, M, N, q.device)
     height = chunk_height(rows, B, H, N)
     height += -height % _QUERY_TILE
-    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes)
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
     parts: list[_Rows] = []
     peaks: list[torch.Tensor] = []
     sums: KeySums | None = None
@@ -301,7 +314,7 @@ def judge(
         of_lse = None if dlse is None else dlse[:, :, here].detach()
         seen = masks.between(here.start, here.stop)
         added = additions.between(here.start, here.stop)
-        chunk = _gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added)
+        chunk = gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added)
         exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
         part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))

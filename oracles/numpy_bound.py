@@ -21,7 +21,7 @@ from oracles.numpy_reference import Head, added_terms, attend_head, seen_keys
 from oracles.numpy_units import Units, prescale_underflow, rescales, seen_tiles, units_of
 from oracles.outputs import Numerics, Outputs
 
-__all__ = ["bound"]
+__all__ = ["bound", "head_bound"]
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -38,6 +38,7 @@ class _HeadBound(NamedTuple):
     dq_md: FloatArray
     dk_nd: FloatArray
     dv_ne: FloatArray
+    dscores_mn: FloatArray  # of dS before a softcap's slope, and before its cast
 
 
 def _prescale_error(
@@ -221,7 +222,7 @@ def _dscore_error(
     return np.where(head.seen_mn, error_mn, 0.0)
 
 
-def _head_bound(
+def head_bound(
     head: Head,
     sm_scale: float,
     numerics: Numerics,
@@ -230,7 +231,17 @@ def _head_bound(
     with_dlse: bool,
     softcap: float | None,
 ) -> _HeadBound:
-    """All bounds of one head; ``chain_n`` is the length of the sums that make dk and dv."""
+    """All bounds of one head, before results are stored.
+
+    Args:
+        head: The passes of the reference.
+        sm_scale: Factor on q.k, > 0.
+        numerics: What the kernel declares of its rounding.
+        units: The constants in force.
+        chain_n: (N,), the length of the sums that make dk and dv.
+        with_dlse: Whether the kernel was given a gradient of lse.
+        softcap: As of ``numpy_reference.attention``.
+    """
     t, u, uc = sm_scale, units.u, units.u_cast_dot
     seen_mn, p_mn = head.seen_mn, head.probs_mn
     q_md, k_nd, dout_me = np.abs(head.q_md), np.abs(head.k_nd), np.abs(head.dout_me)
@@ -248,6 +259,7 @@ def _head_bound(
     # 3: dS before and after its cast
     from_rounded = numerics.ds_from == "rounded"
     e_mn = _dscore_error(head, bound_out_me, prob_error_mn, units, with_dlse, from_rounded)
+    dscores_error_mn = e_mn
     dscaled_mn = head.dscores_mn * head.slope_mn
     if softcap is not None:
         dot_error_mn = _dot_error(head, t, numerics, units)
@@ -296,7 +308,9 @@ def _head_bound(
     lost = units.eta_x * (1 + units.u_dot)
     bound_dv_ne += lost * np.where(seen_mn, largest_mn, 0.0).sum(axis=0)[:, None]
 
-    return _HeadBound(bound_out_me, bound_lse_m, bound_dq_md, bound_dk_nd, bound_dv_ne)
+    return _HeadBound(
+        bound_out_me, bound_lse_m, bound_dq_md, bound_dk_nd, bound_dv_ne, dscores_error_mn
+    )
 
 
 def _stored(bound: FloatArray, value: FloatArray, u_result: float, eta: float) -> FloatArray:
@@ -343,7 +357,7 @@ def _group_bound(
     per_head = numerics.group_sum == "dtype" and len(heads) > 1
     rows_n = _ROW_TILE * seen_tiles(seen_mn.T, _ROW_TILE)
     chain_n = rows_n if per_head else len(heads) * rows_n
-    bounds = [_head_bound(x, sm_scale, numerics, units, chain_n, with_dlse, softcap) for x in heads]
+    bounds = [head_bound(x, sm_scale, numerics, units, chain_n, with_dlse, softcap) for x in heads]
 
     flushed = units.flush_op * (max(sm_scale, 1.0) * chain_n / _ROW_TILE + 1)[:, None]
     u_scaled = units.u_stored + 4 * units.u  # dq and dk are multiplied by t after the dot
@@ -384,6 +398,7 @@ def bound(
     dlse: FloatArray | None = None,
     softcap: float | None = None,
     alibi_slopes: FloatArray | None = None,
+    bias: FloatArray | None = None,
 ) -> Outputs[FloatArray]:
     """Returns, element by element, how far a correct kernel's outputs may be from the reference.
 
@@ -403,6 +418,7 @@ def bound(
         dlse: (B, H, M) gradient of lse, if the kernel was given one.
         softcap: As of ``numpy_reference.attention``.
         alibi_slopes: Likewise.
+        bias: Likewise.
 
     Returns:
         Bounds shaped as the outputs; for "fp64" doubled, as the reference errs by as much.
@@ -419,7 +435,7 @@ def bound(
     group = H // Hk
     seen_bmn = seen_keys(mask, B, M, N)
     dlse_bhm = np.zeros((B, H, M)) if dlse is None else dlse
-    added = added_terms(mask, (B, H, M, N), alibi_slopes)
+    added = added_terms(mask, (B, H, M, N), alibi_slopes, bias)
     result = Outputs(
         out=np.zeros(dout.shape),
         lse=np.zeros((B, H, M)),

@@ -105,7 +105,10 @@ def distances(mask: Mask, B: int, M: int, N: int) -> FloatArray:
 
 
 def added_terms(
-    mask: Mask, shape: tuple[int, int, int, int], alibi_slopes: FloatArray | None
+    mask: Mask,
+    shape: tuple[int, int, int, int],
+    alibi_slopes: FloatArray | None,
+    bias: FloatArray | None = None,
 ) -> list[FloatArray]:
     """Returns what is added to scores, (B, H, M, N) each.
 
@@ -113,12 +116,16 @@ def added_terms(
         mask: Says how long the sequences are.
         shape: (B, H, M, N).
         alibi_slopes: (H,) or (B, H): keys lose that much for each key between them and a row.
+        bias: (B or 1, H or 1, M or 1, N or 1).
     """
-    if alibi_slopes is None:
-        return []
+    added = []
     B, H, M, N = shape
-    slopes_bh = np.broadcast_to(alibi_slopes, (B, H))
-    return [-slopes_bh[:, :, None, None] * distances(mask, B, M, N)[:, None]]
+    if alibi_slopes is not None:
+        slopes_bh = np.broadcast_to(alibi_slopes, (B, H))
+        added.append(-slopes_bh[:, :, None, None] * distances(mask, B, M, N)[:, None])
+    if bias is not None:
+        added.append(np.broadcast_to(bias, shape))
+    return added
 
 
 def attend_head(
@@ -224,6 +231,7 @@ def attention(
     dlse: FloatArray | None = None,
     softcap: float | None = None,
     alibi_slopes: FloatArray | None = None,
+    bias: FloatArray | None = None,
 ) -> Outputs[FloatArray]:
     """Returns out, lse and the analytic gradients of sum(out * dout) + sum(lse * dlse).
 
@@ -241,6 +249,7 @@ def attention(
         dlse: (B, H, M) gradient of lse; None is zero.
         softcap: c, > 0, where a scaled score s becomes c tanh(s / c); None where it does not.
         alibi_slopes: (H,) or (B, H), by which a score falls with its key's distance.
+        bias: (B or 1, H or 1, M or 1, N or 1), added to the scores.
 
     Returns:
         out (B, H, M, Dv), lse (B, H, M) in natural log, dq, dk, dv shaped as q, k, v.
@@ -258,7 +267,7 @@ def attention(
     )
     seen_bmn = seen_keys(mask, B, M, N)
     dlse_bhm = np.zeros((B, H, M)) if dlse is None else dlse
-    added = added_terms(mask, (B, H, M, N), alibi_slopes)
+    added = added_terms(mask, (B, H, M, N), alibi_slopes, bias)
     # Pairs that a select discards afterwards may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
         for b in range(B):

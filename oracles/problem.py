@@ -56,6 +56,7 @@ class Problem:
         device: "cpu" or "cuda".
         softcap: c where a scaled score x becomes c tanh(x / c); None where it stays x.
         alibi: Family of ALiBi's slopes; "none" is no ALiBi.
+        bias: Family of the bias, and its axes; "none" is no bias.
 
     Raises:
         TypeError: A field is of the wrong type.
@@ -83,6 +84,7 @@ class Problem:
     device: str = "cpu"
     softcap: float | None = None
     alibi: str = "none"
+    bias: str = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", tuple(self.seeds))
@@ -95,7 +97,7 @@ class Problem:
                 raise ValueError(f"{name} is {value}; needs to be in [{least}, 2**63)")
         if self.H % self.Hk:
             raise ValueError(f"H is {self.H}; needs a multiple of Hk = {self.Hk}")
-        for name in ("inputs", "dout", "dlse", "dirty", "config", "alibi"):
+        for name in ("inputs", "dout", "dlse", "dirty", "config", "alibi", "bias"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; needs a str")
         for name, known in (("dtype", DTYPES), ("device", ("cpu", "cuda"))):

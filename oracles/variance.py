@@ -138,6 +138,7 @@ def _forward(
     s, by_dot = x.q @ x.k.mT * t, torch.ones((), dtype=torch.float64, device=x.q.device)
     if softcap is not None:
         s, by_dot = capped(s, softcap), slope(s, softcap)
+    added = tuple(torch.where(x.seen, term, 0.0) for term in added)
     parts = sum(map(torch.abs, added), s.abs())
     s = torch.where(x.seen, sum(added, s), torch.where(x.live, -math.inf, 0.0))
     m = s.amax(3, keepdim=True)
@@ -263,6 +264,7 @@ def variances(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -305,6 +307,7 @@ def variances(
         dout: (B, H, M, Dv).
         dlse: (B, H, M), the gradient of lse; its rounding is too small to count.
         alibi_slopes: As of ``reference.attention``.
+        bias: Likewise.
         mask: What each row sees. Padding may hold anything.
         sm_scale: Factor on q.k.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
@@ -330,7 +333,7 @@ def variances(
     k_of_heads, v_of_heads = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
     masks = RowMasks(mask, B, H, M, N, q.device)
     height = chunk_height(rows, B, H, N)
-    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes)
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
     sums: _Sums | None = None
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))

@@ -15,6 +15,7 @@ import torch
 from oracles.constants import constants
 from oracles.problem import Problem
 from properties.alibi_families import NO_ALIBI
+from properties.bias_families import NO_BIAS
 from properties.compare import Finding
 from properties.trial import Trial
 
@@ -46,6 +47,8 @@ _SPREADS = (0.1, 2.0)
 _WIDEST = 2.0
 # Of ALiBi: slopes leave a row a few keys.
 _FLAT_ALIBI = (NO_ALIBI, "none_at_all")
+# Of a bias: the others leave a row a few keys, or shift its lse far off.
+_FLAT_BIAS = (NO_BIAS, "normal")
 _FEWEST_ROWS = 64  # whose spread is taken from themselves
 _PRODUCTS = 16  # a tensor core adds this many products at a time
 
@@ -85,6 +88,7 @@ def is_valid(problem: Problem) -> bool:
         and low <= problem.scale * math.sqrt(problem.D) <= high
         and (problem.softcap is None or problem.softcap >= _WIDEST * high)
         and problem.alibi in _FLAT_ALIBI
+        and problem.bias.partition("/")[0] in _FLAT_BIAS
     )
 
 

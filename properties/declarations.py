@@ -18,7 +18,7 @@ from properties.dirt import DIRTY
 __all__ = ["BITWISE", "NUMERICS", "SCORE_MODS", "WORDS", "check_declarations", "declared_by"]
 
 # What a subject may do to scores, by the argument that it is asked for with.
-SCORE_MODS = ("softcap", "alibi")
+SCORE_MODS = ("softcap", "alibi", "bias")
 BITWISE = ("G4", "G5", "G8", "G9", "G10")
 NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
 # Declarations that hold some of these words.

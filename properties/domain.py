@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from oracles.problem import LAYOUTS, Problem
-from properties.families import ALIBI, DIRTY, NO_ALIBI
+from properties.families import ALIBI, BIASES, DIRTY, NO_ALIBI, NO_BIAS
 from properties.strategies import HEAD_DIMS, SOFTCAPS, problems
 from properties.subject import Subject
 
@@ -147,6 +147,7 @@ def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[An
     for word, argument, none, values in (
         ("softcap", "softcaps", None, SOFTCAPS),
         ("alibi", "alibis", NO_ALIBI, tuple(ALIBI)),
+        ("bias", "biases", NO_BIAS, BIASES),
     ):
         plain = () if word in forced else (none,) * _PLAIN * len(values)
         drawn[argument] = (*plain, *values) if word in subject.score_mods else (none,)

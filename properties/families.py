@@ -1,7 +1,8 @@
 """The tables of families by the names that problems give them.
 
 Four families make a problem's values: of its inputs q, k, v; of dout; of the gradient of lse, if
-there is one; of the dirt in its padding. A fifth makes ALiBi's slopes, if there are some.
+there is one; of the dirt in its padding. Two more make ALiBi's slopes and the bias, if
+there are some.
 Strategies shrink towards the first of each.
 """
 
@@ -13,6 +14,7 @@ import torch
 
 from oracles.problem import Problem
 from properties.alibi_families import ALIBI_FAMILIES, NO_ALIBI
+from properties.bias_families import BIASES, NO_BIAS
 from properties.dirt import DIRTY
 from properties.dlse_families import DLSE_FAMILIES, NO_DLSE
 from properties.dout_families import DOUT_FAMILIES
@@ -22,11 +24,13 @@ from properties.score_families import SCORE_FAMILIES, last_visible
 
 __all__ = [
     "ALIBI",
+    "BIASES",
     "DIRTY",
     "DLSE",
     "DOUT",
     "INPUTS",
     "NO_ALIBI",
+    "NO_BIAS",
     "NO_DLSE",
     "TORCH_DTYPES",
     "Values",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from properties.accuracy import accuracy, finite, logic
+from properties.bias_gradient import bias_gradient
 from properties.companions import bias, rms
 from properties.compare import Finding
 from properties.identities import identities
@@ -17,6 +18,7 @@ from properties.trial import Trial
 __all__ = [
     "COMPANIONS",
     "GUARANTEES",
+    "OF_BIAS",
     "STANDING",
     "Check",
     "accuracy",
@@ -62,5 +64,7 @@ GUARANTEES: dict[str, Check] = {
     "G13": state,
     "T3": logic,
 }
+# Of the gradient that only problems with a bias have.
+OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
 # What every problem is held to, whatever else it is drawn for; by the first word of a finding.
 STANDING: dict[str, Check] = {"G1": accuracy, "RMS": rms, "bias": bias}

@@ -75,13 +75,16 @@ def independence(trial: Trial) -> list[Finding]:
     heads = slice(group * problem.G, (group + 1) * problem.G)
     of_rows = (slice(b, b + 1), heads)
     of_keys = (slice(b, b + 1), slice(group, group + 1))
-    q, k, v, dout, dlse, slopes = trial.inputs
+    q, k, v, dout, dlse, slopes, bias = trial.inputs
     mask = problem.mask.taken((b,), tuple(range(problem.H))[heads])
     alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=mask)
     try:
         of_dlse = None if dlse is None else dlse[of_rows]
         of_slopes = None if slopes is None else slopes[of_rows[-slopes.ndim :]]
-        inputs = Inputs(q[of_rows], k[of_keys], v[of_keys], dout[of_rows], of_dlse, of_slopes)
+        inputs = Inputs(
+            q[of_rows], k[of_keys], v[of_keys], dout[of_rows], of_dlse, of_slopes,
+            None if bias is None else bias.expand(problem.B, problem.H, -1, -1)[of_rows],
+        )  # fmt: skip
         part = run_subject(trial.subject, alone, inputs)
     except NotImplementedError:  # of so few heads, say
         return []

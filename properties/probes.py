@@ -18,7 +18,7 @@ from oracles.problem import TENSORS, Problem
 from oracles.reference import RowMasks, chunk_height
 from properties.agreement import found_where
 from properties.compare import Finding, ratios, same_bits
-from properties.families import NO_ALIBI, NO_DLSE, length_tensors
+from properties.families import NO_ALIBI, NO_BIAS, NO_DLSE, length_tensors
 from properties.layouts import lay_out
 from properties.tensors import Inputs, make
 from properties.trial import Trial, run_subject
@@ -168,6 +168,10 @@ def permuted(trial: Trial) -> list[Finding]:
     if slopes is not None:
         by_entry = _reversed(slopes.view(-1, problem.H), problem.Hk)
         inputs = inputs._replace(alibi_slopes=by_entry.view(slopes.shape))
+    bias = trial.inputs.bias
+    if bias is not None:
+        of_all = bias.expand(problem.B, problem.H, -1, -1)
+        inputs = inputs._replace(bias=_reversed(of_all, problem.Hk))
     again = run_subject(trial.subject, turned, inputs)
     exact = [trial.subject.promises(guarantee, problem.config) for guarantee in ("G9", "G10")]
     findings = []
@@ -190,7 +194,7 @@ def _equal_weights(problem: Problem) -> Inputs:
 
     Nothing is added to scores; a softcap leaves those of 0 as they are.
     """
-    plain = dataclasses.replace(problem, alibi=NO_ALIBI)
+    plain = dataclasses.replace(problem, alibi=NO_ALIBI, bias=NO_BIAS)
     return make(dataclasses.replace(plain, inputs="zero_k", dout="normal", dlse=NO_DLSE))
 
 

@@ -57,6 +57,7 @@ class Domain:
     dlse: tuple[str, ...]
     softcaps: tuple[float | None, ...]
     alibis: tuple[str, ...]
+    biases: tuple[str, ...]
     dirty: tuple[str, ...]
     max_cost: int
     padding: bool

@@ -20,7 +20,17 @@ from hypothesis import strategies as st
 from oracles.mask import Mask
 from oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
 from properties.drawn_masks import draw_mask
-from properties.families import ALIBI, DIRTY, DLSE, DOUT, INPUTS, NO_ALIBI, NO_DLSE
+from properties.families import (
+    ALIBI,
+    BIASES,
+    DIRTY,
+    DLSE,
+    DOUT,
+    INPUTS,
+    NO_ALIBI,
+    NO_BIAS,
+    NO_DLSE,
+)
 from properties.mask_classes import check_mask_class
 from properties.seqlens import Domain, Draw, Regime, draw_seqlens, seqlen_regimes, tile_count
 
@@ -118,6 +128,7 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
         device=domain.device,
         softcap=draw(st.sampled_from(domain.softcaps)),
         alibi=draw(st.sampled_from(domain.alibis)),
+        bias=draw(st.sampled_from(domain.biases)),
     )
 
 
@@ -145,6 +156,7 @@ def _check(domain: Domain) -> None:
     _check_subset("dirties", domain.dirty, tuple(DIRTY))
     _check_subset("device", (domain.device,), ("cpu", "cuda"))
     _check_subset("alibis", domain.alibis, (NO_ALIBI, *ALIBI))
+    _check_subset("biases", domain.biases, (NO_BIAS, *BIASES))
     for name in ("configs", "head_dims", "scales", "softcaps"):
         if not getattr(domain, name):
             raise ValueError(f"{name} is empty; needs at least one")
@@ -197,6 +209,7 @@ def problems(
     mask: type[Mask] | None = None,
     softcaps: Sequence[float | None] = (None,),
     alibis: Sequence[str] = (NO_ALIBI,),
+    biases: Sequence[str] = (NO_BIAS,),
 ) -> st.SearchStrategy[Problem]:
     """Problems of a domain; None draws a field, a value fixes it.
 
@@ -243,6 +256,8 @@ def problems(
             ("full", "padding").
         softcaps: Values of softcap, drawn evenly; None is none.
         alibis: Families of ALiBi's slopes, out of ``families.ALIBI`` or "none", drawn evenly.
+        biases: Families of the bias with their axes, out of ``families.BIASES`` or "none", drawn
+            evenly.
 
     Raises:
         ValueError: An argument is out of range, or no problem satisfies all of them.
@@ -275,6 +290,7 @@ def problems(
         mask=mask,
         softcaps=tuple(softcaps),
         alibis=tuple(alibis),
+        biases=tuple(biases),
     )
     _check(domain)
     regimes = seqlen_regimes(domain)

@@ -13,6 +13,7 @@ import torch
 from oracles.outputs import OUTPUTS, Numerics
 from oracles.problem import DTYPES, Problem
 from properties.alibi_families import NO_ALIBI
+from properties.bias_families import NO_BIAS
 from properties.declarations import BITWISE, NUMERICS, SCORE_MODS, check_declarations, declared_by
 from properties.dlse_families import NO_DLSE
 from properties.tutorial_call import tutorial_call
@@ -24,7 +25,11 @@ _PROMISED_WITH = {"G3": "G10", "G7": "G10", "G12": "G8", "G13": "G10"}
 
 def score_mods_of(problem: Problem) -> tuple[str, ...]:
     """What a problem does to scores, out of ``declarations.SCORE_MODS``."""
-    has = {"softcap": problem.softcap is not None, "alibi": problem.alibi != NO_ALIBI}
+    has = {
+        "softcap": problem.softcap is not None,
+        "alibi": problem.alibi != NO_ALIBI,
+        "bias": problem.bias != NO_BIAS,
+    }
     return tuple(mod for mod in SCORE_MODS if has[mod])
 
 
@@ -69,8 +74,9 @@ class Subject:
         numerics: What chooses the error bound.
         tiles: (problem) -> (block_m, block_n) of the forward, for reports; None where unknown.
         score_mods: What it can do to scores beside scaling and masking them, out of
-            ``declarations.SCORE_MODS``: "softcap", "alibi"; the call then takes ``softcap=``, a
-            float, or ``alibi_slopes=``, a tensor (H,) or (B, H), where a problem has it.
+            ``declarations.SCORE_MODS``: "softcap", "alibi", "bias"; the call then takes
+            ``softcap=``, a float, ``alibi_slopes=``, a tensor (H,) or (B, H), or ``bias=``, a
+            tensor (B or 1, H or 1, M or 1, N or 1), where a problem has it.
         takes: The signature, where it is the one of Triton's tutorial and was adapted; else empty.
         source: What --kernel was given, for replay lines; empty for the project's own kernels.
     """

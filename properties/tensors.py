@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from oracles.problem import TENSORS, Problem
+from properties.bias_families import BIAS_DTYPES, BIAS_LAYOUTS, bias_values
 from properties.dirt import Dirt
 from properties.families import (
     ALIBI,
@@ -17,6 +18,7 @@ from properties.families import (
     DOUT,
     INPUTS,
     NO_ALIBI,
+    NO_BIAS,
     NO_DLSE,
     TORCH_DTYPES,
     drawn_shape,
@@ -32,7 +34,8 @@ class Inputs(NamedTuple):
     """q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv), dout (B,H,M,Dv), as the problem says them.
 
     dlse (B,H,M) is the gradient of lse, float32 (float64 for float64); None where there is none.
-    alibi_slopes (H,) or (B,H) are float32; None where there are none.
+    alibi_slopes (H,) or (B,H) are float32; None where there are none. bias (B or 1, H or 1, M or 1,
+    N or 1) is in the dtype of q or float32; None where there is none.
     """
 
     q: torch.Tensor
@@ -41,6 +44,7 @@ class Inputs(NamedTuple):
     dout: torch.Tensor
     dlse: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,7 +96,7 @@ def make(
         around: What stands in the storage wherever no element does.
 
     Returns:
-        q, k, v, dout, dlse, alibi_slopes.
+        q, k, v, dout, dlse, alibi_slopes, bias.
 
     Raises:
         ValueError: The problem names a family that does not exist, or ``layouts`` says "expanded"
@@ -119,7 +123,33 @@ def make(
         made.append(lay_out(cast.expand(B, heads, seqlen, columns), layout, around))
     dlse = None if problem.dlse == NO_DLSE else _dlse(problem, dirt, rows, layouts, around)
     slopes = None if problem.alibi == NO_ALIBI else _slopes(problem, around)
-    return Inputs(*made)._replace(dlse=dlse, alibi_slopes=slopes)
+    bias = None if problem.bias == NO_BIAS else _bias(problem, dirt, layouts, around)
+    return Inputs(*made)._replace(dlse=dlse, alibi_slopes=slopes, bias=bias)
+
+
+def _bias(
+    problem: Problem, dirt: Dirt, layouts: tuple[str, str, str, str] | None, around: float
+) -> torch.Tensor:
+    """The bias, with dirt wherever no row sees a key; stored by the seed, or as ``layouts`` say.
+
+    Padding is such a place, and so are pairs that the mask hides from all that share an element.
+    """
+    dtype = BIAS_DTYPES.get(problem.bias.partition("/")[0], TORCH_DTYPES[problem.dtype])
+    values = _cast(bias_values(problem), dtype)
+    stands = dirt(problem, "dout")
+    if isinstance(stands, torch.Tensor):
+        stands = float(stands.flatten()[0]) if stands.numel() else 0.0
+    if stands != 0:
+        sizes = problem.B, problem.H, problem.M, problem.N
+        seen = problem.mask.dense(*sizes, device=problem.device).expand(sizes)
+        for axis, size in enumerate(values.shape):
+            if size == 1:
+                seen = seen.any(axis, keepdim=True)
+        values = torch.where(seen, values, torch.tensor(stands, dtype=dtype, device=values.device))
+    if layouts is not None:
+        return lay_out(values, "bhsd", math.nan)
+    around = around if math.isnan(around) else min(around, torch.finfo(dtype).max)
+    return lay_out(values, BIAS_LAYOUTS[problem.all_seeds[0] % len(BIAS_LAYOUTS)], around)
 
 
 def _slopes(problem: Problem, around: float) -> torch.Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +23,11 @@ from properties.guard_bands import GuardBands
 from properties.subject import Subject
 from properties.tensors import Inputs, make
 
-__all__ = ["Question", "SubjectError", "Trial", "examine", "question", "run_subject"]
+__all__ = [
+    "Question", "SubjectError", "Trial", "examine", "question", "run_bias_gradient", "run_subject",
+]  # fmt: skip
+
+Answer = TypeVar("Answer")
 
 _LIBRARIES = (
     str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
@@ -106,12 +110,44 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
         SubjectError: It raises, or an output has another shape or dtype than the contract says.
         NotImplementedError: The subject refuses the problem.
     """
+    return _answer(_run, subject, problem, inputs)
+
+
+def run_bias_gradient(subject: Subject, problem: Problem, inputs: Inputs) -> torch.Tensor:
+    """The bias's gradient, of the same loss as those of ``run_subject``.
+
+    Raises:
+        SubjectError: It raises, or the gradient has another shape or dtype than the bias.
+        NotImplementedError: The subject refuses the problem.
+    """
+    return _answer(_run_bias, subject, problem, inputs)
+
+
+def _answer(run: Callable[..., Answer], *given: Any) -> Answer:
+    """What a run of a subject returns; what it raises is the subject's."""
     try:
-        return _run(subject, problem, inputs)
+        return run(*given)
     except NotImplementedError:
         raise
     except Exception as error:
         raise SubjectError(_told(error)) from error
+
+
+def _run_bias(subject: Subject, problem: Problem, inputs: Inputs) -> torch.Tensor:
+    assert inputs.bias is not None
+    bias = inputs.bias.detach().requires_grad_()
+    added = {"alibi_slopes": inputs.alibi_slopes, "bias": bias}
+    with _poisoned_allocations():
+        out, lse = subject.run(inputs.q, inputs.k, inputs.v, problem, **added)
+        (found,) = _gradients(problem, (bias,), inputs, out, lse)
+    if found is None:
+        raise AssertionError(f"out of {subject.name} does not depend on the bias")
+    if found.shape != bias.shape or found.dtype != bias.dtype:
+        raise AssertionError(
+            f"dbias has shape {tuple(found.shape)} and dtype {found.dtype}; needs "
+            f"{tuple(bias.shape)} and {bias.dtype}"
+        )
+    return found
 
 
 def _told(error: BaseException) -> str:
@@ -130,7 +166,8 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
     # A kernel without a backward may refuse inputs that ask for one.
     q, k, v = (x.detach().requires_grad_(subject.backward) for x in inputs[:3])
     with _poisoned_allocations():
-        out, lse = subject.run(q, k, v, problem, alibi_slopes=inputs.alibi_slopes)
+        added = {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias}
+        out, lse = subject.run(q, k, v, problem, **added)
         _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
         if lse is not None:
             _check_form("lse", lse, q, tuple(q.shape[:3]))
@@ -165,7 +202,7 @@ def _gradients(
     losses = [(out, inputs.dout), (lse, inputs.dlse)][problem.dout == "zero" :]
     of, gradients = zip(*losses, strict=True)
     found = torch.autograd.grad(of, leaves, gradients, allow_unused=True)
-    if len(losses) == 1 and found[2] is None:
+    if len(losses) == 1 and len(found) == 3 and found[2] is None:
         # lse does not depend on v.
         found = (*found[:2], torch.zeros_like(leaves[2]))
     return found

@@ -1,9 +1,10 @@
-"""What is done to scores beside scaling and masking them: softcap, and ALiBi.
+"""What is done to scores beside scaling and masking them: softcap, ALiBi, a bias.
 
 ``MODS`` says which, as a sum of the constants below; 0 is none of them, and then nothing here is
 compiled. The scores are then in natural units, and scaled to base 2 once, by what stands in place
 of sm_scale * log2(e). ``score_args`` is what the host gives: the softcap's bits, slopes and their
-strides. ``mods`` is what it is for one head: the factor on q.k, the softcap, the slope.
+two strides, the bias and its four. ``mods`` is what it is for one head: the factor on q.k, the
+softcap, the slope, and the matrix of the bias with its two strides.
 
 Source: Press, Smith, Lewis 2022 (arXiv:2108.12409), ALiBi.
 """
@@ -13,10 +14,11 @@ import triton.language as tl
 
 from fa_kernels.kernels.tiles import LOG2E, scale_from_bits
 
-__all__ = ["ALIBI", "SOFTCAP", "base2_scale", "modified", "mods_of_head", "tanh_with_slope"]
+__all__ = ["ALIBI", "BIAS", "SOFTCAP", "base2_scale", "modified", "mods_of_head", "tanh_with_slope"]
 
 SOFTCAP: tl.constexpr = tl.constexpr(1)
 ALIBI: tl.constexpr = tl.constexpr(2)
+BIAS: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
@@ -31,7 +33,7 @@ def base2_scale(sm_scale, ACC: tl.constexpr, MODS: tl.constexpr):
 
 @triton.jit
 def mods_of_head(score_args, sm_scale, b, h, ACC: tl.constexpr, MODS: tl.constexpr):
-    """(factor on q.k, softcap, slope) of one head; what is not in MODS is the scale."""
+    """What ``modified`` takes of one head; fillers for what is not in MODS."""
     factor, softcap, slope = sm_scale, sm_scale, sm_scale
     if SOFTCAP & MODS:
         softcap = scale_from_bits(score_args[0])
@@ -39,7 +41,10 @@ def mods_of_head(score_args, sm_scale, b, h, ACC: tl.constexpr, MODS: tl.constex
     if ALIBI & MODS:
         place = b.to(tl.int64) * score_args[2] + h.to(tl.int64) * score_args[3]
         slope = tl.load(score_args[1] + place)
-    return factor.to(ACC), softcap.to(ACC), slope.to(ACC)
+    bias = score_args[4]
+    if BIAS & MODS:
+        bias += b.to(tl.int64) * score_args[5] + h.to(tl.int64) * score_args[6]
+    return factor.to(ACC), softcap.to(ACC), slope.to(ACC), bias, score_args[7], score_args[8]
 
 
 @triton.jit
@@ -79,4 +84,9 @@ def modified(dots, offs_m, offs_n, view, mods, MODS: tl.constexpr):
     if ALIBI & MODS:
         distance = tl.abs(offs_n - (offs_m + (view[1] - view[0])))
         scores -= mods[2] * distance.to(scores.dtype)
+    if BIAS & MODS:
+        # Of padding it is not read: whatever stands there need not even be a number.
+        inside = (offs_m < view[0]) & (offs_n < view[1])
+        places = offs_m.to(tl.int64) * mods[4] + offs_n.to(tl.int64) * mods[5]
+        scores += tl.load(mods[3] + places, mask=inside, other=0.0).to(scores.dtype)
     return scores, steep

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from properties.finds import Find, NotReplayableError
-from properties.guarantees import COMPANIONS, GUARANTEES
+from properties.guarantees import COMPANIONS, GUARANTEES, OF_BIAS
 
 
 def pytest_generate_tests(metafunc):
@@ -20,7 +20,7 @@ def pytest_generate_tests(metafunc):
 def every_guarantee(trial):
     """Findings of all guarantees, and of their companions."""
     findings, unchecked = [], []
-    for name, check in {**GUARANTEES, **COMPANIONS}.items():
+    for name, check in {**GUARANTEES, **COMPANIONS, **OF_BIAS}.items():
         try:
             findings += check(trial)
         except (MemoryError, NotImplementedError) as error:

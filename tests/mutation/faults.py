@@ -16,6 +16,7 @@ _DQ = "fa_kernels/kernels/dq.py"
 _TILES = "fa_kernels/kernels/tiles.py"
 _MERGE = "fa_kernels/kernels/merge.py"
 _SCORES = "fa_kernels/kernels/scores.py"
+_DBIAS = "fa_kernels/kernels/dbias.py"
 _RANGES = "fa_kernels/ranges.py"
 _LAUNCH = "fa_kernels/launch.py"
 _SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)"
@@ -560,7 +561,7 @@ _SCORE_MODS = (
         (
             _DKDV,
             "offs_n[:, None], view, mods, MODS)",
-            "offs_n[:, None], view, (mods[0], mods[1], -mods[2]), MODS)",
+            "offs_n[:, None], view, (mods[0], mods[1], -mods[2], mods[3], mods[4], mods[5]), MODS)",
         ),
     ),
     _fault(
@@ -577,10 +578,39 @@ _SCORE_MODS = (
         (_SCORES, "mods[2] * distance.to", "mods[2] * (distance + (distance > 0)).to"),
     ),
     _fault(
-        "scores: what is added is in base 2 already",
+        "scores: the bias is in base 2 already",
         "segment-anything-fast#71",
         "T3 G1",
-        (_SCORES, "scores -= mods[2]", "scores -= 0.6931471805599453 * mods[2]"),
+        (
+            _SCORES,
+            "scores += tl.load(mods[3] + places, mask=inside, other=0.0)",
+            "scores += 0.6931471805599453 * tl.load(mods[3] + places, mask=inside, other=0.0)",
+        ),
+    ),
+    _fault(
+        "scores: the bias is read in padding",
+        "vllm#936; flash-attention#1745",
+        "addresses",
+        (
+            _SCORES,
+            "inside = (offs_m < view[0]) & (offs_n < view[1])",
+            "inside = (offs_m >= 0) & (offs_n >= 0)",
+        ),
+    ),
+    _fault(
+        "dbias: entries that share a bias are not added up",
+        "jax#24102; attention-gym#20",
+        "dbias",
+        (_DBIAS, "b_first, b_last = 0, B", "b_first, b_last = 0, tl.minimum(B, 1)"),
+        hidden="while there is one entry, or each has a bias of its own",
+    ),
+    _fault(
+        "dbias: the gradient is by the score before its softcap",
+        "tokamax#1121",
+        "dbias",
+        (_DBIAS, "scores, _ = modified(", "scores, steep = modified("),
+        (_DBIAS, "ds = p * (dp - delta[:, None])", "ds = p * (dp - delta[:, None]) * steep"),
+        hidden="without a softcap",
     ),
     _fault(
         "scores: capped scores are scaled to base 2 before tanh, and not back",

@@ -338,6 +338,12 @@ CHECKS: tuple[Mutant, ...] = (
         "properties/companions.py",
         "test_companions",
         (
+            "needles are as good as any bias",
+            '        and problem.bias.partition("/")[0] in _FLAT_BIAS\n',
+            "",
+            "test_bias",
+        ),
+        (
             "a few keys are as good as many",
             "        and problem.alibi in _FLAT_ALIBI\n",
             "",

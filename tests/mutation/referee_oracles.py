@@ -1013,8 +1013,89 @@ _ADDITIONS = (
     ),
 )
 
+_BIAS = (
+    *faults_of(
+        "oracles/additions.py",
+        "test_bias",
+        (
+            "all chunks have the first rows' bias",
+            "self._bias[:, :, start:stop]",
+            "self._bias[:, :, : stop - start]",
+        ),
+    ),
+    *faults_of(
+        "oracles/reference.py",
+        "test_bias",
+        ("a hidden bias is added", "(torch.where(seen, x, 0.0) for x in added)", "added"),
+        ("dbias is that of the last chunk", "dbias += of_bias", "dbias = of_bias"),
+    ),
+    *faults_of(
+        "oracles/bias_error.py",
+        "test_bias",
+        (
+            "what shares an element is as exact as one",
+            "error + c.gamma(count + 2) * reach",
+            "error",
+        ),
+        (
+            "errors cancel",
+            "gradient.ds.abs() + gradient.error, gradient.terms",
+            "gradient.ds + gradient.error, gradient.terms",
+        ),
+        (
+            "dbias is stored exactly",
+            "bound + stored.u_in * (ds.abs() + bound) + stored.eta_in",
+            "bound",
+        ),
+        (
+            "the bias has the dtype of q",
+            "constants(bias_dtype, Numerics())",
+            "constants(in_dtype, Numerics())",
+        ),
+        ("what nobody sees may err", ".masked_fill_(count == 0, 0.0)", ""),
+        ("any gradient is in range", "if not largest <= stored.max_in:", "if False:"),
+        ("float64 oracles are exact", "(c.times * bound)", "(1.0 * bound)"),
+    ),
+    *faults_of(
+        "oracles/numpy_bias.py",
+        "test_bias",
+        ("sums are exact", "units.gamma(count + 2) * size", "0 * size"),
+        (
+            "every pair is one of the first entry",
+            "(b, h, m, n), bias.shape",
+            "(0, h, m, n), bias.shape",
+        ),
+    ),
+    *faults_of(
+        "properties/bias_gradient.py",
+        "test_bias",
+        ("NaN passes", "bad = ratio > 1", "bad = (got - want).abs() > limit"),
+        (
+            "nothing is beyond the bound",
+            "    return [\n        Finding.at(",
+            "    return [] and [\n        Finding.at(",
+        ),
+    ),
+    *faults_of(
+        "properties/stacks.py",
+        "test_bias",
+        ("what is shared is stacked", "if most < 2 or shares or", "if most < 2 or"),
+    ),
+    *faults_of(
+        "properties/tensors.py",
+        "test_bias",
+        ("a hidden bias is clean", "    if stands != 0:\n", "    if stands != stands and False:\n"),
+        (
+            "every bias is contiguous",
+            "BIAS_LAYOUTS[problem.all_seeds[0] % len(BIAS_LAYOUTS)]",
+            "BIAS_LAYOUTS[0]",
+        ),
+    ),
+)
+
 ORACLES: tuple[Mutant, ...] = (
     *_SOFTCAP,
+    *_BIAS,
     *_ADDITIONS,
     *_MASK,
     *_PROBLEM,

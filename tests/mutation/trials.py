@@ -15,12 +15,12 @@ from oracles.masks.block_sparse import BlockSparse
 from oracles.masks.document import Document
 from oracles.masks.prefix_lm import PrefixLM
 from oracles.problem import Problem
-from properties.guarantees import COMPANIONS, GUARANTEES, Check
+from properties.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, Check
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # In the order in which they are asked of a trial.
-CHECKS: dict[str, Check] = {"T3": GUARANTEES["T3"], **GUARANTEES, **COMPANIONS}
+CHECKS: dict[str, Check] = {"T3": GUARANTEES["T3"], **GUARANTEES, **COMPANIONS, **OF_BIAS}
 _ALWAYS = ("T3", "G1", "G2")
 
 
@@ -44,6 +44,7 @@ _ONE_NARROW = [
 _WINDOW = Mask(window_left=20, window_right=3, seqlens_q=(30, 33), seqlens_k=(49, 20))
 _SHORT = Mask(window_left=3, window_right=1, seqlens_q=(5, 3), seqlens_k=(6, 7))
 _SHORT_OF_ONE = Mask(causal=True, seqlens_q=(35, 20), seqlens_k=(37, 19))
+_RAGGED_ROWS = Mask(window_left=20, window_right=3, seqlens_q=(18, 7), seqlens_k=(20, 35))
 _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 
 QUICK: tuple[Step, ...] = (
@@ -81,6 +82,20 @@ QUICK: tuple[Step, ...] = (
           alibi="normal"),
     _step("G9", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, alibi="halving", config="16x16-one_pass"),
     _step(B=2, H=2, M=18, N=35, D=5, Dv=3, softcap=3.0, alibi="normal", config="16x16-split3"),
+    # A bias of all axes, and of some, whose gradient is summed over the others; beside a window,
+    # lengths, a predicate, and everything else that is done to scores.
+    _step("G3", "dbias", B=2, H=4, Hk=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan",
+          bias="normal/bhmn", config="32x16"),
+    *(_step("dbias", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, bias=f"normal/{axes}", seed=seed,
+            mask=_RAGGED_ROWS, dirty="nan", layouts=_MIXED)
+      for seed, axes in enumerate(("hn", "m", "b", "mn"))),
+    _step("dbias", "G9", B=2, H=2, M=20, N=35, D=5, Dv=3, bias="needles/hmn", alibi="normal",
+          softcap=3.0, config="16x16-one_pass", dlse="normal"),
+    _step("dbias", B=2, M=48, N=48, mask=Document(starts=((16,), ()), window_left=20),
+          bias="normal/bn", config="16x16-split3"),
+    _step("dbias", H=2, M=40, N=300, mask=BlockSparse(side=32, percent=50, seed=2, per_head=True),
+          bias="normal/m", config="16x32"),
+    _step("dbias", M=18, N=35, dtype="fp16", bias="shifted/hn", **_ALIGNED),
     # A map of blocks, of each head and of all, beside lengths and a window; default tiles, of which
     # a block holds several.
     *(_step(B=2, H=2, M=40, N=70, config="16x32", dirty="nan", layouts=_MIXED,

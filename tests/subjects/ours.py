@@ -67,7 +67,7 @@ def adapted(package: ModuleType):
 
     flash_attention.returns_lse = True
     flash_attention.lse_grad = True
-    flash_attention.score_mods = ("softcap", "alibi")
+    flash_attention.score_mods = ("softcap", "alibi", "bias")
     flash_attention.l_order = "tile"
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
     flash_attention.configs = {name: declared(x) for name, x in package.CONFIGS.items()} | {

@@ -24,7 +24,17 @@ class Eager:
         self.scales: dict[tuple[int, ...], float] = {}
 
     def __call__(
-        self, q, k, v, *, mask, sm_scale, config="default", softcap=None, alibi_slopes=None
+        self,
+        q,
+        k,
+        v,
+        *,
+        mask,
+        sm_scale,
+        config="default",
+        softcap=None,
+        alibi_slopes=None,
+        bias=None,
     ):
         self.calls += 1
         q, k, v, sm_scale = self.misread(q, k, v, sm_scale)
@@ -48,6 +58,8 @@ class Eager:
             scores = scores + (capped - scores).detach() if is_flat else capped
         if alibi_slopes is not None:
             scores = scores + self.alibi(alibi_slopes, mask, B, M, N)
+        if bias is not None:
+            scores = scores + self.visible(bias, seen)
         scores = torch.where(seen, scores, -math.inf)
         m = scores.detach().amax(3, keepdim=True) if N else scores.new_zeros((B, H, M, 1))
         m = torch.where(live, m, 0.0)
@@ -75,6 +87,14 @@ class Eager:
             ahead = 0 * ahead
         distance = (torch.arange(M).view(-1, 1) + ahead - torch.arange(N)).abs()
         return -slopes.view(-1, slopes.shape[-1], 1, 1).double() * distance
+
+    def visible(self, bias, seen):
+        """A bias with zeros where nobody sees it."""
+        if self.fault == "dbias of the first entry alone":
+            bias = torch.cat([bias, bias.detach().expand(len(seen) - 1, -1, -1, -1)])
+        if self.fault == "bias of the head before":
+            bias = bias.roll(1, 1)
+        return torch.where(seen, bias, 0.0)
 
     def misread(self, q, k, v, sm_scale):
         """What a fault makes of the arguments."""

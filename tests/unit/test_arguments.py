@@ -196,6 +196,25 @@ OPTIONS = {
         "detached",
         alibi_slopes=zeros(4, requires_grad=True),
     ),
+    "bias_list": refusal(TypeError, "bias", "list", "torch.Tensor", bias=[0.5]),
+    "bias_sparse": refusal(
+        LATER, "bias", "sparse_coo", "strided", bias=lambda device: torch.zeros(1).to_sparse()
+    ),
+    "bias_dtype": refusal(
+        TypeError, "bias", "float64", "torch.float32", bias=zeros(1, 1, 1, 1, dtype=torch.float64)
+    ),
+    "bias_rank": refusal(ValueError, "bias", "(5, 7)", "(2 or 1, 4 or 1,", bias=zeros(5, 7)),
+    "bias_heads": refusal(
+        ValueError,
+        "bias",
+        "(2, 2, 5, 7)",
+        "(2 or 1, 4 or 1, 5 or 1, 7 or 1)",
+        bias=zeros(2, 2, 5, 7),
+    ),
+    "bias_keys": refusal(ValueError, "bias", "(1, 1, 1, 5)", "7 or 1)", bias=zeros(1, 1, 1, 5)),
+    "bias_device": refusal(
+        ValueError, "bias", "meta", "the device of q", bias=zeros(1, 1, 1, 1, device="meta")
+    ),
     "softcap_nan": refusal(ValueError, "softcap", "nan", POSITIVE, softcap=math.nan),
     "softcap_0": refusal(ValueError, "softcap", "0.0", POSITIVE, softcap=0.0),
     "softcap_inf": refusal(ValueError, "softcap", "inf", POSITIVE, softcap=math.inf),

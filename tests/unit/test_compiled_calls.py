@@ -77,7 +77,13 @@ def test_a_compiled_call_has_the_bits_of_an_eager_one(arguments, dynamic, device
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"softcap": 2.0}, {"alibi_slopes": torch.tensor([0.5, -0.25])}], ids="-".join
+    "arguments",
+    [
+        {"softcap": 2.0},
+        {"alibi_slopes": torch.tensor([0.5, -0.25])},
+        {"bias": normal(0, "bias", (1, 2, 17, 1)).float()},
+    ],
+    ids="-".join,
 )
 def test_a_compiled_call_modifies_scores_as_an_eager_one_does(arguments, device):
     leaves = drawn(device)

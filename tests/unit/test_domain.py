@@ -55,6 +55,7 @@ DECLARED = {
     "top-left, M = N": {"causal_alignment": "top-left", "m_ne_n": False},
     "softcap": {"score_mods": ("softcap",)},
     "alibi": {"score_mods": ("alibi",)},
+    "bias": {"score_mods": ("bias",)},
     "much": {
         "head_dims": (64, 128),
         "seqlen_multiple": 16,
@@ -122,6 +123,7 @@ def test_what_is_drawn_is_inside_of_what_is_declared(data, declared):
         ("top-left, no masks", lambda p: p.M != p.N),
         ("softcap", lambda p: p.softcap is None),
         ("alibi", lambda p: p.alibi == "steep" and p.softcap is None),
+        ("bias", lambda p: p.bias.startswith("needles") and p.alibi == "none"),
         ("softcap", lambda p: p.softcap is not None and p.softcap < 1),
     ],
 )

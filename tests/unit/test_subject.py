@@ -160,15 +160,15 @@ def test_what_is_done_to_scores_is_passed_where_a_problem_has_it():
         given.append(mods)
         return q
 
-    attention.score_mods = ("softcap", "alibi")
-    slopes = torch.zeros(1)
+    attention.score_mods = ("softcap", "alibi", "bias")
+    added = {"alibi_slopes": torch.zeros(1), "bias": torch.zeros(1, 1, 1, 1)}
     for problem, tensors in (
-        (Problem(), {"alibi_slopes": None}),
-        (Problem(softcap=7.0, alibi="normal"), {"alibi_slopes": slopes}),
+        (Problem(), dict.fromkeys(added)),
+        (Problem(softcap=7.0, alibi="normal", bias="normal/"), added),
     ):
         inputs = torch.zeros(3, 1, 1, 1, 16)
         Subject.of(attention, "attention").run(*inputs, problem, **tensors)
-    assert given == [{}, {"softcap": 7.0, "alibi_slopes": slopes}]
+    assert given == [{}, {"softcap": 7.0, **added}]
 
 
 # Rows 0 and 1 of four see no key.

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from fa_kernels.added_scores import check_alibi, check_bias
 from fa_kernels.block_map import (
     VISIBLE,
     BlockMaps,
@@ -77,6 +78,10 @@ class Request(NamedTuple):
         longest_q: Of packed sequences, whose offsets stand in place of lengths: the most rows that
             one has. None: nothing is packed.
         longest_k: Likewise.
+        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
+        alibi_slopes: Float32 (H,) or (B, H) on the device; None where scores do not fall with
+            distance.
+        bias: (B or 1, H or 1, M or 1, N or 1) in the dtype of q or float32; None adds nothing.
     """
 
     seqlens_q: torch.Tensor | None
@@ -93,6 +98,9 @@ class Request(NamedTuple):
     one_pass: bool
     longest_q: int | None = None
     longest_k: int | None = None
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,9 @@ class Arguments:
         maps: The tiles that each kernel then visits.
         longest: Of packed sequences: the most rows and the most keys that one has. Then seqlens_q
             and seqlens_k are int32 (B + 1,): where each begins in the tensors, and the last ends.
+        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
+        alibi_slopes: Float32 (H,) or (B, H) on the device, if scores fall with distance.
+        bias: (B or 1, H or 1, M or 1, N or 1), if one is added to scores.
     """
 
     seqlens_q: torch.Tensor
@@ -124,6 +135,9 @@ class Arguments:
     predicate: Predicate | None = None
     maps: BlockMaps | None = None
     longest: tuple[int, int] | None = None
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 def _check_tensors(q: object, k: object, v: object) -> None:
@@ -263,6 +277,25 @@ def _checked_scale(sm_scale: object, dtype: torch.dtype) -> float | None:
     return float(sm_scale)
 
 
+def _checked_softcap(softcap: object, sm_scale: float, dtype: torch.dtype) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, float | int):
+        raise TypeError(f"softcap is {softcap!r}; needs a float or None")
+    if not 0 < softcap <= sys.float_info.max:
+        raise ValueError(f"softcap is {softcap}; needs to be finite and > 0")
+    # The kernels multiply by it, and by sm_scale / softcap, in this dtype.
+    scales = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    for factor in (softcap, sm_scale / softcap):
+        if not scales.smallest_normal <= factor <= scales.max / 2:
+            raise NotImplementedError(
+                f"softcap is {softcap}; supported for {dtype} are those that are, as sm_scale / "
+                f"softcap is, {scales.smallest_normal:.3g} to {scales.max / 2:.3g}, the range of "
+                f"{scales.dtype}"
+            )
+    return float(softcap)
+
+
 def _checked_config(config: object) -> str:
     """The name of a configuration, or its token."""
     if config is None:
@@ -291,6 +324,9 @@ def check(
     sm_scale: object,
     backward: object,
     config: object,
+    softcap: object = None,
+    alibi_slopes: object = None,
+    bias: object = None,
     offsets: tuple[object, object, object, object] | None = None,
 ) -> Request:
     """Checks the arguments of ``flash_attention`` and brings them into an operator's types.
@@ -328,6 +364,7 @@ def check(
             )
         causal, window = mask.causal, (mask.window_left, mask.window_right)
         seqlens_q, seqlens_k = mask.seqlens_q, mask.seqlens_k
+    check_bias(bias, q, k)
     B, _, M, _ = q.shape
     left, right = _checked_window(causal, window)
     longest_q, longest_k = None, None
@@ -340,7 +377,10 @@ def check(
         check_entries(ints_q or tensor_q, ints_k or tensor_k)
         check_lengths("q", seqlens_q, ints_q)
         check_lengths("k", seqlens_k, ints_k)
+        B = len(ints_q or tensor_q) - 1
+    check_alibi(alibi_slopes, q, B)
     sm_scale, config = _checked_scale(sm_scale, q.dtype), _checked_config(config)
+    softcap = _checked_softcap(softcap, _scale_of(q, sm_scale), q.dtype)
     token = ""
     if hasattr(mask, "native"):
         if type(mask).__hash__ is None:
@@ -350,7 +390,7 @@ def check(
         check_block_mask(block_mask, block_size, q, k)
     return Request(
         tensor_q, tensor_k, block_mask, ints_q, ints_k, left, right, sm_scale, config, token,
-        block_size, backward == "one_pass", longest_q, longest_k,
+        block_size, backward == "one_pass", longest_q, longest_k, softcap, alibi_slopes, bias,
     )  # fmt: skip
 
 
@@ -382,7 +422,7 @@ def prepared(
         M + N if x is None else min(x, M + N) for x in (request.window_left, request.window_right)
     )
     block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
-    sm_scale = float(D) ** -0.5 if request.sm_scale is None else request.sm_scale
+    sm_scale = _scale_of(q, request.sm_scale)
     config = _resolved(request.config, q.dtype, block_d, request.one_pass)
     predicate, maps = None, None
     window, sizes = (left, right), (B, H, k.shape[1], M, N)
@@ -407,7 +447,15 @@ def prepared(
         maps = maps_of_blocks(
             request.block_mask, request.block_size, *sizes[1:], window, lengths, config, kernels
         )
-    return Arguments(*places, *window, sm_scale, config, request.one_pass, predicate, maps, longest)
+    return Arguments(
+        *places, *window, sm_scale, config, request.one_pass, predicate, maps, longest,
+        request.softcap, request.alibi_slopes, request.bias,
+    )  # fmt: skip
+
+
+def _scale_of(q: torch.Tensor, sm_scale: float | None) -> float:
+    """The factor on q.k in force."""
+    return float(q.shape[3]) ** -0.5 if sm_scale is None else sm_scale
 
 
 def _on_device(

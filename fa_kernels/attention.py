@@ -42,6 +42,9 @@ def flash_attention(
     return_lse: bool = False,
     backward: str = "two_pass",
     config: Config | str | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     pool: str | None = None,
     pool_size: tuple[int, int] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -76,7 +79,15 @@ def flash_attention(
         config: Tile configuration, a ``Config`` or a name in ``CONFIGS``; None is "default". For
             few queries against long keys, ``Config(splits=16)`` or so divides the key tiles of each
             query tile among as many programs, and merges what they find.
-        pool: "mean" or "max": also return the probabilities of each block of pairs pooled.
+        softcap: c, finite and > 0: a scaled score x becomes c tanh(x / c), before it is masked.
+        alibi_slopes: Float32 (H,) or (B, H) on the device of q: slope |p - n| is taken off each
+            score, after the softcap. Not differentiated, and not checked to be finite.
+        bias: (B or 1, H or 1, M or 1, N or 1) in the dtype of q or float32, any strides: what is
+            added to each score, after the softcap. Finite where a row sees a key; elsewhere it may
+            hold anything, and gets zero gradients. Differentiable: its gradient is added up over
+            what shares an element. It hides nothing: -inf is for masks.
+        pool: "mean" or "max": also return the probabilities of each block of pairs pooled; of
+            scores that none of the three before modifies.
         pool_size: (rows, keys) of a pool block, ints >= 1 of any size; needed beside ``pool``.
 
     Pooled probabilities: with P[m, n] = exp(s[m, n] - lse[m]) where m sees n and 0 everywhere else,
@@ -86,7 +97,7 @@ def flash_attention(
     with P = 0; "max" is the largest P of a valid pair. A block without a valid pair gives 0, and so
     does one without a visible pair. Blocks are counted from row 0 and key 0, whatever the lengths.
 
-    Under ``torch.autocast`` q, k and v of 16 and 32 bits are cast to its dtype first. Under
+    Under ``torch.autocast`` q, k, v and bias of 16 and 32 bits are cast to its dtype first. Under
     ``torch.compile`` a mask with a method ``native`` is a constant, and a frozen dataclass.
 
     Returns:
@@ -111,8 +122,9 @@ def flash_attention(
     Source: FlashAttention-2 (arXiv:2307.08691); Flash-Decoding (Dao, Haziza, Massa, Sizov 2023)
     for the parts.
     """
-    q, k, v = autocast(q), autocast(k), autocast(v)
-    pooling = check_pooling(pool, pool_size)
+    q, k, v, bias = autocast(q), autocast(k), autocast(v), autocast(bias)
+    modified = any(x is not None for x in (softcap, alibi_slopes, bias))
+    pooling = check_pooling(pool, pool_size, modified=modified)
     request = check(
         q,
         k,
@@ -127,6 +139,9 @@ def flash_attention(
         sm_scale=sm_scale,
         backward=backward,
         config=config,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
     )
     out, lse = operators.forward(q, k, v, *request)
     found = (out, lse) if return_lse else (out,)

@@ -15,12 +15,14 @@ from fa_kernels import allocation
 from fa_kernels.arguments import Arguments
 from fa_kernels.configs import Tile
 from fa_kernels.device import on_device
+from fa_kernels.kernels.dbias import dbias_kernel
 from fa_kernels.kernels.delta import delta_kernel
 from fa_kernels.kernels.dkdv import dkdv_kernel
 from fa_kernels.kernels.dq import dq_kernel
 from fa_kernels.kernels.forward import forward_kernel
 from fa_kernels.kernels.merge import merge_kernel
 from fa_kernels.kernels.pool import pool_kernel
+from fa_kernels.kernels.scores import ALIBI, BIAS, SOFTCAP
 
 __all__ = [
     "ROW_PADDING",
@@ -76,6 +78,7 @@ def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dic
         "DOTS": arguments.config.dots if dtype == torch.float32 else "ieee",
         "PREDICATE": None if arguments.predicate is None else arguments.predicate.function,
         "PACKED": arguments.longest is not None,
+        "MODS": _mods(arguments),
     }
 
 
@@ -152,6 +155,27 @@ def _blank(arguments: Arguments, **tensors: torch.Tensor | None) -> None:
                 x.fill_(-math.inf if name in ("lse", "m") else 0.0)
 
 
+def _mods(arguments: Arguments) -> int:
+    """What is done to scores, as a sum of the constants in ``kernels.scores``."""
+    done = (
+        (arguments.softcap, SOFTCAP), (arguments.alibi_slopes, ALIBI), (arguments.bias, BIAS)
+    )  # fmt: skip
+    return sum(mod.value for given, mod in done if given is not None)
+
+
+def _score_args(arguments: Arguments) -> tuple:
+    """What the kernels do to scores, as ``kernels.scores`` reads it; a filler if nothing."""
+    softcap = 0 if arguments.softcap is None else _scale_bits(arguments.softcap)
+    slopes, strides = arguments.seqlens_q, (0, 0)
+    if arguments.alibi_slopes is not None:
+        slopes = arguments.alibi_slopes
+        strides = (0, *slopes.stride())[-2:]
+    bias = arguments.seqlens_q if arguments.bias is None else arguments.bias
+    # What is shared has one element, whose place is the same for all.
+    apart = (0 if size == 1 else step for size, step in zip(bias.shape, bias.stride(), strict=True))
+    return softcap, slopes, *strides, bias, *(apart if bias.ndim == 4 else (0, 0, 0, 0))
+
+
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Unwritten out (B,H,M,Dv) in the dtype of q and lse (B,H,M), contiguous."""
     B, H, M, _ = q.shape
@@ -177,6 +201,7 @@ def launch_forward(
         _blank(arguments, m=m)
         written = (acc, m, l_sum)
     constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
+    mods = _score_args(arguments)
     programs = triton.cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H * (parts or 1)
     rows = lse.numel()
     if programs:
@@ -185,7 +210,7 @@ def launch_forward(
                 q, k, v, *written, arguments.seqlens_q, arguments.seqlens_k,
                 *_strides(arguments, q, k, v), *sizes.in_kernels(),
                 arguments.window_left, arguments.window_right, parts or 1, rows,
-                _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"),
+                _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"), mods,
                 ALIGNED=_is_aligned(q, k, v, out), SPLIT=parts is not None,
                 **constants, **_tile(tile),
             )  # fmt: skip
@@ -226,11 +251,13 @@ def launch_backward(
     *,
     dlse: torch.Tensor | None = None,
     needed: tuple[bool, bool, bool] = (True, True, True),
+    dbias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Returns dq, dk, dv, contiguous, in the dtypes of q, k, v.
 
     Those that are not needed are None; dk and dv come from one kernel. So does dq in one pass, its
-    parts added by atomics, in another order every time; else everything is repeatable.
+    parts added by atomics, in another order every time; else everything is repeatable. ``dbias``,
+    contiguous in the shape and dtype of the bias, gets that one's gradient, if it is given.
     """
     sizes = _Sizes.of(q, k, v, arguments)
     packed = arguments.longest is not None
@@ -255,7 +282,7 @@ def launch_backward(
         arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
     )  # fmt: skip
     inputs = (q, k, v, dout, lse2, delta)
-    lengths = (arguments.seqlens_q, arguments.seqlens_k)
+    lengths, mods = (arguments.seqlens_q, arguments.seqlens_k), _score_args(arguments)
     with on_device(q):
         programs = triton.cdiv(sizes.M, ROW_PADDING) * sizes.B * sizes.H
         if programs:
@@ -271,7 +298,7 @@ def launch_backward(
         programs = triton.cdiv(sizes.N, tile.block_n) * sizes.B * sizes.Hk
         if programs and "dkdv" in kernels:
             dkdv_kernel[(programs,)](
-                *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"),
+                *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"), mods,
                 ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
                 **constants, **_tile(tile),
             )  # fmt: skip
@@ -281,8 +308,20 @@ def launch_backward(
         programs = triton.cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H
         if programs and "dq" in kernels:
             dq_kernel[(programs,)](
-                *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"),
+                *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"), mods,
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),
+            )  # fmt: skip
+        if dbias is not None and dbias.numel():
+            shared_axes = [size == 1 for size in dbias.shape]
+            over = dict(zip(("OVER_B", "OVER_H", "OVER_M", "OVER_N"), shared_axes, strict=True))
+            tiles = (1, 1, tile.block_m, tile.block_n)
+            del constants["ROW_PADDING"], constants["PACKED"]
+            dbias_kernel[(math.prod(map(triton.cdiv, dbias.shape, tiles)),)](
+                *inputs, dbias, *lengths, *_strides(arguments, q, k, v, dout),
+                sizes.H, sizes.H // sizes.Hk, sizes.M, delta.shape[2], sizes.N, sizes.D, sizes.Dv,
+                arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
+                *_predicate(arguments, "dq")[1:], mods, sizes.B,
+                ALIGNED=_is_aligned(q, k, v, dout), **over, **constants, **_tile(tile),
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
 
@@ -317,7 +356,7 @@ def launch_pooled(
         for length, block, size in ((M, tile.block_m, rows), (N, tile.block_n, keys))
     ]
     constants = _constants(q.dtype, D, D, arguments)
-    del constants["BLOCK_DV"], constants["PACKED"]
+    del constants["BLOCK_DV"], constants["PACKED"], constants["MODS"]
     predicate = arguments.predicate
     with on_device(q):
         pool_kernel[(spans[0] * spans[1] * B * H,)](

@@ -28,14 +28,21 @@ _NAMESPACE = __name__.partition(".")[0]
 _REQUEST = (
     "Tensor? seqlens_q, Tensor? seqlens_k, Tensor? block_mask, SymInt[]? lengths_q, "
     "SymInt[]? lengths_k, SymInt? window_left, SymInt? window_right, float? sm_scale, str config, "
-    "str mask, int block_size, bool one_pass, SymInt? longest_q, SymInt? longest_k"
+    "str mask, int block_size, bool one_pass, SymInt? longest_q, SymInt? longest_k, "
+    "float? softcap, Tensor? alibi_slopes, Tensor? bias"
 )
+# Places of the tensors in a request.
+_TENSORS = tuple(
+    Request._fields.index(name)
+    for name in ("seqlens_q", "seqlens_k", "block_mask", "alibi_slopes", "bias")
+)
+_BIAS = Request._fields.index("bias")
 _OPERATORS = {
     "forward": f"(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)",
     "backward": (
         "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, "
-        f"bool needs_dq, bool needs_dk, bool needs_dv, {_REQUEST}) "
-        "-> (Tensor dq, Tensor dk, Tensor dv)"
+        f"bool needs_dq, bool needs_dk, bool needs_dv, {_REQUEST}, bool needs_dbias=False) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
     ),
     "pooled_scores": (
         f"(Tensor q, Tensor k, Tensor lse, {_REQUEST}, str pool, SymInt pool_rows, "
@@ -63,21 +70,37 @@ def _forward_like(q, k, v, *_request):
     return empty_outputs(q, v)
 
 
-def _backward(q, k, v, out, lse, dout, dlse, needs_dq, needs_dk, needs_dv, *request):
+def _backward(q, k, v, out, lse, dout, dlse, needs_dq, needs_dk, needs_dv, *rest):
+    asked, needs_dbias = _divided(rest)
     if dout is None:
         # A loss on lse alone, or none at all.
         dout = allocation.empty((), dtype=out.dtype, device=out.device).zero_().expand(out.shape)
     needed = (needs_dq, needs_dk, needs_dv)
-    asked = Request(*request)
-    kernels = backward_kernels(needed, asked.one_pass)
+    kernels = backward_kernels(needed, asked.one_pass) + ("dq",) * needs_dbias
     arguments = prepared(q, k, v, asked, kernels)
-    found = launch_backward(q, k, v, out, lse, dout, arguments, dlse=dlse, needed=needed)
-    return _given(found, needed, q)
+    dbias = _unwritten(asked.bias) if needs_dbias else None
+    found = launch_backward(
+        q, k, v, out, lse, dout, arguments, dlse=dlse, needed=needed, dbias=dbias
+    )
+    return _given((*found, dbias), (*needed, needs_dbias), q)
 
 
-def _backward_like(q, k, v, _out, _lse, _dout, _dlse, needs_dq, needs_dk, needs_dv, *_request):
+def _backward_like(q, k, v, _out, _lse, _dout, _dlse, needs_dq, needs_dk, needs_dv, *rest):
+    request, needs_dbias = _divided(rest)
     needed = (needs_dq, needs_dk, needs_dv)
-    return _given(empty_gradients(q, k, v, needed), needed, q)
+    dbias = _unwritten(request.bias) if needs_dbias else None
+    return _given((*empty_gradients(q, k, v, needed), dbias), (*needed, needs_dbias), q)
+
+
+def _divided(rest):
+    """The request, and whether the bias's gradient is needed, which may be left out."""
+    fields = len(Request._fields)
+    return Request(*rest[:fields]), rest[fields:] == (True,)
+
+
+def _unwritten(bias):
+    """Contiguous, whatever strides the bias has."""
+    return allocation.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
 
 def _given(found, needed, q):
@@ -105,26 +128,30 @@ def _constant(*arguments):
 
 
 class _ForwardFunction(torch.autograd.Function):
-    """Saves q, k, v, out, lse, the lengths and the map of blocks."""
+    """Saves q, k, v, out, lse, and the tensors of the request."""
 
     @staticmethod
-    def forward(ctx, q, k, v, seqlens_q, seqlens_k, block_mask, *request):
+    def forward(ctx, q, k, v, *request):
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = forward(q, k, v, seqlens_q, seqlens_k, block_mask, *request)
-        # Lengths and map too, so that autograd notices when they are changed in between.
-        ctx.save_for_backward(q, k, v, out, lse, seqlens_q, seqlens_k, block_mask)
-        ctx.request = request
+            out, lse = forward(q, k, v, *request)
+        # Those of the request too, so that autograd notices when they are changed in between.
+        ctx.save_for_backward(q, k, v, out, lse, *(request[place] for place in _TENSORS))
+        ctx.request = [None if i in _TENSORS else x for i, x in enumerate(request)]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        *saved, seqlens_q, seqlens_k, block_mask = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:3]
-        asked = (seqlens_q, seqlens_k, block_mask, *ctx.request)
-        found = backward(*saved, dout, dlse, *needed, *asked)
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        needed, asked = ctx.needs_input_grad[:3], list(ctx.request)
+        for place, x in zip(_TENSORS, tensors, strict=True):
+            asked[place] = x
+        needs_dbias = ctx.needs_input_grad[3 + _BIAS]
+        *found, dbias = backward(q, k, v, out, lse, dout, dlse, *needed, *asked, needs_dbias)
         gradients = [x if is_needed else None for x, is_needed in zip(found, needed, strict=True)]
-        return *gradients, *[None] * len(Request._fields)
+        of_request = [None] * len(Request._fields)
+        of_request[_BIAS] = dbias if needs_dbias else None
+        return *gradients, *of_request
 
     @staticmethod
     def jvp(_ctx, *_tangents):

@@ -30,6 +30,8 @@ def flash_attention_varlen(
     return_lse: bool = False,
     backward: str = "two_pass",
     config: Config | str | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each of B sequences to itself, as ``flash_attention`` of one after the other.
 
@@ -62,6 +64,8 @@ def flash_attention_varlen(
         return_lse: Also return the log-sum-exp.
         backward: "two_pass" or "one_pass", as of ``flash_attention``.
         config: Likewise.
+        softcap: Likewise.
+        alibi_slopes: Likewise, (H,) or (B, H).
 
     Returns:
         out (total_q, H, Dv), a view of storage (H, total_q, Dv), in the dtype of q; with
@@ -92,6 +96,8 @@ def flash_attention_varlen(
         sm_scale=sm_scale,
         backward=backward,
         config=config,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
         offsets=(cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k),
     )
     out, lse = operators.forward(*heads_first, *request)

@@ -31,12 +31,15 @@ class Pooling(NamedTuple):
     keys: int
 
 
-def check_pooling(pool: object, pool_size: object) -> Pooling | None:
+def check_pooling(pool: object, pool_size: object, *, modified: bool = False) -> Pooling | None:
     """Checks ``pool`` and ``pool_size`` of ``flash_attention``; None where neither is given.
+
+    ``modified`` says that more is done to scores than to scale and to mask them.
 
     Raises:
         TypeError: One is of the wrong type.
         ValueError: One is out of range, or is given without the other.
+        NotImplementedError: The scores are modified.
     """
     if pool is None:
         if pool_size is not None:
@@ -53,6 +56,11 @@ def check_pooling(pool: object, pool_size: object) -> Pooling | None:
             raise TypeError(f"pool_size holds {size!r}; needs ints")
         if size < 1:
             raise ValueError(f"pool_size holds {size}; needs ints >= 1")
+    if modified:
+        raise NotImplementedError(
+            "pool is given together with softcap, alibi_slopes or bias; supported are scores that "
+            "none of them modifies"
+        )
     return Pooling(pool, *pool_size)
 
 

@@ -13,7 +13,7 @@ from oracles.constants import Constants
 from oracles.forward_error import Chunk, Forward
 from oracles.outputs import Numerics
 
-__all__ = ["Backward", "KeySums", "backward_error"]
+__all__ = ["Backward", "KeySums", "ScoreGradient", "backward_error", "score_gradient"]
 
 
 class KeySums(NamedTuple):
@@ -44,7 +44,7 @@ class Backward(NamedTuple):
 
 
 class _ScoreGrads(NamedTuple):
-    """dS and its errors, (Z, R, N); 0 on hidden pairs."""
+    """dS, of scores before a softcap, and its errors, (Z, R, N); 0 on hidden pairs."""
 
     ds: torch.Tensor
     ds_reach: torch.Tensor  # |dS| + e: what a kernel's dS may be
@@ -55,10 +55,26 @@ class _ScoreGrads(NamedTuple):
     p_grown: torch.Tensor  # p exp(F)
 
 
-def _score_grads(
-    x: Chunk, fwd: Forward, c: Constants, eta_ds: float, p_rounded: bool
-) -> _ScoreGrads:
-    """dS = p (dP - D), its sum of |terms|, and how far a kernel's may be from it."""
+class ScoreGradient(NamedTuple):
+    """dS, of the scores themselves, (Z, R, N), and what it is made of; 0 on hidden pairs."""
+
+    ds: torch.Tensor
+    error: torch.Tensor  # e
+    terms: torch.Tensor
+    dp_reach: torch.Tensor
+    p_growth: torch.Tensor
+    p_grown: torch.Tensor
+
+
+def score_gradient(x: Chunk, fwd: Forward, c: Constants, p_rounded: bool) -> ScoreGradient:
+    """dS = p (dP - D), its sum of |terms|, and how far a kernel's may be from it before casts.
+
+    Args:
+        x: The chunk.
+        fwd: Its forward pass.
+        c: The constants in force.
+        p_rounded: Whether dS is made of P as it is after its cast.
+    """
     scores, abs_dout = fwd.scores, x.dout.abs()
     lse = scores.lse.unsqueeze(2)
     # 1. dP and its reach.
@@ -96,10 +112,25 @@ def _score_grads(
     e.addcmul_(p_growth, gap.abs_()).add_(flushed.add_(1.0), alpha=c.ftz)
     if p_rounded:
         e.addcmul_(p_grown * c.u_p + c.eta_p, gap_error.add_(gap))
+    ds_terms = scores.p * (dp_reach + delta_terms)
+    e.masked_fill_(x.hidden, 0.0)
+    return ScoreGradient(ds, e, ds_terms, dp_reach, p_growth, p_grown)
+
+
+def _score_grads(
+    x: Chunk, fwd: Forward, c: Constants, eta_ds: float, p_rounded: bool
+) -> _ScoreGrads:
+    """``score_gradient`` by the slope f of a softcap, and as an operand."""
+    scores = fwd.scores
+    ds, e, ds_terms, dp_reach, p_growth, p_grown = score_gradient(x, fwd, c, p_rounded)
+    if scores.slope is not None and scores.slope_error is not None:
+        # Of x, where a softcap made s of x.
+        grown = scores.slope + scores.slope_error
+        e = e * grown * (1 + c.u) + ds.abs() * (scores.slope_error + c.u * grown) + c.ftz
+        ds, ds_terms = ds * scores.slope, ds_terms * scores.slope
     e.masked_fill_(x.hidden, 0.0)
     ds_reach = ds.abs() + e
     ds_errors = e.add_(ds_reach, alpha=c.u_cast).add_(eta_ds).masked_fill_(x.hidden, 0.0)
-    ds_terms = scores.p * (dp_reach + delta_terms)
     return _ScoreGrads(ds, ds_reach, ds_errors, ds_terms, dp_reach, p_growth, p_grown)
 
 
@@ -113,6 +144,7 @@ def backward_error(
         e  = p [expm1(F) |dP - D| + exp(F) (A + dD + 3u (|dP| + |D| + A + dD))]
              + FTZ (1 + |dP| + |D|)
         e += (up p exp(F) + eta) (|dP - D| + A + dD + 3u (...))    where dS is made of the rounded P
+        e  = (e (1 + u) + u |dS|)(f + df) + |dS| df + FTZ    where a softcap multiplies dS by f
         W  = e + uc (|dS| + e) + eta (1 + u_x)
         dq: t [W|K| + g (1 + uc) (|dS| + e)|K|]
         dk: t [W'|Q| + g (1 + uc) (|dS| + e)'|Q|]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from oracles.additions import Additions
 from oracles.backward_error import Backward, KeySums, backward_error
 from oracles.constants import Constants, constants
 from oracles.forward_error import Chunk, Forward, forward_error
@@ -23,6 +24,8 @@ __all__ = ["Judgement", "gather", "judge"]
 _QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
 _EXACT_SPREAD = 2**28  # M * N * Dv up to which |v - out| is formed element by element
 _LARGEST_LSE = 1e5
+# Of a score that is a sum: a rounding of more is more than an exponent may be off.
+_LARGEST_TERMS = 1e7
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Judgement:
     Args:
         bound: Largest error of each element of each output.
         terms: For each element, the sum of |terms| that it is computed from.
-        max_score: The largest |sm_scale q.k| of a visible pair.
+        max_score: The largest |score| of a visible pair, or where terms are added to it the largest
+            sum of their |values|.
         out_of_range: None, or a sentence on the first range condition that fails: then no
             accuracy is promised.
     """
@@ -79,6 +83,7 @@ def gather(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     seen: torch.Tensor,
+    added: tuple[torch.Tensor, ...],
 ) -> Chunk:
     """The inputs of a chunk of rows, in float64, a group's heads folded into rows.
 
@@ -89,6 +94,7 @@ def gather(
         dout: (B, H, R, Dv).
         dlse: (B, H, R), or None.
         seen: Bool (B or 1, H or 1, R, N).
+        added: What is added to scores, (B, H, R, N) each.
     """
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
     Z, R = B * Hk, H // Hk * M
@@ -109,6 +115,7 @@ def gather(
         hidden=~seen,
         empty=empty,
         query_tiles=query_tiles,
+        added=tuple(x.reshape(Z, R, N).masked_fill(~seen, 0.0) for x in added),
     )
 
 
@@ -170,7 +177,7 @@ def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
     scores = fwd.scores
     unnormalised = fwd.out_terms * scores.log_l.exp().unsqueeze(2)
     peaks = (
-        scores.s.abs(),
+        scores.parts,
         scores.reach,
         bwd.dp_reach,
         bwd.dq_reach,
@@ -183,9 +190,11 @@ def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
     return torch.stack([peak.amax() for peak in peaks])
 
 
-def _judge_chunk(x: Chunk, t: float, c: Constants, numerics: Numerics, exact: bool) -> _Part:
+def _judge_chunk(
+    x: Chunk, t: float, c: Constants, numerics: Numerics, exact: bool, softcap: float | None
+) -> _Part:
     """Runs both passes over a chunk and keeps what outlives it."""
-    fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact)
+    fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact, softcap=softcap)
     bwd = backward_error(x, fwd, sm_scale=t, c=c, numerics=numerics)
     rows = _finish_rows(x, fwd, bwd, c)
     return _Part(rows, bwd.keys, _row_peaks(fwd, bwd, rows))
@@ -213,6 +222,16 @@ def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | No
     return None
 
 
+def _range_of_terms(largest: float) -> str | None:
+    """As ``_range``, of the terms that scores are sums of."""
+    if largest <= _LARGEST_TERMS:
+        return None
+    return (
+        f"the sum of a score's |terms| reaches {largest:.6g}; needs to be at most "
+        f"{_LARGEST_TERMS:.6g}"
+    )
+
+
 def _all_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Judgement:
     """The judgement where nothing is visible, because a size is 0."""
     shapes = ((*q.shape[:3], v.shape[3]), q.shape[:3], q.shape, k.shape, v.shape)
@@ -230,11 +249,14 @@ def judge(
     v: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
     in_dtype: str,
     numerics: Numerics,
+    softcap: float | None = None,
     rows: int | None = None,
 ) -> Judgement:
     """The bound of every element of every output, its sum of |terms|, and the range check.
@@ -249,10 +271,14 @@ def judge(
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
         dlse: (B, H, M), the gradient of lse, if the kernel was given one.
+        alibi_slopes: (H,) or (B, H), if the kernel was given some.
+        bias: (B or 1, H or 1, M or 1, N or 1), if the kernel was given one; see ``bias_error``
+            for what its gradient may be off.
         mask: What each row sees.
         sm_scale: Factor on q.k, > 0.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
         numerics: What the subject declares.
+        softcap: c of scores c tanh(sm_scale q.k / c), > 0; None leaves them as they are.
         rows: Height of a chunk, rounded up to a multiple of 16; None chooses.
 
     Returns:
@@ -279,6 +305,7 @@ def judge(
     masks = RowMasks(mask, B, H, M, N, q.device)
     height = chunk_height(rows, B, H, N)
     height += -height % _QUERY_TILE
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
     parts: list[_Rows] = []
     peaks: list[torch.Tensor] = []
     sums: KeySums | None = None
@@ -286,9 +313,10 @@ def judge(
         here = slice(start, min(start + height, M))
         of_lse = None if dlse is None else dlse[:, :, here].detach()
         seen = masks.between(here.start, here.stop)
-        chunk = gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen)
+        added = additions.between(here.start, here.stop)
+        chunk = gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added)
         exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
-        part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread)
+        part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))
         peaks.append(part.peaks)
         sums = part.keys if sums is None else KeySums(*map(torch.Tensor.add_, sums, part.keys))
@@ -304,5 +332,6 @@ def judge(
         bound=Outputs(of_rows.bound_out, of_rows.bound_lse, of_rows.bound_dq, bound_dk, bound_dv),
         terms=Outputs(of_rows.terms_out, of_rows.terms_lse, of_rows.terms_dq, terms_dk, terms_dv),
         max_score=max_score,
-        out_of_range=_range(row_peaks, key_peaks, c),
+        out_of_range=_range(row_peaks, key_peaks, c)
+        or _range_of_terms(max_score if additions else 0.0),
     )

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from oracles.constants import Constants
 from oracles.outputs import Numerics
+from oracles.softcap import cap_error
 
 __all__ = ["Chunk", "Forward", "Scores", "forward_error"]
 
@@ -32,6 +33,7 @@ class Chunk(NamedTuple):
     hidden: torch.Tensor  # its complement
     empty: torch.Tensor  # bool (Z, R): rows with no visible key
     query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key, over the group's heads
+    added: tuple[torch.Tensor, ...]  # (Z, R, N) each: what is added to scores, 0 on hidden pairs
 
 
 class Scores(NamedTuple):
@@ -45,6 +47,9 @@ class Scores(NamedTuple):
     lse: torch.Tensor
     log_l: torch.Tensor
     tiles: torch.Tensor  # T: key tiles with a visible key, float64
+    slope: torch.Tensor | None  # (Z, R, N): of s by sm_scale q.k; None where it is 1 everywhere
+    slope_error: torch.Tensor | None  # how far a kernel's may be from it
+    parts: torch.Tensor  # |s|, or the sum of the |terms| that s is the sum of
 
 
 class Forward(NamedTuple):
@@ -88,20 +93,14 @@ def _rescales(
     return most.to(torch.float64)
 
 
-def _error_before_rescaling(
-    x: Chunk,
-    scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    t: float,
-    c: Constants,
-    prescales: str,
+def _dot_error(
+    x: Chunk, reach: torch.Tensor, t: float, c: Constants, prescales: str
 ) -> torch.Tensor:
-    """E for R = 0, on all pairs; ``scores`` are s, its row maxima m and A0 = t |q|.|k|."""
-    s, m, reach = scores
+    """What the dots of q and k err, times t, on all pairs; ``reach`` is A0 = t |q|.|k|."""
     per_reach = c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot
     if prescales != "none":
         per_reach += c.u_in if prescales != "qk" else 2 * c.u_in + c.u_in**2
-    error = (s - m.unsqueeze(2)).abs_().mul_(3 * c.u)
-    error.add_(s.abs(), alpha=5 * c.u).add_(reach, alpha=per_reach).add_(c.u_exp)
+    error = reach * per_reach
     if c.eta_dot:
         of_q, of_k = (x.abs().sum(2) for x in (x.q, x.k))
         error.add_(of_q.unsqueeze(2) + of_k.unsqueeze(1), alpha=t * c.eta_dot)
@@ -112,10 +111,15 @@ def _error_before_rescaling(
     return error
 
 
-def _scores(x: Chunk, sm_scale: float, c: Constants, numerics: Numerics) -> Scores:
+def _scores(
+    x: Chunk, sm_scale: float, c: Constants, numerics: Numerics, softcap: float | None
+) -> Scores:
     """Softmax of a chunk, and E = (g + ud) A0 + 5u |s| + 3u |s - m| + (1 + R) u_exp.
 
-    In TF32 also t eta_x (sum |q| + sum |k|): what truncation takes off subnormal operands.
+    In TF32 also t eta_x (sum |q| + sum |k|): what truncation takes off subnormal operands. A
+    softcap contracts what stands before 5u |s|, and has roundings of its own: ``cap_error``. Where
+    n terms are added to x, (3 + n) u (|x| + the sum of |terms|): each term is a product of two
+    rounded numbers, or x scaled, and is rounded again with every sum.
 
     R counts how often a kernel may rescale, from the data: at most the number of tiles, usually
     far fewer, which keeps the bound sharp for long rows.
@@ -123,6 +127,14 @@ def _scores(x: Chunk, sm_scale: float, c: Constants, numerics: Numerics) -> Scor
     # 1. Scores and their reach |q|.|k|.
     s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
     reach = (x.q.abs() @ x.k.abs().mT).masked_fill_(x.hidden, 0.0)
+    error = _dot_error(x, reach * sm_scale, sm_scale, c, numerics.prescales)
+    slope, slope_error = None, None
+    if softcap is not None:
+        s, error, slope, slope_error = cap_error(s, error, softcap, c)
+    parts = s.abs()
+    if x.added:
+        s, parts = sum(x.added, s), sum(map(torch.abs, x.added), parts)
+        error = error + (3 + len(x.added)) * c.u * parts
     # 2. Maxima of tiles and rows. A hidden tile's is -inf, an empty row's is set to 0.
     short = -s.shape[2] % numerics.block_n
     tiled = (*s.shape[:2], -1, numerics.block_n)
@@ -136,12 +148,13 @@ def _scores(x: Chunk, sm_scale: float, c: Constants, numerics: Numerics) -> Scor
     p /= l_sum.unsqueeze(2)
     log_l = l_sum.log()
     # 4. The scores' error, with room for the changes of the running maximum.
-    error = _error_before_rescaling(x, (s, m, reach * sm_scale), sm_scale, c, numerics.prescales)
+    error.add_((s - m.unsqueeze(2)).abs_().mul_(3 * c.u))
+    error.add_(s.abs(), alpha=5 * c.u).add_(c.u_exp)
     error.masked_fill_(x.hidden, 0.0)
     changes = _rescales(tile_max, live_tiles, 2 * error.amax(2), numerics.splits)
     error.add_(changes.mul_(c.u_exp).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
     tiles = live_tiles.sum(2, dtype=torch.float64)
-    return Scores(s, reach, p, error, m, m + log_l, log_l, tiles)
+    return Scores(s, reach, p, error, m, m + log_l, log_l, tiles, slope, slope_error, parts)
 
 
 def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bool) -> torch.Tensor:
@@ -160,7 +173,13 @@ def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bo
 
 
 def forward_error(
-    x: Chunk, *, sm_scale: float, c: Constants, numerics: Numerics, exact_spread: bool
+    x: Chunk,
+    *,
+    sm_scale: float,
+    c: Constants,
+    numerics: Numerics,
+    exact_spread: bool,
+    softcap: float | None = None,
 ) -> Forward:
     """Softmax, out, their sums of |terms| and the bounds of out and lse, for a chunk of rows.
 
@@ -181,10 +200,11 @@ def forward_error(
         numerics: What the subject declares.
         exact_spread: Weight the scores' error by |v - out|; otherwise by |v| + |out|, which is
             larger and costs two GEMMs.
+        softcap: As of ``reference.attention``.
 
     Source: Blanchard, Higham, Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.
     """
-    scores = _scores(x, sm_scale, c, numerics)
+    scores = _scores(x, sm_scale, c, numerics, softcap)
     p, E, m, lse = scores.p, scores.error, scores.m, scores.lse
     abs_v = x.v.abs()
     out, out_terms = p @ x.v, p @ abs_v

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from oracles.mask import Mask
-from oracles.numpy_reference import Head, attend_head, seen_keys
+from oracles.numpy_reference import Head, added_terms, attend_head, seen_keys
 from oracles.numpy_units import Units, prescale_underflow, rescales, seen_tiles, units_of
 from oracles.outputs import Numerics, Outputs
 
-__all__ = ["bound", "score_error"]
+__all__ = ["bound", "head_bound", "score_error"]
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -38,6 +38,7 @@ class _HeadBound(NamedTuple):
     dq_md: FloatArray
     dk_nd: FloatArray
     dv_ne: FloatArray
+    dscores_mn: FloatArray  # of dS before a softcap's slope, and before its cast
 
 
 def _prescale_error(
@@ -56,7 +57,60 @@ def _prescale_error(
     return error_mn
 
 
-def score_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) -> FloatArray:
+def _dot_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) -> FloatArray:
+    """What the dots of q and k are off, times the scale."""
+    u_dot, D = units.u_dot, head.q_md.shape[1]
+    magnitude_mn = sm_scale * (np.abs(head.q_md) @ np.abs(head.k_nd).T)
+    error_mn: FloatArray = (
+        (units.g(max(D, _SHORTEST_DOT)) * (1 + u_dot) + u_dot) * magnitude_mn
+        + 5 * units.u * u_dot * magnitude_mn
+        + _prescale_error(head, magnitude_mn, sm_scale, numerics, units)
+        + sm_scale * units.subnormal_operands(head.q_md, head.k_nd)
+    )
+    return error_mn
+
+
+def _capped_error(
+    head: Head, dot_error_mn: FloatArray, softcap: float, units: Units
+) -> tuple[FloatArray, FloatArray]:
+    """What softcap * tanh(x / softcap), and its derivative by x, are off.
+
+    x is multiplied by a rounded 1 / softcap, and tanh by a rounded softcap: four roundings. tanh is
+    off by at most 9u + u_exp of itself; its derivative by 14u + u_exp of itself, and by what the
+    exponent -2 |x / softcap| loses to two roundings. Both are 0 or 1 beyond an exponent of 800.
+    """
+    u, size_mn = units.u, np.abs(head.scaled_mn)
+    input_error_mn = dot_error_mn + 3 * u * size_mn
+    nearest_mn = np.maximum(0.0, size_mn - input_error_mn)
+    steepest_mn = 1 / np.cosh(nearest_mn / softcap) ** 2
+    moved_mn = steepest_mn * input_error_mn
+    capped_mn = softcap * np.tanh(size_mn / softcap)
+    score_error_mn = moved_mn + (3 * u + (9 * u + units.u_exp)) * (capped_mn + moved_mn)
+    score_error_mn += 2 * units.flush * softcap
+    exponent_mn = np.minimum(2 * size_mn / softcap, 800.0)
+    relative_mn = np.minimum(1.0, 2 * input_error_mn / softcap)
+    relative_mn = relative_mn + 14 * u + units.u_exp + 2 * u * exponent_mn
+    return score_error_mn, steepest_mn * relative_mn + 4 * units.flush
+
+
+def _sum_error(head: Head, units: Units) -> FloatArray:
+    """What scores that are sums of terms are off, beside what the first of them is.
+
+    A term is a product of two rounded numbers, or what the scale made of a dot: two roundings, and
+    as many more as there are sums, and one for what roundings do to each other.
+    """
+    terms = len(head.added_mn)
+    added_mn = sum(head.added_mn, np.zeros_like(head.scores_mn))
+    total_mn = np.abs(head.scores_mn - added_mn)
+    for term_mn in head.added_mn:
+        total_mn = total_mn + np.abs(term_mn)
+    error_mn: FloatArray = (2 + terms + 1) * units.u * total_mn
+    return error_mn
+
+
+def score_error(
+    head: Head, sm_scale: float, numerics: Numerics, units: Units, softcap: float | None = None
+) -> FloatArray:
     """E: the error of s - running maximum, and of its exponential, on visible pairs.
 
     Args:
@@ -64,20 +118,22 @@ def score_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) -
         sm_scale: t, the factor on q.k.
         numerics: What the kernel declares.
         units: The constants in force.
+        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
 
     Returns:
         (M, N), 0 on hidden pairs.
     """
-    u, u_dot = units.u, units.u_dot
-    D = head.q_md.shape[1]
+    u = units.u
     s_mn = head.scores_mn
-    magnitude_mn = sm_scale * (np.abs(head.q_md) @ np.abs(head.k_nd).T)
+    error_mn = _dot_error(head, sm_scale, numerics, units)
+    if softcap is not None:
+        error_mn, _ = _capped_error(head, error_mn, softcap, units)
+    if head.added_mn:
+        error_mn = error_mn + _sum_error(head, units)
     error_mn = (
-        (units.g(max(D, _SHORTEST_DOT)) * (1 + u_dot) + u_dot) * magnitude_mn
-        + 5 * u * (np.abs(s_mn) + u_dot * magnitude_mn)
+        error_mn
+        + 5 * u * np.abs(s_mn)
         + 3 * u * np.abs(s_mn - head.row_max_m[:, None])
-        + _prescale_error(head, magnitude_mn, sm_scale, numerics, units)
-        + sm_scale * units.subnormal_operands(head.q_md, head.k_nd)
         + units.u_exp
     )
     rescales_m = rescales(head, error_mn, numerics)
@@ -177,21 +233,32 @@ def _dscore_error(
     return np.where(head.seen_mn, error_mn, 0.0)
 
 
-def _head_bound(
+def head_bound(
     head: Head,
     sm_scale: float,
     numerics: Numerics,
     units: Units,
     chain_n: FloatArray,
     with_dlse: bool,
+    softcap: float | None,
 ) -> _HeadBound:
-    """All bounds of one head; ``chain_n`` is the length of the sums that make dk and dv."""
+    """All bounds of one head, before results are stored.
+
+    Args:
+        head: The passes of the reference.
+        sm_scale: Factor on q.k, > 0.
+        numerics: What the kernel declares of its rounding.
+        units: The constants in force.
+        chain_n: (N,), the length of the sums that make dk and dv.
+        with_dlse: Whether the kernel was given a gradient of lse.
+        softcap: As of ``numpy_reference.attention``.
+    """
     t, u, uc = sm_scale, units.u, units.u_cast_dot
     seen_mn, p_mn = head.seen_mn, head.probs_mn
     q_md, k_nd, dout_me = np.abs(head.q_md), np.abs(head.k_nd), np.abs(head.dout_me)
 
     # 1: scores, forward
-    error_mn = score_error(head, t, numerics, units)
+    error_mn = score_error(head, t, numerics, units, softcap)
     bound_out_me, bound_lse_m = _forward(head, error_mn, numerics, units)
 
     # 2: F, the error of P recomputed from the stored LSE
@@ -203,7 +270,15 @@ def _head_bound(
     # 3: dS before and after its cast
     from_rounded = numerics.ds_from == "rounded"
     e_mn = _dscore_error(head, bound_out_me, prob_error_mn, units, with_dlse, from_rounded)
-    top_mn = np.abs(head.dscores_mn) + e_mn
+    dscores_error_mn = e_mn
+    dscaled_mn = head.dscores_mn * head.slope_mn
+    if softcap is not None:
+        dot_error_mn = _dot_error(head, t, numerics, units)
+        slope_error_mn = _capped_error(head, dot_error_mn, softcap, units)[1]
+        largest_mn = (np.abs(head.dscores_mn) + e_mn) * (head.slope_mn + slope_error_mn)
+        e_mn = e_mn * (head.slope_mn + slope_error_mn) + np.abs(head.dscores_mn) * slope_error_mn
+        e_mn = np.where(seen_mn, e_mn + u * largest_mn + units.flush, 0.0)
+    top_mn = np.abs(dscaled_mn) + e_mn
     eta_ds = (units.eta_cast + units.flush_op) * (1 + units.u_x)
     if numerics.ds_scaled:
         eta_ds *= max(1.0, 1 / t)
@@ -244,7 +319,9 @@ def _head_bound(
     lost = units.eta_x * (1 + units.u_dot)
     bound_dv_ne += lost * np.where(seen_mn, largest_mn, 0.0).sum(axis=0)[:, None]
 
-    return _HeadBound(bound_out_me, bound_lse_m, bound_dq_md, bound_dk_nd, bound_dv_ne)
+    return _HeadBound(
+        bound_out_me, bound_lse_m, bound_dq_md, bound_dk_nd, bound_dv_ne, dscores_error_mn
+    )
 
 
 def _stored(bound: FloatArray, value: FloatArray, u_result: float, eta: float) -> FloatArray:
@@ -277,7 +354,12 @@ def _group_sum(
 
 
 def _group_bound(
-    heads: list[Head], sm_scale: float, numerics: Numerics, units: Units, with_dlse: bool
+    heads: list[Head],
+    sm_scale: float,
+    numerics: Numerics,
+    units: Units,
+    with_dlse: bool,
+    softcap: float | None,
 ) -> Outputs[FloatArray]:
     """Bounds of the heads that share a key/value head: out, lse, dq stacked, dk and dv summed."""
     seen_mn = heads[0].seen_mn
@@ -286,7 +368,7 @@ def _group_bound(
     per_head = numerics.group_sum == "dtype" and len(heads) > 1
     rows_n = _ROW_TILE * seen_tiles(seen_mn.T, _ROW_TILE)
     chain_n = rows_n if per_head else len(heads) * rows_n
-    bounds = [_head_bound(x, sm_scale, numerics, units, chain_n, with_dlse) for x in heads]
+    bounds = [head_bound(x, sm_scale, numerics, units, chain_n, with_dlse, softcap) for x in heads]
 
     flushed = units.flush_op * (max(sm_scale, 1.0) * chain_n / _ROW_TILE + 1)[:, None]
     u_scaled = units.u_stored + 4 * units.u  # dq and dk are multiplied by t after the dot
@@ -325,6 +407,9 @@ def bound(
     in_dtype: str,
     numerics: Numerics,
     dlse: FloatArray | None = None,
+    softcap: float | None = None,
+    alibi_slopes: FloatArray | None = None,
+    bias: FloatArray | None = None,
 ) -> Outputs[FloatArray]:
     """Returns, element by element, how far a correct kernel's outputs may be from the reference.
 
@@ -342,6 +427,9 @@ def bound(
         in_dtype: The kernel's dtype, "fp16", "bf16", "fp32" or "fp64".
         numerics: What the kernel declares of its rounding.
         dlse: (B, H, M) gradient of lse, if the kernel was given one.
+        softcap: As of ``numpy_reference.attention``.
+        alibi_slopes: Likewise.
+        bias: Likewise.
 
     Returns:
         Bounds shaped as the outputs; for "fp64" doubled, as the reference errs by as much.
@@ -358,6 +446,7 @@ def bound(
     group = H // Hk
     seen_bmn = seen_keys(mask, B, M, N)
     dlse_bhm = np.zeros((B, H, M)) if dlse is None else dlse
+    added = added_terms(mask, (B, H, M, N), alibi_slopes, bias)
     result = Outputs(
         out=np.zeros(dout.shape),
         lse=np.zeros((B, H, M)),
@@ -370,17 +459,25 @@ def bound(
             for g in range(Hk):
                 hs = slice(g * group, (g + 1) * group)
                 heads = [
-                    attend_head(*inputs, seen_bmn[b], sm_scale)
-                    for inputs in zip(
-                        q[b, hs],
-                        [k[b, g]] * group,
-                        [v[b, g]] * group,
-                        dout[b, hs],
-                        dlse_bhm[b, hs],
-                        strict=True,
+                    attend_head(
+                        *inputs,
+                        seen_bmn[b],
+                        sm_scale,
+                        softcap,
+                        tuple(term_bhmn[b, g * group + i] for term_bhmn in added),
+                    )
+                    for i, inputs in enumerate(
+                        zip(
+                            q[b, hs],
+                            [k[b, g]] * group,
+                            [v[b, g]] * group,
+                            dout[b, hs],
+                            dlse_bhm[b, hs],
+                            strict=True,
+                        )
                     )
                 ]
-                one = _group_bound(heads, sm_scale, numerics, units, dlse is not None)
+                one = _group_bound(heads, sm_scale, numerics, units, dlse is not None, softcap)
                 result.out[b, hs], result.lse[b, hs], result.dq[b, hs] = one.out, one.lse, one.dq
                 result.dk[b, g], result.dv[b, g] = one.dk, one.dv
     if in_dtype == "fp64":

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from oracles.mask import Mask
 from oracles.outputs import Outputs
 
-__all__ = ["Head", "attend_head", "attention", "seen_keys"]
+__all__ = ["Head", "added_terms", "attend_head", "attention", "distances", "seen_keys"]
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -24,7 +24,9 @@ class Head(NamedTuple):
     """The passes of one batch entry and query head; 0 wherever a row does not see a key.
 
     The inputs come first, with rows that see nothing and keys that nobody sees set to 0. lse_m is
-    -inf and row_max_m is 0 for a row without a visible key.
+    -inf and row_max_m is 0 for a row without a visible key. scaled_mn is what a softcap made the
+    scores of, slope_mn their derivative by it: the scores themselves, and 1, without one. added_mn
+    are the terms that were added after that.
     """
 
     q_md: FloatArray
@@ -44,6 +46,9 @@ class Head(NamedTuple):
     dq_md: FloatArray
     dk_nd: FloatArray
     dv_ne: FloatArray
+    scaled_mn: FloatArray
+    slope_mn: FloatArray
+    added_mn: tuple[FloatArray, ...]
 
 
 def seen_keys(mask: Mask, B: int, M: int, N: int) -> BoolArray:
@@ -79,6 +84,50 @@ def seen_keys(mask: Mask, B: int, M: int, N: int) -> BoolArray:
     return seen_bmn
 
 
+def distances(mask: Mask, B: int, M: int, N: int) -> FloatArray:
+    """Returns how far each key is from each row's level, (B, M, N); see ``seen_keys``.
+
+    Args:
+        mask: Says how long the sequences are.
+        B: Batch entries.
+        M: Query rows.
+        N: Keys.
+    """
+    apart_bmn = np.zeros((B, M, N))
+    for b in range(B):
+        rows = M if mask.seqlens_q is None else mask.seqlens_q[b]
+        keys = N if mask.seqlens_k is None else mask.seqlens_k[b]
+        for m in range(M):
+            level = keys - (rows - m)
+            for n in range(N):
+                apart_bmn[b, m, n] = max(n - level, level - n)
+    return apart_bmn
+
+
+def added_terms(
+    mask: Mask,
+    shape: tuple[int, int, int, int],
+    alibi_slopes: FloatArray | None,
+    bias: FloatArray | None = None,
+) -> list[FloatArray]:
+    """Returns what is added to scores, (B, H, M, N) each.
+
+    Args:
+        mask: Says how long the sequences are.
+        shape: (B, H, M, N).
+        alibi_slopes: (H,) or (B, H): keys lose that much for each key between them and a row.
+        bias: (B or 1, H or 1, M or 1, N or 1).
+    """
+    added = []
+    B, H, M, N = shape
+    if alibi_slopes is not None:
+        slopes_bh = np.broadcast_to(alibi_slopes, (B, H))
+        added.append(-slopes_bh[:, :, None, None] * distances(mask, B, M, N)[:, None])
+    if bias is not None:
+        added.append(np.broadcast_to(bias, shape))
+    return added
+
+
 def attend_head(
     q_md: FloatArray,
     k_nd: FloatArray,
@@ -87,6 +136,8 @@ def attend_head(
     dlse_m: FloatArray,
     seen_mn: BoolArray,
     sm_scale: float,
+    softcap: float | None = None,
+    added_mn: tuple[FloatArray, ...] = (),
 ) -> Head:
     """Runs forward and backward of one query head of one batch entry.
 
@@ -98,6 +149,8 @@ def attend_head(
         dlse_m: (M,) float64, gradient of lse.
         seen_mn: (M, N) bool, True where row m sees key n.
         sm_scale: Factor on q.k.
+        softcap: c of c tanh(s / c), > 0; None leaves the scores as they are.
+        added_mn: (M, N) float64 each, added to the scores; hidden pairs may hold anything.
 
     Returns:
         All passes; dk_nd and dv_ne are this head's own contribution.
@@ -113,8 +166,15 @@ def attend_head(
     dout_me = np.where(live_m[:, None], dout_me, 0.0)
     dlse_m = np.where(live_m, dlse_m, 0.0)
 
-    # Pass 1: scores s = t q.k
-    scores_mn = np.where(seen_mn, sm_scale * (q_md @ k_nd.T), 0.0)
+    # Pass 1: scores s = t q.k, or c tanh(t q.k / c), whose slope is 1 / cosh^2
+    scaled_mn = scores_mn = np.where(seen_mn, sm_scale * (q_md @ k_nd.T), 0.0)
+    slope_mn = np.ones_like(scores_mn)
+    if softcap is not None:
+        scores_mn = softcap * np.tanh(scaled_mn / softcap)
+        slope_mn = np.cosh(scaled_mn / softcap) ** -2.0
+    added_mn = tuple(np.where(seen_mn, term_mn, 0.0) for term_mn in added_mn)
+    for term_mn in added_mn:
+        scores_mn = scores_mn + term_mn
     # Pass 2: row maximum over the visible keys
     row_max_m = np.max(np.where(seen_mn, scores_mn, -np.inf), axis=1, initial=-np.inf)
     row_max_m = np.where(live_m, row_max_m, 0.0)
@@ -131,9 +191,10 @@ def attend_head(
     delta_m = (dout_me * out_me).sum(axis=1) - dlse_m
     # Pass 7: dS = P (dP - delta)
     dscores_mn = np.where(seen_mn, probs_mn * (dprobs_mn - delta_m[:, None]), 0.0)
-    # Pass 8: dQ = t dS K, dK = t dS' Q, dV = P' dO
-    dq_md = sm_scale * (dscores_mn @ k_nd)
-    dk_nd = sm_scale * (dscores_mn.T @ q_md)
+    # Pass 8: dQ = t dX K, dK = t dX' Q, dV = P' dO, where dX = dS by the slope
+    dscaled_mn = dscores_mn * slope_mn
+    dq_md = sm_scale * (dscaled_mn @ k_nd)
+    dk_nd = sm_scale * (dscaled_mn.T @ q_md)
     dv_ne = probs_mn.T @ dout_me
     return Head(
         q_md=q_md,
@@ -153,6 +214,9 @@ def attend_head(
         dq_md=dq_md,
         dk_nd=dk_nd,
         dv_ne=dv_ne,
+        scaled_mn=scaled_mn,
+        slope_mn=slope_mn,
+        added_mn=added_mn,
     )
 
 
@@ -165,6 +229,9 @@ def attention(
     mask: Mask,
     sm_scale: float,
     dlse: FloatArray | None = None,
+    softcap: float | None = None,
+    alibi_slopes: FloatArray | None = None,
+    bias: FloatArray | None = None,
 ) -> Outputs[FloatArray]:
     """Returns out, lse and the analytic gradients of sum(out * dout) + sum(lse * dlse).
 
@@ -180,6 +247,9 @@ def attention(
         mask: What each query sees.
         sm_scale: Factor on q.k.
         dlse: (B, H, M) gradient of lse; None is zero.
+        softcap: c, > 0, where a scaled score s becomes c tanh(s / c); None where it does not.
+        alibi_slopes: (H,) or (B, H), by which a score falls with its key's distance.
+        bias: (B or 1, H or 1, M or 1, N or 1), added to the scores.
 
     Returns:
         out (B, H, M, Dv), lse (B, H, M) in natural log, dq, dk, dv shaped as q, k, v.
@@ -197,14 +267,16 @@ def attention(
     )
     seen_bmn = seen_keys(mask, B, M, N)
     dlse_bhm = np.zeros((B, H, M)) if dlse is None else dlse
+    added = added_terms(mask, (B, H, M, N), alibi_slopes, bias)
     # Pairs that a select discards afterwards may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
         for b in range(B):
             for h in range(H):
                 g = h // (H // Hk)
                 head = attend_head(
-                    q[b, h], k[b, g], v[b, g], dout[b, h], dlse_bhm[b, h], seen_bmn[b], sm_scale
-                )
+                    q[b, h], k[b, g], v[b, g], dout[b, h], dlse_bhm[b, h], seen_bmn[b], sm_scale,
+                    softcap, tuple(term_bhmn[b, h] for term_bhmn in added),
+                )  # fmt: skip
                 result.out[b, h] = head.out_me
                 result.lse[b, h] = head.lse_m
                 result.dq[b, h] = head.dq_md

@@ -28,7 +28,7 @@ def _probabilities(
     N = k.shape[2]
     # P depends on no values and no gradient: one column of zeros stands for each.
     v, dout = k.new_zeros((*k.shape[:3], 1)), q.new_zeros((B, H, R, 1))
-    x = gather(q, k, v, dout, None, seen)
+    x = gather(q, k, v, dout, None, seen, ())
     fwd = forward_error(x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False)
     scores = fwd.scores
     # P is recomputed from the stored LSE.

@@ -54,6 +54,9 @@ class Problem:
         seeds: Of a stack, several problems one behind the other along the batch: their seeds, each
             of as many batch entries; then ``seed`` is 0. Empty where it is one problem.
         device: "cpu" or "cuda".
+        softcap: c where a scaled score x becomes c tanh(x / c); None where it stays x.
+        alibi: Family of ALiBi's slopes; "none" is no ALiBi.
+        bias: Family of the bias, and its axes; "none" is no bias.
 
     Raises:
         TypeError: A field is of the wrong type.
@@ -79,6 +82,9 @@ class Problem:
     seed: int = 0
     seeds: tuple[int, ...] = ()
     device: str = "cpu"
+    softcap: float | None = None
+    alibi: str = "none"
+    bias: str = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", tuple(self.seeds))
@@ -91,7 +97,7 @@ class Problem:
                 raise ValueError(f"{name} is {value}; needs to be in [{least}, 2**63)")
         if self.H % self.Hk:
             raise ValueError(f"H is {self.H}; needs a multiple of Hk = {self.Hk}")
-        for name in ("inputs", "dout", "dlse", "dirty", "config"):
+        for name in ("inputs", "dout", "dlse", "dirty", "config", "alibi", "bias"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; needs a str")
         for name, known in (("dtype", DTYPES), ("device", ("cpu", "cuda"))):
@@ -105,11 +111,14 @@ class Problem:
                 f"{len(self.seeds)} seeds, seed is {self.seed} and B is {self.B}; a stack needs "
                 "seed = 0, and as many batch entries for each of its seeds"
             )
-        if self.sm_scale is not None:
-            if isinstance(self.sm_scale, bool) or not isinstance(self.sm_scale, float | int):
-                raise TypeError(f"sm_scale is {self.sm_scale!r}; needs None or a float")
-            if not 0 < self.sm_scale <= sys.float_info.max:
-                raise ValueError(f"sm_scale is {self.sm_scale}; needs to be finite and > 0")
+        for name in ("sm_scale", "softcap"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, float | int):
+                raise TypeError(f"{name} is {value!r}; needs None or a float")
+            if not 0 < value <= sys.float_info.max:
+                raise ValueError(f"{name} is {value}; needs to be finite and > 0")
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask is {self.mask!r}; needs a Mask")
         self.mask.lengths(self.B, self.M, self.N)

@@ -7,10 +7,12 @@ from typing import Protocol
 
 import torch
 
+from oracles.additions import Additions
 from oracles.mask import Mask
 from oracles.outputs import Outputs
+from oracles.softcap import capped
 
-__all__ = ["DenseMask", "RowMasks", "attention", "chunk_height"]
+__all__ = ["DenseMask", "RowMasks", "attention", "bias_gradient", "chunk_height"]
 
 _SCORES = 2**24  # scores in one chunk; about ten float64 tensors of that size live at a time
 
@@ -96,8 +98,11 @@ def _rows_with_gradients(
     dlse: torch.Tensor | None,
     seen: torch.Tensor,
     sm_scale: float,
-) -> Outputs[torch.Tensor]:
-    """The outputs of a chunk of rows, and what these rows add to dk and dv."""
+    softcap: float | None,
+    added: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+) -> tuple[Outputs[torch.Tensor], torch.Tensor | None]:
+    """The outputs of a chunk of rows, and what these rows add to dk, dv, and dbias of a leaf."""
     B, H, M, _ = q.shape
     Hk, N = k.shape[1:3]
     seen = seen.expand(B, H, M, N)
@@ -114,6 +119,9 @@ def _rows_with_gradients(
         k, v = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
         # 3. Scores. A row without a key gets zeros: its softmax stays finite and is dropped below.
         scores_bhmn = q @ k.mT * sm_scale
+        if softcap is not None:
+            scores_bhmn = capped(scores_bhmn, softcap)
+        scores_bhmn = sum((torch.where(seen, x, 0.0) for x in added), scores_bhmn)
         scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
         # 4. Softmax, divided by its sum: exp(s - lse) would carry the rounding of lse, which grows
         #    with |lse|, into every weight of the row. The second select keeps hidden pairs out of
@@ -129,9 +137,10 @@ def _rows_with_gradients(
         if dlse is not None:
             # The row maximum is a constant in m + log l; what it adds to l's gradient, it takes.
             loss = loss + torch.where(live, l_bhm1.log() * dlse.unsqueeze(3), 0.0).sum()
-        dq, dk, dv = torch.autograd.grad(loss, leaves)
+        wanted = leaves if bias is None else [*leaves, bias]
+        dq, dk, dv, *dbias = torch.autograd.grad(loss, wanted)
     lse = torch.where(live, m_bhm1 + l_bhm1.detach().log(), -math.inf).squeeze(3)
-    return Outputs(out.detach(), lse, dq, dk, dv)
+    return Outputs(out.detach(), lse, dq, dk, dv), dbias[0] if dbias else None
 
 
 def attention(
@@ -140,17 +149,21 @@ def attention(
     v: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
+    softcap: float | None = None,
     rows: int | None = None,
 ) -> Outputs[torch.Tensor]:
     """Attention, its log-sum-exp and its gradients, in float64.
 
-    out = softmax(sm_scale q k' + mask) v; lse is the natural logarithm of the softmax's
-    denominator; dq, dk, dv are the gradients of sum(out * dout) + sum(lse * dlse). A row with no
-    visible key gives out 0, lse -inf, dq 0, and adds nothing to dk and dv. Padding may hold
-    anything, and hidden pairs contribute exact zeros.
+    out = softmax(s + mask) v, where s is x = sm_scale q k', or c tanh(x / c), and with it what
+    ``Additions`` says; lse is the natural logarithm of the softmax's denominator; dq, dk, dv are
+    the gradients of sum(out * dout) + sum(lse * dlse). A row with no visible key gives out 0, lse
+    -inf, dq 0, and adds nothing to dk and dv. Padding may hold anything, and hidden pairs
+    contribute exact zeros.
 
     Args:
         q: (B, H, M, D), any float dtype and strides.
@@ -158,8 +171,12 @@ def attention(
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
         dlse: (B, H, M), the gradient of lse; None is zero. Rows without a key have none.
+        alibi_slopes: (H,) or (B, H), of a mask with ``lengths``; None adds nothing.
+        bias: (B or 1, H or 1, M or 1, N or 1); None adds nothing. It may hold anything where no row
+            sees a key.
         mask: What each row sees.
         sm_scale: Factor on q.k.
+        softcap: c, > 0; None leaves the scores as they are.
         rows: Height of a chunk; None keeps a chunk's scores within 2**24.
 
     Returns:
@@ -169,7 +186,54 @@ def attention(
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1.
     """
+    given = (q, k, v, dout, dlse, alibi_slopes, bias)
+    return _by_chunks(*given, mask=mask, sm_scale=sm_scale, softcap=softcap, rows=rows)[0]
+
+
+def bias_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    softcap: float | None = None,
+    rows: int | None = None,
+) -> torch.Tensor:
+    """The bias's gradient, float64 in its shape: dS, added up over what shares an element.
+
+    Args and Numerics: as of ``attention``.
+    """
+    given = (q, k, v, dout, dlse, alibi_slopes, bias)
+    found = _by_chunks(*given, mask=mask, sm_scale=sm_scale, softcap=softcap, rows=rows)[1]
+    assert found is not None
+    return found
+
+
+def _by_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    softcap: float | None,
+    rows: int | None,
+) -> tuple[Outputs[torch.Tensor], torch.Tensor | None]:
+    """The outputs, and the gradient of a bias."""
     (B, H, M, _), N = q.shape, k.shape[2]
+    dbias = None
+    if bias is not None:
+        bias = bias.detach().to(torch.float64).contiguous().requires_grad_()
+        dbias = torch.zeros_like(bias, requires_grad=False)
     results = Outputs(
         out=q.new_zeros((B, H, M, v.shape[3]), dtype=torch.float64),
         lse=q.new_full((B, H, M), -math.inf, dtype=torch.float64),
@@ -178,16 +242,24 @@ def attention(
         dv=torch.zeros_like(v, dtype=torch.float64, memory_format=torch.contiguous_format),
     )
     if 0 in (B, M, N):
-        return results
+        return results, dbias
     masks = RowMasks(mask, B, H, M, N, q.device)
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
     height = chunk_height(rows, B, H, N)
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))
         seen = masks.between(here.start, here.stop)
         of_lse = None if dlse is None else dlse[:, :, here].to(torch.float64)
-        part = _rows_with_gradients(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, sm_scale)
+        with torch.enable_grad():
+            added = additions.between(here.start, here.stop)
+        part, of_bias = _rows_with_gradients(
+            q[:, :, here], k, v, dout[:, :, here], of_lse, seen, sm_scale, softcap,
+            added, bias,
+        )  # fmt: skip
+        if dbias is not None and of_bias is not None:
+            dbias += of_bias
         for name in ("out", "lse", "dq"):
             getattr(results, name)[:, :, here] = getattr(part, name)
         results.dk.add_(part.dk)
         results.dv.add_(part.dv)
-    return results
+    return results, dbias

@@ -15,11 +15,17 @@ from typing import NamedTuple
 
 import torch
 
+from oracles.additions import Additions
 from oracles.constants import Constants, constants
 from oracles.outputs import Numerics
 from oracles.reference import DenseMask, RowMasks, chunk_height
+from oracles.softcap import capped, slope
 
 __all__ = ["Variances", "rounding", "variances"]
+
+
+# What tanh, and the products before and after it, add to a score: roundings of it.
+_CAPPING = 8
 
 
 class Variances(NamedTuple):
@@ -74,6 +80,7 @@ class _Forward:
     lse: torch.Tensor  # variance of the log-sum-exp, (B, H, m, 1)
     out: torch.Tensor
     out_errors: torch.Tensor
+    slope: torch.Tensor  # of the scores by t q.k; without a softcap 1, of no axes
 
 
 def rounding(x: torch.Tensor, u: float, eta: float) -> torch.Tensor:
@@ -119,9 +126,21 @@ def _prescaling(c: Constants, numerics: Numerics) -> tuple[float, float]:
     return each * (numerics.prescales in ("q", "qk")), each * (numerics.prescales in ("k", "qk"))
 
 
-def _forward(x: _Chunk, t: float, c: Constants, numerics: Numerics) -> _Forward:
+def _forward(
+    x: _Chunk,
+    t: float,
+    c: Constants,
+    numerics: Numerics,
+    softcap: float | None,
+    added: tuple[torch.Tensor, ...],
+) -> _Forward:
     """The forward pass of a chunk and the variances of P and out."""
-    s = torch.where(x.seen, x.q @ x.k.mT * t, torch.where(x.live, -math.inf, 0.0))
+    s, by_dot = x.q @ x.k.mT * t, torch.ones((), dtype=torch.float64, device=x.q.device)
+    if softcap is not None:
+        s, by_dot = capped(s, softcap), slope(s, softcap)
+    added = tuple(torch.where(x.seen, term, 0.0) for term in added)
+    parts = sum(map(torch.abs, added), s.abs())
+    s = torch.where(x.seen, sum(added, s), torch.where(x.live, -math.inf, 0.0))
     m = s.amax(3, keepdim=True)
     e = torch.where(x.seen, (s - m).exp(), 0.0)
     total = torch.where(x.live, e.sum(3, keepdim=True), 1.0)
@@ -129,7 +148,11 @@ def _forward(x: _Chunk, t: float, c: Constants, numerics: Numerics) -> _Forward:
     s = torch.where(x.seen, s, 0.0)
     # 1. Scores: the scaling, the subtraction of the maximum, the dot, a prescaled operand.
     per_product = x.q.shape[3] * c.u**2 / 3 + sum(_prescaling(c, numerics))
-    scores = (x.q.square() @ x.k.square().mT) * (per_product * t**2)
+    scores = (x.q.square() @ x.k.square().mT) * (per_product * t**2) * by_dot**2
+    if softcap is not None:
+        scores += (s * (_CAPPING * c.u)).square()
+    if added:
+        scores += (parts * c.u).square()
     scores += (s * c.u).square() + ((s - m) * c.u).square()
     p_scores = p.square() * torch.where(x.seen, scores, 0.0)
     # 2. The cast of P, which is relative to the row maximum unless it is normalised before. There
@@ -150,7 +173,7 @@ def _forward(x: _Chunk, t: float, c: Constants, numerics: Numerics) -> _Forward:
     errors = about_out.clamp(min=0) + plain @ x.v.square() + rounding(out, c.u_in, c.eta_in)
     lse = m + total.log()
     lse_errors = (c.u * (1 + m.abs() + lse.abs())).square() + c.u_exp**2
-    return _Forward(p, p_cast, p_scores, lse_errors, out, errors)
+    return _Forward(p, p_cast, p_scores, lse_errors, out, errors, by_dot)
 
 
 def _backward(
@@ -172,6 +195,7 @@ def _backward(
     delta_errors += (x.dout.square() * stored).sum(3, keepdim=True)
     # 2. The casts of dS and of the recomputed P.
     factor = t if numerics.ds_scaled else 1.0
+    gap, ds = gap * fwd.slope, ds * fwd.slope
     ds_cast = rounding(ds * factor, c.u_p, c.eta_p) * (roundings / factor**2)
     ds_errors = ds_cast + fwd.p_scores * gap.square()
     p_cast = rounding(p, c.u_p, c.eta_p) * roundings
@@ -183,8 +207,9 @@ def _backward(
     again_q, again_k = _prescaling(c, numerics)
     dq = ds @ x.k * t
     stored_dq = rounding(dq, c.u_in, c.eta_in)
-    dq_errors = (ds_errors + again_k * ds.square()) @ k2 + delta_errors * (p @ x.k).square()
-    dk_errors = ds_errors + again_q * ds.square() + p.square() * delta_errors
+    steep = p * fwd.slope
+    dq_errors = (ds_errors + again_k * ds.square()) @ k2 + delta_errors * (steep @ x.k).square()
+    dk_errors = ds_errors + again_q * ds.square() + steep.square() * delta_errors
     # 4. The identities; see ``variances``.
     row_ds = ds_cast.sum(3, keepdim=True) + delta_errors
     row_p = p_cast.sum(3, keepdim=True) + fwd.lse
@@ -238,11 +263,14 @@ def variances(
     v: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
     in_dtype: str,
     numerics: Numerics,
+    softcap: float | None = None,
     rows: int | None = None,
 ) -> Variances:
     """The variance of every element's error, and of the identities', in a correct kernel.
@@ -257,6 +285,10 @@ def variances(
         dq    = t^2 [var_dS k^2 + var_D (p k)^2] + r(dq)
         dk    = t^2 [var_dS' q^2 + (p^2 var_D)' q^2] + r(dk)
         dv    = (r(p) + p^2 var_s)' dout^2 + r(dv)
+
+    A softcap multiplies what stands before (u s)^2 in var_s, and dS and p in dq and dk, by its
+    slope (squared, where they are), and adds (8u s)^2; the first identity then does not hold. Terms
+    that are added to scores add u^2 of the sum of their sizes, squared.
 
     The identities add up errors that are not independent, so each is derived from the roundings
     again rather than from the elements' variances:
@@ -274,10 +306,13 @@ def variances(
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
         dlse: (B, H, M), the gradient of lse; its rounding is too small to count.
+        alibi_slopes: As of ``reference.attention``.
+        bias: Likewise.
         mask: What each row sees. Padding may hold anything.
         sm_scale: Factor on q.k.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
         numerics: What the subject declares. TF32 and the accumulator's h are not in the model.
+        softcap: As of ``reference.attention``.
         rows: Height of a chunk; None keeps a chunk's scores within 2**24.
 
     Returns:
@@ -298,13 +333,14 @@ def variances(
     k_of_heads, v_of_heads = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
     masks = RowMasks(mask, B, H, M, N, q.device)
     height = chunk_height(rows, B, H, N)
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
     sums: _Sums | None = None
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))
         seen = masks.between(here.start, here.stop)
         of_lse = None if dlse is None else dlse[:, :, here]
         x = _gather(q[:, :, here], k_of_heads, v_of_heads, dout[:, :, here], of_lse, seen)
-        fwd = _forward(x, sm_scale, c, numerics)
+        fwd = _forward(x, sm_scale, c, numerics, softcap, additions.between(here.start, here.stop))
         dq_errors, part = _backward(x, fwd, sm_scale, c, numerics)
         result.out[:, :, here] = fwd.out_errors
         result.dq[:, :, here] = dq_errors

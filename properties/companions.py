@@ -14,6 +14,8 @@ import torch
 
 from oracles.constants import constants
 from oracles.problem import Problem
+from properties.alibi_families import NO_ALIBI
+from properties.bias_families import NO_BIAS
 from properties.compare import Finding
 from properties.trial import Trial
 
@@ -41,6 +43,12 @@ _FEWEST_COLUMNS = 8
 # Scores need a spread: of many equal weights every cast errs alike. With a wide one, a single key
 # takes a row, and its errors with it.
 _SPREADS = (0.1, 2.0)
+# Of softcap, in the largest of these spreads: a narrower one makes scores alike again.
+_WIDEST = 2.0
+# Of ALiBi: slopes leave a row a few keys.
+_FLAT_ALIBI = (NO_ALIBI, "none_at_all")
+# Of a bias: the others leave a row a few keys, or shift its lse far off.
+_FLAT_BIAS = (NO_BIAS, "normal")
 _FEWEST_ROWS = 64  # whose spread is taken from themselves
 _PRODUCTS = 16  # a tensor core adds this many products at a time
 
@@ -78,6 +86,9 @@ def is_valid(problem: Problem) -> bool:
         and "expanded" not in problem.layouts
         and min(problem.D, problem.Dv) >= _FEWEST_COLUMNS
         and low <= problem.scale * math.sqrt(problem.D) <= high
+        and (problem.softcap is None or problem.softcap >= _WIDEST * high)
+        and problem.alibi in _FLAT_ALIBI
+        and problem.bias.partition("/")[0] in _FLAT_BIAS
     )
 
 

@@ -17,13 +17,7 @@ __all__ = ["TILES", "Finding", "Violation", "ratios", "same_bits", "worst", "wor
 # Kinds of tiles, by what a kernel does differently there.
 TILES = ("padding", "single", "ragged tail", "mask edge", "inner")
 
-_AXES = {
-    "out": "bhmd",
-    "lse": "bhm",
-    "dq": "bhmd",
-    "dk": "bhnd",
-    "dv": "bhnd",
-}
+_AXES = {"out": "bhmd", "lse": "bhm", "dq": "bhmd", "dk": "bhnd", "dv": "bhnd", "dbias": "bhmn"}
 
 
 def ratios(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,10 @@ from oracles.outputs import Numerics
 from oracles.problem import DTYPES, LAYOUTS
 from properties.dirt import DIRTY
 
-__all__ = ["BITWISE", "NUMERICS", "WORDS", "check_declarations", "declared_by"]
+__all__ = ["BITWISE", "NUMERICS", "SCORE_MODS", "WORDS", "check_declarations", "declared_by"]
 
+# What a subject may do to scores, by the argument that it is asked for with.
+SCORE_MODS = ("softcap", "alibi", "bias")
 BITWISE = ("G4", "G5", "G8", "G9", "G10")
 NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
 # Declarations that hold some of these words.
@@ -28,6 +30,7 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "devices": ("cpu", "cuda"),
     "bitwise": BITWISE,
     "atomic": ("dq",),
+    "score_mods": SCORE_MODS,
 }
 # Without any of its words nothing would be left to verify.
 _NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices")

@@ -7,11 +7,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from oracles.problem import LAYOUTS, Problem
-from properties.families import DIRTY
-from properties.strategies import HEAD_DIMS, problems
+from properties.families import ALIBI, BIASES, DIRTY, NO_ALIBI, NO_BIAS
+from properties.strategies import HEAD_DIMS, SOFTCAPS, problems
 from properties.subject import Subject
 
 __all__ = ["ExcludedError", "problems_of"]
+
+
+# How much more often a problem lacks a modification of scores than it has one.
+_PLAIN = 5
 
 
 class ExcludedError(ValueError):
@@ -32,6 +36,7 @@ def problems_of(
     padding: bool = False,
     hidden: bool = False,
     empty_rows: bool = False,
+    score_mods: tuple[str, ...] = (),
     **wanted: Any,
 ) -> st.SearchStrategy[Problem]:
     """``strategies.problems`` with everything that a subject declares.
@@ -50,6 +55,8 @@ def problems_of(
         padding: See ``problems``.
         hidden: See ``problems``.
         empty_rows: See ``problems``.
+        score_mods: What is done to the scores of every problem, out of
+            ``declarations.SCORE_MODS``; the rest of what is declared, of some.
         wanted: Further arguments of ``problems``.
 
     Raises:
@@ -81,6 +88,7 @@ def problems_of(
         "dirties": subject.dirty or tuple(DIRTY),
         "gqa": subject.gqa,
         "lse_grad": subject.lse_grad and subject.backward,
+        **_score_mods(subject, score_mods),
         "dv_ne_d": subject.dv_ne_d,
         "zero_sizes": subject.zero_sizes,
         "seqlen_multiple": multiple,
@@ -129,6 +137,21 @@ def problems_of(
     if not apart:
         raise _excluded(subject, "causal_alignment")
     return st.one_of(apart)
+
+
+def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
+    """What the scores' modifications are drawn from, by the arguments of ``problems``."""
+    if not {*forced} <= {*subject.score_mods}:
+        raise _excluded(subject, "score_mods")
+    drawn: dict[str, tuple[Any, ...]] = {}
+    for word, argument, none, values in (
+        ("softcap", "softcaps", None, SOFTCAPS),
+        ("alibi", "alibis", NO_ALIBI, tuple(ALIBI)),
+        ("bias", "biases", NO_BIAS, BIASES),
+    ):
+        plain = () if word in forced else (none,) * _PLAIN * len(values)
+        drawn[argument] = (*plain, *values) if word in subject.score_mods else (none,)
+    return drawn
 
 
 def _up(size: int, multiple: int) -> int:

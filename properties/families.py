@@ -1,7 +1,8 @@
 """The tables of families by the names that problems give them.
 
 Four families make a problem's values: of its inputs q, k, v; of dout; of the gradient of lse, if
-there is one; of the dirt in its padding.
+there is one; of the dirt in its padding. Two more make ALiBi's slopes and the bias, if
+there are some.
 Strategies shrink towards the first of each.
 """
 
@@ -12,6 +13,8 @@ from collections.abc import Callable
 import torch
 
 from oracles.problem import Problem
+from properties.alibi_families import ALIBI_FAMILIES, NO_ALIBI
+from properties.bias_families import BIASES, NO_BIAS
 from properties.dirt import DIRTY
 from properties.dlse_families import DLSE_FAMILIES, NO_DLSE
 from properties.dout_families import DOUT_FAMILIES
@@ -20,10 +23,14 @@ from properties.input_families import VALUE_FAMILIES
 from properties.score_families import SCORE_FAMILIES, last_visible
 
 __all__ = [
+    "ALIBI",
+    "BIASES",
     "DIRTY",
     "DLSE",
     "DOUT",
     "INPUTS",
+    "NO_ALIBI",
+    "NO_BIAS",
     "NO_DLSE",
     "TORCH_DTYPES",
     "Values",
@@ -40,4 +47,7 @@ DOUT: dict[str, Callable[[Problem], torch.Tensor]] = {
 }
 DLSE: dict[str, Callable[[Problem], torch.Tensor]] = {
     family.__name__: family for family in DLSE_FAMILIES
+}
+ALIBI: dict[str, Callable[[Problem], torch.Tensor]] = {
+    family.__name__: family for family in ALIBI_FAMILIES
 }

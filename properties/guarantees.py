@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from properties import pooled
 from properties.accuracy import accuracy, finite, logic
+from properties.bias_gradient import bias_gradient
 from properties.companions import bias, rms
 from properties.compare import Finding
 from properties.identities import identities
@@ -18,6 +19,7 @@ from properties.trial import Trial
 __all__ = [
     "COMPANIONS",
     "GUARANTEES",
+    "OF_BIAS",
     "POOLED",
     "STANDING",
     "Check",
@@ -76,5 +78,7 @@ POOLED: dict[str, Check] = {
     "pooled G10": pooled.repeatable,
     "pooled T3": pooled.logic,
 }
+# Of the gradient that only problems with a bias have.
+OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
 # What every problem is held to, whatever else it is drawn for; by the first word of a finding.
 STANDING: dict[str, Check] = {"G1": accuracy, "RMS": rms, "bias": bias}

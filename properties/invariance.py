@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -51,14 +52,13 @@ def _judged(trial: Trial, inputs: Inputs) -> Trial | None:
     got = run_subject(subject, problem, inputs)
     if len(subject.promises("G8", problem.config)) == len(OUTPUTS):
         return dataclasses.replace(trial, inputs=inputs, got=got)
-    mask, scale = problem.mask, problem.scale
+    scores: Any = {"mask": problem.mask, "sm_scale": problem.scale, "softcap": problem.softcap}
     judgement = error_model.judge(
-        *inputs, mask=mask, sm_scale=scale, in_dtype=problem.dtype,
-        numerics=subject.numerics_of(problem),
-    )  # fmt: skip
+        *inputs, **scores, in_dtype=problem.dtype, numerics=subject.numerics_of(problem)
+    )
     if judgement.out_of_range is not None:
         return None
-    want = reference.attention(*inputs, mask=mask, sm_scale=scale)
+    want = reference.attention(*inputs, **scores)
     return dataclasses.replace(trial, inputs=inputs, got=got, want=want, judgement=judgement)
 
 
@@ -75,12 +75,16 @@ def independence(trial: Trial) -> list[Finding]:
     heads = slice(group * problem.G, (group + 1) * problem.G)
     of_rows = (slice(b, b + 1), heads)
     of_keys = (slice(b, b + 1), slice(group, group + 1))
-    q, k, v, dout, dlse = trial.inputs
+    q, k, v, dout, dlse, slopes, bias = trial.inputs
     mask = problem.mask.taken((b,), tuple(range(problem.H))[heads])
     alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=mask)
     try:
         of_dlse = None if dlse is None else dlse[of_rows]
-        inputs = Inputs(q[of_rows], k[of_keys], v[of_keys], dout[of_rows], of_dlse)
+        of_slopes = None if slopes is None else slopes[of_rows[-slopes.ndim :]]
+        inputs = Inputs(
+            q[of_rows], k[of_keys], v[of_keys], dout[of_rows], of_dlse, of_slopes,
+            None if bias is None else bias.expand(problem.B, problem.H, -1, -1)[of_rows],
+        )  # fmt: skip
         part = run_subject(trial.subject, alone, inputs)
     except NotImplementedError:  # of so few heads, say
         return []

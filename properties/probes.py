@@ -18,7 +18,7 @@ from oracles.problem import TENSORS, Problem
 from oracles.reference import RowMasks, chunk_height
 from properties.agreement import found_where
 from properties.compare import Finding, ratios, same_bits
-from properties.families import NO_DLSE, length_tensors
+from properties.families import NO_ALIBI, NO_BIAS, NO_DLSE, length_tensors
 from properties.layouts import lay_out
 from properties.tensors import Inputs, make
 from properties.trial import Trial, run_subject
@@ -164,6 +164,14 @@ def permuted(trial: Trial) -> list[Finding]:
     inputs = Inputs(*(lay_out(_reversed(x, problem.Hk), layout) for x, layout in pairs))
     if trial.inputs.dlse is not None:
         inputs = inputs._replace(dlse=_reversed(trial.inputs.dlse, problem.Hk))
+    slopes = trial.inputs.alibi_slopes
+    if slopes is not None:
+        by_entry = _reversed(slopes.view(-1, problem.H), problem.Hk)
+        inputs = inputs._replace(alibi_slopes=by_entry.view(slopes.shape))
+    bias = trial.inputs.bias
+    if bias is not None:
+        of_all = bias.expand(problem.B, problem.H, -1, -1)
+        inputs = inputs._replace(bias=_reversed(of_all, problem.Hk))
     again = run_subject(trial.subject, turned, inputs)
     exact = [trial.subject.promises(guarantee, problem.config) for guarantee in ("G9", "G10")]
     findings = []
@@ -182,8 +190,12 @@ def permuted(trial: Trial) -> list[Finding]:
 
 
 def _equal_weights(problem: Problem) -> Inputs:
-    """The problem's tensors with k = 0, normal values elsewhere, and a loss on out alone."""
-    return make(dataclasses.replace(problem, inputs="zero_k", dout="normal", dlse=NO_DLSE))
+    """The problem's tensors with k = 0, normal values elsewhere, and a loss on out alone.
+
+    Nothing is added to scores; a softcap leaves those of 0 as they are.
+    """
+    plain = dataclasses.replace(problem, alibi=NO_ALIBI, bias=NO_BIAS)
+    return make(dataclasses.replace(plain, inputs="zero_k", dout="normal", dlse=NO_DLSE))
 
 
 def _seen_by_rows(problem: Problem) -> Iterator[tuple[int, torch.Tensor]]:

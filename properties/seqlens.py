@@ -55,6 +55,9 @@ class Domain:
     inputs: tuple[str, ...]
     dout: tuple[str, ...]
     dlse: tuple[str, ...]
+    softcaps: tuple[float | None, ...]
+    alibis: tuple[str, ...]
+    biases: tuple[str, ...]
     dirty: tuple[str, ...]
     max_cost: int
     padding: bool

@@ -20,7 +20,18 @@ __all__ = ["complexity", "simplest", "simplifications"]
 
 _SECONDS = 20.0
 _DEFAULT = Problem()
-_PLAIN = ("inputs", "dout", "dlse", "dirty", "sm_scale", "seed", "seeds")
+_PLAIN = (
+    "inputs",
+    "dout",
+    "dlse",
+    "dirty",
+    "sm_scale",
+    "seed",
+    "seeds",
+    "softcap",
+    "alibi",
+    "bias",
+)
 
 
 def simplest(

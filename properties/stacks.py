@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from oracles import stream
 from oracles.problem import Problem
+from properties.bias_families import NO_BIAS
 from properties.drawn_masks import chosen_lengths
 from properties.seqlens import Draw
 
@@ -27,8 +28,8 @@ def stacks(
     """Stacks of up to 64 problems that differ in their values, and in lengths if they have some.
 
     The first is drawn; what the others have of their own is a function of its seed. Shrinks
-    towards the first alone. Problems without elements, and those of a mask that asks which batch
-    entry it is in, stay alone.
+    towards the first alone. Problems without elements, those of a mask that asks which batch entry
+    it is in, and those of a bias that batch entries share, stay alone.
 
     Args:
         draw: Of the composite strategy.
@@ -38,7 +39,8 @@ def stacks(
     """
     first: Problem = draw(problems)
     most = min(LARGEST, max_cost // max(1, _cost(first, tile)))
-    if most < 2 or not first.mask.uniform or 0 in (first.B, first.M, first.N):
+    shares = first.bias != NO_BIAS and "b" not in first.bias.partition("/")[2]
+    if most < 2 or shares or not first.mask.uniform or 0 in (first.B, first.M, first.N):
         return first
     count = draw(st.sampled_from((1, 2, *(most,) * 14)))
     return first if count == 1 else _stacked(first, count)

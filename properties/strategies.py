@@ -20,11 +20,21 @@ from hypothesis import strategies as st
 from oracles.mask import Mask
 from oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
 from properties.drawn_masks import draw_mask
-from properties.families import DIRTY, DLSE, DOUT, INPUTS, NO_DLSE
+from properties.families import (
+    ALIBI,
+    BIASES,
+    DIRTY,
+    DLSE,
+    DOUT,
+    INPUTS,
+    NO_ALIBI,
+    NO_BIAS,
+    NO_DLSE,
+)
 from properties.mask_classes import check_mask_class
 from properties.seqlens import Domain, Draw, Regime, draw_seqlens, seqlen_regimes, tile_count
 
-__all__ = ["HEAD_DIMS", "MASK_KINDS", "SCALES", "problems"]
+__all__ = ["HEAD_DIMS", "MASK_KINDS", "SCALES", "SOFTCAPS", "problems"]
 
 MASK_KINDS = ("full", "causal", "window", "padding")
 HEAD_DIMS = (16, 1, 2, 3, 5, 8, 15, 17, 24, 32, 33, 48, 64, 80, 96, 127, 128)
@@ -34,6 +44,8 @@ SCALES: tuple[float | None, ...] = (
     *(1.0,) * 10,
     *(step / 50 for step in range(1, 101)),
 )
+# From one that most scores reach to one that none comes near.
+SOFTCAPS = (50.0, 0.5, 1.0, 3.0, 10.0, 20.0, 30.0, 1e3, 1e6)
 
 
 @lru_cache(maxsize=256)
@@ -114,6 +126,9 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
         config=draw(st.sampled_from(domain.configs)),
         seed=draw(st.integers(0, 2**31 - 1)),
         device=domain.device,
+        softcap=draw(st.sampled_from(domain.softcaps)),
+        alibi=draw(st.sampled_from(domain.alibis)),
+        bias=draw(st.sampled_from(domain.biases)),
     )
 
 
@@ -140,7 +155,9 @@ def _check(domain: Domain) -> None:
     _check_subset("layouts", domain.layouts, LAYOUTS)
     _check_subset("dirties", domain.dirty, tuple(DIRTY))
     _check_subset("device", (domain.device,), ("cpu", "cuda"))
-    for name in ("configs", "head_dims", "scales"):
+    _check_subset("alibis", domain.alibis, (NO_ALIBI, *ALIBI))
+    _check_subset("biases", domain.biases, (NO_BIAS, *BIASES))
+    for name in ("configs", "head_dims", "scales", "softcaps"):
         if not getattr(domain, name):
             raise ValueError(f"{name} is empty; needs at least one")
     for name in ("max_seqlen", "seqlen_multiple", "tile", "max_batch", "max_heads", "max_cost"):
@@ -190,6 +207,9 @@ def problems(
     zero_sizes: bool = True,
     device: str = "cpu",
     mask: type[Mask] | None = None,
+    softcaps: Sequence[float | None] = (None,),
+    alibis: Sequence[str] = (NO_ALIBI,),
+    biases: Sequence[str] = (NO_BIAS,),
 ) -> st.SearchStrategy[Problem]:
     """Problems of a domain; None draws a field, a value fixes it.
 
@@ -234,6 +254,10 @@ def problems(
         device: "cpu" or "cuda".
         mask: A class of masks to draw from; ``masks`` says then whether they have lengths, out of
             ("full", "padding").
+        softcaps: Values of softcap, drawn evenly; None is none.
+        alibis: Families of ALiBi's slopes, out of ``families.ALIBI`` or "none", drawn evenly.
+        biases: Families of the bias with their axes, out of ``families.BIASES`` or "none", drawn
+            evenly.
 
     Raises:
         ValueError: An argument is out of range, or no problem satisfies all of them.
@@ -264,6 +288,9 @@ def problems(
         zero_sizes=zero_sizes,
         device=device,
         mask=mask,
+        softcaps=tuple(softcaps),
+        alibis=tuple(alibis),
+        biases=tuple(biases),
     )
     _check(domain)
     regimes = seqlen_regimes(domain)

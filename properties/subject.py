@@ -12,13 +12,25 @@ import torch
 
 from oracles.outputs import OUTPUTS, Numerics
 from oracles.problem import DTYPES, Problem
-from properties.declarations import BITWISE, NUMERICS, check_declarations, declared_by
+from properties.alibi_families import NO_ALIBI
+from properties.bias_families import NO_BIAS
+from properties.declarations import BITWISE, NUMERICS, SCORE_MODS, check_declarations, declared_by
 from properties.dlse_families import NO_DLSE
 from properties.tutorial_call import tutorial_call
 
-__all__ = ["BITWISE", "Subject"]
+__all__ = ["BITWISE", "Subject", "score_mods_of"]
 
 _PROMISED_WITH = {"G3": "G10", "G7": "G10", "G12": "G8", "G13": "G10"}
+
+
+def score_mods_of(problem: Problem) -> tuple[str, ...]:
+    """What a problem does to scores, out of ``declarations.SCORE_MODS``."""
+    has = {
+        "softcap": problem.softcap is not None,
+        "alibi": problem.alibi != NO_ALIBI,
+        "bias": problem.bias != NO_BIAS,
+    }
+    return tuple(mod for mod in SCORE_MODS if has[mod])
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,10 @@ class Subject:
             beside, returns the probabilities pooled over blocks of pairs, as
             ``oracles.pooled.pooled_probabilities`` defines them, in the dtype of lse. None where
             there are none.
+        score_mods: What it can do to scores beside scaling and masking them, out of
+            ``declarations.SCORE_MODS``: "softcap", "alibi", "bias"; the call then takes
+            ``softcap=``, a float, ``alibi_slopes=``, a tensor (H,) or (B, H), or ``bias=``, a
+            tensor (B or 1, H or 1, M or 1, N or 1), where a problem has it.
         takes: The signature, where it is the one of Triton's tutorial and was adapted; else empty.
         source: What --kernel was given, for replay lines; empty for the project's own kernels.
     """
@@ -96,6 +112,7 @@ class Subject:
     pooled: Callable[..., torch.Tensor] | None = None
     takes: str = ""
     source: str = ""
+    score_mods: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, call: Callable[..., Any], name: str) -> Subject:
@@ -199,6 +216,7 @@ class Subject:
             (f"dirty {self.dirty}", clean or not padded),
             ("lse_grad False", self.lse_grad or problem.dlse == NO_DLSE),
             (f"devices {self.devices}", problem.device in self.devices),
+            (f"score_mods {self.score_mods}", {*score_mods_of(problem)} <= {*self.score_mods}),
             (f"causal_alignment {alignment!r}", aligned),
         ):
             if not holds:
@@ -206,9 +224,16 @@ class Subject:
         return None
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        **tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse) in this project's conventions; lse is None where the subject returns none.
+
+        ``tensors`` are what else the call takes by name, but for those that are None.
 
         Raises:
             NotImplementedError: The subject refuses the problem, or its declarations do.
@@ -217,7 +242,10 @@ class Subject:
         reason = self.excludes(problem)
         if reason is not None:
             raise NotImplementedError(reason)
-        result = self.call(q, k, v, **self._asked(problem))
+        mods: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
+        if problem.softcap is not None:
+            mods["softcap"] = problem.softcap
+        result = self.call(q, k, v, **self._asked(problem), **mods)
         pair = isinstance(result, tuple | list)
         if pair and len(result) != 2:
             raise AssertionError(
@@ -248,13 +276,16 @@ class Subject:
         """The pooled probabilities.
 
         Raises:
-            NotImplementedError: The subject refuses the problem, or its declarations do.
+            NotImplementedError: The subject refuses the problem, or its declarations do, or the
+                problem modifies scores.
             AssertionError: It returns something else than a tensor.
         """
         if self.pooled is None:
             raise NotImplementedError(f"{self.name} declares no pooled")
         if reason := self.excludes(problem):
             raise NotImplementedError(reason)
+        if score_mods_of(problem):
+            raise NotImplementedError("pooled probabilities are of scores that nothing modifies")
         found: object = self.pooled(q, k, v, pool=pool, pool_size=size, **self._asked(problem))
         if not isinstance(found, torch.Tensor):
             raise AssertionError(

@@ -9,8 +9,20 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from oracles.problem import TENSORS, Problem
+from properties.bias_families import BIAS_DTYPES, BIAS_LAYOUTS, bias_values
 from properties.dirt import Dirt
-from properties.families import DIRTY, DLSE, DOUT, INPUTS, NO_DLSE, TORCH_DTYPES, drawn_shape
+from properties.families import (
+    ALIBI,
+    DIRTY,
+    DLSE,
+    DOUT,
+    INPUTS,
+    NO_ALIBI,
+    NO_BIAS,
+    NO_DLSE,
+    TORCH_DTYPES,
+    drawn_shape,
+)
 from properties.layouts import lay_out
 
 __all__ = ["Inputs", "make"]
@@ -22,6 +34,8 @@ class Inputs(NamedTuple):
     """q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv), dout (B,H,M,Dv), as the problem says them.
 
     dlse (B,H,M) is the gradient of lse, float32 (float64 for float64); None where there is none.
+    alibi_slopes (H,) or (B,H) are float32; None where there are none. bias (B or 1, H or 1, M or 1,
+    N or 1) is in the dtype of q or float32; None where there is none.
     """
 
     q: torch.Tensor
@@ -29,6 +43,8 @@ class Inputs(NamedTuple):
     v: torch.Tensor
     dout: torch.Tensor
     dlse: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,7 +96,7 @@ def make(
         around: What stands in the storage wherever no element does.
 
     Returns:
-        q, k, v, dout, dlse.
+        q, k, v, dout, dlse, alibi_slopes, bias.
 
     Raises:
         ValueError: The problem names a family that does not exist, or ``layouts`` says "expanded"
@@ -106,7 +122,41 @@ def make(
         heads = problem.H if tensor in ("q", "dout") else problem.Hk
         made.append(lay_out(cast.expand(B, heads, seqlen, columns), layout, around))
     dlse = None if problem.dlse == NO_DLSE else _dlse(problem, dirt, rows, layouts, around)
-    return Inputs(*made)._replace(dlse=dlse)
+    slopes = None if problem.alibi == NO_ALIBI else _slopes(problem, around)
+    bias = None if problem.bias == NO_BIAS else _bias(problem, dirt, layouts, around)
+    return Inputs(*made)._replace(dlse=dlse, alibi_slopes=slopes, bias=bias)
+
+
+def _bias(
+    problem: Problem, dirt: Dirt, layouts: tuple[str, str, str, str] | None, around: float
+) -> torch.Tensor:
+    """The bias, with dirt wherever no row sees a key; stored by the seed, or as ``layouts`` say.
+
+    Padding is such a place, and so are pairs that the mask hides from all that share an element.
+    """
+    dtype = BIAS_DTYPES.get(problem.bias.partition("/")[0], TORCH_DTYPES[problem.dtype])
+    values = _cast(bias_values(problem), dtype)
+    stands = dirt(problem, "dout")
+    if isinstance(stands, torch.Tensor):
+        stands = float(stands.flatten()[0]) if stands.numel() else 0.0
+    if stands != 0:
+        sizes = problem.B, problem.H, problem.M, problem.N
+        seen = problem.mask.dense(*sizes, device=problem.device).expand(sizes)
+        for axis, size in enumerate(values.shape):
+            if size == 1:
+                seen = seen.any(axis, keepdim=True)
+        values = torch.where(seen, values, torch.tensor(stands, dtype=dtype, device=values.device))
+    if layouts is not None:
+        return lay_out(values, "bhsd", math.nan)
+    around = around if math.isnan(around) else min(around, torch.finfo(dtype).max)
+    return lay_out(values, BIAS_LAYOUTS[problem.all_seeds[0] % len(BIAS_LAYOUTS)], around)
+
+
+def _slopes(problem: Problem, around: float) -> torch.Tensor:
+    """ALiBi's slopes, every second element of a larger storage."""
+    values = _cast(_family(ALIBI, "alibi", problem.alibi)(problem), torch.float32)
+    others = torch.full(values.shape, around, dtype=torch.float64, device=problem.device)
+    return torch.stack([values, _cast(others, torch.float32)], -1)[..., 0]
 
 
 def _dlse(

@@ -29,6 +29,7 @@ __all__ = [
     "Trial",
     "examine",
     "question",
+    "run_bias_gradient",
     "run_pooled",
     "run_subject",
 ]
@@ -67,6 +68,7 @@ class Trial:
             sm_scale=self.problem.scale,
             in_dtype=self.problem.dtype,
             numerics=self.subject.numerics_of(self.problem),
+            softcap=self.problem.softcap,
         )
 
 
@@ -117,6 +119,17 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
         return _run(subject, problem, inputs)
 
 
+def run_bias_gradient(subject: Subject, problem: Problem, inputs: Inputs) -> torch.Tensor:
+    """The bias's gradient, of the same loss as those of ``run_subject``.
+
+    Raises:
+        SubjectError: It raises, or the gradient has another shape or dtype than the bias.
+        NotImplementedError: The subject refuses the problem.
+    """
+    with _faults_of_the_subject():
+        return _run_bias(subject, problem, inputs)
+
+
 def run_pooled(
     subject: Subject, problem: Problem, inputs: Inputs, pool: str, size: tuple[int, int]
 ) -> torch.Tensor:
@@ -146,6 +159,23 @@ def _faults_of_the_subject() -> Iterator[None]:
         raise SubjectError(_told(error)) from error
 
 
+def _run_bias(subject: Subject, problem: Problem, inputs: Inputs) -> torch.Tensor:
+    assert inputs.bias is not None
+    bias = inputs.bias.detach().requires_grad_()
+    added = {"alibi_slopes": inputs.alibi_slopes, "bias": bias}
+    with _poisoned_allocations():
+        out, lse = subject.run(inputs.q, inputs.k, inputs.v, problem, **added)
+        (found,) = _gradients(problem, (bias,), inputs, out, lse)
+    if found is None:
+        raise AssertionError(f"out of {subject.name} does not depend on the bias")
+    if found.shape != bias.shape or found.dtype != bias.dtype:
+        raise AssertionError(
+            f"dbias has shape {tuple(found.shape)} and dtype {found.dtype}; needs "
+            f"{tuple(bias.shape)} and {bias.dtype}"
+        )
+    return found
+
+
 def _told(error: BaseException) -> str:
     """What was raised, and the last line that is no library's: in a kernel, say."""
     # The interpreter's own exception holds the kernel's as text.
@@ -162,7 +192,8 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
     # A kernel without a backward may refuse inputs that ask for one.
     q, k, v = (x.detach().requires_grad_(subject.backward) for x in inputs[:3])
     with _poisoned_allocations():
-        out, lse = subject.run(q, k, v, problem)
+        added = {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias}
+        out, lse = subject.run(q, k, v, problem, **added)
         _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
         if lse is not None:
             _check_form("lse", lse, q, tuple(q.shape[:3]))
@@ -197,7 +228,7 @@ def _gradients(
     losses = [(out, inputs.dout), (lse, inputs.dlse)][problem.dout == "zero" :]
     of, gradients = zip(*losses, strict=True)
     found = torch.autograd.grad(of, leaves, gradients, allow_unused=True)
-    if len(losses) == 1 and found[2] is None:
+    if len(losses) == 1 and len(found) == 3 and found[2] is None:
         # lse does not depend on v.
         found = (*found[:2], torch.zeros_like(leaves[2]))
     return found
@@ -250,13 +281,16 @@ def question(subject: Subject, problem: Problem, inputs: Inputs | None = None) -
         sm_scale=problem.scale,
         in_dtype=problem.dtype,
         numerics=subject.numerics_of(problem),
+        softcap=problem.softcap,
     )
     if judgement.out_of_range is not None:
         return None
     # One answer from the GPU instead of five: waiting for it is what a small problem costs.
     if not bool(torch.stack([bound.isfinite().all() for bound in judgement.bound]).all()):
         raise RuntimeError(f"the bound is not finite, so nothing is judged: {problem.to_json()}")
-    want = reference.attention(*inputs, mask=problem.mask, sm_scale=problem.scale)
+    want = reference.attention(
+        *inputs, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap
+    )
     return Question(problem, inputs, judgement, want)
 
 

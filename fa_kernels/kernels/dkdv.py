@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from fa_kernels.kernels.kernel import kernel
+from fa_kernels.kernels.scores import SOFTCAP, base2_scale, modified, mods_of_head
 from fa_kernels.kernels.tiles import (
-    LOG2E,
     element_mask,
     head_matrix,
     listed_tiles,
@@ -55,6 +55,8 @@ def _accumulate(
     ONE_PASS: tl.constexpr,
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
+    mods,
+    MODS: tl.constexpr,
 ):
     """Adds query tiles of one head to dk and dv: the edge tiles if MASKED, else the full ones.
 
@@ -77,6 +79,8 @@ def _accumulate(
         )
         # (BLOCK_N, BLOCK_M)
         scores = tl.dot(k, q_t, input_precision=DOTS, out_dtype=ACC)
+        if MODS:
+            scores, steep = modified(scores, offs_m[None, :], offs_n[:, None], view, mods, MODS)
         # (BLOCK_M, BLOCK_DV)
         dout = load_tile(
             douts, start_m, offs_tile[:, None], offs_dv[None, :], live[:, None], ALIGNED, MASKED
@@ -92,6 +96,8 @@ def _accumulate(
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS, out_dtype=ACC)
         delta = tl.load(tl.multiple_of(delta_pointer + start_m, 16) + offs_tile)
         ds = p * (dp - delta[None, :])
+        if SOFTCAP & MODS:
+            ds = ds * steep
         if MASKED:
             # Selected, not multiplied by p = 0: a hidden v near the maximum makes dp infinite.
             ds = tl.where(seen, ds, 0.0)
@@ -158,6 +164,7 @@ def dkdv_kernel(
     stride_lh: tl.int64,
     stride_lt: tl.int64,
     mask_args,
+    score_args,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -169,6 +176,7 @@ def dkdv_kernel(
     ROW_PADDING: tl.constexpr,
     ONE_PASS: tl.constexpr,
     PACKED: tl.constexpr,
+    MODS: tl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), contiguous, for one key tile of one kv head.
 
@@ -202,7 +210,7 @@ def dkdv_kernel(
     k = load_tile(keys, start_n, offs_tile[:, None], offs_d[None, :], valid, ALIGNED, True)
     v = load_tile(values, start_n, offs_tile[:, None], offs_dv[None, :], valid, ALIGNED, True)
     sm_scale = scale_from_bits(sm_scale_bits)
-    qk_scale = (sm_scale * LOG2E).to(ACC)
+    qk_scale = base2_scale(sm_scale, ACC, MODS)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
@@ -223,6 +231,7 @@ def dkdv_kernel(
             dq_row = row
             if PACKED:
                 dq_row = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)[0]
+            mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
             view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
             if PREDICATE is not None:
                 tiles = listed_tiles(lists_ptr, b, h, n_block, stride_lb, stride_lh, stride_lt)
@@ -230,6 +239,7 @@ def dkdv_kernel(
                 dk, dv, k, v, queries, douts, lse2_ptr + row, delta_ptr + row,
                 dq_ptr + dq_row * BLOCK_D, view, offs_n, tiles, qk_scale,
                 BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, ONE_PASS, PACKED, MASKED,
+                mods, MODS,
             )  # fmt: skip
 
     # Keys past seqlen_k were zero-filled; what their rows accumulated means nothing.

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from fa_kernels.kernels.kernel import kernel
+from fa_kernels.kernels.scores import SOFTCAP, base2_scale, modified, mods_of_head
 from fa_kernels.kernels.tiles import (
-    LOG2E,
     element_mask,
     head_matrix,
     listed_tiles,
@@ -48,6 +48,8 @@ def _accumulate(
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
     MASKED: tl.constexpr,
+    mods,
+    MODS: tl.constexpr,
 ):
     """Adds key tiles to dq: the edge tiles if MASKED, else the full ones."""
     offs_d = tl.arange(0, BLOCK_D)
@@ -65,9 +67,13 @@ def _accumulate(
         )
         # (BLOCK_M, BLOCK_N)
         scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
+        if MODS:
+            scores, steep = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)
         dp = tl.dot(dout, v_t, input_precision=DOTS, out_dtype=ACC)
         p = tl.exp2(scores * qk_scale - lse2[:, None])
         ds = p * (dp - delta[:, None])
+        if SOFTCAP & MODS:
+            ds = ds * steep
         if MASKED:
             # Selected, not multiplied by p = 0: p of a hidden key and dp of a hidden v can be
             # infinite.
@@ -122,6 +128,7 @@ def dq_kernel(
     stride_lh: tl.int64,
     stride_lt: tl.int64,
     mask_args,
+    score_args,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -132,6 +139,7 @@ def dq_kernel(
     PREDICATE: tl.constexpr,
     ROW_PADDING: tl.constexpr,
     PACKED: tl.constexpr,
+    MODS: tl.constexpr,
 ):
     """Writes dq (B,H,M,D), contiguous, for one query tile of one head.
 
@@ -170,7 +178,8 @@ def dq_kernel(
     q = load_tile(queries, start_m, offs_tile[:, None], offs_d[None, :], live, ALIGNED, True)
     dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv[None, :], live, ALIGNED, True)
     sm_scale = scale_from_bits(sm_scale_bits)
-    qk_scale = (sm_scale * LOG2E).to(ACC)
+    qk_scale = base2_scale(sm_scale, ACC, MODS)
+    mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
     if PREDICATE is None:
@@ -182,7 +191,7 @@ def dq_kernel(
     for MASKED in tl.static_range(1, -1, -1):
         dq = _accumulate(
             dq, q, dout, lse2, delta, keys, values, view, offs_m, tiles, qk_scale,
-            BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, MASKED,
+            BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, MASKED, mods, MODS,
         )  # fmt: skip
     first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
     store_rows(dq_ptr, first, end, offs_m, offs_d, dq * sm_scale.to(ACC), D, BLOCK_D, ALIGNED)

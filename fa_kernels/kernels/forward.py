@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from fa_kernels.kernels.kernel import kernel
+from fa_kernels.kernels.scores import base2_scale, modified, mods_of_head
 from fa_kernels.kernels.tiles import (
-    LOG2E,
     element_mask,
     head_matrix,
     listed_tiles,
@@ -50,6 +50,8 @@ def _attend(
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
     MASKED: tl.constexpr,
+    mods,
+    MODS: tl.constexpr,
 ):
     """Takes the key tiles at the places [first, last) into the running (acc, l_i, m_i)."""
     offs_d = tl.arange(0, BLOCK_D)
@@ -66,6 +68,8 @@ def _attend(
         )
         # (BLOCK_M, BLOCK_N)
         scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
+        if MODS:
+            scores, _ = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)
         if MASKED:
             seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)
             scores = tl.where(seen, scores, -float("inf"))
@@ -128,6 +132,7 @@ def forward_kernel(
     stride_lh: tl.int64,
     stride_lt: tl.int64,
     mask_args,
+    score_args,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -138,6 +143,7 @@ def forward_kernel(
     PREDICATE: tl.constexpr,
     SPLIT: tl.constexpr,
     PACKED: tl.constexpr,
+    MODS: tl.constexpr,
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head.
 
@@ -179,7 +185,9 @@ def forward_kernel(
     offs_dv = tl.arange(0, BLOCK_DV)
     valid = (offs_m < seqlen_q)[:, None]
     q = load_tile(queries, start_m, offs_tile[:, None], offs_d[None, :], valid, ALIGNED, True)
-    qk_scale = (scale_from_bits(sm_scale_bits) * LOG2E).to(ACC)
+    sm_scale = scale_from_bits(sm_scale_bits)
+    qk_scale = base2_scale(sm_scale, ACC, MODS)
+    mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
 
     m_i = tl.full([BLOCK_M], -float("inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
@@ -195,16 +203,16 @@ def forward_kernel(
         places = part_of(tiles[0], tiles[1], tiles[2], tiles[3], part, parts)
     acc, l_i, m_i = _attend(
         acc, l_i, m_i, q, keys, values, view, offs_m, tiles, places[0], places[1], qk_scale,
-        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True,
+        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True, mods, MODS,
     )  # fmt: skip
     acc, l_i, m_i = _attend(
         acc, l_i, m_i, q, keys, values, view, offs_m, tiles, places[1], places[2], qk_scale,
-        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, False,
+        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, False, mods, MODS,
     )  # fmt: skip
     if PREDICATE is None:
         acc, l_i, m_i = _attend(
             acc, l_i, m_i, q, keys, values, view, offs_m, tiles, places[2], places[3], qk_scale,
-            BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True,
+            BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True, mods, MODS,
         )  # fmt: skip
 
     first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)

@@ -32,13 +32,13 @@ SUM_IN_THE_TILE = Edit(
 )
 ROUNDED_Q = Edit(
     FORWARD,
-    "qk_scale = (scale_from_bits(sm_scale_bits) * LOG2E).to(ACC)",
-    "q = (q * (scale_from_bits(sm_scale_bits) * LOG2E).to(ACC)).to(q.dtype)\n    qk_scale = 1.0",
+    "qk_scale = base2_scale(sm_scale, ACC, MODS)",
+    "q = (q * base2_scale(sm_scale, ACC, MODS)).to(q.dtype)\n    qk_scale = 1.0",
 )
 ROUNDED_K = Edit(
     DKDV,
-    "qk_scale = (sm_scale * LOG2E).to(ACC)",
-    "k = (k * (sm_scale * LOG2E).to(ACC)).to(k.dtype)\n    qk_scale = 1.0",
+    "qk_scale = base2_scale(sm_scale, ACC, MODS)",
+    "k = (k * base2_scale(sm_scale, ACC, MODS)).to(k.dtype)\n    qk_scale = 1.0",
 )
 
 

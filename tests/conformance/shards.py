@@ -61,7 +61,6 @@ _OF_CONFIGS = (
     Shard("fp16", "16x16-one_pass", (16, 2, 13), 16),
     Shard("fp16", "16x16-split3", _MEDIUM, 16),
     Shard("fp32", "16x16-split3", (16, 3, 32, 24), 16),
-    Shard("bf16", "32x16-split7", _SMALL, 32),
     Shard("fp16", "16x16-packed", _MEDIUM, 16),
     Shard("fp16", "default-packed", _LARGE, 128),
     Shard("bf16", "32x16-one_pass-packed", _SMALL, 32),

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from properties.finds import Find, NotReplayableError
-from properties.guarantees import COMPANIONS, GUARANTEES, POOLED
+from properties.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, POOLED
 
 
 def pytest_generate_tests(metafunc):
@@ -20,7 +20,7 @@ def pytest_generate_tests(metafunc):
 def every_guarantee(trial):
     """Findings of all guarantees, and of their companions."""
     findings, unchecked = [], []
-    for name, check in {**GUARANTEES, **COMPANIONS, **POOLED}.items():
+    for name, check in {**GUARANTEES, **COMPANIONS, **OF_BIAS, **POOLED}.items():
         try:
             findings += check(trial)
         except (MemoryError, NotImplementedError) as error:

@@ -72,8 +72,8 @@ BLIND: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/kernels/dq.py",
-                "    LOG2E,\n    element_mask,\n",
-                "    LN2,\n    LOG2E,\n    element_mask,\n",
+                "    element_mask,\n    head_matrix,\n",
+                "    LN2,\n    element_mask,\n    head_matrix,\n",
             ),
             Edit(
                 "fa_kernels/kernels/dq.py",

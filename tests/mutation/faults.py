@@ -15,9 +15,12 @@ _DKDV = "fa_kernels/kernels/dkdv.py"
 _DQ = "fa_kernels/kernels/dq.py"
 _TILES = "fa_kernels/kernels/tiles.py"
 _MERGE = "fa_kernels/kernels/merge.py"
+_SCORES = "fa_kernels/kernels/scores.py"
+_DBIAS = "fa_kernels/kernels/dbias.py"
 _RANGES = "fa_kernels/ranges.py"
 _LAUNCH = "fa_kernels/launch.py"
 _SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)"
+_CAPPED = "scores, _ = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)"
 _SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)"
 
 
@@ -298,8 +301,8 @@ _GRADIENTS = (
         "attention",
         (
             "fa_kernels/arguments.py",
-            "float(D) ** -0.5",
-            "float(block_d) ** -0.5",
+            "float(q.shape[3]) ** -0.5",
+            "float(1 << (q.shape[3] - 1).bit_length()) ** -0.5",
         ),
     ),
     *(
@@ -568,6 +571,95 @@ _PACKED = (
     ),
 )  # fmt: skip
 
+_SCORE_MODS = (
+    _fault(
+        "forward: what is hidden is capped too, and then visible",
+        "flashinfer#350; onnx#7865; flash-attention#1025",
+        "T3 G1 G2",
+        (_FORWARD, f"        if MODS:\n            {_CAPPED}\n", ""),
+        (
+            _FORWARD,
+            "            scores = tl.where(seen, scores, -float(\"inf\"))\n",
+            "            scores = tl.where(seen, scores, -float(\"inf\"))\n"
+            f"        if MODS:\n            {_CAPPED}\n",
+        ),
+    ),
+    *(
+        _fault(
+            f"{kernel}: the gradient of a capped score is that of a plain one",
+            "flash-attention#1033; tokamax#1121",
+            "T3 G1",
+            (file, "            ds = ds * steep\n", "            ds = ds * 1.0\n"),
+            hidden="while no score comes near the cap",
+        )
+        for kernel, file in (("dq", _DQ), ("dkdv", _DKDV))
+    ),
+    _fault(
+        "dkdv: ALiBi has the other sign",
+        "fla@7362d874",
+        "T3 G1",
+        (
+            _DKDV,
+            "offs_n[:, None], view, mods, MODS)",
+            "offs_n[:, None], view, (mods[0], mods[1], -mods[2], mods[3], mods[4], mods[5]), MODS)",
+        ),
+    ),
+    _fault(
+        "scores: ALiBi's distance is taken from the row's own index",
+        "flash-attention#907",
+        "T3 G1",
+        (_SCORES, "offs_m + (view[1] - view[0])", "offs_m"),
+        hidden="while queries and keys are as long",
+    ),
+    _fault(
+        "scores: ALiBi's distance is one too large",
+        "vllm#945",
+        "T3 G1",
+        (_SCORES, "mods[2] * distance.to", "mods[2] * (distance + (distance > 0)).to"),
+    ),
+    _fault(
+        "scores: the bias is in base 2 already",
+        "segment-anything-fast#71",
+        "T3 G1",
+        (
+            _SCORES,
+            "scores += tl.load(mods[3] + places, mask=inside, other=0.0)",
+            "scores += 0.6931471805599453 * tl.load(mods[3] + places, mask=inside, other=0.0)",
+        ),
+    ),
+    _fault(
+        "scores: the bias is read in padding",
+        "vllm#936; flash-attention#1745",
+        "addresses",
+        (
+            _SCORES,
+            "inside = (offs_m < view[0]) & (offs_n < view[1])",
+            "inside = (offs_m >= 0) & (offs_n >= 0)",
+        ),
+    ),
+    _fault(
+        "dbias: entries that share a bias are not added up",
+        "jax#24102; attention-gym#20",
+        "dbias",
+        (_DBIAS, "b_first, b_last = 0, B", "b_first, b_last = 0, tl.minimum(B, 1)"),
+        hidden="while there is one entry, or each has a bias of its own",
+    ),
+    _fault(
+        "dbias: the gradient is by the score before its softcap",
+        "tokamax#1121",
+        "dbias",
+        (_DBIAS, "scores, _ = modified(", "scores, steep = modified("),
+        (_DBIAS, "ds = p * (dp - delta[:, None])", "ds = p * (dp - delta[:, None]) * steep"),
+        hidden="without a softcap",
+    ),
+    _fault(
+        "scores: capped scores are scaled to base 2 before tanh, and not back",
+        "sgl-kernel-xpu#491",
+        "T3 G1",
+        (_SCORES, "factor = sm_scale / softcap", "factor = sm_scale * LOG2E / softcap"),
+    ),
+)  # fmt: skip
+
 FAULTS: tuple[Mutant, ...] = (
-    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_PACKED
+    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_PACKED, *_SCORE_MODS
 )  # fmt: skip

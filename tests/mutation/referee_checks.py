@@ -337,6 +337,24 @@ CHECKS: tuple[Mutant, ...] = (
     *faults_of(
         "properties/companions.py",
         "test_companions",
+        (
+            "needles are as good as any bias",
+            '        and problem.bias.partition("/")[0] in _FLAT_BIAS\n',
+            "",
+            "test_bias",
+        ),
+        (
+            "a few keys are as good as many",
+            "        and problem.alibi in _FLAT_ALIBI\n",
+            "",
+            "test_alibi",
+        ),
+        (
+            "a narrow softcap changes nothing about errors",
+            "        and (problem.softcap is None or problem.softcap >= _WIDEST * high)\n",
+            "",
+            "test_softcap",
+        ),
         ("NaN is no excess", "    if mean <= limit:\n", "    if not mean > limit:\n"),
         ("NaN has no bias", "    if abs(mean) <= limit:\n", "    if not abs(mean) > limit:\n"),
         (
@@ -384,6 +402,12 @@ CHECKS: tuple[Mutant, ...] = (
         "properties/identities.py",
         "test_identities",
         ("NaN holds", "bad = ~(identity.error <= limit)", "bad = identity.error > limit"),
+        (
+            "a softcap changes no sum",
+            "[0 if problem.softcap is None else 1 :]",
+            "[:]",
+            "test_softcap",
+        ),
         (
             "a gradient of lse changes no sum",
             " or trial.inputs.dlse is not None:",

@@ -60,8 +60,8 @@ _PROBLEM = faults_of(
     ("one unknown field is passed over", "        if unknown:", "        if len(unknown) > 1:"),
     (
         "a scale of NaN passes",
-        "if not 0 < self.sm_scale <= sys.float_info.max:",
-        "if self.sm_scale <= 0 or self.sm_scale > sys.float_info.max:",
+        "if not 0 < value <= sys.float_info.max:",
+        "if value <= 0 or value > sys.float_info.max:",
     ),
     ("H need not be a multiple of Hk", "if self.H % self.Hk:", "if self.H < self.Hk:"),
     (
@@ -325,7 +325,7 @@ _FORWARD = faults_of(
         "live_tiles.sum(2) - 1)",
         "torch.full_like(most, live_tiles.shape[2]) - 1)",
     ),
-    ("the subtraction of the maximum is free", ".mul_(3 * c.u)\n", ".mul_(0 * c.u)\n"),
+    ("the subtraction of the maximum is free", ".mul_(3 * c.u))\n", ".mul_(0 * c.u))\n"),
     ("scores are rounded once less", "alpha=5 * c.u", "alpha=4 * c.u"),
     ("the second prescaled operand is free", "2 * c.u_in + c.u_in**2", "c.u_in"),
     (
@@ -611,7 +611,6 @@ _MODEL = faults_of(
         "finished.append((value, bound, terms))",
     ),
     ("the peaks of keys are exchanged", "for _ in of_keys.peaks][::-1]", "for _ in of_keys.peaks]"),
-    ("a negative score is no score", "        scores.s.abs(),\n", "        scores.s,\n"),
     ("a chunk ends inside a tile", "    height += -height % _QUERY_TILE\n", ""),
     ("keys that no row sees may err", "        bound.masked_fill_(unseen, 0.0)\n", ""),
     (
@@ -674,7 +673,7 @@ _NUMPY_REFERENCE = faults_of(
         "dscores_mn = np.where(seen_mn, probs_mn * (dprobs_mn - delta_m[:, None]), 0.0)",
         "dscores_mn = probs_mn * (dout_me @ v_ne.T - delta_m[:, None])",
     ),
-    ("dq lacks the scale", "dq_md = sm_scale * (dscores_mn @ k_nd)", "dq_md = dscores_mn @ k_nd"),
+    ("dq lacks the scale", "dq_md = sm_scale * (dscaled_mn @ k_nd)", "dq_md = dscaled_mn @ k_nd"),
 )
 _NUMPY_BOUND = faults_of(
     "oracles/numpy_bound.py",
@@ -697,8 +696,8 @@ _NUMPY_BOUND = faults_of(
     ),
     (
         "scores are rounded once less",
-        "+ 5 * u * (np.abs(s_mn) + u_dot * magnitude_mn)",
-        "+ 4 * u * (np.abs(s_mn) + u_dot * magnitude_mn)",
+        "+ 5 * u * np.abs(s_mn)",
+        "+ 4 * u * np.abs(s_mn)",
     ),
     ("a rounded P makes the same dS", "    if from_rounded:", "    if from_rounded and False:"),
     (
@@ -829,8 +828,8 @@ _VARIANCE = faults_of(
         "total += 0.0",
     ),
     ("the largest P is rounded", "torch.where(e == 1, 0.0, e)", "e"),
-    ("delta's errors do not reach dk", " + p.square() * delta_errors\n", "\n"),
-    ("delta's errors do not reach dq", " + delta_errors * (p @ x.k).square()\n", "\n"),
+    ("delta's errors do not reach dk", " + steep.square() * delta_errors\n", "\n"),
+    ("delta's errors do not reach dq", " + delta_errors * (steep @ x.k).square()\n", "\n"),
     (
         "lse is exact",
         "row_p = p_cast.sum(3, keepdim=True) + fwd.lse",
@@ -859,7 +858,245 @@ _VARIANCE = faults_of(
     ),
 )
 
+_SOFTCAP = (
+    *faults_of(
+        "oracles/softcap.py",
+        "test_softcap",
+        ("the slope cancels", "y.sign() * (1 - 2 * e / (1 + e))", "y.tanh()"),
+        ("a cap is not symmetric", "y.sign() * (1 - 2", "(1 - 2"),
+        (
+            "the slope is that of half the score",
+            "torch.exp(-2 * (x / softcap)",
+            "torch.exp(-(x / softcap)",
+        ),
+        (
+            "the product with the scale is free",
+            "error + 3 * c.u * x.abs()",
+            "error + 0 * c.u * x.abs()",
+        ),
+        ("errors are not contracted", "moved = steepest * of_x", "moved = of_x"),
+        (
+            "the steepest slope is that of the true score",
+            "slope((x.abs() - of_x).clamp_(min=0.0), softcap)",
+            "slope(x, softcap)",
+        ),
+        ("tanh is exact", "(12 * c.u + c.u_exp) * (s.abs()", "(3 * c.u) * (s.abs()"),
+        ("a product with the cap does not flush", " + 2 * softcap * c.ftz", ""),
+        (
+            "the slope of another score is the same",
+            "(of_x * (2 / softcap)).clamp_(max=1.0)",
+            "0 * of_x",
+        ),
+        (
+            "the slope may be steeper than 1",
+            "(of_x * (2 / softcap)).clamp_(max=1.0)",
+            "of_x * (2 / softcap)",
+        ),
+        ("the slope is exact", "of_slope += 14 * c.u + c.u_exp", "of_slope += 0 * c.u"),
+        (
+            "the exponent of the slope is exact",
+            " + 4 * c.u * (x.abs() / softcap).clamp_(max=_FLAT)",
+            "",
+        ),
+        ("the slope does not flush", "steepest * of_slope + 4 * c.ftz", "steepest * of_slope"),
+    ),
+    *faults_of(
+        "oracles/reference.py",
+        "test_softcap",
+        ("scores are never capped", "if softcap is not None:", "if False:"),
+    ),
+    *faults_of(
+        "oracles/forward_error.py",
+        "test_softcap",
+        (
+            "capped scores err as plain ones do",
+            "s, error, slope, slope_error = cap",
+            "s, _, slope, slope_error = cap",
+        ),
+    ),
+    *faults_of(
+        "oracles/backward_error.py",
+        "test_softcap",
+        ("dS has no slope", "ds, ds_terms = ds * scores.slope,", "ds, ds_terms = ds,"),
+        ("terms of dS have no slope", "ds_terms * scores.slope", "ds_terms"),
+        (
+            "the slope's error is free",
+            "ds.abs() * (scores.slope_error + c.u * grown)",
+            "ds.abs() * c.u * grown",
+        ),
+        (
+            "the product with the slope is exact",
+            "(scores.slope_error + c.u * grown)",
+            "scores.slope_error",
+        ),
+        ("the product with the slope does not flush", "+ c.u * grown) + c.ftz", "+ c.u * grown)"),
+    ),
+    *faults_of(
+        "oracles/numpy_reference.py",
+        "test_softcap",
+        ("capped scores have the slope of plain ones", "** -2.0", "** -0.0"),
+        ("the slope is a cosine's inverse", "** -2.0", "** -1.0"),
+    ),
+    *faults_of(
+        "oracles/numpy_bound.py",
+        "test_softcap",
+        ("capped scores are exact", "error_mn, _ = _capped_error(", "_ = _capped_error("),
+        ("tanh is exact", "(3 * u + (9 * u + units.u_exp))", "(3 * u)"),
+        ("the slope is exact", "relative_mn + 14 * u + units.u_exp", "relative_mn"),
+        ("the exponent of the slope is exact", " + 2 * u * exponent_mn", ""),
+        (
+            "the product with the slope is exact",
+            "e_mn + u * largest_mn + units.flush",
+            "e_mn + units.flush",
+        ),
+    ),
+    *faults_of(
+        "oracles/variance.py",
+        "test_softcap",
+        ("dq has the spread of a plain one", "steep = p * fwd.slope", "steep = p"),
+        ("the spread of dS has no slope", "gap, ds = gap * fwd.slope, ds * fwd.slope", "pass"),
+    ),
+)
+
+_ADDITIONS = (
+    *faults_of(
+        "oracles/additions.py",
+        "test_alibi",
+        ("positions lack what the lengths differ by", "(m + self._ahead - n)", "(m - n)"),
+        ("keys gain with distance", "-self._slopes * distance", "self._slopes * distance"),
+        ("distances have a sign", "self._ahead - n).abs()", "self._ahead - n)"),
+        ("all chunks are the first", "torch.arange(start, stop,", "torch.arange(stop - start,"),
+    ),
+    *faults_of(
+        "oracles/forward_error.py",
+        "test_alibi",
+        (
+            "a negative score is no score",
+            "    parts = s.abs()\n",
+            "    parts = s\n",
+            "test_error_model test_alibi",
+        ),
+        ("sums are exact", "(3 + len(x.added)) * c.u * parts", "0 * parts"),
+        ("each sum is the last", "(3 + len(x.added)) * c.u", "3 * c.u"),
+        ("terms cancel", "sum(map(torch.abs, x.added), parts)", "s.abs()"),
+    ),
+    *faults_of(
+        "oracles/error_model.py",
+        "test_alibi",
+        ("any terms are in range", "if largest <= _LARGEST_TERMS:", "if True:"),
+        ("the largest score has no terms", "        scores.parts,\n", "        scores.s.abs(),\n"),
+    ),
+    *faults_of(
+        "oracles/numpy_bound.py",
+        "test_alibi",
+        ("sums are exact", "(2 + terms + 1) * units.u", "0 * units.u"),
+        ("terms cancel", "total_mn = total_mn + np.abs(term_mn)", "pass"),
+    ),
+    *faults_of(
+        "oracles/numpy_reference.py",
+        "test_alibi",
+        ("the level is a row lower", "level = keys - (rows - m)", "level = keys - (rows - m) + 1"),
+    ),
+    *faults_of(
+        "oracles/variance.py",
+        "test_alibi",
+        ("nothing is added to what is rounded", "sum(added, s), torch.where", "s, torch.where"),
+    ),
+    *faults_of(
+        "properties/tensors.py",
+        "test_alibi",
+        (
+            "nothing odd lies between slopes",
+            "torch.stack([values, _cast(others",
+            "torch.stack([values, _cast(0 * others",
+        ),
+    ),
+)
+
+_BIAS = (
+    *faults_of(
+        "oracles/additions.py",
+        "test_bias",
+        (
+            "all chunks have the first rows' bias",
+            "self._bias[:, :, start:stop]",
+            "self._bias[:, :, : stop - start]",
+        ),
+    ),
+    *faults_of(
+        "oracles/reference.py",
+        "test_bias",
+        ("a hidden bias is added", "(torch.where(seen, x, 0.0) for x in added)", "added"),
+        ("dbias is that of the last chunk", "dbias += of_bias", "dbias = of_bias"),
+    ),
+    *faults_of(
+        "oracles/bias_error.py",
+        "test_bias",
+        (
+            "what shares an element is as exact as one",
+            "error + c.gamma(count + 2) * reach",
+            "error",
+        ),
+        (
+            "errors cancel",
+            "gradient.ds.abs() + gradient.error, gradient.terms",
+            "gradient.ds + gradient.error, gradient.terms",
+        ),
+        (
+            "dbias is stored exactly",
+            "bound + stored.u_in * (ds.abs() + bound) + stored.eta_in",
+            "bound",
+        ),
+        (
+            "the bias has the dtype of q",
+            "constants(bias_dtype, Numerics())",
+            "constants(in_dtype, Numerics())",
+        ),
+        ("what nobody sees may err", ".masked_fill_(count == 0, 0.0)", ""),
+        ("any gradient is in range", "if not largest <= stored.max_in:", "if False:"),
+        ("float64 oracles are exact", "(c.times * bound)", "(1.0 * bound)"),
+    ),
+    *faults_of(
+        "oracles/numpy_bias.py",
+        "test_bias",
+        ("sums are exact", "units.gamma(count + 2) * size", "0 * size"),
+        (
+            "every pair is one of the first entry",
+            "(b, h, m, n), bias.shape",
+            "(0, h, m, n), bias.shape",
+        ),
+    ),
+    *faults_of(
+        "properties/bias_gradient.py",
+        "test_bias",
+        ("NaN passes", "bad = ratio > 1", "bad = (got - want).abs() > limit"),
+        (
+            "nothing is beyond the bound",
+            "    return [\n        Finding.at(",
+            "    return [] and [\n        Finding.at(",
+        ),
+    ),
+    *faults_of(
+        "properties/stacks.py",
+        "test_bias",
+        ("what is shared is stacked", "if most < 2 or shares or", "if most < 2 or"),
+    ),
+    *faults_of(
+        "properties/tensors.py",
+        "test_bias",
+        ("a hidden bias is clean", "    if stands != 0:\n", "    if stands != stands and False:\n"),
+        (
+            "every bias is contiguous",
+            "BIAS_LAYOUTS[problem.all_seeds[0] % len(BIAS_LAYOUTS)]",
+            "BIAS_LAYOUTS[0]",
+        ),
+    ),
+)
+
 ORACLES: tuple[Mutant, ...] = (
+    *_SOFTCAP,
+    *_BIAS,
+    *_ADDITIONS,
     *_MASK,
     *_PROBLEM,
     *_CUSTOM,

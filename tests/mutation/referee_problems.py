@@ -104,6 +104,21 @@ PROBLEMS: tuple[Mutant, ...] = (
         "properties/domain.py",
         "test_domain",
         (
+            "what is done to scores is drawn of everyone",
+            "if word in subject.score_mods else (none,)",
+            "if True else (none,)",
+        ),
+        (
+            "what is done to scores is not forced",
+            "() if word in forced else",
+            "() if None in forced else",
+        ),
+        (
+            "what is done to scores is forced on what cannot do it",
+            "if not {*forced} <= {*subject.score_mods}:",
+            "if False:",
+        ),
+        (
             "the device is not looked at",
             "    if device not in subject.devices:",
             "    if not subject.devices:",

@@ -10,6 +10,11 @@ RUNS: tuple[Mutant, ...] = (
     *faults_of(
         "properties/subject.py",
         "test_subject",
+        (
+            "a subject is not told of a softcap",
+            "        if problem.softcap is not None:\n            mods",
+            "        if False:\n            mods",
+        ),
         ("only M is a multiple", "M % multiple == 0 == N % multiple", "M % multiple == 0"),
         ("only D is supported", "{problem.D, problem.Dv} <= set(dims)", "problem.D in dims"),
         (
@@ -133,8 +138,8 @@ RUNS: tuple[Mutant, ...] = (
         ),
         (
             "the numerics of a configuration are ignored",
-            "        numerics=subject.numerics_of(problem),\n    )\n    if judgement",
-            "        numerics=subject.numerics,\n    )\n    if judgement",
+            "        numerics=subject.numerics_of(problem),\n        softcap",
+            "        numerics=subject.numerics,\n        softcap",
         ),
         ("a refusal is an error", "    except NotImplementedError:\n        raise\n", ""),
         (

@@ -15,12 +15,14 @@ from oracles.masks.block_sparse import BlockSparse
 from oracles.masks.document import Document
 from oracles.masks.prefix_lm import PrefixLM
 from oracles.problem import Problem
-from properties.guarantees import COMPANIONS, GUARANTEES, POOLED, Check
+from properties.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, POOLED, Check
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # In the order in which they are asked of a trial.
-CHECKS: dict[str, Check] = {"T3": GUARANTEES["T3"], **GUARANTEES, **COMPANIONS, **POOLED}
+CHECKS: dict[str, Check] = {
+    "T3": GUARANTEES["T3"], **GUARANTEES, **COMPANIONS, **POOLED, **OF_BIAS
+}  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 
 
@@ -45,6 +47,7 @@ _WINDOW = Mask(window_left=20, window_right=3, seqlens_q=(30, 33), seqlens_k=(49
 _WINDOW_OF_20 = Mask(window_left=9, window_right=3, seqlens_q=(20, 12), seqlens_k=(37, 20))
 _SHORT = Mask(window_left=3, window_right=1, seqlens_q=(5, 3), seqlens_k=(6, 7))
 _SHORT_OF_ONE = Mask(causal=True, seqlens_q=(35, 20), seqlens_k=(37, 19))
+_RAGGED_ROWS = Mask(window_left=20, window_right=3, seqlens_q=(18, 7), seqlens_k=(20, 35))
 _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 
 QUICK: tuple[Step, ...] = (
@@ -92,6 +95,31 @@ QUICK: tuple[Step, ...] = (
     _step("pooled T3", B=2, M=40, N=50, seed=96, mask=Document(starts=((16,), ()), window_left=20)),
     _step("pooled G1", H=2, M=40, N=50, seed=69, dtype="fp16", config="16x32", **_ALIGNED,
           mask=BlockSparse(side=32, percent=60, seed=2, window_left=40)),
+    # A softcap that some scores reach, and one that none comes near; in one pass, and in parts.
+    _step("G3", B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan", softcap=2.0),
+    _step(H=2, Hk=2, M=18, N=35, D=5, Dv=3, softcap=1e6, config="16x16-one_pass"),
+    _step(H=2, M=18, N=35, D=5, Dv=3, inputs="times40", softcap=5.0, config="16x16-split3"),
+    *(_step(M=18, N=35, dtype=dtype, inputs="times40", softcap=20.0, **_ALIGNED)
+      for dtype in ("fp32", "fp16")),
+    # ALiBi, of heads and of entries, beside lengths, in one pass and in parts; a softcap before it.
+    _step("G3", B=2, H=4, Hk=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan",
+          alibi="normal"),
+    _step("G9", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, alibi="halving", config="16x16-one_pass"),
+    _step(B=2, H=2, M=18, N=35, D=5, Dv=3, softcap=3.0, alibi="normal", config="16x16-split3"),
+    # A bias of all axes, and of some, whose gradient is summed over the others; beside a window,
+    # lengths, a predicate, and everything else that is done to scores.
+    _step("G3", "dbias", B=2, H=4, Hk=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan",
+          bias="normal/bhmn", config="32x16"),
+    *(_step("dbias", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, bias=f"normal/{axes}", seed=seed,
+            mask=_RAGGED_ROWS, dirty="nan", layouts=_MIXED)
+      for seed, axes in enumerate(("hn", "m", "b", "mn"))),
+    _step("dbias", "G9", B=2, H=2, M=20, N=35, D=5, Dv=3, bias="needles/hmn", alibi="normal",
+          softcap=3.0, config="16x16-one_pass", dlse="normal"),
+    _step("dbias", B=2, M=48, N=48, mask=Document(starts=((16,), ()), window_left=20),
+          bias="normal/bn", config="16x16-split3"),
+    _step("dbias", H=2, M=40, N=300, mask=BlockSparse(side=32, percent=50, seed=2, per_head=True),
+          bias="normal/m", config="16x32"),
+    _step("dbias", M=18, N=35, dtype="fp16", bias="shifted/hn", **_ALIGNED),
     # A map of blocks, of each head and of all, beside lengths and a window; default tiles, of which
     # a block holds several.
     *(_step(B=2, H=2, M=40, N=70, config="16x32", dirty="nan", layouts=_MIXED,

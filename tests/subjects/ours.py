@@ -29,13 +29,13 @@ def adapted(package: ModuleType):
     """``flash_attention`` of the package, or of a copy of it, as a subject with declarations."""
     resolve = importlib.import_module(f"{package.__name__}.configs").resolve
 
-    def flash_attention(q, k, v, *, mask, sm_scale, config="default", **pooling):
+    def flash_attention(q, k, v, *, mask, sm_scale, config="default", **beside):
         """Returns (out, lse), and last what is pooled, if anything is."""
         of_padded = config.removesuffix(_PACKED)
         backward = "one_pass" if of_padded.endswith(_ONE_PASS) else "two_pass"
         options = {
             "sm_scale": sm_scale, "return_lse": True, "backward": backward,
-            "config": of_padded.removesuffix(_ONE_PASS), **pooling,
+            "config": of_padded.removesuffix(_ONE_PASS), **beside,
         }  # fmt: skip
         if config.endswith(_PACKED):
             return _in_a_row(q, k, v, mask, options)
@@ -52,6 +52,8 @@ def adapted(package: ModuleType):
 
     def _in_a_row(q, k, v, mask, options):
         """Of the valid rows and keys, sequence by sequence; padding stands behind the last."""
+        if "bias" in options:
+            raise NotImplementedError("packed sequences take no bias")
         lengths = mask.lengths(q.shape[0], q.shape[2], k.shape[2])
         of_q = Packing.of(lengths[0], q.shape[2], q.device)
         of_k = Packing.of(lengths[1], k.shape[2], q.device)
@@ -89,6 +91,7 @@ def adapted(package: ModuleType):
 
     flash_attention.returns_lse = True
     flash_attention.lse_grad = True
+    flash_attention.score_mods = ("softcap", "alibi", "bias")
     flash_attention.l_order = "tile"
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
     configs = {name: declared(x) for name, x in package.CONFIGS.items()} | {

@@ -14,6 +14,7 @@ class Eager:
 
     returns_lse = True
     lse_grad = False
+    score_mods: tuple[str, ...] = ()
     bitwise = ("G4", "G5", "G10")
     devices = ("cpu",)
 
@@ -22,7 +23,19 @@ class Eager:
         self.calls = 0
         self.scales: dict[tuple[int, ...], float] = {}
 
-    def __call__(self, q, k, v, *, mask, sm_scale, config="default"):
+    def __call__(
+        self,
+        q,
+        k,
+        v,
+        *,
+        mask,
+        sm_scale,
+        config="default",
+        softcap=None,
+        alibi_slopes=None,
+        bias=None,
+    ):
         self.calls += 1
         q, k, v, sm_scale = self.misread(q, k, v, sm_scale)
         (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
@@ -38,7 +51,16 @@ class Eager:
                 torch.where(used, v, 0.0),
             )
         k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
-        scores = torch.where(seen, q @ k.mT * sm_scale, -math.inf)
+        scores = q @ k.mT * sm_scale
+        if softcap is not None:
+            capped = softcap * torch.tanh(scores / softcap)
+            is_flat = self.fault == "no slope of a softcap"
+            scores = scores + (capped - scores).detach() if is_flat else capped
+        if alibi_slopes is not None:
+            scores = scores + self.alibi(alibi_slopes, mask, B, M, N)
+        if bias is not None:
+            scores = scores + self.visible(bias, seen)
+        scores = torch.where(seen, scores, -math.inf)
         m = scores.detach().amax(3, keepdim=True) if N else scores.new_zeros((B, H, M, 1))
         m = torch.where(live, m, 0.0)
         if self.fault == "no maximum subtracted":
@@ -56,6 +78,23 @@ class Eager:
         if not self.lse_grad:
             lse = lse.detach()
         return self.spoil(out, lse, live, N, config)
+
+    def alibi(self, slopes, mask, B, M, N):
+        """(B, H, M, N): slopes by distance."""
+        rows, keys = (torch.tensor(x).view(-1, 1, 1, 1) for x in mask.lengths(B, M, N))
+        ahead = keys - rows
+        if self.fault == "ALiBi from the first key":
+            ahead = 0 * ahead
+        distance = (torch.arange(M).view(-1, 1) + ahead - torch.arange(N)).abs()
+        return -slopes.view(-1, slopes.shape[-1], 1, 1).double() * distance
+
+    def visible(self, bias, seen):
+        """A bias with zeros where nobody sees it."""
+        if self.fault == "dbias of the first entry alone":
+            bias = torch.cat([bias, bias.detach().expand(len(seen) - 1, -1, -1, -1)])
+        if self.fault == "bias of the head before":
+            bias = bias.roll(1, 1)
+        return torch.where(seen, bias, 0.0)
 
     def misread(self, q, k, v, sm_scale):
         """What a fault makes of the arguments."""

@@ -67,6 +67,10 @@ def int32(*values: int) -> Callable[[str], torch.Tensor]:
     return lambda device: torch.tensor(values, dtype=torch.int32, device=device)
 
 
+def zeros(*shape: int, **how: object) -> Callable[[str], torch.Tensor]:
+    return lambda device: torch.zeros(shape, **{"device": device, **how})
+
+
 AXES_Q, AXES_K = "four axes (B, H, M, D)", "four axes (B, Hk, N, D)"
 LONG = f"sequence length {MAX_SEQLEN + 1}"
 TENSORS = {
@@ -171,6 +175,56 @@ LENGTHS = {
 
 POSITIVE = "finite and > 0"
 OPTIONS = {
+    "alibi_list": refusal(TypeError, "alibi_slopes", "list", "float32", alibi_slopes=[0.5]),
+    "alibi_dtype": refusal(
+        TypeError,
+        "alibi_slopes",
+        "float64",
+        "torch.float32",
+        alibi_slopes=zeros(4, dtype=torch.float64),
+    ),
+    "alibi_shape": refusal(
+        ValueError, "alibi_slopes", "(3,)", "(4,) or (2, 4)", alibi_slopes=zeros(3)
+    ),
+    "alibi_device": refusal(
+        ValueError, "alibi_slopes", "meta", "the device of q", alibi_slopes=zeros(4, device="meta")
+    ),
+    "alibi_gradient": refusal(
+        LATER,
+        "alibi_slopes",
+        "a gradient",
+        "detached",
+        alibi_slopes=zeros(4, requires_grad=True),
+    ),
+    "bias_list": refusal(TypeError, "bias", "list", "torch.Tensor", bias=[0.5]),
+    "bias_sparse": refusal(
+        LATER, "bias", "sparse_coo", "strided", bias=lambda device: torch.zeros(1).to_sparse()
+    ),
+    "bias_dtype": refusal(
+        TypeError, "bias", "float64", "torch.float32", bias=zeros(1, 1, 1, 1, dtype=torch.float64)
+    ),
+    "bias_rank": refusal(ValueError, "bias", "(5, 7)", "(2 or 1, 4 or 1,", bias=zeros(5, 7)),
+    "bias_heads": refusal(
+        ValueError,
+        "bias",
+        "(2, 2, 5, 7)",
+        "(2 or 1, 4 or 1, 5 or 1, 7 or 1)",
+        bias=zeros(2, 2, 5, 7),
+    ),
+    "bias_keys": refusal(ValueError, "bias", "(1, 1, 1, 5)", "7 or 1)", bias=zeros(1, 1, 1, 5)),
+    "bias_device": refusal(
+        ValueError, "bias", "meta", "the device of q", bias=zeros(1, 1, 1, 1, device="meta")
+    ),
+    "softcap_nan": refusal(ValueError, "softcap", "nan", POSITIVE, softcap=math.nan),
+    "softcap_0": refusal(ValueError, "softcap", "0.0", POSITIVE, softcap=0.0),
+    "softcap_inf": refusal(ValueError, "softcap", "inf", POSITIVE, softcap=math.inf),
+    "softcap_overflows": refusal(LATER, "softcap", "2e+38", "float32", softcap=2e38),
+    "softcap_underflows": refusal(LATER, "softcap", "1e-38", "float32", softcap=1e-38),
+    "softcap_beside_scale": refusal(
+        LATER, "softcap", "1e+30", "sm_scale / softcap", softcap=1e30, sm_scale=1e-9
+    ),
+    "softcap_string": refusal(TypeError, "softcap", "'1'", "a float or None", softcap="1"),
+    "softcap_bool": refusal(TypeError, "softcap", "True", "a float or None", softcap=True),
     "scale_nan": refusal(ValueError, "sm_scale", "nan", POSITIVE, sm_scale=math.nan),
     "scale_inf": refusal(ValueError, "sm_scale", "inf", POSITIVE, sm_scale=math.inf),
     "scale_0": refusal(ValueError, "sm_scale", "0.0", POSITIVE, sm_scale=0.0),

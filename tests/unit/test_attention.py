@@ -381,7 +381,8 @@ def test_memory_is_that_of_the_outputs_and_three_numbers_a_row(dtype, device, al
     scratch = torch.Size((*q[:2], -(-q[2] // ROW_PADDING) * ROW_PADDING))
     rows = [(q[:3], wide), (scratch, wide), (scratch, wide)]
     want = [(dout, dtype), *rows, (q, dtype), (k, dtype), (v, dtype)]
-    found = [(x.shape, x.dtype) for x in allocated]
+    # In the place of the gradient of a bias stands a tensor without elements.
+    found = [(x.shape, x.dtype) for x in allocated if x.numel()]
     assert sorted(found, key=str) == sorted(want, key=str)
 
 

@@ -111,6 +111,24 @@ def test_a_compiled_call_of_packed_sequences_has_the_bits_of_an_eager_one(
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"softcap": 2.0},
+        {"alibi_slopes": torch.tensor([0.5, -0.25])},
+        {"bias": normal(0, "bias", (1, 2, 17, 1)).float()},
+    ],
+    ids="-".join,
+)
+def test_a_compiled_call_modifies_scores_as_an_eager_one_does(arguments, device):
+    leaves = drawn(device)
+    arguments = {
+        x: y.to(device) if isinstance(y, torch.Tensor) else y for x, y in arguments.items()
+    }
+    got, want = (answers(call, leaves, **arguments) for call in (compiled()[0], flash_attention))
+    assert_same(got, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_compiled_call_has_the_bits_of_an_eager_one_in_any_dtype(dtype, device):
     leaves = drawn(device, dtype=dtype)

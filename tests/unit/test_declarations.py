@@ -49,6 +49,7 @@ VALID = {
     "configs": [{"default": {}}, {"a": {"dots": "tf32", "dtypes": ("fp32",)}, "b": {}}],
     "tiles": [lambda problem: (16, 16), None],
     "pooled": [lambda q, k, v, **asked: q, None],
+    "score_mods": [(), ("softcap",), ("bias", "alibi", "softcap")],
 }
 # One value each that it cannot have, and what the message says after the name of the word.
 WRONG = [
@@ -106,6 +107,7 @@ WRONG = [
     ("bitwise", ("G1",), "has ['G1']; known are ('G4', 'G5', 'G8', 'G9', 'G10')"),
     ("bitwise", "G4", "is 'G4'; needs a tuple of words out of ('G4', 'G5', 'G8', 'G9', 'G10')"),
     ("atomic", ("dk",), "has ['dk']; known are ('dq',)"),
+    ("score_mods", ("tanh",), "has ['tanh']; known are ('softcap', 'alibi', 'bias')"),
     ("configs", (), "is (); needs a dict of names to declarations"),
     ("configs", {}, "is {}; needs a dict of names to declarations"),
     ("configs", {16: {}}, "has 16; needs names, which are str"),

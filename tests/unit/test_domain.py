@@ -9,8 +9,9 @@ import pytest
 from hypothesis import find, given
 from hypothesis import strategies as st
 
+from properties.declarations import SCORE_MODS
 from properties.domain import ExcludedError, problems_of
-from properties.subject import Subject
+from properties.subject import Subject, score_mods_of
 
 LIMITS = {"dtype": "fp16", "device": "cpu", "max_seqlen": 96, "max_cost": 24}
 # What the tests of guarantees force.
@@ -52,6 +53,9 @@ DECLARED = {
     "top-left, padding": {"causal_alignment": "top-left", "masks": ("padding",)},
     "top-left, no masks": {"causal_alignment": "top-left", "masks": ()},
     "top-left, M = N": {"causal_alignment": "top-left", "m_ne_n": False},
+    "softcap": {"score_mods": ("softcap",)},
+    "alibi": {"score_mods": ("alibi",)},
+    "bias": {"score_mods": ("bias",)},
     "much": {
         "head_dims": (64, 128),
         "seqlen_multiple": 16,
@@ -117,11 +121,25 @@ def test_what_is_drawn_is_inside_of_what_is_declared(data, declared):
         ("top-left, causal", lambda p: p.M != p.N),
         ("top-left, padding", lambda p: p.mask.seqlens_q is not None),
         ("top-left, no masks", lambda p: p.M != p.N),
+        ("softcap", lambda p: p.softcap is None),
+        ("alibi", lambda p: p.alibi == "steep" and p.softcap is None),
+        ("bias", lambda p: p.bias.startswith("needles") and p.alibi == "none"),
+        ("softcap", lambda p: p.softcap is not None and p.softcap < 1),
     ],
 )
 def test_what_is_declared_is_drawn(declared, condition):
     strategy = problems_of(subject(**DECLARED[declared]), **LIMITS)
     find(strategy, condition, random=random.Random(0))
+
+
+@pytest.mark.parametrize("mod", SCORE_MODS)
+@given(data=st.data())
+def test_what_is_done_to_scores_can_be_forced(data, mod):
+    made = subject(score_mods=SCORE_MODS)
+    problem = data.draw(problems_of(made, **LIMITS, score_mods=(mod,)))
+    assert mod in score_mods_of(problem)
+    with pytest.raises(ExcludedError, match=re.escape("attention declares score_mods=()")):
+        problems_of(subject(), **LIMITS, score_mods=(mod,))
 
 
 @given(data=st.data())

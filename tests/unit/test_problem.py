@@ -54,6 +54,9 @@ def test_every_field_survives_the_codec():
         "config": "wide",
         "seed": 2**40 + 1,
         "device": "cuda",
+        "softcap": 30.0,
+        "alibi": "halving",
+        "bias": "normal/hn",
     }
     # A stack has seeds instead of a seed: see test_stacks.
     assert {*fields, "seeds"} == {field.name for field in dataclasses.fields(Problem)}

@@ -13,6 +13,7 @@ from oracles.mask import Mask
 from oracles.outputs import OUTPUTS, Numerics
 from oracles.problem import Problem
 from properties.subject import BITWISE, Subject
+from properties.tensors import Inputs
 from properties.trial import SubjectError, run_subject
 
 CAUSAL = Mask(causal=True)
@@ -124,7 +125,7 @@ def test_nothing_declared_excludes_nothing(problem):
 
 def test_everything_that_limits_the_domain_is_tried():
     limits = {word for row in DOMAINS for word in row[0]}
-    conventions = {"returns_lse", "lse_grad", "lse_base", "empty_lse", "backward"}
+    conventions = {"returns_lse", "lse_grad", "score_mods", "lse_base", "empty_lse", "backward"}
     judged = {"name", "source", "takes", "call", "bitwise", "numerics", "tiles", "pooled"}
     assert {item.name for item in dataclasses.fields(Subject)} == limits | conventions | judged
 
@@ -150,6 +151,24 @@ def test_a_configuration_is_passed_where_there_is_a_choice(configs):
     Subject.of(attention, "attention").run(*torch.zeros(3, 1, 1, 1, 16), problem)
     config = {"config": "only"} if len(configs) > 1 else {}
     assert given == {"mask": CAUSAL, "sm_scale": 0.5, **config}
+
+
+def test_what_is_done_to_scores_is_passed_where_a_problem_has_it():
+    given = []
+
+    def attention(q, k, v, *, mask, sm_scale, **mods):
+        given.append(mods)
+        return q
+
+    attention.score_mods = ("softcap", "alibi", "bias")
+    added = {"alibi_slopes": torch.zeros(1), "bias": torch.zeros(1, 1, 1, 1)}
+    for problem, tensors in (
+        (Problem(), dict.fromkeys(added)),
+        (Problem(softcap=7.0, alibi="normal", bias="normal/"), added),
+    ):
+        inputs = torch.zeros(3, 1, 1, 1, 16)
+        Subject.of(attention, "attention").run(*inputs, problem, **tensors)
+    assert given == [{}, {"softcap": 7.0, **added}]
 
 
 # Rows 0 and 1 of four see no key.
@@ -209,7 +228,7 @@ def test_an_lse_of_another_shape_is_refused_by_its_shape():
     problem = Problem(B=2, M=3, N=3)
     made = subject((torch.zeros(2, 1, 3, 16), torch.zeros(2, 3, 1)), empty_lse=0, backward=False)
     with pytest.raises(SubjectError, match=r"lse has shape \(2, 3, 1\) .* needs \(2, 1, 3\)"):
-        run_subject(made, problem, torch.zeros(4, 2, 1, 3, 16))
+        run_subject(made, problem, Inputs(*torch.zeros(4, 2, 1, 3, 16)))
 
 
 @pytest.mark.parametrize("declared", [{}, {"returns_lse": True}, {"returns_lse": None}])

@@ -1,0 +1,66 @@
+"""What is added to scores before they are masked: ALiBi, a bias; in float64, by rows."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+__all__ = ["Additions", "Lengths"]
+
+
+class Lengths(Protocol):
+    """What positions need of a mask."""
+
+    def lengths(self, B: int, M: int, N: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The valid rows and the valid keys of each batch entry."""
+
+
+class Additions:
+    """The terms that each score is the sum of, beside sm_scale q.k or what a softcap makes of it.
+
+    ALiBi: -slope |p - n|, where query m stands at p = m + seqlens_k[b] - seqlens_q[b], as it does
+    for masks. The bias: as it is, where a row sees a key.
+
+    Source: Press, Smith, Lewis 2022 (arXiv:2108.12409).
+    """
+
+    def __init__(
+        self,
+        mask: object,
+        shape: tuple[int, int, int, int],
+        device: torch.device,
+        alibi_slopes: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """Takes a mask with ``lengths``, (B, H, M, N), the device, slopes and bias as calls do."""
+        B, H, M, N = self.shape = shape
+        self.device = device
+        self._slopes: torch.Tensor | None = None
+        self._bias = None if bias is None else bias.to(torch.float64)
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.detach().to(torch.float64)
+            self._slopes = (
+                slopes.view(-1, H, 1, 1) if slopes.ndim == 1 else slopes[:, :, None, None]
+            )
+            assert hasattr(mask, "lengths")
+            rows, keys = torch.tensor(mask.lengths(B, M, N), dtype=torch.int64, device=device)
+            self._ahead = (keys - rows).view(B, 1, 1, 1)
+
+    def __bool__(self) -> bool:
+        """Whether anything is added."""
+        return self._slopes is not None or self._bias is not None
+
+    def between(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        """The terms of rows start (inclusive) to stop (exclusive), (B, H, stop - start, N) each."""
+        B, H, _, N = self.shape
+        terms = []
+        if self._slopes is not None:
+            m = torch.arange(start, stop, device=self.device).view(-1, 1)
+            n = torch.arange(N, device=self.device)
+            distance = (m + self._ahead - n).abs()
+            terms.append(-self._slopes * distance.to(torch.float64))
+        if self._bias is not None:
+            one = self._bias.shape[2] == 1
+            terms.append(self._bias if one else self._bias[:, :, start:stop])
+        return tuple(x.expand(B, H, stop - start, N) for x in terms)

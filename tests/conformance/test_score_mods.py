@@ -1,0 +1,52 @@
+"""What is done to scores beside scaling and masking them: every guarantee holds of that too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from oracles.mask import Mask
+from oracles.problem import Problem
+from properties import guarantees
+from properties.declarations import SCORE_MODS
+from properties.guarantees import GUARANTEES, OF_BIAS
+
+# Several tiles, padding, rows that see nothing, and a tile that the window divides.
+SOME = Problem(
+    B=2, H=2, M=19, N=21, D=24, Dv=17, dtype="fp16", dirty="nan", seed=1,
+    mask=Mask(window_left=9, window_right=3, seqlens_q=(19, 8), seqlens_k=(12, 21)),
+    layouts=("bshd", "padded", "transposed", "bhsd"), config="16x16", softcap=2.0, alibi="normal",
+    bias="normal/hmn",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mod", SCORE_MODS)
+@pytest.mark.shards(4, 12)
+def test_modified_scores_lie_within_the_derived_bound(for_all, shard, mod):
+    for_all(guarantees.accuracy, shard, score_mods=(mod,))
+
+
+@pytest.mark.parametrize("mod", SCORE_MODS)
+@pytest.mark.shards(0, 5, float64=True)
+def test_modified_scores_have_the_logic_of_float64(for_all, shard, mod):
+    for_all(guarantees.logic, shard, score_mods=(mod,))
+
+
+@pytest.mark.shards(4, 12)
+def test_the_gradient_of_a_bias_lies_within_the_derived_bound(for_all, shard):
+    for_all(OF_BIAS["dbias"], shard, runs=2, score_mods=("bias",))
+
+
+@pytest.mark.shards(1, 6, float64=True)
+def test_the_gradient_of_a_bias_has_the_logic_of_float64(for_all, shard):
+    for_all(OF_BIAS["dbias"], shard, runs=2, score_mods=("bias",), inputs="normal")
+
+
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+def test_modified_scores_keep_every_guarantee(check_one, subject, device, guarantee):
+    config = SOME.config if SOME.config in subject.configs else next(iter(subject.configs))
+    dtype = "fp64" if guarantee == "T3" else SOME.dtype
+    check_one(
+        dataclasses.replace(SOME, config=config, dtype=dtype, device=device), GUARANTEES[guarantee]
+    )

@@ -121,7 +121,7 @@ def _rows_with_gradients(
         scores_bhmn = q @ k.mT * sm_scale
         if softcap is not None:
             scores_bhmn = capped(scores_bhmn, softcap)
-        scores_bhmn = sum((torch.where(seen, x, 0.0) for x in added), scores_bhmn)
+        scores_bhmn = sum(added, scores_bhmn)
         scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
         # 4. Softmax, divided by its sum: exp(s - lse) would carry the rounding of lse, which grows
         #    with |lse|, into every weight of the row. The second select keeps hidden pairs out of

@@ -184,7 +184,7 @@ def independence(trial: Trial) -> list[Finding]:
     of_rows, of_keys = (slice(b, b + 1), heads), (slice(b, b + 1), slice(group, group + 1))
     mask = problem.mask.taken((b,), tuple(range(problem.H))[heads])
     alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=mask)
-    q, k, v, dout, _ = trial.inputs
+    q, k, v, dout = trial.inputs.tensors
     inputs = Inputs(q[of_rows], k[of_keys], v[of_keys], dout[of_rows])
     with GuardBands():
         part = run_pooled(trial.subject, alone, inputs, pool, pool_size(trial.subject, problem))

@@ -17,7 +17,7 @@ __all__ = ["longest_first_kernel"]
 @triton.jit
 def _visited(lists_ptr, b, h_k, tile, tiles, stride_lb, stride_lh, stride_lt, G):
     """How many tiles those of a group of heads visit together; none past the last."""
-    visited = tl.zeros_like(tile)
+    visited = tl.zeros(tile.shape, tl.int32)
     for g in range(0, G):
         row = lists_ptr + (b * stride_lb + (h_k * G + g) * stride_lh + tile * stride_lt)
         visited += tl.load(row, mask=tile < tiles, other=0)

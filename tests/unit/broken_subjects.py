@@ -94,6 +94,9 @@ class Eager:
             bias = torch.cat([bias, bias.detach().expand(len(seen) - 1, -1, -1, -1)])
         if self.fault == "bias of the head before":
             bias = bias.roll(1, 1)
+        if self.fault == "dbias is NaN" and bias.requires_grad:
+            bias = bias * 1
+            bias.register_hook(lambda gradient: gradient * math.nan)
         return torch.where(seen, bias, 0.0)
 
     def misread(self, q, k, v, sm_scale):

@@ -63,7 +63,7 @@ def a_bias(seed, shape, axes):
 def test_references_and_bounds_agree(dtype, case):
     inputs, call, block_n = a_problem(f"{dtype}/bias/{case}")
     shape = (*inputs[0].shape[:3], inputs[1].shape[2])
-    bias, slopes = a_bias(case, shape, ("bhmn", "hn", "m")[case]), None
+    bias, slopes = a_bias(case, shape, ("bhmn", "hn", "bm")[case]), None
     # What nobody sees may be anything.
     seen = call["mask"].dense(*shape).expand(shape)
     for axis, size in enumerate(bias.shape):
@@ -165,6 +165,11 @@ def test_a_gradient_that_is_not_summed_is_found():
     [finding] = found(wrong, ASKED, OF_BIAS["dbias"])
     assert (finding.guarantee, finding.output) == ("G1 accuracy", "dbias")
     assert str(finding).startswith("G1 accuracy: dbias of subject leaves the derived bound")
+
+
+def test_a_gradient_of_nan_is_found():
+    [finding] = found(Biased("dbias is NaN"), ASKED, OF_BIAS["dbias"])
+    assert math.isnan(finding.got)
 
 
 def test_both_identities_hold_of_a_bias():

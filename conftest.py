@@ -66,7 +66,7 @@ REPLAY = pytest.StashKey[Problem]()
 
 # Examples a test and shard; a GPU judges about twenty times as many problems a second.
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
-GATE_EXAMPLES = 60 if ON_GPU else 6
+EXAMPLES = 60 if ON_GPU else 6
 _ALWAYS = {
     "deadline": None,
     "suppress_health_check": list(hypothesis.HealthCheck),
@@ -78,14 +78,14 @@ _ALWAYS = {
 }
 # Two that draw the same in every run, and one that remembers what it found and draws anew.
 PROFILES = {
-    "gate": {"max_examples": GATE_EXAMPLES, "derandomize": True, "database": None},
-    "dev": {"max_examples": GATE_EXAMPLES // 3, "derandomize": True, "database": None},
-    "fuzz": {"max_examples": 50 * GATE_EXAMPLES},
+    "gate": {"max_examples": 60 if ON_GPU else 4, "derandomize": True, "database": None},
+    "dev": {"max_examples": EXAMPLES // 3, "derandomize": True, "database": None},
+    "fuzz": {"max_examples": 50 * EXAMPLES},
     # For a mask that is being written: in under a minute.
-    "mask": {"max_examples": GATE_EXAMPLES // 2, "derandomize": True, "database": None},
+    "mask": {"max_examples": EXAMPLES // 2, "derandomize": True, "database": None},
 }
 # With --minutes tests take turns: of each that many examples, then the next.
-EXAMPLES_OF_A_TURN = 3 * GATE_EXAMPLES
+EXAMPLES_OF_A_TURN = 3 * EXAMPLES
 # Not those of Hypothesis where CI is set: they would draw the same in every run.
 _PARENT = hypothesis.settings.get_profile("default")
 for _name, _settings in PROFILES.items():

@@ -56,7 +56,8 @@ def problems_of(
         hidden: See ``problems``.
         empty_rows: See ``problems``.
         score_mods: What is done to the scores of every problem, out of
-            ``declarations.SCORE_MODS``; the rest of what is declared, of some.
+            ``declarations.SCORE_MODS``; the rest of what is declared, of some. Where it is empty
+            nothing is done to any: each combination is another kernel to compile.
         wanted: Further arguments of ``problems``.
 
     Raises:
@@ -150,7 +151,7 @@ def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[An
         ("bias", "biases", NO_BIAS, BIASES),
     ):
         plain = () if word in forced else (none,) * _PLAIN * len(values)
-        drawn[argument] = (*plain, *values) if word in subject.score_mods else (none,)
+        drawn[argument] = (*plain, *values) if forced and word in subject.score_mods else (none,)
     return drawn
 
 

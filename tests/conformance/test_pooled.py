@@ -7,8 +7,6 @@ import pytest
 from oracles.mask import Mask
 from oracles.masks.block_sparse import BlockSparse
 from oracles.problem import Problem
-from properties.alibi_families import NO_ALIBI
-from properties.bias_families import NO_BIAS
 from properties.guarantees import POOLED
 
 # (dtype, seed, batch entries, heads, mask): windows with rows that see nothing; what a predicate
@@ -20,9 +18,6 @@ MASKS = {
     "blocks": ("bf16", 20, 1, 2, BlockSparse(side=32, percent=50, seed=2, window_left=40)),
 }
 
-# Pooled are probabilities of scores that nothing modifies.
-PLAIN = {"softcaps": (None,), "alibis": (NO_ALIBI,), "biases": (NO_BIAS,)}
-
 
 @pytest.fixture(autouse=True)
 def pools(subject):
@@ -33,27 +28,27 @@ def pools(subject):
 
 @pytest.mark.shards(13, 7)
 def test_every_pooled_probability_lies_within_the_derived_bound(for_all, shard):
-    for_all(POOLED["pooled G1"], shard, runs=4, **PLAIN)
+    for_all(POOLED["pooled G1"], shard, runs=4)
 
 
 @pytest.mark.shards(0, 6, float64=True)
 def test_pooled_probabilities_have_the_logic_of_float64(for_all, shard):
-    for_all(POOLED["pooled T3"], shard, runs=4, inputs="normal", **PLAIN)
+    for_all(POOLED["pooled T3"], shard, runs=4, inputs="normal")
 
 
 @pytest.mark.shards(20, 22)
 def test_dirty_padding_changes_no_pooled_probability(for_all, shard):
-    for_all(POOLED["pooled G4"], shard, runs=5, padding=True, dirty="nan", **PLAIN)
+    for_all(POOLED["pooled G4"], shard, runs=5, padding=True, dirty="nan")
 
 
 @pytest.mark.shards(5, 22)
 def test_hidden_keys_change_no_pooled_probability(for_all, shard):
-    for_all(POOLED["pooled G5"], shard, runs=5, hidden=True, **PLAIN)
+    for_all(POOLED["pooled G5"], shard, runs=5, hidden=True)
 
 
 @pytest.mark.shards(6, 22)
 def test_any_strides_give_the_same_pooled_probabilities(for_all, shard):
-    for_all(POOLED["pooled G8"], shard, runs=5, **PLAIN)
+    for_all(POOLED["pooled G8"], shard, runs=5)
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -1,7 +1,5 @@
 """A kernel of ``tanh_with_slope`` alone."""
 
-from __future__ import annotations
-
 import triton.language as tl
 
 from fa_kernels.kernels.kernel import kernel

@@ -78,7 +78,7 @@ _ALWAYS = {
 }
 # Two that draw the same in every run, and one that remembers what it found and draws anew.
 PROFILES = {
-    "gate": {"max_examples": 60 if ON_GPU else 4, "derandomize": True, "database": None},
+    "gate": {"max_examples": EXAMPLES, "derandomize": True, "database": None},
     "dev": {"max_examples": EXAMPLES // 3, "derandomize": True, "database": None},
     "fuzz": {"max_examples": 50 * EXAMPLES},
     # For a mask that is being written: in under a minute.

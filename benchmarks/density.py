@@ -15,10 +15,10 @@ from benchmarks.speed import interleaved
 from benchmarks.spread import spread
 from fa_kernels import flash_attention
 
-__all__ = ["main"]
+__all__ = ["main", "measure"]
 
 # B, N, H, D
-PROBLEM = (1, 16384, 8, 128)
+PROBLEMS = ((1, 16384, 8, 128), (2, 16384, 16, 128))
 DENSITIES = (1.0, 0.75, 0.5, 0.25, 0.1)
 BLOCK = 128
 ROUNDS = 5
@@ -29,7 +29,16 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("density is measured on a CUDA GPU; none is visible")
         return 2
-    B, N, H, D = PROBLEM
+    print(f"bf16, blocks of {BLOCK}, on {torch.cuda.get_device_name()}")
+    print("| B x N x H x D | pass | visible | ms | by its part of the full map |")
+    print("|---|---|---|---|---|")
+    for problem in PROBLEMS:
+        measure(*problem)
+    return 0
+
+
+def measure(B: int, N: int, H: int, D: int) -> None:
+    """Prints the rows of one problem."""
     torch.manual_seed(0)
     q, k, v, dout = (
         torch.randn(B, N, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
@@ -49,17 +58,17 @@ def main() -> int:
         str(density): lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         for density, out in outs.items()
     }
-    print(f"{B} x {N} x {H} x {D}, bf16, blocks of {BLOCK}, on {torch.cuda.get_device_name()}")
-    print("| pass | visible | ms | by its part of the full map |")
-    print("|---|---|---|---|")
     for name, calls in (("forward", forward), ("backward", backward)):
         times = interleaved(calls, ROUNDS)
         full = statistics.median(times[str(DENSITIES[0])])
         for density, x in maps.items():
             visible = float(x.float().mean())
             ratio = statistics.median(times[str(density)]) / (full * visible)
-            print(f"| {name} | {visible:.3f} | {spread(times[str(density)])} | {ratio:.3f} |")
-    return 0
+            print(
+                f"| {B}x{N}x{H}x{D} | {name} | {visible:.3f} | {spread(times[str(density)])} "
+                f"| {ratio:.3f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ PROBLEMS: tuple[Mutant, ...] = (
         "test_domain",
         (
             "what is done to scores is drawn of everyone",
-            "if word in subject.score_mods else (none,)",
-            "if True else (none,)",
+            "if forced and word in subject.score_mods else (none,)",
+            "if forced else (none,)",
         ),
         (
             "what is done to scores is not forced",

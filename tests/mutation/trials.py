@@ -52,7 +52,7 @@ _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 
 QUICK: tuple[Step, ...] = (
     # Two tiles by three, not square, heads in a group, sizes that are a multiple of nothing.
-    _step("pooled T3", H=2, M=35, N=37, D=5, Dv=3, mask=Mask(causal=True), config="32x16"),
+    _step(H=2, M=35, N=37, D=5, Dv=3, mask=Mask(causal=True), config="32x16"),
     # Keys in parts that are uneven, and for some rows empty.
     _step("G3", B=2, H=3, M=19, N=70, D=5, Dv=3, config="16x16-split3", dirty="nan",
           mask=Mask(window_left=40, window_right=1, seqlens_q=(19, 18), seqlens_k=(70, 5))),
@@ -62,21 +62,6 @@ QUICK: tuple[Step, ...] = (
     _step("G3", B=2, H=4, Hk=2, M=5, N=7, D=3, Dv=2, mask=_SHORT, dirty="nan", layouts=_MIXED,
           dlse="normal"),
     _step(H=2, M=20, N=18, dout="zero", dlse="large"),
-    # Sequences that follow each other, padding behind the last: some without rows or keys, more
-    # than one tile of scratch, heads in groups; in one pass; in parts; by lists; wide loads.
-    _step("G3", "G4", B=4, H=2, M=37, N=21, D=5, Dv=3, dirty="nan", dlse="normal",
-          config="16x16-packed",
-          mask=Mask(causal=True, seqlens_q=(37, 0, 3, 20), seqlens_k=(20, 5, 0, 21))),
-    _step("G3", B=2, M=300, N=18, dtype="fp16", config="default-packed", mask=Mask(window_right=3)),
-    _step("G3", "G4", B=3, H=4, Hk=2, M=20, N=35, D=5, Dv=3, dirty="nan",
-          config="32x16-one_pass-packed",
-          mask=Mask(window_left=9, seqlens_q=(17, 20, 4), seqlens_k=(30, 0, 35))),
-    _step("G3", B=3, H=2, M=19, N=70, D=5, Dv=3, config="16x16-split3-packed", dirty="nan",
-          mask=Mask(window_left=40, seqlens_q=(19, 0, 18), seqlens_k=(70, 3, 5))),
-    _step(B=2, H=2, M=40, N=40, config="16x16-packed", dirty="nan",
-          mask=Document(starts=((16,), ()), seqlens_q=(40, 33), seqlens_k=(37, 20))),
-    _step(B=2, H=2, M=140, N=150, dtype="fp16", config="default-packed",
-          mask=Mask(causal=True, seqlens_q=(130, 140), seqlens_k=(150, 70)), **_ALIGNED),
     # Masks with a predicate, beside a window and lengths: divided, whole and empty tiles, by batch
     # entry and by head; tiles that differ between the kernels.
     _step(B=2, M=48, N=48, mask=Document(starts=((16,), ()), window_left=20, window_right=9)),
@@ -89,37 +74,6 @@ QUICK: tuple[Step, ...] = (
     _step(B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, config="16x16-one_pass"),
     _step(H=2, M=17, N=35, dtype="fp16", inputs="lse_low_90", config="16x32-one_pass", **_ALIGNED),
     _step("G3", M=40, N=17, mask=Mask(causal=True), dlse="normal", config="32x16-one_pass"),
-    # Pooled over few pairs, and over several tiles; of whatever hides a pair.
-    _step("pooled T3", "pooled G6", B=2, H=4, Hk=2, M=20, N=37, seed=51, mask=_WINDOW_OF_20,
-          dirty="nan", config="16x32", layouts=_MIXED),
-    _step("pooled T3", B=2, M=40, N=50, seed=96, mask=Document(starts=((16,), ()), window_left=20)),
-    _step("pooled G1", H=2, M=40, N=50, seed=69, dtype="fp16", config="16x32", **_ALIGNED,
-          mask=BlockSparse(side=32, percent=60, seed=2, window_left=40)),
-    # A softcap that some scores reach, and one that none comes near; in one pass, and in parts.
-    _step("G3", B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan", softcap=2.0),
-    _step(H=2, Hk=2, M=18, N=35, D=5, Dv=3, softcap=1e6, config="16x16-one_pass"),
-    _step(H=2, M=18, N=35, D=5, Dv=3, inputs="times40", softcap=5.0, config="16x16-split3"),
-    *(_step(M=18, N=35, dtype=dtype, inputs="times40", softcap=20.0, **_ALIGNED)
-      for dtype in ("fp32", "fp16")),
-    # ALiBi, of heads and of entries, beside lengths, in one pass and in parts; a softcap before it.
-    _step("G3", B=2, H=4, Hk=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan",
-          alibi="normal"),
-    _step("G9", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, alibi="halving", config="16x16-one_pass"),
-    _step(B=2, H=2, M=18, N=35, D=5, Dv=3, softcap=3.0, alibi="normal", config="16x16-split3"),
-    # A bias of all axes, and of some, whose gradient is summed over the others; beside a window,
-    # lengths, a predicate, and everything else that is done to scores.
-    _step("G3", "dbias", B=2, H=4, Hk=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan",
-          bias="normal/bhmn", config="32x16"),
-    *(_step("dbias", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, bias=f"normal/{axes}", seed=seed,
-            mask=_RAGGED_ROWS, dirty="nan", layouts=_MIXED)
-      for seed, axes in enumerate(("hn", "m", "b", "mn"))),
-    _step("dbias", "G9", B=2, H=2, M=20, N=35, D=5, Dv=3, bias="needles/hmn", alibi="normal",
-          softcap=3.0, config="16x16-one_pass", dlse="normal"),
-    _step("dbias", B=2, M=48, N=48, mask=Document(starts=((16,), ()), window_left=20),
-          bias="normal/bn", config="16x16-split3"),
-    _step("dbias", H=2, M=40, N=300, mask=BlockSparse(side=32, percent=50, seed=2, per_head=True),
-          bias="normal/m", config="16x32"),
-    _step("dbias", M=18, N=35, dtype="fp16", bias="shifted/hn", **_ALIGNED),
     # A map of blocks, of each head and of all, beside lengths and a window; default tiles, of which
     # a block holds several.
     *(_step(B=2, H=2, M=40, N=70, config="16x32", dirty="nan", layouts=_MIXED,
@@ -127,6 +81,12 @@ QUICK: tuple[Step, ...] = (
                              window_right=12, seqlens_q=(40, 30), seqlens_k=(70, 50)))
       for seed, per_head in ((2, True), (3, False))),
     _step(M=150, N=300, dtype="fp16", config="default", mask=BlockSparse(seed=1), **_ALIGNED),
+    # One of each of what comes after the plain problems: packed sequences, modified scores.
+    _step("G3", "G4", B=4, H=2, M=37, N=21, D=5, Dv=3, dirty="nan", dlse="normal",
+          config="16x16-packed",
+          mask=Mask(causal=True, seqlens_q=(37, 0, 3, 20), seqlens_k=(20, 5, 0, 21))),
+    _step("dbias", "G9", B=2, H=2, M=20, N=35, D=5, Dv=3, bias="needles/hmn", alibi="normal",
+          softcap=3.0, config="16x16-one_pass", dlse="normal"),
     # Keys in parts: more parts than tiles; lists of tiles.
     _step(H=4, Hk=2, M=35, N=37, config="32x16-split7", mask=Mask(window_left=20, window_right=3)),
     _step(B=2, H=2, M=20, N=75, config="16x16-split3",
@@ -165,6 +125,47 @@ QUICK: tuple[Step, ...] = (
     _step(H=2, M=40, N=70, mask=Mask(causal=True), config="16x32"),
     _step(M=130, N=70, dtype="fp16", mask=Mask(causal=True), config="default", **_ALIGNED),
     _step(M=20, N=40, dtype="fp32", config="16x16-tf32"),
+    # Sequences that follow each other, padding behind the last: some without rows or keys, more
+    # than one tile of scratch, heads in groups; in one pass; in parts; by lists; wide loads.
+    _step("G3", B=2, M=300, N=18, dtype="fp16", config="default-packed", mask=Mask(window_right=3)),
+    _step("G3", "G4", B=3, H=4, Hk=2, M=20, N=35, D=5, Dv=3, dirty="nan",
+          config="32x16-one_pass-packed",
+          mask=Mask(window_left=9, seqlens_q=(17, 20, 4), seqlens_k=(30, 0, 35))),
+    _step("G3", B=3, H=2, M=19, N=70, D=5, Dv=3, config="16x16-split3-packed", dirty="nan",
+          mask=Mask(window_left=40, seqlens_q=(19, 0, 18), seqlens_k=(70, 3, 5))),
+    _step(B=2, H=2, M=40, N=40, config="16x16-packed", dirty="nan",
+          mask=Document(starts=((16,), ()), seqlens_q=(40, 33), seqlens_k=(37, 20))),
+    _step(B=2, H=2, M=140, N=150, dtype="fp16", config="default-packed",
+          mask=Mask(causal=True, seqlens_q=(130, 140), seqlens_k=(150, 70)), **_ALIGNED),
+    # Pooled over few pairs, and over several tiles; of whatever hides a pair.
+    _step("pooled T3", "pooled G6", B=2, H=4, Hk=2, M=20, N=37, seed=51, mask=_WINDOW_OF_20,
+          dirty="nan", config="16x32", layouts=_MIXED),
+    _step("pooled T3", B=2, M=40, N=50, seed=96, mask=Document(starts=((16,), ()), window_left=20)),
+    _step("pooled G1", H=2, M=40, N=50, seed=69, dtype="fp16", config="16x32", **_ALIGNED,
+          mask=BlockSparse(side=32, percent=60, seed=2, window_left=40)),
+    # A softcap that some scores reach, and one that none comes near; in one pass, and in parts.
+    _step("G3", B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan", softcap=2.0),
+    _step(H=2, Hk=2, M=18, N=35, D=5, Dv=3, softcap=1e6, config="16x16-one_pass"),
+    _step(H=2, M=18, N=35, D=5, Dv=3, inputs="times40", softcap=5.0, config="16x16-split3"),
+    *(_step(M=18, N=35, dtype=dtype, inputs="times40", softcap=20.0, **_ALIGNED)
+      for dtype in ("fp32", "fp16")),
+    # ALiBi, of heads and of entries, beside lengths, in one pass and in parts; a softcap before it.
+    _step("G3", B=2, H=4, Hk=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan",
+          alibi="normal"),
+    _step("G9", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, alibi="halving", config="16x16-one_pass"),
+    _step(B=2, H=2, M=18, N=35, D=5, Dv=3, softcap=3.0, alibi="normal", config="16x16-split3"),
+    # A bias of all axes, and of some, whose gradient is summed over the others; beside a window,
+    # lengths, a predicate, and everything else that is done to scores.
+    _step("G3", "dbias", B=2, H=4, Hk=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan",
+          bias="normal/bhmn", config="32x16"),
+    *(_step("dbias", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, bias=f"normal/{axes}", seed=seed,
+            mask=_RAGGED_ROWS, dirty="nan", layouts=_MIXED)
+      for seed, axes in enumerate(("hn", "m", "b", "mn"))),
+    _step("dbias", B=2, M=48, N=48, mask=Document(starts=((16,), ()), window_left=20),
+          bias="normal/bn", config="16x16-split3"),
+    _step("dbias", H=2, M=40, N=300, mask=BlockSparse(side=32, percent=50, seed=2, per_head=True),
+          bias="normal/m", config="16x32"),
+    _step("dbias", M=18, N=35, dtype="fp16", bias="shifted/hn", **_ALIGNED),
     # Few rows against keys in parts: aligned, of large scores, of which none is seen.
     _step(H=3, M=3, N=90, dtype="fp16", config="16x16-split3", **_ALIGNED),
     _step(M=1, N=70, dtype="fp32", inputs="lse_high_1e5", config="32x16-split7"),

@@ -122,13 +122,25 @@ def test_what_is_drawn_is_inside_of_what_is_declared(data, declared):
         ("top-left, padding", lambda p: p.mask.seqlens_q is not None),
         ("top-left, no masks", lambda p: p.M != p.N),
         ("softcap", lambda p: p.softcap is None),
-        ("alibi", lambda p: p.alibi == "steep" and p.softcap is None),
-        ("bias", lambda p: p.bias.startswith("needles") and p.alibi == "none"),
-        ("softcap", lambda p: p.softcap is not None and p.softcap < 1),
     ],
 )
 def test_what_is_declared_is_drawn(declared, condition):
     strategy = problems_of(subject(**DECLARED[declared]), **LIMITS)
+    find(strategy, condition, random=random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("mod", "condition"),
+    [
+        ("softcap", lambda p: p.softcap < 1 and p.alibi == "none"),
+        ("softcap", lambda p: p.bias != "none"),
+        ("alibi", lambda p: p.alibi == "steep" and p.softcap is None),
+        ("bias", lambda p: p.bias.startswith("needles") and p.alibi == "none"),
+        ("bias", lambda p: p.alibi != "none"),
+    ],
+)
+def test_what_is_done_to_scores_is_drawn_beside_what_is_forced(mod, condition):
+    strategy = problems_of(subject(score_mods=SCORE_MODS), **LIMITS, score_mods=(mod,))
     find(strategy, condition, random=random.Random(0))
 
 

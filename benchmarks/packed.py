@@ -23,7 +23,7 @@ H, D = 16, 128
 # Lengths of a batch.
 PROBLEMS = {
     "16 of 2048": (2048,) * 16,
-    "16, 128 to 4096 evenly": tuple(range(256, 4097, 256)),
+    "16, 256 to 4096 evenly": tuple(range(256, 4097, 256)),
     "64, one of 8192, else 128": (8192, *(128,) * 63),
     "256 of 64 to 127": tuple(64 + i % 64 for i in range(256)),
 }

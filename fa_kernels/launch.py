@@ -210,7 +210,7 @@ def launch_forward(
                 q, k, v, *written, arguments.seqlens_q, arguments.seqlens_k,
                 *_strides(arguments, q, k, v), *sizes.in_kernels(),
                 arguments.window_left, arguments.window_right, parts or 1, rows,
-                _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"), mods,
+                _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"), *mods,
                 ALIGNED=_is_aligned(q, k, v, out), SPLIT=parts is not None,
                 **constants, **_tile(tile),
             )  # fmt: skip
@@ -298,7 +298,7 @@ def launch_backward(
         programs = triton.cdiv(sizes.N, tile.block_n) * sizes.B * sizes.Hk
         if programs and "dkdv" in kernels:
             dkdv_kernel[(programs,)](
-                *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"), mods,
+                *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"), *mods,
                 ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
                 **constants, **_tile(tile),
             )  # fmt: skip
@@ -308,7 +308,7 @@ def launch_backward(
         programs = triton.cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H
         if programs and "dq" in kernels:
             dq_kernel[(programs,)](
-                *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"), mods,
+                *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"), *mods,
                 ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),
             )  # fmt: skip
         if dbias is not None and dbias.numel():
@@ -320,7 +320,7 @@ def launch_backward(
                 *inputs, dbias, *lengths, *_strides(arguments, q, k, v, dout),
                 sizes.H, sizes.H // sizes.Hk, sizes.M, delta.shape[2], sizes.N, sizes.D, sizes.Dv,
                 arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
-                *_predicate(arguments, "dq")[1:], mods, sizes.B,
+                *_predicate(arguments, "dq")[1:], *mods, sizes.B,
                 ALIGNED=_is_aligned(q, k, v, dout), **over, **constants, **_tile(tile),
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None

@@ -77,7 +77,15 @@ def dbias_kernel(
     stride_lh: tl.int64,
     stride_lt: tl.int64,
     mask_args,
-    score_args,
+    softcap_bits: tl.int64,
+    slopes_ptr,
+    stride_sb: tl.int64,
+    stride_sh: tl.int64,
+    bias_ptr,
+    stride_bb: tl.int64,
+    stride_bh: tl.int64,
+    stride_bm: tl.int64,
+    stride_bn: tl.int64,
     B: tl.int32,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -127,6 +135,10 @@ def dbias_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     sm_scale = scale_from_bits(sm_scale_bits)
+    score_args = (
+        softcap_bits, slopes_ptr, stride_sb, stride_sh,
+        bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn,
+    )  # fmt: skip
     qk_scale = base2_scale(sm_scale, ACC, MODS)
     acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     for entry in range(b_first, b_last):

@@ -164,7 +164,15 @@ def dkdv_kernel(
     stride_lh: tl.int64,
     stride_lt: tl.int64,
     mask_args,
-    score_args,
+    softcap_bits: tl.int64,
+    slopes_ptr,
+    stride_sb: tl.int64,
+    stride_sh: tl.int64,
+    bias_ptr,
+    stride_bb: tl.int64,
+    stride_bh: tl.int64,
+    stride_bm: tl.int64,
+    stride_bn: tl.int64,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -210,6 +218,10 @@ def dkdv_kernel(
     k = load_tile(keys, start_n, offs_tile[:, None], offs_d[None, :], valid, ALIGNED, True)
     v = load_tile(values, start_n, offs_tile[:, None], offs_dv[None, :], valid, ALIGNED, True)
     sm_scale = scale_from_bits(sm_scale_bits)
+    score_args = (
+        softcap_bits, slopes_ptr, stride_sb, stride_sh,
+        bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn,
+    )  # fmt: skip
     qk_scale = base2_scale(sm_scale, ACC, MODS)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)

@@ -128,7 +128,15 @@ def dq_kernel(
     stride_lh: tl.int64,
     stride_lt: tl.int64,
     mask_args,
-    score_args,
+    softcap_bits: tl.int64,
+    slopes_ptr,
+    stride_sb: tl.int64,
+    stride_sh: tl.int64,
+    bias_ptr,
+    stride_bb: tl.int64,
+    stride_bh: tl.int64,
+    stride_bm: tl.int64,
+    stride_bn: tl.int64,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -178,6 +186,10 @@ def dq_kernel(
     q = load_tile(queries, start_m, offs_tile[:, None], offs_d[None, :], live, ALIGNED, True)
     dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv[None, :], live, ALIGNED, True)
     sm_scale = scale_from_bits(sm_scale_bits)
+    score_args = (
+        softcap_bits, slopes_ptr, stride_sb, stride_sh,
+        bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn,
+    )  # fmt: skip
     qk_scale = base2_scale(sm_scale, ACC, MODS)
     mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
 

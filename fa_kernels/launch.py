@@ -77,8 +77,6 @@ def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dic
         "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
         "DOTS": arguments.config.dots if dtype == torch.float32 else "ieee",
         "PREDICATE": None if arguments.predicate is None else arguments.predicate.function,
-        "PACKED": arguments.longest is not None,
-        "MODS": _mods(arguments),
     }
 
 
@@ -212,6 +210,7 @@ def launch_forward(
                 arguments.window_left, arguments.window_right, parts or 1, rows,
                 _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"), *mods,
                 ALIGNED=_is_aligned(q, k, v, out), SPLIT=parts is not None,
+                PACKED=arguments.longest is not None, MODS=_mods(arguments),
                 **constants, **_tile(tile),
             )  # fmt: skip
             if parts is not None:
@@ -271,7 +270,8 @@ def launch_backward(
     # Without HAS_DLSE it is not read.
     dlses = lse if dlse is None else dlse
     _blank(arguments, dq=None if one_pass else dq, dk=dk, dv=dv)
-    constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments) | {"ROW_PADDING": ROW_PADDING}
+    constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
+    places = {"ROW_PADDING": ROW_PADDING, "PACKED": packed}
     # Without ONE_PASS they are not touched. Whole tiles of rows and columns.
     sums = delta
     if one_pass:
@@ -292,7 +292,7 @@ def launch_backward(
                 sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.Dv,
                 BLOCK_M=DELTA_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
                 ALIGNED=_is_aligned(out, dout), HAS_DLSE=dlse is not None,
-                ROW_PADDING=ROW_PADDING, PACKED=packed,
+                **places,
             )  # fmt: skip
         tile = arguments.config.dkdv
         programs = triton.cdiv(sizes.N, tile.block_n) * sizes.B * sizes.Hk
@@ -300,7 +300,7 @@ def launch_backward(
             dkdv_kernel[(programs,)](
                 *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"), *mods,
                 ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
-                **constants, **_tile(tile),
+                MODS=_mods(arguments), **places, **constants, **_tile(tile),
             )  # fmt: skip
         if one_pass:
             torch.mul(sums[:, :, : q.shape[2], : sizes.D], arguments.sm_scale, out=dq)
@@ -309,19 +309,20 @@ def launch_backward(
         if programs and "dq" in kernels:
             dq_kernel[(programs,)](
                 *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"), *mods,
-                ALIGNED=_is_aligned(q, k, v, dout, dq), **constants, **_tile(tile),
+                ALIGNED=_is_aligned(q, k, v, dout, dq),
+                MODS=_mods(arguments), **places, **constants, **_tile(tile),
             )  # fmt: skip
         if dbias is not None and dbias.numel():
             shared_axes = [size == 1 for size in dbias.shape]
             over = dict(zip(("OVER_B", "OVER_H", "OVER_M", "OVER_N"), shared_axes, strict=True))
             tiles = (1, 1, tile.block_m, tile.block_n)
-            del constants["ROW_PADDING"], constants["PACKED"]
             dbias_kernel[(math.prod(map(triton.cdiv, dbias.shape, tiles)),)](
                 *inputs, dbias, *lengths, *_strides(arguments, q, k, v, dout),
                 sizes.H, sizes.H // sizes.Hk, sizes.M, delta.shape[2], sizes.N, sizes.D, sizes.Dv,
                 arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
                 *_predicate(arguments, "dq")[1:], *mods, sizes.B,
-                ALIGNED=_is_aligned(q, k, v, dout), **over, **constants, **_tile(tile),
+                ALIGNED=_is_aligned(q, k, v, dout), MODS=_mods(arguments),
+                **over, **constants, **_tile(tile),
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
 
@@ -356,7 +357,7 @@ def launch_pooled(
         for length, block, size in ((M, tile.block_m, rows), (N, tile.block_n, keys))
     ]
     constants = _constants(q.dtype, D, D, arguments)
-    del constants["BLOCK_DV"], constants["PACKED"], constants["MODS"]
+    del constants["BLOCK_DV"]
     predicate = arguments.predicate
     with on_device(q):
         pool_kernel[(spans[0] * spans[1] * B * H,)](

@@ -18,6 +18,7 @@ from oracles.problem import Problem
 from properties import guarantees
 from properties.bias_families import BIASES, NO_BIAS
 from properties.companions import is_valid
+from properties.compare import ratios
 from properties.guarantees import COMPANIONS, GUARANTEES, OF_BIAS
 from properties.identities import identities
 from properties.ledger import Ledger
@@ -250,10 +251,17 @@ def test_the_gradient_of_what_is_added_to_nothing_is_zero(sizes, device):
 
 def test_an_expanded_bias_gets_the_gradient_of_every_element(device):
     pytest.importorskip("triton")
-    inputs = make(Problem(B=2, M=17, N=5, dtype="fp32", device=device))
-    row = stream.normal(0, "bias", (1, 1, 1, 5)).float().to(device)
-    whole = _called(inputs, row.expand(2, 1, 17, 5))[-1]
-    torch.testing.assert_close(whole.sum((0, 2), keepdim=True), _called(inputs, row)[-1])
+    inputs = make(Problem(B=2, M=17, N=5, dtype="fp64", device=device))
+    row = stream.normal(0, "bias", (1, 1, 1, 5)).to(device)
+    asked = {"mask": Mask(), "sm_scale": inputs.q.shape[3] ** -0.5, "softcap": None}
+    for bias in (row.expand(2, 1, 17, 5), row):
+        given = (*inputs.tensors, None, None, bias)
+        bound = bias_error(
+            *given, **asked, in_dtype="fp64", bias_dtype="fp64", numerics=Numerics()
+        ).bound
+        got, want = _called(inputs, bias)[-1], reference.bias_gradient(*given, **asked)
+        assert got.shape == bias.shape
+        assert float(ratios(got, want, bound).amax()) <= 1
 
 
 def test_autocast_casts_a_bias_as_it_does_the_rest(device):

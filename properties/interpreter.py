@@ -109,10 +109,15 @@ _REPLACED = {
     "ScanOps": "cumsum cumprod",
     "GridExecutor": "__call__ _init_args_hst",
     "InterpretedFunction": "__call__ rewrite",
-    "interpreter_semantic": "load binary_op_sanitize_overflow_impl",
+    "TensorHandle": "__post_init__",
+    "interpreter_semantic": (
+        "load binary_op_sanitize_overflow_impl binary_op_type_checking_impl broadcast_impl_value "
+        "cast make_tensor"
+    ),
 }
 _USED = (
-    "TensorHandle InterpreterError _LangPatchScope _get_np_dtype _patch_lang tl.block_type "
+    "TensorHandle InterpreterError _LangPatchScope _get_np_dtype _patch_attr _patch_lang "
+    "tl.block_type tl.dtype tl.pointer_type tl.tensor tl.core.builtin tl.core._unwrap_if_constexpr "
     "interpreter_builder.options.debug _ir.ROUNDING_MODE.RTZ _ir.INPUT_PRECISION.TF32 "
     "_ir.ATOMIC_OP.FADD"
 )

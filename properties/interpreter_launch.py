@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+from properties.interpreter_types import call_builtins_directly, work_types_out_once
 
 __all__ = ["repair_launches", "skip_idle_work", "with_room"]
 
@@ -66,14 +67,16 @@ def repair_launches(interpreter: Any) -> None:
 
     patch = _LanguagePatch()
     original_scope, original_launch = interpreter._LangPatchScope, interpreter.GridExecutor.__call__
+    original_patch = interpreter._patch_attr
     interpreter._LangPatchScope = lambda: patch
+    interpreter._patch_attr = call_builtins_directly(interpreter)
     try:
         # Kernels see the language as tl, and tl's own jit functions as core.
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        block_init = _block_types_built_once(tl.block_type, tl.dtype)
-        patch.set_attr(tl.block_type, "__init__", block_init)
+        work_types_out_once(interpreter, patch.set_attr)
     finally:
         interpreter._LangPatchScope = original_scope
+        interpreter._patch_attr = original_patch
         patch.take_out()
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -138,23 +141,3 @@ def skip_idle_work(interpreter: Any) -> None:
 
     interpreter._get_np_dtype = numpy_type
     semantic.binary_op_sanitize_overflow_impl = check_overflow
-
-
-def _block_types_built_once(block_type: Any, scalar_type: Any) -> Callable[..., None]:
-    """The constructor of block types, copying the attributes of an equal one built before."""
-    original = block_type.__init__
-    known: dict[tuple[object, ...], dict[str, object]] = {}
-
-    def init(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = [getattr(size, "value", size) for size in shape]
-        # Not for pointers, whose names omit the address space, nor for sizes that only equal ints.
-        if type(element_ty) is not scalar_type or any(type(size) is not int for size in sizes):
-            original(self, element_ty, shape)
-            return
-        key = (element_ty.name, *sizes)
-        if key not in known:
-            original(self, element_ty, shape)
-            known[key] = vars(self).copy()
-        vars(self).update(known[key])
-
-    return init

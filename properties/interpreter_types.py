@@ -1,0 +1,331 @@
+"""What the language works out from the types of operands, worked out once for each pair of types.
+
+An operation on two tiles takes NumPy a microsecond and the language fifty: it compares types by
+their parts, builds new ones, and writes the same shape into every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+__all__ = ["call_builtins_directly", "work_types_out_once"]
+
+# Scalar operands that are kept as tensors, at most.
+_MOST_CONSTANTS = 1024
+
+
+def work_types_out_once(interpreter: Any, set_attr: Callable[[Any, str, object], None]) -> None:
+    """Has operations look their types up; what they compute, and refuse, stays as it was.
+
+    Args:
+        interpreter: The module ``triton.runtime.interpreter``.
+        set_attr: Replaces an attribute of the language inside launches: owner, name, value.
+    """
+    import triton.language as tl
+
+    # Before constructors are replaced: a block type is built with what its tensors share.
+    tensors = _Attributes(tl)
+    set_attr(tl.block_type, "__init__", _block_types_built_once(tl, tensors))
+    set_attr(tl.tensor, "__init__", _tensors_built_by_type(tl, tensors))
+    set_attr(tl.dtype, "__eq__", _equality(tl.dtype))
+    set_attr(tl.core, "_unwrap_if_constexpr", _unwrapping(tl))
+    semantic = interpreter.interpreter_semantic
+    semantic.make_tensor = _tensors_made(tl, tensors)
+    semantic.cast = _casts(semantic, tl)
+    semantic.broadcast_impl_value = _broadcasts(semantic, tl)
+    semantic.binary_op_type_checking_impl = _operands(semantic, tl)
+    _check_sizes_once(interpreter.TensorHandle)
+
+
+def call_builtins_directly(interpreter: Any) -> Callable[..., None]:
+    """In place of the interpreter's ``_patch_attr``: one call in place of three.
+
+    The interpreter's own gives every builtin its semantic, which the builtin's wrapper asks for.
+    """
+    import triton.language as tl
+
+    semantic = interpreter.interpreter_semantic
+    asking = tl.core.builtin(lambda: None).__code__
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = member.__wrapped__ if member.__code__ is asking else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    return patch_attr
+
+
+class _Attributes:
+    """What all tensors of a type have in common, by type."""
+
+    def __init__(self, tl: Any) -> None:
+        self._build, self._tensor = tl.tensor.__init__, tl.tensor
+        self._of_scalars: dict[str, dict[str, object]] = {}
+        self._scalar, self._block = tl.dtype, tl.block_type
+
+    def of(self, kind: Any) -> dict[str, object] | None:
+        """shape, numel and dtype; None for a type that is not looked up, such as a pointer."""
+        if kind.__class__ is self._block:
+            found: dict[str, object] | None = kind.__dict__.get("_of_tensors")
+            return found
+        if kind.__class__ is not self._scalar:
+            return None
+        if kind.name not in self._of_scalars:
+            self._of_scalars[kind.name] = self.built(kind)
+        return self._of_scalars[kind.name]
+
+    def built(self, kind: Any) -> dict[str, object]:
+        """The same, as the language's constructor makes it."""
+        tensor = object.__new__(self._tensor)
+        self._build(tensor, None, kind)
+        return {name: x for name, x in vars(tensor).items() if name not in ("handle", "type")}
+
+
+def _block_types_built_once(tl: Any, tensors: _Attributes) -> Callable[..., None]:
+    """The constructor of block types, copying the attributes of an equal one built before."""
+    original, scalar_type, pointer_type = tl.block_type.__init__, tl.dtype, tl.pointer_type
+    known: dict[tuple[object, ...], dict[str, object]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [getattr(size, "value", size) for size in shape]
+        # Sizes that only equal ints are of another key.
+        key = (_plain(element_ty, scalar_type, pointer_type), *sizes, *map(type, sizes))
+        if key not in known or key[0] is None:
+            original(self, element_ty, shape)
+            self._of_tensors = tensors.built(self)
+            known[key] = vars(self).copy()
+        self.__dict__.update(known[key])
+
+    return init
+
+
+def _plain(element: Any, scalar_type: Any, pointer_type: Any) -> object:
+    """What tells a type without parts, or a pointer to such, from all others; None for the rest.
+
+    The name of a pointer omits its address space.
+    """
+    if element.__class__ is scalar_type:
+        return element.name
+    if element.__class__ is pointer_type and element.element_ty.__class__ is scalar_type:
+        return (element.name, element.address_space, element.const)
+    return None
+
+
+def _tensors_built_by_type(tl: Any, tensors: _Attributes) -> Callable[..., None]:
+    original, of = tl.tensor.__init__, tensors.of
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        shared = of(type)
+        if shared is None:
+            original(self, handle, type)
+            return
+        attributes = self.__dict__
+        attributes.update(shared)
+        attributes["handle"] = handle
+        attributes["type"] = type
+
+    return init
+
+
+def _tensors_made(tl: Any, tensors: _Attributes) -> Callable[[Any, Any], Any]:
+    """The semantic's constructor of tensors, with one call less."""
+    tensor, of, new = tl.tensor, tensors.of, object.__new__
+
+    def make_tensor(handle: Any, type: Any) -> Any:
+        shared = of(type)
+        if shared is None:
+            return tensor(handle, type)
+        made = new(tensor)
+        attributes = made.__dict__
+        attributes.update(shared)
+        attributes["handle"] = handle
+        attributes["type"] = type
+        return made
+
+    return make_tensor
+
+
+def _check_sizes_once(handle_of: Any) -> None:
+    """Has the interpreter check the width of elements once for each pair of types."""
+    original = handle_of.__post_init__
+    checked: set[tuple[int, str]] = set()
+
+    def check(self: Any) -> None:
+        key = self.data.itemsize, self.dtype.name
+        if key not in checked:
+            original(self)
+            checked.add(key)
+
+    handle_of.__post_init__ = check
+
+
+def _equality(scalar_type: Any) -> Callable[[Any, object], bool]:
+    original = scalar_type.__eq__
+
+    def equal(self: Any, other: Any) -> bool:
+        if other.__class__ is scalar_type:
+            same: bool = self.name == other.name
+            return same
+        return bool(original(self, other))
+
+    return equal
+
+
+# Between these the language asks its builder for one cast; its name tells a GPU alone how.
+_WIDE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp32", "fp64")
+_NARROW = ("fp16", "bf16")
+_ONE_CAST = {
+    *((source, target) for source in (*_WIDE, "int1") for target in _WIDE),
+    *((source, target) for source in (*_WIDE, "int1") for target in _NARROW),
+    *((source, "fp32") for source in _NARROW),
+}
+
+
+def _casts(semantic: Any, tl: Any) -> Callable[..., Any]:
+    original, builder = semantic.cast, semantic.builder
+    block_type, scalar_type = tl.block_type, tl.dtype
+
+    def cast(input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
+        if dst_ty.__class__ is not scalar_type:
+            return original(input, dst_ty, fp_downcast_rounding)
+        source, target = input.dtype.name, dst_ty.name
+        if source == target:
+            return input
+        if fp_downcast_rounding is not None or (source, target) not in _ONE_CAST:
+            return original(input, dst_ty, fp_downcast_rounding)
+        kind = input.type
+        if kind.__class__ is block_type:
+            dst_ty = block_type(dst_ty, kind.shape.values)
+        return semantic.make_tensor(builder.cast_impl(input.handle, dst_ty), dst_ty)
+
+    return cast
+
+
+def _unwrapping(tl: Any) -> Callable[[Any], Any]:
+    """What takes values out of constexprs, asking first for what most arguments are."""
+    original, constexpr = tl.core._unwrap_if_constexpr, tl.constexpr
+    values = frozenset((tl.tensor, int, float, bool, str, type(None)))
+
+    def unwrap(x: Any) -> Any:
+        kind = x.__class__
+        if kind in values:
+            return x
+        return x.value if kind is constexpr else original(x)
+
+    return unwrap
+
+
+class _Plan(NamedTuple):
+    """What becomes of an operand: its new type, as the language and as the interpreter has it."""
+
+    type: Any
+    ir_type: Any
+    is_block: bool
+
+
+def _broadcasts(semantic: Any, tl: Any) -> Callable[..., Any]:
+    original, builder = semantic.broadcast_impl_value, semantic.builder
+    block_type, scalar_type, pointer_type = tl.block_type, tl.dtype, tl.pointer_type
+    known: dict[tuple[object, ...], tuple[_Plan | None, _Plan | None]] = {}
+
+    def planned(before: Any, after: Any) -> _Plan | None:
+        if after is before:
+            return None
+        return _Plan(after.type, after.type.to_ir(builder), before.type.__class__ is block_type)
+
+    def carried_out(plan: _Plan | None, operand: Any) -> Any:
+        if plan is None:
+            return operand
+        if plan.is_block:
+            handle = builder.create_broadcast(operand.handle, plan.type.shape)
+        else:
+            handle = builder.create_splat(plan.ir_type, operand.handle)
+        return semantic.make_tensor(handle, plan.type)
+
+    def broadcast(lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.__class__ is not block_type and right.__class__ is not block_type:
+            return lhs, rhs
+        if left.name == right.name:
+            return lhs, rhs
+        kinds = (
+            _plain(lhs.dtype, scalar_type, pointer_type),
+            _plain(rhs.dtype, scalar_type, pointer_type),
+        )
+        if None in kinds or (len(lhs.shape) != len(rhs.shape) and lhs.shape and rhs.shape):
+            return original(lhs, rhs)
+        key = (*kinds, left.name, right.name)
+        if key not in known:
+            made = original(lhs, rhs)
+            known[key] = planned(lhs, made[0]), planned(rhs, made[1])
+            return made
+        plans = known[key]
+        return carried_out(plans[0], lhs), carried_out(plans[1], rhs)
+
+    return broadcast
+
+
+def _operands(semantic: Any, tl: Any) -> Callable[..., Any]:
+    original = semantic.binary_op_type_checking_impl
+    tensor, scalar_type, pointer_type = tl.tensor, tl.dtype, tl.pointer_type
+    constants: dict[tuple[object, ...], Any] = {}
+    known: dict[tuple[object, ...], tuple[Any, Any]] = {}
+
+    def of_tensors(lhs: Any, rhs: Any, *rest: bool) -> Any:
+        left = _plain(lhs.dtype, scalar_type, pointer_type)
+        right = _plain(rhs.dtype, scalar_type, pointer_type)
+        if left is None or right is None:
+            return original(lhs, rhs, *rest)
+        # Whatever their shapes, which the broadcast is about.
+        key = (left, right, *rest)
+        if key not in known:
+            made = original(lhs, rhs, *rest)
+            known[key] = made[0].dtype, made[1].dtype
+            return made
+        to_left, to_right = known[key]
+        return semantic.broadcast_impl_value(
+            lhs if lhs.dtype.name == to_left.name else semantic.cast(lhs, to_left),
+            rhs if rhs.dtype.name == to_right.name else semantic.cast(rhs, to_right),
+        )
+
+    def operands(
+        lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        rest = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        left, right = lhs.__class__ is tensor, rhs.__class__ is tensor
+        if left and right:
+            # Division of narrow floats is in fp32.
+            if (
+                not div_or_mod
+                and lhs.type.name == rhs.type.name
+                and lhs.dtype.__class__ is scalar_type
+            ):
+                return lhs, rhs
+            return of_tensors(lhs, rhs, *rest)
+        kept, number = (lhs, rhs) if left else (rhs, lhs)
+        if not (left or right) or number.__class__ not in (int, float):
+            return original(lhs, rhs, *rest)
+        if kept.dtype.__class__ is not scalar_type:
+            return original(lhs, rhs, *rest)
+        # Not the number itself: 0.0 and -0.0 are equal, and so are 1 and 1.0.
+        key = (kept.type.name, repr(number), left, arithmetic_check, div_or_mod)
+        constant = constants.get(key)
+        if constant is not None:
+            return (lhs, constant) if left else (constant, rhs)
+        made = original(lhs, rhs, *rest)
+        same, constant = made if left else made[::-1]
+        if same is kept:
+            if len(constants) >= _MOST_CONSTANTS:
+                constants.clear()
+            # Nothing writes to the data of a tensor; if something did, it would raise.
+            constant.handle.data.flags.writeable = False
+            constants[key] = constant
+        return made
+
+    return operands

@@ -52,6 +52,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("sources", nargs="*", metavar="source", help=f"out of {', '.join(SOURCES)}")
     parser.add_argument("--full", action="store_true", help="every check of every mutant, untimed")
+    parser.add_argument(
+        "--remember", action="store_true", help="ask what kills a fault first from now on"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument("--only", default="", metavar="TEXT", help="names that hold this text")
     parser.add_argument("--out", default="build/mutation", metavar="FOLDER", help="for the reports")
@@ -94,6 +97,7 @@ def _kernels(
     kernels: dict[str, str], chosen: list[tuple[str, Mutant]], options: argparse.Namespace
 ) -> list[Outcome]:
     interpret()
+    from tests.mutation.asked_first import asked_first, remember
     from tests.mutation.trials import ORDINARY, STEPS
     from tests.mutation.verdict import asked, judged_kernels, warmed
 
@@ -101,14 +105,19 @@ def _kernels(
     lists = {source: ORDINARY if source == "subtle" else STEPS for source, _ in chosen}
     questions = {steps: asked(steps) for steps in set(lists.values())}
     warmed(next(iter(questions.values())))
+    firsts = asked_first()
     works = [
         partial(
             judged_kernels, kernels, mutant, lists[source], questions[lists[source]],
+            first=firsts.get(mutant.name, "") if source == "faults" else "",
             full=options.full, unit_tests=source != "subtle",
         )
         for source, mutant in chosen
     ]  # fmt: skip
-    return _judged(chosen, works, options)
+    found = _judged(chosen, works, options)
+    if options.remember:
+        remember(found, STEPS)
+    return found
 
 
 def _judged(

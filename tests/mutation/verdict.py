@@ -12,6 +12,7 @@ from properties.compare import Finding
 from properties.interpreter_addresses import OutOfBoundsError
 from properties.subject import Subject
 from properties.trial import Question, SubjectError, Trial, question
+from tests.mutation.asked_first import UNIT_TESTS
 from tests.mutation.mutant import Kill, Mutant, Verdict, mutated
 from tests.mutation.package import load
 from tests.mutation.trials import CHECKS, QUICK, Step
@@ -60,6 +61,7 @@ def judged_kernels(
     steps: Sequence[Step],
     questions: Sequence[Question],
     *,
+    first: str = "",
     full: bool = False,
     unit_tests: bool = True,
 ) -> Verdict:
@@ -72,13 +74,14 @@ def judged_kernels(
         mutant: Its edits.
         steps: What is checked on each question.
         questions: Those of the steps.
+        first: The problem of the step that is asked first, as JSON, or "unit tests".
         full: Go on after the first kill, to know every check that fails.
         unit_tests: Ask the unit tests too where the questions leave it alive.
     """
     started = time.monotonic()
     verdict = Verdict()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        for kill in _kills(sources, mutant, steps, questions, Path(folder), unit_tests):
+        for kill in _kills(sources, mutant, steps, questions, first, Path(folder), unit_tests):
             if not verdict.kills:
                 verdict.seconds = time.monotonic() - started
             verdict.kills.append(kill)
@@ -93,6 +96,7 @@ def _kills(
     mutant: Mutant,
     steps: Sequence[Step],
     questions: Sequence[Question],
+    first: str,
     folder: Path,
     unit_tests: bool,
 ) -> Iterator[Kill]:
@@ -106,9 +110,14 @@ def _kills(
     edited = {edit.file for edit in mutant.edits}
     if units > _FIRST and not edited.isdisjoint(TESTED_ALONE):
         units = _FIRST
-    for number, (step, asking) in enumerate(zip(steps, questions, strict=True)):
+    if first == UNIT_TESTS and unit_tests:
+        yield from _of_unit_tests(package, edited, units)
+        units = -1
+    order = sorted(range(len(steps)), key=lambda i: (steps[i].problem.to_json() != first, i))
+    for number in order:
         if number == units:
             yield from _of_unit_tests(package, edited, number)
+        step, asking = steps[number], questions[number]
         try:
             trial = asking.answered_by(subject)
         except (SubjectError, NotImplementedError) as error:
@@ -125,7 +134,7 @@ def _of_unit_tests(package: ModuleType, edited: set[str], number: int) -> Iterat
     """The unit test that fails, if one does."""
     failed = failure_of(package, edited)
     if failed is not None:
-        yield Kill("unit tests", number, f"{failed.check}: {failed.detail}"[:500])
+        yield Kill(UNIT_TESTS, number, f"{failed.check}: {failed.detail}"[:500])
 
 
 def _root(error: BaseException) -> BaseException:

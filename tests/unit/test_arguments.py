@@ -19,7 +19,7 @@ from fa_kernels import CONFIGS, Config, Tile, allocation, flash_attention
 from fa_kernels.arguments import MAX_SEQLEN, Arguments, check, prepared
 from fa_kernels.configs import resolve
 
-B, H, HK, M, N, D, DV = 2, 4, 2, 5, 7, 8, 6
+B, H, HK, M, N, D, DV = 2, 4, 2, 5, 7, 12, 6
 FP8 = torch.float8_e4m3fn
 LATER = NotImplementedError
 
@@ -77,8 +77,8 @@ TENSORS = {
     "q_list": refusal(TypeError, "q", "list", "torch.Tensor", q=torch.Tensor.tolist),
     "v_none": refusal(TypeError, "v", "NoneType", "torch.Tensor", v=lambda x: None),
     "q_sparse": refusal(LATER, "q", "sparse_coo", "strided", q=torch.Tensor.to_sparse),
-    "q_rank_3": refusal(ValueError, "q", "(4, 5, 8)", AXES_Q, q=lambda x: x[0]),
-    "k_rank_3": refusal(ValueError, "k", "(2, 7, 8)", AXES_K, k=lambda x: x[0]),
+    "q_rank_3": refusal(ValueError, "q", "(4, 5, 12)", AXES_Q, q=lambda x: x[0]),
+    "k_rank_3": refusal(ValueError, "k", "(2, 7, 12)", AXES_K, k=lambda x: x[0]),
     "v_rank_5": refusal(ValueError, "v", "(1, 2, 2, 7, 6)", AXES_K, v=lambda x: x[None]),
     "k_fp16": refusal(ValueError, "k", "float16", "q, torch.float32", k=to(torch.float16)),
     "v_fp64": refusal(ValueError, "v", "float64", "q, torch.float32", v=to(torch.float64)),
@@ -91,13 +91,13 @@ TENSORS = {
     "meta": refusal(LATER, "q", "meta", "CUDA", q=to("meta"), k=to("meta"), v=to("meta")),
     "k_batch": refusal(ValueError, "k", "size 1", "that of q, 2", k=lambda x: x[:1]),
     "v_batch": refusal(ValueError, "v", "size 0", "that of q, 2", v=lambda x: x[:0]),
-    "v_heads": refusal(ValueError, "v", "(2, 1, 7, 6)", "k, (2, 2, 7, 8)", v=lambda x: x[:, :1]),
-    "v_keys": refusal(ValueError, "v", "(2, 2, 6, 6)", "k, (2, 2, 7, 8)", v=lambda x: x[:, :, 1:]),
+    "v_heads": refusal(ValueError, "v", "(2, 1, 7, 6)", "k, (2, 2, 7, 12)", v=lambda x: x[:, :1]),
+    "v_keys": refusal(ValueError, "v", "(2, 2, 6, 6)", "k, (2, 2, 7, 12)", v=lambda x: x[:, :, 1:]),
     "H_3_of_2": refusal(ValueError, "q", "3 heads", "multiple of the 2", q=lambda x: x[:, :3]),
     "H_below_Hk": refusal(ValueError, "q", "1 heads", "multiple of the 2", q=lambda x: x[:, :1]),
     "H_0": refusal(ValueError, "q", "0 heads", "at least one", q=headless),
     "Hk_0": refusal(ValueError, "k", "has 0", "at least one", k=headless, v=headless),
-    "D_differs": refusal(ValueError, "k", "head_dim 7", "that of q, 8", k=columns(7)),
+    "D_differs": refusal(ValueError, "k", "head_dim 7", "that of q, 12", k=columns(7)),
     "D_0": refusal(ValueError, "q", "head_dim 0", "at least 1", q=columns(0), k=columns(0)),
     "Dv_0": refusal(ValueError, "v", "head_dim 0", "at least 1", v=columns(0)),
     "D_257": refusal(LATER, "q", "head_dim 257", "1 to 256", q=columns(257), k=columns(257)),

@@ -10,13 +10,16 @@ import time
 import pytest
 
 from tests.mutation import interpreting
+from tests.mutation.asked_first import UNIT_TESTS, asked_first
 from tests.mutation.equivalent import EQUIVALENT
+from tests.mutation.faults import FAULTS
 from tests.mutation.forks import Ended, in_forks
 from tests.mutation.mutant import Edit, Mutant, mutated
 from tests.mutation.operators import OPERATORS, SITES, mechanical
 from tests.mutation.outcomes import Outcome, outcome, read, write
 from tests.mutation.package import PACKAGE, sources_of
 from tests.mutation.report import summary, tables
+from tests.mutation.trials import STEPS
 
 SOURCES = sources_of(PACKAGE)
 FUNCTION = '''
@@ -156,3 +159,10 @@ def test_a_launch_that_nobody_waits_for_raises(monkeypatch):
 
 def looked_at():
     """Never run."""
+
+
+def test_what_is_asked_first_is_of_faults_and_steps_that_there_are():
+    known = {step.problem.to_json() for step in STEPS} | {UNIT_TESTS}
+    firsts = asked_first()
+    assert firsts.keys() <= {fault.name for fault in FAULTS}
+    assert set(firsts.values()) <= known

@@ -61,6 +61,8 @@ class Config:
             256, for few queries and long keys: a GPU has more to do at a time, and merges what
             they find. Each takes as much scratch as out and lse in the accumulator's dtype, and l.
             None: one program, and nothing to merge.
+        hopper: Whether a forward without a tile of its own runs on Hopper's own instructions,
+            where there are any and it is one that they take (``hopper.takes``).
     """
 
     forward: Tile | None = None
@@ -69,8 +71,11 @@ class Config:
     one_pass: Tile | None = None
     dots: str = field(default="ieee")
     splits: int | None = None
+    hopper: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.hopper, bool):
+            raise TypeError(f"hopper is {self.hopper!r}; needs a bool")
         for name in ("forward", "dkdv", "dq", "one_pass"):
             if not isinstance(getattr(self, name), Tile | None):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; needs a Tile or None")
@@ -94,6 +99,7 @@ def _square(
 
 CONFIGS: dict[str, Config] = {
     "default": Config(),
+    "portable": Config(hopper=False),
     "tf32": Config(dots="tf32"),
     "16x16": _square(16, 16),
     "16x32": _square(16, 32),
@@ -155,4 +161,5 @@ def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Co
         one_pass=config.one_pass or one_pass,
         dots=config.dots,
         splits=config.splits,
+        hopper=config.hopper and config.forward is None,
     )

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fa_kernels import allocation
+from fa_kernels import allocation, hopper
 from fa_kernels.arguments import Arguments
 from fa_kernels.configs import Tile
 from fa_kernels.device import on_device
@@ -187,6 +187,11 @@ def launch_forward(
     """Returns out (B,H,M,Dv) in the dtype of q and lse (B,H,M), float32 (float64 for float64)."""
     sizes = _Sizes.of(q, k, v, arguments)
     out, lse = empty_outputs(q, v)
+    if hopper.takes(q, k, v, arguments):
+        with on_device(q):
+            bits = _scale_bits(arguments.sm_scale)
+            hopper.launch_hopper_forward(q, k, v, out, lse, arguments, bits)
+        return out, lse
     tile = arguments.config.forward
     parts = arguments.config.splits
     # Without SPLIT l is not written.

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from oracles.mask import Mask
 from oracles.problem import Problem
 from tests.mutation.faults import FAULTS
 from tests.mutation.mutant import Edit, Mutant
@@ -67,7 +68,74 @@ _UNPADDED = Mutant(
 )
 _LAYOUTS = ("bhsd", "bhsd", "bhsd", "transposed")
 
+
+def _on_hopper(name: str, old: str, new: str) -> Mutant:
+    return Mutant(f"hopper: {name}", (Edit("fa_kernels/kernels/hopper_forward.py", old, new),))
+
+
+_PADDED = Mask(causal=True, seqlens_q=(300, 129), seqlens_k=(300, 131))
+_OF_TWO_WINDOWS = Mask(window_left=140, window_right=3)
+_HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
+    (
+        _on_hopper("values of padding are not cleared", "(view[1] < N) & ", "(view[1] < 0) & "),
+        {"B": 2, "M": 300, "N": 300, "mask": _PADDED, "dirty": "nan"},
+    ),
+    (
+        _on_hopper(
+            "a row that has seen nothing subtracts -inf",
+            'gl.where(m_new == -float("inf"), 0.0, m_new)',
+            "m_new",
+        ),
+        {"M": 300, "N": 500, "mask": _OF_TWO_WINDOWS},
+    ),
+    (
+        _on_hopper("tiles at the window's far edge are whole", "(tile < tiles[1]) | ", ""),
+        {"M": 300, "N": 500, "mask": _OF_TWO_WINDOWS},
+    ),
+    (
+        _on_hopper("tiles at the diagonal are whole", " | (tile >= tiles[2])", ""),
+        {"M": 300, "N": 300, "mask": Mask(causal=True)},
+    ),
+    (
+        _on_hopper(
+            "sums are not rescaled",
+            "acc = acc * gl.convert_layout(alpha, ROWS_OF_SUMS)[:, None]\n",
+            "acc = acc * 1.0\n",
+        ),
+        {"M": 200, "N": 500, "inputs": "rising_max"},
+    ),
+    (
+        _on_hopper("l is not rescaled", "l_i = l_i * alpha + gl.sum(p, 1)", "l_i += gl.sum(p, 1)"),
+        {"M": 200, "N": 500, "inputs": "rising_max"},
+    ),
+    (
+        _on_hopper(
+            "l is summed from what is rounded",
+            "l_i = l_i * alpha + gl.sum(p, 1)",
+            "l_i = l_i * alpha + gl.sum(p.to(DTYPE).to(gl.float32), 1)",
+        ),
+        {"M": 200, "N": 700},
+    ),
+    (
+        _on_hopper("the heads of a group are those of the queries", "h, h // G,", "h, h,"),
+        {"H": 4, "Hk": 2, "M": 200, "N": 300},
+    ),
+    (
+        _on_hopper(
+            "the second consumer has the rows of the first",
+            "start_m += half * _HALF",
+            "start_m += 0 * _HALF",
+        ),
+        {"M": 200, "N": 300},
+    ),
+)
+
 HARDWARE: tuple[OnHardware, ...] = (
+    *(
+        OnHardware(mutant, tuple(_step(**{**_WIDE, "dtype": dtype, **fields})
+                                 for dtype in ("bf16", "fp16")))
+        for mutant, fields in _HOPPER
+    ),
     *(
         OnHardware(fault, (_step(M=64, N=64, D=32, Dv=32, dtype="fp32"),))
         for fault in _named("is in TF32")

@@ -12,7 +12,7 @@ import fa_kernels
 from oracles.mask import Mask
 from oracles.masks.block_sparse import BlockSparse
 from oracles.problem import Problem
-from properties.families import TORCH_DTYPES
+from properties.families import NO_ALIBI, NO_BIAS, TORCH_DTYPES
 from tests.subjects.packing import Packing
 
 __all__ = ["adapted", "flash_attention"]
@@ -28,6 +28,7 @@ _PACKED_OF = ("default", "16x16", "32x16-one_pass", "16x16-split3")
 def adapted(package: ModuleType):
     """``flash_attention`` of the package, or of a copy of it, as a subject with declarations."""
     resolve = importlib.import_module(f"{package.__name__}.configs").resolve
+    hopper = importlib.import_module(f"{package.__name__}.hopper")
 
     def flash_attention(q, k, v, *, mask, sm_scale, config="default", **beside):
         """Returns (out, lse), and last what is pooled, if anything is."""
@@ -85,8 +86,19 @@ def adapted(package: ModuleType):
 
     def tiles(problem: Problem) -> tuple[int, int]:
         """(block_m, block_n) of the forward kernel."""
-        config = problem.config.removesuffix(_PACKED).removesuffix(_ONE_PASS)
-        tile = tiles_of(config, TORCH_DTYPES[problem.dtype], problem.D, problem.Dv).forward
+        name = problem.config.removesuffix(_PACKED).removesuffix(_ONE_PASS)
+        dtype = TORCH_DTYPES[problem.dtype]
+        config = tiles_of(name, dtype, problem.D, problem.Dv)
+        on_hopper = (
+            config.hopper
+            and config.splits is None
+            and type(problem.mask) is Mask
+            and not problem.config.endswith(_PACKED)
+            and (problem.softcap, problem.alibi, problem.bias) == (None, NO_ALIBI, NO_BIAS)
+            and hopper.takes_shapes(dtype, problem.D, problem.Dv)
+            and hopper.is_there(torch.device(problem.device))
+        )
+        tile = hopper.TILE if on_hopper else config.forward
         return tile.block_m, tile.block_n
 
     flash_attention.returns_lse = True

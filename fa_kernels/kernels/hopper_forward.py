@@ -1,0 +1,289 @@
+"""Forward on Hopper: copies by TMA, asynchronous products, two warpgroups of rows and one of loads.
+
+Each of two consumers has half the rows of a query tile. While the tensor cores add P V of one key
+tile, and compute the scores of the next, a consumer takes the softmax of the scores before; the
+other consumer does so at another time. A producer loads the keys and values of both, as far ahead
+as there are stages. What is computed is what ``forward`` computes, in the same order of sums.
+
+Source: FlashAttention-3 (arXiv:2407.08608), Algorithm 2.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fa_kernels.kernels.scores import base2_scale
+from fa_kernels.kernels.tiles import (
+    element_mask,
+    normalised,
+    scale_from_bits,
+    sequence,
+    store_rows,
+    stored_rows,
+)
+from fa_kernels.ranges import visible_tiles
+
+__all__ = ["HALF_ROWS", "hopper_forward_kernel"]
+
+# Of a query tile: what one warpgroup multiplies at a time.
+HALF_ROWS = 64
+_HALF: gl.constexpr = gl.constexpr(HALF_ROWS)
+# Triton has named it so since 3.7.
+_async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _produce(
+    queries,
+    keys,
+    values,
+    barriers,
+    b,
+    h,
+    h_k,
+    start_m,
+    first,
+    last,
+    STAGES: gl.constexpr,
+):
+    """Loads a query tile, and the key tiles [first, last) one after the other, K before V."""
+    q_desc, q_tiles = queries
+    k_desc, k_tiles = keys
+    v_desc, v_tiles = values
+    q_full, k_full, v_full, k_free, v_free = barriers
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    for half in gl.static_range(2):
+        place = [b, h, start_m + half * _HALF, 0]
+        mbarrier.expect(q_full.index(half), q_desc.block_type.nbytes)
+        _async_load(q_desc, place, q_full.index(half), q_tiles.index(half))
+    for tile in range(first, last):
+        stage = (tile - first) % STAGES
+        # Of a stage never used the phase before the first counts as over.
+        phase = (tile - first) // STAGES & 1 ^ 1
+        place = [b, h_k, tile * BLOCK_N, 0]
+        mbarrier.wait(k_free.index(stage), phase)
+        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        _async_load(k_desc, place, k_full.index(stage), k_tiles.index(stage))
+        mbarrier.wait(v_free.index(stage), phase)
+        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        _async_load(v_desc, place, v_full.index(stage), v_tiles.index(stage))
+
+
+@gluon.jit
+def _softmax(scores, m_i, qk_scale, offs_m, tile, tiles, view, LAYOUT: gl.constexpr):
+    """P of one tile's scores, the factor for sums before it, and the new maxima, in base 2."""
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    if (tile < tiles[1]) | (tile >= tiles[2]):
+        offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        seen = element_mask(offs_m[:, None], offs_n[None, :], view, None)
+        scores = gl.where(seen, scores, -float("inf"))
+    m_new = gl.maximum(m_i, gl.max(scores, 1) * qk_scale)
+    # A row that has seen nothing yet subtracts 0, since -inf - -inf is NaN.
+    m_pivot = gl.where(m_new == -float("inf"), 0.0, m_new)
+    p = gl.exp2(scores * qk_scale - m_pivot[:, None])
+    return p, gl.exp2(m_i - m_pivot), m_new
+
+
+@gluon.jit
+def _clear_padding(v_tile, start, end, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """Zeros in place of values past the sequence: their P is 0, and 0 times what they hold is not.
+
+    Both consumers write the same, whichever comes first.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
+    )
+    rows = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    tile = v_tile.load(LAYOUT)
+    v_tile.store(gl.where((rows < end)[:, None], tile, 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _consume(
+    half: gl.constexpr,
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    barriers,
+    out_ptr,
+    lse_ptr,
+    place,
+    start_m,
+    N,
+    tiles,
+    view,
+    qk_scale,
+    Dv,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
+    """Attends from half the rows of a query tile to the key tiles [tiles[0], tiles[3])."""
+    q_full, k_full, v_full, k_free, v_free = barriers
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    ROWS_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    first, last = tiles[0], tiles[3]
+    start_m += half * _HALF
+    offs_m = start_m + gl.arange(0, _HALF, ROWS)
+    m_i = gl.full([_HALF], -float("inf"), gl.float32, ROWS)
+    l_i = gl.full([_HALF], 0.0, gl.float32, ROWS)
+    acc = gl.zeros([_HALF, BLOCK_DV], gl.float32, SUMS)
+    nothing = gl.zeros([_HALF, BLOCK_N], gl.float32, SCORES)
+    q = q_tiles.index(half).reshape([_HALF, BLOCK_D])
+    mbarrier.wait(q_full.index(half), 0)
+    if first < last:
+        mbarrier.wait(k_full.index(0), 0)
+        k_t = k_tiles.index(0).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
+        scores = warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_free.index(0), count=1)
+        p, alpha, m_i = _softmax(scores, m_i, qk_scale, offs_m, first, tiles, view, SCORES)
+        l_i = gl.sum(p, 1)
+        weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
+        for tile in range(first + 1, last):
+            stage = (tile - first) % STAGES
+            before = (tile - first - 1) % STAGES
+            mbarrier.wait(k_full.index(stage), (tile - first) // STAGES & 1)
+            k_t = k_tiles.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
+            scores = warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(before), (tile - first - 1) // STAGES & 1)
+            v = v_tiles.index(before).reshape([BLOCK_N, BLOCK_DV])
+            acc = warpgroup_mma(weights, v, acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            mbarrier.arrive(k_free.index(stage), count=1)
+            p, alpha, m_i = _softmax(scores, m_i, qk_scale, offs_m, tile, tiles, view, SCORES)
+            l_i = l_i * alpha + gl.sum(p, 1)
+            # P and l are named so that they are ready before the wait, not computed behind it.
+            acc, p, l_i = warpgroup_mma_wait(0, deps=(acc, p, l_i))
+            mbarrier.arrive(v_free.index(before), count=1)
+            acc = acc * gl.convert_layout(alpha, ROWS_OF_SUMS)[:, None]
+            weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
+        stage = (last - first - 1) % STAGES
+        mbarrier.wait(v_full.index(stage), (last - first - 1) // STAGES & 1)
+        v = v_tiles.index(stage).reshape([BLOCK_N, BLOCK_DV])
+        # The copy has zeros past the tensor's last key.
+        if (view[1] < N) & (last * BLOCK_N > view[1]):
+            _clear_padding(v, (last - 1) * BLOCK_N, view[1], BLOCK_N, BLOCK_DV)
+        acc = warpgroup_mma(weights, v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+
+    m_i = gl.convert_layout(m_i, ROWS_OF_SUMS)
+    l_i = gl.convert_layout(l_i, ROWS_OF_SUMS)
+    offs_m = start_m + gl.arange(0, _HALF, ROWS_OF_SUMS)
+    out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < view[0]))
+    gl.store(lse_ptr + (place[0] + offs_m), lse, mask=offs_m < place[1])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    out = gl.convert_layout(out.to(DTYPE), WIDE)
+    rows = start_m + gl.arange(0, _HALF, gl.SliceLayout(1, WIDE))
+    columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, WIDE))
+    store_rows(out_ptr, place[0], place[1], rows, columns, out, Dv, BLOCK_DV, ALIGNED)
+
+
+@gluon.jit(
+    do_not_specialize=["H", "G", "M", "N", "Dv", "window_left", "window_right", "sm_scale_bits"],
+    do_not_specialize_on_alignment=["out_ptr", "lse_ptr", "seqlens_q_ptr", "seqlens_k_ptr"],
+)
+def hopper_forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_ptr,
+    lse_ptr,
+    seqlens_q_ptr,
+    seqlens_k_ptr,
+    H: gl.int32,
+    G: gl.int32,
+    M: gl.int32,
+    N: gl.int32,
+    Dv: gl.int32,
+    window_left: gl.int32,
+    window_right: gl.int32,
+    sm_scale_bits: gl.int64,
+    STAGES: gl.constexpr,
+    ALIGNED: gl.constexpr,
+):
+    """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head.
+
+    q, k, v as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), in blocks of HALF_ROWS queries or
+    one key tile, and all columns, with zeros past the tensors' ends.
+    """
+    BLOCK_M: gl.constexpr = 2 * _HALF
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
+    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
+    m_blocks = gl.cdiv(M, BLOCK_M)
+    program = gl.program_id(0)
+    # Late query tiles first: under causal masking they are the long ones.
+    start_m = (m_blocks - 1 - program % m_blocks) * BLOCK_M
+    bh = program // m_blocks
+    b = bh // H
+    h = bh % H
+    place, seqlen_q = sequence(seqlens_q_ptr, b, M, M, False)
+    place, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)
+    view = (seqlen_q, seqlen_k, window_left, window_right)
+    tiles = visible_tiles(start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)
+    qk_scale = base2_scale(scale_from_bits(sm_scale_bits), gl.float32, 0)
+    rows = stored_rows(b, h, H, place, M, seqlen_q, M, False)
+
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, _HALF, BLOCK_D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(
+        k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout
+    )
+    v_tiles = gl.allocate_shared_memory(
+        v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout
+    )
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for half in gl.static_range(2):
+        mbarrier.init(q_full.index(half), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        # Both consumers leave it.
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=2)
+    fence_async_shared()
+    barriers = (q_full, k_full, v_full, k_free, v_free)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    0, q_tiles, k_tiles, v_tiles, barriers, out_ptr, lse_ptr, rows, start_m, N,
+                    tiles, view, qk_scale, Dv, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, ALIGNED,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    1, q_tiles, k_tiles, v_tiles, barriers, out_ptr, lse_ptr, rows, start_m, N,
+                    tiles, view, qk_scale, Dv, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, ALIGNED,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    (q_desc, q_tiles), (k_desc, k_tiles), (v_desc, v_tiles), barriers, b, h, h // G,
+                    start_m, tiles[0], tiles[3], STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,138 @@
+"""Which calls run on Hopper's own instructions, and that nothing but speed follows from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fa_kernels import Config, flash_attention, hopper, launch
+from fa_kernels.configs import Tile, resolve
+from oracles.masks.prefix_lm import PrefixLM
+
+CUDA = torch.device("cuda")
+HERE = torch.cuda.is_available() and hopper.is_there(CUDA)
+on_hopper = pytest.mark.skipif(not HERE, reason="needs a Hopper GPU, and compiled kernels")
+SHAPE = (2, 4, 300, 128)
+
+
+def tensors(shape=SHAPE, dtype=torch.bfloat16, heads=None):
+    """q, k, v of normal numbers; k and v of so many heads."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    of_keys = (shape[0], heads or shape[1], *shape[2:])
+    return [
+        torch.randn(of, generator=generator, device="cuda").to(dtype)
+        for of in (shape, of_keys, of_keys)
+    ]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Counts the calls that run there."""
+    seen: list[object] = []
+    original = hopper.launch_hopper_forward
+
+    def counted(*args):
+        seen.append(args)
+        original(*args)
+
+    monkeypatch.setattr(launch.hopper, "launch_hopper_forward", counted)
+    return seen
+
+
+def test_a_cpu_has_none():
+    assert not hopper.is_there(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "D", "Dv", "taken"),
+    [
+        (torch.float16, 128, 128, True),
+        (torch.bfloat16, 64, 128, True),
+        (torch.bfloat16, 40, 40, True),
+        (torch.float32, 128, 128, False),
+        (torch.float64, 64, 64, False),
+        (torch.float16, 32, 32, False),
+        (torch.float16, 128, 32, False),
+        (torch.float16, 136, 128, False),
+        (torch.float16, 100, 128, False),
+        (torch.float16, 128, 127, False),
+    ],
+)
+def test_shapes_are_taken_whose_rows_can_be_copied_whole(dtype, D, Dv, taken):
+    assert hopper.takes_shapes(dtype, D, Dv) is taken
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_a_config_refuses_what_is_no_bool(value):
+    with pytest.raises(TypeError, match=f"hopper is {value!r}; needs a bool"):
+        Config(hopper=value)
+
+
+def test_a_forward_with_a_tile_of_its_own_is_portable():
+    assert resolve("default", torch.float16, 128).hopper
+    assert not resolve("portable", torch.float16, 128).hopper
+    assert not resolve(Config(forward=Tile(64, 64)), torch.float16, 128).hopper
+    assert resolve(Config(dq=Tile(64, 64)), torch.float16, 128).hopper
+
+
+@on_hopper
+def test_what_it_takes_runs_there_and_nothing_else_does(launches):
+    q, k, v = tensors()
+    slopes = torch.ones(4, device="cuda")
+    flash_attention(q, k, v)
+    flash_attention(q, k, v, causal=True, seqlens_k=[300, 5])
+    assert len(launches) == 2
+    for beside in (
+        {"config": "portable"}, {"config": "64x32"}, {"config": Config(splits=2)},
+        {"softcap": 2.0}, {"alibi_slopes": slopes},
+        {"bias": torch.zeros(1, 1, 300, 300, device="cuda", dtype=q.dtype)},
+        {"mask": PrefixLM(prefix=20)},
+    ):  # fmt: skip
+        flash_attention(q, k, v, **beside)
+    flash_attention(*(x.float() for x in (q, k, v)))
+    flash_attention(q, k[:, :, :0], v[:, :, :0])
+    assert len(launches) == 2
+
+
+@on_hopper
+@pytest.mark.parametrize("D", [40, 64, 96, 128])
+def test_strides_that_cannot_be_counted_change_no_bit(D, launches):
+    q, k, v = tensors((2, 4, 200, D), heads=2)
+    wanted = flash_attention(q, k, v, causal=True, return_lse=True)
+    odd = [
+        torch.empty(*x.shape[:3], D + 3, device="cuda", dtype=x.dtype)[..., :D].copy_(x)
+        for x in (q, k, v)
+    ]
+    shifted = [
+        torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x)
+        for x in (q, k, v)
+    ]
+    turned = [x.mT.contiguous().mT for x in (q, k, v)]
+    for given in (odd, shifted, turned):
+        found = flash_attention(*given, causal=True, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(launches) == 4
+
+
+@on_hopper
+def test_what_stands_in_padding_is_never_read_into_a_sum(launches):
+    q, k, v = tensors()
+    lengths = {"seqlens_q": [300, 131], "seqlens_k": [129, 7]}
+    wanted = flash_attention(q, k, v, return_lse=True, **lengths)
+    for x, of in ((q, "seqlens_q"), (k, "seqlens_k"), (v, "seqlens_k")):
+        for b, length in enumerate(lengths[of]):
+            x[b, :, length:] = float("nan")
+    found = flash_attention(q, k, v, return_lse=True, **lengths)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(launches) == 2
+
+
+@on_hopper
+def test_the_same_call_gives_the_same_bits_a_hundred_times():
+    q, k, v = tensors((2, 8, 1000, 64), dtype=torch.float16)
+    wanted = flash_attention(q, k, v, causal=True, return_lse=True)
+    for _ in range(100):
+        found = flash_attention(q, k, v, causal=True, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -59,7 +59,7 @@ format: $(environment) ## format and fix what ruff can
 	$(python) -m ruff check --fix .
 	$(python) -m ruff format .
 
-bench: $(environment) ## speed beside SDPA flash; needs a GPU
+bench: $(environment) ## speed beside cuDNN, FlexAttention and SDPA; needs a GPU
 	$(python) -m benchmarks.speed
 
 clean: ## remove .venv, caches and build leftovers

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.peers import PEERS, Attention, ours, sdpa_flash
+from benchmarks.peers import PEERS, Attention
 
-__all__ = ["PROBLEMS", "interleaved", "measure", "ours", "sdpa_flash"]
+__all__ = ["PROBLEMS", "interleaved", "measure", "table"]
 
 # (B, N, H, D, causal); the gate times the first two.
 PROBLEMS = (

@@ -11,7 +11,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.speed import PROBLEMS, measure, ours
+from benchmarks.peers import ours
+from benchmarks.speed import PROBLEMS, measure
 from benchmarks.spread import spread
 from fa_kernels import Config, Tile, flash_attention
 

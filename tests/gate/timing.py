@@ -45,7 +45,8 @@ def timed(
 def _measured(subject: Subject) -> Ratios:
     """Forward and backward on the first, ordinary problems of ``benchmarks.speed``."""
     # It needs a GPU and the project's kernels.
-    from benchmarks.speed import PROBLEMS, measure, sdpa_flash
+    from benchmarks.peers import sdpa_flash
+    from benchmarks.speed import PROBLEMS, measure
 
     found: Ratios = {}
     for B, N, H, D, causal in PROBLEMS[:2]:

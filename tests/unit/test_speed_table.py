@@ -1,0 +1,49 @@
+"""The table of speeds: each row's own numbers, ratios of what was measured, reasons for the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks import speed
+
+NAMES = ("ours", "cuDNN", "FlexAttention", "SDPA flash")
+
+
+def row(name, ms, rate=100):
+    """One of a forward; ``ms`` may be a reason."""
+    measured = isinstance(ms, float)
+    return {
+        "problem": "1x64x2x32", "causal": True, "pass": "forward", "name": name, "median_ms": ms,
+        "lowest_ms": ms - 0.5 if measured else "", "highest_ms": ms + 0.5 if measured else "",
+        "TF": rate if measured else "", "of_matmul": 0.125 if measured else "",
+    }  # fmt: skip
+
+
+def cells(*rows):
+    """Of the last line, without blanks."""
+    line = speed.table(rows, NAMES)[-1]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_line_has_every_attention_and_ratios_to_ours():
+    times = {"ours": 2.0, "cuDNN": 1.0, "FlexAttention": 5.0, "SDPA flash": 4.0}
+    assert cells(*(row(name, ms) for name, ms in times.items())) == [
+        "1x64x2x32", "yes", "forward", "2.000 [1.500, 2.500] (100)", "1.000 [0.500, 1.500] (100)",
+        "5.000 [4.500, 5.500] (100)", "4.000 [3.500, 4.500] (100)", "2.00", "0.50", "0.125",
+    ]  # fmt: skip
+
+
+def test_what_could_not_run_says_why_and_has_no_ratio():
+    reasons = {"cuDNN": "out of memory", "FlexAttention": "out of memory"}
+    rows = [row(name, reasons.get(name, 3.0)) for name in NAMES]
+    assert cells(*rows)[4:] == [
+        "out of memory", "out of memory", "3.000 [2.500, 3.500] (100)", "1.00", "", "0.125"
+    ]  # fmt: skip
+
+
+def test_without_a_gpu_it_ends_with_two_and_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(speed.torch.cuda, "is_available", lambda: False)
+    assert speed.main([]) == 2
+    assert capsys.readouterr().out == "benchmarks need a CUDA GPU; none is visible\n"

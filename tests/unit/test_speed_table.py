@@ -1,4 +1,4 @@
-"""The table of speeds: each row's own numbers, ratios of what was measured, reasons for the rest."""
+"""The table of speeds: the numbers of each row, ratios of what was measured, reasons else."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ FILES = tuple(
 # They take longer, and are asked about a kernel only where they are about it.
 OF_THE_CALL = tuple(
     f"tests/unit/test_{name}.py"
-    for name in ("block_mask", "splits", "packed", "tokens", "operators", "pooled")
+    for name in ("offsets", "block_mask", "splits", "packed", "tokens", "operators", "pooled")
 )
 # What they are about.
 TESTED_ALONE = tuple(

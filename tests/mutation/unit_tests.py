@@ -48,6 +48,7 @@ _TESTS_OF_KERNELS = {
     "fa_kernels/pooling.py": ("pooled",),
     "fa_kernels/ranges.py": ("splits",),
     "fa_kernels/offsets.py": ("packed",),
+    "fa_kernels/packed.py": ("offsets",),
     **{f"fa_kernels/kernels/{name}.py": ("packed",) for name in ("delta", "dkdv", "dq", "tiles")},
 }
 

@@ -81,8 +81,10 @@ def test_what_is_wrong_is_refused_by_name(device, error, says, given):
 def test_tensors_have_three_axes(device):
     q, k, v = tensors(device)
     offsets = {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
-    with pytest.raises(ValueError, match=r"q has shape \(1, 62, 2, 4\); needs three axes"):
+    with pytest.raises(ValueError, match=r"q has shape \(1, 62, 2, 4\); .* \(total_q, H, D\)"):
         flash_attention_varlen(q[None], k, v, **offsets)
+    with pytest.raises(ValueError, match=r"k has shape \(83, 4\); .* \(total_k, Hk, D\)"):
+        flash_attention_varlen(q, k[:, 0], v, **offsets)
     with pytest.raises(TypeError, match=r"v is list; needs a torch.Tensor"):
         flash_attention_varlen(q, k, [], **offsets)
     with pytest.raises(ValueError, match=r"v has shape .*; needs the heads and keys of k"):

@@ -99,6 +99,18 @@ def test_each_sequence_has_the_bits_that_it_has_alone(device, mask, config):
     assert_equal_bits(got, one_by_one(inputs, with_lengths(mask), config=config))
 
 
+@pytest.mark.parametrize("mod", ["softcap", "alibi_slopes"])
+def test_modified_scores_are_those_of_each_sequence(device, mod):
+    if device != "cpu":
+        pytest.skip("kernels that are compiled apart may differ in the last bits of tanh")
+    inputs = drawn(device)
+    given = 2.0 if mod == "softcap" else torch.tensor([0.5, -0.125])
+    options = {"causal": True, mod: given}
+    got = in_a_row(inputs, **options)
+    assert_equal_bits(got, one_by_one(inputs, **options))
+    assert not torch.equal(got[0], in_a_row(inputs, causal=True)[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_so_it_has_in_every_dtype(device, dtype):
     inputs = drawn(device, dtype)

@@ -317,6 +317,23 @@ def test_bad_arguments_are_refused_by_name(pool, size, error, says, device):
     assert str(raised.value) == says
 
 
+def test_a_pool_size_may_be_a_list(device):
+    inputs = drawn(device)
+    sizes = ((3, 5), [3, 5])
+    pairs, lists = (
+        flash_attention(*inputs, pool="max", pool_size=size, config=CONFIG)[-1] for size in sizes
+    )
+    assert torch.equal(pairs, lists)
+
+
+@pytest.mark.parametrize("mod", ["softcap", "alibi_slopes", "bias"])
+def test_modified_scores_are_not_pooled(mod, device):
+    inputs = drawn(device)
+    given = 2.0 if mod == "softcap" else torch.zeros(1, device=device)
+    with pytest.raises(NotImplementedError, match="pool is given together with softcap, alibi"):
+        flash_attention(*inputs, pool="max", pool_size=(3, 5), **{mod: given})
+
+
 ASKED = {
     "causal": {"causal": True},
     "ints": {"seqlens_q": (5, 2), "seqlens_k": (0, 7)},

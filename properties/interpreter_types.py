@@ -27,11 +27,12 @@ def work_types_out_once(interpreter: Any, set_attr: Callable[[Any, str, object],
     # Before constructors are replaced: a block type is built with what its tensors share.
     tensors = _Attributes(tl)
     set_attr(tl.block_type, "__init__", _block_types_built_once(tl, tensors))
-    set_attr(tl.tensor, "__init__", _tensors_built_by_type(tl, tensors))
+    tensor_init = _tensors_built_by_type(tl, tensors)
+    set_attr(tl.tensor, "__init__", tensor_init)
     set_attr(tl.dtype, "__eq__", _equality(tl.dtype))
     set_attr(tl.core, "_unwrap_if_constexpr", _unwrapping(tl))
     semantic = interpreter.interpreter_semantic
-    semantic.make_tensor = _tensors_made(tl, tensors)
+    semantic.make_tensor = _tensors_made(tl.tensor, tensor_init)
     semantic.cast = _casts(semantic, tl)
     semantic.broadcast_impl_value = _broadcasts(semantic, tl)
     semantic.binary_op_type_checking_impl = _operands(semantic, tl)
@@ -132,19 +133,13 @@ def _tensors_built_by_type(tl: Any, tensors: _Attributes) -> Callable[..., None]
     return init
 
 
-def _tensors_made(tl: Any, tensors: _Attributes) -> Callable[[Any, Any], Any]:
+def _tensors_made(tensor: Any, init: Callable[..., None]) -> Callable[[Any, Any], Any]:
     """The semantic's constructor of tensors, with one call less."""
-    tensor, of, new = tl.tensor, tensors.of, object.__new__
+    new = object.__new__
 
     def make_tensor(handle: Any, type: Any) -> Any:
-        shared = of(type)
-        if shared is None:
-            return tensor(handle, type)
         made = new(tensor)
-        attributes = made.__dict__
-        attributes.update(shared)
-        attributes["handle"] = handle
-        attributes["type"] = type
+        init(made, handle, type)
         return made
 
     return make_tensor

@@ -61,8 +61,8 @@ class Config:
             256, for few queries and long keys: a GPU has more to do at a time, and merges what
             they find. Each takes as much scratch as out and lse in the accumulator's dtype, and l.
             None: one program, and nothing to merge.
-        hopper: Whether a forward without a tile of its own runs on Hopper's own instructions,
-            where there are any and it is one that they take (``hopper.takes``).
+        hopper: Whether a call without tiles of its own runs on Hopper's own instructions, where
+            there are any, as far as it is one that they take (``hopper.takes``).
     """
 
     forward: Tile | None = None
@@ -153,6 +153,7 @@ def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Co
         config = CONFIGS[config]
     if not isinstance(config, Config):
         raise TypeError(f"config is {config!r}; needs a Config, a name or None")
+    own = (config.forward, config.dkdv, config.dq, config.one_pass)
     forward, dkdv, dq, one_pass = _default_tiles(dtype, block_d)
     return Config(
         forward=config.forward or forward,
@@ -161,5 +162,5 @@ def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Co
         one_pass=config.one_pass or one_pass,
         dots=config.dots,
         splits=config.splits,
-        hopper=config.hopper and config.forward is None,
+        hopper=config.hopper and not any(own),
     )

@@ -1,4 +1,4 @@
-"""Which forwards run on Hopper's own instructions, and how they are launched there.
+"""Which calls run on Hopper's own instructions, and how they are launched there.
 
 It is never needed: where it does not take a call, the portable kernel does.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from functools import lru_cache
-from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -17,45 +17,64 @@ from fa_kernels.arguments import Arguments
 from fa_kernels.configs import Tile
 from fa_kernels.kernels.forward import forward_kernel
 
-__all__ = ["TILE", "is_there", "launch_hopper_forward", "takes", "takes_shapes"]
+__all__ = [
+    "TILE",
+    "is_there",
+    "launch_hopper_backward",
+    "launch_hopper_forward",
+    "padded",
+    "takes",
+    "takes_forward",
+    "takes_shapes",
+]
 
 TILE = Tile(128, 128, 4, 2)
+# Queries that the backward takes at a time, by head_dim; it has as many keys as TILE.
+_BACKWARD_ROWS = {64: 128, 128: 64}
 # Keys and values together; shared memory has room for one query tile beside them.
 _STAGES = {64: 3, 128: 2}
+# Queries and their gradients, beside keys and values that stay.
+_BACKWARD_STAGES = 2
 _NARROWEST, _WIDEST = 32, 128
 # Bytes between what a descriptor counts.
 _ALIGNMENT = 16
+# Sides of what a consumer adds to dq at a time.
+_SUMMED = 64
 
 
-def _padded(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else 128
+def padded(*head_dims: int) -> int:
+    """Columns of the tiles: 64, or 128."""
+    return 64 if max(head_dims) <= 64 else 128
 
 
 @lru_cache(maxsize=1)
-def _descriptors() -> tuple[type, object]:
-    """Triton's class of descriptors, and how tiles lie in shared memory."""
+def _descriptors() -> tuple[type, object, object]:
+    """Triton's class of descriptors; how tiles, and blocks of sums, lie in shared memory."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor, layout
+    tiles = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    sums = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    return TensorDescriptor, tiles, sums
 
 
 @lru_cache(maxsize=1)
-def _kernels() -> ModuleType | None:
-    """The module of the kernel; None where Triton has no Gluon, or not what the kernel takes."""
-    # Where the interpreter runs the kernels there is none for this one.
+def _kernels() -> tuple[Any, Any] | None:
+    """Forward and backward; None where Triton has no Gluon, or not what the kernels take."""
+    # Where the interpreter runs the kernels there is none for these.
     if not isinstance(forward_kernel, triton.JITFunction):
         return None
     try:
-        return importlib.import_module("fa_kernels.kernels.hopper_forward")
+        forward = importlib.import_module("fa_kernels.kernels.hopper_forward")
+        backward = importlib.import_module("fa_kernels.kernels.hopper_backward")
     except (ImportError, AttributeError):
         return None
+    return forward.hopper_forward_kernel, backward.hopper_backward_kernel
 
 
 @lru_cache(maxsize=64)
 def is_there(device: torch.device) -> bool:
-    """Whether a device is a Hopper GPU, and Triton compiles for it what the kernel is made of."""
+    """Whether a device is a Hopper GPU, and Triton compiles for it what the kernels are made of."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9 and _kernels() is not None
@@ -69,10 +88,12 @@ def takes_shapes(dtype: torch.dtype, D: int, Dv: int) -> bool:
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments) -> bool:
-    """Whether the forward of a call runs here; strides have no say, so that bits do not follow."""
+    """Whether the backward of a call runs here: dk and dv, and dq in one pass.
+
+    Strides have no say, so that bits do not follow them.
+    """
     return (
         arguments.config.hopper
-        and arguments.config.splits is None
         and arguments.predicate is None
         and arguments.longest is None
         and arguments.softcap is None
@@ -82,6 +103,11 @@ def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Argument
         and min(q.numel(), k.numel()) > 0
         and is_there(q.device)
     )
+
+
+def takes_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments) -> bool:
+    """Whether the forward of a call runs here."""
+    return arguments.config.splits is None and takes(q, k, v, arguments)
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:
@@ -94,11 +120,10 @@ def _copied(x: torch.Tensor) -> torch.Tensor:
     return allocation.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _described(x: torch.Tensor, rows: int) -> object:
-    """A tensor (B, H, rows, head_dim) in blocks of so many rows and all columns."""
-    descriptor, layout = _descriptors()
+def _described(x: torch.Tensor, rows: int, columns: int) -> object:
+    """A tensor (B, H, rows, head_dim) in blocks of so many rows and columns."""
+    descriptor, layout, _ = _descriptors()
     x = _copied(x)
-    columns = _padded(x.shape[3])
     # The stride of what is alone is never counted, but has to be one.
     strides = [step if n > 1 else columns for n, step in zip(x.shape, x.stride(), strict=True)]
     return descriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, columns], layout)
@@ -113,15 +138,57 @@ def launch_hopper_forward(
     arguments: Arguments,
     sm_scale_bits: int,
 ) -> None:
-    """Writes out and lse of a call that ``takes`` is true of, on the current device."""
+    """Writes out and lse of a call that ``takes_forward`` is true of, on the current device."""
     kernels = _kernels()
     assert kernels is not None
     B, H, M, D = q.shape
     _, Hk, N, Dv = v.shape
-    kernels.hopper_forward_kernel[(triton.cdiv(M, TILE.block_m) * B * H,)](
-        _described(q, kernels.HALF_ROWS), _described(k, TILE.block_n), _described(v, TILE.block_n),
+    of_k, of_v = padded(D), padded(Dv)
+    kernels[0][(triton.cdiv(M, TILE.block_m) * B * H,)](
+        _described(q, TILE.block_m // 2, of_k), _described(k, TILE.block_n, of_k),
+        _described(v, TILE.block_n, of_v),
         out, lse, arguments.seqlens_q, arguments.seqlens_k, H, H // Hk, M, N, Dv,
         arguments.window_left, arguments.window_right, sm_scale_bits,
-        STAGES=_STAGES[_padded(max(D, Dv))], ALIGNED=Dv == _padded(Dv),
+        STAGES=_STAGES[max(of_k, of_v)], ALIGNED=Dv == of_v,
+        num_warps=TILE.num_warps,
+    )  # fmt: skip
+
+
+def launch_hopper_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    sums: torch.Tensor | None,
+    arguments: Arguments,
+    sm_scale_bits: int,
+) -> None:
+    """Writes dk and dv of a call that ``takes`` is true of, on the current device.
+
+    lse2 and delta (B,H,M_padded) as of ``delta_kernel``. dq without sm_scale is added to ``sums``,
+    float32 (B,H,M_padded,padded(D,Dv)) and contiguous, unless that is None.
+    """
+    kernels = _kernels()
+    assert kernels is not None
+    descriptor, _, layout = _descriptors()
+    B, H, M, D = q.shape
+    _, Hk, N, Dv = v.shape
+    columns = padded(D, Dv)
+    rows, keys = _BACKWARD_ROWS[columns], TILE.block_n
+    keys_of = _described(k, keys // 2, columns)
+    added_to = keys_of
+    if sums is not None:
+        shape = [sums.numel() // columns, columns]
+        added_to = descriptor(sums, shape, [columns, 1], [_SUMMED, _SUMMED], layout)
+    kernels[1][(triton.cdiv(N, keys) * B * Hk,)](
+        _described(q, rows, columns), keys_of, _described(v, keys // 2, columns),
+        _described(dout, rows, columns), lse2, delta, dk, dv, added_to,
+        arguments.seqlens_q, arguments.seqlens_k, H, H // Hk, M, lse2.shape[2], N, D, Dv,
+        arguments.window_left, arguments.window_right, sm_scale_bits,
+        STAGES=_BACKWARD_STAGES, ALIGNED=D == Dv == columns, ONE_PASS=sums is not None,
         num_warps=TILE.num_warps,
     )  # fmt: skip

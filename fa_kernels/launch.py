@@ -187,7 +187,7 @@ def launch_forward(
     """Returns out (B,H,M,Dv) in the dtype of q and lse (B,H,M), float32 (float64 for float64)."""
     sizes = _Sizes.of(q, k, v, arguments)
     out, lse = empty_outputs(q, v)
-    if hopper.takes(q, k, v, arguments):
+    if hopper.takes_forward(q, k, v, arguments):
         with on_device(q):
             bits = _scale_bits(arguments.sm_scale)
             hopper.launch_hopper_forward(q, k, v, out, lse, arguments, bits)
@@ -277,10 +277,12 @@ def launch_backward(
     _blank(arguments, dq=None if one_pass else dq, dk=dk, dv=dv)
     constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
     places = {"ROW_PADDING": ROW_PADDING, "PACKED": packed}
+    on_hopper = hopper.takes(q, k, v, arguments)
     # Without ONE_PASS they are not touched. Whole tiles of rows and columns.
     sums = delta
     if one_pass:
-        shape = (*(lse if packed else delta).shape, constants["BLOCK_D"])
+        columns = hopper.padded(sizes.D, sizes.Dv) if on_hopper else constants["BLOCK_D"]
+        shape = (*(lse if packed else delta).shape, columns)
         sums = allocation.empty(shape, dtype=delta.dtype, device=q.device).zero_()
     shared = (
         *_strides(arguments, q, k, v, dout), *sizes.in_kernels(delta.shape[2]),
@@ -301,7 +303,12 @@ def launch_backward(
             )  # fmt: skip
         tile = arguments.config.dkdv
         programs = triton.cdiv(sizes.N, tile.block_n) * sizes.B * sizes.Hk
-        if programs and "dkdv" in kernels:
+        if on_hopper and "dkdv" in kernels:
+            hopper.launch_hopper_backward(
+                *inputs, dk, dv, sums if one_pass else None, arguments,
+                _scale_bits(arguments.sm_scale),
+            )  # fmt: skip
+        elif programs and "dkdv" in kernels:
             dkdv_kernel[(programs,)](
                 *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"), *mods,
                 ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS=one_pass,

@@ -1,6 +1,7 @@
 """Which tiles a tile has to visit, and which of those need a mask: pure integer arithmetic.
 
-Where several programs share the tiles of one, each has its part of them.
+Where several programs share the tiles of one, each has its part of them. And which tile a program
+has, where all tiles of all heads have one each.
 
 The functions use nothing but integers, ``min`` and ``max``, so that their Python source (``.fn``)
 can be compared with a dense mask for every small size; the kernels compile the same source. ``//``
@@ -10,7 +11,7 @@ floors in Python and truncates in a kernel: every dividend below is clamped to >
 import triton
 import triton.language as tl
 
-__all__ = ["part_of", "visible_tiles"]
+__all__ = ["part_of", "tile_of_head", "visible_tiles"]
 
 
 @triton.jit
@@ -90,3 +91,21 @@ def part_of(lo, full_lo, full_hi, hi, part, parts):
     if part < more:
         last += 1
     return first, min(max(full_lo, first), last), min(max(full_hi, first), last), last
+
+
+@triton.jit
+def tile_of_head(program, tiles, heads, together):
+    """The tile and the head that a program has, out of ``tiles`` of each of ``heads``.
+
+    Heads follow each other in groups of ``together`` programs or more. In a group tile 0 of each
+    head comes first, then tile 1 of each, and so on: where earlier tiles take longer, programs that
+    begin late end early, whatever the head.
+
+    Returns:
+        (tile, head).
+    """
+    of_group = (together + tiles - 1) // tiles
+    first = program // (of_group * tiles) * of_group
+    count = min(heads - first, of_group)
+    place = program - first * tiles
+    return place // count, first + place % count

@@ -13,11 +13,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from fa_kernels.kernels.hopper_tiles import (
+    HALF_ROWS,
+    PROGRAMS_TOGETHER,
+    async_load,
+    matrix,
+    wide,
+    zero_rows,
+)
 from fa_kernels.kernels.scores import base2_scale
 from fa_kernels.kernels.tiles import (
     element_mask,
@@ -27,15 +34,12 @@ from fa_kernels.kernels.tiles import (
     store_rows,
     stored_rows,
 )
-from fa_kernels.ranges import visible_tiles
+from fa_kernels.ranges import tile_of_head, visible_tiles
 
-__all__ = ["HALF_ROWS", "hopper_forward_kernel"]
+__all__ = ["hopper_forward_kernel"]
 
-# Of a query tile: what one warpgroup multiplies at a time.
-HALF_ROWS = 64
 _HALF: gl.constexpr = gl.constexpr(HALF_ROWS)
-# Triton has named it so since 3.7.
-_async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_TOGETHER: gl.constexpr = gl.constexpr(PROGRAMS_TOGETHER)
 
 
 @gluon.jit
@@ -61,7 +65,7 @@ def _produce(
     for half in gl.static_range(2):
         place = [b, h, start_m + half * _HALF, 0]
         mbarrier.expect(q_full.index(half), q_desc.block_type.nbytes)
-        _async_load(q_desc, place, q_full.index(half), q_tiles.index(half))
+        async_load(q_desc, place, q_full.index(half), q_tiles.index(half))
     for tile in range(first, last):
         stage = (tile - first) % STAGES
         # Of a stage never used the phase before the first counts as over.
@@ -69,10 +73,10 @@ def _produce(
         place = [b, h_k, tile * BLOCK_N, 0]
         mbarrier.wait(k_free.index(stage), phase)
         mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        _async_load(k_desc, place, k_full.index(stage), k_tiles.index(stage))
+        async_load(k_desc, place, k_full.index(stage), k_tiles.index(stage))
         mbarrier.wait(v_free.index(stage), phase)
         mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        _async_load(v_desc, place, v_full.index(stage), v_tiles.index(stage))
+        async_load(v_desc, place, v_full.index(stage), v_tiles.index(stage))
 
 
 @gluon.jit
@@ -88,21 +92,6 @@ def _softmax(scores, m_i, qk_scale, offs_m, tile, tiles, view, LAYOUT: gl.conste
     m_pivot = gl.where(m_new == -float("inf"), 0.0, m_new)
     p = gl.exp2(scores * qk_scale - m_pivot[:, None])
     return p, gl.exp2(m_i - m_pivot), m_new
-
-
-@gluon.jit
-def _clear_padding(v_tile, start, end, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr):
-    """Zeros in place of values past the sequence: their P is 0, and 0 times what they hold is not.
-
-    Both consumers write the same, whichever comes first.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
-    )
-    rows = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    tile = v_tile.load(LAYOUT)
-    v_tile.store(gl.where((rows < end)[:, None], tile, 0.0))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -122,7 +111,6 @@ def _consume(
     qk_scale,
     Dv,
     BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr,
     ALIGNED: gl.constexpr,
@@ -134,6 +122,7 @@ def _consume(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     ROWS_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    WIDE: gl.constexpr = wide(BLOCK_DV)
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     first, last = tiles[0], tiles[3]
     start_m += half * _HALF
@@ -142,11 +131,11 @@ def _consume(
     l_i = gl.full([_HALF], 0.0, gl.float32, ROWS)
     acc = gl.zeros([_HALF, BLOCK_DV], gl.float32, SUMS)
     nothing = gl.zeros([_HALF, BLOCK_N], gl.float32, SCORES)
-    q = q_tiles.index(half).reshape([_HALF, BLOCK_D])
+    q = matrix(q_tiles, half)
     mbarrier.wait(q_full.index(half), 0)
     if first < last:
         mbarrier.wait(k_full.index(0), 0)
-        k_t = k_tiles.index(0).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
+        k_t = matrix(k_tiles, 0).permute((1, 0))
         scores = warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_free.index(0), count=1)
@@ -157,10 +146,10 @@ def _consume(
             stage = (tile - first) % STAGES
             before = (tile - first - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (tile - first) // STAGES & 1)
-            k_t = k_tiles.index(stage).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
+            k_t = matrix(k_tiles, stage).permute((1, 0))
             scores = warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(before), (tile - first - 1) // STAGES & 1)
-            v = v_tiles.index(before).reshape([BLOCK_N, BLOCK_DV])
+            v = matrix(v_tiles, before)
             acc = warpgroup_mma(weights, v, acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_free.index(stage), count=1)
@@ -173,10 +162,11 @@ def _consume(
             weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
         stage = (last - first - 1) % STAGES
         mbarrier.wait(v_full.index(stage), (last - first - 1) // STAGES & 1)
-        v = v_tiles.index(stage).reshape([BLOCK_N, BLOCK_DV])
+        v = matrix(v_tiles, stage)
         # The copy has zeros past the tensor's last key.
         if (view[1] < N) & (last * BLOCK_N > view[1]):
-            _clear_padding(v, (last - 1) * BLOCK_N, view[1], BLOCK_N, BLOCK_DV)
+            keys = (last - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
+            zero_rows(v, keys < view[1], WIDE)
         acc = warpgroup_mma(weights, v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
 
@@ -185,7 +175,6 @@ def _consume(
     offs_m = start_m + gl.arange(0, _HALF, ROWS_OF_SUMS)
     out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < view[0]))
     gl.store(lse_ptr + (place[0] + offs_m), lse, mask=offs_m < place[1])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
     out = gl.convert_layout(out.to(DTYPE), WIDE)
     rows = start_m + gl.arange(0, _HALF, gl.SliceLayout(1, WIDE))
     columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, WIDE))
@@ -225,10 +214,10 @@ def hopper_forward_kernel(
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
     m_blocks = gl.cdiv(M, BLOCK_M)
-    program = gl.program_id(0)
+    heads = gl.num_programs(0) // m_blocks
+    turn, bh = tile_of_head(gl.program_id(0), m_blocks, heads, _TOGETHER)
     # Late query tiles first: under causal masking they are the long ones.
-    start_m = (m_blocks - 1 - program % m_blocks) * BLOCK_M
-    bh = program // m_blocks
+    start_m = (m_blocks - 1 - turn) * BLOCK_M
     b = bh // H
     h = bh % H
     place, seqlen_q = sequence(seqlens_q_ptr, b, M, M, False)
@@ -266,14 +255,14 @@ def hopper_forward_kernel(
                 _consume,
                 (
                     0, q_tiles, k_tiles, v_tiles, barriers, out_ptr, lse_ptr, rows, start_m, N,
-                    tiles, view, qk_scale, Dv, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, ALIGNED,
+                    tiles, view, qk_scale, Dv, BLOCK_N, BLOCK_DV, STAGES, ALIGNED,
                 ),
             ),
             (
                 _consume,
                 (
                     1, q_tiles, k_tiles, v_tiles, barriers, out_ptr, lse_ptr, rows, start_m, N,
-                    tiles, view, qk_scale, Dv, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, ALIGNED,
+                    tiles, view, qk_scale, Dv, BLOCK_N, BLOCK_DV, STAGES, ALIGNED,
                 ),
             ),
             (

@@ -69,8 +69,12 @@ _UNPADDED = Mutant(
 _LAYOUTS = ("bhsd", "bhsd", "bhsd", "transposed")
 
 
-def _on_hopper(name: str, old: str, new: str) -> Mutant:
-    return Mutant(f"hopper: {name}", (Edit("fa_kernels/kernels/hopper_forward.py", old, new),))
+def _on_hopper(name: str, old: str, new: str, kernel: str = "forward") -> Mutant:
+    return Mutant(f"hopper: {name}", (Edit(f"fa_kernels/kernels/hopper_{kernel}.py", old, new),))
+
+
+def _behind(name: str, old: str, new: str) -> Mutant:
+    return _on_hopper(f"backward, {name}", old, new, kernel="backward")
 
 
 _PADDED = Mask(causal=True, seqlens_q=(300, 129), seqlens_k=(300, 131))
@@ -129,12 +133,109 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         {"M": 200, "N": 300},
     ),
 )
+_IN_ONE_PASS: dict[str, Any] = {"config": "default-one_pass"}
+_DIRTY: dict[str, Any] = {"B": 2, "M": 300, "N": 300, "mask": _PADDED, "dirty": "nan"}
+_HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
+    (
+        _behind("keys of padding are not cleared", "if (view[1] < N) & ", "if (view[1] < 0) & "),
+        _DIRTY | _IN_ONE_PASS,
+    ),
+    (
+        _behind(
+            "rows of dout without a key are not cleared",
+            "_zero_dead(dout, lse2_rows.index(stage), WIDE)",
+            "offs_m += 0",
+        ),
+        _DIRTY,
+    ),
+    (
+        _behind(
+            "rows of q without a key are not cleared",
+            "_zero_dead(q, lse2_rows.index(following), WIDE)",
+            "offs_m += 0",
+        ),
+        _DIRTY,
+    ),
+    (
+        _behind(
+            "the first rows of q are not cleared",
+            "        _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), WIDE)\n",
+            "",
+        ),
+        {"M": 300, "N": 100, "mask": Mask(causal=True, seqlens_q=(300,)), "dirty": "nan"}
+        | {"dout": "normal"},
+    ),
+    (
+        _behind(
+            "p of hidden keys counts",
+            "p = _seen_alone(p, offs_m, offs_n, view)",
+            "offs_m += 0",
+        ),
+        {"M": 300, "N": 300, "mask": Mask(causal=True)},
+    ),
+    (
+        _behind("dk is not scaled", "(dk * sm_scale).to(DTYPE)", "dk.to(DTYPE)"),
+        {"M": 200, "N": 300},
+    ),
+    (
+        _behind(
+            "the heads of a group are its first",
+            "place = [b, h_k * G + g, start_m, 0]",
+            "place = [b, h_k * G, start_m, 0]",
+        ),
+        {"H": 4, "Hk": 2, "M": 200, "N": 300},
+    ),
+    (
+        _behind(
+            "lse and delta are those of a group's first head",
+            "row = first_row + g.to(gl.int64) * M_padded + start_m\n",
+            "row = first_row + start_m\n",
+        ),
+        {"H": 4, "Hk": 2, "M": 200, "N": 300},
+    ),
+    (
+        _behind(
+            "dq is added to a group's first head",
+            "row = (first_row + g.to(gl.int64) * M_padded + start_m).to(gl.int32)",
+            "row = (first_row + start_m).to(gl.int32)",
+        ),
+        {"H": 4, "Hk": 2, "M": 200, "N": 300, **_IN_ONE_PASS},
+    ),
+    (
+        _behind(
+            "dq has the keys of one consumer, twice",
+            "ds_tiles.index(buffer * 2 + each)",
+            "ds_tiles.index(buffer * 2 + half)",
+        ),
+        {"M": 200, "N": 300, **_IN_ONE_PASS},
+    ),
+    (
+        _behind(
+            "both consumers add to the same rows of dq",
+            "[row + block_row, block_column]",
+            "[row, block_column]",
+        ),
+        {"M": 200, "N": 300, **_IN_ONE_PASS},
+    ),
+    (
+        _behind("delta is not subtracted", "ds = p * (dp - delta[None, :])", "ds = p * dp"),
+        {"M": 200, "N": 300},
+    ),
+    (
+        _behind(
+            "P is rounded before its gradient is made of it",
+            "ds = p * (dp - delta[None, :])",
+            "ds = p.to(DTYPE).to(gl.float32) * (dp - delta[None, :])",
+        ),
+        {"M": 200, "N": 700, "sm_scale": 0.01},
+    ),
+)
 
 HARDWARE: tuple[OnHardware, ...] = (
     *(
         OnHardware(mutant, tuple(_step(**{**_WIDE, "dtype": dtype, **fields})
                                  for dtype in ("bf16", "fp16")))
-        for mutant, fields in _HOPPER
+        for mutant, fields in (*_HOPPER, *_HOPPER_BACKWARD)
     ),
     *(
         OnHardware(fault, (_step(M=64, N=64, D=32, Dv=32, dtype="fp32"),))

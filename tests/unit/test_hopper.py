@@ -9,7 +9,12 @@ pytest.importorskip("triton")
 
 from fa_kernels import Config, flash_attention, hopper, launch
 from fa_kernels.configs import Tile, resolve
+from oracles.error_model import judge
+from oracles.mask import Mask
 from oracles.masks.prefix_lm import PrefixLM
+from oracles.outputs import Numerics
+from oracles.reference import attention
+from properties.compare import ratios
 
 CUDA = torch.device("cuda")
 HERE = torch.cuda.is_available() and hopper.is_there(CUDA)
@@ -29,16 +34,26 @@ def tensors(shape=SHAPE, dtype=torch.bfloat16, heads=None):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Counts the calls that run there."""
-    seen: list[object] = []
-    original = hopper.launch_hopper_forward
+    """Names of the passes that run there, in order."""
+    seen: list[str] = []
 
-    def counted(*args):
-        seen.append(args)
-        original(*args)
+    def counted(name, original):
+        def launched(*args):
+            seen.append(name)
+            original(*args)
 
-    monkeypatch.setattr(launch.hopper, "launch_hopper_forward", counted)
+        return launched
+
+    for name in ("forward", "backward"):
+        original = getattr(hopper, f"launch_hopper_{name}")
+        monkeypatch.setattr(launch.hopper, f"launch_hopper_{name}", counted(name, original))
     return seen
+
+
+def gradients(inputs, dout, **arguments):
+    """dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return torch.autograd.grad(flash_attention(*leaves, **arguments), leaves, dout)
 
 
 def test_a_cpu_has_none():
@@ -70,11 +85,12 @@ def test_a_config_refuses_what_is_no_bool(value):
         Config(hopper=value)
 
 
-def test_a_forward_with_a_tile_of_its_own_is_portable():
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq", "one_pass"])
+def test_a_configuration_with_a_tile_of_its_own_is_portable(kernel):
     assert resolve("default", torch.float16, 128).hopper
+    assert resolve(Config(splits=2), torch.float16, 128).hopper
     assert not resolve("portable", torch.float16, 128).hopper
-    assert not resolve(Config(forward=Tile(64, 64)), torch.float16, 128).hopper
-    assert resolve(Config(dq=Tile(64, 64)), torch.float16, 128).hopper
+    assert not resolve(Config(**{kernel: Tile(64, 64)}), torch.float16, 128).hopper
 
 
 @on_hopper
@@ -83,7 +99,7 @@ def test_what_it_takes_runs_there_and_nothing_else_does(launches):
     slopes = torch.ones(4, device="cuda")
     flash_attention(q, k, v)
     flash_attention(q, k, v, causal=True, seqlens_k=[300, 5])
-    assert len(launches) == 2
+    assert launches == ["forward"] * 2
     for beside in (
         {"config": "portable"}, {"config": "64x32"}, {"config": Config(splits=2)},
         {"softcap": 2.0}, {"alibi_slopes": slopes},
@@ -93,7 +109,42 @@ def test_what_it_takes_runs_there_and_nothing_else_does(launches):
         flash_attention(q, k, v, **beside)
     flash_attention(*(x.float() for x in (q, k, v)))
     flash_attention(q, k[:, :, :0], v[:, :, :0])
-    assert len(launches) == 2
+    assert launches == ["forward"] * 2
+
+
+@on_hopper
+@pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
+def test_backwards_that_it_takes_run_there_and_no_others_do(backward, launches):
+    q, k, v = tensors()
+    gradients((q, k, v), q, backward=backward)
+    assert launches == ["forward", "backward"]
+    gradients((q, k, v), q, backward=backward, config=Config(splits=2))
+    assert launches == ["forward", "backward", "backward"]
+    for beside in (
+        {"config": "portable"}, {"config": Config(dq=Tile(64, 64))}, {"softcap": 2.0},
+        {"mask": PrefixLM(prefix=20)},
+    ):  # fmt: skip
+        gradients((q, k, v), q, backward=backward, **beside)
+    leaf = q.clone().requires_grad_()
+    flash_attention(leaf, k, v).backward(q)
+    assert launches == ["forward", "backward", "backward", "forward"]
+
+
+@on_hopper
+@pytest.mark.parametrize("D", [64, 128])
+def test_dk_and_dv_of_one_pass_are_those_of_two_and_dq_is_within_its_bound_every_time(D):
+    inputs, mask = tensors((2, 8, 1000, D), heads=2, dtype=torch.float16), Mask(causal=True)
+    dout = inputs[0]
+    call = {"mask": mask, "sm_scale": D**-0.5}
+    want = attention(*inputs, dout, **call).dq
+    bound = judge(*inputs, dout, **call, in_dtype="fp16", numerics=Numerics()).bound.dq
+    wanted = gradients(inputs, dout, mask=mask)
+    for _ in range(50):
+        for backward in ("one_pass", "two_pass"):
+            dq, dk, dv = gradients(inputs, dout, mask=mask, backward=backward)
+            assert torch.equal(dk, wanted[1])
+            assert torch.equal(dv, wanted[2])
+            assert float(ratios(dq, want, bound).amax()) <= 1
 
 
 @on_hopper
@@ -113,7 +164,7 @@ def test_strides_that_cannot_be_counted_change_no_bit(D, launches):
     for given in (odd, shifted, turned):
         found = flash_attention(*given, causal=True, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert len(launches) == 4
+    assert launches == ["forward"] * 4
 
 
 @on_hopper
@@ -126,7 +177,23 @@ def test_what_stands_in_padding_is_never_read_into_a_sum(launches):
             x[b, :, length:] = float("nan")
     found = flash_attention(q, k, v, return_lse=True, **lengths)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert len(launches) == 2
+    assert launches == ["forward"] * 2
+
+
+@on_hopper
+@pytest.mark.parametrize("D", [40, 128])
+def test_strides_that_cannot_be_counted_change_no_bit_of_a_gradient(D, launches):
+    inputs = tensors((2, 4, 200, D), heads=2)
+    dout = tensors((2, 4, 200, D))[0]
+    wanted = gradients(inputs, dout, causal=True)
+    turned = [x.mT.contiguous().mT for x in (*inputs, dout)]
+    found = gradients(turned[:3], turned[3], causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    of_a_sum = torch.ones((), device="cuda", dtype=dout.dtype).expand(dout.shape)
+    wanted = gradients(inputs, of_a_sum.contiguous(), causal=True)
+    found = gradients(inputs, of_a_sum, causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert launches == ["forward", "backward"] * 4
 
 
 @on_hopper

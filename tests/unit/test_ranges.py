@@ -23,7 +23,7 @@ tl = pytest.importorskip("triton.language")
 
 from fa_kernels.arguments import MAX_SEQLEN  # noqa: E402
 from fa_kernels.kernels.tiles import nth_tile, tile_count  # noqa: E402
-from fa_kernels.ranges import visible_tiles  # noqa: E402
+from fa_kernels.ranges import tile_of_head, visible_tiles  # noqa: E402
 
 SIZE = 9
 LENGTHS = tuple((q, k) for q in range(SIZE + 1) for k in range(SIZE + 1))
@@ -353,3 +353,19 @@ def test_the_backward_kernels_visit_each_edge_and_each_full_tile_once(here, ther
         [*range(lo, full_lo), *range(full_hi, hi)] for lo, full_lo, full_hi, hi in ranges_of_calls
     ]
     assert any(lo < full_lo < full_hi < hi for lo, full_lo, full_hi, hi in ranges_of_calls)
+
+
+@pytest.mark.parametrize("together", [1, 2, 5, 12])
+@pytest.mark.parametrize("heads", range(1, 8))
+@pytest.mark.parametrize("tiles", range(1, 8))
+def test_programs_have_all_tiles_of_all_heads_once_and_a_group_its_first_tiles_first(
+    tiles, heads, together
+):
+    found = [tile_of_head.fn(i, tiles, heads, together) for i in range(tiles * heads)]
+    assert sorted(found) == [(tile, head) for tile in range(tiles) for head in range(heads)]
+    # Of a group as many heads as it takes for its programs, and no more.
+    of_group = -(-together // tiles)
+    for first in range(0, heads, of_group):
+        group = found[first * tiles : (first + of_group) * tiles]
+        assert {head for _, head in group} == set(range(first, min(first + of_group, heads)))
+        assert [tile for tile, _ in group] == sorted(tile for tile, _ in group)

@@ -1,0 +1,408 @@
+"""dk and dv on Hopper, and dq in the same pass if it is asked for.
+
+As in ``dkdv`` one program has a key tile and all query tiles of a group of heads, transposed. Each
+of two consumers has half the keys. While it takes the softmax of one query tile the tensor cores
+multiply dP; then come dV, dK, dQ and the scores of the next query tile, behind each other, so that
+the other work of a tile is done beside products. dS goes through shared memory, since dQ sums over
+the keys of both consumers: each makes half of it, and adds it to sums in memory by TMA. A producer
+loads what the consumers read.
+
+Source: FlashAttention-3 (arXiv:2407.08608), section 3.1 and its appendix on the backward pass.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fa_kernels.kernels.hopper_tiles import (
+    HALF_ROWS,
+    PROGRAMS_TOGETHER,
+    async_add,
+    async_load,
+    matrix,
+    thread_barrier,
+    wide,
+    zero_rows,
+)
+from fa_kernels.kernels.scores import base2_scale
+from fa_kernels.kernels.tiles import (
+    element_mask,
+    nth_tile,
+    scale_from_bits,
+    sequence,
+    store_rows,
+    stored_rows,
+    tile_count,
+)
+from fa_kernels.ranges import tile_of_head, visible_tiles
+
+__all__ = ["hopper_backward_kernel"]
+
+_HALF: gl.constexpr = gl.constexpr(HALF_ROWS)
+_TOGETHER: gl.constexpr = gl.constexpr(PROGRAMS_TOGETHER)
+
+
+@gluon.jit
+def _copy_row(pointer, row, barrier):
+    """A row of float32 into shared memory, by one warp; the barrier hears of it."""
+    SIZE: gl.constexpr = row.shape[0]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SIZE // 32], [32], [1], [0])
+    row.store(gl.load(pointer + gl.arange(0, SIZE, LAYOUT)))
+    thread_barrier()
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def _produce(
+    keys,
+    values,
+    queries,
+    douts,
+    scratch,
+    rows_of,
+    barriers,
+    head,
+    G,
+    M_padded,
+    start_n,
+    tiles,
+    STAGES: gl.constexpr,
+):
+    """Loads a key tile, and the query tiles of G heads with the rows of lse2 and delta."""
+    k_desc, k_tiles = keys
+    v_desc, v_tiles = values
+    q_desc, q_tiles = queries
+    do_desc, do_tiles = douts
+    lse2_ptr, delta_ptr = scratch
+    lse2_rows, delta_rows = rows_of
+    kv_full, q_full, do_full, free = barriers
+    b, h_k, first_row = head
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    if tiles[3] > tiles[0]:
+        of_half: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
+        mbarrier.expect(kv_full.index(0), 2 * of_half)
+        for half in gl.static_range(2):
+            place = [b, h_k, start_n + half * _HALF, 0]
+            async_load(k_desc, place, kv_full.index(0), k_tiles.index(half))
+            async_load(v_desc, place, kv_full.index(0), v_tiles.index(half))
+    before = 0
+    for MASKED in gl.static_range(1, -1, -1):
+        count = tile_count(tiles, MASKED)
+        for g in range(0, G):
+            for t in range(0, count):
+                i = before + g * count + t
+                stage = i % STAGES
+                start_m = nth_tile(t, tiles, MASKED) * BLOCK_M
+                place = [b, h_k * G + g, start_m, 0]
+                row = first_row + g.to(gl.int64) * M_padded + start_m
+                # Of a stage never used the phase before the first counts as over.
+                mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
+                mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
+                async_load(q_desc, place, q_full.index(stage), q_tiles.index(stage))
+                _copy_row(lse2_ptr + row, lse2_rows.index(stage), q_full.index(stage))
+                mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes)
+                async_load(do_desc, place, do_full.index(stage), do_tiles.index(stage))
+                _copy_row(delta_ptr + row, delta_rows.index(stage), do_full.index(stage))
+        before += G * count
+
+
+@gluon.jit
+def _zero_dead(tile, lse2_row, WIDE: gl.constexpr):
+    """Zeros in place of rows without a visible key, padding rows too, which may hold anything."""
+    live = lse2_row.load(gl.SliceLayout(1, WIDE)) != float("inf")
+    if gl.min(live.to(gl.int32), 0) == 0:
+        zero_rows(tile, live, WIDE)
+
+
+@gluon.jit
+def _seen_alone(x, offs_m, offs_n, view):
+    """Selected, not multiplied by 0: p of a hidden key and dp of a hidden v can be infinite."""
+    return gl.where(element_mask(offs_m[None, :], offs_n[:, None], view, None), x, 0.0)
+
+
+@gluon.jit
+def _consume(
+    half: gl.constexpr,
+    resident,
+    staged,
+    rows_of,
+    ds_tiles,
+    barriers,
+    ds_full,
+    dq_sums,
+    written,
+    first_row,
+    G,
+    M_padded,
+    N,
+    start_n,
+    tiles,
+    view,
+    scales,
+    STAGES: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    ONE_PASS: gl.constexpr,
+):
+    """Makes dk and dv of half the keys of a tile, and half of what the tile adds to dq.
+
+    dQ of a query tile has two blocks of 64 x 64 numbers, beside or below each other.
+    """
+    k_tiles, v_tiles = resident
+    q_tiles, do_tiles = staged
+    lse2_rows, delta_rows = rows_of
+    kv_full, q_full, do_full, free = barriers
+    dq_desc, dq_blocks = dq_sums
+    dk_ptr, dv_ptr, D, Dv, first_key = written
+    qk_scale, sm_scale = scales
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    BLOCK_D: gl.constexpr = q_tiles.shape[4]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    BLOCK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    WIDE: gl.constexpr = wide(BLOCK_D)
+    DTYPE: gl.constexpr = dk_ptr.dtype.element_ty
+    SIDE_BY_SIDE: gl.constexpr = BLOCK_D == 128
+    block_row: gl.constexpr = 0 if SIDE_BY_SIDE else half * 64
+    block_column: gl.constexpr = half * 64 if SIDE_BY_SIDE else 0
+    start_n += half * _HALF
+    offs_n = start_n + gl.arange(0, _HALF, gl.SliceLayout(1, SCORES))
+    offs_tile = gl.arange(0, BLOCK_M, COLUMNS)
+    offs_wide = gl.arange(0, _HALF, gl.SliceLayout(1, WIDE))
+    dk = gl.zeros([_HALF, BLOCK_D], gl.float32, SUMS)
+    dv = gl.zeros([_HALF, BLOCK_D], gl.float32, SUMS)
+    nothing = gl.zeros([_HALF, BLOCK_M], gl.float32, SCORES)
+    no_block = gl.zeros([64, 64], gl.float32, BLOCK)
+    total = G * (tiles[3] - tiles[0])
+    if total > 0:
+        mbarrier.wait(kv_full.index(0), 0)
+        # The copy has zeros past the tensor's last key.
+        if (view[1] < N) & (view[1] - start_n < 2 * _HALF):
+            for each in gl.static_range(2):
+                keys = start_n + (each - half) * _HALF + offs_wide
+                zero_rows(matrix(k_tiles, each), keys < view[1], WIDE)
+            zero_rows(matrix(v_tiles, half), start_n + offs_wide < view[1], WIDE)
+        mbarrier.wait(q_full.index(0), 0)
+        _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), WIDE)
+    # Of no query tile they are made of whatever is there, and mean nothing.
+    q = matrix(q_tiles, 0)
+    scores = warpgroup_mma(
+        matrix(k_tiles, half), q.permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    before = 0
+    for MASKED in gl.static_range(1, -1, -1):
+        count = tile_count(tiles, MASKED)
+        for g in range(0, G):
+            for t in range(0, count):
+                i = before + g * count + t
+                # 0, which the compiler does not know: it would keep the places of all tiles that
+                # stay over the loop, in registers that there are not.
+                again = i >> 30
+                stage = i % STAGES
+                start_m = nth_tile(t, tiles, MASKED) * BLOCK_M
+                offs_m = start_m + offs_tile
+                q, dout = matrix(q_tiles, stage), matrix(do_tiles, stage)
+                mbarrier.wait(do_full.index(stage), i // STAGES & 1)
+                if MASKED:
+                    _zero_dead(dout, lse2_rows.index(stage), WIDE)
+                v = matrix(v_tiles, half + again)
+                dp = warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                lse2 = lse2_rows.index(stage).load(COLUMNS)
+                p = gl.exp2(scores * qk_scale - lse2[None, :])
+                if MASKED:
+                    p = _seen_alone(p, offs_m, offs_n, view)
+                dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), LEFT), dout, dv, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=(dp,))
+                delta = delta_rows.index(stage).load(COLUMNS)
+                ds = p * (dp - delta[None, :])
+                if MASKED:
+                    ds = _seen_alone(ds, offs_m, offs_n, view)
+                ds = ds.to(DTYPE)
+                # Two buffers: who has seen both halves of one has left the one before.
+                buffer = i & 1
+                if ONE_PASS:
+                    # Before the barrier that the next line brings: the block is free then.
+                    tma.store_wait(0)
+                    ds_tiles.index(buffer * 2 + half).permute((1, 0)).store(ds)
+                    fence_async_shared()
+                    mbarrier.arrive(ds_full.index(buffer), count=1)
+                dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
+                if ONE_PASS:
+                    mbarrier.wait(ds_full.index(buffer), i // 2 & 1)
+                    dq = no_block
+                    for each in gl.static_range(2):
+                        left = ds_tiles.index(buffer * 2 + each)
+                        right = matrix(k_tiles, each + again)
+                        if SIDE_BY_SIDE:
+                            right = right.slice(block_column, 64, 1)
+                        else:
+                            left = left.slice(block_row, 64, 0)
+                        dq = warpgroup_mma(left, right, dq, use_acc=each > 0, is_async=True)
+                following = (i + 1) % STAGES
+                q = matrix(q_tiles, following)
+                if i + 1 < total:
+                    mbarrier.wait(q_full.index(following), (i + 1) // STAGES & 1)
+                    if MASKED:
+                        _zero_dead(q, lse2_rows.index(following), WIDE)
+                # What dQ is made of stays in flight.
+                dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))
+                mbarrier.arrive(free.index(stage), count=1)
+                k = matrix(k_tiles, half + again)
+                scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                if ONE_PASS:
+                    dq = warpgroup_mma_wait(1, deps=(dq,))
+                    dq_blocks.index(half).store(dq)
+                    fence_async_shared()
+                    thread_barrier()
+                    row = (first_row + g.to(gl.int64) * M_padded + start_m).to(gl.int32)
+                    async_add(dq_desc, [row + block_row, block_column], dq_blocks.index(half))
+                scores = warpgroup_mma_wait(0, deps=(scores,))
+        before += G * count
+    if ONE_PASS:
+        tma.store_wait(0)
+
+    rows = start_n + offs_wide
+    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
+    valid = (rows < view[1])[:, None]
+    dk = gl.where(valid, gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE), 0.0)
+    store_rows(dk_ptr, first_key, N, rows, columns, dk, D, BLOCK_D, ALIGNED)
+    dv = gl.where(valid, gl.convert_layout(dv.to(DTYPE), WIDE), 0.0)
+    store_rows(dv_ptr, first_key, N, rows, columns, dv, Dv, BLOCK_D, ALIGNED)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "H", "G", "M", "M_padded", "N", "D", "Dv", "window_left", "window_right", "sm_scale_bits",
+    ],
+    do_not_specialize_on_alignment=[
+        "lse2_ptr", "delta_ptr", "dk_ptr", "dv_ptr", "seqlens_q_ptr", "seqlens_k_ptr",
+    ],
+)  # fmt: skip
+def hopper_backward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse2_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    dq_desc,
+    seqlens_q_ptr,
+    seqlens_k_ptr,
+    H: gl.int32,
+    G: gl.int32,
+    M: gl.int32,
+    M_padded: gl.int32,
+    N: gl.int32,
+    D: gl.int32,
+    Dv: gl.int32,
+    window_left: gl.int32,
+    window_right: gl.int32,
+    sm_scale_bits: gl.int64,
+    STAGES: gl.constexpr,
+    ALIGNED: gl.constexpr,
+    ONE_PASS: gl.constexpr,
+):
+    """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), both contiguous, for one key tile of one kv head.
+
+    q, k, v, dout as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
+    one query tile or HALF_ROWS keys, and BLOCK_D columns, with zeros past the tensors' ends; lse2
+    and delta (B,H,M_padded) of ``delta_kernel``. With ONE_PASS it adds to dq, as a descriptor of
+    float32 (B H M_padded, BLOCK_D) in blocks of 64 x 64, without sm_scale; else it is not touched.
+    """
+    BLOCK_N: gl.constexpr = 2 * _HALF
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
+    DTYPE: gl.constexpr = q_desc.dtype
+    n_blocks = gl.cdiv(N, BLOCK_N)
+    heads = gl.num_programs(0) // n_blocks
+    # Early key tiles are the long ones under causal masking.
+    n_block, bh_k = tile_of_head(gl.program_id(0), n_blocks, heads, _TOGETHER)
+    start_n = n_block * BLOCK_N
+    Hk = H // G
+    b = bh_k // Hk
+    h_k = bh_k % Hk
+    place, seqlen_q = sequence(seqlens_q_ptr, b, M, M, False)
+    place, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)
+    view = (seqlen_q, seqlen_k, window_left, window_right)
+    tiles = visible_tiles(start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M)
+    if seqlen_k - start_n < BLOCK_N:
+        # Keys past the end are hidden, and full tiles have no mask.
+        tiles = (tiles[0], tiles[3], tiles[3], tiles[3])
+    sm_scale = scale_from_bits(sm_scale_bits)
+    scales = (base2_scale(sm_scale, gl.float32, 0), sm_scale.to(gl.float32))
+    first_key = stored_rows(b, h_k, Hk, place, N, seqlen_k, N, False)[0]
+    first_row = (b * H + h_k * G).to(gl.int64) * M_padded
+
+    k_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _HALF, BLOCK_D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _HALF, BLOCK_D], v_desc.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], dout_desc.layout)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse2_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BLOCKS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    # Without ONE_PASS nothing touches them.
+    ds_tiles = gl.allocate_shared_memory(DTYPE, [4 if ONE_PASS else 1, BLOCK_M, _HALF], HALVES)
+    dq_blocks = gl.allocate_shared_memory(gl.float32, [2 if ONE_PASS else 1, 64, 64], BLOCKS)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full.index(0), count=1)
+    for buffer in gl.static_range(2):
+        # Both consumers write a half of it.
+        mbarrier.init(ds_full.index(buffer), count=2)
+    for stage in gl.static_range(STAGES):
+        # A tile, and its row of lse2 or delta.
+        mbarrier.init(q_full.index(stage), count=2)
+        mbarrier.init(do_full.index(stage), count=2)
+        # Both consumers leave it.
+        mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()
+    barriers = (kv_full, q_full, do_full, free)
+    rows_of = (lse2_rows, delta_rows)
+    resident, staged = (k_tiles, v_tiles), (q_tiles, do_tiles)
+    dq_sums = (dq_desc, dq_blocks)
+    written = (dk_ptr, dv_ptr, D, Dv, first_key)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    0, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_sums, written,
+                    first_row, G, M_padded, N, start_n, tiles, view, scales, STAGES, ALIGNED,
+                    ONE_PASS,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    1, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_sums, written,
+                    first_row, G, M_padded, N, start_n, tiles, view, scales, STAGES, ALIGNED,
+                    ONE_PASS,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    (k_desc, k_tiles), (v_desc, v_tiles), (q_desc, q_tiles), (dout_desc, do_tiles),
+                    (lse2_ptr, delta_ptr), rows_of, barriers, (b, h_k, first_row), G, M_padded,
+                    start_n, tiles, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,65 @@
+"""What the kernels for Hopper share: copies by TMA, and tiles in shared memory.
+
+Two consumers, a warpgroup each, have half the rows of a tile each; what both read, either may
+clear: they write the same, whichever comes first.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+__all__ = [
+    "HALF_ROWS",
+    "PROGRAMS_TOGETHER",
+    "async_add",
+    "async_load",
+    "matrix",
+    "thread_barrier",
+    "wide",
+    "zero_rows",
+]
+
+# Of a tile: what one warpgroup multiplies at a time.
+HALF_ROWS = 64
+# Of a group of heads: more than a GPU runs at a time, so that the long ones of the next begin while
+# the short ones of this end; and few enough for its tensors to stay in the L2 cache.
+PROGRAMS_TOGETHER = 256
+# Triton has named them so since 3.7.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+@builtin
+def _async_add(tensor_desc, coord, src, _semantic=None):
+    """What Triton has as ``tma.async_atomic_add`` since 3.7."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+async_add = getattr(tma, "async_atomic_add", None) or _async_add
+
+
+@triton.constexpr_function
+def wide(columns):
+    """The layout of 16-byte loads and stores, by one warpgroup, of rows of 16-bit numbers."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def matrix(tiles, index):
+    """One of several tiles (1, 1, rows, columns) in shared memory, as rows and columns."""
+    tile = tiles.index(index)
+    return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def zero_rows(tile, kept, WIDE: gl.constexpr):
+    """Zeros in place of the rows that are not ``kept``, before products read the tile.
+
+    For rows whose factor is 0: 0 times what they hold may not be.
+    """
+    tile.store(gl.where(kept[:, None], tile.load(WIDE), 0.0))
+    fence_async_shared()

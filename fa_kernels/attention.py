@@ -143,7 +143,7 @@ def flash_attention(
         alibi_slopes=alibi_slopes,
         bias=bias,
     )
-    out, lse = operators.forward(q, k, v, *request)
+    out, lse = operators.run_forward(q, k, v, request)
     found = (out, lse) if return_lse else (out,)
     if pooling is not None:
         found = (*found, operators.pooled_scores(q, k, lse, *request, *pooling))

@@ -6,6 +6,7 @@ It is never needed: where it does not take a call, the portable kernel does.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -110,23 +111,37 @@ def takes_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: 
     return arguments.config.splits is None and takes(q, k, v, arguments)
 
 
-def _copied(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy where a descriptor cannot count its strides."""
-    size = x.element_size()
-    strides = [step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    fits = all(step > 0 and step * size % _ALIGNMENT == 0 for step in strides)
-    if fits and x.stride(-1) == 1 and x.data_ptr() % _ALIGNMENT == 0:
-        return x
-    return allocation.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+def _descriptor(
+    base: torch.Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    block: list[int],
+    layout: object,
+) -> object:
+    """As its constructor makes it, without its checks, which took half the time of a launch."""
+    made = object.__new__(_descriptors()[0])
+    made.__dict__.update(
+        base=base, shape=list(shape), strides=list(strides), block_shape=block, layout=layout
+    )
+    return made
 
 
 def _described(x: torch.Tensor, rows: int, columns: int) -> object:
-    """A tensor (B, H, rows, head_dim) in blocks of so many rows and columns."""
-    descriptor, layout, _ = _descriptors()
-    x = _copied(x)
-    # The stride of what is alone is never counted, but has to be one.
-    strides = [step if n > 1 else columns for n, step in zip(x.shape, x.stride(), strict=True)]
-    return descriptor(x, list(x.shape), [*strides[:3], 1], [1, 1, rows, columns], layout)
+    """A tensor (B, H, rows, head_dim) in blocks of so many rows and columns.
+
+    Of a contiguous copy, where a descriptor cannot count the tensor's strides.
+    """
+    size, shape, strides = x.element_size(), x.shape, list(x.stride())
+    fits = strides[3] == 1 and x.data_ptr() % _ALIGNMENT == 0
+    for axis in range(3):
+        if shape[axis] == 1:
+            # The stride of what is alone is never counted, but has to be one.
+            strides[axis] = columns
+        fits = fits and strides[axis] > 0 and strides[axis] * size % _ALIGNMENT == 0
+    if not fits:
+        x = allocation.empty(shape, dtype=x.dtype, device=x.device).copy_(x)
+        strides = list(x.stride())
+    return _descriptor(x, shape, strides, [1, 1, rows, columns], _descriptors()[1])
 
 
 def launch_hopper_forward(
@@ -174,7 +189,6 @@ def launch_hopper_backward(
     """
     kernels = _kernels()
     assert kernels is not None
-    descriptor, _, layout = _descriptors()
     B, H, M, D = q.shape
     _, Hk, N, Dv = v.shape
     columns = padded(D, Dv)
@@ -182,8 +196,8 @@ def launch_hopper_backward(
     keys_of = _described(k, keys // 2, columns)
     added_to = keys_of
     if sums is not None:
-        shape = [sums.numel() // columns, columns]
-        added_to = descriptor(sums, shape, [columns, 1], [_SUMMED, _SUMMED], layout)
+        shape, block = (sums.numel() // columns, columns), [_SUMMED, _SUMMED]
+        added_to = _descriptor(sums, shape, (columns, 1), block, _descriptors()[2])
     kernels[1][(triton.cdiv(N, keys) * B * Hk,)](
         _described(q, rows, columns), keys_of, _described(v, keys // 2, columns),
         _described(dout, rows, columns), lse2, delta, dk, dv, added_to,

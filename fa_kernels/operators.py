@@ -1,5 +1,8 @@
 """Forward, backward and pooling as operators of PyTorch: one each to its compiler and its modes.
 
+Where nothing listens to calls of operators, what they come down to is called directly: their way
+through the dispatcher takes as long as all else of a call on the host.
+
 The namespace is the name of the package, so that copies of it have operators of their own.
 """
 
@@ -22,7 +25,7 @@ from fa_kernels.launch import (
 )
 from fa_kernels.pooling import prepared_pooling
 
-__all__ = ["backward", "forward", "pooled_scores"]
+__all__ = ["backward", "forward", "pooled_scores", "run_forward"]
 
 _NAMESPACE = __name__.partition(".")[0]
 _REQUEST = (
@@ -36,7 +39,7 @@ _TENSORS = tuple(
     Request._fields.index(name)
     for name in ("seqlens_q", "seqlens_k", "block_mask", "alibi_slopes", "bias")
 )
-_BIAS = Request._fields.index("bias")
+_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 _OPERATORS = {
     "forward": f"(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)",
     "backward": (
@@ -123,35 +126,89 @@ def _pooled_scores_like(q, k, _lse, *asked):
 
 def _constant(*arguments):
     """The pooled scores for autograd: they have no derivative, as indices have none."""
+    return _below_autograd(pooled_scores, *arguments)
+
+
+def _is_watched(*tensors):
+    """Whether something other than autograd is to see operators: a compiler, a mode, a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+        or not all(type(x) in _PLAIN for x in tensors)
+    )
+
+
+def _of_request(request):
+    return [request[place] for place in _TENSORS]
+
+
+def _is_batched(x):
+    """Whether gradients come many at a time, ``is_grads_batched``, which no mode tells of."""
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def run_forward(q, k, v, request):
+    """(out, lse) of a checked request, differentiable."""
+    if _is_watched(q, k, v, *_of_request(request)):
+        return forward(q, k, v, *request)
+    if _is_recorded(q, k, v, request.bias):
+        return _ForwardFunction.apply(q, k, v, request.bias, request)
+    return _forward(q, k, v, *request)
+
+
+def _is_recorded(*tensors):
+    """Whether autograd has to know, also of tangents, if only to refuse them."""
+    return torch.autograd.forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    )
+
+
+def _below_autograd(operator, *arguments):
+    """What an operator returns where autograd has recorded it."""
     with torch._C._AutoDispatchBelowAutograd():
-        return pooled_scores(*arguments)
+        return operator(*arguments)
 
 
 class _ForwardFunction(torch.autograd.Function):
-    """Saves q, k, v, out, lse, and the tensors of the request."""
+    """Saves q, k, v, out, lse, and the tensors of the request, of which bias is one."""
 
     @staticmethod
-    def forward(ctx, q, k, v, *request):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = forward(q, k, v, *request)
+    def forward(ctx, q, k, v, _bias, request):
+        if _is_watched(q, k, v, *_of_request(request)):
+            out, lse = _below_autograd(forward, q, k, v, *request)
+        else:
+            out, lse = _forward(q, k, v, *request)
         # Those of the request too, so that autograd notices when they are changed in between.
-        ctx.save_for_backward(q, k, v, out, lse, *(request[place] for place in _TENSORS))
+        ctx.save_for_backward(q, k, v, out, lse, *_of_request(request))
         ctx.request = [None if i in _TENSORS else x for i, x in enumerate(request)]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        needed, asked = ctx.needs_input_grad[:3], list(ctx.request)
+        # Once: a checkpoint gives them no second time.
+        saved = ctx.saved_tensors
+        q, k, v, out, lse, *tensors = saved
+        needed, request = ctx.needs_input_grad[:3], list(ctx.request)
         for place, x in zip(_TENSORS, tensors, strict=True):
-            asked[place] = x
-        needs_dbias = ctx.needs_input_grad[3 + _BIAS]
-        *found, dbias = backward(q, k, v, out, lse, dout, dlse, *needed, *asked, needs_dbias)
+            request[place] = x
+        needs_dbias = ctx.needs_input_grad[3]
+        run = _backward
+        # What is recorded here a second derivative would be asked of.
+        if (
+            torch.is_grad_enabled()
+            or _is_watched(*saved, dout, dlse)
+            or _is_batched(dout)
+            or _is_batched(dlse)
+        ):
+            run = backward
+        *found, dbias = run(q, k, v, out, lse, dout, dlse, *needed, *request, needs_dbias)
         gradients = [x if is_needed else None for x, is_needed in zip(found, needed, strict=True)]
-        of_request = [None] * len(Request._fields)
-        of_request[_BIAS] = dbias if needs_dbias else None
-        return *gradients, *of_request
+        return *gradients, dbias if needs_dbias else None, None
 
     @staticmethod
     def jvp(_ctx, *_tangents):
@@ -168,8 +225,7 @@ class _BackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx, *arguments):
-        with torch._C._AutoDispatchBelowAutograd():
-            return backward(*arguments)
+        return _below_autograd(backward, *arguments)
 
     @staticmethod
     def backward(_ctx, *_gradients):
@@ -190,9 +246,18 @@ def _recorded(name):
             raise NotImplementedError(
                 "flash_attention is differentiated by torch.func; supported is torch.autograd"
             )
-        return globals()[name].apply(*arguments)
+        return globals()[name](*arguments)
 
     return run
+
+
+def _recorded_forward(q, k, v, *request):
+    request = Request(*request)
+    return _ForwardFunction.apply(q, k, v, request.bias, request)
+
+
+def _recorded_backward(*arguments):
+    return _BackwardFunction.apply(*arguments)
 
 
 def _by_name(name):
@@ -201,8 +266,8 @@ def _by_name(name):
 
 if _is_new:
     for _operator, _name, _differentiable in (
-        (forward, "_forward", _recorded("_ForwardFunction")),
-        (backward, "_backward", _recorded("_BackwardFunction")),
+        (forward, "_forward", _recorded("_recorded_forward")),
+        (backward, "_backward", _recorded("_recorded_backward")),
         (pooled_scores, "_pooled_scores", _by_name("_constant")),
     ):
         _library.impl(_operator, _by_name(_name), "CompositeExplicitAutograd")

@@ -100,6 +100,6 @@ def flash_attention_varlen(
         alibi_slopes=alibi_slopes,
         offsets=(cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k),
     )
-    out, lse = operators.forward(*heads_first, *request)
+    out, lse = operators.run_forward(*heads_first, request)
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return (out, lse) if return_lse else out

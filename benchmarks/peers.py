@@ -1,10 +1,11 @@
-"""What ours is measured beside: PyTorch's attentions, each at its best call.
+"""What ours is measured beside: PyTorch's attentions, and flash-attn, each at its best call.
 
 Each is f(q, k, v, causal) of (B, H, N, D), and raises where it cannot.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 
@@ -21,6 +22,11 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Ten
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
     """Our kernels in their default configuration."""
     return flash_attention(q, k, v, causal=causal)
+
+
+def _one_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Ours with dq by atomics, as all peers but FlexAttention and the composed ones make it."""
+    return flash_attention(q, k, v, causal=causal, backward="one_pass")
 
 
 def _portable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -61,12 +67,45 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
     return _compiled_flex()(q, k, v, block_mask=blocks)
 
 
+@cache
+def _hidden(N: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(N, N, dtype=torch.bool, device=device).triu(1)
+
+
+def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """As one writes it down, with all scores in memory."""
+    scores = q @ k.mT * q.shape[3] ** -0.5
+    if causal:
+        scores = scores.masked_fill(_hidden(q.shape[2], q.device), float("-inf"))
+    return torch.softmax(scores, 3) @ v
+
+
+@cache
+def _compiled_eager() -> Attention:
+    torch._dynamo.config.recompile_limit = 1000
+    compiled: Attention = torch.compile(_eager, dynamic=False)
+    return compiled
+
+
+def _flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    from flash_attn import flash_attn_func
+
+    heads_inside = (x.transpose(1, 2) for x in (q, k, v))
+    out: torch.Tensor = flash_attn_func(*heads_inside, causal=causal)
+    return out.transpose(1, 2)
+
+
 PEERS: dict[str, Attention] = {
     "ours": ours,
+    "ours, one pass": _one_pass,
     "ours, portable": _portable,
     "cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION),
     "FlexAttention": _flex,
     "SDPA flash": sdpa_flash,
     "SDPA efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION),
     "SDPA math": _sdpa(SDPBackend.MATH),
+    "eager": _eager,
+    "compiled eager": lambda *asked: _compiled_eager()(*asked),
 }
+if importlib.util.find_spec("flash_attn"):
+    PEERS["flash-attn"] = _flash_attn

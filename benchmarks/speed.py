@@ -1,13 +1,18 @@
-"""Speed of ours beside its peers, as ratios in one run: ``python -m benchmarks.speed [NAME ...]``.
+"""Speed of ours beside its peers, as ratios in one run.
+
+``python -m benchmarks.speed [NAME ...] [--dtype fp16] [--passes forward backward both]``
 
 Measurements are interleaved, so that drift hits all alike; each is the median of several rounds of
-``do_bench``, with the lowest and highest round beside it. Written to results/DEVICE/speed.md and
-speed.csv. Names are those of ``benchmarks.peers``; without, all of them.
+``do_bench``, with the lowest and highest round beside it, and the peak of memory of a forward and
+backward. Written to results/DEVICE/ as speed.md, speed.csv and speed.png, with the dtype in their
+names where it is not bf16. Names are those of ``benchmarks.peers``; without, all of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
+import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +21,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.peers import PEERS, Attention
+from benchmarks.table import FIELDS, memory_table, table
 
-__all__ = ["PROBLEMS", "interleaved", "measure", "table"]
+__all__ = ["PASSES", "PROBLEMS", "interleaved", "measure"]
 
 # (B, N, H, D, causal); the gate times the first two.
 PROBLEMS = (
@@ -33,23 +39,17 @@ PROBLEMS = (
     (2, 16384, 8, 128, True),
     (1, 32768, 4, 128, True),
     (1, 65536, 2, 128, True),
+    (4, 65536, 1, 64, False),
 )
+# Of the floating-point operations of a forward.
+PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDS = 7
 ROUND_MS = 60
+TABLE_ROUNDS = 5
 TABLE_ROUND_MS = 25
 MATMUL = 8192
 RESULTS = Path(__file__).parents[1] / "results"
-_FIELDS = (
-    "problem",
-    "causal",
-    "pass",
-    "name",
-    "median_ms",
-    "lowest_ms",
-    "highest_ms",
-    "TF",
-    "of_matmul",
-)
 
 
 def interleaved(
@@ -76,10 +76,13 @@ def measure(
     rounds: int = ROUNDS,
     round_ms: int = ROUND_MS,
     failed: dict[str, str] | None = None,
+    passes: Sequence[str] = ("forward", "backward"),
+    peaks: dict[str, int] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
-    """{"forward" | "backward": {name: milliseconds a round}} on N(0,1) data, B x N x H x D.
+    """{pass: {name: milliseconds a round}} on N(0,1) data, B x N x H x D.
 
     What raises is left out, and put into ``failed`` with its reason; without that it raises.
+    ``peaks`` gets the bytes that a forward and backward takes at most, beyond the inputs.
     """
     torch.manual_seed(0)
     q, k, v, dout = (
@@ -87,120 +90,122 @@ def measure(
     )
     for x in (q, k, v):
         x.requires_grad_()
+
+    def both(attention: Attention) -> object:
+        return torch.autograd.grad(attention(q, k, v, causal), (q, k, v), dout)
+
     outs = {}
     for name, attention in attentions.items():
         try:
+            both(attention)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            both(attention)
+            if peaks is not None:
+                peaks[name] = torch.cuda.max_memory_allocated() - before
             outs[name] = attention(q, k, v, causal)
-            torch.autograd.grad(outs[name], (q, k, v), dout, retain_graph=True)
         except (RuntimeError, NotImplementedError) as error:
             if failed is None:
                 raise
-            outs.pop(name, None)
             memory = isinstance(error, torch.cuda.OutOfMemoryError)
             failed[name] = "out of memory" if memory else f"{type(error).__name__}: {error}"
-    forward = {name: lambda f=attentions[name]: f(q, k, v, causal) for name in outs}
-    backward = {
-        name: lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-        for name, out in outs.items()
+    calls: dict[str, dict[str, Callable[[], object]]] = {
+        "forward": {name: lambda f=attentions[name]: f(q, k, v, causal) for name in outs},
+        "backward": {
+            name: lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            for name, out in outs.items()
+        },
+        "both": {name: lambda f=attentions[name]: both(f) for name in outs},
     }
-    return {
-        "forward": interleaved(forward, rounds, round_ms),
-        "backward": interleaved(backward, rounds, round_ms),
-    }
+    return {name: interleaved(calls[name], rounds, round_ms) for name in passes}
 
 
-def _matmul() -> float:
-    """TF of a bf16 matrix product in this run."""
-    x = torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16)
+def _matmul(dtype: torch.dtype) -> float:
+    """TF of a matrix product in this run."""
+    x = torch.randn(MATMUL, MATMUL, device="cuda", dtype=dtype)
     times = interleaved({"matmul": lambda: x @ x}, rounds=3, round_ms=TABLE_ROUND_MS)
     return 2e-9 * MATMUL**3 / statistics.median(times["matmul"])
 
 
-def _rows(names: Sequence[str], matmul: float) -> Iterator[dict[str, object]]:
+def _rows(
+    names: Sequence[str], dtype: str, passes: Sequence[str], matmul: float
+) -> Iterator[dict[str, object]]:
     """One of each problem, pass and attention, as it is measured."""
     for B, N, H, D, causal in PROBLEMS:
         failed: dict[str, str] = {}
-        attentions = {name: PEERS[name] for name in names}
+        peaks: dict[str, int] = {}
         results = measure(
-            attentions, B, N, H, D, causal, rounds=5, round_ms=TABLE_ROUND_MS, failed=failed
-        )
+            {name: PEERS[name] for name in names}, B, N, H, D, causal, DTYPES[dtype],
+            TABLE_ROUNDS, TABLE_ROUND_MS, failed, passes, peaks,
+        )  # fmt: skip
         for of, times in results.items():
-            flop = 4 * B * H * N * N * D * (0.5 if causal else 1) * (1 if of == "forward" else 2.5)
+            flop = 4 * B * H * N * N * D * (0.5 if causal else 1) * PASSES[of]
             for name in names:
-                row: dict[str, object] = dict.fromkeys(_FIELDS, "")
+                row: dict[str, object] = dict.fromkeys(FIELDS, "")
                 row |= {"problem": f"{B}x{N}x{H}x{D}", "causal": causal, "pass": of, "name": name}
                 if name in times:
-                    ms = statistics.median(times[name]), min(times[name]), max(times[name])
-                    rate = 1e-9 * flop / ms[0]
-                    row |= zip(_FIELDS[4:7], (round(x, 4) for x in ms), strict=True)
-                    row |= {"TF": round(rate), "of_matmul": round(rate / matmul, 3)}
+                    ms = statistics.median(times[name])
+                    rate = 1e-9 * flop / ms
+                    row |= {
+                        "median_ms": round(ms, 4), "lowest_ms": round(min(times[name]), 4),
+                        "highest_ms": round(max(times[name]), 4), "TF": round(rate),
+                        "of_matmul": round(rate / matmul, 3),
+                        "peak_MiB": round(peaks[name] / 2**20, 1),
+                    }  # fmt: skip
                 else:
                     row["median_ms"] = failed[name].partition("\n")[0][:80]
                 yield row
 
 
-def table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> list[str]:
-    """Markdown: a line a problem and pass, ms (TF) of each, and the ratios that count."""
-    lines = [
-        f"| B x N x H x D | causal | pass | {' | '.join(names)} | best of FlexAttention and SDPA "
-        "flash / ours | cuDNN / ours | of a matmul |",
-        "|---" * (len(names) + 6) + "|",
-    ]
-    for start in range(0, len(rows), len(names)):
-        here = {str(row["name"]): row for row in rows[start : start + len(names)]}
-        times = {name: row["median_ms"] for name, row in here.items() if row["TF"] != ""}
-        cells = [
-            "{median_ms:.3f} [{lowest_ms:.3f}, {highest_ms:.3f}] ({TF})".format(**row)
-            if name in times
-            else str(row["median_ms"])
-            for name, row in here.items()
-        ]
-        first = rows[start]
-        others = [times[name] for name in ("FlexAttention", "SDPA flash") if name in times]
-        mine = times.get("ours")
-        ratios = [
-            f"{x / mine:.2f}" if x is not None and mine is not None else ""
-            for x in (min(others, default=None), times.get("cuDNN"))
-        ]
-        lines.append(
-            f"| {first['problem']} | {'yes' if first['causal'] else 'no'} | {first['pass']} | "
-            f"{' | '.join([*cells, *ratios])} | {here['ours']['of_matmul']} |"
-        )
-    return lines
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"out of {', '.join(PEERS)}")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - PEERS.keys():
+        parser.error(f"name is {sorted(unknown)}; needs some of {sorted(PEERS)}")
+    return options
 
 
-def main(names: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Prints and writes the tables; 2 where there is no GPU."""
     if not torch.cuda.is_available():
         print("benchmarks need a CUDA GPU; none is visible")
         return 2
-    unknown = set(names) - PEERS.keys()
-    if unknown:
-        print(f"name is {sorted(unknown)}; needs some of {sorted(PEERS)}")
-        return 2
-    names = ["ours", *(name for name in names or PEERS if name != "ours")]
+    options = _options(arguments)
+    names = ["ours", *(name for name in options.names or PEERS if name != "ours")]
     import triton
 
     device = torch.cuda.get_device_name()
-    matmul = _matmul()
+    matmul = _matmul(DTYPES[options.dtype])
     head = (
         f"{device}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, "
-        f"triton {triton.__version__}, bf16, ms: median [lowest, highest] of 5 rounds (TF); "
-        f"a matmul of {MATMUL} cubed made {matmul:.0f} TF in this run"
+        f"triton {triton.__version__}, {options.dtype}, ms: median [lowest, highest] of "
+        f"{TABLE_ROUNDS} rounds (TF); a matmul of {MATMUL} cubed made {matmul:.0f} TF in this run"
     )
     print(head, flush=True)
-    rows: list[dict[str, object]] = []
-    for row in _rows(names, matmul):
-        rows.append(row)
-        print(*row.values(), flush=True)
-    lines = [f"`python -m benchmarks.speed`: {head}.", "", *table(rows, names)]
     folder = RESULTS / device.lower().replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "speed.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    with (folder / "speed.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, _FIELDS)
+    stem = folder / ("speed" if options.dtype == "bf16" else f"speed-{options.dtype}")
+    command = " ".join(["python -m benchmarks.speed", *map(shlex.quote, arguments)])
+    rows: list[dict[str, object]] = []
+    # As it comes, so that a run that is ended leaves what it had.
+    with stem.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
-        writer.writerows(rows)
+        for row in _rows(names, options.dtype, options.passes, matmul):
+            rows.append(row)
+            writer.writerow(row)
+            file.flush()
+            print(*row.values(), flush=True)
+            if len(rows) % (len(names) * len(options.passes)) == 0:
+                tables = [*table(rows, names), "", *memory_table(rows, names)]
+                text = "\n".join([f"`{command}`: {head}.", "", *tables])
+                stem.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    from benchmarks.plot import draw
+
+    draw(rows, stem.with_suffix(".png"))
     print(f"written to {folder}")
     return 0
 

@@ -7,8 +7,10 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import speed
+from benchmarks.plot import draw
+from benchmarks.table import memory_table, table
 
-NAMES = ("ours", "cuDNN", "FlexAttention", "SDPA flash")
+NAMES = ("ours", "ours, one pass", "cuDNN", "FlexAttention", "SDPA flash")
 
 
 def row(name, ms, rate=100):
@@ -18,29 +20,46 @@ def row(name, ms, rate=100):
         "problem": "1x64x2x32", "causal": True, "pass": "forward", "name": name, "median_ms": ms,
         "lowest_ms": ms - 0.5 if measured else "", "highest_ms": ms + 0.5 if measured else "",
         "TF": rate if measured else "", "of_matmul": 0.125 if measured else "",
+        "peak_MiB": 64.5 if measured else "",
     }  # fmt: skip
 
 
 def cells(*rows):
     """Of the last line, without blanks."""
-    line = speed.table(rows, NAMES)[-1]
+    line = table(rows, NAMES)[-1]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_a_line_has_every_attention_and_ratios_to_ours():
-    times = {"ours": 2.0, "cuDNN": 1.0, "FlexAttention": 5.0, "SDPA flash": 4.0}
+    times = dict(zip(NAMES, (2.0, 2.5, 1.0, 5.0, 4.0), strict=True))
     assert cells(*(row(name, ms) for name, ms in times.items())) == [
-        "1x64x2x32", "yes", "forward", "2.000 [1.500, 2.500] (100)", "1.000 [0.500, 1.500] (100)",
-        "5.000 [4.500, 5.500] (100)", "4.000 [3.500, 4.500] (100)", "2.00", "0.50", "0.125",
+        "1x64x2x32", "yes", "forward", "2.000 [1.500, 2.500] (100)", "2.500 [2.000, 3.000] (100)",
+        "1.000 [0.500, 1.500] (100)", "5.000 [4.500, 5.500] (100)", "4.000 [3.500, 4.500] (100)",
+        "2.00", "1.60", "0.50", "0.40", "0.125",
     ]  # fmt: skip
+
+
+REASONS = {"cuDNN": "out of memory", "FlexAttention": "RuntimeError: no"}
 
 
 def test_what_could_not_run_says_why_and_has_no_ratio():
-    reasons = {"cuDNN": "out of memory", "FlexAttention": "out of memory"}
-    rows = [row(name, reasons.get(name, 3.0)) for name in NAMES]
-    assert cells(*rows)[4:] == [
-        "out of memory", "out of memory", "3.000 [2.500, 3.500] (100)", "1.00", "", "0.125"
+    rows = [row(name, REASONS.get(name, 3.0)) for name in NAMES]
+    assert cells(*rows)[5:] == [
+        "out of memory", "RuntimeError: no", "3.000 [2.500, 3.500] (100)", "1.00", "1.00", "", "",
+        "0.125",
     ]  # fmt: skip
+
+
+def test_memory_has_a_line_a_problem_and_the_reason_where_there_is_none():
+    rows = [row(name, REASONS.get(name, 3.0)) | {"pass": of} for of in "ab" for name in NAMES]
+    assert memory_table(rows, NAMES)[2:] == [
+        "| 1x64x2x32 | yes | 64.5 | 64.5 | out of memory | RuntimeError: no | 64.5 |"
+    ]
+
+
+def test_a_picture_is_drawn_of_what_ran(tmp_path):
+    draw([row(name, REASONS.get(name, 3.0)) for name in NAMES], tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_gpu_it_ends_with_two_and_one_line(monkeypatch, capsys):

@@ -1,0 +1,42 @@
+"""Rows of ``benchmarks.speed`` as a picture: TF of each attention, a panel a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+
+__all__ = ["draw"]
+
+
+def draw(rows: Sequence[Mapping[str, object]], path: Path) -> None:
+    """Writes the picture as PNG; what could not run has no bar."""
+    mpl.use("agg")
+    passes = list(dict.fromkeys(str(row["pass"]) for row in rows))
+    names = list(dict.fromkeys(str(row["name"]) for row in rows))
+    problems = list(dict.fromkeys((row["problem"], row["causal"]) for row in rows))
+    figure, panels = plt.subplots(
+        len(passes), figsize=(14, 3.5 * len(passes)), layout="constrained", sharex=True,
+        squeeze=False,
+    )  # fmt: skip
+    width = 0.85 / len(names)
+    for panel, of in zip(panels[:, 0], passes, strict=True):
+        for number, name in enumerate(names):
+            rates = {
+                (row["problem"], row["causal"]): row["TF"]
+                for row in rows
+                if (row["pass"], row["name"]) == (of, name) and row["TF"] != ""
+            }
+            places = [i + (number + 0.5) * width - 0.425 for i in range(len(problems))]
+            heights = [rates.get(problem, 0) for problem in problems]
+            panel.bar(places, heights, width, label=name)
+        panel.set_ylabel(f"{of}, TF")
+        panel.grid(axis="y", linewidth=0.3)
+        panel.set_axisbelow(True)
+    labels = [f"{problem}\n{'causal' if causal else 'full'}" for problem, causal in problems]
+    panels[-1, 0].set_xticks(range(len(problems)), labels, fontsize=8)
+    panels[0, 0].legend(ncols=5, fontsize=8)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)

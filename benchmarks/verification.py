@@ -1,7 +1,7 @@
 """What verification itself costs: ``python -m benchmarks.verification [--device cpu]``.
 
-Seconds of the oracle, and of the bound with it, against N, beside the kernels they judge; problems a
-second of ``properties.verification.verify``; and seconds until it has found each of three kernels
+Seconds of the oracle, and of the bound with it, against N, beside the kernels they judge; problems
+a second of ``properties.verification.verify``; and seconds until it has found each of three kernels
 wrong, and the simplest problem that shows it.
 """
 

@@ -385,8 +385,8 @@ _MEMORY = (
         "T3 G1 G2 G3",
         (
             _LAUNCH,
-            '        if programs and "dkdv" in kernels:\n            dkdv_kernel',
-            '        if programs and "dkdv" in kernels and sizes.M:\n            dkdv_kernel',
+            '        elif programs and "dkdv" in kernels:\n            dkdv_kernel',
+            '        elif programs and "dkdv" in kernels and sizes.M:\n            dkdv_kernel',
         ),
     ),
     _fault(

@@ -275,6 +275,15 @@ def test_autocast_casts_a_bias_as_it_does_the_rest(device):
     assert torch.equal(got, flash_attention(*cast[:3], bias=cast[3]))
 
 
+def test_of_a_size_of_1_a_refusal_asks_for_1(device):
+    from fa_kernels import flash_attention
+
+    q, bias = torch.zeros(1, 2, 3, 8, device=device), torch.zeros(2, 3, device=device)
+    one_key = q[:, :1, :1]
+    with pytest.raises(ValueError, match=r"\(2, 3\); needs \(1, 2 or 1, 3 or 1, 1\)"):
+        flash_attention(q, one_key, one_key, bias=bias)
+
+
 def test_the_operators_pass_opcheck(device):
     pytest.importorskip("triton")
     from fa_kernels import operators

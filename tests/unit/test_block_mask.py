@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from fa_kernels import Config, Tile, arguments, flash_attention
 from fa_kernels.block_map import block_maps, maps_of_blocks
+from fa_kernels.block_mask import check_tiles
 from fa_kernels.configs import CONFIGS
 
 B, H, HK, M, N, D = 2, 4, 2, 70, 100, 8
@@ -208,6 +209,19 @@ def test_nothing_waits_for_the_map(device):
         torch._C._cuda_set_sync_debug_mode(0)
 
 
+@pytest.mark.parametrize("side", ["block_m", "block_n"])
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+def test_blocks_hold_whole_tiles_of_every_kernel(kernel, side):
+    tiles = {name: Tile(16, 16) for name in ("forward", "dkdv", "dq")}
+    tiles[kernel] = dataclasses.replace(tiles[kernel], **{side: 64})
+    config = Config(**tiles)
+    check_tiles(64, config)
+    with pytest.raises(
+        NotImplementedError, match="block_size is 32; supported are multiples of 64"
+    ):
+        check_tiles(32, config)
+
+
 def some(*shape: int, dtype: torch.dtype = torch.bool, device: str | None = None):
     return lambda here: torch.ones(shape, dtype=dtype, device=device or here)
 
@@ -221,6 +235,12 @@ WRONG = {
     "columns": (ValueError, r"has shape \(1, 3, 3\); needs \(4 or 1, 3, 4\)", some(1, 3, 3), {}),
     "axes": (ValueError, r"has shape \(3, 4\); needs \(4 or 1, 3, 4\)", some(3, 4), {}),
     "size 0": (ValueError, "block_size is 0; needs an int >= 1", some(1, 3, 4), {"block_size": 0}),
+    "size 1": (
+        NotImplementedError,
+        "block_size is 1; supported are multiples of 32, the largest tile",
+        some(1, 70, 100),
+        {"block_size": 1},
+    ),
     "size": (TypeError, "block_size is 32.0; needs an int", some(1, 3, 4), {"block_size": 32.0}),
     "bool": (TypeError, "block_size is True; needs an int", some(1, 70, 100), {"block_size": True}),
     "tiles": (

@@ -235,6 +235,22 @@ def test_a_map_of_blocks_hides_what_its_predicate_hides(per_head, device):
         assert worst_ratio(got, inputs, "fp64", pool, (6, 7), mask) <= 1
 
 
+def test_a_predicate_is_asked_for_the_sizes_of_the_call(device):
+    asked = []
+
+    class Asked(PrefixLM):
+        def native(self, *sizes):
+            asked.append(sizes[:4])
+            return super().native(*sizes)
+
+    # Batch, heads, rows and keys are of four sizes.
+    shapes = ((3, 2, 20, 8), (3, 1, 37, 8), (3, 1, 37, 6))
+    inputs = [normal(0, x, shape).to(device) for x, shape in zip("qkv", shapes, strict=True)]
+    pooled_of(inputs, "mean", (6, 7), mask=Asked(prefix=5))
+    # Once for both kernels, or for each of them.
+    assert set(asked) == {(3, 2, 20, 37)}
+
+
 def test_the_whole_of_a_full_row_pools_to_one(device):
     inputs = drawn(device, "fp32")
     got = pooled_of(inputs, "mean", (1, 37)) * 37

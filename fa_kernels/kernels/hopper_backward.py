@@ -100,7 +100,7 @@ def _produce(
                 stage = i % STAGES
                 start_m = nth_tile(t, tiles, MASKED) * BLOCK_M
                 place = [b, h_k * G + g, start_m, 0]
-                row = first_row + g.to(gl.int64) * M_padded + start_m
+                row = first_row + gl.cast(g, gl.int64) * M_padded + start_m
                 # Of a stage never used the phase before the first counts as over.
                 mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
                 mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
@@ -262,7 +262,7 @@ def _consume(
                     dq_blocks.index(half).store(dq)
                     fence_async_shared()
                     thread_barrier()
-                    row = (first_row + g.to(gl.int64) * M_padded + start_m).to(gl.int32)
+                    row = (first_row + gl.cast(g, gl.int64) * M_padded + start_m).to(gl.int32)
                     async_add(dq_desc, [row + block_row, block_column], dq_blocks.index(half))
                 scores = warpgroup_mma_wait(0, deps=(scores,))
         before += G * count

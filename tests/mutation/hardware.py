@@ -187,7 +187,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _behind(
             "lse and delta are those of a group's first head",
-            "row = first_row + g.to(gl.int64) * M_padded + start_m\n",
+            "row = first_row + gl.cast(g, gl.int64) * M_padded + start_m\n",
             "row = first_row + start_m\n",
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
@@ -195,7 +195,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _behind(
             "dq is added to a group's first head",
-            "row = (first_row + g.to(gl.int64) * M_padded + start_m).to(gl.int32)",
+            "row = (first_row + gl.cast(g, gl.int64) * M_padded + start_m).to(gl.int32)",
             "row = (first_row + start_m).to(gl.int32)",
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300, **_IN_ONE_PASS},

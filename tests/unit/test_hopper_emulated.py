@@ -1,0 +1,266 @@
+"""The kernels for Hopper from their own sources, on a CPU: results, order of events, faults of it.
+
+What a GPU does at some moment happens here as late, or in whatever order, it may.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fa_kernels import hopper
+from oracles.mask import Mask
+from oracles.problem import Problem
+from properties.gluon_emulation import load
+from properties.verification import verify
+from tests.mutation.hardware import HARDWARE
+from tests.subjects.ours import flash_attention
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
+
+FOLDER = Path(hopper.__file__).parent / "kernels"
+MODULES = ("hopper_tiles", "hopper_forward", "hopper_backward")
+KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel")
+GUARANTEES = ("G1", "G2", "G3", "G4", "G5")
+PADDED = Mask(causal=True, seqlens_q=(150, 64), seqlens_k=(150, 67))
+WINDOW = Mask(window_left=70, window_right=3)
+SEEDS = 4
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Lets Hopper's kernels, or what edits make of them, take the place of the portable ones."""
+
+    def replace(*edits: tuple[str, str, str], accumulator: str = "float32", seed: str = "0"):
+        texts = {name: (FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in MODULES}
+        for module, old, new in edits:
+            assert texts[module].count(old) == 1, (
+                f"{old!r} is there {texts[module].count(old)} times"
+            )
+            texts[module] = texts[module].replace(old, new)
+        sources = {f"fa_kernels.kernels.{name}": text for name, text in texts.items()}
+        kernels = load(sources, KERNELS, accumulator, seed)
+        monkeypatch.setattr(hopper, "_kernels", lambda: kernels)
+        monkeypatch.setattr(hopper, "is_there", lambda _device: True)
+        if accumulator == "float64":
+            monkeypatch.setattr(hopper, "takes_shapes", lambda dtype, *_: dtype == torch.float64)
+
+    return replace
+
+
+def problem(**fields):
+    """Of one head and more than one tile, unless it is said."""
+    given = {"B": 1, "H": 1, "Hk": 1, "M": 150, "N": 200, "D": 64, "Dv": 64, "dtype": "bf16"}
+    return Problem(**{**given, **fields})
+
+
+PROBLEMS = {
+    "full": {},
+    "causal": {"mask": Mask(causal=True), "dtype": "fp16"},
+    "window": {"mask": WINDOW, "D": 128, "Dv": 128},
+    "padded": {"B": 2, "N": 150, "mask": PADDED, "dirty": "nan"},
+    "padded, wide": {"B": 2, "N": 150, "mask": PADDED, "dirty": "inf", "D": 128, "Dv": 128},
+    "group": {"H": 4, "Hk": 2, "mask": Mask(causal=True)},
+    "two head_dims": {"D": 128, "Dv": 64},
+    "two head_dims, wide values": {"D": 48, "Dv": 104, "mask": WINDOW},
+    "no key": {"mask": Mask(causal=True), "N": 40},
+    "one tile": {"M": 5, "N": 7},
+    "many tiles": {"M": 70, "N": 700},
+    "rising": {"N": 500, "inputs": "rising_max"},
+}
+
+
+def checked(*asked: Problem, guarantees=GUARANTEES):
+    return verify(flash_attention, problems=asked, guarantees=guarantees)
+
+
+@pytest.mark.parametrize("fields", PROBLEMS.values(), ids=PROBLEMS)
+def test_the_sources_hold_what_all_configurations_hold(fields, emulated):
+    emulated()
+    report = checked(problem(**fields, config="default-one_pass"))
+    assert report, str(report)
+
+
+@pytest.mark.parametrize("fields", PROBLEMS.values(), ids=PROBLEMS)
+def test_their_logic_is_right_in_float64(fields, emulated):
+    emulated(accumulator="float64")
+    asked = fields | {"dtype": "fp64", "config": "default-one_pass"}
+    report = checked(problem(**asked), guarantees=("G1", "G2"))
+    assert report, str(report)
+
+
+def test_two_passes_have_the_dk_and_dv_of_one(emulated):
+    emulated()
+    call = {"mask": WINDOW, "sm_scale": 0.1}
+    one, two = (results(call | {"config": f"default{x}"}) for x in ("-one_pass", ""))
+    assert all(map(torch.equal, one, two))
+
+
+def results(call: dict[str, object]) -> tuple[torch.Tensor, ...]:
+    """out, lse, dk, dv; those that are the same to the bit in whatever order."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 2, 150, 64), (1, 1, 200, 64), (1, 1, 200, 64))
+    q, k, v = (torch.randn(x, generator=generator).bfloat16().requires_grad_() for x in shapes)
+    out, lse = flash_attention(q, k, v, **{"sm_scale": 0.125, **call})
+    out.backward(q.detach())
+    return out, lse, k.grad, v.grad
+
+
+@pytest.mark.parametrize("config", ["default", "default-one_pass"])
+def test_no_order_of_events_changes_a_bit(config, emulated):
+    call = {"mask": Mask(causal=True), "config": config}
+    emulated()
+    want = results(call)
+    for seed in range(1, SEEDS):
+        emulated(seed=str(seed))
+        assert all(map(torch.equal, results(call), want))
+
+
+# What is wrong: module, text, and what stands in its place.
+FAULTS = {
+    "queries are not waited for": (
+        "hopper_forward", "    mbarrier.wait(q_full.index(half), 0)\n", "",
+    ),
+    "keys are not waited for": (
+        "hopper_forward",
+        "            mbarrier.wait(k_full.index(stage), (tile - first) // STAGES & 1)\n", "",
+    ),
+    "values are not waited for": (
+        "hopper_forward",
+        "            mbarrier.wait(v_full.index(before), (tile - first - 1) // STAGES & 1)\n", "",
+    ),
+    "keys are overwritten": (
+        "hopper_forward", "        mbarrier.wait(k_free.index(stage), phase)\n", "",
+    ),
+    "values are overwritten": (
+        "hopper_forward", "        mbarrier.wait(v_free.index(stage), phase)\n", "",
+    ),
+    "values are left before they are multiplied": (
+        "hopper_forward",
+        "            acc, p, l_i = warpgroup_mma_wait(0, deps=(acc, p, l_i))\n"
+        "            mbarrier.arrive(v_free.index(before), count=1)\n",
+        "            mbarrier.arrive(v_free.index(before), count=1)\n"
+        "            acc, p, l_i = warpgroup_mma_wait(0, deps=(acc, p, l_i))\n",
+    ),
+    "one consumer frees keys for both": (
+        "hopper_forward",
+        "mbarrier.init(k_free.index(stage), count=2)",
+        "mbarrier.init(k_free.index(stage), count=1)",
+    ),
+    "a stage never used is waited for": (
+        "hopper_forward",
+        "phase = (tile - first) // STAGES & 1 ^ 1", "phase = (tile - first) // STAGES & 1",
+    ),
+    "half a tile is expected": (
+        "hopper_forward",
+        "mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)",
+        "mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes // 2)",
+    ),
+    "what is cleared has no fence": (
+        "hopper_tiles",
+        "    tile.store(gl.where(kept[:, None], tile.load(WIDE), 0.0))\n    fence_async_shared()\n",
+        "    tile.store(gl.where(kept[:, None], tile.load(WIDE), 0.0))\n",
+    ),
+    "keys and values are not waited for": (
+        "hopper_backward", "        mbarrier.wait(kv_full.index(0), 0)\n", "",
+    ),
+    "dout is not waited for": (
+        "hopper_backward",
+        "                mbarrier.wait(do_full.index(stage), i // STAGES & 1)\n", "",
+    ),
+    "the next queries are not waited for": (
+        "hopper_backward",
+        "                    mbarrier.wait(q_full.index(following), (i + 1) // STAGES & 1)\n",
+        "                    offs_m += 0\n",
+    ),
+    "rows of lse are not counted": (
+        "hopper_backward",
+        "mbarrier.init(q_full.index(stage), count=2)",
+        "mbarrier.init(q_full.index(stage), count=1)",
+    ),
+    "stages are overwritten": (
+        "hopper_backward",
+        "                mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)\n", "",
+    ),
+    "a stage is left before it is multiplied": (
+        "hopper_backward",
+        "                dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))\n"
+        "                mbarrier.arrive(free.index(stage), count=1)\n",
+        "                mbarrier.arrive(free.index(stage), count=1)\n"
+        "                dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))\n",
+    ),
+    "dk is read while it is multiplied": (
+        "hopper_backward",
+        "warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))",
+        "warpgroup_mma_wait(3 if ONE_PASS else 1, deps=(dv, dk))",
+    ),
+    "dS has no fence": (
+        "hopper_backward",
+        "                    fence_async_shared()\n"
+        "                    mbarrier.arrive(ds_full.index(buffer), count=1)\n",
+        "                    mbarrier.arrive(ds_full.index(buffer), count=1)\n",
+    ),
+    "dS of the other is not waited for": (
+        "hopper_backward",
+        "                    mbarrier.wait(ds_full.index(buffer), i // 2 & 1)\n", "",
+    ),
+    "dS has one buffer": (
+        "hopper_backward",
+        "ds_tiles.index(buffer * 2 + half)", "ds_tiles.index(0 * 2 + half)",
+    ),
+    "dq is written while it is added": (
+        "hopper_backward",
+        "                    tma.store_wait(0)\n                    ds_tiles",
+        "                    ds_tiles",
+    ),
+    "dq has no fence": (
+        "hopper_backward",
+        "                    fence_async_shared()\n                    thread_barrier()\n",
+        "                    thread_barrier()\n",
+    ),
+    "it ends while dq is added": (
+        "hopper_backward", "    if ONE_PASS:\n        tma.store_wait(0)\n\n", "",
+    ),
+}  # fmt: skip
+SHOWN_BY = (
+    {"M": 150, "N": 700, "D": 64, "Dv": 64},
+    {"B": 2, "H": 1, "M": 400, "N": 150, "mask": Mask(seqlens_k=(150, 100)), "dirty": "nan"},
+)
+
+
+def is_noticed(*edits, emulated) -> bool:
+    """Whether some order of events shows what was edited."""
+    for seed in range(SEEDS):
+        emulated(*edits, seed=str(seed))
+        for fields in SHOWN_BY:
+            if not checked(problem(**fields, config="default-one_pass"), guarantees=("G1",)):
+                return True
+    return False
+
+
+def test_nothing_is_noticed_where_nothing_is_wrong(emulated):
+    assert not is_noticed(emulated=emulated)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_what_is_not_waited_for_is_noticed(fault, emulated):
+    assert is_noticed(fault, emulated=emulated)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [x for x in HARDWARE if x.mutant.name.startswith("hopper")],
+    ids=lambda x: x.mutant.name,
+)
+def test_mutants_of_the_hardware_are_killed_here_too(chosen, emulated):
+    emulated(*((Path(x.file).stem, x.old, x.new) for x in chosen.mutant.edits))
+    for step in chosen.steps:
+        asked = dataclasses.replace(step.problem, device="cpu")
+        if not checked(asked, guarantees=step.checks):
+            return
+    pytest.fail("nobody noticed")

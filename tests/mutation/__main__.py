@@ -16,13 +16,13 @@ from tests.mutation.faults import FAULTS
 from tests.mutation.forks import in_forks
 from tests.mutation.interpreting import interpret
 from tests.mutation.mutant import Mutant, StaleError
-from tests.mutation.operators import mechanical
+from tests.mutation.operators import HOPPER_SITES, mechanical
 from tests.mutation.outcomes import Outcome, outcome, write
 from tests.mutation.package import PACKAGE, sources_of
 from tests.mutation.report import summary, tables
 from tests.mutation.subtle import SUBTLE
 
-SOURCES = ("referee", "faults", "blind", "subtle", "mechanical")
+SOURCES = ("referee", "faults", "blind", "subtle", "mechanical", "hopper")
 SECONDS = 120.0
 
 
@@ -68,11 +68,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[str, Mutant]]:
     """(source, mutant) of what the options ask for, of the kernels."""
-    made = mechanical(kernels)
-    stale = EQUIVALENT.keys() - {mutant.name for mutant in made}
+    made, on_hopper = mechanical(kernels), mechanical(kernels, HOPPER_SITES)
+    stale = EQUIVALENT.keys() - {mutant.name for mutant in (*made, *on_hopper)}
     if stale:
         raise StaleError(f"listed as equivalent, but no such mutant is made: {sorted(stale)}")
     lists = {"faults": FAULTS, "blind": BLIND, "subtle": SUBTLE, "mechanical": made}
+    lists["hopper"] = on_hopper
     return [
         (source, mutant)
         for source, mutants in lists.items()
@@ -98,11 +99,14 @@ def _kernels(
 ) -> list[Outcome]:
     interpret()
     from tests.mutation.asked_first import asked_first, remember
+    from tests.mutation.hopper import ON_HOPPER
     from tests.mutation.trials import ORDINARY, STEPS
     from tests.mutation.verdict import asked, judged_kernels, warmed
+    from tests.subjects.emulation import emulate
 
     # Subtle faults are about what companions see that the bound does not: nothing else is asked.
-    lists = {source: ORDINARY if source == "subtle" else STEPS for source, _ in chosen}
+    of_sources = {"subtle": ORDINARY, "hopper": ON_HOPPER}
+    lists = {source: of_sources.get(source, STEPS) for source, _ in chosen}
     questions = {steps: asked(steps) for steps in set(lists.values())}
     warmed(next(iter(questions.values())))
     firsts = asked_first()
@@ -110,7 +114,8 @@ def _kernels(
         partial(
             judged_kernels, kernels, mutant, lists[source], questions[lists[source]],
             first=firsts.get(mutant.name, "") if source == "faults" else "",
-            full=options.full, unit_tests=source != "subtle",
+            full=options.full, unit_tests=source not in of_sources,
+            prepare=emulate if source == "hopper" else None,
         )
         for source, mutant in chosen
     ]  # fmt: skip

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.mutation.mutant import Edit, Mutant
 
-__all__ = ["OPERATORS", "SITES", "mechanical"]
+__all__ = ["HOPPER_SITES", "OPERATORS", "SITES", "mechanical"]
 
 # What is mutated: every function of these files.
 SITES = (
@@ -41,6 +41,12 @@ SITES = (
     "fa_kernels/operators.py",
     "fa_kernels/pooling.py",
     "fa_kernels/tokens.py",
+)
+# Those that only Hopper compiles, judged where they are emulated.
+HOPPER_SITES = (
+    "fa_kernels/kernels/hopper_tiles.py",
+    "fa_kernels/kernels/hopper_forward.py",
+    "fa_kernels/kernels/hopper_backward.py",
 )
 
 _COMPARISONS = {
@@ -149,7 +155,8 @@ def drop_call(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Cha
     """An argument alone, in place of a select, minimum, maximum, transpose, cast or rounding up."""
     if not isinstance(node, ast.Call):
         return
-    name = source.of(node.func)
+    # Gluon has the language's functions too.
+    name = re.sub(r"^gl\.", "tl.", source.of(node.func))
     arguments = [source.of(argument) for argument in node.args]
     if name == "tl.where":
         yield from ((source.span(node), f"({x})") for x in arguments[1:])
@@ -224,13 +231,14 @@ OPERATORS = (
 )  # fmt: skip
 
 
-def mechanical(sources: Mapping[str, str]) -> list[Mutant]:
-    """Every mutant that the operators make of ``SITES``, in the order of the text.
+def mechanical(sources: Mapping[str, str], sites: Sequence[str] = SITES) -> list[Mutant]:
+    """Every mutant that the operators make of some files, in the order of the text.
 
     Args:
         sources: Path from the root of the repository to text.
+        sites: Paths of the files.
     """
-    return [mutant for file in SITES for mutant in _of_file(_Source(file, sources[file]))]
+    return [mutant for file in sites for mutant in _of_file(_Source(file, sources[file]))]
 
 
 def _of_file(source: _Source) -> Iterator[Mutant]:
@@ -239,7 +247,7 @@ def _of_file(source: _Source) -> Iterator[Mutant]:
     for function in ast.parse(source.text).body:
         if not isinstance(function, ast.FunctionDef):
             continue
-        nodes = [x for statement in _body(function) for x in ast.walk(statement)]
+        nodes = [x for statement in _body(function) for x in _walked(statement)]
         names = {argument.arg for argument in function.args.args}
         names |= {x.id for x in nodes if isinstance(x, ast.Name)}
         placed = [x for x in nodes if hasattr(x, "lineno")]
@@ -251,6 +259,15 @@ def _of_file(source: _Source) -> Iterator[Mutant]:
                     if text not in texts and new.strip("()") != source.text[slice(*span)]:
                         texts.add(text)
                         yield mutant
+
+
+def _walked(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and what is in it, but for layouts: a wrong one is refused, or as good."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        callee = child.func if isinstance(child, ast.Call) else None
+        if not (isinstance(callee, ast.Attribute) and callee.attr.endswith("Layout")):
+            yield from _walked(child)
 
 
 def _body(function: ast.FunctionDef) -> list[ast.stmt]:

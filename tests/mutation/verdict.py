@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -64,6 +64,7 @@ def judged_kernels(
     first: str = "",
     full: bool = False,
     unit_tests: bool = True,
+    prepare: Callable[[ModuleType], None] | None = None,
 ) -> Verdict:
     """Loads a mutant of ``fa_kernels`` and asks it the questions.
 
@@ -77,11 +78,13 @@ def judged_kernels(
         first: The problem of the step that is asked first, as JSON, or "unit tests".
         full: Go on after the first kill, to know every check that fails.
         unit_tests: Ask the unit tests too where the questions leave it alive.
+        prepare: What is done to the package before it is asked.
     """
     started = time.monotonic()
     verdict = Verdict()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        for kill in _kills(sources, mutant, steps, questions, first, Path(folder), unit_tests):
+        kills = _kills(sources, mutant, steps, questions, first, Path(folder), unit_tests, prepare)
+        for kill in kills:
             if not verdict.kills:
                 verdict.seconds = time.monotonic() - started
             verdict.kills.append(kill)
@@ -99,9 +102,12 @@ def _kills(
     first: str,
     folder: Path,
     unit_tests: bool,
+    prepare: Callable[[ModuleType], None] | None,
 ) -> Iterator[Kill]:
     try:
         package = _loaded(sources, mutant, folder)
+        if prepare is not None:
+            prepare(package)
     except Exception as error:
         yield Kill("raised", -1, f"{type(error).__name__}: {error}"[:500])
         return

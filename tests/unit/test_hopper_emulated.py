@@ -13,22 +13,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from fa_kernels import hopper
+import fa_kernels
 from oracles.mask import Mask
 from oracles.problem import Problem
-from properties.gluon_emulation import load
 from properties.verification import verify
 from tests.mutation.hardware import HARDWARE
+from tests.mutation.hopper import PROBLEMS
+from tests.subjects.emulation import emulate, texts_of
 from tests.subjects.ours import flash_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 
-FOLDER = Path(hopper.__file__).parent / "kernels"
-MODULES = ("hopper_tiles", "hopper_forward", "hopper_backward")
-KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel")
 GUARANTEES = ("G1", "G2", "G3", "G4", "G5")
-PADDED = Mask(causal=True, seqlens_q=(150, 64), seqlens_k=(150, 67))
-WINDOW = Mask(window_left=70, window_right=3)
 SEEDS = 4
 
 
@@ -36,67 +32,37 @@ SEEDS = 4
 def emulated(monkeypatch):
     """Lets Hopper's kernels, or what edits make of them, take the place of the portable ones."""
 
-    def replace(*edits: tuple[str, str, str], accumulator: str = "float32", seed: str = "0"):
-        texts = {name: (FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in MODULES}
+    def replace(*edits: tuple[str, str, str], **options: str) -> None:
+        texts = texts_of(fa_kernels)
         for module, old, new in edits:
-            assert texts[module].count(old) == 1, (
-                f"{old!r} is there {texts[module].count(old)} times"
-            )
+            assert texts[module].count(old) == 1, old
             texts[module] = texts[module].replace(old, new)
-        sources = {f"fa_kernels.kernels.{name}": text for name, text in texts.items()}
-        kernels = load(sources, KERNELS, accumulator, seed)
-        monkeypatch.setattr(hopper, "_kernels", lambda: kernels)
-        monkeypatch.setattr(hopper, "is_there", lambda _device: True)
-        if accumulator == "float64":
-            monkeypatch.setattr(hopper, "takes_shapes", lambda dtype, *_: dtype == torch.float64)
+        emulate(fa_kernels, texts, **options, replace=monkeypatch.setattr)
 
     return replace
-
-
-def problem(**fields):
-    """Of one head and more than one tile, unless it is said."""
-    given = {"B": 1, "H": 1, "Hk": 1, "M": 150, "N": 200, "D": 64, "Dv": 64, "dtype": "bf16"}
-    return Problem(**{**given, **fields})
-
-
-PROBLEMS = {
-    "full": {},
-    "causal": {"mask": Mask(causal=True), "dtype": "fp16"},
-    "window": {"mask": WINDOW, "D": 128, "Dv": 128},
-    "padded": {"B": 2, "N": 150, "mask": PADDED, "dirty": "nan"},
-    "padded, wide": {"B": 2, "N": 150, "mask": PADDED, "dirty": "inf", "D": 128, "Dv": 128},
-    "group": {"H": 4, "Hk": 2, "mask": Mask(causal=True)},
-    "two head_dims": {"D": 128, "Dv": 64},
-    "two head_dims, wide values": {"D": 48, "Dv": 104, "mask": WINDOW},
-    "no key": {"mask": Mask(causal=True), "N": 40},
-    "one tile": {"M": 5, "N": 7},
-    "many tiles": {"M": 70, "N": 700},
-    "rising": {"N": 500, "inputs": "rising_max"},
-}
 
 
 def checked(*asked: Problem, guarantees=GUARANTEES):
     return verify(flash_attention, problems=asked, guarantees=guarantees)
 
 
-@pytest.mark.parametrize("fields", PROBLEMS.values(), ids=PROBLEMS)
-def test_the_sources_hold_what_all_configurations_hold(fields, emulated):
+@pytest.mark.parametrize("asked", PROBLEMS.values(), ids=PROBLEMS)
+def test_the_sources_hold_what_all_configurations_hold(asked, emulated):
     emulated()
-    report = checked(problem(**fields, config="default-one_pass"))
+    report = checked(asked)
     assert report, str(report)
 
 
-@pytest.mark.parametrize("fields", PROBLEMS.values(), ids=PROBLEMS)
-def test_their_logic_is_right_in_float64(fields, emulated):
+@pytest.mark.parametrize("asked", PROBLEMS.values(), ids=PROBLEMS)
+def test_their_logic_is_right_in_float64(asked, emulated):
     emulated(accumulator="float64")
-    asked = fields | {"dtype": "fp64", "config": "default-one_pass"}
-    report = checked(problem(**asked), guarantees=("G1", "G2"))
+    report = checked(dataclasses.replace(asked, dtype="fp64"), guarantees=("G1", "G2"))
     assert report, str(report)
 
 
 def test_two_passes_have_the_dk_and_dv_of_one(emulated):
     emulated()
-    call = {"mask": WINDOW, "sm_scale": 0.1}
+    call = {"mask": Mask(window_left=70, window_right=3), "sm_scale": 0.1}
     one, two = (results(call | {"config": f"default{x}"}) for x in ("-one_pass", ""))
     assert all(map(torch.equal, one, two))
 
@@ -227,9 +193,10 @@ FAULTS = {
         "hopper_backward", "    if ONE_PASS:\n        tma.store_wait(0)\n\n", "",
     ),
 }  # fmt: skip
+_KEYS = Mask(seqlens_k=(150, 100))
 SHOWN_BY = (
-    {"M": 150, "N": 700, "D": 64, "Dv": 64},
-    {"B": 2, "H": 1, "M": 400, "N": 150, "mask": Mask(seqlens_k=(150, 100)), "dirty": "nan"},
+    dataclasses.replace(PROBLEMS["full"], N=700),
+    dataclasses.replace(PROBLEMS["full"], B=2, M=400, N=150, mask=_KEYS, dirty="nan"),
 )
 
 
@@ -237,8 +204,8 @@ def is_noticed(*edits, emulated) -> bool:
     """Whether some order of events shows what was edited."""
     for seed in range(SEEDS):
         emulated(*edits, seed=str(seed))
-        for fields in SHOWN_BY:
-            if not checked(problem(**fields, config="default-one_pass"), guarantees=("G1",)):
+        for asked in SHOWN_BY:
+            if not checked(asked, guarantees=("G1",)):
                 return True
     return False
 

@@ -15,7 +15,7 @@ from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.faults import FAULTS
 from tests.mutation.forks import Ended, in_forks
 from tests.mutation.mutant import Edit, Mutant, mutated
-from tests.mutation.operators import OPERATORS, SITES, mechanical
+from tests.mutation.operators import HOPPER_SITES, OPERATORS, SITES, mechanical
 from tests.mutation.outcomes import Outcome, outcome, read, write
 from tests.mutation.package import PACKAGE, sources_of
 from tests.mutation.report import summary, tables
@@ -80,7 +80,8 @@ def test_mechanical_mutants_are_several_hundred_valid_changes_of_one_line_each()
 
 
 def test_what_is_listed_as_equivalent_exists():
-    assert EQUIVALENT.keys() <= {mutant.name for mutant in mechanical(SOURCES)}
+    made = (*mechanical(SOURCES), *mechanical(SOURCES, HOPPER_SITES))
+    assert EQUIVALENT.keys() <= {mutant.name for mutant in made}
 
 
 def sleep() -> None:

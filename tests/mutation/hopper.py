@@ -1,0 +1,41 @@
+"""What mutants of the kernels for Hopper are asked, where those are emulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oracles.mask import Mask
+from oracles.problem import Problem
+from tests.mutation.trials import Step
+
+__all__ = ["ON_HOPPER", "PROBLEMS"]
+
+_PADDED = Mask(causal=True, seqlens_q=(150, 64), seqlens_k=(150, 67))
+_WINDOW = Mask(window_left=70, window_right=3)
+_ONE: dict[str, Any] = {"M": 150, "N": 200, "D": 64, "Dv": 64, "dtype": "bf16"}
+
+
+def _problem(**fields: Any) -> Problem:
+    """Of one head and more than one tile, in one pass, unless it is said."""
+    return Problem(**{**_ONE, "config": "default-one_pass", **fields})
+
+
+PROBLEMS = {
+    "full": _problem(),
+    "causal": _problem(mask=Mask(causal=True), dtype="fp16"),
+    "window": _problem(mask=_WINDOW, D=128, Dv=128),
+    "padded": _problem(B=2, N=150, mask=_PADDED, dirty="nan"),
+    "padded, wide": _problem(B=2, N=150, mask=_PADDED, dirty="inf", D=128, Dv=128),
+    "group": _problem(H=4, Hk=2, mask=Mask(causal=True)),
+    "entries": _problem(B=2, H=2, Hk=2, M=70, N=140, mask=_WINDOW),
+    "two head_dims": _problem(D=128, Dv=64),
+    "two head_dims, wide values": _problem(D=48, Dv=104, mask=_WINDOW),
+    "no key": _problem(mask=Mask(causal=True), N=40),
+    "one tile": _problem(M=5, N=7),
+    "many tiles": _problem(M=70, N=700),
+    "two passes": _problem(H=2, Hk=1, mask=_WINDOW, config="default"),
+    "rising": _problem(N=500, inputs="rising_max"),
+    "far above 1": _problem(M=70, N=140, inputs="lse_high_6e4", dtype="fp16"),
+    "far below 1": _problem(M=70, N=140, inputs="lse_low_130"),
+}
+ON_HOPPER = tuple(Step(x, ("G1", "G2", "G3", "G4")) for x in PROBLEMS.values())

@@ -1,0 +1,52 @@
+"""Ours with the kernels for Hopper, emulated from their sources, in place of the portable ones."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from properties.gluon_emulation import load
+
+__all__ = ["MODULES", "emulate", "texts_of"]
+
+# In an order in which they can be imported.
+MODULES = ("hopper_tiles", "hopper_forward", "hopper_backward")
+_KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel")
+
+
+def texts_of(package: ModuleType) -> dict[str, str]:
+    """The sources of the kernels by the names of their modules."""
+    assert package.__file__ is not None
+    folder = Path(package.__file__).parent / "kernels"
+    return {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in MODULES}
+
+
+def emulate(
+    package: ModuleType,
+    texts: Mapping[str, str] | None = None,
+    accumulator: str = "float32",
+    seed: str = "0",
+    replace: Callable[[Any, str, Any], None] = setattr,
+) -> None:
+    """Has calls of a package, ``fa_kernels`` or a copy of it, run there what would run on Hopper.
+
+    Args:
+        package: Which; it runs in the repaired interpreter.
+        texts: Sources in place of its own.
+        accumulator: "float64" has float64 inputs run there, and nothing else.
+        seed: Of the order of events.
+        replace: Sets an attribute.
+    """
+    hopper = importlib.import_module(f"{package.__name__}.hopper")
+    prefix = f"{package.__name__}.kernels"
+    sources = {f"{prefix}.{name}": text for name, text in (texts or texts_of(package)).items()}
+    kernels = load(sources, _KERNELS, accumulator, seed)
+    replace(hopper, "_kernels", lambda: kernels)
+    replace(hopper, "is_there", lambda _device: True)
+    if accumulator == "float64":
+        replace(hopper, "takes_shapes", lambda dtype, *_: dtype == torch.float64)

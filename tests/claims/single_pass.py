@@ -1,6 +1,7 @@
 """The backward pass that computes every product once, beside the one of two passes.
 
-``python -m tests.claims.single_pass`` measures them; needs a GPU.
+``python -m tests.claims.single_pass`` measures them, of the portable kernels and, where there are
+others, of the default ones; needs a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.peers import ours
+from benchmarks.peers import PEERS
 from benchmarks.speed import PROBLEMS, measure
 from benchmarks.spread import spread
 from fa_kernels import Config, Tile, flash_attention
@@ -27,20 +28,28 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("the passes are measured on a CUDA GPU; none is visible")
         return 2
-    print("| B x N x H x D | causal | two passes | one pass, fastest tile | one / two |")
-    print("|---|---|---|---|---|")
+    print(
+        "| B x N x H x D | causal | two passes | one pass, fastest tile | one / two "
+        "| two passes, default | one | one / two |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    named = {name: PEERS[name] for name in ("ours, portable", "ours", "ours, one pass")}
     for B, N, H, D, causal in PROBLEMS:
-        ways = {"two": ours} | {str(tile): partial(_single, tile) for tile in _TILES}
+        ways = named | {str(tile): partial(_single, tile) for tile in _TILES}
         times = measure(ways, B, N, H, D, causal)["backward"]
-        two = times.pop("two")
+        two, default, default_one = (times.pop(name) for name in named)
         tile, one = min(times.items(), key=lambda item: statistics.median(item[1]))
-        ratio = statistics.median(one) / statistics.median(two)
         print(
             f"| {B}x{N}x{H}x{D} | {'yes' if causal else 'no'} | {spread(two)} "
-            f"| {spread(one)} {tile} | {ratio:.2f} |",
+            f"| {spread(one)} {tile} | {_ratio(one, two)} "
+            f"| {spread(default)} | {spread(default_one)} | {_ratio(default_one, default)} |",
             flush=True,
         )
     return 0
+
+
+def _ratio(one: list[float], two: list[float]) -> str:
+    return f"{statistics.median(one) / statistics.median(two):.2f}"
 
 
 def _single(

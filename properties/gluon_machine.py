@@ -192,7 +192,13 @@ class Machine:
             raise self._error
 
     def wait(self, barrier: Barrier, phase: int) -> None:
-        """Until the phase of that parity is over."""
+        """Until the phase of that parity is over.
+
+        Raises:
+            RaceError: It is no parity.
+        """
+        if phase not in (0, 1):
+            raise RaceError(f"phase {phase} of {barrier.name} is waited for; needs 0 or 1")
         self.pause(lambda: barrier.has_ended(phase), f"phase {phase} of {barrier.name}")
 
     def copy(self, target: Array, values: Array, size: int, barrier: Barrier) -> None:

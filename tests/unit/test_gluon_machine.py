@@ -53,6 +53,11 @@ def test_more_arrivals_than_a_barrier_counts_are_refused():
         barrier("tile").arrive(2)
 
 
+def test_a_phase_that_is_no_parity_is_refused():
+    with pytest.raises(RaceError, match="phase 2 of tile is waited for; needs 0 or 1"):
+        ran(lambda machine: machine.wait(barrier("tile"), 2))
+
+
 def test_a_barrier_that_counts_nothing_yet_is_refused():
     with pytest.raises(RaceError, match="tile is used before it is initialised"):
         Barrier("tile").arrive()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+from oracles.mask import Mask
 
 pytest.importorskip("triton")
 
-from benchmarks import speed
+from benchmarks import speed, verification
 from benchmarks.plot import draw
 from benchmarks.table import memory_table, table
 
@@ -62,7 +65,23 @@ def test_a_picture_is_drawn_of_what_ran(tmp_path):
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_gpu_it_ends_with_two_and_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(speed.torch.cuda, "is_available", lambda: False)
-    assert speed.main([]) == 2
-    assert capsys.readouterr().out == "benchmarks need a CUDA GPU; none is visible\n"
+@pytest.mark.parametrize("benchmark", [speed, verification])
+def test_without_a_gpu_it_ends_with_two_and_one_line(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert benchmark.main([]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith("benchmarks need a CUDA GPU; none is visible")
+    assert said.count("\n") == 1
+
+
+def test_names_that_there_are_not_are_refused_with_those_that_there_are(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit):
+        speed.main(["cuDNN", "FA9"])
+    assert "name is ['FA9']; needs some of ['FlexAttention'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", verification.BROKEN)
+def test_the_kernels_that_are_timed_until_they_are_found_are_wrong(name):
+    mask = Mask(window_left=3, window_right=2, seqlens_k=(4,))
+    assert verification.BROKEN[name](mask) != mask

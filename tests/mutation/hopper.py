@@ -23,10 +23,9 @@ def _problem(**fields: Any) -> Problem:
 PROBLEMS = {
     "full": _problem(),
     "causal": _problem(mask=Mask(causal=True), dtype="fp16"),
-    # More than one edge tile before the full ones, of more than one head.
-    "causal, wide": _problem(
-        H=2, M=260, N=200, D=128, Dv=128, mask=Mask(causal=True, seqlens_k=(190,)), dirty="nan"
-    ),
+    # Three edge tiles before the full ones, of one head and of two.
+    "causal, wide": _problem(M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
+    "group, wide": _problem(H=2, M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
     "window": _problem(mask=_WINDOW, D=128, Dv=128),
     "padded": _problem(B=2, N=150, mask=_PADDED, dirty="nan"),
     "padded, wide": _problem(B=2, N=150, mask=_PADDED, dirty="inf", D=128, Dv=128),

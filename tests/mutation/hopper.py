@@ -26,9 +26,10 @@ PROBLEMS = {
     # Three edge tiles before the full ones, of one head and of two.
     "causal, wide": _problem(M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
     "group, wide": _problem(H=2, M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
-    "window": _problem(mask=_WINDOW, D=128, Dv=128),
+    "window": _problem(mask=_WINDOW, D=128, Dv=128, dirty="max"),
     "padded": _problem(B=2, N=150, mask=_PADDED, dirty="nan"),
     "padded, wide": _problem(B=2, N=150, mask=_PADDED, dirty="inf", D=128, Dv=128),
+    "padded behind a tile": _problem(M=300, mask=Mask(seqlens_q=(200,)), dirty="nan"),
     "group": _problem(H=4, Hk=2, mask=Mask(causal=True)),
     "entries": _problem(B=2, H=2, Hk=2, M=70, N=140, mask=_WINDOW),
     "two head_dims": _problem(D=128, Dv=64),
@@ -41,4 +42,4 @@ PROBLEMS = {
     "far above 1": _problem(M=70, N=140, inputs="lse_high_6e4", dtype="fp16"),
     "far below 1": _problem(M=70, N=140, inputs="lse_low_130"),
 }
-ON_HOPPER = tuple(Step(x, ("G1", "G2", "G3", "G4")) for x in PROBLEMS.values())
+ON_HOPPER = tuple(Step(x, ("G1", "G2", "G3", "G4", "G5")) for x in PROBLEMS.values())

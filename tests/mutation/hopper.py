@@ -37,6 +37,8 @@ PROBLEMS = {
     "no key": _problem(mask=Mask(causal=True), N=40),
     "one tile": _problem(M=5, N=7),
     "many tiles": _problem(M=70, N=700),
+    "many tiles, wide": _problem(M=70, N=700, D=128, Dv=128),
+    "far from the first key": _problem(M=300, N=500, mask=Mask(window_left=60, window_right=90)),
     "two passes": _problem(H=2, Hk=1, mask=_WINDOW, config="default"),
     "rising": _problem(N=500, inputs="rising_max"),
     "far above 1": _problem(M=70, N=140, inputs="lse_high_6e4", dtype="fp16"),

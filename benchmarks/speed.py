@@ -98,10 +98,10 @@ def measure(
     for name, attention in attentions.items():
         try:
             both(attention)
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            both(attention)
             if peaks is not None:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                both(attention)
                 peaks[name] = torch.cuda.max_memory_allocated() - before
             outs[name] = attention(q, k, v, causal)
         except (RuntimeError, NotImplementedError) as error:

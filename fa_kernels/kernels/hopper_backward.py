@@ -44,9 +44,6 @@ from fa_kernels.ranges import tile_of_head, visible_tiles
 
 __all__ = ["hopper_backward_kernel"]
 
-_HALF: gl.constexpr = gl.constexpr(HALF_ROWS)
-_TOGETHER: gl.constexpr = gl.constexpr(PROGRAMS_TOGETHER)
-
 
 @gluon.jit
 def _copy_row(pointer, row, barrier):
@@ -88,7 +85,7 @@ def _produce(
         of_half: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
         mbarrier.expect(kv_full.index(0), 2 * of_half)
         for half in gl.static_range(2):
-            place = [b, h_k, start_n + half * _HALF, 0]
+            place = [b, h_k, start_n + half * HALF_ROWS, 0]
             async_load(k_desc, place, kv_full.index(0), k_tiles.index(half))
             async_load(v_desc, place, kv_full.index(0), v_tiles.index(half))
     before = 0
@@ -172,21 +169,21 @@ def _consume(
     SIDE_BY_SIDE: gl.constexpr = BLOCK_D == 128
     block_row: gl.constexpr = 0 if SIDE_BY_SIDE else half * 64
     block_column: gl.constexpr = half * 64 if SIDE_BY_SIDE else 0
-    start_n += half * _HALF
-    offs_n = start_n + gl.arange(0, _HALF, gl.SliceLayout(1, SCORES))
+    start_n += half * HALF_ROWS
+    offs_n = start_n + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, SCORES))
     offs_tile = gl.arange(0, BLOCK_M, COLUMNS)
-    offs_wide = gl.arange(0, _HALF, gl.SliceLayout(1, WIDE))
-    dk = gl.zeros([_HALF, BLOCK_D], gl.float32, SUMS)
-    dv = gl.zeros([_HALF, BLOCK_D], gl.float32, SUMS)
-    nothing = gl.zeros([_HALF, BLOCK_M], gl.float32, SCORES)
+    offs_wide = gl.arange(0, HALF_ROWS, gl.SliceLayout(1, WIDE))
+    dk = gl.zeros([HALF_ROWS, BLOCK_D], gl.float32, SUMS)
+    dv = gl.zeros([HALF_ROWS, BLOCK_D], gl.float32, SUMS)
+    nothing = gl.zeros([HALF_ROWS, BLOCK_M], gl.float32, SCORES)
     no_block = gl.zeros([64, 64], gl.float32, BLOCK)
     total = G * (tiles[3] - tiles[0])
     if total > 0:
         mbarrier.wait(kv_full.index(0), 0)
         # The copy has zeros past the tensor's last key.
-        if (view[1] < N) & (view[1] - start_n < 2 * _HALF):
+        if (view[1] < N) & (view[1] - start_n < 2 * HALF_ROWS):
             for each in gl.static_range(2):
-                keys = start_n + (each - half) * _HALF + offs_wide
+                keys = start_n + (each - half) * HALF_ROWS + offs_wide
                 zero_rows(matrix(k_tiles, each), keys < view[1], WIDE)
             zero_rows(matrix(v_tiles, half), start_n + offs_wide < view[1], WIDE)
         mbarrier.wait(q_full.index(0), 0)
@@ -229,7 +226,7 @@ def _consume(
                 # Two buffers: who has seen both halves of one has left the one before.
                 buffer = i & 1
                 if ONE_PASS:
-                    # Before the barrier that the next line brings: the block is free then.
+                    # Before the barrier of the arrival: dq's block is free behind it.
                     tma.store_wait(0)
                     ds_tiles.index(buffer * 2 + half).permute((1, 0)).store(ds)
                     fence_async_shared()
@@ -319,14 +316,14 @@ def hopper_backward_kernel(
     and delta (B,H,M_padded) of ``delta_kernel``. With ONE_PASS it adds to dq, as a descriptor of
     float32 (B H M_padded, BLOCK_D) in blocks of 64 x 64, without sm_scale; else it is not touched.
     """
-    BLOCK_N: gl.constexpr = 2 * _HALF
+    BLOCK_N: gl.constexpr = 2 * HALF_ROWS
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     DTYPE: gl.constexpr = q_desc.dtype
     n_blocks = gl.cdiv(N, BLOCK_N)
     heads = gl.num_programs(0) // n_blocks
     # Early key tiles are the long ones under causal masking.
-    n_block, bh_k = tile_of_head(gl.program_id(0), n_blocks, heads, _TOGETHER)
+    n_block, bh_k = tile_of_head(gl.program_id(0), n_blocks, heads, PROGRAMS_TOGETHER)
     start_n = n_block * BLOCK_N
     Hk = H // G
     b = bh_k // Hk
@@ -343,8 +340,8 @@ def hopper_backward_kernel(
     first_key = stored_rows(b, h_k, Hk, place, N, seqlen_k, N, False)[0]
     first_row = (b * H + h_k * G).to(gl.int64) * M_padded
 
-    k_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _HALF, BLOCK_D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, _HALF, BLOCK_D], v_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, HALF_ROWS, BLOCK_D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, HALF_ROWS, BLOCK_D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], dout_desc.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -353,7 +350,7 @@ def hopper_backward_kernel(
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BLOCKS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     # Without ONE_PASS nothing touches them.
-    ds_tiles = gl.allocate_shared_memory(DTYPE, [4 if ONE_PASS else 1, BLOCK_M, _HALF], HALVES)
+    ds_tiles = gl.allocate_shared_memory(DTYPE, [4 if ONE_PASS else 1, BLOCK_M, HALF_ROWS], HALVES)
     dq_blocks = gl.allocate_shared_memory(gl.float32, [2 if ONE_PASS else 1, 64, 64], BLOCKS)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

@@ -38,9 +38,6 @@ from fa_kernels.ranges import tile_of_head, visible_tiles
 
 __all__ = ["hopper_forward_kernel"]
 
-_HALF: gl.constexpr = gl.constexpr(HALF_ROWS)
-_TOGETHER: gl.constexpr = gl.constexpr(PROGRAMS_TOGETHER)
-
 
 @gluon.jit
 def _produce(
@@ -63,7 +60,7 @@ def _produce(
     q_full, k_full, v_full, k_free, v_free = barriers
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     for half in gl.static_range(2):
-        place = [b, h, start_m + half * _HALF, 0]
+        place = [b, h, start_m + half * HALF_ROWS, 0]
         mbarrier.expect(q_full.index(half), q_desc.block_type.nbytes)
         async_load(q_desc, place, q_full.index(half), q_tiles.index(half))
     for tile in range(first, last):
@@ -125,12 +122,12 @@ def _consume(
     WIDE: gl.constexpr = wide(BLOCK_DV)
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     first, last = tiles[0], tiles[3]
-    start_m += half * _HALF
-    offs_m = start_m + gl.arange(0, _HALF, ROWS)
-    m_i = gl.full([_HALF], -float("inf"), gl.float32, ROWS)
-    l_i = gl.full([_HALF], 0.0, gl.float32, ROWS)
-    acc = gl.zeros([_HALF, BLOCK_DV], gl.float32, SUMS)
-    nothing = gl.zeros([_HALF, BLOCK_N], gl.float32, SCORES)
+    start_m += half * HALF_ROWS
+    offs_m = start_m + gl.arange(0, HALF_ROWS, ROWS)
+    m_i = gl.full([HALF_ROWS], -float("inf"), gl.float32, ROWS)
+    l_i = gl.full([HALF_ROWS], 0.0, gl.float32, ROWS)
+    acc = gl.zeros([HALF_ROWS, BLOCK_DV], gl.float32, SUMS)
+    nothing = gl.zeros([HALF_ROWS, BLOCK_N], gl.float32, SCORES)
     q = matrix(q_tiles, half)
     mbarrier.wait(q_full.index(half), 0)
     if first < last:
@@ -172,11 +169,11 @@ def _consume(
 
     m_i = gl.convert_layout(m_i, ROWS_OF_SUMS)
     l_i = gl.convert_layout(l_i, ROWS_OF_SUMS)
-    offs_m = start_m + gl.arange(0, _HALF, ROWS_OF_SUMS)
+    offs_m = start_m + gl.arange(0, HALF_ROWS, ROWS_OF_SUMS)
     out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < view[0]))
     gl.store(lse_ptr + (place[0] + offs_m), lse, mask=offs_m < place[1])
     out = gl.convert_layout(out.to(DTYPE), WIDE)
-    rows = start_m + gl.arange(0, _HALF, gl.SliceLayout(1, WIDE))
+    rows = start_m + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, WIDE))
     columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, WIDE))
     store_rows(out_ptr, place[0], place[1], rows, columns, out, Dv, BLOCK_DV, ALIGNED)
 
@@ -209,13 +206,13 @@ def hopper_forward_kernel(
     q, k, v as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), in blocks of HALF_ROWS queries or
     one key tile, and all columns, with zeros past the tensors' ends.
     """
-    BLOCK_M: gl.constexpr = 2 * _HALF
+    BLOCK_M: gl.constexpr = 2 * HALF_ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
     m_blocks = gl.cdiv(M, BLOCK_M)
     heads = gl.num_programs(0) // m_blocks
-    turn, bh = tile_of_head(gl.program_id(0), m_blocks, heads, _TOGETHER)
+    turn, bh = tile_of_head(gl.program_id(0), m_blocks, heads, PROGRAMS_TOGETHER)
     # Late query tiles first: under causal masking they are the long ones.
     start_m = (m_blocks - 1 - turn) * BLOCK_M
     b = bh // H
@@ -227,7 +224,7 @@ def hopper_forward_kernel(
     qk_scale = base2_scale(scale_from_bits(sm_scale_bits), gl.float32, 0)
     rows = stored_rows(b, h, H, place, M, seqlen_q, M, False)
 
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, _HALF, BLOCK_D], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, HALF_ROWS, BLOCK_D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(
         k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout
     )

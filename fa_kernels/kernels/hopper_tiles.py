@@ -22,10 +22,10 @@ __all__ = [
 ]
 
 # Of a tile: what one warpgroup multiplies at a time.
-HALF_ROWS = 64
+HALF_ROWS: gl.constexpr = gl.constexpr(64)
 # Of a group of heads: more than a GPU runs at a time, so that the long ones of the next begin while
 # the short ones of this end; and few enough for its tensors to stay in the L2 cache.
-PROGRAMS_TOGETHER = 256
+PROGRAMS_TOGETHER: gl.constexpr = gl.constexpr(256)
 # Triton has named them so since 3.7.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier

@@ -59,7 +59,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="names that hold this text")
     parser.add_argument("--out", default="build/mutation", metavar="FOLDER", help="for the reports")
     options = parser.parse_args(arguments)
-    # Those of Hopper's kernels take an hour, and what lives of them is not explained yet.
+    # Those of Hopper's kernels take long, and what lives of them is not explained yet.
     options.sources = options.sources or [x for x in SOURCES if x != "hopper"]
     unknown = set(options.sources) - set(SOURCES)
     if unknown:

@@ -127,8 +127,8 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _on_hopper(
             "the second consumer has the rows of the first",
-            "start_m += half * _HALF",
-            "start_m += 0 * _HALF",
+            "start_m += half * HALF_ROWS",
+            "start_m += 0 * HALF_ROWS",
         ),
         {"M": 200, "N": 300},
     ),

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -31,7 +31,7 @@ from fa_kernels.offsets import (
 )
 from fa_kernels.tokens import token_of, value_of
 
-__all__ = ["Arguments", "MaskLike", "Request", "check", "prepared"]
+__all__ = ["Arguments", "MaskLike", "Request", "check", "check_device", "prepared"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
@@ -139,6 +139,12 @@ class Arguments:
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether it is attention of padded sequences, with windows and lengths and no more."""
+        others = (self.predicate, self.longest, self.softcap, self.alibi_slopes, self.bias)
+        return all(x is None for x in others)
+
 
 def _check_tensors(q: object, k: object, v: object) -> None:
     tensors = {"q": q, "k": k, "v": v}
@@ -188,7 +194,8 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
 
 
-def _check_device(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
+    """Raises where the kernels cannot run there."""
     if device.type == "cuda":
         return
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
@@ -341,7 +348,7 @@ def check(
     """
     _check_tensors(q, k, v)
     _check_shapes(q, k, v)
-    _check_device(q.device)
+    check_device(q.device)
     if backward not in ("two_pass", "one_pass"):
         raise ValueError(f"backward is {backward!r}; needs 'two_pass' or 'one_pass'")
     if mask is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fa_kernels import operators
-from fa_kernels.arguments import MaskLike, check
+from fa_kernels.arguments import MaskLike
 from fa_kernels.configs import Config
 from fa_kernels.pooling import check_pooling
+from fa_kernels.remembered import check
 
 __all__ = ["autocast", "flash_attention"]
 
@@ -18,8 +20,14 @@ _CAST = (torch.float16, torch.bfloat16, torch.float32)
 _DEVICES = ("cuda", "cpu")
 
 
-def autocast(x: object) -> object:
-    """A tensor in the dtype of the enclosing ``torch.autocast``, as of PyTorch's own attention."""
+def autocast(*values: Any) -> tuple[Any, ...]:
+    """Tensors in the dtype of the enclosing ``torch.autocast``, as of PyTorch's own attention."""
+    if not any(torch.is_autocast_enabled(device) for device in _DEVICES):
+        return values
+    return tuple(map(_cast, values))
+
+
+def _cast(x: Any) -> Any:
     if isinstance(x, torch.Tensor) and x.dtype in _CAST and x.device.type in _DEVICES:
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
@@ -122,7 +130,7 @@ def flash_attention(
     Source: FlashAttention-2 (arXiv:2307.08691); Flash-Decoding (Dao, Haziza, Massa, Sizov 2023)
     for the parts.
     """
-    q, k, v, bias = autocast(q), autocast(k), autocast(v), autocast(bias)
+    q, k, v, bias = autocast(q, k, v, bias)
     modified = any(x is not None for x in (softcap, alibi_slopes, bias))
     pooling = check_pooling(pool, pool_size, modified=modified)
     request = check(

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from fa_kernels import allocation
+from fa_kernels.compiled import run
 from fa_kernels.configs import Config, Tile
 from fa_kernels.device import on_device
 from fa_kernels.kernels.block_lists import block_lists_kernel, everywhere
@@ -245,7 +246,8 @@ def _map_of_blocks(
     programs = math.prod(shape[:3])
     if programs:
         with on_device(blocks):
-            block_lists_kernel[(programs,)](
+            run(
+                block_lists_kernel, (programs,),
                 lists, blocks, seqlens_here, seqlens_there, *blocks.stride(),
                 H, here, there, before, after, side,
                 BLOCK_HERE=tile.block_m, BLOCK_THERE=tile.block_n, CHUNK=_CHUNK,
@@ -261,7 +263,8 @@ def _ordered(lists: torch.Tensor, heads: int, here: int, tile: Tile) -> BlockMap
     order = allocation.empty((B, heads, tiles), dtype=torch.int32, device=lists.device)
     if order.numel():
         with on_device(lists):
-            longest_first_kernel[(triton.cdiv(tiles, _CHUNK) * B * heads,)](
-                order, lists, *lists.stride()[:3], heads, H // heads, tiles, BLOCK=_CHUNK
-            )
+            run(
+                longest_first_kernel, (triton.cdiv(tiles, _CHUNK) * B * heads,),
+                order, lists, *lists.stride()[:3], heads, H // heads, tiles, BLOCK=_CHUNK,
+            )  # fmt: skip
     return BlockMap(lists, order)

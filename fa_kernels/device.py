@@ -11,4 +11,7 @@ __all__ = ["on_device"]
 
 def on_device(x: torch.Tensor) -> AbstractContextManager:
     """Makes the device of a tensor the current one, if it is a GPU."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+    device = x.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

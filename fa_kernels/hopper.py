@@ -6,7 +6,6 @@ It is never needed: where it does not take a call, the portable kernel does.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +14,7 @@ import triton
 
 from fa_kernels import allocation
 from fa_kernels.arguments import Arguments
+from fa_kernels.compiled import cdiv, run
 from fa_kernels.configs import Tile
 from fa_kernels.kernels.forward import forward_kernel
 
@@ -24,6 +24,7 @@ __all__ = [
     "launch_hopper_backward",
     "launch_hopper_forward",
     "padded",
+    "processors",
     "takes",
     "takes_forward",
     "takes_shapes",
@@ -81,6 +82,13 @@ def is_there(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9 and _kernels() is not None
 
 
+@lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Programs that a GPU runs at a time: one on a multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=512)
 def takes_shapes(dtype: torch.dtype, D: int, Dv: int) -> bool:
     """Whether head_dims and dtype are such that tiles can be copied whole."""
     return dtype in (torch.float16, torch.bfloat16) and all(
@@ -95,11 +103,7 @@ def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Argument
     """
     return (
         arguments.config.hopper
-        and arguments.predicate is None
-        and arguments.longest is None
-        and arguments.softcap is None
-        and arguments.alibi_slopes is None
-        and arguments.bias is None
+        and arguments.is_plain
         and takes_shapes(q.dtype, q.shape[3], v.shape[3])
         and min(q.numel(), k.numel()) > 0
         and is_there(q.device)
@@ -113,16 +117,14 @@ def takes_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: 
 
 def _descriptor(
     base: torch.Tensor,
-    shape: Sequence[int],
-    strides: Sequence[int],
+    shape: list[int],
+    strides: list[int],
     block: list[int],
     layout: object,
 ) -> object:
     """As its constructor makes it, without its checks, which took half the time of a launch."""
     made = object.__new__(_descriptors()[0])
-    made.__dict__.update(
-        base=base, shape=list(shape), strides=list(strides), block_shape=block, layout=layout
-    )
+    made.__dict__.update(base=base, shape=shape, strides=strides, block_shape=block, layout=layout)
     return made
 
 
@@ -131,17 +133,22 @@ def _described(x: torch.Tensor, rows: int, columns: int) -> object:
 
     Of a contiguous copy, where a descriptor cannot count the tensor's strides.
     """
-    size, shape, strides = x.element_size(), x.shape, list(x.stride())
-    fits = strides[3] == 1 and x.data_ptr() % _ALIGNMENT == 0
-    for axis in range(3):
-        if shape[axis] == 1:
-            # The stride of what is alone is never counted, but has to be one.
-            strides[axis] = columns
-        fits = fits and strides[axis] > 0 and strides[axis] * size % _ALIGNMENT == 0
-    if not fits:
-        x = allocation.empty(shape, dtype=x.dtype, device=x.device).copy_(x)
-        strides = list(x.stride())
-    return _descriptor(x, shape, strides, [1, 1, rows, columns], _descriptors()[1])
+    counted = _counted(x.shape, x.stride(), x.element_size())
+    if counted is None or x.data_ptr() % _ALIGNMENT:
+        x = allocation.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+        counted = list(x.shape), list(x.stride())
+    return _descriptor(x, *counted, [1, 1, rows, columns], _descriptors()[1])
+
+
+@lru_cache(maxsize=1024)
+def _counted(
+    shape: tuple[int, ...], strides: tuple[int, ...], size: int
+) -> tuple[list[int], list[int]] | None:
+    """Shape and strides as a descriptor has them; None where it cannot count these strides."""
+    # The stride of what is alone is never counted, but has to be one that could be.
+    steps = [_ALIGNMENT if shape[axis] == 1 else strides[axis] for axis in range(3)]
+    fits = strides[3] == 1 and all(step * size % _ALIGNMENT == 0 for step in steps)
+    return (list(shape), [*steps, 1]) if fits else None
 
 
 def launch_hopper_forward(
@@ -159,13 +166,21 @@ def launch_hopper_forward(
     B, H, M, D = q.shape
     _, Hk, N, Dv = v.shape
     of_k, of_v = padded(D), padded(Dv)
-    kernels[0][(triton.cdiv(M, TILE.block_m) * B * H,)](
+    # Where heads are short, programs take turns. Of long ones it is faster to begin together: those
+    # that read the same keys then do so at the same time.
+    tiles, places = cdiv(M, TILE.block_m), processors(q.device)
+    programs, counter = tiles * B * H, arguments.seqlens_q
+    if 2 * tiles <= places < programs:
+        programs = places
+        counter = allocation.empty((1,), dtype=torch.int32, device=q.device).zero_()
+    run(
+        kernels[0], (programs,),
         _described(q, TILE.block_m // 2, of_k), _described(k, TILE.block_n, of_k),
         _described(v, TILE.block_n, of_v),
-        out, lse, arguments.seqlens_q, arguments.seqlens_k, H, H // Hk, M, N, Dv,
+        out, lse, arguments.seqlens_q, arguments.seqlens_k, counter, B * H, H, H // Hk, M, N, Dv,
         arguments.window_left, arguments.window_right, sm_scale_bits,
         STAGES=_STAGES[max(of_k, of_v)], ALIGNED=Dv == of_v,
-        num_warps=TILE.num_warps,
+        num_warps=TILE.num_warps, kinds=(q.dtype, of_k, of_v),
     )  # fmt: skip
 
 
@@ -196,13 +211,14 @@ def launch_hopper_backward(
     keys_of = _described(k, keys // 2, columns)
     added_to = keys_of
     if sums is not None:
-        shape, block = (sums.numel() // columns, columns), [_SUMMED, _SUMMED]
-        added_to = _descriptor(sums, shape, (columns, 1), block, _descriptors()[2])
-    kernels[1][(triton.cdiv(N, keys) * B * Hk,)](
+        shape, block = [sums.numel() // columns, columns], [_SUMMED, _SUMMED]
+        added_to = _descriptor(sums, shape, [columns, 1], block, _descriptors()[2])
+    run(
+        kernels[1], (cdiv(N, keys) * B * Hk,),
         _described(q, rows, columns), keys_of, _described(v, keys // 2, columns),
         _described(dout, rows, columns), lse2, delta, dk, dv, added_to,
         arguments.seqlens_q, arguments.seqlens_k, H, H // Hk, M, lse2.shape[2], N, D, Dv,
         arguments.window_left, arguments.window_right, sm_scale_bits,
         STAGES=_BACKWARD_STAGES, ALIGNED=D == Dv == columns, ONE_PASS=sums is not None,
-        num_warps=TILE.num_warps,
+        num_warps=TILE.num_warps, kinds=(q.dtype, dout.dtype, columns),
     )  # fmt: skip

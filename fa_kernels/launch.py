@@ -13,12 +13,14 @@ import triton.language as tl
 
 from fa_kernels import allocation, hopper
 from fa_kernels.arguments import Arguments
+from fa_kernels.compiled import cdiv, run
 from fa_kernels.configs import Tile
 from fa_kernels.device import on_device
 from fa_kernels.kernels.dbias import dbias_kernel
 from fa_kernels.kernels.delta import delta_kernel
 from fa_kernels.kernels.dkdv import dkdv_kernel
 from fa_kernels.kernels.dq import dq_kernel
+from fa_kernels.kernels.dq_of_sums import dq_of_sums_kernel
 from fa_kernels.kernels.forward import forward_kernel
 from fa_kernels.kernels.merge import merge_kernel
 from fa_kernels.kernels.pool import pool_kernel
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 DELTA_ROWS = 32
+SUMS_ROWS = 32
 MERGE_ROWS = 4
 # A multiple of every block_m.
 ROW_PADDING = 256
@@ -58,14 +61,20 @@ def _is_aligned(*tensors: torch.Tensor) -> bool:
     Only 16-bit dtypes take this path: their dots run on tensor cores, whose layouts do not follow
     the loads, so that both paths give the same bits.
     """
-    return all(
-        x.element_size() == 2
-        and x.shape[-1] == _padded(x.shape[-1])
-        and x.stride(-1) == 1
-        and all(stride % 8 == 0 for stride in x.stride()[:-1])
-        and x.stride(2) <= MAX_ALIGNED_STRIDE
-        and x.data_ptr() % 16 == 0
-        for x in tensors
+    for x in tensors:
+        if not _has_aligned_rows(x.shape[3], x.stride(), x.element_size()) or x.data_ptr() % 16:
+            return False
+    return True
+
+
+@lru_cache(maxsize=512)
+def _has_aligned_rows(head_dim: int, strides: tuple[int, ...], size: int) -> bool:
+    return (
+        size == 2
+        and head_dim == _padded(head_dim)
+        and strides[3] == 1
+        and all(stride % 8 == 0 for stride in strides[:3])
+        and strides[2] <= MAX_ALIGNED_STRIDE
     )
 
 
@@ -100,6 +109,7 @@ def _predicate(arguments: Arguments, kernel: str) -> tuple:
     return order, lists, *lists.stride()[:3], arguments.predicate.args
 
 
+@lru_cache(maxsize=512)
 def _scale_bits(sm_scale: float) -> int:
     """The float64's bits as an int64; see ``tiles.scale_from_bits``."""
     return struct.unpack("<q", struct.pack("<d", sm_scale))[0]
@@ -205,11 +215,12 @@ def launch_forward(
         written = (acc, m, l_sum)
     constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
     mods = _score_args(arguments)
-    programs = triton.cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H * (parts or 1)
+    programs = cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H * (parts or 1)
     rows = lse.numel()
     if programs:
         with on_device(q):
-            forward_kernel[(programs,)](
+            run(
+                forward_kernel, (programs,),
                 q, k, v, *written, arguments.seqlens_q, arguments.seqlens_k,
                 *_strides(arguments, q, k, v), *sizes.in_kernels(),
                 arguments.window_left, arguments.window_right, parts or 1, rows,
@@ -219,7 +230,8 @@ def launch_forward(
                 **constants, **_tile(tile),
             )  # fmt: skip
             if parts is not None:
-                merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
+                run(
+                    merge_kernel, (cdiv(rows, MERGE_ROWS),),
                     *written, out, lse, parts, rows, sizes.Dv,
                     BLOCK_R=MERGE_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
                 )  # fmt: skip
@@ -265,78 +277,106 @@ def launch_backward(
     """
     sizes = _Sizes.of(q, k, v, arguments)
     packed = arguments.longest is not None
-    # Whole tiles of rows, so that the kernels read them without a mask.
-    tiles_of_rows = triton.cdiv(sizes.rows_q, ROW_PADDING) + (sizes.B if packed else 0)
-    shape = (q.shape[0], sizes.H, tiles_of_rows * ROW_PADDING)
-    lse2, delta = (allocation.empty(shape, dtype=lse.dtype, device=q.device) for _ in range(2))
     kernels = backward_kernels(needed, arguments.one_pass)
     one_pass = needed[0] and "dq" not in kernels
+    on_hopper = "dkdv" in kernels and hopper.takes(q, k, v, arguments)
+    # Whole tiles of rows, so that the kernels read them without a mask; of columns too.
+    tiles_of_rows = cdiv(sizes.rows_q, ROW_PADDING) + (sizes.B if packed else 0)
+    shape = (q.shape[0], sizes.H, tiles_of_rows * ROW_PADDING)
+    lse2, delta = (allocation.empty(shape, dtype=lse.dtype, device=q.device) for _ in range(2))
+    columns, sums = 0, delta
+    if one_pass:
+        columns = hopper.padded(sizes.D, sizes.Dv) if on_hopper else _padded(sizes.D)
+        sums = allocation.empty((*shape, columns), dtype=delta.dtype, device=q.device)
     dq, dk, dv = empty_gradients(q, k, v, needed)
+    _blank(arguments, dq=dq, dk=dk, dv=dv)
     # Without HAS_DLSE it is not read.
     dlses = lse if dlse is None else dlse
-    _blank(arguments, dq=None if one_pass else dq, dk=dk, dv=dv)
-    constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
+    bits = _scale_bits(arguments.sm_scale)
+    acc = tl.float64 if q.dtype == torch.float64 else tl.float32
     places = {"ROW_PADDING": ROW_PADDING, "PACKED": packed}
-    on_hopper = hopper.takes(q, k, v, arguments)
-    # Without ONE_PASS they are not touched. Whole tiles of rows and columns.
-    sums = delta
-    if one_pass:
-        columns = hopper.padded(sizes.D, sizes.Dv) if on_hopper else constants["BLOCK_D"]
-        shape = (*(lse if packed else delta).shape, columns)
-        sums = allocation.empty(shape, dtype=delta.dtype, device=q.device).zero_()
-    shared = (
-        *_strides(arguments, q, k, v, dout), *sizes.in_kernels(delta.shape[2]),
-        arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
-    )  # fmt: skip
     inputs = (q, k, v, dout, lse2, delta)
-    lengths, mods = (arguments.seqlens_q, arguments.seqlens_k), _score_args(arguments)
     with on_device(q):
-        programs = triton.cdiv(sizes.M, ROW_PADDING) * sizes.B * sizes.H
+        programs = cdiv(sizes.M, ROW_PADDING) * sizes.B * sizes.H
         if programs:
-            delta_kernel[(programs * (ROW_PADDING // DELTA_ROWS),)](
-                out, dout, lse, dlses, lse2, delta, arguments.seqlens_q,
+            run(
+                delta_kernel, (programs * (ROW_PADDING // DELTA_ROWS),),
+                out, dout, lse, dlses, lse2, delta, sums, arguments.seqlens_q,
                 *_strides(arguments, dout), *_strides(arguments, dlses),
                 sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.Dv,
-                BLOCK_M=DELTA_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
-                ALIGNED=_is_aligned(out, dout), HAS_DLSE=dlse is not None,
-                **places,
+                BLOCK_M=DELTA_ROWS, BLOCK_DV=_padded(sizes.Dv), ACC=acc,
+                ALIGNED=_is_aligned(out, dout), HAS_DLSE=dlse is not None, COLUMNS=columns,
+                kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype), **places,
             )  # fmt: skip
-        tile = arguments.config.dkdv
-        programs = triton.cdiv(sizes.N, tile.block_n) * sizes.B * sizes.Hk
-        if on_hopper and "dkdv" in kernels:
-            hopper.launch_hopper_backward(
-                *inputs, dk, dv, sums if one_pass else None, arguments,
-                _scale_bits(arguments.sm_scale),
-            )  # fmt: skip
-        elif programs and "dkdv" in kernels:
-            dkdv_kernel[(programs,)](
-                *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"), *mods,
-                ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
-                MODS=_mods(arguments), **places, **constants, **_tile(tile),
-            )  # fmt: skip
-        if one_pass:
-            torch.mul(sums[:, :, : q.shape[2], : sizes.D], arguments.sm_scale, out=dq)
-        tile = arguments.config.dq
-        programs = triton.cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H
-        if programs and "dq" in kernels:
-            dq_kernel[(programs,)](
-                *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"), *mods,
-                ALIGNED=_is_aligned(q, k, v, dout, dq),
-                MODS=_mods(arguments), **places, **constants, **_tile(tile),
-            )  # fmt: skip
-        if dbias is not None and dbias.numel():
-            shared_axes = [size == 1 for size in dbias.shape]
-            over = dict(zip(("OVER_B", "OVER_H", "OVER_M", "OVER_N"), shared_axes, strict=True))
-            tiles = (1, 1, tile.block_m, tile.block_n)
-            dbias_kernel[(math.prod(map(triton.cdiv, dbias.shape, tiles)),)](
-                *inputs, dbias, *lengths, *_strides(arguments, q, k, v, dout),
-                sizes.H, sizes.H // sizes.Hk, sizes.M, delta.shape[2], sizes.N, sizes.D, sizes.Dv,
-                arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
-                *_predicate(arguments, "dq")[1:], *mods, sizes.B,
-                ALIGNED=_is_aligned(q, k, v, dout), MODS=_mods(arguments),
-                **over, **constants, **_tile(tile),
+        if on_hopper:
+            target = sums if one_pass else None
+            hopper.launch_hopper_backward(*inputs, dk, dv, target, arguments, bits)
+            kernels = kernels[1:]
+        if kernels or dbias is not None:
+            _launch_portable(inputs, (dq, dk, dv, dbias), sums, sizes, arguments, kernels, one_pass)
+        programs = cdiv(sizes.M, SUMS_ROWS) * sizes.B * sizes.H
+        if one_pass and programs:
+            run(
+                dq_of_sums_kernel, (programs,),
+                sums, dq, arguments.seqlens_q,
+                sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.D, bits,
+                BLOCK_M=SUMS_ROWS, BLOCK_D=columns, ACC=acc, ALIGNED=_is_aligned(dq),
+                kinds=(dq.dtype,), **places,
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
+
+
+def _launch_portable(
+    inputs: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor | None, ...],
+    sums: torch.Tensor,
+    sizes: _Sizes,
+    arguments: Arguments,
+    kernels: tuple[str, ...],
+    one_pass: bool,
+) -> None:
+    """Launches those of ``kernels``, and dbias if it is among dq, dk, dv, dbias.
+
+    ``inputs`` are q, k, v, dout, lse2 and delta; ``sums`` get dq in one pass.
+    """
+    q, k, v, dout, _, delta = inputs
+    dq, dk, dv, dbias = gradients
+    constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
+    places = {"ROW_PADDING": ROW_PADDING, "PACKED": arguments.longest is not None}
+    strides = _strides(arguments, q, k, v, dout)
+    scalars = (arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale))
+    shared = (*strides, *sizes.in_kernels(delta.shape[2]), *scalars)
+    lengths, mods = (arguments.seqlens_q, arguments.seqlens_k), _score_args(arguments)
+    tile = arguments.config.dkdv
+    programs = cdiv(sizes.N, tile.block_n) * sizes.B * sizes.Hk
+    if programs and "dkdv" in kernels:
+        run(
+            dkdv_kernel, (programs,),
+            *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"), *mods,
+            ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
+            MODS=_mods(arguments), **places, **constants, **_tile(tile),
+        )  # fmt: skip
+    tile = arguments.config.dq
+    programs = cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H
+    if programs and "dq" in kernels:
+        run(
+            dq_kernel, (programs,),
+            *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"), *mods,
+            ALIGNED=_is_aligned(q, k, v, dout, dq),
+            MODS=_mods(arguments), **places, **constants, **_tile(tile),
+        )  # fmt: skip
+    if dbias is not None and dbias.numel():
+        shared_axes = [size == 1 for size in dbias.shape]
+        over = dict(zip(("OVER_B", "OVER_H", "OVER_M", "OVER_N"), shared_axes, strict=True))
+        tiles = (1, 1, tile.block_m, tile.block_n)
+        run(
+            dbias_kernel, (math.prod(map(cdiv, dbias.shape, tiles)),),
+            *inputs, dbias, *lengths, *strides,
+            sizes.H, sizes.H // sizes.Hk, sizes.M, delta.shape[2], sizes.N, sizes.D, sizes.Dv,
+            *scalars, *_predicate(arguments, "dq")[1:], *mods, sizes.B,
+            ALIGNED=_is_aligned(q, k, v, dout), MODS=_mods(arguments),
+            **over, **constants, **_tile(tile),
+        )  # fmt: skip
 
 
 def empty_pooled(q: torch.Tensor, k: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
@@ -365,14 +405,15 @@ def launch_pooled(
     rows, keys = min(rows, M), min(keys, N)
     tile = arguments.config.dq
     spans = [
-        triton.cdiv(length, max(block // size, 1) * size)
+        cdiv(length, max(block // size, 1) * size)
         for length, block, size in ((M, tile.block_m, rows), (N, tile.block_n, keys))
     ]
     constants = _constants(q.dtype, D, D, arguments)
     del constants["BLOCK_DV"]
     predicate = arguments.predicate
     with on_device(q):
-        pool_kernel[(spans[0] * spans[1] * B * H,)](
+        run(
+            pool_kernel, (spans[0] * spans[1] * B * H,),
             q, k, lse, pooled, arguments.seqlens_q, arguments.seqlens_k,
             *q.stride(), *k.stride(), H, H // k.shape[1], M, N, D, rows, keys,
             arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fa_kernels import allocation
-from fa_kernels.arguments import Request, prepared
+from fa_kernels.arguments import Request
 from fa_kernels.launch import (
     backward_kernels,
     empty_gradients,
@@ -24,6 +24,7 @@ from fa_kernels.launch import (
     launch_pooled,
 )
 from fa_kernels.pooling import prepared_pooling
+from fa_kernels.remembered import prepared
 
 __all__ = ["backward", "forward", "pooled_scores", "run_forward"]
 
@@ -39,7 +40,7 @@ _TENSORS = tuple(
     Request._fields.index(name)
     for name in ("seqlens_q", "seqlens_k", "block_mask", "alibi_slopes", "bias")
 )
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 _OPERATORS = {
     "forward": f"(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)",
     "backward": (
@@ -138,12 +139,12 @@ def _is_watched(*tensors):
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()
-        or not all(type(x) in _PLAIN for x in tensors)
+        or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
-def _of_request(request):
-    return [request[place] for place in _TENSORS]
+def _of_request(x):
+    return x.seqlens_q, x.seqlens_k, x.block_mask, x.alibi_slopes, x.bias
 
 
 def _is_batched(x):

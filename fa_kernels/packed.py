@@ -78,7 +78,7 @@ def flash_attention_varlen(
 
     Numerics: those of ``flash_attention``.
     """
-    q, k, v = autocast(q), autocast(k), autocast(v)
+    q, k, v = autocast(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is {type(x).__name__}; needs a torch.Tensor")

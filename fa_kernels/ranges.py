@@ -97,15 +97,16 @@ def part_of(lo, full_lo, full_hi, hi, part, parts):
 def tile_of_head(program, tiles, heads, together):
     """The tile and the head that a program has, out of ``tiles`` of each of ``heads``.
 
-    Heads follow each other in groups of ``together`` programs or more. In a group tile 0 of each
-    head comes first, then tile 1 of each, and so on: where earlier tiles take longer, programs that
-    begin late end early, whatever the head.
+    Heads follow each other, so that those that run together read the same keys, up to the last
+    ones, of ``together`` programs or more: of these tile 0 of each comes first, then tile 1 of
+    each, and so on. Where earlier tiles take longer, what begins last ends early.
 
     Returns:
         (tile, head).
     """
-    of_group = (together + tiles - 1) // tiles
-    first = program // (of_group * tiles) * of_group
-    count = min(heads - first, of_group)
-    place = program - first * tiles
-    return place // count, first + place % count
+    last = min((together + tiles - 1) // tiles, heads)
+    place = program - (heads - last) * tiles
+    tile, head = program % tiles, program // tiles
+    if place >= 0:
+        tile, head = place // last, heads - last + place % last
+    return tile, head

@@ -1,5 +1,7 @@
 """What both backward kernels read of a row: delta = rowsum(out * dout) - dlse, and LSE in base 2.
 
+And where one adds dq up: zeros.
+
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 4.
 """
 
@@ -41,6 +43,7 @@ def delta_kernel(
     dlse_ptr,
     lse2_ptr,
     delta_ptr,
+    sums_ptr,
     seqlens_q_ptr,
     stride_ob: tl.int64,
     stride_oh: tl.int64,
@@ -59,6 +62,7 @@ def delta_kernel(
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROW_PADDING: tl.constexpr,
     PACKED: tl.constexpr,
 ):
@@ -66,8 +70,9 @@ def delta_kernel(
 
     Rows that take no part (no visible key, padding, past M) get lse2 = +inf, so that their P is 0,
     and delta = 0. ``stride_o*`` are the strides of dout, ``stride_l*`` those of dlse, which is not
-    read without HAS_DLSE; out (B,H,M,Dv) is contiguous. PACKED: lse2 and delta (H,M_padded), whole
-    tiles of ROW_PADDING rows for each of B sequences, out (H,rows_q,Dv) as of ``forward_kernel``.
+    read without HAS_DLSE; out (B,H,M,Dv) is contiguous. sums (B,H,M_padded,COLUMNS) gets zeros,
+    unless that is 0. PACKED: lse2, delta and sums (H,M_padded), whole tiles of ROW_PADDING rows for
+    each of B sequences, out (H,rows_q,Dv) as of ``forward_kernel``.
     """
     m_blocks = tl.cdiv(M, ROW_PADDING) * (ROW_PADDING // BLOCK_M)
     m_block = tl.program_id(0) % m_blocks
@@ -99,3 +104,7 @@ def delta_kernel(
     row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED) + offs_m
     tl.store(lse2_ptr + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E))
     tl.store(delta_ptr + row, delta)
+    if COLUMNS:
+        columns = tl.arange(0, COLUMNS)
+        places = tl.multiple_of(sums_ptr, 16) + (row[:, None] * COLUMNS + columns[None, :])
+        tl.store(places, tl.zeros([BLOCK_M, COLUMNS], ACC))

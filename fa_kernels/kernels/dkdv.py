@@ -109,11 +109,7 @@ def _accumulate(
             dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision=DOTS, out_dtype=ACC)
             dq_tile = tl.multiple_of(dq_pointer + tl.cast(start_m, tl.int64) * BLOCK_D, 16)
             places = dq_tile + (offs_tile[:, None] * BLOCK_D + offs_d[None, :])
-            if PACKED:
-                # The rows that follow are another sequence's.
-                tl.atomic_add(places, dq, mask=(offs_m < view[0])[:, None], sem="relaxed")
-            else:
-                tl.atomic_add(places, dq, sem="relaxed")
+            tl.atomic_add(places, dq, sem="relaxed")
     return dk, dv
 
 
@@ -190,8 +186,8 @@ def dkdv_kernel(
 
     ``stride_o*`` are the strides of dout. With ONE_PASS it adds to dq (B,H,M_padded,BLOCK_D), in
     the dtype of the accumulators and without sm_scale, by atomics; else dq is not touched. PACKED:
-    dk (Hk,rows_k,D), dv (Hk,rows_k,Dv) and dq (H,rows_q,BLOCK_D), as in ``forward_kernel``; lse2
-    and delta (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
+    dk (Hk,rows_k,D) and dv (Hk,rows_k,Dv), as in ``forward_kernel``; lse2, delta and the rows of dq
+    (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
     """
     n_blocks = tl.cdiv(N, BLOCK_N)
     n_block = tl.program_id(0) % n_blocks
@@ -240,16 +236,13 @@ def dkdv_kernel(
                 dout_ptr, place_q, h, stride_ob, stride_oh, stride_om, stride_od, Dv
             )
             row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED)
-            dq_row = row
-            if PACKED:
-                dq_row = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)[0]
             mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
             view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
             if PREDICATE is not None:
                 tiles = listed_tiles(lists_ptr, b, h, n_block, stride_lb, stride_lh, stride_lt)
             dk, dv = _accumulate(
                 dk, dv, k, v, queries, douts, lse2_ptr + row, delta_ptr + row,
-                dq_ptr + dq_row * BLOCK_D, view, offs_n, tiles, qk_scale,
+                dq_ptr + row * BLOCK_D, view, offs_n, tiles, qk_scale,
                 BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, ONE_PASS, PACKED, MASKED,
                 mods, MODS,
             )  # fmt: skip

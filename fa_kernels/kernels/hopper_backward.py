@@ -180,12 +180,11 @@ def _consume(
     total = G * (tiles[3] - tiles[0])
     if total > 0:
         mbarrier.wait(kv_full.index(0), 0)
-        # The copy has zeros past the tensor's last key.
-        if (view[1] < N) & (view[1] - start_n < 2 * HALF_ROWS):
-            for each in gl.static_range(2):
-                keys = start_n + (each - half) * HALF_ROWS + offs_wide
-                zero_rows(matrix(k_tiles, each), keys < view[1], WIDE)
-            zero_rows(matrix(v_tiles, half), start_n + offs_wide < view[1], WIDE)
+        # The copy has zeros past the tensor's last key. Of the others before it p and dS are
+        # selected; their keys are multiplied all the same, in dQ.
+        if ONE_PASS:
+            if (view[1] < N) & (view[1] - start_n < HALF_ROWS):
+                zero_rows(matrix(k_tiles, half), start_n + offs_wide < view[1], WIDE)
         mbarrier.wait(q_full.index(0), 0)
         _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), WIDE)
     # Of no query tile they are made of whatever is there, and mean nothing.
@@ -268,10 +267,9 @@ def _consume(
 
     rows = start_n + offs_wide
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
-    valid = (rows < view[1])[:, None]
-    dk = gl.where(valid, gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE), 0.0)
+    dk = gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE)
     store_rows(dk_ptr, first_key, N, rows, columns, dk, D, BLOCK_D, ALIGNED)
-    dv = gl.where(valid, gl.convert_layout(dv.to(DTYPE), WIDE), 0.0)
+    dv = gl.convert_layout(dv.to(DTYPE), WIDE)
     store_rows(dv_ptr, first_key, N, rows, columns, dv, Dv, BLOCK_D, ALIGNED)
 
 

@@ -23,8 +23,7 @@ __all__ = [
 
 # Of a tile: what one warpgroup multiplies at a time.
 HALF_ROWS: gl.constexpr = gl.constexpr(64)
-# Of a group of heads: more than a GPU runs at a time, so that the long ones of the next begin while
-# the short ones of this end; and few enough for its tensors to stay in the L2 cache.
+# Of the last heads: more than a GPU runs at a time, so that only short ones are left at the end.
 PROGRAMS_TOGETHER: gl.constexpr = gl.constexpr(256)
 # Triton has named them so since 3.7.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

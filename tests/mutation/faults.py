@@ -13,6 +13,7 @@ _FORWARD = "fa_kernels/kernels/forward.py"
 _DELTA = "fa_kernels/kernels/delta.py"
 _DKDV = "fa_kernels/kernels/dkdv.py"
 _DQ = "fa_kernels/kernels/dq.py"
+_DQ_OF_SUMS = "fa_kernels/kernels/dq_of_sums.py"
 _TILES = "fa_kernels/kernels/tiles.py"
 _MERGE = "fa_kernels/kernels/merge.py"
 _SCORES = "fa_kernels/kernels/scores.py"
@@ -346,10 +347,10 @@ _GRADIENTS = (
 
 _ONE_PASS = (
     _fault(
-        "launch: the sums of dq do not start at 0",
+        "delta: the sums of dq do not start at 0",
         "flash_attn_triton.py, which guards against it",
         "T3 G1 G2 G6 G13",
-        (_LAUNCH, "device=q.device).zero_()", "device=q.device)"),
+        (_DELTA, "    if COLUMNS:\n", "    if COLUMNS < 0:\n"),
     ),
     _fault(
         "dkdv: in one pass padding keys of the tail tile reach dq",
@@ -357,6 +358,13 @@ _ONE_PASS = (
         "G1 G2",
         (_DKDV, "            ds = tl.where(offs_n[:, None] < view[1], ds, 0.0)\n", ""),
         hidden="while LSE is moderate: k of a padding key is 0, and only inf * 0 is NaN",
+    ),
+    _fault(
+        "dq_of_sums: dq is not scaled",
+        "blind: as of what is summed in registers and scaled there",
+        "T3 G1",
+        (_DQ_OF_SUMS, "dq = sums * scale_from_bits(sm_scale_bits).to(ACC)", "dq = sums"),
+        hidden="where sm_scale is 1",
     ),
     _fault(
         "dkdv: in one pass the last key tile overwrites dq",
@@ -385,8 +393,8 @@ _MEMORY = (
         "T3 G1 G2 G3",
         (
             _LAUNCH,
-            '        elif programs and "dkdv" in kernels:\n            dkdv_kernel',
-            '        elif programs and "dkdv" in kernels and sizes.M:\n            dkdv_kernel',
+            'if programs and "dkdv" in kernels:',
+            'if programs and "dkdv" in kernels and sizes.M:',
         ),
     ),
     _fault(
@@ -395,9 +403,9 @@ _MEMORY = (
         "G1 G2 G6",
         (
             _LAUNCH,
-            "delta_kernel[(programs * (ROW_PADDING // DELTA_ROWS),)]",
-            "delta_kernel["
-            "(triton.cdiv(sizes.M, arguments.config.forward.block_m) * sizes.B * sizes.H,)]",
+            "delta_kernel, (programs * (ROW_PADDING // DELTA_ROWS),),",
+            "delta_kernel, "
+            "(triton.cdiv(sizes.M, arguments.config.forward.block_m) * sizes.B * sizes.H,),",
         ),
     ),
     _fault(
@@ -434,8 +442,8 @@ _MEMORY = (
         "G12 launch",
         (
             _LAUNCH,
-            "forward_kernel[(programs,)]",
-            "forward_kernel[(triton.cdiv(sizes.M, tile.block_m), sizes.B * sizes.H)]",
+            "forward_kernel, (programs,),",
+            "forward_kernel, (triton.cdiv(sizes.M, tile.block_m), sizes.B * sizes.H),",
         ),
         (
             _FORWARD,
@@ -563,11 +571,22 @@ _PACKED = (
         hidden="where the last offset is the number of rows",
     ),
     _fault(
-        "dkdv: atomics of the last tile reach the next sequence",
+        "dq_of_sums: the last tile reaches the next sequence",
         "blind: whole tiles need no mask, which is true of padded sequences",
         "T3 G1",
-        (_DKDV, "dq, mask=(offs_m < view[0])[:, None], sem", "dq, sem"),
-        hidden="where P of rows past the end is 0",
+        (_DQ_OF_SUMS, "store_rows(dq_ptr, first, end,", "store_rows(dq_ptr, first, end + BLOCK_M,"),
+        hidden="where the last offset is the number of rows, or rows are whole tiles",
+    ),
+    _fault(
+        "dkdv: sums of dq lie where the rows of q do",
+        "blind: as padded sequences have them",
+        "T3 G1",
+        (
+            _DKDV,
+            "dq_ptr + row * BLOCK_D,",
+            "dq_ptr + stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)[0] * BLOCK_D,",
+        ),
+        hidden="where the rows of each sequence are a multiple of the padding",
     ),
 )  # fmt: skip
 

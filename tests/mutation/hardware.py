@@ -121,7 +121,7 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         {"M": 200, "N": 700},
     ),
     (
-        _on_hopper("the heads of a group are those of the queries", "h, h // G,", "h, h,"),
+        _on_hopper("the heads of a group are those of the queries", "[b, h // G,", "[b, h,"),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),
     (
@@ -131,6 +131,22 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
             "start_m += 0 * HALF_ROWS",
         ),
         {"M": 200, "N": 300},
+    ),
+    (
+        _on_hopper(
+            "one turn is left out",
+            "following = gl.num_programs(0) + gl.atomic_add",
+            "following = gl.num_programs(0) + 1 + gl.atomic_add",
+        ),
+        {"B": 2, "H": 80, "Hk": 80, "M": 100, "N": 150},
+    ),
+    (
+        _on_hopper(
+            "stages are counted anew with each turn",
+            "        before += tiles[3] - tiles[0]\n",
+            "",
+        ),
+        {"B": 2, "H": 80, "Hk": 80, "M": 100, "N": 150},
     ),
 )
 _IN_ONE_PASS: dict[str, Any] = {"config": "default-one_pass"}

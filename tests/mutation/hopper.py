@@ -11,6 +11,8 @@ from tests.mutation.trials import Step
 __all__ = ["ON_HOPPER", "PROBLEMS"]
 
 _PADDED = Mask(causal=True, seqlens_q=(150, 64), seqlens_k=(150, 67))
+# A row of tiles without keys between others.
+_PADDED_KEYS = Mask(causal=True, seqlens_q=(70, 70), seqlens_k=(0, 290))
 _WINDOW = Mask(window_left=70, window_right=3)
 _ONE: dict[str, Any] = {"M": 150, "N": 200, "D": 64, "Dv": 64, "dtype": "bf16"}
 
@@ -31,6 +33,7 @@ PROBLEMS = {
     "padded, wide": _problem(B=2, N=150, mask=_PADDED, dirty="inf", D=128, Dv=128),
     "padded behind a tile": _problem(M=300, mask=Mask(seqlens_q=(200,)), dirty="nan"),
     "group": _problem(H=4, Hk=2, mask=Mask(causal=True)),
+    "turns": _problem(B=2, H=4, Hk=2, M=70, N=300, mask=_PADDED_KEYS, dirty="nan"),
     "entries": _problem(B=2, H=2, Hk=2, M=70, N=140, mask=_WINDOW),
     "two head_dims": _problem(D=128, Dv=64),
     "two head_dims, wide values": _problem(D=48, Dv=104, mask=_WINDOW),

@@ -23,6 +23,7 @@ SITES = (
     "fa_kernels/kernels/delta.py",
     "fa_kernels/kernels/dkdv.py",
     "fa_kernels/kernels/dq.py",
+    "fa_kernels/kernels/dq_of_sums.py",
     "fa_kernels/kernels/dbias.py",
     "fa_kernels/kernels/tiles.py",
     "fa_kernels/kernels/scores.py",
@@ -40,6 +41,7 @@ SITES = (
     "fa_kernels/packed.py",
     "fa_kernels/operators.py",
     "fa_kernels/pooling.py",
+    "fa_kernels/remembered.py",
     "fa_kernels/tokens.py",
 )
 # Those that only Hopper compiles, judged where they are emulated.

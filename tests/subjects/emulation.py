@@ -16,6 +16,8 @@ __all__ = ["MODULES", "emulate", "texts_of"]
 
 # In an order in which they can be imported.
 MODULES = ("hopper_tiles", "hopper_forward", "hopper_backward")
+# So few that programs of what has more tiles take turns.
+_PROCESSORS = 4
 _KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel")
 
 
@@ -48,5 +50,6 @@ def emulate(
     kernels = load(sources, _KERNELS, accumulator, seed)
     replace(hopper, "_kernels", lambda: kernels)
     replace(hopper, "is_there", lambda _device: True)
+    replace(hopper, "processors", lambda _device: _PROCESSORS)
     if accumulator == "float64":
         replace(hopper, "takes_shapes", lambda dtype, *_: dtype == torch.float64)

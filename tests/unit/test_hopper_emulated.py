@@ -70,7 +70,7 @@ def test_two_passes_have_the_dk_and_dv_of_one(emulated):
 def results(call: dict[str, object]) -> tuple[torch.Tensor, ...]:
     """out, lse, dk, dv; those that are the same to the bit in whatever order."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((1, 2, 150, 64), (1, 1, 200, 64), (1, 1, 200, 64))
+    shapes = ((2, 2, 150, 64), (2, 1, 200, 64), (2, 1, 200, 64))
     q, k, v = (torch.randn(x, generator=generator).bfloat16().requires_grad_() for x in shapes)
     out, lse = flash_attention(q, k, v, **{"sm_scale": 0.125, **call})
     out.backward(q.detach())
@@ -90,28 +90,50 @@ def test_no_order_of_events_changes_a_bit(config, emulated):
 # What is wrong: module, text, and what stands in its place.
 FAULTS = {
     "queries are not waited for": (
-        "hopper_forward", "    mbarrier.wait(q_full.index(half), 0)\n", "",
+        "hopper_forward", "        mbarrier.wait(q_full.index(half), rounds & 1)\n", "",
     ),
     "keys are not waited for": (
         "hopper_forward",
-        "            mbarrier.wait(k_full.index(stage), (tile - first) // STAGES & 1)\n", "",
+        "                mbarrier.wait(k_full.index(stage), i // STAGES & 1)\n", "",
     ),
     "values are not waited for": (
         "hopper_forward",
-        "            mbarrier.wait(v_full.index(before), (tile - first - 1) // STAGES & 1)\n", "",
+        "                mbarrier.wait(v_full.index(behind), (i - 1) // STAGES & 1)\n", "",
+    ),
+    "queries are overwritten": (
+        "hopper_forward",
+        "            mbarrier.wait(q_free.index(half), rounds & 1 ^ 1)\n            _hand_over",
+        "            _hand_over",
+    ),
+    "the last turn is overwritten": (
+        "hopper_forward",
+        "        mbarrier.wait(q_free.index(half), rounds & 1 ^ 1)\n        _hand_over(total",
+        "        _hand_over(total",
+    ),
+    "queries are left before they are multiplied": (
+        "hopper_forward",
+        "            scores = warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)\n"
+        "            scores = warpgroup_mma_wait(0",
+        "            mbarrier.arrive(q_free.index(half), count=1)\n"
+        "            scores = warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)\n"
+        "            scores = warpgroup_mma_wait(0",
+    ),
+    "whose turn it is is not waited for": (
+        "hopper_forward",
+        "mbarrier.init(q_full.index(half), count=2)", "mbarrier.init(q_full.index(half), count=1)",
     ),
     "keys are overwritten": (
-        "hopper_forward", "        mbarrier.wait(k_free.index(stage), phase)\n", "",
+        "hopper_forward", "            mbarrier.wait(k_free.index(stage), phase)\n", "",
     ),
     "values are overwritten": (
-        "hopper_forward", "        mbarrier.wait(v_free.index(stage), phase)\n", "",
+        "hopper_forward", "            mbarrier.wait(v_free.index(stage), phase)\n", "",
     ),
     "values are left before they are multiplied": (
         "hopper_forward",
-        "            acc, p, l_i = warpgroup_mma_wait(0, deps=(acc, p, l_i))\n"
-        "            mbarrier.arrive(v_free.index(before), count=1)\n",
-        "            mbarrier.arrive(v_free.index(before), count=1)\n"
-        "            acc, p, l_i = warpgroup_mma_wait(0, deps=(acc, p, l_i))\n",
+        "                acc, p, l_i = warpgroup_mma_wait(0, deps=(acc, p, l_i))\n"
+        "                mbarrier.arrive(v_free.index(behind), count=1)\n",
+        "                mbarrier.arrive(v_free.index(behind), count=1)\n"
+        "                acc, p, l_i = warpgroup_mma_wait(0, deps=(acc, p, l_i))\n",
     ),
     "one consumer frees keys for both": (
         "hopper_forward",
@@ -120,7 +142,7 @@ FAULTS = {
     ),
     "a stage never used is waited for": (
         "hopper_forward",
-        "phase = (tile - first) // STAGES & 1 ^ 1", "phase = (tile - first) // STAGES & 1",
+        "phase = i // STAGES & 1 ^ 1", "phase = i // STAGES & 1",
     ),
     "half a tile is expected": (
         "hopper_forward",
@@ -197,6 +219,8 @@ _KEYS = Mask(seqlens_k=(150, 100))
 SHOWN_BY = (
     dataclasses.replace(PROBLEMS["full"], N=700),
     dataclasses.replace(PROBLEMS["full"], B=2, M=400, N=150, mask=_KEYS, dirty="nan"),
+    # Programs take turns.
+    dataclasses.replace(PROBLEMS["full"], H=8, Hk=8, M=70, config="default"),
 )
 
 

@@ -140,14 +140,6 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         ),
         {"B": 2, "H": 80, "Hk": 80, "M": 100, "N": 150},
     ),
-    (
-        _on_hopper(
-            "stages are counted anew with each turn",
-            "        before += tiles[3] - tiles[0]\n",
-            "",
-        ),
-        {"B": 2, "H": 80, "Hk": 80, "M": 100, "N": 150},
-    ),
 )
 _IN_ONE_PASS: dict[str, Any] = {"config": "default-one_pass"}
 _DIRTY: dict[str, Any] = {"B": 2, "M": 300, "N": 300, "mask": _PADDED, "dirty": "nan"}

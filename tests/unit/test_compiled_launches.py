@@ -1,7 +1,5 @@
 """Launches of code that is compiled already: it is that which Triton would have chosen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -98,7 +98,8 @@ FAULTS = {
     ),
     "values are not waited for": (
         "hopper_forward",
-        "                mbarrier.wait(v_full.index(behind), (i - 1) // STAGES & 1)\n", "",
+        "                mbarrier.wait(v_full.index(behind), (i - 1) // STAGES & 1)\n"
+        "                v = matrix", "                v = matrix",
     ),
     "queries are overwritten": (
         "hopper_forward",
@@ -122,6 +123,9 @@ FAULTS = {
         "hopper_forward",
         "mbarrier.init(q_full.index(half), count=2)", "mbarrier.init(q_full.index(half), count=1)",
     ),
+    "stages are counted anew with each turn": (
+        "hopper_forward", "        before += tiles[3] - tiles[0]\n", "",
+    ),
     "keys are overwritten": (
         "hopper_forward", "            mbarrier.wait(k_free.index(stage), phase)\n", "",
     ),
@@ -130,10 +134,10 @@ FAULTS = {
     ),
     "values are left before they are multiplied": (
         "hopper_forward",
-        "                acc, p, l_i = warpgroup_mma_wait(0, deps=(acc, p, l_i))\n"
+        "                acc = warpgroup_mma_wait(0, deps=(acc,))\n"
         "                mbarrier.arrive(v_free.index(behind), count=1)\n",
         "                mbarrier.arrive(v_free.index(behind), count=1)\n"
-        "                acc, p, l_i = warpgroup_mma_wait(0, deps=(acc, p, l_i))\n",
+        "                acc = warpgroup_mma_wait(0, deps=(acc,))\n",
     ),
     "one consumer frees keys for both": (
         "hopper_forward",

@@ -64,7 +64,8 @@ def prepared(
     """``arguments.prepared``."""
     if not _PLAIN.issuperset(map(type, request)) or request.mask:
         return arguments.prepared(q, k, v, request, kernels)
-    key = (q.shape, k.shape, v.shape, q.dtype, q.device, request, kernels)
+    # The rest of k's shape is in those of q and v.
+    key = (q.shape, v.shape, q.dtype, q.device, request, kernels)
     found = _arguments.get(key)
     if found is None:
         found = arguments.prepared(q, k, v, request, kernels)

@@ -20,14 +20,17 @@ FILES = tuple(
 # They take longer, and are asked about a kernel only where they are about it.
 OF_THE_CALL = tuple(
     f"tests/unit/test_{name}.py"
-    for name in ("offsets", "block_mask", "splits", "packed", "tokens", "operators", "pooled")
+    for name in (
+        *("offsets", "block_mask", "splits", "packed", "tokens", "operators", "pooled"),
+        "remembered",
+    )
 )
 # What they are about.
 TESTED_ALONE = tuple(
     f"fa_kernels/{name}.py"
     for name in (
         *("arguments", "block_map", "block_mask", "launch", "offsets", "operators", "packed"),
-        *("pooling", "ranges", "tokens"),
+        *("pooling", "ranges", "remembered", "tokens"),
         *(
             "kernels/block_lists",
             "kernels/longest_first",

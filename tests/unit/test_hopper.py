@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fa_kernels import Config, flash_attention, hopper, launch
+from fa_kernels import Config, allocation, flash_attention, hopper, launch
 from fa_kernels.configs import Tile, resolve
 from oracles.error_model import judge
 from oracles.mask import Mask
@@ -79,6 +79,44 @@ def test_shapes_are_taken_whose_rows_can_be_copied_whole(dtype, D, Dv, taken):
     assert hopper.takes_shapes(dtype, D, Dv) is taken
 
 
+_WHOLE = (2, 4, 300, 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "counted"),
+    [
+        (_WHOLE, (76800, 19200, 64, 1), True),
+        # (B, N, H, D), and a part of packed q, k, v.
+        (_WHOLE, (76800, 64, 256, 1), True),
+        (_WHOLE, (230400, 64, 768, 1), True),
+        # What is expanded is counted by steps of 0.
+        (_WHOLE, (0, 19200, 64, 1), True),
+        (_WHOLE, (76800, 0, 64, 1), True),
+        (_WHOLE, (0, 0, 0, 1), True),
+        # Transposed, one number for all, rows that begin anywhere.
+        (_WHOLE, (76800, 19200, 1, 300), False),
+        (_WHOLE, (0, 0, 0, 0), False),
+        (_WHOLE, (80400, 20100, 67, 1), False),
+        (_WHOLE, (76800, 19201, 64, 1), False),
+        (_WHOLE, (76801, 19200, 64, 1), False),
+        # Whatever the step of what is alone.
+        ((1, 4, 300, 64), (3, 19200, 64, 1), True),
+        ((2, 1, 300, 64), (19200, 5, 64, 1), True),
+        ((2, 4, 1, 64), (256, 64, 7, 1), True),
+    ],
+)
+def test_what_is_counted_needs_no_copy(shape, strides, counted):
+    found = hopper._counted(shape, strides, 2)
+    assert (found is not None) is counted
+    if found is not None:
+        sizes, steps = found
+        assert sizes == list(shape)
+        assert all(step * 2 % 16 == 0 for step in steps[:3])
+        assert steps[3] == 1
+        for axis in range(3):
+            assert sizes[axis] == 1 or steps[axis] == strides[axis]
+
+
 @pytest.mark.parametrize("value", [None, 1, "yes"])
 def test_a_config_refuses_what_is_no_bool(value):
     with pytest.raises(TypeError, match=f"hopper is {value!r}; needs a bool"):
@@ -145,6 +183,21 @@ def test_dk_and_dv_of_one_pass_are_those_of_two_and_dq_is_within_its_bound_every
             assert torch.equal(dk, wanted[1])
             assert torch.equal(dv, wanted[2])
             assert float(ratios(dq, want, bound).amax()) <= 1
+
+
+@on_hopper
+def test_what_is_expanded_is_not_copied(launches, monkeypatch):
+    q, k, v = tensors((2, 4, 200, 64))
+    expanded = [k[:, :1].expand_as(k), v[:1].expand_as(v)]
+    wanted = flash_attention(q, *(x.contiguous() for x in expanded), causal=True)
+    sizes = []
+    original = allocation.empty
+    monkeypatch.setattr(
+        allocation, "empty", lambda shape, **of: (sizes.append(shape), original(shape, **of))[1]
+    )
+    assert torch.equal(flash_attention(q, *expanded, causal=True), wanted)
+    assert sizes == [(2, 4, 200, 64), (2, 4, 200)]
+    assert launches == ["forward"] * 2
 
 
 @on_hopper

@@ -81,6 +81,15 @@ def test_a_call_of_other_tensors_is_worked_out(other, worked_out):
     assert worked_out == ["check", "prepared"] * 2
 
 
+@pytest.mark.parametrize("place", [0, 2])
+def test_another_length_of_q_and_another_head_dim_of_v_are_other_calls(place, worked_out):
+    for shape in ((1, 2, 5, 16), ((1, 2, 7, 16), None, (1, 2, 5, 24))[place]):
+        inputs = tensors()
+        inputs[place] = torch.zeros(shape, dtype=torch.float16, device=DEVICE)
+        assert flash_attention(*inputs).shape == (1, 2, inputs[0].shape[2], inputs[2].shape[3])
+    assert worked_out == ["check", "prepared"] * 2
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

@@ -45,14 +45,22 @@ def _sdpa(backend: SDPBackend) -> Attention:
 sdpa_flash = _sdpa(SDPBackend.FLASH_ATTENTION)  # FlashAttention-2
 
 
+def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """For every shape; past the limit it would run uncompiled."""
+    import torch._functorch.config
+
+    torch._dynamo.config.recompile_limit = 1000
+    # Else its backward cannot be run again, as a benchmark does.
+    torch._functorch.config.donated_buffer = False
+    compiled: Callable[..., torch.Tensor] = torch.compile(function, dynamic=False)
+    return compiled
+
+
 @cache
 def _compiled_flex() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # It compiles for every shape, and past the limit it runs uncompiled.
-    torch._dynamo.config.recompile_limit = 1000
-    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
-    return compiled
+    return _compiled(flex_attention)
 
 
 @cache
@@ -82,9 +90,7 @@ def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> t
 
 @cache
 def _compiled_eager() -> Attention:
-    torch._dynamo.config.recompile_limit = 1000
-    compiled: Attention = torch.compile(_eager, dynamic=False)
-    return compiled
+    return _compiled(_eager)
 
 
 def _flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

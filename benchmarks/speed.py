@@ -78,6 +78,7 @@ def measure(
     failed: dict[str, str] | None = None,
     passes: Sequence[str] = ("forward", "backward"),
     peaks: dict[str, int] | None = None,
+    device: str = "cuda",
 ) -> dict[str, dict[str, list[float]]]:
     """{pass: {name: milliseconds a round}} on N(0,1) data, B x N x H x D.
 
@@ -86,7 +87,7 @@ def measure(
     """
     torch.manual_seed(0)
     q, k, v, dout = (
-        torch.randn(B, N, H, D, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(4)
+        torch.randn(B, N, H, D, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
     )
     for x in (q, k, v):
         x.requires_grad_()
@@ -103,7 +104,11 @@ def measure(
                 before = torch.cuda.memory_allocated()
                 both(attention)
                 peaks[name] = torch.cuda.max_memory_allocated() - before
-            outs[name] = attention(q, k, v, causal)
+            out = attention(q, k, v, causal)
+            # As it is timed: not everything can be run again.
+            for _ in range(2):
+                torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            outs[name] = out
         except (RuntimeError, NotImplementedError) as error:
             if failed is None:
                 raise

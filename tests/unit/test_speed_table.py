@@ -53,6 +53,45 @@ def test_what_could_not_run_says_why_and_has_no_ratio():
     ]  # fmt: skip
 
 
+class Once(torch.autograd.Function):
+    """A function whose backward keeps nothing for a second time."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.runs = 0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        ctx.runs += 1
+        if ctx.runs > 1:
+            raise RuntimeError("not twice")
+        return dx
+
+
+def test_what_cannot_be_timed_as_the_others_are_is_left_out_with_its_reason(monkeypatch):
+    composed = torch.nn.functional.scaled_dot_product_attention
+
+    def timed(calls, *_):
+        for call in calls.values():
+            call()
+            call()
+        return {name: [1.0] for name in calls}
+
+    monkeypatch.setattr(speed, "interleaved", timed)
+    attentions = {
+        "composed": lambda q, k, v, causal: composed(q, k, v, is_causal=causal),
+        "once": lambda q, k, v, causal: Once.apply(composed(q, k, v, is_causal=causal)),
+    }
+    failed: dict[str, str] = {}
+    found = speed.measure(
+        attentions, 1, 5, 2, 8, True, torch.float32,
+        failed=failed, passes=tuple(speed.PASSES), device="cpu",
+    )  # fmt: skip
+    assert failed == {"once": "RuntimeError: not twice"}
+    assert found == {name: {"composed": [1.0]} for name in speed.PASSES}
+
+
 def test_memory_has_a_line_a_problem_and_the_reason_where_there_is_none():
     rows = [row(name, REASONS.get(name, 3.0)) | {"pass": of} for of in "ab" for name in NAMES]
     assert memory_table(rows, NAMES)[2:] == [

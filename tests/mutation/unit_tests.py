@@ -52,7 +52,10 @@ _TESTS_OF_KERNELS = {
     "fa_kernels/ranges.py": ("splits",),
     "fa_kernels/offsets.py": ("packed",),
     "fa_kernels/packed.py": ("offsets",),
-    **{f"fa_kernels/kernels/{name}.py": ("packed",) for name in ("delta", "dkdv", "dq", "tiles")},
+    **{
+        f"fa_kernels/kernels/{name}.py": ("packed",)
+        for name in ("delta", "dkdv", "dq", "dq_of_sums", "tiles")
+    },
 }
 
 

@@ -216,6 +216,23 @@ def test_wild_offsets_on_the_device_reach_nothing_outside(device, cu_q, cu_k):
     assert not any(x.isnan().any() for x in got)
 
 
+def test_a_short_sequence_behind_a_long_one_has_scratch_of_its_own_alone(device):
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(x, 1, 16, generator=generator).half().to(device) for x in (601, 2))
+    # Whole numbers, whose sums are exact in any order.
+    v = torch.randint(-4, 5, (2, 1, 16), generator=generator).half().to(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attention_varlen(
+        *leaves, cu_seqlens_q=(0, 600, 601), cu_seqlens_k=(0, 1, 2), backward="one_pass"
+    )
+    # Each row sees one key: its p is 1, whatever q is.
+    assert torch.equal(out, torch.cat([v[:1].expand(600, 1, 16), v[1:]]))
+    dq, dk, dv = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert not dq.any()
+    assert not dk.any()
+    assert torch.equal(dv[:, 0, 0].cpu(), torch.tensor([600.0, 1.0]).half())
+
+
 def test_sequences_past_the_longest_are_cut(device):
     inputs = drawn(device)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (CU_Q, CU_K))

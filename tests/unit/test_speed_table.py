@@ -9,7 +9,7 @@ from oracles.mask import Mask
 
 pytest.importorskip("triton")
 
-from benchmarks import speed, verification
+from benchmarks import host, speed, verification
 from benchmarks.plot import draw
 from benchmarks.table import memory_table, table
 
@@ -104,7 +104,7 @@ def test_a_picture_is_drawn_of_what_ran(tmp_path):
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("benchmark", [speed, verification])
+@pytest.mark.parametrize("benchmark", [host, speed, verification])
 def test_without_a_gpu_it_ends_with_two_and_one_line(benchmark, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert benchmark.main([]) == 2

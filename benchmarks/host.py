@@ -1,0 +1,79 @@
+"""What a call takes of the host, beside SDPA: ``python -m benchmarks.host``.
+
+Microseconds from one call to the next of a problem so small that the GPU waits for it: the lowest
+and the median of several rounds, in which all take turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from fa_kernels import flash_attention
+
+__all__ = ["measure"]
+
+B, H, N, D = 1, 4, 128, 64
+ROUNDS = 9
+CALLS = 300
+
+
+def measure(calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Microseconds a call, one number a round."""
+    for call in calls.values():
+        for _ in range(CALLS):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            times[name].append(1e6 * (time.perf_counter() - begin) / CALLS)
+    return times
+
+
+def _calls() -> dict[str, Callable[[], object]]:
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    plain = [torch.randn(B, H, N, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in plain]
+    dout = torch.randn_like(plain[0])
+    outs = {
+        "ours, two passes": flash_attention(*leaves),
+        "ours, one pass": flash_attention(*leaves, backward="one_pass"),
+        "SDPA": sdpa(*leaves),
+    }
+    return {
+        "forward, ours": lambda: flash_attention(*plain),
+        "forward, ours, portable": lambda: flash_attention(*plain, config="portable"),
+        "forward, SDPA": lambda: sdpa(*plain),
+        "forward that autograd records, ours": lambda: flash_attention(*leaves),
+        "forward that autograd records, SDPA": lambda: sdpa(*leaves),
+        **{
+            f"backward, {name}": lambda out=out: torch.autograd.grad(  # type: ignore[misc]
+                out, leaves, dout, retain_graph=True
+            )
+            for name, out in outs.items()
+        },
+    }
+
+
+def main(_arguments: list[str] | None = None) -> int:
+    """Prints the table; 2 where there is no GPU."""
+    if not torch.cuda.is_available():
+        print("benchmarks need a CUDA GPU; none is visible")
+        return 2
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {B}x{N}x{H}x{D}, bf16")
+    print("| call | us, lowest | median |\n|---|---|---|")
+    for name, times in measure(_calls()).items():
+        print(f"| {name} | {min(times):.1f} | {statistics.median(times):.1f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

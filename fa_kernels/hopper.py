@@ -124,7 +124,9 @@ def _descriptor(
 ) -> object:
     """As its constructor makes it, without its checks, which took half the time of a launch."""
     made = object.__new__(_descriptors()[0])
-    made.__dict__.update(base=base, shape=shape, strides=strides, block_shape=block, layout=layout)
+    made.__dict__ = {
+        "base": base, "shape": shape, "strides": strides, "block_shape": block, "layout": layout,
+    }  # fmt: skip
     return made
 
 

@@ -195,13 +195,13 @@ def launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out (B,H,M,Dv) in the dtype of q and lse (B,H,M), float32 (float64 for float64)."""
-    sizes = _Sizes.of(q, k, v, arguments)
     out, lse = empty_outputs(q, v)
     if hopper.takes_forward(q, k, v, arguments):
         with on_device(q):
             bits = _scale_bits(arguments.sm_scale)
             hopper.launch_hopper_forward(q, k, v, out, lse, arguments, bits)
         return out, lse
+    sizes = _Sizes.of(q, k, v, arguments)
     tile = arguments.config.forward
     parts = arguments.config.splits
     # Without SPLIT l is not written.

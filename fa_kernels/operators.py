@@ -35,11 +35,8 @@ _REQUEST = (
     "str mask, int block_size, bool one_pass, SymInt? longest_q, SymInt? longest_k, "
     "float? softcap, Tensor? alibi_slopes, Tensor? bias"
 )
-# Places of the tensors in a request.
-_TENSORS = tuple(
-    Request._fields.index(name)
-    for name in ("seqlens_q", "seqlens_k", "block_mask", "alibi_slopes", "bias")
-)
+# The tensors of a request.
+_TENSORS = ("seqlens_q", "seqlens_k", "block_mask", "alibi_slopes", "bias")
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 _OPERATORS = {
     "forward": f"(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)",
@@ -67,7 +64,15 @@ pooled_scores = getattr(torch.ops, _NAMESPACE).pooled_scores.default
 
 
 def _forward(q, k, v, *request):
-    return launch_forward(q, k, v, prepared(q, k, v, Request(*request), ("forward",)))
+    return _launched(q, k, v, Request(*request))
+
+
+def _dispatched(q, k, v, request):
+    return _below_autograd(forward, q, k, v, *request)
+
+
+def _launched(q, k, v, request):
+    return launch_forward(q, k, v, prepared(q, k, v, request, ("forward",)))
 
 
 def _forward_like(q, k, v, *_request):
@@ -75,18 +80,24 @@ def _forward_like(q, k, v, *_request):
 
 
 def _backward(q, k, v, out, lse, dout, dlse, needs_dq, needs_dk, needs_dv, *rest):
-    asked, needs_dbias = _divided(rest)
+    request, needs_dbias = _divided(rest)
+    needed = (needs_dq, needs_dk, needs_dv)
+    found = _gradients(q, k, v, out, lse, dout, dlse, needed, needs_dbias, request)
+    return _given(found, (*needed, needs_dbias), q)
+
+
+def _gradients(q, k, v, out, lse, dout, dlse, needed, needs_dbias, request):
+    """Those of q, k, v and bias that are needed, else None."""
     if dout is None:
         # A loss on lse alone, or none at all.
         dout = allocation.empty((), dtype=out.dtype, device=out.device).zero_().expand(out.shape)
-    needed = (needs_dq, needs_dk, needs_dv)
-    kernels = backward_kernels(needed, asked.one_pass) + ("dq",) * needs_dbias
-    arguments = prepared(q, k, v, asked, kernels)
-    dbias = _unwritten(asked.bias) if needs_dbias else None
+    kernels = backward_kernels(needed, request.one_pass) + ("dq",) * needs_dbias
+    arguments = prepared(q, k, v, request, kernels)
+    dbias = _unwritten(request.bias) if needs_dbias else None
     found = launch_backward(
         q, k, v, out, lse, dout, arguments, dlse=dlse, needed=needed, dbias=dbias
     )
-    return _given((*found, dbias), (*needed, needs_dbias), q)
+    return *found, dbias
 
 
 def _backward_like(q, k, v, _out, _lse, _dout, _dlse, needs_dq, needs_dk, needs_dv, *rest):
@@ -157,8 +168,8 @@ def run_forward(q, k, v, request):
     if _is_watched(q, k, v, *_of_request(request)):
         return forward(q, k, v, *request)
     if _is_recorded(q, k, v, request.bias):
-        return _ForwardFunction.apply(q, k, v, request.bias, request)
-    return _forward(q, k, v, *request)
+        return _ForwardFunction.apply(q, k, v, request.bias, request, _launched)
+    return _launched(q, k, v, request)
 
 
 def _is_recorded(*tensors):
@@ -178,38 +189,34 @@ class _ForwardFunction(torch.autograd.Function):
     """Saves q, k, v, out, lse, and the tensors of the request, of which bias is one."""
 
     @staticmethod
-    def forward(ctx, q, k, v, _bias, request):
-        if _is_watched(q, k, v, *_of_request(request)):
-            out, lse = _below_autograd(forward, q, k, v, *request)
-        else:
-            out, lse = _forward(q, k, v, *request)
+    def forward(ctx, q, k, v, _bias, request, run):
+        out, lse = run(q, k, v, request)
         # Those of the request too, so that autograd notices when they are changed in between.
         ctx.save_for_backward(q, k, v, out, lse, *_of_request(request))
-        ctx.request = [None if i in _TENSORS else x for i, x in enumerate(request)]
+        ctx.request = request._replace(**dict.fromkeys(_TENSORS))
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
         # Once: a checkpoint gives them no second time.
-        saved = ctx.saved_tensors
-        q, k, v, out, lse, *tensors = saved
-        needed, request = ctx.needs_input_grad[:3], list(ctx.request)
-        for place, x in zip(_TENSORS, tensors, strict=True):
-            request[place] = x
-        needs_dbias = ctx.needs_input_grad[3]
-        run = _backward
+        tensors = ctx.saved_tensors
+        saved, of_request = tensors[:5], tensors[5:]
+        request = ctx.request._replace(**dict(zip(_TENSORS, of_request, strict=True)))
+        *needed, needs_dbias = ctx.needs_input_grad[:4]
         # What is recorded here a second derivative would be asked of.
         if (
             torch.is_grad_enabled()
-            or _is_watched(*saved, dout, dlse)
+            or _is_watched(*tensors, dout, dlse)
             or _is_batched(dout)
             or _is_batched(dlse)
         ):
-            run = backward
-        *found, dbias = run(q, k, v, out, lse, dout, dlse, *needed, *request, needs_dbias)
-        gradients = [x if is_needed else None for x, is_needed in zip(found, needed, strict=True)]
-        return *gradients, dbias if needs_dbias else None, None
+            found = backward(*saved, dout, dlse, *needed, *request, needs_dbias)
+            asked = (*needed, needs_dbias)
+            found = [x if is_asked else None for x, is_asked in zip(found, asked, strict=True)]
+        else:
+            found = _gradients(*saved, dout, dlse, tuple(needed), needs_dbias, request)
+        return *found, None, None
 
     @staticmethod
     def jvp(_ctx, *_tangents):
@@ -254,7 +261,7 @@ def _recorded(name):
 
 def _recorded_forward(q, k, v, *request):
     request = Request(*request)
-    return _ForwardFunction.apply(q, k, v, request.bias, request)
+    return _ForwardFunction.apply(q, k, v, request.bias, request, _dispatched)
 
 
 def _recorded_backward(*arguments):

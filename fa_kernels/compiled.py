@@ -45,9 +45,9 @@ def run(
         # still is what it was.
         kernel[grid](*args, **constants)
         return
-    # A function is kept with its code, so that no other one can get its place in memory, and key.
     if kinds is None:
         kinds = tuple(map(_kind, args))
+    # It keeps the function, so that no other one can get its place in memory.
     key = (kernel.fn, torch.cuda.current_device(), kinds, *constants.items())
     found = _compiled.get(key)
     if found is None:

@@ -3,7 +3,8 @@
 Each of two consumers has half the rows of a query tile. While the tensor cores add P V of one key
 tile, and compute the scores of the next, a consumer takes the softmax of the scores before; the
 other consumer does so at another time. A producer loads the keys and values of both, as far ahead
-as there are stages. What is computed is what ``forward`` computes, in the same order of sums.
+as there are stages, and of one query tile while the one before ends. What is computed is what
+``forward`` computes, in the same order of sums.
 
 Source: FlashAttention-3 (arXiv:2407.08608), Algorithm 2.
 """

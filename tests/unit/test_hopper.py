@@ -221,6 +221,19 @@ def test_strides_that_cannot_be_counted_change_no_bit(D, launches):
 
 
 @on_hopper
+@pytest.mark.parametrize("D", [64, 128])
+def test_programs_that_take_turns_have_the_bits_of_those_that_do_not(D, monkeypatch):
+    q, k, v = tensors((3, 80, 300, D), heads=40)
+    call = {"causal": True, "seqlens_q": [300, 5, 200], "seqlens_k": [280, 300, 0]}
+    found = [flash_attention(q, k, v, return_lse=True, **call) for _ in range(20)]
+    assert q.shape[0] * q.shape[1] > hopper.processors(q.device)
+    monkeypatch.setattr(hopper, "processors", lambda _device: 2**31)
+    wanted = flash_attention(q, k, v, return_lse=True, **call)
+    for each in found:
+        assert all(torch.equal(a, b) for a, b in zip(each, wanted, strict=True))
+
+
+@on_hopper
 def test_what_stands_in_padding_is_never_read_into_a_sum(launches):
     q, k, v = tensors()
     lengths = {"seqlens_q": [300, 131], "seqlens_k": [129, 7]}

@@ -87,6 +87,9 @@ class Compiled(triton.JITFunction):
         object.__setattr__(self, "arg_names", ["x", "y", "BLOCK", "WIDE"])
         object.__setattr__(self, "made", [])
 
+    def __hash__(self):
+        return id(self)
+
     def __getitem__(self, grid):
         def run(*_args, **_constants):
             self.made.append(Code())
@@ -130,7 +133,7 @@ def test_what_is_kept_is_found_by_kinds_and_constants_alone(monkeypatch):
 
 def test_what_another_function_is_part_of_is_left_to_triton(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    kernel = Compiled()
+    kernel, predicate = Compiled(), Compiled()
     for _ in range(2):
-        compiled.run(kernel, (1,), torch.zeros(1), 5, BLOCK=1, WIDE=True, PREDICATE=lambda: 0)
+        compiled.run(kernel, (1,), torch.zeros(1), 5, BLOCK=1, WIDE=True, PREDICATE=predicate)
     assert len(kernel.made) == 2

@@ -13,6 +13,7 @@ __all__ = ["ON_HOPPER", "PROBLEMS"]
 _PADDED = Mask(causal=True, seqlens_q=(150, 64), seqlens_k=(150, 67))
 # A row of tiles without keys between others.
 _PADDED_KEYS = Mask(causal=True, seqlens_q=(70, 70), seqlens_k=(0, 290))
+_FAR = Mask(window_left=60, window_right=90)
 _WINDOW = Mask(window_left=70, window_right=3)
 _ONE: dict[str, Any] = {"M": 150, "N": 200, "D": 64, "Dv": 64, "dtype": "bf16"}
 
@@ -34,6 +35,7 @@ PROBLEMS = {
     "padded behind a tile": _problem(M=300, mask=Mask(seqlens_q=(200,)), dirty="nan"),
     "group": _problem(H=4, Hk=2, mask=Mask(causal=True)),
     "turns": _problem(B=2, H=4, Hk=2, M=70, N=300, mask=_PADDED_KEYS, dirty="nan"),
+    "turns far from the first key": _problem(H=8, Hk=2, M=70, N=500, mask=_FAR, config="default"),
     "entries": _problem(B=2, H=2, Hk=2, M=70, N=140, mask=_WINDOW),
     "two head_dims": _problem(D=128, Dv=64),
     "two head_dims, wide values": _problem(D=48, Dv=104, mask=_WINDOW),
@@ -41,7 +43,9 @@ PROBLEMS = {
     "one tile": _problem(M=5, N=7),
     "many tiles": _problem(M=70, N=700),
     "many tiles, wide": _problem(M=70, N=700, D=128, Dv=128),
-    "far from the first key": _problem(M=300, N=500, mask=Mask(window_left=60, window_right=90)),
+    "far from the first key": _problem(M=300, N=500, mask=_FAR),
+    # Rows that see nothing at first, and little then.
+    "far, and far below 1": _problem(M=300, N=500, mask=_FAR, inputs="lse_low_130"),
     "two passes": _problem(H=2, Hk=1, mask=_WINDOW, config="default"),
     "rising": _problem(N=500, inputs="rising_max"),
     "far above 1": _problem(M=70, N=140, inputs="lse_high_6e4", dtype="fp16"),

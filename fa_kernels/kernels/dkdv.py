@@ -53,7 +53,6 @@ def _accumulate(
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
     ONE_PASS: tl.constexpr,
-    PACKED: tl.constexpr,
     MASKED: tl.constexpr,
     mods,
     MODS: tl.constexpr,
@@ -243,7 +242,7 @@ def dkdv_kernel(
             dk, dv = _accumulate(
                 dk, dv, k, v, queries, douts, lse2_ptr + row, delta_ptr + row,
                 dq_ptr + row * BLOCK_D, view, offs_n, tiles, qk_scale,
-                BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, ONE_PASS, PACKED, MASKED,
+                BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, ONE_PASS, MASKED,
                 mods, MODS,
             )  # fmt: skip
 

@@ -12,10 +12,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from fa_kernels import allocation
-from fa_kernels.compiled import run
+from fa_kernels.compiled import cdiv, run
 from fa_kernels.configs import Config, Tile
 from fa_kernels.device import on_device
 from fa_kernels.kernels.block_lists import block_lists_kernel, everywhere
@@ -163,7 +162,7 @@ def block_maps(
 
 
 def _blocks(length: int, largest: int, fine: int) -> int:
-    return triton.cdiv(length, largest) * (largest // fine)
+    return cdiv(length, largest) * (largest // fine)
 
 
 def _turned(tile: Tile) -> Tile:
@@ -240,8 +239,8 @@ def _map_of_blocks(
 ) -> BlockMap:
     """The map of one kernel, whose tile has block_m elements here and block_n there."""
     H = blocks.shape[0]
-    tiles = triton.cdiv(here, tile.block_m)
-    shape = (len(seqlens_here), H, tiles, 2 + triton.cdiv(there, tile.block_n))
+    tiles = cdiv(here, tile.block_m)
+    shape = (len(seqlens_here), H, tiles, 2 + cdiv(there, tile.block_n))
     lists = allocation.empty(shape, dtype=torch.int32, device=blocks.device)
     programs = math.prod(shape[:3])
     if programs:
@@ -259,12 +258,12 @@ def _ordered(lists: torch.Tensor, heads: int, here: int, tile: Tile) -> BlockMap
     """A kernel's lists with the order of its programs, which go through tiles of ``heads``."""
     B, H = lists.shape[:2]
     # Lists may have rows of tiles past the last.
-    tiles = triton.cdiv(here, tile.block_m)
+    tiles = cdiv(here, tile.block_m)
     order = allocation.empty((B, heads, tiles), dtype=torch.int32, device=lists.device)
     if order.numel():
         with on_device(lists):
             run(
-                longest_first_kernel, (triton.cdiv(tiles, _CHUNK) * B * heads,),
+                longest_first_kernel, (cdiv(tiles, _CHUNK) * B * heads,),
                 order, lists, *lists.stride()[:3], heads, H // heads, tiles, BLOCK=_CHUNK,
             )  # fmt: skip
     return BlockMap(lists, order)

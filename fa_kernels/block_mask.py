@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fa_kernels.compiled import cdiv
 from fa_kernels.configs import Config
 
 __all__ = ["check_block_mask", "check_tiles"]
@@ -28,7 +29,7 @@ def check_block_mask(
         raise TypeError(f"block_mask has dtype {block_mask.dtype}; needs torch.bool")
     if block_mask.device != q.device:
         raise ValueError(f"block_mask is on {block_mask.device}; needs the device of q, {q.device}")
-    H, (rows, columns) = q.shape[1], (-(-x.shape[2] // block_size) for x in (q, k))
+    H, (rows, columns) = q.shape[1], (cdiv(x.shape[2], block_size) for x in (q, k))
     if tuple(block_mask.shape) not in ((H, rows, columns), (1, rows, columns)):
         raise ValueError(
             f"block_mask has shape {tuple(block_mask.shape)}; needs ({H} or 1, {rows}, {columns}), "

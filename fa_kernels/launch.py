@@ -50,6 +50,11 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _acc(dtype: torch.dtype) -> tl.dtype:
+    """The same, as kernels take it."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
 @lru_cache(maxsize=512)
 def _padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
@@ -83,7 +88,7 @@ def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dic
     return {
         "BLOCK_D": _padded(D),
         "BLOCK_DV": _padded(Dv),
-        "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
+        "ACC": _acc(dtype),
         "DOTS": arguments.config.dots if dtype == torch.float32 else "ieee",
         "PREDICATE": None if arguments.predicate is None else arguments.predicate.function,
     }
@@ -293,7 +298,7 @@ def launch_backward(
     # Without HAS_DLSE it is not read.
     dlses = lse if dlse is None else dlse
     bits = _scale_bits(arguments.sm_scale)
-    acc = tl.float64 if q.dtype == torch.float64 else tl.float32
+    acc = _acc(q.dtype)
     places = {"ROW_PADDING": ROW_PADDING, "PACKED": packed}
     inputs = (q, k, v, dout, lse2, delta)
     with on_device(q):
@@ -382,7 +387,7 @@ def _launch_portable(
 def empty_pooled(q: torch.Tensor, k: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
     """Unwritten pooled (B,H,ceil(M/rows),ceil(N/keys)), contiguous."""
     B, H, M, _ = q.shape
-    shape = (B, H, -(-M // rows), -(-k.shape[2] // keys))
+    shape = (B, H, cdiv(M, rows), cdiv(k.shape[2], keys))
     return allocation.empty(shape, dtype=_accumulator(q.dtype), device=q.device)
 
 

@@ -405,7 +405,7 @@ _MEMORY = (
             _LAUNCH,
             "delta_kernel, (programs * (ROW_PADDING // DELTA_ROWS),),",
             "delta_kernel, "
-            "(triton.cdiv(sizes.M, arguments.config.forward.block_m) * sizes.B * sizes.H,),",
+            "(cdiv(sizes.M, arguments.config.forward.block_m) * sizes.B * sizes.H,),",
         ),
     ),
     _fault(
@@ -443,7 +443,7 @@ _MEMORY = (
         (
             _LAUNCH,
             "forward_kernel, (programs,),",
-            "forward_kernel, (triton.cdiv(sizes.M, tile.block_m), sizes.B * sizes.H),",
+            "forward_kernel, (cdiv(sizes.M, tile.block_m), sizes.B * sizes.H),",
         ),
         (
             _FORWARD,

@@ -16,6 +16,7 @@ from fa_kernels.kernels.tiles import (
     scratch_row,
     sequence,
     stored_rows,
+    whole_rows,
 )
 
 __all__ = ["delta_kernel"]
@@ -101,10 +102,10 @@ def delta_kernel(
     if HAS_DLSE:
         dlses = dlse_ptr + place_q * stride_lb + h * stride_lh
         delta -= tl.load(dlses + offs_m * stride_lm, mask=live_m, other=0.0)
-    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED) + offs_m
-    tl.store(lse2_ptr + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E))
-    tl.store(delta_ptr + row, delta)
+    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED)
+    lse2 = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+    tl.store(lse2_ptr + (row + offs_m), lse2)
+    tl.store(delta_ptr + (row + offs_m), delta)
     if COLUMNS:
-        columns = tl.arange(0, COLUMNS)
-        places = tl.multiple_of(sums_ptr, 16) + (row[:, None] * COLUMNS + columns[None, :])
+        places = whole_rows(sums_ptr, row, offs_m, tl.arange(0, COLUMNS), COLUMNS)
         tl.store(places, tl.zeros([BLOCK_M, COLUMNS], ACC))

@@ -9,6 +9,7 @@ from fa_kernels.kernels.tiles import (
     sequence,
     store_rows,
     stored_rows,
+    whole_rows,
 )
 
 __all__ = ["dq_of_sums_kernel"]
@@ -48,8 +49,8 @@ def dq_of_sums_kernel(
             return
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED) + offs_m
-    sums = tl.load(tl.multiple_of(sums_ptr, 16) + (row[:, None] * BLOCK_D + offs_d[None, :]))
+    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED)
+    sums = tl.load(whole_rows(sums_ptr, row, offs_m, offs_d, BLOCK_D))
     dq = sums * scale_from_bits(sm_scale_bits).to(ACC)
     first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
     store_rows(dq_ptr, first, end, offs_m, offs_d, dq, D, BLOCK_D, ALIGNED)

@@ -26,6 +26,7 @@ __all__ = [
     "tile_count",
     "tile_index",
     "valid_lengths",
+    "whole_rows",
 ]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -107,6 +108,16 @@ def scratch_row(b, h, H, place, M_padded, BLOCK: tl.constexpr, PACKED: tl.conste
 
 
 @triton.jit
+def whole_rows(ptr, first, rows, columns, COLUMNS: tl.constexpr):
+    """Places of rows ``first + rows``, of a multiple of 16 bytes each, as wide as they may be read.
+
+    ``first`` is 64-bit, and no constant: what is said of a parameter alone the compiler forgets.
+    """
+    pointer = tl.multiple_of(ptr + first * COLUMNS, 16)
+    return pointer + (rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :])
+
+
+@triton.jit
 def store_rows(
     ptr, first, end, rows, columns, tile, D, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
 ):
@@ -115,13 +126,12 @@ def store_rows(
     Those from ``end`` on are not written; ``first`` is 64-bit.
     """
     tile = tile.to(ptr.dtype.element_ty)
-    row = (first + rows)[:, None]
     if ALIGNED:
-        pointer = tl.multiple_of(ptr + first * 0, 16)
-        tl.store(pointer + (row * BLOCK_D + columns[None, :]), tile, mask=rows[:, None] < end)
+        places = whole_rows(ptr, first, rows, columns, BLOCK_D)
+        tl.store(places, tile, mask=rows[:, None] < end)
     else:
         inside = (rows[:, None] < end) & (columns[None, :] < D)
-        tl.store(ptr + (row * D + columns[None, :]), tile, mask=inside)
+        tl.store(ptr + ((first + rows)[:, None] * D + columns[None, :]), tile, mask=inside)
 
 
 @triton.jit

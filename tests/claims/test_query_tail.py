@@ -55,8 +55,8 @@ UNWRITTEN_SCRATCH = (
     Edit(DELTA, "lse * LOG2E))", "lse * LOG2E), mask=offs_m < M)"),
     Edit(
         DELTA,
-        "tl.store(delta_ptr + row, delta)",
-        "tl.store(delta_ptr + row, delta, mask=offs_m < M)",
+        "tl.store(delta_ptr + (row + offs_m), delta)",
+        "tl.store(delta_ptr + (row + offs_m), delta, mask=offs_m < M)",
     ),
 )
 

@@ -468,9 +468,8 @@ _MEMORY = (
         "G6 G1",
         (
             _TILES,
-            "tl.store(pointer + (row * BLOCK_D + columns[None, :]), tile, "
-            "mask=rows[:, None] < end)",
-            "tl.store(pointer + (row * BLOCK_D + columns[None, :]), tile)",
+            "tl.store(places, tile, mask=rows[:, None] < end)",
+            "tl.store(places, tile)",
         ),
     ),
 )  # fmt: skip

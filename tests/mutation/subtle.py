@@ -121,11 +121,11 @@ SUBTLE: tuple[Mutant, ...] = (
         "scratch of half the size, a conversion by bit operations",
         (
             _DELTA,
-            "    tl.store(delta_ptr + row, delta)\n",
+            "    tl.store(delta_ptr + (row + offs_m), delta)\n",
             "    delta = delta.to(tl.float32)\n"
             "    if dout.dtype.primitive_bitwidth == 16:\n"
             '        delta = delta.to(dout.dtype, fp_downcast_rounding="rtz").to(tl.float32)\n'
-            "    tl.store(delta_ptr + row, delta)\n",
+            "    tl.store(delta_ptr + (row + offs_m), delta)\n",
         ),
     ),
     _subtle(

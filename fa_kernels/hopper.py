@@ -25,12 +25,17 @@ __all__ = [
     "launch_hopper_forward",
     "padded",
     "processors",
+    "query_tiles",
     "takes",
     "takes_forward",
     "takes_shapes",
 ]
 
 TILE = Tile(128, 128, 4, 2)
+# Rows or keys that one warpgroup has of a tile.
+_WARPGROUP_ROWS = 64
+# Warpgroups that a query tile of the forward is for, by the columns of values.
+_CONSUMERS = {64: 3, 128: 2}
 # Queries that the backward takes at a time, by head_dim; it has as many keys as TILE.
 _BACKWARD_ROWS = {64: 128, 128: 64}
 # Keys and values together; shared memory has room for one query tile beside them.
@@ -153,6 +158,21 @@ def _counted(
     return (list(shape), [*steps, 1]) if fits else None
 
 
+@lru_cache(maxsize=1024)
+def query_tiles(M: int, heads: int, consumers: int, places: int, alike: bool) -> tuple[int, int]:
+    """Query tiles of each head, and how many of them are narrow: for one consumer less.
+
+    As few tiles as there can be; but where all take as long (``alike``), as many as end in the same
+    number of rounds on so many ``places``, since narrow ones are over earlier.
+    """
+    blocks = cdiv(M, _WARPGROUP_ROWS)
+    tiles = cdiv(blocks, consumers)
+    if alike:
+        rounds = cdiv(tiles * heads, places)
+        tiles = max(tiles, min(rounds * places // heads, cdiv(blocks, consumers - 1)))
+    return tiles, min(tiles * consumers - blocks, tiles)
+
+
 def launch_hopper_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -168,20 +188,22 @@ def launch_hopper_forward(
     B, H, M, D = q.shape
     _, Hk, N, Dv = v.shape
     of_k, of_v = padded(D), padded(Dv)
+    heads, places, consumers = B * H, processors(q.device), _CONSUMERS[of_v]
+    alike = arguments.window_left == arguments.window_right == M + N
+    m_blocks, narrow = query_tiles(M, heads, consumers, places, alike)
     # Where heads are short, programs take turns. Of long ones it is faster to begin together: those
     # that read the same keys then do so at the same time.
-    tiles, places = cdiv(M, TILE.block_m), processors(q.device)
-    programs, counter = tiles * B * H, arguments.seqlens_q
-    if 2 * tiles <= places < programs:
+    programs, counter = m_blocks * heads, arguments.seqlens_q
+    if 2 * m_blocks <= places < programs:
         programs = places
         counter = allocation.empty((1,), dtype=torch.int32, device=q.device).zero_()
     run(
         kernels[0], (programs,),
-        _described(q, TILE.block_m // 2, of_k), _described(k, TILE.block_n, of_k),
+        _described(q, _WARPGROUP_ROWS, of_k), _described(k, TILE.block_n, of_k),
         _described(v, TILE.block_n, of_v),
-        out, lse, arguments.seqlens_q, arguments.seqlens_k, counter, B * H, H, H // Hk, M, N, Dv,
-        arguments.window_left, arguments.window_right, sm_scale_bits,
-        STAGES=_STAGES[max(of_k, of_v)], ALIGNED=Dv == of_v,
+        out, lse, arguments.seqlens_q, arguments.seqlens_k, counter, heads, H, H // Hk, M, N, Dv,
+        m_blocks, narrow, arguments.window_left, arguments.window_right, sm_scale_bits,
+        CONSUMERS=consumers, STAGES=_STAGES[max(of_k, of_v)], ALIGNED=Dv == of_v,
         num_warps=TILE.num_warps, kinds=(q.dtype, of_k, of_v),
     )  # fmt: skip
 
@@ -210,14 +232,14 @@ def launch_hopper_backward(
     _, Hk, N, Dv = v.shape
     columns = padded(D, Dv)
     rows, keys = _BACKWARD_ROWS[columns], TILE.block_n
-    keys_of = _described(k, keys // 2, columns)
+    keys_of = _described(k, _WARPGROUP_ROWS, columns)
     added_to = keys_of
     if sums is not None:
         shape, block = [sums.numel() // columns, columns], [_SUMMED, _SUMMED]
         added_to = _descriptor(sums, shape, [columns, 1], block, _descriptors()[2])
     run(
         kernels[1], (cdiv(N, keys) * B * Hk,),
-        _described(q, rows, columns), keys_of, _described(v, keys // 2, columns),
+        _described(q, rows, columns), keys_of, _described(v, _WARPGROUP_ROWS, columns),
         _described(dout, rows, columns), lse2, delta, dk, dv, added_to,
         arguments.seqlens_q, arguments.seqlens_k, H, H // Hk, M, lse2.shape[2], N, D, Dv,
         arguments.window_left, arguments.window_right, sm_scale_bits,

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_kernels.kernels.hopper_tiles import (
-    HALF_ROWS,
     PROGRAMS_TOGETHER,
+    WARPGROUP_ROWS,
     async_add,
     async_load,
     matrix,
@@ -85,7 +85,7 @@ def _produce(
         of_half: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
         mbarrier.expect(kv_full.index(0), 2 * of_half)
         for half in gl.static_range(2):
-            place = [b, h_k, start_n + half * HALF_ROWS, 0]
+            place = [b, h_k, start_n + half * WARPGROUP_ROWS, 0]
             async_load(k_desc, place, kv_full.index(0), k_tiles.index(half))
             async_load(v_desc, place, kv_full.index(0), v_tiles.index(half))
     before = 0
@@ -169,13 +169,13 @@ def _consume(
     SIDE_BY_SIDE: gl.constexpr = BLOCK_D == 128
     block_row: gl.constexpr = 0 if SIDE_BY_SIDE else half * 64
     block_column: gl.constexpr = half * 64 if SIDE_BY_SIDE else 0
-    start_n += half * HALF_ROWS
-    offs_n = start_n + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, SCORES))
+    start_n += half * WARPGROUP_ROWS
+    offs_n = start_n + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORES))
     offs_tile = gl.arange(0, BLOCK_M, COLUMNS)
-    offs_wide = gl.arange(0, HALF_ROWS, gl.SliceLayout(1, WIDE))
-    dk = gl.zeros([HALF_ROWS, BLOCK_D], gl.float32, SUMS)
-    dv = gl.zeros([HALF_ROWS, BLOCK_D], gl.float32, SUMS)
-    nothing = gl.zeros([HALF_ROWS, BLOCK_M], gl.float32, SCORES)
+    offs_wide = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
+    dk = gl.zeros([WARPGROUP_ROWS, BLOCK_D], gl.float32, SUMS)
+    dv = gl.zeros([WARPGROUP_ROWS, BLOCK_D], gl.float32, SUMS)
+    nothing = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
     no_block = gl.zeros([64, 64], gl.float32, BLOCK)
     total = G * (tiles[3] - tiles[0])
     if total > 0:
@@ -183,7 +183,7 @@ def _consume(
         # The copy has zeros past the tensor's last key. Of the others before it p and dS are
         # selected; their keys are multiplied all the same, in dQ.
         if ONE_PASS:
-            if (view[1] < N) & (view[1] - start_n < HALF_ROWS):
+            if (view[1] < N) & (view[1] - start_n < WARPGROUP_ROWS):
                 zero_rows(matrix(k_tiles, half), start_n + offs_wide < view[1], WIDE)
         mbarrier.wait(q_full.index(0), 0)
         _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), WIDE)
@@ -310,11 +310,12 @@ def hopper_backward_kernel(
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), both contiguous, for one key tile of one kv head.
 
     q, k, v, dout as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
-    one query tile or HALF_ROWS keys, and BLOCK_D columns, with zeros past the tensors' ends; lse2
-    and delta (B,H,M_padded) of ``delta_kernel``. With ONE_PASS it adds to dq, as a descriptor of
-    float32 (B H M_padded, BLOCK_D) in blocks of 64 x 64, without sm_scale; else it is not touched.
+    one query tile or WARPGROUP_ROWS keys, and BLOCK_D columns, with zeros past the tensors' ends;
+    lse2 and delta (B,H,M_padded) of ``delta_kernel``. With ONE_PASS it adds to dq, as a descriptor
+    of float32 (B H M_padded, BLOCK_D) in blocks of 64 x 64, without sm_scale; else that is not
+    touched.
     """
-    BLOCK_N: gl.constexpr = 2 * HALF_ROWS
+    BLOCK_N: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     DTYPE: gl.constexpr = q_desc.dtype
@@ -338,8 +339,8 @@ def hopper_backward_kernel(
     first_key = stored_rows(b, h_k, Hk, place, N, seqlen_k, N, False)[0]
     first_row = (b * H + h_k * G).to(gl.int64) * M_padded
 
-    k_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, HALF_ROWS, BLOCK_D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, HALF_ROWS, BLOCK_D], v_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, WARPGROUP_ROWS, BLOCK_D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, WARPGROUP_ROWS, BLOCK_D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], dout_desc.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -348,7 +349,9 @@ def hopper_backward_kernel(
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BLOCKS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     # Without ONE_PASS nothing touches them.
-    ds_tiles = gl.allocate_shared_memory(DTYPE, [4 if ONE_PASS else 1, BLOCK_M, HALF_ROWS], HALVES)
+    ds_tiles = gl.allocate_shared_memory(
+        DTYPE, [4 if ONE_PASS else 1, BLOCK_M, WARPGROUP_ROWS], HALVES
+    )
     dq_blocks = gl.allocate_shared_memory(gl.float32, [2 if ONE_PASS else 1, 64, 64], BLOCKS)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

@@ -1,12 +1,12 @@
-"""Forward on Hopper: copies by TMA, asynchronous products, two warpgroups of rows and one of loads.
+"""Forward on Hopper: copies by TMA, asynchronous products, warpgroups of rows and one of loads.
 
-Each of two consumers has half the rows of a query tile. While the tensor cores add P V of one key
-tile, and compute the scores of the next, a consumer takes the softmax of the scores before; the
-other consumer does so at another time. A producer loads the keys and values of both, as far ahead
-as there are stages, and of one query tile while the one before ends. What is computed is what
-``forward`` computes, in the same order of sums.
+Consumers have 64 rows of a query tile each: two of them, or three where values are narrow and
+their sums leave registers for a third. While the tensor cores work for one, another takes its
+softmax; of two each does so beside its own product of P and V as well. A producer loads the keys
+and values of all, as far ahead as there are stages, and of one query tile while the one before
+ends. What is computed is what ``forward`` computes, in the same order of sums.
 
-Source: FlashAttention-3 (arXiv:2407.08608), Algorithm 2.
+Source: FlashAttention-3 (arXiv:2407.08608), Algorithms 1 and 2.
 """
 
 from triton.experimental import gluon
@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_kernels.kernels.hopper_tiles import (
-    HALF_ROWS,
     PROGRAMS_TOGETHER,
+    WARPGROUP_ROWS,
     async_load,
     matrix,
     thread_barrier,
@@ -42,19 +42,24 @@ __all__ = ["hopper_forward_kernel"]
 
 
 @gluon.jit
-def _work(turn, call, BLOCK_N: gl.constexpr):
-    """(b, h, start_m, view, key tiles) of the query tile whose turn it is."""
-    seqlens_q_ptr, seqlens_k_ptr, heads, H, _, M, N, _, window_left, window_right, _ = call
-    BLOCK_M: gl.constexpr = 2 * HALF_ROWS
-    m_blocks = gl.cdiv(M, BLOCK_M)
+def _work(turn, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr):
+    """(b, h, start_m, consumers, view, key tiles) of the query tile whose turn it is."""
+    seqlens_q_ptr, seqlens_k_ptr, heads, H, _, M, N, _, m_blocks, narrow, _, _, _ = call
+    window_left, window_right = call[10], call[11]
     place, bh = tile_of_head(turn, m_blocks, heads, PROGRAMS_TOGETHER)
     # Late query tiles first: under causal masking they are the long ones.
-    start_m = (m_blocks - 1 - place) * BLOCK_M
+    m_block = m_blocks - 1 - place
+    consumers = CONSUMERS
+    if m_block < narrow:
+        consumers = CONSUMERS - 1
+    start_m = (m_block * CONSUMERS - min(m_block, narrow)) * WARPGROUP_ROWS
     b = bh // H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
     view = (seqlen_q, seqlen_k, window_left, window_right)
+    # Of a narrow tile too: what its last rows are not for, no row of it sees.
+    BLOCK_M: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     tiles = visible_tiles(start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)
-    return b, bh % H, start_m, view, tiles
+    return b, bh % H, start_m, consumers, view, tiles
 
 
 @gluon.jit
@@ -72,15 +77,14 @@ def _taken_over(slot):
 
 
 @gluon.jit
-def _produce(
-    queries, keys, values, turns, barriers, call, total, counter_ptr, STAGES: gl.constexpr
-):
+def _produce(descriptors, queries, loaded, turns, call, counter_ptr):
     """Loads query tiles, and of each its key tiles one after the other, K before V."""
-    q_desc, q_tiles = queries
-    k_desc, k_tiles = keys
-    v_desc, v_tiles = values
-    q_full, k_full, v_full, q_free, k_free, v_free = barriers
-    G = call[4]
+    q_desc, k_desc, v_desc = descriptors
+    q_tiles, q_full, q_free = queries
+    k_tiles, v_tiles, k_full, v_full, k_free, v_free = loaded
+    G, total = call[4], call[2] * call[8]
+    CONSUMERS: gl.constexpr = q_tiles.shape[0]
+    STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     rounds, before = 0, 0
     turn = gl.program_id(0)
@@ -88,14 +92,14 @@ def _produce(
         following = total
         if gl.num_programs(0) < total:
             following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        b, h, start_m, _, tiles = _work(turn, call, BLOCK_N)
-        for half in gl.static_range(2):
-            place = [b, h, start_m + half * HALF_ROWS, 0]
+        b, h, start_m, _, _, tiles = _work(turn, call, BLOCK_N, CONSUMERS)
+        for consumer in gl.static_range(CONSUMERS):
+            place = [b, h, start_m + consumer * WARPGROUP_ROWS, 0]
             # Of what was never used the phase before the first counts as over.
-            mbarrier.wait(q_free.index(half), rounds & 1 ^ 1)
-            _hand_over(turn, turns.index(half), q_full.index(half))
-            mbarrier.expect(q_full.index(half), q_desc.block_type.nbytes)
-            async_load(q_desc, place, q_full.index(half), q_tiles.index(half))
+            mbarrier.wait(q_free.index(consumer), rounds & 1 ^ 1)
+            _hand_over(turn, turns.index(consumer), q_full.index(consumer))
+            mbarrier.expect(q_full.index(consumer), q_desc.block_type.nbytes)
+            async_load(q_desc, place, q_full.index(consumer), q_tiles.index(consumer))
         for tile in range(tiles[0], tiles[3]):
             i = before + tile - tiles[0]
             stage = i % STAGES
@@ -110,10 +114,10 @@ def _produce(
         before += tiles[3] - tiles[0]
         rounds += 1
         turn = following
-    for half in gl.static_range(2):
-        mbarrier.wait(q_free.index(half), rounds & 1 ^ 1)
-        _hand_over(total, turns.index(half), q_full.index(half))
-        mbarrier.arrive(q_full.index(half), count=1)
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.wait(q_free.index(consumer), rounds & 1 ^ 1)
+        _hand_over(total, turns.index(consumer), q_full.index(consumer))
+        mbarrier.arrive(q_full.index(consumer), count=1)
 
 
 @gluon.jit
@@ -132,23 +136,43 @@ def _softmax(scores, m_i, qk_scale, offs_m, tile, tiles, view, LAYOUT: gl.conste
 
 
 @gluon.jit
-def _consume(
-    half: gl.constexpr,
-    q_tiles,
-    k_tiles,
-    v_tiles,
-    barriers,
-    turns,
-    out_ptr,
-    lse_ptr,
-    call,
-    total,
-    STAGES: gl.constexpr,
-    ALIGNED: gl.constexpr,
+def _scores(q, k_tiles, k_full, i, nothing):
+    """Begins the product of the queries and the i-th key tile, once that is there."""
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)
+    k_t = matrix(k_tiles, i % STAGES).permute((1, 0))
+    return warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _added(acc, weights, v_tiles, v_full, i):
+    """Begins to add the product of the weights and the values of the i-th key tile."""
+    STAGES: gl.constexpr = v_tiles.shape[0]
+    mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
+    return warpgroup_mma(weights, matrix(v_tiles, i % STAGES), acc, is_async=True)
+
+
+@gluon.jit
+def _attend(
+    q,
+    q_free,
+    loaded,
+    before,
+    start_m,
+    tiles,
+    view,
+    qk_scale,
+    N,
+    DTYPE: gl.constexpr,
+    BESIDE: gl.constexpr,
 ):
-    """Attends from half the rows of each query tile to its key tiles."""
-    q_full, k_full, v_full, q_free, k_free, v_free = barriers
-    _, _, _, H, _, M, N, Dv, _, _, qk_scale = call
+    """Sums of weighted values, sums of weights, and maxima, of 64 queries and their key tiles.
+
+    Of ``before`` tiles others were loaded before. BESIDE: the softmax of one tile's scores is taken
+    beside the product of the weights and values of the tile before; else between products.
+    """
+    k_tiles, v_tiles, k_full, v_full, k_free, v_free = loaded
+    STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     BLOCK_DV: gl.constexpr = v_tiles.shape[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -157,87 +181,124 @@ def _consume(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     ROWS_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     WIDE: gl.constexpr = wide(BLOCK_DV)
-    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    nothing = gl.zeros([HALF_ROWS, BLOCK_N], gl.float32, SCORES)
-    q = matrix(q_tiles, half)
-    rounds, before = 0, 0
-    mbarrier.wait(q_full.index(half), 0)
-    turn = _taken_over(turns.index(half))
-    while turn < total:
-        b, h, start_m, view, tiles = _work(turn, call, BLOCK_N)
-        first, last = tiles[0], tiles[3]
-        start_m += half * HALF_ROWS
-        offs_m = start_m + gl.arange(0, HALF_ROWS, ROWS)
-        m_i = gl.full([HALF_ROWS], -float("inf"), gl.float32, ROWS)
-        l_i = gl.full([HALF_ROWS], 0.0, gl.float32, ROWS)
-        acc = gl.zeros([HALF_ROWS, BLOCK_DV], gl.float32, SUMS)
-        if first < last:
-            stage = before % STAGES
-            mbarrier.wait(k_full.index(stage), before // STAGES & 1)
-            k_t = matrix(k_tiles, stage).permute((1, 0))
-            scores = warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            mbarrier.arrive(k_free.index(stage), count=1)
-            p, alpha, m_i = _softmax(scores, m_i, qk_scale, offs_m, first, tiles, view, SCORES)
-            l_i = gl.sum(p, 1)
-            weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
-            for tile in range(first + 1, last):
-                i = before + tile - first
-                stage = i % STAGES
-                behind = (i - 1) % STAGES
-                mbarrier.wait(k_full.index(stage), i // STAGES & 1)
-                k_t = matrix(k_tiles, stage).permute((1, 0))
-                scores = warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(behind), (i - 1) // STAGES & 1)
-                v = matrix(v_tiles, behind)
-                acc = warpgroup_mma(weights, v, acc, is_async=True)
+    nothing = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
+    first, last = tiles[0], tiles[3]
+    offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, ROWS)
+    m_i = gl.full([WARPGROUP_ROWS], -float("inf"), gl.float32, ROWS)
+    l_i = gl.full([WARPGROUP_ROWS], 0.0, gl.float32, ROWS)
+    acc = gl.zeros([WARPGROUP_ROWS, BLOCK_DV], gl.float32, SUMS)
+    if first < last:
+        scores = _scores(q, k_tiles, k_full, before, nothing)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_free.index(before % STAGES), count=1)
+        p, alpha, m_i = _softmax(scores, m_i, qk_scale, offs_m, first, tiles, view, SCORES)
+        l_i = gl.sum(p, 1)
+        weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
+        for tile in range(first + 1, last):
+            i = before + tile - first
+            behind = (i - 1) % STAGES
+            if BESIDE:
+                scores = _scores(q, k_tiles, k_full, i, nothing)
+                acc = _added(acc, weights, v_tiles, v_full, i - 1)
                 scores = warpgroup_mma_wait(1, deps=(scores,))
-                mbarrier.arrive(k_free.index(stage), count=1)
-                p, alpha, m_i = _softmax(scores, m_i, qk_scale, offs_m, tile, tiles, view, SCORES)
-                l_i = l_i * alpha + gl.sum(p, 1)
-                if BLOCK_DV > 64:
-                    # It is over since before the product. But ptxas moves no instruction past it:
-                    # the next wait it puts first, and the softmax behind the product, not beside
-                    # it. With narrower values that is faster, as the other consumer multiplies.
-                    mbarrier.wait(v_full.index(behind), (i - 1) // STAGES & 1)
+            else:
+                acc = _added(acc, weights, v_tiles, v_full, i - 1)
+                scores = _scores(q, k_tiles, k_full, i, nothing)
+                scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
+                mbarrier.arrive(v_free.index(behind), count=1)
+            mbarrier.arrive(k_free.index(i % STAGES), count=1)
+            p, alpha, m_i = _softmax(scores, m_i, qk_scale, offs_m, tile, tiles, view, SCORES)
+            l_i = l_i * alpha + gl.sum(p, 1)
+            if BESIDE:
+                # It is over since before the product. But ptxas moves no instruction past it: the
+                # next wait it puts first, and the softmax behind the product, not beside it.
+                mbarrier.wait(v_full.index(behind), (i - 1) // STAGES & 1)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_free.index(behind), count=1)
-                acc = acc * gl.convert_layout(alpha, ROWS_OF_SUMS)[:, None]
-                weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
-            # The queries of the next turn come while this one ends.
-            mbarrier.arrive(q_free.index(half), count=1)
-            before += last - first
-            stage = (before - 1) % STAGES
-            mbarrier.wait(v_full.index(stage), (before - 1) // STAGES & 1)
-            v = matrix(v_tiles, stage)
-            # The copy has zeros past the tensor's last key.
-            if (view[1] < N) & (last * BLOCK_N > view[1]):
-                keys = (last - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
-                zero_rows(v, keys < view[1], WIDE)
-            acc = warpgroup_mma(weights, v, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_free.index(stage), count=1)
-        else:
-            mbarrier.arrive(q_free.index(half), count=1)
+            acc = acc * gl.convert_layout(alpha, ROWS_OF_SUMS)[:, None]
+            weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
+        # The queries of the next turn come while this one ends.
+        mbarrier.arrive(q_free, count=1)
+        i = before + last - 1 - first
+        # The copy has zeros past the tensor's last key.
+        if (view[1] < N) & (last * BLOCK_N > view[1]):
+            mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
+            keys = (last - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
+            zero_rows(matrix(v_tiles, i % STAGES), keys < view[1], WIDE)
+        acc = _added(acc, weights, v_tiles, v_full, i)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_free.index(i % STAGES), count=1)
+    else:
+        mbarrier.arrive(q_free, count=1)
+    return acc, gl.convert_layout(l_i, ROWS_OF_SUMS), gl.convert_layout(m_i, ROWS_OF_SUMS)
 
-        m_i = gl.convert_layout(m_i, ROWS_OF_SUMS)
-        l_i = gl.convert_layout(l_i, ROWS_OF_SUMS)
-        offs_m = start_m + gl.arange(0, HALF_ROWS, ROWS_OF_SUMS)
-        out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < view[0]))
-        place = stored_rows(b, h, H, b, M, view[0], M, False)
-        gl.store(lse_ptr + (place[0] + offs_m), lse, mask=offs_m < place[1])
-        out = gl.convert_layout(out.to(DTYPE), WIDE)
-        rows = start_m + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, WIDE))
-        columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, WIDE))
-        store_rows(out_ptr, place[0], place[1], rows, columns, out, Dv, BLOCK_DV, ALIGNED)
+
+@gluon.jit
+def _pass_by(q_free, loaded, before, tiles):
+    """Leaves the key tiles of others to them."""
+    k_tiles, _, k_full, v_full, k_free, v_free = loaded
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    mbarrier.arrive(q_free, count=1)
+    for i in range(before, before + tiles[3] - tiles[0]):
+        stage = i % STAGES
+        mbarrier.wait(k_full.index(stage), i // STAGES & 1)
+        mbarrier.arrive(k_free.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), i // STAGES & 1)
+        mbarrier.arrive(v_free.index(stage), count=1)
+
+
+@gluon.jit
+def _consume(
+    consumer: gl.constexpr,
+    queries,
+    loaded,
+    turns,
+    outputs,
+    call,
+    ALIGNED: gl.constexpr,
+):
+    """Attends from 64 rows of each query tile to its key tiles."""
+    q_tiles, q_full, q_free = queries
+    out_ptr, lse_ptr = outputs
+    _, _, heads, H, _, M, N, Dv, m_blocks, _, _, _, qk_scale = call
+    CONSUMERS: gl.constexpr = q_tiles.shape[0]
+    BLOCK_N: gl.constexpr = loaded[0].shape[3]
+    BLOCK_DV: gl.constexpr = loaded[1].shape[4]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    WIDE: gl.constexpr = wide(BLOCK_DV)
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    q = matrix(q_tiles, consumer)
+    rounds, before = 0, 0
+    mbarrier.wait(q_full.index(consumer), 0)
+    turn = _taken_over(turns.index(consumer))
+    while turn < heads * m_blocks:
+        b, h, start_m, consumers, view, tiles = _work(turn, call, BLOCK_N, CONSUMERS)
+        if consumer < consumers:
+            start_m += consumer * WARPGROUP_ROWS
+            acc, l_i, m_i = _attend(
+                q, q_free.index(consumer), loaded, before, start_m, tiles, view, qk_scale, N,
+                DTYPE, CONSUMERS == 2,
+            )  # fmt: skip
+            offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SUMS))
+            out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < view[0]))
+            place = stored_rows(b, h, H, b, M, view[0], M, False)
+            gl.store(lse_ptr + (place[0] + offs_m), lse, mask=offs_m < place[1])
+            out = gl.convert_layout(out.to(DTYPE), WIDE)
+            rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
+            columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, WIDE))
+            store_rows(out_ptr, place[0], place[1], rows, columns, out, Dv, BLOCK_DV, ALIGNED)
+        else:
+            _pass_by(q_free.index(consumer), loaded, before, tiles)
+        before += tiles[3] - tiles[0]
         rounds += 1
-        mbarrier.wait(q_full.index(half), rounds & 1)
-        turn = _taken_over(turns.index(half))
+        mbarrier.wait(q_full.index(consumer), rounds & 1)
+        turn = _taken_over(turns.index(consumer))
 
 
 @gluon.jit(
     do_not_specialize=[
-        "heads", "H", "G", "M", "N", "Dv", "window_left", "window_right", "sm_scale_bits",
+        "heads", "H", "G", "M", "N", "Dv", "m_blocks", "narrow", "window_left", "window_right",
+        "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
         "out_ptr", "lse_ptr", "seqlens_q_ptr", "seqlens_k_ptr", "counter_ptr",
@@ -258,77 +319,82 @@ def hopper_forward_kernel(
     M: gl.int32,
     N: gl.int32,
     Dv: gl.int32,
+    m_blocks: gl.int32,
+    narrow: gl.int32,
     window_left: gl.int32,
     window_right: gl.int32,
     sm_scale_bits: gl.int64,
+    CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     ALIGNED: gl.constexpr,
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, of ``heads`` = B H heads.
 
-    q, k, v as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), in blocks of HALF_ROWS queries or
-    one key tile, and all columns, with zeros past the tensors' ends. Fewer programs than there are
-    query tiles take turns, as they count them in ``counter``, an int32 of 0: one loads its next
-    tiles while it ends the one before. Else that is not touched.
+    q, k, v as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), in blocks of WARPGROUP_ROWS
+    queries or one key tile, and all columns, with zeros past the tensors' ends. A head's rows are
+    in ``m_blocks`` tiles of as many blocks as there are consumers, the first ``narrow`` of them of
+    one less. Fewer programs than there are query tiles take turns, as they count them in
+    ``counter``, an int32 of 0: one loads its next tiles while it ends the one before. Else that is
+    not touched.
     """
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
     qk_scale = base2_scale(scale_from_bits(sm_scale_bits), gl.float32, 0)
     call = (
-        seqlens_q_ptr, seqlens_k_ptr, heads, H, G, M, N, Dv, window_left, window_right, qk_scale,
+        seqlens_q_ptr, seqlens_k_ptr, heads, H, G, M, N, Dv, m_blocks, narrow, window_left,
+        window_right, qk_scale,
     )  # fmt: skip
-    total = gl.cdiv(M, 2 * HALF_ROWS) * heads
-    turns = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, HALF_ROWS, BLOCK_D], q_desc.layout)
+    turns = gl.allocate_shared_memory(
+        gl.int32, [CONSUMERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    q_tiles = gl.allocate_shared_memory(
+        q_desc.dtype, [CONSUMERS, 1, 1, WARPGROUP_ROWS, BLOCK_D], q_desc.layout
+    )
     k_tiles = gl.allocate_shared_memory(
         k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout
     )
     v_tiles = gl.allocate_shared_memory(
         v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout
     )
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for half in gl.static_range(2):
+    for consumer in gl.static_range(CONSUMERS):
         # A tile, and whose turn it is.
-        mbarrier.init(q_full.index(half), count=2)
-        mbarrier.init(q_free.index(half), count=1)
+        mbarrier.init(q_full.index(consumer), count=2)
+        mbarrier.init(q_free.index(consumer), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        # Both consumers leave it.
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_free.index(stage), count=2)
+        # All consumers leave it.
+        mbarrier.init(k_free.index(stage), count=CONSUMERS)
+        mbarrier.init(v_free.index(stage), count=CONSUMERS)
     fence_async_shared()
-    barriers = (q_full, k_full, v_full, q_free, k_free, v_free)
-    gl.warp_specialize(
-        [
-            (
-                _consume,
-                (
-                    0, q_tiles, k_tiles, v_tiles, barriers, turns, out_ptr, lse_ptr, call, total,
-                    STAGES, ALIGNED,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    1, q_tiles, k_tiles, v_tiles, barriers, turns, out_ptr, lse_ptr, call, total,
-                    STAGES, ALIGNED,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    (q_desc, q_tiles), (k_desc, k_tiles), (v_desc, v_tiles), turns, barriers, call,
-                    total, counter_ptr, STAGES,
-                ),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    queries = (q_tiles, q_full, q_free)
+    loaded = (k_tiles, v_tiles, k_full, v_full, k_free, v_free)
+    outputs = (out_ptr, lse_ptr)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, queries, loaded, turns, outputs, call, ALIGNED)),
+                (_consume, (1, queries, loaded, turns, outputs, call, ALIGNED)),
+                (_produce, ((q_desc, k_desc, v_desc), queries, loaded, turns, call, counter_ptr)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, queries, loaded, turns, outputs, call, ALIGNED)),
+                (_consume, (1, queries, loaded, turns, outputs, call, ALIGNED)),
+                (_consume, (2, queries, loaded, turns, outputs, call, ALIGNED)),
+                (_produce, ((q_desc, k_desc, v_desc), queries, loaded, turns, call, counter_ptr)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )

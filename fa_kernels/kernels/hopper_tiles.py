@@ -11,8 +11,8 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 __all__ = [
-    "HALF_ROWS",
     "PROGRAMS_TOGETHER",
+    "WARPGROUP_ROWS",
     "async_add",
     "async_load",
     "matrix",
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 # Of a tile: what one warpgroup multiplies at a time.
-HALF_ROWS: gl.constexpr = gl.constexpr(64)
+WARPGROUP_ROWS: gl.constexpr = gl.constexpr(64)
 # Of the last heads: more than a GPU runs at a time, so that only short ones are left at the end.
 PROGRAMS_TOGETHER: gl.constexpr = gl.constexpr(256)
 # Triton has named them so since 3.7.

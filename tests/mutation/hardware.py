@@ -127,10 +127,18 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _on_hopper(
             "the second consumer has the rows of the first",
-            "start_m += half * HALF_ROWS",
-            "start_m += 0 * HALF_ROWS",
+            "start_m += consumer * WARPGROUP_ROWS",
+            "start_m += 0 * WARPGROUP_ROWS",
         ),
         {"M": 200, "N": 300},
+    ),
+    (
+        _on_hopper(
+            "tiles begin where wide ones would",
+            "(m_block * CONSUMERS - min(m_block, narrow))",
+            "(m_block * CONSUMERS)",
+        ),
+        {"M": 300, "N": 300},
     ),
     (
         _on_hopper(

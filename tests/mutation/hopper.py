@@ -29,6 +29,10 @@ PROBLEMS = {
     # Three edge tiles before the full ones, of one head and of two.
     "causal, wide": _problem(M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
     "group, wide": _problem(H=2, M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
+    # Tiles of three blocks of rows, and of two.
+    "narrow tiles": _problem(M=570, config="default"),
+    "narrow tiles, causal": _problem(M=450, N=450, mask=Mask(causal=True), config="default"),
+    "narrow tiles, wide": _problem(M=300, D=128, Dv=128, config="default"),
     "window": _problem(mask=_WINDOW, D=128, Dv=128, dirty="max"),
     "padded": _problem(B=2, N=150, mask=_PADDED, dirty="nan"),
     "padded, wide": _problem(B=2, N=150, mask=_PADDED, dirty="inf", D=128, Dv=128),

@@ -117,6 +117,38 @@ def test_what_is_counted_needs_no_copy(shape, strides, counted):
             assert sizes[axis] == 1 or steps[axis] == strides[axis]
 
 
+@pytest.mark.parametrize("consumers", [2, 3])
+@pytest.mark.parametrize("places", [4, 132])
+def test_query_tiles_have_all_rows_once_and_take_no_more_rounds(consumers, places):
+    for M in range(1, 2000, 37):
+        blocks = -(-M // 64)
+        for heads in (1, 2, 3, 16, 133):
+            fewest, few_narrow = hopper.query_tiles(M, heads, consumers, places, False)
+            assert fewest == -(-blocks // consumers)
+            tiles, narrow = hopper.query_tiles(M, heads, consumers, places, True)
+            assert -(-tiles * heads // places) == -(-fewest * heads // places)
+            for each, less in ((fewest, few_narrow), (tiles, narrow)):
+                assert 0 <= less <= each
+                # The last tile has a row.
+                assert 0 <= each * consumers - less - blocks < consumers - 1 + (less < each)
+
+
+@pytest.mark.parametrize(
+    ("of", "alike", "tiles"),
+    [
+        # 16 heads of 43 tiles take 6 rounds of 132; so do 49, of which 19 are narrow.
+        ((8192, 16, 3), True, (49, 19)),
+        ((8192, 16, 3), False, (43, 1)),
+        ((4321, 32, 2), True, (37, 6)),
+        ((4096, 32, 2), False, (32, 0)),
+        # As many as there are places for.
+        ((512, 1, 3), True, (4, 4)),
+    ],
+)
+def test_tiles_that_take_as_long_fill_the_last_round(of, alike, tiles):
+    assert hopper.query_tiles(*of, 132, alike) == tiles
+
+
 @pytest.mark.parametrize("value", [None, 1, "yes"])
 def test_a_config_refuses_what_is_no_bool(value):
     with pytest.raises(TypeError, match=f"hopper is {value!r}; needs a bool"):

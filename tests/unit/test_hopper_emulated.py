@@ -90,41 +90,41 @@ def test_no_order_of_events_changes_a_bit(config, emulated):
 # What is wrong: module, text, and what stands in its place.
 FAULTS = {
     "queries are not waited for": (
-        "hopper_forward", "        mbarrier.wait(q_full.index(half), rounds & 1)\n", "",
+        "hopper_forward", "        mbarrier.wait(q_full.index(consumer), rounds & 1)\n", "",
     ),
     "keys are not waited for": (
         "hopper_forward",
-        "                mbarrier.wait(k_full.index(stage), i // STAGES & 1)\n", "",
+        "    mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)\n    k_t", "    k_t",
     ),
     "values are not waited for": (
         "hopper_forward",
-        "                mbarrier.wait(v_full.index(behind), (i - 1) // STAGES & 1)\n"
-        "                v = matrix", "                v = matrix",
+        "    mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)\n    return", "    return",
     ),
     "queries are overwritten": (
         "hopper_forward",
-        "            mbarrier.wait(q_free.index(half), rounds & 1 ^ 1)\n            _hand_over",
+        "            mbarrier.wait(q_free.index(consumer), rounds & 1 ^ 1)\n            _hand_over",
         "            _hand_over",
     ),
     "the last turn is overwritten": (
         "hopper_forward",
-        "        mbarrier.wait(q_free.index(half), rounds & 1 ^ 1)\n        _hand_over(total",
+        "        mbarrier.wait(q_free.index(consumer), rounds & 1 ^ 1)\n        _hand_over(total",
         "        _hand_over(total",
     ),
     "queries are left before they are multiplied": (
         "hopper_forward",
-        "            scores = warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)\n"
-        "            scores = warpgroup_mma_wait(0",
-        "            mbarrier.arrive(q_free.index(half), count=1)\n"
-        "            scores = warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)\n"
-        "            scores = warpgroup_mma_wait(0",
+        "        scores = _scores(q, k_tiles, k_full, before, nothing)\n",
+        "        mbarrier.arrive(q_free, count=1)\n"
+        "        scores = _scores(q, k_tiles, k_full, before, nothing)\n",
     ),
     "whose turn it is is not waited for": (
         "hopper_forward",
-        "mbarrier.init(q_full.index(half), count=2)", "mbarrier.init(q_full.index(half), count=1)",
+        "mbarrier.init(q_full.index(consumer), count=2)",
+        "mbarrier.init(q_full.index(consumer), count=1)",
     ),
     "stages are counted anew with each turn": (
-        "hopper_forward", "        before += tiles[3] - tiles[0]\n", "",
+        "hopper_forward",
+        "        before += tiles[3] - tiles[0]\n        rounds += 1\n        turn = following",
+        "        rounds += 1\n        turn = following",
     ),
     "keys are overwritten": (
         "hopper_forward", "            mbarrier.wait(k_free.index(stage), phase)\n", "",
@@ -134,15 +134,30 @@ FAULTS = {
     ),
     "values are left before they are multiplied": (
         "hopper_forward",
+        "                scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))\n"
+        "                mbarrier.arrive(v_free.index(behind), count=1)\n",
+        "                mbarrier.arrive(v_free.index(behind), count=1)\n"
+        "                scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))\n",
+    ),
+    "wide values are left before they are multiplied": (
+        "hopper_forward",
         "                acc = warpgroup_mma_wait(0, deps=(acc,))\n"
         "                mbarrier.arrive(v_free.index(behind), count=1)\n",
         "                mbarrier.arrive(v_free.index(behind), count=1)\n"
         "                acc = warpgroup_mma_wait(0, deps=(acc,))\n",
     ),
-    "one consumer frees keys for both": (
+    "values are cleared before they are there": (
         "hopper_forward",
-        "mbarrier.init(k_free.index(stage), count=2)",
-        "mbarrier.init(k_free.index(stage), count=1)",
+        "            mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)\n", "",
+    ),
+    "one consumer frees keys for another": (
+        "hopper_forward",
+        "mbarrier.init(k_free.index(stage), count=CONSUMERS)",
+        "mbarrier.init(k_free.index(stage), count=CONSUMERS - 1)",
+    ),
+    "who passes keys by leaves them before they are there": (
+        "hopper_forward",
+        "        mbarrier.wait(k_full.index(stage), i // STAGES & 1)\n", "",
     ),
     "a stage never used is waited for": (
         "hopper_forward",
@@ -222,6 +237,7 @@ FAULTS = {
 _KEYS = Mask(seqlens_k=(150, 100))
 SHOWN_BY = (
     dataclasses.replace(PROBLEMS["full"], N=700),
+    dataclasses.replace(PROBLEMS["full"], N=700, D=128, Dv=128, config="default"),
     dataclasses.replace(PROBLEMS["full"], B=2, M=400, N=150, mask=_KEYS, dirty="nan"),
     # Programs take turns.
     dataclasses.replace(PROBLEMS["full"], H=8, Hk=8, M=70, config="default"),

@@ -45,8 +45,10 @@ _BACKWARD_STAGES = 2
 _NARROWEST, _WIDEST = 32, 128
 # Bytes between what a descriptor counts.
 _ALIGNMENT = 16
-# Sides of what a consumer adds to dq at a time.
+# Sides of what a consumer adds to dq at a time; and by head_dim, bytes of a row of it that lie
+# together in shared memory. Of 32 no two threads write to one bank, but TMA adds 4 times as many.
 _SUMMED = 64
+_SUMMED_BYTES = {64: 32, 128: 128}
 
 
 def padded(*head_dims: int) -> int:
@@ -55,13 +57,16 @@ def padded(*head_dims: int) -> int:
 
 
 @lru_cache(maxsize=1)
-def _descriptors() -> tuple[type, object, object]:
-    """Triton's class of descriptors; how tiles, and blocks of sums, lie in shared memory."""
+def _descriptors() -> tuple[type, object, dict[int, object]]:
+    """Triton's class of descriptors; how tiles, and by head_dim sums, lie in shared memory."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     tiles = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    sums = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    sums = {
+        columns: NVMMASharedLayout(swizzle_byte_width=size, element_bitwidth=32, rank=2)
+        for columns, size in _SUMMED_BYTES.items()
+    }
     return TensorDescriptor, tiles, sums
 
 
@@ -236,7 +241,7 @@ def launch_hopper_backward(
     added_to = keys_of
     if sums is not None:
         shape, block = [sums.numel() // columns, columns], [_SUMMED, _SUMMED]
-        added_to = _descriptor(sums, shape, [columns, 1], block, _descriptors()[2])
+        added_to = _descriptor(sums, shape, [columns, 1], block, _descriptors()[2][columns])
     run(
         kernels[1], (cdiv(N, keys) * B * Hk,),
         _described(q, rows, columns), keys_of, _described(v, _WARPGROUP_ROWS, columns),

@@ -347,8 +347,8 @@ def hopper_backward_kernel(
     lse2_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    BLOCKS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     # Without ONE_PASS nothing touches them.
+    BLOCKS: gl.constexpr = dq_desc.layout if ONE_PASS else gl.NVMMASharedLayout(128, 32, 2)
     ds_tiles = gl.allocate_shared_memory(
         DTYPE, [4 if ONE_PASS else 1, BLOCK_M, WARPGROUP_ROWS], HALVES
     )

@@ -5,6 +5,7 @@ Each is f(q, k, v, causal) of (B, H, N, D), and raises where it cannot.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import cache
@@ -93,12 +94,16 @@ def _compiled_eager() -> Attention:
     return _compiled(_eager)
 
 
-def _flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    from flash_attn import flash_attn_func
+def _flash_attn(module: str) -> Attention:
+    """flash-attn, whose tensors are (B, N, H, D); some of its versions return lse too."""
 
-    heads_inside = (x.transpose(1, 2) for x in (q, k, v))
-    out: torch.Tensor = flash_attn_func(*heads_inside, causal=causal)
-    return out.transpose(1, 2)
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        function = importlib.import_module(module).flash_attn_func
+        found = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return out.transpose(1, 2)
+
+    return attention
 
 
 PEERS: dict[str, Attention] = {
@@ -113,5 +118,9 @@ PEERS: dict[str, Attention] = {
     "eager": _eager,
     "compiled eager": lambda *asked: _compiled_eager()(*asked),
 }
-if importlib.util.find_spec("flash_attn"):
-    PEERS["flash-attn"] = _flash_attn
+for _name, _module in (
+    ("flash-attn", "flash_attn.flash_attn_interface"),
+    ("flash-attn-4", "flash_attn.cute"),
+):
+    if importlib.util.find_spec("flash_attn") and importlib.util.find_spec(_module):
+        PEERS[_name] = _flash_attn(_module)

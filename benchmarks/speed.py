@@ -4,17 +4,20 @@
 
 Measurements are interleaved, so that drift hits all alike; each is the median of several rounds of
 ``do_bench``, with the lowest and highest round beside it, and the peak of memory of a forward and
-backward. Written to results/DEVICE/ as speed.md, speed.csv and speed.png, with the dtype in their
-names where it is not bf16. Names are those of ``benchmarks.peers``; without, all of them.
+backward. What has taken a second is not timed again. Written to results/DEVICE/ as speed.md,
+speed.csv and speed.png, with the dtype in their names where it is not bf16. Names are those of
+``benchmarks.peers``; without, all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -48,20 +51,32 @@ ROUNDS = 7
 ROUND_MS = 60
 TABLE_ROUNDS = 5
 TABLE_ROUND_MS = 25
+TABLE_LIMIT_S = 1.0
 MATMUL = 8192
 RESULTS = Path(__file__).parents[1] / "results"
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, round_ms: int = ROUND_MS
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int = ROUNDS,
+    round_ms: int = ROUND_MS,
+    limit_s: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, one median a round, the calls taking turns."""
+    """Milliseconds of each call, one median a round, the calls taking turns.
+
+    A call whose rounds have taken ``limit_s`` has no more of them.
+    """
     from triton.testing import do_bench
 
     times: dict[str, list[float]] = {name: [] for name in calls}
+    spent = dict.fromkeys(calls, 0.0)
     for _ in range(rounds):
         for name, call in calls.items():
+            if spent[name] >= limit_s:
+                continue
+            begin = time.perf_counter()
             times[name].append(do_bench(call, warmup=10, rep=round_ms, return_mode="median"))
+            spent[name] += time.perf_counter() - begin
     return times
 
 
@@ -79,6 +94,7 @@ def measure(
     passes: Sequence[str] = ("forward", "backward"),
     peaks: dict[str, int] | None = None,
     device: str = "cuda",
+    limit_s: float = math.inf,
 ) -> dict[str, dict[str, list[float]]]:
     """{pass: {name: milliseconds a round}} on N(0,1) data, B x N x H x D.
 
@@ -122,7 +138,7 @@ def measure(
         },
         "both": {name: lambda f=attentions[name]: both(f) for name in outs},
     }
-    return {name: interleaved(calls[name], rounds, round_ms) for name in passes}
+    return {name: interleaved(calls[name], rounds, round_ms, limit_s) for name in passes}
 
 
 def _matmul(dtype: torch.dtype) -> float:
@@ -141,7 +157,7 @@ def _rows(
         peaks: dict[str, int] = {}
         results = measure(
             {name: PEERS[name] for name in names}, B, N, H, D, causal, DTYPES[dtype],
-            TABLE_ROUNDS, TABLE_ROUND_MS, failed, passes, peaks,
+            TABLE_ROUNDS, TABLE_ROUND_MS, failed, passes, peaks, limit_s=TABLE_LIMIT_S,
         )  # fmt: skip
         for of, times in results.items():
             flop = 4 * B * H * N * N * D * (0.5 if causal else 1) * PASSES[of]

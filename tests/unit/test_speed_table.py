@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -90,6 +92,22 @@ def test_what_cannot_be_timed_as_the_others_are_is_left_out_with_its_reason(monk
     )  # fmt: skip
     assert failed == {"once": "RuntimeError: not twice"}
     assert found == {name: {"composed": [1.0]} for name in speed.PASSES}
+
+
+def test_what_takes_long_has_one_round_and_the_others_all(monkeypatch):
+    clock = iter(range(1000))
+    seconds = {"fast": 0, "slow": 3}
+
+    def timed(call, **_):
+        for _ in range(seconds[call()]):
+            next(clock)
+        return 1.0
+
+    monkeypatch.setattr("triton.testing.do_bench", timed)
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    calls = {name: lambda name=name: name for name in seconds}
+    assert speed.interleaved(calls, rounds=5) == {"fast": [1.0] * 5, "slow": [1.0] * 5}
+    assert speed.interleaved(calls, rounds=5, limit_s=4) == {"fast": [1.0] * 4, "slow": [1.0]}
 
 
 def test_memory_has_a_line_a_problem_and_the_reason_where_there_is_none():

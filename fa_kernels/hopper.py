@@ -208,7 +208,7 @@ def launch_hopper_forward(
         _described(v, TILE.block_n, of_v),
         out, lse, arguments.seqlens_q, arguments.seqlens_k, counter, heads, H, H // Hk, M, N, Dv,
         m_blocks, narrow, arguments.window_left, arguments.window_right, sm_scale_bits,
-        CONSUMERS=consumers, STAGES=_STAGES[max(of_k, of_v)], ALIGNED=Dv == of_v,
+        CONSUMERS=consumers, STAGES=_STAGES[max(of_k, of_v)],
         num_warps=TILE.num_warps, kinds=(q.dtype, of_k, of_v),
     )  # fmt: skip
 
@@ -248,6 +248,6 @@ def launch_hopper_backward(
         _described(dout, rows, columns), lse2, delta, dk, dv, added_to,
         arguments.seqlens_q, arguments.seqlens_k, H, H // Hk, M, lse2.shape[2], N, D, Dv,
         arguments.window_left, arguments.window_right, sm_scale_bits,
-        STAGES=_BACKWARD_STAGES, ALIGNED=D == Dv == columns, ONE_PASS=sums is not None,
+        STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None,
         num_warps=TILE.num_warps, kinds=(q.dtype, dout.dtype, columns),
     )  # fmt: skip

@@ -26,6 +26,7 @@ from fa_kernels.kernels.hopper_tiles import (
     async_add,
     async_load,
     matrix,
+    store_wide,
     thread_barrier,
     wide,
     zero_rows,
@@ -36,7 +37,6 @@ from fa_kernels.kernels.tiles import (
     nth_tile,
     scale_from_bits,
     sequence,
-    store_rows,
     stored_rows,
     tile_count,
 )
@@ -143,7 +143,6 @@ def _consume(
     view,
     scales,
     STAGES: gl.constexpr,
-    ALIGNED: gl.constexpr,
     ONE_PASS: gl.constexpr,
 ):
     """Makes dk and dv of half the keys of a tile, and half of what the tile adds to dq.
@@ -268,9 +267,9 @@ def _consume(
     rows = start_n + offs_wide
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
     dk = gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE)
-    store_rows(dk_ptr, first_key, N, rows, columns, dk, D, BLOCK_D, ALIGNED)
+    store_wide(dk_ptr, first_key, N, rows, columns, dk, D)
     dv = gl.convert_layout(dv.to(DTYPE), WIDE)
-    store_rows(dv_ptr, first_key, N, rows, columns, dv, Dv, BLOCK_D, ALIGNED)
+    store_wide(dv_ptr, first_key, N, rows, columns, dv, Dv)
 
 
 @gluon.jit(
@@ -304,7 +303,6 @@ def hopper_backward_kernel(
     window_right: gl.int32,
     sm_scale_bits: gl.int64,
     STAGES: gl.constexpr,
-    ALIGNED: gl.constexpr,
     ONE_PASS: gl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), both contiguous, for one key tile of one kv head.
@@ -380,16 +378,14 @@ def hopper_backward_kernel(
                 _consume,
                 (
                     0, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_sums, written,
-                    first_row, G, M_padded, N, start_n, tiles, view, scales, STAGES, ALIGNED,
-                    ONE_PASS,
+                    first_row, G, M_padded, N, start_n, tiles, view, scales, STAGES, ONE_PASS,
                 ),
             ),
             (
                 _consume,
                 (
                     1, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_sums, written,
-                    first_row, G, M_padded, N, start_n, tiles, view, scales, STAGES, ALIGNED,
-                    ONE_PASS,
+                    first_row, G, M_padded, N, start_n, tiles, view, scales, STAGES, ONE_PASS,
                 ),
             ),
             (

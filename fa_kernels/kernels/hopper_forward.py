@@ -23,6 +23,7 @@ from fa_kernels.kernels.hopper_tiles import (
     WARPGROUP_ROWS,
     async_load,
     matrix,
+    store_wide,
     thread_barrier,
     wide,
     zero_rows,
@@ -32,7 +33,6 @@ from fa_kernels.kernels.tiles import (
     element_mask,
     normalised,
     scale_from_bits,
-    store_rows,
     stored_rows,
     valid_lengths,
 )
@@ -255,7 +255,6 @@ def _consume(
     turns,
     outputs,
     call,
-    ALIGNED: gl.constexpr,
 ):
     """Attends from 64 rows of each query tile to its key tiles."""
     q_tiles, q_full, q_free = queries
@@ -286,7 +285,7 @@ def _consume(
             out = gl.convert_layout(out.to(DTYPE), WIDE)
             rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
             columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, WIDE))
-            store_rows(out_ptr, place[0], place[1], rows, columns, out, Dv, BLOCK_DV, ALIGNED)
+            store_wide(out_ptr, place[0], place[1], rows, columns, out, Dv)
         else:
             _pass_by(q_free.index(consumer), loaded, before, tiles)
         before += tiles[3] - tiles[0]
@@ -326,7 +325,6 @@ def hopper_forward_kernel(
     sm_scale_bits: gl.int64,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    ALIGNED: gl.constexpr,
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, of ``heads`` = B H heads.
 
@@ -380,8 +378,8 @@ def hopper_forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, queries, loaded, turns, outputs, call, ALIGNED)),
-                (_consume, (1, queries, loaded, turns, outputs, call, ALIGNED)),
+                (_consume, (0, queries, loaded, turns, outputs, call)),
+                (_consume, (1, queries, loaded, turns, outputs, call)),
                 (_produce, ((q_desc, k_desc, v_desc), queries, loaded, turns, call, counter_ptr)),
             ],
             [4, 1],
@@ -390,9 +388,9 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, queries, loaded, turns, outputs, call, ALIGNED)),
-                (_consume, (1, queries, loaded, turns, outputs, call, ALIGNED)),
-                (_consume, (2, queries, loaded, turns, outputs, call, ALIGNED)),
+                (_consume, (0, queries, loaded, turns, outputs, call)),
+                (_consume, (1, queries, loaded, turns, outputs, call)),
+                (_consume, (2, queries, loaded, turns, outputs, call)),
                 (_produce, ((q_desc, k_desc, v_desc), queries, loaded, turns, call, counter_ptr)),
             ],
             [4, 4, 1],

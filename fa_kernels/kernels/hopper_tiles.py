@@ -10,12 +10,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from fa_kernels.kernels.tiles import whole_rows
+
 __all__ = [
     "PROGRAMS_TOGETHER",
     "WARPGROUP_ROWS",
     "async_add",
     "async_load",
     "matrix",
+    "store_wide",
     "thread_barrier",
     "wide",
     "zero_rows",
@@ -52,6 +55,17 @@ def matrix(tiles, index):
     """One of several tiles (1, 1, rows, columns) in shared memory, as rows and columns."""
     tile = tiles.index(index)
     return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def store_wide(ptr, first, end, rows, columns, tile, D):
+    """Writes ``tile`` as rows ``first + rows`` of D columns; those from ``end`` on are not written.
+
+    D is a multiple of 8, which TMA asks of what it loads.
+    """
+    D = D // 8 * 8
+    inside = (rows[:, None] < end) & (columns[None, :] < D)
+    gl.store(whole_rows(ptr, first, rows, columns, D), tile, mask=inside)
 
 
 @gluon.jit

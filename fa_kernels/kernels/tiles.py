@@ -108,13 +108,14 @@ def scratch_row(b, h, H, place, M_padded, BLOCK: tl.constexpr, PACKED: tl.conste
 
 
 @triton.jit
-def whole_rows(ptr, first, rows, columns, COLUMNS: tl.constexpr):
-    """Places of rows ``first + rows``, of a multiple of 16 bytes each, as wide as they may be read.
+def whole_rows(ptr, first, rows, columns, D):
+    """Places in rows ``first + rows`` of D columns, where rows begin at multiples of 16 bytes.
 
-    ``first`` is 64-bit, and no constant: what is said of a parameter alone the compiler forgets.
+    So that they are read and written as many at a time. ``first`` is 64-bit, and no constant: what
+    is said of a parameter alone the compiler forgets.
     """
-    pointer = tl.multiple_of(ptr + first * COLUMNS, 16)
-    return pointer + (rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :])
+    pointer = tl.multiple_of(ptr + first * D, 16)
+    return pointer + (rows.to(tl.int64)[:, None] * D + columns[None, :])
 
 
 @triton.jit

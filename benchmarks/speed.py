@@ -64,18 +64,22 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Milliseconds of each call, one median a round, the calls taking turns.
 
-    A call whose rounds have taken ``limit_s`` has no more of them.
+    Each round begins with another one: what comes after a slow one finds a cooler GPU. A call whose
+    rounds have taken ``limit_s`` has no more of them.
     """
     from triton.testing import do_bench
 
     times: dict[str, list[float]] = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)
-    for _ in range(rounds):
-        for name, call in calls.items():
+    names = list(calls)
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
             if spent[name] >= limit_s:
                 continue
             begin = time.perf_counter()
-            times[name].append(do_bench(call, warmup=10, rep=round_ms, return_mode="median"))
+            ms = do_bench(calls[name], warmup=10, rep=round_ms, return_mode="median")
+            times[name].append(ms)
             spent[name] += time.perf_counter() - begin
     return times
 

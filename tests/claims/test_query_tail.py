@@ -52,7 +52,11 @@ DKDV_ROWS = Edit(
 # Nothing is written behind the rows of lse2 and delta: what stood there before stays.
 UNWRITTEN_SCRATCH = (
     DQ_ROWS,
-    Edit(DELTA, "lse * LOG2E))", "lse * LOG2E), mask=offs_m < M)"),
+    Edit(
+        DELTA,
+        "tl.store(lse2_ptr + (row + offs_m), lse2)",
+        "tl.store(lse2_ptr + (row + offs_m), lse2, mask=offs_m < M)",
+    ),
     Edit(
         DELTA,
         "tl.store(delta_ptr + (row + offs_m), delta)",

@@ -94,6 +94,13 @@ def test_what_cannot_be_timed_as_the_others_are_is_left_out_with_its_reason(monk
     assert found == {name: {"composed": [1.0]} for name in speed.PASSES}
 
 
+def test_each_round_begins_with_another(monkeypatch):
+    order = []
+    monkeypatch.setattr("triton.testing.do_bench", lambda call, **_: order.append(call()) or 1.0)
+    speed.interleaved({name: lambda name=name: name for name in "abc"}, rounds=4)
+    assert "".join(order) == "abcbcacababc"
+
+
 def test_what_takes_long_has_one_round_and_the_others_all(monkeypatch):
     clock = iter(range(1000))
     seconds = {"fast": 0, "slow": 3}

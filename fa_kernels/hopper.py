@@ -15,11 +15,10 @@ import triton
 from fa_kernels import allocation
 from fa_kernels.arguments import Arguments
 from fa_kernels.compiled import cdiv, run
-from fa_kernels.configs import Tile
 from fa_kernels.kernels.forward import forward_kernel
 
 __all__ = [
-    "TILE",
+    "forward_tile",
     "is_there",
     "launch_hopper_backward",
     "launch_hopper_forward",
@@ -31,12 +30,13 @@ __all__ = [
     "takes_shapes",
 ]
 
-TILE = Tile(128, 128, 4, 2)
-# Rows or keys that one warpgroup has of a tile.
+# Warps of a warpgroup, and rows or keys that one has of a tile.
+_WARPS = 4
 _WARPGROUP_ROWS = 64
+_KEYS = 128
 # Warpgroups that a query tile of the forward is for, by the columns of values.
 _CONSUMERS = {64: 3, 128: 2}
-# Queries that the backward takes at a time, by head_dim; it has as many keys as TILE.
+# Queries that the backward takes at a time, by head_dim.
 _BACKWARD_ROWS = {64: 128, 128: 64}
 # Keys and values together; shared memory has room for one query tile beside them.
 _STAGES = {64: 3, 128: 2}
@@ -54,6 +54,11 @@ _SUMMED_BYTES = {64: 32, 128: 128}
 def padded(*head_dims: int) -> int:
     """Columns of the tiles: 64, or 128."""
     return 64 if max(head_dims) <= 64 else 128
+
+
+def forward_tile(Dv: int) -> tuple[int, int]:
+    """Queries and keys of a tile of the forward; some have a block of rows less."""
+    return _CONSUMERS[padded(Dv)] * _WARPGROUP_ROWS, _KEYS
 
 
 @lru_cache(maxsize=1)
@@ -204,12 +209,12 @@ def launch_hopper_forward(
         counter = allocation.empty((1,), dtype=torch.int32, device=q.device).zero_()
     run(
         kernels[0], (programs,),
-        _described(q, _WARPGROUP_ROWS, of_k), _described(k, TILE.block_n, of_k),
-        _described(v, TILE.block_n, of_v),
+        _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
+        _described(v, _KEYS, of_v),
         out, lse, arguments.seqlens_q, arguments.seqlens_k, counter, heads, H, H // Hk, M, N, Dv,
         m_blocks, narrow, arguments.window_left, arguments.window_right, sm_scale_bits,
         CONSUMERS=consumers, STAGES=_STAGES[max(of_k, of_v)],
-        num_warps=TILE.num_warps, kinds=(q.dtype, of_k, of_v),
+        num_warps=_WARPS, kinds=(q.dtype, of_k, of_v),
     )  # fmt: skip
 
 
@@ -236,18 +241,18 @@ def launch_hopper_backward(
     B, H, M, D = q.shape
     _, Hk, N, Dv = v.shape
     columns = padded(D, Dv)
-    rows, keys = _BACKWARD_ROWS[columns], TILE.block_n
+    rows = _BACKWARD_ROWS[columns]
     keys_of = _described(k, _WARPGROUP_ROWS, columns)
     added_to = keys_of
     if sums is not None:
         shape, block = [sums.numel() // columns, columns], [_SUMMED, _SUMMED]
         added_to = _descriptor(sums, shape, [columns, 1], block, _descriptors()[2][columns])
     run(
-        kernels[1], (cdiv(N, keys) * B * Hk,),
+        kernels[1], (cdiv(N, _KEYS) * B * Hk,),
         _described(q, rows, columns), keys_of, _described(v, _WARPGROUP_ROWS, columns),
         _described(dout, rows, columns), lse2, delta, dk, dv, added_to,
         arguments.seqlens_q, arguments.seqlens_k, H, H // Hk, M, lse2.shape[2], N, D, Dv,
         arguments.window_left, arguments.window_right, sm_scale_bits,
         STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None,
-        num_warps=TILE.num_warps, kinds=(q.dtype, dout.dtype, columns),
+        num_warps=_WARPS, kinds=(q.dtype, dout.dtype, columns),
     )  # fmt: skip

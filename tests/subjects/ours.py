@@ -98,8 +98,9 @@ def adapted(package: ModuleType):
             and hopper.takes_shapes(dtype, problem.D, problem.Dv)
             and hopper.is_there(torch.device(problem.device))
         )
-        tile = hopper.TILE if on_hopper else config.forward
-        return tile.block_m, tile.block_n
+        if on_hopper:
+            return hopper.forward_tile(problem.Dv)
+        return config.forward.block_m, config.forward.block_n
 
     flash_attention.returns_lse = True
     flash_attention.lse_grad = True

@@ -6,7 +6,7 @@ Each is f(q, k, v, causal) of (B, H, N, D), and raises where it cannot.
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.metadata
 from collections.abc import Callable
 from functools import cache
 
@@ -118,9 +118,7 @@ PEERS: dict[str, Attention] = {
     "eager": _eager,
     "compiled eager": lambda *asked: _compiled_eager()(*asked),
 }
-for _name, _module in (
-    ("flash-attn", "flash_attn.flash_attn_interface"),
-    ("flash-attn-4", "flash_attn.cute"),
-):
-    if importlib.util.find_spec("flash_attn") and importlib.util.find_spec(_module):
-        PEERS[_name] = _flash_attn(_module)
+# By what is installed: to ask for a module would import flash_attn, which can fail.
+for _distribution, _module in (("flash-attn", "flash_attn"), ("flash-attn-4", "flash_attn.cute")):
+    if any(importlib.metadata.distributions(name=_distribution)):
+        PEERS[_distribution] = _flash_attn(_module)

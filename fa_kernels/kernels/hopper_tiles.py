@@ -1,7 +1,7 @@
 """What the kernels for Hopper share: copies by TMA, and tiles in shared memory.
 
-Two consumers, a warpgroup each, have half the rows of a tile each; what both read, either may
-clear: they write the same, whichever comes first.
+Consumers, a warpgroup each, have parts of a tile. What several read, each may clear: they write
+the same, whichever comes first.
 """
 
 import triton

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 import fa_kernels
+from fa_kernels import hopper
 from oracles.mask import Mask
 from oracles.problem import Problem
 from properties.verification import verify
@@ -75,6 +76,28 @@ def results(call: dict[str, object]) -> tuple[torch.Tensor, ...]:
     out, lse = flash_attention(q, k, v, **{"sm_scale": 0.125, **call})
     out.backward(q.detach())
     return out, lse, k.grad, v.grad
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_narrow_tiles_have_the_bits_of_wide_ones(D, emulated, monkeypatch):
+    emulated()
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, 1, length, D, generator=generator).bfloat16() for length in (570, 200, 200)
+    ]
+    call = {"mask": Mask(), "sm_scale": 0.125}
+    found = flash_attention(*inputs, **call)
+    of = hopper.query_tiles
+    asked = []
+
+    def wide(*sizes):
+        asked.append(sizes)
+        return of(*sizes[:4], False)
+
+    monkeypatch.setattr(hopper, "query_tiles", wide)
+    wanted = flash_attention(*inputs, **call)
+    assert of(*asked[0]) != wide(*asked[0])
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("config", ["default", "default-one_pass"])

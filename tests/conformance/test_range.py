@@ -42,7 +42,8 @@ def test_more_heads_than_65535_are_right(check_one, device, dtype):
 
 
 @pytest.mark.parametrize("long", ["queries", "keys"])
-def test_tensors_of_more_than_2_to_the_31_elements_are_right(check_one, device, long):
+@pytest.mark.parametrize(("heads", "D"), [(2, 256), (1, 128)])
+def test_tensors_of_more_than_2_to_the_31_elements_are_right(check_one, device, heads, D, long):
     if device == "cpu":
         pytest.skip("needs tensors of 4 GiB each")
     if torch.cuda.mem_get_info()[0] < GIB_OF_LARGE_TENSORS * 2**30:
@@ -50,7 +51,8 @@ def test_tensors_of_more_than_2_to_the_31_elements_are_right(check_one, device, 
     # The last rows see the last keys alone, so a small problem has the same numbers.
     mask = Mask(causal=True, window_left=TAIL // 2) if long == "keys" else Mask()
     sizes = {"M": 16, "N": TAIL} if long == "keys" else {"M": TAIL, "N": 16}
-    small = Problem(H=2, Hk=2, D=256, Dv=256, dtype="bf16", mask=mask, device=device, **sizes)
+    sizes |= {"H": heads, "Hk": heads, "D": D, "Dv": D}
+    small = Problem(dtype="bf16", mask=mask, device=device, **sizes)
     check_one(small, at_the_end_of_large_tensors)
 
 

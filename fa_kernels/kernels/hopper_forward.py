@@ -56,7 +56,7 @@ def _work(turn, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr):
     b = bh // H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
     view = (seqlen_q, seqlen_k, window_left, window_right)
-    # Of a narrow tile too: what its last rows are not for, no row of it sees.
+    # As of a wide tile: a narrow one may visit a key tile that is hidden from all of its rows.
     BLOCK_M: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     tiles = visible_tiles(start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)
     return b, bh % H, start_m, consumers, view, tiles
@@ -248,14 +248,7 @@ def _pass_by(q_free, loaded, before, tiles):
 
 
 @gluon.jit
-def _consume(
-    consumer: gl.constexpr,
-    queries,
-    loaded,
-    turns,
-    outputs,
-    call,
-):
+def _consume(consumer: gl.constexpr, queries, loaded, turns, outputs, call):
     """Attends from 64 rows of each query tile to its key tiles."""
     q_tiles, q_full, q_free = queries
     out_ptr, lse_ptr = outputs

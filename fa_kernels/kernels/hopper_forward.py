@@ -44,8 +44,7 @@ __all__ = ["hopper_forward_kernel"]
 @gluon.jit
 def _work(turn, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr):
     """(b, h, start_m, consumers, view, key tiles) of the query tile whose turn it is."""
-    seqlens_q_ptr, seqlens_k_ptr, heads, H, _, M, N, _, m_blocks, narrow, _, _, _ = call
-    window_left, window_right = call[10], call[11]
+    seqlens_q_ptr, seqlens_k_ptr, heads, H, _, M, N, _, m_blocks, narrow, left, right, _ = call
     place, bh = tile_of_head(turn, m_blocks, heads, PROGRAMS_TOGETHER)
     # Late query tiles first: under causal masking they are the long ones.
     m_block = m_blocks - 1 - place
@@ -55,10 +54,10 @@ def _work(turn, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr):
     start_m = (m_block * CONSUMERS - min(m_block, narrow)) * WARPGROUP_ROWS
     b = bh // H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
-    view = (seqlen_q, seqlen_k, window_left, window_right)
+    view = (seqlen_q, seqlen_k, left, right)
     # As of a wide tile: a narrow one may visit a key tile that is hidden from all of its rows.
     BLOCK_M: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
-    tiles = visible_tiles(start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)
+    tiles = visible_tiles(start_m, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N)
     return b, bh % H, start_m, consumers, view, tiles
 
 

@@ -31,9 +31,7 @@ def copy_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     matrix = (in_ptr + first * stride, stride, 1, D)
     inside = start + offs_tile[:, None] < rows
-    tile = load_tile(
-        matrix, start, offs_tile[:, None], offs_d[None, :], inside, ALIGNED, True
-    )  # fmt: skip
+    tile = load_tile(matrix, start, offs_tile[:, None], offs_d[None, :], inside, ALIGNED, True)
     if ALIGNED:
         tile += tl.load(whole_rows(sums_ptr, first, start + offs_tile, offs_d, BLOCK_D))
     store_rows(out_ptr, first, rows, start + offs_tile, offs_d, tile, D, BLOCK_D, ALIGNED)

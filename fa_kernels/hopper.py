@@ -21,6 +21,7 @@ __all__ = [
     "forward_tile",
     "is_there",
     "launch_hopper_backward",
+    "launch_hopper_dq",
     "launch_hopper_forward",
     "padded",
     "processors",
@@ -42,6 +43,8 @@ _BACKWARD_ROWS = {64: 128, 128: 64}
 _STAGES = {64: 3, 128: 2}
 # Queries and their gradients, beside keys and values that stay.
 _BACKWARD_STAGES = 2
+# Keys and values, beside queries and their gradients that stay.
+_DQ_STAGES = {64: 4, 128: 2}
 _NARROWEST, _WIDEST = 32, 128
 # Bytes between what a descriptor counts.
 _ALIGNMENT = 16
@@ -76,17 +79,18 @@ def _descriptors() -> tuple[type, object, dict[int, object]]:
 
 
 @lru_cache(maxsize=1)
-def _kernels() -> tuple[Any, Any] | None:
-    """Forward and backward; None where Triton has no Gluon, or not what the kernels take."""
+def _kernels() -> tuple[Any, Any, Any] | None:
+    """Forward, backward and dq; None where Triton has no Gluon, or not what the kernels take."""
     # Where the interpreter runs the kernels there is none for these.
     if not isinstance(forward_kernel, triton.JITFunction):
         return None
     try:
         forward = importlib.import_module("fa_kernels.kernels.hopper_forward")
         backward = importlib.import_module("fa_kernels.kernels.hopper_backward")
+        dq = importlib.import_module("fa_kernels.kernels.hopper_dq")
     except (ImportError, AttributeError):
         return None
-    return forward.hopper_forward_kernel, backward.hopper_backward_kernel
+    return forward.hopper_forward_kernel, backward.hopper_backward_kernel, dq.hopper_dq_kernel
 
 
 @lru_cache(maxsize=64)
@@ -112,7 +116,7 @@ def takes_shapes(dtype: torch.dtype, D: int, Dv: int) -> bool:
 
 
 def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments) -> bool:
-    """Whether the backward of a call runs here: dk and dv, and dq in one pass.
+    """Whether the backward of a call runs here.
 
     Strides have no say, so that bits do not follow them.
     """
@@ -255,4 +259,36 @@ def launch_hopper_backward(
         arguments.window_left, arguments.window_right, sm_scale_bits,
         STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None,
         num_warps=_WARPS, kinds=(q.dtype, dout.dtype, columns),
+    )  # fmt: skip
+
+
+def launch_hopper_dq(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    arguments: Arguments,
+    sm_scale_bits: int,
+) -> None:
+    """Writes dq of a call that ``takes`` is true of, on the current device.
+
+    lse2 and delta (B,H,M_padded) as of ``delta_kernel``.
+    """
+    kernels = _kernels()
+    assert kernels is not None
+    B, H, M, D = q.shape
+    _, Hk, N, Dv = v.shape
+    of_k, of_v = padded(D), padded(Dv)
+    run(
+        kernels[2], (cdiv(M, 2 * _WARPGROUP_ROWS) * B * H,),
+        _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
+        _described(v, _KEYS, of_v), _described(dout, _WARPGROUP_ROWS, of_v),
+        lse2, delta, dq, arguments.seqlens_q, arguments.seqlens_k,
+        B * H, H, H // Hk, M, lse2.shape[2], N, D,
+        arguments.window_left, arguments.window_right, sm_scale_bits,
+        STAGES=_DQ_STAGES[max(of_k, of_v)],
+        num_warps=_WARPS, kinds=(q.dtype, dout.dtype, of_k, of_v),
     )  # fmt: skip

@@ -284,7 +284,7 @@ def launch_backward(
     packed = arguments.longest is not None
     kernels = backward_kernels(needed, arguments.one_pass)
     one_pass = needed[0] and "dq" not in kernels
-    on_hopper = "dkdv" in kernels and hopper.takes(q, k, v, arguments)
+    on_hopper = hopper.takes(q, k, v, arguments)
     # Whole tiles of rows, so that the kernels read them without a mask; of columns too.
     tiles_of_rows = cdiv(sizes.rows_q, ROW_PADDING) + (sizes.B if packed else 0)
     shape = (q.shape[0], sizes.H, tiles_of_rows * ROW_PADDING)
@@ -314,9 +314,12 @@ def launch_backward(
                 kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype), **places,
             )  # fmt: skip
         if on_hopper:
-            target = sums if one_pass else None
-            hopper.launch_hopper_backward(*inputs, dk, dv, target, arguments, bits)
-            kernels = kernels[1:]
+            if "dkdv" in kernels:
+                target = sums if one_pass else None
+                hopper.launch_hopper_backward(*inputs, dk, dv, target, arguments, bits)
+            if "dq" in kernels:
+                hopper.launch_hopper_dq(*inputs, dq, arguments, bits)
+            kernels = ()
         if kernels or dbias is not None:
             _launch_portable(inputs, (dq, dk, dv, dbias), sums, sizes, arguments, kernels, one_pass)
         programs = cdiv(sizes.M, SUMS_ROWS) * sizes.B * sizes.H

@@ -44,6 +44,13 @@ from fa_kernels.ranges import tile_of_head, visible_tiles
 
 __all__ = ["hopper_backward_kernel"]
 
+# Kinds of query tiles, in the order they are taken in: of pairs that are not all visible; of those
+# that are but for keys past the end, which spoil dq, and no more than their own rows of dk and dv;
+# and all others.
+_EDGES: gl.constexpr = gl.constexpr(2)
+_PAST_END: gl.constexpr = gl.constexpr(1)
+_FULL: gl.constexpr = gl.constexpr(0)
+
 
 @gluon.jit
 def _copy_row(pointer, row, barrier):
@@ -172,6 +179,7 @@ def _consume(
     offs_n = start_n + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORES))
     offs_tile = gl.arange(0, BLOCK_M, COLUMNS)
     offs_wide = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
+    past_end = start_n + WARPGROUP_ROWS > view[1]
     dk = gl.zeros([WARPGROUP_ROWS, BLOCK_D], gl.float32, SUMS)
     dv = gl.zeros([WARPGROUP_ROWS, BLOCK_D], gl.float32, SUMS)
     nothing = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
@@ -193,8 +201,10 @@ def _consume(
     )
     scores = warpgroup_mma_wait(0, deps=(scores,))
     before = 0
-    for MASKED in gl.static_range(1, -1, -1):
-        count = tile_count(tiles, MASKED)
+    for KIND in gl.static_range(_EDGES, -1, -1 if ONE_PASS else -2):
+        count = tile_count(tiles, KIND == _EDGES)
+        if ONE_PASS and KIND != _EDGES:
+            count = gl.where(past_end == (KIND == _PAST_END), count, 0)
         for g in range(0, G):
             for t in range(0, count):
                 i = before + g * count + t
@@ -202,24 +212,26 @@ def _consume(
                 # stay over the loop, in registers that there are not.
                 again = i >> 30
                 stage = i % STAGES
-                start_m = nth_tile(t, tiles, MASKED) * BLOCK_M
+                start_m = nth_tile(t, tiles, KIND == _EDGES) * BLOCK_M
                 offs_m = start_m + offs_tile
                 q, dout = matrix(q_tiles, stage), matrix(do_tiles, stage)
                 mbarrier.wait(do_full.index(stage), i // STAGES & 1)
-                if MASKED:
+                if KIND == _EDGES:
                     _zero_dead(dout, lse2_rows.index(stage), WIDE)
                 v = matrix(v_tiles, half + again)
                 dp = warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 lse2 = lse2_rows.index(stage).load(COLUMNS)
                 p = gl.exp2(scores * qk_scale - lse2[None, :])
-                if MASKED:
+                if KIND == _EDGES:
                     p = _seen_alone(p, offs_m, offs_n, view)
                 dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), LEFT), dout, dv, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
                 delta = delta_rows.index(stage).load(COLUMNS)
                 ds = p * (dp - delta[None, :])
-                if MASKED:
+                if KIND == _EDGES:
                     ds = _seen_alone(ds, offs_m, offs_n, view)
+                if KIND == _PAST_END:
+                    ds = gl.where((offs_n < view[1])[:, None], ds, 0.0)
                 ds = ds.to(DTYPE)
                 # Two buffers: who has seen both halves of one has left the one before.
                 buffer = i & 1
@@ -245,7 +257,7 @@ def _consume(
                 q = matrix(q_tiles, following)
                 if i + 1 < total:
                     mbarrier.wait(q_full.index(following), (i + 1) // STAGES & 1)
-                    if MASKED:
+                    if KIND == _EDGES:
                         _zero_dead(q, lse2_rows.index(following), WIDE)
                 # What dQ is made of stays in flight.
                 dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))
@@ -266,9 +278,10 @@ def _consume(
 
     rows = start_n + offs_wide
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
-    dk = gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE)
+    inside = (rows < view[1])[:, None]
+    dk = gl.where(inside, gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE), 0.0)
     store_wide(dk_ptr, first_key, N, rows, columns, dk, D)
-    dv = gl.convert_layout(dv.to(DTYPE), WIDE)
+    dv = gl.where(inside, gl.convert_layout(dv.to(DTYPE), WIDE), 0.0)
     store_wide(dv_ptr, first_key, N, rows, columns, dv, Dv)
 
 
@@ -329,9 +342,6 @@ def hopper_backward_kernel(
     place, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)
     view = (seqlen_q, seqlen_k, window_left, window_right)
     tiles = visible_tiles(start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M)
-    if seqlen_k - start_n < BLOCK_N:
-        # Keys past the end are hidden, and full tiles have no mask.
-        tiles = (tiles[0], tiles[3], tiles[3], tiles[3])
     sm_scale = scale_from_bits(sm_scale_bits)
     scales = (base2_scale(sm_scale, gl.float32, 0), sm_scale.to(gl.float32))
     first_key = stored_rows(b, h_k, Hk, place, N, seqlen_k, N, False)[0]

@@ -14,15 +14,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from fa_kernels.kernels.hopper_tiles import (
     PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
+    add_product,
     async_load,
     matrix,
+    start_scores,
     store_wide,
     thread_barrier,
     wide,
@@ -135,23 +136,6 @@ def _softmax(scores, m_i, qk_scale, offs_m, tile, tiles, view, LAYOUT: gl.conste
 
 
 @gluon.jit
-def _scores(q, k_tiles, k_full, i, nothing):
-    """Begins the product of the queries and the i-th key tile, once that is there."""
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)
-    k_t = matrix(k_tiles, i % STAGES).permute((1, 0))
-    return warpgroup_mma(q, k_t, nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _added(acc, weights, v_tiles, v_full, i):
-    """Begins to add the product of the weights and the values of the i-th key tile."""
-    STAGES: gl.constexpr = v_tiles.shape[0]
-    mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
-    return warpgroup_mma(weights, matrix(v_tiles, i % STAGES), acc, is_async=True)
-
-
-@gluon.jit
 def _attend(
     q,
     q_free,
@@ -187,7 +171,7 @@ def _attend(
     l_i = gl.full([WARPGROUP_ROWS], 0.0, gl.float32, ROWS)
     acc = gl.zeros([WARPGROUP_ROWS, BLOCK_DV], gl.float32, SUMS)
     if first < last:
-        scores = _scores(q, k_tiles, k_full, before, nothing)
+        scores = start_scores(q, k_tiles, k_full, before, nothing)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_free.index(before % STAGES), count=1)
         p, alpha, m_i = _softmax(scores, m_i, qk_scale, offs_m, first, tiles, view, SCORES)
@@ -197,12 +181,12 @@ def _attend(
             i = before + tile - first
             behind = (i - 1) % STAGES
             if BESIDE:
-                scores = _scores(q, k_tiles, k_full, i, nothing)
-                acc = _added(acc, weights, v_tiles, v_full, i - 1)
+                scores = start_scores(q, k_tiles, k_full, i, nothing)
+                acc = add_product(acc, weights, v_tiles, v_full, i - 1)
                 scores = warpgroup_mma_wait(1, deps=(scores,))
             else:
-                acc = _added(acc, weights, v_tiles, v_full, i - 1)
-                scores = _scores(q, k_tiles, k_full, i, nothing)
+                acc = add_product(acc, weights, v_tiles, v_full, i - 1)
+                scores = start_scores(q, k_tiles, k_full, i, nothing)
                 scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
                 mbarrier.arrive(v_free.index(behind), count=1)
             mbarrier.arrive(k_free.index(i % STAGES), count=1)
@@ -224,7 +208,7 @@ def _attend(
             mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
             keys = (last - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
             zero_rows(matrix(v_tiles, i % STAGES), keys < view[1], WIDE)
-        acc = _added(acc, weights, v_tiles, v_full, i)
+        acc = add_product(acc, weights, v_tiles, v_full, i)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_free.index(i % STAGES), count=1)
     else:

@@ -8,16 +8,23 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
 
 from fa_kernels.kernels.tiles import whole_rows
 
 __all__ = [
     "PROGRAMS_TOGETHER",
     "WARPGROUP_ROWS",
+    "add_product",
     "async_add",
     "async_load",
     "matrix",
+    "start_scores",
     "store_wide",
     "thread_barrier",
     "wide",
@@ -55,6 +62,23 @@ def matrix(tiles, index):
     """One of several tiles (1, 1, rows, columns) in shared memory, as rows and columns."""
     tile = tiles.index(index)
     return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def start_scores(rows, tiles, full, i, nothing):
+    """Begins the product of rows and the i-th of the key or value tiles, once that is there."""
+    STAGES: gl.constexpr = tiles.shape[0]
+    mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
+    columns = matrix(tiles, i % STAGES).permute((1, 0))
+    return warpgroup_mma(rows, columns, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_product(acc, left, tiles, full, i):
+    """Begins to add the product with the i-th of the key or value tiles, once that is there."""
+    STAGES: gl.constexpr = tiles.shape[0]
+    mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
+    return warpgroup_mma(left, matrix(tiles, i % STAGES), acc, is_async=True)
 
 
 @gluon.jit

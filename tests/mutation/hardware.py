@@ -252,12 +252,76 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         {"M": 200, "N": 300},
     ),
 )
+_HOPPER_DQ: tuple[tuple[Mutant, dict[str, Any]], ...] = (
+    (
+        _on_hopper(
+            "dq, keys of padding are not cleared", "(view[1] < N) & ", "(view[1] < 0) & ", "dq"
+        ),
+        _DIRTY,
+    ),
+    (
+        _on_hopper(
+            "dq, rows without a key are written", "gl.where(live[:, None], dq * sm_scale, 0.0)",
+            "dq * sm_scale", "dq",
+        ),
+        _DIRTY,
+    ),
+    (
+        _on_hopper(
+            "dq, dS of hidden keys counts",
+            "ds = gl.where(element_mask(offs_m[:, None], offs_n[None, :], view, None), ds, 0.0)",
+            "offs_n += 0", "dq",
+        ),
+        {"M": 300, "N": 300, "mask": Mask(causal=True)},
+    ),
+    (
+        _on_hopper(
+            "dq, tiles at the window's far edge are whole", "(tile < tiles[1]) | ", "", "dq"
+        ),
+        {"M": 300, "N": 500, "mask": _OF_TWO_WINDOWS},
+    ),
+    (
+        _on_hopper("dq, it is not scaled", "dq * sm_scale, 0.0", "dq, 0.0", "dq"),
+        {"M": 200, "N": 300},
+    ),
+    (
+        _on_hopper("dq, delta is not subtracted", "p * (dp - delta[:, None])", "p * dp", "dq"),
+        {"M": 200, "N": 300},
+    ),
+    (
+        _on_hopper(
+            "dq, the heads of a group are those of the queries", "[b, h // G,", "[b, h,", "dq"
+        ),
+        {"H": 4, "Hk": 2, "M": 200, "N": 300},
+    ),
+    (
+        _on_hopper(
+            "dq, the second consumer has the rows of the first",
+            "start_m += half * WARPGROUP_ROWS", "start_m += 0 * WARPGROUP_ROWS", "dq",
+        ),
+        {"M": 200, "N": 300},
+    ),
+    (
+        _on_hopper(
+            "dq, the second consumer has the lse and delta of the first",
+            "offs_tile = half * WARPGROUP_ROWS", "offs_tile = 0 * WARPGROUP_ROWS", "dq",
+        ),
+        {"M": 200, "N": 300},
+    ),
+    (
+        _on_hopper(
+            "dq, lse and delta are those of the first head",
+            "row = bh.to(gl.int64) * M_padded", "row = b.to(gl.int64) * M_padded", "dq",
+        ),
+        {"H": 4, "Hk": 2, "M": 200, "N": 300},
+    ),
+)  # fmt: skip
 
 HARDWARE: tuple[OnHardware, ...] = (
     *(
         OnHardware(mutant, tuple(_step(**{**_WIDE, "dtype": dtype, **fields})
                                  for dtype in ("bf16", "fp16")))
-        for mutant, fields in (*_HOPPER, *_HOPPER_BACKWARD)
+        for mutant, fields in (*_HOPPER, *_HOPPER_BACKWARD, *_HOPPER_DQ)
     ),
     *(
         OnHardware(fault, (_step(M=64, N=64, D=32, Dv=32, dtype="fp32"),))

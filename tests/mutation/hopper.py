@@ -51,6 +51,11 @@ PROBLEMS = {
     # Rows that see nothing at first, and little then.
     "far, and far below 1": _problem(M=300, N=500, mask=_FAR, inputs="lse_low_130"),
     "two passes": _problem(H=2, Hk=1, mask=_WINDOW, config="default"),
+    "two passes, padded": _problem(B=2, N=150, mask=_PADDED, dirty="nan", config="default"),
+    "two passes, no key": _problem(mask=Mask(causal=True), N=40, config="default"),
+    "two passes, wide": _problem(M=300, N=500, D=128, Dv=128, mask=_FAR, config="default"),
+    "two passes, two head_dims": _problem(D=128, Dv=64, config="default"),
+    "two passes, wide values": _problem(D=48, Dv=104, N=400, mask=_FAR, config="default"),
     "rising": _problem(N=500, inputs="rising_max"),
     "far above 1": _problem(M=70, N=140, inputs="lse_high_6e4", dtype="fp16"),
     "far below 1": _problem(M=70, N=140, inputs="lse_low_130"),

@@ -49,6 +49,7 @@ HOPPER_SITES = (
     "fa_kernels/kernels/hopper_tiles.py",
     "fa_kernels/kernels/hopper_forward.py",
     "fa_kernels/kernels/hopper_backward.py",
+    "fa_kernels/kernels/hopper_dq.py",
 )
 
 _COMPARISONS = {

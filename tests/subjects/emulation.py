@@ -15,10 +15,10 @@ from properties.gluon_emulation import load
 __all__ = ["MODULES", "emulate", "texts_of"]
 
 # In an order in which they can be imported.
-MODULES = ("hopper_tiles", "hopper_forward", "hopper_backward")
+MODULES = ("hopper_tiles", "hopper_forward", "hopper_backward", "hopper_dq")
 # So few that programs of what has more tiles take turns.
 _PROCESSORS = 4
-_KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel")
+_KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel", "hopper_dq_kernel")
 
 
 def texts_of(package: ModuleType) -> dict[str, str]:

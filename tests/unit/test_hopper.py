@@ -44,7 +44,7 @@ def launches(monkeypatch):
 
         return launched
 
-    for name in ("forward", "backward"):
+    for name in ("forward", "backward", "dq"):
         original = getattr(hopper, f"launch_hopper_{name}")
         monkeypatch.setattr(launch.hopper, f"launch_hopper_{name}", counted(name, original))
     return seen
@@ -186,10 +186,11 @@ def test_what_it_takes_runs_there_and_nothing_else_does(launches):
 @pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
 def test_backwards_that_it_takes_run_there_and_no_others_do(backward, launches):
     q, k, v = tensors()
+    passes = ["backward"] if backward == "one_pass" else ["backward", "dq"]
     gradients((q, k, v), q, backward=backward)
-    assert launches == ["forward", "backward"]
+    assert launches == ["forward", *passes]
     gradients((q, k, v), q, backward=backward, config=Config(splits=2))
-    assert launches == ["forward", "backward", "backward"]
+    assert launches == ["forward", *passes, *passes]
     for beside in (
         {"config": "portable"}, {"config": Config(dq=Tile(64, 64))}, {"softcap": 2.0},
         {"mask": PrefixLM(prefix=20)},
@@ -197,7 +198,7 @@ def test_backwards_that_it_takes_run_there_and_no_others_do(backward, launches):
         gradients((q, k, v), q, backward=backward, **beside)
     leaf = q.clone().requires_grad_()
     flash_attention(leaf, k, v).backward(q)
-    assert launches == ["forward", "backward", "backward", "forward"]
+    assert launches == ["forward", *passes, *passes, "forward", "dq"]
 
 
 @on_hopper
@@ -291,7 +292,7 @@ def test_strides_that_cannot_be_counted_change_no_bit_of_a_gradient(D, launches)
     wanted = gradients(inputs, of_a_sum.contiguous(), causal=True)
     found = gradients(inputs, of_a_sum, causal=True)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert launches == ["forward", "backward"] * 4
+    assert launches == ["forward", "backward", "dq"] * 4
 
 
 @on_hopper

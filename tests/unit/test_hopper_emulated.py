@@ -116,12 +116,12 @@ FAULTS = {
         "hopper_forward", "        mbarrier.wait(q_full.index(consumer), rounds & 1)\n", "",
     ),
     "keys are not waited for": (
-        "hopper_forward",
-        "    mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)\n    k_t", "    k_t",
+        "hopper_tiles",
+        "    mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)\n    columns", "    columns",
     ),
     "values are not waited for": (
-        "hopper_forward",
-        "    mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)\n    return", "    return",
+        "hopper_tiles",
+        "    mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)\n    return", "    return",
     ),
     "queries are overwritten": (
         "hopper_forward",
@@ -135,9 +135,9 @@ FAULTS = {
     ),
     "queries are left before they are multiplied": (
         "hopper_forward",
-        "        scores = _scores(q, k_tiles, k_full, before, nothing)\n",
+        "        scores = start_scores(q, k_tiles, k_full, before, nothing)\n",
         "        mbarrier.arrive(q_free, count=1)\n"
-        "        scores = _scores(q, k_tiles, k_full, before, nothing)\n",
+        "        scores = start_scores(q, k_tiles, k_full, before, nothing)\n",
     ),
     "whose turn it is is not waited for": (
         "hopper_forward",
@@ -195,6 +195,34 @@ FAULTS = {
         "hopper_tiles",
         "    tile.store(gl.where(kept[:, None], tile.load(WIDE), 0.0))\n    fence_async_shared()\n",
         "    tile.store(gl.where(kept[:, None], tile.load(WIDE), 0.0))\n",
+    ),
+    "queries and dout of dq are not waited for": (
+        "hopper_dq", "        mbarrier.wait(rows_full.index(half), 0)\n", "",
+    ),
+    "keys of dq are overwritten": (
+        "hopper_dq", "        mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)\n", "",
+    ),
+    "keys of dq are left before they are multiplied": (
+        "hopper_dq",
+        "            dq = warpgroup_mma_wait(1, deps=(dq,))\n"
+        "            mbarrier.arrive(free.index((i - 1) % STAGES), count=1)\n",
+        "            mbarrier.arrive(free.index((i - 1) % STAGES), count=1)\n"
+        "            dq = warpgroup_mma_wait(1, deps=(dq,))\n",
+    ),
+    "keys of dq are cleared before they are there": (
+        "hopper_dq",
+        "        mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)\n        keys",
+        "        keys",
+    ),
+    "one consumer frees keys of dq for both": (
+        "hopper_dq",
+        "mbarrier.init(free.index(stage), count=2)",
+        "mbarrier.init(free.index(stage), count=1)",
+    ),
+    "scores of dq are not waited for": (
+        "hopper_dq",
+        "            scores = warpgroup_mma_wait(1, deps=(scores,))\n            p",
+        "            scores = warpgroup_mma_wait(2, deps=(scores,))\n            p",
     ),
     "keys and values are not waited for": (
         "hopper_backward", "        mbarrier.wait(kv_full.index(0), 0)\n", "",
@@ -262,6 +290,7 @@ SHOWN_BY = (
     dataclasses.replace(PROBLEMS["full"], N=700),
     dataclasses.replace(PROBLEMS["full"], N=700, D=128, Dv=128, config="default"),
     dataclasses.replace(PROBLEMS["full"], B=2, M=400, N=150, mask=_KEYS, dirty="nan"),
+    dataclasses.replace(PROBLEMS["full"], B=2, N=150, mask=_KEYS, dirty="nan", config="default"),
     # Programs take turns.
     dataclasses.replace(PROBLEMS["full"], H=8, Hk=8, M=70, config="default"),
 )

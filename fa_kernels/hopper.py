@@ -29,6 +29,7 @@ __all__ = [
     "takes",
     "takes_forward",
     "takes_shapes",
+    "tile_shares",
 ]
 
 # Warps of a warpgroup, and rows or keys that one has of a tile.
@@ -45,6 +46,9 @@ _STAGES = {64: 3, 128: 2}
 _BACKWARD_STAGES = 2
 # Keys and values, beside queries and their gradients that stay.
 _DQ_STAGES = {64: 4, 128: 2}
+# Shares of a tile that two programs share, at most; what each costs, as a part of a tile's time.
+_SHARES = 12
+_COST_OF_SHARE = 0.01
 _NARROWEST, _WIDEST = 32, 128
 # Bytes between what a descriptor counts.
 _ALIGNMENT = 16
@@ -172,6 +176,11 @@ def _counted(
     return (list(shape), [*steps, 1]) if fits else None
 
 
+def _alike(M: int, N: int, arguments: Arguments) -> bool:
+    """Whether all tiles take as long, but for padding."""
+    return arguments.window_left == arguments.window_right == M + N
+
+
 @lru_cache(maxsize=1024)
 def query_tiles(M: int, heads: int, consumers: int, places: int, alike: bool) -> tuple[int, int]:
     """Query tiles of each head, and how many of them are narrow: for one consumer less.
@@ -185,6 +194,39 @@ def query_tiles(M: int, heads: int, consumers: int, places: int, alike: bool) ->
         rounds = cdiv(tiles * heads, places)
         tiles = max(tiles, min(rounds * places // heads, cdiv(blocks, consumers - 1)))
     return tiles, min(tiles * consumers - blocks, tiles)
+
+
+@lru_cache(maxsize=1024)
+def tile_shares(tiles: int, places: int) -> tuple[int, int]:
+    """``each`` and ``shares`` of ``share_of`` where all tiles take as long.
+
+    What is left of them after as many rounds as are full on so many ``places`` is shared out. Of
+    two programs one waits for the other, so that a round has to be full.
+    """
+    rounds, left = divmod(tiles, places)
+    found = 1 + _COST_OF_SHARE, 1, 1
+    for shares in range(2, _SHARES + 1):
+        each = places // shares
+        if rounds and left and each:
+            time = cdiv(left, each) / shares + shares * _COST_OF_SHARE
+            found = min(found, (time, each, shares))
+    return found[1:]
+
+
+def _shared(
+    tiles: int, rows: int, columns: int, of: torch.Tensor, arguments: Arguments, alike: bool
+) -> tuple[int, tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
+    """Programs of so many tiles; where their sums (rows, columns) are handed on; ``tile_shares``.
+
+    Sums have the dtype and device of ``of``, and stand for something where nothing is shared.
+    """
+    each, shares = tile_shares(tiles, processors(of.device)) if alike else (1, 1)
+    shared = each * (shares - 1)
+    handed, flags = of, arguments.seqlens_q
+    if shared:
+        handed = allocation.empty((shared, rows, columns), dtype=of.dtype, device=of.device)
+        flags = allocation.empty((shared, 2), dtype=torch.int32, device=of.device).zero_()
+    return tiles + shared, (handed, flags), (each, shares)
 
 
 def launch_hopper_forward(
@@ -203,8 +245,7 @@ def launch_hopper_forward(
     _, Hk, N, Dv = v.shape
     of_k, of_v = padded(D), padded(Dv)
     heads, places, consumers = B * H, processors(q.device), _CONSUMERS[of_v]
-    alike = arguments.window_left == arguments.window_right == M + N
-    m_blocks, narrow = query_tiles(M, heads, consumers, places, alike)
+    m_blocks, narrow = query_tiles(M, heads, consumers, places, _alike(M, N, arguments))
     # Where heads are short, programs take turns. Of long ones it is faster to begin together: those
     # that read the same keys then do so at the same time.
     programs, counter = m_blocks * heads, arguments.seqlens_q
@@ -251,12 +292,15 @@ def launch_hopper_backward(
     if sums is not None:
         shape, block = [sums.numel() // columns, columns], [_SUMMED, _SUMMED]
         added_to = _descriptor(sums, shape, [columns, 1], block, _descriptors()[2][columns])
+    programs, handed, shares = _shared(
+        cdiv(N, _KEYS) * B * Hk, 2 * _KEYS, columns, lse2, arguments, _alike(M, N, arguments)
+    )
     run(
-        kernels[1], (cdiv(N, _KEYS) * B * Hk,),
+        kernels[1], (programs,),
         _described(q, rows, columns), keys_of, _described(v, _WARPGROUP_ROWS, columns),
-        _described(dout, rows, columns), lse2, delta, dk, dv, added_to,
+        _described(dout, rows, columns), lse2, delta, dk, dv, added_to, *handed,
         arguments.seqlens_q, arguments.seqlens_k, H, H // Hk, M, lse2.shape[2], N, D, Dv,
-        arguments.window_left, arguments.window_right, sm_scale_bits,
+        *shares, arguments.window_left, arguments.window_right, sm_scale_bits,
         STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None,
         num_warps=_WARPS, kinds=(q.dtype, dout.dtype, columns),
     )  # fmt: skip
@@ -282,12 +326,16 @@ def launch_hopper_dq(
     B, H, M, D = q.shape
     _, Hk, N, Dv = v.shape
     of_k, of_v = padded(D), padded(Dv)
+    rows = 2 * _WARPGROUP_ROWS
+    programs, handed, shares = _shared(
+        cdiv(M, rows) * B * H, rows, of_k, lse2, arguments, _alike(M, N, arguments)
+    )
     run(
-        kernels[2], (cdiv(M, 2 * _WARPGROUP_ROWS) * B * H,),
+        kernels[2], (programs,),
         _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
         _described(v, _KEYS, of_v), _described(dout, _WARPGROUP_ROWS, of_v),
-        lse2, delta, dq, arguments.seqlens_q, arguments.seqlens_k,
-        B * H, H, H // Hk, M, lse2.shape[2], N, D,
+        lse2, delta, dq, *handed, arguments.seqlens_q, arguments.seqlens_k,
+        H, H // Hk, M, lse2.shape[2], N, D, *shares,
         arguments.window_left, arguments.window_right, sm_scale_bits,
         STAGES=_DQ_STAGES[max(of_k, of_v)],
         num_warps=_WARPS, kinds=(q.dtype, dout.dtype, of_k, of_v),

@@ -11,7 +11,7 @@ floors in Python and truncates in a kernel: every dividend below is clamped to >
 import triton
 import triton.language as tl
 
-__all__ = ["part_of", "tile_of_head", "visible_tiles"]
+__all__ = ["part_of", "share_of", "tile_of_head", "visible_tiles"]
 
 
 @triton.jit
@@ -110,3 +110,24 @@ def tile_of_head(program, tiles, heads, together):
     if place >= 0:
         tile, head = place // last, heads - last + place % last
     return tile, head
+
+
+@triton.jit
+def share_of(program, tiles, each, shares):
+    """The tile that a program has, and its share of it, where programs share tiles.
+
+    Each of ``tiles`` has a program of its own, but of the first ``each * (shares - 1)`` two: those
+    of the first ``each`` are cut behind one of so many ``shares``, the next behind two, and so on.
+    Programs of what is in front of a cut come first, those of what is behind it last, the longest
+    before the others.
+
+    Returns:
+        (tile, begin, end): its shares are those in [begin, end), of [0, shares) in all.
+    """
+    tile, begin, end = program, 0, shares
+    if program >= tiles:
+        tile = program - tiles
+        begin = tile // each + 1
+    elif program < each * (shares - 1):
+        end = tile // each + 1
+    return tile, begin, end

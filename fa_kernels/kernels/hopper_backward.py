@@ -25,9 +25,12 @@ from fa_kernels.kernels.hopper_tiles import (
     WARPGROUP_ROWS,
     async_add,
     async_load,
+    handed_rows,
+    is_handed_on,
     matrix,
     store_wide,
     thread_barrier,
+    wait_for_sums,
     wide,
     zero_rows,
 )
@@ -36,11 +39,11 @@ from fa_kernels.kernels.tiles import (
     element_mask,
     nth_tile,
     scale_from_bits,
-    sequence,
     stored_rows,
     tile_count,
+    valid_lengths,
 )
-from fa_kernels.ranges import tile_of_head, visible_tiles
+from fa_kernels.ranges import share_of, tile_of_head, visible_tiles
 
 __all__ = ["hopper_backward_kernel"]
 
@@ -76,9 +79,10 @@ def _produce(
     M_padded,
     start_n,
     tiles,
+    share,
     STAGES: gl.constexpr,
 ):
-    """Loads a key tile, and the query tiles of G heads with the rows of lse2 and delta."""
+    """Loads a key tile, and its share of query tiles of G heads with rows of lse2 and delta."""
     k_desc, k_tiles = keys
     v_desc, v_tiles = values
     q_desc, q_tiles = queries
@@ -88,19 +92,21 @@ def _produce(
     kv_full, q_full, do_full, free = barriers
     b, h_k, first_row = head
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    if tiles[3] > tiles[0]:
+    total = share[1] - share[0]
+    if total > 0:
         of_half: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
         mbarrier.expect(kv_full.index(0), 2 * of_half)
         for half in gl.static_range(2):
             place = [b, h_k, start_n + half * WARPGROUP_ROWS, 0]
             async_load(k_desc, place, kv_full.index(0), k_tiles.index(half))
             async_load(v_desc, place, kv_full.index(0), v_tiles.index(half))
-    before = 0
+    before = -share[0]
     for MASKED in gl.static_range(1, -1, -1):
         count = tile_count(tiles, MASKED)
         for g in range(0, G):
-            for t in range(0, count):
-                i = before + g * count + t
+            of_head = before + g * count
+            for t in range(max(-of_head, 0), min(total - of_head, count)):
+                i = of_head + t
                 stage = i % STAGES
                 start_m = nth_tile(t, tiles, MASKED) * BLOCK_M
                 place = [b, h_k * G + g, start_m, 0]
@@ -140,6 +146,7 @@ def _consume(
     barriers,
     ds_full,
     dq_sums,
+    handed,
     written,
     first_row,
     G,
@@ -147,12 +154,15 @@ def _consume(
     N,
     start_n,
     tiles,
+    share,
     view,
     scales,
     STAGES: gl.constexpr,
     ONE_PASS: gl.constexpr,
 ):
     """Makes dk and dv of half the keys of a tile, and half of what the tile adds to dq.
+
+    Of its share of query tiles: sums are taken over from who had those before, and handed on.
 
     dQ of a query tile has two blocks of 64 x 64 numbers, beside or below each other.
     """
@@ -180,11 +190,20 @@ def _consume(
     offs_tile = gl.arange(0, BLOCK_M, COLUMNS)
     offs_wide = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
     past_end = start_n + WARPGROUP_ROWS > view[1]
-    dk = gl.zeros([WARPGROUP_ROWS, BLOCK_D], gl.float32, SUMS)
-    dv = gl.zeros([WARPGROUP_ROWS, BLOCK_D], gl.float32, SUMS)
+    handed_ptr, flags_ptr, first_handed, last = handed
+    total = share[1] - share[0]
+    flag = flags_ptr + half
+    SHAPE: gl.constexpr = [WARPGROUP_ROWS, BLOCK_D]
+    first_handed += half * 2 * WARPGROUP_ROWS
+    of_values = first_handed + WARPGROUP_ROWS
+    dk = gl.zeros(SHAPE, gl.float32, SUMS)
+    dv = gl.zeros(SHAPE, gl.float32, SUMS)
+    if share[0] > 0:
+        wait_for_sums(flag)
+        dk = gl.load(handed_rows(handed_ptr, first_handed, SHAPE, SUMS))
+        dv = gl.load(handed_rows(handed_ptr, of_values, SHAPE, SUMS))
     nothing = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
     no_block = gl.zeros([64, 64], gl.float32, BLOCK)
-    total = G * (tiles[3] - tiles[0])
     if total > 0:
         mbarrier.wait(kv_full.index(0), 0)
         # The copy has zeros past the tensor's last key. Of the others before it p and dS are
@@ -200,14 +219,15 @@ def _consume(
         matrix(k_tiles, half), q.permute((1, 0)), nothing, use_acc=False, is_async=True
     )
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    before = 0
+    before = -share[0]
     for KIND in gl.static_range(_EDGES, -1, -1 if ONE_PASS else -2):
         count = tile_count(tiles, KIND == _EDGES)
         if ONE_PASS and KIND != _EDGES:
             count = gl.where(past_end == (KIND == _PAST_END), count, 0)
         for g in range(0, G):
-            for t in range(0, count):
-                i = before + g * count + t
+            of_head = before + g * count
+            for t in range(max(-of_head, 0), min(total - of_head, count)):
+                i = of_head + t
                 # 0, which the compiler does not know: it would keep the places of all tiles that
                 # stay over the loop, in registers that there are not.
                 again = i >> 30
@@ -276,21 +296,28 @@ def _consume(
     if ONE_PASS:
         tma.store_wait(0)
 
-    rows = start_n + offs_wide
-    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
-    inside = (rows < view[1])[:, None]
-    dk = gl.where(inside, gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE), 0.0)
-    store_wide(dk_ptr, first_key, N, rows, columns, dk, D)
-    dv = gl.where(inside, gl.convert_layout(dv.to(DTYPE), WIDE), 0.0)
-    store_wide(dv_ptr, first_key, N, rows, columns, dv, Dv)
+    if share[1] < last:
+        gl.store(handed_rows(handed_ptr, first_handed, SHAPE, SUMS), dk)
+        gl.store(handed_rows(handed_ptr, of_values, SHAPE, SUMS), dv)
+        is_handed_on(flag)
+    else:
+        rows = start_n + offs_wide
+        columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
+        inside = (rows < view[1])[:, None]
+        made = gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE)
+        store_wide(dk_ptr, first_key, N, rows, columns, gl.where(inside, made, 0.0), D)
+        made = gl.convert_layout(dv.to(DTYPE), WIDE)
+        store_wide(dv_ptr, first_key, N, rows, columns, gl.where(inside, made, 0.0), Dv)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "H", "G", "M", "M_padded", "N", "D", "Dv", "window_left", "window_right", "sm_scale_bits",
+        "H", "G", "M", "M_padded", "N", "D", "Dv", "each", "shares", "window_left", "window_right",
+        "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
-        "lse2_ptr", "delta_ptr", "dk_ptr", "dv_ptr", "seqlens_q_ptr", "seqlens_k_ptr",
+        "lse2_ptr", "delta_ptr", "dk_ptr", "dv_ptr", "handed_ptr", "flags_ptr", "seqlens_q_ptr",
+        "seqlens_k_ptr",
     ],
 )  # fmt: skip
 def hopper_backward_kernel(
@@ -303,6 +330,8 @@ def hopper_backward_kernel(
     dk_ptr,
     dv_ptr,
     dq_desc,
+    handed_ptr,
+    flags_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
     H: gl.int32,
@@ -312,6 +341,8 @@ def hopper_backward_kernel(
     N: gl.int32,
     D: gl.int32,
     Dv: gl.int32,
+    each: gl.int32,
+    shares: gl.int32,
     window_left: gl.int32,
     window_right: gl.int32,
     sm_scale_bits: gl.int64,
@@ -319,6 +350,10 @@ def hopper_backward_kernel(
     ONE_PASS: gl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), both contiguous, for one key tile of one kv head.
+
+    Or for a share of its query tiles: ``each`` and ``shares`` are those of ``share_of``. What is
+    shared has sums in handed (shared tiles,2 BLOCK_N,BLOCK_D), float32, and flags (shared tiles,2)
+    of int32, zeros.
 
     q, k, v, dout as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
     one query tile or WARPGROUP_ROWS keys, and BLOCK_D columns, with zeros past the tensors' ends;
@@ -331,20 +366,23 @@ def hopper_backward_kernel(
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     DTYPE: gl.constexpr = q_desc.dtype
     n_blocks = gl.cdiv(N, BLOCK_N)
-    heads = gl.num_programs(0) // n_blocks
+    programs = gl.num_programs(0) - each * (shares - 1)
+    tile, begin, end = share_of(gl.program_id(0), programs, each, shares)
     # Early key tiles are the long ones under causal masking.
-    n_block, bh_k = tile_of_head(gl.program_id(0), n_blocks, heads, PROGRAMS_TOGETHER)
+    n_block, bh_k = tile_of_head(tile, n_blocks, programs // n_blocks, PROGRAMS_TOGETHER)
     start_n = n_block * BLOCK_N
     Hk = H // G
     b = bh_k // Hk
     h_k = bh_k % Hk
-    place, seqlen_q = sequence(seqlens_q_ptr, b, M, M, False)
-    place, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)
+    seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
     view = (seqlen_q, seqlen_k, window_left, window_right)
     tiles = visible_tiles(start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M)
+    steps = G * (tiles[3] - tiles[0])
+    share = (steps * begin // shares, steps * end // shares)
+    handed = (handed_ptr, flags_ptr + 2 * tile, tile.to(gl.int64) * (2 * BLOCK_N), steps)
     sm_scale = scale_from_bits(sm_scale_bits)
     scales = (base2_scale(sm_scale, gl.float32, 0), sm_scale.to(gl.float32))
-    first_key = stored_rows(b, h_k, Hk, place, N, seqlen_k, N, False)[0]
+    first_key = stored_rows(b, h_k, Hk, b, N, seqlen_k, N, False)[0]
     first_row = (b * H + h_k * G).to(gl.int64) * M_padded
 
     k_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, WARPGROUP_ROWS, BLOCK_D], k_desc.layout)
@@ -387,15 +425,17 @@ def hopper_backward_kernel(
             (
                 _consume,
                 (
-                    0, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_sums, written,
-                    first_row, G, M_padded, N, start_n, tiles, view, scales, STAGES, ONE_PASS,
+                    0, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_sums, handed,
+                    written, first_row, G, M_padded, N, start_n, tiles, share, view, scales,
+                    STAGES, ONE_PASS,
                 ),
             ),
             (
                 _consume,
                 (
-                    1, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_sums, written,
-                    first_row, G, M_padded, N, start_n, tiles, view, scales, STAGES, ONE_PASS,
+                    1, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_sums, handed,
+                    written, first_row, G, M_padded, N, start_n, tiles, share, view, scales,
+                    STAGES, ONE_PASS,
                 ),
             ),
             (
@@ -403,7 +443,7 @@ def hopper_backward_kernel(
                 (
                     (k_desc, k_tiles), (v_desc, v_tiles), (q_desc, q_tiles), (dout_desc, do_tiles),
                     (lse2_ptr, delta_ptr), rows_of, barriers, (b, h_k, first_row), G, M_padded,
-                    start_n, tiles, STAGES,
+                    start_n, tiles, share, STAGES,
                 ),
             ),
         ],

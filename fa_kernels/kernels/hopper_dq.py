@@ -19,22 +19,25 @@ from fa_kernels.kernels.hopper_tiles import (
     WARPGROUP_ROWS,
     add_product,
     async_load,
+    handed_rows,
+    is_handed_on,
     matrix,
     start_scores,
     store_wide,
+    wait_for_sums,
     wide,
     zero_rows,
 )
 from fa_kernels.kernels.scores import base2_scale
 from fa_kernels.kernels.tiles import element_mask, scale_from_bits, stored_rows, valid_lengths
-from fa_kernels.ranges import tile_of_head, visible_tiles
+from fa_kernels.ranges import share_of, tile_of_head, visible_tiles
 
 __all__ = ["hopper_dq_kernel"]
 
 
 @gluon.jit
-def _produce(descriptors, resident, staged, barriers, head, G, tiles):
-    """Loads queries and dout of both consumers, and key tiles one after the other, K before V."""
+def _produce(descriptors, resident, staged, barriers, head, G, share):
+    """Loads queries and dout of both consumers, and a share of key tiles in turn, K before V."""
     q_desc, k_desc, v_desc, dout_desc = descriptors
     q_tiles, do_tiles = resident
     k_tiles, v_tiles = staged
@@ -43,14 +46,14 @@ def _produce(descriptors, resident, staged, barriers, head, G, tiles):
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     of_rows: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes
-    if tiles[0] < tiles[3]:
+    if share[0] < share[1]:
         for half in gl.static_range(2):
             place = [b, h, start_m + half * WARPGROUP_ROWS, 0]
             mbarrier.expect(rows_full.index(half), of_rows)
             async_load(q_desc, place, rows_full.index(half), q_tiles.index(half))
             async_load(dout_desc, place, rows_full.index(half), do_tiles.index(half))
-    for tile in range(tiles[0], tiles[3]):
-        i = tile - tiles[0]
+    for tile in range(share[0], share[1]):
+        i = tile - share[0]
         stage = i % STAGES
         place = [b, h // G, tile * BLOCK_N, 0]
         # Of a stage never used the phase before the first counts as over.
@@ -94,16 +97,21 @@ def _consume(
     staged,
     barriers,
     scratch,
+    handed,
     written,
     row,
     start_m,
     M,
     N,
     tiles,
+    share,
     view,
     scales,
 ):
-    """Makes dq of 64 rows."""
+    """Makes dq of 64 rows out of a share of their key tiles.
+
+    Sums are taken over from who had the tiles before those, and handed on.
+    """
     q_tiles, do_tiles = resident
     k_tiles, v_tiles = staged
     rows_full, k_full, v_full, free = barriers
@@ -123,8 +131,15 @@ def _consume(
     offs_tile = half * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, ROWS)
     offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, ROWS)
     nothing = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
-    dq = gl.zeros([WARPGROUP_ROWS, BLOCK_D], gl.float32, SUMS)
-    first, last = tiles[0], tiles[3]
+    SHAPE: gl.constexpr = [WARPGROUP_ROWS, BLOCK_D]
+    handed_ptr, flags_ptr, first_handed = handed
+    flag = flags_ptr + half
+    first_handed += half * WARPGROUP_ROWS
+    first, last = share
+    dq = gl.zeros(SHAPE, gl.float32, SUMS)
+    if first > tiles[0]:
+        wait_for_sums(flag)
+        dq = gl.load(handed_rows(handed_ptr, first_handed, SHAPE, SUMS))
     lse2 = gl.load(lse2_ptr + row + offs_tile)
     delta = gl.load(delta_ptr + row + offs_tile)
     if first < last:
@@ -160,22 +175,27 @@ def _consume(
         dq = warpgroup_mma_wait(0, deps=(dq,))
         mbarrier.arrive(free.index(i % STAGES), count=1)
 
-    # Rows without a visible key, padding rows too, may have been made of anything.
-    live = gl.convert_layout(lse2, gl.SliceLayout(1, SUMS)) != float("inf")
-    dq = gl.where(live[:, None], dq * sm_scale, 0.0)
-    dq = gl.convert_layout(dq.to(DTYPE), WIDE)
-    rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
-    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
-    store_wide(dq_ptr, first_row, M, rows, columns, dq, D)
+    if last < tiles[3]:
+        gl.store(handed_rows(handed_ptr, first_handed, SHAPE, SUMS), dq)
+        is_handed_on(flag)
+    else:
+        # Rows without a visible key, padding rows too, may have been made of anything.
+        live = gl.convert_layout(lse2, gl.SliceLayout(1, SUMS)) != float("inf")
+        of_rows = gl.where(live[:, None], dq * sm_scale, 0.0)
+        of_rows = gl.convert_layout(of_rows.to(DTYPE), WIDE)
+        rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
+        columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
+        store_wide(dq_ptr, first_row, M, rows, columns, of_rows, D)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "heads", "H", "G", "M", "M_padded", "N", "D", "window_left", "window_right",
+        "H", "G", "M", "M_padded", "N", "D", "each", "shares", "window_left", "window_right",
         "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
-        "lse2_ptr", "delta_ptr", "dq_ptr", "seqlens_q_ptr", "seqlens_k_ptr",
+        "lse2_ptr", "delta_ptr", "dq_ptr", "handed_ptr", "flags_ptr", "seqlens_q_ptr",
+        "seqlens_k_ptr",
     ],
 )  # fmt: skip
 def hopper_dq_kernel(
@@ -186,32 +206,39 @@ def hopper_dq_kernel(
     lse2_ptr,
     delta_ptr,
     dq_ptr,
+    handed_ptr,
+    flags_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
-    heads: gl.int32,
     H: gl.int32,
     G: gl.int32,
     M: gl.int32,
     M_padded: gl.int32,
     N: gl.int32,
     D: gl.int32,
+    each: gl.int32,
+    shares: gl.int32,
     window_left: gl.int32,
     window_right: gl.int32,
     sm_scale_bits: gl.int64,
     STAGES: gl.constexpr,
 ):
-    """Writes dq (B,H,M,D), contiguous, for one query tile of one of ``heads`` = B H heads.
+    """Writes dq (B,H,M,D), contiguous, for one query tile of one head, or a share of one.
 
     q, k, v, dout as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
     WARPGROUP_ROWS queries or one key tile, and all columns, with zeros past the tensors' ends; lse2
-    and delta (B,H,M_padded) of ``delta_kernel``.
+    and delta (B,H,M_padded) of ``delta_kernel``. ``each`` and ``shares`` are those of ``share_of``;
+    what is shared has sums in handed (shared tiles,BLOCK_M,BLOCK_D), float32, and flags (shared
+    tiles,2) of int32, zeros.
     """
     BLOCK_M: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
     m_blocks = gl.cdiv(M, BLOCK_M)
-    place, bh = tile_of_head(gl.program_id(0), m_blocks, heads, PROGRAMS_TOGETHER)
+    programs = gl.num_programs(0) - each * (shares - 1)
+    tile, begin, end = share_of(gl.program_id(0), programs, each, shares)
+    place, bh = tile_of_head(tile, m_blocks, programs // m_blocks, PROGRAMS_TOGETHER)
     # Late query tiles first: under causal masking they are the long ones.
     start_m = (m_blocks - 1 - place) * BLOCK_M
     b = bh // H
@@ -219,6 +246,9 @@ def hopper_dq_kernel(
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
     view = (seqlen_q, seqlen_k, window_left, window_right)
     tiles = visible_tiles(start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)
+    steps = tiles[3] - tiles[0]
+    share = (tiles[0] + steps * begin // shares, tiles[0] + steps * end // shares)
+    handed = (handed_ptr, flags_ptr + 2 * tile, tile.to(gl.int64) * BLOCK_M)
     sm_scale = scale_from_bits(sm_scale_bits)
     scales = (base2_scale(sm_scale, gl.float32, 0), sm_scale.to(gl.float32))
     row = bh.to(gl.int64) * M_padded + start_m
@@ -251,22 +281,22 @@ def hopper_dq_kernel(
             (
                 _consume,
                 (
-                    0, resident, staged, barriers, scratch, written, row, start_m, M, N, tiles,
-                    view, scales,
+                    0, resident, staged, barriers, scratch, handed, written, row, start_m, M, N,
+                    tiles, share, view, scales,
                 ),
             ),
             (
                 _consume,
                 (
-                    1, resident, staged, barriers, scratch, written, row, start_m, M, N, tiles,
-                    view, scales,
+                    1, resident, staged, barriers, scratch, handed, written, row, start_m, M, N,
+                    tiles, share, view, scales,
                 ),
             ),
             (
                 _produce,
                 (
                     (q_desc, k_desc, v_desc, dout_desc), resident, staged, barriers,
-                    (b, h, start_m), G, tiles,
+                    (b, h, start_m), G, share,
                 ),
             ),
         ],

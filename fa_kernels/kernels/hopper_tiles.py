@@ -1,7 +1,8 @@
-"""What the kernels for Hopper share: copies by TMA, and tiles in shared memory.
+"""What the kernels for Hopper share: copies by TMA, tiles in shared memory, handing sums on.
 
 Consumers, a warpgroup each, have parts of a tile. What several read, each may clear: they write
-the same, whichever comes first.
+the same, whichever comes first. Where two programs share a tile (``ranges.share_of``), a consumer
+of one goes on with the sums of the other's: to the bit as if there were one.
 """
 
 import triton
@@ -23,10 +24,13 @@ __all__ = [
     "add_product",
     "async_add",
     "async_load",
+    "handed_rows",
+    "is_handed_on",
     "matrix",
     "start_scores",
     "store_wide",
     "thread_barrier",
+    "wait_for_sums",
     "wide",
     "zero_rows",
 ]
@@ -79,6 +83,28 @@ def add_product(acc, left, tiles, full, i):
     STAGES: gl.constexpr = tiles.shape[0]
     mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
     return warpgroup_mma(left, matrix(tiles, i % STAGES), acc, is_async=True)
+
+
+@gluon.jit
+def handed_rows(ptr, first, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Places of sums (rows, columns) that are handed on; ``first`` row, 64-bit."""
+    rows = gl.arange(0, SHAPE[0], gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, SHAPE[1], gl.SliceLayout(0, LAYOUT))
+    return whole_rows(ptr, first, rows, columns, SHAPE[1])
+
+
+@gluon.jit
+def wait_for_sums(flag):
+    """Until a consumer of a program that began earlier, and waits for none, has handed its on."""
+    while gl.atomic_add(flag, 0, sem="acquire") == 0:
+        pass
+
+
+@gluon.jit
+def is_handed_on(flag):
+    """Says so of what this warpgroup has stored."""
+    thread_barrier()
+    gl.atomic_add(flag, 1, sem="release")
 
 
 @gluon.jit

@@ -56,6 +56,22 @@ PROBLEMS = {
     "two passes, wide": _problem(M=300, N=500, D=128, Dv=128, mask=_FAR, config="default"),
     "two passes, two head_dims": _problem(D=128, Dv=64, config="default"),
     "two passes, wide values": _problem(D=48, Dv=104, N=400, mask=_FAR, config="default"),
+    # Two programs share tiles of keys, and of queries.
+    "shared tiles": _problem(M=570, N=700),
+    "shared tiles, group, wide": _problem(H=2, M=570, N=700, D=128, Dv=128, config="default"),
+    "shared tiles, padded": _problem(
+        B=2, M=300, N=300, mask=Mask(seqlens_q=(300, 140), seqlens_k=(30, 290)), dirty="nan"
+    ),
+    "shared tiles, two passes, padded": _problem(
+        B=2,
+        M=300,
+        N=300,
+        mask=Mask(seqlens_q=(300, 140), seqlens_k=(30, 290)),
+        dirty="inf",
+        D=128,
+        Dv=128,
+        config="default",
+    ),
     "rising": _problem(N=500, inputs="rising_max"),
     "far above 1": _problem(M=70, N=140, inputs="lse_high_6e4", dtype="fp16"),
     "far below 1": _problem(M=70, N=140, inputs="lse_low_130"),

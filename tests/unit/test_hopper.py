@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ pytest.importorskip("triton")
 
 from fa_kernels import Config, allocation, flash_attention, hopper, launch
 from fa_kernels.configs import Tile, resolve
+from fa_kernels.ranges import share_of
 from oracles.error_model import judge
 from oracles.mask import Mask
 from oracles.masks.prefix_lm import PrefixLM
@@ -147,6 +151,31 @@ def test_query_tiles_have_all_rows_once_and_take_no_more_rounds(consumers, place
 )
 def test_tiles_that_take_as_long_fill_the_last_round(of, alike, tiles):
     assert hopper.query_tiles(*of, 132, alike) == tiles
+
+
+def rounds(tiles, places):
+    """How long so many tiles take on so many places, where one takes 1 and is shared or not."""
+    each, shares = hopper.tile_shares(tiles, places)
+    free = [0.0] * places
+    for program in range(tiles + each * (shares - 1)):
+        _, begin, end = share_of.fn(program, tiles, each, shares)
+        heapq.heapreplace(free, free[0] + (end - begin) / shares)
+    return max(free)
+
+
+@pytest.mark.parametrize("places", [4, 78, 114, 132])
+def test_tiles_that_are_shared_take_little_more_than_their_share_of_places(places):
+    for tiles in [*range(1, 3 * places, 7), 8 * places - 1, 8 * places + 1]:
+        each, shares = hopper.tile_shares(tiles, places)
+        # Somebody is left who waits for nobody, whatever comes first.
+        assert each * (shares - 1) < min(places, tiles + 1)
+        least = tiles / places
+        took = rounds(tiles, places)
+        assert took <= math.ceil(least)
+        if least > 1 and places > 12:
+            assert took < least + 0.25
+    assert hopper.tile_shares(places - 1, places)[1] == 1
+    assert hopper.tile_shares(2 * places, places)[1] == 1
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
@@ -302,3 +331,26 @@ def test_the_same_call_gives_the_same_bits_a_hundred_times():
     for _ in range(100):
         found = flash_attention(q, k, v, causal=True, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("lengths", [{}, {"seqlens_q": [700, 131], "seqlens_k": [129, 0]}])
+def test_tiles_that_are_shared_have_the_bits_of_those_that_are_not(D, lengths, monkeypatch):
+    inputs = tensors((2, 4, 700, D), heads=2)
+    dout = tensors((2, 4, 700, D))[0]
+    monkeypatch.setattr(hopper, "tile_shares", lambda *_: (1, 1))
+    wanted = gradients(inputs, dout, **lengths)
+    # All programs run at once, so that who goes on has somebody to wait for.
+    for each, shares in ((1, 2), (8, 2), (3, 4), (2, 7)):
+        monkeypatch.setattr(hopper, "tile_shares", lambda *_, found=(each, shares): found)
+        for _ in range(10):
+            found = gradients(inputs, dout, **lengths)
+            assert all(map(torch.equal, found, wanted))
+            assert all(
+                map(
+                    torch.equal,
+                    gradients(inputs, dout, backward="one_pass", **lengths)[1:],
+                    wanted[1:],
+                )
+            )

@@ -65,17 +65,21 @@ def test_two_passes_have_the_dk_and_dv_of_one(emulated):
     emulated()
     call = {"mask": Mask(window_left=70, window_right=3), "sm_scale": 0.1}
     one, two = (results(call | {"config": f"default{x}"}) for x in ("-one_pass", ""))
-    assert all(map(torch.equal, one, two))
+    assert all(map(torch.equal, one, two[:4]))
 
 
 def results(call: dict[str, object]) -> tuple[torch.Tensor, ...]:
-    """out, lse, dk, dv; those that are the same to the bit in whatever order."""
+    """out, lse, dk, dv, and dq of two passes: those that are the same to the bit in any order."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 2, 150, 64), (2, 1, 200, 64), (2, 1, 200, 64))
-    q, k, v = (torch.randn(x, generator=generator).bfloat16().requires_grad_() for x in shapes)
-    out, lse = flash_attention(q, k, v, **{"sm_scale": 0.125, **call})
+    call = {"sm_scale": 0.125, "mask": Mask(), **call}
+    of_q, of_k = call.pop("shapes", ((2, 2, 150, 64), (2, 1, 200, 64)))
+    q, k, v = (
+        torch.randn(x, generator=generator).bfloat16().requires_grad_() for x in (of_q, of_k, of_k)
+    )
+    out, lse = flash_attention(q, k, v, **call)
     out.backward(q.detach())
-    return out, lse, k.grad, v.grad
+    made = out, lse, k.grad, v.grad
+    return made if call.get("config") == "default-one_pass" else (*made, q.grad)
 
 
 @pytest.mark.parametrize("D", [64, 128])
@@ -97,6 +101,27 @@ def test_narrow_tiles_have_the_bits_of_wide_ones(D, emulated, monkeypatch):
     monkeypatch.setattr(hopper, "query_tiles", wide)
     wanted = flash_attention(*inputs, **call)
     assert of(*asked[0]) != wide(*asked[0])
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("config", ["default", "default-one_pass"])
+def test_tiles_that_are_shared_have_the_bits_of_those_that_are_not(
+    D, config, emulated, monkeypatch
+):
+    emulated()
+    call = {"config": config, "shapes": ((1, 2, 570, D), (1, 1, 700, D))}
+    found = results(call)
+    of, asked = hopper.tile_shares, []
+
+    def alone(*sizes):
+        asked.append(sizes)
+        return 1, 1
+
+    monkeypatch.setattr(hopper, "tile_shares", alone)
+    wanted = results(call)
+    assert all(of(*sizes)[1] > 1 for sizes in asked)
+    assert len(asked) == (2 if config == "default" else 1)
     assert all(map(torch.equal, found, wanted))
 
 

@@ -23,7 +23,7 @@ tl = pytest.importorskip("triton.language")
 
 from fa_kernels.arguments import MAX_SEQLEN  # noqa: E402
 from fa_kernels.kernels.tiles import nth_tile, tile_count  # noqa: E402
-from fa_kernels.ranges import tile_of_head, visible_tiles  # noqa: E402
+from fa_kernels.ranges import share_of, tile_of_head, visible_tiles  # noqa: E402
 
 SIZE = 9
 LENGTHS = tuple((q, k) for q in range(SIZE + 1) for k in range(SIZE + 1))
@@ -369,3 +369,25 @@ def test_programs_have_all_tiles_of_all_heads_once_and_the_last_heads_their_firs
         (tile, head) for head in range(alone) for tile in range(tiles)
     ]
     assert found[alone * tiles :] == sorted(found[alone * tiles :])
+
+
+@pytest.mark.parametrize(("each", "shares"), [(1, 1), (3, 1), (1, 2), (5, 2), (1, 4), (2, 3)])
+@pytest.mark.parametrize("tiles", [6, 7, 40])
+def test_programs_have_all_shares_of_all_tiles_once_in_order_and_long_ones_first(
+    tiles, each, shares
+):
+    shared = each * (shares - 1)
+    found = [share_of.fn(i, tiles, each, shares) for i in range(tiles + shared)]
+    of_tiles = {tile: [x[1:] for x in found if x[0] == tile] for tile in range(tiles)}
+    assert list(of_tiles) == sorted({tile for tile, *_ in found})
+    for tile, parts in of_tiles.items():
+        if tile < shared:
+            cut = tile // each + 1
+            assert parts == [(0, cut), (cut, shares)]
+        else:
+            assert parts == [(0, shares)]
+    # Who hands on begins before all others, who goes on behind them: there is nobody to wait for
+    # that has not begun.
+    assert all(begin == 0 for _, begin, _ in found[:tiles])
+    left = [end - begin for _, begin, end in found[tiles:]]
+    assert left == sorted(left, reverse=True)

@@ -21,7 +21,7 @@ __all__ = ["Barrier", "DeadlockError", "Machine", "Product", "RaceError", "poiso
 Array = npt.NDArray[Any]
 # How often, in turns, those who go first change, and a copy comes. Whoever goes first stays first
 # for a while, so that others fall as far behind as barriers let them.
-_CHANGES, _COPIES = 0.1, 0.2
+_CHANGES, _COPIES = 0.1, 0.05
 
 
 class DeadlockError(RuntimeError):

@@ -28,6 +28,7 @@ from fa_kernels.kernels.hopper_tiles import (
     handed_rows,
     is_handed_on,
     matrix,
+    pairs_seen,
     store_wide,
     thread_barrier,
     wait_for_sums,
@@ -36,7 +37,6 @@ from fa_kernels.kernels.hopper_tiles import (
 )
 from fa_kernels.kernels.scores import base2_scale
 from fa_kernels.kernels.tiles import (
-    element_mask,
     nth_tile,
     scale_from_bits,
     stored_rows,
@@ -123,17 +123,19 @@ def _produce(
 
 
 @gluon.jit
-def _zero_dead(tile, lse2_row, WIDE: gl.constexpr):
-    """Zeros in place of rows without a visible key, padding rows too, which may hold anything."""
-    live = lse2_row.load(gl.SliceLayout(1, WIDE)) != float("inf")
-    if gl.min(live.to(gl.int32), 0) == 0:
-        zero_rows(tile, live, WIDE)
+def _zero_dead(tile, lse2_row, begin, end, view, WIDE: gl.constexpr):
+    """Zeros in place of rows without a visible key, padding rows too, which may hold anything.
+
+    The tile is one of those of rows [begin, end); where they all see a key it is left alone.
+    """
+    if (begin < view[0] - view[1] - view[3]) | (end > view[0]):
+        zero_rows(tile, lse2_row.load(gl.SliceLayout(1, WIDE)) != float("inf"), WIDE)
 
 
 @gluon.jit
 def _seen_alone(x, offs_m, offs_n, view):
     """Selected, not multiplied by 0: p of a hidden key and dp of a hidden v can be infinite."""
-    return gl.where(element_mask(offs_m[None, :], offs_n[:, None], view, None), x, 0.0)
+    return gl.where(pairs_seen(offs_n, offs_m, view[1], view[0], view[3], view[2]), x, 0.0)
 
 
 @gluon.jit
@@ -212,7 +214,8 @@ def _consume(
             if (view[1] < N) & (view[1] - start_n < WARPGROUP_ROWS):
                 zero_rows(matrix(k_tiles, half), start_n + offs_wide < view[1], WIDE)
         mbarrier.wait(q_full.index(0), 0)
-        _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), WIDE)
+        begin, end = tiles[0] * BLOCK_M, tiles[3] * BLOCK_M
+        _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), begin, end, view, WIDE)
     # Of no query tile they are made of whatever is there, and mean nothing.
     q = matrix(q_tiles, 0)
     scores = warpgroup_mma(
@@ -237,7 +240,7 @@ def _consume(
                 q, dout = matrix(q_tiles, stage), matrix(do_tiles, stage)
                 mbarrier.wait(do_full.index(stage), i // STAGES & 1)
                 if KIND == _EDGES:
-                    _zero_dead(dout, lse2_rows.index(stage), WIDE)
+                    _zero_dead(dout, lse2_rows.index(stage), start_m, start_m + BLOCK_M, view, WIDE)
                 v = matrix(v_tiles, half + again)
                 dp = warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 lse2 = lse2_rows.index(stage).load(COLUMNS)
@@ -278,7 +281,10 @@ def _consume(
                 if i + 1 < total:
                     mbarrier.wait(q_full.index(following), (i + 1) // STAGES & 1)
                     if KIND == _EDGES:
-                        _zero_dead(q, lse2_rows.index(following), WIDE)
+                        # The first one, if that is another head's; full ones are left alone.
+                        begin = nth_tile(gl.where(t + 1 < count, t + 1, 0), tiles, True) * BLOCK_M
+                        lse2_row = lse2_rows.index(following)
+                        _zero_dead(q, lse2_row, begin, begin + BLOCK_M, view, WIDE)
                 # What dQ is made of stays in flight.
                 dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))
                 mbarrier.arrive(free.index(stage), count=1)

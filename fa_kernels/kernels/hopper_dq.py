@@ -22,6 +22,7 @@ from fa_kernels.kernels.hopper_tiles import (
     handed_rows,
     is_handed_on,
     matrix,
+    pairs_seen,
     start_scores,
     store_wide,
     wait_for_sums,
@@ -29,7 +30,7 @@ from fa_kernels.kernels.hopper_tiles import (
     zero_rows,
 )
 from fa_kernels.kernels.scores import base2_scale
-from fa_kernels.kernels.tiles import element_mask, scale_from_bits, stored_rows, valid_lengths
+from fa_kernels.kernels.tiles import scale_from_bits, stored_rows, valid_lengths
 from fa_kernels.ranges import share_of, tile_of_head, visible_tiles
 
 __all__ = ["hopper_dq_kernel"]
@@ -86,7 +87,7 @@ def _of_weights(p, dp, delta, offs_m, tile, tiles, view, LAYOUT: gl.constexpr):
     if (tile < tiles[1]) | (tile >= tiles[2]):
         offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
         # Selected, not multiplied by p = 0: p of a hidden key and dp of a hidden v can be infinite.
-        ds = gl.where(element_mask(offs_m[:, None], offs_n[None, :], view, None), ds, 0.0)
+        ds = gl.where(pairs_seen(offs_m, offs_n, *view), ds, 0.0)
     return ds
 
 

@@ -23,6 +23,7 @@ from fa_kernels.kernels.hopper_tiles import (
     add_product,
     async_load,
     matrix,
+    pairs_seen,
     start_scores,
     store_wide,
     thread_barrier,
@@ -30,13 +31,7 @@ from fa_kernels.kernels.hopper_tiles import (
     zero_rows,
 )
 from fa_kernels.kernels.scores import base2_scale
-from fa_kernels.kernels.tiles import (
-    element_mask,
-    normalised,
-    scale_from_bits,
-    stored_rows,
-    valid_lengths,
-)
+from fa_kernels.kernels.tiles import normalised, scale_from_bits, stored_rows, valid_lengths
 from fa_kernels.ranges import tile_of_head, visible_tiles
 
 __all__ = ["hopper_forward_kernel"]
@@ -126,8 +121,7 @@ def _softmax(scores, m_i, qk_scale, offs_m, tile, tiles, view, LAYOUT: gl.conste
     BLOCK_N: gl.constexpr = scores.shape[1]
     if (tile < tiles[1]) | (tile >= tiles[2]):
         offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        seen = element_mask(offs_m[:, None], offs_n[None, :], view, None)
-        scores = gl.where(seen, scores, -float("inf"))
+        scores = gl.where(pairs_seen(offs_m, offs_n, *view), scores, -float("inf"))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * qk_scale)
     # A row that has seen nothing yet subtracts 0, since -inf - -inf is NaN.
     m_pivot = gl.where(m_new == -float("inf"), 0.0, m_new)

@@ -174,7 +174,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _behind(
             "rows of dout without a key are not cleared",
-            "_zero_dead(dout, lse2_rows.index(stage), WIDE)",
+            "_zero_dead(dout, lse2_rows.index(stage), start_m, start_m + BLOCK_M, view, WIDE)",
             "offs_m += 0",
         ),
         _DIRTY,
@@ -182,7 +182,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _behind(
             "rows of q without a key are not cleared",
-            "_zero_dead(q, lse2_rows.index(following), WIDE)",
+            "_zero_dead(q, lse2_row, begin, begin + BLOCK_M, view, WIDE)",
             "offs_m += 0",
         ),
         _DIRTY,
@@ -190,7 +190,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _behind(
             "the first rows of q are not cleared",
-            "        _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), WIDE)\n",
+            "        _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), begin, end, view, WIDE)\n",
             "",
         ),
         {"B": 2, "M": 100, "N": 100, "mask": Mask(seqlens_q=(60, 100)), "dirty": "nan"},
@@ -269,7 +269,7 @@ _HOPPER_DQ: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _on_hopper(
             "dq, dS of hidden keys counts",
-            "ds = gl.where(element_mask(offs_m[:, None], offs_n[None, :], view, None), ds, 0.0)",
+            "ds = gl.where(pairs_seen(offs_m, offs_n, *view), ds, 0.0)",
             "offs_n += 0", "dq",
         ),
         {"M": 300, "N": 300, "mask": Mask(causal=True)},

@@ -313,7 +313,7 @@ FAULTS = {
 _KEYS = Mask(seqlens_k=(150, 100))
 SHOWN_BY = (
     dataclasses.replace(PROBLEMS["full"], N=700),
-    dataclasses.replace(PROBLEMS["full"], N=700, D=128, Dv=128, config="default"),
+    dataclasses.replace(PROBLEMS["full"], M=300, N=1000, D=128, Dv=128, config="default"),
     dataclasses.replace(PROBLEMS["full"], B=2, M=400, N=150, mask=_KEYS, dirty="nan"),
     dataclasses.replace(PROBLEMS["full"], B=2, N=150, mask=_KEYS, dirty="nan", config="default"),
     # Programs take turns.

@@ -60,27 +60,31 @@ def _padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _is_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether rows can be loaded 16 bytes at a time and no head_dim column needs a mask.
+def _alignment(*tensors: torch.Tensor) -> int:
+    """ALIGNED of ``load_tile``: 1 where 16 bytes can be loaded at a time, 2 without a mask too.
 
-    Only 16-bit dtypes take this path: their dots run on tensor cores, whose layouts do not follow
-    the loads, so that both paths give the same bits.
+    Only 16-bit dtypes take these paths: their dots run on tensor cores, whose layouts do not follow
+    the loads, so that all paths give the same bits.
     """
+    least = 2
     for x in tensors:
-        if not _has_aligned_rows(x.shape[3], x.stride(), x.element_size()) or x.data_ptr() % 16:
-            return False
-    return True
+        if x.data_ptr() % 16:
+            return 0
+        least = min(least, _alignment_of_rows(x.shape[3], x.stride(), x.element_size()))
+    return least
 
 
 @lru_cache(maxsize=512)
-def _has_aligned_rows(head_dim: int, strides: tuple[int, ...], size: int) -> bool:
-    return (
-        size == 2
-        and head_dim == _padded(head_dim)
-        and strides[3] == 1
-        and all(stride % 8 == 0 for stride in strides[:3])
-        and strides[2] <= MAX_ALIGNED_STRIDE
-    )
+def _alignment_of_rows(head_dim: int, strides: tuple[int, ...], size: int) -> int:
+    if (
+        size != 2
+        or head_dim % 8
+        or strides[3] != 1
+        or any(stride % 8 for stride in strides[:3])
+        or strides[2] > MAX_ALIGNED_STRIDE
+    ):
+        return 0
+    return 2 if head_dim == _padded(head_dim) else 1
 
 
 def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dict:
@@ -230,7 +234,7 @@ def launch_forward(
                 *_strides(arguments, q, k, v), *sizes.in_kernels(),
                 arguments.window_left, arguments.window_right, parts or 1, rows,
                 _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"), *mods,
-                ALIGNED=_is_aligned(q, k, v, out), SPLIT=parts is not None,
+                ALIGNED=_alignment(q, k, v, out), SPLIT=parts is not None,
                 PACKED=arguments.longest is not None, MODS=_mods(arguments),
                 **constants, **_tile(tile),
             )  # fmt: skip
@@ -310,7 +314,7 @@ def launch_backward(
                 *_strides(arguments, dout), *_strides(arguments, dlses),
                 sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.Dv,
                 BLOCK_M=DELTA_ROWS, BLOCK_DV=_padded(sizes.Dv), ACC=acc,
-                ALIGNED=_is_aligned(out, dout), HAS_DLSE=dlse is not None, COLUMNS=columns,
+                ALIGNED=_alignment(out, dout), HAS_DLSE=dlse is not None, COLUMNS=columns,
                 kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype), **places,
             )  # fmt: skip
         if on_hopper:
@@ -328,7 +332,7 @@ def launch_backward(
                 dq_of_sums_kernel, (programs,),
                 sums, dq, arguments.seqlens_q,
                 sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.D, bits,
-                BLOCK_M=SUMS_ROWS, BLOCK_D=columns, ACC=acc, ALIGNED=_is_aligned(dq),
+                BLOCK_M=SUMS_ROWS, BLOCK_D=columns, ACC=acc, ALIGNED=_alignment(dq),
                 kinds=(dq.dtype,), **places,
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
@@ -361,7 +365,7 @@ def _launch_portable(
         run(
             dkdv_kernel, (programs,),
             *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"), *mods,
-            ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
+            ALIGNED=_alignment(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
             MODS=_mods(arguments), **places, **constants, **_tile(tile),
         )  # fmt: skip
     tile = arguments.config.dq
@@ -370,7 +374,7 @@ def _launch_portable(
         run(
             dq_kernel, (programs,),
             *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"), *mods,
-            ALIGNED=_is_aligned(q, k, v, dout, dq),
+            ALIGNED=_alignment(q, k, v, dout, dq),
             MODS=_mods(arguments), **places, **constants, **_tile(tile),
         )  # fmt: skip
     if dbias is not None and dbias.numel():
@@ -382,7 +386,7 @@ def _launch_portable(
             *inputs, dbias, *lengths, *strides,
             sizes.H, sizes.H // sizes.Hk, sizes.M, delta.shape[2], sizes.N, sizes.D, sizes.Dv,
             *scalars, *_predicate(arguments, "dq")[1:], *mods, sizes.B,
-            ALIGNED=_is_aligned(q, k, v, dout), MODS=_mods(arguments),
+            ALIGNED=_alignment(q, k, v, dout), MODS=_mods(arguments),
             **over, **constants, **_tile(tile),
         )  # fmt: skip
 
@@ -426,6 +430,6 @@ def launch_pooled(
             *q.stride(), *k.stride(), H, H // k.shape[1], M, N, D, rows, keys,
             arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
             (0,) if predicate is None else predicate.args,
-            ALIGNED=_is_aligned(q, k), MAX=pool == "max", **constants, **_tile(tile),
+            ALIGNED=_alignment(q, k), MAX=pool == "max", **constants, **_tile(tile),
         )  # fmt: skip
     return pooled

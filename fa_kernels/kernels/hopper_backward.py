@@ -29,7 +29,6 @@ from fa_kernels.kernels.hopper_tiles import (
     is_handed_on,
     matrix,
     pairs_seen,
-    store_wide,
     thread_barrier,
     wait_for_sums,
     wide,
@@ -39,6 +38,7 @@ from fa_kernels.kernels.scores import base2_scale
 from fa_kernels.kernels.tiles import (
     nth_tile,
     scale_from_bits,
+    store_rows,
     stored_rows,
     tile_count,
     valid_lengths,
@@ -311,9 +311,9 @@ def _consume(
         columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
         inside = (rows < view[1])[:, None]
         made = gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE)
-        store_wide(dk_ptr, first_key, N, rows, columns, gl.where(inside, made, 0.0), D)
+        store_rows(dk_ptr, first_key, N, rows, columns, gl.where(inside, made, 0.0), D, BLOCK_D, 1)
         made = gl.convert_layout(dv.to(DTYPE), WIDE)
-        store_wide(dv_ptr, first_key, N, rows, columns, gl.where(inside, made, 0.0), Dv)
+        store_rows(dv_ptr, first_key, N, rows, columns, gl.where(inside, made, 0.0), Dv, BLOCK_D, 1)
 
 
 @gluon.jit(

@@ -24,13 +24,12 @@ from fa_kernels.kernels.hopper_tiles import (
     matrix,
     pairs_seen,
     start_scores,
-    store_wide,
     wait_for_sums,
     wide,
     zero_rows,
 )
 from fa_kernels.kernels.scores import base2_scale
-from fa_kernels.kernels.tiles import scale_from_bits, stored_rows, valid_lengths
+from fa_kernels.kernels.tiles import scale_from_bits, store_rows, stored_rows, valid_lengths
 from fa_kernels.ranges import share_of, tile_of_head, visible_tiles
 
 __all__ = ["hopper_dq_kernel"]
@@ -186,7 +185,7 @@ def _consume(
         of_rows = gl.convert_layout(of_rows.to(DTYPE), WIDE)
         rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
         columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
-        store_wide(dq_ptr, first_row, M, rows, columns, of_rows, D)
+        store_rows(dq_ptr, first_row, M, rows, columns, of_rows, D, BLOCK_D, 1)
 
 
 @gluon.jit(

@@ -25,13 +25,18 @@ from fa_kernels.kernels.hopper_tiles import (
     matrix,
     pairs_seen,
     start_scores,
-    store_wide,
     thread_barrier,
     wide,
     zero_rows,
 )
 from fa_kernels.kernels.scores import base2_scale
-from fa_kernels.kernels.tiles import normalised, scale_from_bits, stored_rows, valid_lengths
+from fa_kernels.kernels.tiles import (
+    normalised,
+    scale_from_bits,
+    store_rows,
+    stored_rows,
+    valid_lengths,
+)
 from fa_kernels.ranges import tile_of_head, visible_tiles
 
 __all__ = ["hopper_forward_kernel"]
@@ -255,7 +260,7 @@ def _consume(consumer: gl.constexpr, queries, loaded, turns, outputs, call):
             out = gl.convert_layout(out.to(DTYPE), WIDE)
             rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
             columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, WIDE))
-            store_wide(out_ptr, place[0], place[1], rows, columns, out, Dv)
+            store_rows(out_ptr, place[0], place[1], rows, columns, out, Dv, BLOCK_DV, 1)
         else:
             _pass_by(q_free.index(consumer), loaded, before, tiles)
         before += tiles[3] - tiles[0]

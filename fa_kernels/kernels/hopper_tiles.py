@@ -29,7 +29,6 @@ __all__ = [
     "matrix",
     "pairs_seen",
     "start_scores",
-    "store_wide",
     "thread_barrier",
     "wait_for_sums",
     "wide",
@@ -121,17 +120,6 @@ def is_handed_on(flag):
     """Says so of what this warpgroup has stored."""
     thread_barrier()
     gl.atomic_add(flag, 1, sem="release")
-
-
-@gluon.jit
-def store_wide(ptr, first, end, rows, columns, tile, D):
-    """Writes ``tile`` as rows ``first + rows`` of D columns; those from ``end`` on are not written.
-
-    D is a multiple of 8, which TMA asks of what it loads.
-    """
-    D = D // 8 * 8
-    inside = (rows[:, None] < end) & (columns[None, :] < D)
-    gl.store(whole_rows(ptr, first, rows, columns, D), tile, mask=inside)
 
 
 @gluon.jit

@@ -59,17 +59,23 @@ def load_tile(
     ``rows`` (R, 1) and ``columns`` (1, C) give the tile, (1, R) and (C, 1) its transpose. With
     CHECK_ROWS, rows that are not ``inside`` (shaped as ``rows``) are zeros and are not read.
 
-    ALIGNED: unit column stride, rows on 16-byte boundaries, no column to mask and offsets within a
-    tile that fit 32 bits. The host has checked it; it is said here so that the compiler can make
-    loads 16 bytes wide.
+    ALIGNED, if not 0: unit column stride, rows on 16-byte boundaries, 16-bit numbers, a multiple of
+    8 of them in a row, and offsets within a tile that fit 32 bits; 2: no column to mask. The host
+    has checked it; it is said here so that the compiler can make loads 16 bytes wide.
     """
     if ALIGNED:
         stride_row = (matrix[1] // 8).to(tl.int32) * 8
         pointer = tl.multiple_of(matrix[0] + tl.cast(start, tl.int64) * stride_row, 16)
-        if CHECK_ROWS:
-            tile = tl.load(pointer + (rows * stride_row + columns), mask=inside, other=0.0)
+        places = pointer + (rows * stride_row + columns)
+        kept = columns < matrix[3] // 8 * 8
+        if ALIGNED == 1 and CHECK_ROWS:
+            tile = tl.load(places, mask=inside & kept, other=0.0)
+        elif ALIGNED == 1:
+            tile = tl.load(places, mask=kept, other=0.0)
+        elif CHECK_ROWS:
+            tile = tl.load(places, mask=inside, other=0.0)
         else:
-            tile = tl.load(pointer + (rows * stride_row + columns))
+            tile = tl.load(places)
     else:
         row_offsets = (start + rows).to(tl.int64) * matrix[1]
         pointers = matrix[0] + (row_offsets + columns.to(tl.int64) * matrix[2])
@@ -124,12 +130,16 @@ def store_rows(
 ):
     """Writes ``tile``, cast to the tensor's dtype, as rows ``first + rows`` of D columns.
 
-    Those from ``end`` on are not written; ``first`` is 64-bit.
+    Those from ``end`` on are not written; ``first`` is 64-bit. ALIGNED as of ``load_tile``.
     """
     tile = tile.to(ptr.dtype.element_ty)
-    if ALIGNED:
+    if ALIGNED == 2:
         places = whole_rows(ptr, first, rows, columns, BLOCK_D)
         tl.store(places, tile, mask=rows[:, None] < end)
+    elif ALIGNED == 1:
+        D = D // 8 * 8
+        inside = (rows[:, None] < end) & (columns[None, :] < D)
+        tl.store(whole_rows(ptr, first, rows, columns, D), tile, mask=inside)
     else:
         inside = (rows[:, None] < end) & (columns[None, :] < D)
         tl.store(ptr + ((first + rows)[:, None] * D + columns[None, :]), tile, mask=inside)

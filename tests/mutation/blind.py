@@ -121,8 +121,8 @@ BLIND: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/launch.py",
-                "ALIGNED=_is_aligned(q, k, v, dout, dk, dv), ONE_PASS",
-                "ALIGNED=_is_aligned(q, k, v, dk, dv), ONE_PASS",
+                "ALIGNED=_alignment(q, k, v, dout, dk, dv), ONE_PASS",
+                "ALIGNED=_alignment(q, k, v, dk, dv), ONE_PASS",
             ),
         ),
         origin="blind: the list of what is read and written, by somebody who takes a gradient for "

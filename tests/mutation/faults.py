@@ -458,8 +458,28 @@ _MEMORY = (
         "G6 T3",
         (
             _TILES,
-            "inside = (rows[:, None] < end) & (columns[None, :] < D)",
-            "inside = columns[None, :] < D",
+            "inside = (rows[:, None] < end) & (columns[None, :] < D)\n        tl.store(ptr",
+            "inside = columns[None, :] < D\n        tl.store(ptr",
+        ),
+    ),
+    _fault(
+        "tiles: rows past the end are stored, 16 bytes at a time and masked",
+        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
+        "G6 T3",
+        (
+            _TILES,
+            "inside = (rows[:, None] < end) & (columns[None, :] < D)\n        tl.store(whole",
+            "inside = columns[None, :] < D\n        tl.store(whole",
+        ),
+    ),
+    _fault(
+        "tiles: columns past the last are stored, 16 bytes at a time",
+        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
+        "G6 G1",
+        (
+            _TILES,
+            "inside = (rows[:, None] < end) & (columns[None, :] < D)\n        tl.store(whole",
+            "inside = rows[:, None] < end\n        tl.store(whole",
         ),
     ),
     _fault(

@@ -142,21 +142,6 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     ),
     (
         _on_hopper(
-            "rows past the end are stored", "(rows[:, None] < end) & (columns", "(columns", "tiles"
-        ),
-        {"H": 4, "Hk": 4, "M": 200, "N": 300},
-    ),
-    (
-        _on_hopper(
-            "columns past the last are stored",
-            "(rows[:, None] < end) & (columns[None, :] < D)",
-            "rows[:, None] < end",
-            "tiles",
-        ),
-        {"M": 200, "N": 300, "D": 72, "Dv": 104},
-    ),
-    (
-        _on_hopper(
             "one turn is left out",
             "following = gl.num_programs(0) + gl.atomic_add",
             "following = gl.num_programs(0) + 1 + gl.atomic_add",

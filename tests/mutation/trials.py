@@ -95,6 +95,7 @@ QUICK: tuple[Step, ...] = (
     _step(M=20, N=40, dtype="fp32"),
     # The path of wide loads is taken by 16-bit tensors of whole head_dims.
     _step(M=20, N=35, dtype="fp16", mask=Mask(window_left=18, window_right=3), **_ALIGNED),
+    _step(M=18, N=20, dtype="bf16", D=24, Dv=40),
     # Each tensor alone that wide loads cannot take.
     *(_step(M=18, N=20, dtype="fp16", layouts=layouts, **_ALIGNED) for layouts in _ONE_NARROW),
     # The largest score comes last; what a row sums lies far below, or above, 1.

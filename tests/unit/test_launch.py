@@ -200,7 +200,7 @@ def test_rows_too_far_apart_for_32_bits_do_not_take_the_aligned_path(launches):
     far[1] = far[1].as_strided(far[1].shape, (8, 8, FAR, 1))
     for tensors in (near, far):
         launch_all(*tensors)
-    aligned = [x.arguments["ALIGNED"] for x in launches]
+    aligned = [bool(x.arguments["ALIGNED"]) for x in launches]
     # Delta reads neither q, k nor v.
     assert aligned == [True] * 4 + [False, True, False, False]
 
@@ -276,7 +276,7 @@ NARROW = {
     "heads apart by no multiple of 8": strided((320, 164, 32, 1)),
     "rows apart by no multiple of 8": strided((320, 160, 36, 1)),
     "columns apart": strided((640, 320, 64, 2)),
-    "a head_dim that is padded": strided((320, 160, 32, 1), D=24),
+    "a head_dim that is no multiple of 8": strided((320, 160, 32, 1), D=20),
     "32 bits": strided((320, 160, 32, 1), dtype=torch.float32),
     "64 bits": strided((320, 160, 32, 1), dtype=torch.float64),
     **{f"a start {n} elements late": strided((320, 160, 32, 1), offset=n) for n in range(1, 8)},
@@ -285,14 +285,21 @@ NARROW = {
 
 @pytest.mark.parametrize("offset", [0, 8, 16])
 def test_rows_that_start_at_multiples_of_16_bytes_are_loaded_wide(offset):
-    assert launch._is_aligned(strided((320, 160, 32, 1), offset=offset))
+    assert launch._alignment(strided((320, 160, 32, 1), offset=offset)) == 2
+
+
+@pytest.mark.parametrize(("D", "alignment"), [(16, 2), (24, 1), (20, 0), (8, 1)])
+def test_what_is_padded_is_loaded_wide_with_a_mask(D, alignment):
+    rows = strided((320, 160, 32, 1), D=D)
+    assert launch._alignment(rows) == alignment
+    assert launch._alignment(strided((320, 160, 32, 1)), rows) == alignment
 
 
 @pytest.mark.parametrize(("stride", "wide"), [(2**22, True), (2**22 + 8, False)])
 def test_rows_so_far_apart_that_a_tile_passes_32_bits_are_not_loaded_wide(stride, wide):
     rows = torch.empty(8, dtype=torch.float16, device="meta")
     apart = rows.as_strided((1, 1, 2, 16), (8, 8, stride, 1))
-    assert launch._is_aligned(apart) is wide
+    assert bool(launch._alignment(apart)) is wide
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -307,9 +314,9 @@ def test_dots_of_fp32_alone_are_what_the_configuration_says(dots, dtype, launche
 @pytest.mark.parametrize("which", NARROW)
 def test_rows_are_loaded_wide_only_where_that_is_possible(which):
     wide = strided((320, 160, 32, 1))
-    assert launch._is_aligned(wide)
-    assert not launch._is_aligned(NARROW[which])
-    assert not launch._is_aligned(wide, NARROW[which], wide)
+    assert launch._alignment(wide) == 2
+    assert not launch._alignment(NARROW[which])
+    assert not launch._alignment(wide, NARROW[which], wide)
 
 
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128, 256])

@@ -28,7 +28,6 @@ from fa_kernels.kernels.hopper_tiles import (
     handed_rows,
     is_handed_on,
     matrix,
-    pairs_seen,
     thread_barrier,
     wait_for_sums,
     wide,
@@ -37,6 +36,7 @@ from fa_kernels.kernels.hopper_tiles import (
 from fa_kernels.kernels.scores import base2_scale
 from fa_kernels.kernels.tiles import (
     nth_tile,
+    pairs_seen,
     scale_from_bits,
     store_rows,
     stored_rows,

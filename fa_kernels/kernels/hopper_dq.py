@@ -22,14 +22,19 @@ from fa_kernels.kernels.hopper_tiles import (
     handed_rows,
     is_handed_on,
     matrix,
-    pairs_seen,
     start_scores,
     wait_for_sums,
     wide,
     zero_rows,
 )
 from fa_kernels.kernels.scores import base2_scale
-from fa_kernels.kernels.tiles import scale_from_bits, store_rows, stored_rows, valid_lengths
+from fa_kernels.kernels.tiles import (
+    pairs_seen,
+    scale_from_bits,
+    store_rows,
+    stored_rows,
+    valid_lengths,
+)
 from fa_kernels.ranges import share_of, tile_of_head, visible_tiles
 
 __all__ = ["hopper_dq_kernel"]

@@ -23,7 +23,6 @@ from fa_kernels.kernels.hopper_tiles import (
     add_product,
     async_load,
     matrix,
-    pairs_seen,
     start_scores,
     thread_barrier,
     wide,
@@ -32,6 +31,7 @@ from fa_kernels.kernels.hopper_tiles import (
 from fa_kernels.kernels.scores import base2_scale
 from fa_kernels.kernels.tiles import (
     normalised,
+    pairs_seen,
     scale_from_bits,
     store_rows,
     stored_rows,

@@ -27,7 +27,6 @@ __all__ = [
     "handed_rows",
     "is_handed_on",
     "matrix",
-    "pairs_seen",
     "start_scores",
     "thread_barrier",
     "wait_for_sums",
@@ -83,21 +82,6 @@ def add_product(acc, left, tiles, full, i):
     STAGES: gl.constexpr = tiles.shape[0]
     mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
     return warpgroup_mma(left, matrix(tiles, i % STAGES), acc, is_async=True)
-
-
-@gluon.jit
-def pairs_seen(here, there, seqlen_here, seqlen_there, before, after):
-    """Where elements of this sequence (rows) pair with elements of the other (columns).
-
-    What ``element_mask`` says, but a column is compared once: what a row sees follows each other.
-    Arguments are those of ``visible_tiles``.
-    """
-    own = here + (seqlen_there - seqlen_here)
-    first = own - before
-    count = gl.maximum(gl.minimum(own + after + 1, seqlen_there) - first, 0)
-    count = gl.where(here < seqlen_here, count, 0)
-    # What comes before the first is as an unsigned number behind the last.
-    return (there[None, :] - first[:, None]).to(gl.uint32) < count.to(gl.uint32)[:, None]
 
 
 @gluon.jit

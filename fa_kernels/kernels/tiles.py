@@ -18,6 +18,7 @@ __all__ = [
     "load_tile",
     "normalised",
     "nth_tile",
+    "pairs_seen",
     "scale_from_bits",
     "scratch_row",
     "sequence",
@@ -234,3 +235,18 @@ def element_mask(offs_m, offs_n, view, PREDICATE: tl.constexpr):
         n = tl.minimum(offs_n, view[1] - 1)
         seen = seen & (PREDICATE(view[4], view[5], m, n, view[6]) != 0)
     return seen
+
+
+@triton.jit
+def pairs_seen(here, there, seqlen_here, seqlen_there, before, after):
+    """Where elements of this sequence (rows) pair with elements of the other (columns).
+
+    What ``element_mask`` says, but a column is compared once: what a row sees follows each other.
+    Arguments are those of ``visible_tiles``.
+    """
+    own = here + (seqlen_there - seqlen_here)
+    first = own - before
+    count = tl.maximum(tl.minimum(own + after + 1, seqlen_there) - first, 0)
+    count = tl.where(here < seqlen_here, count, 0)
+    # What comes before the first is as an unsigned number behind the last.
+    return (there[None, :] - first[:, None]).to(tl.uint32) < count.to(tl.uint32)[:, None]

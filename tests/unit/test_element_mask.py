@@ -1,4 +1,4 @@
-"""The kernels' element mask, evaluated inside a kernel, against the definition of a mask."""
+"""The kernels' element masks, evaluated inside a kernel, against the definition of a mask."""
 
 from __future__ import annotations
 
@@ -14,15 +14,25 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from fa_kernels.arguments import MAX_SEQLEN  # noqa: E402
-from fa_kernels.kernels.tiles import element_mask  # noqa: E402
+from fa_kernels.kernels.tiles import element_mask, pairs_seen  # noqa: E402
 
 ROWS, COLUMNS = 16, 32
 COUNT = 40
 
 
 @triton.jit
-def mask_kernel(views, seen, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Writes the mask of one tile, ROWS queries by COLUMNS keys, or with KEYS_FIRST transposed."""
+def mask_kernel(
+    views,
+    seen,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Writes the mask of one tile, ROWS queries by COLUMNS keys, or with KEYS_FIRST transposed.
+
+    PAIRS: as of pairs_seen, else of element_mask.
+    """
     at = views + tl.program_id(0) * 6
     view = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     offs_m = tl.arange(0, ROWS)
@@ -31,10 +41,16 @@ def mask_kernel(views, seen, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEYS_FIR
     m = tl.load(at + 4) + offs_m
     n = tl.load(at + 5) + offs_n
     if KEYS_FIRST:
-        visible = element_mask(m[None, :], n[:, None], view, None)
+        if PAIRS:
+            visible = pairs_seen(n, m, view[1], view[0], view[3], view[2])
+        else:
+            visible = element_mask(m[None, :], n[:, None], view, None)
         tl.store(tile + (offs_n[:, None] * ROWS + offs_m[None, :]), visible.to(tl.int8))
     else:
-        visible = element_mask(m[:, None], n[None, :], view, None)
+        if PAIRS:
+            visible = pairs_seen(m, n, view[0], view[1], view[2], view[3])
+        else:
+            visible = element_mask(m[:, None], n[None, :], view, None)
         tl.store(tile + (offs_m[:, None] * COLUMNS + offs_n[None, :]), visible.to(tl.int8))
 
 
@@ -88,14 +104,17 @@ def by_definition(view: View, size: int) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize("keys_first", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("size", [16, 100, MAX_SEQLEN])
-def test_a_kernel_sees_what_the_definition_says(size, keys_first, device):
+def test_a_kernel_sees_what_the_definition_says(size, pairs, keys_first, device):
     views = drawn_views(size)
     want = torch.tensor([by_definition(view, size) for view in views])
     assert 0.05 < want.double().mean() < 0.95  # both answers are drawn often
     arguments = torch.tensor(views, dtype=torch.int32, device=device)
     seen = torch.full((COUNT, ROWS * COLUMNS), -1, dtype=torch.int8, device=device)
-    mask_kernel[(COUNT,)](arguments, seen, ROWS=ROWS, COLUMNS=COLUMNS, KEYS_FIRST=keys_first)
+    mask_kernel[(COUNT,)](
+        arguments, seen, ROWS=ROWS, COLUMNS=COLUMNS, KEYS_FIRST=keys_first, PAIRS=pairs
+    )
     if keys_first:
         got = seen.view(COUNT, COLUMNS, ROWS).mT
     else:

@@ -26,6 +26,13 @@ def _problem(**fields: Any) -> Problem:
 PROBLEMS = {
     "full": _problem(),
     "causal": _problem(mask=Mask(causal=True), dtype="fp16"),
+    # Early, for what alone they ask about.
+    "two passes": _problem(H=2, Hk=1, mask=_WINDOW, config="default"),
+    "two passes, padded": _problem(B=2, N=150, mask=_PADDED, dirty="nan", config="default"),
+    "two passes, no key": _problem(mask=Mask(causal=True), N=40, config="default"),
+    "two passes, wide": _problem(M=300, N=500, D=128, Dv=128, mask=_FAR, config="default"),
+    "two passes, two head_dims": _problem(D=128, Dv=64, config="default"),
+    "two passes, wide values": _problem(D=48, Dv=104, N=400, mask=_FAR, config="default"),
     # Three edge tiles before the full ones, of one head and of two.
     "causal, wide": _problem(M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
     "group, wide": _problem(H=2, M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
@@ -50,12 +57,6 @@ PROBLEMS = {
     "far from the first key": _problem(M=300, N=500, mask=_FAR),
     # Rows that see nothing at first, and little then.
     "far, and far below 1": _problem(M=300, N=500, mask=_FAR, inputs="lse_low_130"),
-    "two passes": _problem(H=2, Hk=1, mask=_WINDOW, config="default"),
-    "two passes, padded": _problem(B=2, N=150, mask=_PADDED, dirty="nan", config="default"),
-    "two passes, no key": _problem(mask=Mask(causal=True), N=40, config="default"),
-    "two passes, wide": _problem(M=300, N=500, D=128, Dv=128, mask=_FAR, config="default"),
-    "two passes, two head_dims": _problem(D=128, Dv=64, config="default"),
-    "two passes, wide values": _problem(D=48, Dv=104, N=400, mask=_FAR, config="default"),
     # Two programs share tiles of keys, and of queries.
     "shared tiles": _problem(M=570, N=700),
     "shared tiles, group, wide": _problem(H=2, M=570, N=700, D=128, Dv=128, config="default"),

@@ -28,7 +28,14 @@ PROBLEMS = {
     "causal": _problem(mask=Mask(causal=True), dtype="fp16"),
     # Early, for what alone they ask about.
     "two passes": _problem(H=2, Hk=1, mask=_WINDOW, config="default"),
-    "two passes, padded": _problem(B=2, N=150, mask=_PADDED, dirty="nan", config="default"),
+    "two passes, padded": _problem(
+        B=2,
+        N=300,
+        mask=Mask(seqlens_q=(150, 64), seqlens_k=(290, 67)),
+        dirty="nan",
+        config="default",
+    ),
+    "two passes, many tiles, wide": _problem(M=70, N=700, D=128, Dv=128, config="default"),
     "two passes, no key": _problem(mask=Mask(causal=True), N=40, config="default"),
     "two passes, wide": _problem(M=300, N=500, D=128, Dv=128, mask=_FAR, config="default"),
     "two passes, two head_dims": _problem(D=128, Dv=64, config="default"),
@@ -59,7 +66,7 @@ PROBLEMS = {
     "far, and far below 1": _problem(M=300, N=500, mask=_FAR, inputs="lse_low_130"),
     # Two programs share tiles of keys, and of queries.
     "shared tiles": _problem(M=570, N=700),
-    "shared tiles, group, wide": _problem(H=2, M=570, N=700, D=128, Dv=128, config="default"),
+    "shared tiles, group, wide": _problem(H=2, M=300, N=600, D=128, Dv=128, config="default"),
     "shared tiles, padded": _problem(
         B=2, M=300, N=300, mask=Mask(seqlens_q=(300, 140), seqlens_k=(30, 290)), dirty="nan"
     ),

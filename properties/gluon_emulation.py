@@ -138,6 +138,7 @@ class _Emulation:
         self.accumulator = getattr(tl, accumulator)
         self.seed = seed
         self.programs = 0
+        self._looked: tuple[int, ...] = ()
         self.start()
 
     def start(self) -> None:
@@ -201,6 +202,17 @@ class _Emulation:
     def warp_specialize(self, parts: Sequence[Any], *_: object) -> None:
         self.machine.run([partial(function, *given) for function, given in parts])
         self.start()
+
+    def atomic_add(self, pointer: Any, value: Any, *others: Any, **options: Any) -> Any:
+        before = self._tl.atomic_add(pointer, value, *others, **options)
+        looked: tuple[int, ...] = ()
+        if not np.any(value.handle.data if hasattr(value, "handle") else value):
+            looked = (int(pointer.handle.data.item()), int(before.handle.data.item()))
+        # Programs run one after the other.
+        if looked and looked == self._looked:
+            raise DeadlockError("a program waits for what no program before it has written")
+        self._looked = looked
+        return before
 
     def _init(self, barrier: Barrier, count: int) -> None:
         barrier.init(int(count))
@@ -280,6 +292,7 @@ class _Language(ModuleType):
         self.zeros = lambda shape, dtype, _layout=None: tl.zeros(shape, dtype)
         self.convert_layout = lambda x, _layout: x
         self.thread_barrier = lambda: None
+        self.atomic_add = emulation.atomic_add
         self.allocate_shared_memory = emulation.allocate
         self.warp_specialize = emulation.warp_specialize
 

@@ -30,8 +30,9 @@ PROBLEMS = {
     "two passes": _problem(H=2, Hk=1, mask=_WINDOW, config="default"),
     "two passes, padded": _problem(
         B=2,
+        M=64,
         N=300,
-        mask=Mask(seqlens_q=(150, 64), seqlens_k=(290, 67)),
+        mask=Mask(seqlens_q=(64, 40), seqlens_k=(290, 67)),
         dirty="nan",
         config="default",
     ),

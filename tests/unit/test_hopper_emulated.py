@@ -249,6 +249,10 @@ FAULTS = {
         "            scores = warpgroup_mma_wait(1, deps=(scores,))\n            p",
         "            scores = warpgroup_mma_wait(2, deps=(scores,))\n            p",
     ),
+    "sums of dk and dv are not handed on": (
+        "hopper_backward", "        is_handed_on(flag)\n", "",
+    ),
+    "sums of dq are not handed on": ("hopper_dq", "        is_handed_on(flag)\n", ""),
     "keys and values are not waited for": (
         "hopper_backward", "        mbarrier.wait(kv_full.index(0), 0)\n", "",
     ),
@@ -316,6 +320,8 @@ SHOWN_BY = (
     dataclasses.replace(PROBLEMS["full"], M=300, N=1000, D=128, Dv=128, config="default"),
     dataclasses.replace(PROBLEMS["full"], B=2, M=400, N=150, mask=_KEYS, dirty="nan"),
     dataclasses.replace(PROBLEMS["full"], B=2, N=150, mask=_KEYS, dirty="nan", config="default"),
+    # Programs share tiles.
+    dataclasses.replace(PROBLEMS["full"], M=300, N=600, H=2, config="default"),
     # Programs take turns.
     dataclasses.replace(PROBLEMS["full"], H=8, Hk=8, M=70, config="default"),
 )

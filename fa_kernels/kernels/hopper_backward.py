@@ -23,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fa_kernels.kernels.hopper_tiles import (
     PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
+    announce_sums,
     async_add,
     async_load,
     handed_rows,
-    is_handed_on,
     matrix,
     thread_barrier,
     wait_for_sums,
@@ -49,10 +49,9 @@ __all__ = ["hopper_backward_kernel"]
 
 # Kinds of query tiles, in the order they are taken in: of pairs that are not all visible; of those
 # that are but for keys past the end, which spoil dq, and no more than their own rows of dk and dv;
-# and all others.
+# and, by 0, all others.
 _EDGES: gl.constexpr = gl.constexpr(2)
 _PAST_END: gl.constexpr = gl.constexpr(1)
-_FULL: gl.constexpr = gl.constexpr(0)
 
 
 @gluon.jit
@@ -305,7 +304,7 @@ def _consume(
     if share[1] < last:
         gl.store(handed_rows(handed_ptr, first_handed, SHAPE, SUMS), dk)
         gl.store(handed_rows(handed_ptr, of_values, SHAPE, SUMS), dv)
-        is_handed_on(flag)
+        announce_sums(flag)
     else:
         rows = start_n + offs_wide
         columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))

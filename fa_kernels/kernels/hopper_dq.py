@@ -18,9 +18,9 @@ from fa_kernels.kernels.hopper_tiles import (
     PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
     add_product,
+    announce_sums,
     async_load,
     handed_rows,
-    is_handed_on,
     matrix,
     start_scores,
     wait_for_sums,
@@ -182,7 +182,7 @@ def _consume(
 
     if last < tiles[3]:
         gl.store(handed_rows(handed_ptr, first_handed, SHAPE, SUMS), dq)
-        is_handed_on(flag)
+        announce_sums(flag)
     else:
         # Rows without a visible key, padding rows too, may have been made of anything.
         live = gl.convert_layout(lse2, gl.SliceLayout(1, SUMS)) != float("inf")

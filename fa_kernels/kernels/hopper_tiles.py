@@ -22,10 +22,10 @@ __all__ = [
     "PROGRAMS_TOGETHER",
     "WARPGROUP_ROWS",
     "add_product",
+    "announce_sums",
     "async_add",
     "async_load",
     "handed_rows",
-    "is_handed_on",
     "matrix",
     "start_scores",
     "thread_barrier",
@@ -100,7 +100,7 @@ def wait_for_sums(flag):
 
 
 @gluon.jit
-def is_handed_on(flag):
+def announce_sums(flag):
     """Says so of what this warpgroup has stored."""
     thread_barrier()
     gl.atomic_add(flag, 1, sem="release")

@@ -250,9 +250,9 @@ FAULTS = {
         "            scores = warpgroup_mma_wait(2, deps=(scores,))\n            p",
     ),
     "sums of dk and dv are not handed on": (
-        "hopper_backward", "        is_handed_on(flag)\n", "",
+        "hopper_backward", "        announce_sums(flag)\n", "",
     ),
-    "sums of dq are not handed on": ("hopper_dq", "        is_handed_on(flag)\n", ""),
+    "sums of dq are not handed on": ("hopper_dq", "        announce_sums(flag)\n", ""),
     "keys and values are not waited for": (
         "hopper_backward", "        mbarrier.wait(kv_full.index(0), 0)\n", "",
     ),

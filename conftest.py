@@ -12,10 +12,12 @@ from pathlib import Path
 
 from properties import workers
 
-# Before torch and Triton are imported: a worker of several keeps to one GPU; kernels run on the GPU
-# if there is one, else in the interpreter. The fusion of multiply and add is pinned, because
-# Triton's default for it changes between versions.
+# Before torch, NumPy and Triton are imported: a worker of several keeps to one GPU, and to one
+# thread; kernels run on the GPU if there is one, else in the interpreter. The fusion of multiply
+# and add is pinned, because Triton's default for it changes between versions.
 workers.pin(os.environ)
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    workers.keep_to_one_thread(os.environ)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import hypothesis
@@ -91,10 +93,6 @@ _PARENT = hypothesis.settings.get_profile("default")
 for _name, _settings in PROFILES.items():
     hypothesis.settings.register_profile(_name, _PARENT, **_settings, **_ALWAYS)
 hypothesis.settings.load_profile("gate")
-
-# One process a core: threads inside it would only take turns.
-if os.environ.get("PYTEST_XDIST_WORKER"):
-    torch.set_num_threads(1)
 
 _LEDGER = Ledger()
 _COMPILED = [0]

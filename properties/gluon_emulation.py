@@ -7,10 +7,13 @@ the language is Triton's, as the interpreter has it.
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -127,9 +130,9 @@ def _is_bf16(x: torch.Tensor) -> bool:
 
 
 class _Emulation:
-    """Gluon's modules, for the machine of the program that runs."""
+    """Gluon's modules, for the machine of the launch that runs."""
 
-    def __init__(self, accumulator: str, seed: str) -> None:
+    def __init__(self, accumulator: str, seed: str, processors: int) -> None:
         import triton.language as tl
         from triton.runtime import interpreter
 
@@ -137,15 +140,31 @@ class _Emulation:
         self.error = interpreter.InterpreterError
         self.accumulator = getattr(tl, accumulator)
         self.seed = seed
-        self.programs = 0
-        self._looked: tuple[int, ...] = ()
-        self.start()
+        self.processors = processors
+        self.launches = 0
+        self.machine = Machine(seed)
 
-    def start(self) -> None:
-        """Shared memory and partitions of a program's own."""
-        self.programs += 1
-        self.machine = Machine(f"{self.seed}/{self.programs}")
-        self._allocated = 0
+    def launched(self, programs: Callable[..., None], kernel: Any) -> Callable[..., None]:
+        """A call of them all, as the interpreter launches the only program of a kernel."""
+        executor: Callable[..., None] = self._interpreter.GridExecutor(
+            programs, kernel.arg_names, (1,), kernel.pre_run_hooks
+        )
+        return executor
+
+    def run(self, program: Callable[[], None], grid: Sequence[int]) -> None:
+        """Runs a program for each place of a grid, as many at a time as there are processors."""
+        builder = self._interpreter.interpreter_builder
+        sizes = (*grid, 1, 1)[:3]
+        builder.set_grid_dim(*sizes)
+        places = list(np.ndindex(*sizes))
+        self.launches += 1
+        self._allocated: Counter[int] = Counter()
+        # By place in memory, whether what was added there last is behind what was stored before.
+        self._released: dict[int, bool] = {}
+        self.machine = Machine(
+            f"{self.seed}/{self.launches}", lambda number: builder.set_grid_idx(*places[number])
+        )
+        self.machine.run([program] * len(places), self.processors)
 
     def tensor(self, data: Any, dtype: Any) -> Any:
         handle = self._interpreter.TensorHandle(data.copy(), dtype)
@@ -191,28 +210,32 @@ class _Emulation:
     # What follows is called by kernels.
 
     def allocate(self, dtype: Any, shape: Sequence[Any], layout: object) -> Any:
-        self._allocated += 1
         shape = [int(x) for x in shape]
+        program = self.machine.now.program.number
+        self._allocated[program] += 1
         if isinstance(layout, _MBarrierLayout):
-            return _Barriers(self._allocated, shape[0])
+            return _Barriers(self._allocated[program], shape[0])
         data = np.empty(shape, self._interpreter._get_np_dtype(dtype))
         poison(data)
         return _Tile(self, data, dtype)
 
     def warp_specialize(self, parts: Sequence[Any], *_: object) -> None:
-        self.machine.run([partial(function, *given) for function, given in parts])
-        self.start()
+        self.machine.split([partial(function, *given) for function, given in parts])
 
-    def atomic_add(self, pointer: Any, value: Any, *others: Any, **options: Any) -> Any:
-        before = self._tl.atomic_add(pointer, value, *others, **options)
-        looked: tuple[int, ...] = ()
-        if not np.any(value.handle.data if hasattr(value, "handle") else value):
-            looked = (int(pointer.handle.data.item()), int(before.handle.data.item()))
-        # Programs run one after the other.
-        if looked and looked == self._looked:
-            raise DeadlockError("a program waits for what no program before it has written")
-        self._looked = looked
-        return before
+    def atomic_add(self, pointer: Any, value: Any, *others: Any, sem: str = "acq_rel") -> Any:
+        place, dtype = int(pointer.handle.data.item()), pointer.dtype.element_ty
+        add = partial(self._tl.atomic_add, pointer, value, *others, sem=sem)
+        if np.any(value.handle.data if hasattr(value, "handle") else value):
+            self.machine.pause()
+            before = add()
+            self._released[place] = sem in ("release", "acq_rel")
+            self.machine.pause()
+            return before
+        held = (ctypes.c_char * (dtype.primitive_bitwidth // 8)).from_address(place)
+        self.machine.look(place, lambda: held.raw)
+        if sem not in ("acquire", "acq_rel") or not self._released.get(place, True):
+            raise RaceError(f"{self.machine.now.name} reads what is not released, or not acquired")
+        return add()
 
     def _init(self, barrier: Barrier, count: int) -> None:
         barrier.init(int(count))
@@ -310,13 +333,21 @@ class Emulated:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
-            self._emulation.start()
             # Descriptors alone have blocks.
             given = [
                 self._emulation.described(x) if hasattr(x, "block_shape") else x for x in arguments
             ]
+            program = self._kernel.rewrite()
+
+            @wraps(program)
+            def programs(**converted: Any) -> None:
+                sizes = grid(converted) if callable(grid) else grid
+                self._emulation.run(partial(program, **converted), sizes)
+
+            # The interpreter calls it as it would call each of them.
+            programs.__signature__ = inspect.signature(program)  # type: ignore[attr-defined]
             try:
-                self._kernel[grid](*given, **constants)
+                self._emulation.launched(programs, self._kernel)(*given, **constants)
             except self._emulation.error as error:
                 if isinstance(error.__cause__, DeadlockError | RaceError):
                     raise error.__cause__ from None
@@ -330,6 +361,7 @@ def load(
     kernels: Sequence[str],
     accumulator: str = "float32",
     seed: str = "0",
+    processors: int = 1,
 ) -> list[Emulated]:
     """Kernels out of modules that import Gluon, to be launched on tensors of the CPU.
 
@@ -341,8 +373,9 @@ def load(
         kernels: Names of kernels.
         accumulator: What stands for float32 in them: "float32", or "float64" for the logic alone.
         seed: Of the order in which partitions run and copies come.
+        processors: How many programs run at a time.
     """
-    emulation = _Emulation(accumulator, seed)
+    emulation = _Emulation(accumulator, seed, processors)
     found: dict[str, Any] = {}
     with _replaced(emulation.modules()):
         for name, text in sources.items():

@@ -1,6 +1,6 @@
-"""A multiprocessor as far as warp-specialised kernels can tell: partitions, barriers, copies.
+"""A GPU as far as warp-specialised kernels can tell: programs, partitions, barriers, copies.
 
-Partitions of a program run one at a time and change places wherever they synchronise, in an order
+Partitions of programs run one at a time and change places wherever they synchronise, in an order
 that a seed decides. What is asynchronous happens as late as it may: a copy when the order says so,
 a product when it is waited for, with the bytes of its operands looked at twice. So what a kernel
 relies on without having waited for it is missing, or is noticed as a race.
@@ -20,8 +20,10 @@ __all__ = ["Barrier", "DeadlockError", "Machine", "Product", "RaceError", "poiso
 
 Array = npt.NDArray[Any]
 # How often, in turns, those who go first change, and a copy comes. Whoever goes first stays first
-# for a while, so that others fall as far behind as barriers let them.
+# for a while, so that others fall as far behind as barriers let them. Which programs do changes
+# seldom, so that one that begins last may end first.
 _CHANGES, _COPIES = 0.1, 0.05
+_PROGRAM_CHANGES = 0.001
 
 
 class DeadlockError(RuntimeError):
@@ -99,12 +101,22 @@ class Product:
         self.is_done = True
 
 
-class _Partition:
-    """One of the groups of warps: a thread, and what it has under way."""
+class _Program:
+    """One that runs, and those of its partitions that have begun."""
 
-    def __init__(self, number: int, run: Callable[[], None]) -> None:
-        self.name = f"partition {number}"
-        self.run = run
+    def __init__(self, number: int, name: str) -> None:
+        self.number, self.name = number, name
+        # The lowest goes first.
+        self.rank = 0.0
+        self.partitions: list[_Partition] = []
+
+
+class _Partition:
+    """One of the groups of warps of a program: a thread, and what it has under way."""
+
+    def __init__(self, number: int, program: _Program) -> None:
+        self.name = f"partition {number}{program.name}"
+        self.program = program
         self.turn = threading.Semaphore(0)
         self.waits_for: Callable[[], bool] = lambda: True
         self.reason = "its first turn"
@@ -112,15 +124,21 @@ class _Partition:
         self.products: list[Product] = []
         self.additions: list[Callable[[], None]] = []
         self.unfenced: list[Array] = []
+        # What it has seen of memory, and where, when it last looked.
+        self.looked: tuple[int, object] | None = None
 
 
 class Machine:
-    """What one program has: its partitions, what they wrote last, and copies under way."""
+    """What a launch has: programs, their partitions, what they wrote last, copies under way."""
 
-    def __init__(self, seed: str) -> None:
+    def __init__(self, seed: str, resumed: Callable[[int], None] = lambda program: None) -> None:
+        """``resumed`` is told which program it is that goes on."""
         self._random = random.Random(seed)
-        self._partitions: list[_Partition] = []
-        self._copies: list[Callable[[], None]] = []
+        self._resumed = resumed
+        # Who goes first stands first.
+        self._running: list[_Partition] = []
+        self._copies: list[tuple[_Program, Callable[[], None]]] = []
+        self._threads: list[threading.Thread] = []
         self._main = threading.Semaphore(0)
         self._error: BaseException | None = None
         self._now: _Partition | None = None
@@ -128,59 +146,98 @@ class Machine:
     @property
     def now(self) -> _Partition:
         """The partition that runs."""
-        assert self._now is not None, "outside of warp_specialize"
+        assert self._now is not None, "outside of a program"
         return self._now
 
-    def run(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Runs all partitions to their ends.
+    def run(self, programs: Sequence[Callable[[], None]], at_once: int = 1) -> None:
+        """Runs all programs to their ends, begun in their order, so many at a time.
 
         Raises:
-            DeadlockError: They wait for each other.
+            DeadlockError: They, or their partitions, wait for each other.
             RaceError: What they do is not ordered.
         """
-        self._partitions = [_Partition(i, run) for i, run in enumerate(functions)]
-        threads = [
-            threading.Thread(target=self._thread, args=(x,), daemon=True) for x in self._partitions
-        ]
-        for thread in threads:
-            thread.start()
-        order = list(self._partitions)
-        while self._error is None and not all(x.is_over for x in self._partitions):
-            if self._random.random() < _CHANGES:
-                self._random.shuffle(order)
-            ready = [x for x in order if not x.is_over and x.waits_for()]
-            if self._copies and (not ready or self._random.random() < _COPIES):
-                self._copies.pop(self._random.randrange(len(self._copies)))()
-            elif ready:
-                self._now = ready[0]
-                self._now.turn.release()
-                self._main.acquire()
-            else:
-                waiting = [x for x in self._partitions if not x.is_over]
-                waits = "; ".join(f"{x.name} waits for {x.reason}" for x in waiting)
-                self._error = DeadlockError(waits)
-        for partition in self._partitions:
+        named = len(programs) > 1
+        left = [_Program(i, f" of program {i}" if named else "") for i in range(len(programs))]
+        left.reverse()
+        self._rank(left)
+        while self._error is None and (left or self._running):
+            while left and len({x.program.number for x in self._running}) < at_once:
+                self._begin(left[-1], programs[left.pop().number])
+            self._turn()
+        for partition in self._running:
             partition.turn.release()
-        for thread in threads:
+        for thread in self._threads:
             thread.join()
         if self._error is not None:
             raise self._error
-        if self._copies:
-            raise RaceError(f"{len(self._copies)} copies into shared memory outlive the program")
 
-    def _thread(self, partition: _Partition) -> None:
+    def _rank(self, programs: Sequence[_Program]) -> None:
+        """Decides which of them go first: all alike, in some order, or the youngest."""
+        kind = self._random.randrange(3)
+        for program in programs:
+            program.rank = (0.0, self._random.random(), -program.number)[kind]
+
+    def _turn(self) -> None:
+        """Has a partition run until it pauses, or a copy come."""
+        if self._random.random() < _PROGRAM_CHANGES:
+            self._rank([x.program for x in self._running])
+        if self._random.random() < _CHANGES:
+            self._random.shuffle(self._running)
+        self._running.sort(key=lambda x: x.program.rank)
+        ready = next((x for x in self._running if x.waits_for()), None)
+        if self._copies and (ready is None or self._random.random() < _COPIES):
+            self._copies.pop(self._random.randrange(len(self._copies)))[1]()
+        elif ready is not None:
+            self._now = ready
+            self._resumed(ready.program.number)
+            ready.turn.release()
+            self._main.acquire()
+        else:
+            waits = (f"{x.name} waits for {x.reason}" for x in self._by_name())
+            self._error = DeadlockError("; ".join(waits))
+
+    def _by_name(self) -> list[_Partition]:
+        return sorted(self._running, key=lambda x: (x.program.number, x.name))
+
+    def _begin(self, program: _Program, run: Callable[[], None]) -> _Partition:
+        """One more partition of a program; the first one is the program until it splits."""
+        partition = _Partition(len(program.partitions), program)
+        program.partitions.append(partition)
+        self._running.insert(self._random.randrange(len(self._running) + 1), partition)
+        thread = threading.Thread(target=self._thread, args=(partition, run), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return partition
+
+    def _thread(self, partition: _Partition, run: Callable[[], None]) -> None:
         partition.turn.acquire()
         try:
             # NumPy's is of the thread.
             with np.errstate(all="ignore"):
                 if self._error is None:
-                    partition.run()
-            if self._error is None and partition.additions:
-                raise RaceError(f"{partition.name} ends before what it adds to memory is read")
+                    run()
+            if self._error is None:
+                self._check_end(partition)
         except BaseException as error:
             self._error = self._error or error
         partition.is_over = True
+        if self._error is None:
+            self._running.remove(partition)
         self._main.release()
+
+    def _check_end(self, partition: _Partition) -> None:
+        if partition.additions:
+            raise RaceError(f"{partition.name} ends before what it adds to memory is read")
+        program = partition.program
+        copies = sum(x is program for x, _ in self._copies)
+        if copies and partition is program.partitions[0]:
+            raise RaceError(f"{copies} copies into shared memory outlive the program")
+
+    def split(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Runs them side by side to their ends: the first here, the others as partitions."""
+        others = [self._begin(self.now.program, run) for run in functions[1:]]
+        functions[0]()
+        self.pause(lambda: all(x.is_over for x in others), "the others' ends")
 
     def pause(self, until: Callable[[], bool] = lambda: True, reason: str = "a turn") -> None:
         """Lets others run, at least until something holds."""
@@ -190,6 +247,19 @@ class Machine:
         partition.turn.acquire()
         if self._error is not None:
             raise self._error
+
+    def look(self, place: int, read: Callable[[], object]) -> None:
+        """Before memory is read that others write: lets them run.
+
+        Who finds there what it found when it last looked waits until that changes, so that a loop
+        that nobody will end is noticed.
+        """
+        self.pause()
+        partition = self.now
+        before = read()
+        if partition.looked == (place, before):
+            self.pause(lambda: read() != before, "memory that nobody writes")
+        partition.looked = place, read()
 
     def wait(self, barrier: Barrier, phase: int) -> None:
         """Until the phase of that parity is over.
@@ -209,7 +279,7 @@ class Machine:
             target[...] = values
             barrier.come(size)
 
-        self._copies.append(arrive)
+        self._copies.append((self.now.program, arrive))
         self.pause()
 
     def wrote(self, target: Array) -> None:
@@ -218,8 +288,7 @@ class Machine:
 
     def fence(self) -> None:
         """What was stored before is seen by what is asynchronous."""
-        if self._now is not None:
-            self._now.unfenced.clear()
+        self.now.unfenced.clear()
 
     def check_fenced(self, source: Array) -> None:
         """Before something asynchronous reads it.
@@ -227,7 +296,7 @@ class Machine:
         Raises:
             RaceError: Somebody has stored there, and no fence since.
         """
-        for partition in self._partitions:
+        for partition in self.now.program.partitions:
             if any(np.may_share_memory(source, x) for x in partition.unfenced):
                 raise RaceError(f"{partition.name} has no fence behind a store that is read then")
 

@@ -1,6 +1,7 @@
 """How many worker processes a machine takes, and which GPU each of them uses.
 
-Runs before torch is imported, and imports nothing that would: CUDA reads its variables once.
+And how many threads each has. Runs before torch and NumPy are imported, and imports nothing that
+would: CUDA and OpenBLAS read their variables once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ import re
 import subprocess
 from collections.abc import Mapping, MutableMapping
 
-__all__ = ["auto_workers", "num_workers", "pin", "sharing", "visible_gpus"]
+__all__ = [
+    "auto_workers",
+    "keep_to_one_thread",
+    "num_workers",
+    "pin",
+    "sharing",
+    "visible_gpus",
+]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # The GPUs of the whole run, comma-separated: the first process finds them, its workers inherit it.
@@ -53,6 +61,16 @@ def pin(environ: MutableMapping[str, str]) -> None:
     worker = re.fullmatch(r"gw(\d+)", environ.get("PYTEST_XDIST_WORKER", ""))
     if worker and len(gpus) > 1 and not narrowed:
         environ[VISIBLE] = gpus[int(worker[1]) % len(gpus)]
+
+
+def keep_to_one_thread(environ: MutableMapping[str, str]) -> None:
+    """Has a process's products of matrices take one thread, unless the variable says otherwise.
+
+    For processes that share a machine's CPUs: the threads of one would wait, busily, for the CPUs
+    that others have. NumPy's OpenBLAS reads it too, and asks nobody else; both do when they are
+    imported.
+    """
+    environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def sharing(environ: Mapping[str, str]) -> int:

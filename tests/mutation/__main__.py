@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from properties.workers import keep_to_one_thread
 from tests.mutation.blind import BLIND
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.faults import FAULTS
@@ -31,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     kernels = sources_of(PACKAGE)
     found: list[Outcome] = []
+    # Forks share the CPUs.
+    keep_to_one_thread(os.environ)
     # Before anything imports what the referee is made of.
     if "referee" in options.sources:
         found += _referee(options)

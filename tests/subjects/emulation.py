@@ -47,7 +47,7 @@ def emulate(
     hopper = importlib.import_module(f"{package.__name__}.hopper")
     prefix = f"{package.__name__}.kernels"
     sources = {f"{prefix}.{name}": text for name, text in (texts or texts_of(package)).items()}
-    kernels = load(sources, _KERNELS, accumulator, seed)
+    kernels = load(sources, _KERNELS, accumulator, seed, _PROCESSORS)
     replace(hopper, "_kernels", lambda: kernels)
     replace(hopper, "is_there", lambda _device: True)
     replace(hopper, "processors", lambda _device: _PROCESSORS)

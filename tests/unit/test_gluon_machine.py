@@ -19,7 +19,7 @@ def barrier(name: str, count: int = 1) -> Barrier:
 def ran(*functions, seed: str = "0") -> Machine:
     """The machine after the functions, which are given it."""
     machine = Machine(seed)
-    machine.run([lambda f=f: f(machine) for f in functions])
+    machine.run([lambda: machine.split([lambda f=f: f(machine) for f in functions])])
     return machine
 
 
@@ -177,3 +177,98 @@ def test_the_seed_alone_decides_the_order():
     traces = [trace(str(seed)) for seed in range(4)]
     assert traces[0] == trace("0")
     assert len({tuple(x) for x in traces}) == 4
+
+
+def test_programs_begin_in_order_and_no_more_than_so_many_run_at_a_time():
+    def most_at_once(seed):
+        machine, begun, running, most = Machine(seed), [], set(), []
+
+        def program(number):
+            begun.append(number)
+            running.add(number)
+            most.append(len(running))
+            for _ in range(20):
+                machine.pause()
+            running.remove(number)
+
+        machine.run([lambda i=i: program(i) for i in range(7)], at_once=3)
+        assert sorted(begun) == list(range(7))
+        # Those that are there at once may take their first turns in any order.
+        assert all(number - i < 3 for i, number in enumerate(begun))
+        return max(most)
+
+    assert max(most_at_once(str(seed)) for seed in range(12)) == 3
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2", "3"])
+def test_who_goes_on_is_told_of(seed):
+    told, machine = [], Machine(seed, lambda number: told.append(number))
+
+    def program(number):
+        for _ in range(5):
+            assert told[-1] == number
+            machine.pause()
+
+    machine.run([lambda i=i: program(i) for i in range(4)], at_once=2)
+    assert set(told) == set(range(4))
+
+
+def test_programs_that_begin_last_may_end_first():
+    def ends(seed):
+        machine, ended = Machine(seed), []
+
+        def program(number):
+            for _ in range(5):
+                machine.pause()
+            ended.append(number)
+
+        machine.run([lambda i=i: program(i) for i in range(6)], at_once=3)
+        return ended
+
+    assert any(ends(str(seed))[-1] == 0 for seed in range(8))
+
+
+def spin(machine, memory):
+    while True:
+        machine.look(0, lambda: memory[0])
+        if memory[0]:
+            return
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2", "3"])
+def test_what_is_looked_at_until_it_changes_is_waited_for(seed):
+    machine, memory = Machine(seed), [0]
+
+    def write():
+        for _ in range(20):
+            machine.pause()
+        memory[0] = 1
+
+    machine.run([lambda: spin(machine, memory), write], at_once=2)
+
+
+def test_programs_that_wait_for_memory_that_nobody_writes_are_named():
+    said = "partition 0 of program 1 waits for memory that nobody writes"
+    machine = Machine("0")
+    with pytest.raises(DeadlockError, match=f"^{said}$"):
+        machine.run([lambda: None, lambda: spin(machine, [0])], at_once=2)
+
+
+def test_who_waits_for_a_program_that_cannot_begin_waits_for_ever():
+    machine, memory = Machine("0"), [0]
+
+    def write():
+        memory[0] = 1
+
+    with pytest.raises(DeadlockError, match="program 0 waits for memory"):
+        machine.run([lambda: spin(machine, memory), write], at_once=1)
+
+
+def test_who_splits_waits_for_the_others_and_goes_on():
+    def program(machine):
+        seen = []
+        machine.split([lambda: seen.append(0), lambda: (machine.pause(), seen.append(1))])
+        assert sorted(seen) == [0, 1]
+
+    machine = Machine("0")
+    machine.run([lambda: program(machine)])

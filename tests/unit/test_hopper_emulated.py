@@ -253,6 +253,26 @@ FAULTS = {
         "hopper_backward", "        announce_sums(flag)\n", "",
     ),
     "sums of dq are not handed on": ("hopper_dq", "        announce_sums(flag)\n", ""),
+    "sums of dk and dv are not waited for": (
+        "hopper_backward", "        wait_for_sums(flag)\n", "",
+    ),
+    "sums of dq are not waited for": ("hopper_dq", "        wait_for_sums(flag)\n", ""),
+    "sums are handed on before they are written": (
+        "hopper_backward",
+        "        gl.store(handed_rows(handed_ptr, of_values, SHAPE, SUMS), dv)\n"
+        "        announce_sums(flag)\n",
+        "        announce_sums(flag)\n"
+        "        gl.store(handed_rows(handed_ptr, of_values, SHAPE, SUMS), dv)\n",
+    ),
+    "sums are waited for, and not acquired": (
+        "hopper_tiles", 'add(flag, 0, sem="acquire")', 'add(flag, 0, sem="relaxed")',
+    ),
+    "sums are announced, and not released": (
+        "hopper_tiles", 'add(flag, 1, sem="release")', 'add(flag, 1, sem="relaxed")',
+    ),
+    "two programs have a turn": (
+        "hopper_forward", "gl.atomic_add(counter_ptr, 1,", "gl.atomic_add(counter_ptr, 0,",
+    ),
     "keys and values are not waited for": (
         "hopper_backward", "        mbarrier.wait(kv_full.index(0), 0)\n", "",
     ),

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from properties import workers
-from properties.workers import auto_workers, num_workers, pin, sharing, visible_gpus
+from properties.workers import (
+    auto_workers,
+    keep_to_one_thread,
+    num_workers,
+    pin,
+    sharing,
+    visible_gpus,
+)
 
 ROOT = Path(__file__).parents[2]
 THREE = "GPU 0: A (UUID: GPU-a)\nGPU 1: A (UUID: b)\n  MIG 1g Device 0: (UUID: c)\nGPU 2: B"
@@ -193,3 +200,26 @@ def test_xdists_own_variable_goes_first(machine):
 def test_choosing_a_gpu_does_not_import_torch():
     code = "import sys, properties.workers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_number_of_threads_that_is_given_stays():
+    environ = {"OMP_NUM_THREADS": "3"}
+    keep_to_one_thread(environ)
+    assert environ == {"OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize(("worker", "alone"), [("gw0", True), ("", False)])
+def test_a_worker_has_one_thread_for_products(worker, alone):
+    code = (
+        "import conftest, os, numpy, torch; x = numpy.ones((999, 999)); x @ x\n"
+        "print(torch.get_num_threads(), len(os.listdir('/proc/self/task')))"
+    )
+    environ = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ |= {"PYTEST_XDIST_WORKER": worker, "PYTHONPATH": "."}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True
+    )
+    threads = run.stdout.split()
+    assert (threads == ["1", "1"]) is alone, run

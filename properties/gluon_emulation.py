@@ -77,6 +77,7 @@ class _Tile:
 
     def store(self, value: Any) -> None:
         self._emulation.machine.pause()
+        self._emulation.work["stored"] += self.data.size
         assert value.dtype == self.dtype or not value.shape
         self.data[...] = value.handle.data
         self._emulation.machine.wrote(self.data)
@@ -95,7 +96,8 @@ class _Barriers:
 class _Described:
     """A tensor in global memory as TMA sees it: in blocks, with zeros past its end."""
 
-    def __init__(self, descriptor: Any, dtype: Any) -> None:
+    def __init__(self, name: str, descriptor: Any, dtype: Any) -> None:
+        self.name = name
         self._base = descriptor.base.detach().as_strided(descriptor.shape, descriptor.strides)
         self.dtype = dtype
         self.layout = descriptor.layout
@@ -142,6 +144,7 @@ class _Emulation:
         self.seed = seed
         self.processors = processors
         self.launches = 0
+        self.work: Counter[str] = Counter()
         self.machine = Machine(seed)
 
     def launched(self, programs: Callable[..., None], kernel: Any) -> Callable[..., None]:
@@ -164,15 +167,17 @@ class _Emulation:
         self.machine = Machine(
             f"{self.seed}/{self.launches}", lambda number: builder.set_grid_idx(*places[number])
         )
+        self.work["programs"] += len(places)
         self.machine.run([program] * len(places), self.processors)
 
     def tensor(self, data: Any, dtype: Any) -> Any:
         handle = self._interpreter.TensorHandle(data.copy(), dtype)
         return self._tl.tensor(handle, self._tl.block_type(dtype, list(data.shape)))
 
-    def described(self, descriptor: Any) -> _Described:
-        name = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-        return _Described(descriptor, getattr(self._tl, name.get(descriptor.base.dtype, "float64")))
+    def described(self, name: str, descriptor: Any) -> _Described:
+        of = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+        dtype = getattr(self._tl, of.get(descriptor.base.dtype, "float64"))
+        return _Described(name, descriptor, dtype)
 
     def modules(self) -> dict[str, ModuleType]:
         """By the names that kernels import."""
@@ -210,12 +215,12 @@ class _Emulation:
     # What follows is called by kernels.
 
     def allocate(self, dtype: Any, shape: Sequence[Any], layout: object) -> Any:
-        shape = [int(x) for x in shape]
         program = self.machine.now.program.number
         self._allocated[program] += 1
+        data = np.empty([int(x) for x in shape], self._interpreter._get_np_dtype(dtype))
+        self.work["shared"] += data.nbytes
         if isinstance(layout, _MBarrierLayout):
-            return _Barriers(self._allocated[program], shape[0])
-        data = np.empty(shape, self._interpreter._get_np_dtype(dtype))
+            return _Barriers(self._allocated[program], len(data))
         poison(data)
         return _Tile(self, data, dtype)
 
@@ -251,6 +256,7 @@ class _Emulation:
         barrier.arrive(int(count))
 
     def _async_load(self, source: _Described, place: Any, barrier: Barrier, target: _Tile) -> None:
+        self.work[source.name] += 1
         values = source.block(place)
         assert list(values.shape) == target.shape
         self.machine.copy(target.data, values, source.block_type.nbytes, barrier)
@@ -276,6 +282,7 @@ class _Emulation:
                 left, right, before, input_precision="ieee", out_dtype=self.accumulator
             )
 
+        self.work["products"] += 1
         product = Product([x.data for x in shared], make)
         self.machine.issue(product)
         if is_async:
@@ -326,17 +333,26 @@ class _Language(ModuleType):
 
 
 class Emulated:
-    """A kernel that is launched as a compiled one is, by ``[grid]``."""
+    """A kernel that is launched as a compiled one is, by ``[grid]``.
+
+    Attributes:
+        work: Of all its launches, the number of "programs", of "products", of numbers "stored" in
+            shared memory, bytes of that ("shared") of all programs, and copies by TMA of each of
+            its parameters, by name.
+    """
 
     def __init__(self, kernel: Any, emulation: _Emulation) -> None:
         self._kernel, self._emulation = kernel, emulation
+        self.work: Counter[str] = Counter()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
             # Descriptors alone have blocks.
             given = [
-                self._emulation.described(x) if hasattr(x, "block_shape") else x for x in arguments
+                self._emulation.described(name, x) if hasattr(x, "block_shape") else x
+                for name, x in zip(self._kernel.arg_names, arguments, strict=False)
             ]
+            self._emulation.work = self.work
             program = self._kernel.rewrite()
 
             @wraps(program)

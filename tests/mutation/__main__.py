@@ -104,12 +104,13 @@ def _kernels(
     interpret()
     from tests.mutation.asked_first import asked_first, remember
     from tests.mutation.hopper import ON_HOPPER
-    from tests.mutation.trials import ORDINARY, STEPS
+    from tests.mutation.trials import ORDINARY, QUICK, STEPS
     from tests.mutation.verdict import asked, judged_kernels, warmed
     from tests.subjects.emulation import emulate
 
     # Subtle faults are about what companions see that the bound does not: nothing else is asked.
     of_sources = {"subtle": ORDINARY, "hopper": ON_HOPPER}
+    units = {"subtle": -1, "hopper": len(ON_HOPPER) - 1}
     lists = {source: of_sources.get(source, STEPS) for source, _ in chosen}
     questions = {steps: asked(steps) for steps in set(lists.values())}
     warmed(next(iter(questions.values())))
@@ -118,7 +119,7 @@ def _kernels(
         partial(
             judged_kernels, kernels, mutant, lists[source], questions[lists[source]],
             first=firsts.get(mutant.name, "") if source == "faults" else "",
-            full=options.full, unit_tests=source not in of_sources,
+            full=options.full, units=units.get(source, len(QUICK)),
             prepare=emulate if source == "hopper" else None,
         )
         for source, mutant in chosen

@@ -333,7 +333,7 @@ def main(name: str) -> None:
     (chosen,) = (x for x in HARDWARE if x.mutant.name == name)
     questions = asked(chosen.steps)
     sources = sources_of(PACKAGE)
-    verdict = judged_kernels(sources, chosen.mutant, chosen.steps, questions, unit_tests=False)
+    verdict = judged_kernels(sources, chosen.mutant, chosen.steps, questions, units=-1)
     print(json.dumps(asdict(verdict)))
 
 

@@ -41,6 +41,9 @@ TESTED_ALONE = tuple(
     )
 )
 
+# What they do for nothing where they are emulated.
+ON_HOPPER = ("tests/unit/test_hopper_work.py",)
+
 _TESTS_OF_KERNELS = {
     "fa_kernels/kernels/tile_kinds.py": ("block_map",),
     "fa_kernels/kernels/block_lists.py": ("block_mask",),
@@ -80,6 +83,8 @@ def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
         del sys.modules[name]
     for name, module in copies.items():
         sys.modules[PACKAGE + name.removeprefix(package.__name__)] = module
+    if all(path.startswith("fa_kernels/kernels/hopper_") for path in edited):
+        return first_failure(ON_HOPPER)
     of_kernels = all(path.startswith("fa_kernels/kernels/") for path in edited)
     more = [file for file in OF_THE_CALL if file in about or not of_kernels]
     return first_failure(sorted((*FILES, *more), key=lambda file: file not in about))

@@ -63,7 +63,7 @@ def judged_kernels(
     *,
     first: str = "",
     full: bool = False,
-    unit_tests: bool = True,
+    units: int = len(QUICK),
     prepare: Callable[[ModuleType], None] | None = None,
 ) -> Verdict:
     """Loads a mutant of ``fa_kernels`` and asks it the questions.
@@ -77,13 +77,13 @@ def judged_kernels(
         questions: Those of the steps.
         first: The problem of the step that is asked first, as JSON, or "unit tests".
         full: Go on after the first kill, to know every check that fails.
-        unit_tests: Ask the unit tests too where the questions leave it alive.
+        units: Which step the unit tests come before, that are asked where it is alive then; -1: no.
         prepare: What is done to the package before it is asked.
     """
     started = time.monotonic()
     verdict = Verdict()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        kills = _kills(sources, mutant, steps, questions, first, Path(folder), unit_tests, prepare)
+        kills = _kills(sources, mutant, steps, questions, first, Path(folder), units, prepare)
         for kill in kills:
             if not verdict.kills:
                 verdict.seconds = time.monotonic() - started
@@ -101,7 +101,7 @@ def _kills(
     questions: Sequence[Question],
     first: str,
     folder: Path,
-    unit_tests: bool,
+    units: int,
     prepare: Callable[[ModuleType], None] | None,
 ) -> Iterator[Kill]:
     try:
@@ -112,11 +112,10 @@ def _kills(
         yield Kill("raised", -1, f"{type(error).__name__}: {error}"[:500])
         return
     subject = Subject.of(adapted(package), "mutant")
-    units = len(QUICK) if unit_tests else -1
     edited = {edit.file for edit in mutant.edits}
     if units > _FIRST and not edited.isdisjoint(TESTED_ALONE):
         units = _FIRST
-    if first == UNIT_TESTS and unit_tests:
+    if first == UNIT_TESTS and units >= 0:
         yield from _of_unit_tests(package, edited, units)
         units = -1
     order = sorted(range(len(steps)), key=lambda i: (steps[i].problem.to_json() != first, i))

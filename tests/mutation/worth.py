@@ -54,7 +54,7 @@ def main() -> int:
     works = [
         partial(
             judged_kernels, sources, mutants[name], (steps[companion],), questions[companion],
-            full=True, unit_tests=False,
+            full=True, units=-1,
         )
         for companion, (name, _) in WORTH.items()
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from properties.gluon_emulation import load
+from properties.gluon_emulation import Emulated, load
 
 __all__ = ["MODULES", "emulate", "texts_of"]
 
@@ -34,7 +34,7 @@ def emulate(
     accumulator: str = "float32",
     seed: str = "0",
     replace: Callable[[Any, str, Any], None] = setattr,
-) -> None:
+) -> list[Emulated]:
     """Has calls of a package, ``fa_kernels`` or a copy of it, run there what would run on Hopper.
 
     Args:
@@ -43,6 +43,9 @@ def emulate(
         accumulator: "float64" has float64 inputs run there, and nothing else.
         seed: Of the order of events.
         replace: Sets an attribute.
+
+    Returns:
+        Its kernels: forward, backward, dq.
     """
     hopper = importlib.import_module(f"{package.__name__}.hopper")
     prefix = f"{package.__name__}.kernels"
@@ -53,3 +56,4 @@ def emulate(
     replace(hopper, "processors", lambda _device: _PROCESSORS)
     if accumulator == "float64":
         replace(hopper, "takes_shapes", lambda dtype, *_: dtype == torch.float64)
+    return kernels

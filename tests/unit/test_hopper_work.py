@@ -1,0 +1,182 @@
+"""How much the kernels for Hopper do, where they are emulated: no tile that nobody sees is loaded.
+
+What only takes longer no result shows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import fa_kernels
+from fa_kernels import flash_attention, hopper
+from oracles.mask import Mask
+from tests.subjects.emulation import emulate
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
+
+KEYS = 128
+MASKS = {
+    "full": Mask(),
+    "causal": Mask(causal=True),
+    "window": Mask(window_left=100, window_right=30),
+    "padded": Mask(seqlens_q=(300, 130), seqlens_k=(0, 257)),
+    "padded, causal": Mask(causal=True, seqlens_q=(90, 300), seqlens_k=(280, 128)),
+}
+each_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+each_head_dim = pytest.mark.parametrize("D", [64, 128])
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Forward, backward and dq, emulated in the place of the portable ones."""
+    return emulate(fa_kernels, replace=monkeypatch.setattr)
+
+
+def ran(mask: Mask, D: int, backward: str, M: int = 300, N: int = 290, H: int = 2) -> torch.Tensor:
+    """Forward and backward of two batch entries and one kv head; what is seen (B,M,N)."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, length, D, generator=generator).half().requires_grad_()
+        for heads, length in ((H, M), (1, N), (1, N))
+    )
+    out = flash_attention(q, k, v, mask=mask, backward=backward)
+    out.backward(torch.ones_like(out))
+    return mask.dense(2, 1, M, N).expand(2, 1, M, N)[:, 0]
+
+
+def tiles_seen(seen: torch.Tensor, starts: list[int], rows: int, keys: int) -> list[list[int]]:
+    """Of each batch entry and tile of rows, how many tiles of keys it has a visible pair with.
+
+    Those between two that it has are counted: tiles follow each other.
+    """
+    found = []
+    for entry in seen:
+        of_entry = []
+        for start in starts:
+            places = entry[start : start + rows].any(0).nonzero().flatten().tolist()
+            of_entry.append(places[-1] // keys - places[0] // keys + 1 if places else 0)
+        found.append(of_entry)
+    return found
+
+
+def padded_tiles(mask: Mask, seen: torch.Tensor, starts: list[int], rows: int) -> list[list[int]]:
+    """Of each batch entry and tile of rows, how many of the tiles it has keys in hold padding."""
+    _, lengths = mask.lengths(2, 300, 290)
+    return [
+        [
+            sum(
+                length < min(start + KEYS, 290)
+                for start in range(0, 290, KEYS)
+                if entry[first : first + rows, start : start + KEYS].any()
+            )
+            for first in starts
+        ]
+        for entry, length in zip(seen, lengths, strict=True)
+    ]
+
+
+def is_alike(mask: Mask) -> bool:
+    return mask.right is None and mask.window_left is None
+
+
+def weighted(counts: list[list[int]], weights: list[int]) -> int:
+    return sum(x * w for of_entry in counts for x, w in zip(of_entry, weights, strict=True))
+
+
+def total(counts: list[list[int]]) -> int:
+    return sum(map(sum, counts))
+
+
+@each_mask
+@each_head_dim
+def test_the_forward_loads_and_multiplies_tiles_that_are_seen(mask, D, kernels):
+    seen = ran(mask, D, "two_pass")
+    rows, keys = hopper.forward_tile(D)
+    consumers = rows // 64
+    tiles, narrow = hopper.query_tiles(300, 4, consumers, 4, is_alike(mask))
+    starts = [(i * consumers - min(i, narrow)) * 64 for i in range(tiles)]
+    counts = tiles_seen(seen, starts, rows, keys)
+    # Both heads of q.
+    assert kernels[0].work["k_desc"] == kernels[0].work["v_desc"] == 2 * total(counts)
+    active = [consumers - (i < narrow) for i in range(tiles)]
+    assert kernels[0].work["products"] == 2 * 2 * weighted(counts, active)
+    # Values of padding, and whose turn it is.
+    cleared = weighted(padded_tiles(mask, seen, starts, rows), active)
+    turns = (4 * tiles + kernels[0].work["programs"]) * consumers
+    assert kernels[0].work["stored"] == 2 * cleared * KEYS * D + turns
+
+
+@each_mask
+@each_head_dim
+@pytest.mark.parametrize(("backward", "products"), [("one_pass", 6), ("two_pass", 4)])
+def test_the_backward_loads_and_multiplies_tiles_that_are_seen(
+    mask, D, backward, products, kernels
+):
+    seen = ran(mask, D, backward)
+    rows = {64: 128, 128: 64}[D]
+    counts = tiles_seen(seen.mT, list(range(0, 290, KEYS)), KEYS, rows)
+    steps = 2 * total(counts)
+    work = kernels[1].work
+    assert work["q_desc"] == work["dout_desc"] == steps
+    # Every program makes scores before it knows whether there is a tile.
+    each, shares = hopper.tile_shares(6, 4) if is_alike(mask) else (1, 1)
+    programs = 6 + each * (shares - 1)
+    assert work["programs"] == programs
+    assert work["products"] == 2 * (steps * products + programs)
+    # Of two halves; not of tiles that nobody sees.
+    used = work["k_desc"] // 2
+    assert work["k_desc"] == work["v_desc"] == 2 * used
+    assert sum(map(bool, (*counts[0], *counts[1]))) <= used <= programs
+
+
+@each_mask
+@each_head_dim
+def test_dq_loads_and_multiplies_tiles_that_are_seen(mask, D, kernels):
+    seen = ran(mask, D, "two_pass", H=1)
+    starts = list(range(0, 300, 128))
+    counts = tiles_seen(seen, starts, 128, KEYS)
+    # Where all are alike two of six are shared.
+    assert hopper.tile_shares(6, 4) != (1, 1)
+    work = kernels[2].work
+    assert work["k_desc"] == work["v_desc"] == total(counts)
+    assert work["products"] == 2 * 3 * total(counts)
+    # Keys of padding, by either consumer.
+    cleared = total(padded_tiles(mask, seen, starts, 128))
+    assert work["stored"] == 2 * cleared * KEYS * D
+
+
+@each_head_dim
+@pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
+def test_the_backward_clears_nothing_where_nothing_is_dead(D, backward, kernels):
+    ran(Mask(), D, backward, M=256)
+    rows = {64: 128, 128: 64}[D]
+    # lse2 and delta; dS and a block of dq of either consumer.
+    stored = 2 * rows + (2 * (rows * 64 + 64 * 64) if backward == "one_pass" else 0)
+    work = kernels[1].work
+    assert work["stored"] == work["q_desc"] * stored
+
+
+# 64 rows of 64 columns of 16 bits; a barrier.
+BLOCK, BARRIER = 8192, 8
+# Blocks, then other bytes, by kernel and head_dim: numbers of rows or a turn, barriers.
+SHARED = {
+    ("forward", 64): (3 + 3 * (2 + 2), 3 * 4 + (2 * 3 + 4 * 3) * BARRIER),
+    ("forward", 128): (2 * (2 + 2 * (2 + 2)), 2 * 4 + (2 * 2 + 4 * 2) * BARRIER),
+    # Keys and values; queries and dout; dS, and sums of 32 bits: a block's each of 64 keys.
+    ("one_pass", 64): (4 + 8 + 8 + 4, 2 * 2 * 128 * 4 + 9 * BARRIER),
+    ("one_pass", 128): (8 + 8 + 4 + 4, 2 * 2 * 64 * 4 + 9 * BARRIER),
+    ("dq", 64): (2 + 2 + 4 * (2 + 2), (2 + 3 * 4) * BARRIER),
+    ("dq", 128): (2 * (2 + 2 + 2 * (2 + 2)), (2 + 3 * 2) * BARRIER),
+}
+
+
+@each_head_dim
+@pytest.mark.parametrize(("name", "place"), [("forward", 0), ("one_pass", 1), ("dq", 2)])
+def test_shared_memory_is_for_tiles_rows_and_barriers(name, place, D, kernels):
+    ran(Mask(), D, "two_pass" if name == "dq" else "one_pass")
+    blocks, others = SHARED[name, D]
+    work = kernels[place].work
+    assert work["shared"] == work["programs"] * (blocks * BLOCK + others)

@@ -56,6 +56,20 @@ MATMUL = 8192
 RESULTS = Path(__file__).parents[1] / "results"
 
 
+def _order(names: Sequence[str], turn: int) -> list[str]:
+    """The order of a round: over as many as there are names, nobody follows the same one often.
+
+    What comes after a slow one finds a cooler GPU, and what comes after one that keeps the GPU busy
+    a hotter one: in rounds that only begin elsewhere each would always follow the same. Over n
+    rounds each follows each other once (2n, twice, where n is odd).
+
+    Source: Williams 1949, "Experimental designs balanced for the estimation of residual effects".
+    """
+    places = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(len(names))]
+    order = [names[(turn + place) % len(names)] for place in places]
+    return order[::-1] if len(names) % 2 and turn % 2 else order
+
+
 def interleaved(
     calls: Mapping[str, Callable[[], object]],
     rounds: int = ROUNDS,
@@ -64,8 +78,7 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Milliseconds of each call, one median a round, the calls taking turns.
 
-    Each round begins with another one: what comes after a slow one finds a cooler GPU. A call whose
-    rounds have taken ``limit_s`` has no more of them.
+    A call whose rounds have taken ``limit_s`` has no more of them.
     """
     from triton.testing import do_bench
 
@@ -73,8 +86,7 @@ def interleaved(
     spent = dict.fromkeys(calls, 0.0)
     names = list(calls)
     for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in _order(names, turn):
             if spent[name] >= limit_s:
                 continue
             begin = time.perf_counter()

@@ -287,6 +287,7 @@ class _Emulation:
         self.machine.issue(product)
         if is_async:
             return product
+        self.work["synchronous"] += 1
         self.machine.finish_products(0)
         return product.result
 
@@ -336,9 +337,9 @@ class Emulated:
     """A kernel that is launched as a compiled one is, by ``[grid]``.
 
     Attributes:
-        work: Of all its launches, the number of "programs", of "products", of numbers "stored" in
-            shared memory, bytes of that ("shared") of all programs, and copies by TMA of each of
-            its parameters, by name.
+        work: Of all its launches, the number of "programs", of "products", of "synchronous" ones,
+            of numbers "stored" in shared memory, bytes of that ("shared") of all programs, and
+            copies by TMA of each of its parameters, by name.
     """
 
     def __init__(self, kernel: Any, emulation: _Emulation) -> None:

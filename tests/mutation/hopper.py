@@ -36,7 +36,9 @@ PROBLEMS = {
         dirty="nan",
         config="default",
     ),
-    "two passes, many tiles, wide": _problem(M=70, N=700, D=128, Dv=128, config="default"),
+    "two passes, many tiles, wide": _problem(
+        M=70, N=700, D=128, Dv=128, mask=Mask(seqlens_k=(690,)), dirty="nan", config="default"
+    ),
     "two passes, no key": _problem(mask=Mask(causal=True), N=40, config="default"),
     "two passes, wide": _problem(M=300, N=500, D=128, Dv=128, mask=_FAR, config="default"),
     "two passes, entries, group": _problem(B=2, H=4, Hk=2, M=70, N=140, config="default"),

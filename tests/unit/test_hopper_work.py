@@ -1,6 +1,6 @@
 """How much the kernels for Hopper do, where they are emulated: no tile that nobody sees is loaded.
 
-What only takes longer no result shows.
+What only takes longer no result shows. And no length reaches past the tensors.
 """
 
 from __future__ import annotations
@@ -174,9 +174,38 @@ SHARED = {
 
 
 @each_head_dim
+@pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
+def test_no_product_is_waited_for_at_once(D, backward, kernels):
+    ran(Mask(causal=True), D, backward)
+    assert not any(x.work["synchronous"] for x in kernels)
+
+
+@each_head_dim
 @pytest.mark.parametrize(("name", "place"), [("forward", 0), ("one_pass", 1), ("dq", 2)])
 def test_shared_memory_is_for_tiles_rows_and_barriers(name, place, D, kernels):
     ran(Mask(), D, "two_pass" if name == "dq" else "one_pass")
     blocks, others = SHARED[name, D]
     work = kernels[place].work
     assert work["shared"] == work["programs"] * (blocks * BLOCK + others)
+
+
+@each_head_dim
+@pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
+def test_lengths_past_the_tensors_are_those_of_the_tensors(D, backward, kernels):
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(2, 1, 150, D, generator=generator).half().requires_grad_() for _ in range(3)
+    ]
+
+    def results(lengths):
+        out = flash_attention(
+            *leaves, causal=True, backward=backward, seqlens_q=lengths, seqlens_k=lengths
+        )
+        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    wanted = results(None)
+    done = [x.work.copy() for x in kernels]
+    found = results(torch.tensor([151, 2**31 - 1], dtype=torch.int32))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+    assert [x.work for x in kernels] == [y + y for y in done]

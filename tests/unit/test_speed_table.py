@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise, permutations
 from types import SimpleNamespace
 
 import pytest
@@ -94,11 +96,17 @@ def test_what_cannot_be_timed_as_the_others_are_is_left_out_with_its_reason(monk
     assert found == {name: {"composed": [1.0]} for name in speed.PASSES}
 
 
-def test_each_round_begins_with_another(monkeypatch):
+@pytest.mark.parametrize(
+    ("names", "rounds", "times"), [("ab", 2, 1), ("abcdef", 6, 1), ("abc", 6, 2)]
+)
+def test_everybody_follows_everybody_as_often(names, rounds, times, monkeypatch):
     order = []
     monkeypatch.setattr("triton.testing.do_bench", lambda call, **_: order.append(call()) or 1.0)
-    speed.interleaved({name: lambda name=name: name for name in "abc"}, rounds=4)
-    assert "".join(order) == "abcbcacababc"
+    speed.interleaved({name: lambda name=name: name for name in names}, rounds=rounds)
+    of_rounds = ["".join(x) for x in zip(*[iter(order)] * len(names), strict=True)]
+    assert all(sorted(x) == sorted(names) for x in of_rounds)
+    followed = Counter(pair for x in of_rounds for pair in pairwise(x))
+    assert followed == dict.fromkeys(permutations(names, 2), times)
 
 
 def test_what_takes_long_has_one_round_and_the_others_all(monkeypatch):

@@ -5,6 +5,8 @@ What only takes longer no result shows. And no length reaches past the tensors.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def kernels(monkeypatch):
     return emulate(fa_kernels, replace=monkeypatch.setattr)
 
 
-def ran(mask: Mask, D: int, backward: str, M: int = 300, N: int = 290, H: int = 2) -> torch.Tensor:
+def ran(mask: Mask, D: int, backward: str, M: int = 300, N: int = 290, H: int = 1) -> torch.Tensor:
     """Forward and backward of two batch entries and one kv head; what is seen (B,M,N)."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -90,36 +92,27 @@ def total(counts: list[list[int]]) -> int:
     return sum(map(sum, counts))
 
 
-@each_mask
-@each_head_dim
-def test_the_forward_loads_and_multiplies_tiles_that_are_seen(mask, D, kernels):
-    seen = ran(mask, D, "two_pass")
+def check_forward(work: Counter[str], mask: Mask, D: int, seen: torch.Tensor, H: int) -> None:
     rows, keys = hopper.forward_tile(D)
     consumers = rows // 64
-    tiles, narrow = hopper.query_tiles(300, 4, consumers, 4, is_alike(mask))
+    tiles, narrow = hopper.query_tiles(300, 2 * H, consumers, 4, is_alike(mask))
     starts = [(i * consumers - min(i, narrow)) * 64 for i in range(tiles)]
-    counts = tiles_seen(seen, starts, rows, keys)
-    # Both heads of q.
-    assert kernels[0].work["k_desc"] == kernels[0].work["v_desc"] == 2 * total(counts)
     active = [consumers - (i < narrow) for i in range(tiles)]
-    assert kernels[0].work["products"] == 2 * 2 * weighted(counts, active)
+    counts = tiles_seen(seen, starts, rows, keys)
+    assert work["k_desc"] == work["v_desc"] == H * total(counts)
+    assert work["products"] == 2 * H * weighted(counts, active)
     # Values of padding, and whose turn it is.
     cleared = weighted(padded_tiles(mask, seen, starts, rows), active)
-    turns = (4 * tiles + kernels[0].work["programs"]) * consumers
-    assert kernels[0].work["stored"] == 2 * cleared * KEYS * D + turns
+    turns = (2 * H * tiles + work["programs"]) * consumers
+    assert work["stored"] == H * cleared * KEYS * D + turns
 
 
-@each_mask
-@each_head_dim
-@pytest.mark.parametrize(("backward", "products"), [("one_pass", 6), ("two_pass", 4)])
-def test_the_backward_loads_and_multiplies_tiles_that_are_seen(
-    mask, D, backward, products, kernels
-):
-    seen = ran(mask, D, backward)
-    rows = {64: 128, 128: 64}[D]
-    counts = tiles_seen(seen.mT, list(range(0, 290, KEYS)), KEYS, rows)
-    steps = 2 * total(counts)
-    work = kernels[1].work
+def check_backward(
+    work: Counter[str], mask: Mask, D: int, seen: torch.Tensor, H: int, products: int
+) -> None:
+    """``products`` of a step and consumer."""
+    counts = tiles_seen(seen.mT, list(range(0, 290, KEYS)), KEYS, {64: 128, 128: 64}[D])
+    steps = H * total(counts)
     assert work["q_desc"] == work["dout_desc"] == steps
     # Every program makes scores before it knows whether there is a tile.
     each, shares = hopper.tile_shares(6, 4) if is_alike(mask) else (1, 1)
@@ -132,20 +125,35 @@ def test_the_backward_loads_and_multiplies_tiles_that_are_seen(
     assert sum(map(bool, (*counts[0], *counts[1]))) <= used <= programs
 
 
-@each_mask
-@each_head_dim
-def test_dq_loads_and_multiplies_tiles_that_are_seen(mask, D, kernels):
-    seen = ran(mask, D, "two_pass", H=1)
+def check_dq(work: Counter[str], mask: Mask, D: int, seen: torch.Tensor) -> None:
     starts = list(range(0, 300, 128))
     counts = tiles_seen(seen, starts, 128, KEYS)
-    # Where all are alike two of six are shared.
-    assert hopper.tile_shares(6, 4) != (1, 1)
-    work = kernels[2].work
     assert work["k_desc"] == work["v_desc"] == total(counts)
     assert work["products"] == 2 * 3 * total(counts)
     # Keys of padding, by either consumer.
     cleared = total(padded_tiles(mask, seen, starts, 128))
     assert work["stored"] == 2 * cleared * KEYS * D
+
+
+@each_mask
+@each_head_dim
+def test_two_passes_load_and_multiply_tiles_that_are_seen(mask, D, kernels):
+    # Where all tiles are alike two of six are shared, of keys and of queries.
+    assert hopper.tile_shares(6, 4) != (1, 1)
+    seen = ran(mask, D, "two_pass", H=1)
+    forward, backward, dq = (x.work for x in kernels)
+    check_forward(forward, mask, D, seen, 1)
+    check_backward(backward, mask, D, seen, 1, 4)
+    check_dq(dq, mask, D, seen)
+
+
+@each_mask
+@each_head_dim
+def test_one_pass_loads_and_multiplies_tiles_that_are_seen(mask, D, kernels):
+    seen = ran(mask, D, "one_pass", H=2)
+    forward, backward, _ = (x.work for x in kernels)
+    check_forward(forward, mask, D, seen, 2)
+    check_backward(backward, mask, D, seen, 2, 6)
 
 
 @each_head_dim

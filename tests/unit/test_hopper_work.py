@@ -156,15 +156,40 @@ def test_one_pass_loads_and_multiplies_tiles_that_are_seen(mask, D, kernels):
     check_backward(backward, mask, D, seen, 2, 6)
 
 
+# Halves of key tiles that hold padding: keys of those are cleared for dq.
 @each_head_dim
-@pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
-def test_the_backward_clears_nothing_where_nothing_is_dead(D, backward, kernels):
-    ran(Mask(), D, backward, M=256)
+@pytest.mark.parametrize(("backward", "halves"), [("one_pass", 3), ("two_pass", 0)])
+@pytest.mark.parametrize("seqlens_k", [None, (192, 130)])
+def test_the_backward_clears_nothing_but_keys_of_padding(D, backward, halves, seqlens_k, kernels):
+    ran(Mask(seqlens_k=seqlens_k), D, backward, M=256, N=256)
     rows = {64: 128, 128: 64}[D]
     # lse2 and delta; dS and a block of dq of either consumer.
     stored = 2 * rows + (2 * (rows * 64 + 64 * 64) if backward == "one_pass" else 0)
+    cleared = halves * 64 * D if seqlens_k else 0
     work = kernels[1].work
-    assert work["stored"] == work["q_desc"] * stored
+    assert work["stored"] == work["q_desc"] * stored + cleared
+
+
+@each_head_dim
+@pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
+def test_no_product_is_waited_for_at_once(D, backward, kernels):
+    ran(Mask(causal=True), D, backward)
+    assert not any(x.work["synchronous"] for x in kernels)
+
+
+@each_head_dim
+@pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
+@pytest.mark.parametrize(("N", "tiles"), [(255, 0), (254, 1)])
+def test_the_backward_clears_rows_alone_that_see_no_key(N, tiles, D, backward, kernels):
+    # The first rows of the second query tile; those of the first one are not visited.
+    rows, M = {64: (128, 384), 128: (64, 320)}[D]
+    ran(Mask(window_right=1), D, backward, M, N)
+    stored = 2 * rows + (2 * (rows * 64 + 64 * 64) if backward == "one_pass" else 0)
+    # Queries and dout, by either consumer of the first key tile; and the queries behind the last
+    # edge tile, which might be another head's first ones.
+    cleared = 2 * tiles * 2 * 3 * rows * D
+    work = kernels[1].work
+    assert work["stored"] == work["q_desc"] * stored + cleared
 
 
 # 64 rows of 64 columns of 16 bits; a barrier.
@@ -179,13 +204,6 @@ SHARED = {
     ("dq", 64): (2 + 2 + 4 * (2 + 2), (2 + 3 * 4) * BARRIER),
     ("dq", 128): (2 * (2 + 2 + 2 * (2 + 2)), (2 + 3 * 2) * BARRIER),
 }
-
-
-@each_head_dim
-@pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
-def test_no_product_is_waited_for_at_once(D, backward, kernels):
-    ran(Mask(causal=True), D, backward)
-    assert not any(x.work["synchronous"] for x in kernels)
 
 
 @each_head_dim

@@ -55,6 +55,10 @@ PROBLEMS = {
     "padded": _problem(B=2, N=150, mask=_PADDED, dirty="nan"),
     "padded, wide": _problem(B=2, N=150, mask=_PADDED, dirty="inf", D=128, Dv=128),
     "padded behind a tile": _problem(M=300, mask=Mask(seqlens_q=(200,)), dirty="nan"),
+    # Padding in the last of several edge tiles.
+    "padded behind edges": _problem(
+        M=300, mask=Mask(causal=True, seqlens_q=(290,), seqlens_k=(200,)), dirty="nan"
+    ),
     "group": _problem(H=4, Hk=2, mask=Mask(causal=True)),
     "turns": _problem(B=2, H=4, Hk=2, M=70, N=300, mask=_PADDED_KEYS, dirty="nan"),
     "turns far from the first key": _problem(H=8, Hk=2, M=70, N=500, mask=_FAR, config="default"),

@@ -20,6 +20,8 @@ from tests.subjects.emulation import emulate
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 
 KEYS = 128
+# Queries that the backward takes at a time.
+ROWS = {64: 128, 128: 64}
 MASKS = {
     "full": Mask(),
     "causal": Mask(causal=True),
@@ -111,7 +113,7 @@ def check_backward(
     work: Counter[str], mask: Mask, D: int, seen: torch.Tensor, H: int, products: int
 ) -> None:
     """``products`` of a step and consumer."""
-    counts = tiles_seen(seen.mT, list(range(0, 290, KEYS)), KEYS, {64: 128, 128: 64}[D])
+    counts = tiles_seen(seen.mT, list(range(0, 290, KEYS)), KEYS, ROWS[D])
     steps = H * total(counts)
     assert work["q_desc"] == work["dout_desc"] == steps
     # Every program makes scores before it knows whether there is a tile.
@@ -123,6 +125,11 @@ def check_backward(
     used = work["k_desc"] // 2
     assert work["k_desc"] == work["v_desc"] == 2 * used
     assert sum(map(bool, (*counts[0], *counts[1]))) <= used <= programs
+
+
+def stored_a_step(D: int, backward: str) -> int:
+    """lse2 and delta; in one pass dS and a block of dq of either consumer."""
+    return 2 * ROWS[D] + (2 * (ROWS[D] * 64 + 64 * 64) if backward == "one_pass" else 0)
 
 
 def check_dq(work: Counter[str], mask: Mask, D: int, seen: torch.Tensor) -> None:
@@ -162,12 +169,9 @@ def test_one_pass_loads_and_multiplies_tiles_that_are_seen(mask, D, kernels):
 @pytest.mark.parametrize("seqlens_k", [None, (192, 130)])
 def test_the_backward_clears_nothing_but_keys_of_padding(D, backward, halves, seqlens_k, kernels):
     ran(Mask(seqlens_k=seqlens_k), D, backward, M=256, N=256)
-    rows = {64: 128, 128: 64}[D]
-    # lse2 and delta; dS and a block of dq of either consumer.
-    stored = 2 * rows + (2 * (rows * 64 + 64 * 64) if backward == "one_pass" else 0)
     cleared = halves * 64 * D if seqlens_k else 0
     work = kernels[1].work
-    assert work["stored"] == work["q_desc"] * stored + cleared
+    assert work["stored"] == work["q_desc"] * stored_a_step(D, backward) + cleared
 
 
 @each_head_dim
@@ -182,14 +186,12 @@ def test_no_product_is_waited_for_at_once(D, backward, kernels):
 @pytest.mark.parametrize(("N", "tiles"), [(255, 0), (254, 1)])
 def test_the_backward_clears_rows_alone_that_see_no_key(N, tiles, D, backward, kernels):
     # The first rows of the second query tile; those of the first one are not visited.
-    rows, M = {64: (128, 384), 128: (64, 320)}[D]
-    ran(Mask(window_right=1), D, backward, M, N)
-    stored = 2 * rows + (2 * (rows * 64 + 64 * 64) if backward == "one_pass" else 0)
+    ran(Mask(window_right=1), D, backward, 256 + ROWS[D], N)
     # Queries and dout, by either consumer of the first key tile; and the queries behind the last
     # edge tile, which might be another head's first ones.
-    cleared = 2 * tiles * 2 * 3 * rows * D
+    cleared = 2 * tiles * 2 * 3 * ROWS[D] * D
     work = kernels[1].work
-    assert work["stored"] == work["q_desc"] * stored + cleared
+    assert work["stored"] == work["q_desc"] * stored_a_step(D, backward) + cleared
 
 
 # 64 rows of 64 columns of 16 bits; a barrier.
@@ -232,6 +234,10 @@ def test_lengths_past_the_tensors_are_those_of_the_tensors(D, backward, kernels)
     wanted = results(None)
     done = [x.work.copy() for x in kernels]
     found = results(torch.tensor([151, 2**31 - 1], dtype=torch.int32))
-    for x, y in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x, y)
+    for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        # dq of one pass is added up in another order every time.
+        if (backward, i) == ("one_pass", 1):
+            torch.testing.assert_close(x, y)
+        else:
+            assert torch.equal(x, y)
     assert [x.work for x in kernels] == [y + y for y in done]

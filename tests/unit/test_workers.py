@@ -217,7 +217,8 @@ def test_a_worker_has_one_thread_for_products(worker, alone):
         "print(torch.get_num_threads(), len(os.listdir('/proc/self/task')))"
     )
     environ = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environ |= {"PYTEST_XDIST_WORKER": worker, "PYTHONPATH": "."}
+    # CUDA may have threads of its own.
+    environ |= {"PYTEST_XDIST_WORKER": worker, "PYTHONPATH": ".", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True
     )

@@ -52,10 +52,6 @@ _COST_OF_SHARE = 0.01
 _NARROWEST, _WIDEST = 32, 128
 # Bytes between what a descriptor counts.
 _ALIGNMENT = 16
-# Sides of what a consumer adds to dq at a time; and by head_dim, bytes of a row of it that lie
-# together in shared memory. Of 32 no two threads write to one bank, but TMA adds 4 times as many.
-_SUMMED = 64
-_SUMMED_BYTES = {64: 32, 128: 128}
 
 
 def padded(*head_dims: int) -> int:
@@ -69,17 +65,13 @@ def forward_tile(Dv: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1)
-def _descriptors() -> tuple[type, object, dict[int, object]]:
-    """Triton's class of descriptors; how tiles, and by head_dim sums, lie in shared memory."""
+def _descriptors() -> tuple[type, object]:
+    """Triton's class of descriptors, and how tiles lie in shared memory."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     tiles = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    sums = {
-        columns: NVMMASharedLayout(swizzle_byte_width=size, element_bitwidth=32, rank=2)
-        for columns, size in _SUMMED_BYTES.items()
-    }
-    return TensorDescriptor, tiles, sums
+    return TensorDescriptor, tiles
 
 
 @lru_cache(maxsize=1)
@@ -279,7 +271,7 @@ def launch_hopper_backward(
     """Writes dk and dv of a call that ``takes`` is true of, on the current device.
 
     lse2 and delta (B,H,M_padded) as of ``delta_kernel``. dq without sm_scale is added to ``sums``,
-    float32 (B,H,M_padded,padded(D,Dv)) and contiguous, unless that is None.
+    float32 (B,H,M_padded,padded(D,Dv)) as of ``rows_of_blocks``, unless that is None.
     """
     kernels = _kernels()
     assert kernels is not None
@@ -287,18 +279,14 @@ def launch_hopper_backward(
     _, Hk, N, Dv = v.shape
     columns = padded(D, Dv)
     rows = _BACKWARD_ROWS[columns]
-    keys_of = _described(k, _WARPGROUP_ROWS, columns)
-    added_to = keys_of
-    if sums is not None:
-        shape, block = [sums.numel() // columns, columns], [_SUMMED, _SUMMED]
-        added_to = _descriptor(sums, shape, [columns, 1], block, _descriptors()[2][columns])
     programs, handed, shares = _shared(
         cdiv(N, _KEYS) * B * Hk, 2 * _KEYS, columns, lse2, arguments, _alike(M, N, arguments)
     )
     run(
         kernels[1], (programs,),
-        _described(q, rows, columns), keys_of, _described(v, _WARPGROUP_ROWS, columns),
-        _described(dout, rows, columns), lse2, delta, dk, dv, added_to, *handed,
+        _described(q, rows, columns), _described(k, _WARPGROUP_ROWS, columns),
+        _described(v, _WARPGROUP_ROWS, columns), _described(dout, rows, columns),
+        lse2, delta, dk, dv, lse2 if sums is None else sums, *handed,
         arguments.seqlens_q, arguments.seqlens_k, H, H // Hk, M, lse2.shape[2], N, D, Dv,
         *shares, arguments.window_left, arguments.window_right, sm_scale_bits,
         STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None,

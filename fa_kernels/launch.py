@@ -38,7 +38,8 @@ __all__ = [
 ]
 
 DELTA_ROWS = 32
-SUMS_ROWS = 32
+# By whether they lie in blocks.
+SUMS_ROWS = {False: 32, True: 64}
 MERGE_ROWS = 4
 # A multiple of every block_m.
 ROW_PADDING = 256
@@ -326,14 +327,17 @@ def launch_backward(
             kernels = ()
         if kernels or dbias is not None:
             _launch_portable(inputs, (dq, dk, dv, dbias), sums, sizes, arguments, kernels, one_pass)
-        programs = cdiv(sizes.M, SUMS_ROWS) * sizes.B * sizes.H
+        rows = SUMS_ROWS[on_hopper]
+        programs = cdiv(sizes.M, rows) * sizes.B * sizes.H
         if one_pass and programs:
             run(
                 dq_of_sums_kernel, (programs,),
                 sums, dq, arguments.seqlens_q,
                 sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.D, bits,
-                BLOCK_M=SUMS_ROWS, BLOCK_D=columns, ACC=acc, ALIGNED=_alignment(dq),
-                kinds=(dq.dtype,), **places,
+                BLOCK_M=rows, BLOCK_D=columns, ACC=acc,
+                # On Hopper sums may be as wide as dv, and then only a mask keeps them to dq's rows.
+                ALIGNED=min(_alignment(dq), 1 + (columns == sizes.D)),
+                IN_BLOCKS=on_hopper, kinds=(dq.dtype,), **places,
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
 

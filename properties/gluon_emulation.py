@@ -121,11 +121,6 @@ class _Described:
         whole[tuple(slice(0, size) for size in part.shape)] = part
         return whole.view(torch.int16).numpy().view(np.uint16) if _is_bf16(whole) else whole.numpy()
 
-    def add(self, place: Sequence[Any], values: Any) -> None:
-        inside = self._inside(place)
-        part = self._base[inside]
-        part += torch.from_numpy(values)[tuple(slice(0, size) for size in part.shape)]
-
 
 def _is_bf16(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16
@@ -145,6 +140,7 @@ class _Emulation:
         self.processors = processors
         self.launches = 0
         self.work: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
         self.machine = Machine(seed)
 
     def launched(self, programs: Callable[..., None], kernel: Any) -> Callable[..., None]:
@@ -188,16 +184,12 @@ class _Emulation:
             MBarrierLayout=_MBarrierLayout, init=self._init, wait=self._wait, expect=self._expect,
             arrive=self._arrive,
         )  # fmt: skip
-        tma = SimpleNamespace(
-            async_load=self._async_load, async_atomic_add=self._async_add,
-            store_wait=lambda left: self.machine.finish_additions(int(left)),
-        )  # fmt: skip
+        tma = SimpleNamespace(async_load=self._async_load)
         hopper = _module(
             _HOPPER, mbarrier=mbarrier, tma=tma, warpgroup_mma=self._product,
             warpgroup_mma_wait=self._wait_for_products,
             fence_async_shared=lambda: self.machine.fence(),
         )  # fmt: skip
-        core = _module(f"{_LANGUAGE}._core", builtin=lambda function: function)
 
         def jit(function: Any = None, **_: object) -> Any:
             return jit if function is None else triton.jit(function)
@@ -208,7 +200,6 @@ class _Emulation:
             "triton.experimental": _module("triton.experimental", gluon=gluon),
             _GLUON: gluon,
             _LANGUAGE: language,
-            f"{_LANGUAGE}._core": core,
             _HOPPER: hopper,
         }
 
@@ -228,8 +219,13 @@ class _Emulation:
         self.machine.split([partial(function, *given) for function, given in parts])
 
     def atomic_add(self, pointer: Any, value: Any, *others: Any, sem: str = "acq_rel") -> Any:
-        place, dtype = int(pointer.handle.data.item()), pointer.dtype.element_ty
         add = partial(self._tl.atomic_add, pointer, value, *others, sem=sem)
+        if pointer.shape:
+            # Sums, which nobody reads before the launch has ended.
+            self.work["added"] += int(pointer.handle.data.size)
+            self.machine.pause()
+            return add()
+        place, dtype = int(pointer.handle.data.item()), pointer.dtype.element_ty
         if np.any(value.handle.data if hasattr(value, "handle") else value):
             self.machine.pause()
             before = add()
@@ -243,9 +239,11 @@ class _Emulation:
         return add()
 
     def _init(self, barrier: Barrier, count: int) -> None:
+        self.waits[barrier.name] += 0
         barrier.init(int(count))
 
     def _wait(self, barrier: Barrier, phase: Any) -> None:
+        self.waits[barrier.name] += 1
         self.machine.wait(barrier, int(phase))
 
     def _expect(self, barrier: Barrier, size: Any) -> None:
@@ -260,10 +258,6 @@ class _Emulation:
         values = source.block(place)
         assert list(values.shape) == target.shape
         self.machine.copy(target.data, values, source.block_type.nbytes, barrier)
-
-    def _async_add(self, target: _Described, place: Any, source: _Tile) -> None:
-        place = [int(x) for x in place]
-        self.machine.add(source.data, lambda values: target.add(place, values))
 
     def _product(
         self, a: Any, b: _Tile, acc: Any, *, use_acc: bool = True, is_async: bool = False
@@ -316,12 +310,13 @@ class _Language(ModuleType):
         tl = emulation._tl
         self.float32 = emulation.accumulator
         for name in ("SliceLayout", "BlockedLayout", "DotOperandLayout", "NVMMASharedLayout",
-                     "NVMMADistributedLayout", "SwizzledSharedLayout"):  # fmt: skip
+                     "NVMMADistributedLayout", "SwizzledSharedLayout",
+                     "DistributedLinearLayout"):  # fmt: skip
             setattr(self, name, _Layout)
         self.arange = lambda start, end, _layout=None: tl.arange(start, end)
         self.full = lambda shape, value, dtype, _layout=None: tl.full(shape, value, dtype)
         self.zeros = lambda shape, dtype, _layout=None: tl.zeros(shape, dtype)
-        self.convert_layout = lambda x, _layout: x
+        self.convert_layout = lambda x, _layout, assert_trivial=False: x
         self.thread_barrier = lambda: None
         self.atomic_add = emulation.atomic_add
         self.allocate_shared_memory = emulation.allocate
@@ -338,13 +333,15 @@ class Emulated:
 
     Attributes:
         work: Of all its launches, the number of "programs", of "products", of "synchronous" ones,
-            of numbers "stored" in shared memory, bytes of that ("shared") of all programs, and
-            copies by TMA of each of its parameters, by name.
+            of numbers "stored" in shared memory and "added" to memory, bytes of shared memory of
+            all programs ("shared"), and copies by TMA of each of its parameters, by name.
+        waits: How often each barrier was waited for that was initialised, by name.
     """
 
     def __init__(self, kernel: Any, emulation: _Emulation) -> None:
         self._kernel, self._emulation = kernel, emulation
         self.work: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:
@@ -353,7 +350,7 @@ class Emulated:
                 self._emulation.described(name, x) if hasattr(x, "block_shape") else x
                 for name, x in zip(self._kernel.arg_names, arguments, strict=False)
             ]
-            self._emulation.work = self.work
+            self._emulation.work, self._emulation.waits = self.work, self.waits
             program = self._kernel.rewrite()
 
             @wraps(program)

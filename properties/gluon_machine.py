@@ -122,7 +122,6 @@ class _Partition:
         self.reason = "its first turn"
         self.is_over = False
         self.products: list[Product] = []
-        self.additions: list[Callable[[], None]] = []
         self.unfenced: list[Array] = []
         # What it has seen of memory, and where, when it last looked.
         self.looked: tuple[int, object] | None = None
@@ -226,8 +225,6 @@ class Machine:
         self._main.release()
 
     def _check_end(self, partition: _Partition) -> None:
-        if partition.additions:
-            raise RaceError(f"{partition.name} ends before what it adds to memory is read")
         program = partition.program
         copies = sum(x is program for x, _ in self._copies)
         if copies and partition is program.partitions[0]:
@@ -310,24 +307,6 @@ class Machine:
         products = self.now.products
         while len(products) > left:
             products.pop(0).finish()
-
-    def add(self, source: Array, add: Callable[[Array], None]) -> None:
-        """Adds a tile of shared memory to memory, read when that is waited for."""
-        self.check_fenced(source)
-        seen = source.copy()
-
-        def finish() -> None:
-            if source.tobytes() != seen.tobytes():
-                raise RaceError("a tile is written before it is added to memory")
-            add(seen)
-
-        self.now.additions.append(finish)
-
-    def finish_additions(self, left: int) -> None:
-        """All but the last ones have been read."""
-        additions = self.now.additions
-        while len(additions) > left:
-            additions.pop(0)()
 
 
 def poison(target: Array) -> None:

@@ -2,6 +2,7 @@
 
 import triton.language as tl
 
+from fa_kernels.kernels.hopper_blocks import rows_of_blocks
 from fa_kernels.kernels.kernel import kernel
 from fa_kernels.kernels.tiles import (
     scale_from_bits,
@@ -32,10 +33,12 @@ def dq_of_sums_kernel(
     ALIGNED: tl.constexpr,
     ROW_PADDING: tl.constexpr,
     PACKED: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
 ):
     """Writes dq (B,H,M,D), contiguous, from sums (B,H,M_padded,BLOCK_D) for BLOCK_M rows of a head.
 
-    PACKED: dq (H,rows_q,D), sums (H,M_padded,BLOCK_D), as of ``dkdv_kernel``.
+    PACKED: dq (H,rows_q,D), sums (H,M_padded,BLOCK_D), as of ``dkdv_kernel``. IN_BLOCKS: sums lie
+    as of ``rows_of_blocks``.
     """
     m_blocks = tl.cdiv(M, BLOCK_M)
     start_m = tl.program_id(0) % m_blocks * BLOCK_M
@@ -50,7 +53,10 @@ def dq_of_sums_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED)
-    sums = tl.load(whole_rows(sums_ptr, row, offs_m, offs_d, BLOCK_D))
+    if IN_BLOCKS:
+        sums = rows_of_blocks(sums_ptr, row + start_m, BLOCK_D)
+    else:
+        sums = tl.load(whole_rows(sums_ptr, row, offs_m, offs_d, BLOCK_D))
     dq = sums * scale_from_bits(sm_scale_bits).to(ACC)
     first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
     store_rows(dq_ptr, first, end, offs_m, offs_d, dq, D, BLOCK_D, ALIGNED)

@@ -2,10 +2,11 @@
 
 As in ``dkdv`` one program has a key tile and all query tiles of a group of heads, transposed. Each
 of two consumers has half the keys. While it takes the softmax of one query tile the tensor cores
-multiply dP; then come dV, dK, dQ and the scores of the next query tile, behind each other, so that
-the other work of a tile is done beside products. dS goes through shared memory, since dQ sums over
-the keys of both consumers: each makes half of it, and adds it to sums in memory by TMA. A producer
-loads what the consumers read.
+multiply dP; then come dV, dK, dQ of the tile before and the scores of the next, behind each other,
+so that the other work of a tile is done beside products. dS goes through shared memory, since dQ
+sums over the keys of both consumers: each makes half of it, a tile later, so that it seldom waits
+for the other's dS, and adds that to sums in memory, in the order in which its threads have it. A
+producer loads what the consumers read.
 
 Source: FlashAttention-3 (arXiv:2407.08608), section 3.1 and its appendix on the backward pass.
 """
@@ -15,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fa_kernels.kernels.hopper_tiles import (
     PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
+    add_block,
     announce_sums,
-    async_add,
     async_load,
     handed_rows,
     matrix,
@@ -52,6 +52,8 @@ __all__ = ["hopper_backward_kernel"]
 # and, by 0, all others.
 _EDGES: gl.constexpr = gl.constexpr(2)
 _PAST_END: gl.constexpr = gl.constexpr(1)
+# Of dS: one that is read, one that both have written, and one that a consumer ahead writes.
+_BUFFERS: gl.constexpr = gl.constexpr(3)
 
 
 @gluon.jit
@@ -138,6 +140,25 @@ def _seen_alone(x, offs_m, offs_n, view):
 
 
 @gluon.jit
+def _start_dq(half: gl.constexpr, ds_tiles, k_tiles, buffer, again):
+    """Begins the product of the dS in a buffer and all keys: one of dQ's two blocks of 64 x 64.
+
+    They are beside or below each other. ``again`` is 0.
+    """
+    BLOCK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    dq = gl.zeros([64, 64], gl.float32, BLOCK)
+    for each in gl.static_range(2):
+        left = ds_tiles.index(buffer * 2 + each)
+        right = matrix(k_tiles, each + again)
+        if k_tiles.shape[4] == 128:
+            right = right.slice(half * 64, 64, 1)
+        else:
+            left = left.slice(half * 64, 64, 0)
+        dq = warpgroup_mma(left, right, dq, use_acc=each > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
 def _consume(
     half: gl.constexpr,
     resident,
@@ -146,7 +167,7 @@ def _consume(
     ds_tiles,
     barriers,
     ds_full,
-    dq_sums,
+    dq_ptr,
     handed,
     written,
     first_row,
@@ -164,28 +185,21 @@ def _consume(
     """Makes dk and dv of half the keys of a tile, and half of what the tile adds to dq.
 
     Of its share of query tiles: sums are taken over from who had those before, and handed on.
-
-    dQ of a query tile has two blocks of 64 x 64 numbers, beside or below each other.
     """
     k_tiles, v_tiles = resident
     q_tiles, do_tiles = staged
     lse2_rows, delta_rows = rows_of
     kv_full, q_full, do_full, free = barriers
-    dq_desc, dq_blocks = dq_sums
     dk_ptr, dv_ptr, D, Dv, first_key = written
     qk_scale, sm_scale = scales
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     BLOCK_D: gl.constexpr = q_tiles.shape[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    BLOCK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     WIDE: gl.constexpr = wide(BLOCK_D)
     DTYPE: gl.constexpr = dk_ptr.dtype.element_ty
-    SIDE_BY_SIDE: gl.constexpr = BLOCK_D == 128
-    block_row: gl.constexpr = 0 if SIDE_BY_SIDE else half * 64
-    block_column: gl.constexpr = half * 64 if SIDE_BY_SIDE else 0
     start_n += half * WARPGROUP_ROWS
     offs_n = start_n + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORES))
     offs_tile = gl.arange(0, BLOCK_M, COLUMNS)
@@ -204,7 +218,6 @@ def _consume(
         dk = gl.load(handed_rows(handed_ptr, first_handed, SHAPE, SUMS))
         dv = gl.load(handed_rows(handed_ptr, of_values, SHAPE, SUMS))
     nothing = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
-    no_block = gl.zeros([64, 64], gl.float32, BLOCK)
     if total > 0:
         mbarrier.wait(kv_full.index(0), 0)
         # The copy has zeros past the tensor's last key. Of the others before it p and dS are
@@ -212,6 +225,8 @@ def _consume(
         if ONE_PASS:
             if (view[1] < N) & (view[1] - start_n < WARPGROUP_ROWS):
                 zero_rows(matrix(k_tiles, half), start_n + offs_wide < view[1], WIDE)
+            # As of the dS before the first: nobody multiplies the other's keys earlier.
+            mbarrier.arrive(ds_full.index(0), count=1)
         mbarrier.wait(q_full.index(0), 0)
         begin, end = tiles[0] * BLOCK_M, tiles[3] * BLOCK_M
         _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), begin, end, view, WIDE)
@@ -222,6 +237,8 @@ def _consume(
     )
     scores = warpgroup_mma_wait(0, deps=(scores,))
     before = -share[0]
+    # Of the query tile before, to which dQ is added a step later; of none it is not.
+    row = first_row
     for KIND in gl.static_range(_EDGES, -1, -1 if ONE_PASS else -2):
         count = tile_count(tiles, KIND == _EDGES)
         if ONE_PASS and KIND != _EDGES:
@@ -255,26 +272,18 @@ def _consume(
                 if KIND == _PAST_END:
                     ds = gl.where((offs_n < view[1])[:, None], ds, 0.0)
                 ds = ds.to(DTYPE)
-                # Two buffers: who has seen both halves of one has left the one before.
-                buffer = i & 1
+                last_made, made = i % _BUFFERS, (i + 1) % _BUFFERS
                 if ONE_PASS:
-                    # Before the barrier of the arrival: dq's block is free behind it.
-                    tma.store_wait(0)
-                    ds_tiles.index(buffer * 2 + half).permute((1, 0)).store(ds)
+                    # Who has made dS of the tile before has done with that of three tiles before,
+                    # which is in this buffer.
+                    mbarrier.wait(ds_full.index(last_made), i // _BUFFERS & 1)
+                    ds_tiles.index(made * 2 + half).permute((1, 0)).store(ds)
                     fence_async_shared()
-                    mbarrier.arrive(ds_full.index(buffer), count=1)
+                    mbarrier.arrive(ds_full.index(made), count=1)
                 dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
                 if ONE_PASS:
-                    mbarrier.wait(ds_full.index(buffer), i // 2 & 1)
-                    dq = no_block
-                    for each in gl.static_range(2):
-                        left = ds_tiles.index(buffer * 2 + each)
-                        right = matrix(k_tiles, each + again)
-                        if SIDE_BY_SIDE:
-                            right = right.slice(block_column, 64, 1)
-                        else:
-                            left = left.slice(block_row, 64, 0)
-                        dq = warpgroup_mma(left, right, dq, use_acc=each > 0, is_async=True)
+                    # Of the tile before. In the first step of whatever is there, for nobody.
+                    dq = _start_dq(half, ds_tiles, k_tiles, last_made, again)
                 following = (i + 1) % STAGES
                 q = matrix(q_tiles, following)
                 if i + 1 < total:
@@ -291,15 +300,17 @@ def _consume(
                 scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 if ONE_PASS:
                     dq = warpgroup_mma_wait(1, deps=(dq,))
-                    dq_blocks.index(half).store(dq)
-                    fence_async_shared()
-                    thread_barrier()
-                    row = (first_row + gl.cast(g, gl.int64) * M_padded + start_m).to(gl.int32)
-                    async_add(dq_desc, [row + block_row, block_column], dq_blocks.index(half))
+                    if i > 0:
+                        add_block(dq_ptr, row, BLOCK_D, half, dq)
+                    row = first_row + gl.cast(g, gl.int64) * M_padded + start_m
                 scores = warpgroup_mma_wait(0, deps=(scores,))
         before += G * count
     if ONE_PASS:
-        tma.store_wait(0)
+        if total > 0:
+            mbarrier.wait(ds_full.index(total % _BUFFERS), total // _BUFFERS & 1)
+            dq = _start_dq(half, ds_tiles, k_tiles, total % _BUFFERS, 0)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            add_block(dq_ptr, row, BLOCK_D, half, dq)
 
     if share[1] < last:
         gl.store(handed_rows(handed_ptr, first_handed, SHAPE, SUMS), dk)
@@ -321,8 +332,8 @@ def _consume(
         "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
-        "lse2_ptr", "delta_ptr", "dk_ptr", "dv_ptr", "handed_ptr", "flags_ptr", "seqlens_q_ptr",
-        "seqlens_k_ptr",
+        "lse2_ptr", "delta_ptr", "dk_ptr", "dv_ptr", "dq_ptr", "handed_ptr", "flags_ptr",
+        "seqlens_q_ptr", "seqlens_k_ptr",
     ],
 )  # fmt: skip
 def hopper_backward_kernel(
@@ -334,7 +345,7 @@ def hopper_backward_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
-    dq_desc,
+    dq_ptr,
     handed_ptr,
     flags_ptr,
     seqlens_q_ptr,
@@ -362,9 +373,8 @@ def hopper_backward_kernel(
 
     q, k, v, dout as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
     one query tile or WARPGROUP_ROWS keys, and BLOCK_D columns, with zeros past the tensors' ends;
-    lse2 and delta (B,H,M_padded) of ``delta_kernel``. With ONE_PASS it adds to dq, as a descriptor
-    of float32 (B H M_padded, BLOCK_D) in blocks of 64 x 64, without sm_scale; else that is not
-    touched.
+    lse2 and delta (B,H,M_padded) of ``delta_kernel``. With ONE_PASS it adds to dq, float32
+    (B,H,M_padded,BLOCK_D) as of ``rows_of_blocks``, without sm_scale; else that is not touched.
     """
     BLOCK_N: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
@@ -399,20 +409,21 @@ def hopper_backward_kernel(
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # Without ONE_PASS nothing touches them.
-    BLOCKS: gl.constexpr = dq_desc.layout if ONE_PASS else gl.NVMMASharedLayout(128, 32, 2)
     ds_tiles = gl.allocate_shared_memory(
-        DTYPE, [4 if ONE_PASS else 1, BLOCK_M, WARPGROUP_ROWS], HALVES
+        DTYPE, [2 * _BUFFERS if ONE_PASS else 1, BLOCK_M, WARPGROUP_ROWS], HALVES
     )
-    dq_blocks = gl.allocate_shared_memory(gl.float32, [2 if ONE_PASS else 1, 64, 64], BLOCKS)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [_BUFFERS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
-    for buffer in gl.static_range(2):
-        # Both consumers write a half of it.
-        mbarrier.init(ds_full.index(buffer), count=2)
+    if ONE_PASS:
+        # Else nobody uses them, and their memory is another's, where this would be written late:
+        # an mbarrier is initialised some time after its thread has gone on.
+        for buffer in gl.static_range(_BUFFERS):
+            # Both consumers write a half of it.
+            mbarrier.init(ds_full.index(buffer), count=2)
     for stage in gl.static_range(STAGES):
         # A tile, and its row of lse2 or delta.
         mbarrier.init(q_full.index(stage), count=2)
@@ -423,14 +434,13 @@ def hopper_backward_kernel(
     barriers = (kv_full, q_full, do_full, free)
     rows_of = (lse2_rows, delta_rows)
     resident, staged = (k_tiles, v_tiles), (q_tiles, do_tiles)
-    dq_sums = (dq_desc, dq_blocks)
     written = (dk_ptr, dv_ptr, D, Dv, first_key)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    0, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_sums, handed,
+                    0, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_ptr, handed,
                     written, first_row, G, M_padded, N, start_n, tiles, share, view, scales,
                     STAGES, ONE_PASS,
                 ),
@@ -438,7 +448,7 @@ def hopper_backward_kernel(
             (
                 _consume,
                 (
-                    1, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_sums, handed,
+                    1, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_ptr, handed,
                     written, first_row, G, M_padded, N, start_n, tiles, share, view, scales,
                     STAGES, ONE_PASS,
                 ),

@@ -8,7 +8,6 @@ of one goes on with the sums of the other's: to the bit as if there were one.
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -21,9 +20,9 @@ from fa_kernels.kernels.tiles import whole_rows
 __all__ = [
     "PROGRAMS_TOGETHER",
     "WARPGROUP_ROWS",
+    "add_block",
     "add_product",
     "announce_sums",
-    "async_add",
     "async_load",
     "handed_rows",
     "matrix",
@@ -43,15 +42,16 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
-@builtin
-def _async_add(tensor_desc, coord, src, _semantic=None):
-    """What Triton has as ``tma.async_atomic_add`` since 3.7."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    kind = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
-
-
-async_add = getattr(tma, "async_atomic_add", None) or _async_add
+# 64 x 64 numbers of a warpgroup's product, those of a thread four by four.
+_IN_FOURS: gl.constexpr = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [512], [1024], [2048]],
+        lane_bases=[[4], [8], [16], [32], [64]],
+        warp_bases=[[128], [256]],
+        block_bases=[],
+        shape=[4096],
+    )
+)
 
 
 @triton.constexpr_function
@@ -82,6 +82,22 @@ def add_product(acc, left, tiles, full, i):
     STAGES: gl.constexpr = tiles.shape[0]
     mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
     return warpgroup_mma(left, matrix(tiles, i % STAGES), acc, is_async=True)
+
+
+@gluon.jit
+def add_block(ptr, first, D: gl.constexpr, number: gl.constexpr, block):
+    """Adds a product of 64 x 64 numbers to a block of that number behind a row, a 64-bit number.
+
+    Rows have D numbers. They do not lie there in their order, but as threads have them, so that
+    each adds 16 bytes at a time, and a warp 512 that follow each other: columns two by two, then
+    rows that are 8 apart, four pairs of columns, eight rows, what the next warp has, and the next
+    eight columns. ``rows_of_blocks`` has them in order again.
+    """
+    numbers = block.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([4096])
+    numbers = gl.convert_layout(numbers, _IN_FOURS, assert_trivial=True)
+    start = gl.multiple_of(ptr + (first * D + number * 4096), 16)
+    places = start + gl.arange(0, 4096, _IN_FOURS)
+    gl.atomic_add(places, numbers, sem="relaxed")
 
 
 @gluon.jit

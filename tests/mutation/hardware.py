@@ -66,6 +66,10 @@ _UNPADDED = Mutant(
         ),
     ),
 )
+_UNMASKED = Mutant(
+    "launch: sums of dq are stored whole where they are as wide as dv",
+    (Edit(_LAUNCH, "min(_alignment(dq), 1 + (columns == sizes.D))", "_alignment(dq)"),),
+)
 _LAYOUTS = ("bhsd", "bhsd", "bhsd", "transposed")
 
 
@@ -203,16 +207,16 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _behind(
             "lse and delta are those of a group's first head",
-            "row = first_row + gl.cast(g, gl.int64) * M_padded + start_m\n",
-            "row = first_row + start_m\n",
+            "\n                row = first_row + gl.cast(g, gl.int64) * M_padded + start_m\n",
+            "\n                row = first_row + start_m\n",
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),
     (
         _behind(
             "dq is added to a group's first head",
-            "row = (first_row + gl.cast(g, gl.int64) * M_padded + start_m).to(gl.int32)",
-            "row = (first_row + start_m).to(gl.int32)",
+            "                    row = first_row + gl.cast(g, gl.int64) * M_padded + start_m\n",
+            "                    row = first_row + start_m\n",
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300, **_IN_ONE_PASS},
     ),
@@ -226,9 +230,55 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     ),
     (
         _behind(
-            "both consumers add to the same rows of dq",
-            "[row + block_row, block_column]",
-            "[row, block_column]",
+            "both consumers make the same rows of dq",
+            "left = left.slice(half * 64, 64, 0)",
+            "left = left.slice(0 * 64, 64, 0)",
+        ),
+        {"M": 200, "N": 300, **_IN_ONE_PASS},
+    ),
+    (
+        _behind(
+            "dq of a step is added to the rows of the next",
+            "                    if i > 0:\n"
+            "                        add_block(dq_ptr, row, BLOCK_D, half, dq)\n"
+            "                    row = first_row + gl.cast(g, gl.int64) * M_padded + start_m\n",
+            "                    row = first_row + gl.cast(g, gl.int64) * M_padded + start_m\n"
+            "                    if i > 0:\n"
+            "                        add_block(dq_ptr, row, BLOCK_D, half, dq)\n",
+        ),
+        {"M": 200, "N": 300, **_IN_ONE_PASS},
+    ),
+    (
+        _behind("dq of no step is added", "if i > 0:\n", "if i >= 0:\n"),
+        {"M": 200, "N": 300, **_IN_ONE_PASS},
+    ),
+    (
+        _behind(
+            "dq of the last step is left out",
+            "            add_block(dq_ptr, row, BLOCK_D, half, dq)\n\n",
+            "",
+        ),
+        {"M": 200, "N": 300, **_IN_ONE_PASS},
+    ),
+    (
+        _on_hopper(
+            "backward, warps have blocks of dq in the order of rows",
+            ".permute([3, 0, 2, 4, 1, 5])",
+            ".permute([3, 2, 0, 4, 1, 5])",
+            "tiles",
+        ),
+        {"M": 200, "N": 300, **_IN_ONE_PASS},
+    ),
+    (
+        Mutant(
+            "dq of sums: blocks are read as rows",
+            (
+                Edit(
+                    "fa_kernels/kernels/dq_of_sums.py",
+                    "    if IN_BLOCKS:\n",
+                    "    if IN_BLOCKS and M < 0:\n",
+                ),
+            ),
         ),
         {"M": 200, "N": 300, **_IN_ONE_PASS},
     ),
@@ -319,6 +369,10 @@ HARDWARE: tuple[OnHardware, ...] = (
     OnHardware(
         _PLAIN_DELTA,
         tuple(_step("G8", M=96, N=64, layouts=_LAYOUTS, seed=seed, **_WIDE) for seed in range(4)),
+    ),
+    OnHardware(
+        _UNMASKED,
+        (_step("G6", B=2, M=150, N=200, **{**_WIDE, "Dv": 128, "config": "default-one_pass"}),),
     ),
     OnHardware(_UNPADDED, (_step(M=20, N=20, D=5, Dv=3, dtype="fp16"),)),
     OnHardware(

@@ -64,6 +64,7 @@ PROBLEMS = {
     "turns far from the first key": _problem(H=8, Hk=2, M=70, N=500, mask=_FAR, config="default"),
     "entries": _problem(B=2, H=2, Hk=2, M=70, N=140, mask=_WINDOW),
     "two head_dims": _problem(D=128, Dv=64),
+    "two head_dims, narrow keys": _problem(B=2, D=64, Dv=128),
     "two head_dims, wide values": _problem(D=48, Dv=104, mask=_WINDOW),
     "no key": _problem(mask=Mask(causal=True), N=40),
     "one tile": _problem(M=5, N=7),

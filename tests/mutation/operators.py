@@ -46,6 +46,7 @@ SITES = (
 )
 # Those that only Hopper compiles, judged where they are emulated.
 HOPPER_SITES = (
+    "fa_kernels/kernels/hopper_blocks.py",
     "fa_kernels/kernels/hopper_tiles.py",
     "fa_kernels/kernels/hopper_forward.py",
     "fa_kernels/kernels/hopper_backward.py",

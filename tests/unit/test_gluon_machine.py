@@ -137,28 +137,6 @@ def test_a_store_without_a_fence_is_not_seen_by_what_is_asynchronous():
     ran(store)
 
 
-def test_what_is_added_to_memory_is_read_when_that_is_waited_for():
-    tile, total = np.ones(4), np.zeros(4)
-
-    def add(machine):
-        machine.add(tile, lambda values: np.add(total, values, out=total))
-        assert not total.any()
-        machine.finish_additions(0)
-        tile[:] = 5
-        machine.add(tile, lambda values: np.add(total, values, out=total))
-        tile[:] = 0
-        machine.finish_additions(0)
-
-    with pytest.raises(RaceError, match="a tile is written before it is added"):
-        ran(add)
-    assert (total == 1).all()
-
-
-def test_additions_that_nobody_waits_for_are_refused():
-    with pytest.raises(RaceError, match="partition 0 ends before what it adds to memory is read"):
-        ran(lambda machine: machine.add(np.ones(4), lambda _: None))
-
-
 def test_the_seed_alone_decides_the_order():
     def trace(seed):
         seen = []

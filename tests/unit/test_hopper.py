@@ -17,8 +17,11 @@ from oracles.error_model import judge
 from oracles.mask import Mask
 from oracles.masks.prefix_lm import PrefixLM
 from oracles.outputs import Numerics
+from oracles.problem import Problem
 from oracles.reference import attention
 from properties.compare import ratios
+from properties.verification import verify
+from tests.subjects.ours import flash_attention as ours
 
 CUDA = torch.device("cuda")
 HERE = torch.cuda.is_available() and hopper.is_there(CUDA)
@@ -245,6 +248,15 @@ def test_dk_and_dv_of_one_pass_are_those_of_two_and_dq_is_within_its_bound_every
             assert torch.equal(dk, wanted[1])
             assert torch.equal(dv, wanted[2])
             assert float(ratios(dq, want, bound).amax()) <= 1
+
+
+@on_hopper
+@pytest.mark.parametrize(("D", "Dv"), [(64, 128), (64, 72), (40, 128), (48, 104), (128, 64)])
+@pytest.mark.parametrize("config", ["default", "default-one_pass"])
+def test_two_head_dims_are_right_and_nothing_else_is_written(config, D, Dv):
+    asked = Problem(B=2, H=2, M=150, N=200, D=D, Dv=Dv, dtype="bf16", config=config, device="cuda")
+    report = verify(ours, problems=asked, guarantees=("G1", "G6"))
+    assert report, str(report)
 
 
 @on_hopper

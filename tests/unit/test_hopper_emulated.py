@@ -54,6 +54,16 @@ def test_the_sources_hold_what_all_configurations_hold(asked, emulated):
     assert report, str(report)
 
 
+@pytest.mark.parametrize(
+    "name", ["two head_dims, narrow keys", "two head_dims, wide values", "padded"]
+)
+@pytest.mark.parametrize("config", ["default", "default-one_pass"])
+def test_everything_is_written_and_nothing_else(name, config, emulated):
+    emulated()
+    report = checked(dataclasses.replace(PROBLEMS[name], config=config), guarantees=("G6",))
+    assert report, str(report)
+
+
 @pytest.mark.parametrize("asked", PROBLEMS.values(), ids=PROBLEMS)
 def test_their_logic_is_right_in_float64(asked, emulated):
     emulated(accumulator="float64")
@@ -309,29 +319,33 @@ FAULTS = {
     "dS has no fence": (
         "hopper_backward",
         "                    fence_async_shared()\n"
-        "                    mbarrier.arrive(ds_full.index(buffer), count=1)\n",
-        "                    mbarrier.arrive(ds_full.index(buffer), count=1)\n",
+        "                    mbarrier.arrive(ds_full.index(made), count=1)\n",
+        "                    mbarrier.arrive(ds_full.index(made), count=1)\n",
     ),
     "dS of the other is not waited for": (
         "hopper_backward",
-        "                    mbarrier.wait(ds_full.index(buffer), i // 2 & 1)\n", "",
+        "                    mbarrier.wait(ds_full.index(last_made), i // _BUFFERS & 1)\n", "",
     ),
-    "dS has one buffer": (
+    "the other's last dS is not waited for": (
         "hopper_backward",
-        "ds_tiles.index(buffer * 2 + half)", "ds_tiles.index(0 * 2 + half)",
+        "            mbarrier.wait(ds_full.index(total % _BUFFERS), total // _BUFFERS & 1)\n", "",
     ),
-    "dq is written while it is added": (
+    "dS has two buffers": (
         "hopper_backward",
-        "                    tma.store_wait(0)\n                    ds_tiles",
-        "                    ds_tiles",
+        "_BUFFERS: gl.constexpr = gl.constexpr(3)", "_BUFFERS: gl.constexpr = gl.constexpr(2)",
     ),
-    "dq has no fence": (
+    "keys are multiplied before the other has cleared them": (
         "hopper_backward",
-        "                    fence_async_shared()\n                    thread_barrier()\n",
-        "                    thread_barrier()\n",
+        "                zero_rows(matrix(k_tiles, half), start_n + offs_wide < view[1], WIDE)\n"
+        "            # As of the dS before the first: nobody multiplies the other's keys earlier.\n"
+        "            mbarrier.arrive(ds_full.index(0), count=1)\n",
+        "                mbarrier.arrive(ds_full.index(0), count=1)\n"
+        "                zero_rows(matrix(k_tiles, half), start_n + offs_wide < view[1], WIDE)\n"
+        "            else:\n                mbarrier.arrive(ds_full.index(0), count=1)\n",
     ),
-    "it ends while dq is added": (
-        "hopper_backward", "    if ONE_PASS:\n        tma.store_wait(0)\n\n", "",
+    "dq is read while it is multiplied": (
+        "hopper_backward",
+        "dq = warpgroup_mma_wait(1, deps=(dq,))", "dq = warpgroup_mma_wait(2, deps=(dq,))",
     ),
 }  # fmt: skip
 _KEYS = Mask(seqlens_k=(150, 100))

@@ -255,7 +255,7 @@ def test_dk_and_dv_of_one_pass_are_those_of_two_and_dq_is_within_its_bound_every
 @pytest.mark.parametrize("config", ["default", "default-one_pass"])
 def test_two_head_dims_are_right_and_nothing_else_is_written(config, D, Dv):
     asked = Problem(B=2, H=2, M=150, N=200, D=D, Dv=Dv, dtype="bf16", config=config, device="cuda")
-    report = verify(ours, problems=asked, guarantees=("G1", "G6"))
+    report = verify(ours, problems=[asked], guarantees=("G1", "G6"))
     assert report, str(report)
 
 

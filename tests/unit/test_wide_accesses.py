@@ -29,6 +29,9 @@ def test_the_acts_that_kernels_share_are_wide_where_rows_are_aligned():
         "2": {"ld.v4.b32": 24, "st.v4.b32": 8},
         "1": {"ld.v4.b32": 8, "st.v4.b32": 8},
         "0": {"ld.b16": 64, "st.b16": 64},
+        # 64 x 128 float32 of 128 threads, and a block of 64 x 64.
+        "rows": {"ld.v4.b32": 16, "st.v4.b32": 16},
+        "blocks": {"add.v4.f32": 8},
     }
 
 

@@ -330,14 +330,14 @@ def launch_backward(
         rows = SUMS_ROWS[on_hopper]
         programs = cdiv(sizes.M, rows) * sizes.B * sizes.H
         if one_pass and programs:
+            # Sums may be as wide as dv on Hopper: then only a mask keeps them to the rows of dq.
+            aligned = min(_alignment(dq), 1 + (columns == sizes.D))
             run(
                 dq_of_sums_kernel, (programs,),
                 sums, dq, arguments.seqlens_q,
                 sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.D, bits,
-                BLOCK_M=rows, BLOCK_D=columns, ACC=acc,
-                # On Hopper sums may be as wide as dv, and then only a mask keeps them to dq's rows.
-                ALIGNED=min(_alignment(dq), 1 + (columns == sizes.D)),
-                IN_BLOCKS=on_hopper, kinds=(dq.dtype,), **places,
+                BLOCK_M=rows, BLOCK_D=columns, ACC=acc, ALIGNED=aligned, IN_BLOCKS=on_hopper,
+                kinds=(dq.dtype,), **places,
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
 

@@ -17,16 +17,22 @@ import fa_kernels
 from fa_kernels import hopper
 from oracles.mask import Mask
 from oracles.problem import Problem
+from properties.domain import problems_of
+from properties.subject import Subject
 from properties.verification import verify
 from tests.mutation.hardware import HARDWARE
 from tests.mutation.hopper import PROBLEMS
 from tests.subjects.emulation import emulate, texts_of
 from tests.subjects.ours import flash_attention
+from tests.unit.drawing import drawn
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 
 GUARANTEES = ("G1", "G2", "G3", "G4", "G5")
 SEEDS = 4
+# Tiles are 64 or 128 wide, and of either head_dim or of both.
+HEAD_DIMS = (64, 128, 72)
+DRAWN = 15
 
 
 @pytest.fixture
@@ -68,6 +74,17 @@ def test_everything_is_written_and_nothing_else(name, config, emulated):
 def test_their_logic_is_right_in_float64(asked, emulated):
     emulated(accumulator="float64")
     report = checked(dataclasses.replace(asked, dtype="fp64"), guarantees=("G1", "G2"))
+    assert report, str(report)
+
+
+@pytest.mark.parametrize(("dtype", "config"), [("fp16", "default-one_pass"), ("bf16", "default")])
+def test_drawn_problems_hold(dtype, config, emulated):
+    emulated()
+    strategy = problems_of(
+        Subject.of(flash_attention, "ours"), dtype=dtype, configs=(config,), device="cpu",
+        head_dims=HEAD_DIMS, tile=128, max_seqlen=300, max_cost=30,
+    )  # fmt: skip
+    report = checked(*drawn(strategy, DRAWN), guarantees=("G1", "G6"))
     assert report, str(report)
 
 

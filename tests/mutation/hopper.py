@@ -44,9 +44,9 @@ PROBLEMS = {
     "two passes, entries, group": _problem(B=2, H=4, Hk=2, M=70, N=140, config="default"),
     "two passes, two head_dims": _problem(D=128, Dv=64, config="default"),
     "two passes, wide values": _problem(D=48, Dv=104, N=400, mask=_FAR, config="default"),
-    # Three edge tiles before the full ones, of one head and of two.
+    # Three edge tiles before the full ones, of one head, and of groups of two.
     "causal, wide": _problem(M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
-    "group, wide": _problem(H=2, M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
+    "group, wide": _problem(H=4, Hk=2, M=200, N=200, D=128, Dv=128, mask=Mask(causal=True)),
     # Tiles of three blocks of rows, and of two.
     "narrow tiles": _problem(M=570, config="default"),
     "narrow tiles, causal": _problem(M=450, N=450, mask=Mask(causal=True), config="default"),

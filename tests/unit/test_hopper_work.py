@@ -206,15 +206,20 @@ SHARED = {
     # Keys and values; queries and dout; dS, of two halves, three times.
     ("one_pass", 64): (4 + 8 + 3 * 4, 2 * 2 * 128 * 4 + 10 * BARRIER),
     ("one_pass", 128): (8 + 8 + 3 * 2, 2 * 2 * 64 * 4 + 10 * BARRIER),
+    # Of dS a block that nobody touches.
+    ("two_pass", 64): (4 + 8 + 2, 2 * 2 * 128 * 4 + 10 * BARRIER),
+    ("two_pass", 128): (8 + 8 + 1, 2 * 2 * 64 * 4 + 10 * BARRIER),
     ("dq", 64): (2 + 2 + 4 * (2 + 2), (2 + 3 * 4) * BARRIER),
     ("dq", 128): (2 * (2 + 2 + 2 * (2 + 2)), (2 + 3 * 2) * BARRIER),
 }
 
 
 @each_head_dim
-@pytest.mark.parametrize(("name", "place"), [("forward", 0), ("one_pass", 1), ("dq", 2)])
+@pytest.mark.parametrize(
+    ("name", "place"), [("forward", 0), ("one_pass", 1), ("two_pass", 1), ("dq", 2)]
+)
 def test_shared_memory_is_for_tiles_rows_and_barriers(name, place, D, kernels):
-    ran(Mask(), D, "two_pass" if name == "dq" else "one_pass")
+    ran(Mask(), D, "one_pass" if name == "one_pass" else "two_pass")
     blocks, others = SHARED[name, D]
     work = kernels[place].work
     assert work["shared"] == work["programs"] * (blocks * BLOCK + others)

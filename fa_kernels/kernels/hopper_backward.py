@@ -419,8 +419,8 @@ def hopper_backward_kernel(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
     if ONE_PASS:
-        # Else nobody uses them, and their memory is another's, where this would be written late:
-        # an mbarrier is initialised some time after its thread has gone on.
+        # Else nobody uses them, and their memory is another's: of what consumers are told, which
+        # this was seen to overwrite, though it stands before that and barriers of threads between.
         for buffer in gl.static_range(_BUFFERS):
             # Both consumers write a half of it.
             mbarrier.init(ds_full.index(buffer), count=2)

@@ -225,7 +225,7 @@ def test_shared_memory_is_for_tiles_rows_and_barriers(name, place, D, kernels):
     assert work["shared"] == work["programs"] * (blocks * BLOCK + others)
 
 
-# What nobody waits for may be where something else is in shared memory, and is initialised late.
+# What nobody waits for may be where something else is in shared memory, and overwrite that.
 @each_head_dim
 @pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
 def test_barriers_that_nobody_waits_for_are_not_initialised(D, backward, kernels):

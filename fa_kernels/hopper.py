@@ -130,21 +130,6 @@ def takes_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: 
     return arguments.config.splits is None and takes(q, k, v, arguments)
 
 
-def _descriptor(
-    base: torch.Tensor,
-    shape: list[int],
-    strides: list[int],
-    block: list[int],
-    layout: object,
-) -> object:
-    """As its constructor makes it, without its checks, which took half the time of a launch."""
-    made = object.__new__(_descriptors()[0])
-    made.__dict__ = {
-        "base": base, "shape": shape, "strides": strides, "block_shape": block, "layout": layout,
-    }  # fmt: skip
-    return made
-
-
 def _described(x: torch.Tensor, rows: int, columns: int) -> object:
     """A tensor (B, H, rows, head_dim) in blocks of so many rows and columns.
 
@@ -154,7 +139,15 @@ def _described(x: torch.Tensor, rows: int, columns: int) -> object:
     if counted is None or x.data_ptr() % _ALIGNMENT:
         x = allocation.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
         counted = list(x.shape), list(x.stride())
-    return _descriptor(x, *counted, [1, 1, rows, columns], _descriptors()[1])
+    shape, strides = counted
+    kind, layout = _descriptors()
+    # As its constructor makes it, without its checks, which took half the time of a launch.
+    made = object.__new__(kind)
+    made.__dict__ = {
+        "base": x, "shape": shape, "strides": strides,
+        "block_shape": [1, 1, rows, columns], "layout": layout,
+    }  # fmt: skip
+    return made
 
 
 @lru_cache(maxsize=1024)

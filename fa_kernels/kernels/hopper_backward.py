@@ -272,8 +272,8 @@ def _consume(
                 if KIND == _PAST_END:
                     ds = gl.where((offs_n < view[1])[:, None], ds, 0.0)
                 ds = ds.to(DTYPE)
-                last_made, made = i % _BUFFERS, (i + 1) % _BUFFERS
                 if ONE_PASS:
+                    last_made, made = i % _BUFFERS, (i + 1) % _BUFFERS
                     # Who has made dS of the tile before has done with that of three tiles before,
                     # which is in this buffer.
                     mbarrier.wait(ds_full.index(last_made), i // _BUFFERS & 1)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton")
+
+from tests.unit.compiling import printed_by
 
 # Bytes of shared memory that a program of a Hopper GPU may have.
 MOST = 227 * 1024
@@ -22,13 +19,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_products_stay_asynchronous_and_tiles_fit(D):
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.hopper_code", str(D)],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = printed_by("hopper_code", str(D))
     assert found.keys() == KERNELS
     for name, code in found.items():
         # ptxas says so where it serialises products, which takes half as long again.

@@ -110,9 +110,8 @@ def check_forward(work: Counter[str], mask: Mask, D: int, seen: torch.Tensor, H:
 
 
 def check_backward(
-    work: Counter[str], mask: Mask, D: int, seen: torch.Tensor, H: int, products: int
+    work: Counter[str], mask: Mask, D: int, seen: torch.Tensor, H: int, one_pass: bool
 ) -> None:
-    """``products`` of a step and consumer: 6 are of one pass."""
     counts = tiles_seen(seen.mT, list(range(0, 290, KEYS)), KEYS, ROWS[D])
     steps = H * total(counts)
     assert work["q_desc"] == work["dout_desc"] == steps
@@ -122,9 +121,9 @@ def check_backward(
     assert work["programs"] == programs
     # Keys are of two halves; not of tiles that nobody sees.
     used = work["k_desc"] // 2
-    one_pass = products == 6
-    # dQ is a step behind: there is one more of it, of which the first is for nobody.
-    assert work["products"] == 2 * (steps * products + programs + 2 * used * one_pass)
+    # S, dP, dV and dK; dQ of the keys of either consumer, a step behind: there is one more of it,
+    # of which the first is for nobody.
+    assert work["products"] == 2 * (steps * 4 + programs + 2 * (steps + used) * one_pass)
     assert work["added"] == steps * ROWS[D] * D * one_pass
     assert work["k_desc"] == work["v_desc"] == 2 * used
     assert sum(map(bool, (*counts[0], *counts[1]))) <= used <= programs
@@ -153,7 +152,7 @@ def test_two_passes_load_and_multiply_tiles_that_are_seen(mask, D, kernels):
     seen = ran(mask, D, "two_pass", H=1)
     forward, backward, dq = (x.work for x in kernels)
     check_forward(forward, mask, D, seen, 1)
-    check_backward(backward, mask, D, seen, 1, 4)
+    check_backward(backward, mask, D, seen, 1, one_pass=False)
     check_dq(dq, mask, D, seen)
 
 
@@ -163,7 +162,7 @@ def test_one_pass_loads_and_multiplies_tiles_that_are_seen(mask, D, kernels):
     seen = ran(mask, D, "one_pass", H=2)
     forward, backward, _ = (x.work for x in kernels)
     check_forward(forward, mask, D, seen, 2)
-    check_backward(backward, mask, D, seen, 2, 6)
+    check_backward(backward, mask, D, seen, 2, one_pass=True)
 
 
 # Halves of key tiles that hold padding: keys of those are cleared for dq.

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from fa_kernels import Config, compiled, flash_attention
+from tests.unit.compiling import printed_by
 
 NARROW = {".b8", ".b16", ".u16"}
 
 
 def test_the_acts_that_kernels_share_are_wide_where_rows_are_aligned():
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.unit.aligned_copy"],
-        env=environment, capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    of = json.loads(found.stdout)
     # A tile of 64 x 128 by 128 threads: 8 accesses of 8 numbers each, and of 4 float32 16.
-    assert of == {
+    assert printed_by("aligned_copy") == {
         "2": {"ld.v4.b32": 24, "st.v4.b32": 8},
         "1": {"ld.v4.b32": 8, "st.v4.b32": 8},
         "0": {"ld.b16": 64, "st.b16": 64},

@@ -73,6 +73,8 @@ PROBLEMS = {
     "far from the first key": _problem(M=300, N=500, mask=_FAR),
     # Rows that see nothing at first, and little then.
     "far, and far below 1": _problem(M=300, N=500, mask=_FAR, inputs="lse_low_130"),
+    # The last rows of a tile see nothing in two of its key tiles, one behind the other.
+    "far from two key tiles": _problem(M=192, N=379, mask=Mask(window_left=60), config="default"),
     # Two programs share tiles of keys, and of queries.
     "shared tiles": _problem(M=570, N=700),
     "shared tiles, group, wide": _problem(H=2, M=300, N=600, D=128, Dv=128, config="default"),

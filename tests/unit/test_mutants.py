@@ -11,6 +11,7 @@ import pytest
 
 from tests.mutation.blind import BLIND
 from tests.mutation.faults import FAULTS
+from tests.mutation.hardware import HARDWARE
 from tests.mutation.mutant import Edit, Mutant, StaleError, mutated
 from tests.mutation.package import sources_of
 from tests.mutation.referee import REFEREE
@@ -21,6 +22,7 @@ LISTS: dict[str, tuple[Mutant, ...]] = {
     "blind": BLIND,
     "subtle": SUBTLE,
     "referee": REFEREE,
+    "hardware": tuple(x.mutant for x in HARDWARE),
 }
 ALL = [
     pytest.param(mutant, id=f"{name}: {mutant.name}") for name in LISTS for mutant in LISTS[name]

@@ -1,11 +1,13 @@
 """Code of the kernels for Hopper as calls launch them, compiled for a GPU that need not be there.
 
 ``python -m tests.unit.hopper_code 128`` prints of each kernel at that head_dim, as JSON, how much
-shared memory it takes and what ptxas warns of.
+shared memory it takes, which of its tiles and barriers others have the memory of, and what ptxas
+warns of.
 """
 
 import inspect
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,14 +17,23 @@ from unittest import mock
 
 import torch
 import triton
+from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fa_kernels import arguments, flash_attention, hopper, launch
 
 _HOPPER = GPUTarget("cuda", 90, 32)
+# Of PTX for it: 8.0.
+_PTX = 80
 _PROCESSORS = 132
+# In the compiler's code: a tile or barrier and what it is made of; and anything else that has
+# memory, of which Triton 3.6 says where it begins alone.
+_TILE = re.compile(
+    r"%(\w+) = ttg\.local_alloc \{allocation\.offset = (\d+)\b.*?memdesc<([\dx]+)x[a-z]+(\d+),"
+)
+_OTHER = re.compile(r"(?<!alloc \{)allocation\.offset = (\d+) : i32(?:, allocation\.size = (\d+))?")
 _DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
 }  # fmt: skip
@@ -64,6 +75,49 @@ def _warnings(ptx: str) -> list[str]:
     return re.findall(r"\(C\d+\).*", done.stderr)
 
 
+def _placed(ttgir: str) -> str:
+    """A kernel's code once the compiler has found places in shared memory for all it needs."""
+    context = ir.context()
+    ir.load_dialects(context)
+    CUDABackend(_HOPPER).load_dialects(context)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ttgir"
+        path.write_text(ttgir)
+        module = ir.parse_mlir_module(str(path), context)
+    module.context = context
+    manager = ir.pass_manager(context)
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    try:
+        passes.ttgpuir.add_allocate_warp_groups(manager, False)
+    except TypeError:
+        # Triton 3.6.
+        passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, _HOPPER.arch, _PTX)
+    manager.run(module, "placed")
+    return str(module)
+
+
+def _shared_with_others(ttgir: str) -> list[str]:
+    """Tiles and barriers whose memory something else has too, at another time as it is thought.
+
+    What warps are told, and what they exchange, is there for a moment, and may be in one place.
+    """
+    code = _placed(ttgir)
+    tiles = []
+    for name, start, shape, bits in _TILE.findall(code):
+        size = math.prod(map(int, shape.split("x"))) * int(bits) // 8
+        tiles.append((int(start), int(start) + size, name))
+    assert tiles
+    others = [(int(start), int(start) + int(size or 1), "") for start, size in _OTHER.findall(code)]
+    return [
+        tile[2]
+        for tile in tiles
+        if any(x is not tile and x[0] < tile[1] and tile[0] < x[1] for x in (*tiles, *others))
+    ]
+
+
 def _described(D: int) -> dict[str, dict[str, object]]:
     """By kernel, and passes of the backward."""
     found = {}
@@ -74,6 +128,7 @@ def _described(D: int) -> dict[str, dict[str, object]]:
             code = _compiled(kernel, args, constants)
             found[f"{kernel.__name__}, {backward}"] = {
                 "shared": code.metadata.shared, "warnings": _warnings(code.asm["ptx"]),
+                "with_others": _shared_with_others(code.asm["ttgir"]),
             }  # fmt: skip
 
         with (

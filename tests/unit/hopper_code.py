@@ -109,8 +109,10 @@ def _shared_with_others(ttgir: str) -> list[str]:
     for name, start, shape, bits in _TILE.findall(code):
         size = math.prod(map(int, shape.split("x"))) * int(bits) // 8
         tiles.append((int(start), int(start) + size, name))
-    assert tiles
     others = [(int(start), int(start) + int(size or 1), "") for start, size in _OTHER.findall(code)]
+    # What warps are told always has a place: else the text is not read as it is.
+    assert tiles
+    assert others
     return [
         tile[2]
         for tile in tiles

@@ -175,7 +175,7 @@ def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _K
 def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
     """The largest values of a chunk that the range conditions speak of, and of |s|."""
     scores = fwd.scores
-    unnormalised = fwd.out_terms * scores.log_l.exp().unsqueeze(2)
+    unnormalised = fwd.out_terms * (scores.log_l + scores.lag).exp().unsqueeze(2)
     peaks = (
         scores.parts,
         scores.reach,

@@ -46,6 +46,7 @@ class Scores(NamedTuple):
     m: torch.Tensor  # (Z, R), 0 on empty rows, like lse and log_l
     lse: torch.Tensor
     log_l: torch.Tensor
+    lag: torch.Tensor  # r: how far below m the maximum in use may lie
     tiles: torch.Tensor  # T: key tiles with a visible key, float64
     slope: torch.Tensor | None  # (Z, R, N): of s by sm_scale q.k; None where it is 1 everywhere
     slope_error: torch.Tensor | None  # how far a kernel's may be from it
@@ -114,12 +115,15 @@ def _dot_error(
 def _scores(
     x: Chunk, sm_scale: float, c: Constants, numerics: Numerics, softcap: float | None
 ) -> Scores:
-    """Softmax of a chunk, and E = (g + ud) A0 + 5u |s| + 3u |s - m| + (1 + R) u_exp.
+    """Softmax of a chunk, and E = (g + ud) A0 + 5u |s| + 3u (|s - m| + r) + (1 + R) u_exp.
 
     In TF32 also t eta_x (sum |q| + sum |k|): what truncation takes off subnormal operands. A
     softcap contracts what stands before 5u |s|, and has roundings of its own: ``cap_error``. Where
     n terms are added to x, (3 + n) u (|x| + the sum of |terms|): each term is a product of two
     rounded numbers, or x scaled, and is rounded again with every sum.
+
+    r is by how much the maximum that sums are relative to may lie below the row's: nothing where
+    all of its keys are in one tile, else what the subject declares as ``rescale_threshold``.
 
     R counts how often a kernel may rescale, from the data: at most the number of tiles, usually
     far fewer, which keeps the bound sharp for long rows.
@@ -151,10 +155,12 @@ def _scores(
     error.add_((s - m.unsqueeze(2)).abs_().mul_(3 * c.u))
     error.add_(s.abs(), alpha=5 * c.u).add_(c.u_exp)
     error.masked_fill_(x.hidden, 0.0)
+    tiles = live_tiles.sum(2, dtype=torch.float64)
+    lag = numerics.rescale_threshold * math.log(2) * (tiles > 1).to(tiles.dtype)
+    error.add_((3 * c.u * lag).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
     changes = _rescales(tile_max, live_tiles, 2 * error.amax(2), numerics.splits)
     error.add_(changes.mul_(c.u_exp).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
-    tiles = live_tiles.sum(2, dtype=torch.float64)
-    return Scores(s, reach, p, error, m, m + log_l, log_l, tiles, slope, slope_error, parts)
+    return Scores(s, reach, p, error, m, m + log_l, log_l, lag, tiles, slope, slope_error, parts)
 
 
 def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bool) -> torch.Tensor:
@@ -191,7 +197,7 @@ def forward_error(
                                        S = min(splits, T) parts weighted and added, if split
         core += (gamma_l + 4u)(|out| + core)
         out:  core + u_in (|out| + core) + eta_in
-        lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l|) + 4u max(|m|, |L|)
+        lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l| + r) + 4u (max(|m|, |L|) + r)
 
     Args:
         x: The chunk.
@@ -235,7 +241,7 @@ def forward_error(
         # log(sum p exp(E)), as p sums to 1; log1p keeps its digits where E is tiny.
         p_growth.sum(2).log1p_()
         + gamma_l
-        + c.u_log * (1 + scores.log_l.abs())
-        + 4 * c.u * torch.maximum(m.abs(), lse.abs())
+        + c.u_log * (1 + scores.log_l.abs() + scores.lag)
+        + 4 * c.u * (torch.maximum(m.abs(), lse.abs()) + scores.lag)
     )
     return Forward(scores, out, out_terms, out_bound, lse_bound)

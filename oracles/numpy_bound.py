@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from oracles.mask import Mask
 from oracles.numpy_reference import Head, added_terms, attend_head, seen_keys
-from oracles.numpy_units import Units, prescale_underflow, rescales, seen_tiles, units_of
+from oracles.numpy_units import Units, lag_of, prescale_underflow, rescales, seen_tiles, units_of
 from oracles.outputs import Numerics, Outputs
 
 __all__ = ["bound", "head_bound", "score_error"]
@@ -134,6 +134,7 @@ def score_error(
         error_mn
         + 5 * u * np.abs(s_mn)
         + 3 * u * np.abs(s_mn - head.row_max_m[:, None])
+        + 3 * u * lag_of(head, numerics)[:, None]
         + units.u_exp
     )
     rescales_m = rescales(head, error_mn, numerics)
@@ -149,6 +150,7 @@ def _forward(
     bound_out_me = np.zeros_like(head.out_me)
     bound_lse_m = np.zeros_like(head.lse_m)
     tiles_m = seen_tiles(head.seen_mn, numerics.block_n)
+    lag_m = lag_of(head, numerics)
     for m in range(head.seen_mn.shape[0]):
         seen_n = head.seen_mn[m]
         if not seen_n.any():
@@ -189,8 +191,8 @@ def _forward(
         bound_lse_m[m] = (
             np.log1p((p_n * np.expm1(error_n)).sum())
             + gamma_l
-            + units.u_log * (1 + abs(lse - row_max))
-            + 4 * u * max(abs(row_max), abs(lse))
+            + units.u_log * (1 + abs(lse - row_max) + lag_m[m])
+            + 4 * u * (max(abs(row_max), abs(lse)) + lag_m[m])
         )
     return bound_out_me, bound_lse_m
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from oracles.numpy_reference import Head
 from oracles.outputs import Numerics
 
-__all__ = ["Units", "prescale_underflow", "rescales", "seen_tiles", "units_of"]
+__all__ = ["Units", "lag_of", "prescale_underflow", "rescales", "seen_tiles", "units_of"]
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -153,6 +153,19 @@ def seen_tiles(seen_mn: BoolArray, width: int) -> FloatArray:
     for start in range(0, seen_mn.shape[1], width):
         count_m += seen_mn[:, start : start + width].any(axis=1)
     return count_m
+
+
+def lag_of(head: Head, numerics: Numerics) -> FloatArray:
+    """Returns (M,), r: by how much the maximum in use may lie below the row's, in natural units.
+
+    Where all that a row sees is in one tile there is none from before.
+
+    Args:
+        head: The passes of the reference.
+        numerics: What the kernel declares: its threshold, and the width of the key tiles.
+    """
+    several_m = seen_tiles(head.seen_mn, numerics.block_n) > 1
+    return np.where(several_m, numerics.rescale_threshold * math.log(2.0), 0.0)
 
 
 def _possible_changes(tile_max: list[float], slack: float) -> int:

@@ -48,6 +48,9 @@ class Numerics:
         atomic: The outputs, ("dq",) or none, that are summed in memory by atomics: key tile by key
             tile, in an order of chance, and with subnormal operands and sums of float32 taken for
             0, as ``red.global.add.f32`` of NVIDIA GPUs does.
+        rescale_threshold: By how much a row's maximum may rise, in powers of 2 and up to 15, before
+            its sums are rescaled: until then they are relative to a maximum of before. 0: they are
+            rescaled whenever it rises.
         flushes: Elementwise float32 operands and results below 2**-126 count as 0, as in code that
             was compiled with fast-math flags (``.ftz``); operands and sums of dots do not.
     """
@@ -66,6 +69,7 @@ class Numerics:
     group_sum: str = "fp32"
     splits: int = 1
     atomic: tuple[str, ...] = ()
+    rescale_threshold: float = 0.0
     flushes: bool = False
 
     def __post_init__(self) -> None:
@@ -75,8 +79,15 @@ class Numerics:
         for name in ("accumulator", "block_n", "ds_roundings", "splits"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; needs a number >= 1")
+        if not 0 <= self.rescale_threshold <= MOST_PUT_OFF:
+            raise ValueError(
+                f"rescale_threshold is {self.rescale_threshold!r}; needs a number from 0 to "
+                f"{MOST_PUT_OFF}, since P is cast relative to the maximum of before"
+            )
 
 
+# 2**15 is in the range of fp16, 2**16 is not.
+MOST_PUT_OFF = 15
 _CHOICES = {
     "dots": ("ieee", "tf32"),
     "prescales": ("none", "q", "k", "qk"),

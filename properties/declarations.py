@@ -122,6 +122,8 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
         declared["head_dims"] = _sizes(f"{name}.head_dims", declared["head_dims"])
     if "accumulator" in declared:
         _check_accumulator(f"{name}.accumulator", declared["accumulator"])
+    if "rescale_threshold" in declared:
+        _check_number(f"{name}.rescale_threshold", declared["rescale_threshold"])
     try:
         Numerics(**{word: declared[word] for word in NUMERICS if word in declared})
     except ValueError as error:  # it begins with the word
@@ -165,6 +167,11 @@ def _check_accumulator(where: str, given: object) -> None:
     number = isinstance(given, int | float) and not isinstance(given, bool)
     if not number or not 1 <= given < math.inf:  # type: ignore[operator]
         raise ValueError(f"{where} is {given!r}; needs a finite number >= 1")
+
+
+def _check_number(where: str, given: object) -> None:
+    if not isinstance(given, int | float) or isinstance(given, bool):
+        raise ValueError(f"{where} is {given!r}; needs a number")
 
 
 def _check_configs(where: str, given: object) -> None:

@@ -357,8 +357,8 @@ _FORWARD = faults_of(
     ),
     (
         "half of the steps of lse are free",
-        "+ 4 * c.u * torch.maximum(m.abs(), lse.abs())",
-        "+ 2 * c.u * torch.maximum(m.abs(), lse.abs())",
+        "+ 4 * c.u * (torch.maximum(m.abs(), lse.abs())",
+        "+ 2 * c.u * (torch.maximum(m.abs(), lse.abs())",
     ),
     ("a negative lse is not rounded", "torch.maximum(m.abs(), lse.abs())", "torch.maximum(m, lse)"),
     ("the division by the sum is free", "(gamma_l + 4 * c.u).unsqueeze(2)", "gamma_l.unsqueeze(2)"),
@@ -369,6 +369,18 @@ _FORWARD = faults_of(
         "test_error_model",
     ),
     ("the spread is signed", "- out[:, here].unsqueeze(2)).abs_()", "- out[:, here].unsqueeze(2))"),
+    (
+        "a maximum of before costs no longer exponents",
+        "error.add_((3 * c.u * lag).unsqueeze(2))",
+        "error",
+    ),
+    (
+        "a maximum of before costs no longer logarithms",
+        "scores.log_l.abs() + scores.lag",
+        "scores.log_l.abs()",
+    ),
+    ("a maximum of before is as large as the row's", "lse.abs()) + scores.lag)", "lse.abs()))"),
+    ("a first tile has one before", "* (tiles > 1).to", "* (tiles > 0).to"),
     (
         "a sum tile by tile is one of all keys",
         'added = numerics.block_n if numerics.l_order == "tile" else keys',
@@ -625,8 +637,13 @@ _MODEL = faults_of(
     ),
     (
         "the unnormalised sum is normalised",
-        "unnormalised = fwd.out_terms * scores.log_l.exp().unsqueeze(2)",
+        "unnormalised = fwd.out_terms * (scores.log_l + scores.lag).exp().unsqueeze(2)",
         "unnormalised = fwd.out_terms",
+    ),
+    (
+        "sums fit relative to the row's own maximum",
+        "(scores.log_l + scores.lag)",
+        "scores.log_l",
     ),
     ("dq is stored without its error", "bwd.dq.abs() + rows.bound_dq", "bwd.dq.abs()"),
     ("dk is stored without its error", "dk.abs() + bound_dk", "dk.abs()"),
@@ -725,8 +742,8 @@ _NUMPY_BOUND = faults_of(
     ("one chain runs through one head", "rows_n if per_head else len(heads) * rows_n", "rows_n"),
     (
         "lse is not rounded where it is negative",
-        "+ 4 * u * max(abs(row_max), abs(lse))",
-        "+ 4 * u * max(row_max, lse)",
+        "max(abs(row_max), abs(lse))",
+        "max(row_max, lse)",
     ),
     (
         "P is recomputed from a perfect lse",
@@ -772,6 +789,12 @@ _NUMPY_UNITS = faults_of(
     ("the merge of a part is exact", "return min(most + 1,", "return min(most,"),
     ("a part of all tiles is merged", "min(most + 1, tiles - 1)", "most + 1"),
     ("what is not split is merged", "if numerics.splits == 1 else", "if numerics.splits == 0 else"),
+    ("a first tile has one before", "numerics.block_n) > 1", "numerics.block_n) > 0"),
+    (
+        "a threshold is of natural exponents",
+        "numerics.rescale_threshold * math.log(2.0)",
+        "numerics.rescale_threshold",
+    ),
     ("what underflow costs is the smaller", "factor = max(ln2,", "factor = min(ln2,"),
     (
         "hidden tiles count",

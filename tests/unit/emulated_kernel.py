@@ -216,6 +216,7 @@ class Emulated:
             tile = slice(start, start + block)
             s_tile = np.where(seen[:, tile], s2[:, tile], self.work(-np.inf))
             m_new = np.maximum(m_i, s_tile.max(axis=1))
+            m_new = np.where(m_new <= m_i + self.numerics.rescale_threshold, m_i, m_new)
             finite = np.where(np.isfinite(m_new), m_new, self.work(0))
             alpha = self.exp2(m_i - finite)
             if self.fault == "accumulator not rescaled":

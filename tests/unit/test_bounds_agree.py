@@ -35,6 +35,7 @@ DECLARATIONS = {
     "rounded l": {"l_from": "rounded"},
     "ds of rounded p": {"ds_from": "rounded"},
     "dtype group sum": {"group_sum": "dtype"},
+    "rescales put off": {"rescale_threshold": 8.0},
     "split": {"splits": 3},
     "split, and flushes": {"splits": 2, "flushes": True},
     "flushes": {"flushes": True},

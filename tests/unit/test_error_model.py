@@ -258,6 +258,36 @@ def test_rescales_of_a_split_row_are_those_of_its_worst_part_and_the_merge(
         assert rescales_of(levels, splits) == pytest.approx(changes, rel=1e-5, abs=1e-5)
 
 
+def test_a_maximum_of_before_costs_longer_exponents_where_a_row_has_several_tiles() -> None:
+    """Of lse: 3u r in E, u_log r = 4u r, and 4u r for the maximum itself."""
+    one, k = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.zeros(1, 1, 32, 1)
+    bounds = {}
+    for threshold in (0, 8):
+        for block_n in (16, 32):
+            numerics = Numerics(block_n=block_n, rescale_threshold=threshold)
+            judgement = judge(
+                one, k, k, one, mask=Mask(), sm_scale=1.0, in_dtype="fp32", numerics=numerics
+            )
+            bounds[threshold, block_n] = judgement.bound.lse.item()
+    assert bounds[8, 32] == bounds[0, 32]
+    longer = bounds[8, 16] - bounds[0, 16]
+    assert longer == pytest.approx(11 * 2.0**-24 * 8 * math.log(2), rel=1e-4)
+
+
+def test_sums_relative_to_a_maximum_of_before_overflow_sooner() -> None:
+    """Two keys of v = 1e37 that share the weight of a row; alone in their tile they fit."""
+    one, k = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.zeros(1, 1, 17, 1)
+    v = torch.zeros(1, 1, 17, 1).index_fill(2, torch.tensor([0, 16]), 1e37)
+    for threshold, block_n, fits in ((0, 16, True), (8, 16, False), (8, 32, True)):
+        numerics = Numerics(block_n=block_n, rescale_threshold=threshold)
+        judgement = judge(
+            one, k, v, 0 * one, mask=Mask(), sm_scale=1.0, in_dtype="fp32", numerics=numerics
+        )
+        told = judgement.out_of_range
+        assert (told is None) == fits, told
+        assert fits or "the sum of unnormalised P|v|" in told
+
+
 def extremes(q: float, k: float, v: float, dout: float) -> list[torch.Tensor]:
     """Two rows and two keys; the second key and its v have the other sign: dS and dQ are not 0."""
     inputs = [torch.full((1, 1, 2, 16), x, dtype=torch.float64) for x in (q, k, v, dout)]

@@ -76,6 +76,8 @@ DECLARATIONS: dict[str, Numerics] = {
     "group_sum": Numerics(group_sum="dtype"),
     "flushes": Numerics(flushes=True),
     "atomic": Numerics(atomic=("dq",)),
+    "rescale_threshold": Numerics(rescale_threshold=8),
+    "rescale_threshold, splits": Numerics(rescale_threshold=15, splits=3),
     "splits": Numerics(splits=3),
     "more splits than tiles": Numerics(splits=9, flushes=True),
 }
@@ -257,6 +259,7 @@ WIDER: dict[str, tuple[str, Numerics, Numerics, set[str]]] = {
     "group_sum": ("fp16", Numerics(), Numerics(group_sum="dtype"), {"dk", "dv"}),
     "flushes": ("fp32", Numerics(), Numerics(flushes=True), set()),
     "splits": ("fp32", Numerics(), Numerics(splits=2), set()),
+    "rescale_threshold": ("fp32", Numerics(), Numerics(rescale_threshold=8), set(OUTPUTS)),
     "atomic": ("fp32", Numerics(), Numerics(atomic=("dq",)), set()),
 }
 

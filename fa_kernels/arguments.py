@@ -120,6 +120,7 @@ class Arguments:
         maps: The tiles that each kernel then visits.
         longest: Of packed sequences: the most rows and the most keys that one has. Then seqlens_q
             and seqlens_k are int32 (B + 1,): where each begins in the tensors, and the last ends.
+        ends: Of packed sequences: the rows and the keys that the last one ends with, at most.
         softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
         alibi_slopes: Float32 (H,) or (B, H) on the device, if scores fall with distance.
         bias: (B or 1, H or 1, M or 1, N or 1), if one is added to scores.
@@ -135,14 +136,15 @@ class Arguments:
     predicate: Predicate | None = None
     maps: BlockMaps | None = None
     longest: tuple[int, int] | None = None
+    ends: tuple[int, int] | None = None
     softcap: float | None = None
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether it is attention of padded sequences, with windows and lengths and no more."""
-        others = (self.predicate, self.longest, self.softcap, self.alibi_slopes, self.bias)
+        """Whether it is attention of sequences, with windows and lengths and no more."""
+        others = (self.predicate, self.softcap, self.alibi_slopes, self.bias)
         return all(x is None for x in others)
 
 
@@ -421,10 +423,14 @@ def prepared(
     seqlens_q = _on_device(request.seqlens_q, request.lengths_q, B, M, q.device)
     seqlens_k = _on_device(request.seqlens_k, request.lengths_k, B, N, q.device)
     places = lengths = (seqlens_q, seqlens_k)
-    longest = None
+    longest, ends = None, None
     if request.longest_q is not None:
         B, M, N = len(seqlens_q) - 1, request.longest_q, request.longest_k
         longest = (M, N)
+        ends = tuple(
+            rows if offsets is None else offsets[-1]
+            for rows, offsets in ((q.shape[2], request.lengths_q), (k.shape[2], request.lengths_k))
+        )
     left, right = (
         M + N if x is None else min(x, M + N) for x in (request.window_left, request.window_right)
     )
@@ -455,7 +461,7 @@ def prepared(
             request.block_mask, request.block_size, *sizes[1:], window, lengths, config, kernels
         )
     return Arguments(
-        *places, *window, sm_scale, config, request.one_pass, predicate, maps, longest,
+        *places, *window, sm_scale, config, request.one_pass, predicate, maps, longest, ends,
         request.softcap, request.alibi_slopes, request.bias,
     )  # fmt: skip
 

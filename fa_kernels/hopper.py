@@ -16,8 +16,10 @@ from fa_kernels import allocation
 from fa_kernels.arguments import Arguments
 from fa_kernels.compiled import cdiv, run
 from fa_kernels.kernels.forward import forward_kernel
+from fa_kernels.sizes import ROW_PADDING, Sizes
 
 __all__ = [
+    "RESCALE_THRESHOLD",
     "forward_tile",
     "is_there",
     "launch_hopper_backward",
@@ -42,6 +44,10 @@ _CONSUMERS = {64: 3, 128: 2}
 _BACKWARD_ROWS = {64: 128, 128: 64}
 # Keys and values together; shared memory has room for one query tile beside them.
 _STAGES = {64: 3, 128: 2}
+# By how many powers of 2 a row's maximum rises before its sums are rescaled, by columns of values;
+# P is up to 2 to that.
+RESCALE_THRESHOLD = 8
+_THRESHOLDS = {64: 0, 128: RESCALE_THRESHOLD}
 # Queries and their gradients, beside keys and values that stay.
 _BACKWARD_STAGES = 2
 # Keys and values, beside queries and their gradients that stay.
@@ -111,7 +117,7 @@ def takes_shapes(dtype: torch.dtype, D: int, Dv: int) -> bool:
     )
 
 
-def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments) -> bool:
+def takes(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
     """Whether the backward of a call runs here.
 
     Strides have no say, so that bits do not follow them.
@@ -119,15 +125,15 @@ def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Argument
     return (
         arguments.config.hopper
         and arguments.is_plain
-        and takes_shapes(q.dtype, q.shape[3], v.shape[3])
-        and min(q.numel(), k.numel()) > 0
+        and takes_shapes(q.dtype, sizes.D, sizes.Dv)
+        and min(sizes.B, sizes.H, sizes.M, sizes.N) > 0
         and is_there(q.device)
     )
 
 
-def takes_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments) -> bool:
+def takes_forward(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
     """Whether the forward of a call runs here."""
-    return arguments.config.splits is None and takes(q, k, v, arguments)
+    return arguments.config.splits is None and takes(q, sizes, arguments)
 
 
 def _described(x: torch.Tensor, rows: int, columns: int) -> object:
@@ -161,9 +167,10 @@ def _counted(
     return (list(shape), [*steps, 1]) if fits else None
 
 
-def _alike(M: int, N: int, arguments: Arguments) -> bool:
+def _alike(sizes: Sizes, arguments: Arguments) -> bool:
     """Whether all tiles take as long, but for padding."""
-    return arguments.window_left == arguments.window_right == M + N
+    is_open = arguments.window_left == arguments.window_right == sizes.M + sizes.N
+    return is_open and arguments.longest is None
 
 
 @lru_cache(maxsize=1024)
@@ -220,20 +227,24 @@ def launch_hopper_forward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    sizes: Sizes,
     arguments: Arguments,
     sm_scale_bits: int,
 ) -> None:
     """Writes out and lse of a call that ``takes_forward`` is true of, on the current device."""
     kernels = _kernels()
     assert kernels is not None
-    B, H, M, D = q.shape
-    _, Hk, N, Dv = v.shape
-    of_k, of_v = padded(D), padded(Dv)
-    heads, places, consumers = B * H, processors(q.device), _CONSUMERS[of_v]
-    m_blocks, narrow = query_tiles(M, heads, consumers, places, _alike(M, N, arguments))
+    of_k, of_v = padded(sizes.D), padded(sizes.Dv)
+    places, consumers = processors(q.device), _CONSUMERS[of_v]
+    tiles = sizes.query_tiles(consumers * _WARPGROUP_ROWS)
+    heads = tiles.number // tiles.of_head
+    m_blocks, narrow = tiles.of_head, 0
+    if not tiles.entries:
+        m_blocks, narrow = query_tiles(sizes.M, heads, consumers, places, _alike(sizes, arguments))
+    programs = m_blocks * heads
     # Where heads are short, programs take turns. Of long ones it is faster to begin together: those
     # that read the same keys then do so at the same time.
-    programs, counter = m_blocks * heads, arguments.seqlens_q
+    counter = arguments.seqlens_q
     if 2 * m_blocks <= places < programs:
         programs = places
         counter = allocation.empty((1,), dtype=torch.int32, device=q.device).zero_()
@@ -241,9 +252,12 @@ def launch_hopper_forward(
         kernels[0], (programs,),
         _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
         _described(v, _KEYS, of_v),
-        out, lse, arguments.seqlens_q, arguments.seqlens_k, counter, heads, H, H // Hk, M, N, Dv,
-        m_blocks, narrow, arguments.window_left, arguments.window_right, sm_scale_bits,
-        CONSUMERS=consumers, STAGES=_STAGES[max(of_k, of_v)],
+        out, lse, arguments.seqlens_q, arguments.seqlens_k, counter,
+        heads, sizes.H, sizes.H // sizes.Hk, sizes.M, sizes.N, sizes.rows_q, sizes.rows_k, sizes.Dv,
+        m_blocks, narrow, tiles.entries,
+        arguments.window_left, arguments.window_right, sm_scale_bits,
+        CONSUMERS=consumers, STAGES=_STAGES[max(of_k, of_v)], THRESHOLD=_THRESHOLDS[of_v],
+        PACKED=arguments.longest is not None,
         num_warps=_WARPS, kinds=(q.dtype, of_k, of_v),
     )  # fmt: skip
 
@@ -258,6 +272,7 @@ def launch_hopper_backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     sums: torch.Tensor | None,
+    sizes: Sizes,
     arguments: Arguments,
     sm_scale_bits: int,
 ) -> None:
@@ -268,21 +283,19 @@ def launch_hopper_backward(
     """
     kernels = _kernels()
     assert kernels is not None
-    B, H, M, D = q.shape
-    _, Hk, N, Dv = v.shape
-    columns = padded(D, Dv)
+    columns = padded(sizes.D, sizes.Dv)
     rows = _BACKWARD_ROWS[columns]
-    programs, handed, shares = _shared(
-        cdiv(N, _KEYS) * B * Hk, 2 * _KEYS, columns, lse2, arguments, _alike(M, N, arguments)
-    )
+    tiles, alike = sizes.key_tiles(_KEYS), _alike(sizes, arguments)
+    programs, handed, shares = _shared(tiles.number, 2 * _KEYS, columns, lse2, arguments, alike)
     run(
         kernels[1], (programs,),
         _described(q, rows, columns), _described(k, _WARPGROUP_ROWS, columns),
         _described(v, _WARPGROUP_ROWS, columns), _described(dout, rows, columns),
         lse2, delta, dk, dv, lse2 if sums is None else sums, *handed,
-        arguments.seqlens_q, arguments.seqlens_k, H, H // Hk, M, lse2.shape[2], N, D, Dv,
+        arguments.seqlens_q, arguments.seqlens_k, *tiles[:2], *sizes.in_kernels(lse2.shape[2]),
         *shares, arguments.window_left, arguments.window_right, sm_scale_bits,
-        STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None,
+        STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None, ROW_PADDING=ROW_PADDING,
+        PACKED=arguments.longest is not None,
         num_warps=_WARPS, kinds=(q.dtype, dout.dtype, columns),
     )  # fmt: skip
 
@@ -295,6 +308,7 @@ def launch_hopper_dq(
     lse2: torch.Tensor,
     delta: torch.Tensor,
     dq: torch.Tensor,
+    sizes: Sizes,
     arguments: Arguments,
     sm_scale_bits: int,
 ) -> None:
@@ -304,20 +318,18 @@ def launch_hopper_dq(
     """
     kernels = _kernels()
     assert kernels is not None
-    B, H, M, D = q.shape
-    _, Hk, N, Dv = v.shape
-    of_k, of_v = padded(D), padded(Dv)
+    of_k, of_v = padded(sizes.D), padded(sizes.Dv)
     rows = 2 * _WARPGROUP_ROWS
-    programs, handed, shares = _shared(
-        cdiv(M, rows) * B * H, rows, of_k, lse2, arguments, _alike(M, N, arguments)
-    )
+    tiles, alike = sizes.query_tiles(rows), _alike(sizes, arguments)
+    programs, handed, shares = _shared(tiles.number, rows, of_k, lse2, arguments, alike)
     run(
         kernels[2], (programs,),
         _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
         _described(v, _KEYS, of_v), _described(dout, _WARPGROUP_ROWS, of_v),
-        lse2, delta, dq, *handed, arguments.seqlens_q, arguments.seqlens_k,
-        H, H // Hk, M, lse2.shape[2], N, D, *shares,
+        lse2, delta, dq, *handed, arguments.seqlens_q, arguments.seqlens_k, *tiles[:2],
+        *sizes.in_kernels(lse2.shape[2]), *shares,
         arguments.window_left, arguments.window_right, sm_scale_bits,
-        STAGES=_DQ_STAGES[max(of_k, of_v)],
+        STAGES=_DQ_STAGES[max(of_k, of_v)], ROW_PADDING=ROW_PADDING,
+        PACKED=arguments.longest is not None,
         num_warps=_WARPS, kinds=(q.dtype, dout.dtype, of_k, of_v),
     )  # fmt: skip

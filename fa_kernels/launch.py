@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -25,9 +24,9 @@ from fa_kernels.kernels.forward import forward_kernel
 from fa_kernels.kernels.merge import merge_kernel
 from fa_kernels.kernels.pool import pool_kernel
 from fa_kernels.kernels.scores import ALIBI, BIAS, SOFTCAP
+from fa_kernels.sizes import ROW_PADDING, Sizes
 
 __all__ = [
-    "ROW_PADDING",
     "backward_kernels",
     "empty_gradients",
     "empty_outputs",
@@ -41,8 +40,6 @@ DELTA_ROWS = 32
 # By whether they lie in blocks.
 SUMS_ROWS = {False: 32, True: 64}
 MERGE_ROWS = 4
-# A multiple of every block_m.
-ROW_PADDING = 256
 # 256 rows of a tile stay within int32 offsets.
 MAX_ALIGNED_STRIDE = 2**22
 
@@ -125,38 +122,6 @@ def _scale_bits(sm_scale: float) -> int:
     return struct.unpack("<q", struct.pack("<d", sm_scale))[0]
 
 
-class _Sizes(NamedTuple):
-    """Of a call: sequences and heads, the longest sequences, the rows of the tensors."""
-
-    B: int
-    H: int
-    Hk: int
-    M: int
-    N: int
-    rows_q: int
-    rows_k: int
-    D: int
-    Dv: int
-
-    @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments) -> _Sizes:
-        """Of packed sequences B, M and N are what the tensors' shapes do not show."""
-        B, H, rows_q, D = q.shape
-        _, Hk, rows_k, Dv = v.shape
-        M, N = rows_q, rows_k
-        if arguments.longest is not None:
-            B = len(arguments.seqlens_q) - 1
-            M, N = arguments.longest
-        return cls(B, H, Hk, M, N, rows_q, rows_k, D, Dv)
-
-    def in_kernels(self, *scratch: int) -> tuple[int, ...]:
-        """In the order of the kernels' parameters; ``scratch`` is what follows M."""
-        return (
-            self.H, self.H // self.Hk, self.M, *scratch, self.N,
-            self.rows_q, self.rows_k, self.D, self.Dv,
-        )  # fmt: skip
-
-
 def _strides(arguments: Arguments, *tensors: torch.Tensor) -> tuple[int, ...]:
     """Strides of (entry, head, row, column); the entry of packed sequences is a row."""
     packed = arguments.longest is not None
@@ -206,12 +171,13 @@ def launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out (B,H,M,Dv) in the dtype of q and lse (B,H,M), float32 (float64 for float64)."""
     out, lse = empty_outputs(q, v)
-    if hopper.takes_forward(q, k, v, arguments):
+    sizes = Sizes.of(q, k, v, arguments)
+    if hopper.takes_forward(q, sizes, arguments):
+        _blank(arguments, out=out, lse=lse)
         with on_device(q):
             bits = _scale_bits(arguments.sm_scale)
-            hopper.launch_hopper_forward(q, k, v, out, lse, arguments, bits)
+            hopper.launch_hopper_forward(q, k, v, out, lse, sizes, arguments, bits)
         return out, lse
-    sizes = _Sizes.of(q, k, v, arguments)
     tile = arguments.config.forward
     parts = arguments.config.splits
     # Without SPLIT l is not written.
@@ -225,13 +191,13 @@ def launch_forward(
         written = (acc, m, l_sum)
     constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
     mods = _score_args(arguments)
-    programs = cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H * (parts or 1)
+    tiles = sizes.query_tiles(tile.block_m)
     rows = lse.numel()
-    if programs:
+    if tiles.number:
         with on_device(q):
             run(
-                forward_kernel, (programs,),
-                q, k, v, *written, arguments.seqlens_q, arguments.seqlens_k,
+                forward_kernel, (tiles.number * (parts or 1),),
+                q, k, v, *written, arguments.seqlens_q, arguments.seqlens_k, *tiles[:2],
                 *_strides(arguments, q, k, v), *sizes.in_kernels(),
                 arguments.window_left, arguments.window_right, parts or 1, rows,
                 _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"), *mods,
@@ -285,11 +251,11 @@ def launch_backward(
     parts added by atomics, in another order every time; else everything is repeatable. ``dbias``,
     contiguous in the shape and dtype of the bias, gets that one's gradient, if it is given.
     """
-    sizes = _Sizes.of(q, k, v, arguments)
+    sizes = Sizes.of(q, k, v, arguments)
     packed = arguments.longest is not None
     kernels = backward_kernels(needed, arguments.one_pass)
     one_pass = needed[0] and "dq" not in kernels
-    on_hopper = hopper.takes(q, k, v, arguments)
+    on_hopper = hopper.takes(q, sizes, arguments)
     # Whole tiles of rows, so that the kernels read them without a mask; of columns too.
     tiles_of_rows = cdiv(sizes.rows_q, ROW_PADDING) + (sizes.B if packed else 0)
     shape = (q.shape[0], sizes.H, tiles_of_rows * ROW_PADDING)
@@ -307,11 +273,11 @@ def launch_backward(
     places = {"ROW_PADDING": ROW_PADDING, "PACKED": packed}
     inputs = (q, k, v, dout, lse2, delta)
     with on_device(q):
-        programs = cdiv(sizes.M, ROW_PADDING) * sizes.B * sizes.H
-        if programs:
+        tiles = sizes.query_tiles(ROW_PADDING)
+        if tiles.number:
             run(
-                delta_kernel, (programs * (ROW_PADDING // DELTA_ROWS),),
-                out, dout, lse, dlses, lse2, delta, sums, arguments.seqlens_q,
+                delta_kernel, (tiles.number * (ROW_PADDING // DELTA_ROWS),),
+                out, dout, lse, dlses, lse2, delta, sums, arguments.seqlens_q, *tiles[:2],
                 *_strides(arguments, dout), *_strides(arguments, dlses),
                 sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.Dv,
                 BLOCK_M=DELTA_ROWS, BLOCK_DV=_padded(sizes.Dv), ACC=acc,
@@ -321,20 +287,20 @@ def launch_backward(
         if on_hopper:
             if "dkdv" in kernels:
                 target = sums if one_pass else None
-                hopper.launch_hopper_backward(*inputs, dk, dv, target, arguments, bits)
+                hopper.launch_hopper_backward(*inputs, dk, dv, target, sizes, arguments, bits)
             if "dq" in kernels:
-                hopper.launch_hopper_dq(*inputs, dq, arguments, bits)
+                hopper.launch_hopper_dq(*inputs, dq, sizes, arguments, bits)
             kernels = ()
         if kernels or dbias is not None:
             _launch_portable(inputs, (dq, dk, dv, dbias), sums, sizes, arguments, kernels, one_pass)
         rows = SUMS_ROWS[on_hopper]
-        programs = cdiv(sizes.M, rows) * sizes.B * sizes.H
-        if one_pass and programs:
+        tiles = sizes.query_tiles(rows)
+        if one_pass and tiles.number:
             # Sums may be as wide as dv on Hopper: then only a mask keeps them to the rows of dq.
             aligned = min(_alignment(dq), 1 + (columns == sizes.D))
             run(
-                dq_of_sums_kernel, (programs,),
-                sums, dq, arguments.seqlens_q,
+                dq_of_sums_kernel, (tiles.number,),
+                sums, dq, arguments.seqlens_q, *tiles[:2],
                 sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.D, bits,
                 BLOCK_M=rows, BLOCK_D=columns, ACC=acc, ALIGNED=aligned, IN_BLOCKS=on_hopper,
                 kinds=(dq.dtype,), **places,
@@ -346,7 +312,7 @@ def _launch_portable(
     inputs: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor | None, ...],
     sums: torch.Tensor,
-    sizes: _Sizes,
+    sizes: Sizes,
     arguments: Arguments,
     kernels: tuple[str, ...],
     one_pass: bool,
@@ -364,20 +330,21 @@ def _launch_portable(
     shared = (*strides, *sizes.in_kernels(delta.shape[2]), *scalars)
     lengths, mods = (arguments.seqlens_q, arguments.seqlens_k), _score_args(arguments)
     tile = arguments.config.dkdv
-    programs = cdiv(sizes.N, tile.block_n) * sizes.B * sizes.Hk
-    if programs and "dkdv" in kernels:
+    tiles = sizes.key_tiles(tile.block_n)
+    if tiles.number and "dkdv" in kernels:
         run(
-            dkdv_kernel, (programs,),
-            *inputs, dk, dv, sums, *lengths, *shared, *_predicate(arguments, "dkdv"), *mods,
+            dkdv_kernel, (tiles.number,),
+            *inputs, dk, dv, sums, *lengths, *tiles[:2], *shared,
+            *_predicate(arguments, "dkdv"), *mods,
             ALIGNED=_alignment(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
             MODS=_mods(arguments), **places, **constants, **_tile(tile),
         )  # fmt: skip
     tile = arguments.config.dq
-    programs = cdiv(sizes.M, tile.block_m) * sizes.B * sizes.H
-    if programs and "dq" in kernels:
+    tiles = sizes.query_tiles(tile.block_m)
+    if tiles.number and "dq" in kernels:
         run(
-            dq_kernel, (programs,),
-            *inputs, dq, *lengths, *shared, *_predicate(arguments, "dq"), *mods,
+            dq_kernel, (tiles.number,),
+            *inputs, dq, *lengths, *tiles[:2], *shared, *_predicate(arguments, "dq"), *mods,
             ALIGNED=_alignment(q, k, v, dout, dq),
             MODS=_mods(arguments), **places, **constants, **_tile(tile),
         )  # fmt: skip

@@ -52,8 +52,7 @@ def flash_attention_varlen(
             [0, max_seqlen_q] (no synchronisation).
         cu_seqlens_k: Likewise, of keys.
         max_seqlen_q: The most rows that a sequence has, or more. None: the longest of ints, and
-            total_q for a tensor, which costs an idle program for each tile of rows that a sequence
-            has less than that.
+            total_q for a tensor.
         max_seqlen_k: Likewise.
         mask: An object with the attributes of ``MaskLike`` in place of the next two; b, m and n
             count sequences, and rows and keys of one. Its lengths are None, or those of offsets

@@ -16,6 +16,7 @@ from fa_kernels.kernels.tiles import (
     scratch_row,
     sequence,
     stored_rows,
+    tile_of_program,
     whole_rows,
 )
 
@@ -46,6 +47,8 @@ def delta_kernel(
     delta_ptr,
     sums_ptr,
     seqlens_q_ptr,
+    tiles_of_head: tl.int32,
+    entries: tl.int32,
     stride_ob: tl.int64,
     stride_oh: tl.int64,
     stride_om: tl.int64,
@@ -75,12 +78,12 @@ def delta_kernel(
     unless that is 0. PACKED: lse2, delta and sums (H,M_padded), whole tiles of ROW_PADDING rows for
     each of B sequences, out (H,rows_q,Dv) as of ``forward_kernel``.
     """
-    m_blocks = tl.cdiv(M, ROW_PADDING) * (ROW_PADDING // BLOCK_M)
-    m_block = tl.program_id(0) % m_blocks
-    bh = tl.program_id(0) // m_blocks
-    b = bh // H
-    h = bh % H
-    start_m = m_block * BLOCK_M
+    OF_TILE: tl.constexpr = ROW_PADDING // BLOCK_M
+    tile, b, h = tile_of_program(
+        tl.program_id(0) // OF_TILE, tiles_of_head, entries, H, seqlens_q_ptr, rows_q, ROW_PADDING,
+        False, PACKED,
+    )  # fmt: skip
+    start_m = tile * ROW_PADDING + tl.program_id(0) % OF_TILE * BLOCK_M
     place_q, seqlen_q = b, M
     if PACKED:
         place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)

@@ -24,6 +24,7 @@ from fa_kernels.kernels.tiles import (
     stored_rows,
     tile_count,
     tile_index,
+    tile_of_program,
 )
 from fa_kernels.ranges import visible_tiles
 
@@ -125,6 +126,8 @@ def dkdv_kernel(
     dq_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
+    tiles_of_head: tl.int32,
+    entries: tl.int32,
     stride_qb: tl.int64,
     stride_qh: tl.int64,
     stride_qm: tl.int64,
@@ -188,14 +191,12 @@ def dkdv_kernel(
     dk (Hk,rows_k,D) and dv (Hk,rows_k,Dv), as in ``forward_kernel``; lse2, delta and the rows of dq
     (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
     """
-    n_blocks = tl.cdiv(N, BLOCK_N)
-    n_block = tl.program_id(0) % n_blocks
+    Hk = H // G
+    n_block, b, h_k = tile_of_program(
+        tl.program_id(0), tiles_of_head, entries, Hk, seqlens_k_ptr, rows_k, BLOCK_N, False, PACKED
+    )
     if PREDICATE is not None:
         n_block = tl.load(order_ptr + tl.program_id(0))
-    bh_k = tl.program_id(0) // n_blocks
-    Hk = H // G
-    b = bh_k // Hk
-    h_k = bh_k % Hk
     place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
     place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
     start_n = n_block * BLOCK_N

@@ -21,6 +21,7 @@ from fa_kernels.kernels.tiles import (
     stored_rows,
     tile_count,
     tile_index,
+    tile_of_program,
 )
 from fa_kernels.ranges import visible_tiles
 
@@ -94,6 +95,8 @@ def dq_kernel(
     dq_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
+    tiles_of_head: tl.int32,
+    entries: tl.int32,
     stride_qb: tl.int64,
     stride_qh: tl.int64,
     stride_qm: tl.int64,
@@ -154,14 +157,11 @@ def dq_kernel(
     ``stride_o*`` are the strides of dout. PACKED: dq (H,rows_q,D), as in ``forward_kernel``; lse2
     and delta (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
     """
-    m_blocks = tl.cdiv(M, BLOCK_M)
-    # Late query tiles first: under causal masking they are the long ones.
-    m_block = m_blocks - 1 - tl.program_id(0) % m_blocks
-    bh = tl.program_id(0) // m_blocks
+    m_block, b, h = tile_of_program(
+        tl.program_id(0), tiles_of_head, entries, H, seqlens_q_ptr, rows_q, BLOCK_M, True, PACKED
+    )
     if PREDICATE is not None:
         m_block = tl.load(order_ptr + tl.program_id(0))
-    b = bh // H
-    h = bh % H
     place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
     place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
     start_m = m_block * BLOCK_M

@@ -10,6 +10,7 @@ from fa_kernels.kernels.tiles import (
     sequence,
     store_rows,
     stored_rows,
+    tile_of_program,
     whole_rows,
 )
 
@@ -21,6 +22,8 @@ def dq_of_sums_kernel(
     sums_ptr,
     dq_ptr,
     seqlens_q_ptr,
+    tiles_of_head: tl.int32,
+    entries: tl.int32,
     H: tl.int32,
     M: tl.int32,
     M_padded: tl.int32,
@@ -40,11 +43,10 @@ def dq_of_sums_kernel(
     PACKED: dq (H,rows_q,D), sums (H,M_padded,BLOCK_D), as of ``dkdv_kernel``. IN_BLOCKS: sums lie
     as of ``rows_of_blocks``.
     """
-    m_blocks = tl.cdiv(M, BLOCK_M)
-    start_m = tl.program_id(0) % m_blocks * BLOCK_M
-    bh = tl.program_id(0) // m_blocks
-    b = bh // H
-    h = bh % H
+    tile, b, h = tile_of_program(
+        tl.program_id(0), tiles_of_head, entries, H, seqlens_q_ptr, rows_q, BLOCK_M, False, PACKED
+    )
+    start_m = tile * BLOCK_M
     place_q, seqlen_q = b, M
     if PACKED:
         place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)

@@ -22,6 +22,7 @@ from fa_kernels.kernels.tiles import (
     store_rows,
     stored_rows,
     tile_index,
+    tile_of_program,
 )
 from fa_kernels.ranges import part_of, visible_tiles
 
@@ -101,6 +102,8 @@ def forward_kernel(
     l_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
+    tiles_of_head: tl.int32,
+    entries: tl.int32,
     stride_qb: tl.int64,
     stride_qh: tl.int64,
     stride_qm: tl.int64,
@@ -162,20 +165,17 @@ def forward_kernel(
     With SPLIT, what its part of the key tiles adds up to: in place of out the sums before they are
     divided (parts,B,H,M,Dv), in place of lse the maxima in base 2 (parts,B,H,M), and l, likewise.
     """
-    m_blocks = tl.cdiv(M, BLOCK_M)
     program = tl.program_id(0)
     if SPLIT:
         # Part by part, so that programs side by side share their keys with the rest of a group.
         each = tl.num_programs(0) // parts
         part = program // each
         program = program % each
-    # Late query tiles first: under causal masking they are the long ones.
-    m_block = m_blocks - 1 - program % m_blocks
-    bh = program // m_blocks
+    m_block, b, h = tile_of_program(
+        program, tiles_of_head, entries, H, seqlens_q_ptr, rows_q, BLOCK_M, True, PACKED
+    )
     if PREDICATE is not None:
         m_block = tl.load(order_ptr + program)
-    b = bh // H
-    h = bh % H
     place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
     place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
     start_m = m_block * BLOCK_M

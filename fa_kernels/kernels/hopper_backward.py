@@ -26,6 +26,7 @@ from fa_kernels.kernels.hopper_tiles import (
     add_block,
     announce_sums,
     async_load,
+    block_of,
     handed_rows,
     matrix,
     thread_barrier,
@@ -38,10 +39,12 @@ from fa_kernels.kernels.tiles import (
     nth_tile,
     pairs_seen,
     scale_from_bits,
+    scratch_row,
+    sequence,
+    sequence_of_tile,
     store_rows,
     stored_rows,
     tile_count,
-    valid_lengths,
 )
 from fa_kernels.ranges import share_of, tile_of_head, visible_tiles
 
@@ -82,6 +85,7 @@ def _produce(
     tiles,
     share,
     STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
 ):
     """Loads a key tile, and its share of query tiles of G heads with rows of lse2 and delta."""
     k_desc, k_tiles = keys
@@ -91,14 +95,14 @@ def _produce(
     lse2_ptr, delta_ptr = scratch
     lse2_rows, delta_rows = rows_of
     kv_full, q_full, do_full, free = barriers
-    b, h_k, first_row = head
+    places, h_k, first_row = head
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     total = share[1] - share[0]
     if total > 0:
         of_half: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
         mbarrier.expect(kv_full.index(0), 2 * of_half)
         for half in gl.static_range(2):
-            place = [b, h_k, start_n + half * WARPGROUP_ROWS, 0]
+            place = block_of(places[1], h_k, start_n + half * WARPGROUP_ROWS, PACKED)
             async_load(k_desc, place, kv_full.index(0), k_tiles.index(half))
             async_load(v_desc, place, kv_full.index(0), v_tiles.index(half))
     before = -share[0]
@@ -110,7 +114,7 @@ def _produce(
                 i = of_head + t
                 stage = i % STAGES
                 start_m = nth_tile(t, tiles, MASKED) * BLOCK_M
-                place = [b, h_k * G + g, start_m, 0]
+                place = block_of(places[0], h_k * G + g, start_m, PACKED)
                 row = first_row + gl.cast(g, gl.int64) * M_padded + start_m
                 # Of a stage never used the phase before the first counts as over.
                 mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
@@ -173,7 +177,6 @@ def _consume(
     first_row,
     G,
     M_padded,
-    N,
     start_n,
     tiles,
     share,
@@ -181,6 +184,7 @@ def _consume(
     scales,
     STAGES: gl.constexpr,
     ONE_PASS: gl.constexpr,
+    PACKED: gl.constexpr,
 ):
     """Makes dk and dv of half the keys of a tile, and half of what the tile adds to dq.
 
@@ -190,7 +194,7 @@ def _consume(
     q_tiles, do_tiles = staged
     lse2_rows, delta_rows = rows_of
     kv_full, q_full, do_full, free = barriers
-    dk_ptr, dv_ptr, D, Dv, first_key = written
+    dk_ptr, dv_ptr, D, Dv, first_key, end_key = written
     qk_scale, sm_scale = scales
     BLOCK_M: gl.constexpr = q_tiles.shape[3]
     BLOCK_D: gl.constexpr = q_tiles.shape[4]
@@ -223,7 +227,7 @@ def _consume(
         # The copy has zeros past the tensor's last key. Of the others before it p and dS are
         # selected; their keys are multiplied all the same, in dQ.
         if ONE_PASS:
-            if (view[1] < N) & (view[1] - start_n < WARPGROUP_ROWS):
+            if (PACKED | (view[1] < end_key)) & (view[1] - start_n < WARPGROUP_ROWS):
                 zero_rows(matrix(k_tiles, half), start_n + offs_wide < view[1], WIDE)
             # As of the dS before the first: nobody multiplies the other's keys earlier.
             mbarrier.arrive(ds_full.index(0), count=1)
@@ -321,15 +325,17 @@ def _consume(
         columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
         inside = (rows < view[1])[:, None]
         made = gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE)
-        store_rows(dk_ptr, first_key, N, rows, columns, gl.where(inside, made, 0.0), D, BLOCK_D, 1)
+        made = gl.where(inside, made, 0.0)
+        store_rows(dk_ptr, first_key, end_key, rows, columns, made, D, BLOCK_D, 1)
         made = gl.convert_layout(dv.to(DTYPE), WIDE)
-        store_rows(dv_ptr, first_key, N, rows, columns, gl.where(inside, made, 0.0), Dv, BLOCK_D, 1)
+        made = gl.where(inside, made, 0.0)
+        store_rows(dv_ptr, first_key, end_key, rows, columns, made, Dv, BLOCK_D, 1)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "H", "G", "M", "M_padded", "N", "D", "Dv", "each", "shares", "window_left", "window_right",
-        "sm_scale_bits",
+        "tiles_of_head", "entries", "H", "G", "M", "M_padded", "N", "rows_q", "rows_k", "D", "Dv",
+        "each", "shares", "window_left", "window_right", "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
         "lse2_ptr", "delta_ptr", "dk_ptr", "dv_ptr", "dq_ptr", "handed_ptr", "flags_ptr",
@@ -350,11 +356,15 @@ def hopper_backward_kernel(
     flags_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
+    tiles_of_head: gl.int32,
+    entries: gl.int32,
     H: gl.int32,
     G: gl.int32,
     M: gl.int32,
     M_padded: gl.int32,
     N: gl.int32,
+    rows_q: gl.int32,
+    rows_k: gl.int32,
     D: gl.int32,
     Dv: gl.int32,
     each: gl.int32,
@@ -364,6 +374,8 @@ def hopper_backward_kernel(
     sm_scale_bits: gl.int64,
     STAGES: gl.constexpr,
     ONE_PASS: gl.constexpr,
+    ROW_PADDING: gl.constexpr,
+    PACKED: gl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), both contiguous, for one key tile of one kv head.
 
@@ -375,21 +387,29 @@ def hopper_backward_kernel(
     one query tile or WARPGROUP_ROWS keys, and BLOCK_D columns, with zeros past the tensors' ends;
     lse2 and delta (B,H,M_padded) of ``delta_kernel``. With ONE_PASS it adds to dq, float32
     (B,H,M_padded,BLOCK_D) as of ``rows_of_blocks``, without sm_scale; else that is not touched.
+
+    PACKED: dk (Hk,rows_k,D) and dv (Hk,rows_k,Dv), descriptors as of ``hopper_forward_kernel``,
+    lse2, delta and the rows of dq as of ``dkdv_kernel``; ``entries``, if not 0, as of
+    ``sequence_of_tile``.
     """
     BLOCK_N: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     DTYPE: gl.constexpr = q_desc.dtype
-    n_blocks = gl.cdiv(N, BLOCK_N)
     programs = gl.num_programs(0) - each * (shares - 1)
     tile, begin, end = share_of(gl.program_id(0), programs, each, shares)
     # Early key tiles are the long ones under causal masking.
-    n_block, bh_k = tile_of_head(tile, n_blocks, programs // n_blocks, PROGRAMS_TOGETHER)
-    start_n = n_block * BLOCK_N
+    heads = programs // tiles_of_head
+    n_block, head = tile_of_head(tile, tiles_of_head, heads, PROGRAMS_TOGETHER)
     Hk = H // G
-    b = bh_k // Hk
-    h_k = bh_k % Hk
-    seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
+    b = head // Hk
+    h_k = head % Hk
+    if PACKED:
+        if entries > 0:
+            b, n_block = sequence_of_tile(n_block, seqlens_k_ptr, entries, rows_k, BLOCK_N)
+    start_n = n_block * BLOCK_N
+    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
+    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
     view = (seqlen_q, seqlen_k, window_left, window_right)
     tiles = visible_tiles(start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M)
     steps = G * (tiles[3] - tiles[0])
@@ -397,8 +417,9 @@ def hopper_backward_kernel(
     handed = (handed_ptr, flags_ptr + 2 * tile, tile.to(gl.int64) * (2 * BLOCK_N), steps)
     sm_scale = scale_from_bits(sm_scale_bits)
     scales = (base2_scale(sm_scale, gl.float32, 0), sm_scale.to(gl.float32))
-    first_key = stored_rows(b, h_k, Hk, b, N, seqlen_k, N, False)[0]
-    first_row = (b * H + h_k * G).to(gl.int64) * M_padded
+    first_key, end_key = stored_rows(b, h_k, Hk, place_k, N, seqlen_k, rows_k, PACKED)
+    # Of the group's first head.
+    first_row = scratch_row(b, h_k * G, H, place_q, M_padded, ROW_PADDING, PACKED)
 
     k_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, WARPGROUP_ROWS, BLOCK_D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, WARPGROUP_ROWS, BLOCK_D], v_desc.layout)
@@ -434,31 +455,31 @@ def hopper_backward_kernel(
     barriers = (kv_full, q_full, do_full, free)
     rows_of = (lse2_rows, delta_rows)
     resident, staged = (k_tiles, v_tiles), (q_tiles, do_tiles)
-    written = (dk_ptr, dv_ptr, D, Dv, first_key)
+    written = (dk_ptr, dv_ptr, D, Dv, first_key, end_key)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
                     0, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_ptr, handed,
-                    written, first_row, G, M_padded, N, start_n, tiles, share, view, scales,
-                    STAGES, ONE_PASS,
+                    written, first_row, G, M_padded, start_n, tiles, share, view, scales,
+                    STAGES, ONE_PASS, PACKED,
                 ),
             ),
             (
                 _consume,
                 (
                     1, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_ptr, handed,
-                    written, first_row, G, M_padded, N, start_n, tiles, share, view, scales,
-                    STAGES, ONE_PASS,
+                    written, first_row, G, M_padded, start_n, tiles, share, view, scales,
+                    STAGES, ONE_PASS, PACKED,
                 ),
             ),
             (
                 _produce,
                 (
                     (k_desc, k_tiles), (v_desc, v_tiles), (q_desc, q_tiles), (dout_desc, do_tiles),
-                    (lse2_ptr, delta_ptr), rows_of, barriers, (b, h_k, first_row), G, M_padded,
-                    start_n, tiles, share, STAGES,
+                    (lse2_ptr, delta_ptr), rows_of, barriers, ((place_q, place_k), h_k, first_row),
+                    G, M_padded, start_n, tiles, share, STAGES, PACKED,
                 ),
             ),
         ],

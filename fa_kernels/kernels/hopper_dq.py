@@ -20,6 +20,7 @@ from fa_kernels.kernels.hopper_tiles import (
     add_product,
     announce_sums,
     async_load,
+    block_of,
     handed_rows,
     matrix,
     start_scores,
@@ -31,9 +32,11 @@ from fa_kernels.kernels.scores import base2_scale
 from fa_kernels.kernels.tiles import (
     pairs_seen,
     scale_from_bits,
+    scratch_row,
+    sequence,
+    sequence_of_tile,
     store_rows,
     stored_rows,
-    valid_lengths,
 )
 from fa_kernels.ranges import share_of, tile_of_head, visible_tiles
 
@@ -41,26 +44,26 @@ __all__ = ["hopper_dq_kernel"]
 
 
 @gluon.jit
-def _produce(descriptors, resident, staged, barriers, head, G, share):
+def _produce(descriptors, resident, staged, barriers, head, G, share, PACKED: gl.constexpr):
     """Loads queries and dout of both consumers, and a share of key tiles in turn, K before V."""
     q_desc, k_desc, v_desc, dout_desc = descriptors
     q_tiles, do_tiles = resident
     k_tiles, v_tiles = staged
     rows_full, k_full, v_full, free = barriers
-    b, h, start_m = head
+    places, h, start_m = head
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     of_rows: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes
     if share[0] < share[1]:
         for half in gl.static_range(2):
-            place = [b, h, start_m + half * WARPGROUP_ROWS, 0]
+            place = block_of(places[0], h, start_m + half * WARPGROUP_ROWS, PACKED)
             mbarrier.expect(rows_full.index(half), of_rows)
             async_load(q_desc, place, rows_full.index(half), q_tiles.index(half))
             async_load(dout_desc, place, rows_full.index(half), do_tiles.index(half))
     for tile in range(share[0], share[1]):
         i = tile - share[0]
         stage = i % STAGES
-        place = [b, h // G, tile * BLOCK_N, 0]
+        place = block_of(places[1], h // G, tile * BLOCK_N, PACKED)
         # Of a stage never used the phase before the first counts as over.
         mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
         mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
@@ -70,14 +73,14 @@ def _produce(descriptors, resident, staged, barriers, head, G, share):
 
 
 @gluon.jit
-def _zero_padding(k_tiles, k_full, i, tile, view, N, WIDE: gl.constexpr):
+def _zero_padding(k_tiles, k_full, i, tile, view, N, WIDE: gl.constexpr, PACKED: gl.constexpr):
     """Zeros in place of padding in the i-th key tile, before products read it.
 
     Of dS it is multiplied by 0. The copy has zeros past the tensor's last key.
     """
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    if (view[1] < N) & ((tile + 1) * BLOCK_N > view[1]):
+    if (PACKED | (view[1] < N)) & ((tile + 1) * BLOCK_N > view[1]):
         mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)
         keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
         zero_rows(matrix(k_tiles, i % STAGES), keys < view[1], WIDE)
@@ -106,12 +109,12 @@ def _consume(
     written,
     row,
     start_m,
-    M,
     N,
     tiles,
     share,
     view,
     scales,
+    PACKED: gl.constexpr,
 ):
     """Makes dq of 64 rows out of a share of their key tiles.
 
@@ -121,7 +124,7 @@ def _consume(
     k_tiles, v_tiles = staged
     rows_full, k_full, v_full, free = barriers
     lse2_ptr, delta_ptr = scratch
-    dq_ptr, first_row, D = written
+    dq_ptr, first_row, end_row, D = written
     qk_scale, sm_scale = scales
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
@@ -150,7 +153,7 @@ def _consume(
     if first < last:
         q, dout = matrix(q_tiles, half), matrix(do_tiles, half)
         mbarrier.wait(rows_full.index(half), 0)
-        _zero_padding(k_tiles, k_full, 0, first, view, N, WIDE)
+        _zero_padding(k_tiles, k_full, 0, first, view, N, WIDE, PACKED)
         scores = start_scores(q, k_tiles, k_full, 0, nothing)
         dp = start_scores(dout, v_tiles, v_full, 0, nothing)
         scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -161,7 +164,7 @@ def _consume(
         for tile in range(first + 1, last):
             i = tile - first
             dq = add_product(dq, left, k_tiles, k_full, i - 1)
-            _zero_padding(k_tiles, k_full, i, tile, view, N, WIDE)
+            _zero_padding(k_tiles, k_full, i, tile, view, N, WIDE, PACKED)
             scores = start_scores(q, k_tiles, k_full, i, nothing)
             # Not all at once, for which there are no registers.
             dq = warpgroup_mma_wait(1, deps=(dq,))
@@ -190,13 +193,13 @@ def _consume(
         of_rows = gl.convert_layout(of_rows.to(DTYPE), WIDE)
         rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
         columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
-        store_rows(dq_ptr, first_row, M, rows, columns, of_rows, D, BLOCK_D, 1)
+        store_rows(dq_ptr, first_row, end_row, rows, columns, of_rows, D, BLOCK_D, 1)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "H", "G", "M", "M_padded", "N", "D", "each", "shares", "window_left", "window_right",
-        "sm_scale_bits",
+        "tiles_of_head", "entries", "H", "G", "M", "M_padded", "N", "rows_q", "rows_k", "D", "Dv",
+        "each", "shares", "window_left", "window_right", "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
         "lse2_ptr", "delta_ptr", "dq_ptr", "handed_ptr", "flags_ptr", "seqlens_q_ptr",
@@ -215,18 +218,25 @@ def hopper_dq_kernel(
     flags_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
+    tiles_of_head: gl.int32,
+    entries: gl.int32,
     H: gl.int32,
     G: gl.int32,
     M: gl.int32,
     M_padded: gl.int32,
     N: gl.int32,
+    rows_q: gl.int32,
+    rows_k: gl.int32,
     D: gl.int32,
+    Dv: gl.int32,
     each: gl.int32,
     shares: gl.int32,
     window_left: gl.int32,
     window_right: gl.int32,
     sm_scale_bits: gl.int64,
     STAGES: gl.constexpr,
+    ROW_PADDING: gl.constexpr,
+    PACKED: gl.constexpr,
 ):
     """Writes dq (B,H,M,D), contiguous, for one query tile of one head, or a share of one.
 
@@ -235,20 +245,28 @@ def hopper_dq_kernel(
     and delta (B,H,M_padded) of ``delta_kernel``. ``each`` and ``shares`` are those of ``share_of``;
     what is shared has sums in handed (shared tiles,BLOCK_M,BLOCK_D), float32, and flags (shared
     tiles,2) of int32, zeros.
+
+    PACKED: dq (H,rows_q,D), descriptors as of ``hopper_forward_kernel``, lse2 and delta as of
+    ``dq_kernel``; ``entries``, if not 0, as of ``sequence_of_tile``.
     """
     BLOCK_M: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
-    m_blocks = gl.cdiv(M, BLOCK_M)
     programs = gl.num_programs(0) - each * (shares - 1)
     tile, begin, end = share_of(gl.program_id(0), programs, each, shares)
-    place, bh = tile_of_head(tile, m_blocks, programs // m_blocks, PROGRAMS_TOGETHER)
+    heads = programs // tiles_of_head
+    place, head = tile_of_head(tile, tiles_of_head, heads, PROGRAMS_TOGETHER)
     # Late query tiles first: under causal masking they are the long ones.
-    start_m = (m_blocks - 1 - place) * BLOCK_M
-    b = bh // H
-    h = bh % H
-    seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
+    m_block = tiles_of_head - 1 - place
+    b = head // H
+    h = head % H
+    if PACKED:
+        if entries > 0:
+            b, m_block = sequence_of_tile(m_block, seqlens_q_ptr, entries, rows_q, BLOCK_M)
+    start_m = m_block * BLOCK_M
+    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
+    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
     view = (seqlen_q, seqlen_k, window_left, window_right)
     tiles = visible_tiles(start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)
     steps = tiles[3] - tiles[0]
@@ -256,8 +274,8 @@ def hopper_dq_kernel(
     handed = (handed_ptr, flags_ptr + 2 * tile, tile.to(gl.int64) * BLOCK_M)
     sm_scale = scale_from_bits(sm_scale_bits)
     scales = (base2_scale(sm_scale, gl.float32, 0), sm_scale.to(gl.float32))
-    row = bh.to(gl.int64) * M_padded + start_m
-    first_row = stored_rows(b, h, H, b, M, seqlen_q, M, False)[0]
+    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED) + start_m
+    first_row, end_row = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
 
     DTYPE: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, WARPGROUP_ROWS, BLOCK_D], q_desc.layout)
@@ -280,28 +298,28 @@ def hopper_dq_kernel(
     fence_async_shared()
     resident, staged = (q_tiles, do_tiles), (k_tiles, v_tiles)
     barriers = (rows_full, k_full, v_full, free)
-    scratch, written = (lse2_ptr, delta_ptr), (dq_ptr, first_row, D)
+    scratch, written = (lse2_ptr, delta_ptr), (dq_ptr, first_row, end_row, D)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    0, resident, staged, barriers, scratch, handed, written, row, start_m, M, N,
-                    tiles, share, view, scales,
+                    0, resident, staged, barriers, scratch, handed, written, row, start_m, N,
+                    tiles, share, view, scales, PACKED,
                 ),
             ),
             (
                 _consume,
                 (
-                    1, resident, staged, barriers, scratch, handed, written, row, start_m, M, N,
-                    tiles, share, view, scales,
+                    1, resident, staged, barriers, scratch, handed, written, row, start_m, N,
+                    tiles, share, view, scales, PACKED,
                 ),
             ),
             (
                 _produce,
                 (
                     (q_desc, k_desc, v_desc, dout_desc), resident, staged, barriers,
-                    (b, h, start_m), G, share,
+                    ((place_q, place_k), h, start_m), G, share, PACKED,
                 ),
             ),
         ],

@@ -24,6 +24,7 @@ __all__ = [
     "add_product",
     "announce_sums",
     "async_load",
+    "block_of",
     "handed_rows",
     "matrix",
     "start_scores",
@@ -58,6 +59,16 @@ _IN_FOURS: gl.constexpr = gl.constexpr(
 def wide(columns):
     """The layout of 16-byte loads and stores, by one warpgroup, of rows of 16-bit numbers."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def block_of(place, h, start, PACKED: gl.constexpr):
+    """Where a descriptor has a sequence's rows from ``start`` on; ``place`` as of ``sequence``."""
+    if PACKED:
+        found = (0, h, place + start, 0)
+    else:
+        found = (place, h, start, 0)
+    return found
 
 
 @gluon.jit

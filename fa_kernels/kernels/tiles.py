@@ -22,10 +22,12 @@ __all__ = [
     "scale_from_bits",
     "scratch_row",
     "sequence",
+    "sequence_of_tile",
     "store_rows",
     "stored_rows",
     "tile_count",
     "tile_index",
+    "tile_of_program",
     "valid_lengths",
     "whole_rows",
 ]
@@ -171,6 +173,63 @@ def sequence(seqlens_ptr, b, length, rows, PACKED: tl.constexpr):
         place = b
         seqlen = tl.minimum(tl.maximum(tl.load(seqlens_ptr + b), 0), length)
     return place, seqlen
+
+
+@triton.jit
+def sequence_of_tile(place, offsets_ptr, entries, rows, BLOCK: tl.constexpr):
+    """(b, tile) at a place where packed sequences have their tiles one behind the other.
+
+    The first of sequence b stands at first_row // BLOCK + b, which leaves each enough places for
+    any lengths: last_row // BLOCK + entries are enough for all. At a place that no tile has stands
+    one behind the last row of its sequence.
+
+    Args:
+        place: Which.
+        offsets_ptr: As of ``sequence``; places are found if offsets ascend.
+        entries: How many sequences there are, >= 1.
+        rows: Of the tensors.
+        BLOCK: Rows of a tile.
+    """
+    low, high = 1, entries
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(offsets_ptr + middle) // BLOCK + middle <= place:
+            low = middle + 1
+        else:
+            high = middle
+    b = low - 1
+    first = tl.minimum(tl.maximum(tl.load(offsets_ptr + b), 0), rows)
+    tile = place - (first // BLOCK + b)
+    # Before the first sequence.
+    return b, tl.where(tile < 0, tl.cdiv(rows, BLOCK), tile)
+
+
+@triton.jit
+def tile_of_program(
+    program,
+    tiles,
+    entries,
+    heads,
+    offsets_ptr,
+    rows,
+    BLOCK: tl.constexpr,
+    LATE_FIRST: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """(tile, b, h) of a program, where heads follow each other, and ``tiles`` within a head.
+
+    They are those of one sequence; or, where there are ``entries``, of so many packed ones, as of
+    ``sequence_of_tile``. LATE_FIRST: under causal masking late query tiles are the long ones.
+    """
+    tile = program % tiles
+    head = program // tiles
+    if LATE_FIRST:
+        tile = tiles - 1 - tile
+    b = head // heads
+    if PACKED:
+        if entries > 0:
+            b, tile = sequence_of_tile(tile, offsets_ptr, entries, rows, BLOCK)
+    return tile, b, head % heads
 
 
 @triton.jit

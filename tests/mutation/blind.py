@@ -105,7 +105,7 @@ BLIND: tuple[Mutant, ...] = (
         name="launch: lse2 and delta padded to 128 rows, less than the largest block_m",
         edits=(
             Edit(
-                "fa_kernels/launch.py",
+                "fa_kernels/sizes.py",
                 "# A multiple of every block_m.\nROW_PADDING = 256\n",
                 "# A multiple of every block_m of the table.\nROW_PADDING = 128\n",
             ),

@@ -20,6 +20,7 @@ _SCORES = "fa_kernels/kernels/scores.py"
 _DBIAS = "fa_kernels/kernels/dbias.py"
 _RANGES = "fa_kernels/ranges.py"
 _LAUNCH = "fa_kernels/launch.py"
+_SIZES = "fa_kernels/sizes.py"
 _SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)"
 _CAPPED = "scores, _ = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)"
 _SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)"
@@ -383,8 +384,8 @@ _MEMORY = (
         "T3 G1 G2 G3",
         (
             _LAUNCH,
-            "    if programs:\n        with on_device(q):",
-            "    if programs and sizes.N:\n        with on_device(q):",
+            "    if tiles.number:\n        with on_device(q):",
+            "    if tiles.number and sizes.N:\n        with on_device(q):",
         ),
     ),
     _fault(
@@ -393,8 +394,8 @@ _MEMORY = (
         "T3 G1 G2 G3",
         (
             _LAUNCH,
-            'if programs and "dkdv" in kernels:',
-            'if programs and "dkdv" in kernels and sizes.M:',
+            'if tiles.number and "dkdv" in kernels:',
+            'if tiles.number and "dkdv" in kernels and sizes.M:',
         ),
     ),
     _fault(
@@ -403,7 +404,7 @@ _MEMORY = (
         "G1 G2 G6",
         (
             _LAUNCH,
-            "delta_kernel, (programs * (ROW_PADDING // DELTA_ROWS),),",
+            "delta_kernel, (tiles.number * (ROW_PADDING // DELTA_ROWS),),",
             "delta_kernel, "
             "(cdiv(sizes.M, arguments.config.forward.block_m) * sizes.B * sizes.H,),",
         ),
@@ -442,13 +443,13 @@ _MEMORY = (
         "G12 launch",
         (
             _LAUNCH,
-            "forward_kernel, (programs,),",
+            "forward_kernel, (tiles.number * (parts or 1),),",
             "forward_kernel, (cdiv(sizes.M, tile.block_m), sizes.B * sizes.H),",
         ),
         (
             _FORWARD,
-            "m_block = m_blocks - 1 - program % m_blocks\n    bh = program // m_blocks",
-            "m_block = m_blocks - 1 - program\n    bh = tl.program_id(1)",
+            "program, tiles_of_head, entries,",
+            "program + tl.program_id(1) * tiles_of_head, tiles_of_head, entries,",
         ),
         hidden="up to 65,535 of them, and in the interpreter, whose grids have no end",
     ),
@@ -513,7 +514,7 @@ _SPLITS = (
         (
             _FORWARD,
             "first += part.to(tl.int64) * rows",
-            "first += (bh.to(tl.int64) * (parts - 1) + part) * M",
+            "first += ((b * H + h).to(tl.int64) * (parts - 1) + part) * M",
         ),
         hidden="where there is one part, or one head",
     ),
@@ -581,6 +582,20 @@ _PACKED = (
         "T3 G1 G2",
         (_TILES, "(place + b * BLOCK) // BLOCK * BLOCK", "place // BLOCK * BLOCK"),
         hidden="where there is one sequence",
+    ),
+    _fault(
+        "tiles: a sequence's first tile is found in the sequence before",
+        "blind: a binary search off by one",
+        "T3 G1",
+        (_TILES, "// BLOCK + middle <= place:", "// BLOCK + middle < place:"),
+        hidden="where all sequences have as many tiles",
+    ),
+    _fault(
+        "sizes: tiles in a row are counted as of one sequence",
+        "blind: rows over the block, rounded up, are enough of one sequence",
+        "T3 G1",
+        (_SIZES, "self.ends[side] // block + self.B", "cdiv(self.ends[side], block)"),
+        hidden="where all sequences have as many tiles",
     ),
     _fault(
         "launch: rows of no sequence are not written",

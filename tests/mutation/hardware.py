@@ -83,9 +83,22 @@ def _behind(name: str, old: str, new: str) -> Mutant:
 
 _PADDED = Mask(causal=True, seqlens_q=(300, 129), seqlens_k=(300, 131))
 _OF_TWO_WINDOWS = Mask(window_left=140, window_right=3)
+# Packed, and of the longest sequence behind the last key there are NaN.
+_NEXT: dict[str, Any] = {
+    "B": 2, "M": 200, "N": 300, "mask": Mask(seqlens_q=(129, 200), seqlens_k=(131, 300)),
+    "dirty": "nan", "config": "default-packed",
+}  # fmt: skip
+# So many short ones that their tiles stand in a row.
+_IN_A_ROW: dict[str, Any] = _NEXT | {
+    "B": 5, "mask": Mask(causal=True, seqlens_q=(3, 200, 0, 70, 1), seqlens_k=(10, 300, 20, 67, 5)),
+}  # fmt: skip
+# Rows of a tile whose maxima rise in different key tiles.
+_RISING: dict[str, Any] = {
+    "M": 200, "N": 500, "D": 128, "Dv": 128, "mask": Mask(causal=True), "inputs": "rising_max",
+}  # fmt: skip
 _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
-        _on_hopper("values of padding are not cleared", "(view[1] < N) & ", "(view[1] < 0) & "),
+        _on_hopper("values of padding are not cleared", "(view[1] < N)", "(view[1] < 0)"),
         {"B": 2, "M": 300, "N": 300, "mask": _PADDED, "dirty": "nan"},
     ),
     (
@@ -113,6 +126,14 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         {"M": 200, "N": 500, "inputs": "rising_max"},
     ),
     (
+        _on_hopper(
+            "sums are rescaled where all rows have risen",
+            "risen = gl.min(alpha, 0) < 1.0",
+            "risen = gl.max(alpha, 0) < 1.0",
+        ),
+        _RISING,
+    ),
+    (
         _on_hopper("l is not rescaled", "l_i = l_i * alpha + gl.sum(p, 1)", "l_i += gl.sum(p, 1)"),
         {"M": 200, "N": 500, "inputs": "rising_max"},
     ),
@@ -125,7 +146,7 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         {"M": 200, "N": 700},
     ),
     (
-        _on_hopper("the heads of a group are those of the queries", "[b, h // G,", "[b, h,"),
+        _on_hopper("the heads of a group are those of the queries", "[1], h // G,", "[1], h,"),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),
     (
@@ -152,12 +173,58 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         ),
         {"B": 2, "H": 80, "Hk": 80, "M": 100, "N": 150},
     ),
+    (_on_hopper("values of the next sequence are not cleared", "PACKED | ", "False | "), _NEXT),
+    (
+        _on_hopper(
+            "blocks of packed sequences begin at the tensor's first row",
+            "found = (0, h, place + start, 0)",
+            "found = (0, h, start, 0)",
+            "tiles",
+        ),
+        _NEXT,
+    ),
+    (
+        _on_hopper(
+            "the keys of a sequence begin where its queries do",
+            "h // G, tile * BLOCK_N, PACKED",
+            "h // G, tile * BLOCK_N + (places[0] - places[1]), PACKED",
+        ),
+        _NEXT,
+    ),
+    (
+        _on_hopper(
+            "tiles in a row are counted in those of two consumers",
+            "entries, rows_q, BLOCK_M)\n    consumers",
+            "entries, rows_q, 2 * WARPGROUP_ROWS)\n    consumers",
+        ),
+        _IN_A_ROW,
+    ),
 )
 _IN_ONE_PASS: dict[str, Any] = {"config": "default-one_pass"}
 _DIRTY: dict[str, Any] = {"B": 2, "M": 300, "N": 300, "mask": _PADDED, "dirty": "nan"}
 _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
-        _behind("keys of padding are not cleared", "if (view[1] < N) & ", "if (view[1] < 0) & "),
+        _behind("keys of the next sequence are not cleared", "PACKED | ", "False | "),
+        _NEXT | {"config": "default-one_pass-packed"},
+    ),
+    (
+        _behind(
+            "rows of a sequence's first head are those of the group's",
+            "scratch_row(b, h_k * G, H,",
+            "scratch_row(b, h_k, H,",
+        ),
+        _IN_A_ROW | {"H": 4, "Hk": 2},
+    ),
+    (
+        _behind(
+            "key tiles in a row are found by queries",
+            "sequence_of_tile(n_block, seqlens_k_ptr,",
+            "sequence_of_tile(n_block, seqlens_q_ptr,",
+        ),
+        _IN_A_ROW,
+    ),
+    (
+        _behind("keys of padding are not cleared", "(view[1] < end_key)", "(view[1] < 0)"),
         _DIRTY | _IN_ONE_PASS,
     ),
     (
@@ -199,8 +266,8 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _behind(
             "the heads of a group are its first",
-            "place = [b, h_k * G + g, start_m, 0]",
-            "place = [b, h_k * G, start_m, 0]",
+            "h_k * G + g, start_m, PACKED",
+            "h_k * G, start_m, PACKED",
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),
@@ -290,7 +357,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
 _HOPPER_DQ: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _on_hopper(
-            "dq, keys of padding are not cleared", "(view[1] < N) & ", "(view[1] < 0) & ", "dq"
+            "dq, keys of padding are not cleared", "(view[1] < N)", "(view[1] < 0)", "dq"
         ),
         _DIRTY,
     ),
@@ -316,6 +383,12 @@ _HOPPER_DQ: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         {"M": 300, "N": 500, "mask": _OF_TWO_WINDOWS},
     ),
     (
+        _on_hopper(
+            "dq, keys of the next sequence are not cleared", "PACKED | ", "False | ", "dq"
+        ),
+        _NEXT,
+    ),
+    (
         _on_hopper("dq, it is not scaled", "dq * sm_scale, 0.0", "dq, 0.0", "dq"),
         {"M": 200, "N": 300},
     ),
@@ -325,7 +398,7 @@ _HOPPER_DQ: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     ),
     (
         _on_hopper(
-            "dq, the heads of a group are those of the queries", "[b, h // G,", "[b, h,", "dq"
+            "dq, the heads of a group are those of the queries", "[1], h // G,", "[1], h,", "dq"
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),
@@ -346,7 +419,7 @@ _HOPPER_DQ: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _on_hopper(
             "dq, lse and delta are those of the first head",
-            "row = bh.to(gl.int64) * M_padded", "row = b.to(gl.int64) * M_padded", "dq",
+            "row = scratch_row(b, h, H,", "row = scratch_row(b, 0, H,", "dq",
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),

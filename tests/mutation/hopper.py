@@ -15,6 +15,10 @@ _PADDED = Mask(causal=True, seqlens_q=(150, 64), seqlens_k=(150, 67))
 _PADDED_KEYS = Mask(causal=True, seqlens_q=(70, 70), seqlens_k=(0, 290))
 _FAR = Mask(window_left=60, window_right=90)
 _WINDOW = Mask(window_left=70, window_right=3)
+# Packed, so many short sequences beside a long one that tiles of queries, or of keys, stand in a
+# row; and far more of these than of the others.
+_ROWS_IN_A_ROW = Mask(causal=True, seqlens_q=(3, 500, 0, 70, 1), seqlens_k=(10, 60, 20, 50, 5))
+_KEYS_IN_A_ROW = Mask(causal=True, seqlens_q=(3, 60, 2, 40, 0), seqlens_k=(10, 500, 0, 67, 1))
 _ONE: dict[str, Any] = {"M": 150, "N": 200, "D": 64, "Dv": 64, "dtype": "bf16"}
 
 
@@ -44,6 +48,38 @@ PROBLEMS = {
     "two passes, entries, group": _problem(B=2, H=4, Hk=2, M=70, N=140, config="default"),
     "two passes, two head_dims": _problem(D=128, Dv=64, config="default"),
     "two passes, wide values": _problem(D=48, Dv=104, N=400, mask=_FAR, config="default"),
+    # Each with as many tiles; far more keys than rows, and the other way round.
+    "packed": _problem(
+        B=2,
+        M=70,
+        N=300,
+        mask=Mask(causal=True, seqlens_q=(70, 64), seqlens_k=(300, 290)),
+        dirty="nan",
+        config="default-packed",
+    ),
+    "packed, one pass": _problem(
+        B=2,
+        M=300,
+        N=140,
+        mask=Mask(seqlens_q=(300, 250), seqlens_k=(130, 140)),
+        dirty="inf",
+        config="default-one_pass-packed",
+    ),
+    "packed rows in a row": _problem(
+        B=5, H=2, M=500, N=60, mask=_ROWS_IN_A_ROW, dirty="nan", config="default-packed"
+    ),
+    "packed keys in a row": _problem(
+        B=5,
+        H=4,
+        Hk=2,
+        M=60,
+        N=500,
+        mask=_KEYS_IN_A_ROW,
+        D=128,
+        Dv=128,
+        dirty="nan",
+        config="default-one_pass-packed",
+    ),
     # Three edge tiles before the full ones, of one head, and of groups of two.
     "causal, wide": _problem(M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
     "group, wide": _problem(H=4, Hk=2, M=200, N=200, D=128, Dv=128, mask=Mask(causal=True)),
@@ -75,6 +111,14 @@ PROBLEMS = {
     "far, and far below 1": _problem(M=300, N=500, mask=_FAR, inputs="lse_low_130"),
     # The last rows of a tile see nothing in two of its key tiles, one behind the other.
     "far from two key tiles": _problem(M=192, N=379, mask=Mask(window_left=60), config="default"),
+    # Maxima that rise by more than the threshold, in some rows of a tile alone; and by less in each
+    # key tile, but not in two.
+    "rising, wide": _problem(
+        M=200, N=500, D=128, Dv=128, mask=Mask(causal=True), inputs="rising_max"
+    ),
+    "rising slowly, wide": _problem(
+        M=64, N=1500, D=128, Dv=128, inputs="rising_max", config="default"
+    ),
     # Two programs share tiles of keys, and of queries.
     "shared tiles": _problem(M=570, N=700),
     "shared tiles, group, wide": _problem(H=2, M=300, N=600, D=128, Dv=128, config="default"),

@@ -42,6 +42,7 @@ SITES = (
     "fa_kernels/operators.py",
     "fa_kernels/pooling.py",
     "fa_kernels/remembered.py",
+    "fa_kernels/sizes.py",
     "fa_kernels/tokens.py",
 )
 # Those that only Hopper compiles, judged where they are emulated.

@@ -48,6 +48,7 @@ _WINDOW_OF_20 = Mask(window_left=9, window_right=3, seqlens_q=(20, 12), seqlens_
 _SHORT = Mask(window_left=3, window_right=1, seqlens_q=(5, 3), seqlens_k=(6, 7))
 _SHORT_OF_ONE = Mask(causal=True, seqlens_q=(35, 20), seqlens_k=(37, 19))
 _RAGGED_ROWS = Mask(window_left=20, window_right=3, seqlens_q=(18, 7), seqlens_k=(20, 35))
+_UNEVEN = Mask(causal=True, seqlens_q=(3, 50, 0, 17, 1), seqlens_k=(5, 40, 3, 16, 0))
 _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 
 QUICK: tuple[Step, ...] = (
@@ -136,6 +137,10 @@ QUICK: tuple[Step, ...] = (
           mask=Mask(window_left=40, seqlens_q=(19, 0, 18), seqlens_k=(70, 3, 5))),
     _step(B=2, H=2, M=40, N=40, config="16x16-packed", dirty="nan",
           mask=Document(starts=((16,), ()), seqlens_q=(40, 33), seqlens_k=(37, 20))),
+    # Short ones beside a long one, so that tiles of all stand in a row.
+    _step("G3", B=5, H=2, M=50, N=40, config="16x16-packed", dirty="nan", mask=_UNEVEN),
+    _step("G3", B=5, H=4, Hk=2, M=50, N=40, config="32x16-one_pass-packed", dirty="nan",
+          mask=_UNEVEN),
     _step(B=2, H=2, M=140, N=150, dtype="fp16", config="default-packed",
           mask=Mask(causal=True, seqlens_q=(130, 140), seqlens_k=(150, 70)), **_ALIGNED),
     # Pooled over few pairs, and over several tiles; of whatever hides a pair.

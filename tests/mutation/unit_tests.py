@@ -22,7 +22,7 @@ OF_THE_CALL = tuple(
     f"tests/unit/test_{name}.py"
     for name in (
         *("offsets", "block_mask", "splits", "packed", "tokens", "operators", "pooled"),
-        "remembered",
+        *("remembered", "tiles_in_a_row"),
     )
 )
 # What they are about.
@@ -30,7 +30,7 @@ TESTED_ALONE = tuple(
     f"fa_kernels/{name}.py"
     for name in (
         *("arguments", "block_map", "block_mask", "launch", "offsets", "operators", "packed"),
-        *("pooling", "ranges", "remembered", "tokens"),
+        *("pooling", "ranges", "remembered", "sizes", "tokens"),
         *(
             "kernels/block_lists",
             "kernels/longest_first",
@@ -55,10 +55,12 @@ _TESTS_OF_KERNELS = {
     "fa_kernels/ranges.py": ("splits",),
     "fa_kernels/offsets.py": ("packed",),
     "fa_kernels/packed.py": ("offsets",),
+    "fa_kernels/sizes.py": ("packed", "tiles_in_a_row"),
     **{
         f"fa_kernels/kernels/{name}.py": ("packed",)
-        for name in ("delta", "dkdv", "dq", "dq_of_sums", "tiles")
+        for name in ("delta", "dkdv", "dq", "dq_of_sums")
     },
+    "fa_kernels/kernels/tiles.py": ("packed", "tiles_in_a_row"),
 }
 
 

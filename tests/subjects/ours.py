@@ -22,7 +22,7 @@ __all__ = ["adapted", "flash_attention"]
 _ONE_PASS = "-one_pass"
 _PACKED = "-packed"
 _IN_ONE_PASS = ("default", "16x16", "16x32", "32x16")
-_PACKED_OF = ("default", "16x16", "32x16-one_pass", "16x16-split3")
+_PACKED_OF = ("default", "default-one_pass", "16x16", "32x16-one_pass", "16x16-split3")
 
 
 def adapted(package: ModuleType):
@@ -82,7 +82,10 @@ def adapted(package: ModuleType):
     def declared(config) -> dict[str, object]:
         """What a configuration replaces."""
         dots = {"dots": "tf32", "dtypes": ("fp32",)} if config.dots == "tf32" else {}
-        return dots | ({} if config.splits in (None, 1) else {"splits": config.splits})
+        splits = {} if config.splits in (None, 1) else {"splits": config.splits}
+        on_hopper = resolve(config, torch.bfloat16, 128).hopper and not dots | splits
+        put_off = {"rescale_threshold": hopper.RESCALE_THRESHOLD} if on_hopper else {}
+        return dots | splits | put_off
 
     def tiles(problem: Problem) -> tuple[int, int]:
         """(block_m, block_n) of the forward kernel."""
@@ -93,7 +96,6 @@ def adapted(package: ModuleType):
             config.hopper
             and config.splits is None
             and type(problem.mask) is Mask
-            and not problem.config.endswith(_PACKED)
             and (problem.softcap, problem.alibi, problem.bias) == (None, NO_ALIBI, NO_BIAS)
             and hopper.takes_shapes(dtype, problem.D, problem.Dv)
             and hopper.is_there(torch.device(problem.device))
@@ -107,9 +109,8 @@ def adapted(package: ModuleType):
     flash_attention.score_mods = ("softcap", "alibi", "bias")
     flash_attention.l_order = "tile"
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
-    configs = {name: declared(x) for name, x in package.CONFIGS.items()} | {
-        f"{name}{_ONE_PASS}": {"atomic": ("dq",)} for name in _IN_ONE_PASS
-    }
+    configs = {name: declared(x) for name, x in package.CONFIGS.items()}
+    configs |= {f"{name}{_ONE_PASS}": configs[name] | {"atomic": ("dq",)} for name in _IN_ONE_PASS}
     flash_attention.configs = configs | {f"{name}{_PACKED}": configs[name] for name in _PACKED_OF}
     flash_attention.tiles = tiles
     flash_attention.pooled = pooled

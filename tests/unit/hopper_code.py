@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fa_kernels import arguments, flash_attention, hopper, launch
+from fa_kernels import arguments, flash_attention, flash_attention_varlen, hopper, launch
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 # Of PTX for it: 8.0.
@@ -120,15 +122,24 @@ def _shared_with_others(ttgir: str) -> list[str]:
     ]
 
 
-def _described(D: int) -> dict[str, dict[str, object]]:
-    """By kernel, and passes of the backward."""
-    found = {}
-    leaves = [torch.zeros(1, 2, 300, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    for backward in ("one_pass", "two_pass"):
+def _leaves(*shape: int) -> list[torch.Tensor]:
+    """q, k, v."""
+    return [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
-        def run(kernel, _grid, *args, kinds, backward=backward, **constants):
+
+def _described(D: int) -> dict[str, dict[str, object]]:
+    """By kernel, passes of the backward, and whether sequences are packed."""
+    found = {}
+    offsets = {"cu_seqlens_q": (0, 5, 300), "cu_seqlens_k": (0, 200, 300)}
+    forms = {
+        "": (flash_attention, _leaves(1, 2, 300, D)),
+        ", packed": (partial(flash_attention_varlen, **offsets), _leaves(300, 2, D)),
+    }
+    for (form, (call, leaves)), backward in product(forms.items(), ("one_pass", "two_pass")):
+
+        def run(kernel, _grid, *args, kinds, of=f"{backward}{form}", **constants):
             code = _compiled(kernel, args, constants)
-            found[f"{kernel.__name__}, {backward}"] = {
+            found[f"{kernel.__name__}, {of}"] = {
                 "shared": code.metadata.shared, "warnings": _warnings(code.asm["ptx"]),
                 "with_others": _shared_with_others(code.asm["ttgir"]),
             }  # fmt: skip
@@ -141,7 +152,7 @@ def _described(D: int) -> dict[str, dict[str, object]]:
             # Those of any GPU.
             mock.patch.object(launch, "run"),
         ):
-            out = flash_attention(*leaves, backward=backward)
+            out = call(*leaves, backward=backward)
             torch.autograd.grad(out, leaves, torch.zeros_like(out))
     return found
 

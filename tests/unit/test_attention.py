@@ -20,7 +20,7 @@ from oracles.stream import normal
 pytest.importorskip("triton")
 
 from fa_kernels import CONFIGS, allocation, flash_attention, launch
-from fa_kernels.launch import ROW_PADDING
+from fa_kernels.sizes import ROW_PADDING
 
 B, H, HK, M, N, D, DV = 2, 2, 1, 17, 21, 8, 6
 CONFIG = "16x16"

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from fa_kernels import allocation, flash_attention  # noqa: E402
-from fa_kernels.launch import ROW_PADDING  # noqa: E402
+from fa_kernels.sizes import ROW_PADDING  # noqa: E402
 
 SHAPE = (3, 5)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from itertools import accumulate
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from fa_kernels import Config, allocation, flash_attention, hopper, launch
+from fa_kernels import Config, allocation, flash_attention, flash_attention_varlen, hopper, launch
 from fa_kernels.configs import Tile, resolve
 from fa_kernels.ranges import share_of
 from oracles.error_model import judge
@@ -22,6 +23,7 @@ from oracles.reference import attention
 from properties.compare import ratios
 from properties.verification import verify
 from tests.subjects.ours import flash_attention as ours
+from tests.unit.packed_calls import WILD, assert_equal_bits, in_a_row, one_by_one
 
 CUDA = torch.device("cuda")
 HERE = torch.cuda.is_available() and hopper.is_there(CUDA)
@@ -202,6 +204,13 @@ def test_what_it_takes_runs_there_and_nothing_else_does(launches):
     flash_attention(q, k, v)
     flash_attention(q, k, v, causal=True, seqlens_k=[300, 5])
     assert launches == ["forward"] * 2
+    rows_first = [x[0].transpose(0, 1) for x in (q, k, v)]
+    offsets = {"cu_seqlens_q": (0, 70, 300), "cu_seqlens_k": (0, 290, 300)}
+    flash_attention_varlen(*rows_first, **offsets)
+    assert launches == ["forward"] * 3
+    flash_attention_varlen(*rows_first, **offsets, softcap=2.0)
+    for nothing in ((0,), (0, 0, 0)):
+        flash_attention_varlen(*rows_first, cu_seqlens_q=nothing, cu_seqlens_k=nothing)
     for beside in (
         {"config": "portable"}, {"config": "64x32"}, {"config": Config(splits=2)},
         {"softcap": 2.0}, {"alibi_slopes": slopes},
@@ -211,7 +220,7 @@ def test_what_it_takes_runs_there_and_nothing_else_does(launches):
         flash_attention(q, k, v, **beside)
     flash_attention(*(x.float() for x in (q, k, v)))
     flash_attention(q, k[:, :, :0], v[:, :, :0])
-    assert launches == ["forward"] * 2
+    assert launches == ["forward"] * 3
 
 
 @on_hopper
@@ -318,6 +327,55 @@ def test_what_stands_in_padding_is_never_read_into_a_sum(launches):
     found = flash_attention(q, k, v, return_lse=True, **lengths)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert launches == ["forward"] * 2
+
+
+def packed(rows, keys, D):
+    """q, k, v, dout of 4 heads and 2 kv heads."""
+    q, k, v = (x[0] for x in tensors((1, max(rows, keys), 6, D)))
+    return q[:rows, :4], k[:keys, :2], v[:keys, 4:], q.flip(0)[:rows, 2:]
+
+
+@on_hopper
+@pytest.mark.parametrize("D", [40, 64, 128])
+@pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
+@pytest.mark.parametrize("known", ["lengths", "longest", "nothing"])
+def test_packed_sequences_have_the_bits_that_they_have_alone(D, backward, known, launches):
+    lengths_q, lengths_k = (3, 700, 0, 129, 1, *[5] * 40), (10, 650, 20, 128, 0, *[7] * 40)
+    cu_q, cu_k = (tuple(accumulate(x, initial=2)) for x in (lengths_q, lengths_k))
+    inputs = [x.clone() for x in packed(cu_q[-1] + 20, cu_k[-1] + 20, D)]
+    for x, end in zip(inputs, (cu_q[-1], cu_k[-1], cu_k[-1], cu_q[-1]), strict=True):
+        x[:2] = x[end:] = torch.nan
+    options = {"causal": True, "backward": backward}
+    want = one_by_one(inputs, cu_q, cu_k, **options)
+    if known != "lengths":
+        cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (cu_q, cu_k))
+    if known == "longest":
+        options |= {"max_seqlen_q": 700, "max_seqlen_k": 700}
+    launches.clear()
+    for _ in range(5):
+        got = in_a_row(inputs, cu_q, cu_k, **options)
+        if backward == "one_pass":
+            # A sum in an order of chance; the conformance tests hold it to the bound.
+            assert got[2].isfinite().all()
+            got[2] = want[2]
+        assert_equal_bits(got, want)
+    passes = ["backward"] if backward == "one_pass" else ["backward", "dq"]
+    assert launches == ["forward", *passes] * 5
+
+
+@on_hopper
+@pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
+@pytest.mark.parametrize(("cu_q", "cu_k"), WILD.values(), ids=WILD)
+def test_wild_offsets_reach_nothing_outside(cu_q, cu_k, backward):
+    inputs = packed(62, 83, 64)
+    around = [torch.full((x.shape[0] + 600, *x.shape[1:]), torch.nan).to(x) for x in inputs]
+    for wide, x in zip(around, inputs, strict=True):
+        wide[300:-300] = x
+    tensors = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (cu_q, cu_k)]
+    for longest in ({}, {"max_seqlen_q": 64, "max_seqlen_k": 48}):
+        options = {"causal": True, "backward": backward, **longest}
+        got = in_a_row([x[300:-300] for x in around], *tensors, **options)
+        assert not any(x.isnan().any() for x in got)
 
 
 @on_hopper

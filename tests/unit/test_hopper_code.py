@@ -11,9 +11,12 @@ from tests.unit.compiling import printed_by
 # Bytes of shared memory that a program of a Hopper GPU may have.
 MOST = 227 * 1024
 KERNELS = {
-    "hopper_forward_kernel, one_pass", "hopper_forward_kernel, two_pass",
-    "hopper_backward_kernel, one_pass", "hopper_backward_kernel, two_pass",
-    "hopper_dq_kernel, two_pass",
+    f"hopper_{kernel}{form}"
+    for kernel in (
+        "forward_kernel, one_pass", "forward_kernel, two_pass", "backward_kernel, one_pass",
+        "backward_kernel, two_pass", "dq_kernel, two_pass",
+    )
+    for form in ("", ", packed")
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from tests.mutation.hopper import PROBLEMS
 from tests.subjects.emulation import emulate, texts_of
 from tests.subjects.ours import flash_attention
 from tests.unit.drawing import drawn
+from tests.unit.packed_calls import assert_equal_bits, in_a_row, one_by_one
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 
@@ -93,6 +94,28 @@ def test_two_passes_have_the_dk_and_dv_of_one(emulated):
     call = {"mask": Mask(window_left=70, window_right=3), "sm_scale": 0.1}
     one, two = (results(call | {"config": f"default{x}"}) for x in ("-one_pass", ""))
     assert all(map(torch.equal, one, two[:4]))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
+@pytest.mark.parametrize("known", ["lengths", "longest", "nothing"])
+def test_packed_sequences_have_the_bits_that_they_have_alone(D, backward, known, emulated):
+    emulated()
+    cu_q, cu_k = (0, 3, 293, 293, 363, 364), (0, 10, 310, 330, 397, 402)
+    generator = torch.Generator().manual_seed(0)
+    # Behind the last sequence there are rows of none.
+    sizes = ((380, 4, D), (410, 2, D), (410, 2, D), (380, 4, D))
+    inputs = [torch.randn(x, generator=generator).bfloat16() for x in sizes]
+    for x, end in zip(inputs, (364, 402, 402, 364), strict=True):
+        x[end:] = torch.nan
+    options = {"causal": True, "backward": backward}
+    want = one_by_one(inputs, cu_q, cu_k, **options)
+    if known != "lengths":
+        cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in (cu_q, cu_k))
+    if known == "longest":
+        options |= {"max_seqlen_q": 290, "max_seqlen_k": 300}
+    got = in_a_row(inputs, cu_q, cu_k, **options)
+    assert_equal_bits(got, want)
 
 
 def results(call: dict[str, object]) -> tuple[torch.Tensor, ...]:

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from fa_kernels import allocation, launch
 from fa_kernels.arguments import Arguments
 from fa_kernels.configs import CONFIGS, Config, Tile, resolve
+from fa_kernels.sizes import ROW_PADDING
 
 KERNELS = ("forward", "delta", "dkdv", "dq")
 FAR = 2**31
@@ -106,7 +107,7 @@ def test_a_grid_has_one_axis_of_a_program_for_each_tile_and_head(sizes, config, 
     B, H, Hk, M, N = sizes[:5]
     launch_all(*without_memory(sizes), config)
     chosen = resolve(config, torch.bfloat16, 32)
-    delta = launch.ROW_PADDING * math.ceil(M / launch.ROW_PADDING) // launch.DELTA_ROWS
+    delta = ROW_PADDING * math.ceil(M / ROW_PADDING) // launch.DELTA_ROWS
     assert {x.kernel: x.grid for x in launches} == {
         "forward": (math.ceil(M / chosen.forward.block_m) * B * H,),
         "delta": (delta * B * H,),
@@ -322,7 +323,7 @@ def test_rows_are_loaded_wide_only_where_that_is_possible(which):
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128, 256])
 def test_scratch_holds_whole_tiles_of_rows_of_every_size(block_m):
     """256 is the largest: the next power of two is refused."""
-    assert launch.ROW_PADDING % Tile(block_m, 16).block_m == 0
+    assert ROW_PADDING % Tile(block_m, 16).block_m == 0
     with pytest.raises(ValueError, match="block_m is 512"):
         Tile(512, 16)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ from oracles.stream import normal
 pytest.importorskip("triton")
 
 from fa_kernels import flash_attention, flash_attention_varlen
+from tests.unit import packed_calls
+from tests.unit.packed_calls import WILD, assert_equal_bits
 
 H, HK, D, DV = 2, 1, 24, 16
 ROWS, KEYS = (17, 0, 34, 1, 5), (21, 9, 16, 0, 35)
@@ -41,53 +42,15 @@ def drawn(device: str, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]
 
 
 def in_a_row(inputs, *, cu_q=CU_Q, cu_k=CU_K, **options) -> list[torch.Tensor]:
-    """out, lse (rows first), dq, dk, dv."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out, lse = flash_attention_varlen(
-        *leaves, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True,
-        **{"config": "16x32", **options},
-    )  # fmt: skip
-    return [out.detach(), lse.detach().mT, *torch.autograd.grad(out, leaves, inputs[3])]
+    return packed_calls.in_a_row(inputs, cu_q, cu_k, **{"config": "16x32", **options})
 
 
 def one_by_one(inputs, masks=None, **options) -> list[torch.Tensor]:
-    """The same of ``flash_attention``, sequence after sequence; elsewhere 0 and -inf."""
-    q, k, v, dout = inputs
-    found = [
-        dout * 0,
-        torch.full((TOTAL_Q, H), -torch.inf, dtype=torch.float64),
-        q * 0,
-        k * 0,
-        v * 0,
-    ]
-    found = [torch.where(x.isnan(), 0, x).to(q.device) for x in found]
-    for b, (rows, keys) in enumerate(
-        zip(map(slice, *zip(*pairwise(CU_Q), strict=True)),
-            map(slice, *zip(*pairwise(CU_K), strict=True)), strict=True)
-    ):  # fmt: skip
-        parts = [x[at].transpose(0, 1)[None] for x, at in
-                 ((q, rows), (k, keys), (v, keys), (dout, rows))]  # fmt: skip
-        leaves = [x.detach().requires_grad_() for x in parts[:3]]
-        mask = {} if masks is None else {"mask": masks.taken((b,))}
-        out, lse = flash_attention(
-            *leaves, return_lse=True, **mask, **{"config": "16x32", **options}
-        )
-        gradients = torch.autograd.grad(out, leaves, parts[3])
-        for x, part, at in zip(
-            found, (out, lse, *gradients), (rows, rows, rows, keys, keys), strict=True
-        ):
-            x[at] = part[0].detach().transpose(0, 1).to(x.dtype)
-    return found
+    return packed_calls.one_by_one(inputs, CU_Q, CU_K, masks, **{"config": "16x32", **options})
 
 
 def with_lengths(mask: Mask) -> Mask:
     return dataclasses.replace(mask, seqlens_q=ROWS, seqlens_k=KEYS)
-
-
-def assert_equal_bits(got, want):
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-        assert x.shape == y.shape, name
-        assert torch.equal(x, y.to(x.dtype)), name
 
 
 @pytest.mark.parametrize("config", ["16x32", "32x16-split7"])
@@ -191,14 +154,6 @@ def test_a_loss_on_lse_reaches_its_own_sequence(device):
         want = torch.autograd.grad(of_one, alone[:2], dlse[None, :, rows])
         assert torch.equal(dq[rows], want[0][0].transpose(0, 1))
         assert torch.equal(dk[keys], want[1][0].transpose(0, 1))
-
-
-WILD = {
-    "past the end": ((0, 17, 200), (0, 21, 300)),
-    "negative": ((-5, 17, 62), (-9, 21, 83)),
-    "falling": ((0, 60, 17, 62), (0, 70, 21, 83)),
-    "far": ((0, 2**30, -(2**30)), (-(2**31), 2**31 - 1, 0)),
-}
 
 
 @pytest.mark.parametrize(("cu_q", "cu_k"), WILD.values(), ids=WILD)

@@ -309,7 +309,7 @@ def test_what_is_declared_is_said(word, value, says):
 def test_every_numeric_declaration_is_said(word):
     default = getattr(Numerics(), word)
     other = {"any": "tile", "none": "q", "input": "fp32", "ieee": "tf32", "unrounded": "rounded"}
-    other |= {"fp32": "dtype", False: True, 1: 2, 16: 64, (): ("dq",)}
+    other |= {"fp32": "dtype", 0.0: 8.0, 1: 2, 16: 64, (): ("dq",)}
     value = not default if isinstance(default, bool) else other[default]
     assert subject(**{word: value}).declared() == f"{word}={value!r}"
 

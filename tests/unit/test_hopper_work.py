@@ -5,6 +5,7 @@ What only takes longer no result shows. And no length reaches past the tensors.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -258,3 +259,29 @@ def test_lengths_past_the_tensors_are_those_of_the_tensors(D, backward, kernels)
         else:
             assert torch.equal(x, y)
     assert [x.work for x in kernels] == [y + y for y in done]
+
+
+@pytest.mark.parametrize(
+    ("D", "rise", "rescaled"),
+    [
+        (128, hopper.RESCALE_THRESHOLD, False),
+        (128, hopper.RESCALE_THRESHOLD + 1, True),
+        (64, 5, True),
+    ],
+)
+def test_sums_are_rescaled_where_a_maximum_has_risen_by_more_than_the_threshold(
+    D, rise, rescaled, kernels
+):
+    """A weight of 2^-20 beside the maximum of before is 0 in fp16 beside one that is 2^5 larger."""
+    q, k, v = (
+        torch.zeros(1, 1, 1, D),
+        torch.zeros(1, 1, 2 * KEYS, D),
+        torch.zeros(1, 1, 2 * KEYS, D),
+    )
+    q[..., 0] = 1
+    k[0, 0, KEYS : KEYS + 2, 0] = torch.tensor([rise, -20.0])
+    v[0, 0, KEYS + 1, 0] = 2.0**14
+    # So that scores are exponents of 2 as they stand.
+    out = flash_attention(q.half(), k.half(), v.half(), sm_scale=math.log(2))
+    weights = 2 * KEYS - 2 + 2.0**rise
+    assert out[0, 0, 0, 0].item() == pytest.approx(0 if rescaled else 2**-6 / weights, rel=1e-3)

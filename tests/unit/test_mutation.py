@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +24,7 @@ from tests.mutation.package import PACKAGE, sources_of
 from tests.mutation.report import summary, tables
 from tests.mutation.trials import STEPS
 
+ROOT = Path(__file__).parents[2]
 SOURCES = sources_of(PACKAGE)
 FUNCTION = '''
 def f(x, mask, M, N):
@@ -82,6 +86,14 @@ def test_mechanical_mutants_are_several_hundred_valid_changes_of_one_line_each()
 def test_what_is_listed_as_equivalent_exists():
     made = (*mechanical(SOURCES), *mechanical(SOURCES, HOPPER_SITES))
     assert EQUIVALENT.keys() <= {mutant.name for mutant in made}
+
+
+def test_the_command_asks_mutants_of_the_referee(tmp_path):
+    """In a process of its own: nothing of the project may be imported before them."""
+    chosen = ["referee", "--only", "a threshold is of natural exponents"]
+    command = [sys.executable, "-m", "tests.mutation", *chosen, "--out", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, "1 mutants, 1 killed" in done.stdout) == (0, True), done
 
 
 def sleep() -> None:

@@ -16,7 +16,7 @@ from tests.mutation.mutant import Edit, Mutant
 
 __all__ = ["HOPPER_SITES", "OPERATORS", "SITES", "mechanical"]
 
-# What is mutated: every function of these files.
+# What is mutated: every function of these files, and every method of their classes.
 SITES = (
     "fa_kernels/kernels/forward.py",
     "fa_kernels/kernels/merge.py",
@@ -249,9 +249,7 @@ def mechanical(sources: Mapping[str, str], sites: Sequence[str] = SITES) -> list
 def _of_file(source: _Source) -> Iterator[Mutant]:
     seen: Counter[str] = Counter()
     texts: set[str] = set()
-    for function in ast.parse(source.text).body:
-        if not isinstance(function, ast.FunctionDef):
-            continue
+    for name, function in _functions(ast.parse(source.text).body):
         nodes = [x for statement in _body(function) for x in _walked(statement)]
         names = {argument.arg for argument in function.args.args}
         names |= {x.id for x in nodes if isinstance(x, ast.Name)}
@@ -259,11 +257,21 @@ def _of_file(source: _Source) -> Iterator[Mutant]:
         for node in sorted(placed, key=lambda x: (x.lineno, x.col_offset)):
             for operator in OPERATORS:
                 for span, new in operator(source, node, names):
-                    mutant = _mutant(source, function.name, operator.__name__, span, new, seen)
+                    mutant = _mutant(source, name, operator.__name__, span, new, seen)
                     text = source.text[: span[0]] + new + source.text[span[1] :]
                     if text not in texts and new.strip("()") != source.text[slice(*span)]:
                         texts.add(text)
                         yield mutant
+
+
+def _functions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Those of a module by their names, and those of its classes by both."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef):
+            yield statement.name, statement
+        elif isinstance(statement, ast.ClassDef):
+            for name, function in _functions(statement.body):
+                yield f"{statement.name}.{name}", function
 
 
 def _walked(node: ast.AST) -> Iterator[ast.AST]:

@@ -69,6 +69,7 @@ _OF_CONFIGS = (
     # What a GPU with a kernel of its own for the default runs elsewhere.
     Shard("bf16", "portable", _LARGE, 128),
     Shard("bf16", "default-one_pass", (64, 128, 72), 128),
+    Shard("bf16", "default-one_pass-packed", (128, 72, 64, 40), 128),
 )
 _FLOAT64_OF_CONFIGS = (
     Shard("fp64", "16x16", (16, 3, 8, 13), 16),

@@ -63,10 +63,15 @@ def test_each_tile_of_each_sequence_has_one_place_and_nothing_else_has_rows(leng
     assert all(tile >= 0 for _, tile in at)
 
 
-@pytest.mark.parametrize("offsets", [[0, 60, 17, 62], [-5, 17, 200], [2**30, -(2**30), 7, 62]])
-def test_offsets_that_do_not_ascend_give_sequences_that_there_are(offsets, device):
-    at = found(offsets, 62, 62 // BLOCK + len(offsets), device)
-    assert all(0 <= b < len(offsets) - 1 and tile >= 0 for b, tile in at)
+@pytest.mark.parametrize(
+    "offsets", [[0, 60, 17, 62], [-5, 17, 200], [2**30, -(2**30), 7, 62], [-(2**31), 7, 62]]
+)
+def test_wild_offsets_give_sequences_that_there_are_and_tiles_whose_rows_can_be_counted(
+    offsets, device
+):
+    places = 62 // BLOCK + len(offsets)
+    at = found(offsets, 62, places, device)
+    assert all(0 <= b < len(offsets) - 1 and 0 <= tile <= places for b, tile in at)
 
 
 def sizes(lengths: list[int], *, known: bool, longest: bool) -> Sizes:

@@ -275,6 +275,8 @@ def launch_backward(
     with on_device(q):
         tiles = sizes.query_tiles(ROW_PADDING)
         if tiles.number:
+            # Products that are added unrounded where the layout puts them into one thread would
+            # make delta, and dk, another one where sums of dq are cleared beside it.
             run(
                 delta_kernel, (tiles.number * (ROW_PADDING // DELTA_ROWS),),
                 out, dout, lse, dlses, lse2, delta, sums, arguments.seqlens_q, *tiles[:2],
@@ -282,7 +284,8 @@ def launch_backward(
                 sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.Dv,
                 BLOCK_M=DELTA_ROWS, BLOCK_DV=_padded(sizes.Dv), ACC=acc,
                 ALIGNED=_alignment(out, dout), HAS_DLSE=dlse is not None, COLUMNS=columns,
-                kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype), **places,
+                kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype), enable_fp_fusion=False,
+                **places,
             )  # fmt: skip
         if on_hopper:
             if "dkdv" in kernels:

@@ -28,7 +28,8 @@ def _row_sums(x):
     """Sum of each row by a balanced tree of neighbours; rows are 2 to 256 wide.
 
     Written out, because the order of ``tl.sum`` follows the layout of its operand, and that follows
-    the strides it was loaded with: the same values would give other bits.
+    the strides it was loaded with: the same values would give other bits. So would products that
+    are not rounded before they are added, in some layouts: it is launched without enable_fp_fusion.
     """
     for _ in tl.static_range(8):
         if x.shape[1] > 1:

@@ -317,7 +317,8 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     ),
     (
         _behind("dq of no step is added", "if i > 0:\n", "if i >= 0:\n"),
-        {"M": 200, "N": 300, **_IN_ONE_PASS},
+        # More programs than run at once: of no step is what the program before has left.
+        {"B": 12, "H": 8, "M": 200, "N": 300, **_IN_ONE_PASS},
     ),
     (
         _behind(

@@ -178,13 +178,18 @@ def peak(attention: Attention, N: int) -> tuple[int, int]:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, to measure its memory")
 def test_k13_peak_memory_is_that_of_the_results_up_to_65536_where_eager_holds_n_squared(kernels):
-    """K13, measured: out, three gradients, three float32 numbers a row; eager beside it."""
+    """K13, measured: out, three gradients, three float32 numbers a row; eager beside it.
+
+    And of Hopper's backward sums that programs hand on, of which no length makes more.
+    """
     peak(kernels.flash_attention, 256)  # compiles
+    # dk and dv of a tile of 128 keys, float32, for each program that runs at once.
+    handed = torch.cuda.get_device_properties(0).multi_processor_count * 2 * 128 * 64 * 4
     for N in (4096, 16384, 65536):
         tiled, _ = peak(kernels.flash_attention, N)
         results = 4 * N * 64 * 2 + 3 * 4 * N
-        # The allocator may hand out up to 1 MiB more than is asked for, for each of the seven.
-        assert results <= tiled <= results + 7 * 2**20
+        # The allocator may hand out up to 1 MiB more than is asked for, for each of the eight.
+        assert results <= tiled <= results + handed + 8 * 2**20
     for N in (4096, 16384):
         eager, matrix = peak(lambda q, k, v: torch.softmax(q @ k.mT / 8, -1) @ v, N)
         assert eager >= 2 * matrix

@@ -66,7 +66,7 @@ class Run:
                 ],
                 cwd=ROOT,
                 env=inherited | {
-                    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0",
                     "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "examples"),
                 } | environ,
                 stdout=file,

@@ -88,6 +88,9 @@ def test_what_is_listed_as_equivalent_exists():
     assert EQUIVALENT.keys() <= {mutant.name for mutant in made}
 
 
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter runs mutants"
+)
 def test_the_command_asks_mutants_of_the_referee(tmp_path):
     """In a process of its own: nothing of the project may be imported before them."""
     chosen = ["referee", "--only", "a threshold is of natural exponents"]

@@ -38,11 +38,13 @@ def test_the_mask_of_the_readme_is_verified(tmp_path, example):
     assert "4 passed" in done.stdout
 
 
-def test_a_slip_in_the_jit_predicate_is_found(tmp_path, example):
+def test_a_slip_in_the_jit_predicate_is_found(tmp_path, example, device):
     assert example.count("(n <= m) | (n < args[0])") == 1
     done = verified(
         tmp_path, example.replace("(n <= m) | (n < args[0])", "(n < m) | (n < args[0])")
     )
     assert done.returncode == 1
     assert "the jit predicate, rows by keys, says hidden at b=0 h=0 m=0 n=0" in done.stdout
-    assert 'replay: pytest --replay=\'{"version":1,"mask":{"type":"Prefix"}}\'' in done.stdout
+    on = "" if device == "cpu" else ',"device":"cuda"'
+    problem = f'{{"version":1,"mask":{{"type":"Prefix"}}{on}}}'
+    assert f"replay: pytest --replay='{problem}'" in done.stdout

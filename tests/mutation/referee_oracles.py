@@ -1031,7 +1031,7 @@ _ADDITIONS = (
         (
             "nothing odd lies between slopes",
             "torch.stack([values, _cast(others",
-            "torch.stack([values, _cast(0 * others",
+            "torch.stack([values, _cast(torch.zeros_like(others)",
         ),
     ),
 )

@@ -95,6 +95,14 @@ def test_the_largest_score_counts_what_is_added_and_has_a_limit():
     assert says == "the sum of a score's |terms| reaches 1.6e+07; needs to be at most 1e+07"
 
 
+def test_terms_that_cancel_count_in_the_largest_score():
+    # The row is level with key 1: scores are 3 - 3 and 0 - 0.
+    q, k, v = (torch.tensor(x).view(1, 1, -1, 1).double() for x in ([1.0], [3.0, 0.0], [1.0, 1.0]))
+    call = {"mask": Mask(), "sm_scale": 1.0, "in_dtype": "fp64", "numerics": Numerics()}
+    judged = error_model.judge(q, k, v, q, None, torch.tensor([3.0]), **call)
+    assert judged.max_score == 6.0
+
+
 @pytest.mark.parametrize("family", ALIBI)
 def test_slopes_have_their_shape_their_dtype_and_nan_around(family):
     slopes = make(dataclasses.replace(ASKED, alibi=family)).alibi_slopes

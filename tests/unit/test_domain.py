@@ -151,6 +151,8 @@ def test_what_is_done_to_scores_can_be_forced(data, mod):
     problem = data.draw(problems_of(made, **LIMITS, score_mods=(mod,)))
     assert mod in score_mods_of(problem)
     assert score_mods_of(data.draw(problems_of(made, **LIMITS))) == ()
+    alone = problems_of(subject(score_mods=(mod,)), **LIMITS, score_mods=(mod,))
+    assert score_mods_of(data.draw(alone)) == (mod,)
     with pytest.raises(ExcludedError, match=re.escape("attention declares score_mods=()")):
         problems_of(subject(), **LIMITS, score_mods=(mod,))
 

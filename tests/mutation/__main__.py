@@ -23,9 +23,8 @@ from tests.mutation.report import summary, tables
 from tests.mutation.subtle import SUBTLE
 
 SOURCES = ("referee", "faults", "blind", "subtle", "mechanical", "hopper")
-SECONDS = 120.0
-# What notices nothing takes 100 where Hopper's kernels are emulated.
-SECONDS_ON_HOPPER = 400.0
+# Beyond what those take that notice nothing, two at a time: 120, and 100 of Hopper's kernels.
+SECONDS = 400.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -140,8 +139,7 @@ def _judged(
     started = time.monotonic()
     found: dict[int, Outcome] = {}
     # Without a limit a loop that never ends would hold the run: an hour is none.
-    on_hopper = any(source == "hopper" for source, _ in chosen)
-    seconds = 3600.0 if options.full else SECONDS_ON_HOPPER if on_hopper else SECONDS
+    seconds = 3600.0 if options.full else SECONDS
     for ended in in_forks(works, jobs=options.jobs, seconds=seconds):
         source, mutant = chosen[ended.number]
         reason = mutant.equivalent or EQUIVALENT.get(mutant.name, "")

@@ -318,7 +318,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _behind("dq of no step is added", "if i > 0:\n", "if i >= 0:\n"),
         # More programs than run at once: of no step is what the program before has left.
-        {"B": 12, "H": 8, "M": 200, "N": 300, **_IN_ONE_PASS},
+        {"H": 96, "Hk": 96, "M": 200, "N": 300, **_IN_ONE_PASS},
     ),
     (
         _behind(

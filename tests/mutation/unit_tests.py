@@ -22,7 +22,7 @@ OF_THE_CALL = tuple(
     f"tests/unit/test_{name}.py"
     for name in (
         *("offsets", "block_mask", "splits", "packed", "tokens", "operators", "pooled"),
-        *("remembered", "tiles_in_a_row"),
+        *("remembered", "tiles_in_a_row", "dispatch"),
     )
 )
 # What they are about.
@@ -54,6 +54,7 @@ _TESTS_OF_KERNELS = {
     "fa_kernels/pooling.py": ("pooled",),
     "fa_kernels/ranges.py": ("splits",),
     "fa_kernels/offsets.py": ("packed",),
+    "fa_kernels/operators.py": ("dispatch",),
     "fa_kernels/packed.py": ("offsets",),
     "fa_kernels/sizes.py": ("packed", "tiles_in_a_row"),
     **{

@@ -23,7 +23,7 @@ from tests.mutation.report import summary, tables
 from tests.mutation.subtle import SUBTLE
 
 SOURCES = ("referee", "faults", "blind", "subtle", "mechanical", "hopper")
-# Beyond what those take that notice nothing, two at a time: 120, and 100 of Hopper's kernels.
+# Those that nobody notices take 100 to 300, by the machine and by what runs beside them.
 SECONDS = 400.0
 
 

@@ -41,7 +41,7 @@ baseline: $(environment) ## write BASELINE=FILE
 sanitize: $(environment) ## compute-sanitizer memcheck over a short run; needs a GPU
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 7 \
 	  $(python) -m pytest tests/conformance/test_memory.py tests/conformance/test_range.py \
-	  tests/unit/test_hopper.py -p no:xdist --hypothesis-profile=dev --problem-timeout=300 \
+	  tests/unit/fa_kernels/hopper/test_hopper.py -p no:xdist --hypothesis-profile=dev --problem-timeout=300 \
 	  -k '$(SANITIZED)'
 
 mutation: $(environment) ## see that every fault is found; FULL=1: by which checks, untimed
@@ -52,7 +52,7 @@ fuzz: $(environment) ## new problems for MINUTES=10; KERNEL=file.py:name, MASK=f
 	  $(if $(KERNEL),--kernel='$(KERNEL)') $(if $(MASK),--mask='$(MASK)')
 
 findings: $(environment) ## what every kernel here holds: results/, FINDINGS.md; KERNELS='flex ours'
-	$(python) -m tests.findings $(KERNELS)
+	$(python) -m fa_verify.pytest_plugin.findings $(KERNELS)
 
 lint: $(environment) ## ruff check, ruff format --check, mypy
 	$(python) -m ruff check .

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from properties import workers
+from fa_verify.properties.execution import workers
 
 # Before torch, NumPy and Triton are imported: a worker of several keeps to one GPU, and to one
 # thread; kernels run on the GPU if there is one, else in the interpreter. The fusion of multiply
@@ -30,23 +30,23 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
-    from properties import interpreter
+    from fa_verify.simulator.interpreter import repair
 
-    interpreter.repair()
+    repair.repair()
 
-from oracles.problem import Problem
-from properties.flight_recorder import FlightRecorder
-from properties.ledger import Ledger
-from tests.crash_reports import DEFAULT_SECONDS, CrashReports
-from tests.example_database import example_database, without_passwords
-from tests.findings.recording import Recording
-from tests.fuzzing.plugin import Fuzzing, choose_workers, minutes_of
-from tests.gate import plugin as gate
-from tests.outside_programs import OutsidePrograms
-from tests.regression_files import RegressionFiles
-from tests.reporting import plugin as reporting
-from tests.session import device_of, is_ours, mask_of, subject_of
-from tests.subjects.registry import kernel_table
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.watchdog import FlightRecorder
+from fa_verify.pytest_plugin.crash_reports import DEFAULT_SECONDS, CrashReports
+from fa_verify.pytest_plugin.example_database import example_database, without_passwords
+from fa_verify.pytest_plugin.findings.recording import Recording
+from fa_verify.pytest_plugin.fuzz.plugin import Fuzzing, choose_workers, minutes_of
+from fa_verify.pytest_plugin.gate import plugin as gate
+from fa_verify.pytest_plugin.outside_programs import OutsidePrograms
+from fa_verify.pytest_plugin.regression_files import RegressionFiles
+from fa_verify.pytest_plugin.report import plugin as reporting
+from fa_verify.registry import kernel_table
+from fa_verify.session import device_of, is_ours, mask_of, subject_of
 
 CONFORMANCE = Path(__file__).parent / "tests" / "conformance"
 HARDWARE = Path(__file__).parent / "tests" / "mutation" / "test_hardware.py"
@@ -121,8 +121,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--mask",
         metavar="FILE:CLASS",
-        help="verify kernels on this class of masks, a subclass of oracles.mask.Mask, "
-        "path/to/file.py:Class or package.module:Class",
+        help="verify kernels on this class of masks, a subclass of "
+        "fa_verify.oracles.masks.mask.Mask: path/to/file.py:Class or package.module:Class",
     )
     group.addoption(
         "--replay",
@@ -273,7 +273,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         "attention: " + " ".join(f"{key}={value}" for key, value in steering.items()),
     ]
     if INTERPRETED:
-        lines.append(f"attention: {interpreter.describe()}")
+        lines.append(f"attention: {repair.describe()}")
     if not is_ours(config):
         subject = subject_of(config)
         lines.append(f"attention: subject {subject.name}, declares {subject.declared()}")

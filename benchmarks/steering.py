@@ -28,17 +28,17 @@ def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, flo
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
-        from properties import interpreter
+        from fa_verify.simulator.interpreter import repair
 
-        interpreter.repair()
-    from oracles.outputs import OUTPUTS
-    from properties import guarantees
-    from properties.domain import problems_of
-    from properties.ledger import Ledger
-    from properties.loading import load
-    from properties.search import Examiner, attack, draws
+        repair.repair()
+    from fa_verify.oracles.outputs import OUTPUTS
+    from fa_verify.properties.checks import guarantees
+    from fa_verify.properties.execution.tally import Ledger
+    from fa_verify.properties.search.search import Examiner, attack, draws
+    from fa_verify.properties.subjects.loading import load
+    from fa_verify.properties.subjects.supported import problems_of
 
-    subject = load("tests.subjects.ours:flash_attention")
+    subject = load("fa_verify.subjects.ours:flash_attention")
     strategy = problems_of(
         subject, dtype=dtype, device=device, configs=("16x16",), max_seqlen=64, max_cost=12,
         head_dims=(16, 24, 32),

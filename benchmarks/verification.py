@@ -1,7 +1,7 @@
 """What verification itself costs: ``python -m benchmarks.verification [--device cpu]``.
 
 Seconds of the oracle, and of the bound with it, against N, beside the kernels they judge; problems
-a second of ``properties.verification.verify``; and seconds until it has found each of three kernels
+a second of ``fa_verify.verification.verify``; and seconds until it has found each of three kernels
 wrong, and the simplest problem that shows it.
 """
 
@@ -54,11 +54,11 @@ def costs(N: int, device: str) -> dict[str, list[float]]:
     import torch
 
     from fa_kernels import flash_attention
-    from oracles.error_model import judge
-    from oracles.mask import Mask
-    from oracles.outputs import Numerics
-    from oracles.reference import attention
-    from oracles.stream import normal
+    from fa_verify.oracles.bounds.error_model import judge
+    from fa_verify.oracles.masks.mask import Mask
+    from fa_verify.oracles.outputs import Numerics
+    from fa_verify.oracles.reference.torch_reference import attention
+    from fa_verify.oracles.stream import normal
 
     inputs = [
         normal(0, name, (1, 2, N, 64)).to(torch.float16).to(device)
@@ -86,7 +86,7 @@ def seconds_to_the_kill(name: str, device: str, seed: int) -> float:
         AssertionError: It has not.
     """
     from fa_kernels import flash_attention
-    from properties.verification import verify
+    from fa_verify.verification import verify
 
     def broken(q, k, v, *, mask, sm_scale):
         return flash_attention(q, k, v, mask=BROKEN[name](mask), sm_scale=sm_scale)
@@ -107,16 +107,16 @@ def main(arguments: Sequence[str]) -> int:
     # What follows imports torch and Triton, which read the environment.
     if device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
-        from properties import interpreter
+        from fa_verify.simulator.interpreter import repair
 
-        interpreter.repair()
+        repair.repair()
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
         print("benchmarks need a CUDA GPU; none is visible (--device cpu runs the interpreter)")
         return 2
     from fa_kernels import flash_attention
-    from properties.verification import verify
+    from fa_verify.verification import verify
 
     print(torch.cuda.get_device_name() if device == "cuda" else "CPU, interpreter")
     print("\n| N | kernels, s | oracle, s | oracle and bound, s | those / kernels |")

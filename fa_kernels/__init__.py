@@ -5,6 +5,6 @@ Kernels run on CUDA devices, or on the CPU under Triton's interpreter (TRITON_IN
 
 from fa_kernels.attention import flash_attention
 from fa_kernels.configs import CONFIGS, Config, Tile
-from fa_kernels.packed import flash_attention_varlen
+from fa_kernels.varlen import flash_attention_varlen
 
 __all__ = ["CONFIGS", "Config", "Tile", "flash_attention", "flash_attention_varlen"]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from fa_kernels import operators
-from fa_kernels.arguments import MaskLike
 from fa_kernels.configs import Config
+from fa_kernels.launch.call_cache import check
 from fa_kernels.pooling import check_pooling
-from fa_kernels.remembered import check
+from fa_kernels.validation.arguments import MaskLike
 
 __all__ = ["autocast", "flash_attention"]
 
@@ -125,7 +125,7 @@ def flash_attention(
     in the accumulator's dtype, unnormalised, until they are merged: one rescale more for each. The
     number of parts changes the last bits of out and lse; the same number gives the same bits.
     Pooled probabilities are recomputed from q, k and lse, as in the backward, and never rounded to
-    the input dtype; ``oracles/pooled_error.py`` derives their bound.
+    the input dtype; ``oracles/bounds/pooled.py`` derives their bound.
 
     Source: FlashAttention-2 (arXiv:2307.08691); Flash-Decoding (Dao, Haziza, Massa, Sizov 2023)
     for the parts.

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from fa_kernels import allocation
-from fa_kernels.arguments import Request
-from fa_kernels.launch import (
+from fa_kernels.launch.call_cache import prepared
+from fa_kernels.launch.portable import (
     backward_kernels,
     empty_gradients,
     empty_outputs,
@@ -24,7 +23,8 @@ from fa_kernels.launch import (
     launch_pooled,
 )
 from fa_kernels.pooling import prepared_pooling
-from fa_kernels.remembered import prepared
+from fa_kernels.runtime import allocation
+from fa_kernels.validation.arguments import Request
 
 __all__ = ["backward", "forward", "pooled_scores", "run_forward"]
 

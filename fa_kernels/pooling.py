@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from fa_kernels.arguments import Arguments, Request, prepared
-from fa_kernels.block_map import Predicate, predicate_of
-from fa_kernels.kernels.pool import sees_block
-from fa_kernels.tokens import value_of
+from fa_kernels.kernels.portable.pool import sees_block
+from fa_kernels.schedule.block_sparse import Predicate, predicate_of
+from fa_kernels.validation.arguments import Arguments, Request, prepared
+from fa_kernels.validation.opaque_handles import value_of
 
 __all__ = ["POOLS", "Pooling", "check_pooling", "prepared_pooling"]
 

@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from oracles.mask import Mask
-from oracles.mask_codec import mask_from_record, mask_to_record
+from fa_verify.oracles.masks.codec import mask_from_record, mask_to_record
+from fa_verify.oracles.masks.mask import Mask
 
 __all__ = ["DTYPES", "LAYOUTS", "TENSORS", "VERSION", "Problem"]
 
@@ -45,7 +45,7 @@ class Problem:
         mask: What each query sees.
         sm_scale: Factor on q.k; None is D**-0.5.
         layouts: Storage of q, k, v, dout, one of LAYOUTS each.
-        inputs: Input family of q, k, v (``properties.families``).
+        inputs: Input family of q, k, v (``fa_verify.properties.inputs.families``).
         dout: Family of the output's gradient.
         dlse: Family of the gradient of lse; "none" is a loss that does not look at lse.
         dirty: What stands in padding rows and keys.

@@ -1,19 +1,5 @@
-"""What must hold: problems to draw, guarantees to check, and ``verify``, which does both."""
+"""What must hold of a correct kernel: problems to draw, checks, the search for failures.
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from properties.verification import Report, verify
-
-__all__ = ["Report", "verify"]
-
-
-def __getattr__(name: str) -> Any:
-    # Not at once: some modules here have to run before torch is imported.
-    if name in __all__:
-        from properties import verification
-
-        return getattr(verification, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+A kernel is passed in as a ``Subject``; nothing here imports one. ``oracles`` says what is true, and
+``fa_verify.verify`` runs everything and returns a verdict.
+"""

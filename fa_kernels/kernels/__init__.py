@@ -1,1 +1,4 @@
-"""The Triton kernels: forward, delta, dk/dv and dq, and the acts they share."""
+"""The kernels: ``portable`` in Triton, ``hopper`` in Gluon, and what they share in ``common``.
+
+Only device code and its constants. Arguments are validated and launches made elsewhere.
+"""

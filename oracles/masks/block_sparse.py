@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from oracles.jit import jit, tl
-from oracles.mask import Mask
-from oracles.stream import uniform
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.triton_or_none import jit, tl
+from fa_verify.oracles.stream import uniform
 
 __all__ = ["BlockSparse"]
 

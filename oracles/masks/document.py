@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from oracles.jit import jit, tl
-from oracles.mask import Mask
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.triton_or_none import jit, tl
 
 __all__ = ["Document"]
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import torch
 
-from oracles.jit import jit, tl
-from oracles.mask import Between, Mask
+from fa_verify.oracles.masks.mask import Between, Mask
+from fa_verify.oracles.masks.triton_or_none import jit, tl
 
 __all__ = ["Neighbourhood"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from oracles.jit import jit, tl
-from oracles.mask import Between, Mask
+from fa_verify.oracles.masks.mask import Between, Mask
+from fa_verify.oracles.masks.triton_or_none import jit, tl
 
 __all__ = ["SinkWindow"]
 

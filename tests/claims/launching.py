@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from oracles.outputs import Outputs
+from fa_verify.oracles.outputs import Outputs
 
 __all__ = ["arguments", "differentiate", "tensors"]
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from oracles import reference
-from oracles.outputs import Outputs
+from fa_verify.oracles.outputs import Outputs
+from fa_verify.oracles.reference import torch_reference
 
 __all__ = ["Seen", "State", "attend", "blocks", "ordered_partitions", "softmax"]
 
@@ -91,7 +91,7 @@ def softmax(
     q, k, values = (x[None, None] for x in (scores, torch.eye(N, dtype=scores.dtype), v))
     mask = Seen(torch.ones(M, N, dtype=torch.bool) if seen is None else seen)
     dout = v.new_ones((1, 1, M, v.shape[1]))
-    truth = reference.attention(q, k, values, dout, mask=mask, sm_scale=1.0)
+    truth = torch_reference.attention(q, k, values, dout, mask=mask, sm_scale=1.0)
     return Outputs(*(x[0, 0] for x in truth))
 
 

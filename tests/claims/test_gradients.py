@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from oracles import reference
-from oracles.error_model import judge
-from oracles.mask import Mask
-from oracles.numpy_reference import Head, attend_head
-from oracles.outputs import Numerics
-from oracles.stream import normal
-from properties.compare import ratios
-from properties.families import TORCH_DTYPES
+from fa_verify.diagnosis.mutant import Edit
+from fa_verify.oracles.bounds.error_model import judge
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.reference import torch_reference
+from fa_verify.oracles.reference.numpy_reference import Head, attend_head
+from fa_verify.oracles.stream import normal
+from fa_verify.properties.comparison.compare import ratios
+from fa_verify.properties.inputs.families import TORCH_DTYPES
 from tests.claims.launching import differentiate, tensors
-from tests.mutation.mutant import Edit
 
 LN2, LOG2E = math.log(2), 1 / math.log(2)
 # What float64 may differ by, in units of the sum of |terms|.
 SHARE = 1e-12
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 LOSS_BY_UNDERFLOW = {"fp16": 2.0**-25, "bf16": 2.0**-126}
-FORWARD, DKDV, DQ = (f"fa_kernels/kernels/{name}.py" for name in ("forward", "dkdv", "dq"))
+FORWARD, DKDV, DQ = (f"fa_kernels/kernels/portable/{name}.py" for name in ("forward", "dkdv", "dq"))
 SUM_IN_THE_TILE = Edit(
     DQ, "ds = p * (dp - delta[:, None])", "ds = p * (dp - tl.sum(p * dp, 1)[:, None])"
 )
@@ -104,7 +104,7 @@ def test_k11_a_kernel_with_that_sum_is_right_for_one_tile_and_wrong_for_two(
     copy = edited("k11_sum_in_the_tile", SUM_IN_THE_TILE)
     q, k, v, dout = (normal(2, str(place), (rows, 16)) for place, rows in enumerate((20, N, N, 20)))
     inputs = tensors(device, torch.float64, q, k, v, dout)
-    truth = reference.attention(*inputs, mask=Mask(), sm_scale=0.25)
+    truth = torch_reference.attention(*inputs, mask=Mask(), sm_scale=0.25)
     judged = judge(*inputs, mask=Mask(), sm_scale=0.25, in_dtype="fp64", numerics=Numerics())
     ratio = ratios(differentiate(copy, *inputs).dq, truth.dq, judged.bound.dq)
     assert (ratio <= 1).all() if right else (ratio > 1).all()
@@ -162,7 +162,7 @@ def test_k17_in_a_kernel_only_the_bound_with_both_roundings_holds(edited, device
     copy = edited("k17_rounds_different_operands", ROUNDED_Q, ROUNDED_K)
     q, k, v = (8 * normal(4, str(rows), (rows, 16)) for rows in (16, 30, 30))
     inputs = tensors(device, torch.bfloat16, q, k, v, torch.eye(16))
-    want = reference.attention(*inputs, mask=Mask(), sm_scale=1.0).dv
+    want = torch_reference.attention(*inputs, mask=Mask(), sm_scale=1.0).dv
     got = differentiate(copy, *inputs, sm_scale=1.0).dv
     worst = {}
     for prescales in ("none", "qk"):

@@ -7,18 +7,19 @@ import math
 import pytest
 import torch
 
-from oracles.mask import Mask
-from oracles.stream import normal
-from properties.compare import same_bits
-from properties.families import TORCH_DTYPES
+from fa_verify.diagnosis.mutant import Edit
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.stream import normal
+from fa_verify.properties.comparison.compare import same_bits
+from fa_verify.properties.inputs.families import TORCH_DTYPES
 from tests.claims.launching import differentiate, tensors
 from tests.claims.online import attend, blocks, softmax
-from tests.mutation.mutant import Edit
 
 LN2, LOG2E = math.log(2), 1 / math.log(2)
 # What float64 may differ by, in units of the sum of |terms|.
 SHARE = 1e-12
-TILES, FORWARD, DQ = (f"fa_kernels/kernels/{name}.py" for name in ("tiles", "forward", "dq"))
+TILES = "fa_kernels/kernels/common/tiles.py"
+FORWARD, DQ = (f"fa_kernels/kernels/portable/{name}.py" for name in ("forward", "dq"))
 NO_MASK_OVER_KEYS = Edit(TILES, " & (offs_n < view[1])", "")
 NO_SELECT_IN_DQ = Edit(DQ, "ds = tl.where(seen, ds, 0.0)", "ds = ds")
 ADDED_MASK = Edit(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oracles import error_model, reference
-from oracles.mask import Mask
-from oracles.outputs import Numerics
-from oracles.problem import Problem
-from properties.compare import ratios
-from properties.tensors import make
+from fa_verify.oracles.bounds import error_model
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.reference import torch_reference
+from fa_verify.properties.comparison.compare import ratios
+from fa_verify.properties.inputs.tensors import make
 from tests.claims.launching import differentiate
 
 
@@ -26,6 +27,6 @@ def test_k12_the_single_pass_has_the_gradients_of_two_passes(kernels, device, ma
     one = differentiate(kernels, *inputs.tensors, **call, backward="one_pass")
     assert torch.equal(one.dk, two.dk)
     assert torch.equal(one.dv, two.dv)
-    want = reference.attention(*inputs, **call).dq
+    want = torch_reference.attention(*inputs, **call).dq
     bound = error_model.judge(*inputs, **call, in_dtype="bf16", numerics=Numerics()).bound.dq
     assert float(ratios(one.dq, want, bound).amax()) <= 1

@@ -9,16 +9,17 @@ from types import ModuleType
 import pytest
 import torch
 
-from oracles.stream import normal
-from properties.compare import same_bits
-from properties.families import TORCH_DTYPES
-from properties.layouts import lay_out
+from fa_verify.diagnosis.mutant import Edit
+from fa_verify.oracles.stream import normal
+from fa_verify.properties.comparison.compare import same_bits
+from fa_verify.properties.inputs.families import TORCH_DTYPES
+from fa_verify.properties.inputs.layouts import lay_out
 from tests.claims.launching import arguments, differentiate, tensors
-from tests.mutation.mutant import Edit
 
 LN2 = math.log(2)
 DELTA, DKDV, DQ, TILES = (
-    f"fa_kernels/kernels/{name}.py" for name in ("delta", "dkdv", "dq", "tiles")
+    f"fa_kernels/kernels/{name}.py"
+    for name in ("portable/bwd_preprocess", "portable/dkdv", "portable/dq", "common/tiles")
 )
 
 # dk/dv as it is published: Q and dO are read up to seqlen_q and zeros beyond, LSE and delta 0.

@@ -7,20 +7,20 @@ import math
 import pytest
 import torch
 
-from oracles.error_model import judge
-from oracles.mask import Mask
-from oracles.outputs import Numerics
-from oracles.stream import normal
-from properties.compare import same_bits
-from properties.families import TORCH_DTYPES
+from fa_verify.diagnosis.mutant import Edit
+from fa_verify.oracles.bounds.error_model import judge
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.stream import normal
+from fa_verify.properties.comparison.compare import same_bits
+from fa_verify.properties.inputs.families import TORCH_DTYPES
 from tests.claims.launching import differentiate, tensors
 from tests.claims.online import attend, blocks, ordered_partitions, softmax
-from tests.mutation.mutant import Edit
 
 LN2, LOG2E = math.log(2), 1 / math.log(2)
 # What float64 may differ by, in units of the sum of |terms|.
 SHARE = 1e-12
-FORWARD = "fa_kernels/kernels/forward.py"
+FORWARD = "fa_kernels/kernels/portable/forward.py"
 L_START = Edit(FORWARD, "l_i = tl.zeros([BLOCK_M], ACC)", "l_i = tl.full([BLOCK_M], 1.0, ACC)")
 
 

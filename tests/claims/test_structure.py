@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracles.mask import Mask
-from oracles.numpy_reference import seen_keys
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.reference.numpy_reference import seen_keys
 
 Attention = Callable[..., torch.Tensor]
 BLOCKS = (1, 2, 3, 4, 8)
@@ -182,7 +182,7 @@ def test_k13_peak_memory_is_that_of_the_results_up_to_65536_where_eager_holds_n_
 
     And of Hopper's backward sums that programs hand on, of which no length makes more.
     """
-    from fa_kernels import hopper
+    from fa_kernels.launch import hopper
 
     peak(kernels.flash_attention, 256)  # compiles
     device, handed = torch.device("cuda"), 0

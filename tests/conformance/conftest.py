@@ -7,19 +7,19 @@ from collections.abc import Callable
 import hypothesis
 import pytest
 
-from oracles.problem import Problem
-from properties.compare import Violation
-from properties.domain import ExcludedError, problems_of
-from properties.flight_recorder import FlightRecorder
-from properties.guarantees import Check
-from properties.ledger import Ledger
-from properties.search import Examiner, attack
-from properties.stacks import stacks
-from properties.subject import Subject
-from tests.conformance.shards import Shard, shards_of
-from tests.example_database import of_one_test
-from tests.fuzzing.hunter import TURN_OVER
-from tests.session import mask_of, subject_of
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import Check
+from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.watchdog import FlightRecorder
+from fa_verify.properties.problems.batched import stacks
+from fa_verify.properties.search.search import Examiner, attack
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.supported import ExcludedError, problems_of
+from fa_verify.pytest_plugin.example_database import of_one_test
+from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER
+from fa_verify.session import mask_of, subject_of
+from fa_verify.shards import Shard, shards_of
 
 # Tile pairs of one problem: what the interpreter, or a GPU, does in about a second. A large tile
 # costs the interpreter its elements too.

@@ -1,6 +1,6 @@
 """Runs problems in a process of its own; prints a digest of each output of the last, as JSON.
 
-``python -m tests.conformance.fresh_process SUBJECT PROBLEM [PROBLEM ...]``
+``python -m fa_verify.conformance.fresh_process SUBJECT PROBLEM [PROBLEM ...]``
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from oracles.outputs import OUTPUTS, Outputs
+from fa_verify.oracles.outputs import OUTPUTS, Outputs
 
 __all__ = ["digests", "main"]
 
@@ -29,11 +29,11 @@ def digests(outputs: Outputs) -> dict[str, str]:
 def main(kernel: str, *texts: str) -> None:
     """Runs problems one after the other and prints the digests of the last one's outputs."""
     import conftest  # noqa: F401  # sets up the process as a run does, before kernels are loaded
-    from oracles.problem import Problem
-    from properties.loading import load
-    from properties.tensors import make
-    from properties.trial import run_subject
-    from tests.subjects.registry import spec_of
+    from fa_verify.oracles.problem import Problem
+    from fa_verify.properties.execution.trial import run_subject
+    from fa_verify.properties.inputs.tensors import make
+    from fa_verify.properties.subjects.loading import load
+    from fa_verify.registry import spec_of
 
     subject = load(spec_of(kernel))
     for problem in map(Problem.from_json, texts):

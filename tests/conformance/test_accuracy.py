@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from properties import guarantees
+from fa_verify.properties.checks import guarantees
 
 
 def test_every_element_lies_within_the_derived_bound(for_all, shard):

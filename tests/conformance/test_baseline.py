@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from properties.compare import Violation
-from properties.measurement import measured
-from tests.gate.problems import CHECKS
+from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.regression.measurement import measured
+from fa_verify.pytest_plugin.gate.problems import CHECKS
 
 
 def test_problem(examiner, place, entry, record_property):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from oracles.mask import Mask
-from oracles.problem import Problem
-from properties import companions, identities
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import identities, statistics
 
 # Rows enough for a sharp threshold.
 LENGTH = {"cpu": 192, "cuda": 2048}
@@ -15,7 +15,7 @@ ORDINARY = {"inputs": "normal", "dout": "normal", "layouts": ("bhsd", "bshd", "p
 
 def as_by_independent_roundings(trial):
     """Findings of RMS, bias and the identities."""
-    return [*companions.rms(trial), *companions.bias(trial), *identities.identities(trial)]
+    return [*statistics.rms(trial), *statistics.bias(trial), *identities.identities(trial)]
 
 
 @pytest.mark.shards(2, 5)

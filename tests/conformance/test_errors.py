@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from oracles.mask import Mask
-from oracles.problem import Problem
-from tests.session import is_ours
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.session import is_ours
 
 
 def arguments(device: str, **changed: object) -> dict[str, object]:

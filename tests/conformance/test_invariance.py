@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from properties import guarantees
+from fa_verify.properties.checks import guarantees
 
 
 @pytest.mark.shards(1, 2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from oracles.mask import Mask
-from oracles.problem import Problem
-from properties import guarantees
-from properties.guarantees import COMPANIONS
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks.guarantees import COMPANIONS
 
 LENGTH = {"cpu": 700, "cuda": 65_536}
 # Past some 5,000 the bound on lse lets one key more or less pass.

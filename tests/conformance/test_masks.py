@@ -8,10 +8,10 @@ from __future__ import annotations
 import hypothesis
 import pytest
 
-from oracles.mask_codec import SHIPPED, mask_class
-from properties import guarantees
-from properties.strategies import problems
-from tests.session import is_ours, mask_of
+from fa_verify.oracles.masks.codec import SHIPPED, mask_class
+from fa_verify.properties.checks import guarantees
+from fa_verify.properties.problems.strategies import problems
+from fa_verify.session import is_ours, mask_of
 
 COMBINATIONS = ("Both", "Either", "Taken")
 EXAMPLES = [name for name in SHIPPED if name not in COMBINATIONS]
@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc):
 def test_the_forms_of_a_mask_agree(masks, form, device, pytestconfig):
     if not is_ours(pytestconfig):
         pytest.skip("compares the forms in the project's own kernels")
-    from tests import mask_forms
+    from fa_verify import mask_forms
 
     faults_of = getattr(mask_forms, f"{form}_faults")
     drawn = problems(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from oracles.mask import Mask
-from oracles.masks.block_sparse import BlockSparse
-from oracles.problem import Problem
-from properties.guarantees import POOLED
+from fa_verify.oracles.masks.block_sparse import BlockSparse
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import POOLED
 
 # (dtype, seed, batch entries, heads, mask): windows with rows that see nothing; what a predicate
 # hides, and a map of blocks. The seeds are for small blocks, for several tiles, for all there is.

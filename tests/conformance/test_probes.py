@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from properties.guarantees import COMPANIONS
+from fa_verify.properties.checks.guarantees import COMPANIONS
 
 PROBES = ("mask", "ones", "doubled", "permuted")
 

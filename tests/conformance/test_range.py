@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from oracles.mask import Mask
-from oracles.outputs import Outputs
-from oracles.problem import LAYOUTS, Problem
-from properties import guarantees
-from properties.agreement import agree
-from properties.tensors import Inputs
-from properties.trial import run_subject
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Outputs
+from fa_verify.oracles.problem import LAYOUTS, Problem
+from fa_verify.properties.checks import guarantees
+from fa_verify.properties.comparison.agreement import agree
+from fa_verify.properties.execution.trial import run_subject
+from fa_verify.properties.inputs.tensors import Inputs
 
 # Small enough that the near elements of a tensor fit between its far ones.
 SMALL = {"max_seqlen": 48, "max_cost": 12, "tile": 16}

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from properties.finds import Find, NotReplayableError
-from properties.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, POOLED
+from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, POOLED
+from fa_verify.properties.search.corpus import Find, NotReplayableError
 
 
 def pytest_generate_tests(metafunc):

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from oracles.mask import Mask
-from oracles.problem import Problem
-from properties import guarantees
-from properties.alibi_families import NO_ALIBI
-from properties.declarations import SCORE_MODS
-from properties.guarantees import GUARANTEES, OF_BIAS
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks.guarantees import GUARANTEES, OF_BIAS
+from fa_verify.properties.inputs.alibi_families import NO_ALIBI
+from fa_verify.properties.subjects.declarations import SCORE_MODS
 
 # Several tiles, padding, rows that see nothing, and a tile that the window divides.
 SOME = Problem(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from oracles.mask import Mask
-from oracles.problem import Problem
-from properties.guarantees import GUARANTEES
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import GUARANTEES
 
 # As many keys as give every part several tiles; the interpreter takes its time for each.
 KEYS = {"cpu": 120, "cuda": 20_000}

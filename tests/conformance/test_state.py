@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from oracles.mask import Mask
-from oracles.problem import Problem
-from properties import guarantees
-from properties.agreement import agree
-from properties.invariance import neighbours
-from properties.trial import run_subject
-from tests.conformance.fresh_process import digests
-from tests.session import OURS
+from fa_verify.conformance.fresh_process import digests
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks.invariance import neighbours
+from fa_verify.properties.comparison.agreement import agree
+from fa_verify.properties.execution.trial import run_subject
+from fa_verify.session import OURS
 
 ROOT = Path(__file__).parents[2]
 CALLS = 100
@@ -73,7 +73,7 @@ def test_a_call_after_others_gives_what_it_gives_in_a_fresh_process(
 def outputs_in_fresh_processes(config, *runs):
     """Digests of the last problem of each run, the runs side by side."""
     kernel = config.getoption("--kernel") or OURS
-    command = [sys.executable, "-m", "tests.conformance.fresh_process", kernel]
+    command = [sys.executable, "-m", "fa_verify.conformance.fresh_process", kernel]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
         subprocess.Popen([*command, *(x.to_json() for x in problems)], cwd=ROOT, **pipes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from properties import guarantees
-from tests.conformance.shards import Shard
+from fa_verify.properties.checks import guarantees
+from fa_verify.shards import Shard
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])

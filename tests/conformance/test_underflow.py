@@ -8,11 +8,11 @@ from __future__ import annotations
 import hypothesis
 import pytest
 
-from oracles.outputs import OUTPUTS
-from properties import guarantees
-from properties.compare import ratios, worst
-from tests.conformance.shards import Shard
-from tests.session import is_ours
+from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.properties.checks import guarantees
+from fa_verify.properties.comparison.compare import ratios, worst
+from fa_verify.session import is_ours
+from fa_verify.shards import Shard
 
 # Fewer than the default profile draws on a CPU need not contain one that comes close.
 ENOUGH = 6

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from tests.mutation.blind import BLIND
+from fa_verify.diagnosis.copies import PACKAGE, sources_of
+from fa_verify.diagnosis.faults import FAULTS
+from fa_verify.diagnosis.forks import in_forks
+from fa_verify.diagnosis.independent import BLIND
+from fa_verify.diagnosis.mutant import Mutant, StaleError
+from fa_verify.diagnosis.outcomes import Outcome, outcome, write
+from fa_verify.diagnosis.subtle import SUBTLE
 from tests.mutation.equivalent import EQUIVALENT
-from tests.mutation.faults import FAULTS
-from tests.mutation.forks import in_forks
 from tests.mutation.interpreting import interpret
-from tests.mutation.mutant import Mutant, StaleError
 from tests.mutation.operators import HOPPER_SITES, mechanical
-from tests.mutation.outcomes import Outcome, outcome, write
-from tests.mutation.package import PACKAGE, sources_of
 from tests.mutation.report import summary, tables
-from tests.mutation.subtle import SUBTLE
 
 SOURCES = ("referee", "faults", "blind", "subtle", "mechanical", "hopper")
 # Those that nobody notices take 100 to 300, by the machine and by what runs beside them.
@@ -102,11 +102,11 @@ def _kernels(
     kernels: dict[str, str], chosen: list[tuple[str, Mutant]], options: argparse.Namespace
 ) -> list[Outcome]:
     interpret()
+    from fa_verify.subjects.emulation import emulate
     from tests.mutation.asked_first import asked_first, remember
     from tests.mutation.hopper import ON_HOPPER
     from tests.mutation.trials import ORDINARY, QUICK, STEPS
     from tests.mutation.verdict import asked, judged_kernels, warmed
-    from tests.subjects.emulation import emulate
 
     # Subtle faults are about what companions see that the bound does not: nothing else is asked.
     of_sources = {"subtle": ORDINARY, "hopper": ON_HOPPER}

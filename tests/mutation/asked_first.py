@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.mutation.outcomes import Outcome
+from fa_verify.diagnosis.outcomes import Outcome
 from tests.mutation.trials import Step
 
 __all__ = ["FILE", "UNIT_TESTS", "asked_first", "remember"]

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.mutation.blind import BLIND
+from fa_verify.diagnosis.copies import PACKAGE, sources_of
+from fa_verify.diagnosis.faults import FAULTS
+from fa_verify.diagnosis.forks import Ended, in_forks
+from fa_verify.diagnosis.independent import BLIND
+from fa_verify.diagnosis.mutant import Mutant
 from tests.mutation.equivalent import EQUIVALENT
-from tests.mutation.faults import FAULTS
-from tests.mutation.forks import Ended, in_forks
 from tests.mutation.interpreting import interpret
-from tests.mutation.mutant import Mutant
 from tests.mutation.operators import mechanical
-from tests.mutation.package import PACKAGE, sources_of
 from tests.mutation.report import markdown_table
 
 # Of the mechanical mutants, one in so many takes part.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutant import Kill
+from fa_verify.diagnosis.mutant import Kill
 
-__all__ = ["first_failure"]
+__all__ = ["first_failure", "unit_test_file"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OPTIONS = (
@@ -39,6 +39,18 @@ class _FirstFailure:
 
     def _step(self, nodeid: str) -> int:
         return self.files.index(nodeid.partition("::")[0])
+
+
+def unit_test_file(name: str) -> str:
+    """Path from the root of the repository of the unit test file of a name, such as "test_mask".
+
+    Raises:
+        ValueError: There is none.
+    """
+    found = sorted((_ROOT / "tests" / "unit").rglob(f"{name}.py"))
+    if not found:
+        raise ValueError(f"no file {name}.py below tests/unit")
+    return found[0].relative_to(_ROOT).as_posix()
 
 
 def first_failure(files: Sequence[str]) -> Kill | None:

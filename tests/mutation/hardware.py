@@ -11,17 +11,17 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oracles.mask import Mask
-from oracles.problem import Problem
-from tests.mutation.faults import FAULTS
-from tests.mutation.mutant import Edit, Mutant
-from tests.mutation.package import PACKAGE, sources_of
+from fa_verify.diagnosis.copies import PACKAGE, sources_of
+from fa_verify.diagnosis.faults import FAULTS
+from fa_verify.diagnosis.mutant import Edit, Mutant
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
 from tests.mutation.trials import Step
 from tests.mutation.verdict import asked, judged_kernels
 
 __all__ = ["HARDWARE", "OnHardware"]
 
-_LAUNCH = "fa_kernels/launch.py"
+_LAUNCH = "fa_kernels/launch/portable.py"
 _WIDE: dict[str, Any] = {"D": 64, "Dv": 64, "dtype": "bf16", "device": "cuda"}
 
 
@@ -46,7 +46,7 @@ _PLAIN_DELTA = Mutant(
     "delta: rows are summed by tl.sum, in an order that follows the layout of the loads",
     (
         Edit(
-            "fa_kernels/kernels/delta.py",
+            "fa_kernels/kernels/portable/bwd_preprocess.py",
             "delta = _row_sums(out.to(ACC) * dout.to(ACC))",
             "delta = tl.sum(out.to(ACC) * dout.to(ACC), 1)",
         ),
@@ -74,7 +74,7 @@ _LAYOUTS = ("bhsd", "bhsd", "bhsd", "transposed")
 
 
 def _on_hopper(name: str, old: str, new: str, kernel: str = "forward") -> Mutant:
-    return Mutant(f"hopper: {name}", (Edit(f"fa_kernels/kernels/hopper_{kernel}.py", old, new),))
+    return Mutant(f"hopper: {name}", (Edit(f"fa_kernels/kernels/hopper/{kernel}.py", old, new),))
 
 
 def _behind(name: str, old: str, new: str) -> Mutant:
@@ -179,7 +179,7 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
             "blocks of packed sequences begin at the tensor's first row",
             "found = (0, h, place + start, 0)",
             "found = (0, h, start, 0)",
-            "tiles",
+            "pipeline",
         ),
         _NEXT,
     ),
@@ -333,7 +333,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
             "backward, warps have blocks of dq in the order of rows",
             ".permute([3, 0, 2, 4, 1, 5])",
             ".permute([3, 2, 0, 4, 1, 5])",
-            "tiles",
+            "pipeline",
         ),
         {"M": 200, "N": 300, **_IN_ONE_PASS},
     ),
@@ -342,7 +342,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
             "dq of sums: blocks are read as rows",
             (
                 Edit(
-                    "fa_kernels/kernels/dq_of_sums.py",
+                    "fa_kernels/kernels/portable/dq_postprocess.py",
                     "    if IN_BLOCKS:\n",
                     "    if IN_BLOCKS and M < 0:\n",
                 ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from oracles.mask import Mask
-from oracles.problem import Problem
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
 from tests.mutation.trials import Step
 
 __all__ = ["ON_HOPPER", "PROBLEMS"]

@@ -20,9 +20,9 @@ def interpret() -> None:
     """Makes this process one; to be called before Triton or any kernel is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    from properties import interpreter
+    from fa_verify.simulator.interpreter import repair
 
-    interpreter.repair()
+    repair.repair()
     refuse_endless_launches()
     import torch
 

@@ -12,46 +12,46 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.mutation.mutant import Edit, Mutant
+from fa_verify.diagnosis.mutant import Edit, Mutant
 
 __all__ = ["HOPPER_SITES", "OPERATORS", "SITES", "mechanical"]
 
 # What is mutated: every function of these files, and every method of their classes.
 SITES = (
-    "fa_kernels/kernels/forward.py",
-    "fa_kernels/kernels/merge.py",
-    "fa_kernels/kernels/delta.py",
-    "fa_kernels/kernels/dkdv.py",
-    "fa_kernels/kernels/dq.py",
-    "fa_kernels/kernels/dq_of_sums.py",
-    "fa_kernels/kernels/dbias.py",
-    "fa_kernels/kernels/tiles.py",
-    "fa_kernels/kernels/scores.py",
-    "fa_kernels/kernels/tile_kinds.py",
-    "fa_kernels/kernels/block_lists.py",
-    "fa_kernels/kernels/longest_first.py",
-    "fa_kernels/kernels/pool.py",
-    "fa_kernels/ranges.py",
-    "fa_kernels/launch.py",
-    "fa_kernels/block_map.py",
-    "fa_kernels/block_mask.py",
-    "fa_kernels/added_scores.py",
-    "fa_kernels/device.py",
-    "fa_kernels/offsets.py",
-    "fa_kernels/packed.py",
+    "fa_kernels/kernels/portable/forward.py",
+    "fa_kernels/kernels/portable/combine.py",
+    "fa_kernels/kernels/portable/bwd_preprocess.py",
+    "fa_kernels/kernels/portable/dkdv.py",
+    "fa_kernels/kernels/portable/dq.py",
+    "fa_kernels/kernels/portable/dq_postprocess.py",
+    "fa_kernels/kernels/portable/dbias.py",
+    "fa_kernels/kernels/common/tiles.py",
+    "fa_kernels/kernels/common/score_mod.py",
+    "fa_kernels/kernels/portable/classify_blocks.py",
+    "fa_kernels/kernels/portable/block_lists.py",
+    "fa_kernels/kernels/portable/lpt_order.py",
+    "fa_kernels/kernels/portable/pool.py",
+    "fa_kernels/schedule/tile_ranges.py",
+    "fa_kernels/launch/portable.py",
+    "fa_kernels/schedule/block_sparse.py",
+    "fa_kernels/validation/block_mask.py",
+    "fa_kernels/validation/score_mods.py",
+    "fa_kernels/runtime/device.py",
+    "fa_kernels/validation/cu_seqlens.py",
+    "fa_kernels/varlen.py",
     "fa_kernels/operators.py",
     "fa_kernels/pooling.py",
-    "fa_kernels/remembered.py",
-    "fa_kernels/sizes.py",
-    "fa_kernels/tokens.py",
+    "fa_kernels/launch/call_cache.py",
+    "fa_kernels/launch/sizes.py",
+    "fa_kernels/validation/opaque_handles.py",
 )
 # Those that only Hopper compiles, judged where they are emulated.
 HOPPER_SITES = (
-    "fa_kernels/kernels/hopper_blocks.py",
-    "fa_kernels/kernels/hopper_tiles.py",
-    "fa_kernels/kernels/hopper_forward.py",
-    "fa_kernels/kernels/hopper_backward.py",
-    "fa_kernels/kernels/hopper_dq.py",
+    "fa_kernels/kernels/hopper/dq_layout.py",
+    "fa_kernels/kernels/hopper/pipeline.py",
+    "fa_kernels/kernels/hopper/forward.py",
+    "fa_kernels/kernels/hopper/backward.py",
+    "fa_kernels/kernels/hopper/dq.py",
 )
 
 _COMPARISONS = {
@@ -302,7 +302,7 @@ def _mutant(
     end = text.index("\n", span[1])
     changed = text[start : span[0]] + new + text[span[1] : end]
     old, new_lines = _short(text[start:end]), _short(changed)
-    name = f"{source.file.rpartition('/')[2]}:{function} {old} -> {new_lines}"
+    name = f"{'/'.join(source.file.split('/')[-2:])}:{function} {old} -> {new_lines}"
     seen[name] += 1
     if seen[name] > 1:
         name += f" ({seen[name]})"

@@ -15,9 +15,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from oracles.mask import Mask
-from oracles.outputs import Outputs
-from properties.tensors import Inputs
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Outputs
+from fa_verify.properties.inputs.tensors import Inputs
 
 __all__ = ["CUDNN", "CUDNN_V2", "EAGER", "TUTORIAL", "UPCAST", "XFORMERS", "Case", "Eager"]
 

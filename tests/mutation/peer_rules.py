@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from oracles.outputs import OUTPUTS, Outputs
+from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from tests.mutation.peer_case import (
     CUDNN,
     CUDNN_V2,
@@ -41,7 +41,7 @@ class Rule:
         name: Name of the rule, the key of its suite's inputs.
         source: Repositories, paths, commits and tests that it was read from.
         judge: Whether each output passes, of those that the suite compares and the kernel has.
-        dtypes: What the suite runs, out of ``oracles.problem.DTYPES``.
+        dtypes: What the suite runs, out of ``fa_verify.oracles.problem.DTYPES``.
     """
 
     name: str

@@ -15,19 +15,19 @@ from typing import NamedTuple
 
 import torch
 
-from oracles.problem import Problem
-from properties import companions, guarantees, identities, probes
-from properties.dlse_families import NO_DLSE
-from properties.subject import Subject
-from properties.tensors import Inputs
-from properties.trial import Question, SubjectError, Trial, question
-from tests.mutation.mutant import Mutant
+from fa_verify.diagnosis.mutant import Mutant
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import closed_form, guarantees, identities, statistics
+from fa_verify.properties.execution.trial import Question, SubjectError, Trial, question
+from fa_verify.properties.inputs.dlse_families import NO_DLSE
+from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.subjects.ours import flash_attention
 from tests.mutation.peer_case import Case
 from tests.mutation.peer_rules import RULES
 from tests.mutation.plain_inputs import PLAIN, plain
 from tests.mutation.trials import CHECKS, STEPS
 from tests.mutation.verdict import subject_of
-from tests.subjects.ours import flash_attention
 
 __all__ = ["COLUMNS", "JUDGES", "Asked", "asked_of", "judged_by_all"]
 
@@ -94,7 +94,7 @@ def _bound(answer: _Answer) -> bool:
 
 
 def _averages(answer: _Answer) -> bool:
-    return _bound(answer) and not companions.rms(answer.trial) + companions.bias(answer.trial)
+    return _bound(answer) and not statistics.rms(answer.trial) + statistics.bias(answer.trial)
 
 
 def _logic(answer: _Answer) -> bool:
@@ -105,8 +105,14 @@ def _logic(answer: _Answer) -> bool:
 def _probes(answer: _Answer) -> bool:
     if not answer.asked.probed:
         return True
-    checks = (probes.counts, probes.mask_read_back, probes.unit_values, probes.doubled_values,
-              probes.permuted, identities.identities)  # fmt: skip
+    checks = (
+        closed_form.counts,
+        closed_form.mask_read_back,
+        closed_form.unit_values,
+        closed_form.doubled_values,
+        closed_form.permuted,
+        identities.identities,
+    )
     return not any(check(answer.trial) for check in checks)
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from oracles import stream
-from oracles.mask import Mask
-from oracles.problem import TENSORS, Problem
-from properties.tensors import Inputs, make
+from fa_verify.oracles import stream
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import TENSORS, Problem
+from fa_verify.properties.inputs.tensors import Inputs, make
 
 __all__ = ["PLAIN", "plain"]
 

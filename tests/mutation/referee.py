@@ -6,7 +6,7 @@ kill each, the quickest first.
 
 from __future__ import annotations
 
-from tests.mutation.mutant import Mutant
+from fa_verify.diagnosis.mutant import Mutant
 from tests.mutation.referee_checks import CHECKS
 from tests.mutation.referee_gate import GATE
 from tests.mutation.referee_oracles import ORACLES

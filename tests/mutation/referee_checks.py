@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutant import Mutant, faults_of
+from fa_verify.diagnosis.mutant import Mutant, faults_of
 
 __all__ = ["CHECKS"]
 
 CHECKS: tuple[Mutant, ...] = (
     *faults_of(
-        "properties/compare.py",
+        "properties/comparison/compare.py",
         "test_compare test_agreement",
         (
             "NaN is no error",
@@ -75,7 +75,7 @@ CHECKS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/agreement.py",
+        "properties/comparison/agreement.py",
         "test_agreement",
         (
             "rows do not restrict the bound",
@@ -137,7 +137,7 @@ CHECKS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/accuracy.py",
+        "properties/checks/accuracy.py",
         "test_guarantees",
         ("the bound is the sum of terms", "trial.judgement.bound", "trial.judgement.terms"),
         ("every digit less is rounding", "LOGIC_SHARE = 1e-12", "LOGIC_SHARE = 1e-10"),
@@ -165,7 +165,7 @@ CHECKS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/masking.py",
+        "properties/checks/masking.py",
         "test_masking test_guarantees",
         (
             "only out of an empty row is looked at",
@@ -244,7 +244,7 @@ CHECKS: tuple[Mutant, ...] = (
         ("extreme values are 1", "torch.finfo(x.dtype).max * sign", "1.0 * sign"),
     ),
     *faults_of(
-        "properties/memory.py",
+        "properties/checks/memory.py",
         "test_memory_checks test_guarantees",
         (
             "overruns are not reported",
@@ -280,7 +280,7 @@ CHECKS: tuple[Mutant, ...] = (
         ("an overrun has no side", "if found.before else", "if not found.before else"),
     ),
     *faults_of(
-        "properties/invariance.py",
+        "properties/checks/invariance.py",
         "test_invariance test_guarantees",
         (
             "a subject that refuses what it computed is excused",
@@ -335,7 +335,7 @@ CHECKS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/companions.py",
+        "properties/checks/statistics.py",
         "test_companions",
         (
             "needles are as good as any bias",
@@ -399,7 +399,7 @@ CHECKS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/identities.py",
+        "properties/checks/identities.py",
         "test_identities",
         ("NaN holds", "bad = ~(identity.error <= limit)", "bad = identity.error > limit"),
         (
@@ -439,7 +439,7 @@ CHECKS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/probes.py",
+        "properties/checks/closed_form.py",
         "test_probes",
         ("one key more is a rounding", "~(got == want)\n", "~((got - want).abs() <= 1)\n"),
         ("long rows are not counted", "_COUNTED = 65_536", "_COUNTED = 4_096"),

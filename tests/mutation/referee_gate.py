@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutant import Mutant, faults_of
+from fa_verify.diagnosis.mutant import Mutant, faults_of
 
 __all__ = ["GATE"]
 
 GATE: tuple[Mutant, ...] = (
     *faults_of(
-        "properties/paired.py",
+        "properties/regression/bootstrap.py",
         "test_paired",
         ("the ends are exchanged", "mean - float(above) * error", "mean - float(below) * error"),
         ("the level is twice as wide", "[level, 1 - level]", "[4 * level, 1 - 4 * level]"),
@@ -17,7 +17,7 @@ GATE: tuple[Mutant, ...] = (
         ("one difference is enough", "x.size < 2 or", "x.size < 1 or"),
     ),
     *faults_of(
-        "properties/drift.py",
+        "properties/regression/drift.py",
         "test_drift",
         ("an improvement is an alarm", "alarm=interval.low > 0", "alarm=True"),
         ("what is worse is none", "alarm=interval.low > 0", "alarm=interval.high < 0"),
@@ -34,7 +34,7 @@ GATE: tuple[Mutant, ...] = (
         ("a check that is not made is made", 'if kind != "guarantee" or i not in reasons', ""),
     ),
     *faults_of(
-        "properties/speed_ratio.py",
+        "properties/regression/speed_ratio.py",
         "test_speed_ratio",
         ("any loss counts", "self.median < 1 - LOSS and", "self.median < 1 and"),
         ("noise counts", "self.median < 1 - LOSS and self.high < 1", "self.median < 1 - LOSS"),
@@ -43,7 +43,7 @@ GATE: tuple[Mutant, ...] = (
          'yield Change("speed", text, alarm=True)', 'yield Change("speed", text)'),
     ),
     *faults_of(
-        "properties/compiled_kernels.py",
+        "properties/regression/compiled_kernels.py",
         "test_compiled_kernels",
         ("more spills are told alone", "after.spills > before.spills or any(", "any("),
         ("a new kernel may spill", "spills = after.spills > 0", "spills = False"),
@@ -51,7 +51,7 @@ GATE: tuple[Mutant, ...] = (
         ("shared memory is not compared", "(before.shared, after.shared),", ""),
     ),
     *faults_of(
-        "properties/baseline.py",
+        "properties/regression/baseline.py",
         "test_baseline",
         ("another version is read", "if version != VERSION:", "if version is None:"),
         ("it is written in place", "write_atomically(path, self._text())",
@@ -62,13 +62,13 @@ GATE: tuple[Mutant, ...] = (
         ("another device is the same", '("device", self.device, other.device),', ""),
     ),
     *faults_of(
-        "properties/measurement.py",
+        "properties/regression/measurement.py",
         "test_measurement",
         ("NaN is no error", "math.inf if math.isnan(x) else x", "0.0 if math.isnan(x) else x"),
         ("the spread is no unit", " | mean_squares(trial)", ""),
     ),
     *faults_of(
-        "properties/heat_map.py",
+        "properties/comparison/heat_map.py",
         "test_heat_map",
         ("cells keep their mean", "adaptive_max_pool2d", "adaptive_avg_pool2d"),
         ("NaN is cold", "torch.where(head.isnan(), math.inf, head)",
@@ -76,7 +76,7 @@ GATE: tuple[Mutant, ...] = (
         ("it is another head", "b, h = index[:2]", "b, h = index[0], 0"),
     ),
     *faults_of(
-        "properties/ledger.py",
+        "properties/execution/tally.py",
         "test_ledger",
         ("bins of another process are lost", '        self.bins.update(record["bins"])\n', ""),
         ("a bin is that of another", "bisect_right(EDGES, peak)", "bisect_right(EDGES, 2 * peak)"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutant import Mutant, faults_of
+from fa_verify.diagnosis.mutant import Mutant, faults_of
 
 __all__ = ["ORACLES"]
 
 _MASK = faults_of(
-    "oracles/mask.py",
+    "oracles/masks/mask.py",
     "test_mask",
     ("a row just past the last is valid", "if m >= seqlen_q or", "if m > seqlen_q or"),
     ("the left end is exclusive", "n < position - self", "n <= position - self"),
@@ -73,7 +73,7 @@ _PROBLEM = faults_of(
 )
 _CUSTOM = (
     *faults_of(
-        "oracles/mask.py",
+        "oracles/masks/mask.py",
         "test_custom_masks",
         (
             "a predicate is passed over",
@@ -89,7 +89,7 @@ _CUSTOM = (
         ),
     ),
     *faults_of(
-        "oracles/combined_masks.py",
+        "oracles/masks/combined.py",
         "test_custom_masks",
         ("both is either", "return first & second", "return first | second"),
         ("either is both", "return first | second", "return first & second"),
@@ -112,14 +112,14 @@ _CUSTOM = (
         ),
     ),
     *faults_of(
-        "oracles/mask_codec.py",
+        "oracles/masks/codec.py",
         "test_problem test_custom_masks",
         ("an unknown mask is looked up", "or name not in MASKS:", "or not name:"),
         ("a shipped name may be taken", "if name in SHIPPED or MASKS", "if MASKS"),
         ("tuples of tuples come back as lists", "tuple(map(_frozen, value))", "tuple(value)"),
     ),
     *faults_of(
-        "properties/loading.py",
+        "properties/subjects/loading.py",
         "test_custom_masks",
         (
             "a mask of a shipped name is taken for the shipped one",
@@ -133,7 +133,7 @@ _CUSTOM = (
         ),
     ),
     *faults_of(
-        "properties/mask_classes.py",
+        "properties/problems/mask_classes.py",
         "test_custom_masks",
         (
             "the upper bound is never drawn",
@@ -143,7 +143,7 @@ _CUSTOM = (
         ("anything is a mask", "if not isinstance(drawn, Mask):", "if drawn is Ellipsis:"),
     ),
     *faults_of(
-        "oracles/reference.py",
+        "oracles/reference/torch_reference.py",
         "test_custom_masks",
         (
             "the oracle passes a predicate over",
@@ -180,7 +180,7 @@ _OUTPUTS = faults_of(
     ),
 )
 _REFERENCE = faults_of(
-    "oracles/reference.py",
+    "oracles/reference/torch_reference.py",
     "test_reference",
     (
         "a gradient of lse has the other sign",
@@ -235,7 +235,7 @@ _REFERENCE = faults_of(
     ("lse of empty rows is 0", "l_bhm1.detach().log(), -math.inf)", "l_bhm1.detach().log(), 0.0)"),
 )
 _CONSTANTS = faults_of(
-    "oracles/constants.py",
+    "oracles/bounds/constants.py",
     "test_bounds_agree test_error_model",
     (
         "exp errs by half",
@@ -292,7 +292,7 @@ _CONSTANTS = faults_of(
     ("a P of fp32 is one of the inputs' dtype", '"fp32" if uncast else in_dtype', "in_dtype"),
 )
 _FORWARD = faults_of(
-    "oracles/forward_error.py",
+    "oracles/bounds/forward.py",
     "test_bounds_agree test_error_model",
     (
         "flushed rescales are free",
@@ -431,7 +431,7 @@ _FORWARD = faults_of(
     ),
 )
 _BACKWARD = faults_of(
-    "oracles/backward_error.py",
+    "oracles/bounds/backward.py",
     "test_bounds_agree test_error_model",
     (
         "a gradient of lse is added to delta",
@@ -565,7 +565,7 @@ _BACKWARD = faults_of(
     ),
 )
 _MODEL = faults_of(
-    "oracles/error_model.py",
+    "oracles/bounds/error_model.py",
     "test_error_model test_bounds_agree",
     (
         "flushed sums of keys are free",
@@ -661,7 +661,7 @@ _MODEL = faults_of(
     ),
 )
 _NUMPY_REFERENCE = faults_of(
-    "oracles/numpy_reference.py",
+    "oracles/reference/numpy_reference.py",
     "test_numpy_reference",
     ("the diagonal is one key ahead", "level = keys - 1 - rows_below", "level = keys - rows_below"),
     (
@@ -693,7 +693,7 @@ _NUMPY_REFERENCE = faults_of(
     ("dq lacks the scale", "dq_md = sm_scale * (dscaled_mn @ k_nd)", "dq_md = dscaled_mn @ k_nd"),
 )
 _NUMPY_BOUND = faults_of(
-    "oracles/numpy_bound.py",
+    "oracles/bounds/numpy_check.py",
     "test_numpy_bound_by_hand test_bounds_agree test_numpy_bound",
     (
         "a flushed division is free",
@@ -778,7 +778,7 @@ _NUMPY_BOUND = faults_of(
     ),
 )
 _NUMPY_UNITS = faults_of(
-    "oracles/numpy_units.py",
+    "oracles/bounds/numpy_units.py",
     "test_numpy_bound_by_hand test_bounds_agree",
     (
         "rescales are counted from the left alone",
@@ -815,7 +815,7 @@ _NUMPY_UNITS = faults_of(
     ("fp32 has a digit less", '"fp32": (2.0**-24,', '"fp32": (2.0**-23,'),
 )
 _VARIANCE = faults_of(
-    "oracles/variance.py",
+    "oracles/bounds/variance.py",
     "test_variance",
     (
         "a gradient of lse changes no spread",
@@ -883,7 +883,7 @@ _VARIANCE = faults_of(
 
 _SOFTCAP = (
     *faults_of(
-        "oracles/softcap.py",
+        "oracles/reference/softcap.py",
         "test_softcap",
         ("the slope cancels", "y.sign() * (1 - 2 * e / (1 + e))", "y.tanh()"),
         ("a cap is not symmetric", "y.sign() * (1 - 2", "(1 - 2"),
@@ -924,12 +924,12 @@ _SOFTCAP = (
         ("the slope does not flush", "steepest * of_slope + 4 * c.ftz", "steepest * of_slope"),
     ),
     *faults_of(
-        "oracles/reference.py",
+        "oracles/reference/torch_reference.py",
         "test_softcap",
         ("scores are never capped", "if softcap is not None:", "if False:"),
     ),
     *faults_of(
-        "oracles/forward_error.py",
+        "oracles/bounds/forward.py",
         "test_softcap",
         (
             "capped scores err as plain ones do",
@@ -938,7 +938,7 @@ _SOFTCAP = (
         ),
     ),
     *faults_of(
-        "oracles/backward_error.py",
+        "oracles/bounds/backward.py",
         "test_softcap",
         ("dS has no slope", "ds, ds_terms = ds * scores.slope,", "ds, ds_terms = ds,"),
         ("terms of dS have no slope", "ds_terms * scores.slope", "ds_terms"),
@@ -955,13 +955,13 @@ _SOFTCAP = (
         ("the product with the slope does not flush", "+ c.u * grown) + c.ftz", "+ c.u * grown)"),
     ),
     *faults_of(
-        "oracles/numpy_reference.py",
+        "oracles/reference/numpy_reference.py",
         "test_softcap",
         ("capped scores have the slope of plain ones", "** -2.0", "** -0.0"),
         ("the slope is a cosine's inverse", "** -2.0", "** -1.0"),
     ),
     *faults_of(
-        "oracles/numpy_bound.py",
+        "oracles/bounds/numpy_check.py",
         "test_softcap",
         ("capped scores are exact", "error_mn, _ = _capped_error(", "_ = _capped_error("),
         ("tanh is exact", "(3 * u + (9 * u + units.u_exp))", "(3 * u)"),
@@ -974,7 +974,7 @@ _SOFTCAP = (
         ),
     ),
     *faults_of(
-        "oracles/variance.py",
+        "oracles/bounds/variance.py",
         "test_softcap",
         ("dq has the spread of a plain one", "steep = p * fwd.slope", "steep = p"),
         ("the spread of dS has no slope", "gap, ds = gap * fwd.slope, ds * fwd.slope", "pass"),
@@ -983,7 +983,7 @@ _SOFTCAP = (
 
 _ADDITIONS = (
     *faults_of(
-        "oracles/additions.py",
+        "oracles/reference/score_mods.py",
         "test_alibi",
         ("positions lack what the lengths differ by", "(m + self._ahead - n)", "(m - n)"),
         ("keys gain with distance", "-self._slopes * distance", "self._slopes * distance"),
@@ -991,7 +991,7 @@ _ADDITIONS = (
         ("all chunks are the first", "torch.arange(start, stop,", "torch.arange(stop - start,"),
     ),
     *faults_of(
-        "oracles/forward_error.py",
+        "oracles/bounds/forward.py",
         "test_alibi",
         (
             "a negative score is no score",
@@ -1004,29 +1004,29 @@ _ADDITIONS = (
         ("terms cancel", "sum(map(torch.abs, x.added), parts)", "s.abs()"),
     ),
     *faults_of(
-        "oracles/error_model.py",
+        "oracles/bounds/error_model.py",
         "test_alibi",
         ("any terms are in range", "if largest <= _LARGEST_TERMS:", "if True:"),
         ("the largest score has no terms", "        scores.parts,\n", "        scores.s.abs(),\n"),
     ),
     *faults_of(
-        "oracles/numpy_bound.py",
+        "oracles/bounds/numpy_check.py",
         "test_alibi",
         ("sums are exact", "(2 + terms + 1) * units.u", "0 * units.u"),
         ("terms cancel", "total_mn = total_mn + np.abs(term_mn)", "pass"),
     ),
     *faults_of(
-        "oracles/numpy_reference.py",
+        "oracles/reference/numpy_reference.py",
         "test_alibi",
         ("the level is a row lower", "level = keys - (rows - m)", "level = keys - (rows - m) + 1"),
     ),
     *faults_of(
-        "oracles/variance.py",
+        "oracles/bounds/variance.py",
         "test_alibi",
         ("nothing is added to what is rounded", "sum(added, s), torch.where", "s, torch.where"),
     ),
     *faults_of(
-        "properties/tensors.py",
+        "properties/inputs/tensors.py",
         "test_alibi",
         (
             "nothing odd lies between slopes",
@@ -1038,7 +1038,7 @@ _ADDITIONS = (
 
 _BIAS = (
     *faults_of(
-        "oracles/additions.py",
+        "oracles/reference/score_mods.py",
         "test_bias",
         (
             "all chunks have the first rows' bias",
@@ -1047,12 +1047,12 @@ _BIAS = (
         ),
     ),
     *faults_of(
-        "oracles/reference.py",
+        "oracles/reference/torch_reference.py",
         "test_bias",
         ("dbias is that of the last chunk", "dbias += of_bias", "dbias = of_bias"),
     ),
     *faults_of(
-        "oracles/bias_error.py",
+        "oracles/bounds/bias.py",
         "test_bias",
         (
             "what shares an element is as exact as one",
@@ -1079,7 +1079,7 @@ _BIAS = (
         ("float64 oracles are exact", "(c.times * bound)", "(1.0 * bound)"),
     ),
     *faults_of(
-        "oracles/numpy_bias.py",
+        "oracles/bounds/numpy_bias.py",
         "test_bias",
         ("sums are exact", "units.gamma(count + 2) * size", "0 * size"),
         (
@@ -1089,7 +1089,7 @@ _BIAS = (
         ),
     ),
     *faults_of(
-        "properties/bias_gradient.py",
+        "properties/checks/bias_gradient.py",
         "test_bias",
         ("NaN passes", "bad = ratio > 1", "bad = (got - want).abs() > limit"),
         (
@@ -1099,12 +1099,12 @@ _BIAS = (
         ),
     ),
     *faults_of(
-        "properties/stacks.py",
+        "properties/problems/batched.py",
         "test_bias",
         ("what is shared is stacked", "if most < 2 or shares or", "if most < 2 or"),
     ),
     *faults_of(
-        "properties/tensors.py",
+        "properties/inputs/tensors.py",
         "test_bias",
         ("a hidden bias is clean", "    if stands != 0:\n", "    if stands != stands and False:\n"),
         (

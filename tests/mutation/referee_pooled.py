@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutant import Mutant, faults_of
+from fa_verify.diagnosis.mutant import Mutant, faults_of
 
 __all__ = ["POOLED"]
 
 POOLED: tuple[Mutant, ...] = (
     *faults_of(
-        "oracles/pooled.py",
+        "oracles/reference/pooled.py",
         "test_pooled_oracles",
         (
             "a mean is a sum",
@@ -50,7 +50,7 @@ POOLED: tuple[Mutant, ...] = (
         ("an unknown pooling is a mean", "    if pool not in POOLS:\n", "    if False:\n"),
     ),
     *faults_of(
-        "oracles/pooled_error.py",
+        "oracles/bounds/pooled.py",
         "test_pooled_oracles",
         ("the error of the LSE is left out", " + fwd.lse_bound.unsqueeze(2)", ""),
         ("the error of the score is left out", "scores.error + fwd", "fwd"),
@@ -80,7 +80,7 @@ POOLED: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "oracles/numpy_pooled.py",
+        "oracles/bounds/numpy_pooled.py",
         "test_pooled_oracles",
         (
             "visible pairs are counted",
@@ -112,7 +112,7 @@ POOLED: tuple[Mutant, ...] = (
         ("a maximum errs by its value", "max(largest) - max(probs)", "max(largest)"),
     ),
     *faults_of(
-        "properties/pooled.py",
+        "properties/checks/pooled.py",
         "test_pooled_checks",
         ("blocks are of one size", "        seed //= len(some)\n", ""),
         ("no block is larger than there are pairs", "length + 5, 2,", "length, 2,"),
@@ -172,12 +172,12 @@ POOLED: tuple[Mutant, ...] = (
         ("logic is asked of large scores", " or trial.judgement.max_score > LOGIC_SCORE", ""),
     ),
     *faults_of(
-        "properties/trial.py",
+        "properties/execution/trial.py",
         "test_pooled_checks",
         ("pooled of any form passes", '        _check_form("pooled", pooled, q, shape)\n', ""),
     ),
     *faults_of(
-        "properties/subject.py",
+        "properties/subjects/subject.py",
         "test_pooled_checks",
         (
             "an excluded problem is pooled",

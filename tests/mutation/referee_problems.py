@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutant import Mutant, faults_of
+from fa_verify.diagnosis.mutant import Mutant, faults_of
 
 __all__ = ["PROBLEMS"]
 
 PROBLEMS: tuple[Mutant, ...] = (
     *faults_of(
-        "properties/strategies.py",
+        "properties/problems/strategies.py",
         "test_strategies",
         ("heads are not in the budget", "if B * Hk * G <= max_pairs", "if B * Hk <= max_pairs"),
         (
@@ -40,7 +40,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ("no batch is ever empty", "domain.zero_sizes and not domain.forced,\n", "False,\n"),
     ),
     *faults_of(
-        "properties/seqlens.py",
+        "properties/problems/seqlens.py",
         "test_strategies",
         (
             "tile edges are as rare as the rest",
@@ -71,7 +71,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/drawn_masks.py",
+        "properties/problems/drawn_masks.py",
         "test_strategies",
         (
             "forced padding is left to chance",
@@ -101,7 +101,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/domain.py",
+        "properties/subjects/supported.py",
         "test_domain",
         (
             "what is done to scores is drawn of everyone",
@@ -162,7 +162,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/input_families.py",
+        "properties/inputs/input_families.py",
         "test_input_families",
         (
             "there may be no outlier",
@@ -188,7 +188,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/score_families.py",
+        "properties/inputs/score_families.py",
         "test_score_families",
         ("the maximum always rises by 1", "_STEPS[seed % len(_STEPS)]", "1.0"),
         (
@@ -225,13 +225,13 @@ PROBLEMS: tuple[Mutant, ...] = (
         ("ties are apart by a tenth", "unit * _TIE_SCORE * coarse", "unit * _TIE_SCORE * 0.1"),
     ),
     *faults_of(
-        "properties/dout_families.py",
+        "properties/inputs/dout_families.py",
         "test_input_families",
         ("the 1 may stand in padding", "% rows.clamp(min=1).view(B, 1)", "% M"),
         ("tiny is not", "2.0**-17)", "2.0**-7)"),
     ),
     *faults_of(
-        "properties/families.py",
+        "properties/inputs/families.py",
         "test_families",
         (
             "the families of scores are left out",
@@ -240,7 +240,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/dirt.py",
+        "properties/inputs/padding_values.py",
         "test_dirt",
         (
             "large padding is positive",
@@ -256,7 +256,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ("infinities are the largest numbers", '"inf": _inf', '"inf": _largest'),
     ),
     *faults_of(
-        "properties/tensors.py",
+        "properties/inputs/tensors.py",
         "test_dirt test_families",
         (
             "padding of dlse is clean",
@@ -284,7 +284,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/layouts.py",
+        "properties/inputs/layouts.py",
         "test_layouts",
         ("offset is aligned", ' + (layout == "offset")', ""),
         (
@@ -306,7 +306,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/stacks.py",
+        "properties/problems/batched.py",
         "test_stacks",
         (
             "a stack costs no more than its first",
@@ -329,7 +329,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/drawing.py",
+        "properties/inputs/sampling.py",
         "test_stacks",
         (
             "numbers of seeds alternate between the entries",
@@ -343,7 +343,7 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/dirt.py",
+        "properties/inputs/padding_values.py",
         "test_stacks",
         (
             "signs alternate through a stack",

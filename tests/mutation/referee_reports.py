@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutant import Mutant, faults_of
+from fa_verify.diagnosis.mutant import Mutant, faults_of
 
 __all__ = ["REPORTS"]
 
 REPORTS: tuple[Mutant, ...] = (
     *faults_of(
-        "properties/search.py",
+        "properties/search/search.py",
         "test_search",
         (
             "the averages of errors are no part of the verdict",
@@ -135,7 +135,7 @@ REPORTS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/ledger.py",
+        "properties/execution/tally.py",
         "test_ledger",
         ("the best is kept", "ratio > self.worst[key][0]", "ratio < self.worst[key][0]"),
         (
@@ -176,7 +176,7 @@ REPORTS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/simplify.py",
+        "properties/search/minimize.py",
         "test_simplify",
         (
             "any guarantee will do",
@@ -208,7 +208,7 @@ REPORTS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/simplify.py",
+        "properties/search/minimize.py",
         "test_simplify",
         ("sizes do not count", "return sum(sizes) + sum(dims), ", "return 0, "),
         (
@@ -219,12 +219,12 @@ REPORTS: tuple[Mutant, ...] = (
         ("what lengths leave out counts backwards", "reach, left_out\n", "reach, -left_out\n"),
     ),
     *faults_of(
-        "properties/ledger.py",
+        "properties/execution/tally.py",
         "test_ledger",
         ("what was handed over stays", "            part.clear()\n", "            pass\n"),
     ),
     *faults_of(
-        "properties/atomic_write.py",
+        "properties/execution/atomic_write.py",
         "test_finds",
         (
             "a file is written in place",
@@ -241,7 +241,7 @@ REPORTS: tuple[Mutant, ...] = (
         ("a file that is cut off stays", "        Path(name).unlink(missing_ok=True)\n", ""),
     ),
     *faults_of(
-        "properties/finds.py",
+        "properties/search/corpus.py",
         "test_finds",
         (
             "the larger problem is kept",
@@ -300,7 +300,7 @@ REPORTS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/compare.py",
+        "properties/comparison/compare.py",
         "test_compare",
         (
             "padding is like the rest",
@@ -314,7 +314,7 @@ REPORTS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/verification.py",
+        "fa_verify/verification.py",
         "test_verification",
         (
             "nothing judged is a verdict",

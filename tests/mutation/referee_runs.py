@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutant import Mutant, faults_of
+from fa_verify.diagnosis.mutant import Mutant, faults_of
 
 __all__ = ["RUNS"]
 
 RUNS: tuple[Mutant, ...] = (
     *faults_of(
-        "properties/subject.py",
+        "properties/subjects/subject.py",
         "test_subject",
         (
             "a subject is not told of a softcap",
@@ -70,7 +70,7 @@ RUNS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/trial.py",
+        "properties/execution/trial.py",
         "test_trial test_search test_guarantees",
         (
             "a loss on lse alone is one on out too",
@@ -160,7 +160,7 @@ RUNS: tuple[Mutant, ...] = (
         ("the mode of torch stays", "        torch.set_deterministic_debug_mode(mode)\n", ""),
     ),
     *faults_of(
-        "properties/guard_bands.py",
+        "properties/execution/guard_bands.py",
         "test_guard_bands",
         ("empty_like is not seen", "    _aten.empty_like.default,\n", ""),
         ("zeros are not seen", "    _aten.zeros.default,\n", ""),
@@ -184,7 +184,7 @@ RUNS: tuple[Mutant, ...] = (
         ("bands are narrower than a wide load", "_GUARD_BYTES = 1024", "_GUARD_BYTES = 8"),
     ),
     *faults_of(
-        "properties/rounding.py",
+        "simulator/interpreter/rounding.py",
         "test_interpreter",
         (
             "ties go up",
@@ -220,7 +220,7 @@ RUNS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/interpreter_addresses.py",
+        "simulator/interpreter/addresses.py",
         "test_interpreter_addresses",
         (
             "a lane's own size is forgotten",
@@ -260,12 +260,12 @@ RUNS: tuple[Mutant, ...] = (
         ),
     ),
     *faults_of(
-        "properties/interpreter_launch.py",
+        "simulator/interpreter/launches.py",
         "test_interpreter",
         ("a launch has no room for its frames", "co_stacksize=_ROOM", "co_stacksize=64"),
     ),
     *faults_of(
-        "properties/interpreter.py",
+        "simulator/interpreter/repair.py",
         "test_interpreter",
         (
             "masked-off lanes are 0",

@@ -14,9 +14,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from tests.mutation.first_failure import first_failure
-from tests.mutation.mutant import Mutant, Verdict, mutated
-from tests.mutation.package import sources_of
+from fa_verify.diagnosis.copies import sources_of
+from fa_verify.diagnosis.mutant import Mutant, Verdict, mutated
+from tests.mutation.first_failure import first_failure, unit_test_file
 
 __all__ = ["judged_referee", "warm_up"]
 
@@ -25,7 +25,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 # imports waits in torch for the first ``detach``.
 _NEEDED = ("torch", "torch._dynamo", "numpy", "mpmath", "hypothesis", "hypothesis.strategies")
 _ENVIRONMENT = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
-_OWN = ("conftest", "fa_kernels", "oracles", "properties")
+_OWN = ("conftest", "fa_kernels", "fa_verify.oracles", "fa_verify.properties")
 
 
 def warm_up() -> None:
@@ -65,13 +65,12 @@ def judged_referee(mutant: Mutant) -> Verdict:
     Raises:
         ValueError: It names no file of tests/unit, or one that there is not.
     """
-    files = [f"tests/unit/{name}.py" for name in mutant.caught_by]
-    missing = [file for file in files if not (_ROOT / file).is_file()]
-    if missing or not files:
-        raise ValueError(f"mutant {mutant.name!r} is caught by {missing or 'nothing'}")
+    files = [unit_test_file(name) for name in mutant.caught_by]
+    if not files:
+        raise ValueError(f"mutant {mutant.name!r} is caught by nothing")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        sources = sources_of(*_OWN[2:])
+        sources = sources_of("oracles", "properties", "simulator", "fa_verify")
         changed = {
             path: text for path, text in mutated(sources, mutant).items() if text != sources[path]
         }
@@ -86,7 +85,7 @@ class _Replaced(MetaPathFinder):
     def __init__(self, sources: dict[str, str], folder: Path) -> None:
         self.files: dict[str, Path] = {}
         for path, text in sources.items():
-            name = path.removesuffix(".py").replace("/", ".")
+            name = "fa_verify." + path.removesuffix(".py").replace("/", ".")
             self.files[name] = folder / f"{name}.py"
             self.files[name].write_text(text, encoding="utf-8")
 

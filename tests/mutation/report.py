@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tests.mutation.outcomes import ENDS, Outcome
+from fa_verify.diagnosis.outcomes import ENDS, Outcome
 
 __all__ = ["markdown_table", "summary", "tables"]
 

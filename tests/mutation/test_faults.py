@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.faults import FAULTS
-from tests.mutation.outcomes import read
+from fa_verify.diagnosis.faults import FAULTS
+from fa_verify.diagnosis.outcomes import read
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]

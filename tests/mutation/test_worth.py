@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from properties.guarantees import COMPANIONS
+from fa_verify.properties.checks.guarantees import COMPANIONS
 from tests.mutation.worth import WORTH
 
 pytest.importorskip("triton")

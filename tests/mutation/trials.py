@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from oracles.mask import Mask
-from oracles.masks.block_sparse import BlockSparse
-from oracles.masks.document import Document
-from oracles.masks.prefix_lm import PrefixLM
-from oracles.problem import Problem
-from properties.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, POOLED, Check
+from fa_verify.oracles.masks.block_sparse import BlockSparse
+from fa_verify.oracles.masks.document import Document
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, POOLED, Check
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 

@@ -6,63 +6,61 @@ import sys
 from collections.abc import Collection
 from types import ModuleType
 
-from tests.mutation.first_failure import first_failure
-from tests.mutation.mutant import Kill
-from tests.mutation.package import PACKAGE
+from fa_verify.diagnosis.copies import PACKAGE
+from fa_verify.diagnosis.mutant import Kill
+from tests.mutation.first_failure import first_failure, unit_test_file
 
 __all__ = ["TESTED_ALONE", "failure_of"]
 
 # Those first that alone see a fault of a kernel.
 FILES = tuple(
-    f"tests/unit/test_{name}.py"
+    unit_test_file(f"test_{name}")
     for name in ("launch", "element_mask", "ranges", "attention", "arguments", "block_map")
 )
 # They take longer, and are asked about a kernel only where they are about it.
 OF_THE_CALL = tuple(
-    f"tests/unit/test_{name}.py"
+    unit_test_file(f"test_{name}")
     for name in (
         *("offsets", "block_mask", "splits", "packed", "tokens", "operators", "pooled"),
         *("remembered", "tiles_in_a_row", "dispatch"),
     )
 )
-# What they are about.
-TESTED_ALONE = tuple(
-    f"fa_kernels/{name}.py"
-    for name in (
-        *("arguments", "block_map", "block_mask", "launch", "offsets", "operators", "packed"),
-        *("pooling", "ranges", "remembered", "sizes", "tokens"),
-        *(
-            "kernels/block_lists",
-            "kernels/longest_first",
-            "kernels/merge",
-            "kernels/pool",
-            "kernels/tile_kinds",
-        ),
-    )
-)
-
 # What they do for nothing where they are emulated.
-ON_HOPPER = ("tests/unit/test_hopper_work.py",)
+ON_HOPPER = (unit_test_file("test_hopper_work"),)
+_HOPPER = "fa_kernels/kernels/hopper/"
 
-_TESTS_OF_KERNELS = {
-    "fa_kernels/kernels/tile_kinds.py": ("block_map",),
-    "fa_kernels/kernels/block_lists.py": ("block_mask",),
-    "fa_kernels/kernels/longest_first.py": ("block_map",),
-    "fa_kernels/kernels/forward.py": ("splits", "packed"),
-    "fa_kernels/kernels/merge.py": ("splits",),
-    "fa_kernels/kernels/pool.py": ("pooled",),
+# Which of them are about a file. They show a fault in it sooner than problems do.
+_OF_PARTS = {
+    "fa_kernels/operators.py": ("operators", "dispatch"),
     "fa_kernels/pooling.py": ("pooled",),
-    "fa_kernels/ranges.py": ("splits",),
-    "fa_kernels/offsets.py": ("packed",),
-    "fa_kernels/operators.py": ("dispatch",),
-    "fa_kernels/packed.py": ("offsets",),
-    "fa_kernels/sizes.py": ("packed", "tiles_in_a_row"),
-    **{
-        f"fa_kernels/kernels/{name}.py": ("packed",)
-        for name in ("delta", "dkdv", "dq", "dq_of_sums")
-    },
-    "fa_kernels/kernels/tiles.py": ("packed", "tiles_in_a_row"),
+    "fa_kernels/varlen.py": ("packed", "offsets"),
+    "fa_kernels/launch/call_cache.py": ("remembered",),
+    "fa_kernels/launch/portable.py": ("launch",),
+    "fa_kernels/launch/sizes.py": ("packed", "tiles_in_a_row"),
+    "fa_kernels/schedule/block_sparse.py": ("block_map",),
+    "fa_kernels/schedule/tile_ranges.py": ("ranges", "splits"),
+    "fa_kernels/validation/arguments.py": ("arguments",),
+    "fa_kernels/validation/block_mask.py": ("block_mask",),
+    "fa_kernels/validation/cu_seqlens.py": ("offsets", "packed"),
+    "fa_kernels/validation/opaque_handles.py": ("tokens",),
+    "fa_kernels/kernels/portable/block_lists.py": ("block_mask",),
+    "fa_kernels/kernels/portable/classify_blocks.py": ("block_map",),
+    "fa_kernels/kernels/portable/combine.py": ("splits",),
+    "fa_kernels/kernels/portable/lpt_order.py": ("block_map",),
+    "fa_kernels/kernels/portable/pool.py": ("pooled",),
 }
+TESTED_ALONE = tuple(_OF_PARTS)
+# Of these, problems show a fault sooner.
+_OF_KERNELS = {
+    "fa_kernels/attention.py": ("attention",),
+    "fa_kernels/kernels/common/tiles.py": ("packed", "tiles_in_a_row"),
+    "fa_kernels/kernels/portable/forward.py": ("splits", "packed"),
+    **{
+        f"fa_kernels/kernels/portable/{name}.py": ("packed",)
+        for name in ("bwd_preprocess", "dkdv", "dq", "dq_postprocess")
+    },
+}
+_ABOUT = {**_OF_PARTS, **_OF_KERNELS}
 
 
 def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
@@ -72,11 +70,9 @@ def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
 
     Args:
         package: The copy.
-        edited: What differs in it, such as "fa_kernels/launch.py": tests about that come first.
+        edited: What differs in it, such as "fa_kernels/pooling.py": tests about that come first.
     """
-    about = {path.replace("fa_kernels/", "tests/unit/test_") for path in edited}
-    for path in edited:
-        about.update(f"tests/unit/test_{name}.py" for name in _TESTS_OF_KERNELS.get(path, ()))
+    about = {unit_test_file(f"test_{name}") for path in edited for name in _ABOUT.get(path, ())}
     copies = {
         name: module
         for name, module in sys.modules.items()
@@ -86,7 +82,7 @@ def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
         del sys.modules[name]
     for name, module in copies.items():
         sys.modules[PACKAGE + name.removeprefix(package.__name__)] = module
-    if all(path.startswith("fa_kernels/kernels/hopper_") for path in edited):
+    if all(path.startswith(_HOPPER) for path in edited):
         return first_failure(ON_HOPPER)
     of_kernels = all(path.startswith("fa_kernels/kernels/") for path in edited)
     more = [file for file in OF_THE_CALL if file in about or not of_kernels]

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from properties.compare import Finding
-from properties.interpreter_addresses import OutOfBoundsError
-from properties.subject import Subject
-from properties.trial import Question, SubjectError, Trial, question
+from fa_verify.diagnosis.copies import load
+from fa_verify.diagnosis.mutant import Kill, Mutant, Verdict, mutated
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.trial import Question, SubjectError, Trial, question
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
+from fa_verify.subjects.ours import adapted, flash_attention
 from tests.mutation.asked_first import UNIT_TESTS
-from tests.mutation.mutant import Kill, Mutant, Verdict, mutated
-from tests.mutation.package import load
 from tests.mutation.trials import CHECKS, QUICK, Step
 from tests.mutation.unit_tests import TESTED_ALONE, failure_of
-from tests.subjects.ours import adapted, flash_attention
 
 __all__ = ["asked", "judged_kernels", "subject_of", "warmed"]
 

@@ -10,10 +10,10 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from tests.mutation.forks import in_forks
+from fa_verify.diagnosis.copies import PACKAGE, sources_of
+from fa_verify.diagnosis.forks import in_forks
+from fa_verify.diagnosis.subtle import SUBTLE
 from tests.mutation.interpreting import interpret
-from tests.mutation.package import PACKAGE, sources_of
-from tests.mutation.subtle import SUBTLE
 
 __all__ = ["WORTH"]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from properties.gluon_emulation import Emulated, load
+from fa_verify.simulator.gluon.emulation import Emulated, load
 
 __all__ = ["MODULES", "emulate", "texts_of"]
 
 # In an order in which they can be imported.
-MODULES = ("hopper_tiles", "hopper_forward", "hopper_backward", "hopper_dq")
+MODULES = ("pipeline", "forward", "backward", "dq")
 # So few that programs of what has more tiles take turns.
 _PROCESSORS = 4
 _KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel", "hopper_dq_kernel")
@@ -24,7 +24,7 @@ _KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel", "hopper_dq_kernel
 def texts_of(package: ModuleType) -> dict[str, str]:
     """The sources of the kernels by the names of their modules."""
     assert package.__file__ is not None
-    folder = Path(package.__file__).parent / "kernels"
+    folder = Path(package.__file__).parent / "kernels" / "hopper"
     return {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in MODULES}
 
 
@@ -47,8 +47,8 @@ def emulate(
     Returns:
         Its kernels: forward, backward, dq.
     """
-    hopper = importlib.import_module(f"{package.__name__}.hopper")
-    prefix = f"{package.__name__}.kernels"
+    hopper = importlib.import_module(f"{package.__name__}.launch.hopper")
+    prefix = f"{package.__name__}.kernels.hopper"
     sources = {f"{prefix}.{name}": text for name, text in (texts or texts_of(package)).items()}
     kernels = load(sources, _KERNELS, accumulator, seed, _PROCESSORS)
     replace(hopper, "_kernels", lambda: kernels)

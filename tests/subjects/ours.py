@@ -9,11 +9,11 @@ from types import ModuleType
 import torch
 
 import fa_kernels
-from oracles.mask import Mask
-from oracles.masks.block_sparse import BlockSparse
-from oracles.problem import Problem
-from properties.families import NO_ALIBI, NO_BIAS, TORCH_DTYPES
-from tests.subjects.packing import Packing
+from fa_verify.oracles.masks.block_sparse import BlockSparse
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, TORCH_DTYPES
+from fa_verify.subjects.packing import Packing
 
 __all__ = ["adapted", "flash_attention"]
 
@@ -28,7 +28,7 @@ _PACKED_OF = ("default", "default-one_pass", "16x16", "32x16-one_pass", "16x16-s
 def adapted(package: ModuleType):
     """``flash_attention`` of the package, or of a copy of it, as a subject with declarations."""
     resolve = importlib.import_module(f"{package.__name__}.configs").resolve
-    hopper = importlib.import_module(f"{package.__name__}.hopper")
+    hopper = importlib.import_module(f"{package.__name__}.launch.hopper")
 
     def flash_attention(q, k, v, *, mask, sm_scale, config="default", **beside):
         """Returns (out, lse), and last what is pooled, if anything is."""

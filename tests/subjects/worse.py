@@ -1,7 +1,7 @@
 """The project's kernels made worse on purpose, within every bound: what the gate has to stop.
 
-``--kernel=tests.subjects.worse:rounded_products`` errs a little more, ``:delayed`` takes a tenth
-longer.
+``--kernel=fa_verify.subjects.worse:rounded_products`` errs a little more, ``:delayed`` takes a
+tenth longer.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from tests.mutation.mutant import mutated
-from tests.mutation.package import PACKAGE, load, sources_of
-from tests.mutation.subtle import SUBTLE
-from tests.subjects import ours
+from fa_verify.diagnosis.copies import PACKAGE, load, sources_of
+from fa_verify.diagnosis.mutant import mutated
+from fa_verify.diagnosis.subtle import SUBTLE
+from fa_verify.subjects import ours
 
 __all__ = ["delayed", "rounded_products"]
 

@@ -1,0 +1,115 @@
+"""What both backward kernels read of a row: delta = rowsum(out * dout) - dlse, and LSE in base 2.
+
+And where one adds dq up: zeros.
+
+Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 4.
+"""
+
+import triton
+import triton.language as tl
+
+from fa_kernels.kernels.common.jit import kernel
+from fa_kernels.kernels.common.tiles import (
+    LOG2E,
+    head_matrix,
+    load_tile,
+    scratch_row,
+    sequence,
+    stored_rows,
+    tile_of_program,
+    whole_rows,
+)
+
+__all__ = ["delta_kernel"]
+
+
+@triton.jit
+def _row_sums(x):
+    """Sum of each row by a balanced tree of neighbours; rows are 2 to 256 wide.
+
+    Written out, because the order of ``tl.sum`` follows the layout of its operand, and that follows
+    the strides it was loaded with: the same values would give other bits. So would products that
+    are not rounded before they are added, in some layouts: it is launched without enable_fp_fusion.
+    """
+    for _ in tl.static_range(8):
+        if x.shape[1] > 1:
+            even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+            x = even + odd
+    return tl.reshape(x, [x.shape[0]])
+
+
+@kernel
+def delta_kernel(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    lse2_ptr,
+    delta_ptr,
+    sums_ptr,
+    seqlens_q_ptr,
+    tiles_of_head: tl.int32,
+    entries: tl.int32,
+    stride_ob: tl.int64,
+    stride_oh: tl.int64,
+    stride_om: tl.int64,
+    stride_od: tl.int64,
+    stride_lb: tl.int64,
+    stride_lh: tl.int64,
+    stride_lm: tl.int64,
+    H: tl.int32,
+    M: tl.int32,
+    M_padded: tl.int32,
+    rows_q: tl.int32,
+    Dv: tl.int32,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROW_PADDING: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Writes lse2 and delta (B,H,M_padded) for BLOCK_M rows of one head.
+
+    Rows that take no part (no visible key, padding, past M) get lse2 = +inf, so that their P is 0,
+    and delta = 0. ``stride_o*`` are the strides of dout, ``stride_l*`` those of dlse, which is not
+    read without HAS_DLSE; out (B,H,M,Dv) is contiguous. sums (B,H,M_padded,COLUMNS) gets zeros,
+    unless that is 0. PACKED: lse2, delta and sums (H,M_padded), whole tiles of ROW_PADDING rows for
+    each of B sequences, out (H,rows_q,Dv) as of ``forward_kernel``.
+    """
+    OF_TILE: tl.constexpr = ROW_PADDING // BLOCK_M
+    tile, b, h = tile_of_program(
+        tl.program_id(0) // OF_TILE, tiles_of_head, entries, H, seqlens_q_ptr, rows_q, ROW_PADDING,
+        False, PACKED,
+    )  # fmt: skip
+    start_m = tile * ROW_PADDING + tl.program_id(0) % OF_TILE * BLOCK_M
+    place_q, seqlen_q = b, M
+    if PACKED:
+        place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
+        if start_m >= tl.cdiv(seqlen_q, ROW_PADDING) * ROW_PADDING:
+            return
+    first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
+    offs_tile = tl.arange(0, BLOCK_M)
+    offs_m = start_m + offs_tile
+    offs_dv = tl.arange(0, BLOCK_DV)[None, :]
+    lse = tl.load(lse_ptr + (first + offs_m), mask=offs_m < end, other=-float("inf"))
+    # dout of a row without a visible key may hold anything: it is not read.
+    live_m = lse != -float("inf")
+    live = live_m[:, None]
+    douts = head_matrix(dout_ptr, place_q, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
+    dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
+    outs = (out_ptr + first * Dv, tl.cast(Dv, tl.int64), 1, Dv)
+    out = load_tile(outs, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
+    delta = _row_sums(out.to(ACC) * dout.to(ACC))
+    if HAS_DLSE:
+        dlses = dlse_ptr + place_q * stride_lb + h * stride_lh
+        delta -= tl.load(dlses + offs_m * stride_lm, mask=live_m, other=0.0)
+    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED)
+    lse2 = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+    tl.store(lse2_ptr + (row + offs_m), lse2)
+    tl.store(delta_ptr + (row + offs_m), delta)
+    if COLUMNS:
+        places = whole_rows(sums_ptr, row, offs_m, tl.arange(0, COLUMNS), COLUMNS)
+        tl.store(places, tl.zeros([BLOCK_M, COLUMNS], ACC))

@@ -1,0 +1,58 @@
+"""The order in which programs take the tiles of a head: those that visit most come first.
+
+A GPU starts programs in their order, each when another ends. Where some take several times as long
+as others, those that begin last decide how long all take; so the last ones are short.
+
+Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, the LPT rule.
+"""
+
+import triton
+import triton.language as tl
+
+from fa_kernels.kernels.common.jit import kernel
+
+__all__ = ["longest_first_kernel"]
+
+
+@triton.jit
+def _visited(lists_ptr, b, h_k, tile, tiles, stride_lb, stride_lh, stride_lt, G):
+    """How many tiles those of a group of heads visit together; none past the last."""
+    visited = tl.zeros(tile.shape, tl.int32)
+    for g in range(0, G):
+        row = lists_ptr + (b * stride_lb + (h_k * G + g) * stride_lh + tile * stride_lt)
+        visited += tl.load(row, mask=tile < tiles, other=0)
+        visited += tl.load(row + 1, mask=tile < tiles, other=0)
+    return visited
+
+
+@kernel
+def longest_first_kernel(
+    order_ptr,
+    lists_ptr,
+    stride_lb: tl.int64,
+    stride_lh: tl.int64,
+    stride_lt: tl.int64,
+    Hk: tl.int32,
+    G: tl.int32,
+    tiles: tl.int32,
+    BLOCK: tl.constexpr,
+):
+    """Writes order (B,Hk,tiles), contiguous: the tiles of a group of G heads, longest first.
+
+    Of tiles that visit as many the first comes first. Each program finds the places of BLOCK tiles.
+    """
+    chunks = tl.cdiv(tiles, BLOCK)
+    chunk = tl.program_id(0) % chunks
+    bh_k = tl.program_id(0) // chunks
+    b = bh_k // Hk
+    h_k = bh_k % Hk
+    here = chunk * BLOCK + tl.arange(0, BLOCK)
+    visited = _visited(lists_ptr, b, h_k, here, tiles, stride_lb, stride_lh, stride_lt, G)[:, None]
+    place = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, tiles, BLOCK):
+        there = first + tl.arange(0, BLOCK)
+        other = _visited(lists_ptr, b, h_k, there, tiles, stride_lb, stride_lh, stride_lt, G)
+        other = other[None, :]
+        is_before = (other > visited) | ((other == visited) & (there[None, :] < here[:, None]))
+        place += tl.sum(is_before.to(tl.int32), 1)
+    tl.store(order_ptr + (bh_k.to(tl.int64) * tiles + place), here, mask=here < tiles)

@@ -1,0 +1,217 @@
+"""Pooled probabilities: the mean or the maximum of P over blocks of pairs, from q, k and the LSE.
+
+One program a span of pool blocks of one head: a single block where that holds a tile or more, as
+many whole blocks as a tile holds where they are smaller. P is recomputed tile by tile, so M x N
+probabilities never stand in memory, and no two programs write to one block.
+
+Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 11, for P.
+"""
+
+import triton
+import triton.language as tl
+
+from fa_kernels.kernels.common.jit import kernel
+from fa_kernels.kernels.common.tiles import (
+    LOG2E,
+    element_mask,
+    head_matrix,
+    load_tile,
+    scale_from_bits,
+    valid_lengths,
+)
+from fa_kernels.schedule.tile_ranges import visible_tiles
+
+__all__ = ["pool_kernel", "sees_block"]
+
+
+@triton.jit
+def sees_block(b, h, m, n, args):
+    """The predicate of a map of blocks: (map, its three strides, rows and keys of a block)."""
+    row, column = m // args[4], n // args[4]
+    return tl.load(args[0] + (h * args[1] + row * args[2] + column * args[3])) != 0
+
+
+@triton.jit
+def _joined(a, b, MAX: tl.constexpr):
+    """What two parts of a block have in common: their maximum or their sum."""
+    return tl.maximum(a, b) if MAX else a + b
+
+
+@triton.jit
+def _over_rows(tile, MAX: tl.constexpr):
+    """The maximum or the sum of each column."""
+    return tl.max(tile, 0) if MAX else tl.sum(tile, 0)
+
+
+@triton.jit
+def _probabilities(
+    q,
+    lse2,
+    keys,
+    start_n,
+    valid,
+    seen,
+    qk_scale,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+    DOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """P of one tile, 0 where not ``seen``; keys that are not ``valid`` are not read."""
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_tile = tl.arange(0, BLOCK_N)
+    # (BLOCK_D, BLOCK_N)
+    k_t = load_tile(
+        keys, start_n, offs_tile[None, :], offs_d[:, None], valid[None, :], ALIGNED, True
+    )
+    # (BLOCK_M, BLOCK_N)
+    scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
+    p = tl.exp2(scores * qk_scale - lse2[:, None])
+    # Selected: p of a hidden key can be infinite.
+    return tl.where(seen, p, 0.0)
+
+
+@triton.jit
+def _row_tile(
+    q,
+    lse2,
+    keys,
+    view,
+    offs_m,
+    first,
+    last,
+    end_n,
+    qk_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+    DOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PREDICATE: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """A tile of query rows against the keys [first, last), tile upon tile; none from end_n on."""
+    pooled = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for start_n in range(first, last, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        valid = offs_n < end_n
+        seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE) & valid[None, :]
+        some = 1
+        if PREDICATE is not None:
+            # It can hide a whole tile of the range.
+            some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
+        if some > 0:
+            p = _probabilities(
+                q, lse2, keys, start_n, valid, seen, qk_scale, BLOCK_N, BLOCK_D, ACC, DOTS, ALIGNED
+            )
+            pooled = _joined(pooled, p, MAX)
+    return pooled
+
+
+@kernel
+def pool_kernel(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    pooled_ptr,
+    seqlens_q_ptr,
+    seqlens_k_ptr,
+    stride_qb: tl.int64,
+    stride_qh: tl.int64,
+    stride_qm: tl.int64,
+    stride_qd: tl.int64,
+    stride_kb: tl.int64,
+    stride_kh: tl.int64,
+    stride_kn: tl.int64,
+    stride_kd: tl.int64,
+    H: tl.int32,
+    G: tl.int32,
+    M: tl.int32,
+    N: tl.int32,
+    D: tl.int32,
+    pool_rows: tl.int32,
+    pool_keys: tl.int32,
+    window_left: tl.int32,
+    window_right: tl.int32,
+    sm_scale_bits: tl.int64,
+    mask_args,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+    DOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PREDICATE: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """Writes pooled (B,H,ceil(M/pool_rows),ceil(N/pool_keys)), contiguous, for one span of blocks.
+
+    lse (B,H,M) is contiguous; pool_rows <= M and pool_keys <= N. Sums of a block go key tile by key
+    tile, then row tile by row tile, then over the rows of the tile, then over its keys: no sum is
+    deeper than the block's rows and keys together.
+    """
+    # A span: whole pool blocks that one tile holds, or one block of several tiles.
+    rows_each = tl.maximum(BLOCK_M // pool_rows, 1)
+    keys_each = tl.maximum(BLOCK_N // pool_keys, 1)
+    row_blocks = tl.cdiv(M, pool_rows)
+    key_blocks = tl.cdiv(N, pool_keys)
+    key_spans = tl.cdiv(key_blocks, keys_each)
+    row_spans = tl.cdiv(row_blocks, rows_each)
+    key_span = tl.program_id(0) % key_spans
+    row_span = tl.program_id(0) // key_spans % row_spans
+    bh = tl.program_id(0) // key_spans // row_spans
+    b = bh // H
+    h = bh % H
+    seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
+    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
+    queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
+    keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
+
+    start_m = row_span * rows_each * pool_rows
+    start_n = key_span * keys_each * pool_keys
+    end_m = tl.minimum(start_m + rows_each * pool_rows, seqlen_q)
+    end_n = tl.minimum(start_n + keys_each * pool_keys, seqlen_k)
+    offs_tile_m = tl.arange(0, BLOCK_M)
+    offs_tile_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    qk_scale = (scale_from_bits(sm_scale_bits) * LOG2E).to(ACC)
+    # Element by element of a tile, over all tiles of the span.
+    total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for first_m in range(start_m, end_m, BLOCK_M):
+        offs_m = first_m + offs_tile_m
+        row = bh.to(tl.int64) * M + offs_m
+        lse = tl.load(lse_ptr + row, mask=offs_m < end_m, other=-float("inf"))
+        # Rows without a visible key, and those of other spans: they are not read, their P is 0.
+        live = lse != -float("inf")
+        lse2 = tl.where(live, lse * LOG2E, float("inf"))
+        q = load_tile(
+            queries, first_m, offs_tile_m[:, None], offs_d[None, :], live[:, None], ALIGNED, True
+        )
+        # Tiles of one key: the keys that some row sees.
+        within = visible_tiles(first_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, 1)
+        skipped = tl.maximum(within[0] - start_n, 0) // BLOCK_N * BLOCK_N
+        part = _row_tile(
+            q, lse2, keys, view, offs_m, start_n + skipped, tl.minimum(within[3], end_n), end_n,
+            qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, ACC, DOTS, ALIGNED, PREDICATE, MAX,
+        )  # fmt: skip
+        total = _joined(total, part, MAX)
+
+    # 64-bit, as the number of a block's pairs is.
+    key_block = (key_span * keys_each + offs_tile_n).to(tl.int64)
+    keys_of = tl.minimum((key_block + 1) * pool_keys, seqlen_k) - key_block * pool_keys
+    inside = (offs_tile_n < keys_each) & (key_block < key_blocks)
+    # (BLOCK_N, BLOCK_N): which keys of the tile belong to which block.
+    of_block = (offs_tile_n // pool_keys)[:, None] == offs_tile_n[None, :]
+    for i in range(0, tl.minimum(rows_each, row_blocks - row_span * rows_each)):
+        of_rows = (offs_tile_m // pool_rows == i)[:, None]
+        columns = _over_rows(tl.where(of_rows, total, 0.0), MAX)
+        pooled = _over_rows(tl.where(of_block, columns[:, None], 0.0), MAX)
+        row_block = row_span * rows_each + i
+        if not MAX:
+            rows_of = tl.minimum((row_block + 1) * pool_rows, seqlen_q) - row_block * pool_rows
+            # Of a block of padding alone, 0 by whatever comes out.
+            pooled = pooled / tl.maximum(rows_of * keys_of, 1)
+        block = (bh.to(tl.int64) * row_blocks + row_block) * key_blocks + key_block
+        tl.store(pooled_ptr + block, pooled, mask=inside)

@@ -1,0 +1,73 @@
+"""Calls like an earlier one, of which everything that is checked and prepared is known.
+
+What a call without tensors beside q, k and v asks for follows from their shapes and dtypes, and
+from numbers; to work it out takes longer than to launch a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from typing import Any
+
+import torch
+
+from fa_kernels.configs import Config
+from fa_kernels.validation import arguments
+from fa_kernels.validation.arguments import Arguments, Request
+
+__all__ = ["check", "prepared"]
+
+# Calls that are kept, of either kind; then all are forgotten.
+MOST = 1024
+# Types whose equal values mean the same, if their types are the same too.
+_PLAIN = {bool, int, float, str, type(None), Config}
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_requests: dict[Hashable, Request] = {}
+_arguments: dict[Hashable, Arguments] = {}
+
+
+def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    if len(kept) >= MOST:
+        kept.clear()
+    kept[key] = value
+
+
+def check(q: Any, k: Any, v: Any, *, window: Any, **options: Any) -> Request:
+    """``arguments.check``."""
+    values = (*(window if type(window) is tuple else (window,)), *options.values())
+    types = tuple(map(type, values))
+    if (
+        torch.compiler.is_compiling()
+        or not _PLAIN.issuperset(types)
+        or not _TENSORS.issuperset(map(type, (q, k, v)))
+    ):
+        return arguments.check(q, k, v, window=window, **options)
+    shapes = (q.shape, k.shape, v.shape, q.layout, k.layout, v.layout)
+    key = (shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, values, types)
+    request = _requests.get(key)
+    if request is None:
+        request = arguments.check(q, k, v, window=window, **options)
+        _keep(_requests, key, request)
+    else:
+        # Of the process, not of the call.
+        arguments.check_device(q.device)
+    return request
+
+
+def prepared(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    request: Request,
+    kernels: Collection[str],
+) -> Arguments:
+    """``arguments.prepared``."""
+    if not _PLAIN.issuperset(map(type, request)) or request.mask:
+        return arguments.prepared(q, k, v, request, kernels)
+    # The rest of k's shape is in those of q and v.
+    key = (q.shape, v.shape, q.dtype, q.device, request, kernels)
+    found = _arguments.get(key)
+    if found is None:
+        found = arguments.prepared(q, k, v, request, kernels)
+        _keep(_arguments, key, found)
+    return found

@@ -1,0 +1,335 @@
+"""Which calls run on Hopper's own instructions, and how they are launched there.
+
+It is never needed: where it does not take a call, the portable kernel does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from fa_kernels.kernels.portable.forward import forward_kernel
+from fa_kernels.launch.sizes import ROW_PADDING, Sizes
+from fa_kernels.runtime import allocation
+from fa_kernels.runtime.launch_cache import cdiv, run
+from fa_kernels.validation.arguments import Arguments
+
+__all__ = [
+    "RESCALE_THRESHOLD",
+    "forward_tile",
+    "is_there",
+    "launch_hopper_backward",
+    "launch_hopper_dq",
+    "launch_hopper_forward",
+    "padded",
+    "processors",
+    "query_tiles",
+    "takes",
+    "takes_forward",
+    "takes_shapes",
+    "tile_shares",
+]
+
+# Warps of a warpgroup, and rows or keys that one has of a tile.
+_WARPS = 4
+_WARPGROUP_ROWS = 64
+_KEYS = 128
+# Warpgroups that a query tile of the forward is for, by the columns of values.
+_CONSUMERS = {64: 3, 128: 2}
+# Queries that the backward takes at a time, by head_dim.
+_BACKWARD_ROWS = {64: 128, 128: 64}
+# Keys and values together; shared memory has room for one query tile beside them.
+_STAGES = {64: 3, 128: 2}
+# By how many powers of 2 a row's maximum rises before its sums are rescaled, by columns of values;
+# P is up to 2 to that.
+RESCALE_THRESHOLD = 8
+_THRESHOLDS = {64: 0, 128: RESCALE_THRESHOLD}
+# Queries and their gradients, beside keys and values that stay.
+_BACKWARD_STAGES = 2
+# Keys and values, beside queries and their gradients that stay.
+_DQ_STAGES = {64: 4, 128: 2}
+# Shares of a tile that two programs share, at most; what each costs, as a part of a tile's time.
+_SHARES = 12
+_COST_OF_SHARE = 0.01
+_NARROWEST, _WIDEST = 32, 128
+# Bytes between what a descriptor counts.
+_ALIGNMENT = 16
+
+
+def padded(*head_dims: int) -> int:
+    """Columns of the tiles: 64, or 128."""
+    return 64 if max(head_dims) <= 64 else 128
+
+
+def forward_tile(Dv: int) -> tuple[int, int]:
+    """Queries and keys of a tile of the forward; some have a block of rows less."""
+    return _CONSUMERS[padded(Dv)] * _WARPGROUP_ROWS, _KEYS
+
+
+@lru_cache(maxsize=1)
+def _descriptors() -> tuple[type, object]:
+    """Triton's class of descriptors, and how tiles lie in shared memory."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    tiles = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor, tiles
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> tuple[Any, Any, Any] | None:
+    """Forward, backward and dq; None where Triton has no Gluon, or not what the kernels take."""
+    # Where the interpreter runs the kernels there is none for these.
+    if not isinstance(forward_kernel, triton.JITFunction):
+        return None
+    try:
+        forward = importlib.import_module("fa_kernels.kernels.hopper.forward")
+        backward = importlib.import_module("fa_kernels.kernels.hopper.backward")
+        dq = importlib.import_module("fa_kernels.kernels.hopper.dq")
+    except (ImportError, AttributeError):
+        return None
+    return forward.hopper_forward_kernel, backward.hopper_backward_kernel, dq.hopper_dq_kernel
+
+
+@lru_cache(maxsize=64)
+def is_there(device: torch.device) -> bool:
+    """Whether a device is a Hopper GPU, and Triton compiles for it what the kernels are made of."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9 and _kernels() is not None
+
+
+@lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Programs that a GPU runs at a time: one on a multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=512)
+def takes_shapes(dtype: torch.dtype, D: int, Dv: int) -> bool:
+    """Whether head_dims and dtype are such that tiles can be copied whole."""
+    return dtype in (torch.float16, torch.bfloat16) and all(
+        _NARROWEST < dim <= _WIDEST and dim * dtype.itemsize % _ALIGNMENT == 0 for dim in (D, Dv)
+    )
+
+
+def takes(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
+    """Whether the backward of a call runs here.
+
+    Strides have no say, so that bits do not follow them.
+    """
+    return (
+        arguments.config.hopper
+        and arguments.is_plain
+        and takes_shapes(q.dtype, sizes.D, sizes.Dv)
+        and min(sizes.B, sizes.H, sizes.M, sizes.N) > 0
+        and is_there(q.device)
+    )
+
+
+def takes_forward(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
+    """Whether the forward of a call runs here."""
+    return arguments.config.splits is None and takes(q, sizes, arguments)
+
+
+def _described(x: torch.Tensor, rows: int, columns: int) -> object:
+    """A tensor (B, H, rows, head_dim) in blocks of so many rows and columns.
+
+    Of a contiguous copy, where a descriptor cannot count the tensor's strides.
+    """
+    counted = _counted(x.shape, x.stride(), x.element_size())
+    if counted is None or x.data_ptr() % _ALIGNMENT:
+        x = allocation.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+        counted = list(x.shape), list(x.stride())
+    shape, strides = counted
+    kind, layout = _descriptors()
+    # As its constructor makes it, without its checks, which took half the time of a launch.
+    made = object.__new__(kind)
+    made.__dict__ = {
+        "base": x, "shape": shape, "strides": strides,
+        "block_shape": [1, 1, rows, columns], "layout": layout,
+    }  # fmt: skip
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _counted(
+    shape: tuple[int, ...], strides: tuple[int, ...], size: int
+) -> tuple[list[int], list[int]] | None:
+    """Shape and strides as a descriptor has them; None where it cannot count these strides."""
+    # The stride of what is alone is never counted, but has to be one that could be.
+    steps = [_ALIGNMENT if shape[axis] == 1 else strides[axis] for axis in range(3)]
+    fits = strides[3] == 1 and all(step * size % _ALIGNMENT == 0 for step in steps)
+    return (list(shape), [*steps, 1]) if fits else None
+
+
+def _alike(sizes: Sizes, arguments: Arguments) -> bool:
+    """Whether all tiles take as long, but for padding."""
+    is_open = arguments.window_left == arguments.window_right == sizes.M + sizes.N
+    return is_open and arguments.longest is None
+
+
+@lru_cache(maxsize=1024)
+def query_tiles(M: int, heads: int, consumers: int, places: int, alike: bool) -> tuple[int, int]:
+    """Query tiles of each head, and how many of them are narrow: for one consumer less.
+
+    As few tiles as there can be; but where all take as long (``alike``), as many as end in the same
+    number of rounds on so many ``places``, since narrow ones are over earlier.
+    """
+    blocks = cdiv(M, _WARPGROUP_ROWS)
+    tiles = cdiv(blocks, consumers)
+    if alike:
+        rounds = cdiv(tiles * heads, places)
+        tiles = max(tiles, min(rounds * places // heads, cdiv(blocks, consumers - 1)))
+    return tiles, min(tiles * consumers - blocks, tiles)
+
+
+@lru_cache(maxsize=1024)
+def tile_shares(tiles: int, places: int) -> tuple[int, int]:
+    """``each`` and ``shares`` of ``share_of`` where all tiles take as long.
+
+    What is left of them after as many rounds as are full on so many ``places`` is shared out. Of
+    two programs one waits for the other, so that a round has to be full.
+    """
+    rounds, left = divmod(tiles, places)
+    found = 1 + _COST_OF_SHARE, 1, 1
+    for shares in range(2, _SHARES + 1):
+        each = places // shares
+        if rounds and left and each:
+            time = cdiv(left, each) / shares + shares * _COST_OF_SHARE
+            found = min(found, (time, each, shares))
+    return found[1:]
+
+
+def _shared(
+    tiles: int, rows: int, columns: int, of: torch.Tensor, arguments: Arguments, alike: bool
+) -> tuple[int, tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
+    """Programs of so many tiles; where their sums (rows, columns) are handed on; ``tile_shares``.
+
+    Sums have the dtype and device of ``of``, and stand for something where nothing is shared.
+    """
+    each, shares = tile_shares(tiles, processors(of.device)) if alike else (1, 1)
+    shared = each * (shares - 1)
+    handed, flags = of, arguments.seqlens_q
+    if shared:
+        handed = allocation.empty((shared, rows, columns), dtype=of.dtype, device=of.device)
+        flags = allocation.empty((shared, 2), dtype=torch.int32, device=of.device).zero_()
+    return tiles + shared, (handed, flags), (each, shares)
+
+
+def launch_hopper_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sizes: Sizes,
+    arguments: Arguments,
+    sm_scale_bits: int,
+) -> None:
+    """Writes out and lse of a call that ``takes_forward`` is true of, on the current device."""
+    kernels = _kernels()
+    assert kernels is not None
+    of_k, of_v = padded(sizes.D), padded(sizes.Dv)
+    places, consumers = processors(q.device), _CONSUMERS[of_v]
+    tiles = sizes.query_tiles(consumers * _WARPGROUP_ROWS)
+    heads = tiles.number // tiles.of_head
+    m_blocks, narrow = tiles.of_head, 0
+    if not tiles.entries:
+        m_blocks, narrow = query_tiles(sizes.M, heads, consumers, places, _alike(sizes, arguments))
+    programs = m_blocks * heads
+    # Where heads are short, programs take turns. Of long ones it is faster to begin together: those
+    # that read the same keys then do so at the same time.
+    counter = arguments.seqlens_q
+    if 2 * m_blocks <= places < programs:
+        programs = places
+        counter = allocation.empty((1,), dtype=torch.int32, device=q.device).zero_()
+    run(
+        kernels[0], (programs,),
+        _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
+        _described(v, _KEYS, of_v),
+        out, lse, arguments.seqlens_q, arguments.seqlens_k, counter,
+        heads, sizes.H, sizes.H // sizes.Hk, sizes.M, sizes.N, sizes.rows_q, sizes.rows_k, sizes.Dv,
+        m_blocks, narrow, tiles.entries,
+        arguments.window_left, arguments.window_right, sm_scale_bits,
+        CONSUMERS=consumers, STAGES=_STAGES[max(of_k, of_v)], THRESHOLD=_THRESHOLDS[of_v],
+        PACKED=arguments.longest is not None,
+        num_warps=_WARPS, kinds=(q.dtype, of_k, of_v),
+    )  # fmt: skip
+
+
+def launch_hopper_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    sums: torch.Tensor | None,
+    sizes: Sizes,
+    arguments: Arguments,
+    sm_scale_bits: int,
+) -> None:
+    """Writes dk and dv of a call that ``takes`` is true of, on the current device.
+
+    lse2 and delta (B,H,M_padded) as of ``delta_kernel``. dq without sm_scale is added to ``sums``,
+    float32 (B,H,M_padded,padded(D,Dv)) as of ``rows_of_blocks``, unless that is None.
+    """
+    kernels = _kernels()
+    assert kernels is not None
+    columns = padded(sizes.D, sizes.Dv)
+    rows = _BACKWARD_ROWS[columns]
+    tiles, alike = sizes.key_tiles(_KEYS), _alike(sizes, arguments)
+    programs, handed, shares = _shared(tiles.number, 2 * _KEYS, columns, lse2, arguments, alike)
+    run(
+        kernels[1], (programs,),
+        _described(q, rows, columns), _described(k, _WARPGROUP_ROWS, columns),
+        _described(v, _WARPGROUP_ROWS, columns), _described(dout, rows, columns),
+        lse2, delta, dk, dv, lse2 if sums is None else sums, *handed,
+        arguments.seqlens_q, arguments.seqlens_k, *tiles[:2], *sizes.in_kernels(lse2.shape[2]),
+        *shares, arguments.window_left, arguments.window_right, sm_scale_bits,
+        STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None, ROW_PADDING=ROW_PADDING,
+        PACKED=arguments.longest is not None,
+        num_warps=_WARPS, kinds=(q.dtype, dout.dtype, columns),
+    )  # fmt: skip
+
+
+def launch_hopper_dq(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    sizes: Sizes,
+    arguments: Arguments,
+    sm_scale_bits: int,
+) -> None:
+    """Writes dq of a call that ``takes`` is true of, on the current device.
+
+    lse2 and delta (B,H,M_padded) as of ``delta_kernel``.
+    """
+    kernels = _kernels()
+    assert kernels is not None
+    of_k, of_v = padded(sizes.D), padded(sizes.Dv)
+    rows = 2 * _WARPGROUP_ROWS
+    tiles, alike = sizes.query_tiles(rows), _alike(sizes, arguments)
+    programs, handed, shares = _shared(tiles.number, rows, of_k, lse2, arguments, alike)
+    run(
+        kernels[2], (programs,),
+        _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
+        _described(v, _KEYS, of_v), _described(dout, _WARPGROUP_ROWS, of_v),
+        lse2, delta, dq, *handed, arguments.seqlens_q, arguments.seqlens_k, *tiles[:2],
+        *sizes.in_kernels(lse2.shape[2]), *shares,
+        arguments.window_left, arguments.window_right, sm_scale_bits,
+        STAGES=_DQ_STAGES[max(of_k, of_v)], ROW_PADDING=ROW_PADDING,
+        PACKED=arguments.longest is not None,
+        num_warps=_WARPS, kinds=(q.dtype, dout.dtype, of_k, of_v),
+    )  # fmt: skip

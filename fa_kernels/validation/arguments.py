@@ -1,0 +1,490 @@
+"""Validation of ``flash_attention``: every error names what it got and what it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from fa_kernels.configs import CONFIGS, Config, resolve
+from fa_kernels.schedule.block_sparse import (
+    VISIBLE,
+    BlockMaps,
+    Predicate,
+    block_maps,
+    maps_of_blocks,
+    predicate_of,
+)
+from fa_kernels.validation.block_mask import check_block_mask, check_tiles
+from fa_kernels.validation.cu_seqlens import (
+    check_entries,
+    check_has_lengths,
+    check_lengths,
+    checked_offsets,
+)
+from fa_kernels.validation.opaque_handles import token_of, value_of
+from fa_kernels.validation.score_mods import check_alibi, check_bias
+
+__all__ = ["Arguments", "MaskLike", "Request", "check", "check_device", "prepared"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+# Positions, windows and their sums stay inside int32 in the kernels.
+MAX_SEQLEN = 2**29
+
+
+@runtime_checkable
+class MaskLike(Protocol):
+    """The attributes that ``mask=`` is read by.
+
+    causal: bool. window_left, window_right: int >= 0, or None for unbounded, both inclusive around
+    the position m + seqlen_k - seqlen_q. seqlens_q, seqlens_k: B ints, or None for full.
+
+    A hashable mask may also have a method native(B, H, M, N, device) that returns None, or what
+    else hides a key, as (jit function of (b, h, m, n, args), args): a ``triton.jit`` predicate of
+    scalars b and h and of tiles m and n of valid rows and keys, and a tuple of ints, of tensors
+    (bools and ints of less than 32 bits arrive as int32) and of such tuples.
+    """
+
+    causal: bool
+    window_left: int | None
+    window_right: int | None
+    seqlens_q: Sequence[int] | None
+    seqlens_k: Sequence[int] | None
+
+
+class Request(NamedTuple):
+    """Checked arguments in types that operators take.
+
+    Args:
+        seqlens_q: int32 (B,) on the device; None where they are ints, or not given.
+        seqlens_k: Likewise.
+        block_mask: Bool (H or 1, rows, columns of blocks); None is all blocks.
+        lengths_q: The ints; None where they are a tensor, or not given.
+        lengths_k: Likewise.
+        window_left: Keys visible before the own position; None is unbounded.
+        window_right: Keys visible after the own position; None is unbounded.
+        sm_scale: Factor on q.k; None is the default.
+        config: A name in ``CONFIGS``, or the token of a Config.
+        mask: The token of a mask that may have a predicate; empty where there is none.
+        block_size: Rows and keys of a block of block_mask.
+        one_pass: Whether dq comes out of the pass that dk and dv do.
+        longest_q: Of packed sequences, whose offsets stand in place of lengths: the most rows that
+            one has. None: nothing is packed.
+        longest_k: Likewise.
+        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
+        alibi_slopes: Float32 (H,) or (B, H) on the device; None where scores do not fall with
+            distance.
+        bias: (B or 1, H or 1, M or 1, N or 1) in the dtype of q or float32; None adds nothing.
+    """
+
+    seqlens_q: torch.Tensor | None
+    seqlens_k: torch.Tensor | None
+    block_mask: torch.Tensor | None
+    lengths_q: Sequence[int] | None
+    lengths_k: Sequence[int] | None
+    window_left: int | None
+    window_right: int | None
+    sm_scale: float | None
+    config: str
+    mask: str
+    block_size: int
+    one_pass: bool
+    longest_q: int | None = None
+    longest_k: int | None = None
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments in the form that the launchers take.
+
+    Args:
+        seqlens_q: int32 (B,) on the device.
+        seqlens_k: int32 (B,) on the device.
+        window_left: Keys visible before the own position, clamped to M + N.
+        window_right: Keys visible after the own position, clamped to M + N.
+        sm_scale: Factor on q.k.
+        config: Complete tile configuration.
+        one_pass: Whether dq comes out of the pass that dk and dv do; the tile of that pass is then
+            config.dkdv.
+        predicate: What else hides a key, of a mask that has that.
+        maps: The tiles that each kernel then visits.
+        longest: Of packed sequences: the most rows and the most keys that one has. Then seqlens_q
+            and seqlens_k are int32 (B + 1,): where each begins in the tensors, and the last ends.
+        ends: Of packed sequences: the rows and the keys that the last one ends with, at most.
+        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
+        alibi_slopes: Float32 (H,) or (B, H) on the device, if scores fall with distance.
+        bias: (B or 1, H or 1, M or 1, N or 1), if one is added to scores.
+    """
+
+    seqlens_q: torch.Tensor
+    seqlens_k: torch.Tensor
+    window_left: int
+    window_right: int
+    sm_scale: float
+    config: Config
+    one_pass: bool = False
+    predicate: Predicate | None = None
+    maps: BlockMaps | None = None
+    longest: tuple[int, int] | None = None
+    ends: tuple[int, int] | None = None
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether it is attention of sequences, with windows and lengths and no more."""
+        others = (self.predicate, self.softcap, self.alibi_slopes, self.bias)
+        return all(x is None for x in others)
+
+
+def _check_tensors(q: object, k: object, v: object) -> None:
+    tensors = {"q": q, "k": k, "v": v}
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}; needs a torch.Tensor")
+        if x.layout is not torch.strided:
+            raise NotImplementedError(f"{name} has layout {x.layout}; needs a strided tensor")
+        if x.ndim != 4:
+            axes = "(B, H, M, D)" if name == "q" else "(B, Hk, N, D)"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; needs four axes {axes}")
+    for name, x in tensors.items():
+        if x.dtype not in DTYPES:
+            raise NotImplementedError(f"{name} has dtype {x.dtype}; supported are {DTYPES}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype}; needs that of q, {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}; needs the device of q, {q.device}")
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    B, H, _, D = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != B:
+            raise ValueError(f"{name} has batch size {x.shape[0]}; needs that of q, {B}")
+    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)}; needs the heads and keys of k, {tuple(k.shape)}"
+        )
+    if H < 1 or k.shape[1] < 1:
+        raise ValueError(f"q has {H} heads and k has {k.shape[1]}; needs at least one each")
+    if H % k.shape[1]:
+        raise ValueError(f"q has {H} heads; needs a multiple of the {k.shape[1]} heads of k and v")
+    if k.shape[3] != D:
+        raise ValueError(f"k has head_dim {k.shape[3]}; needs that of q, {D}")
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[3] < 1:
+            raise ValueError(f"{name} has head_dim 0; needs at least 1")
+        if x.shape[3] > MAX_HEAD_DIM:
+            raise NotImplementedError(
+                f"{name} has head_dim {x.shape[3]}; supported are 1 to {MAX_HEAD_DIM}"
+            )
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[2] > MAX_SEQLEN:
+            raise NotImplementedError(
+                f"{name} has sequence length {x.shape[2]}; supported are up to {MAX_SEQLEN}"
+            )
+
+
+def check_device(device: torch.device) -> None:
+    """Raises where the kernels cannot run there."""
+    if device.type == "cuda":
+        return
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    raise NotImplementedError(
+        f"q is on {device}; needs a CUDA device, or the CPU with TRITON_INTERPRET=1 set before "
+        "Triton is imported"
+    )
+
+
+def _checked_bound(name: str, bound: object) -> int | None:
+    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
+        raise TypeError(f"{name} is {bound!r}; needs an int or None")
+    if bound is not None and bound < 0:
+        raise ValueError(f"{name} is {bound}; needs an int >= 0, or None for unbounded")
+    return bound
+
+
+def _is_unbounded(window: object) -> bool:
+    return isinstance(window, tuple | list) and [x is None for x in window] == [True, True]
+
+
+def _checked_window(causal: object, window: object) -> tuple[int | None, int | None]:
+    """(window_left, window_right) with causal folded in."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal is {causal!r}; needs a bool")
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise TypeError(f"window is {window!r}; needs a pair (window_left, window_right)")
+    left = _checked_bound("window_left", window[0])
+    right = _checked_bound("window_right", window[1])
+    if causal and right not in (None, 0):
+        raise ValueError(
+            f"causal=True contradicts window_right={right}; causal means window_right=0: "
+            "leave one of them out"
+        )
+    return left, 0 if causal else right
+
+
+@lru_cache(maxsize=256)
+def _lengths_on_device(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    # A cached tensor outlives the call: it must be an ordinary one, also under inference_mode.
+    with torch.inference_mode(False):
+        return torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def _checked_lengths(
+    name: str, lengths: object, B: int, size: int, device: torch.device
+) -> tuple[torch.Tensor | None, tuple[int, ...] | None]:
+    """Lengths as int32 (B,) on the device or as ints; a tensor's values the kernels clamp."""
+    if lengths is None:
+        return None, None
+    if isinstance(lengths, torch.Tensor):
+        if lengths.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {lengths.dtype}; needs torch.int32")
+        if tuple(lengths.shape) != (B,):
+            raise ValueError(f"{name} has shape {tuple(lengths.shape)}; needs ({B},)")
+        if lengths.device != device:
+            raise ValueError(f"{name} is on {lengths.device}; needs the device of q, {device}")
+        return lengths.contiguous(), None
+    if not isinstance(lengths, Sequence) or isinstance(lengths, str | bytes):
+        raise TypeError(f"{name} is {lengths!r}; needs a sequence of ints or an int32 tensor")
+    for length in lengths:
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"{name} holds {length!r}; needs ints")
+        if not 0 <= length <= size:
+            raise ValueError(f"{name} holds {length}; needs lengths in [0, {size}]")
+    if len(lengths) != B:
+        raise ValueError(f"{name} has {len(lengths)} lengths; needs one per batch entry, {B}")
+    return None, tuple(lengths)
+
+
+def _checked_scale(sm_scale: object, dtype: torch.dtype) -> float | None:
+    if sm_scale is None:
+        return None
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, float | int):
+        raise TypeError(f"sm_scale is {sm_scale!r}; needs a float or None")
+    if not 0 < sm_scale <= sys.float_info.max:
+        raise ValueError(f"sm_scale is {sm_scale}; needs to be finite and > 0")
+    # The kernels scale by sm_scale * log2(e) in this dtype: neither infinite nor 0.
+    scales = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    if not scales.smallest_normal <= sm_scale <= scales.max / 2:
+        raise NotImplementedError(
+            f"sm_scale is {sm_scale}; supported for {dtype} are "
+            f"{scales.smallest_normal:.3g} to {scales.max / 2:.3g}, the range of {scales.dtype}"
+        )
+    return float(sm_scale)
+
+
+def _checked_softcap(softcap: object, sm_scale: float, dtype: torch.dtype) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, float | int):
+        raise TypeError(f"softcap is {softcap!r}; needs a float or None")
+    if not 0 < softcap <= sys.float_info.max:
+        raise ValueError(f"softcap is {softcap}; needs to be finite and > 0")
+    # The kernels multiply by it, and by sm_scale / softcap, in this dtype.
+    scales = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    for factor in (softcap, sm_scale / softcap):
+        if not scales.smallest_normal <= factor <= scales.max / 2:
+            raise NotImplementedError(
+                f"softcap is {softcap}; supported for {dtype} are those that are, as sm_scale / "
+                f"softcap is, {scales.smallest_normal:.3g} to {scales.max / 2:.3g}, the range of "
+                f"{scales.dtype}"
+            )
+    return float(softcap)
+
+
+def _checked_config(config: object) -> str:
+    """The name of a configuration, or its token."""
+    if config is None:
+        return "default"
+    if isinstance(config, Config):
+        return token_of(config)
+    if not isinstance(config, str):
+        raise TypeError(f"config is {config!r}; needs a Config, a name or None")
+    if config not in CONFIGS:
+        raise ValueError(f"config is {config!r}; needs one of {sorted(CONFIGS)}, or a Config")
+    return config
+
+
+def check(
+    q: object,
+    k: object,
+    v: object,
+    *,
+    mask: object,
+    causal: object,
+    window: object,
+    seqlens_q: object,
+    seqlens_k: object,
+    block_mask: object = None,
+    block_size: object = 128,
+    sm_scale: object,
+    backward: object,
+    config: object,
+    softcap: object = None,
+    alibi_slopes: object = None,
+    bias: object = None,
+    offsets: tuple[object, object, object, object] | None = None,
+) -> Request:
+    """Checks the arguments of ``flash_attention`` and brings them into an operator's types.
+
+    ``offsets`` of packed sequences, (cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k), stand
+    in place of lengths; q, k and v have the batch size 1 then.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is out of range or contradicts another.
+        NotImplementedError: The combination is valid but not supported.
+    """
+    _check_tensors(q, k, v)
+    _check_shapes(q, k, v)
+    check_device(q.device)
+    if backward not in ("two_pass", "one_pass"):
+        raise ValueError(f"backward is {backward!r}; needs 'two_pass' or 'one_pass'")
+    if mask is not None:
+        given = [
+            name
+            for name, is_default in (
+                ("causal", causal is False),
+                ("window", _is_unbounded(window)),
+                ("seqlens_q", seqlens_q is None),
+                ("seqlens_k", seqlens_k is None),
+            )
+            if not is_default
+        ]
+        if given:
+            raise ValueError(f"mask is given together with {', '.join(given)}; needs one or other")
+        if isinstance(mask, torch.Tensor) or not isinstance(mask, MaskLike):
+            raise TypeError(
+                f"mask is {type(mask).__name__}; needs an object with attributes causal, "
+                "window_left, window_right, seqlens_q, seqlens_k"
+            )
+        causal, window = mask.causal, (mask.window_left, mask.window_right)
+        seqlens_q, seqlens_k = mask.seqlens_q, mask.seqlens_k
+    check_bias(bias, q, k)
+    B, _, M, _ = q.shape
+    left, right = _checked_window(causal, window)
+    longest_q, longest_k = None, None
+    if offsets is None:
+        tensor_q, ints_q = _checked_lengths("seqlens_q", seqlens_q, B, M, q.device)
+        tensor_k, ints_k = _checked_lengths("seqlens_k", seqlens_k, B, k.shape[2], q.device)
+    else:
+        tensor_q, ints_q, longest_q = checked_offsets("q", *offsets[:2], q)
+        tensor_k, ints_k, longest_k = checked_offsets("k", *offsets[2:], k)
+        check_entries(ints_q or tensor_q, ints_k or tensor_k)
+        check_lengths("q", seqlens_q, ints_q)
+        check_lengths("k", seqlens_k, ints_k)
+        B = len(ints_q or tensor_q) - 1
+    check_alibi(alibi_slopes, q, B)
+    sm_scale, config = _checked_scale(sm_scale, q.dtype), _checked_config(config)
+    softcap = _checked_softcap(softcap, _scale_of(q, sm_scale), q.dtype)
+    token = ""
+    if hasattr(mask, "native"):
+        if type(mask).__hash__ is None:
+            raise TypeError(f"mask is {mask!r}; needs to be hashable, since it has a method native")
+        token = token_of(mask)
+    if block_mask is not None:
+        check_block_mask(block_mask, block_size, q, k)
+    return Request(
+        tensor_q, tensor_k, block_mask, ints_q, ints_k, left, right, sm_scale, config, token,
+        block_size, backward == "one_pass", longest_q, longest_k, softcap, alibi_slopes, bias,
+    )  # fmt: skip
+
+
+def prepared(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    request: Request,
+    kernels: Collection[str] = BlockMaps._fields,
+) -> Arguments:
+    """What is asked for, in the launchers' form: of these sizes, on this device.
+
+    ``kernels`` are those that will be launched: of a map of blocks the others get none of theirs.
+
+    Raises:
+        ValueError: A mask of packed sequences has a predicate and no lengths.
+        NotImplementedError: The mask has no predicate, or one for fewer tiles.
+    """
+    B, H, M, D = q.shape
+    N = k.shape[2]
+    seqlens_q = _on_device(request.seqlens_q, request.lengths_q, B, M, q.device)
+    seqlens_k = _on_device(request.seqlens_k, request.lengths_k, B, N, q.device)
+    places = lengths = (seqlens_q, seqlens_k)
+    longest, ends = None, None
+    if request.longest_q is not None:
+        B, M, N = len(seqlens_q) - 1, request.longest_q, request.longest_k
+        longest = (M, N)
+        ends = tuple(
+            rows if offsets is None else offsets[-1]
+            for rows, offsets in ((q.shape[2], request.lengths_q), (k.shape[2], request.lengths_k))
+        )
+    left, right = (
+        M + N if x is None else min(x, M + N) for x in (request.window_left, request.window_right)
+    )
+    block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
+    sm_scale = _scale_of(q, request.sm_scale)
+    config = _resolved(request.config, q.dtype, block_d, request.one_pass)
+    predicate, maps = None, None
+    window, sizes = (left, right), (B, H, k.shape[1], M, N)
+    if request.mask:
+        mask = value_of(request.mask)
+        predicate = predicate_of(mask, B, H, M, N, q.device)
+        if predicate is not None:
+            if longest is not None:
+                check_has_lengths(mask)
+                lengths = tuple(
+                    _lengths_on_device(tuple(x), q.device) for x in (mask.seqlens_q, mask.seqlens_k)
+                )
+            maps = block_maps(mask, *sizes, window, lengths, config)
+    if request.block_mask is not None:
+        if predicate is not None:
+            raise NotImplementedError(
+                "block_mask is given together with a mask that has a predicate; supported beside "
+                "it are causal, window and lengths"
+            )
+        check_tiles(request.block_size, config)
+        predicate = VISIBLE
+        maps = maps_of_blocks(
+            request.block_mask, request.block_size, *sizes[1:], window, lengths, config, kernels
+        )
+    return Arguments(
+        *places, *window, sm_scale, config, request.one_pass, predicate, maps, longest, ends,
+        request.softcap, request.alibi_slopes, request.bias,
+    )  # fmt: skip
+
+
+def _scale_of(q: torch.Tensor, sm_scale: float | None) -> float:
+    """The factor on q.k in force."""
+    return float(q.shape[3]) ** -0.5 if sm_scale is None else sm_scale
+
+
+def _on_device(
+    seqlens: torch.Tensor | None,
+    lengths: Sequence[int] | None,
+    B: int,
+    size: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """int32 (B,); ``size`` each where nothing is given."""
+    if seqlens is not None:
+        return seqlens
+    return _lengths_on_device((size,) * B if lengths is None else tuple(lengths), device)
+
+
+@lru_cache(maxsize=256)
+def _resolved(config: str, dtype: torch.dtype, block_d: int, one_pass: bool) -> Config:
+    tiles = resolve(CONFIGS.get(config) or value_of(config), dtype, block_d)
+    return dataclasses.replace(tiles, dkdv=tiles.one_pass) if one_pass else tiles

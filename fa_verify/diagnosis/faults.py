@@ -1,0 +1,718 @@
+"""Faults on record: each row is an edit of a FlashAttention kernel that somebody once shipped.
+
+Where they were seen stands in ``origin``: project, and issue, pull request or commit.
+"""
+
+from __future__ import annotations
+
+from fa_verify.diagnosis.mutant import Edit, Mutant
+
+__all__ = ["FAULTS"]
+
+_FORWARD = "fa_kernels/kernels/portable/forward.py"
+_DELTA = "fa_kernels/kernels/portable/bwd_preprocess.py"
+_DKDV = "fa_kernels/kernels/portable/dkdv.py"
+_DQ = "fa_kernels/kernels/portable/dq.py"
+_DQ_OF_SUMS = "fa_kernels/kernels/portable/dq_postprocess.py"
+_TILES = "fa_kernels/kernels/common/tiles.py"
+_MERGE = "fa_kernels/kernels/portable/combine.py"
+_SCORES = "fa_kernels/kernels/common/score_mod.py"
+_DBIAS = "fa_kernels/kernels/portable/dbias.py"
+_RANGES = "fa_kernels/schedule/tile_ranges.py"
+_LAUNCH = "fa_kernels/launch/portable.py"
+_SIZES = "fa_kernels/launch/sizes.py"
+_SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)"
+_CAPPED = "scores, _ = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)"
+_SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)"
+
+
+def _fault(
+    name: str,
+    origin: str,
+    caught_by: str,
+    *edits: tuple[str, str, str],
+    hidden: str = "",
+    equivalent: str = "",
+) -> Mutant:
+    """A fault of edits (file, old, new)."""
+    made = tuple(Edit(*edit) for edit in edits)
+    return Mutant(name, made, origin, tuple(caught_by.split()), hidden, equivalent)
+
+
+def _top_left(rows: str, keys: str) -> str:
+    """The element mask without the offset between the sequences' ends."""
+    return (
+        f"seen = (({keys} - {rows} >= -view[2]) & ({keys} - {rows} <= view[3])"
+        f" & ({rows} < view[0]) & ({keys} < view[1]))"
+    )
+
+
+_MASKS = (
+    _fault(
+        "forward: padding keys of the tail tile are visible",
+        "flashinfer#5090; fla@d7150bf9; FlagAttention@18a4f44",
+        "T3 G1",
+        (_FORWARD, _SEEN, f"{_SEEN} | (offs_n[None, :] >= view[1])"),
+    ),
+    _fault(
+        "dq: padding keys of the tail tile are visible",
+        "flash-attention@a4f148b6, @c65b5106, #443; pytorch#196678; trl#7181; cudnn-frontend#160",
+        "G1 G2",
+        (_DQ, _SEEN, f"{_SEEN} | (offs_n[None, :] >= view[1])"),
+        hidden="while LSE is moderate: the tail of K is 0, so dS meets only zeros; an LSE "
+        "below -88.8 makes P infinite, and inf * 0 NaN (fp16: dS overflows in its cast from "
+        "-11.09 + ln|delta| down)",
+    ),
+    _fault(
+        "dkdv: rows past M take part, with an LSE of 0",
+        "cudnn-frontend#1072; tokamax#316; tilelang#2461",
+        "G4 G7",
+        (_DELTA, 'mask=offs_m < end, other=-float("inf"))', "mask=offs_m < end, other=0.0)"),
+        (_DKDV, _SEEN_T, f"{_SEEN_T} | (offs_m[None, :] >= view[0])"),
+    ),
+    _fault(
+        "dq: the tail of keys is masked on the diagonal alone",
+        "flash-attention@a4f148b6, @c65b5106, #443",
+        "",
+        (
+            _DQ,
+            _SEEN,
+            f"{_SEEN} | (\n"
+            "                (view[3] == 0)\n"
+            "                & (start_n + BLOCK_N - 1 <= (offs_m + view[1] - view[0])[:, None])\n"
+            "                & (offs_n >= view[1])[None, :]\n"
+            "            )",
+        ),
+        equivalent="always, with bottom-right alignment: a valid row stands before seqlen_k, so no "
+        "tile that ends before it holds the tail; and a padding row's P and delta are 0",
+    ),
+    _fault(
+        "forward: the load of v has no mask",
+        "vllm#936; flash-attention#1745, #1395; vllm#30887",
+        "G4 G7",
+        (
+            _FORWARD,
+            "offs_dv[None, :], valid[:, None], ALIGNED, MASKED\n",
+            "offs_dv[None, :], valid[:, None], ALIGNED, False\n",
+        ),
+    ),
+    _fault(
+        "forward: the mask is added, and the load of k has none",
+        "flash-attention#1745, #1395; SageAttention#377",
+        "G4 G7",
+        (
+            _FORWARD,
+            'scores = tl.where(seen, scores, -float("inf"))',
+            'scores = scores + tl.where(seen, 0.0, -float("inf"))',
+        ),
+        (
+            _FORWARD,
+            "offs_d[:, None], valid[None, :], ALIGNED, MASKED\n",
+            "offs_d[:, None], valid[None, :], ALIGNED, False\n",
+        ),
+    ),
+    _fault(
+        "forward: the mask's value is -1e4",
+        "lattice#361, #373; TransformerLens#366",
+        "T3 G1 G3 G5",
+        (_FORWARD, 'tl.where(seen, scores, -float("inf"))', "tl.where(seen, scores, -1e4)"),
+    ),
+    *(
+        _fault(
+            f"{kernel}: positions are aligned to the top left",
+            "flash-attention#282, #402, @9e5e8bc9; ffpa-attn#300",
+            "T3 G1",
+            (file, seen, _top_left(rows, keys)),
+        )
+        for kernel, file, seen, rows, keys in (
+            ("forward", _FORWARD, _SEEN, "offs_m[:, None]", "offs_n[None, :]"),
+            ("dq", _DQ, _SEEN, "offs_m[:, None]", "offs_n[None, :]"),
+            ("dkdv", _DKDV, _SEEN_T, "offs_m[None, :]", "offs_n[:, None]"),
+        )
+    ),
+    _fault(
+        "forward: the diagonal stage ends where the query tile does",
+        "triton#8853",
+        "T3 G1",
+        (
+            _FORWARD,
+            "        acc, l_i, m_i = _attend(\n",
+            "        last = places[3]\n"
+            "        if window_right == 0:\n"
+            "            aligned = start_m + seqlen_k - seqlen_q + BLOCK_M\n"
+            "            last = tl.minimum(last, aligned // BLOCK_N)\n"
+            "        acc, l_i, m_i = _attend(\n",
+        ),
+        (
+            _FORWARD,
+            "offs_m, tiles, places[2], places[3], qk_scale,",
+            "offs_m, tiles, places[2], last, qk_scale,",
+        ),
+        hidden="where block_n divides block_m and the lengths are whole tiles",
+    ),
+    *(
+        _fault(
+            f"{kernel}: always causal",
+            "triton#4541, #5660, #4174, #7216",
+            "T3 G1",
+            (
+                file,
+                "view = (seqlen_q, seqlen_k, window_left, window_right, b",
+                "view = (seqlen_q, seqlen_k, window_left, window_right * 0, b",
+            ),
+        )
+        for kernel, file in (("dq", _DQ), ("dkdv", _DKDV))
+    ),
+    _fault(
+        "mask: the diagonal is not visible",
+        "transformers#39408, #29623; vllm#3385",
+        "T3 G1 G3",
+        (_TILES, "(distance <= view[3])", "(distance < view[3])"),
+    ),
+    _fault(
+        "mask: the far edge of the window is not visible",
+        "transformers#39408, #29623; vllm#3385",
+        "T3 G1",
+        (_TILES, "(distance >= -view[2])", "(distance > -view[2])"),
+    ),
+)  # fmt: skip
+
+_SOFTMAX = (
+    *(
+        _fault(
+            f"forward: the running maximum starts at {start}",
+            "flashinfer#4267, #4401",
+            "G1 G2",
+            (
+                _FORWARD,
+                'm_i = tl.full([BLOCK_M], -float("inf"), ACC)',
+                f"m_i = tl.full([BLOCK_M], {start}, ACC)",
+            ),
+            hidden="while a score lies above it",
+        )
+        for start in ("-1e4", "-5e4")
+    ),
+    _fault(
+        "forward: a row that has seen nothing subtracts -inf from -inf",
+        "xformers@63d7f30b, #722; pytorch#130014, #109517, #110213",
+        "G2 G3",
+        (_FORWARD, 'tl.where(m_new == -float("inf"), 0.0, m_new)', "m_new"),
+    ),
+    *(
+        _fault(
+            f"forward: the lse of an empty row is {value}",
+            "flash-attention@26d7d92f, #978, #1936; pytorch#134650, #131867",
+            "T3 G1 G3",
+            (
+                _TILES,
+                'tl.log(l_safe), -float("inf"))',
+                f"tl.log(l_safe), {value})",
+            ),
+        )
+        for value in ("0.0", 'float("inf")')
+    ),
+    _fault(
+        "forward: the output of an empty row is multiplied by 0",
+        "lattice#789",
+        "",
+        (
+            _TILES,
+            "tl.where(live[:, None], acc / l_safe[:, None], 0.0)",
+            "acc / l_safe[:, None] * live[:, None].to(acc.dtype)",
+        ),
+        equivalent="while padding of v is not loaded: acc of a row that sees nothing is a sum of "
+        "P = 0 times finite values, so it is 0 and l_safe is 1",
+    ),
+    _fault(
+        "forward: the output of an empty row is multiplied by 0, and v is loaded without a mask",
+        "lattice#789; vllm#936",
+        "G3 G4",
+        (
+            _TILES,
+            "tl.where(live[:, None], acc / l_safe[:, None], 0.0)",
+            "acc / l_safe[:, None] * live[:, None].to(acc.dtype)",
+        ),
+        (
+            _FORWARD,
+            "offs_dv[None, :], valid[:, None], ALIGNED, MASKED\n",
+            "offs_dv[None, :], valid[:, None], ALIGNED, False\n",
+        ),
+    ),
+    _fault(
+        "forward: acc is not rescaled",
+        "MSLK#242",
+        "T3 G1",
+        (_FORWARD, "acc = acc * alpha[:, None]\n", "acc = acc\n"),
+    ),
+    _fault(
+        "forward: l is not rescaled",
+        "MSLK#242",
+        "T3 G1",
+        (_FORWARD, "l_i = l_i * alpha + tl.sum(p, 1)", "l_i = l_i + tl.sum(p, 1)"),
+    ),
+    _fault(
+        "forward: lse is a logarithm to base 2",
+        "pytorch#181645, #156012; aotriton#108; tokenspeed#571; flashinfer#2113, #2114, #4485",
+        "T3 G1",
+        (_TILES, "m_i * LN2 + tl.log(l_safe)", "m_i + tl.log2(l_safe)"),
+    ),
+    _fault(
+        "delta: lse is handed on as if it were to base 2",
+        "pytorch#181645, #156012; attention-gym#200",
+        "T3 G1",
+        (_DELTA, "lse * LOG2E", "lse"),
+    ),
+)  # fmt: skip
+
+_GRADIENTS = (
+    _fault(
+        "dkdv: k is scaled in the input dtype before its dot",
+        "FastVideo#1730",
+        "G1 rms",
+        (_DKDV, "exp2(scores * qk_scale - lse2[None, :])", "exp2(scores - lse2[None, :])"),
+        (
+            _DKDV,
+            "                dk, dv, k, v, queries, douts,",
+            "                dk, dv, (k * qk_scale).to(k.dtype), v, queries, douts,",
+        ),
+    ),
+    _fault(
+        "dq: q is scaled in the input dtype before its dot",
+        "FastVideo#1730",
+        "G1 rms",
+        (_DQ, "exp2(scores * qk_scale - lse2[:, None])", "exp2(scores - lse2[:, None])"),
+        (
+            _DQ,
+            "            dq, q, dout, lse2, delta, keys,",
+            "            dq, (q * qk_scale).to(q.dtype), dout, lse2, delta, keys,",
+        ),
+    ),
+    *(
+        _fault(
+            f"{kernel}: the scale is {how}",
+            "flashinfer#787; vllm#32149; fla#47; tilelang-ascend#1670",
+            "T3 G1",
+            (file, f"{gradient} * sm_scale.to(ACC)", gradient + scale),
+        )
+        for kernel, file, gradient in (("dq", _DQ, "dq"), ("dkdv", _DKDV, "dk"))
+        for how, scale in (("omitted", ""), ("applied twice", " * (sm_scale * sm_scale).to(ACC)"))
+    ),
+    _fault(
+        "arguments: the default scale is that of the padded head_dim",
+        "flashinfer#787; vllm#32149; fla#47; tilelang-ascend#1670",
+        "attention",
+        (
+            "fa_kernels/validation/arguments.py",
+            "float(q.shape[3]) ** -0.5",
+            "float(1 << (q.shape[3] - 1).bit_length()) ** -0.5",
+        ),
+    ),
+    *(
+        _fault(
+            f"{kernel}: the dot of {dot} is in TF32",
+            "triton#1671, #1821; triton_docs_tutorials#6",
+            "G1",
+            (file, old, old.replace("DOTS", '"tf32"')),
+        )
+        for kernel, file, dot, old in (
+            ("forward", _FORWARD, "scores", "tl.dot(q, k_t, input_precision=DOTS"),
+            ("forward", _FORWARD, "acc", "tl.dot(p.to(v.dtype), v, acc, input_precision=DOTS"),
+            ("dq", _DQ, "scores", "tl.dot(q, k_t, input_precision=DOTS"),
+            ("dq", _DQ, "dp", "tl.dot(dout, v_t, input_precision=DOTS"),
+            ("dq", _DQ, "dq", "tl.trans(k_t), dq, input_precision=DOTS"),
+            ("dkdv", _DKDV, "scores", "tl.dot(k, q_t, input_precision=DOTS"),
+            ("dkdv", _DKDV, "dp", "tl.dot(v, tl.trans(dout), input_precision=DOTS"),
+            ("dkdv", _DKDV, "dv", "tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS"),
+            ("dkdv", _DKDV, "dk", "tl.trans(q_t), dk, input_precision=DOTS"),
+        )
+    ),
+    _fault(
+        "dq: delta is the row sum of one tile",
+        "published pseudocode",
+        "T3 G1",
+        (
+            _DQ,
+            "ds = p * (dp - delta[:, None])",
+            "ds = p * (dp - tl.sum(p * dp, 1)[:, None])",
+        ),
+        hidden="while a row spans one tile of visible keys",
+    ),
+    _fault(
+        "dkdv: the heads of a group overwrite each other",
+        "levanter#449; fla#889",
+        "T3 G1",
+        (_DKDV, "for g in range(0, G):", "for g in range(G - 1, G):"),
+        hidden="without groups",
+    ),
+)  # fmt: skip
+
+_ONE_PASS = (
+    _fault(
+        "delta: the sums of dq do not start at 0",
+        "flash_attn_triton.py, which guards against it",
+        "T3 G1 G2 G6 G13",
+        (_DELTA, "    if COLUMNS:\n", "    if COLUMNS < 0:\n"),
+    ),
+    _fault(
+        "dkdv: in one pass padding keys of the tail tile reach dq",
+        "flash-attention@a4f148b6, @c65b5106, #443; pytorch#196678; trl#7181; cudnn-frontend#160",
+        "G1 G2",
+        (_DKDV, "            ds = tl.where(offs_n[:, None] < view[1], ds, 0.0)\n", ""),
+        hidden="while LSE is moderate: k of a padding key is 0, and only inf * 0 is NaN",
+    ),
+    _fault(
+        "dq_of_sums: dq is not scaled",
+        "blind: as of what is summed in registers and scaled there",
+        "T3 G1",
+        (_DQ_OF_SUMS, "dq = sums * scale_from_bits(sm_scale_bits).to(ACC)", "dq = sums"),
+        hidden="where sm_scale is 1",
+    ),
+    _fault(
+        "dkdv: in one pass the last key tile overwrites dq",
+        "levanter#449; fla#889",
+        "T3 G1",
+        (_DKDV, 'tl.atomic_add(places, dq, sem="relaxed")', "tl.store(places, dq)"),
+        hidden="while a row sees keys of one tile",
+    ),
+)  # fmt: skip
+
+_MEMORY = (
+    _fault(
+        "launch: no forward where there are no keys",
+        "flashinfer#4452, #4451, #353, #363, #440; flash-attention@a3a257c7, #2562, #2421; "
+        "aiter#1442",
+        "T3 G1 G2 G3",
+        (
+            _LAUNCH,
+            "    if tiles.number:\n        with on_device(q):",
+            "    if tiles.number and sizes.N:\n        with on_device(q):",
+        ),
+    ),
+    _fault(
+        "launch: no dk and dv where there are no rows",
+        "flashinfer#4452, #4451, #353, #363, #440; flash-attention#2568, @db2f8069",
+        "T3 G1 G2 G3",
+        (
+            _LAUNCH,
+            'if tiles.number and "dkdv" in kernels:',
+            'if tiles.number and "dkdv" in kernels and sizes.M:',
+        ),
+    ),
+    _fault(
+        "launch: the grid of delta is that of the forward",
+        "triton#2020",
+        "G1 G2 G6",
+        (
+            _LAUNCH,
+            "delta_kernel, (tiles.number * (ROW_PADDING // DELTA_ROWS),),",
+            "delta_kernel, "
+            "(cdiv(sizes.M, arguments.config.forward.block_m) * sizes.B * sizes.H,),",
+        ),
+    ),
+    _fault(
+        "tiles: the offset of a row is 32-bit",
+        "flash-attention#1500, @b62d93f3, #2611, #2214, #1311; fla#1080, #965; vllm#50427",
+        "G12",
+        (
+            _TILES,
+            "(start + rows).to(tl.int64) * matrix[1]",
+            "(start + rows) * matrix[1].to(tl.int32)",
+        ),
+    ),
+    _fault(
+        "tiles: the offset of a wide-loaded tile is 32-bit",
+        "flash-attention#1500, @b62d93f3, #2611, #2214, #1311; fla#1080, #965; vllm#50427",
+        "G12 long",
+        (_TILES, "tl.cast(start, tl.int64) * stride_row", "start * stride_row"),
+    ),
+    _fault(
+        "tiles: the offset of a head is 32-bit",
+        "pytorch#190857; xformers@89d3014f, #719",
+        "G12",
+        (_TILES, "h.to(tl.int64) * stride_h\n", "h * stride_h.to(tl.int32)\n"),
+    ),
+    _fault(
+        "tiles: the offset of a column is 32-bit",
+        "pytorch#190857; xformers@89d3014f, #719",
+        "G12",
+        (_TILES, "columns.to(tl.int64) * matrix[2]", "columns * tl.cast(matrix[2], tl.int32)"),
+    ),
+    _fault(
+        "launch: batch entries and heads lie on axis 1 of the grid",
+        "pytorch#142228; MagiAttention#40; flashinfer#3125; fla#172; xformers@503a5d77",
+        "G12 launch",
+        (
+            _LAUNCH,
+            "forward_kernel, (tiles.number * (parts or 1),),",
+            "forward_kernel, (cdiv(sizes.M, tile.block_m), sizes.B * sizes.H),",
+        ),
+        (
+            _FORWARD,
+            "program, tiles_of_head, entries,",
+            "program + tl.program_id(1) * tiles_of_head, tiles_of_head, entries,",
+        ),
+        hidden="up to 65,535 of them, and in the interpreter, whose grids have no end",
+    ),
+    _fault(
+        "tiles: rows past the end are stored",
+        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
+        "G6 T3",
+        (
+            _TILES,
+            "inside = (rows[:, None] < end) & (columns[None, :] < D)\n        tl.store(ptr",
+            "inside = columns[None, :] < D\n        tl.store(ptr",
+        ),
+    ),
+    _fault(
+        "tiles: rows past the end are stored, 16 bytes at a time and masked",
+        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
+        "G6 T3",
+        (
+            _TILES,
+            "inside = (rows[:, None] < end) & (columns[None, :] < D)\n        tl.store(whole",
+            "inside = columns[None, :] < D\n        tl.store(whole",
+        ),
+    ),
+    _fault(
+        "tiles: columns past the last are stored, 16 bytes at a time",
+        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
+        "G6 G1",
+        (
+            _TILES,
+            "inside = (rows[:, None] < end) & (columns[None, :] < D)\n        tl.store(whole",
+            "inside = rows[:, None] < end\n        tl.store(whole",
+        ),
+    ),
+    _fault(
+        "tiles: rows past the end are stored, 16 bytes at a time",
+        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
+        "G6 G1",
+        (
+            _TILES,
+            "tl.store(places, tile, mask=rows[:, None] < end)",
+            "tl.store(places, tile)",
+        ),
+    ),
+)  # fmt: skip
+
+_SPLITS = (
+    _fault(
+        "forward: a part without tiles writes nothing",
+        "vllm#47188; sglang#2465",
+        "T3 G1 G2",
+        (
+            _FORWARD,
+            "        tl.store(l_ptr +",
+            "        if places[0] < places[3]:\n            tl.store(l_ptr +",
+        ),
+        hidden="while there are as many tiles as parts",
+    ),
+    _fault(
+        "forward: parts lie where the merge does not look for them",
+        "flash-attention#2388",
+        "T3 G1",
+        (
+            _FORWARD,
+            "first += part.to(tl.int64) * rows",
+            "first += ((b * H + h).to(tl.int64) * (parts - 1) + part) * M",
+        ),
+        hidden="where there is one part, or one head",
+    ),
+    _fault(
+        "ranges: tiles that do not divide evenly among the parts are nobody's",
+        "rocMLIR#2371",
+        "T3 G1",
+        (_RANGES, "more = (hi - lo) % parts", "more = 0"),
+        hidden="while they divide evenly",
+    ),
+    _fault(
+        "merge: a row that no part sees is -inf - -inf, NaN",
+        "flashinfer#4051; vllm#39148; rocMLIR#2371; xformers@63d7f30b",
+        "T3 G1 G2 G3",
+        (_MERGE, "normalised(acc, l_i, m_i, l_i > 0)", "normalised(acc, l_i, m_i, valid)"),
+    ),
+    _fault(
+        "merge: maxima to base 2 are weighted in base e",
+        "vllm#47079; sglang#35045, #40903; flashinfer#4547",
+        "T3 G1",
+        (_MERGE, "tl.exp2(m_part - m_i)", "tl.exp(m_part - m_i)"),
+    ),
+    _fault(
+        "merge: the weights are not relative to the largest maximum",
+        "NATTEN#202",
+        "G1 G2",
+        (_MERGE, "tl.exp2(m_part - m_i)", "tl.exp2(m_part)"),
+        (_MERGE, "normalised(acc, l_i, m_i, l_i > 0)", "normalised(acc, l_i, 0 * l_i, l_i > 0)"),
+        hidden="while no score overflows, or vanishes, as an exponent",
+    ),
+    _fault(
+        "merge: lse is that of one part",
+        "flashinfer#58",
+        "T3 G1",
+        (
+            _MERGE,
+            "    tl.store(lse_ptr + offs_r, lse, mask=valid)\n",
+            "    of_part = tl.load(m_ptr + offs_r, mask=valid) * 0.6931471805599453\n"
+            "    of_part += tl.log(tl.load(l_ptr + offs_r, mask=valid))\n"
+            "    tl.store(lse_ptr + offs_r, of_part, mask=valid)\n",
+        ),
+        hidden="while a row sees the keys of the first part alone",
+    ),
+)  # fmt: skip
+
+_PACKED = (
+    _fault(
+        "forward: the keys of a sequence begin where its queries do",
+        "blind: one cu_seqlens for both, which self-attention hides",
+        "T3 G1",
+        (_FORWARD, "sequence(seqlens_k_ptr, b, N, rows_k, PACKED)",
+         "sequence(seqlens_q_ptr, b, N, rows_k, PACKED)"),
+        hidden="where queries and keys have the same lengths",
+    ),
+    _fault(
+        "tiles: rows past the end of a sequence are stored over the next",
+        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
+        "T3 G1",
+        (_TILES, "h.to(tl.int64) * rows + place, seqlen", "h.to(tl.int64) * rows + place, length"),
+        hidden="while programs run in the order of sequences",
+    ),
+    _fault(
+        "tiles: the scratch of a sequence begins in that of the one before",
+        "flash-attention, cu_seqlens_q[b] + 128 b rounded down: rounded without the 128 b",
+        "T3 G1 G2",
+        (_TILES, "(place + b * BLOCK) // BLOCK * BLOCK", "place // BLOCK * BLOCK"),
+        hidden="where there is one sequence",
+    ),
+    _fault(
+        "tiles: a sequence's first tile is found in the sequence before",
+        "blind: a binary search off by one",
+        "T3 G1",
+        (_TILES, "// BLOCK + middle <= place:", "// BLOCK + middle < place:"),
+        hidden="where all sequences have as many tiles",
+    ),
+    _fault(
+        "sizes: tiles in a row are counted as of one sequence",
+        "blind: rows over the block, rounded up, are enough of one sequence",
+        "T3 G1",
+        (_SIZES, "self.ends[side] // block + self.B", "cdiv(self.ends[side], block)"),
+        hidden="where all sequences have as many tiles",
+    ),
+    _fault(
+        "launch: rows of no sequence are not written",
+        "flashinfer#4452, #4451; aiter#1442",
+        "G3 G6",
+        (_LAUNCH, "                x.fill_(", "                x.new_empty(x.shape).fill_("),
+        hidden="where the last offset is the number of rows",
+    ),
+    _fault(
+        "dq_of_sums: the last tile reaches the next sequence",
+        "blind: whole tiles need no mask, which is true of padded sequences",
+        "T3 G1",
+        (_DQ_OF_SUMS, "store_rows(dq_ptr, first, end,", "store_rows(dq_ptr, first, end + BLOCK_M,"),
+        hidden="where the last offset is the number of rows, or rows are whole tiles",
+    ),
+    _fault(
+        "dkdv: sums of dq lie where the rows of q do",
+        "blind: as padded sequences have them",
+        "T3 G1",
+        (
+            _DKDV,
+            "dq_ptr + row * BLOCK_D,",
+            "dq_ptr + stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)[0] * BLOCK_D,",
+        ),
+        hidden="where the rows of each sequence are a multiple of the padding",
+    ),
+)  # fmt: skip
+
+_SCORE_MODS = (
+    _fault(
+        "forward: what is hidden is capped too, and then visible",
+        "flashinfer#350; onnx#7865; flash-attention#1025",
+        "T3 G1 G2",
+        (_FORWARD, f"        if MODS:\n            {_CAPPED}\n", ""),
+        (
+            _FORWARD,
+            "            scores = tl.where(seen, scores, -float(\"inf\"))\n",
+            "            scores = tl.where(seen, scores, -float(\"inf\"))\n"
+            f"        if MODS:\n            {_CAPPED}\n",
+        ),
+    ),
+    *(
+        _fault(
+            f"{kernel}: the gradient of a capped score is that of a plain one",
+            "flash-attention#1033; tokamax#1121",
+            "T3 G1",
+            (file, "            ds = ds * steep\n", "            ds = ds * 1.0\n"),
+            hidden="while no score comes near the cap",
+        )
+        for kernel, file in (("dq", _DQ), ("dkdv", _DKDV))
+    ),
+    _fault(
+        "dkdv: ALiBi has the other sign",
+        "fla@7362d874",
+        "T3 G1",
+        (
+            _DKDV,
+            "offs_n[:, None], view, mods, MODS)",
+            "offs_n[:, None], view, (mods[0], mods[1], -mods[2], mods[3], mods[4], mods[5]), MODS)",
+        ),
+    ),
+    _fault(
+        "scores: ALiBi's distance is taken from the row's own index",
+        "flash-attention#907",
+        "T3 G1",
+        (_SCORES, "offs_m + (view[1] - view[0])", "offs_m"),
+        hidden="while queries and keys are as long",
+    ),
+    _fault(
+        "scores: ALiBi's distance is one too large",
+        "vllm#945",
+        "T3 G1",
+        (_SCORES, "mods[2] * distance.to", "mods[2] * (distance + (distance > 0)).to"),
+    ),
+    _fault(
+        "scores: the bias is in base 2 already",
+        "segment-anything-fast#71",
+        "T3 G1",
+        (
+            _SCORES,
+            "scores += tl.load(mods[3] + places, mask=inside, other=0.0)",
+            "scores += 0.6931471805599453 * tl.load(mods[3] + places, mask=inside, other=0.0)",
+        ),
+    ),
+    _fault(
+        "scores: the bias is read in padding",
+        "vllm#936; flash-attention#1745",
+        "addresses",
+        (
+            _SCORES,
+            "inside = (offs_m < view[0]) & (offs_n < view[1])",
+            "inside = (offs_m >= 0) & (offs_n >= 0)",
+        ),
+    ),
+    _fault(
+        "dbias: entries that share a bias are not added up",
+        "jax#24102; attention-gym#20",
+        "dbias",
+        (_DBIAS, "b_first, b_last = 0, B", "b_first, b_last = 0, tl.minimum(B, 1)"),
+        hidden="while there is one entry, or each has a bias of its own",
+    ),
+    _fault(
+        "dbias: the gradient is by the score before its softcap",
+        "tokamax#1121",
+        "dbias",
+        (_DBIAS, "scores, _ = modified(", "scores, steep = modified("),
+        (_DBIAS, "ds = p * (dp - delta[:, None])", "ds = p * (dp - delta[:, None]) * steep"),
+        hidden="without a softcap",
+    ),
+    _fault(
+        "scores: capped scores are scaled to base 2 before tanh, and not back",
+        "sgl-kernel-xpu#491",
+        "T3 G1",
+        (_SCORES, "factor = sm_scale / softcap", "factor = sm_scale * LOG2E / softcap"),
+    ),
+)  # fmt: skip
+
+FAULTS: tuple[Mutant, ...] = (
+    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_PACKED, *_SCORE_MODS
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""Runs the conformance tests of every kernel there is, and writes down what they find.
+
+``python -m fa_verify.pytest_plugin.findings [NAME ...] [-- OPTION ...]`` writes
+results/DEVICE/findings.json, and FINDINGS.md from all such files. What follows ``--`` goes to
+pytest, such as ``-k hidden``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fa_verify.pytest_plugin.findings.document import document
+from fa_verify.pytest_plugin.findings.environment import device_name, versions
+from fa_verify.pytest_plugin.findings.process import conformance_of
+from fa_verify.pytest_plugin.findings.recording import ROOT
+from fa_verify.pytest_plugin.findings.results import read_all, write
+from fa_verify.registry import NAMED, named
+
+SECONDS = 600.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs and writes; 0 if everything could be run and read, whatever was found."""
+    options = _options(arguments)
+    try:
+        bad = not options.document_only and _run(options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    results, damaged = read_all(options.results)
+    for why in damaged:
+        print(why, file=sys.stderr)
+    options.document.write_text(document(results, damaged), encoding="utf-8")
+    print(f"wrote {options.document}, of {len(results)} devices")
+    return int(bad or bool(damaged))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fa_verify.pytest_plugin.findings", description=__doc__
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="kernels; without: all there are")
+    parser.add_argument("--profile", default="dev", help="of Hypothesis (default: dev)")
+    parser.add_argument("--workers", default="auto", help="processes of a run (default: auto)")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="for one kernel (default: %(default)g)"
+    )
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of results")
+    parser.add_argument("--document", type=Path, default=ROOT / "FINDINGS.md", help="what to write")
+    parser.add_argument(
+        "--document-only", action="store_true", help="run nothing, write what the results say"
+    )
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    ours = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:ours])
+    options.of_pytest = given[ours + 1 :]
+    for name in options.names:
+        try:
+            named(name)
+        except ValueError as error:
+            parser.error(str(error))
+    return options
+
+
+def _run(options: argparse.Namespace) -> bool:
+    """Runs kernel after kernel, writing after each; whether one that was asked for is not here."""
+    device = device_name()
+    # Before anything runs: a file that cannot be read is not overwritten.
+    write(options.results, device, {}, {})
+    missing = {name: why for name, kernel in NAMED.items() if (why := kernel.missing())}
+    for name in options.names or NAMED:
+        if name in missing:
+            print(f"{name}: not here, {missing[name]}")
+            continue
+        started = time.monotonic()
+        subject = _subject(name, options)
+        write(options.results, device, {name: subject}, missing)
+        fails = ", ".join(key for key, x in subject["guarantees"].items() if x["failed"])
+        print(
+            f"{name}: {subject['ended']} after {time.monotonic() - started:.0f} s, "
+            f"{subject['tests']} tests; fails: {fails or 'nothing'}",
+            flush=True,
+        )
+    return any(name in missing for name in options.names)
+
+
+def _subject(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One kernel's entry in the file of results."""
+    kernel = NAMED[name]
+    found = conformance_of(
+        name,
+        profile=options.profile,
+        workers=options.workers,
+        seconds=options.seconds,
+        options=options.of_pytest,
+    )
+    with_options = f" with {shlex.join(options.of_pytest)}" if options.of_pytest else ""
+    return {
+        **found,
+        "about": kernel.about,
+        "never_promised": dict(kernel.never_promised),
+        "versions": versions(kernel.distributions),
+        "profile": f"{options.profile}{with_options}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""FINDINGS.md, a function of the files results/DEVICE/findings.json and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fa_verify.pytest_plugin.findings.asked import ASKED, GUARANTEES
+from fa_verify.pytest_plugin.findings.process import FINISHED
+from fa_verify.pytest_plugin.findings.unpromised import unpromised
+
+__all__ = ["document", "verdict"]
+
+_HEAD = """# Findings
+
+What the conformance tests say of every kernel that the suite knows by name. Made by `make findings`
+from `results/*/findings.json`; a change by hand is lost.
+
+A guarantee **holds** where every test that asked for it passed. Where it **fails**, the smallest
+problem found stands below, with the line that runs it again. It is *undecided* where a test ended
+early because another guarantee failed first, *unsupported* where the kernel declares or refuses
+everything that the guarantee speaks of, and *not asked* where no test was of this kernel. Marked †
+is what the kernel never promised: to fail there breaks no word of its authors. `README.md` says
+what the guarantees are.
+"""
+
+_FAILS = "**fails**"
+
+
+def document(results: Sequence[Mapping[str, Any]], damaged: Sequence[str] = ()) -> str:
+    """The text of FINDINGS.md.
+
+    Args:
+        results: Contents of the files, in the order of the sections.
+        damaged: Why files could not be read, a sentence each; they are told of.
+    """
+    parts = [_HEAD]
+    if damaged:
+        parts.append("**Not in here:**\n\n" + "".join(f"- {why}\n" for why in damaged))
+    if not results:
+        parts.append("Nothing has been run yet.\n")
+    for result in results:
+        parts.append(f"## {result['device']}\n")
+        parts.append("".join(f"{line}\n" for line in _table(result["subjects"])))
+        if result["missing"]:
+            parts.append("".join(f"- {x} was not run: {y}\n" for x, y in result["missing"].items()))
+        parts += [_section(name, subject) for name, subject in result["subjects"].items()]
+    return "\n".join(parts)
+
+
+def verdict(guarantee: Mapping[str, Any] | None, refusals: Mapping[str, Any]) -> str:
+    """What became of a guarantee, in a word or two.
+
+    Args:
+        guarantee: Its counts, see ``collected``; None where no test asked for it.
+        refusals: Reasons for which the kernel refused problems.
+    """
+    if guarantee is None:
+        return "not asked"
+    if guarantee["failed"]:
+        return _FAILS
+    if guarantee["undecided"]:
+        return "*undecided*"
+    if guarantee["passed"]:
+        return "holds"
+    declared = any(" declares " in why or why in refusals for why in guarantee["skipped"])
+    return "unsupported" if declared else "not asked"
+
+
+def _table(subjects: Mapping[str, Any]) -> Iterator[str]:
+    """Guarantees by kernels."""
+    yield f"| guarantee | {' | '.join(subjects)} |"
+    yield "|---" * (1 + len(subjects)) + "|"
+    cut = [name for name, subject in subjects.items() if subject["ended"] != FINISHED]
+    met = dict.fromkeys(key for subject in subjects.values() for key in subject["guarantees"])
+    for key in dict.fromkeys((*GUARANTEES, *met)):
+        # Some rows are there only if something failed.
+        if key in met or (cut and key in ASKED.values()):
+            cells = (_cell(key, subject) for subject in subjects.values())
+            yield f"| {_title(key)} | {' | '.join(cells)} |"
+    if cut:
+        yield ""
+        yield f"\\* as far as it came: the run of {', '.join(cut)} did not finish."
+
+
+def _cell(key: str, subject: Mapping[str, Any]) -> str:
+    """A verdict, and what has to be known about it."""
+    said = verdict(subject["guarantees"].get(key), subject["refusals"])
+    if said == _FAILS and key in subject["never_promised"]:
+        return f"{said} †"
+    if subject["ended"] != FINISHED and said == "holds":
+        return f"{said}\\*"
+    if subject["ended"] != FINISHED and key not in subject["guarantees"]:
+        return "not reached\\*"
+    return said
+
+
+def _title(key: str) -> str:
+    words = GUARANTEES.get(key, key)
+    return words if key in words else f"{key} {words}"
+
+
+def _section(name: str, subject: Mapping[str, Any]) -> str:
+    """What there is to say of one kernel."""
+    there = ", ".join(f"{package} {version}" for package, version in subject["versions"].items())
+    judged = f", {subject['judged']:,} problems judged" if subject["judged"] else ""
+    lines = [
+        f"### {name}: {subject['about']}",
+        "",
+        f"{there}; profile {subject['profile'] or 'unknown'}, {subject['tests']:,} tests{judged}.",
+        "",
+    ]
+    if subject["ended"] != FINISHED:
+        lines += [f"**The run did not finish: {subject['ended']}.** It said last:", ""]
+        lines += [*_quoted(subject["said"] or "nothing"), ""]
+    if subject["worst"]:
+        lines += [f"- worst error/bound: {_worst(subject['worst'])}"]
+    lines += [f"- declares {subject['declared']}"]
+    lines += [f"- refuses: {why} ({count:,} problems)" for why, count in _by_count(subject)]
+    lines += [f"- never promised: {clause}" for clause in unpromised(subject["declares"])]
+    for key, guarantee in subject["guarantees"].items():
+        said = verdict(guarantee, subject["refusals"])
+        if said in ("unsupported", "not asked"):
+            lines.append(f"- {_title(key)} is {said}: {'; '.join(guarantee['skipped'])}")
+    lines.append("")
+    for key, guarantee in subject["guarantees"].items():
+        if guarantee["failed"]:
+            ended = guarantee["passed"] + guarantee["failed"]
+            why = subject["never_promised"].get(key)
+            promised = f", which it never promised: {why}" if why else ""
+            lines += [
+                f"**{_title(key)} fails** in {guarantee['failed']} of {ended} tests{promised}.",
+                "",
+            ]
+            for finding in guarantee["findings"]:
+                lines += [*_quoted(finding["message"]), ""]
+    return "\n".join(lines)
+
+
+def _worst(ratios: Mapping[str, float]) -> str:
+    """Of each output the largest error/bound, and in which dtype."""
+    largest: dict[str, tuple[float, str]] = {}
+    for key, ratio in ratios.items():
+        output, _, dtype = key.partition(" ")
+        largest[output] = max(largest.get(output, (0.0, "")), (ratio, dtype))
+    return ", ".join(
+        f"{output} {ratio:.3f} ({dtype})" for output, (ratio, dtype) in largest.items()
+    )
+
+
+def _by_count(subject: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Refusals, the most frequent first."""
+    return sorted(subject["refusals"].items(), key=lambda item: (-item[1], item[0]))
+
+
+def _quoted(text: str) -> list[str]:
+    """As preformatted lines."""
+    return [f"    {line}".rstrip() for line in text.splitlines()]

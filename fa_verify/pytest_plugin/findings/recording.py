@@ -1,0 +1,137 @@
+"""A pytest plugin: the outcome of every test in a file, with the findings as values.
+
+The file has a JSON object a line, so that a run which is cut off leaves what it had: first the
+subject, then the tests as they end, last what was judged in all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["Recording", "plain"]
+
+ROOT = Path(__file__).parents[3]
+# What a message may hold of a failure that is no finding, an assertion with its diff for one.
+MOST_LINES = 12
+_FINDINGS, _SAID = "findings", "said"
+
+
+def plain(text: str) -> str:
+    """A message without the folders of this machine, and not longer than can be read."""
+    installed = sorted({sys.prefix, sys.base_prefix}, key=len, reverse=True)
+    searched = sorted(
+        {entry for entry in sys.path if Path(entry).is_absolute()}, key=len, reverse=True
+    )
+    for folder in (ROOT, *installed, *searched):
+        text = text.replace(f"{folder}/", "")
+    lines = text.strip().splitlines()
+    more = len(lines) - MOST_LINES
+    return "\n".join([*lines[:MOST_LINES], *([f"... ({more} more lines)"] if more > 0 else [])])
+
+
+class Recording:
+    """Writes the file of --findings; in a worker, only sends along what the controller writes.
+
+    Args:
+        config: Of the run; its option names the file, which is made or emptied.
+        subject: What is verified.
+        ledger: Where the run counts what was judged.
+
+    Raises:
+        pytest.UsageError: The file cannot be written.
+    """
+
+    def __init__(self, config: pytest.Config, subject: Subject, ledger: Ledger) -> None:
+        self.subject, self.ledger = subject, ledger
+        self.path = None if hasattr(config, "workerinput") else Path(config.getoption("--findings"))
+        if self.path is not None:
+            try:
+                self.path.write_text("", encoding="utf-8")
+            except OSError as error:
+                raise pytest.UsageError(f"--findings: {error}") from None
+
+    def pytest_sessionstart(self) -> None:
+        """Says what the tests are about."""
+        self._write(
+            kind="subject",
+            name=self.subject.name,
+            declares=self.subject.declarations(),
+            declared=self.subject.declared(),
+            profile=hypothesis.settings.get_current_profile_name(),
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Iterator[None]:
+        """Puts the findings of a failure, or what else it says, into its report."""
+        report = yield
+        error = call.excinfo.value if call.excinfo else None
+        if isinstance(error, Violation):
+            found = [
+                {
+                    "guarantee": finding.guarantee,
+                    "message": plain(str(finding)),
+                    "problem": finding.problem.to_json(),
+                }
+                for finding in error.findings
+            ]
+            report.user_properties.append((_FINDINGS, found))
+        elif report.failed:
+            said = f"{type(error).__name__}: {error}"
+            report.user_properties.append((_SAID, plain(said.removeprefix("Failed: "))))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Writes down the end of a test."""
+        if report.when != "call" and report.passed:
+            return
+        properties: dict[str, Any] = dict(report.user_properties)
+        said = properties.get(_SAID, "")
+        if report.skipped and isinstance(report.longrepr, tuple):
+            said = report.longrepr[2].removeprefix("Skipped: ")
+        crashed = report.failed and not properties  # reported by xdist, in place of its worker
+        if crashed:
+            said = plain(str(report.longrepr))
+        self._write(
+            kind="test",
+            test=report.nodeid,
+            outcome="crashed" if crashed else report.outcome,
+            seconds=round(report.duration, 2),
+            said=said,
+            findings=properties.get(_FINDINGS, []),
+        )
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Writes down what was judged in all."""
+        record = self.ledger.record()
+        self._write(
+            kind="end",
+            exit=int(exitstatus),
+            judged=len(record["problems"]),
+            out_of_range=len(record["out_of_range"]),
+            refusals={why: len(which) for why, which in record["unsupported"].items()},
+            worst={
+                key: round(ratio, 3)
+                for key, (ratio, _) in record["worst"].items()
+                if math.isfinite(ratio)  # which JSON has no number for, and is a finding anyhow
+            },
+        )
+
+    def _write(self, **fields: object) -> None:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(fields)}\n")

@@ -1,0 +1,105 @@
+"""The files results/DEVICE/findings.json: read, checked, and written so that nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fa_verify.properties.execution.atomic_write import write_atomically
+from fa_verify.pytest_plugin.findings.environment import slug
+from fa_verify.registry import NAMED
+
+__all__ = ["FILE", "VERSION", "read", "read_all", "write"]
+
+VERSION = 1
+FILE = "findings.json"
+
+# A dict of these names, or of any under "", a list of one, or a type.
+_FINDING = {"message": str, "problem": str, "test": str}
+_GUARANTEE = {
+    "passed": int, "failed": int, "undecided": int, "skipped": {"": int}, "findings": [_FINDING],
+}  # fmt: skip
+_SUBJECT = {
+    "about": str, "declared": str, "declares": dict, "never_promised": {"": str}, "profile": str,
+    "versions": {"": str}, "tests": int, "judged": int, "ended": str, "said": str,
+    "refusals": {"": int}, "worst": {"": float}, "guarantees": {"": _GUARANTEE},
+}  # fmt: skip
+_FORM = {"version": int, "device": str, "missing": {"": str}, "subjects": {"": _SUBJECT}}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a file.
+
+    Raises:
+        ValueError: It is no such file, or of another version; the message names the file, what is
+            wrong and where.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version!r}; this suite reads version {VERSION}")
+    wrong = _wrong(found, _FORM, "")
+    if wrong:
+        raise ValueError(f"{path} is damaged: {wrong}")
+    return dict(found)
+
+
+def read_all(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """All files below a folder, by name; and of those that cannot be read, why."""
+    good, bad = [], []
+    for path in sorted(folder.glob(f"*/{FILE}")):
+        try:
+            good.append(read(path))
+        except ValueError as error:
+            bad.append(str(error).replace(f"{folder.parent}{os.sep}", ""))
+    return good, bad
+
+
+def write(
+    folder: Path, device: str, subjects: Mapping[str, Any], missing: Mapping[str, str]
+) -> Path:
+    """Adds subjects to the file of a device: those that were run again are replaced.
+
+    Raises:
+        ValueError: There is a file that cannot be read, and is not overwritten.
+    """
+    path = folder / slug(device) / FILE
+    before = read(path) if path.exists() else {"subjects": {}}
+    if not (subjects or missing):
+        return path
+    both = {**before["subjects"], **subjects}
+    order = [*NAMED, *both]
+    content = {
+        "version": VERSION,
+        "device": device,
+        "missing": {name: why for name, why in missing.items() if name not in both},
+        "subjects": {name: both[name] for name in sorted(both, key=order.index)},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, f"{json.dumps(content, indent=1)}\n")
+    return path
+
+
+def _wrong(found: Any, form: Any, where: str) -> str:
+    """What does not have the form, and where; empty if everything has."""
+    if isinstance(form, type):
+        right = isinstance(found, form) and not (form is int and isinstance(found, bool))
+        return "" if right else f"{where} is {found!r:.60}; needs {form.__name__}"
+    if not isinstance(found, type(form)):
+        return f"{where or 'it'} is {found!r:.60}; needs {type(form).__name__}"
+    if isinstance(form, list):
+        inner = [(value, form[0], f"{where}[{i}]") for i, value in enumerate(found)]
+    elif "" in form:
+        inner = [(value, form[""], f"{where}.{key}") for key, value in found.items()]
+    else:
+        missing = [key for key in form if key not in found]
+        if missing:
+            return f"{where or 'it'} has no {missing[0]!r}"
+        inner = [(found[key], value, f"{where}.{key}") for key, value in form.items()]
+    return next((x for x in (_wrong(*one) for one in inner) if x), "")

@@ -1,0 +1,255 @@
+"""A pytest plugin: ``--baseline=FILE`` runs the problems of a file and says what moved since.
+
+The root conftest registers it. Tests measure (``tests/conformance/test_baseline.py``); the
+controller, when its workers have ended, times the subject alone on the GPU, and compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fa_verify.properties.regression.baseline import Baseline, Entry
+from fa_verify.properties.regression.compiled_kernels import Resources, loaded_kernels
+from fa_verify.properties.regression.difference import Change
+from fa_verify.pytest_plugin.gate.comparison import changes, combined
+from fa_verify.pytest_plugin.gate.environment import compiles, environment_of
+from fa_verify.pytest_plugin.gate.problems import arithmetic_of, chosen
+from fa_verify.pytest_plugin.gate.timing import timed
+from fa_verify.session import CONFORMANCE, device_of, subject_of
+
+__all__ = ["Gate", "add_options"]
+
+ABSENT = "it did not run, or to no end"
+TESTS = CONFORMANCE / "test_baseline.py"
+
+
+def add_options(group: pytest.OptionGroup) -> None:
+    """The options of the gate."""
+    group.addoption(
+        "--baseline",
+        metavar="FILE",
+        help="run the problems of this file, and fail where errors, kernels, speed or coverage "
+        "are worse than it says",
+    )
+    group.addoption(
+        "--update-baseline",
+        action="store_true",
+        help="write what this run measures to the file of --baseline, instead of failing",
+    )
+
+
+class Gate:
+    """Measures in every process; compares in the one that has no controller.
+
+    Attributes:
+        changes: What moved, once the run has ended.
+        verdict: In a line; empty as long as there is none.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Is to be called in ``pytest_configure``.
+
+        Raises:
+            pytest.UsageError: The options contradict each other, or the file is not one to compare
+                with.
+        """
+        given = config.getoption("--baseline")
+        self.config = config
+        self.updates: bool = config.getoption("--update-baseline")
+        self.changes: list[Change] = []
+        self.verdict = ""
+        self.path: Path | None = None
+        if given is None:
+            if self.updates:
+                raise pytest.UsageError("--update-baseline needs --baseline=FILE, to be written")
+            return
+        if config.getoption("--replay") is not None:
+            raise pytest.UsageError("--baseline and --replay exclude each other: give one of them")
+        self.path = Path(given)
+        self.subject = subject_of(config)
+        self.device = device_of(config)
+        self.environment = environment_of(self.device)
+        self.then = self._read(self.path)
+        self.entries = self.then.entries if self.then else ()
+        if self.updates:
+            self.entries = combined(self.entries, chosen(self.subject, self.device))
+        if not self.entries:
+            raise pytest.UsageError(f"--baseline: {given} holds no problems, nothing to compare")
+        self.now: dict[int, Entry] = {}
+        self.reasons: dict[int, str] = {}
+        self.kernels: dict[str, Resources] = {}
+        self._loaded = loaded_kernels() if compiles(self.device) else {}
+        self._choose_tests()
+
+    @property
+    def _is_controller(self) -> bool:
+        return not hasattr(self.config, "workerinput")
+
+    def _read(self, path: Path) -> Baseline | None:
+        """The file, None where it is still to be written.
+
+        Raises:
+            pytest.UsageError: It is of another device; to be compared with, of another torch or
+                Triton; damaged; not there.
+        """
+        if self.updates and not path.exists():
+            return None
+        try:
+            then = Baseline.read(path)
+        except ValueError as error:
+            hint = "" if path.exists() else "; --update-baseline writes it"
+            raise pytest.UsageError(f"--baseline: {error}{hint}") from None
+        different = then.environment.differences(self.environment)
+        # Other versions are why a baseline is updated; another device has a file of its own.
+        if different and not (self.updates and not different[0].startswith("device")):
+            raise pytest.UsageError(
+                f"--baseline: {path} is of {'; '.join(different)}: "
+                + ("choose another file for this device" if different[0].startswith("device")
+                   else "--update-baseline makes it one of these versions")
+            )  # fmt: skip
+        return then
+
+    def _choose_tests(self) -> None:
+        """The problems of the file alone, unless the command line names tests: then those too."""
+        if self.config.args_source is not pytest.Config.ArgsSource.ARGS:
+            self.config.args[:] = [str(TESTS)]
+        else:
+            self.config.args.append(str(TESTS))
+
+    def pytest_report_header(self) -> str | None:
+        """Which baseline, of what."""
+        if self.path is None:
+            return None
+        of = f"of {self.then.subject}, " if self.then else ""
+        update = ", to be written" if self.updates else ""
+        return f"attention: baseline {self.path}, {of}{len(self.entries)} problems{update}"
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Its tests are collected where there is a baseline alone."""
+        return True if self.path is None and collection_path == TESTS else None
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Gives a test its problem."""
+        if self.path is not None and metafunc.definition.path == TESTS:
+            ids = [f"{x.arithmetic}-{x.mask}-{i}" for i, x in enumerate(self.entries)]
+            metafunc.parametrize(("place", "entry"), [*enumerate(self.entries)], ids=ids)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Takes what a test has measured."""
+        if report.when != "call":
+            return
+        for name, found in report.user_properties:
+            if name == "baseline":
+                self._take(**found)
+
+    def _take(self, place: int, errors: dict[str, Any], unchecked: str) -> None:
+        entry = self.entries[place]
+        if errors:
+            pairs = {name: tuple(pair) for name, pair in errors.items()}
+            arithmetic = arithmetic_of(self.subject, entry.problem)
+            self.now[place] = Entry(entry.problem, entry.check, arithmetic, pairs)
+        if unchecked:
+            self.reasons[place] = unchecked
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """The controller takes what kernels took in a worker."""
+        for name, taken in getattr(node, "workeroutput", {}).get("kernels", {}).items():
+            self.kernels[name] = Resources(*taken).most(self.kernels.get(name))
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        """Compares, after the workers have ended and before the summary is printed."""
+        if self.path is None or self.config.option.collectonly:
+            yield
+            return
+        if not self._is_controller:
+            self.config.workeroutput["kernels"] = {
+                name: list(vars(taken).values()) for name, taken in self._loaded.items()
+            }
+            yield
+            return
+        self.kernels |= self._loaded
+        yield
+        if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            self.verdict = "not compared: the run did not come to its end"
+        elif self.updates:
+            self._update(session)
+        else:
+            self._compare(session)
+
+    def _compare(self, session: pytest.Session) -> None:
+        speed, why_not = self._timed(self.then.speed)
+        self.changes = changes(
+            self.then, self.now, self._missing(), self.kernels, speed, why_not
+        )  # fmt: skip
+        alarms = sum(change.alarm for change in self.changes)
+        self.verdict = f"{len(self.now)} problems compared, " + (
+            f"{_counted(alarms, 'alarm')}: failed"
+            if alarms
+            else f"no alarm, {_counted(len(self.changes), 'change')}"
+        )
+        if alarms and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _update(self, session: pytest.Session) -> None:
+        missing = self._missing()
+        absent = sum(reason == ABSENT for reason in missing.values())
+        if session.exitstatus != pytest.ExitCode.OK or absent or not self.now:
+            ran = f", and {_counted(absent, 'problem')} did not run" if absent else ""
+            self.verdict = f"not written: a baseline is of a whole run that passes{ran}"
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            return
+        speed, why_not = self._timed({})
+        if self.then:
+            found = changes(
+                self.then, {i: x for i, x in self.now.items() if i < len(self.then.entries)},
+                {i: x for i, x in missing.items() if i < len(self.then.entries)},
+                self.kernels, speed, why_not,
+            )  # fmt: skip
+            # What is accepted is none.
+            self.changes = [dataclasses.replace(change, alarm=False) for change in found]
+        entries = tuple(self.now[i] for i in sorted(self.now) if i not in missing)
+        baseline = Baseline(self.subject.name, self.environment, entries, self.kernels, speed)
+        try:
+            baseline.write(self.path)
+        except OSError as error:
+            self.verdict = f"not written: {error}"
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            return
+        dropped = f"; {_counted(len(missing), 'problem')} left out" if missing else ""
+        self.verdict = (
+            f"written: {_counted(len(entries), 'problem')}, "
+            f"{_counted(len(self.kernels), 'kernel')}, {len(speed)} timed passes{dropped}"
+        )
+
+    def _timed(self, then: Mapping[str, Sequence[float]]) -> tuple[Any, str]:
+        """The speed, where kernels are compiled; and why there is none."""
+        return (
+            timed(self.subject, then) if compiles(self.device) else ({}, "nothing is compiled here")
+        )
+
+    def _missing(self) -> dict[int, str]:
+        """Why a problem was not measured, or its check not made."""
+        places = range(len(self.entries))
+        return {
+            i: "it did not run, or to no end" for i in places if i not in self.now
+        } | self.reasons
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """What moved and by how much; alarms first."""
+        if not self.verdict:
+            return
+        terminalreporter.section(f"baseline {self.path}")
+        for change in sorted(self.changes, key=lambda change: not change.alarm):
+            terminalreporter.write_line(str(change), red=change.alarm)
+        terminalreporter.write_line(f"baseline {self.path}: {self.verdict}")
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" + "s" * (count != 1)

@@ -1,0 +1,134 @@
+"""The problems that a new baseline holds: ordinary data, of every dtype, mask and guarantee."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, Check
+from fa_verify.properties.checks.statistics import is_valid
+from fa_verify.properties.regression.baseline import Entry
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.shards import Shard, shards_of
+
+__all__ = ["CHECKS", "arithmetic_of", "chosen"]
+
+# Each problem is put before one of these, beside what every problem is held to.
+CHECKS: dict[str, Check] = {**GUARANTEES, **COMPANIONS}
+# Problems of all shards and masks at least: they are drawn again with other values until then.
+FEWEST = {"cpu": 60, "cuda": 340}
+# Rows: tiles and a few more, at least, at most. The interpreter takes seconds where a GPU takes
+# milliseconds; a mean over many rows is the sharper one.
+TILES = {"cpu": 2, "cuda": 5}
+LEAST_ROWS = {"cpu": 0, "cuda": 384}
+MOST_ROWS = {"cpu": 140, "cuda": 700}
+LARGE_TILE = {"cpu": 64, "cuda": 1024}
+LARGEST_HEAD_DIM = {"cpu": 128, "cuda": 1024}
+# Dots of fewer columns have heavy tails.
+LEAST_HEAD_DIM = 8
+# Elements that lie 2**31 apart take gigabytes, and leave little room between them.
+SMALL = 48
+
+_APPLIES: dict[str, Callable[[Problem], bool]] = {
+    "G3": lambda x: x.mask.seqlens_q is not None,
+    "G4": lambda x: x.mask.seqlens_k is not None,
+    "G5": lambda x: x.mask.right is not None,
+    "G12": lambda x: x.dtype in ("fp16", "bf16") and max(x.M, x.N) <= SMALL,
+    "T3": lambda x: x.dtype == "fp64",
+    "identities": is_valid,
+    "ones": lambda x: x.dtype in ("fp16", "bf16"),
+    "rms": is_valid,
+    "bias": is_valid,
+}
+
+
+def arithmetic_of(subject: Subject, problem: Problem) -> str:
+    """The column of a summary that a problem counts in: its dtype, or "tf32"."""
+    dots = subject.numerics_of(problem).dots
+    return "tf32" if problem.dtype == "fp32" and dots == "tf32" else problem.dtype
+
+
+def chosen(subject: Subject, device: str) -> tuple[Entry, ...]:
+    """The problems, each with the check that has the fewest so far; the same ones every time.
+
+    Of each shard (dtype, configuration, head dims) one or more with every kind of mask, as far as
+    the subject declares to support them: N(0, 1) throughout, of several ragged tiles, for what the
+    mean square of errors tells.
+
+    Args:
+        subject: The subject.
+        device: "cpu" or "cuda".
+    """
+    counts: Counter[str] = Counter()
+    entries = []
+    for problem in _supported(subject, device):
+        applying = [x for x in CHECKS if x not in _APPLIES or _APPLIES[x](problem)]
+        check = min(applying, key=counts.__getitem__)
+        counts[check] += 1
+        entries.append(Entry(problem, check, arithmetic_of(subject, problem)))
+    return tuple(entries)
+
+
+def _supported(subject: Subject, device: str) -> Iterator[Problem]:
+    """The problems inside what the subject declares; no two have the same values."""
+    every = (*shards_of(subject), *shards_of(subject, float64=True))
+    largest = LARGEST_HEAD_DIM[device]
+    shards = [shard for shard in every if min(shard.head_dims) <= largest] or every
+    fields: list[dict[str, Any]] = []
+    for turn, shard in enumerate(cycle(shards)):
+        if turn % len(shards) == 0 and (len(fields) >= FEWEST[device] or (turn and not fields)):
+            break
+        made = _of_shard(subject, shard, device, turn // len(shards))
+        fields += [x for x in made if subject.excludes(Problem(**x)) is None]
+    # One of each 16-bit dtype is small enough to be laid far apart.
+    far = {shard.dtype: shard for shard in reversed(shards) if shard.dtype in ("fp16", "bf16")}
+    for shard in far.values():
+        ordinary = next(_of_shard(subject, shard, device, 0))
+        N = _multiple(29 if subject.m_ne_n else 13, subject)
+        fields.append({**ordinary, "M": _multiple(13, subject), "N": N})
+    for seed, given in enumerate(fields):
+        problem = Problem(**given, seed=seed)
+        if subject.excludes(problem) is None:
+            yield problem
+
+
+def _of_shard(subject: Subject, shard: Shard, device: str, again: int) -> Iterator[dict[str, Any]]:
+    """Fields of a problem for each kind of mask, inside what the subject declares."""
+    dims = [d for d in shard.head_dims if d >= LEAST_HEAD_DIM] or list(shard.head_dims)
+    # Few, so that few kernels are compiled: two with a ragged one; the largest; the first.
+    D, Dv = ((dims[0], dims[1 % len(dims)]), (max(dims),) * 2, (dims[0],) * 2)[again % 3]
+    Dv = Dv if subject.dv_ne_d else D
+    wide = max(TILES[device] * shard.tile, LEAST_ROWS[device])
+    M = _multiple(min(wide, MOST_ROWS[device]) + 3, subject)
+    N = _multiple(M + 7, subject) if subject.m_ne_n else M
+    is_large = shard.tile >= LARGE_TILE[device]
+    H, B = (1, 1) if is_large else (2, 2)
+    heads = {"H": 2 * H if device == "cuda" else H, "Hk": H if device == "cuda" else 1}
+    if not subject.gqa:
+        heads["Hk"] = heads["H"]
+    dirty = "nan" if subject.dirty is None or "nan" in subject.dirty else subject.dirty[0]
+    common = {"dtype": shard.dtype, "config": shard.config, "device": device}
+    for mask in _masks(M, N, shard.tile, B):
+        padded = {} if mask.seqlens_k is None else {"B": B, "dirty": dirty}
+        yield {**common, **heads, **padded, "M": M, "N": N, "D": D, "Dv": Dv, "mask": mask}
+
+
+def _masks(M: int, N: int, tile: int, B: int) -> Iterator[Mask]:
+    """One of each kind; the last has rows that see nothing, by position and by lengths."""
+    yield Mask()
+    yield Mask(causal=True)
+    yield Mask(window_left=tile // 2 + 3, window_right=tile // 3)
+    yield Mask(causal=True, window_left=tile + 1)
+    yield Mask(seqlens_q=(M - M // 3, M)[:B], seqlens_k=(N - 5, N // 2)[:B])
+    yield Mask(causal=True, seqlens_q=(M - 3, M // 2)[:B], seqlens_k=(N // 2, N)[:B])
+
+
+def _multiple(size: int, subject: Subject) -> int:
+    """The size, rounded up to what the subject declares, and no more than that."""
+    multiple = subject.seqlen_multiple
+    most = subject.max_seqlen or size + multiple
+    return min(-(-size // multiple) * multiple, most // multiple * multiple)

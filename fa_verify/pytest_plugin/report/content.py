@@ -1,0 +1,190 @@
+"""What a report says, as plain values: the JSON, of which the page is another form."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+import shlex
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fa_verify.diagnosis.outcomes import ENDS, Outcome, read
+from fa_verify.oracles.problem import DTYPES
+from fa_verify.properties.execution.tally import EDGES, Ledger
+from fa_verify.session import is_ours, subject_of
+
+__all__ = ["OUTCOMES", "VERSION", "mutants", "record"]
+
+VERSION = 1
+OUTCOMES = Path(__file__).resolve().parents[3] / "build" / "mutation" / "outcomes.jsonl"
+# Of a failure's text; a subject's traceback has no end of its own.
+MOST_TEXT = 20_000
+
+
+def record(
+    config: pytest.Config,
+    reports: Sequence[pytest.TestReport],
+    ledger: Ledger,
+    exit_code: int,
+    started: float,
+) -> dict[str, Any]:
+    """Everything: numbers are finite, or None where they were not.
+
+    Args:
+        config: Of the run.
+        reports: Of all phases of all tests.
+        ledger: What was judged.
+        exit_code: What the run will end with.
+        started: ``time.time()`` of its start.
+    """
+    counted = _results(reports)
+    gate = config.pluginmanager.get_plugin("gate")
+    return {
+        "version": VERSION,
+        "subject": _subject(config),
+        "header": _header(config),
+        "command": shlex.join(["pytest", *map(str, config.invocation_params.args)]),
+        "started": datetime.datetime.fromtimestamp(started).isoformat(timespec="seconds"),
+        "seconds": round(time.time() - started, 1),
+        "exit_code": exit_code,
+        "results": dict(Counter(counted.values())),
+        "checked": _checked(counted),
+        "not_run": _not_run(reports),
+        "problems": _problems(ledger),
+        "worst": _worst(config, ledger),
+        "distribution": {"edges": [*EDGES], "counts": ledger.distribution()},
+        "failures": [_failure(x) for x in reports if x.failed],
+        "baseline": None
+        if gate is None or not gate.verdict
+        else {
+            "file": str(gate.path),
+            "verdict": gate.verdict,
+            "changes": [vars(change) for change in gate.changes],
+        },
+        "mutants": mutants(OUTCOMES),
+    }
+
+
+def _subject(config: pytest.Config) -> dict[str, str] | None:
+    """Name and declarations; None where the project's own kernels cannot be loaded."""
+    try:
+        subject = subject_of(config)
+    except pytest.UsageError:
+        return None
+    return {"name": subject.name, "declares": subject.declared(), "source": subject.source}
+
+
+def _header(config: pytest.Config) -> list[str]:
+    """The lines that the run began with."""
+    said = config.hook.pytest_report_header(config=config, start_path=config.invocation_params.dir)
+    lines = [line for x in said for line in ([x] if isinstance(x, str) else x)]
+    return [x.removeprefix("attention: ") for x in lines if x.startswith("attention: ")]
+
+
+def _results(reports: Sequence[pytest.TestReport]) -> dict[str, str]:
+    """Test to "passed", "failed" or "not run": its worst phase."""
+    found: dict[str, str] = {}
+    for report in reports:
+        if report.failed:
+            found[report.nodeid] = "failed"
+        elif report.skipped:
+            found.setdefault(report.nodeid, "not run")
+        elif report.when == "call":
+            found.setdefault(report.nodeid, "passed")
+    return found
+
+
+def _checked(results: dict[str, str]) -> list[dict[str, Any]]:
+    """Of each claim on a kernel, how many tests of each dtype ended how."""
+    found: dict[tuple[str, str], dict[str, Counter[str]]] = {}
+    for nodeid, result in results.items():
+        match = re.match(r"(?:.*/)?conformance/(\w+)\.py::(\w+)(?:\[(.*)\])?$", nodeid)
+        if match:
+            file, test, parameters = match.groups()
+            words = re.split(r"-", parameters or "")
+            dtype = "tf32" if "tf32" in words else next((x for x in words if x in DTYPES), "")
+            claim = test.removeprefix("test_").replace("_", " ")
+            found.setdefault((file, claim), {}).setdefault(dtype, Counter())[result] += 1
+    return [
+        {"file": file, "claim": claim, "by_dtype": {k: dict(x) for k, x in by.items()}}
+        for (file, claim), by in sorted(found.items())
+    ]
+
+
+def _not_run(reports: Sequence[pytest.TestReport]) -> list[dict[str, Any]]:
+    """Reasons for which tests did not run, and how many."""
+    reasons: Counter[str] = Counter()
+    for report in reports:
+        if report.skipped:
+            why = report.longrepr
+            why = str(why[2]) if isinstance(why, tuple) else str(why)
+            reasons[why.removeprefix("Skipped: ")[:MOST_TEXT]] += 1
+    return [{"reason": reason, "tests": count} for reason, count in reasons.most_common()]
+
+
+def _problems(ledger: Ledger) -> dict[str, Any]:
+    return {
+        "by_dtype": dict(Counter(label for label, _ in ledger.problems.values())),
+        "several_tiles": sum(several for _, several in ledger.problems.values()),
+        "out_of_range": len(ledger.out_of_range),
+        "unsupported": {reason: len(x) for reason, x in sorted(ledger.unsupported.items())},
+    }
+
+
+def _worst(config: pytest.Config, ledger: Ledger) -> list[dict[str, Any]]:
+    """The largest error/bound of each output and dtype, with the line that replays it."""
+    source = "" if is_ours(config) else f"--kernel={shlex.quote(config.getoption('--kernel'))} "
+    return [
+        {
+            "output": key.split()[0],
+            "dtype": key.split()[1],
+            "ratio": ratio if math.isfinite(ratio) else None,
+            "replay": f"pytest {source}--replay={shlex.quote(problem)}",
+        }
+        for key, (ratio, problem) in sorted(ledger.worst.items(), key=lambda x: -x[1][0])
+    ]
+
+
+def _failure(report: pytest.TestReport) -> dict[str, Any]:
+    return {
+        "test": report.nodeid,
+        "phase": report.when,
+        "text": report.longreprtext[:MOST_TEXT],
+        "findings": getattr(report, "findings", []),
+    }
+
+
+def mutants(path: Path) -> dict[str, Any] | None:
+    """What ``make mutation`` found last, where it did: ends by source, and the matrix if asked for.
+
+    Args:
+        path: The outcomes.
+    """
+    if not path.is_file():
+        return None
+    try:
+        outcomes = read(path)
+    except (ValueError, TypeError, KeyError) as error:
+        return {"file": str(path.name), "damaged": f"{type(error).__name__}: {error}"}
+    sources = dict.fromkeys(x.source for x in outcomes)
+    ends = {name: Counter(x.end for x in outcomes if x.source == name) for name in sources}
+    return {
+        "file": path.name,
+        "ends": {name: {end: ends[name][end] for end in ENDS} for name in sources},
+        "survivors": [x.name for x in outcomes if x.unexplained],
+        "matrix": _matrix(outcomes),
+    }
+
+
+def _matrix(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Mutants with the checks that fail on them, where every check was asked; else nothing."""
+    asked = [x for x in outcomes if x.checks and x.source != "referee"]
+    if all(len(x.checks) == 1 for x in asked):
+        return []
+    return [{"source": x.source, "mutant": x.name, "checks": [*x.checks]} for x in asked]

@@ -1,0 +1,85 @@
+"""What a whole run is about: the subject under test and the device it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.properties.subjects.loading import load, load_mask
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.registry import NAMED, spec_of
+
+__all__ = ["CONFORMANCE", "OURS", "device_of", "is_ours", "mask_of", "subject_of"]
+
+# Behind a link in a checkout, whose tests stand in tests/conformance.
+CONFORMANCE = (Path(__file__).parent / "conformance").resolve()
+OURS = NAMED["ours"].spec
+_SUBJECT = pytest.StashKey[Subject]()
+_MASK = pytest.StashKey[type[Mask] | None]()
+
+
+def is_ours(config: pytest.Config) -> bool:
+    """Whether the project's own kernels are under test."""
+    return config.getoption("--kernel", None) in (None, "ours", OURS)
+
+
+def subject_of(config: pytest.Config) -> Subject:
+    """The subject of --kernel, or the project's own kernels.
+
+    Raises:
+        pytest.UsageError: It cannot be loaded, or declares what does not exist.
+    """
+    if _SUBJECT not in config.stash:
+        if is_ours(config) and importlib.util.find_spec("triton") is None:
+            raise pytest.UsageError(
+                "the project's own kernels need Triton, which is not installed; "
+                "--kernel=path/to/file.py:name verifies kernels that do without"
+            )
+        given = config.getoption("--kernel", None)
+        try:
+            subject = load(OURS if given is None else spec_of(given))
+        except ValueError as error:
+            raise pytest.UsageError(f"--kernel: {error}") from None
+        if not is_ours(config):
+            name = given if given in NAMED else subject.name
+            subject = dataclasses.replace(subject, name=name, source=given)
+        config.stash[_SUBJECT] = subject
+        device_of(config)
+    return config.stash[_SUBJECT]
+
+
+def mask_of(config: pytest.Config) -> type[Mask] | None:
+    """The class of masks of --mask, if there is one.
+
+    Raises:
+        pytest.UsageError: It cannot be loaded or drawn.
+    """
+    if _MASK not in config.stash:
+        given = config.getoption("--mask", None)
+        try:
+            config.stash[_MASK] = None if given is None else load_mask(given)
+        except ValueError as error:
+            raise pytest.UsageError(f"--mask: {error}") from None
+    return config.stash[_MASK]
+
+
+def device_of(config: pytest.Config) -> str:
+    """Where the subject runs: "cuda" where there is a GPU and it can use one, else "cpu".
+
+    Raises:
+        pytest.UsageError: It runs on GPUs alone, and there is none.
+    """
+    declared = config.stash[_SUBJECT].devices if _SUBJECT in config.stash else ("cpu", "cuda")
+    if torch.cuda.is_available() and "cuda" in declared:
+        return "cuda"
+    if "cpu" not in declared:
+        raise pytest.UsageError(
+            f"--kernel: {config.stash[_SUBJECT].name} declares devices {declared}; "
+            "no GPU is visible here"
+        )
+    return "cpu"

@@ -1,0 +1,109 @@
+"""How the conformance tests are cut into pieces that xdist spreads.
+
+A shard fixes dtype, tile configuration and the padded head dims, so that a run on a GPU compiles
+few kernels, and leaves everything else to be drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["Shard", "shards_of"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One piece.
+
+    Args:
+        dtype: Of the inputs.
+        config: Name of the tile configuration.
+        head_dims: What D and Dv are drawn from.
+        tile: What sequence lengths gather around: the larger side of the forward's tile.
+    """
+
+    dtype: str
+    config: str
+    head_dims: tuple[int, ...]
+    tile: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-{self.config}-d{max(self.head_dims)}"
+
+
+_SMALL = (16, 1, 2, 3, 5, 8, 13, 15)
+_MEDIUM = (32, 17, 24, 31, 64, 33, 40, 57)
+_LARGE = (64, 33, 128, 80, 96, 127)
+_LARGEST = (256, 129, 192, 255)
+
+_OF_CONFIGS = (
+    Shard("fp16", "16x16", _SMALL, 16),
+    Shard("fp16", "16x32", _MEDIUM, 32),
+    Shard("fp16", "default", _LARGE, 128),
+    Shard("fp16", "32x16", (16, 7, 32, 24), 32),
+    Shard("fp16", "default", _LARGEST, 64),
+    Shard("bf16", "16x16", _MEDIUM, 16),
+    Shard("bf16", "32x16", _SMALL, 32),
+    Shard("bf16", "default", _LARGE, 128),
+    Shard("bf16", "32x64", (64, 48), 64),
+    Shard("bf16", "64x32", (128, 72), 64),
+    Shard("fp32", "16x16", (16, 3, 32, 24), 16),
+    Shard("fp32", "16x32", (32, 17), 32),
+    Shard("fp32", "default", (64, 33), 64),
+    Shard("fp32", "16x16-tf32", (16, 5, 32, 21), 16),
+    Shard("fp32", "tf32", (64, 40), 64),
+    # Tests take every nth: here each kind of test comes by at least one of these.
+    Shard("fp32", "16x32-one_pass", (32, 17), 32),
+    # On Hopper one tile is as wide as the wider head_dim.
+    Shard("fp16", "default-one_pass", (128, 80, 65, 64, 40), 128),
+    Shard("bf16", "32x16-one_pass", (32, 24, 17), 32),
+    Shard("fp16", "16x16-one_pass", (16, 2, 13), 16),
+    Shard("fp16", "16x16-split3", _MEDIUM, 16),
+    Shard("fp32", "16x16-split3", (16, 3, 32, 24), 16),
+    Shard("fp16", "16x16-packed", _MEDIUM, 16),
+    Shard("fp16", "default-packed", _LARGE, 128),
+    Shard("bf16", "32x16-one_pass-packed", _SMALL, 32),
+    Shard("fp32", "16x16-split3-packed", (16, 5, 32, 21), 16),
+    # What a GPU with a kernel of its own for the default runs elsewhere.
+    Shard("bf16", "portable", _LARGE, 128),
+    Shard("bf16", "default-one_pass", (64, 128, 72), 128),
+    Shard("bf16", "default-one_pass-packed", (128, 72, 64, 40), 128),
+)
+_FLOAT64_OF_CONFIGS = (
+    Shard("fp64", "16x16", (16, 3, 8, 13), 16),
+    Shard("fp64", "16x32", (16, 5, 32, 24), 32),
+    Shard("fp64", "32x16", (32, 17), 32),
+    Shard("fp64", "16x16-one_pass", (16, 5, 13), 16),
+    Shard("fp64", "default", (64, 33), 16),
+    Shard("fp64", "16x16-split3", (16, 3, 8, 13), 16),
+    Shard("fp64", "16x16-packed", (16, 3, 8, 13), 16),
+)
+# Of a subject that has one configuration, whose tiles are not known.
+_TILE = 64
+
+
+def shards_of(subject: Subject, *, float64: bool = False) -> tuple[Shard, ...]:
+    """The pieces of the tests of a subject, those of float64 or all others.
+
+    Of the project's own configurations those that compile few kernels; else head dims up to 128,
+    and larger ones where they are declared, in each configuration and dtype.
+    """
+    if len(subject.configs) > 1:
+        table = _FLOAT64_OF_CONFIGS if float64 else _OF_CONFIGS
+        found = tuple(shard for shard in table if shard.config in subject.configs)
+        if found:
+            return found
+    groups = []
+    for dims in (_SMALL, _MEDIUM, _LARGE, _LARGEST):
+        declared = tuple(d for d in dims if subject.head_dims is None or d in subject.head_dims)
+        if declared and (dims is not _LARGEST or subject.head_dims is not None):
+            groups.append(declared)
+    return tuple(
+        Shard(dtype, config, dims, _TILE)
+        for dims in groups or [subject.head_dims or _SMALL]
+        for config, replaced in subject.configs.items()
+        for dtype in replaced.get("dtypes", subject.dtypes)
+        if (dtype == "fp64") == float64
+    )

@@ -1,0 +1,220 @@
+"""How far a correct kernel's dq, dk and dv may be from the truth, before they are stored.
+
+Axes: z is batch entry and key/value head, r a row of any of the group's query heads, n a key.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fa_verify.oracles.bounds.constants import Constants
+from fa_verify.oracles.bounds.forward import Chunk, Forward
+from fa_verify.oracles.outputs import Numerics
+
+__all__ = ["Backward", "KeySums", "ScoreGradient", "backward_error", "score_gradient"]
+
+
+class KeySums(NamedTuple):
+    """What rows add to the sums of keys, (Z, N, D or Dv); to be added over the chunks."""
+
+    dk: torch.Tensor
+    dk_errors: torch.Tensor  # t W'|Q|
+    dk_products: torch.Tensor  # t (|dS| + e)'|Q|
+    dk_terms: torch.Tensor
+    dk_reach: torch.Tensor  # |dS|'|Q|
+    dv: torch.Tensor
+    dv_errors: torch.Tensor
+    dv_products: torch.Tensor  # (p exp(F))'|dout|
+    dv_terms: torch.Tensor
+    query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key
+
+
+class Backward(NamedTuple):
+    """True values, sums of |terms| and bounds of the backward pass of a chunk."""
+
+    dq: torch.Tensor  # (Z, R, D)
+    dq_bound: torch.Tensor
+    dq_terms: torch.Tensor
+    dq_reach: torch.Tensor  # |dS||K|
+    keys: KeySums
+    ds_reach: torch.Tensor  # |dS| + e, (Z, R, N)
+    dp_reach: torch.Tensor  # |dout|.|v|
+
+
+class _ScoreGrads(NamedTuple):
+    """dS, of scores before a softcap, and its errors, (Z, R, N); 0 on hidden pairs."""
+
+    ds: torch.Tensor
+    ds_reach: torch.Tensor  # |dS| + e: what a kernel's dS may be
+    ds_errors: torch.Tensor  # W: its error as an operand
+    ds_terms: torch.Tensor  # p (|dout|.|v| + |dout|.|out|)
+    dp_reach: torch.Tensor
+    p_growth: torch.Tensor  # p expm1(F)
+    p_grown: torch.Tensor  # p exp(F)
+
+
+class ScoreGradient(NamedTuple):
+    """dS, of the scores themselves, (Z, R, N), and what it is made of; 0 on hidden pairs."""
+
+    ds: torch.Tensor
+    error: torch.Tensor  # e
+    terms: torch.Tensor
+    dp_reach: torch.Tensor
+    p_growth: torch.Tensor
+    p_grown: torch.Tensor
+
+
+def score_gradient(x: Chunk, fwd: Forward, c: Constants, p_rounded: bool) -> ScoreGradient:
+    """dS = p (dP - D), its sum of |terms|, and how far a kernel's may be from it before casts.
+
+    Args:
+        x: The chunk.
+        fwd: Its forward pass.
+        c: The constants in force.
+        p_rounded: Whether dS is made of P as it is after its cast.
+    """
+    scores, abs_dout = fwd.scores, x.dout.abs()
+    lse = scores.lse.unsqueeze(2)
+    # 1. dP and its reach.
+    dp = (x.dout @ x.v.mT).masked_fill_(x.hidden, 0.0)
+    dp_reach = (abs_dout @ x.v.abs().mT).masked_fill_(x.hidden, 0.0)
+    # 2. delta and its error: the kernel takes it from out as stored.
+    delta = (x.dout * fwd.out).sum(2, keepdim=True)
+    delta_terms = (abs_dout * fwd.out.abs()).sum(2, keepdim=True)
+    out_error = (abs_dout * fwd.out_bound).sum(2, keepdim=True)
+    delta_error = out_error + c.gamma(float(x.v.shape[2] + 4)) * (delta_terms + out_error)
+    # Each product, each sum; either operand of a product, as the kernel has it.
+    operands = abs_dout + fwd.out.abs() + fwd.out_bound
+    delta_error += c.eta_op * (2 * x.v.shape[2] + operands.sum(2, keepdim=True))
+    if x.dlse is not None:
+        # One more difference: its operand and its result.
+        dlse = x.dlse.unsqueeze(2)
+        delta -= dlse
+        delta_terms += dlse.abs()
+        delta_error += c.u * (delta.abs() + dlse.abs()) + 2 * c.eta_op
+    # 3. P, recomputed from the stored LSE: F.
+    per_row = fwd.lse_bound.unsqueeze(2) + 3 * c.u * lse.abs() + c.u_exp
+    p_growth = scores.s.abs().mul_(3 * c.u).add_(scores.error).add_(per_row).expm1_()
+    p_growth.mul_(scores.p)
+    p_grown = scores.p + p_growth
+    # 4. dS, its error e before the cast, and W after it.
+    gap = dp - delta
+    ds = scores.p * gap
+    flushed = dp.abs_().add_(delta.abs())  # |dP| + |D|
+    subtrahends = dp_reach * c.short_dot(x.v.shape[2]) + delta_error + c.eta_op
+    if c.eta_dot:
+        of_rows, of_keys = abs_dout.sum(2, keepdim=True), x.v.abs().sum(2).unsqueeze(1)
+        subtrahends += c.eta_dot * (of_rows + of_keys)
+    gap_error = (flushed + subtrahends).mul_(3 * c.u).add_(subtrahends)
+    e = gap_error * p_grown
+    e.addcmul_(p_growth, gap.abs_()).add_(flushed.add_(1.0), alpha=c.ftz)
+    if p_rounded:
+        e.addcmul_(p_grown * c.u_p + c.eta_p, gap_error.add_(gap))
+    ds_terms = scores.p * (dp_reach + delta_terms)
+    e.masked_fill_(x.hidden, 0.0)
+    return ScoreGradient(ds, e, ds_terms, dp_reach, p_growth, p_grown)
+
+
+def _score_grads(
+    x: Chunk, fwd: Forward, c: Constants, eta_ds: float, p_rounded: bool
+) -> _ScoreGrads:
+    """``score_gradient`` by the slope f of a softcap, and as an operand."""
+    scores = fwd.scores
+    ds, e, ds_terms, dp_reach, p_growth, p_grown = score_gradient(x, fwd, c, p_rounded)
+    if scores.slope is not None and scores.slope_error is not None:
+        # Of x, where a softcap made s of x.
+        grown = scores.slope + scores.slope_error
+        e = e * grown * (1 + c.u) + ds.abs() * (scores.slope_error + c.u * grown) + c.ftz
+        ds, ds_terms = ds * scores.slope, ds_terms * scores.slope
+    e.masked_fill_(x.hidden, 0.0)
+    ds_reach = ds.abs() + e
+    ds_errors = e.add_(ds_reach, alpha=c.u_cast).add_(eta_ds).masked_fill_(x.hidden, 0.0)
+    return _ScoreGrads(ds, ds_reach, ds_errors, ds_terms, dp_reach, p_growth, p_grown)
+
+
+def backward_error(
+    x: Chunk, fwd: Forward, *, sm_scale: float, c: Constants, numerics: Numerics
+) -> Backward:
+    """dq, dk, dv of a chunk of rows, their sums of |terms|, and bounds before the last rounding.
+
+    With F the error of the recomputed P's exponent, A that of dP, dD that of delta::
+
+        e  = p [expm1(F) |dP - D| + exp(F) (A + dD + 3u (|dP| + |D| + A + dD))]
+             + FTZ (1 + |dP| + |D|)
+        e += (up p exp(F) + eta) (|dP - D| + A + dD + 3u (...))    where dS is made of the rounded P
+        e  = (e (1 + u) + u |dS|)(f + df) + |dS| df + FTZ    where a softcap multiplies dS by f
+        W  = e + uc (|dS| + e) + eta (1 + u_x)
+        dq: t [W|K| + g (1 + uc) (|dS| + e)|K|]
+        dk: t [W'|Q| + g (1 + uc) (|dS| + e)'|Q|]
+        dv: (p expm1(F) + uc p exp(F) + (eta + FTZ)(1 + u_x))'|dout| + g (1 + uc) (p exp F)'|dout|
+
+    and in TF32 eta_x for each subnormal operand of a dot. A kernel that flushes loses FTZ with each
+    sum and product of delta, and with each operand of those products, with dP - D, with dS times a
+    scale, and with each tile added to dq, dk or dv; atomics lose 2 FTZ with each tile of dq. The g
+    terms of dk and dv, and those sums, are left to the caller: they depend on how many rows see a
+    key.
+
+    Args:
+        x: The chunk.
+        fwd: Its forward pass.
+        sm_scale: Factor on q.k.
+        c: The constants in force.
+        numerics: What the subject declares.
+
+    Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2, whose steps are followed.
+    """
+    # dS loses eta where it underflows; times the scale before its cast, eta / scale.
+    lost_ds = (c.eta_p + c.eta_op) * (1 + c.u_x)
+    eta_ds = lost_ds * (max(1.0, 1 / sm_scale) if numerics.ds_scaled else 1.0)
+    grads = _score_grads(x, fwd, c, eta_ds, numerics.ds_from == "rounded")
+    abs_q, abs_k, abs_dout = x.q.abs(), x.k.abs(), x.dout.abs()
+    # A prescaled operand is read again, still rounded, by the dot of the other's gradient. What
+    # underflow cost it there no longer scales with it: eta a product.
+    again_q = c.u_in if numerics.prescales in ("q", "qk") else 0.0
+    again_k = c.u_in if numerics.prescales in ("k", "qk") else 0.0
+    tiles = fwd.scores.tiles
+    per_product = c.g((numerics.block_n + 2) * tiles) * (1 + c.u_cast) + again_k
+    dq_weights = grads.ds_errors + per_product.unsqueeze(2) * grads.ds_reach
+    dk_weights = grads.ds_errors + again_q * grads.ds_reach if again_q else grads.ds_errors
+    dq_bound = (dq_weights @ abs_k).mul_(sm_scale)
+    dk_errors = (dk_weights.mT @ abs_q).mul_(sm_scale)
+    # Where tiles are added one by one each sum may be flushed, before or after it is scaled; by
+    # atomics what is added as well.
+    lost_sum = max(1.0, sm_scale) * (c.eta_op + (2 * c.ftz if "dq" in numerics.atomic else 0.0))
+    dq_bound += (lost_sum * tiles + c.eta_op).unsqueeze(2)
+    # Subnormal k, q and dout lose digits as operands of the last dots.
+    lost = sm_scale * c.eta_dot
+    dq_bound += lost * grads.ds_reach.sum(2, keepdim=True)
+    dk_errors += lost * grads.ds_reach.sum(1).unsqueeze(2)
+    eta_again = c.eta_prescaled(numerics.prescales, sm_scale)
+    if again_q:
+        dk_errors += eta_again * grads.ds_reach.sum(1).unsqueeze(2)
+    if again_k:
+        dq_bound += eta_again * grads.ds_reach.sum(2).unsqueeze(2)
+    abs_ds = grads.ds.abs()
+    dv_weights = (grads.p_growth + c.u_cast * grads.p_grown).add_((c.eta_p + c.ftz) * (1 + c.u_x))
+    dv_weights.masked_fill_(x.hidden, 0.0)
+    dv_errors = dv_weights.mT @ abs_dout
+    dv_errors += c.eta_dot * grads.p_grown.sum(1).unsqueeze(2)
+    return Backward(
+        dq=(grads.ds @ x.k).mul_(sm_scale),
+        dq_bound=dq_bound,
+        dq_terms=(grads.ds_terms @ abs_k).mul_(sm_scale),
+        dq_reach=abs_ds @ abs_k,
+        keys=KeySums(
+            dk=(grads.ds.mT @ x.q).mul_(sm_scale),
+            dk_errors=dk_errors,
+            dk_products=(grads.ds_reach.mT @ abs_q).mul_(sm_scale),
+            dk_terms=(grads.ds_terms.mT @ abs_q).mul_(sm_scale),
+            dk_reach=abs_ds.mT @ abs_q,
+            dv=fwd.scores.p.mT @ x.dout,
+            dv_errors=dv_errors,
+            dv_products=grads.p_grown.mT @ abs_dout,
+            dv_terms=fwd.scores.p.mT @ abs_dout,
+            query_tiles=x.query_tiles,
+        ),
+        ds_reach=grads.ds_reach,
+        dp_reach=grads.dp_reach,
+    )

@@ -1,0 +1,87 @@
+"""The gradient of a bias: how far a correct kernel's may be from what it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fa_verify.oracles.bounds.backward import score_gradient
+from fa_verify.oracles.bounds.constants import constants
+from fa_verify.oracles.bounds.error_model import gather
+from fa_verify.oracles.bounds.forward import forward_error
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.reference.score_mods import Additions
+from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks
+
+__all__ = ["BiasBound", "bias_error"]
+
+
+class BiasBound(NamedTuple):
+    """Of each element of dbias, float64 in the shape of the bias."""
+
+    bound: torch.Tensor
+    terms: torch.Tensor  # the sum of |terms| that it is computed from
+    out_of_range: str | None  # as of ``error_model.Judgement``
+
+
+def _shared(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Sums over the axes where ``shape`` has 1."""
+    axes = [axis for axis, size in enumerate(shape) if size == 1]
+    return x.sum(axes, keepdim=True) if axes else x
+
+
+def bias_error(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    in_dtype: str,
+    bias_dtype: str,
+    numerics: Numerics,
+    softcap: float | None = None,
+) -> BiasBound:
+    """How far a correct kernel's dbias may be from ``reference.bias_gradient``.
+
+    With e the error of a kernel's dS before any cast, over the n visible pairs that share an
+    element, in any order, and u_out, eta_out of the bias's dtype::
+
+        B = sum e + gamma(n + 2) sum (|dS| + e);  B + u_out (|dbias| + B) + eta_out
+
+    and 0 where no row sees a key. The slope of a softcap has no part in it: the bias comes after.
+
+    Args: as of ``error_model.judge``, and the dtype of the bias; all rows stand in memory at once.
+    """
+    c, stored = constants(in_dtype, numerics), constants(bias_dtype, Numerics())
+    (B, H, M, _), N = q.shape, k.shape[2]
+    zeros = torch.zeros(bias.shape, dtype=torch.float64, device=q.device)
+    if 0 in (B, M, N):
+        return BiasBound(zeros, zeros, None)
+    seen = RowMasks(mask, B, H, M, N, q.device).between(0, M)
+    added = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias.detach()).between(0, M)
+    x = gather(q.detach(), k.detach(), v.detach(), dout.detach(), dlse, seen, added)
+    fwd = forward_error(
+        x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=True, softcap=softcap
+    )
+    gradient = score_gradient(x, fwd, c, numerics.ds_from == "rounded")
+    ds, error, reach, terms, count = (
+        _shared(y.reshape(B, H, M, N), bias.shape)
+        for y in (
+            gradient.ds, gradient.error, gradient.ds.abs() + gradient.error, gradient.terms,
+            x.seen.to(torch.float64),
+        )
+    )  # fmt: skip
+    bound = error + c.gamma(count + 2) * reach + c.eta_op * count
+    bound = bound + stored.u_in * (ds.abs() + bound) + stored.eta_in
+    bound = (c.times * bound).masked_fill_(count == 0, 0.0)
+    largest = float((ds.abs() + bound).amax())
+    reason = None
+    if not largest <= stored.max_in:  # NaN fails
+        reason = f"|dbias| + bound reaches {largest:.6g}; needs to be at most {stored.max_in:.6g}"
+    return BiasBound(bound, terms, reason)

@@ -1,0 +1,155 @@
+"""The unit roundoffs and thresholds of the error bound, for one input dtype and declaration."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from fa_verify.oracles.outputs import Numerics
+
+__all__ = ["Constants", "constants"]
+
+Count = TypeVar("Count", float, torch.Tensor)
+
+# Unit roundoff, largest error of a rounding that ends below the smallest normal number (or is
+# flushed to zero there), largest finite value.
+_FORMATS = {
+    "fp16": (2.0**-11, 2.0**-25, 65504.0),
+    "bf16": (2.0**-8, 2.0**-126, (2 - 2.0**-7) * 2.0**127),
+    "fp32": (2.0**-24, 2.0**-126, (2 - 2.0**-23) * 2.0**127),
+    "fp64": (2.0**-53, 2.0**-1022, sys.float_info.max),
+}
+_SHORTEST_DOT = 16  # a tensor core pads shorter dots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """The constants of the bound; all relative errors are unit roundoffs.
+
+    Args:
+        u: Of the accumulators.
+        ftz: Smallest normal accumulator value: what a flush to zero can lose.
+        u_exp: Of the exponential.
+        u_log: Of the logarithm.
+        u_in: Of the tensors' dtype, inputs and outputs alike.
+        eta_in: Absolute error of a rounding to the tensors' dtype that underflows.
+        u_p: Of the dtype P and dS are cast to, over all their roundings.
+        eta_p: Absolute error of those roundings where they underflow.
+        u_x: What a dot does to each of its operands beyond their dtype, relative.
+        eta_x: The same where they are subnormal, absolute.
+        eta_op: What elementwise arithmetic may take for zero, operand or result, beside casts, P
+            and dS.
+        h: How many roundings an addition of a dot counts as.
+        times: Factor on the finished bound.
+        max_in: Largest finite value of the tensors' dtype.
+        max_p: Largest finite value of the dtype P and dS are cast to.
+        max_acc: Largest finite accumulator value.
+    """
+
+    u: float
+    ftz: float
+    u_exp: float
+    u_log: float
+    u_in: float
+    eta_in: float
+    u_p: float
+    eta_p: float
+    u_x: float
+    eta_x: float
+    eta_op: float
+    h: float
+    times: float
+    max_in: float
+    max_p: float
+    max_acc: float
+
+    def eta_prescaled(self, prescales: str, sm_scale: float) -> float:
+        """What underflow of a prescaled operand costs a score, per unit of the other operand.
+
+        The operand is q sm_scale log2(e) (or k); for "qk" each takes the square root of the factor.
+        Where arithmetic flushes, q may count as 0 before it is multiplied.
+        """
+        split = math.sqrt(sm_scale * math.log(2)) if prescales == "qk" else 0.0
+        lost = self.eta_in + self.eta_op * max(1.0, sm_scale / math.log(2))
+        return lost * max(math.log(2), split)
+
+    @property
+    def u_dot(self) -> float:
+        """Relative error of a product whose two operands are inputs: (1 + u_x)**2 - 1."""
+        # Expanded, because 1 + u is 1 in float64 where u is float64's own roundoff.
+        return 2 * self.u_x + self.u_x**2
+
+    @property
+    def eta_dot(self) -> float:
+        """What a subnormal operand of a dot costs a product, per unit of the other operand."""
+        return self.eta_x * (1 + self.u_dot)
+
+    @property
+    def u_cast(self) -> float:
+        """Relative error of a product with P or dS: (1 + u_p)(1 + u_x)**2 - 1.
+
+        P or dS is cast, then the dot takes its share off both operands.
+        """
+        return self.u_p + self.u_dot + self.u_p * self.u_dot
+
+    def gamma(self, n: Count) -> Count:
+        """Relative error of n additions, u each."""
+        return n * self.u / (1 - n * self.u)
+
+    def g(self, n: Count) -> Count:
+        """Relative error of a dot of n products."""
+        return n * (self.h * self.u) / (1 - n * (self.h * self.u))
+
+    def short_dot(self, D: int) -> float:
+        """A0's factor in the error of a dot of two inputs of length D: rounding and operands."""
+        accumulated = self.g(float(max(D, _SHORTEST_DOT)))
+        return accumulated * (1 + self.u_dot) + self.u_dot
+
+
+def constants(in_dtype: str, numerics: Numerics) -> Constants:
+    """The constants for tensors of ``in_dtype`` under the declared numerics.
+
+    Accumulators are fp32; for "fp64" inputs they are float64 and the finished bound is doubled,
+    because the oracle itself errs by as much.
+
+    Args:
+        in_dtype: "fp16", "bf16", "fp32" or "fp64".
+        numerics: What the subject declares.
+
+    Raises:
+        ValueError: in_dtype is none of these.
+    """
+    if in_dtype not in _FORMATS:
+        raise ValueError(f"in_dtype is {in_dtype!r}; needs one of {tuple(_FORMATS)}")
+    double = in_dtype == "fp64"
+    u_in, eta_in, max_in = _FORMATS[in_dtype]
+    uncast = numerics.p_dtype == "fp32" and not double
+    u_p, eta_p, max_p = _FORMATS["fp32" if uncast else in_dtype]
+    rounds = numerics.ds_roundings
+    if rounds != 1:
+        u_p, eta_p = math.expm1(rounds * math.log1p(u_p)), rounds * eta_p
+    truncated = numerics.dots == "tf32" and in_dtype == "fp32"
+    u, ftz, max_acc = _FORMATS["fp64" if double else "fp32"]
+    return Constants(
+        u=u,
+        ftz=ftz,
+        u_exp=2.0**-51 if double else 2.0**-22,  # ex2.approx
+        u_log=2.0**-51 if double else 2.0**-22,  # lg2.approx
+        u_in=u_in,
+        eta_in=eta_in,
+        u_p=u_p,
+        eta_p=eta_p,
+        # TF32 drops the last 13 of 23 bits, also of a subnormal number, whose last bit is 2**-149.
+        u_x=2.0**-10 if truncated else 0.0,
+        eta_x=2.0**-136 if truncated else 0.0,
+        eta_op=ftz if numerics.flushes else 0.0,
+        h=float(numerics.accumulator),
+        times=2.0 if double else 1.0,
+        max_in=max_in,
+        max_p=max_p,
+        max_acc=max_acc,
+    )

@@ -1,0 +1,337 @@
+"""How far a correct kernel may be from the truth: the bound of every element, from the inputs.
+
+No tolerance is tuned: each is a sum of what roundings, the approximate exp and log, and underflow
+can do along the way of a kernel in the manner of FlashAttention-2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from fa_verify.oracles.bounds.backward import Backward, KeySums, backward_error
+from fa_verify.oracles.bounds.constants import Constants, constants
+from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error
+from fa_verify.oracles.outputs import Numerics, Outputs
+from fa_verify.oracles.reference.score_mods import Additions
+from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks, chunk_height
+
+__all__ = ["Judgement", "gather", "judge"]
+
+_QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
+_EXACT_SPREAD = 2**28  # M * N * Dv up to which |v - out| is formed element by element
+_LARGEST_LSE = 1e5
+# Of a score that is a sum: a rounding of more is more than an exponent may be off.
+_LARGEST_TERMS = 1e7
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a problem allows a correct kernel.
+
+    Args:
+        bound: Largest error of each element of each output.
+        terms: For each element, the sum of |terms| that it is computed from.
+        max_score: The largest |score| of a visible pair, or where terms are added to it the largest
+            sum of their |values|.
+        out_of_range: None, or a sentence on the first range condition that fails: then no
+            accuracy is promised.
+    """
+
+    bound: Outputs[torch.Tensor]
+    terms: Outputs[torch.Tensor]
+    max_score: float
+    out_of_range: str | None
+
+
+class _Rows(NamedTuple):
+    """Of a chunk: what belongs to rows, (Z, R, ...)."""
+
+    bound_out: torch.Tensor
+    bound_lse: torch.Tensor
+    bound_dq: torch.Tensor
+    terms_out: torch.Tensor
+    terms_lse: torch.Tensor
+    terms_dq: torch.Tensor
+
+
+class _Keys(NamedTuple):
+    """Of all rows: what belongs to keys, (B * Hk, N, D or Dv)."""
+
+    bound_dk: torch.Tensor
+    bound_dv: torch.Tensor
+    terms_dk: torch.Tensor
+    terms_dv: torch.Tensor
+    peaks: torch.Tensor
+
+
+class _Part(NamedTuple):
+    """What outlives a chunk."""
+
+    rows: _Rows
+    keys: KeySums
+    peaks: torch.Tensor
+
+
+def gather(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    seen: torch.Tensor,
+    added: tuple[torch.Tensor, ...],
+) -> Chunk:
+    """The inputs of a chunk of rows, in float64, a group's heads folded into rows.
+
+    Args:
+        q: (B, H, R, D), these rows of it.
+        k: (B, Hk, N, D).
+        v: (B, Hk, N, Dv).
+        dout: (B, H, R, Dv).
+        dlse: (B, H, R), or None.
+        seen: Bool (B or 1, H or 1, R, N).
+        added: What is added to scores, (B, H, R, N) each.
+    """
+    (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
+    Z, R = B * Hk, H // Hk * M
+    seen = seen.expand(B, H, M, N)
+    tiled = pad(seen, (0, 0, 0, -M % _QUERY_TILE)).reshape(Z, -1, _QUERY_TILE, N)
+    query_tiles = tiled.any(2).sum(1, dtype=torch.float64)
+    seen = seen.reshape(Z, R, N)
+    empty = ~seen.any(2)
+    # Rows and keys that no visible pair touches may hold NaN.
+    unread, unseen = empty.unsqueeze(2), (query_tiles == 0).unsqueeze(2)
+    return Chunk(
+        q=q.to(torch.float64).reshape(Z, R, D).masked_fill(unread, 0.0),
+        k=k.to(torch.float64).reshape(Z, N, D).masked_fill(unseen, 0.0),
+        v=v.to(torch.float64).reshape(Z, N, -1).masked_fill(unseen, 0.0),
+        dout=dout.to(torch.float64).reshape(Z, R, -1).masked_fill(unread, 0.0),
+        dlse=None if dlse is None else dlse.to(torch.float64).reshape(Z, R).masked_fill(empty, 0.0),
+        seen=seen,
+        hidden=~seen,
+        empty=empty,
+        query_tiles=query_tiles,
+        added=tuple(x.reshape(Z, R, N).masked_fill(~seen, 0.0) for x in added),
+    )
+
+
+def _finish(bound: torch.Tensor, value: torch.Tensor, u: float, eta: float) -> torch.Tensor:
+    """Adds the last roundings to a bound."""
+    return bound + u * (value.abs() + bound) + eta
+
+
+def _finish_rows(x: Chunk, fwd: Forward, bwd: Backward, c: Constants) -> _Rows:
+    """Bounds and terms of a chunk's rows; those of empty rows are exact."""
+    empty = x.empty.unsqueeze(2)
+    scores = fwd.scores
+    dq_bound = _finish(bwd.dq_bound, bwd.dq, c.u_in + 4 * c.u, c.eta_in)
+    return _Rows(
+        bound_out=(c.times * fwd.out_bound).masked_fill_(empty, 0.0),
+        bound_lse=(c.times * fwd.lse_bound).masked_fill_(x.empty, 0.0),
+        bound_dq=(c.times * dq_bound).masked_fill_(empty, 0.0),
+        terms_out=fwd.out_terms,
+        terms_lse=1 + scores.m.abs() + scores.log_l.abs(),
+        terms_dq=bwd.dq_terms,
+    )
+
+
+def _by_group(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Splits the first axis into groups of heads: (groups, heads, ...)."""
+    return x.view(-1, heads, *x.shape[1:])
+
+
+def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _Keys:
+    """Bounds of dk and dv.
+
+    ``apart`` is 1 where one chain of additions runs through a group's heads; otherwise it is the
+    number of heads whose gradients, already rounded, are added (Z then counts query heads).
+    """
+    per_product = (c.g(_QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
+    unseen = (sums.query_tiles == 0).unsqueeze(2)
+    flushed = c.eta_op * (max(1.0, sm_scale) * sums.query_tiles + 1).unsqueeze(2)
+    finished = []
+    for value, errors, products, terms, u in (
+        (sums.dk, sums.dk_errors, sums.dk_products, sums.dk_terms, c.u_in + 4 * c.u),
+        (sums.dv, sums.dv_errors, sums.dv_products, sums.dv_terms, c.u_in),
+    ):
+        bound = _finish(errors + per_product * products + flushed, value, u, c.eta_in)
+        bound.masked_fill_(unseen, 0.0)
+        if apart > 1:
+            added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1) + c.eta_in
+            added.masked_fill_(_by_group(unseen, apart).all(1), 0.0)
+            bound = _by_group(bound, apart).sum(1) + added
+            value, terms = (_by_group(x, apart).sum(1) for x in (value, terms))
+        finished.append((value, c.times * bound, terms))
+    (dk, bound_dk, terms_dk), (dv, bound_dv, terms_dv) = finished
+    peaks = (sums.dk_reach, dk.abs() + bound_dk, dv.abs() + bound_dv)
+    peaks_of_keys = torch.stack([peak.amax() for peak in peaks])
+    return _Keys(bound_dk, bound_dv, terms_dk, terms_dv, peaks_of_keys)
+
+
+def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
+    """The largest values of a chunk that the range conditions speak of, and of |s|."""
+    scores = fwd.scores
+    unnormalised = fwd.out_terms * (scores.log_l + scores.lag).exp().unsqueeze(2)
+    peaks = (
+        scores.parts,
+        scores.reach,
+        bwd.dp_reach,
+        bwd.dq_reach,
+        unnormalised,
+        bwd.ds_reach,
+        fwd.out.abs() + rows.bound_out,
+        bwd.dq.abs() + rows.bound_dq,
+        scores.lse.abs(),
+    )
+    return torch.stack([peak.amax() for peak in peaks])
+
+
+def _judge_chunk(
+    x: Chunk, t: float, c: Constants, numerics: Numerics, exact: bool, softcap: float | None
+) -> _Part:
+    """Runs both passes over a chunk and keeps what outlives it."""
+    fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact, softcap=softcap)
+    bwd = backward_error(x, fwd, sm_scale=t, c=c, numerics=numerics)
+    rows = _finish_rows(x, fwd, bwd, c)
+    return _Part(rows, bwd.keys, _row_peaks(fwd, bwd, rows))
+
+
+def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | None:
+    """The first range condition that fails, as a sentence."""
+    reach, dp, dq, values, ds, out, dq_stored, lse = peaks
+    dk, dk_stored, dv_stored = key_peaks
+    for name, value, limit in (
+        ("|q|.|k|", reach, c.max_acc),
+        ("|dout|.|v|", dp, c.max_acc),
+        ("sum_j |dS||K|", dq, c.max_acc),
+        ("sum_i |dS||Q|", dk, c.max_acc),
+        ("the sum of unnormalised P|v|", values, c.max_acc),
+        ("|dS| + its error", ds, c.max_p),
+        ("|out| + bound", out, c.max_in),
+        ("|dq| + bound", dq_stored, c.max_in),
+        ("|dk| + bound", dk_stored, c.max_in),
+        ("|dv| + bound", dv_stored, c.max_in),
+        ("|lse|", lse, _LARGEST_LSE),
+    ):
+        if not value <= limit:  # NaN fails
+            return f"{name} reaches {value:.6g}; needs to be at most {limit:.6g}"
+    return None
+
+
+def _range_of_terms(largest: float) -> str | None:
+    """As ``_range``, of the terms that scores are sums of."""
+    if largest <= _LARGEST_TERMS:
+        return None
+    return (
+        f"the sum of a score's |terms| reaches {largest:.6g}; needs to be at most "
+        f"{_LARGEST_TERMS:.6g}"
+    )
+
+
+def _all_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Judgement:
+    """The judgement where nothing is visible, because a size is 0."""
+    shapes = ((*q.shape[:3], v.shape[3]), q.shape[:3], q.shape, k.shape, v.shape)
+    bound, terms = (
+        Outputs(*(torch.zeros(shape, dtype=torch.float64, device=q.device) for shape in shapes))
+        for _ in range(2)
+    )
+    terms.lse.fill_(1.0)
+    return Judgement(bound, terms, 0.0, None)
+
+
+def judge(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    in_dtype: str,
+    numerics: Numerics,
+    softcap: float | None = None,
+    rows: int | None = None,
+) -> Judgement:
+    """The bound of every element of every output, its sum of |terms|, and the range check.
+
+    A correct kernel's result lies within ``bound`` of the float64 reference wherever
+    ``out_of_range`` is None. The bound is 0 where the truth is exact whatever the rounding: rows
+    with no visible key, and keys that no row sees. Padding may hold anything.
+
+    Args:
+        q: (B, H, M, D), any float dtype and strides: the values that the kernel was given.
+        k: (B, Hk, N, D).
+        v: (B, Hk, N, Dv).
+        dout: (B, H, M, Dv).
+        dlse: (B, H, M), the gradient of lse, if the kernel was given one.
+        alibi_slopes: (H,) or (B, H), if the kernel was given some.
+        bias: (B or 1, H or 1, M or 1, N or 1), if the kernel was given one; see ``bias_error``
+            for what its gradient may be off.
+        mask: What each row sees.
+        sm_scale: Factor on q.k, > 0.
+        in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
+        numerics: What the subject declares.
+        softcap: c of scores c tanh(sm_scale q.k / c), > 0; None leaves them as they are.
+        rows: Height of a chunk, rounded up to a multiple of 16; None chooses.
+
+    Returns:
+        Float64 tensors on q's device.
+
+    Raises:
+        ValueError: in_dtype is unknown or rows is less than 1.
+
+    Numerics: all float64. The error of the scores reaches out through |v - out| where
+    M N Dv <= 2**28, and through the larger |v| + |out|, two GEMMs, beyond.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, chapter 3; Blanchard, Higham,
+    Higham 2021 (doi 10.1093/imanum/draa038); the algorithm is FlashAttention-2's
+    (arXiv:2307.08691).
+    """
+    c = constants(in_dtype, numerics)
+    (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
+    if 0 in (B, M, N):
+        return _all_exact(q, k, v)
+    q, k, v, dout = (x.detach() for x in (q, k, v, dout))
+    apart = H // Hk if numerics.group_sum == "dtype" else 1
+    if apart > 1:
+        k, v = (x.repeat_interleave(apart, dim=1) for x in (k, v))
+    masks = RowMasks(mask, B, H, M, N, q.device)
+    height = chunk_height(rows, B, H, N)
+    height += -height % _QUERY_TILE
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
+    parts: list[_Rows] = []
+    peaks: list[torch.Tensor] = []
+    sums: KeySums | None = None
+    for start in range(0, M, height):
+        here = slice(start, min(start + height, M))
+        of_lse = None if dlse is None else dlse[:, :, here].detach()
+        seen = masks.between(here.start, here.stop)
+        added = additions.between(here.start, here.stop)
+        chunk = gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added)
+        exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
+        part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
+        parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))
+        peaks.append(part.peaks)
+        sums = part.keys if sums is None else KeySums(*map(torch.Tensor.add_, sums, part.keys))
+    assert sums is not None  # M > 0
+    of_rows = _Rows(*(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)))
+    of_keys = _finish_keys(sums, sm_scale, c, apart)
+    bound_dk, bound_dv, terms_dk, terms_dv = (x.view(B, Hk, N, -1) for x in of_keys[:4])
+    # Read in one go: waiting for a GPU is what a small problem costs.
+    of_all = torch.cat([torch.stack(peaks).amax(0), of_keys.peaks]).tolist()
+    key_peaks = [of_all.pop() for _ in of_keys.peaks][::-1]
+    max_score, *row_peaks = of_all
+    return Judgement(
+        bound=Outputs(of_rows.bound_out, of_rows.bound_lse, of_rows.bound_dq, bound_dk, bound_dv),
+        terms=Outputs(of_rows.terms_out, of_rows.terms_lse, of_rows.terms_dq, terms_dk, terms_dv),
+        max_score=max_score,
+        out_of_range=_range(row_peaks, key_peaks, c)
+        or _range_of_terms(max_score if additions else 0.0),
+    )

@@ -1,0 +1,247 @@
+"""How far a correct kernel's out and lse may be from the truth, for one chunk of rows.
+
+Axes: z is batch entry and key/value head, r a row of any of the group's query heads, n a key.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from fa_verify.oracles.bounds.constants import Constants
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.reference.softcap import cap_error
+
+__all__ = ["Chunk", "Forward", "Scores", "forward_error"]
+
+_GAPS = 2**21  # elements of |v - out| that stand in memory at a time, on a CPU: a cache's worth
+_GAPS_CUDA = 2**27
+
+
+class Chunk(NamedTuple):
+    """Float64 inputs of a chunk; what no visible pair touches is 0 in them."""
+
+    q: torch.Tensor  # (Z, R, D)
+    k: torch.Tensor  # (Z, N, D)
+    v: torch.Tensor  # (Z, N, Dv)
+    dout: torch.Tensor  # (Z, R, Dv)
+    dlse: torch.Tensor | None  # (Z, R): the gradient of lse, None where there is none
+    seen: torch.Tensor  # bool (Z, R, N)
+    hidden: torch.Tensor  # its complement
+    empty: torch.Tensor  # bool (Z, R): rows with no visible key
+    query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key, over the group's heads
+    added: tuple[torch.Tensor, ...]  # (Z, R, N) each: what is added to scores, 0 on hidden pairs
+
+
+class Scores(NamedTuple):
+    """The softmax of a chunk and the error of its scores; 0 on hidden pairs."""
+
+    s: torch.Tensor  # (Z, R, N)
+    reach: torch.Tensor  # |q|.|k|, unscaled
+    p: torch.Tensor
+    error: torch.Tensor  # E
+    m: torch.Tensor  # (Z, R), 0 on empty rows, like lse and log_l
+    lse: torch.Tensor
+    log_l: torch.Tensor
+    lag: torch.Tensor  # r: how far below m the maximum in use may lie
+    tiles: torch.Tensor  # T: key tiles with a visible key, float64
+    slope: torch.Tensor | None  # (Z, R, N): of s by sm_scale q.k; None where it is 1 everywhere
+    slope_error: torch.Tensor | None  # how far a kernel's may be from it
+    parts: torch.Tensor  # |s|, or the sum of the |terms| that s is the sum of
+
+
+class Forward(NamedTuple):
+    """True values, sums of |terms| and bounds of the forward pass; empty rows are not special."""
+
+    scores: Scores
+    out: torch.Tensor  # (Z, R, Dv)
+    out_terms: torch.Tensor
+    out_bound: torch.Tensor
+    lse_bound: torch.Tensor  # (Z, R)
+
+
+def _changes(tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
+    """How often the running maximum may change after the first live tile, in this order."""
+    earlier = pad(tile_max.cummax(2).values[:, :, :-1], (1, 0), value=-math.inf)
+    risen = live_tiles & (tile_max >= earlier - slack.unsqueeze(2))
+    return risen.sum(2) - 1
+
+
+def _rescales(
+    tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor, splits: int
+) -> torch.Tensor:
+    """R: the changes of the running maximum, whichever end of the row the kernel starts from.
+
+    Where the row is split, a part can start at any tile, and merging it is one change more; of a
+    part that lacks a tile, so they stay fewer than the tiles.
+    """
+    if tile_max.shape[2] == 1:
+        return torch.zeros_like(slack)
+    either_end = ((tile_max, live_tiles), (tile_max.flip(2), live_tiles.flip(2)))
+    starts = range(tile_max.shape[2] if splits > 1 else 1)
+    most = torch.stack(
+        [
+            _changes(from_end[:, :, start:], live[:, :, start:], slack)
+            for from_end, live in either_end
+            for start in starts
+        ]
+    ).amax(0)
+    if splits > 1:
+        most = torch.minimum(most + 1, live_tiles.sum(2) - 1)
+    return most.to(torch.float64)
+
+
+def _dot_error(
+    x: Chunk, reach: torch.Tensor, t: float, c: Constants, prescales: str
+) -> torch.Tensor:
+    """What the dots of q and k err, times t, on all pairs; ``reach`` is A0 = t |q|.|k|."""
+    per_reach = c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot
+    if prescales != "none":
+        per_reach += c.u_in if prescales != "qk" else 2 * c.u_in + c.u_in**2
+    error = reach * per_reach
+    if c.eta_dot:
+        of_q, of_k = (x.abs().sum(2) for x in (x.q, x.k))
+        error.add_(of_q.unsqueeze(2) + of_k.unsqueeze(1), alpha=t * c.eta_dot)
+    if prescales in ("q", "qk"):
+        error += c.eta_prescaled(prescales, t) * x.k.abs().sum(2).unsqueeze(1)
+    if prescales in ("k", "qk"):
+        error += c.eta_prescaled(prescales, t) * x.q.abs().sum(2).unsqueeze(2)
+    return error
+
+
+def _scores(
+    x: Chunk, sm_scale: float, c: Constants, numerics: Numerics, softcap: float | None
+) -> Scores:
+    """Softmax of a chunk, and E = (g + ud) A0 + 5u |s| + 3u (|s - m| + r) + (1 + R) u_exp.
+
+    In TF32 also t eta_x (sum |q| + sum |k|): what truncation takes off subnormal operands. A
+    softcap contracts what stands before 5u |s|, and has roundings of its own: ``cap_error``. Where
+    n terms are added to x, (3 + n) u (|x| + the sum of |terms|): each term is a product of two
+    rounded numbers, or x scaled, and is rounded again with every sum.
+
+    r is by how much the maximum that sums are relative to may lie below the row's: nothing where
+    all of its keys are in one tile, else what the subject declares as ``rescale_threshold``.
+
+    R counts how often a kernel may rescale, from the data: at most the number of tiles, usually
+    far fewer, which keeps the bound sharp for long rows.
+    """
+    # 1. Scores and their reach |q|.|k|.
+    s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
+    reach = (x.q.abs() @ x.k.abs().mT).masked_fill_(x.hidden, 0.0)
+    error = _dot_error(x, reach * sm_scale, sm_scale, c, numerics.prescales)
+    slope, slope_error = None, None
+    if softcap is not None:
+        s, error, slope, slope_error = cap_error(s, error, softcap, c)
+    parts = s.abs()
+    if x.added:
+        s, parts = sum(x.added, s), sum(map(torch.abs, x.added), parts)
+        error = error + (3 + len(x.added)) * c.u * parts
+    # 2. Maxima of tiles and rows. A hidden tile's is -inf, an empty row's is set to 0.
+    short = -s.shape[2] % numerics.block_n
+    tiled = (*s.shape[:2], -1, numerics.block_n)
+    visible_s = pad(s.masked_fill(x.hidden, -math.inf), (0, short), value=-math.inf)
+    tile_max = visible_s.view(tiled).amax(3)
+    live_tiles = pad(x.seen, (0, short)).view(tiled).any(3)
+    m = tile_max.amax(2).masked_fill_(x.empty, 0.0)
+    # 3. Softmax.
+    p = (s - m.unsqueeze(2)).exp_().masked_fill_(x.hidden, 0.0)
+    l_sum = p.sum(2).masked_fill_(x.empty, 1.0)
+    p /= l_sum.unsqueeze(2)
+    log_l = l_sum.log()
+    # 4. The scores' error, with room for the changes of the running maximum.
+    error.add_((s - m.unsqueeze(2)).abs_().mul_(3 * c.u))
+    error.add_(s.abs(), alpha=5 * c.u).add_(c.u_exp)
+    error.masked_fill_(x.hidden, 0.0)
+    tiles = live_tiles.sum(2, dtype=torch.float64)
+    lag = numerics.rescale_threshold * math.log(2) * (tiles > 1).to(tiles.dtype)
+    error.add_((3 * c.u * lag).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
+    changes = _rescales(tile_max, live_tiles, 2 * error.amax(2), numerics.splits)
+    error.add_(changes.mul_(c.u_exp).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
+    return Scores(s, reach, p, error, m, m + log_l, log_l, lag, tiles, slope, slope_error, parts)
+
+
+def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bool) -> torch.Tensor:
+    """sum_n weights |v - out|, exact element by element or by |v| + |out|."""
+    if not exact:
+        return weights @ v.abs() + weights.sum(2, keepdim=True) * out.abs()
+    Z, R, N = weights.shape
+    most = _GAPS_CUDA if v.is_cuda else _GAPS
+    height = max(1, most // (Z * N * v.shape[2]))
+    parts = []
+    for start in range(0, R, height):
+        here = slice(start, start + height)
+        gaps = (v.unsqueeze(1) - out[:, here].unsqueeze(2)).abs_()
+        parts.append((weights[:, here].unsqueeze(2) @ gaps).squeeze(2))
+    return torch.cat(parts, 1)
+
+
+def forward_error(
+    x: Chunk,
+    *,
+    sm_scale: float,
+    c: Constants,
+    numerics: Numerics,
+    exact_spread: bool,
+    softcap: float | None = None,
+) -> Forward:
+    """Softmax, out, their sums of |terms| and the bounds of out and lse, for a chunk of rows.
+
+    With Z = sum p exp(-E) <= the kernel's own softmax sum over the true one::
+
+        core  = [sum p expm1(E) |v - out| + (uc + g (1 + uc)) sum p exp(E) |v|] / Z
+                + (eta + FTZ) min(1, exp(m - L + 2 max E)) sum |v| + eta_x sum p exp(E) / Z
+                + (T + 1 + 2 S) FTZ    where a kernel flushes: each rescale, and the division;
+                                       S = min(splits, T) parts weighted and added, if split
+        core += (gamma_l + 4u)(|out| + core)
+        out:  core + u_in (|out| + core) + eta_in
+        lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l| + r) + 4u (max(|m|, |L|) + r)
+
+    Args:
+        x: The chunk.
+        sm_scale: Factor on q.k.
+        c: The constants in force.
+        numerics: What the subject declares.
+        exact_spread: Weight the scores' error by |v - out|; otherwise by |v| + |out|, which is
+            larger and costs two GEMMs.
+        softcap: As of ``reference.attention``.
+
+    Source: Blanchard, Higham, Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.
+    """
+    scores = _scores(x, sm_scale, c, numerics, softcap)
+    p, E, m, lse = scores.p, scores.error, scores.m, scores.lse
+    abs_v = x.v.abs()
+    out, out_terms = p @ x.v, p @ abs_v
+    p_growth = p * E.expm1()
+    p_grown = p + p_growth
+    Z = (p * (-E).exp_()).sum(2, keepdim=True).masked_fill_(x.empty.unsqueeze(2), 1.0)
+    keys = numerics.block_n * scores.tiles
+    # What P's rounding and the accumulation do, and what underflows in P or its products.
+    rounding = c.u_cast + (1 + c.u_cast) * c.g(keys + 2 * scores.tiles)
+    lost = torch.full_like(m, c.eta_p + c.ftz)
+    if not numerics.p_normalised:
+        lost *= (m - lse + 2 * E.amax(2)).exp_().clamp_(max=1.0)
+    per_v = torch.where(x.seen, p_grown * (rounding.unsqueeze(2) / Z) + lost.unsqueeze(2), 0.0)
+    core = _spread(p_growth, x.v, out, exact_spread) / Z + per_v @ abs_v
+    core = core + c.eta_dot * p_grown.sum(2, keepdim=True) / Z
+    steps = scores.tiles + 1
+    if numerics.splits > 1:
+        steps = steps + 2 * scores.tiles.clamp(max=numerics.splits)
+    core = core + c.eta_op * steps.unsqueeze(2)
+    # The softmax sum.
+    added = numerics.block_n if numerics.l_order == "tile" else keys
+    gamma_l = c.gamma(added + 2 * scores.tiles + 4)
+    if numerics.l_from == "rounded":
+        gamma_l = gamma_l + c.u_p * (1 + gamma_l)
+    core = core + (gamma_l + 4 * c.u).unsqueeze(2) * (out.abs() + core)
+    out_bound = core + c.u_in * (out.abs() + core) + c.eta_in
+    lse_bound = (
+        # log(sum p exp(E)), as p sums to 1; log1p keeps its digits where E is tiny.
+        p_growth.sum(2).log1p_()
+        + gamma_l
+        + c.u_log * (1 + scores.log_l.abs() + scores.lag)
+        + 4 * c.u * (torch.maximum(m.abs(), lse.abs()) + scores.lag)
+    )
+    return Forward(scores, out, out_terms, out_bound, lse_bound)

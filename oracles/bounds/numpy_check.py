@@ -1,0 +1,494 @@
+"""The error bound in NumPy: how far a correct kernel may be from the float64 reference.
+
+A second writing of the bound, kept apart from the fast one so that the two check each other. Plain
+loops over batch entries and heads; per head the steps are numbered. Axes in the names of locals:
+m query row, n key, d head_dim, e head_dim of v.
+
+Every sum runs over visible pairs only. The model assumes accumulation in fp32 or wider in any
+order, P and dS rounded to nearest, and a backward that recomputes P from the stored LSE and delta
+from the stored output.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_verify.oracles.bounds.numpy_units import (
+    Units,
+    lag_of,
+    prescale_underflow,
+    rescales,
+    seen_tiles,
+    units_of,
+)
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Numerics, Outputs
+from fa_verify.oracles.reference.numpy_reference import Head, added_terms, attend_head, seen_keys
+
+__all__ = ["bound", "head_bound", "score_error"]
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+_ROW_TILE = 16
+_SHORTEST_DOT = 16
+
+
+class _HeadBound(NamedTuple):
+    """One head's bounds; those of the gradients without the rounding of the stored result."""
+
+    out_me: FloatArray
+    lse_m: FloatArray
+    dq_md: FloatArray
+    dk_nd: FloatArray
+    dv_ne: FloatArray
+    dscores_mn: FloatArray  # of dS before a softcap's slope, and before its cast
+
+
+def _prescale_error(
+    head: Head, magnitude_mn: FloatArray, sm_scale: float, numerics: Numerics, units: Units
+) -> FloatArray:
+    """What rounding the pre-scaled operands adds to a score."""
+    u_in = units.u_stored
+    underflow = prescale_underflow(numerics, sm_scale, units)
+    error_mn = np.zeros_like(magnitude_mn)
+    if numerics.prescales in ("q", "qk"):
+        error_mn += u_in * magnitude_mn + underflow * np.abs(head.k_nd).sum(axis=1)[None, :]
+    if numerics.prescales in ("k", "qk"):
+        error_mn += u_in * magnitude_mn + underflow * np.abs(head.q_md).sum(axis=1)[:, None]
+    if numerics.prescales == "qk":
+        error_mn += u_in**2 * magnitude_mn
+    return error_mn
+
+
+def _dot_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) -> FloatArray:
+    """What the dots of q and k are off, times the scale."""
+    u_dot, D = units.u_dot, head.q_md.shape[1]
+    magnitude_mn = sm_scale * (np.abs(head.q_md) @ np.abs(head.k_nd).T)
+    error_mn: FloatArray = (
+        (units.g(max(D, _SHORTEST_DOT)) * (1 + u_dot) + u_dot) * magnitude_mn
+        + 5 * units.u * u_dot * magnitude_mn
+        + _prescale_error(head, magnitude_mn, sm_scale, numerics, units)
+        + sm_scale * units.subnormal_operands(head.q_md, head.k_nd)
+    )
+    return error_mn
+
+
+def _capped_error(
+    head: Head, dot_error_mn: FloatArray, softcap: float, units: Units
+) -> tuple[FloatArray, FloatArray]:
+    """What softcap * tanh(x / softcap), and its derivative by x, are off.
+
+    x is multiplied by a rounded 1 / softcap, and tanh by a rounded softcap: four roundings. tanh is
+    off by at most 9u + u_exp of itself; its derivative by 14u + u_exp of itself, and by what the
+    exponent -2 |x / softcap| loses to two roundings. Both are 0 or 1 beyond an exponent of 800.
+    """
+    u, size_mn = units.u, np.abs(head.scaled_mn)
+    input_error_mn = dot_error_mn + 3 * u * size_mn
+    nearest_mn = np.maximum(0.0, size_mn - input_error_mn)
+    steepest_mn = 1 / np.cosh(nearest_mn / softcap) ** 2
+    moved_mn = steepest_mn * input_error_mn
+    capped_mn = softcap * np.tanh(size_mn / softcap)
+    score_error_mn = moved_mn + (3 * u + (9 * u + units.u_exp)) * (capped_mn + moved_mn)
+    score_error_mn += 2 * units.flush * softcap
+    exponent_mn = np.minimum(2 * size_mn / softcap, 800.0)
+    relative_mn = np.minimum(1.0, 2 * input_error_mn / softcap)
+    relative_mn = relative_mn + 14 * u + units.u_exp + 2 * u * exponent_mn
+    return score_error_mn, steepest_mn * relative_mn + 4 * units.flush
+
+
+def _sum_error(head: Head, units: Units) -> FloatArray:
+    """What scores that are sums of terms are off, beside what the first of them is.
+
+    A term is a product of two rounded numbers, or what the scale made of a dot: two roundings, and
+    as many more as there are sums, and one for what roundings do to each other.
+    """
+    terms = len(head.added_mn)
+    added_mn = sum(head.added_mn, np.zeros_like(head.scores_mn))
+    total_mn = np.abs(head.scores_mn - added_mn)
+    for term_mn in head.added_mn:
+        total_mn = total_mn + np.abs(term_mn)
+    error_mn: FloatArray = (2 + terms + 1) * units.u * total_mn
+    return error_mn
+
+
+def score_error(
+    head: Head, sm_scale: float, numerics: Numerics, units: Units, softcap: float | None = None
+) -> FloatArray:
+    """E: the error of s - running maximum, and of its exponential, on visible pairs.
+
+    Args:
+        head: The passes of the reference.
+        sm_scale: t, the factor on q.k.
+        numerics: What the kernel declares.
+        units: The constants in force.
+        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
+
+    Returns:
+        (M, N), 0 on hidden pairs.
+    """
+    u = units.u
+    s_mn = head.scores_mn
+    error_mn = _dot_error(head, sm_scale, numerics, units)
+    if softcap is not None:
+        error_mn, _ = _capped_error(head, error_mn, softcap, units)
+    if head.added_mn:
+        error_mn = error_mn + _sum_error(head, units)
+    error_mn = (
+        error_mn
+        + 5 * u * np.abs(s_mn)
+        + 3 * u * np.abs(s_mn - head.row_max_m[:, None])
+        + 3 * u * lag_of(head, numerics)[:, None]
+        + units.u_exp
+    )
+    rescales_m = rescales(head, error_mn, numerics)
+    return np.where(head.seen_mn, error_mn + rescales_m[:, None] * units.u_exp, 0.0)
+
+
+def _forward(
+    head: Head, error_mn: FloatArray, numerics: Numerics, units: Units
+) -> tuple[FloatArray, FloatArray]:
+    """Bounds of out (M, Dv) and lse (M,), row by row over the visible keys; 0 on empty rows."""
+    u, uc = units.u, units.u_cast_dot
+    lost = units.eta_x * (1 + units.u_dot)
+    bound_out_me = np.zeros_like(head.out_me)
+    bound_lse_m = np.zeros_like(head.lse_m)
+    tiles_m = seen_tiles(head.seen_mn, numerics.block_n)
+    lag_m = lag_of(head, numerics)
+    for m in range(head.seen_mn.shape[0]):
+        seen_n = head.seen_mn[m]
+        if not seen_n.any():
+            continue
+        p_n, error_n, v_ne = head.probs_mn[m, seen_n], error_mn[m, seen_n], head.v_ne[seen_n]
+        out_e, row_max, lse = head.out_me[m], head.row_max_m[m], head.lse_m[m]
+        tiles = tiles_m[m]
+        keys = numerics.block_n * tiles
+
+        # 1: the softmax sum
+        depth = numerics.block_n if numerics.l_order == "tile" else keys
+        gamma_l = units.gamma(depth + 2 * tiles + 4)
+        if numerics.l_from == "rounded":
+            gamma_l = gamma_l + units.u_cast * (1 + gamma_l)
+
+        # 2: out. P is cast relative to the running maximum, so its underflow weighs less in a row
+        # whose softmax is spread out: exp(max - L) is 1 / l.
+        z = (p_n * np.exp(-error_n)).sum()
+        spread = 1.0
+        if not numerics.p_normalised:
+            spread = np.exp(min(0.0, row_max - lse + 2 * error_n.max()))
+        core_e = (p_n * np.expm1(error_n)) @ np.abs(v_ne - out_e) / z
+        core_e += (
+            (uc + units.g(keys + 2 * tiles) * (1 + uc))
+            * ((p_n * np.exp(error_n)) @ np.abs(v_ne))
+            / z
+        )
+        core_e += (units.eta_cast + units.flush) * spread * np.abs(v_ne).sum(axis=0)
+        core_e += lost * (p_n * np.exp(error_n)).sum() / z
+        core_e += units.flush_op * tiles + units.flush_op  # rescales, and the division by l
+        if numerics.splits > 1:
+            parts = min(float(numerics.splits), tiles)
+            core_e += units.flush_op * 2 * parts  # each is weighted, and added
+        core_e += (gamma_l + 4 * u) * (np.abs(out_e) + core_e)
+        bound_out_me[m] = core_e + units.u_stored * (np.abs(out_e) + core_e) + units.eta_stored
+
+        # 3: lse. As sum p = 1, log(sum p exp(E)) is log1p(sum p expm1(E)), without cancellation.
+        bound_lse_m[m] = (
+            np.log1p((p_n * np.expm1(error_n)).sum())
+            + gamma_l
+            + units.u_log * (1 + abs(lse - row_max) + lag_m[m])
+            + 4 * u * (max(abs(row_max), abs(lse)) + lag_m[m])
+        )
+    return bound_out_me, bound_lse_m
+
+
+def _dscore_error(
+    head: Head,
+    bound_out_me: FloatArray,
+    prob_error_mn: FloatArray,
+    units: Units,
+    with_dlse: bool,
+    from_rounded: bool,
+) -> FloatArray:
+    """e: the error of dS before its cast, on visible pairs; ``from_rounded``: of a rounded P."""
+    u, u_dot = units.u, units.u_dot
+    Dv = head.v_ne.shape[1]
+    dout_me, dprobs_mn, p_mn = np.abs(head.dout_me), head.dprobs_mn, head.probs_mn
+    delta_m1 = head.delta_m[:, None]
+
+    error_dprobs_mn = (units.g(max(Dv, _SHORTEST_DOT)) * (1 + u_dot) + u_dot) * (
+        dout_me @ np.abs(head.v_ne).T
+    )
+    error_dprobs_mn += units.subnormal_operands(head.dout_me, head.v_ne)
+    error_delta_m = (dout_me * bound_out_me).sum(axis=1)
+    error_delta_m += units.gamma(Dv + 4) * (dout_me * (np.abs(head.out_me) + bound_out_me)).sum(1)
+    operands_me = dout_me + np.abs(head.out_me) + bound_out_me
+    error_delta_m += units.flush_op * (operands_me + 2).sum(axis=1)  # and products, and sums
+    if with_dlse:
+        error_delta_m += u * (np.abs(head.delta_m) + np.abs(head.dlse_m)) + 2 * units.flush_op
+
+    inputs_mn = error_dprobs_mn + error_delta_m[:, None] + units.flush_op  # that of dP - delta
+    terms_mn = np.abs(dprobs_mn) + np.abs(delta_m1)
+    factor_mn = np.abs(dprobs_mn - delta_m1)
+    factor_error_mn = inputs_mn + 3 * u * (terms_mn + inputs_mn)
+    error_mn = p_mn * (
+        np.expm1(prob_error_mn) * factor_mn + np.exp(prob_error_mn) * factor_error_mn
+    ) + units.flush * (1 + terms_mn)
+    if from_rounded:
+        rounding_mn = units.u_cast * p_mn * np.exp(prob_error_mn) + units.eta_cast
+        error_mn += rounding_mn * (factor_mn + factor_error_mn)
+    return np.where(head.seen_mn, error_mn, 0.0)
+
+
+def head_bound(
+    head: Head,
+    sm_scale: float,
+    numerics: Numerics,
+    units: Units,
+    chain_n: FloatArray,
+    with_dlse: bool,
+    softcap: float | None,
+) -> _HeadBound:
+    """All bounds of one head, before results are stored.
+
+    Args:
+        head: The passes of the reference.
+        sm_scale: Factor on q.k, > 0.
+        numerics: What the kernel declares of its rounding.
+        units: The constants in force.
+        chain_n: (N,), the length of the sums that make dk and dv.
+        with_dlse: Whether the kernel was given a gradient of lse.
+        softcap: As of ``numpy_reference.attention``.
+    """
+    t, u, uc = sm_scale, units.u, units.u_cast_dot
+    seen_mn, p_mn = head.seen_mn, head.probs_mn
+    q_md, k_nd, dout_me = np.abs(head.q_md), np.abs(head.k_nd), np.abs(head.dout_me)
+
+    # 1: scores, forward
+    error_mn = score_error(head, t, numerics, units, softcap)
+    bound_out_me, bound_lse_m = _forward(head, error_mn, numerics, units)
+
+    # 2: F, the error of P recomputed from the stored LSE
+    lse_m = np.where(seen_mn.any(axis=1), head.lse_m, 0.0)
+    magnitudes_mn = np.abs(head.scores_mn) + np.abs(lse_m)[:, None]
+    prob_error_mn = error_mn + bound_lse_m[:, None] + 3 * u * magnitudes_mn + units.u_exp
+    prob_error_mn = np.where(seen_mn, prob_error_mn, 0.0)
+
+    # 3: dS before and after its cast
+    from_rounded = numerics.ds_from == "rounded"
+    e_mn = _dscore_error(head, bound_out_me, prob_error_mn, units, with_dlse, from_rounded)
+    dscores_error_mn = e_mn
+    dscaled_mn = head.dscores_mn * head.slope_mn
+    if softcap is not None:
+        dot_error_mn = _dot_error(head, t, numerics, units)
+        slope_error_mn = _capped_error(head, dot_error_mn, softcap, units)[1]
+        largest_mn = (np.abs(head.dscores_mn) + e_mn) * (head.slope_mn + slope_error_mn)
+        e_mn = e_mn * (head.slope_mn + slope_error_mn) + np.abs(head.dscores_mn) * slope_error_mn
+        e_mn = np.where(seen_mn, e_mn + u * largest_mn + units.flush, 0.0)
+    top_mn = np.abs(dscaled_mn) + e_mn
+    eta_ds = (units.eta_cast + units.flush_op) * (1 + units.u_x)
+    if numerics.ds_scaled:
+        eta_ds *= max(1.0, 1 / t)
+    cast_mn = np.where(seen_mn, e_mn + uc * top_mn + eta_ds, 0.0)
+
+    # 4: dQ = t dS K
+    tiles_m = seen_tiles(seen_mn, numerics.block_n)
+    sum_m = units.g(numerics.block_n * tiles_m + 2 * tiles_m)[:, None]
+    bound_dq_md = t * (cast_mn @ k_nd + sum_m * (1 + uc) * (top_mn @ k_nd))
+
+    # 5: dK = t dS' Q
+    sum_n = units.g(chain_n + 2)[:, None]
+    bound_dk_nd = t * (cast_mn.T @ q_md + sum_n * (1 + uc) * (top_mn.T @ q_md))
+
+    # subnormal k and q as operands of these dots
+    lost = t * units.eta_x * (1 + units.u_dot)
+    bound_dq_md += lost * top_mn.sum(axis=1)[:, None]
+    bound_dk_nd += lost * top_mn.sum(axis=0)[:, None]
+
+    # tiles that are added one by one, before or after the factor t, which is one more product
+    bound_dq_md += units.flush_op * (max(t, 1.0) * tiles_m[:, None] + 1)
+    if numerics.atomic:  # a tile's part and the sum so far, both subnormal
+        bound_dq_md += 2 * units.flush * max(t, 1.0) * tiles_m[:, None]
+
+    # 6: a pre-scaled operand, rounded for the scores, is used again for the other's gradient
+    reused = prescale_underflow(numerics, t, units)
+    if numerics.prescales in ("q", "qk"):
+        bound_dk_nd += t * units.u_stored * (top_mn.T @ q_md) + reused * top_mn.sum(0)[:, None]
+    if numerics.prescales in ("k", "qk"):
+        bound_dq_md += t * units.u_stored * (top_mn @ k_nd) + reused * top_mn.sum(1)[:, None]
+
+    # 7: dV = P' dO
+    largest_mn = p_mn * np.exp(prob_error_mn)
+    underflow = (units.eta_cast + units.flush) * (1 + units.u_x)
+    cast_p_mn = p_mn * np.expm1(prob_error_mn) + uc * largest_mn + underflow
+    cast_p_mn = np.where(seen_mn, cast_p_mn, 0.0)
+    bound_dv_ne = cast_p_mn.T @ dout_me + sum_n * (1 + uc) * (largest_mn.T @ dout_me)
+    lost = units.eta_x * (1 + units.u_dot)
+    bound_dv_ne += lost * np.where(seen_mn, largest_mn, 0.0).sum(axis=0)[:, None]
+
+    return _HeadBound(
+        bound_out_me, bound_lse_m, bound_dq_md, bound_dk_nd, bound_dv_ne, dscores_error_mn
+    )
+
+
+def _stored(bound: FloatArray, value: FloatArray, u_result: float, eta: float) -> FloatArray:
+    """Adds the rounding of a result to its bound: B + u(|x| + B) + eta."""
+    return bound + u_result * (np.abs(value) + bound) + eta
+
+
+def _group_sum(
+    bounds: list[FloatArray],
+    values: list[FloatArray],
+    u_result: float,
+    per_head: bool,
+    units: Units,
+    flushed: FloatArray,
+) -> FloatArray:
+    """The bound of a sum over the heads of a group, in one fp32 chain or stored head by head.
+
+    ``flushed`` is what a chain of additions may lose to flushes.
+    """
+    eta = units.eta_stored
+    if not per_head:
+        return _stored(sum(bounds, flushed), sum(values[1:], values[0]), u_result, eta)
+    total = np.zeros_like(bounds[0])
+    largest = np.zeros_like(bounds[0])
+    for head_bound, value in zip(bounds, values, strict=True):
+        finished = _stored(head_bound + flushed, value, u_result, eta)
+        total += finished
+        largest += np.abs(value) + finished
+    return total + len(bounds) * units.u_stored * largest + eta
+
+
+def _group_bound(
+    heads: list[Head],
+    sm_scale: float,
+    numerics: Numerics,
+    units: Units,
+    with_dlse: bool,
+    softcap: float | None,
+) -> Outputs[FloatArray]:
+    """Bounds of the heads that share a key/value head: out, lse, dq stacked, dk and dv summed."""
+    seen_mn = heads[0].seen_mn
+    live_m: BoolArray = np.any(seen_mn, axis=1)
+    used_n: BoolArray = np.any(seen_mn, axis=0)
+    per_head = numerics.group_sum == "dtype" and len(heads) > 1
+    rows_n = _ROW_TILE * seen_tiles(seen_mn.T, _ROW_TILE)
+    chain_n = rows_n if per_head else len(heads) * rows_n
+    bounds = [head_bound(x, sm_scale, numerics, units, chain_n, with_dlse, softcap) for x in heads]
+
+    flushed = units.flush_op * (max(sm_scale, 1.0) * chain_n / _ROW_TILE + 1)[:, None]
+    u_scaled = units.u_stored + 4 * units.u  # dq and dk are multiplied by t after the dot
+    dq = [
+        np.where(live_m[:, None], _stored(x.dq_md, head.dq_md, u_scaled, units.eta_stored), 0.0)
+        for x, head in zip(bounds, heads, strict=True)
+    ]
+    dk_nd = _group_sum(
+        [x.dk_nd for x in bounds], [x.dk_nd for x in heads], u_scaled, per_head, units, flushed
+    )
+    dv_ne = _group_sum(
+        [x.dv_ne for x in bounds],
+        [x.dv_ne for x in heads],
+        units.u_stored,
+        per_head,
+        units,
+        flushed,
+    )
+    return Outputs(
+        out=np.stack([x.out_me for x in bounds]),
+        lse=np.stack([x.lse_m for x in bounds]),
+        dq=np.stack(dq),
+        dk=np.where(used_n[:, None], dk_nd, 0.0),
+        dv=np.where(used_n[:, None], dv_ne, 0.0),
+    )
+
+
+def bound(
+    q: FloatArray,
+    k: FloatArray,
+    v: FloatArray,
+    dout: FloatArray,
+    *,
+    mask: Mask,
+    sm_scale: float,
+    in_dtype: str,
+    numerics: Numerics,
+    dlse: FloatArray | None = None,
+    softcap: float | None = None,
+    alibi_slopes: FloatArray | None = None,
+    bias: FloatArray | None = None,
+) -> Outputs[FloatArray]:
+    """Returns, element by element, how far a correct kernel's outputs may be from the reference.
+
+    The bound is 0 where a result is exact: out, lse and dq of rows without a visible key, dk and
+    dv of keys that no row sees. A value that is not finite means that the inputs are outside the
+    range of the model, never that anything goes.
+
+    Args:
+        q: (B, H, M, D) float64 holding the values that the kernel was given.
+        k: (B, Hk, N, D) likewise.
+        v: (B, Hk, N, Dv) likewise.
+        dout: (B, H, M, Dv) likewise, gradient of out.
+        mask: What each query sees.
+        sm_scale: Factor on q.k, > 0.
+        in_dtype: The kernel's dtype, "fp16", "bf16", "fp32" or "fp64".
+        numerics: What the kernel declares of its rounding.
+        dlse: (B, H, M) gradient of lse, if the kernel was given one.
+        softcap: As of ``numpy_reference.attention``.
+        alibi_slopes: Likewise.
+        bias: Likewise.
+
+    Returns:
+        Bounds shaped as the outputs; for "fp64" doubled, as the reference errs by as much.
+
+    Raises:
+        ValueError: An unknown in_dtype.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, ch. 3; Blanchard, Higham and
+    Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.
+    """
+    units = units_of(in_dtype, numerics)
+    B, H, M, _ = q.shape
+    Hk, N = k.shape[1:3]
+    group = H // Hk
+    seen_bmn = seen_keys(mask, B, M, N)
+    dlse_bhm = np.zeros((B, H, M)) if dlse is None else dlse
+    added = added_terms(mask, (B, H, M, N), alibi_slopes, bias)
+    result = Outputs(
+        out=np.zeros(dout.shape),
+        lse=np.zeros((B, H, M)),
+        dq=np.zeros(q.shape),
+        dk=np.zeros(k.shape),
+        dv=np.zeros(v.shape),
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        for b in range(B):
+            for g in range(Hk):
+                hs = slice(g * group, (g + 1) * group)
+                heads = [
+                    attend_head(
+                        *inputs,
+                        seen_bmn[b],
+                        sm_scale,
+                        softcap,
+                        tuple(term_bhmn[b, g * group + i] for term_bhmn in added),
+                    )
+                    for i, inputs in enumerate(
+                        zip(
+                            q[b, hs],
+                            [k[b, g]] * group,
+                            [v[b, g]] * group,
+                            dout[b, hs],
+                            dlse_bhm[b, hs],
+                            strict=True,
+                        )
+                    )
+                ]
+                one = _group_bound(heads, sm_scale, numerics, units, dlse is not None, softcap)
+                result.out[b, hs], result.lse[b, hs], result.dq[b, hs] = one.out, one.lse, one.dq
+                result.dk[b, g], result.dv[b, g] = one.dk, one.dv
+    if in_dtype == "fp64":
+        return Outputs(*(2 * x for x in result))
+    return result

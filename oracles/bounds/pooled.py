@@ -1,0 +1,111 @@
+"""How far a correct kernel's pooled probabilities may be from the truth, from the inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from fa_verify.oracles.bounds.constants import Constants, constants
+from fa_verify.oracles.bounds.error_model import gather
+from fa_verify.oracles.bounds.forward import forward_error
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.reference.pooled import POOLS, key_blocks, row_blocks, valid_pairs
+from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
+
+__all__ = ["pooled_bound"]
+
+
+def _probabilities(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    seen: torch.Tensor,
+    sm_scale: float,
+    c: Constants,
+    numerics: Numerics,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """P of a chunk of rows and how far a kernel's may be from it, (B,H,R,N); 0 on hidden pairs."""
+    B, H, R, _ = q.shape
+    N = k.shape[2]
+    # P depends on no values and no gradient: one column of zeros stands for each.
+    v, dout = k.new_zeros((*k.shape[:3], 1)), q.new_zeros((B, H, R, 1))
+    x = gather(q, k, v, dout, None, seen, ())
+    fwd = forward_error(x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False)
+    scores = fwd.scores
+    # P is recomputed from the stored LSE.
+    magnitudes = scores.s.abs() + scores.lse.abs().unsqueeze(2)
+    exponent = scores.error + fwd.lse_bound.unsqueeze(2) + 3 * c.u * magnitudes + c.u_exp
+    error = (scores.p * exponent.expm1_()).add_(c.ftz).masked_fill_(x.hidden, 0.0)
+    return scores.p.view(B, H, R, N), error.view(B, H, R, N)
+
+
+def pooled_bound(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    mask: Mask,
+    sm_scale: float,
+    in_dtype: str,
+    numerics: Numerics,
+    pool: str,
+    size: tuple[int, int],
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """The bound of each element of ``pooled_probabilities``.
+
+    With F the error of the exponent of a P that is recomputed from the stored LSE::
+
+        F    = E + B_lse + 3u (|s| + |L|) + u_exp
+        e    = p expm1(F) + FTZ                        of a visible pair, 0 of others
+        mean: [sum e + gamma(R + C + 5) sum (p + e)] / (R C) + FTZ
+        max:  max (p + e) - max p
+
+    R and C are the valid rows and keys of the block. Its sum runs along one axis and then along the
+    other, in any order: R - 1 + C - 1 additions one after the other at most, and additions of 0 are
+    exact. R and C are rounded, and so is their product: 3 roundings; the division errs by 4. Maxima
+    are exact, and |max a - max b| <= max |a - b|, of which the larger side is taken. A block in
+    which nothing is visible is exactly 0.
+
+    Args:
+        q: (B, H, M, D), any float dtype and strides: the values that the kernel was given.
+        k: (B, Hk, N, D).
+        mask: What each row sees.
+        sm_scale: Factor on q.k, > 0.
+        in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads.
+        numerics: What the subject declares.
+        pool: "mean" or "max".
+        size: (rows, keys) of a block, >= 1.
+        chunk: Rows of q at a time; None keeps their scores few.
+
+    Returns:
+        (B, H, ceil(M / rows), ceil(N / keys)) float64 on q's device; for "fp64" doubled, as the
+        reference errs by as much.
+
+    Raises:
+        ValueError: in_dtype or pool is unknown.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, chapters 3 and 4.
+    """
+    if pool not in POOLS:
+        raise ValueError(f"pool is {pool!r}; needs one of {POOLS}")
+    c = constants(in_dtype, numerics)
+    (B, H, M, _), N = q.shape, k.shape[2]
+    rows, keys = size
+    shape = (B, H, -(-M // rows), -(-N // keys))
+    p_of, e_of, largest = (q.new_zeros(shape, dtype=torch.float64) for _ in range(3))
+    if 0 in (B, M, N):
+        return e_of
+    masks = RowMasks(mask, B, H, M, N, q.device)
+    height = chunk_height(chunk, B, H, N)
+    for start in range(0, M, height):
+        stop = min(start + height, M)
+        seen = masks.between(start, stop)
+        p, e = _probabilities(q[:, :, start:stop], k, seen, sm_scale, c, numerics)
+        for into, part in ((p_of, p), (e_of, e), (largest, p + e)):
+            row_blocks(into, key_blocks(part, keys, pool), start, rows, pool)
+    if pool == "max":
+        return c.times * (largest - p_of)
+    rows_of, keys_of = valid_pairs(mask, B, M, N, size, q.device)
+    additions = c.gamma((rows_of + keys_of + 5).to(torch.float64))
+    mean = (e_of + additions * largest) / (rows_of * keys_of).clamp(min=1) + c.ftz
+    # Each visible pair has an error.
+    return c.times * mean.masked_fill_(e_of == 0, 0.0)

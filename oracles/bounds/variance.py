@@ -1,0 +1,353 @@
+"""How far a correct kernel strays on average: the variance of each error, roundings independent.
+
+The bound of ``error_model`` lets every rounding err its worst in one direction; a fault that hides
+below it, such as a rounding too many, still shows in the mean square of many errors.
+
+Axes: b, h as in the inputs (k and v repeated for their group), m a row of the chunk, n a key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fa_verify.oracles.bounds.constants import Constants, constants
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.reference.score_mods import Additions
+from fa_verify.oracles.reference.softcap import capped, slope
+from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks, chunk_height
+
+__all__ = ["Variances", "rounding", "variances"]
+
+
+# What tanh, and the products before and after it, add to a score: roundings of it.
+_CAPPING = 8
+
+
+class Variances(NamedTuple):
+    """Float64 predictions for one problem; 0 where a kernel's result is exact.
+
+    The last two are variances of sums that are known in exact arithmetic, per key/value head and
+    summed over its group of query heads.
+    """
+
+    out: torch.Tensor  # (B, H, M, Dv)
+    dq: torch.Tensor  # (B, H, M, D)
+    dk: torch.Tensor  # (B, Hk, N, D)
+    dv: torch.Tensor  # (B, Hk, N, Dv)
+    keys_seen: torch.Tensor  # (B, H, M): how many keys a row sees
+    rows_seen: torch.Tensor  # (B, Hk, N): how many rows, of all heads of the group, see a key
+    sum_dk: torch.Tensor  # (B, Hk, D): sum_n dk and 0
+    sum_dv: torch.Tensor  # (B, Hk, Dv): sum_n dv and the sum of dout
+
+
+class _Sums(NamedTuple):
+    """What the rows of a chunk add to sums over all rows, per query head."""
+
+    dk: torch.Tensor  # values, (B, H, N, D)
+    dv: torch.Tensor
+    dk_errors: torch.Tensor  # variances before the gradient is stored
+    dv_errors: torch.Tensor
+    rows_seen: torch.Tensor  # (B, H, N)
+    sum_dk: torch.Tensor  # (B, H, D)
+    sum_dv: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A few rows of every head, with all keys; what no visible pair touches is 0."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None  # (B, H, m, 1)
+    seen: torch.Tensor
+    live: torch.Tensor  # (B, H, m, 1)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """P, its variances and the output of a chunk."""
+
+    p: torch.Tensor
+    p_cast: torch.Tensor  # variance of the cast P, relative to the softmax's sum
+    p_scores: torch.Tensor  # variance that the scores' errors cause
+    lse: torch.Tensor  # variance of the log-sum-exp, (B, H, m, 1)
+    out: torch.Tensor
+    out_errors: torch.Tensor
+    slope: torch.Tensor  # of the scores by t q.k; without a softcap 1, of no axes
+
+
+def rounding(x: torch.Tensor, u: float, eta: float) -> torch.Tensor:
+    """Variance of the error of rounding float64 values to nearest: a 12th of the spacing, squared.
+
+    On average over a binade that is u**2 x**2 / 6. Zeros are exact.
+
+    Args:
+        x: Values, float64, any shape.
+        u: Unit roundoff of the format.
+        eta: Half the spacing of the format where it underflows.
+    """
+    power = x / torch.frexp(x).mantissa  # of two, the first beyond |x|
+    half_spacing = (power * (u / 2)).clamp(min=eta)
+    return torch.where(x == 0, 0.0, half_spacing.square() / 3)
+
+
+def _gather(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    seen: torch.Tensor,
+) -> _Chunk:
+    """Float64, with zeros where NaN may stand."""
+    B, H, M, _ = q.shape
+    seen = seen.expand(B, H, M, k.shape[2])
+    live, used = seen.any(3, keepdim=True), seen.any(2).unsqueeze(3)
+    q, dout = (torch.where(live, x.to(torch.float64), 0.0) for x in (q, dout))
+    k, v = (torch.where(used, x.to(torch.float64), 0.0) for x in (k, v))
+    if dlse is not None:
+        dlse = torch.where(live, dlse.to(torch.float64).unsqueeze(3), 0.0)
+    return _Chunk(q, k, v, dout, dlse, seen, live)
+
+
+def _prescaling(c: Constants, numerics: Numerics) -> tuple[float, float]:
+    """The relative variances of q and k as the dots read them.
+
+    Nobody says by what factor they were multiplied, so these are the largest that a rounding has.
+    """
+    each = c.u_in**2 / 3
+    return each * (numerics.prescales in ("q", "qk")), each * (numerics.prescales in ("k", "qk"))
+
+
+def _forward(
+    x: _Chunk,
+    t: float,
+    c: Constants,
+    numerics: Numerics,
+    softcap: float | None,
+    added: tuple[torch.Tensor, ...],
+) -> _Forward:
+    """The forward pass of a chunk and the variances of P and out."""
+    s, by_dot = x.q @ x.k.mT * t, torch.ones((), dtype=torch.float64, device=x.q.device)
+    if softcap is not None:
+        s, by_dot = capped(s, softcap), slope(s, softcap)
+    added = tuple(torch.where(x.seen, term, 0.0) for term in added)
+    parts = sum(map(torch.abs, added), s.abs())
+    s = torch.where(x.seen, sum(added, s), torch.where(x.live, -math.inf, 0.0))
+    m = s.amax(3, keepdim=True)
+    e = torch.where(x.seen, (s - m).exp(), 0.0)
+    total = torch.where(x.live, e.sum(3, keepdim=True), 1.0)
+    p = e / total
+    s = torch.where(x.seen, s, 0.0)
+    # 1. Scores: the scaling, the subtraction of the maximum, the dot, a prescaled operand.
+    per_product = x.q.shape[3] * c.u**2 / 3 + sum(_prescaling(c, numerics))
+    scores = (x.q.square() @ x.k.square().mT) * (per_product * t**2) * by_dot**2
+    if softcap is not None:
+        scores += (s * (_CAPPING * c.u)).square()
+    if added:
+        scores += (parts * c.u).square()
+    scores += (s * c.u).square() + ((s - m) * c.u).square()
+    p_scores = p.square() * torch.where(x.seen, scores, 0.0)
+    # 2. The cast of P, which is relative to the row maximum unless it is normalised before. There
+    #    the maximum itself is 1, which is exact.
+    if numerics.p_normalised:
+        p_cast = rounding(p, c.u_p, c.eta_p)
+    else:
+        p_cast = rounding(torch.where(e == 1, 0.0, e), c.u_p, c.eta_p) / total.square()
+    p_cast = p_cast * numerics.ds_roundings
+    # 3. out. Errors of the scores cancel in the softmax's sum as far as v equals out; those of the
+    #    cast do so only where the sum is taken of the rounded P.
+    out = p @ x.v
+    centred, plain = p_scores, p_cast
+    if numerics.l_from == "rounded":
+        centred, plain = p_scores + p_cast, torch.zeros_like(p_cast)
+    about_out = (centred @ x.v.square()) - 2 * out * (centred @ x.v)
+    about_out += out.square() * centred.sum(3, keepdim=True)
+    errors = about_out.clamp(min=0) + plain @ x.v.square() + rounding(out, c.u_in, c.eta_in)
+    lse = m + total.log()
+    lse_errors = (c.u * (1 + m.abs() + lse.abs())).square() + c.u_exp**2
+    return _Forward(p, p_cast, p_scores, lse_errors, out, errors, by_dot)
+
+
+def _backward(
+    x: _Chunk, fwd: _Forward, t: float, c: Constants, numerics: Numerics
+) -> tuple[torch.Tensor, _Sums]:
+    """The variance of a chunk's dq, and what the rows add to sums."""
+    p, roundings = fwd.p, numerics.ds_roundings
+    dp = torch.where(x.seen, x.dout @ x.v.mT, 0.0)
+    delta = (x.dout * fwd.out).sum(3, keepdim=True)
+    if x.dlse is not None:
+        delta = delta - x.dlse
+    gap = torch.where(x.seen, dp - delta, 0.0)
+    ds = p * gap
+    # 1. delta reads the stored out, whose errors all keys of a row share: the cast of P there, and
+    #    its own last rounding.
+    reach = gap if numerics.l_from == "rounded" else dp
+    delta_errors = (fwd.p_cast * reach.square()).sum(3, keepdim=True)
+    stored = rounding(fwd.out, c.u_in, c.eta_in)
+    delta_errors += (x.dout.square() * stored).sum(3, keepdim=True)
+    # 2. The casts of dS and of the recomputed P.
+    factor = t if numerics.ds_scaled else 1.0
+    gap, ds = gap * fwd.slope, ds * fwd.slope
+    ds_cast = rounding(ds * factor, c.u_p, c.eta_p) * (roundings / factor**2)
+    ds_errors = ds_cast + fwd.p_scores * gap.square()
+    p_cast = rounding(p, c.u_p, c.eta_p) * roundings
+    if numerics.ds_from == "rounded":
+        ds_errors = ds_errors + p_cast * gap.square()
+    # 3. The gradients. delta's error reaches all keys of the row through P; the dots of dq and dk
+    #    read a prescaled operand again.
+    q2, k2, dout2 = (y.square() for y in (x.q, x.k, x.dout))
+    again_q, again_k = _prescaling(c, numerics)
+    dq = ds @ x.k * t
+    stored_dq = rounding(dq, c.u_in, c.eta_in)
+    steep = p * fwd.slope
+    dq_errors = (ds_errors + again_k * ds.square()) @ k2 + delta_errors * (steep @ x.k).square()
+    dk_errors = ds_errors + again_q * ds.square() + steep.square() * delta_errors
+    # 4. The identities; see ``variances``.
+    row_ds = ds_cast.sum(3, keepdim=True) + delta_errors
+    row_p = p_cast.sum(3, keepdim=True) + fwd.lse
+    sums = _Sums(
+        dk=ds.mT @ x.q * t,
+        dv=p.mT @ x.dout,
+        dk_errors=dk_errors.mT @ q2 * t**2,
+        dv_errors=(p_cast + fwd.p_scores).mT @ dout2,
+        rows_seen=x.seen.sum(2),
+        sum_dk=(q2 * row_ds).sum(2) * t**2,
+        sum_dv=(dout2 * row_p).sum(2),
+    )
+    return dq_errors * t**2 + stored_dq, sums
+
+
+def _finish(sums: _Sums, Hk: int, c: Constants, numerics: Numerics) -> tuple[torch.Tensor, ...]:
+    """Adds the heads of each group, and the roundings of dk and dv as they are stored."""
+
+    def grouped(x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape[0], Hk, -1, *x.shape[2:]).sum(2)
+
+    def stored(gradient: torch.Tensor) -> torch.Tensor:
+        total = rounding(grouped(gradient), c.u_in, c.eta_in)
+        if numerics.group_sum == "dtype" and gradient.shape[1] > Hk:
+            total += grouped(rounding(gradient, c.u_in, c.eta_in))
+        return total
+
+    rows_seen, stored_dk, stored_dv = grouped(sums.rows_seen), stored(sums.dk), stored(sums.dv)
+    return (
+        grouped(sums.dk_errors) + stored_dk,
+        grouped(sums.dv_errors) + stored_dv,
+        rows_seen,
+        grouped(sums.sum_dk) + stored_dk.sum(2),
+        grouped(sums.sum_dv) + stored_dv.sum(2),
+    )
+
+
+def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Variances:
+    """All zeros, float64."""
+    (B, H, M, D), (Hk, N), Dv = q.shape, k.shape[1:3], v.shape[3]
+    shapes = (
+        *((B, H, M, Dv), (B, H, M, D), (B, Hk, N, D), (B, Hk, N, Dv), (B, H, M), (B, Hk, N)),
+        *((B, Hk, D), (B, Hk, Dv)),
+    )
+    return Variances(*(q.new_zeros(shape, dtype=torch.float64) for shape in shapes))
+
+
+def variances(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    in_dtype: str,
+    numerics: Numerics,
+    softcap: float | None = None,
+    rows: int | None = None,
+) -> Variances:
+    """The variance of every element's error, and of the identities', in a correct kernel.
+
+    With r(x) the variance of rounding x, u = 2**-24, u_in the unit roundoff of the inputs, e the
+    weights before their sum l divides them, dP = dout.v, D = sum(out dout), dS = p (dP - D)::
+
+        var_s = (u s)^2 + (u (s - m))^2 + dim u^2/3 t^2 q^2.k^2 (+ u_in^2/3 t^2 q^2.k^2, prescaled)
+        out   = sum r(e)/l^2 v^2 + sum p^2 var_s (v - out)^2 + r(out)
+        var_D = sum r(e)/l^2 dP^2 + sum r(out) dout^2
+        dS    = p^2 var_s (dP - D)^2 + r(dS)
+        dq    = t^2 [var_dS k^2 + var_D (p k)^2] + r(dq)
+        dk    = t^2 [var_dS' q^2 + (p^2 var_D)' q^2] + r(dk)
+        dv    = (r(p) + p^2 var_s)' dout^2 + r(dv)
+
+    A softcap multiplies what stands before (u s)^2 in var_s, and dS and p in dq and dk, by its
+    slope (squared, where they are), and adds (8u s)^2; the first identity then does not hold. Terms
+    that are added to scores add u^2 of the sum of their sizes, squared.
+
+    The identities add up errors that are not independent, so each is derived from the roundings
+    again rather than from the elements' variances:
+
+    * Errors of the scores that both passes share make another softmax, for which both hold.
+    * sum_n dk errs by sum_m t q (sum_n error of dS's cast - error of D), because sum_n p = 1: the
+      error of D counts in full: t^2 q^2 (sum_n r(dS) + var_D) + r(dk).
+    * sum_n dv errs by sum_m dout (sum_n error of P's cast + error of lse): the rounding of the
+      stored lse scales a whole row, and only sums over it feel that:
+      dout^2 (sum_n r(p) + var_lse) + r(dv).
+
+    Args:
+        q: (B, H, M, D), any float dtype and strides: the values that the kernel was given.
+        k: (B, Hk, N, D).
+        v: (B, Hk, N, Dv).
+        dout: (B, H, M, Dv).
+        dlse: (B, H, M), the gradient of lse; its rounding is too small to count.
+        alibi_slopes: As of ``reference.attention``.
+        bias: Likewise.
+        mask: What each row sees. Padding may hold anything.
+        sm_scale: Factor on q.k.
+        in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
+        numerics: What the subject declares. TF32 and the accumulator's h are not in the model.
+        softcap: As of ``reference.attention``.
+        rows: Height of a chunk; None keeps a chunk's scores within 2**24.
+
+    Returns:
+        Float64 tensors on q's device.
+
+    Raises:
+        ValueError: in_dtype is unknown or rows is less than 1.
+
+    Source: first-order propagation of independent errors through FlashAttention-2
+    (arXiv:2307.08691), algorithms 1 and 2.
+    """
+    (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
+    result = _nothing(q, k, v)
+    if 0 in (B, M, N):
+        return result
+    # The roundings of P and dS are counted one by one below.
+    c = constants(in_dtype, dataclasses.replace(numerics, ds_roundings=1))
+    k_of_heads, v_of_heads = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
+    masks = RowMasks(mask, B, H, M, N, q.device)
+    height = chunk_height(rows, B, H, N)
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
+    sums: _Sums | None = None
+    for start in range(0, M, height):
+        here = slice(start, min(start + height, M))
+        seen = masks.between(here.start, here.stop)
+        of_lse = None if dlse is None else dlse[:, :, here]
+        x = _gather(q[:, :, here], k_of_heads, v_of_heads, dout[:, :, here], of_lse, seen)
+        fwd = _forward(x, sm_scale, c, numerics, softcap, additions.between(here.start, here.stop))
+        dq_errors, part = _backward(x, fwd, sm_scale, c, numerics)
+        result.out[:, :, here] = fwd.out_errors
+        result.dq[:, :, here] = dq_errors
+        result.keys_seen[:, :, here] = x.seen.sum(3)
+        sums = part if sums is None else _Sums(*map(torch.Tensor.add_, sums, part))
+    assert sums is not None  # M > 0
+    dk, dv, rows_seen, *identities = _finish(sums, Hk, c, numerics)
+    return Variances(
+        result.out, result.dq, dk, dv, result.keys_seen, rows_seen.to(torch.float64), *identities
+    )

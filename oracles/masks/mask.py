@@ -1,0 +1,283 @@
+"""What a mask means: a frozen description and the one predicate that defines it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Between", "Mask"]
+
+
+@dataclass(frozen=True)
+class Between:
+    """Bounds of a mask's int, both inclusive: ``width: Annotated[int, Between(1, 64)] = 1``."""
+
+    low: int
+    high: int
+
+
+def _checked_lengths(name: str, lengths: object) -> tuple[int, ...] | None:
+    if lengths is None:
+        return None
+    if not isinstance(lengths, tuple | list):
+        raise TypeError(f"{name} is {lengths!r}; needs None or a sequence of ints")
+    for length in lengths:
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"{name} holds {length!r}; needs ints")
+        if length < 0:
+            raise ValueError(f"{name} holds {length}; needs lengths >= 0")
+    return tuple(lengths)
+
+
+def _check_window(name: str, bound: object) -> None:
+    if bound is None:
+        return
+    if isinstance(bound, bool) or not isinstance(bound, int):
+        raise TypeError(f"{name} is {bound!r}; needs None or an int")
+    if bound < 0:
+        raise ValueError(f"{name} is {bound}; needs None or an int >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """Which keys each query sees: causal, sliding window and padding lengths.
+
+    A row m of batch entry b stands at position p = m + seqlens_k[b] - seqlens_q[b] (bottom-right
+    alignment) and sees the keys n with p - window_left <= n <= p + window_right, both ends
+    inclusive, as far as they exist::
+
+        seqlen_q = 3, seqlen_k = 5, causal      seqlen_q = 5, seqlen_k = 3, causal
+
+            n 0 1 2 3 4                             n 0 1 2
+        m 0   x x x . .                         m 0   . . .     (no visible key)
+          1   x x x x .                           1   . . .
+          2   x x x x x                           2   x . .
+                                                  3   x x .
+                                                  4   x x x
+
+    Args:
+        causal: Nothing after the own position; the same as ``window_right=0``.
+        window_left: Keys visible before the own position; None is unbounded.
+        window_right: Keys visible after the own position; None is unbounded.
+        seqlens_q: Valid query rows of each batch entry, B ints in [0, M]; None is M for all.
+        seqlens_k: Valid keys of each batch entry, B ints in [0, N]; None is N for all.
+
+    Raises:
+        TypeError: A field is of the wrong type.
+        ValueError: A bound or length is negative, or causal contradicts window_right.
+
+    A subclass adds fields and overrides ``allows``, which all of the above is combined with; for
+    kernels that evaluate masks themselves also ``native``. ``uniform=True`` among the class's
+    arguments says that ``allows`` takes no notice of b and h. ``a & b`` and ``a | b`` combine.
+
+    Source: the alignment and the window of flash_attn 2.1 and later.
+    """
+
+    uniform: ClassVar[bool] = True
+
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    seqlens_q: tuple[int, ...] | None = None
+    seqlens_k: tuple[int, ...] | None = None
+
+    def __init_subclass__(cls, *, uniform: bool = False, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        cls.uniform = uniform
+
+    def _check_at_least_one(self, *names: str) -> None:
+        """Refuses sizes below 1, of fields that a subclass adds.
+
+        Raises:
+            TypeError: One is no int.
+            ValueError: One is less than 1.
+        """
+        for name in names:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{name} is {size!r}; needs an int")
+            if size < 1:
+                raise ValueError(f"{name} is {size}; needs an int >= 1")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal is {self.causal!r}; needs a bool")
+        _check_window("window_left", self.window_left)
+        _check_window("window_right", self.window_right)
+        if self.causal and self.window_right not in (None, 0):
+            raise ValueError(
+                f"causal=True contradicts window_right={self.window_right}; "
+                "causal means window_right=0: leave one of them out"
+            )
+        for name in ("seqlens_q", "seqlens_k"):
+            object.__setattr__(self, name, _checked_lengths(name, getattr(self, name)))
+
+    @property
+    def right(self) -> int | None:
+        """The effective right bound of the window: 0 if causal."""
+        return 0 if self.causal else self.window_right
+
+    def lengths(self, B: int, M: int, N: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns (seqlens_q, seqlens_k) with the defaults filled in.
+
+        Raises:
+            ValueError: There are not B lengths, or one lies past M or N.
+        """
+        filled = []
+        for name, given, size in (
+            ("seqlens_q", self.seqlens_q, M),
+            ("seqlens_k", self.seqlens_k, N),
+        ):
+            lengths = (size,) * B if given is None else given
+            if len(lengths) != B:
+                raise ValueError(
+                    f"{name} has {len(lengths)} lengths; needs one per batch entry, {B}"
+                )
+            if any(length > size for length in lengths):
+                raise ValueError(f"{name} is {lengths}; needs lengths <= {size}")
+            filled.append(lengths)
+        return filled[0], filled[1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether lengths and window are all there is."""
+        return type(self).allows is Mask.allows
+
+    def allows(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
+        """Whether query m of head h may see key n in batch entry b, beside window and lengths.
+
+        Overridden by other masks, as an elementwise expression of integers.
+
+        Args:
+            b: Batch entry: an int, or an int64 tensor that broadcasts against the others.
+            h: Query head, likewise.
+            m: Valid query row, likewise; ``position`` aligns it with the keys.
+            n: Valid key, likewise.
+            M: Query rows of the tensors, padding included.
+            N: Keys.
+
+        Returns:
+            A bool, or a bool tensor of the broadcast shape or one that broadcasts to it.
+        """
+        return True
+
+    def native(
+        self, B: int, H: int, M: int, N: int, device: torch.device | str
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        """``allows`` for kernels: (jit function of (b, h, m, n, args), args); None: all allowed.
+
+        The function is a ``triton.jit`` one and gets scalars b and h, and m and n that broadcast
+        against each other, never past the valid rows and keys. args holds ints, tensors on the
+        device and tuples of these.
+
+        Raises:
+            NotImplementedError: The mask has no such form.
+        """
+        if self.is_plain:
+            return None
+        raise NotImplementedError(f"{type(self).__name__} has no native predicate")
+
+    def position(self, b: Any, m: Any, *, M: int, N: int) -> Any:
+        """Where row m stands among the keys: m + seqlens_k[b] - seqlens_q[b]; may be negative."""
+        if self.seqlens_q is None and self.seqlens_k is None:
+            return m + (N - M)
+        if isinstance(b, int):
+            rows, keys = (x and x[b] for x in (self.seqlens_q, self.seqlens_k))
+            return m + (N if keys is None else keys) - (M if rows is None else rows)
+        return m + self.offsets(len(self.seqlens_q or self.seqlens_k or ()), M, N, b.device)[b]
+
+    def offsets(self, B: int, M: int, N: int, device: torch.device | str) -> torch.Tensor:
+        """seqlens_k - seqlens_q, int32 (B,): what ``position`` adds to a row."""
+        import torch
+
+        rows, keys = self.lengths(B, M, N)
+        apart = [key - row for row, key in zip(rows, keys, strict=True)]
+        return torch.tensor(apart, dtype=torch.int32, device=device)
+
+    def permits(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
+        """Window and ``allows`` together, of valid rows and keys; elementwise."""
+        seen = self.allows(b, h, m, n, M=M, N=N)
+        if self.window_left is None and self.right is None:
+            return seen
+        distance = n - self.position(b, m, M=M, N=N)
+        if self.window_left is not None:
+            seen = (distance >= -self.window_left) & seen
+        if self.right is not None:
+            seen = (distance <= self.right) & seen
+        return seen
+
+    def visible(self, b: int, h: int, m: int, n: int, *, M: int, N: int) -> bool:
+        """The definition: whether query m of head h sees key n, in batch entry b.
+
+        Every other form of a mask (dense, tile ranges, element masks of kernels) is compared with
+        this one.
+        """
+        seqlen_q = M if self.seqlens_q is None else self.seqlens_q[b]
+        seqlen_k = N if self.seqlens_k is None else self.seqlens_k[b]
+        if m >= seqlen_q or n >= seqlen_k:
+            return False
+        position = m + seqlen_k - seqlen_q
+        if self.window_left is not None and n < position - self.window_left:
+            return False
+        if self.right is not None and n > position + self.right:
+            return False
+        return bool(self.allows(b, h, m, n, M=M, N=N))
+
+    def dense(
+        self, B: int, H: int, M: int, N: int, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """The mask as a bool tensor (B or 1, H or 1, M, N), True where visible."""
+        import torch
+
+        seqlens_q, seqlens_k = self.lengths(B, M, N)
+        same = self.uniform and len(set(seqlens_q)) <= 1 and len(set(seqlens_k)) <= 1
+        if same:
+            seqlens_q, seqlens_k = seqlens_q[:1], seqlens_k[:1]
+        rows = torch.tensor(seqlens_q, dtype=torch.int64, device=device).view(-1, 1, 1, 1)
+        keys = torch.tensor(seqlens_k, dtype=torch.int64, device=device).view(-1, 1, 1, 1)
+        h = torch.arange(1 if self.uniform else H, device=device).view(1, -1, 1, 1)
+        m = torch.arange(M, device=device).view(1, 1, M, 1)
+        n = torch.arange(N, device=device).view(1, 1, 1, N)
+        seen = (m < rows) & (n < keys)
+        seen = seen.expand(-1, h.shape[1], -1, -1).clone()
+        # Padding is not asked about, so that a predicate can look rows and keys up in tables.
+        b = ((rows > 0) & (keys > 0)).flatten().nonzero()
+        if b.numel():
+            m, n = torch.minimum(m, rows - 1)[b[:, 0]], torch.minimum(n, keys - 1)[b[:, 0]]
+            seen[b[:, 0]] &= self.permits(b.view(-1, 1, 1, 1), h, m, n, M=M, N=N)
+        return seen
+
+    def taken(self, entries: tuple[int, ...], heads: tuple[int, ...] | None = None) -> Mask:
+        """The mask of some batch entries and query heads, in that order; None is all heads."""
+        rows, keys = self._lengths_of(entries)
+        if self.uniform:
+            return dataclasses.replace(self, seqlens_q=rows, seqlens_k=keys)
+        from fa_verify.oracles.masks.combined import Taken
+
+        return Taken(mask=self, entries=entries, heads=heads, seqlens_q=rows, seqlens_k=keys)
+
+    def _lengths_of(
+        self, entries: tuple[int, ...]
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """(seqlens_q, seqlens_k) of some batch entries."""
+        rows, keys = (
+            None if x is None else tuple(x[b] for b in entries)
+            for x in (self.seqlens_q, self.seqlens_k)
+        )
+        return rows, keys
+
+    def __and__(self, other: Mask) -> Mask:
+        """Visible where both say so; lengths are those of either, and the same where both have."""
+        from fa_verify.oracles.masks.combined import Both
+
+        return Both(first=self, second=other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        """Visible where one of both says so; lengths as of ``&``."""
+        from fa_verify.oracles.masks.combined import Either
+
+        return Either(first=self, second=other) if isinstance(other, Mask) else NotImplemented

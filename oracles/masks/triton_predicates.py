@@ -1,0 +1,89 @@
+"""Triton's forms of what masks are made of: a window, both, either, other entries and heads.
+
+Imported where a kernel asks for a mask's native form, and needs Triton then.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    import torch
+
+    from fa_verify.oracles.masks.mask import Mask
+
+__all__ = ["both", "either", "native_of", "taken"]
+
+
+@triton.jit
+def _all(b, h, m, n, args):
+    return (m >= 0) & (n >= 0)
+
+
+@triton.jit
+def _in_window(b, h, m, n, args):
+    """args: (offsets (B,), window_left, window_right)."""
+    distance = n - (m + tl.load(args[0] + b))
+    return (distance >= -args[1]) & (distance <= args[2])
+
+
+# What the functions below call; copies of them have other values here. (The interpreter knows no
+# closures.)
+_first: Any = _all
+_second: Any = _all
+
+
+def _both(b, h, m, n, args):
+    return _first(b, h, m, n, args[0]) & _second(b, h, m, n, args[1])
+
+
+def _either(b, h, m, n, args):
+    return _first(b, h, m, n, args[0]) | _second(b, h, m, n, args[1])
+
+
+def _taken(b, h, m, n, args):
+    return _first(tl.load(args[0] + b), tl.load(args[1] + h), m, n, args[2])
+
+
+def _bound(template: Any, first: Any, second: Any = _all) -> Any:
+    """The jit function of a template that calls other functions."""
+    names = {**template.__globals__, "_first": first, "_second": second}
+    return triton.jit(FunctionType(template.__code__, names, template.__name__))
+
+
+# One function a pair of functions: it is compiled once.
+@lru_cache(maxsize=256)
+def both(first: Any, second: Any) -> Any:
+    """The jit function that is true where two are; its args are the pair of theirs."""
+    return _bound(_both, first, second)
+
+
+@lru_cache(maxsize=256)
+def either(first: Any, second: Any) -> Any:
+    """The jit function that is true where one of two is; its args are the pair of theirs."""
+    return _bound(_either, first, second)
+
+
+@lru_cache(maxsize=256)
+def taken(function: Any) -> Any:
+    """The jit function of other entries and heads; args: (entries, heads, the function's)."""
+    return _bound(_taken, function)
+
+
+def native_of(
+    mask: Mask, B: int, H: int, M: int, N: int, device: torch.device | str
+) -> tuple[Any, tuple[Any, ...]]:
+    """(jit function, args) of all of a mask but its lengths, for kernels that combine masks."""
+    found = mask.native(B, H, M, N, device)
+    if mask.window_left is None and mask.right is None:
+        return found or (_all, (0,))
+    left, right = (M + N if x is None else min(x, M + N) for x in (mask.window_left, mask.right))
+    window = (mask.offsets(B, M, N, device), left, right)
+    if found is None:
+        return _in_window, window
+    return both(_in_window, found[0]), (window, found[1])

@@ -1,0 +1,265 @@
+"""Attention and its gradients in float64: PyTorch, gradients by autograd, chunked over rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Outputs
+from fa_verify.oracles.reference.score_mods import Additions
+from fa_verify.oracles.reference.softcap import capped
+
+__all__ = ["DenseMask", "RowMasks", "attention", "bias_gradient", "chunk_height"]
+
+_SCORES = 2**24  # scores in one chunk; about ten float64 tensors of that size live at a time
+
+
+class DenseMask(Protocol):
+    """What the oracles need of a mask."""
+
+    def dense(
+        self, B: int, H: int, M: int, N: int, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """Bool (B or 1, H or 1, M, N), True where visible."""
+
+
+class RowMasks:
+    """The dense mask, a few rows at a time.
+
+    A ``Mask`` is evaluated for the asked rows alone, so that M x N never stands in memory: lengths
+    and window here, the rest by its ``allows``. Any other mask is made dense once and sliced.
+    """
+
+    def __init__(
+        self, mask: DenseMask, B: int, H: int, M: int, N: int, device: torch.device
+    ) -> None:
+        """Takes a Mask or any object with its ``dense``, the sizes, and the bools' device."""
+        self.shape = (B, H, M, N)
+        self.device = device
+        self._dense: torch.Tensor | None = None
+        self._beyond: Mask | None = None
+        if isinstance(mask, Mask) and type(mask).dense is Mask.dense:
+            lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int64, device=device)
+            self._rows, self._keys = lengths.view(2, B, 1, 1, 1).unbind()
+            self._left, self._right = mask.window_left, mask.right
+            if not mask.is_plain:
+                self._beyond = mask
+                both = lengths.cpu().amin(0) > 0
+                self._live = both.nonzero()[:, 0].to(device)
+        else:
+            self._dense = mask.dense(B, H, M, N, device=device)
+
+    def between(self, start: int, stop: int) -> torch.Tensor:
+        """Rows start (inclusive) to stop (exclusive): bool (B or 1, H or 1, stop - start, N)."""
+        if self._dense is not None:
+            return self._dense[:, :, start:stop]
+        m = torch.arange(start, stop, device=self.device).view(-1, 1)
+        n = torch.arange(self.shape[3], device=self.device)
+        seen = (m < self._rows) & (n < self._keys)
+        position = m + (self._keys - self._rows)
+        if self._left is not None:
+            seen = seen & (n >= position - self._left)
+        if self._right is not None:
+            seen = seen & (n <= position + self._right)
+        if self._beyond is not None and 0 not in self.shape:
+            _, H, M, N = self.shape
+            h = torch.arange(1 if self._beyond.uniform else H, device=self.device).view(-1, 1, 1)
+            seen = seen.expand(-1, h.shape[0], -1, -1).clone()
+            # Padding is not asked about.
+            b = self._live
+            m = torch.minimum(m, self._rows - 1)[b]
+            n = torch.minimum(n, self._keys - 1)[b]
+            if b.numel():
+                seen[b] &= self._beyond.allows(b.view(-1, 1, 1, 1), h, m, n, M=M, N=N)
+        return seen
+
+
+def chunk_height(rows: int | None, B: int, H: int, N: int) -> int:
+    """The height of a chunk: ``rows``, or for None what keeps its scores few (B, H, N >= 1).
+
+    Raises:
+        ValueError: rows is less than 1.
+    """
+    if rows is None:
+        return max(1, _SCORES // (B * H * N))
+    if rows < 1:
+        raise ValueError(f"rows is {rows}; needs None or an int >= 1")
+    return rows
+
+
+def _rows_with_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    seen: torch.Tensor,
+    sm_scale: float,
+    softcap: float | None,
+    added: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+) -> tuple[Outputs[torch.Tensor], torch.Tensor | None]:
+    """The outputs of a chunk of rows, and what these rows add to dk, dv, and dbias of a leaf."""
+    B, H, M, _ = q.shape
+    Hk, N = k.shape[1:3]
+    seen = seen.expand(B, H, M, N)
+    # 1. Rows without a key and keys that none of these rows sees may hold NaN: take them out
+    #    before they meet a product, where 0 * NaN would bring them back.
+    live = seen.any(3, keepdim=True)
+    used = seen.any(2).view(B, Hk, H // Hk, N, 1).any(2)
+    q, dout = (torch.where(live, x.to(torch.float64), 0.0) for x in (q, dout))
+    k, v = (torch.where(used, x.to(torch.float64), 0.0) for x in (k, v))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        # 2. Each query head reads the key/value head of its group.
+        q, k, v = leaves
+        k, v = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
+        # 3. Scores. A row without a key gets zeros: its softmax stays finite and is dropped below.
+        scores_bhmn = q @ k.mT * sm_scale
+        if softcap is not None:
+            scores_bhmn = capped(scores_bhmn, softcap)
+        scores_bhmn = sum(added, scores_bhmn)
+        scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
+        # 4. Softmax, divided by its sum: exp(s - lse) would carry the rounding of lse, which grows
+        #    with |lse|, into every weight of the row. The second select keeps hidden pairs out of
+        #    the gradient, whatever they hold.
+        m_bhm1 = scores_bhmn.detach().amax(3, keepdim=True)
+        e_bhmn = torch.exp(scores_bhmn - m_bhm1)
+        l_bhm1 = e_bhmn.sum(3, keepdim=True)
+        p_bhmn = torch.where(seen, e_bhmn / l_bhm1, 0.0)
+        # 5. Output and gradients. The sum is written out so that the backward begins with an
+        #    elementwise kernel: cuBLAS warns if it is the first to run in autograd's own thread.
+        out = p_bhmn @ v
+        loss = (out * dout).sum()
+        if dlse is not None:
+            # The row maximum is a constant in m + log l; what it adds to l's gradient, it takes.
+            loss = loss + torch.where(live, l_bhm1.log() * dlse.unsqueeze(3), 0.0).sum()
+        wanted = leaves if bias is None else [*leaves, bias]
+        dq, dk, dv, *dbias = torch.autograd.grad(loss, wanted)
+    lse = torch.where(live, m_bhm1 + l_bhm1.detach().log(), -math.inf).squeeze(3)
+    return Outputs(out.detach(), lse, dq, dk, dv), dbias[0] if dbias else None
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    softcap: float | None = None,
+    rows: int | None = None,
+) -> Outputs[torch.Tensor]:
+    """Attention, its log-sum-exp and its gradients, in float64.
+
+    out = softmax(s + mask) v, where s is x = sm_scale q k', or c tanh(x / c), and with it what
+    ``Additions`` says; lse is the natural logarithm of the softmax's denominator; dq, dk, dv are
+    the gradients of sum(out * dout) + sum(lse * dlse). A row with no visible key gives out 0, lse
+    -inf, dq 0, and adds nothing to dk and dv. Padding may hold anything, and hidden pairs
+    contribute exact zeros.
+
+    Args:
+        q: (B, H, M, D), any float dtype and strides.
+        k: (B, Hk, N, D); H is a multiple of Hk.
+        v: (B, Hk, N, Dv).
+        dout: (B, H, M, Dv).
+        dlse: (B, H, M), the gradient of lse; None is zero. Rows without a key have none.
+        alibi_slopes: (H,) or (B, H), of a mask with ``lengths``; None adds nothing.
+        bias: (B or 1, H or 1, M or 1, N or 1); None adds nothing. It may hold anything where no row
+            sees a key.
+        mask: What each row sees.
+        sm_scale: Factor on q.k.
+        softcap: c, > 0; None leaves the scores as they are.
+        rows: Height of a chunk; None keeps a chunk's scores within 2**24.
+
+    Returns:
+        Float64 tensors on q's device; gradients summed over the chunks and the group's heads.
+
+    Numerics: errs by a few float64 roundings, about as much as a float64 kernel may.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1.
+    """
+    given = (q, k, v, dout, dlse, alibi_slopes, bias)
+    return _by_chunks(*given, mask=mask, sm_scale=sm_scale, softcap=softcap, rows=rows)[0]
+
+
+def bias_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    softcap: float | None = None,
+    rows: int | None = None,
+) -> torch.Tensor:
+    """The bias's gradient, float64 in its shape: dS, added up over what shares an element.
+
+    Args and Numerics: as of ``attention``.
+    """
+    given = (q, k, v, dout, dlse, alibi_slopes, bias)
+    found = _by_chunks(*given, mask=mask, sm_scale=sm_scale, softcap=softcap, rows=rows)[1]
+    assert found is not None
+    return found
+
+
+def _by_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    softcap: float | None,
+    rows: int | None,
+) -> tuple[Outputs[torch.Tensor], torch.Tensor | None]:
+    """The outputs, and the gradient of a bias."""
+    (B, H, M, _), N = q.shape, k.shape[2]
+    dbias = None
+    if bias is not None:
+        bias = bias.detach().to(torch.float64).contiguous().requires_grad_()
+        dbias = torch.zeros_like(bias, requires_grad=False)
+    results = Outputs(
+        out=q.new_zeros((B, H, M, v.shape[3]), dtype=torch.float64),
+        lse=q.new_full((B, H, M), -math.inf, dtype=torch.float64),
+        dq=torch.zeros_like(q, dtype=torch.float64, memory_format=torch.contiguous_format),
+        dk=torch.zeros_like(k, dtype=torch.float64, memory_format=torch.contiguous_format),
+        dv=torch.zeros_like(v, dtype=torch.float64, memory_format=torch.contiguous_format),
+    )
+    if 0 in (B, M, N):
+        return results, dbias
+    masks = RowMasks(mask, B, H, M, N, q.device)
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
+    height = chunk_height(rows, B, H, N)
+    for start in range(0, M, height):
+        here = slice(start, min(start + height, M))
+        seen = masks.between(here.start, here.stop)
+        of_lse = None if dlse is None else dlse[:, :, here].to(torch.float64)
+        with torch.enable_grad():
+            added = additions.between(here.start, here.stop)
+        part, of_bias = _rows_with_gradients(
+            q[:, :, here], k, v, dout[:, :, here], of_lse, seen, sm_scale, softcap,
+            added, bias,
+        )  # fmt: skip
+        if dbias is not None and of_bias is not None:
+            dbias += of_bias
+        for name in ("out", "lse", "dq"):
+            getattr(results, name)[:, :, here] = getattr(part, name)
+        results.dk.add_(part.dk)
+        results.dv.add_(part.dv)
+    return results, dbias

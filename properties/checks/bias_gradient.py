@@ -1,0 +1,71 @@
+"""The gradient of a bias: a sixth output, of problems that have one."""
+
+from __future__ import annotations
+
+import torch
+
+from fa_verify.oracles.bounds.bias import bias_error
+from fa_verify.oracles.reference import torch_reference
+from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
+from fa_verify.properties.comparison.compare import Finding, ratios
+from fa_verify.properties.execution.trial import Trial, run_bias_gradient
+from fa_verify.properties.inputs.families import TORCH_DTYPES
+
+__all__ = ["bias_gradient"]
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def bias_gradient(trial: Trial) -> list[Finding]:
+    """G1 and T3 of dbias: each element within the bound of the oracle's; 0 where no row sees it.
+
+    Nothing is asked where the problem has no bias, or the subject no gradients; nor more than the
+    bound in float64, where scores are larger than T3 looks at.
+
+    Raises:
+        SubjectError: The subject raises, or dbias has another shape or dtype than the bias.
+    """
+    problem, inputs, subject = trial.problem, trial.inputs, trial.subject
+    q, k, v, dout, dlse, slopes, bias = inputs
+    if bias is None or not subject.backward:
+        return []
+    given = (q, k, v, dout, dlse, slopes, bias)
+    judged = bias_error(
+        *given, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap,
+        in_dtype=problem.dtype, bias_dtype=_NAMES[bias.dtype],
+        numerics=subject.numerics_of(problem),
+    )  # fmt: skip
+    if judged.out_of_range is not None:
+        return []
+    want = torch_reference.bias_gradient(
+        *given, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap
+    )
+    got = run_bias_gradient(subject, problem, inputs)
+    found = _beyond(trial, got, want, judged.bound, "G1 accuracy", "leaves the derived bound")
+    is_sharp = bias.dtype == torch.float64 and trial.judgement.max_score <= LOGIC_SCORE
+    if not found and is_sharp:
+        limit = LOGIC_SHARE * judged.terms + LOGIC_UNDERFLOW
+        claim = "differs by more than rounding"
+        found = _beyond(trial, got, want, limit, "T3 logic in float64", claim)
+    return found
+
+
+def _beyond(
+    trial: Trial,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    limit: torch.Tensor,
+    guarantee: str,
+    claim: str,
+) -> list[Finding]:
+    """A finding if an element is further than ``limit`` from ``want``; NaN is."""
+    ratio = ratios(got, want, limit)
+    bad = ratio > 1
+    if not bool(bad.any()):
+        return []
+    return [
+        Finding.at(
+            bad, ratio, guarantee=guarantee, claim=claim, subject=trial.subject,
+            problem=trial.problem, output="dbias", got=got, want=want, bound=limit,
+        )
+    ]  # fmt: skip

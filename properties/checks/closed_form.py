@@ -1,0 +1,257 @@
+"""Exact probes: inputs made so that the right output is known to the bit, without an oracle.
+
+With k = 0 all scores are 0, so every visible key has the weight 1 / n exactly, n being how many
+keys the row sees. Every probe runs the subject again; padding keeps what the problem put there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+
+from fa_verify.oracles import stream
+from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.oracles.problem import TENSORS, Problem
+from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
+from fa_verify.properties.comparison.agreement import found_where
+from fa_verify.properties.comparison.compare import Finding, ratios, same_bits
+from fa_verify.properties.execution.trial import Trial, run_subject
+from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_DLSE, length_tensors
+from fa_verify.properties.inputs.layouts import lay_out
+from fa_verify.properties.inputs.tensors import Inputs, make
+
+__all__ = ["counts", "doubled_values", "mask_read_back", "permuted", "unit_values"]
+
+_COUNTED = 65_536  # exp(lse) in fp32 is within a half of the count up to here
+_FACTOR = 8.0
+_SMALLEST = 2.0**-126  # normal fp32 number; float64 accumulators reach further down
+_DIGITS = 2.0**-48  # of a product of two fp32 numbers
+
+
+def counts(trial: Trial) -> list[Finding]:
+    """With k = 0, round(exp(lse)) is the number of keys that a row sees, exactly.
+
+    The softmax's sum adds n ones, which fp32 does exactly; logarithm, base and storage together
+    stay within a half of n = 65,536, beyond which rows are left out. The bound on lse lets each of
+    the additions err: past some 2,400 keys, or 5,000 if they are added tile by tile, it would let
+    one more or less pass. Skipped where the subject returns no lse.
+    """
+    if trial.got.lse is None:
+        return []
+    problem = trial.problem
+    lse = run_subject(trial.subject, problem, _equal_weights(problem)).lse
+    assert lse is not None
+    want = torch.zeros_like(lse, dtype=torch.float64)
+    for start, seen in _seen_by_rows(problem):
+        want[:, :, start : start + seen.shape[2]] = seen.sum(3)
+    got = lse.to(torch.float64).exp().round()
+    compared = want <= _COUNTED
+    bad = compared & ~(got == want)
+    return _found(
+        trial, "lse", bad, got, want, "exp(lse) with k = 0 does not count the visible keys",
+        compared=compared,
+    )  # fmt: skip
+
+
+def mask_read_back(trial: Trial) -> list[Finding]:
+    """With k = 0 and one-hot values the zeros of out, and of dv, are the mask.
+
+    Of Dv consecutive keys, drawn by the problem's seed, the d-th has v = 1 in column d, all others
+    have v = 0: out[m, d] is not 0 exactly where row m sees the d-th of these keys. One-hot dout in
+    Dv consecutive rows of every head reads the mask's rows from dv alike. The weight 1 / n is not 0
+    in any dtype up to n = 65,536 keys (fp16 has 2**-24).
+    """
+    problem = trial.problem
+    equal = _equal_weights(problem)
+    first_key = _first(problem, "key", problem.N)
+    first_row = _first(problem, "row", problem.M)
+    v = _with_values(problem, equal.v, "v", _one_hot(problem, problem.N, first_key))
+    dout = _with_values(problem, equal.dout, "dout", _one_hot(problem, problem.M, first_row))
+    got = run_subject(trial.subject, problem, equal._replace(v=v, dout=dout))
+    by_out = torch.zeros_like(dout, dtype=torch.bool)
+    by_dv = torch.zeros_like(v, dtype=torch.bool)
+    for start, seen in _seen_by_rows(problem):
+        here = seen[:, :, :, first_key : first_key + problem.Dv]
+        by_out[:, :, start : start + seen.shape[2], : here.shape[3]] = here
+        of_group = seen.view(problem.B, problem.Hk, -1, *seen.shape[2:]).any(2)
+        skipped = max(0, first_row - start)
+        rows = of_group[:, :, skipped : max(0, first_row + problem.Dv - start)].mT
+        column = start + skipped - first_row
+        by_dv[:, :, :, column : column + rows.shape[3]] = rows
+    findings = []
+    for name, x, seen in (("out", got.out, by_out), ("dv", got.dv, by_dv)):
+        if x is None:  # a subject without gradients
+            continue
+        bad = ((x != 0) != seen) | ~x.isfinite()
+        claim = f"with k = 0 does not read the mask back (from key {first_key}, row {first_row})"
+        findings += _found(trial, name, bad, x, seen, claim)
+    return findings
+
+
+def unit_values(trial: Trial) -> list[Finding]:
+    """With k = 0 and v = 1, out is exactly 1 on rows that see a key; fp16 and bf16 only.
+
+    n ones added and divided by n, or times a rounded 1 / n, round to 1 in 16 bits. With another k
+    this need not hold: the softmax's sum is taken of weights that are not rounded yet.
+    """
+    problem = trial.problem
+    if problem.dtype not in ("fp16", "bf16"):
+        return []
+    equal = _equal_weights(problem)
+    ones = torch.ones((), dtype=torch.float64, device=problem.device)
+    v = _with_values(problem, equal.v, "v", ones)
+    out = run_subject(trial.subject, problem, equal._replace(v=v)).out
+    assert out is not None
+    live = (trial.want.lse > -math.inf).unsqueeze(3).expand_as(out)
+    want = torch.ones_like(out)
+    return _found(
+        trial, "out", live & ~(out == 1), out, want, "is not 1 for k = 0 and v = 1", compared=live
+    )
+
+
+def doubled_values(trial: Trial) -> list[Finding]:
+    """The forward is linear in v to the bit: v times 8 gives out times 8, and the same lse.
+
+    A power of two changes no rounding as long as nothing over- or underflows: the problem counts if
+    8 |v| is finite and the digits of every product of a weight and a value stay above the smallest
+    normal number; an element of out counts if it is above the smallest normal number of its dtype.
+    A subject that does not promise to repeat itself is held to the bound.
+    """
+    problem, v = trial.problem, trial.inputs.v
+    info = torch.finfo(v.dtype)
+    valid = _valid(problem, "v").expand_as(v)
+    sizes = v[valid].abs().to(torch.float64)
+    nonzero = sizes[sizes > 0]
+    if not nonzero.numel():
+        return []
+    least = math.exp(-2 * trial.judgement.max_score) * float(nonzero.amin()) * _DIGITS
+    if float(nonzero.amax()) * _FACTOR > info.max or least < _SMALLEST:
+        return []
+    scaled = _with_values(problem, v, "v", v.to(torch.float64) * _FACTOR)
+    got = run_subject(trial.subject, problem, trial.inputs._replace(v=scaled))
+    findings = []
+    for name, factor in (("out", _FACTOR), ("lse", 1.0)):
+        first, second = getattr(trial.got, name), getattr(got, name)
+        if first is None:
+            continue
+        want = first.to(torch.float64) * factor
+        compared = torch.ones_like(first, dtype=torch.bool)
+        if name == "out":
+            compared = first.abs() > info.smallest_normal
+        limit = getattr(trial.judgement.bound, name)
+        bad = ~same_bits(second.to(torch.float64), want)
+        if name not in trial.subject.promises("G10", problem.config):
+            bad = ratios(second.to(torch.float64) / factor, getattr(trial.want, name), limit) > 1
+        bad &= compared
+        claim = f"is not {factor:g} times as much for v times {_FACTOR:g}"
+        findings += _found(trial, name, bad, second, want, claim, compared=compared)
+    return findings
+
+
+def permuted(trial: Trial) -> list[Finding]:
+    """Batch entries and groups of heads in reverse order give the outputs in reverse order.
+
+    To the bit for a subject that promises G9 and G10, otherwise within the bound.
+    """
+    problem = trial.problem
+    entries, heads = range(problem.B)[::-1], _reversed(torch.arange(problem.H)[None], problem.Hk)
+    mask = problem.mask.taken(tuple(entries), tuple(heads[0].tolist()))
+    turned = dataclasses.replace(problem, mask=mask)
+    pairs = zip(trial.inputs.tensors, problem.layouts, strict=True)
+    inputs = Inputs(*(lay_out(_reversed(x, problem.Hk), layout) for x, layout in pairs))
+    if trial.inputs.dlse is not None:
+        inputs = inputs._replace(dlse=_reversed(trial.inputs.dlse, problem.Hk))
+    slopes = trial.inputs.alibi_slopes
+    if slopes is not None:
+        by_entry = _reversed(slopes.view(-1, problem.H), problem.Hk)
+        inputs = inputs._replace(alibi_slopes=by_entry.view(slopes.shape))
+    bias = trial.inputs.bias
+    if bias is not None:
+        of_all = bias.expand(problem.B, problem.H, -1, -1)
+        inputs = inputs._replace(bias=_reversed(of_all, problem.Hk))
+    again = run_subject(trial.subject, turned, inputs)
+    exact = [trial.subject.promises(guarantee, problem.config) for guarantee in ("G9", "G10")]
+    findings = []
+    for name in OUTPUTS:
+        first, second = getattr(trial.got, name), getattr(again, name)
+        if first is None:
+            continue
+        second = _reversed(second, problem.Hk)
+        limit = getattr(trial.judgement.bound, name)
+        bad = ~same_bits(first, second)
+        if not all(name in promised for promised in exact):
+            bad = ratios(second, getattr(trial.want, name), limit) > 1
+        claim = "depends on the order of batch entries and heads"
+        findings += _found(trial, name, bad, second, first, claim)
+    return findings
+
+
+def _equal_weights(problem: Problem) -> Inputs:
+    """The problem's tensors with k = 0, normal values elsewhere, and a loss on out alone.
+
+    Nothing is added to scores; a softcap leaves those of 0 as they are.
+    """
+    plain = dataclasses.replace(problem, alibi=NO_ALIBI, bias=NO_BIAS)
+    return make(dataclasses.replace(plain, inputs="zero_k", dout="normal", dlse=NO_DLSE))
+
+
+def _seen_by_rows(problem: Problem) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, mask (B, H, rows, N)) of a few rows at a time."""
+    B, H, M, N = problem.B, problem.H, problem.M, problem.N
+    if 0 in (B, M, N):
+        return
+    masks = RowMasks(problem.mask, B, H, M, N, torch.device(problem.device))
+    height = chunk_height(None, B, H, N)
+    for start in range(0, M, height):
+        stop = min(start + height, M)
+        yield start, masks.between(start, stop).expand(B, H, stop - start, N)
+
+
+def _first(problem: Problem, name: str, size: int) -> int:
+    """Where Dv consecutive rows or keys begin: any place where they fit, 0 if they do not."""
+    places = max(1, size - problem.Dv + 1)
+    return (int(stream.integers(problem.seed, f"read back/{name}", (1,))) & (2**63 - 1)) % places
+
+
+def _one_hot(problem: Problem, size: int, first: int) -> torch.Tensor:
+    """(size, Dv) float64: 1 at (first + d, d)."""
+    place = torch.arange(size, device=problem.device).unsqueeze(1) - first
+    return (place == torch.arange(problem.Dv, device=problem.device)).to(torch.float64)
+
+
+def _valid(problem: Problem, tensor: str) -> torch.Tensor:
+    """Bool (B, 1, M or N, 1), False in padding."""
+    rows, keys = length_tensors(problem)
+    size, lengths = (problem.M, rows) if tensor in ("q", "dout") else (problem.N, keys)
+    index = torch.arange(size, device=problem.device)
+    return (index < lengths.unsqueeze(1))[:, None, :, None]
+
+
+def _with_values(
+    problem: Problem, x: torch.Tensor, tensor: str, values: torch.Tensor
+) -> torch.Tensor:
+    """A tensor with other values outside its padding, stored as the problem says."""
+    replaced = torch.where(_valid(problem, tensor), values.to(x.dtype), x)
+    return lay_out(replaced, problem.layouts[TENSORS.index(tensor)])
+
+
+def _reversed(x: torch.Tensor, Hk: int) -> torch.Tensor:
+    """Batch entries and groups of heads in reverse order; heads of a group stay in order."""
+    groups = x.reshape(x.shape[0], Hk, x.shape[1] // Hk, *x.shape[2:])
+    return groups.flip(0, 1).reshape(x.shape)
+
+
+def _found(
+    trial: Trial,
+    output: str,
+    bad: torch.Tensor,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    claim: str,
+    compared: torch.Tensor | None = None,
+) -> list[Finding]:
+    """A finding of a probe if anything is bad."""
+    return found_where(trial, output, bad, got, want, "exact probes", claim, compared)

@@ -1,0 +1,90 @@
+"""The guarantees of a correct kernel, each a function from a trial to its findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fa_verify.properties.checks import pooled
+from fa_verify.properties.checks.accuracy import accuracy, finite, logic
+from fa_verify.properties.checks.bias_gradient import bias_gradient
+from fa_verify.properties.checks.closed_form import (
+    counts,
+    doubled_values,
+    mask_read_back,
+    permuted,
+    unit_values,
+)
+from fa_verify.properties.checks.identities import identities
+from fa_verify.properties.checks.invariance import independence, layout, repeatable, state
+from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidden_positions
+from fa_verify.properties.checks.memory import far_offsets, full_overwrite, reads_in_bounds
+from fa_verify.properties.checks.statistics import bias, rms
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.trial import Trial
+
+__all__ = [
+    "COMPANIONS",
+    "GUARANTEES",
+    "OF_BIAS",
+    "POOLED",
+    "STANDING",
+    "Check",
+    "accuracy",
+    "dirty_padding",
+    "empty_rows",
+    "far_offsets",
+    "finite",
+    "full_overwrite",
+    "hidden_positions",
+    "independence",
+    "layout",
+    "logic",
+    "reads_in_bounds",
+    "repeatable",
+    "state",
+]
+
+Check = Callable[[Trial], list[Finding]]
+
+# What sees faults that a worst-case bound lets pass; a failure of theirs is replayed as well.
+COMPANIONS: dict[str, Check] = {
+    "rms": rms,
+    "bias": bias,
+    "identities": identities,
+    "counts": counts,
+    "mask": mask_read_back,
+    "ones": unit_values,
+    "doubled": doubled_values,
+    "permuted": permuted,
+}
+GUARANTEES: dict[str, Check] = {
+    "G1": accuracy,
+    "G2": finite,
+    "G3": empty_rows,
+    "G4": dirty_padding,
+    "G5": hidden_positions,
+    "G6": full_overwrite,
+    "G7": reads_in_bounds,
+    "G8": layout,
+    "G9": independence,
+    "G10": repeatable,
+    "G12": far_offsets,
+    "G13": state,
+    "T3": logic,
+}
+# The same of pooled probabilities, where a subject has them; a failure is replayed as well.
+POOLED: dict[str, Check] = {
+    "pooled G1": pooled.accuracy,
+    "pooled G4": pooled.dirty_padding,
+    "pooled G5": pooled.hidden_positions,
+    "pooled G6": pooled.full_overwrite,
+    "pooled G7": pooled.reads_in_bounds,
+    "pooled G8": pooled.layout,
+    "pooled G9": pooled.independence,
+    "pooled G10": pooled.repeatable,
+    "pooled T3": pooled.logic,
+}
+# Of the gradient that only problems with a bias have.
+OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
+# What every problem is held to, whatever else it is drawn for; by the first word of a finding.
+STANDING: dict[str, Check] = {"G1": accuracy, "RMS": rms, "bias": bias}

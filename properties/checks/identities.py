@@ -1,0 +1,164 @@
+"""Sums of a subject's own gradients that are known in exact arithmetic, without an oracle.
+
+Per key/value head, over all keys n and all rows m of the group's heads::
+
+    sum_n dk = 0              a vector added to every key changes no weight
+    sum_n dv = sum_m dout     weights add up to 1
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from fa_verify.oracles.bounds.constants import constants
+from fa_verify.properties.checks.statistics import FEWEST, RARE, SLACK, is_valid, mean_square_limit
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.trial import Trial
+
+__all__ = ["identities"]
+
+
+class _Identity(NamedTuple):
+    """What a sum over keys should be, (B, Hk, D or Dv) each.
+
+    Args:
+        claim: Such as "sum_n dk = 0".
+        output: What is summed.
+        got: The sum.
+        want: What it should be.
+        spread: Predicted standard deviation of the difference; inf where it is not predicted.
+        drift: What roundings that are not independent may add to it.
+    """
+
+    claim: str
+    output: str
+    got: torch.Tensor
+    want: torch.Tensor
+    spread: torch.Tensor
+    drift: torch.Tensor
+
+    @property
+    def error(self) -> torch.Tensor:
+        """The difference, but for what drifts; NaN stays NaN."""
+        return ((self.got - self.want).abs() - self.drift).clamp(min=0)
+
+
+def identities(trial: Trial) -> list[Finding]:
+    """Each sum is right as closely as the roundings of a correct kernel let it.
+
+    Where ``companions.is_valid``, for heads with a row that sees ``companions.FEWEST`` keys: with
+    a single key dS is 0, and roundings of rounding errors are all there is.
+
+    The spread of the difference is predicted from the roundings (``bounds.variance``), so it sees
+    errors that all elements share and none shows: one in delta changes every key's dk a little, and
+    their sum as a whole. The largest of c differences, in units of their spreads, stays below
+    sqrt(2 (x + ln 2c)) with probability 1 - exp(-x); their mean square stays below the limit of
+    ``companions.rms``.
+
+    The gradient of a key that fewer than ``companions.FEWEST`` rows see is a sum of a few products
+    of short numbers. Its last rounding need not be independent of that of the next key: times
+    1 - 2**-8, every number of 8 bits is rounded down. Such keys may err by u_in each, to one side.
+    """
+    problem = trial.problem
+    # With a gradient of lse dS no longer adds up to 0.
+    if not trial.subject.backward or not is_valid(problem) or trial.inputs.dlse is not None:
+        return []
+    if 0 in (problem.B, problem.M, problem.N):
+        return []
+    # A row's errors reach all columns of a sum: neither rows nor columns alone are the samples.
+    rows = int((trial.variances.keys_seen > 0).sum())
+    findings = []
+    # A softcap moves scores by less where they are large: then a vector added to keys counts.
+    for identity in _identities(trial)[0 if problem.softcap is None else 1 :]:
+        columns = int(identity.spread.isfinite().sum())
+        if not columns:
+            continue
+        found = _beyond(trial, identity, columns)
+        mean = float((identity.error / identity.spread).square().sum()) / columns
+        limit = mean_square_limit(1 / (1 / columns + 1 / rows))
+        if not found and not mean <= limit:
+            found = [_mean_finding(trial, identity, mean, limit, columns)]
+        findings += found
+    return findings
+
+
+def _identities(trial: Trial) -> list[_Identity]:
+    """The sums of a trial. Rows that see nothing may have a dout of NaN: it is left out."""
+    problem, got, variance = trial.problem, trial.got, trial.variances
+    B, Hk = problem.B, problem.Hk
+    assert got.dk is not None
+    assert got.dv is not None
+    live = (trial.want.lse > -math.inf).unsqueeze(3)
+    dout = torch.where(live, trial.inputs.dout.to(torch.float64), 0.0)
+    sum_dout = dout.view(B, Hk, -1, problem.Dv).sum(2)
+    counted = variance.keys_seen.view(B, Hk, -1).amax(2, keepdim=True) >= FEWEST
+    u_in = constants(problem.dtype, trial.subject.numerics_of(problem)).u_in
+    few = (variance.rows_seen < FEWEST).unsqueeze(3)
+
+    def spread(of: torch.Tensor) -> torch.Tensor:
+        return torch.where(counted, of.sqrt(), torch.inf)
+
+    def drift(true: torch.Tensor) -> torch.Tensor:
+        return u_in * (true.abs() * few).sum(2)
+
+    sum_dk, sum_dv = (x.to(torch.float64).sum(2) for x in (got.dk, got.dv))
+    return [
+        _Identity(
+            "sum_n dk = 0", "dk", sum_dk, torch.zeros_like(sum_dk),
+            spread(variance.sum_dk), drift(trial.want.dk),
+        ),
+        _Identity(
+            "sum_n dv = sum_m dout", "dv", sum_dv, sum_dout,
+            spread(variance.sum_dv), drift(trial.want.dv),
+        ),
+    ]  # fmt: skip
+
+
+def _beyond(trial: Trial, identity: _Identity, columns: int) -> list[Finding]:
+    """A finding where a sum is further off than the largest of so many may be; NaN is."""
+    most = math.sqrt(2 * SLACK * (RARE + math.log(2 * columns)))
+    limit = most * identity.spread
+    bad = ~(identity.error <= limit)
+    if not bad.any():
+        return []
+    ratio = torch.where(bad, identity.error / limit, -torch.inf).nan_to_num(nan=torch.inf)
+    index = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), bad.shape))
+    return [
+        Finding(
+            guarantee="identities",
+            claim=f"breaks {identity.claim} by more than roundings explain",
+            subject=trial.subject.name,
+            output=identity.output,
+            where=" ".join(f"{axis}={i}" for axis, i in zip("bhd", index, strict=True)),
+            got=float(identity.got[index]),
+            want=float(identity.want[index]),
+            bound=float((limit + identity.drift)[index]),
+            bad=int(bad.sum()),
+            total=bad.numel(),
+            places="h is a key/value head",
+            problem=trial.problem,
+        )
+    ]
+
+
+def _mean_finding(
+    trial: Trial, identity: _Identity, mean: float, limit: float, columns: int
+) -> Finding:
+    """A finding on all sums together."""
+    return Finding(
+        guarantee="identities",
+        claim=f"breaks {identity.claim}: mean square in units of the predicted spread",
+        subject=trial.subject.name,
+        output=identity.output,
+        where="all sums together",
+        got=mean,
+        want=1.0,
+        bound=limit - 1,
+        bad=columns,
+        total=columns,
+        places="none of them alone",
+        problem=trial.problem,
+    )

@@ -1,0 +1,157 @@
+"""G8, G9, G10 and G13: what must not matter: strides, neighbours, repetition, history."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fa_verify.oracles.bounds import error_model
+from fa_verify.oracles.outputs import OUTPUTS, Outputs
+from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.reference import torch_reference
+from fa_verify.properties.comparison.agreement import agree
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.trial import SubjectError, Trial, run_subject
+from fa_verify.properties.inputs.tensors import Inputs, make
+
+__all__ = ["independence", "layout", "neighbours", "repeatable", "state"]
+
+_REPEATS = 3
+_OTHER_DTYPE = {"fp16": "bf16", "bf16": "fp16", "fp32": "fp64", "fp64": "fp32"}
+_CONTIGUOUS = ("bhsd", "bhsd", "bhsd", "bhsd")
+
+
+def layout(trial: Trial) -> list[Finding]:
+    """G8: any strides, each tensor its own, give what contiguous copies give.
+
+    And dout of stride 0 in every axis, as ``out.sum().backward()`` makes it, gives what ones give.
+    """
+    problem, inputs = trial.problem, trial.inputs
+    again = run_subject(trial.subject, problem, make(problem, layouts=_CONTIGUOUS))
+    findings = agree(trial, again, "G8 layout", "depends on the strides of its inputs")
+    declared = trial.subject.layouts
+    summable = trial.subject.backward and (declared is None or "expanded" in declared)
+    if findings or not summable or 0 in inputs.dout.shape:
+        return findings
+    ones = torch.ones_like(inputs.dout, memory_format=torch.contiguous_format)
+    full = _judged(trial, inputs._replace(dout=ones))
+    if full is None:
+        return findings
+    summed = run_subject(
+        trial.subject, problem, inputs._replace(dout=ones[:1, :1, :1, :1].expand(ones.shape))
+    )
+    claim = "of out.sum().backward() is not what a dout of ones gives"
+    return agree(full, summed, "G8 layout", claim)
+
+
+def _judged(trial: Trial, inputs: Inputs) -> Trial | None:
+    """The trial on other inputs, judged as far as ``agree`` needs it; None where out of range."""
+    subject, problem = trial.subject, trial.problem
+    got = run_subject(subject, problem, inputs)
+    if len(subject.promises("G8", problem.config)) == len(OUTPUTS):
+        return dataclasses.replace(trial, inputs=inputs, got=got)
+    scores: Any = {"mask": problem.mask, "sm_scale": problem.scale, "softcap": problem.softcap}
+    judgement = error_model.judge(
+        *inputs, **scores, in_dtype=problem.dtype, numerics=subject.numerics_of(problem)
+    )
+    if judgement.out_of_range is not None:
+        return None
+    want = torch_reference.attention(*inputs, **scores)
+    return dataclasses.replace(trial, inputs=inputs, got=got, want=want, judgement=judgement)
+
+
+def independence(trial: Trial) -> list[Finding]:
+    """G9: a batch entry and a key/value head with its group, alone, give their part of the whole.
+
+    One such slice, chosen by the seed, is computed alone on views of the same tensors; the rest of
+    the whole is then as if it were not there.
+    """
+    problem = trial.problem
+    if problem.B == 0 or problem.B * problem.Hk == 1:
+        return []
+    b, group = problem.seed % problem.B, problem.seed // problem.B % problem.Hk
+    heads = slice(group * problem.G, (group + 1) * problem.G)
+    of_rows = (slice(b, b + 1), heads)
+    of_keys = (slice(b, b + 1), slice(group, group + 1))
+    q, k, v, dout, dlse, slopes, bias = trial.inputs
+    mask = problem.mask.taken((b,), tuple(range(problem.H))[heads])
+    alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=mask)
+    try:
+        of_dlse = None if dlse is None else dlse[of_rows]
+        of_slopes = None if slopes is None else slopes[of_rows[-slopes.ndim :]]
+        inputs = Inputs(
+            q[of_rows], k[of_keys], v[of_keys], dout[of_rows], of_dlse, of_slopes,
+            None if bias is None else bias.expand(problem.B, problem.H, -1, -1)[of_rows],
+        )  # fmt: skip
+        part = run_subject(trial.subject, alone, inputs)
+    except NotImplementedError:  # of so few heads, say
+        return []
+    whole = Outputs(*(None if x is None else x.clone() for x in trial.got))
+    for name, into, piece in zip(OUTPUTS, whole, part, strict=True):
+        if into is not None and piece is not None:
+            into[of_keys if name in ("dk", "dv") else of_rows] = piece
+    claim = f"of b={b}, key/value head {group} alone is not that part of the whole"
+    return agree(trial, whole, "G9 independence", claim)
+
+
+def repeatable(trial: Trial) -> list[Finding]:
+    """G10: the same inputs give the same bits, run after run."""
+    for _ in range(_REPEATS):
+        try:
+            again = run_subject(trial.subject, trial.problem, trial.inputs)
+        except NotImplementedError as refusal:
+            raise SubjectError(f"refuses what it has just computed: {refusal}") from refusal
+        findings = agree(trial, again, "G10 repeatable", "differs from run to run")
+        if findings:
+            return findings
+    return []
+
+
+def state(trial: Trial) -> list[Finding]:
+    """G13: a call after calls of other shapes gives what the first call gave.
+
+    Between the two come calls that differ from the problem in one thing each: its lengths, heads,
+    head_dim, scale, mask or dtype.
+    """
+    for neighbour in neighbours(trial.problem):
+        inputs = make(neighbour)
+        try:
+            run_subject(trial.subject, neighbour, inputs)
+        except NotImplementedError:
+            continue
+        again = run_subject(trial.subject, trial.problem, trial.inputs)
+        changed = _difference(trial.problem, neighbour)
+        findings = agree(trial, again, "G13 state", f"differs after a call with {changed}")
+        if findings:
+            return findings
+    return []
+
+
+def neighbours(problem: Problem) -> Iterator[Problem]:
+    """Problems that differ in one thing each, of about the same cost."""
+    mask, scale = problem.mask, problem.scale
+    for change in (
+        {"seed": problem.seed ^ 1},
+        {"M": problem.M + 1},
+        # Fewer, where no lengths forbid it: what a longer call leaves behind may be cut to size.
+        {"N": problem.N - 1 if problem.N > 1 and mask.seqlens_k is None else problem.N + 1},
+        {"H": problem.Hk if problem.G > 1 else 2 * problem.H},
+        # The next head_dim that is padded to the same power of two, so that nothing compiles.
+        {"D": (problem.D - 1 ^ 1) + 1},
+        {"sm_scale": 2 * scale if scale < 1 else scale / 2},
+        {"mask": dataclasses.replace(mask, causal=mask.right != 0, window_right=None)},
+        {"dtype": _OTHER_DTYPE[problem.dtype]},
+    ):
+        yield dataclasses.replace(problem, **change)
+
+
+def _difference(problem: Problem, other: Problem) -> str:
+    """What differs between two problems, such as "M=18 mask=..."."""
+    return ", ".join(
+        f"{item.name}={getattr(other, item.name)}"
+        for item in dataclasses.fields(problem)
+        if getattr(problem, item.name) != getattr(other, item.name)
+    )

@@ -1,0 +1,116 @@
+"""G3, G4 and G5: empty rows, padding and hidden pairs take no part."""
+
+from __future__ import annotations
+
+import torch
+
+from fa_verify.oracles import stream
+from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.comparison.agreement import OF_KEYS, OF_ROWS, agree, exact
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.trial import Trial, run_subject
+from fa_verify.properties.inputs.families import length_tensors
+from fa_verify.properties.inputs.tensors import make
+
+__all__ = ["dirty_padding", "empty_rows", "hidden_positions"]
+
+
+def empty_rows(trial: Trial) -> list[Finding]:
+    """G3: rows without a visible key give out = 0, lse = -inf, dq = 0, and add nothing to dk, dv.
+
+    Their dout is ignored: a second run with NaN in it agrees everywhere.
+    """
+    problem = trial.problem
+    empty = ~_seen(problem).any(3)
+    findings = []
+    for name, got, want in zip(OUTPUTS, trial.got, trial.want, strict=True):
+        if got is not None and name in OF_ROWS:
+            rows = empty if name == "lse" else empty.unsqueeze(3)
+            claim = "is not exact on a row without a visible key"
+            findings += exact(trial, name, got, want.to(got.dtype), rows, "G3 empty rows", claim)
+    if not empty.any():
+        return findings
+    inputs = trial.inputs
+    poisoned = inputs._replace(dout=torch.where(empty.unsqueeze(3), torch.nan, inputs.dout))
+    if inputs.dlse is not None:
+        poisoned = poisoned._replace(dlse=torch.where(empty, torch.nan, inputs.dlse))
+    again = run_subject(trial.subject, problem, poisoned)
+    return findings + agree(
+        trial, again, "G3 empty rows", "depends on dout of a row without a visible key"
+    )
+
+
+def dirty_padding(trial: Trial) -> list[Finding]:
+    """G4: whatever stands in padding changes nothing elsewhere, and its gradient is exactly 0."""
+    problem = trial.problem
+    rows, keys = length_tensors(problem)
+    row_padding = torch.arange(problem.M, device=problem.device) >= rows.view(-1, 1, 1)
+    key_padding = torch.arange(problem.N, device=problem.device) >= keys.view(-1, 1, 1)
+    findings = []
+    for name, got, want in zip(OUTPUTS, trial.got, trial.want, strict=True):
+        if got is None:
+            continue
+        padding = row_padding if name in OF_ROWS else key_padding
+        padding = padding if name == "lse" else padding.unsqueeze(3)
+        claim = "is not exact on padding"
+        findings += exact(trial, name, got, want.to(got.dtype), padding, "G4 dirty padding", claim)
+    clean = run_subject(trial.subject, problem, make(problem, dirty="zero"))
+    return findings + agree(trial, clean, "G4 dirty padding", "depends on what stands in padding")
+
+
+def hidden_positions(trial: Trial) -> list[Finding]:
+    """G5: a pair that the mask hides adds exactly nothing, to the row nor to the key.
+
+    One key of each batch entry is replaced by extreme finite values: rows that do not see it keep
+    out, lse, dq. Then one row: keys that it does not see keep dk, dv. Where the lse of an extreme
+    query overflows, its P is 0 whatever dP is: so every other seed makes dout alone extreme.
+    """
+    problem = trial.problem
+    if 0 in (problem.B, problem.M, problem.N):
+        return []
+    seen = _seen(problem)
+    key = _pick(problem, "key", seen.transpose(2, 3))
+    row = _pick(problem, "row", seen)
+    inputs = trial.inputs
+    at_key = torch.arange(problem.N, device=problem.device) == key.view(-1, 1)
+    at_row = torch.arange(problem.M, device=problem.device) == row.view(-1, 1)
+    keys = inputs._replace(k=_extreme(inputs.k, at_key), v=_extreme(inputs.v, at_key))
+    other_keys = run_subject(trial.subject, problem, keys)
+    other_q = _extreme(inputs.q, at_row) if problem.seed % 2 else inputs.q
+    rows = inputs._replace(q=other_q, dout=_extreme(inputs.dout, at_row))
+    other_rows = run_subject(trial.subject, problem, rows)
+    blind_rows = ~(seen & at_key[:, None, None, :]).any(3)
+    blind_keys = ~(seen & at_row[:, None, :, None]).any(2).any(1, keepdim=True)
+    findings = agree(
+        trial, other_keys, "G5 hidden positions", "depends on a key that the row does not see",
+        rows=blind_rows, only=OF_ROWS,
+    )  # fmt: skip
+    return findings + agree(
+        trial, other_rows, "G5 hidden positions", "depends on a row that does not see the key",
+        keys=blind_keys, only=OF_KEYS,
+    )  # fmt: skip
+
+
+def _seen(problem: Problem) -> torch.Tensor:
+    """The dense mask, expanded to (B, H, M, N)."""
+    sizes = problem.B, problem.H, problem.M, problem.N
+    return problem.mask.dense(*sizes, device=problem.device).expand(*sizes)
+
+
+def _pick(problem: Problem, name: str, seen: torch.Tensor) -> torch.Tensor:
+    """An index of axis 2 of ``seen`` (B, H, size, others) per batch entry, (B,).
+
+    Best one that sees some of the others and not all: of those that see none nothing is read. Next
+    best one from which something is hidden.
+    """
+    hidden = (~seen).any(3).any(1)
+    partly = ((~seen).any(3) & seen.any(3)).any(1)
+    noise = stream.uniform(problem.seed, f"pick {name}", hidden.shape, problem.device)
+    return (noise + hidden + partly).argmax(1)
+
+
+def _extreme(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """x (B, heads, rows, columns) with the largest finite values, signs alternating, at rows."""
+    sign = 1 - 2 * (torch.arange(x.shape[3], device=x.device) % 2)
+    return torch.where(at[:, None, :, None], torch.finfo(x.dtype).max * sign.to(x.dtype), x)

@@ -1,0 +1,303 @@
+"""Pooled probabilities: what holds of them, each guarantee a function from a trial to its findings.
+
+A subject that pools says so by a call of that name; of others nothing is asked. How large the
+blocks are follows from the problem's seed, so the problem alone replays a failure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from fa_verify.oracles.bounds.pooled import pooled_bound
+from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.reference.pooled import POOLS, pooled_probabilities
+from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
+from fa_verify.properties.comparison.compare import Finding, ratios, same_bits
+from fa_verify.properties.execution.guard_bands import GuardBands
+from fa_verify.properties.execution.trial import Trial, run_pooled
+from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = [
+    "accuracy",
+    "dirty_padding",
+    "full_overwrite",
+    "hidden_positions",
+    "independence",
+    "layout",
+    "logic",
+    "pool_size",
+    "reads_in_bounds",
+    "repeatable",
+]
+
+_CONTIGUOUS = ("bhsd", "bhsd", "bhsd", "bhsd")
+
+
+def pool_size(subject: Subject, problem: Problem) -> tuple[int, int]:
+    """Rows and keys of a block, of the seed: one pair, primes, tiles, more than there are."""
+    seed = problem.all_seeds[0]
+    sizes = []
+    for length, tile in zip((problem.M, problem.N), subject.tile_of(problem), strict=True):
+        some = (3, 1, tile, 7, length + 5, 2, 2 * tile, 13, max(1, length // 2), tile + 1)
+        sizes.append(some[seed % len(some)])
+        seed //= len(some)
+    return sizes[0], sizes[1]
+
+
+def _pool(problem: Problem) -> str:
+    """The kind of pooling that a second run is about, of the seed."""
+    return POOLS[problem.all_seeds[0] % len(POOLS)]
+
+
+def _run(trial: Trial, pool: str, inputs: Inputs | None = None) -> torch.Tensor:
+    """What the subject pools, of the trial's inputs or of others."""
+    size = pool_size(trial.subject, trial.problem)
+    given = trial.inputs if inputs is None else inputs
+    # On a CPU a write out of bounds would corrupt the heap.
+    with GuardBands():
+        return run_pooled(trial.subject, trial.problem, given, pool, size)
+
+
+def _want(trial: Trial, pool: str) -> torch.Tensor:
+    """The oracle's pooled probabilities."""
+    problem = trial.problem
+    return pooled_probabilities(
+        trial.inputs.q, trial.inputs.k, mask=problem.mask, sm_scale=problem.scale,
+        pool=pool, size=pool_size(trial.subject, problem),
+    )  # fmt: skip
+
+
+def _bound(trial: Trial, pool: str) -> torch.Tensor:
+    """How far a correct kernel's may be from them."""
+    problem = trial.problem
+    return pooled_bound(
+        trial.inputs.q, trial.inputs.k, mask=problem.mask, sm_scale=problem.scale,
+        in_dtype=problem.dtype, numerics=trial.subject.numerics_of(problem),
+        pool=pool, size=pool_size(trial.subject, problem),
+    )  # fmt: skip
+
+
+def accuracy(trial: Trial) -> list[Finding]:
+    """G1: every pooled probability lies within the derived bound of the float64 oracle.
+
+    It is 0 where nothing is visible, so that is exact.
+    """
+    return _near(trial, "G1 accuracy", "leaves the derived bound", None)
+
+
+def logic(trial: Trial) -> list[Finding]:
+    """T3: in float64, every pooled probability within 1e-12 of its value where |s| <= 100."""
+    if trial.problem.dtype != "fp64" or trial.judgement.max_score > LOGIC_SCORE:
+        return []
+    return _near(trial, "T3 logic in float64", "differs by more than rounding", LOGIC_SHARE)
+
+
+def _near(trial: Trial, guarantee: str, claim: str, share: float | None) -> list[Finding]:
+    """Findings of either pooling where it is further off than its bound, or a share of its value.
+
+    Raises:
+        RuntimeError: A bound is not finite although the problem is in range: the suite is at fault.
+    """
+    if trial.subject.pooled is None:
+        return []
+    findings = []
+    for pool in POOLS:
+        want = _want(trial, pool)
+        limit = _bound(trial, pool) if share is None else share * want + LOGIC_UNDERFLOW
+        if not bool(limit.isfinite().all()):
+            problem = trial.problem.to_json()
+            raise RuntimeError(f"the bound is not finite, so nothing is judged: {problem}")
+        got = _run(trial, pool)
+        ratio = ratios(got, want, limit)
+        findings += _found(trial, pool, ratio > 1, ratio, (got, want, limit), guarantee, claim)
+    return findings
+
+
+def dirty_padding(trial: Trial) -> list[Finding]:
+    """G4: whatever stands in padding changes nothing."""
+    return _again(
+        trial, make(trial.problem, dirty="zero"), "G4 dirty padding",
+        "depends on what stands in padding",
+    )  # fmt: skip
+
+
+def layout(trial: Trial) -> list[Finding]:
+    """G8: any strides give what contiguous copies give."""
+    contiguous = make(trial.problem, layouts=_CONTIGUOUS)
+    return _again(trial, contiguous, "G8 layout", "depends on the strides of its inputs")
+
+
+def reads_in_bounds(trial: Trial) -> list[Finding]:
+    """G7: the largest finite values around and between the rows give what NaN there gives."""
+    largest = torch.finfo(trial.inputs.q.dtype).max
+    return _again(
+        trial, make(trial.problem, around=largest), "G7 reads in bounds",
+        "depends on what lies outside its inputs' elements",
+    )  # fmt: skip
+
+
+def repeatable(trial: Trial) -> list[Finding]:
+    """G10: the same inputs give the same bits."""
+    return _again(trial, trial.inputs, "G10 repeatable", "differs from run to run")
+
+
+def hidden_positions(trial: Trial) -> list[Finding]:
+    """G5: a key changes no block whose rows do not see it, whatever finite values it has.
+
+    Of each batch entry it is the valid key that is hidden from most rows which see something.
+    """
+    problem = trial.problem
+    if 0 in (problem.B, problem.M, problem.N):
+        return []
+    sizes = (problem.B, problem.H, problem.M, problem.N)
+    seen = problem.mask.dense(*sizes, device=problem.device).expand(*sizes)
+    hidden = (seen.any(3, keepdim=True) & ~seen).sum((1, 2)) * seen.any(2).any(1)
+    at_key = torch.arange(problem.N, device=problem.device) == hidden.argmax(1).view(-1, 1)
+    k = trial.inputs.k
+    extreme = torch.where(at_key[:, None, :, None], torch.finfo(k.dtype).max, k)
+    blind = ~(seen & at_key[:, None, None, :]).any(3)
+    # Blocks of rows none of which sees it.
+    rows = pool_size(trial.subject, problem)[0]
+    starts = range(0, problem.M, rows)
+    of_blocks = torch.stack([blind[:, :, m : m + rows].all(2) for m in starts], 2).unsqueeze(3)
+    return _again(
+        trial, trial.inputs._replace(k=extreme), "G5 hidden positions",
+        "depends on a key that no row of the block sees", of_blocks,
+    )  # fmt: skip
+
+
+def independence(trial: Trial) -> list[Finding]:
+    """G9: a batch entry and a key/value head with its group, alone, give their part of the whole.
+
+    One such slice, chosen by the seed.
+    """
+    problem = trial.problem
+    if trial.subject.pooled is None or problem.B == 0 or problem.B * problem.Hk == 1:
+        return []
+    pool = _pool(problem)
+    b, group = problem.seed % problem.B, problem.seed // problem.B % problem.Hk
+    heads = slice(group * problem.G, (group + 1) * problem.G)
+    of_rows, of_keys = (slice(b, b + 1), heads), (slice(b, b + 1), slice(group, group + 1))
+    mask = problem.mask.taken((b,), tuple(range(problem.H))[heads])
+    alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=mask)
+    q, k, v, dout = trial.inputs.tensors
+    inputs = Inputs(q[of_rows], k[of_keys], v[of_keys], dout[of_rows])
+    with GuardBands():
+        part = run_pooled(trial.subject, alone, inputs, pool, pool_size(trial.subject, problem))
+    first = _run(trial, pool)
+    again = first.clone()
+    again[of_rows] = part
+    claim = f"of b={b}, key/value head {group} alone is not that part of the whole"
+    return _agree(trial, pool, first, again, "G9 independence", claim)
+
+
+def full_overwrite(trial: Trial) -> list[Finding]:
+    """G6: every pooled probability is written, and nothing outside: allocations start as NaN."""
+    if trial.subject.pooled is None:
+        return []
+    pool, size = _pool(trial.problem), pool_size(trial.subject, trial.problem)
+    with GuardBands() as guards:
+        got = run_pooled(trial.subject, trial.problem, trial.inputs, pool, size)
+    claim = "is not written everywhere: what was allocated as NaN is still there"
+    zeros = torch.zeros_like(got)
+    guarantee = "G6 full overwrite"
+    findings = _found(trial, pool, got.isnan(), zeros, (got, zeros, zeros), guarantee, claim)
+    for found in guards.overruns():
+        side = "before its first element" if found.before else "after its last element"
+        shape = tuple(found.tensor.shape)
+        findings.append(
+            Finding(
+                guarantee=guarantee, claim="is written outside its elements",
+                subject=trial.subject.name, output=f"a tensor of pooled {pool}",
+                where=f"{abs(found.offset)} bytes {side}", got=math.nan, want=math.nan, bound=0.0,
+                bad=1, total=found.tensor.numel(), places=f"shape {shape}", problem=trial.problem,
+            )
+        )  # fmt: skip
+    return findings
+
+
+def _again(
+    trial: Trial,
+    inputs: Inputs,
+    guarantee: str,
+    claim: str,
+    compared: torch.Tensor | None = None,
+) -> list[Finding]:
+    """Findings where other inputs, of the same meaning, give something else."""
+    if trial.subject.pooled is None:
+        return []
+    pool = _pool(trial.problem)
+    first, again = _run(trial, pool), _run(trial, pool, inputs)
+    return _agree(trial, pool, first, again, guarantee, claim, compared)
+
+
+def _agree(
+    trial: Trial,
+    pool: str,
+    first: torch.Tensor,
+    again: torch.Tensor,
+    guarantee: str,
+    claim: str,
+    compared: torch.Tensor | None = None,
+) -> list[Finding]:
+    """Findings where two runs differ: in a bit where that is promised, else in leaving the bound.
+
+    What is wrong in both is accuracy's to report.
+
+    Args:
+        trial: What they are runs of.
+        pool: Which pooling.
+        first: Of the trial's own inputs.
+        again: The second run's.
+        guarantee: Such as "G8 layout"; its first word is looked up among the promises.
+        claim: What was expected, a clause.
+        compared: Bool that expands to the blocks: where they must agree; None is everywhere.
+    """
+    limit = torch.zeros_like(first, dtype=torch.float64)
+    want, bad = first.to(torch.float64), ~same_bits(first, again)
+    if not trial.subject.promises(guarantee.split()[0], trial.problem.config):
+        claim = f"{claim}, and leaves the bound"
+        limit, want = _bound(trial, pool), _want(trial, pool)
+        was_outside, is_outside = (ratios(x, want, limit) > 1 for x in (first, again))
+        bad, again = was_outside ^ is_outside, torch.where(was_outside, first, again)
+    if compared is not None:
+        bad = bad & compared
+    badness = (again.to(torch.float64) - want).abs().nan_to_num(nan=torch.inf)
+    return _found(trial, pool, bad, badness, (again, want, limit), guarantee, claim)
+
+
+def _found(
+    trial: Trial,
+    pool: str,
+    bad: torch.Tensor,
+    badness: torch.Tensor,
+    values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    guarantee: str,
+    claim: str,
+) -> list[Finding]:
+    """A finding if a block is bad, at the worst of them; ``values`` are got, want and bound."""
+    if not bad.any():
+        return []
+    problem, size = trial.problem, pool_size(trial.subject, trial.problem)
+    flat = torch.where(bad, badness.to(torch.float64), -torch.inf).flatten()
+    index = tuple(int(i) for i in torch.unravel_index(flat.argmax(), bad.shape))
+    b, h, i, j = index
+    pairs = [
+        f"{axis}={place * each}..{min((place + 1) * each, length) - 1}"
+        for axis, place, each, length in zip(
+            "mn", (i, j), size, (problem.M, problem.N), strict=True
+        )
+    ]
+    got, want, bound = (float(x[index]) for x in values)
+    return [
+        Finding(
+            guarantee=guarantee, claim=claim, subject=trial.subject.name, output=f"pooled {pool}",
+            where=f"b={b} h={h} {' '.join(pairs)}", got=got, want=want, bound=bound,
+            bad=int(bad.sum()), total=bad.numel(), places=f"blocks of {size[0]} x {size[1]} pairs",
+            problem=problem,
+        )
+    ]  # fmt: skip

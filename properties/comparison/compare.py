@@ -1,0 +1,267 @@
+"""Comparisons that NaN cannot pass, and what they say when they fail."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass, field
+
+import torch
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.comparison.heat_map import HeatMap
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["TILES", "Finding", "Violation", "ratios", "same_bits", "worst", "worst_of_parts"]
+
+# Kinds of tiles, by what a kernel does differently there.
+TILES = ("padding", "single", "ragged tail", "mask edge", "inner")
+
+_AXES = {"out": "bhmd", "lse": "bhm", "dq": "bhmd", "dk": "bhnd", "dv": "bhnd", "dbias": "bhmn"}
+
+
+def ratios(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """|got - want| / bound in float64; NaN counts as infinite, equal infinities as 0."""
+    got = got.to(torch.float64)
+    error = (got - want).abs()
+    ratio = torch.where(got == want, 0.0, error / bound)
+    return torch.where(ratio.isnan(), torch.inf, ratio)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where a and b are equal to the bit: +0 equals -0, any NaN any NaN."""
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def worst(*of_ratios: torch.Tensor) -> list[float]:
+    """The largest ratio of each tensor, 0 for an empty one; waits for a GPU once."""
+    return [largest for (largest,) in worst_of_parts(1, *of_ratios)]
+
+
+def worst_of_parts(parts: int, *of_ratios: torch.Tensor) -> list[list[float]]:
+    """The largest ratios of each tensor, in so many equal parts of its first axis, as ``worst``."""
+    largest = [
+        ratio.reshape(parts, -1).amax(1) if ratio.numel() else ratio.new_zeros(parts)
+        for ratio in of_ratios
+    ]
+    found: list[list[float]] = torch.stack(largest).tolist()
+    return found
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One violated guarantee at its worst element; ``str`` is the failure message.
+
+    Args:
+        guarantee: Such as "G1 accuracy".
+        claim: What was expected, a clause.
+        subject: Name of the subject.
+        output: Name of the output.
+        where: The worst element, such as "b=0 h=1 m=33 d=5".
+        got: Its value.
+        want: What it should be.
+        bound: The largest error allowed there (0: exact).
+        bad: How many elements violate the claim.
+        total: How many elements were compared.
+        places: In which tile the worst element lies and where the bad ones concentrate.
+        problem: The problem.
+        raised: Instead of all these numbers, what the subject raised.
+        kernel: What --kernel was given, for the replay line.
+        tile: The kind of tile that the worst element lies in, one of ``TILES``; empty where the
+            finding is of no element.
+        heat: Where the errors lie, for a report; None where the finding is about no tensor.
+    """
+
+    guarantee: str
+    claim: str
+    subject: str
+    output: str
+    where: str
+    got: float
+    want: float
+    bound: float
+    bad: int
+    total: int
+    places: str
+    problem: Problem
+    raised: str = ""
+    kernel: str = ""
+    tile: str = ""
+    heat: HeatMap | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def replay(self) -> str:
+        """The command that runs every guarantee on the problem."""
+        kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
+        return f"pytest {kernel}--replay='{self.problem.to_json()}'"
+
+    def __str__(self) -> str:
+        replay = f"  replay: {self.replay}"
+        if self.raised:
+            raised = self.raised.replace("\n", "\n  ")
+            return f"{self.guarantee}: {self.subject} {self.claim}\n  {raised}\n{replay}"
+        error = abs(self.got - self.want)
+        ratio = error / self.bound if self.bound else float("inf")
+        return (
+            f"{self.guarantee}: {self.output} of {self.subject} {self.claim}\n"
+            f"  worst at {self.where}: got {self.got!r}, want {self.want!r}, "
+            f"error {error:.4g}, bound {self.bound:.4g}, ratio {ratio:.4g}\n"
+            f"  {self.bad:,} of {self.total:,} elements are bad "
+            f"({100 * self.bad / self.total:.2g} %); {self.places}\n{replay}"
+        )
+
+    @classmethod
+    def of_exception(cls, error: Exception, subject: Subject, problem: Problem) -> Finding:
+        """What a subject raised where it should have computed or refused."""
+        return cls(
+            guarantee="exception",
+            claim="raises where it should compute, or refuse by NotImplementedError",
+            subject=subject.name,
+            output="",
+            where="",
+            got=math.nan,
+            want=math.nan,
+            bound=0.0,
+            bad=0,
+            total=1,
+            places="",
+            problem=problem,
+            raised=str(error),
+        )
+
+    @classmethod
+    def at(
+        cls,
+        bad: torch.Tensor,
+        badness: torch.Tensor,
+        *,
+        guarantee: str,
+        claim: str,
+        subject: Subject,
+        problem: Problem,
+        output: str,
+        got: torch.Tensor,
+        want: torch.Tensor,
+        bound: torch.Tensor | None = None,
+        compared: torch.Tensor | None = None,
+    ) -> Finding:
+        """Walks to the worst bad element and describes where the bad ones lie.
+
+        Args:
+            bad: Bool, True where the claim is violated; at least one.
+            badness: How bad, same shape; the largest among the bad is the worst.
+            guarantee: See ``Finding``.
+            claim: See ``Finding``.
+            subject: The subject.
+            problem: The problem.
+            output: Name of the output.
+            got: Values of the subject, same shape.
+            want: Expected values, same shape.
+            bound: Largest error allowed, same shape; None is 0.
+            compared: Bool, which elements the claim speaks of; None is all.
+        """
+        flat = torch.where(bad, badness.to(torch.float64), -torch.inf).flatten()
+        index = tuple(int(i) for i in torch.unravel_index(flat.argmax(), bad.shape))
+        names = _AXES[output]
+        axis = names[2]
+        tile = subject.tile_of(problem)["mn".index(axis)]
+        return cls(
+            guarantee=guarantee,
+            claim=claim,
+            subject=subject.name,
+            output=output,
+            where=" ".join(f"{name}={i}" for name, i in zip(names, index, strict=True)),
+            got=float(got[index]),
+            want=float(want[index]),
+            bound=0.0 if bound is None else float(bound[index]),
+            bad=int(bad.sum()),
+            total=bad.numel() if compared is None else int(compared.expand_as(bad).sum()),
+            places=_places(bad, index, subject, problem, output),
+            problem=problem,
+            tile=_Tile.of(index, subject, problem, output).kind,
+            heat=HeatMap.of(badness, index, axis, tile, is_ratio=bound is not None),
+        )
+
+
+class Violation(AssertionError):  # noqa: N818  # the suite's word, not an error of the program
+    """Raised with the findings of one check."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        super().__init__("\n" + "\n".join(str(finding) for finding in findings))
+        self.findings = findings
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of rows (axis "m") or keys ("n"): which of how many, and what is special about it."""
+
+    axis: str
+    width: int
+    number: int
+    count: int
+    ragged: bool
+    crossed: bool
+    padding: bool
+    single: bool
+
+    @classmethod
+    def of(cls, index: tuple[int, ...], subject: Subject, problem: Problem, output: str) -> _Tile:
+        """The tile of an element."""
+        axis = _AXES[output][2]
+        block_m, block_n = subject.tile_of(problem)
+        width, length = (block_m, problem.M) if axis == "m" else (block_n, problem.N)
+        number, count = index[2] // width, -(-length // width)
+        rows, keys = problem.mask.lengths(problem.B, problem.M, problem.N)
+        start, stop = number * width, min((number + 1) * width, length)
+        return cls(
+            axis=axis,
+            width=width,
+            number=number,
+            count=count,
+            ragged=number == count - 1 and length % width > 0,
+            crossed=_crosses_edge(problem, index[0], axis, start, stop),
+            padding=index[2] >= (rows if axis == "m" else keys)[min(index[0], problem.B - 1)],
+            single=problem.M <= block_m and problem.N <= block_n,
+        )
+
+    @property
+    def kind(self) -> str:
+        """One of ``TILES``, the first that it is."""
+        special = (self.padding, self.single, self.ragged, self.crossed, True)
+        return TILES[special.index(True)]
+
+
+def _places(
+    bad: torch.Tensor, index: tuple[int, ...], subject: Subject, problem: Problem, output: str
+) -> str:
+    """The tile of the worst element, and along which axes the bad elements concentrate."""
+    tile = _Tile.of(index, subject, problem, output)
+    kind = [f"{tile.axis} tile {tile.number} of {tile.count} (width {tile.width})"]
+    if tile.ragged:
+        kind.append("the ragged tail")
+    if tile.crossed:
+        kind.append("crossed by the mask's edge")
+    spread = [_concentration(bad, position, name) for position, name in enumerate(_AXES[output])]
+    narrow = ", ".join(text for text in spread if text)
+    return ", ".join(kind) + (f"; bad only at {narrow}" if narrow else "; bad along all axes")
+
+
+def _crosses_edge(problem: Problem, b: int, axis: str, start: int, stop: int) -> bool:
+    """Whether some, but not all pairs of the rows (keys) [start, stop) are visible."""
+    seen = problem.mask.dense(problem.B, problem.H, problem.M, problem.N)
+    seen = seen[min(b, seen.shape[0] - 1), 0]
+    part = seen[start:stop] if axis == "m" else seen[:, start:stop]
+    return bool(part.any()) and not bool(part.all())
+
+
+def _concentration(bad: torch.Tensor, position: int, name: str) -> str:
+    """The indices along an axis that hold bad elements, if they are few of many."""
+    others = [axis for axis in range(bad.ndim) if axis != position]
+    hit = bad.sum(others).nonzero().flatten().tolist()
+    size = bad.shape[position]
+    if size == 1 or 2 * len(hit) > size:
+        return ""
+    if hit[-1] - hit[0] + 1 == len(hit) and len(hit) > 1:
+        return f"{name}={hit[0]}..{hit[-1]}"
+    shown = ",".join(map(str, hit[:8])) + (",..." if len(hit) > 8 else "")
+    return f"{name}={shown}"

@@ -1,0 +1,130 @@
+"""What a run has judged: distinct problems, worst error/bound per output and dtype, refusals."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["EDGES", "Ledger"]
+
+# Of the bins of a distribution of error/bound: four a decade. Below the first all is one bin.
+EDGES = tuple(10 ** (k / 4) for k in range(-24, 5))
+
+
+def _digest(problem: str) -> str:
+    return hashlib.blake2b(problem.encode(), digest_size=8).hexdigest()
+
+
+class Ledger:
+    """Collects trials of one process; records of several processes add up."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        # Digest of a judged problem -> [dtype label, whether it spans several tiles both ways].
+        self.problems: dict[str, tuple[str, bool]] = {}
+        # "output dtype" -> [worst error/bound, its problem].
+        self.worst: dict[str, tuple[float, str]] = {}
+        # Digest of a judged problem -> output -> the bin that its worst error/bound falls into.
+        self.bins: dict[str, dict[str, int]] = {}
+        self.out_of_range: set[str] = set()
+        # Reason -> digests of the problems refused for it.
+        self.unsupported: dict[str, set[str]] = {}
+
+    def judged(self, subject: Subject, problem: Problem, peaks: Mapping[str, float]) -> None:
+        """Takes a problem into account, and the worst error/bound of each of its outputs."""
+        dtype, numerics = problem.dtype, subject.numerics_of(problem)
+        label = "tf32" if dtype == "fp32" and numerics.dots == "tf32" else dtype
+        block_m, block_n = subject.tile_of(problem)
+        several = problem.M > block_m and problem.N > block_n and problem.B > 0
+        text = problem.to_json()
+        digest = _digest(text)
+        self.problems[digest] = (label, several)
+        self.bins[digest] = {x: bisect_right(EDGES, peak) for x, peak in peaks.items()}
+        for name, peak in peaks.items():
+            self._keep(f"{name} {label}", peak, text)
+
+    def rejected(self, problem: Problem) -> None:
+        """Counts a problem that no correct kernel need survive."""
+        self.out_of_range.add(_digest(problem.to_json()))
+
+    def refused(self, problem: Problem, reason: str) -> None:
+        """Counts a problem that the subject does not support."""
+        self.unsupported.setdefault(reason, set()).add(_digest(problem.to_json()))
+
+    def _keep(self, key: str, ratio: float, problem: str) -> None:
+        if key not in self.worst or ratio > self.worst[key][0]:
+            self.worst[key] = (ratio, problem)
+
+    def record(self) -> dict[str, Any]:
+        """The ledger as plain lists, dicts and numbers, to send between processes."""
+        return {
+            "problems": {key: list(value) for key, value in self.problems.items()},
+            "worst": {key: list(value) for key, value in self.worst.items()},
+            "bins": dict(self.bins),
+            "out_of_range": sorted(self.out_of_range),
+            "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
+        }
+
+    def hand_over(self) -> dict[str, Any]:
+        """The ledger as ``record()`` gives it, which then starts anew."""
+        record = self.record()
+        for part in (self.problems, self.worst, self.bins, self.out_of_range, self.unsupported):
+            part.clear()
+        return record
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Adds another process's ``record()``."""
+        self.problems.update({key: tuple(value) for key, value in record["problems"].items()})
+        for key, (ratio, problem) in record["worst"].items():
+            self._keep(key, ratio, problem)
+        self.bins.update(record["bins"])
+        self.out_of_range.update(record["out_of_range"])
+        for reason, digests in record["unsupported"].items():
+            self.unsupported.setdefault(reason, set()).update(digests)
+
+    def distribution(self) -> dict[str, list[int]]:
+        """ "output dtype" to how many problems have their worst error/bound in each bin.
+
+        Bin 0 lies below the first of ``EDGES``, bin i from EDGES[i - 1] on, the last one open.
+        """
+        found: dict[str, list[int]] = {}
+        for digest, bins in self.bins.items():
+            for name, place in bins.items():
+                counts = found.setdefault(
+                    f"{name} {self.problems[digest][0]}", [0] * (len(EDGES) + 1)
+                )
+                counts[place] += 1
+        return dict(sorted(found.items()))
+
+    def lines(self) -> Iterable[str]:
+        """The summary: a table of worst error/bound, its problems, and the counts."""
+        labels = [x for x in ("fp16", "bf16", "fp32", "tf32", "fp64") if self._count(x)]
+        yield "worst error/bound".ljust(20) + "".join(label.rjust(9) for label in labels)
+        yield "problems".ljust(20) + "".join(str(self._count(x)).rjust(9) for x in labels)
+        for name in OUTPUTS:
+            cells = (self.worst.get(f"{name} {label}") for label in labels)
+            yield name.ljust(20) + "".join(
+                ("-" if cell is None else f"{cell[0]:.3f}").rjust(9) for cell in cells
+            )
+        for name in OUTPUTS:
+            found = [value for key, value in self.worst.items() if key.split()[0] == name]
+            if found:
+                yield f"worst {name}: {max(found)[1]}"
+        several = sum(several for _, several in self.problems.values())
+        refused = sum(map(len, self.unsupported.values()))
+        yield (
+            f"{len(self.problems)} distinct problems judged on all outputs, {several} of them "
+            f"spanning several tiles both ways; {len(self.out_of_range)} drawn out of range; "
+            f"{refused} unsupported ({100 * refused / max(1, refused + len(self.problems)):.0f} %)"
+        )
+        for reason, digests in sorted(self.unsupported.items()):
+            yield f"  unsupported, {len(digests)}: {reason}"
+
+    def _count(self, label: str) -> int:
+        return sum(found == label for found, _ in self.problems.values())

@@ -1,0 +1,62 @@
+"""Families of the output's gradient.
+
+There is none near the largest finite number: dP, delta, dS, dq and dk depend on dout and v through
+their products alone, so the inputs "near_max" take all of them as far up; only dv is left, whose
+sums run in a wider accumulator.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.inputs.sampling import (
+    FLOOR,
+    drawn_normal,
+    drawn_shape,
+    filled,
+    length_tensors,
+    places,
+    random_bits,
+)
+
+__all__ = ["DOUT_FAMILIES"]
+
+
+def normal(problem: Problem) -> torch.Tensor:
+    """N(0, 1): any fault of the backward."""
+    return drawn_normal(problem, "dout")
+
+
+def zero(problem: Problem) -> torch.Tensor:
+    """All 0: gradients that do not come from dout, such as memory that was never written."""
+    return filled(problem, "dout", 0.0)
+
+
+def constant(problem: Problem) -> torch.Tensor:
+    """All 1, as ``out.sum().backward()`` makes it: delta wrong where dP hardly varies."""
+    return filled(problem, "dout", 1.0)
+
+
+def tiny(problem: Problem) -> torch.Tensor:
+    """N(0, 1) times 2**-17, about 1e-5: dS and P' dout in the underflow range of fp16."""
+    return drawn_normal(problem, "dout", 2.0**-17)
+
+
+def subnormal(problem: Problem) -> torch.Tensor:
+    """Subnormal numbers: dv = P' dout lands in the underflow range of its dtype."""
+    return drawn_normal(problem, "dout", FLOOR[problem.dtype] * 2.0**-4)
+
+
+def one_hot(problem: Problem) -> torch.Tensor:
+    """One 1 in a valid row of each batch entry and head: dv is a row of P, which reads the mask."""
+    B, heads, M, Dv = drawn_shape(problem, "dout")
+    rows, _ = length_tensors(problem)
+    row = random_bits(problem, "one_hot/row", (B, heads)) % rows.clamp(min=1).view(B, 1)
+    column = random_bits(problem, "one_hot/column", (B, heads)) % Dv
+    is_row = places(problem, M).view(M, 1) == row.view(B, heads, 1, 1)
+    is_column = places(problem, Dv) == column.view(B, heads, 1, 1)
+    return (is_row & is_column).to(torch.float64)
+
+
+DOUT_FAMILIES = (normal, zero, constant, tiny, subnormal, one_hot)

@@ -1,0 +1,53 @@
+"""The tables of families by the names that problems give them.
+
+Four families make a problem's values: of its inputs q, k, v; of dout; of the gradient of lse, if
+there is one; of the dirt in its padding. Two more make ALiBi's slopes and the bias, if
+there are some.
+Strategies shrink towards the first of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.inputs.alibi_families import ALIBI_FAMILIES, NO_ALIBI
+from fa_verify.properties.inputs.bias_families import BIASES, NO_BIAS
+from fa_verify.properties.inputs.dlse_families import DLSE_FAMILIES, NO_DLSE
+from fa_verify.properties.inputs.dout_families import DOUT_FAMILIES
+from fa_verify.properties.inputs.input_families import VALUE_FAMILIES
+from fa_verify.properties.inputs.padding_values import DIRTY
+from fa_verify.properties.inputs.sampling import TORCH_DTYPES, Values, drawn_shape, length_tensors
+from fa_verify.properties.inputs.score_families import SCORE_FAMILIES, last_visible
+
+__all__ = [
+    "ALIBI",
+    "BIASES",
+    "DIRTY",
+    "DLSE",
+    "DOUT",
+    "INPUTS",
+    "NO_ALIBI",
+    "NO_BIAS",
+    "NO_DLSE",
+    "TORCH_DTYPES",
+    "Values",
+    "drawn_shape",
+    "last_visible",
+    "length_tensors",
+]
+
+INPUTS: dict[str, Callable[[Problem], Values]] = {
+    family.__name__: family for family in (*VALUE_FAMILIES, *SCORE_FAMILIES)
+}
+DOUT: dict[str, Callable[[Problem], torch.Tensor]] = {
+    family.__name__: family for family in DOUT_FAMILIES
+}
+DLSE: dict[str, Callable[[Problem], torch.Tensor]] = {
+    family.__name__: family for family in DLSE_FAMILIES
+}
+ALIBI: dict[str, Callable[[Problem], torch.Tensor]] = {
+    family.__name__: family for family in ALIBI_FAMILIES
+}

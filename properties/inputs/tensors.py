@@ -1,0 +1,178 @@
+"""From a problem to its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from fa_verify.oracles.problem import TENSORS, Problem
+from fa_verify.properties.inputs.bias_families import BIAS_DTYPES, BIAS_LAYOUTS, bias_values
+from fa_verify.properties.inputs.families import (
+    ALIBI,
+    DIRTY,
+    DLSE,
+    DOUT,
+    INPUTS,
+    NO_ALIBI,
+    NO_BIAS,
+    NO_DLSE,
+    TORCH_DTYPES,
+    drawn_shape,
+)
+from fa_verify.properties.inputs.layouts import lay_out
+from fa_verify.properties.inputs.padding_values import Dirt
+
+__all__ = ["Inputs", "make"]
+
+Family = TypeVar("Family")
+
+
+class Inputs(NamedTuple):
+    """q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv), dout (B,H,M,Dv), as the problem says them.
+
+    dlse (B,H,M) is the gradient of lse, float32 (float64 for float64); None where there is none.
+    alibi_slopes (H,) or (B,H) are float32; None where there are none. bias (B or 1, H or 1, M or 1,
+    N or 1) is in the dtype of q or float32; None where there is none.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v, dout: what there always is, in the order of ``TENSORS``."""
+        return self.q, self.k, self.v, self.dout
+
+
+def _family(families: Mapping[str, Family], field: str, name: str) -> Family:
+    if name not in families:
+        raise ValueError(f"{field} is {name!r}; needs one of {tuple(families)}")
+    return families[name]
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounds to the dtype, to its largest finite value where a finite value lies beyond.
+
+    By way of float32 for 16-bit dtypes: PyTorch does so anyway, here it is part of the values.
+    """
+    limit = torch.finfo(dtype).max
+    values = values.clamp(-limit, limit)
+    return values if dtype == torch.float64 else values.to(torch.float32).to(dtype)
+
+
+def _padding(lengths: tuple[int, ...] | None, size: int, device: str) -> torch.Tensor | None:
+    """Bool (B, 1, size, 1), True in padding; None where there is none, which costs no launch."""
+    if lengths is None or all(length == size for length in lengths):
+        return None
+    valid = torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
+    return torch.arange(size, device=device).view(-1, 1) >= valid
+
+
+def make(
+    problem: Problem,
+    dirty: str | None = None,
+    layouts: tuple[str, str, str, str] | None = None,
+    around: float = math.nan,
+) -> Inputs:
+    """The tensors of a problem: a pure function of it, with the same bits on every device.
+
+    Values come from the input and dout families in float64 and are rounded once, never to Inf.
+    Then the dirty family overwrites padding: rows m >= seqlens_q[b] of q and dout, keys
+    n >= seqlens_k[b] of k and v.
+
+    Args:
+        problem: What to make; its dtype, device and layouts are those of the result.
+        dirty: A dirty family to use instead of the problem's; the valid elements stay as they are.
+        layouts: Storage of q, k, v, dout to use instead of the problem's; all values stay as they
+            are, equal heads where the problem says "expanded" among them.
+        around: What stands in the storage wherever no element does.
+
+    Returns:
+        q, k, v, dout, dlse, alibi_slopes, bias.
+
+    Raises:
+        ValueError: The problem names a family that does not exist, or ``layouts`` says "expanded"
+            where the problem's heads differ.
+    """
+    inputs = _family(INPUTS, "inputs", problem.inputs)(problem)
+    dout = _family(DOUT, "dout", problem.dout)(problem)
+    dirt = _family(DIRTY, "dirty", problem.dirty if dirty is None else dirty)
+    dtype = TORCH_DTYPES[problem.dtype]
+    rows = _padding(problem.mask.seqlens_q, problem.M, problem.device)
+    keys = _padding(problem.mask.seqlens_k, problem.N, problem.device)
+    made = []
+    for tensor, layout, values, padding in zip(
+        TENSORS, layouts or problem.layouts, (*inputs, dout), (rows, keys, keys, rows), strict=True
+    ):
+        cast = _cast(values, dtype)
+        if padding is not None:
+            stands = dirt(problem, tensor)
+            if isinstance(stands, torch.Tensor):
+                stands = stands.to(dtype)
+            cast = torch.where(padding, stands, cast)
+        B, _, seqlen, columns = drawn_shape(problem, tensor)
+        heads = problem.H if tensor in ("q", "dout") else problem.Hk
+        made.append(lay_out(cast.expand(B, heads, seqlen, columns), layout, around))
+    dlse = None if problem.dlse == NO_DLSE else _dlse(problem, dirt, rows, layouts, around)
+    slopes = None if problem.alibi == NO_ALIBI else _slopes(problem, around)
+    bias = None if problem.bias == NO_BIAS else _bias(problem, dirt, layouts, around)
+    return Inputs(*made)._replace(dlse=dlse, alibi_slopes=slopes, bias=bias)
+
+
+def _bias(
+    problem: Problem, dirt: Dirt, layouts: tuple[str, str, str, str] | None, around: float
+) -> torch.Tensor:
+    """The bias, with dirt wherever no row sees a key; stored by the seed, or as ``layouts`` say.
+
+    Padding is such a place, and so are pairs that the mask hides from all that share an element.
+    """
+    dtype = BIAS_DTYPES.get(problem.bias.partition("/")[0], TORCH_DTYPES[problem.dtype])
+    values = _cast(bias_values(problem), dtype)
+    stands = dirt(problem, "dout")
+    if isinstance(stands, torch.Tensor):
+        stands = float(stands.flatten()[0]) if stands.numel() else 0.0
+    if stands != 0:
+        sizes = problem.B, problem.H, problem.M, problem.N
+        seen = problem.mask.dense(*sizes, device=problem.device).expand(sizes)
+        for axis, size in enumerate(values.shape):
+            if size == 1:
+                seen = seen.any(axis, keepdim=True)
+        values = torch.where(seen, values, torch.tensor(stands, dtype=dtype, device=values.device))
+    if layouts is not None:
+        return lay_out(values, "bhsd", math.nan)
+    around = around if math.isnan(around) else min(around, torch.finfo(dtype).max)
+    return lay_out(values, BIAS_LAYOUTS[problem.all_seeds[0] % len(BIAS_LAYOUTS)], around)
+
+
+def _slopes(problem: Problem, around: float) -> torch.Tensor:
+    """ALiBi's slopes, every second element of a larger storage."""
+    values = _cast(_family(ALIBI, "alibi", problem.alibi)(problem), torch.float32)
+    others = torch.full(values.shape, around, dtype=torch.float64, device=problem.device)
+    return torch.stack([values, _cast(others, torch.float32)], -1)[..., 0]
+
+
+def _dlse(
+    problem: Problem,
+    dirt: Dirt,
+    padding: torch.Tensor | None,
+    layouts: tuple[str, str, str, str] | None,
+    around: float,
+) -> torch.Tensor:
+    """The gradient of lse, stored as a dout of one column, whose dirt it has in padding."""
+    dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
+    cast = _cast(_family(DLSE, "dlse", problem.dlse)(problem), dtype).unsqueeze(3)
+    if padding is not None:
+        stands = dirt(problem, "dout")
+        if isinstance(stands, torch.Tensor):
+            stands = stands[..., :1].to(dtype)
+        cast = torch.where(padding, stands, cast)
+    wide = cast.expand(problem.B, problem.H, problem.M, 1)
+    return lay_out(wide, (layouts or problem.layouts)[3], around).squeeze(3)

@@ -1,0 +1,310 @@
+"""Hypothesis strategies for problems: a description is drawn, never a tensor.
+
+Interesting cases are built, not waited for: nothing is filtered and nothing assumed away, so empty
+rows, lengths of 0 and M > N stay in. Sizes of one problem differ as often as its cost allows,
+because equal sizes hide exchanged ones. About twenty choices make a problem, whatever its size.
+
+Every choice is ``sampled_from`` something of its own: Hypothesis spends five runs of six on copies
+of a problem in which one choice repeats another of the same kind, if there are any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
+from fa_verify.properties.inputs.families import (
+    ALIBI,
+    BIASES,
+    DIRTY,
+    DLSE,
+    DOUT,
+    INPUTS,
+    NO_ALIBI,
+    NO_BIAS,
+    NO_DLSE,
+)
+from fa_verify.properties.problems.drawn_masks import draw_mask
+from fa_verify.properties.problems.mask_classes import check_mask_class
+from fa_verify.properties.problems.seqlens import (
+    Domain,
+    Draw,
+    Regime,
+    draw_seqlens,
+    seqlen_regimes,
+    tile_count,
+)
+
+__all__ = ["HEAD_DIMS", "MASK_KINDS", "SCALES", "SOFTCAPS", "problems"]
+
+MASK_KINDS = ("full", "causal", "window", "padding")
+HEAD_DIMS = (16, 1, 2, 3, 5, 8, 15, 17, 24, 32, 33, 48, 64, 80, 96, 127, 128)
+# The default scale D**-0.5 half of the time, then 1, then multiples of 0.02 up to 2.
+SCALES: tuple[float | None, ...] = (
+    *(None,) * 110,
+    *(1.0,) * 10,
+    *(step / 50 for step in range(1, 101)),
+)
+# From one that most scores reach to one that none comes near.
+SOFTCAPS = (50.0, 0.5, 1.0, 3.0, 10.0, 20.0, 30.0, 1e3, 1e6)
+
+
+@lru_cache(maxsize=256)
+def _head_pool(
+    max_pairs: int, max_batch: int, max_heads: int, gqa: bool, empty_batch: bool
+) -> tuple[tuple[int, int, int], ...]:
+    """(B, Hk, G) with B H <= max_pairs, simplest first; pairwise distinct B, H, Hk ten times."""
+    found = [
+        (B, Hk, G)
+        for B in range(1, max_batch + 1)
+        for Hk in range(1, max_heads + 1)
+        for G in range(1, (max_heads // Hk if gqa else 1) + 1)
+        if B * Hk * G <= max_pairs
+    ]
+    found.sort(key=lambda sizes: (math.prod(sizes), sizes))
+    pool = []
+    for B, Hk, G in found:
+        distinct = len({B, Hk, Hk * G}) == 3
+        pool.extend([(B, Hk, G)] * (10 if distinct else 1))
+    pool = [sizes for sizes in pool for _ in range(1 + 30 // len(pool))]
+    return (*pool, *[(0, 1, 1)] * (1 + len(pool) // 60)) if empty_batch else tuple(pool)
+
+
+def _draw_head_dims(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, int]:
+    """(D, Dv), different from the sequence lengths where possible; one time in five equal."""
+    others = [d for d in domain.head_dims if d not in (M, N)] or list(domain.head_dims)
+    D = draw(st.sampled_from(others))
+    if not domain.dv_ne_d:
+        return D, D
+    different = [d for d in others if d != D]
+    return D, draw(st.sampled_from([D] * (1 + len(different) // 4) + different))
+
+
+def _draw_layouts(draw: Draw, layouts: tuple[str, ...]) -> tuple[str, str, str, str]:
+    """Four layouts in one choice."""
+    base = len(layouts)
+    code = draw(st.sampled_from(range(base ** len(TENSORS))))
+    q, k, v, dout = (layouts[code // base**place % base] for place in range(len(TENSORS)))
+    return q, k, v, dout
+
+
+@st.composite
+def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> Problem:
+    """Sequence lengths first; batch and heads get what they leave of the budget."""
+    M, N = draw_seqlens(draw, domain, regimes)
+    pairs = domain.max_cost // (tile_count(domain, M) * tile_count(domain, N))
+    B, Hk, G = draw(
+        st.sampled_from(
+            _head_pool(
+                pairs,
+                domain.max_batch,
+                domain.max_heads,
+                domain.gqa,
+                domain.zero_sizes and not domain.forced,
+            )
+        )
+    )
+    D, Dv = _draw_head_dims(draw, domain, M, N)
+    mask = draw_mask(draw, domain, B, Hk * G, M, N)
+    rows, keys = mask.lengths(B, M, N)
+    padded = any(rows[b] < M or keys[b] < N for b in range(B))
+    return Problem(
+        B=B,
+        H=Hk * G,
+        Hk=Hk,
+        M=M,
+        N=N,
+        D=D,
+        Dv=Dv,
+        mask=mask,
+        dtype=draw(st.sampled_from(domain.dtypes)),
+        sm_scale=draw(st.sampled_from(domain.scales)),
+        layouts=_draw_layouts(draw, domain.layouts),
+        inputs=draw(st.sampled_from(domain.inputs)),
+        dout=draw(st.sampled_from(domain.dout)),
+        dlse=draw(st.sampled_from(domain.dlse)),
+        dirty=draw(st.sampled_from(domain.dirty)) if padded else domain.dirty[0],
+        config=draw(st.sampled_from(domain.configs)),
+        seed=draw(st.integers(0, 2**31 - 1)),
+        device=domain.device,
+        softcap=draw(st.sampled_from(domain.softcaps)),
+        alibi=draw(st.sampled_from(domain.alibis)),
+        bias=draw(st.sampled_from(domain.biases)),
+    )
+
+
+def _chosen(
+    name: str, fixed: str | None, known: tuple[str, ...], first: int = 1
+) -> tuple[str, ...]:
+    """The fixed value alone, or all known ones, the first of them ``first`` times as often."""
+    if fixed is None:
+        return known[:1] * (first - 1) + known
+    if fixed not in known:
+        raise ValueError(f"{name} is {fixed!r}; needs None or one of {known}")
+    return (fixed,)
+
+
+def _check_subset(name: str, given: tuple[Any, ...], known: tuple[Any, ...]) -> None:
+    if not given or any(item not in known for item in given):
+        raise ValueError(f"{name} is {given!r}; needs some of {known}")
+
+
+def _check(domain: Domain) -> None:
+    """Raises ValueError for arguments that no problem satisfies."""
+    _check_subset("dtypes", domain.dtypes, DTYPES)
+    _check_subset("masks", domain.masks, MASK_KINDS)
+    _check_subset("layouts", domain.layouts, LAYOUTS)
+    _check_subset("dirties", domain.dirty, tuple(DIRTY))
+    _check_subset("device", (domain.device,), ("cpu", "cuda"))
+    _check_subset("alibis", domain.alibis, (NO_ALIBI, *ALIBI))
+    _check_subset("biases", domain.biases, (NO_BIAS, *BIASES))
+    for name in ("configs", "head_dims", "scales", "softcaps"):
+        if not getattr(domain, name):
+            raise ValueError(f"{name} is empty; needs at least one")
+    for name in ("max_seqlen", "seqlen_multiple", "tile", "max_batch", "max_heads", "max_cost"):
+        if getattr(domain, name) < 1:
+            raise ValueError(f"{name} is {getattr(domain, name)}; needs at least 1")
+    if any(dim < 1 for dim in domain.head_dims):
+        raise ValueError(f"head_dims is {domain.head_dims}; needs sizes of at least 1")
+    if domain.mask is not None:
+        _check_subset("masks", domain.masks, ("full", "padding"))
+        check_mask_class(domain.mask)
+    if domain.padding and "padding" not in domain.masks:
+        raise ValueError(f"padding=True needs 'padding' among masks; got {domain.masks}")
+    positional = "causal" in domain.masks or "window" in domain.masks
+    if domain.hidden and not positional:
+        raise ValueError(f"hidden=True needs 'causal' or 'window' among masks; got {domain.masks}")
+    if domain.empty_rows and not domain.m_ne_n and "padding" not in domain.masks:
+        raise ValueError("empty_rows=True with m_ne_n=False needs 'padding' among masks")
+
+
+def problems(
+    *,
+    dtype: str | None = None,
+    dtypes: Sequence[str] = ("fp32", "fp16", "bf16", "fp64"),
+    config: str | None = None,
+    configs: Sequence[str] = ("default",),
+    masks: Sequence[str] = MASK_KINDS,
+    max_seqlen: int = 64,
+    seqlen_multiple: int = 1,
+    tile: int = 16,
+    max_batch: int = 3,
+    max_heads: int = 4,
+    gqa: bool = True,
+    m_ne_n: bool = True,
+    dv_ne_d: bool = True,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    scales: Sequence[float | None] = SCALES,
+    layouts: Sequence[str] = LAYOUTS,
+    inputs: str | None = None,
+    dout: str | None = None,
+    lse_grad: bool = False,
+    dirty: str | None = None,
+    dirties: Sequence[str] = tuple(DIRTY),
+    max_cost: int = 48,
+    padding: bool = False,
+    hidden: bool = False,
+    empty_rows: bool = False,
+    zero_sizes: bool = True,
+    device: str = "cpu",
+    mask: type[Mask] | None = None,
+    softcaps: Sequence[float | None] = (None,),
+    alibis: Sequence[str] = (NO_ALIBI,),
+    biases: Sequence[str] = (NO_BIAS,),
+) -> st.SearchStrategy[Problem]:
+    """Problems of a domain; None draws a field, a value fixes it.
+
+    Shrinks towards ``Problem()``: B = H = Hk = M = N = 1, D = Dv = 16 (the first of head_dims), no
+    mask, the default scale, contiguous, everything normal, and the first of every sequence given.
+    M > N shrinks to 2 rows and a key, or a row and no key; an empty row to one of these, the first
+    under a causal mask, or to a key length of 0. Forced features raise M and N to 1 more than their
+    number; forced empty rows add one more to M.
+
+    More than half of the problems span two tiles both ways, where max_seqlen and max_cost allow it.
+
+    Args:
+        dtype: The dtype; None draws one of dtypes.
+        dtypes: What to draw it from.
+        config: The tile configuration; None draws one of configs.
+        configs: What to draw it from.
+        masks: Kinds of masks, out of MASK_KINDS. "causal" and "window" together also give sliding
+            causal windows; "padding" adds lengths to half of the masks (to all, if alone).
+        max_seqlen: Largest M and N.
+        seqlen_multiple: M and N are multiples of this; lengths within them are not.
+        tile: Rows and keys of a tile: sizes gather around its multiples, and cost is counted in it.
+        max_batch: Largest B; B = 0 is rare.
+        max_heads: Largest H.
+        gqa: Whether H > Hk may occur.
+        m_ne_n: Whether M != N may occur.
+        dv_ne_d: Whether Dv != D may occur.
+        head_dims: Sizes of D and Dv.
+        scales: Values of sm_scale, drawn evenly; None is the default D**-0.5.
+        layouts: Storage layouts, drawn for each tensor.
+        inputs: The input family; None draws one of ``families.INPUTS``.
+        dout: The dout family; None draws one of ``families.DOUT``.
+        lse_grad: Whether lse may have a gradient, of one of ``families.DLSE``.
+        dirty: The dirty family; None draws one of dirties where there is padding.
+        dirties: What to draw it from.
+        max_cost: Limit on B * H * ceil(M / tile) * ceil(N / tile); the Triton interpreter takes
+            about 0.03 s for each.
+        padding: Batch entry 0 has padding keys; False leaves padding to chance.
+        hidden: Batch entry 0 has a valid row and a valid key that the row does not see; False
+            leaves it to chance.
+        empty_rows: Batch entry 0 has a valid row without a visible key; False leaves it to chance.
+        zero_sizes: Whether B, M or N may be 0.
+        device: "cpu" or "cuda".
+        mask: A class of masks to draw from; ``masks`` says then whether they have lengths, out of
+            ("full", "padding").
+        softcaps: Values of softcap, drawn evenly; None is none.
+        alibis: Families of ALiBi's slopes, out of ``families.ALIBI`` or "none", drawn evenly.
+        biases: Families of the bias with their axes, out of ``families.BIASES`` or "none", drawn
+            evenly.
+
+    Raises:
+        ValueError: An argument is out of range, or no problem satisfies all of them.
+    """
+    domain = Domain(
+        dtypes=_chosen("dtype", dtype, tuple(dtypes)),
+        configs=_chosen("config", config, tuple(configs)),
+        masks=tuple(masks),
+        max_seqlen=max_seqlen,
+        seqlen_multiple=seqlen_multiple,
+        tile=tile,
+        max_batch=max_batch,
+        max_heads=max_heads,
+        gqa=gqa,
+        m_ne_n=m_ne_n,
+        dv_ne_d=dv_ne_d,
+        head_dims=tuple(head_dims),
+        scales=tuple(scales),
+        layouts=tuple(layouts),
+        inputs=_chosen("inputs", inputs, tuple(INPUTS), first=4),
+        dout=_chosen("dout", dout, tuple(DOUT), first=4),
+        dlse=(NO_DLSE,) * 6 + tuple(DLSE) if lse_grad else (NO_DLSE,),
+        dirty=_chosen("dirty", dirty, tuple(dirties)),
+        max_cost=max_cost,
+        padding=padding,
+        hidden=hidden,
+        empty_rows=empty_rows,
+        zero_sizes=zero_sizes,
+        device=device,
+        mask=mask,
+        softcaps=tuple(softcaps),
+        alibis=tuple(alibis),
+        biases=tuple(biases),
+    )
+    _check(domain)
+    regimes = seqlen_regimes(domain)
+    if not regimes:
+        raise ValueError(
+            f"no sequence lengths satisfy max_seqlen={max_seqlen}, "
+            f"seqlen_multiple={seqlen_multiple}, max_cost={max_cost}, tile={tile} "
+            f"and {domain.forced} forced features"
+        )
+    return _drawn_problems(domain, regimes)

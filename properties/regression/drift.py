@@ -1,0 +1,118 @@
+"""What moved between a baseline and a run: coverage, mean square errors, largest errors."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from fa_verify.properties.regression.baseline import Baseline, Entry
+from fa_verify.properties.regression.bootstrap import Interval, mean_difference
+from fa_verify.properties.regression.difference import Change
+
+__all__ = ["FALSE_ALARMS", "grouped", "moved_coverage", "moved_maxima", "moved_rms"]
+
+# Probability of any alarm at all about RMS where nothing but chance moved, shared by all groups.
+FALSE_ALARMS = 0.005
+# A ratio of root mean squares beyond it says no more: one of them is about 0.
+_FARTHEST = 1000.0
+# Problems of a group: of fewer, chance cannot be told by drawing them again.
+FEWEST = 6
+
+Pair = tuple[Entry, Entry]
+
+_KINDS: dict[str, Callable[[Entry], str]] = {
+    "guarantee": lambda entry: entry.check,
+    "dtype": lambda entry: entry.arithmetic,
+    "mask": lambda entry: entry.mask,
+    "configuration": lambda entry: entry.problem.config,
+}
+
+
+def grouped(pairs: Iterable[Pair]) -> dict[str, list[float]]:
+    """Logarithms of RMS now / RMS then by group: each output by dtype, and each output by mask.
+
+    A fault of one dtype shows in its groups, one of a mask in those of the mask; larger groups than
+    those of dtype and mask together, so that fewer have to be told from chance.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    for then, now in pairs:
+        for output in then.errors.keys() & now.errors.keys():
+            ratio = _log_ratio(now.errors[output][1], then.errors[output][1])
+            found[f"{output} {then.arithmetic}"].append(ratio)
+            found[f"{output} {then.mask}"].append(ratio)
+    return {name: ratios for name, ratios in sorted(found.items()) if len(ratios) >= FEWEST}
+
+
+def moved_rms(pairs: Iterable[Pair]) -> Iterator[Change]:
+    """Groups whose RMS of errors moved; one that rose by more than chance is an alarm.
+
+    The paired differences are logarithms of ratios, one for each problem; their mean has a
+    bootstrap interval at a level that all groups share (Bonferroni).
+    """
+    groups = grouped(pairs)
+    level = FALSE_ALARMS / max(1, len(groups))
+    for name, ratios in groups.items():
+        interval = mean_difference(ratios, level)
+        if interval.low > 0 or interval.high < 0:
+            yield Change(
+                "rms",
+                f"{name}: {_percent(interval)} over {len(ratios)} problems",
+                alarm=interval.low > 0,
+            )
+
+
+def moved_maxima(pairs: Sequence[Pair]) -> Iterator[Change]:
+    """The largest error/bound of each output and dtype, where it moved; above 1 is an alarm."""
+    then: dict[str, float] = defaultdict(float)
+    now: dict[str, float] = defaultdict(float)
+    for before, after in pairs:
+        for output in before.errors.keys() & after.errors.keys():
+            group = f"{output} {before.arithmetic}"
+            then[group] = max(then[group], before.errors[output][0])
+            now[group] = max(now[group], after.errors[output][0])
+    for name in sorted(now):
+        if now[name] != then[name] or now[name] > 1:
+            text = f"largest error/bound of {name}: {then[name]:.3f} -> {now[name]:.3f}"
+            yield Change("maxima", text, alarm=now[name] > 1)
+
+
+def moved_coverage(
+    then: Baseline, now: Mapping[int, Entry], reasons: Mapping[int, str]
+) -> Iterator[Change]:
+    """What was checked and is not: an alarm, whether all of a kind vanished or a problem.
+
+    Args:
+        then: The baseline.
+        now: Place among the baseline's entries to what was measured.
+        reasons: Place to why nothing was measured, or the check not made.
+    """
+    for kind, word in _KINDS.items():
+        had = Counter(word(x) for x in then.entries)
+        has = {word(x) for i, x in now.items() if kind != "guarantee" or i not in reasons}
+        for name in sorted(had.keys() - has):
+            text = f"{kind} {name} has vanished: none of its {had[name]} problems was judged"
+            yield Change("coverage", text, alarm=True)
+    for reason, count in Counter(reasons.values()).most_common():
+        problems = "1 problem was" if count == 1 else f"{count} problems were"
+        yield Change("coverage", f"{problems} not judged as then: {reason}", alarm=True)
+    lost = Counter(
+        output
+        for i, entry in now.items()
+        for output in then.entries[i].errors.keys() - entry.errors.keys()
+    )
+    for output, count in sorted(lost.items()):
+        yield Change("coverage", f"{output} is no longer returned, of {count} problems", alarm=True)
+
+
+def _log_ratio(now: float, then: float) -> float:
+    """log(now / then), between the logarithms of 1 / _FARTHEST and _FARTHEST; of zeros 0."""
+    if now == then:
+        return 0.0
+    ratio = now / then if then else math.inf
+    return math.log(min(max(ratio, 1 / _FARTHEST), _FARTHEST))
+
+
+def _percent(interval: Interval) -> str:
+    mean, low, high = (100 * math.expm1(min(x, _log_ratio(_FARTHEST, 1.0))) for x in interval)
+    return f"{mean:+.2f} % [{low:+.2f} %, {high:+.2f} %]"

@@ -1,0 +1,240 @@
+"""From a problem that fails to a simpler one that still does, one field at a time.
+
+Hypothesis shrinks what was drawn; what depends on what in the drawing (two lengths share a budget,
+a forced feature stays forced) does not bind here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import LAYOUTS, TENSORS, Problem
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.problems.mask_classes import bounds_of
+
+__all__ = ["complexity", "simplest", "simplifications"]
+
+_SECONDS = 20.0
+_DEFAULT = Problem()
+_PLAIN = (
+    "inputs",
+    "dout",
+    "dlse",
+    "dirty",
+    "sm_scale",
+    "seed",
+    "seeds",
+    "softcap",
+    "alibi",
+    "bias",
+)
+
+
+def simplest(
+    problem: Problem, findings: list[Finding], check: Callable[[Problem], list[Finding]]
+) -> list[Finding]:
+    """The findings of the simplest problem reached from one that fails, within 20 seconds.
+
+    Args:
+        problem: It fails.
+        findings: Its findings.
+        check: Findings of a problem; none where it passes or is not supported.
+    """
+    deadline = time.monotonic() + _SECONDS
+    tried = {problem}
+    candidates = simplifications(problem)
+    while time.monotonic() < deadline:
+        candidate = next(candidates, None)
+        if candidate is None:
+            break
+        if candidate in tried:
+            continue
+        tried.add(candidate)
+        found = check(candidate)
+        # Another guarantee that fails is another fault, or none of the kernel's.
+        if found and found[0].guarantee == findings[0].guarantee:
+            findings, candidates = found, simplifications(candidate)
+    return findings
+
+
+def complexity(problem: Problem) -> tuple[int, ...]:
+    """Orders problems: each of the ``simplifications`` has a smaller one.
+
+    Sizes count first, then fields that are not at their default, then the mask: its parts, how far
+    its window reaches, how much its lengths leave out.
+    """
+    mask = problem.mask
+    sizes = (problem.B, problem.H, problem.Hk, problem.M, problem.N)
+    dims = (size for size in (problem.D, problem.Dv) if size != _DEFAULT.D)
+    fields = (getattr(problem, name) != getattr(_DEFAULT, name) for name in _PLAIN)
+    parts = (getattr(mask, item.name) != item.default for item in dataclasses.fields(mask))
+    reach = (mask.window_left or 0) + (mask.window_right or 0) + _weight(mask)
+    rows, keys = mask.lengths(problem.B, problem.M, problem.N)
+    left_out = problem.B * (problem.M + problem.N) - sum(rows) - sum(keys)
+    layouts = sum(layout != LAYOUTS[0] for layout in problem.layouts)
+    return sum(sizes) + sum(dims), sum(fields) + layouts, sum(parts), reach, left_out
+
+
+def _weight(mask: Mask) -> int:
+    """What a mask with a predicate adds: the class, its own ints, how many there are in a tuple."""
+    if mask.is_plain:
+        return 0
+    own = [
+        getattr(mask, item.name)
+        for item in dataclasses.fields(mask)[len(dataclasses.fields(Mask)) :]
+    ]
+    parts = sum(_weight(value) for value in own if isinstance(value, Mask))
+    ints = sum(abs(value) for value in own if type(value) is int)
+    return 1 + parts + ints + sum(len(value) for value in own if isinstance(value, tuple))
+
+
+def simplifications(problem: Problem) -> Iterator[Problem]:
+    """Problems that are simpler in one field, the boldest steps first."""
+    yield from _shorter(problem)
+    yield from _valid(problem, _plainer(problem))
+    yield from _valid(problem, _smaller(problem))
+    yield from _valid(problem, ({"mask": mask} for mask in _masks(problem)))
+
+
+def _shorter(stack: Problem) -> Iterator[Problem]:
+    """The halves of a stack."""
+    count = len(stack.seeds)
+    if count:
+        yield stack.part(0, count // 2)
+        yield stack.part(count // 2, count)
+
+
+def _valid(problem: Problem, changes: Iterator[dict[str, Any]]) -> Iterator[Problem]:
+    """The other problems that the changes give, where they make sense together."""
+    for change in changes:
+        try:
+            changed = dataclasses.replace(problem, **change)
+        except ValueError:
+            continue
+        if changed != problem:
+            yield changed
+
+
+def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
+    """Fields at their defaults; dtype and configuration stay, they say which kernel it is."""
+    for name in _PLAIN:
+        if getattr(problem, name) != getattr(_DEFAULT, name):
+            yield {name: getattr(_DEFAULT, name)}
+    for place in range(len(TENSORS)):
+        if problem.layouts[place] != LAYOUTS[0]:
+            layouts = (*problem.layouts[:place], LAYOUTS[0], *problem.layouts[place + 1 :])
+            yield {"layouts": layouts}
+
+
+def _smaller(problem: Problem) -> Iterator[dict[str, Any]]:
+    """Smaller sizes; lengths and batch entries of the mask go with them."""
+    B, Hk, G = problem.B, problem.Hk, problem.G
+    for kept in _fewer(B):
+        yield {"B": len(kept), "mask": problem.mask.taken(kept)}
+    for size in _steps(G):
+        yield {"H": Hk * size}
+    for size in _steps(Hk):
+        yield {"H": size * G, "Hk": size}
+    # Together too: a subject may need M = N.
+    for names in (("M", "N"), ("M",), ("N",)):
+        if len({getattr(problem, name) for name in names}) == 1:
+            for size in _steps(getattr(problem, names[0])):
+                for mask in _cut(problem, names, size):
+                    yield {**dict.fromkeys(names, size), "mask": mask}
+    for dims in ({"D": 16, "Dv": 16}, {"D": 16}, {"Dv": 16}):
+        yield dict(dims)
+
+
+def _steps(size: int) -> Iterator[int]:
+    """Smaller positive sizes: 1, then ever closer, by powers of two.
+
+    So the multiples of a power of two, which a subject may need, lead to one another.
+    """
+    if size > 1:
+        yield 1
+        step = 1 << (size - 1).bit_length() - 1
+        while step:
+            yield size - step
+            step //= 2
+
+
+def _fewer(B: int) -> Iterator[tuple[int, ...]]:
+    """Batch entries to keep: one of them, then all but one."""
+    entries = range(B)
+    if B > 1:
+        yield from ((b,) for b in entries)
+    if B > 2:
+        yield from (tuple(other for other in entries if other != b) for b in entries)
+
+
+def _cut(problem: Problem, names: tuple[str, ...], size: int) -> Iterator[Mask]:
+    """Masks of shorter sequences M, N or both: with less of the padding, and with all of it.
+
+    What is not empty stays so: an empty sequence is a case of its own.
+    """
+    less: dict[str, Any] = {}
+    all_of_it: dict[str, Any] = {}
+    for name in names:
+        field = "seqlens_q" if name == "M" else "seqlens_k"
+        lengths, gone = getattr(problem.mask, field), getattr(problem, name) - size
+        if lengths is not None:
+            less[field] = tuple(min(length, size) for length in lengths)
+            all_of_it[field] = tuple(max(min(1, length), length - gone) for length in lengths)
+    yield dataclasses.replace(problem.mask, **less)
+    if all_of_it != less:
+        yield dataclasses.replace(problem.mask, **all_of_it)
+
+
+def _plainer_predicates(mask: Mask) -> Iterator[Mask]:
+    """Of a mask with a predicate: without it, a part of it, then its fields nearer to nothing."""
+    rows, keys = mask.seqlens_q, mask.seqlens_k
+    yield Mask(
+        window_left=mask.window_left, window_right=mask.right, seqlens_q=rows, seqlens_k=keys
+    )
+    for item in dataclasses.fields(mask)[len(dataclasses.fields(Mask)) :]:
+        value = getattr(mask, item.name)
+        if isinstance(value, Mask):
+            yield dataclasses.replace(value, seqlens_q=rows, seqlens_k=keys)
+            continue
+        nearer: list[Any] = [item.default]
+        if isinstance(value, tuple):
+            nearer += [value[:-1], value[1:]]
+        elif type(value) is int:
+            allowed = bounds_of(type(mask), item.name)
+            nearer += [x for x in (0, 1, value // 2, value - 1) if x in allowed]
+        for other in nearer:
+            try:
+                yield dataclasses.replace(mask, **{item.name: other})
+            except (TypeError, ValueError):
+                continue
+
+
+def _masks(problem: Problem) -> Iterator[Mask]:
+    """Simpler masks: a part less, then a smaller window, then lengths nearer to full."""
+    mask = problem.mask
+    if not mask.is_plain:
+        yield from _plainer_predicates(mask)
+    changes: list[dict[str, Any]] = [
+        {"causal": False},
+        {"window_left": None},
+        {"window_right": None},
+        {"seqlens_q": None},
+        {"seqlens_k": None},
+        {"window_right": 0},
+        {"window_left": 0},
+    ]
+    for field, size in (("seqlens_q", problem.M), ("seqlens_k", problem.N)):
+        lengths = getattr(mask, field) or ()
+        for b, length in enumerate(lengths):
+            nearer = {size, size - 1, (length + size) // 2, length + 1}
+            for longer in sorted(nearer, reverse=True):
+                if longer > length:
+                    changes.append({field: (*lengths[:b], longer, *lengths[b + 1 :])})
+    for change in changes:
+        ((name, value),) = change.items()
+        if getattr(mask, name) not in (value, None):
+            yield dataclasses.replace(mask, **change)

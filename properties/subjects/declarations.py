@@ -1,0 +1,190 @@
+"""What a subject can declare, and whether it makes sense: the words, their values, the messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.problem import DTYPES, LAYOUTS
+from fa_verify.properties.inputs.padding_values import DIRTY
+
+__all__ = ["BITWISE", "NUMERICS", "SCORE_MODS", "WORDS", "check_declarations", "declared_by"]
+
+# What a subject may do to scores, by the argument that it is asked for with.
+SCORE_MODS = ("softcap", "alibi", "bias")
+BITWISE = ("G4", "G5", "G8", "G9", "G10")
+NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
+# Declarations that hold some of these words.
+_SUBSETS: dict[str, tuple[str, ...]] = {
+    "dtypes": DTYPES,
+    "masks": ("causal", "window", "padding", "custom"),
+    "layouts": LAYOUTS,
+    "dirty": tuple(DIRTY),
+    "devices": ("cpu", "cuda"),
+    "bitwise": BITWISE,
+    "atomic": ("dq",),
+    "score_mods": SCORE_MODS,
+}
+# Without any of its words nothing would be left to verify.
+_NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices")
+# Declarations that are one of these.
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "gqa": (True, False),
+    "m_ne_n": (True, False),
+    "dv_ne_d": (True, False),
+    "zero_sizes": (True, False),
+    "backward": (True, False),
+    "returns_lse": (True, False),
+    "lse_grad": (True, False),
+    "lse_base": ("e", "2"),
+    "empty_lse": ("-inf", "+inf", 0),
+    "causal_alignment": ("bottom-right", "top-left"),
+    "ds_scaled": (False, True),
+    "p_normalised": (False, True),
+    "flushes": (False, True),
+}
+_COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
+# Declarations that are code.
+_FUNCTIONS = ("tiles", "pooled")
+# All declarations there are.
+WORDS = tuple(
+    dict.fromkeys((*_SUBSETS, *_CHOICES, "head_dims", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS))
+)
+# Declarations whose None says what saying nothing says.
+_NONE_IS_NOTHING = ("head_dims", "max_seqlen", "layouts", "dirty", "returns_lse", *_FUNCTIONS)
+
+
+def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
+    """The declarations among the attributes of a callable.
+
+    An instance may have attributes and methods of its own. So may a class, and a function that
+    wraps another, by its decorator: there, what is nearly a declaration is still taken for a
+    misspelt one.
+
+    Raises:
+        ValueError: A function has an attribute that is no declaration, which would go unnoticed.
+    """
+    own_words = inspect.isclass(call) or hasattr(call, "__wrapped__")
+    if inspect.isclass(call) or isinstance(call, FunctionType | MethodType | functools.partial):
+        for word in vars(call):
+            if word in WORDS or word.startswith("_") or _is_code(call, word):
+                continue
+            close = difflib.get_close_matches(word, WORDS, 1)
+            if close or not own_words:
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise ValueError(f"{name} declares {word!r}{hint}; known are {sorted(WORDS)}")
+    found = {word: getattr(call, word) for word in WORDS if hasattr(call, word)}
+    return {
+        word: value
+        for word, value in found.items()
+        if not (value is None and word in _NONE_IS_NOTHING)
+        and not ((inspect.ismethod(value) or _is_code(call, word)) and word not in _FUNCTIONS)
+    }
+
+
+def _is_code(call: object, word: str) -> bool:
+    """Whether an attribute of a class is a function of it: ``backward``, which is a word too."""
+    return inspect.isclass(call) and inspect.isroutine(getattr(call, word))
+
+
+def check_declarations(name: str, declared: dict[str, Any]) -> None:
+    """Checks values, and turns sequences of words and of sizes into tuples in place.
+
+    Raises:
+        ValueError: A declaration has a value that it cannot have.
+    """
+    for word, known in _SUBSETS.items():
+        if word in declared:
+            declared[word] = _words(f"{name}.{word}", declared[word], known)
+            if word in _NEVER_EMPTY and not declared[word]:
+                raise ValueError(f"{name}.{word} is empty; needs some of {known}")
+    for word, choices in _CHOICES.items():
+        given = declared.get(word, choices[0])
+        # True equals 1 and False 0, which mean something else.
+        if not any(type(given) is type(choice) and given == choice for choice in choices):
+            raise ValueError(f"{name}.{word} is {given!r}; needs one of {choices}")
+    for word in _COUNTS:
+        if word in declared:
+            _check_positive(f"{name}.{word} is", declared[word])
+    if declared.get("max_seqlen", math.inf) < declared.get("seqlen_multiple", 1):
+        raise ValueError(
+            f"{name}.max_seqlen is {declared['max_seqlen']}; "
+            f"needs seqlen_multiple, {declared['seqlen_multiple']}, at least"
+        )
+    if "head_dims" in declared:
+        declared["head_dims"] = _sizes(f"{name}.head_dims", declared["head_dims"])
+    if "accumulator" in declared:
+        _check_accumulator(f"{name}.accumulator", declared["accumulator"])
+    if "rescale_threshold" in declared:
+        _check_number(f"{name}.rescale_threshold", declared["rescale_threshold"])
+    try:
+        Numerics(**{word: declared[word] for word in NUMERICS if word in declared})
+    except ValueError as error:  # it begins with the word
+        raise ValueError(f"{name}.{error}") from None
+    if "configs" in declared:
+        _check_configs(f"{name}.configs", declared["configs"])
+    if "tiles" in declared and not callable(declared["tiles"]):
+        raise ValueError(f"{name}.tiles is {declared['tiles']!r}; needs a function of a problem")
+    if "pooled" in declared and not callable(declared["pooled"]):
+        raise ValueError(
+            f"{name}.pooled is {declared['pooled']!r}; needs a function that returns the pooled "
+            "probabilities"
+        )
+
+
+def _words(where: str, given: object, known: tuple[str, ...]) -> tuple[str, ...]:
+    """A sequence of known words as a tuple; one word alone would be read letter by letter."""
+    if not isinstance(given, list | tuple | set | frozenset):
+        raise ValueError(f"{where} is {given!r}; needs a tuple of words out of {known}")
+    unknown = [word for word in given if word not in known]
+    if unknown:
+        raise ValueError(f"{where} has {unknown}; known are {known}")
+    return tuple(word for word in known if word in given)
+
+
+def _sizes(where: str, given: object) -> tuple[int, ...]:
+    """A sequence of sizes as a tuple, in its order if it has one."""
+    if not isinstance(given, list | tuple | set | frozenset | range) or not given:
+        raise ValueError(f"{where} is {given!r}; needs a sequence of sizes")
+    for size in given:
+        _check_positive(f"{where} has", size)
+    return tuple(sorted(given) if isinstance(given, set | frozenset) else given)
+
+
+def _check_positive(where: str, given: object) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"{where} {given!r}; needs an int >= 1")
+
+
+def _check_accumulator(where: str, given: object) -> None:
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not number or not 1 <= given < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{where} is {given!r}; needs a finite number >= 1")
+
+
+def _check_number(where: str, given: object) -> None:
+    if not isinstance(given, int | float) or isinstance(given, bool):
+        raise ValueError(f"{where} is {given!r}; needs a number")
+
+
+def _check_configs(where: str, given: object) -> None:
+    """Every configuration replaces dtypes or numerics, by valid values."""
+    if not isinstance(given, Mapping) or not given:
+        raise ValueError(f"{where} is {given!r}; needs a dict of names to declarations")
+    known = ("dtypes", *NUMERICS)
+    for config, replaced in given.items():
+        if not isinstance(config, str):
+            raise ValueError(f"{where} has {config!r}; needs names, which are str")
+        if not isinstance(replaced, Mapping):
+            raise ValueError(f"{where}[{config!r}] is {replaced!r}; needs a dict of declarations")
+        unknown = [word for word in replaced if word not in known]
+        if unknown:
+            raise ValueError(f"{where}[{config!r}] has {unknown}; known are {known}")
+        check_declarations(f"{where}[{config!r}]", dict(replaced))

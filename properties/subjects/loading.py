@@ -1,0 +1,179 @@
+"""From ``--kernel=path/to/file.py:name`` or ``package.module:name`` to a subject, or a mask."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fa_verify.oracles.masks.codec import SHIPPED, mask_class, register
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.properties.problems.mask_classes import check_mask_class
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["load", "load_mask"]
+
+_NEEDS = "needs path/to/file.py:name or package.module:name"
+_MOST_NAMES = 20
+# Frames of the import itself.
+_IMPORTING = (__file__, importlib.__file__, "<frozen importlib")
+
+
+def load(spec: str) -> Subject:
+    """Imports a callable and reads its declarations.
+
+    A file is run as a module of its own name; its folder is put last on ``sys.path``, so that it
+    can import what lies beside it.
+
+    Args:
+        spec: ``path/to/file.py:name`` or ``package.module:name``; the name may have dots.
+
+    Raises:
+        ValueError: There is no such file, module or name, it cannot be imported, is not callable,
+            takes other arguments, or declares what does not exist. The message is one paragraph.
+    """
+    try:
+        source, name = _split(spec)
+        found = _found(_imported(source), source, name)
+        if inspect.isclass(found) or not callable(found):
+            raise ValueError(
+                f"{name!r} in {source} is {_kind(found)}; needs a function or an instance with "
+                "__call__"
+            )
+        subject = Subject.of(found, name)
+        _check_signature(subject)
+    except ValueError as error:
+        # What is quoted of a user's values can have line breaks.
+        raise ValueError(" ".join(str(error).split())) from None
+    return subject
+
+
+def load_mask(spec: str) -> type[Mask]:
+    """Imports a class of masks, sees that it can be drawn, and makes it known by its name.
+
+    Args:
+        spec: ``path/to/file.py:Name`` or ``package.module:Name``, imported as by ``load``.
+
+    Raises:
+        ValueError: There is no such class, it cannot be imported, is no Mask or cannot be drawn.
+    """
+    try:
+        source, name = _split(spec)
+        found = _found(_imported(source), source, name)
+        if not (inspect.isclass(found) and issubclass(found, Mask)) or found is Mask:
+            raise ValueError(f"{name!r} in {source} is {_kind(found)}; needs a subclass of Mask")
+        check_mask_class(found)
+        if _is_shipped(found, source):
+            return mask_class(found.__name__)
+        register(found)
+    except ValueError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    return found
+
+
+def _is_shipped(mask: type[Mask], source: str) -> bool:
+    """Whether a class is one of the suite's own, by its file or by its module."""
+    if mask.__name__ not in SHIPPED:
+        return False
+    shipped = mask_class(mask.__name__)
+    return shipped is mask or Path(source).resolve() == Path(inspect.getfile(shipped)).resolve()
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """The file or module, and the name in it."""
+    source, _, name = spec.rpartition(":")
+    if not source or not name or ("/" in source and not source.endswith(".py")):
+        raise ValueError(f"got {spec!r}; {_NEEDS}")
+    return source, name
+
+
+def _kind(found: object) -> str:
+    """What an object is, for a message."""
+    return "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
+
+
+def _imported(source: str) -> ModuleType:
+    """The module at a path or of a dotted name."""
+    is_file = source.endswith(".py")
+    path = Path(source).expanduser()
+    if is_file and not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        if is_file:
+            return _run_file(path)
+        if "" not in sys.path:
+            sys.path.append("")
+        return importlib.import_module(source)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's file raises, SystemExit included
+        raise ValueError(f"{source} cannot be imported: {_reason(error)}") from None
+
+
+def _run_file(path: Path) -> ModuleType:
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    # Not its bare name, which may be that of an installed package.
+    name = f"kernel_under_test_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _reason(error: BaseException) -> str:
+    """The exception in a line, with the innermost place it came from."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame for frame in frames if not frame.filename.startswith(_IMPORTING)]
+    return f"{text} ({places[-1].filename}, line {places[-1].lineno})" if places else text
+
+
+def _found(module: ModuleType, source: str, name: str) -> Any:
+    """What a dotted name stands for in a module."""
+    found: Any = module
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        if not hasattr(found, part):
+            there = ", ".join(_callables(found, part)) or "no function at all"
+            owner = f"{'.'.join(parts[:depth])} in {source}" if depth else source
+            raise ValueError(f"{owner} has no {part!r}; it has {there}")
+        found = getattr(found, part)
+    return found
+
+
+def _callables(owner: object, wanted: str) -> list[str]:
+    """What could have been meant: similar names, then those that a module defines, or all."""
+    members = {name: getattr(owner, name, None) for name in dir(owner) if not name.startswith("_")}
+    calls = {k: v for k, v in members.items() if callable(v) and not inspect.isclass(v)}
+    close = difflib.get_close_matches(wanted, calls)
+    home = getattr(owner, "__name__", None)
+    own = [name for name, call in calls.items() if getattr(call, "__module__", None) == home]
+    return [*dict.fromkeys((*close, *(own or calls)))][:_MOST_NAMES]
+
+
+def _check_signature(subject: Subject) -> None:
+    """Whether ``call(q, k, v, mask=..., sm_scale=...)`` fits, as far as that can be seen."""
+    words = ("mask", "sm_scale", *(("config",) if len(subject.configs) > 1 else ()))
+    try:
+        # Of what is called, not of what it wraps and may adapt.
+        signature = inspect.signature(subject.call, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, None, None, **dict.fromkeys(words))
+    except TypeError as error:
+        needs = f"(q, k, v, *, {', '.join(words)})"
+        if "config" not in words:
+            needs += " or (q, k, v, causal, sm_scale)"
+        raise ValueError(f"{subject.name} takes {signature}; needs {needs}: {error}") from None

@@ -1,0 +1,169 @@
+"""Problems inside what a subject declares, and why there are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fa_verify.oracles.problem import LAYOUTS, Problem
+from fa_verify.properties.inputs.families import ALIBI, BIASES, DIRTY, NO_ALIBI, NO_BIAS
+from fa_verify.properties.problems.strategies import HEAD_DIMS, SOFTCAPS, problems
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["ExcludedError", "problems_of"]
+
+
+# How much more often a problem lacks a modification of scores than it has one.
+_PLAIN = 5
+
+
+class ExcludedError(ValueError):
+    """What is wanted lies outside what a subject declares; the message says which declaration."""
+
+
+def problems_of(
+    subject: Subject,
+    *,
+    dtype: str,
+    device: str,
+    max_seqlen: int,
+    tile: int = 16,
+    max_cost: int = 48,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+    layouts: tuple[str, ...] = LAYOUTS,
+    dirty: str | None = None,
+    padding: bool = False,
+    hidden: bool = False,
+    empty_rows: bool = False,
+    score_mods: tuple[str, ...] = (),
+    **wanted: Any,
+) -> st.SearchStrategy[Problem]:
+    """``strategies.problems`` with everything that a subject declares.
+
+    Args:
+        subject: The subject.
+        dtype: Of the inputs.
+        device: "cpu" or "cuda".
+        max_seqlen: Largest M and N; the declaration may say less, or need more.
+        tile: See ``problems``.
+        max_cost: See ``problems``; raised where two tiles of a declared multiple cost more.
+        head_dims: Sizes of D and Dv; those that are declared are drawn, and where none of them is,
+            the declared ones.
+        layouts: Storage layouts; those that are declared are drawn.
+        dirty: The dirty family; None draws those that are declared.
+        padding: See ``problems``.
+        hidden: See ``problems``.
+        empty_rows: See ``problems``.
+        score_mods: What is done to the scores of every problem, out of
+            ``declarations.SCORE_MODS``; the rest of what is declared, of some. Where it is empty
+            nothing is done to any: each combination is another kernel to compile.
+        wanted: Further arguments of ``problems``.
+
+    Raises:
+        ExcludedError: No problem of this kind is declared as supported.
+    """
+    configs = tuple(
+        name
+        for name, replaced in subject.configs.items()
+        if dtype in replaced.get("dtypes", subject.dtypes)
+    )
+    if not configs:
+        raise _excluded(subject, "dtypes")
+    if device not in subject.devices:
+        raise _excluded(subject, "devices")
+    if dirty is not None and subject.dirty is not None and dirty not in subject.dirty:
+        raise _excluded(subject, "dirty")
+    allowed = subject.layouts or LAYOUTS
+    dims = subject.head_dims
+    # Two multiples at least, or there is nothing to be seen of several tiles.
+    multiple = subject.seqlen_multiple
+    most = max(max_seqlen, 2 * multiple)
+    drawn: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "configs": configs,
+        "head_dims": _some(head_dims, dims) or dims,
+        "layouts": _some(layouts, allowed) or allowed,
+        "dirty": dirty,
+        "dirties": subject.dirty or tuple(DIRTY),
+        "gqa": subject.gqa,
+        "lse_grad": subject.lse_grad and subject.backward,
+        **_score_mods(subject, score_mods),
+        "dv_ne_d": subject.dv_ne_d,
+        "zero_sizes": subject.zero_sizes,
+        "seqlen_multiple": multiple,
+        "max_seqlen": min(most, subject.max_seqlen or most),
+        "tile": tile,
+        "max_cost": max(max_cost, (_up(2 * multiple, tile) // tile) ** 2),
+        **wanted,
+    }
+    if drawn.get("mask") is not None:
+        if "custom" not in subject.masks:
+            raise _excluded(subject, "masks")
+        # What a predicate hides cannot be forced.
+        hidden = False
+    positions = tuple(kind for kind in subject.masks if kind in ("causal", "window"))
+    if drawn.get("mask") is not None:
+        positions = ()
+    lengths = ("padding",) if "padding" in subject.masks else ()
+    if padding and not lengths:
+        raise _excluded(subject, "masks")
+    if hidden and not positions:
+        raise _excluded(subject, "masks")
+    bottom_right = subject.causal_alignment == "bottom-right"
+    if empty_rows and not lengths:
+        # Then they come from M > N under a right bound, or from N = 0.
+        if not subject.m_ne_n:
+            raise _excluded(subject, "m_ne_n")
+        if not subject.zero_sizes and not (positions and bottom_right):
+            raise _excluded(subject, "zero_sizes")
+    least = _up(1 + padding + hidden + empty_rows, multiple)
+    if empty_rows and positions and subject.m_ne_n and bottom_right:
+        least = _up(least + 1, multiple)  # of M > N
+    if subject.max_seqlen is not None and subject.max_seqlen < least:
+        raise _excluded(subject, "max_seqlen")
+    forced: dict[str, Any] = {"padding": padding, "hidden": hidden, "empty_rows": empty_rows}
+    if bottom_right or not positions:
+        masks = ("full", *positions, *lengths)
+        return problems(**drawn, **forced, masks=masks, m_ne_n=subject.m_ne_n)
+    # The alignments agree where M = N and nothing is padded: positional masks are drawn there, and
+    # everything else without them.
+    apart = []
+    if not padding and not empty_rows:
+        apart.append(problems(**drawn, **forced, masks=positions, m_ne_n=False))
+    if not hidden:
+        masks = ("full", *lengths)
+        apart.append(problems(**drawn, **forced, masks=masks, m_ne_n=subject.m_ne_n))
+    if not apart:
+        raise _excluded(subject, "causal_alignment")
+    return st.one_of(apart)
+
+
+def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
+    """What the scores' modifications are drawn from, by the arguments of ``problems``."""
+    if not {*forced} <= {*subject.score_mods}:
+        raise _excluded(subject, "score_mods")
+    drawn: dict[str, tuple[Any, ...]] = {}
+    for word, argument, none, values in (
+        ("softcap", "softcaps", None, SOFTCAPS),
+        ("alibi", "alibis", NO_ALIBI, tuple(ALIBI)),
+        ("bias", "biases", NO_BIAS, BIASES),
+    ):
+        plain = () if word in forced else (none,) * _PLAIN * len(values)
+        drawn[argument] = (*plain, *values) if forced and word in subject.score_mods else (none,)
+    return drawn
+
+
+def _up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below a size."""
+    return -(-size // multiple) * multiple
+
+
+def _some(wanted: tuple[Any, ...], declared: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    """What is wanted and declared, in the order of the wanted."""
+    return tuple(item for item in wanted if declared is None or item in declared)
+
+
+def _excluded(subject: Subject, word: str) -> ExcludedError:
+    return ExcludedError(f"{subject.name} declares {word}={getattr(subject, word)!r}")

@@ -1,0 +1,343 @@
+"""Triton's interpreter made to compute what a GPU computes, for every kernel that runs in it.
+
+The interpreter of Triton 3.9 stores bfloat16 as uint16 and computes with those integers, truncates
+where it should round, fills the masked-off lanes of a load with zeros, which hides the fault of
+relying on them, and spends two thirds of its time on patching the language anew at every call of
+a nested function, on overflow checks that check nothing, and on building equal types.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_verify.simulator.interpreter.addresses import watch_addresses
+from fa_verify.simulator.interpreter.launches import repair_launches, skip_idle_work
+from fa_verify.simulator.interpreter.rounding import (
+    fma_bf16,
+    nearest_bf16,
+    step_toward_zero,
+    tree_sum_16_bit,
+    truncate_to_tf32,
+    widen_bf16,
+)
+
+__all__ = ["describe", "repair"]
+
+# Arrays of any element type: what an array holds follows from the Triton type beside it.
+Array = npt.NDArray[Any]
+
+_NARROW_FLOATS = ("fp16", "bf16")
+_repaired = False
+
+
+def repair() -> None:
+    """Repairs the interpreter of the installed Triton; later calls do nothing.
+
+    Call it with TRITON_INTERPRET=1 in the environment, before Triton is imported and so before any
+    kernel is loaded. What holds afterwards:
+
+    - Casts between fp16, bf16, fp32 and fp64, and from integers, round once: to nearest, ties to
+      even, or toward zero where the kernel asks for it. bf16 widens exactly.
+    - Elementwise operations on bf16 are those of fp32, rounded to bf16; ``fma`` rounds once.
+    - ``tl.sum`` and the scans over fp16 and bf16 round after every addition, the sum along a tree.
+    - ``tl.dot`` multiplies bf16 operands as fp32 (their products are exact), as it did fp16 ones.
+      With TF32, the default for fp32, it truncates each operand to 10 bits of mantissa. "tf32x3"
+      runs as "ieee".
+    - A masked-off lane of ``tl.load`` without ``other`` is NaN, or 0x5A in every byte.
+    - A load, store or atomic outside of the tensors of its launch raises OutOfBoundsError.
+    - NotImplementedError leaves a launch as itself, and so do atomic additions and scaled dots of
+      bf16, which are refused; every other exception is an InterpreterError as before.
+    - NumPy's floating-point warnings are off inside a launch, as on a GPU.
+    - The language is patched once per launch, and afterwards it is what it was.
+    - Integer overflow is looked for only in debug mode; elsewhere nothing read the result.
+
+    Raises:
+        RuntimeError: The interpreter is off, or the installed Triton lacks something that the
+            repair replaces.
+    """
+    global _repaired
+    if _repaired:
+        return
+    found = os.environ.get("TRITON_INTERPRET")
+    if found is None:
+        raise RuntimeError("TRITON_INTERPRET is not set; the repair needs TRITON_INTERPRET=1")
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if not triton.knobs.runtime.interpret:
+        raise RuntimeError(f"TRITON_INTERPRET is {found!r}; the repair needs TRITON_INTERPRET=1")
+    if not isinstance(tl.sum, interpreter.InterpretedFunction):
+        raise RuntimeError(
+            f"tl.sum is a {type(tl.sum).__name__}; the repair needs an InterpretedFunction: "
+            "set TRITON_INTERPRET=1 before Triton is imported"
+        )
+    _check_attributes(triton.__version__, interpreter)
+    _repair_casts(interpreter)
+    _repair_elementwise(interpreter)
+    _repair_reductions(interpreter)
+    _repair_dots(interpreter)
+    _repair_memory(interpreter)
+    watch_addresses(interpreter)
+    repair_launches(interpreter)
+    skip_idle_work(interpreter)
+    _repaired = True
+
+
+def describe() -> str:
+    """One line for the header of a test run: whether the repair is on, and what it covers."""
+    if not _repaired:
+        return "interpreter not repaired"
+    return (
+        "interpreter repaired: bf16 round-to-nearest-even casts, bf16 arithmetic and dots, "
+        "poisoned masked loads, checked addresses, TF32 truncation, one language patch a launch"
+    )
+
+
+_REPLACED = {
+    "InterpreterBuilder": (
+        "cast_impl create_fp_to_fp get_bf16 binary_op unary_op ternary_op create_fma create_dot "
+        "create_dot_scaled create_masked_load create_masked_store create_atomic_rmw "
+        "create_atomic_cas create_int_to_ptr"
+    ),
+    "ReduceOps": "min_max sum",
+    "ScanOps": "cumsum cumprod",
+    "GridExecutor": "__call__ _init_args_hst",
+    "InterpretedFunction": "__call__ rewrite",
+    "TensorHandle": "__post_init__",
+    "interpreter_semantic": (
+        "load binary_op_sanitize_overflow_impl binary_op_type_checking_impl broadcast_impl_value "
+        "cast make_tensor"
+    ),
+}
+_USED = (
+    "TensorHandle InterpreterError _LangPatchScope _get_np_dtype _patch_attr _patch_lang "
+    "tl.block_type tl.dtype tl.pointer_type tl.tensor tl.core.builtin tl.core._unwrap_if_constexpr "
+    "interpreter_builder.options.debug _ir.ROUNDING_MODE.RTZ _ir.INPUT_PRECISION.TF32 "
+    "_ir.ATOMIC_OP.FADD"
+)
+
+
+def _check_attributes(version: str, interpreter: Any) -> None:
+    """Names what the installed interpreter lacks before anything in it is replaced."""
+    needed = [f"{owner}.{name}" for owner, names in _REPLACED.items() for name in names.split()]
+    for path in [*_USED.split(), *needed]:
+        place = interpreter
+        for name in path.split("."):
+            if not hasattr(place, name):
+                raise RuntimeError(
+                    f"Triton {version} has no triton.runtime.interpreter.{path}, "
+                    "which the repair of the interpreter needs"
+                )
+            place = getattr(place, name)
+
+
+def _is_bf16(handle: Any) -> bool:
+    """Whether the handle holds bfloat16 bits."""
+    return bool(handle.dtype.scalar.name == "bf16" and handle.data.dtype == np.uint16)
+
+
+def _values(handle: Any) -> Array:
+    """The handle's data as numbers that NumPy computes with."""
+    data: Array = handle.data
+    return widen_bf16(data) if _is_bf16(handle) else data
+
+
+def _repair_casts(interpreter: Any) -> None:
+    """Rounds every cast between the standard types once."""
+    import triton.language as tl
+
+    builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    original_cast, original_fp_to_fp = builder.cast_impl, builder.create_fp_to_fp
+    toward_zero = interpreter._ir.ROUNDING_MODE.RTZ
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        target = dst_type.scalar
+        if src.dtype.scalar.is_fp8() or target.is_fp8():
+            return original_cast(self, src, dst_type)
+        values = _values(src)
+        if target.is_bf16():
+            return handle_of(nearest_bf16(values), target)
+        return handle_of(values.astype(interpreter._get_np_dtype(target)), target)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        target = dst_type.scalar
+        if src.dtype.scalar.is_fp8() or target.is_fp8():
+            return original_fp_to_fp(self, src, dst_type, rounding_mode)
+        nearest = cast_impl(self, src, dst_type)
+        if rounding_mode != toward_zero:
+            return nearest
+        return handle_of(step_toward_zero(_values(src), nearest.data, _values(nearest)), target)
+
+    def get_bf16(self: Any, value: Any) -> Any:
+        return handle_of(nearest_bf16(np.array([value], dtype=np.float64)), tl.bfloat16)
+
+    builder.cast_impl = cast_impl
+    builder.create_fp_to_fp = create_fp_to_fp
+    builder.get_bf16 = get_bf16
+
+
+def _repair_elementwise(interpreter: Any) -> None:
+    """Computes bfloat16 in float32 and rounds the result."""
+    import triton.language as tl
+
+    builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    original_binary, original_unary = builder.binary_op, builder.unary_op
+    original_ternary, original_fma = builder.ternary_op, builder.create_fma
+
+    def widened(handle: Any) -> Any:
+        return handle_of(widen_bf16(handle.data), tl.float32) if _is_bf16(handle) else handle
+
+    def narrowed(handle: Any) -> Any:
+        # What a comparison gives is not a float.
+        if handle.data.dtype != np.float32:
+            return handle
+        return handle_of(nearest_bf16(handle.data), tl.bfloat16)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Array]) -> Any:
+        if _is_bf16(lhs):
+            return narrowed(original_binary(self, widened(lhs), widened(rhs), op))
+        return original_binary(self, lhs, rhs, op)
+
+    def unary_op(self: Any, arg: Any, op: Callable[..., Array]) -> Any:
+        if _is_bf16(arg):
+            return narrowed(original_unary(self, widened(arg), op))
+        return original_unary(self, arg, op)
+
+    def ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Callable[..., Array]) -> Any:
+        # A selection moves bits, whatever they mean.
+        if op is np.where or not _is_bf16(other):
+            return original_ternary(self, lhs, rhs, other, op)
+        return narrowed(original_ternary(self, widened(lhs), widened(rhs), widened(other), op))
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if _is_bf16(z):
+            return handle_of(fma_bf16(_values(x), _values(y), _values(z)), tl.bfloat16)
+        return original_fma(self, x, y, z)
+
+    builder.binary_op = binary_op
+    builder.unary_op = unary_op
+    builder.ternary_op = ternary_op
+    builder.create_fma = create_fma
+
+
+def _repair_reductions(interpreter: Any) -> None:
+    """Reduces and scans bfloat16 as numbers, and rounds 16-bit sums at every addition."""
+    import triton.language as tl
+
+    handle_of = interpreter.TensorHandle
+    reduction, scan = interpreter.ReduceOps, interpreter.ScanOps
+    original_min_max, original_sum = reduction.min_max, reduction.sum
+    original_cumsum, original_cumprod = scan.cumsum, scan.cumprod
+
+    def min_max(self: Any, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        input = input[0] if isinstance(input, tuple) else input
+        if not _is_bf16(input.handle):
+            return original_min_max(self, input, val_reduce_op, idx_reduce_op)
+        wide = self.to_tensor(widen_bf16(input.handle.data), tl.float32)
+        result = original_min_max(self, wide, val_reduce_op, idx_reduce_op)
+        value, *index = result if isinstance(result, tuple) else (result,)
+        value = interpreter.interpreter_semantic.cast(value, tl.bfloat16)
+        return (value, *index) if index else value
+
+    def sum_16_bit(self: Any, input: Any) -> Any:
+        if input.dtype.name not in _NARROW_FLOATS:
+            return original_sum(self, input)
+        total = tree_sum_16_bit(input.handle.data, self.axis, self.keep_dims)
+        return self.to_tensor(total, input.dtype)
+
+    def rounding_scan(original: Any, op: np.ufunc) -> Any:
+        def scan_bf16(self: Any, input: Any) -> Any:
+            if not _is_bf16(input.handle):
+                return original(self, input)
+            bits = np.moveaxis(input.handle.data.copy(), self.axis, 0)
+            for i in range(1, len(bits)):
+                bits[i] = nearest_bf16(op(widen_bf16(bits[i - 1]), widen_bf16(bits[i])))
+            bits = np.moveaxis(bits, 0, self.axis)
+            return [tl.core.tensor(handle_of(bits, tl.bfloat16), input.type)]
+
+        return scan_bf16
+
+    reduction.min_max = min_max
+    reduction.sum = sum_16_bit
+    scan.cumsum = rounding_scan(original_cumsum, np.add)
+    scan.cumprod = rounding_scan(original_cumprod, np.multiply)
+
+
+def _repair_dots(interpreter: Any) -> None:
+    """Multiplies what the tensor cores multiply."""
+    import triton.language as tl
+
+    builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    original_dot, original_scaled = builder.create_dot, builder.create_dot_scaled
+    tf32 = interpreter._ir.INPUT_PRECISION.TF32
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
+        if _is_bf16(a):
+            a, b = (handle_of(widen_bf16(x.data), tl.float32) for x in (a, b))
+        elif a.data.dtype == np.float32 and input_precision == tf32:
+            a, b = (handle_of(truncate_to_tf32(x.data), tl.float32) for x in (a, b))
+        elif a.data.dtype == np.float16 and d.data.dtype == np.float32:
+            # The same products and sums; NumPy has no fast path for mixed dtypes.
+            a, b = (handle_of(x.data.astype(np.float32), tl.float32) for x in (a, b))
+        return original_dot(self, a, b, d, input_precision, *rest)
+
+    def create_dot_scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, handle_of) and _is_bf16(x) for x in (*args, *kwargs.values())):
+            raise NotImplementedError("tl.dot_scaled of bf16 operands in the interpreter")
+        return original_scaled(self, *args, **kwargs)
+
+    builder.create_dot = create_dot
+    builder.create_dot_scaled = create_dot_scaled
+
+
+# What a masked-off lane holds: NaN where the type has one. Integers are 0x5A in every byte.
+_POISON: dict[str, float] = {
+    **dict.fromkeys(("fp16", "fp32", "fp64"), np.nan),
+    "bf16": 0x7FC0,
+    **dict.fromkeys(("fp8e5", "fp8e4nv", "fp8e4b15"), 0x7F),
+    **dict.fromkeys(("fp8e4b8", "fp8e5b16"), 0x80),
+    "int1": True,
+}
+_WILD = 0x5A5A5A5A5A5A5A5A
+
+
+def _repair_memory(interpreter: Any) -> None:
+    """Poisons the lanes that nothing defines; refuses what would add bfloat16 bits."""
+    builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    original_load, original_rmw = builder.create_masked_load, builder.create_atomic_rmw
+    semantic = interpreter.interpreter_semantic
+    original_semantic_load = semantic.load
+    add = interpreter._ir.ATOMIC_OP.FADD
+    other_given = False
+
+    def load(ptr: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        nonlocal other_given
+        # The language drops a one-element `other` that is false, because it asks `if other`.
+        other_given = other is not None
+        try:
+            return original_semantic_load(ptr, mask, other, *rest)
+        finally:
+            other_given = False
+
+    def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        if other is None and not other_given:
+            element = ptrs.get_element_ty()
+            dtype = interpreter._get_np_dtype(element)
+            poison = np.array(_POISON.get(element.name, _WILD)).astype(dtype)
+            other = handle_of(np.full(ptrs.data.shape, poison), element)
+        return original_load(self, ptrs, mask, other, *rest)
+
+    def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, *rest: Any) -> Any:
+        if op == add and _is_bf16(val):
+            raise NotImplementedError("tl.atomic_add of bf16 in the interpreter")
+        return original_rmw(self, op, ptr, val, *rest)
+
+    semantic.load = load
+    builder.create_masked_load = create_masked_load
+    builder.create_atomic_rmw = create_atomic_rmw

@@ -1,0 +1,163 @@
+"""Code of the kernels for Hopper as calls launch them, compiled for a GPU that need not be there.
+
+``python -m tests.unit.fa_kernels.hopper.hopper_code 128`` prints of each kernel at that head_dim,
+as JSON, how much shared memory it takes, which of its tiles and barriers others have the memory of,
+and what ptxas warns of.
+"""
+
+import inspect
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton._C.libtriton import ir, nvidia, passes
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from fa_kernels import flash_attention, flash_attention_varlen
+from fa_kernels.launch import hopper, portable
+from fa_kernels.validation import arguments
+
+_HOPPER = GPUTarget("cuda", 90, 32)
+# Of PTX for it: 8.0.
+_PTX = 80
+_PROCESSORS = 132
+# In the compiler's code: a tile or barrier and what it is made of; and anything else that has
+# memory, of which Triton 3.6 says where it begins alone.
+_TILE = re.compile(
+    r"%(\w+) = ttg\.local_alloc \{allocation\.offset = (\d+)\b.*?memdesc<([\dx]+)x[a-z]+(\d+),"
+)
+_OTHER = re.compile(r"(?<!alloc \{)allocation\.offset = (\d+) : i32(?:, allocation\.size = (\d+))?")
+_DTYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
+}  # fmt: skip
+
+
+def _type(x: object, annotation: object) -> str:
+    """What Triton calls the type of an argument."""
+    if isinstance(x, torch.Tensor):
+        return f"*{_DTYPES[x.dtype]}"
+    if isinstance(x, int):
+        return "i64" if "64" in str(annotation) else "i32"
+    block = ", ".join(map(str, x.block_shape))
+    return f"tensordesc<{_DTYPES[x.base.dtype]}[{block}],{x.layout!r}>"
+
+
+def _compiled(kernel, args, constants):
+    """A kernel for the types of these arguments and these constants."""
+    annotations = [x.annotation for x in inspect.signature(kernel.fn).parameters.values()]
+    names = kernel.arg_names
+    signature = {
+        name: _type(x, annotation)
+        for name, x, annotation in zip(names, args, annotations, strict=False)
+    } | dict.fromkeys(names[len(args) :], "constexpr")
+    given = {(names.index(name),): x for name, x in constants.items() if name in names}
+    options = {name: x for name, x in constants.items() if name not in names}
+    source = GluonASTSource(kernel, signature, constexprs=given)
+    return triton.compile(source, target=_HOPPER, options=options)
+
+
+def _warnings(ptx: str) -> list[str]:
+    """Those of ptxas."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        done = subprocess.run(
+            [get_ptxas(_HOPPER.arch).path, "-v", "-arch=sm_90a", path, "-o", f"{path}.cubin"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    return re.findall(r"\(C\d+\).*", done.stderr)
+
+
+def _placed(ttgir: str) -> str:
+    """A kernel's code once the compiler has found places in shared memory for all it needs."""
+    context = ir.context()
+    ir.load_dialects(context)
+    CUDABackend(_HOPPER).load_dialects(context)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ttgir"
+        path.write_text(ttgir)
+        module = ir.parse_mlir_module(str(path), context)
+    module.context = context
+    manager = ir.pass_manager(context)
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    try:
+        passes.ttgpuir.add_allocate_warp_groups(manager, False)
+    except TypeError:
+        # Triton 3.6.
+        passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, _HOPPER.arch, _PTX)
+    manager.run(module, "placed")
+    return str(module)
+
+
+def _shared_with_others(ttgir: str) -> list[str]:
+    """Tiles and barriers whose memory something else has too, at another time as it is thought.
+
+    What warps are told, and what they exchange, is there for a moment, and may be in one place.
+    """
+    code = _placed(ttgir)
+    tiles = []
+    for name, start, shape, bits in _TILE.findall(code):
+        size = math.prod(map(int, shape.split("x"))) * int(bits) // 8
+        tiles.append((int(start), int(start) + size, name))
+    others = [(int(start), int(start) + int(size or 1), "") for start, size in _OTHER.findall(code)]
+    # What warps are told always has a place: else the text is not read as it is.
+    assert tiles
+    assert others
+    return [
+        tile[2]
+        for tile in tiles
+        if any(x is not tile and x[0] < tile[1] and tile[0] < x[1] for x in (*tiles, *others))
+    ]
+
+
+def _leaves(*shape: int) -> list[torch.Tensor]:
+    """q, k, v."""
+    return [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+def _described(D: int) -> dict[str, dict[str, object]]:
+    """By kernel, passes of the backward, and whether sequences are packed."""
+    found = {}
+    offsets = {"cu_seqlens_q": (0, 5, 300), "cu_seqlens_k": (0, 200, 300)}
+    forms = {
+        "": (flash_attention, _leaves(1, 2, 300, D)),
+        ", packed": (partial(flash_attention_varlen, **offsets), _leaves(300, 2, D)),
+    }
+    for (form, (call, leaves)), backward in product(forms.items(), ("one_pass", "two_pass")):
+
+        def run(kernel, _grid, *args, kinds, of=f"{backward}{form}", **constants):
+            code = _compiled(kernel, args, constants)
+            found[f"{kernel.__name__}, {of}"] = {
+                "shared": code.metadata.shared, "warnings": _warnings(code.asm["ptx"]),
+                "with_others": _shared_with_others(code.asm["ttgir"]),
+            }  # fmt: skip
+
+        with (
+            mock.patch.object(arguments, "check_device"),
+            mock.patch.object(hopper, "is_there", return_value=True),
+            mock.patch.object(hopper, "processors", return_value=_PROCESSORS),
+            mock.patch.object(hopper, "run", run),
+            # Those of any GPU.
+            mock.patch.object(portable, "run"),
+        ):
+            out = call(*leaves, backward=backward)
+            torch.autograd.grad(out, leaves, torch.zeros_like(out))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(_described(int(sys.argv[1]))))

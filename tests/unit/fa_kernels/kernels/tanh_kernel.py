@@ -1,0 +1,17 @@
+"""A kernel of ``tanh_with_slope`` alone."""
+
+import triton.language as tl
+
+from fa_kernels.kernels.common.jit import kernel
+from fa_kernels.kernels.common.score_mod import tanh_with_slope
+
+__all__ = ["tanh_kernel"]
+
+
+@kernel
+def tanh_kernel(x_ptr, tanh_ptr, slope_ptr, BLOCK: tl.constexpr):
+    """Writes tanh and its derivative of BLOCK numbers."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tanh, slope = tanh_with_slope(tl.load(x_ptr + places))
+    tl.store(tanh_ptr + places, tanh)
+    tl.store(slope_ptr + places, slope)

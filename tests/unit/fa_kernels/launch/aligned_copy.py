@@ -1,0 +1,97 @@
+"""Copies by the acts that kernels share, compiled for a GPU that need not be there.
+
+``python -m tests.unit.fa_kernels.launch.aligned_copy`` prints the widths of its accesses, as JSON.
+"""
+
+import collections
+import json
+import re
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from fa_kernels.kernels.common.tiles import load_tile, store_rows, whole_rows
+from fa_kernels.kernels.hopper.dq_layout import rows_of_blocks
+from fa_kernels.kernels.hopper.pipeline import add_block
+
+__all__ = ["accesses"]
+
+_ACCESS = re.compile(
+    r"\b(?:(ld|st)\.global\S*?|(?:atom|red)\.global\S*?\.(add))((?:\.v[248])?\.[bfsu]\d+)\b"
+)
+_HOPPER = GPUTarget("cuda", 90, 32)
+
+
+@triton.jit
+def copy_kernel(
+    out_ptr, sums_ptr, in_ptr, stride, rows, D, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """One tile of one head, and a second one to which it is added."""
+    start = tl.program_id(0) * 64
+    first = tl.program_id(1).to(tl.int64) * rows
+    offs_tile = tl.arange(0, 64)
+    offs_d = tl.arange(0, BLOCK_D)
+    matrix = (in_ptr + first * stride, stride, 1, D)
+    inside = start + offs_tile[:, None] < rows
+    tile = load_tile(matrix, start, offs_tile[:, None], offs_d[None, :], inside, ALIGNED, True)
+    if ALIGNED == 2:
+        tile += tl.load(whole_rows(sums_ptr, first, start + offs_tile, offs_d, BLOCK_D))
+    store_rows(out_ptr, first, rows, start + offs_tile, offs_d, tile, D, BLOCK_D, ALIGNED)
+
+
+@triton.jit
+def rows_kernel(out_ptr, in_ptr, D: tl.constexpr):
+    """Rows that lie in blocks, 64 of them, into rows."""
+    first = tl.program_id(0).to(tl.int64) * 64
+    places = whole_rows(out_ptr, first, tl.arange(0, 64), tl.arange(0, D), D)
+    tl.store(places, rows_of_blocks(in_ptr, first, D))
+
+
+@gluon.jit
+def blocks_kernel(out_ptr, D: gl.constexpr):
+    """Ones that are added to the second of two blocks."""
+    first = gl.program_id(0).to(gl.int64) * 64
+    block = gl.full(
+        [64, 64], 1.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    )
+    add_block(out_ptr, first, D, 1, block)
+
+
+def accesses(ptx: str) -> dict[str, int]:
+    """How often PTX reads, writes and adds to global memory, by kind and width."""
+    found = ("".join(filter(None, match.groups())) for match in _ACCESS.finditer(ptx))
+    return dict(collections.Counter(found))
+
+
+def _compiled(source: ASTSource) -> dict[str, int]:
+    return accesses(triton.compile(source, target=_HOPPER, options={"num_warps": 4}).asm["ptx"])
+
+
+def _copy(aligned: int) -> ASTSource:
+    signature = {
+        "out_ptr": "*bf16", "sums_ptr": "*fp32", "in_ptr": "*bf16", "stride": "i64", "rows": "i32",
+        "D": "i32", "BLOCK_D": "constexpr", "ALIGNED": "constexpr",
+    }  # fmt: skip
+    return ASTSource(copy_kernel, signature, constexprs={(6,): 128, (7,): aligned})
+
+
+def _rows() -> ASTSource:
+    signature = {"out_ptr": "*fp32", "in_ptr": "*fp32", "D": "constexpr"}
+    return ASTSource(rows_kernel, signature, constexprs={(2,): 128})
+
+
+def _blocks() -> ASTSource:
+    return GluonASTSource(
+        blocks_kernel, {"out_ptr": "*fp32", "D": "constexpr"}, constexprs={(1,): 128}
+    )
+
+
+if __name__ == "__main__":
+    sources = {str(aligned): _copy(aligned) for aligned in range(3)}
+    sources |= {"rows": _rows(), "blocks": _blocks()}
+    print(json.dumps({name: _compiled(source) for name, source in sources.items()}))

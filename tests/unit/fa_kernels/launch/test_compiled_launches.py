@@ -1,0 +1,141 @@
+"""Launches of code that is compiled already: it is that which Triton would have chosen."""
+
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from fa_kernels.kernels.common.jit import kernel  # noqa: E402
+from fa_kernels.runtime import launch_cache  # noqa: E402
+
+
+@kernel
+def add_kernel(y_ptr, x_ptr, count: tl.int64, value, BLOCK: tl.constexpr, TWICE: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + places, mask=places < count)
+    if TWICE:
+        x += x
+    tl.store(y_ptr + places, x + value, mask=places < count)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(launch_cache, "_compiled", {})
+
+
+def added(x: torch.Tensor, value: int, dtype=torch.float32, **constants: Any) -> torch.Tensor:
+    y = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    constants = {"BLOCK": 16, "TWICE": False, **constants}
+    launch_cache.run(add_kernel, (triton.cdiv(x.numel(), 16),), y, x, x.numel(), value, **constants)
+    return y
+
+
+CALLS = (
+    {"dtype": torch.float32}, {"dtype": torch.float16}, {"dtype": torch.int64}, {"TWICE": True},
+    {"BLOCK": 32}, {"num_warps": 1}, {"value": 2**40, "dtype": torch.int64}, {"value": -5},
+    {"value": 2**31, "dtype": torch.int64}, {"value": -(2**31), "dtype": torch.int64},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("of", [torch.int32, torch.int64])
+def test_each_call_gets_its_code_whatever_came_before(call, of, device):
+    x = torch.arange(37, device=device).to(of)
+    for options in ({}, call, {}, call):
+        options = {"value": 3, **options}
+        found = added(x, **options)
+        wanted = x.to(found.dtype) * (1 + options.get("TWICE", False)) + options["value"]
+        assert torch.equal(found, wanted.to(found.dtype))
+
+
+def test_a_second_launch_asks_triton_for_nothing(device, monkeypatch):
+    if device == "cpu":
+        pytest.skip("nothing is compiled in the interpreter")
+    x = torch.arange(37, device=device).float()
+    wanted = added(x, 3)
+    calls = []
+    original = triton.JITFunction.run
+    monkeypatch.setattr(
+        triton.JITFunction, "run", lambda *a, **o: (calls.append(o), original(*a, **o))[1]
+    )
+    assert torch.equal(added(x, 3), wanted)
+    # Where a tensor begins, and how long it is, is not what code follows from.
+    assert torch.equal(added(x[1:], 3), wanted[1:])
+    assert not calls
+    added(x, 3, TWICE=True)
+    assert len(calls) == 1
+
+
+class Code:
+    """What a kernel is compiled to, as Triton has it: it writes down its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid):
+        return lambda *args: self.launches.append((grid, *args))
+
+
+class Compiled(triton.JITFunction):
+    """A kernel of (x, y, BLOCK, WIDE) that compiles without a GPU; it counts how often."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "fn", lambda: None)
+        object.__setattr__(self, "arg_names", ["x", "y", "BLOCK", "WIDE"])
+        object.__setattr__(self, "made", [])
+
+    def __hash__(self):
+        return id(self)
+
+    def __getitem__(self, grid):
+        def run(*_args, **_constants):
+            self.made.append(Code())
+            return self.made[-1]
+
+        return run
+
+
+def test_what_is_kept_is_found_by_kinds_and_constants_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, other = Compiled(), Compiled()
+    x, y = torch.zeros(3), torch.zeros(5, dtype=torch.float16)
+
+    def run(kernel, *args, **options):
+        launch_cache.run(
+            kernel, (7,), *args, **{"WIDE": True, "BLOCK": 16, "num_warps": 4, **options}
+        )
+
+    for _ in range(2):
+        run(kernel, x, 5)
+    (code,) = kernel.made
+    # Constants in the order of the parameters, without options; grids of three axes or more.
+    assert code.launches == [((7, 1, 1), x, 5, 16, True)]
+    run(kernel, x + 1, -6)
+    assert len(code.launches) == 2
+    run(other, x, 5)
+    assert (len(other.made), len(kernel.made)) == (1, 1)
+    for count, (args, options) in enumerate(
+        [
+            ((y, 5), {}), ((x, 2**31), {}), ((x, 2**63), {}), ((x, (5,)), {}), ((x, (y,)), {}),
+            ((x, 5), {"BLOCK": 32}), ((x, 5), {"num_warps": 8}), ((x, 5), {"kinds": ("a",)}),
+            ((x, 5), {"kinds": ("b",)}),
+        ],
+        start=2,
+    ):  # fmt: skip
+        for _ in range(2):
+            run(kernel, *args, **options)
+        assert len(kernel.made) == count
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    run(kernel, x, 5)
+    assert len(kernel.made) == count + 1
+
+
+def test_what_another_function_is_part_of_is_left_to_triton(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, predicate = Compiled(), Compiled()
+    for _ in range(2):
+        launch_cache.run(kernel, (1,), torch.zeros(1), 5, BLOCK=1, WIDE=True, PREDICATE=predicate)
+    assert len(kernel.made) == 2

@@ -1,0 +1,237 @@
+"""A gate run: what it compares, stops, tells and refuses, and what --update-baseline writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
+
+ROOT = Path(__file__).parents[4]
+# A user's file: it computes in float64, and declares so little that a gate run takes seconds.
+KERNELS = """
+import math
+import torch
+
+
+def attention(q, k, v, *, mask, sm_scale, cast=False):
+    seen = mask.dense(*q.shape[:3], k.shape[2])
+    scores = torch.where(seen, q.double() @ k.double().mT * sm_scale, -math.inf)
+    top = scores.detach().amax(3, keepdim=True)
+    e = torch.exp(scores - top)
+    p = torch.where(seen, e / e.sum(3, keepdim=True), 0.0)
+    if cast:
+        p = p + (p.to(q.dtype).double() - p).detach()
+    return (p @ v.double()).to(q.dtype)
+
+
+def coarse(q, k, v, *, mask, sm_scale):
+    # What a kernel may do, and this one did not: P is rounded before its product with v.
+    return attention(q, k, v, mask=mask, sm_scale=sm_scale, cast=True)
+
+
+def narrow(q, k, v, *, mask, sm_scale):
+    return attention(q, k, v, mask=mask, sm_scale=sm_scale)
+
+
+for _each in (attention, coarse, narrow):
+    _each.dtypes = ("fp16", "bf16")
+    _each.head_dims = (16,)
+    _each.max_seqlen = 40
+    _each.masks = ("causal",)
+    _each.m_ne_n = _each.gqa = _each.dv_ne_d = _each.zero_sizes = False
+    _each.block_n = 64
+narrow.dtypes = ("fp16",)
+"""
+# Runs pytest on each of several lists of arguments, and says with which code it ended.
+RUNS = """
+import json, sys
+sys.modules["triton"] = None
+import pytest
+for arguments in json.loads(sys.argv[1]):
+    code = int(pytest.main(["-p", "no:cacheprovider", *arguments]))
+    for stream in (sys.stdout, sys.stderr):
+        print(f"\\n<exit code {code}>", file=stream, flush=True)
+"""
+
+
+def environment() -> dict[str, str]:
+    """That of a process of its own, without this run's workers and options, and without a GPU."""
+    inherited = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST_")}
+    return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def runs(*lists: list[str]) -> list[tuple[str, int]]:
+    """What pytest says, without Triton and without a GPU, and its exit code, for each list."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS, json.dumps(lists)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    said = [re.split(r"<exit code (\d+)>\n", x) for x in (done.stdout, done.stderr)]
+    out, err = said
+    return [(out[i] + err[i], int(out[i + 1])) for i in range(0, 2 * len(lists), 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gate")
+    (folder / "kernels.py").write_text(KERNELS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(folder):
+    """What the runs say, by name, with their exit codes; the baseline is written by the first."""
+
+    def of(kernel: str) -> list[str]:
+        return [f"--kernel={folder}/kernels.py:{kernel}", f"--baseline={folder}/base.json"]
+
+    lists = {
+        "written": [*of("attention"), "--update-baseline"],
+        "the same": of("attention"),
+        "coarse": of("coarse"),
+        "narrow": of("narrow"),
+        "a part": [*of("attention"), "-kcausal"],
+        "a part, written": [*of("attention"), "-kcausal", "--update-baseline"],
+        "listed": [*of("attention"), "--collect-only", "-q"],
+    }  # fmt: skip
+    return dict(zip(lists, runs(*lists.values()), strict=True))
+
+
+def verdict(said: str) -> str:
+    return re.search(r"\nbaseline \S+: (.*)", said)[1]
+
+
+def test_a_baseline_is_written_with_what_was_measured(told, folder):
+    said, code = told["written"]
+    assert code == 0, said
+    written = Baseline.read(folder / "base.json")
+    assert verdict(said) == f"written: {len(written.entries)} problems, 0 kernels, 0 timed passes"
+    assert {entry.arithmetic for entry in written.entries} == {"fp16", "bf16"}
+    assert all(set(entry.errors) == {"out", "dq", "dk", "dv"} for entry in written.entries)
+    assert written.environment.triton == "none"
+
+
+def test_the_same_kernel_raises_no_alarm(told, folder):
+    said, code = told["the same"]
+    count = len(Baseline.read(folder / "base.json").entries)
+    assert code == 0, said
+    assert verdict(said) == f"{count} problems compared, no alarm, 0 changes"
+    assert f"{count} passed" in said
+
+
+def test_a_kernel_that_errs_more_within_the_bound_fails_the_run_and_no_test(told):
+    said, code = told["coarse"]
+    assert code == pytest.ExitCode.TESTS_FAILED, said
+    assert re.search(r"ALARM rms: out fp16: \+\d+\.\d\d % \[\+.*\] over \d+ problems", said)
+    assert " failed in" not in said
+    assert verdict(said).endswith("alarms: failed")
+
+
+def test_a_dtype_that_is_no_longer_supported_is_an_alarm_with_the_reason(told):
+    said, code = told["narrow"]
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "ALARM coverage: dtype bf16 has vanished: none of its" in said
+    assert re.search(r"ALARM coverage: \d+ problems were not judged as then: narrow declares", said)
+
+
+def test_a_part_of_the_problems_is_no_gate(told):
+    said, code = told["a part"]
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert re.search(
+        r"ALARM coverage: \d+ problems were not judged as then: it did not run, ", said
+    )
+
+
+def test_a_part_of_the_problems_is_not_written(told, folder):
+    said, code = told["a part, written"]
+    count = len(Baseline.read(folder / "base.json").entries)
+    assert code == pytest.ExitCode.TESTS_FAILED
+    absent = re.fullmatch(
+        r"not written: a baseline is of a whole run that passes, and (\d+) problems did not run",
+        verdict(said),
+    )
+    assert 0 < int(absent[1]) < count
+
+
+def test_collecting_compares_nothing(told):
+    said, code = told["listed"]
+    assert code == 0
+    assert "tests/conformance/test_baseline.py::test_problem[fp16-causal-1]" in said
+    assert "\nbaseline " not in said
+
+
+def test_workers_measure_what_one_process_does(told, folder):
+    # Workers import what there is; so does their controller.
+    kernel = f"--kernel={folder}/kernels.py:attention"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n2", kernel]
+    command += [f"--baseline={folder}/workers.json", "--update-baseline"]
+    command += [f"--report={folder}/report"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout
+    alone = Baseline.read(folder / "base.json").entries
+    assert Baseline.read(folder / "workers.json").entries == alone
+    report = json.loads((folder / "report" / "report.json").read_text())
+    assert report["baseline"]["verdict"] == verdict(done.stdout)
+    assert report["results"] == {"passed": len(alone)}
+
+
+HERE = Environment("elsewhere", "1.0", "none")
+
+
+def test_what_cannot_be_compared_with_is_refused_in_a_line_before_anything_runs(told, folder):
+    entries = (Entry(Problem(), "G1", "fp32"),)
+    Baseline("attention", HERE, entries).write(folder / "elsewhere.json")
+    (folder / "damaged.json").write_text('{"version": 1,')
+    kernel = f"--kernel={folder}/kernels.py:attention"
+    refused = {
+        f"--baseline={folder}/none.json": (
+            f"--baseline: {folder}/none.json cannot be read: No such file or directory; "
+            "--update-baseline writes it"
+        ),
+        f"--baseline={folder}/damaged.json": f"--baseline: {folder}/damaged.json is damaged: ",
+        f"--baseline={folder}/elsewhere.json": (
+            f"--baseline: {folder}/elsewhere.json is of device elsewhere, here CPU ("
+        ),
+        f"--baseline={folder}/elsewhere.json --update-baseline": "choose another file for this",
+        f"--baseline={folder}/damaged.json --update-baseline": "is damaged: ",
+        "--update-baseline": "--update-baseline needs --baseline=FILE, to be written",
+        f'--baseline={folder}/none.json --replay={{"version":1}}': (
+            "--baseline and --replay exclude each other: give one of them"
+        ),
+    }
+    said = runs(*([kernel, *options.split()] for options in refused))
+    for (text, code), says in zip(said, refused.values(), strict=True):
+        assert code == pytest.ExitCode.USAGE_ERROR
+        assert says in text
+        assert text.strip().startswith("ERROR: --")
+        assert len(text.strip().splitlines()) == 1
+    assert json.loads((folder / "elsewhere.json").read_text())["device"] == "elsewhere"
+
+
+def test_other_versions_are_refused_until_the_baseline_is_updated(told, folder):
+    path = folder / "old.json"
+    here = Baseline.read(folder / "base.json")
+    old = Environment(here.environment.device, "1.0", "none")
+    Baseline("attention", old, here.entries[:3]).write(path)
+    options = [f"--kernel={folder}/kernels.py:attention", f"--baseline={path}"]
+    (refused, code), (updated, fine) = runs(options, [*options, "--update-baseline"])
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert f"{path} is of torch 1.0, here {here.environment.torch}: --update-baseline" in refused
+    assert fine == 0, updated
+    # Those that it had come first, and nothing of them has moved.
+    assert Baseline.read(path).entries[:3] == here.entries[:3]
+    assert Baseline.read(path).environment == here.environment

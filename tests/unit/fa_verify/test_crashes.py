@@ -1,0 +1,166 @@
+"""Runs in which problems crash, hang and lose the GPU: each is named, and the rest goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.execution.watchdog import EXIT_CUDA_ERROR, EXIT_HANG
+from fa_verify.pytest_plugin.crash_reports import CrashReports
+
+ROOT = Path(__file__).parents[3]
+
+CONFTEST = """
+import pytest
+from fa_verify.pytest_plugin.crash_reports import CrashReports
+
+def pytest_addoption(parser):
+    parser.addoption("--problem-timeout")
+
+def pytest_configure(config):
+    config.pluginmanager.register(CrashReports(config), "crashes")
+
+@pytest.fixture(scope="session")
+def flight_recorder(pytestconfig):
+    return pytestconfig.pluginmanager.get_plugin("crashes").recorder
+"""
+
+# A torch whose GPU is lost stands in for the real one, which is slow to import.
+TESTS = """
+import os, signal, sys, time
+from types import SimpleNamespace
+import pytest
+from fa_verify.oracles.problem import Problem
+
+@pytest.mark.parametrize("k", range(3))
+def test_before(k, flight_recorder):
+    with flight_recorder.flying(Problem(seed=k)):
+        pass
+
+def test_dies(flight_recorder):
+    with flight_recorder.flying(Problem(seed=11), "forward"):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+def test_hangs(flight_recorder):
+    with flight_recorder.flying(Problem(seed=12)):
+        time.sleep(1000)
+
+def test_loses_the_gpu(flight_recorder, monkeypatch):
+    def synchronize():
+        raise RuntimeError("CUDA error")
+    cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    with flight_recorder.flying(Problem(seed=13)):
+        raise RuntimeError("an illegal memory access was encountered")
+
+def test_dies_outside():
+    os._exit(7)
+
+@pytest.mark.parametrize("k", range(5))
+def test_after(k, flight_recorder):
+    with flight_recorder.flying(Problem(seed=k)):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs pytest on the tests above, in a process of its own."""
+    folder = tmp_path_factory.mktemp("crashes")
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_it.py").write_text(TESTS)
+    (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    (folder / "tmp").mkdir()
+    environ = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST_")}
+    environ |= {
+        "PYTHONPATH": str(ROOT),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "TMPDIR": str(folder / "tmp"),
+    }
+
+    def go(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider"]
+        command += ["--problem-timeout=1", *arguments]
+        done = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120
+        )
+        done.left_behind = [*(folder / "tmp").glob("flights-*")]
+        return done
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def parallel(run):
+    """A run with two workers, four of which die one after the other."""
+    return run("-n2", "--maxschedchunk=2")
+
+
+def report_of(test: str, output: str) -> str:
+    """What stands in the failures under a test's name, up to the next one or the summary."""
+    return re.split(r"\n(?:____|====)", output.partition(f" {test} __")[2])[0]
+
+
+@pytest.mark.parametrize(
+    ("test", "seed", "cause"),
+    [
+        ("test_dies", 11, "died of signal 11 (Segmentation fault) after "),
+        ("test_hangs", 12, "hang: over 1 s in one problem"),
+        ("test_loses_the_gpu", 13, "cuda error: RuntimeError: an illegal memory access was"),
+    ],
+)
+def test_the_report_names_the_problem_and_what_became_of_it(parallel, test, seed, cause):
+    report = report_of(test, parallel.stdout)
+    assert "crashed while running" in report
+    assert cause in report
+    assert f"replay: pytest --replay='{Problem(seed=seed).to_json()}'" in report
+
+
+def test_the_report_says_what_was_done_with_the_problem(parallel):
+    report = report_of("test_dies", parallel.stdout)
+    assert "test: test_it.py::test_dies (call), forward" in report
+
+
+def test_the_report_says_where_it_hangs(parallel):
+    assert "test_it.py:18 in test_hangs" in report_of("test_hangs", parallel.stdout)
+
+
+def test_a_death_outside_of_problems_blames_none(parallel):
+    report = report_of("test_dies_outside", parallel.stdout)
+    assert "died with exit code 7 between problems" in report
+    assert "replay" not in report
+
+
+def test_the_other_tests_run_once(parallel):
+    assert "4 failed, 8 passed" in parallel.stdout
+    assert parallel.returncode == pytest.ExitCode.TESTS_FAILED
+
+
+def test_the_records_are_removed(parallel):
+    assert parallel.left_behind == []
+
+
+@pytest.mark.parametrize(
+    ("test", "seed", "code"),
+    [("test_hangs", 12, EXIT_HANG), ("test_loses_the_gpu", 13, EXIT_CUDA_ERROR)],
+)
+def test_one_process_says_it_on_stderr(run, test, seed, code):
+    done = run(f"test_it.py::{test}")
+    assert done.returncode == code
+    assert f"replay: pytest --replay='{Problem(seed=seed).to_json()}'" in done.stderr
+    assert done.left_behind == []
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf", "", 0.0])
+def test_a_timeout_that_is_none_is_refused(given):
+    config = SimpleNamespace(getoption=lambda name, default: given)
+    with pytest.raises(pytest.UsageError, match=r"--problem-timeout is .*; needs a number") as info:
+        CrashReports(config)
+    assert repr(given) in str(info.value)

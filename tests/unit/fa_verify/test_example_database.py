@@ -1,0 +1,284 @@
+"""Hypothesis's examples: a drawer for each test, and a server that may go away."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from hypothesis.database import InMemoryExampleDatabase
+
+from fa_verify.properties.search.search import draws
+from fa_verify.pytest_plugin.example_database import (
+    Outages,
+    WithOutages,
+    example_database,
+    of_one_test,
+    shown,
+    without_passwords,
+)
+
+LOCAL = InMemoryExampleDatabase()
+NEEDS = "needs redis://host:port"
+
+
+def config_with(url: str | None, profile: str | None = "fuzz", **rest: object) -> SimpleNamespace:
+    """What a pytest.Config says of the options, and the plugins that were registered with it."""
+    options = {"--example-db": url, "--hypothesis-profile": profile}
+    plugins: list[object] = []
+    manager = SimpleNamespace(register=lambda plugin, name: plugins.append(plugin))
+    return SimpleNamespace(
+        getoption=lambda name, default=None: options[name],
+        pluginmanager=manager,
+        plugins=plugins,
+        **rest,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return it.getsockname()[1]
+
+
+def searched(database, name, *, fails, keeps=None) -> int:
+    """How many numbers a search draws that stops at the first of 100 and more."""
+    drawn = []
+
+    @hypothesis.given(st.integers(0, 10_000))
+    def holds(number):
+        drawn.append(number)
+        assert not (fails and number >= 100)
+
+    settings = hypothesis.settings(draws(200), derandomize=False, database=database)
+    try:
+        of_one_test(settings, name, keeps)(holds)()
+    except AssertionError:
+        return drawn.index(next(x for x in drawn if x >= 100)) + 1
+    return len(drawn)
+
+
+def test_a_test_tries_first_what_it_failed_on():
+    database = InMemoryExampleDatabase()
+    searched(database, "one", fails=True)
+    assert searched(database, "one", fails=True) == 1
+
+
+def test_tests_have_drawers_of_their_own():
+    database = InMemoryExampleDatabase()
+    one, two = (
+        of_one_test(hypothesis.settings(draws(1), derandomize=False, database=database), name)
+        for name in ("one", "two")
+    )
+    one.database.save(b"key", b"value")
+    one.database.move(b"key", b"other", b"value")
+    one.database.save(b"key", b"second")
+    assert [list(one.database.fetch(key)) for key in (b"key", b"other")] == [
+        [b"second"],
+        [b"value"],
+    ]
+    assert [list(two.database.fetch(key)) for key in (b"key", b"other")] == [[], []]
+
+
+def test_what_another_test_failed_on_is_not_tried_nor_thrown_away():
+    database = InMemoryExampleDatabase()
+    searched(database, "one", fails=True)
+    searched(database, "two", fails=False)
+    assert searched(database, "one", fails=True) == 1
+
+
+@pytest.mark.parametrize(("keeps", "first"), [(True, True), (False, False)])
+def test_what_is_known_to_fail_stays_although_it_counts_as_passing(keeps, first):
+    database = InMemoryExampleDatabase()
+    searched(database, "one", fails=True)
+    searched(database, "one", fails=False, keeps=lambda: keeps)
+    assert (searched(database, "one", fails=True) == 1) == first
+
+
+def test_without_a_database_settings_stay_as_they_are():
+    settings = draws(3)
+    assert of_one_test(settings, "one") is settings
+
+
+class Gone(InMemoryExampleDatabase):
+    """A server that goes away after some calls."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def fetch(self, key):
+        self.calls -= 1
+        if self.calls < 0:
+            raise ConnectionError("no route to the password")
+        return super().fetch(key)
+
+
+def test_an_outage_is_noticed_once_and_raises_nothing():
+    server = WithOutages(Gone(1), "redis://host:1")
+    server.save(b"key", b"value")
+    assert list(server.fetch(b"key")) == [b"value"]
+    assert server.outage == ""
+    assert list(server.fetch(b"key")) == []
+    assert server.outage == "redis://host:1 went away (ConnectionError)"
+    server.save(b"key", b"other")
+    server.delete(b"key", b"value")
+    assert list(server.fetch(b"key")) == []
+    assert server.database.calls == -1
+    assert list(InMemoryExampleDatabase.fetch(server.database, b"key")) == [b"value"]
+
+
+def test_an_outage_is_told_in_one_line_for_all_workers():
+    server = WithOutages(Gone(0), "redis://host:1")
+    outages, lines = Outages(SimpleNamespace(), server), []
+    for outage in ("redis://host:1 went away (TimeoutError)", "", server.outage):
+        outages.pytest_testnodedown(SimpleNamespace(workeroutput={"outage": outage}))
+    outages.pytest_testnodedown(SimpleNamespace())
+    outages.pytest_sessionfinish()
+    terminal = SimpleNamespace(write_line=lambda line, **markup: lines.append(line))
+    outages.pytest_terminal_summary(terminal)
+    assert lines == [
+        "--example-db: redis://host:1 went away (TimeoutError); from then on examples were kept "
+        "in .hypothesis alone"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("", NEEDS),
+        ("localhost:6379", NEEDS),
+        ("http://host:1/0", f"--example-db is http://host:1/0; {NEEDS}"),
+        ("redis://[::1", NEEDS),
+    ],
+)
+def test_a_url_that_is_none_is_refused(url, says):
+    with pytest.raises(pytest.UsageError, match=r"^--example-db is ") as info:
+        example_database(config_with(url), LOCAL)
+    assert says in str(info.value)
+
+
+@pytest.mark.parametrize("profile", [None, "gate", "dev"])
+def test_a_profile_that_keeps_no_examples_is_refused(profile):
+    says = f"--example-db has no effect in the profile {profile or 'gate'}, which draws the same"
+    with pytest.raises(pytest.UsageError, match=says):
+        example_database(config_with("redis://localhost", profile), LOCAL)
+
+
+def test_without_a_server_the_local_one_is_used():
+    assert example_database(config_with(None, None), LOCAL) is LOCAL
+
+
+def test_the_password_is_not_shown():
+    assert shown("redis://me:secret@host:6379/2?password=secret") == "redis://host:6379/2"
+    assert shown("unix://:secret@/run/redis.sock?db=1") == "unix:///run/redis.sock"
+
+
+def test_a_command_line_is_shown_without_passwords():
+    given = "-n2 --example-db=redis://me:p@ss@host:1/2 --kernel=a@b.py:c --db=redis://host"
+    want = "-n2 --example-db=redis://host:1/2 --kernel=a@b.py:c --db=redis://host"
+    assert without_passwords(given) == want
+
+
+def test_the_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(pytest.UsageError, match=r"needs the package redis: pip install"):
+        example_database(config_with("redis://localhost"), LOCAL)
+
+
+@pytest.mark.redis
+def test_a_server_that_does_not_answer_is_refused_without_its_password():
+    url = f"redis://me:secret@127.0.0.1:{free_port()}"
+    with pytest.raises(pytest.UsageError, match=r"^--example-db=redis://127\.0\.0\.1:\d+ ") as info:
+        example_database(config_with(url), LOCAL)
+    assert "secret" not in str(info.value)
+    assert "refused" in str(info.value)
+
+
+class Server:
+    """A redis-server of the test's own, which keeps nothing on disk."""
+
+    def __init__(self, folder, *options: str) -> None:
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/1"
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--save", "", "--appendonly", "no", "--dir", str(folder), *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 30
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return
+            except OSError:
+                assert self.process.poll() is None, "redis-server does not start"
+                assert time.monotonic() < end, "redis-server does not answer"
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = Server(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def machine():
+    """Makes the database of a machine, which has a folder of its own, and that of its server."""
+
+    def of(url):
+        config = config_with(url)
+        database = example_database(config, InMemoryExampleDatabase())
+        return database, config.plugins[0].server
+
+    return of
+
+
+def close(*servers: WithOutages) -> None:
+    for server in servers:
+        server.database.redis.close()
+
+
+@pytest.mark.redis
+def test_what_one_machine_fails_on_another_tries_first(server, machine):
+    one, of_one = machine(server.url)
+    searched(one, "test", fails=True)
+    another, of_another = machine(server.url)
+    assert searched(another, "test", fails=True) == 1
+    assert (of_one.outage, of_another.outage) == ("", "")
+    close(of_one, of_another)
+
+
+@pytest.mark.redis
+def test_a_server_that_goes_away_takes_no_find_along(server, machine):
+    database, outside = machine(server.url)
+    searched(database, "test", fails=True)
+    server.stop()
+    # The folder has it too, and an error of the connection is no failure of the test.
+    assert searched(database, "test", fails=True) == 1
+    assert searched(database, "other", fails=False) >= 200
+    assert outside.outage.startswith(f"redis://127.0.0.1:{server.port}/1 went away (")
+    close(outside)
+
+
+@pytest.mark.redis
+def test_a_password_opens_the_server_and_a_wrong_one_is_not_told(tmp_path, machine):
+    server = Server(tmp_path, "--requirepass", "secret")
+    try:
+        _, outside = machine(f"redis://:secret@127.0.0.1:{server.port}")
+        close(outside)
+        for wrong in (f"redis://:mistaken@127.0.0.1:{server.port}", server.url):
+            with pytest.raises(pytest.UsageError, match="Authentication") as info:
+                example_database(config_with(wrong), LOCAL)
+            assert "mistaken" not in str(info.value)
+    finally:
+        server.stop()

@@ -1,0 +1,332 @@
+"""The command line: what is verified, what is refused before anything runs, and what fails a run.
+
+Everything but a replay of the project's own kernels runs as if Triton were not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.pytest_plugin.fuzz.plugin import choose_workers
+from fa_verify.registry import NAMED
+from fa_verify.session import OURS, device_of, is_ours, subject_of
+
+ROOT = Path(__file__).parents[3]
+# Runs pytest on each of several lists of arguments, and says with which code it ended.
+WITHOUT_TRITON = """
+import json, sys
+sys.modules["triton"] = None
+import pytest
+for arguments in json.loads(sys.argv[1]):
+    code = int(pytest.main(["-p", "no:cacheprovider", *arguments]))
+    for stream in (sys.stdout, sys.stderr):
+        print(f"\\n<exit code {code}>", file=stream, flush=True)
+sys.exit(code)
+"""
+# A user's file: it computes in float64, and imports nothing of this project.
+KERNELS = """
+import math
+import torch
+
+
+def attention(q, k, v, *, mask, sm_scale):
+    (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
+    seen = mask.dense(B, H, M, N).expand(B, H, M, N)
+    live = seen.any(3, keepdim=True)
+    used = seen.any(2).view(B, Hk, H // Hk, N).any(2).unsqueeze(3)
+    wide_q = torch.where(live, q.double(), 0.0)
+    wide_k, wide_v = (
+        torch.where(used, x.double(), 0.0).repeat_interleave(H // Hk, 1) for x in (k, v)
+    )
+    scores = torch.where(seen, wide_q @ wide_k.mT * sm_scale, -math.inf)
+    top = scores.detach().amax(3, keepdim=True) if N else scores.new_zeros(B, H, M, 1)
+    e = torch.exp(scores - torch.where(live, top, 0.0))
+    total = torch.where(live, e.sum(3, keepdim=True), 1.0)
+    out = torch.where(live, torch.where(seen, e / total, 0.0) @ wide_v, 0.0)
+    lse = torch.where(live, top + total.log(), -math.inf).squeeze(3)
+    wide = q.dtype == torch.float64
+    return out.to(q.dtype), lse.to(torch.float64 if wide else torch.float32)
+
+
+attention.dtypes = ("bf16", "fp32")
+attention.block_n = 64
+
+
+def refusing(q, k, v, *, mask, sm_scale):
+    raise NotImplementedError("not today")
+
+
+calls = []
+
+
+def tiring(q, k, v, *, mask, sm_scale):
+    calls.append(1)
+    if len(calls) > 1:
+        raise NotImplementedError("once is enough")
+    return attention(q, k, v, mask=mask, sm_scale=sm_scale)
+
+
+def wrong(q, k, v, *, mask, sm_scale):
+    out, lse = attention(q, k, v, mask=mask, sm_scale=sm_scale)
+    return out * 1.01, lse
+
+
+def misspelt(q, k, v, *, mask, sm_scale):
+    return q
+
+
+misspelt.head_dim = (64,)
+"""
+
+
+@pytest.fixture
+def kernels(tmp_path):
+    """The path of the user's file."""
+    path = tmp_path / "kernels.py"
+    path.write_text(KERNELS)
+    return path
+
+
+def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, without this run's workers and options."""
+    inherited = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=inherited | {"OMP_NUM_THREADS": "1"} | environ,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def run_without_triton(*runs: list[str]) -> subprocess.CompletedProcess[str]:
+    """pytest with each of these lists of arguments, without Triton and without a GPU."""
+    return run("-c", WITHOUT_TRITON, json.dumps(runs), CUDA_VISIBLE_DEVICES="")
+
+
+def test_bad_options_are_refused_in_a_line_before_anything_runs(kernels):
+    here = str(kernels.parent)
+    refused = {
+        "--replay={M: 1}": "--replay: problem is not JSON",
+        '--replay={"version":99}': "--replay: problem has version 99; this suite reads version 1",
+        '--replay={"version":1,"mask":{"type":"os.system"}}': (
+            "--replay: mask type 'os.system' is not replayable"
+        ),
+        "--minutes=soon": "--minutes is 'soon'; needs a number of minutes > 0, at most 10080",
+        "--minutes=0": "--minutes is '0'; needs a number of minutes > 0",
+        "--minutes=nan": "--minutes is 'nan'; needs a number of minutes > 0",
+        f"--finds={kernels}": f"--finds is '{kernels}'; needs a folder, and that is a file",
+        "--example-db=redis://localhost": (
+            "--example-db has no effect in the profile gate, which draws the same in every run"
+        ),
+        "--hypothesis-profile=quick": (
+            "--hypothesis-profile is 'quick'; needs one of gate, dev, fuzz"
+        ),
+        "--kernel=": (
+            "--kernel: got ''; needs path/to/file.py:name, package.module:name, or one of ours, "
+        ),
+        "--kernel=spda-math": "--kernel: got 'spda-math' (did you mean 'sdpa-math'?); needs ",
+        "--kernel=sdpa-cudnn": "--kernel: sdpa-cudnn cannot run here: needs a CUDA GPU; none is ",
+        "--kernel=ours": "the project's own kernels need Triton, which is not installed",
+        f"--kernel={here}/none.py:f": f"--kernel: there is no file {here}/none.py",
+        f"--kernel={kernels}:attentoin": (
+            f"--kernel: {kernels} has no 'attentoin'; it has attention, "
+        ),
+        f"--kernel={kernels}:misspelt": (
+            "--kernel: misspelt declares 'head_dim' (did you mean 'head_dims'?)"
+        ),
+        "tests": "the project's own kernels need Triton, which is not installed",
+        "tests/conformance/test_accuracy.py::test_x": "the project's own kernels need Triton",
+    }
+    done = run_without_triton(*([option] for option in refused))
+    *said, rest = done.stderr.split(f"<exit code {int(pytest.ExitCode.USAGE_ERROR)}>")
+    assert rest.strip() == ""
+    assert len(said) == len(refused)
+    for line, says in zip(said, refused.values(), strict=True):
+        assert re.fullmatch(f"ERROR: {re.escape(says)}.*", line.strip())
+    assert "Traceback" not in done.stdout
+
+
+def test_the_kernels_there_are_are_listed_in_place_of_a_run():
+    done = run_without_triton(["--list-kernels", "--kernel=spda-math"])
+    assert done.returncode == pytest.ExitCode.OK
+    *lines, ending = done.stdout.strip().splitlines()
+    assert [line.split()[0] for line in lines if line] == [*NAMED]
+    assert lines[0].endswith("not here: triton is not installed")
+    assert ending == "<exit code 0>"
+    assert done.stderr.split() == ["<exit", "code", "0>"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["-n0"], "--minutes needs workers of pytest-xdist; give -n auto or -n 1"),
+        (["-pno:xdist"], "--minutes needs workers of pytest-xdist; give -n auto or -n 1"),
+        (["--dist=loadfile", "-n1"], "--minutes deals tests itself; --dist is 'loadfile'"),
+        (["--replay={}"], "--minutes draws new problems; --replay names what to run"),
+        (
+            ["--hypothesis-profile=dev"],
+            "--minutes draws by the profile fuzz; --hypothesis-profile is 'dev'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_minutes_do_not_go_together_with_is_refused(options, says):
+    given = {"--minutes": "1", "--replay": None, "--mutation": False, "--hypothesis-profile": None}
+    option = SimpleNamespace(numprocesses=None, dist="no")
+    for text in options:
+        name, _, value = text.partition("=")
+        given |= {name: value}
+        if name == "-pno:xdist":
+            del option.numprocesses
+        elif name.startswith("-n"):
+            option.numprocesses = int(name[2:])
+        elif name == "--dist":
+            option.dist = value
+    config = SimpleNamespace(getoption=given.get, option=option, args_source=None, args=[])
+    with pytest.raises(pytest.UsageError, match=f"^{re.escape(says)}$"):
+        choose_workers(config, ROOT)
+
+
+def test_minutes_imply_their_profile_tests_and_workers():
+    option = SimpleNamespace(numprocesses=None, dist="no")
+    given = {"--minutes": "0.5"}
+    config = SimpleNamespace(getoption=given.get, option=option, args_source=None, args=["tests"])
+    choose_workers(config, ROOT)
+    assert vars(option) == {"numprocesses": "auto", "dist": "no", "hypothesis_profile": "fuzz"}
+    assert config.args == [str(ROOT)]
+
+
+def test_a_worker_chooses_no_workers():
+    option = SimpleNamespace(numprocesses=None)
+    given = {"--minutes": "0.5"}
+    config = SimpleNamespace(
+        getoption=given.get, option=option, args_source=None, args=[], workerinput={}
+    )
+    choose_workers(config, ROOT)
+    assert vars(option) == {"numprocesses": None, "hypothesis_profile": "fuzz"}
+
+
+def test_a_problem_is_replayed_alone(device):
+    problem = Problem(M=3, N=5, dtype="fp16", config="16x16", seed=4, device=device)
+    done = run("-m", "pytest", "-p", "no:cacheprovider", f"--replay={problem.to_json()}")
+    assert done.returncode == 0, done.stdout
+    assert f"replaying {problem.to_json()}" in done.stdout
+    assert "1 distinct problems judged on all outputs" in done.stdout
+    assert "1 passed" in done.stdout
+
+
+def test_a_plain_pytorch_kernel_is_verified_without_triton(kernels):
+    # The last of them is none of the conformance tests.
+    tests = "empty_rows_give_zero or hidden_positions_add or test_mask.py"
+    options = ["--hypothesis-profile=dev", "-v", f"-k{tests}"]
+    done = run_without_triton([f"--kernel={kernels}:attention", *options])
+    assert done.returncode == 0, done.stdout
+    assert "Triton none" in done.stdout
+    header = "subject attention, declares dtypes=('bf16', 'fp32'), block_n=64"
+    summary = "\nattention declares dtypes=('bf16', 'fp32'), block_n=64"
+    assert header in done.stdout
+    assert summary in done.stdout
+    assert re.search(r"\n\d+ distinct problems judged on all outputs", done.stdout)
+    collected = re.findall(r"^(\S+)::.* PASSED", done.stdout, re.MULTILINE)
+    assert set(collected) == {"tests/conformance/test_rows_and_padding.py"}
+
+
+def test_a_kernel_that_refuses_everything_fails_the_run(kernels):
+    done = run_without_triton([f"--kernel={kernels}:refusing", f"--replay={Problem().to_json()}"])
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "nothing was supported, so nothing was verified: failed" in done.stdout
+    assert "1 unsupported (100 %)\n  unsupported, 1: not today" in done.stdout
+
+
+def test_a_kernel_that_refuses_too_much_fails_with_the_counts(kernels):
+    one = "test_every_element_lies_within_the_derived_bound and fp16-default-d16"
+    kernel = f"--kernel={kernels}:tiring"
+    done = run_without_triton([kernel, "--hypothesis-profile=gate", f"-k{one}"])
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    drawn = int(re.search(r"(\d+) examples a test and shard", done.stdout).group(1))
+    refused = drawn - 1
+    assert (
+        f"\nonly 1 problems were judged, needs {drawn // 2}: {refused} were refused by tiring, "
+        f"0 were out of range.\n  {refused} refused: once is enough\n"
+    ) in done.stdout
+    assert f"; {refused} unsupported ({100 * refused / drawn:.0f} %)" in done.stdout
+    assert f"\n  unsupported, {refused}: once is enough" in done.stdout
+
+
+def test_a_wrong_kernel_fails_with_a_line_that_replays_it(kernels):
+    one = "test_every_element_lies_within_the_derived_bound and fp32-default-d16"
+    kernel = f"--kernel={kernels}:wrong"
+    done = run_without_triton([kernel, "--hypothesis-profile=dev", f"-k{one}"])
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "G1 accuracy: out of wrong leaves the derived bound" in done.stdout
+    replay = re.search(r"replay: pytest .*--replay='(.*)'", done.stdout).group(1)
+    assert Problem.from_json(replay).dtype == "fp32"
+
+
+def configured(kernel: str | None) -> SimpleNamespace:
+    """What a pytest.Config says of --kernel."""
+    return SimpleNamespace(stash=pytest.Stash(), getoption=lambda name, default=None: kernel)
+
+
+@pytest.mark.parametrize("kernel", [None, "ours", OURS])
+def test_the_subject_is_our_own_unless_another_is_named(kernel):
+    assert is_ours(configured(kernel))
+    assert not is_ours(configured("fa_verify.oracles.reference.torch_reference:attention"))
+    assert not is_ours(configured(""))
+
+
+def test_a_subject_with_a_name_is_called_by_it():
+    subject = subject_of(configured("sdpa-math"))
+    assert (subject.name, subject.source) == ("sdpa-math", "sdpa-math")
+    assert subject.numerics.p_dtype == "fp32"
+
+
+def test_the_subject_is_loaded_once(kernels):
+    config = configured(f"{kernels}:attention")
+    assert subject_of(config) is subject_of(config)
+    assert subject_of(config).dtypes == ("bf16", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("declared", "there_is_a_gpu", "device"),
+    [
+        (("cpu", "cuda"), True, "cuda"),
+        (("cpu", "cuda"), False, "cpu"),
+        (("cpu",), True, "cpu"),
+        (("cuda",), True, "cuda"),
+    ],
+)
+def test_a_kernel_runs_on_a_gpu_if_it_can(tmp_path, monkeypatch, declared, there_is_a_gpu, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there_is_a_gpu)
+    path = tmp_path / "kernels.py"
+    path.write_text(f"{KERNELS}\nattention.devices = {declared}")
+    config = configured(f"{path}:attention")
+    subject_of(config)
+    assert device_of(config) == device
+
+
+def test_a_kernel_for_gpus_alone_is_refused_where_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "kernels.py"
+    path.write_text(f"{KERNELS}\nattention.devices = ('cuda',)")
+    says = r"^--kernel: attention declares devices \('cuda',\); no GPU is visible here$"
+    with pytest.raises(pytest.UsageError, match=says):
+        subject_of(configured(f"{path}:attention"))
+
+
+def test_our_own_kernels_without_triton_are_refused_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(pytest.UsageError, match="need Triton, which is not installed; --kernel="):
+        subject_of(configured(None))

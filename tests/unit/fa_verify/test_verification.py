@@ -1,0 +1,94 @@
+"""verify() gives the verdict of a run as a value."""
+
+from __future__ import annotations
+
+import pytest
+
+import fa_verify
+from fa_verify import verify
+from fa_verify.oracles.problem import Problem
+from tests.unit.properties.subjects.broken_subjects import Eager
+
+SOME = ("G1", "G2", "G6", "G8", "G10")
+
+
+def eager(fault: str = "") -> Eager:
+    subject = Eager(fault)
+    subject.dtypes = ("fp64",)
+    return subject
+
+
+def test_a_correct_subject_is_verified_on_drawn_problems():
+    report = verify(eager(), problems=3)
+    assert report
+    assert report.findings == ()
+    assert report.judged > 10
+    assert "distinct problems judged" in str(report)
+
+
+def test_the_same_seed_draws_the_same_problems():
+    first, second, other = (verify(eager(), problems=3, guarantees=SOME, seed=s) for s in (1, 1, 2))
+    assert first.summary == second.summary
+    assert first.summary != other.summary
+
+
+def test_a_wrong_subject_is_reported_with_its_simplest_problem():
+    report = verify(eager("out scaled"), problems=3, guarantees=SOME)
+    assert not report
+    assert report.findings[0].guarantee == "G1 accuracy"
+    assert report.findings[0].problem == Problem(dtype="fp64")
+    assert "replay: pytest --replay=" in str(report)
+
+
+def test_given_problems_are_judged_by_every_guarantee():
+    problems = [Problem(M=5, N=7, dtype="fp64"), Problem(B=2, dtype="fp64")]
+    assert verify(eager(), problems=problems).judged == 2
+    report = verify(eager("v of the first batch entry for all"), problems=problems)
+    assert {finding.guarantee for finding in report.findings} >= {"G1 accuracy", "G9 independence"}
+
+
+def test_what_is_not_declared_is_said_to_be_unchecked():
+    subject = eager()
+    subject.masks = ()
+    report = verify(subject, problems=2, guarantees=("G1", "G4", "G5"))
+    assert report
+    assert set(report.unchecked) == {"G4", "G5"}
+    assert "G4 was not checked: Eager declares masks=()" in str(report)
+
+
+def test_a_configuration_is_drawn_in_the_dtypes_of_its_own():
+    subject = eager()
+    subject.configs = {"default": {}, "narrow": {"dtypes": ("fp32",)}}
+    report = verify(subject, problems=2, guarantees=("G2",))
+    assert report
+    assert {key.split()[1] for key in report.worst} == {"fp64", "fp32"}
+    assert report.unchecked == {}
+
+
+def test_nothing_judged_is_no_verdict():
+    def refuses(q, k, v, *, mask, sm_scale):
+        raise NotImplementedError("not today")
+
+    report = verify(refuses, problems=2, guarantees=("G1",))
+    assert not report
+    assert report.findings == ()
+    assert report.unsupported.keys() == {"not today"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"guarantees": ("G1", "G99")}, r"guarantees has \['G99'\]; needs some of"),
+        ({"guarantees": ()}, "guarantees has"),
+        ({"device": "tpu"}, "device is 'tpu'; needs 'cpu' or 'cuda'"),
+        ({"problems": 0}, "problems is 0; needs at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        verify(eager(), **arguments)
+
+
+def test_what_the_package_lacks_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = fa_verify.nothing

@@ -1,0 +1,184 @@
+"""The making and judging of mutants: what is changed, how forks end, what is counted."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fa_verify.diagnosis.copies import PACKAGE, sources_of
+from fa_verify.diagnosis.faults import FAULTS
+from fa_verify.diagnosis.forks import Ended, in_forks
+from fa_verify.diagnosis.mutant import Edit, Mutant, mutated
+from fa_verify.diagnosis.outcomes import Outcome, outcome, read, write
+from tests.mutation import interpreting
+from tests.mutation.asked_first import UNIT_TESTS, asked_first
+from tests.mutation.equivalent import EQUIVALENT
+from tests.mutation.operators import HOPPER_SITES, OPERATORS, SITES, mechanical
+from tests.mutation.report import summary, tables
+from tests.mutation.trials import STEPS
+
+ROOT = Path(__file__).parents[3]
+SOURCES = sources_of(PACKAGE)
+FUNCTION = '''
+def f(x, mask, M, N):
+    """Nothing here is changed: a < b."""
+    y = {}
+    return y
+'''
+
+
+def made(expression: str) -> set[str]:
+    """What the operators make of an expression in a function."""
+    sources = dict.fromkeys(SITES, "") | {SITES[0]: FUNCTION.format(expression)}
+    return {
+        mutated(sources, mutant)[SITES[0]].split("y = ")[1].split("\n")[0]
+        for mutant in mechanical(sources)
+    }
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("x < N", {"x <= N", "x < M"}),
+        ("x == 1", {"x != 1", "x == 2"}),
+        ("x + N", {"x - N", "(x)", "(N)", "x + M"}),
+        ("(x + 1) * N", {"(x + 1) / N", "(x + 1)", "(N)", "(x - 1) * N", "(x + 2) * N"}),
+        ("x // N", {"x * N", "(x)", "x // M"}),
+        ("tl.where(mask, x, 0.0)", {"(x)", "(0.0)", 'tl.where(mask, x, (-float("inf")))'}),
+        ("min(x, 5)", {"(x)", "(5)", "min(x, 6)"}),
+        ("tl.cdiv(x, 3)", {"(x // 3)", "tl.cdiv(x, 4)"}),
+        ("tl.trans(x)", {"(x)"}),
+        ("x.to(tl.int64)", {"(x)"}),
+        ('-float("inf")', {"0.0", 'float("inf")', "-0.0"}),
+        ("tl.load(x, mask=mask, other=0.0)", {"tl.load(x)", "tl.load(x, mask=mask)"}),
+        ("tl.dot(x, mask)", {"tl.dot(mask, x)"}),
+        ("tl.dot(x, mask, x)", {"tl.dot(mask, x, x)", "tl.dot(x, mask)"}),
+        ("q.stride(0)", {"k.stride(0)", "q.stride(1)"}),
+        ("x if mask else 2", {"x if True else 2", "x if False else 2", "x if mask else 3"}),
+    ],
+)
+def test_an_operator_makes_what_it_says(expression, expected):
+    assert expected <= made(expression)
+
+
+def test_every_operator_makes_mutants_of_the_kernels():
+    assert {x.__name__ for x in OPERATORS} == {mutant.origin for mutant in mechanical(SOURCES)}
+
+
+def test_mechanical_mutants_are_several_hundred_valid_changes_of_one_line_each():
+    mutants = mechanical(SOURCES)
+    assert len(mutants) > 500
+    assert len({mutant.name for mutant in mutants}) == len(mutants)
+    for mutant in mutants:
+        changed = mutated(SOURCES, mutant)
+        differing = [file for file in SOURCES if changed[file] != SOURCES[file]]
+        assert differing == [mutant.edits[0].file]
+        ast.parse(changed[differing[0]])
+
+
+def test_what_is_listed_as_equivalent_exists():
+    made = (*mechanical(SOURCES), *mechanical(SOURCES, HOPPER_SITES))
+    assert EQUIVALENT.keys() <= {mutant.name for mutant in made}
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter runs mutants"
+)
+def test_the_command_asks_mutants_of_the_referee(tmp_path):
+    """In a process of its own: nothing of the project may be imported before them."""
+    chosen = ["referee", "--only", "a threshold is of natural exponents"]
+    command = [sys.executable, "-m", "tests.mutation", *chosen, "--out", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, "1 mutants, 1 killed" in done.stdout) == (0, True), done
+
+
+def sleep() -> None:
+    time.sleep(1000)
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_forks_return_crash_and_time_out():
+    ends = {x.number: x for x in in_forks([lambda: 42, sleep, crash], jobs=3, seconds=0.5)}
+    assert (ends[0].value, ends[0].how) == (42, "returned")
+    assert ends[1].how == "timed out"
+    assert ends[1].seconds >= 0.5
+    assert ends[2].how == "crashed"
+
+
+def test_forks_run_so_many_at_a_time_and_each_once():
+    works = [lambda: time.monotonic()] * 5
+    assert sorted(x.number for x in in_forks(works, jobs=2, seconds=10)) == [0, 1, 2, 3, 4]
+
+
+def test_a_fork_changes_nothing_here():
+    here: list[int] = []
+    list(in_forks([lambda: here.append(1)], jobs=1, seconds=10))
+    assert here == []
+
+
+def one(end: str, equivalent: str = "", checks: tuple[str, ...] = ()) -> Outcome:
+    return Outcome("faults", f"a {end} mutant", "x.py", end, checks, 0, "", 1.0, equivalent)
+
+
+@pytest.mark.parametrize("how", ["crashed", "timed out"])
+def test_a_mutant_that_ends_its_process_is_counted_apart(how):
+    mutant = Mutant("m", (Edit("x.py", "a", "b"),))
+    assert outcome("faults", mutant, Ended(0, None, how, 2.0)).end == how
+
+
+def test_a_survivor_without_a_reason_is_named():
+    found = [one("killed", checks=("G1",)), one("survived"), one("survived", "why")]
+    assert [x.unexplained for x in found] == [False, True, False]
+    assert summary(found).count("NOT KILLED") == 1
+    assert "3 mutants, 1 killed, 2 survived; median kill 1.00 s" in summary(found)
+
+
+def test_the_report_has_rates_and_reasons():
+    found = [one("killed", checks=("G1", "T3")), one("survived"), one("survived", "why")]
+    text = tables(found, full=True)
+    assert "| faults | x.py | 3 | 1 | 0 | 0 | 0 | 1 | 1 | 50.0% | 50.0% | 1.00 |" in text
+    assert "| a survived mutant | why |" in text
+    assert "| a killed mutant | x | x |" in text
+
+
+def test_outcomes_are_read_as_they_were_written(tmp_path):
+    found = [one("killed", checks=("G1", "T3")), one("survived", "why")]
+    write(found, tmp_path / "made" / "outcomes.jsonl")
+    assert read(tmp_path / "made" / "outcomes.jsonl") == found
+
+
+def test_a_launch_that_nobody_waits_for_raises(monkeypatch):
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    run = []
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self: run.append(self.grid))
+    interpreting.refuse_endless_launches()
+    most = interpreting.MOST_PROGRAMS
+    for grid in ((most, 1), (2, most // 2)):
+        interpreter.GridExecutor(looked_at, [], grid)()
+    with pytest.raises(interpreting.EndlessLaunchError, match="has more than 200000 programs"):
+        interpreter.GridExecutor(looked_at, [], (2, most // 2 + 1))()
+    # A test that runs few programs of many has the interpreter count them its own way.
+    monkeypatch.setattr(interpreter, "range", range, raising=False)
+    interpreter.GridExecutor(looked_at, [], (2 * most,))()
+    assert run == [(most, 1), (2, most // 2), (2 * most,)]
+
+
+def looked_at():
+    """Never run."""
+
+
+def test_what_is_asked_first_is_of_faults_and_steps_that_there_are():
+    known = {step.problem.to_json() for step in STEPS} | {UNIT_TESTS}
+    firsts = asked_first()
+    assert firsts.keys() <= {fault.name for fault in FAULTS}
+    assert set(firsts.values()) <= known

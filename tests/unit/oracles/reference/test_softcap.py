@@ -1,0 +1,255 @@
+"""Softcap: c tanh(x / c) in the oracles, in the kernels, in the call, and of whom it is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+from fa_verify.oracles import stream
+from fa_verify.oracles.bounds import error_model, numpy_check
+from fa_verify.oracles.bounds.constants import constants
+from fa_verify.oracles.bounds.variance import variances
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Numerics, Outputs
+from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.reference import numpy_reference, torch_reference
+from fa_verify.oracles.reference.softcap import cap_error, capped, slope
+from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
+from fa_verify.properties.checks.identities import identities
+from fa_verify.properties.checks.statistics import is_valid
+from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.problems.strategies import SOFTCAPS, problems
+from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.subjects.subject import Subject
+from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
+from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.subjects.broken_subjects import Eager
+
+ASKED = Problem(
+    B=2, H=2, M=6, N=4, D=3, Dv=2, dtype="fp64", dirty="nan", softcap=0.7,
+    mask=Mask(causal=True, seqlens_q=(5, 0), seqlens_k=(3, 4)),
+)  # fmt: skip
+# Its errors follow the predicted variances.
+MEASURED = Problem(H=2, M=40, N=40, D=16, dtype="bf16", softcap=5.0)
+# Of x / c: next to 0, on both sides of where the formulas change, and where tanh is 1.
+RATIOS = [0.0, 1e-300, 1e-9, 0.3, 0.4999, 0.5001, 1.0, 3.0, 19.0, 40.0, 300.0, 1e5]
+
+
+class Rounding(Eager):
+    """Right; rounds its results alone."""
+
+    score_mods = ("softcap",)
+
+    def __call__(self, q, k, v, **arguments):
+        out, lse = super().__call__(q.double(), k.double(), v.double(), **arguments)
+        return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+
+
+def found(subject, problem, claim):
+    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 1.0, 30.0, 1e9])
+def test_the_oracle_has_every_digit_of_scores_and_slopes(softcap):
+    x = torch.tensor([sign * y * softcap for y in RATIOS for sign in (1, -1)], dtype=torch.float64)
+    x.requires_grad_()
+    s = capped(x, softcap)
+    (by_autograd,) = torch.autograd.grad(s.sum(), x)
+    with mpmath.workdps(60):
+        for value, given, *steep in zip(
+            s.tolist(), x.tolist(), by_autograd.tolist(), slope(x, softcap).tolist(), strict=True
+        ):
+            y = mpmath.mpf(given) / softcap
+            want, want_slope = softcap * mpmath.tanh(y), mpmath.sech(y) ** 2
+            assert abs(value - want) <= abs(want) * 2.0**-50
+            for got in steep:
+                # Of exp(-2 |y|), whose argument is rounded.
+                assert abs(got - want_slope) <= want_slope * 2.0**-50 * (1 + abs(y)) + 2.0**-1021
+
+
+@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_references_and_bounds_agree(dtype, case):
+    inputs, call, block_n = a_problem(f"{dtype}/softcap/{case}")
+    call["softcap"] = (0.1, 2.0, 1e4)[case]
+    got = torch_reference.attention(*inputs, **call, rows=20)
+    want = numpy_reference.attention(*as_arrays(inputs), **call)
+    call |= {"in_dtype": dtype, "numerics": Numerics(block_n=block_n, prescales="q")}
+    judged = error_model.judge(*inputs, **call, rows=32)
+    assert_within(got, want, Outputs(*(1e-12 * x for x in judged.terms)))
+    want_bound = numpy_check.bound(*as_arrays(inputs), **call)
+    closely = Outputs(*(1e-10 * torch.from_numpy(x) for x in want_bound))
+    assert_within(judged.bound, want_bound, closely)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_bounds_agree_where_every_product_underflows(dtype):
+    inputs, call, block_n = a_problem(f"{dtype}/softcap/0")
+    tiny = 2.0**-126 if dtype == "fp32" else 2.0**-1022
+    call |= {"in_dtype": dtype, "numerics": Numerics(block_n=block_n), "softcap": 1e-3 / tiny}
+    want = numpy_check.bound(*as_arrays(inputs), **call)
+    judged = error_model.judge(*inputs, **call)
+    assert_within(judged.bound, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
+    plain = error_model.judge(*inputs, **(call | {"softcap": None})).bound
+    assert (judged.bound.lse >= plain.lse + 1e-3)[plain.lse > 0].all()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_bounds_agree_where_only_what_is_flushed_errs(dtype):
+    """dS is 0, and f nearly: of e f + FTZ the last term alone is left."""
+    (*inputs, dout), call, block_n = a_problem(f"{dtype}/softcap/0")
+    inputs = [*inputs, dout * 0]
+    call |= {"in_dtype": dtype, "numerics": Numerics(block_n=block_n), "softcap": 1e-3}
+    want = numpy_check.bound(*as_arrays(inputs), **call)
+    assert want.dq.any()
+    judged = error_model.judge(*inputs, **call)
+    assert_within(judged.bound, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
+
+
+def test_terms_of_dq_have_the_slope():
+    q, k, v, dout, *_ = make(dataclasses.replace(MEASURED, dtype="fp64", H=1))
+    call = {"mask": Mask(), "sm_scale": 0.25, "softcap": 0.5}
+    x = q @ k.mT * 0.25
+    p = capped(x, 0.5).softmax(-1)
+    out = p @ v
+    of_delta = (dout.abs() * out.abs()).sum(-1, keepdim=True)
+    of_ds = p * (dout.abs() @ v.abs().mT + of_delta) * slope(x, 0.5)
+    judged = error_model.judge(q, k, v, dout, **call, in_dtype="fp64", numerics=Numerics())
+    torch.testing.assert_close(judged.terms.dq, 0.25 * of_ds @ k.abs(), rtol=1e-12, atol=0)
+
+
+def test_a_cap_that_no_score_comes_near_changes_nothing():
+    inputs, call, _ = a_problem("fp64/softcap/1")
+    plain, near = (torch_reference.attention(*inputs, **call, softcap=c) for c in (None, 1e12))
+    judged = error_model.judge(*inputs, **call, in_dtype="fp64", numerics=Numerics())
+    assert_within(
+        near, Outputs(*map(np.asarray, plain)), Outputs(*(1e-11 * x for x in judged.terms))
+    )
+
+
+def test_scores_are_never_larger_than_the_cap():
+    inputs, call, _ = a_problem("fp64/softcap/1")
+    call |= {"in_dtype": "fp64", "numerics": Numerics()}
+    assert error_model.judge(*inputs, **call).max_score > 0.2
+    assert error_model.judge(*inputs, **call, softcap=0.2).max_score <= 0.2
+
+
+def _swept(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of either sign between 0 and 100, dense where the formulas change."""
+    sizes = torch.cat([
+        torch.linspace(0, 100, 2**11, dtype=torch.float64),
+        torch.linspace(0.4, 0.6, 2**11 - 64, dtype=torch.float64),
+        torch.logspace(-30, 0, 64, dtype=torch.float64),
+    ])  # fmt: skip
+    signs = torch.where(stream.uniform(0, "signs", sizes.shape) < 0.5, -1.0, 1.0)
+    return (sizes * signs).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_the_kernels_tanh_is_as_close_as_the_bound_takes_it_to_be(dtype, device):
+    pytest.importorskip("triton")
+    from tests.unit.fa_kernels.kernels.tanh_kernel import tanh_kernel
+
+    x = _swept(DTYPES[dtype]).to(device)
+    tanh, steep = torch.empty_like(x), torch.empty_like(x)
+    tanh_kernel[(len(x) // 64,)](x, tanh, steep, BLOCK=64)
+    c = constants(dtype, Numerics())
+    with mpmath.workdps(40):
+        exact = [mpmath.mpf(y) for y in x.tolist()]
+        for y, got, got_slope in zip(exact, tanh.tolist(), steep.tolist(), strict=True):
+            want, want_slope = mpmath.tanh(y), mpmath.sech(y) ** 2
+            assert abs(got - want) <= (9 * c.u + c.u_exp) * abs(want) + c.ftz
+            relative = 14 * c.u + c.u_exp + 4 * c.u * abs(y)
+            assert abs(got_slope - want_slope) <= relative * want_slope + 4 * c.ftz
+
+
+def test_what_is_allowed_of_a_score_is_contracted_by_its_slope():
+    c = constants("fp16", Numerics())
+    x = torch.tensor([0.0, 1.0, 5.0, 500.0], dtype=torch.float64)
+    cap = cap_error(x, torch.full_like(x, 1e-3), 1.0, c)
+    contracted = 1e-3 * slope((x - 1e-3).clamp(min=0), 1.0)
+    roundings = 16 * c.u * (cap.s.abs() + cap.s_error)
+    assert ((cap.s_error - contracted).abs() <= 1e-3 * contracted + roundings).all()
+    # Where the kernel may be on either side of steep, any slope is allowed.
+    wide = cap_error(x, torch.full_like(x, 1e3), 1.0, c)
+    assert ((wide.slope_error >= 1 - wide.slope) & (wide.slope_error < 1.1)).all()
+    assert cap.slope_error[-1] == 4 * c.ftz
+
+
+@pytest.mark.parametrize("name", [*GUARANTEES, *COMPANIONS])
+def test_a_right_subject_holds_every_guarantee(name):
+    check = {**GUARANTEES, **COMPANIONS}[name]
+    if name == "G12":
+        pytest.skip("needs much memory")
+    problem = MEASURED if name in COMPANIONS else ASKED
+    assert found(Rounding(), problem, check) == []
+
+
+def test_a_slope_that_is_left_out_is_found_in_dq_and_dk():
+    flat = Rounding("no slope of a softcap")
+    findings = found(flat, ASKED, guarantees.accuracy)
+    assert [x.output for x in findings] == ["dq", "dk"]
+    assert '"softcap":0.7' in findings[0].replay
+    assert found(flat, dataclasses.replace(ASKED, softcap=None), guarantees.accuracy) == []
+
+
+def test_the_sum_of_dk_is_nothing_to_go_by():
+    trial = examine(Subject.of(Rounding(), "right"), dataclasses.replace(MEASURED, H=4))
+    assert trial is not None
+    assert identities(trial) == []
+    assert trial.want.dk.sum(2).abs().max() > 0.01
+    wrong = trial.got._replace(dk=trial.got.dk + 1, dv=trial.got.dv + 1)
+    assert {x.output for x in identities(dataclasses.replace(trial, got=wrong))} == {"dv"}
+
+
+def test_errors_of_a_cap_that_makes_scores_alike_follow_no_average():
+    assert is_valid(MEASURED)
+    assert not is_valid(dataclasses.replace(MEASURED, softcap=1.0))
+
+
+def test_the_spread_follows_the_slope():
+    inputs = make(MEASURED)
+    call = {"mask": MEASURED.mask, "sm_scale": MEASURED.scale, "numerics": Numerics()}
+    # At 0.001 one score in a thousand is not at the cap.
+    plain, flat = (variances(*inputs, **call, in_dtype="bf16", softcap=c) for c in (None, 0.001))
+    assert flat.dq.mean() < 0.001 * plain.dq.mean()
+    assert flat.dk.mean() < 0.001 * plain.dk.mean()
+
+
+def test_who_does_not_declare_it_is_not_asked():
+    subject = Subject.of(Eager(), "plain")
+    assert subject.excludes(ASKED) == "plain declares score_mods ()"
+    assert Subject.of(Rounding(), "right").excludes(ASKED) is None
+
+
+def test_it_is_drawn_where_it_is_asked_for():
+    some = drawn(problems(softcaps=(None, *SOFTCAPS)), 200)
+    assert {x.softcap for x in some} == {None, *SOFTCAPS}
+    assert {x.softcap for x in drawn(problems(), 20)} == {None}
+
+
+@pytest.mark.parametrize("wanted", ["q", "qkv"])
+def test_the_call_takes_it_and_differentiates_it(wanted, device):
+    pytest.importorskip("triton")
+    from fa_kernels import flash_attention
+
+    problem = dataclasses.replace(ASKED, M=17, N=21, mask=Mask(causal=True), device=device)
+    inputs = make(problem)
+    leaves = [
+        x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", inputs[:3], strict=True)
+    ]
+    out = flash_attention(*leaves, causal=True, softcap=0.7, sm_scale=0.9, config="16x16")
+    asked = [x for x in leaves if x.requires_grad]
+    got = torch.autograd.grad(out, asked, inputs.dout)
+    call = {"mask": problem.mask, "sm_scale": 0.9, "softcap": 0.7}
+    want = torch_reference.attention(*inputs, **call)
+    judged = error_model.judge(*inputs, **call, in_dtype="fp64", numerics=Numerics())
+    for x, true, bound in zip(got, want[2:], judged.bound[2:], strict=False):
+        assert ((x - true).abs() <= bound).all()

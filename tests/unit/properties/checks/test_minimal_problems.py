@@ -1,0 +1,86 @@
+"""For each guarantee a subject that breaks it: it is caught, and its problem is minimal."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import guarantees
+from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.search.search import Examiner, attack
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.supported import problems_of
+from tests.unit.properties.subjects.broken_subjects import Eager
+
+# guarantee: (fault, its check, what is drawn, the smallest problems that show it)
+BROKEN = {
+    "G1": ("out scaled", guarantees.accuracy, {}, [Problem()]),
+    "G2": (
+        "no maximum subtracted",
+        guarantees.finite,
+        {"inputs": "lse_high_6e4"},
+        [Problem(inputs="lse_high_6e4")],
+    ),
+    "G3": (
+        "lse of empty rows is 0",
+        guarantees.empty_rows,
+        {"empty_rows": True},
+        [Problem(M=2, mask=Mask(causal=True))],
+    ),
+    "G4": (
+        "reads padding",
+        guarantees.dirty_padding,
+        {"padding": True, "dirty": "nan"},
+        [Problem(N=2, dirty="nan", mask=Mask(seqlens_k=(1,)))],
+    ),
+    "G5": (
+        "sees one key more",
+        guarantees.hidden_positions,
+        {"hidden": True},
+        [Problem(M=2, N=2, mask=Mask(causal=True))],
+    ),
+    "G6": ("last row not written", guarantees.full_overwrite, {}, [Problem(M=17)]),
+    "G6 outside": ("writes past the end", guarantees.full_overwrite, {}, [Problem()]),
+    "G7": ("reads past the end", guarantees.reads_in_bounds, {}, [Problem()]),
+    "G8": (
+        "ignores strides",
+        guarantees.layout,
+        {"layouts": ("bhsd", "padded")},
+        [Problem(N=2, layouts=("bhsd", "bhsd", "padded", "bhsd"))],
+    ),
+    "G9": ("v of the first batch entry for all", guarantees.independence, {}, [Problem(B=2)]),
+    "G10": ("another result every call", guarantees.repeatable, {}, [Problem()]),
+    "G11": (
+        "another tile past 16 keys",
+        guarantees.accuracy,
+        {"configs": ("wide",)},
+        [Problem(N=17, config="wide")],
+    ),
+    "G12": ("offsets of 32 bits", guarantees.far_offsets, {"max_seqlen": 20}, [Problem()]),
+    "G13": ("scale of the call before", guarantees.state, {}, [Problem()]),
+}
+
+
+def first_violation(fault, check, drawn):
+    """The findings of the smallest problem that the search comes to."""
+    subject = Eager(fault)
+    # Without its promise a second run is held to the bound, in which the first is not.
+    subject.bitwise = ("G4", "G5", "G8", "G10")
+    subject.configs = {name: {} for name in ("default", *drawn.get("configs", ()))}
+    examiner = Examiner(Subject.of(subject, "broken"), Ledger())
+    domain = {"dtype": "fp64", "device": "cpu", "max_seqlen": 48, "max_cost": 24, **drawn}
+    with pytest.raises(Violation) as caught:
+        attack(examiner, check, problems_of(examiner.subject, **domain), seed=fault)
+    return caught.value.findings
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_subject_that_breaks_a_guarantee_is_caught_with_a_minimal_problem(name):
+    fault, check, drawn, smallest = BROKEN[name]
+    findings = first_violation(fault, check, drawn)
+    assert findings[0].guarantee.split()[0] == {"G11": "G1"}.get(name, name.split()[0])
+    assert findings[0].problem in [dataclasses.replace(p, dtype="fp64") for p in smallest]

@@ -1,0 +1,122 @@
+"""What counts as an error and how large it is, and what a finding says of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.comparison.compare import Finding, ratios, same_bits, worst
+from fa_verify.properties.subjects.subject import Subject
+from tests.unit.properties.subjects.broken_subjects import Eager
+
+SUBJECT = Subject.of(Eager(), "eager")
+
+
+def numbers(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "bound", "ratio"),
+    [
+        (3.0, 1.0, 4.0, 0.5),
+        (-1.0, 1.0, 4.0, 0.5),
+        (1.0, 1.0, 0.0, 0.0),
+        (1.0, 2.0, 0.0, math.inf),
+        (-math.inf, -math.inf, 0.0, 0.0),
+        (math.inf, -math.inf, 1.0, math.inf),
+        (0.0, -math.inf, 1.0, math.inf),
+        (math.nan, 1.0, math.inf, math.inf),
+        (1.0, 1.5, math.nan, math.inf),
+    ],
+)
+def test_a_ratio_is_that_of_error_and_bound_in_either_direction(got, want, bound, ratio):
+    assert ratios(numbers(got), numbers(want), numbers(bound)).tolist() == [ratio]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (1.0, 1.0, True),
+        (1.0, 1.0 + 2.0**-52, False),
+        (0.0, -0.0, True),
+        (math.nan, -math.nan, True),
+        (math.nan, 1.0, False),
+        (1.0, math.nan, False),
+        (math.inf, -math.inf, False),
+    ],
+)
+def test_bits_are_the_same_but_for_signs_of_zeros_and_kinds_of_nan(a, b, same):
+    assert same_bits(numbers(a), numbers(b)).tolist() == [same]
+
+
+def test_the_worst_ratio_is_the_largest_of_each_tensor():
+    assert worst(numbers(0.25, 4.0, 1.0), numbers(), numbers(math.inf)) == [4.0, 0.0, math.inf]
+
+
+def finding(problem: Problem, output: str, at: tuple[int, ...], **rest: object) -> Finding:
+    """A finding on one element."""
+    rows, columns = (problem.M, problem.Dv) if output == "out" else (problem.N, problem.D)
+    bad = torch.zeros(problem.B, problem.H, rows, columns, dtype=torch.bool)
+    bad[at] = True
+    values = torch.where(bad, 3.0, 1.0)
+    return Finding.at(
+        bad, values, guarantee="G1 accuracy", claim="is off", subject=SUBJECT, problem=problem,
+        output=output, got=values, want=torch.ones_like(values), **rest,
+    )  # fmt: skip
+
+
+def test_a_finding_counts_what_was_compared():
+    problem = Problem(M=5, Dv=3)
+    rows = torch.tensor([True, False, True, False, True]).view(1, 1, 5, 1)
+    assert finding(problem, "out", (0, 0, 2, 1)).total == 15
+    assert finding(problem, "out", (0, 0, 2, 1), compared=rows).total == 9
+
+
+@pytest.mark.parametrize("raised", ["", "ValueError: no"])
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [("", "pytest --replay="), ("my file.py:f", "pytest --kernel='my file.py:f' --replay=")],
+)
+def test_every_finding_ends_with_the_line_that_replays_it(raised, kernel, words):
+    problem = Problem(N=7, seed=3)
+    made = finding(problem, "dk", (0, 0, 2, 1))
+    said = str(Finding(**{**vars(made), "raised": raised, "kernel": kernel}))
+    assert said.endswith(f"\n  replay: {words}'{problem.to_json()}'")
+
+
+@pytest.mark.parametrize(("b", "crossed"), [(0, False), (1, True)])
+def test_the_edge_of_the_mask_is_that_of_the_batch_entry(b, crossed):
+    problem = Problem(B=2, M=32, N=32, mask=Mask(seqlens_k=(32, 20)))
+    said = finding(problem, "dk", (b, 0, 17, 1)).places
+    assert "n tile 1 of 2 (width 16)" in said
+    assert ("crossed by the mask's edge" in said) == crossed
+
+
+@pytest.mark.parametrize(("m", "ragged"), [(15, False), (16, True)])
+def test_the_last_tile_is_ragged_where_it_is_not_whole(m, ragged):
+    said = finding(Problem(M=20), "out", (0, 0, m, 1)).places
+    assert ("the ragged tail" in said) == ragged
+
+
+@pytest.mark.parametrize(
+    ("problem", "output", "at", "kind"),
+    [
+        (Problem(M=16, N=16, mask=Mask(causal=True)), "out", 3, "single"),
+        (Problem(M=32, N=17), "out", 20, "inner"),
+        (Problem(M=33, N=16), "out", 31, "inner"),
+        (Problem(M=33, N=16), "out", 32, "ragged tail"),
+        (Problem(M=32, N=32, mask=Mask(causal=True)), "out", 3, "mask edge"),
+        (Problem(M=32, N=40, mask=Mask(causal=True)), "dk", 33, "ragged tail"),
+        (Problem(M=32, N=32, mask=Mask(seqlens_k=(20,))), "dk", 20, "padding"),
+        (Problem(M=32, N=32, mask=Mask(seqlens_k=(20,))), "dk", 19, "mask edge"),
+        (Problem(M=4, N=4, mask=Mask(seqlens_q=(2,))), "out", 3, "padding"),
+    ],
+    ids=lambda x: "" if isinstance(x, Problem) else str(x),
+)
+def test_a_finding_names_the_kind_of_tile(problem, output, at, kind):
+    assert finding(problem, output, (0, 0, at, 1)).tile == kind

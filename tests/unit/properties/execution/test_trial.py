@@ -1,0 +1,129 @@
+"""One run of a subject: what it starts from, what it has to give, what leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fa_verify.oracles.bounds import error_model
+from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.execution.trial import SubjectError, examine, question, run_subject
+from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.subjects.subject import Subject
+from tests.unit.properties.subjects.broken_subjects import Eager
+
+PROBLEM = Problem(M=20, N=7, D=5, Dv=3, dtype="fp64")
+
+
+def test_what_nobody_writes_is_nan():
+    subject = Subject.of(Eager("last row not written"), "eager")
+    out = run_subject(subject, PROBLEM, make(PROBLEM)).out
+    assert out[:, :, 16:].isnan().all()
+    assert out[:, :, :16].isfinite().all()
+
+
+@pytest.mark.parametrize("fault", ["", "raises"])
+def test_a_run_leaves_the_modes_of_torch_as_they_were(fault):
+    class Raising(Eager):
+        def spoil(self, out, lse, live, N, config):
+            if self.fault == "raises":
+                raise ValueError("no")
+            return out, lse
+
+    def modes():
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        return torch.get_deterministic_debug_mode(), fills
+
+    torch.set_deterministic_debug_mode("default")
+    before = modes()
+    try:
+        run_subject(Subject.of(Raising(fault), "eager"), PROBLEM, make(PROBLEM))
+    except SubjectError:
+        assert fault
+    assert modes() == before
+
+
+def test_a_subject_runs_between_guard_bands_on_a_cpu():
+    class Looks(Eager):
+        def spoil(self, out, lse, live, N, config):
+            seen.append(torch.empty(1).untyped_storage().nbytes())
+            return out, lse
+
+    seen = []
+    examine(Subject.of(Looks(), "looks"), PROBLEM)
+    assert seen == [4 + 2 * 1024]
+
+
+@pytest.mark.parametrize("output", ["out", "lse"])
+@pytest.mark.parametrize(
+    "change", [lambda x: x[:, :, 1:], lambda x: x.half()], ids=["shape", "dtype"]
+)
+def test_an_output_of_another_form_is_refused(output, change):
+    class Other(Eager):
+        def spoil(self, out, lse, live, N, config):
+            return (change(out), lse) if output == "out" else (out, change(lse))
+
+    with pytest.raises(SubjectError, match=rf"{output} has shape .* and dtype .*; needs \("):
+        run_subject(Subject.of(Other(), "other"), PROBLEM, make(PROBLEM))
+
+
+def test_an_output_without_a_gradient_is_refused():
+    class Detached(Eager):
+        def spoil(self, out, lse, live, N, config):
+            return out.detach(), lse
+
+    with pytest.raises(SubjectError, match="out of detached has no gradient"):
+        run_subject(Subject.of(Detached(), "detached"), PROBLEM, make(PROBLEM))
+
+
+@pytest.mark.parametrize(("tensor", "gradient"), [("q", "dq"), ("k", "dk"), ("v", "dv")])
+def test_an_output_that_ignores_an_input_is_refused(tensor, gradient):
+    class Ignores(Eager):
+        def misread(self, q, k, v, sm_scale):
+            read = {"q": q, "k": k, "v": v}
+            read[tensor] = read[tensor].detach()
+            return *read.values(), sm_scale
+
+    with pytest.raises(SubjectError, match=f"does not depend on what {gradient} belongs to"):
+        run_subject(Subject.of(Ignores(), "ignores"), PROBLEM, make(PROBLEM))
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
+def test_a_bound_that_is_not_finite_is_a_fault_of_the_suite(output, value, monkeypatch):
+    honest = error_model.judge
+
+    def judge(*inputs, **rest):
+        judgement = honest(*inputs, **rest)
+        getattr(judgement.bound, output).view(-1)[-1] = value
+        return judgement
+
+    monkeypatch.setattr(error_model, "judge", judge)
+    with pytest.raises(RuntimeError, match=r'^the bound is not finite, .*"M":20'):
+        question(Subject.of(Eager(), "eager"), PROBLEM)
+
+
+def test_the_bound_is_that_of_the_configuration():
+    subject = Eager()
+    subject.configs = {"default": {}, "coarse": {"accumulator": 64.0}}
+    made = Subject.of(subject, "eager")
+    fine, coarse = (
+        question(made, dataclasses.replace(PROBLEM, config=config)).judgement.bound.out
+        for config in ("default", "coarse")
+    )
+    assert (coarse > fine).all()
+
+
+def test_variances_are_those_of_the_configuration():
+    subject = Eager()
+    subject.configs = {"default": {}, "coarse": {"ds_roundings": 3}}
+    made = Subject.of(subject, "eager")
+    fine, coarse = (
+        examine(made, dataclasses.replace(PROBLEM, config=config)).variances.dv
+        for config in ("default", "coarse")
+    )
+    assert (coarse > fine).all()

@@ -1,0 +1,435 @@
+"""The search for a violation: what counts as one, what is counted instead, and when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import guarantees
+from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.search import minimize, search
+from fa_verify.properties.search.search import Examiner, attack, peaks
+from fa_verify.properties.subjects.subject import Subject
+from tests.unit.properties.subjects.broken_subjects import Eager
+
+# Little to shrink: how far that goes is tested elsewhere.
+DRAWN = st.builds(
+    Problem,
+    M=st.integers(1, 3),
+    N=st.integers(1, 40),
+    D=st.just(24),
+    Dv=st.just(24),
+    dtype=st.just("fp64"),
+    mask=st.builds(Mask, causal=st.booleans()),
+)
+# Beyond the range of float32, which is no fault of a kernel.
+WIDE = Problem(M=3, N=3, dtype="fp32", sm_scale=1e6)
+GOOD = Problem(M=3, N=4, dtype="fp64")
+# Whatever the profile: what an earlier run found would end the search before it begins.
+REPEATABLE = settings(derandomize=True, database=None)
+OPEN = contextlib.nullcontext()
+
+
+class Long(Eager):
+    """Does something of its own where there are more than 16 keys."""
+
+    def __call__(self, q, k, v, *, mask, sm_scale):
+        out, lse = super().__call__(q, k, v, mask=mask, sm_scale=sm_scale)
+        return self.of_many_keys(out, lse) if k.shape[2] > 16 else (out, lse)
+
+
+class Wrong(Long):
+    def of_many_keys(self, out, lse):
+        return out * 1.001, lse
+
+
+class Raises(Long):
+    def of_many_keys(self, out, lse):
+        raise ValueError("17 keys\nare too many")
+
+
+class Refuses(Long):
+    def of_many_keys(self, out, lse):
+        raise NotImplementedError("more than 16 keys\nand why")
+
+
+def examiner_of(call, **rest) -> Examiner:
+    return Examiner(Subject.of(call, "subject"), Ledger(), **rest)
+
+
+def attacked(examiner: Examiner, claim=guarantees.accuracy) -> list:
+    """The findings of an attack that succeeds."""
+    with pytest.raises(Violation) as caught:
+        attack(examiner, claim, DRAWN, seed="0", settings=REPEATABLE)
+    return caught.value.findings
+
+
+def nothing(trial) -> list:
+    """A claim that holds."""
+    return []
+
+
+def test_a_violation_carries_the_findings_of_the_simplest_problem():
+    found = attacked(examiner_of(Wrong()))
+    assert [x.output for x in found] == ["out", "dq", "dk", "dv"][: len(found)]
+    assert {(x.guarantee, x.problem) for x in found} == {
+        ("G1 accuracy", Problem(N=17, dtype="fp64"))
+    }
+
+
+def test_the_message_of_a_violation_is_that_of_its_findings():
+    with pytest.raises(Violation) as caught:
+        attack(examiner_of(Wrong()), nothing, st.just(Problem(N=17, dtype="fp64")), seed="0")
+    assert str(caught.value) == "\n" + "\n".join(map(str, caught.value.findings))
+
+
+def test_a_correct_subject_withstands():
+    examiner = examiner_of(Eager())
+    attack(examiner, nothing, DRAWN, seed="0")
+    assert examiner.judged > 0
+    assert not examiner.refusals
+
+
+def test_accuracy_is_checked_whatever_the_claim_says():
+    (finding, *_) = examiner_of(Wrong()).findings(Problem(N=17, dtype="fp64"), nothing)
+    assert finding.guarantee == "G1 accuracy"
+
+
+def test_accuracy_is_checked_however_little_the_bound_is_left():
+    class Slightly(Eager):
+        def spoil(self, out, lse, live, N, config):
+            return out * (1 + 2.0**-44), lse
+
+    examiner = examiner_of(Slightly())
+    (finding, *_) = examiner.findings(GOOD, nothing)
+    assert finding.guarantee == "G1 accuracy"
+    assert 1 < max(examiner.peaks.values()) < 100
+
+
+@pytest.mark.parametrize("source", ["", "my.py:attention"])
+def test_findings_name_the_kernel_that_was_given(source):
+    subject = dataclasses.replace(Subject.of(Wrong(), "subject"), source=source)
+    found = Examiner(subject, Ledger()).findings(Problem(N=17, dtype="fp64"), nothing)
+    assert {finding.kernel for finding in found} == {source}
+
+
+def test_the_findings_of_the_claim_come_before_those_of_accuracy():
+    found = examiner_of(Wrong()).findings(Problem(N=17, dtype="fp64"), lambda trial: ["first"])
+    assert found == ["first"]
+
+
+def test_a_problem_that_passes_is_judged_and_written_down():
+    examiner = examiner_of(Eager())
+    assert examiner.findings(GOOD, guarantees.accuracy) == []
+    assert (examiner.judged, examiner.out_of_range, examiner.refusals.total()) == (1, 0, 0)
+    assert len(examiner.ledger.problems) == 1
+    assert set(examiner.peaks) == set(OUTPUTS)
+
+
+def test_a_refusal_is_counted_by_the_first_line_of_its_reason():
+    examiner = examiner_of(Refuses())
+    for N in (17, 18, 4):
+        assert examiner.findings(Problem(N=N, dtype="fp64"), guarantees.accuracy) == []
+    assert dict(examiner.refusals) == {"more than 16 keys": 2}
+    assert examiner.judged == 1
+    assert {key: len(found) for key, found in examiner.ledger.unsupported.items()} == {
+        "more than 16 keys": 2
+    }
+
+
+def test_a_refusal_without_a_reason_is_counted_as_such():
+    class Silent(Long):
+        def of_many_keys(self, out, lse):
+            raise NotImplementedError
+
+    examiner = examiner_of(Silent())
+    assert examiner.findings(Problem(N=17, dtype="fp64"), guarantees.accuracy) == []
+    assert list(examiner.refusals) == ["NotImplementedError without a reason"]
+
+
+def test_a_declaration_counts_as_a_refusal():
+    subject = Eager()
+    subject.max_seqlen = 16
+    examiner = examiner_of(subject)
+    assert examiner.findings(Problem(N=17, dtype="fp64"), guarantees.accuracy) == []
+    assert list(examiner.refusals) == ["subject declares max_seqlen 16"]
+    assert subject.calls == 0
+
+
+def test_a_problem_out_of_range_is_counted_and_not_run():
+    subject = Eager()
+    examiner = examiner_of(subject)
+    assert examiner.findings(WIDE, guarantees.accuracy) == []
+    assert (examiner.judged, examiner.out_of_range, subject.calls) == (0, 1, 0)
+    assert len(examiner.ledger.out_of_range) == 1
+    assert examiner.ledger.problems == {}
+
+
+def test_peaks_are_those_of_the_last_problem_alone():
+    examiner = examiner_of(Eager())
+    examiner.findings(GOOD, guarantees.accuracy)
+    examiner.findings(WIDE, guarantees.accuracy)
+    assert examiner.peaks == {}
+
+
+def test_peaks_leave_out_what_a_subject_does_not_give():
+    class Forward(Eager):
+        backward = False
+
+    trial = examine(Subject.of(Forward(), "forward"), GOOD)
+    assert set(peaks(trial)[0]) == {"out", "lse"}
+
+
+def test_a_subject_without_a_backward_is_given_inputs_that_ask_for_none():
+    class Inference(Eager):
+        backward = False
+
+        def __call__(self, q, k, v, **arguments):
+            if any(x.requires_grad for x in (q, k, v)):
+                raise ValueError("there is no backward")
+            return super().__call__(q, k, v, **arguments)
+
+    assert examiner_of(Inference()).findings(GOOD, guarantees.accuracy) == []
+
+
+def test_peaks_of_a_wrong_output_pass_1():
+    trial = examine(Subject.of(Wrong(), "wrong"), Problem(N=17, dtype="fp64"))
+    assert peaks(trial)[0]["out"] > 1
+    assert peaks(trial)[0]["lse"] <= 1
+
+
+def test_an_exception_is_a_finding_of_the_simplest_problem_that_raises_it():
+    examiner = examiner_of(Raises())
+    (finding,) = attacked(examiner)
+    assert finding.guarantee == "exception"
+    assert finding.problem == Problem(N=17, dtype="fp64")
+    assert finding.raised.startswith("ValueError: 17 keys\nare too many\n(")
+    assert "test_search.py, line" in finding.raised
+    assert not examiner.refusals
+
+
+def test_an_exception_raised_in_a_library_names_the_line_that_called_it():
+    class Parses(Long):
+        def of_many_keys(self, out, lse):
+            return json.loads("{")
+
+    (finding,) = examiner_of(Parses()).findings(Problem(N=17, dtype="fp64"), nothing)
+    assert finding.raised.startswith("JSONDecodeError: ")
+    assert "test_search.py, line" in finding.raised
+
+
+def test_the_message_of_an_exception_can_be_replayed():
+    (finding,) = examiner_of(Raises()).findings(Problem(N=17, dtype="fp64"), nothing)
+    (replayed,) = re.findall(r"pytest --replay='(.*)'", str(finding))
+    assert json.loads(replayed) == {"version": 1, "N": 17, "dtype": "fp64"}
+
+
+def test_an_exception_in_the_second_run_of_a_check_is_a_finding():
+    class Tires(Eager):
+        def __call__(self, *tensors, **rest):
+            if self.calls:
+                raise ValueError("once is enough")
+            return super().__call__(*tensors, **rest)
+
+    (finding,) = examiner_of(Tires()).findings(GOOD, guarantees.repeatable)
+    assert finding.guarantee == "exception"
+    assert finding.raised.startswith("ValueError: once is enough")
+
+
+class Tires(Eager):
+    """Refuses all calls but the first."""
+
+    def __call__(self, *tensors, **rest):
+        if self.calls:
+            raise NotImplementedError("once is enough")
+        return super().__call__(*tensors, **rest)
+
+
+def test_a_refusal_of_what_was_computed_is_a_finding():
+    (finding,) = examiner_of(Tires()).findings(GOOD, guarantees.repeatable)
+    assert finding.guarantee == "exception"
+    assert finding.raised.startswith("refuses what it has just computed: once is enough")
+
+
+def test_a_refused_second_run_leaves_the_claim_unjudged():
+    examiner = examiner_of(Tires())
+    assert not examiner.findings(GOOD, guarantees.layout)
+    assert examiner.judged == 0
+    assert examiner.refusals == {"in a second run: once is enough": 1}
+    assert len(examiner.ledger.problems) == 1
+
+
+def test_a_refused_second_run_does_not_hide_a_wrong_first():
+    class TiresAndErrs(Tires):
+        def spoil(self, out, lse, live, N, config):
+            return out * 1.001, lse
+
+    (finding, *_) = examiner_of(TiresAndErrs()).findings(GOOD, guarantees.layout)
+    assert finding.guarantee == "G1 accuracy"
+
+
+def test_an_output_of_another_shape_is_a_finding():
+    class Flat(Long):
+        def of_many_keys(self, out, lse):
+            return out.flatten(2), lse
+
+    (finding,) = attacked(examiner_of(Flat()))
+    assert finding.problem == Problem(N=17, dtype="fp64")
+    assert "out has shape (1, 1, 16) and dtype torch.float64; needs (1, 1, 1, 16)" in str(finding)
+
+
+def test_a_fault_of_the_suite_is_not_laid_on_the_subject():
+    def broken(trial):
+        raise KeyError("a bug of the check")
+
+    with pytest.raises(KeyError, match="a bug of the check"):
+        examiner_of(Eager()).findings(GOOD, broken)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (Eager(), GOOD),
+        (Eager(), WIDE),
+        (Wrong(), Problem(N=17, dtype="fp64")),
+        (Refuses(), Problem(N=17, dtype="fp64")),
+        (Raises(), Problem(N=17, dtype="fp64")),
+    ],
+    ids=["passes", "out_of_range", "fails", "is_refused", "raises"],
+)
+def test_the_recorder_is_open_while_a_problem_is_judged(call, problem):
+    events = []
+
+    @contextlib.contextmanager
+    def recorder(problem):
+        events.append(("open", problem))
+        try:
+            yield
+        finally:
+            events.append(("close", problem))
+
+    def claim(trial):
+        events.append(("checked", trial.problem))
+        return []
+
+    examiner_of(call, recorder=recorder).findings(problem, claim)
+    words = [word for word, _ in events]
+    assert words in (["open", "close"], ["open", "checked", "close"])
+    assert {judged for _, judged in events} == {problem}
+
+
+def test_the_recorder_sees_what_a_subject_raises():
+    seen = []
+
+    @contextlib.contextmanager
+    def recorder(problem):
+        try:
+            yield
+        except Exception as error:
+            seen.append(str(error.__cause__))
+            raise
+
+    examiner_of(Raises(), recorder=recorder).findings(Problem(N=17, dtype="fp64"), nothing)
+    assert seen == ["17 keys\nare too many"]
+
+
+def test_every_problem_of_an_attack_is_recorded():
+    recorded, ran = [], []
+
+    def claim(trial):
+        ran.append(trial.problem)
+        return guarantees.accuracy(trial)
+
+    def recorder(problem):
+        recorded.append(problem)
+        return contextlib.nullcontext()
+
+    attacked(examiner_of(Wrong(), recorder=recorder), claim)
+    assert set(ran) <= set(recorded)
+    assert Problem(N=17, dtype="fp64") in recorded
+
+
+def test_no_problem_is_run_twice_by_the_draw(monkeypatch):
+    monkeypatch.setattr(search, "simplest", lambda problem, findings, check: findings)
+    ran = []
+
+    def claim(trial):
+        ran.append(trial.problem)
+        return guarantees.accuracy(trial)
+
+    attacked(examiner_of(Wrong()), claim)
+    assert len(ran) == len(set(ran))
+
+
+def test_what_a_subject_declares_bounds_the_simplest_problem():
+    subject = Wrong()
+    subject.head_dims = (24,)
+    examiner = examiner_of(subject)
+    (finding, *_) = attacked(examiner)
+    assert finding.problem == Problem(N=17, D=24, Dv=24, dtype="fp64")
+    assert not examiner.refusals
+
+
+def test_shrinking_ends_at_its_time_limit_with_a_problem_that_fails(monkeypatch):
+    monkeypatch.setattr(minimize, "_SECONDS", 0.0)
+    seconds = itertools.count(step=10.0)
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    ran = []
+
+    def claim(trial):
+        ran.append((trial.problem, guarantees.accuracy(trial)))
+        return ran[-1][1]
+
+    found = attacked(examiner_of(Wrong()), claim)
+    failed = [problem for problem, findings in ran if findings]
+    after = len(ran) - [problem for problem, _ in ran].index(failed[0]) - 1
+    # Ten seconds pass from one look at the clock to the next.
+    assert after == 3
+    assert found[0].problem in failed
+
+
+def test_a_slow_subject_is_shrunk_in_little_more_than_the_limits(monkeypatch):
+    monkeypatch.setattr(search, "SHRINK_SECONDS", 0.3)
+    monkeypatch.setattr(minimize, "_SECONDS", 0.3)
+    failed = []
+
+    class Slow(Wrong):
+        def of_many_keys(self, out, lse):
+            failed.append(time.monotonic())
+            time.sleep(0.05)
+            return super().of_many_keys(out, lse)
+
+    attacked(examiner_of(Slow()))
+    assert failed[-1] - failed[0] < 3
+
+
+@pytest.mark.parametrize("steer", [True, False])
+def test_a_draw_is_steered_by_the_peaks_of_every_output_if_at_all(steer, monkeypatch):
+    labels = []
+    monkeypatch.setattr(search.hypothesis, "target", lambda peak, label: labels.append(label))
+    attack(examiner_of(Eager()), nothing, st.just(GOOD), seed="0", steer=steer)
+    assert set(labels) == ({f"{name} error/bound" for name in OUTPUTS} if steer else set())
+
+
+@pytest.mark.parametrize("seeds", [("a", "a"), ("a", "b")], ids=["same_seed", "other_seed"])
+def test_the_seed_chooses_what_is_drawn(seeds):
+    drawn = []
+    for seed in seeds:
+        drawn.append([])
+        examiner = examiner_of(Eager(), recorder=lambda p: drawn[-1].append(p) or OPEN)
+        attack(examiner, nothing, DRAWN, seed=seed, settings=REPEATABLE)
+    assert (drawn[0] == drawn[1]) == (seeds[0] == seeds[1])

@@ -1,0 +1,259 @@
+"""Declarations: all of them are known, and a wrong one is refused by name, value and choice."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+from fa_verify.properties.subjects.declarations import WORDS, declared_by
+from fa_verify.properties.subjects.subject import Subject
+
+# What the documentation says there is, each with values that it can have.
+VALID = {
+    "dtypes": [("fp16", "bf16"), ["fp64"], {"fp32"}],
+    "head_dims": [(64, 128), [16], range(8, 257, 8), {64}, None],
+    "seqlen_multiple": [1, 128],
+    "max_seqlen": [1, 4096, None],
+    "gqa": [True, False],
+    "m_ne_n": [True, False],
+    "dv_ne_d": [True, False],
+    "zero_sizes": [True, False],
+    "masks": [(), ("causal",), ("window", "padding")],
+    "layouts": [("bhsd",), ["bshd", "packed"], None],
+    "dirty": [("zero",), ["noise", "nan_q"], None],
+    "backward": [True, False],
+    "devices": [("cpu",), ("cpu", "cuda")],
+    "returns_lse": [True, False, None],
+    "lse_grad": [True, False],
+    "lse_base": ["e", "2"],
+    "empty_lse": ["-inf", "+inf", 0],
+    "causal_alignment": ["bottom-right", "top-left"],
+    "prescales": ["none", "q", "k", "qk"],
+    "p_dtype": ["input", "fp32"],
+    "ds_scaled": [True, False],
+    "ds_roundings": [1, 2],
+    "ds_from": ["unrounded", "rounded"],
+    "splits": [1, 16],
+    "flushes": [False, True],
+    "rescale_threshold": [0, 8.0, 15],
+    "p_normalised": [True, False],
+    "dots": ["ieee", "tf32"],
+    "accumulator": [1, 2.0, 4],
+    "block_n": [16, 128],
+    "l_order": ["any", "tile"],
+    "l_from": ["unrounded", "rounded"],
+    "group_sum": ["fp32", "dtype"],
+    "bitwise": [(), ("G4", "G5", "G8", "G9", "G10")],
+    "atomic": [(), ("dq",), ["dq"]],
+    "configs": [{"default": {}}, {"a": {"dots": "tf32", "dtypes": ("fp32",)}, "b": {}}],
+    "tiles": [lambda problem: (16, 16), None],
+    "pooled": [lambda q, k, v, **asked: q, None],
+    "score_mods": [(), ("softcap",), ("bias", "alibi", "softcap")],
+}
+# One value each that it cannot have, and what the message says after the name of the word.
+WRONG = [
+    ("dtypes", "fp16", "is 'fp16'; needs a tuple of words out of ('fp16', 'bf16', 'fp32', 'fp64')"),
+    ("dtypes", ("fp12",), "has ['fp12']; known are ('fp16', 'bf16', 'fp32', 'fp64')"),
+    ("dtypes", (), "is empty; needs some of ('fp16', 'bf16', 'fp32', 'fp64')"),
+    ("head_dims", 64, "is 64; needs a sequence of sizes"),
+    ("head_dims", (), "is (); needs a sequence of sizes"),
+    ("head_dims", (64, "128"), "has '128'; needs an int >= 1"),
+    ("head_dims", (64, 0), "has 0; needs an int >= 1"),
+    ("seqlen_multiple", 0, "is 0; needs an int >= 1"),
+    ("seqlen_multiple", None, "is None; needs an int >= 1"),
+    ("max_seqlen", 4096.0, "is 4096.0; needs an int >= 1"),
+    ("max_seqlen", True, "is True; needs an int >= 1"),
+    ("gqa", "no", "is 'no'; needs one of (True, False)"),
+    ("m_ne_n", 0, "is 0; needs one of (True, False)"),
+    ("dv_ne_d", None, "is None; needs one of (True, False)"),
+    ("zero_sizes", 0, "is 0; needs one of (True, False)"),
+    ("masks", ("prefix",), "has ['prefix']; known are ('causal', 'window', 'padding', 'custom')"),
+    (
+        "masks",
+        None,
+        "is None; needs a tuple of words out of ('causal', 'window', 'padding', 'custom')",
+    ),
+    ("layouts", ("sbhd",), "has ['sbhd']; known are ('bhsd', 'bshd', "),
+    ("dirty", ("rubbish",), "has ['rubbish']; known are ('zero', 'nan', "),
+    ("dirty", (), "is empty; needs some of ('zero', 'nan', "),
+    ("layouts", (), "is empty; needs some of ('bhsd', 'bshd', "),
+    ("backward", 1, "is 1; needs one of (True, False)"),
+    ("devices", ("tpu",), "has ['tpu']; known are ('cpu', 'cuda')"),
+    ("devices", [], "is empty; needs some of ('cpu', 'cuda')"),
+    ("returns_lse", "yes", "is 'yes'; needs one of (True, False)"),
+    ("lse_grad", 1, "is 1; needs one of (True, False)"),
+    ("lse_base", 2, "is 2; needs one of ('e', '2')"),
+    ("empty_lse", False, "is False; needs one of ('-inf', '+inf', 0)"),
+    ("empty_lse", float("inf"), "is inf; needs one of ('-inf', '+inf', 0)"),
+    ("causal_alignment", "left", "is 'left'; needs one of ('bottom-right', 'top-left')"),
+    ("prescales", "v", "is 'v'; needs one of ('none', 'q', 'k', 'qk')"),
+    ("p_dtype", "fp16", "is 'fp16'; needs one of ('input', 'fp32')"),
+    ("ds_scaled", "yes", "is 'yes'; needs one of (False, True)"),
+    ("ds_roundings", 1.5, "is 1.5; needs an int >= 1"),
+    ("splits", 0, "is 0; needs an int >= 1"),
+    ("flushes", 1, "is 1; needs one of (False, True)"),
+    ("rescale_threshold", -1, "is -1; needs a number from 0 to 15, since P is cast relative"),
+    ("rescale_threshold", 16.0, "is 16.0; needs a number from 0 to 15"),
+    ("rescale_threshold", float("nan"), "is nan; needs a number from 0 to 15"),
+    ("rescale_threshold", "8", "is '8'; needs a number"),
+    ("rescale_threshold", True, "is True; needs a number"),
+    ("ds_from", "out", "is 'out'; needs one of ('unrounded', 'rounded')"),
+    ("p_normalised", 1, "is 1; needs one of (False, True)"),
+    ("dots", "tf32x3", "is 'tf32x3'; needs one of ('ieee', 'tf32')"),
+    ("accumulator", 0.5, "is 0.5; needs a finite number >= 1"),
+    ("accumulator", float("inf"), "is inf; needs a finite number >= 1"),
+    ("accumulator", float("nan"), "is nan; needs a finite number >= 1"),
+    ("accumulator", "fp32", "is 'fp32'; needs a finite number >= 1"),
+    ("block_n", "16", "is '16'; needs an int >= 1"),
+    ("l_order", "tiles", "is 'tiles'; needs one of ('any', 'tile')"),
+    ("l_from", ["rounded"], "is ['rounded']; needs one of ('unrounded', 'rounded')"),
+    ("group_sum", "fp16", "is 'fp16'; needs one of ('fp32', 'dtype')"),
+    ("bitwise", ("G1",), "has ['G1']; known are ('G4', 'G5', 'G8', 'G9', 'G10')"),
+    ("bitwise", "G4", "is 'G4'; needs a tuple of words out of ('G4', 'G5', 'G8', 'G9', 'G10')"),
+    ("atomic", ("dk",), "has ['dk']; known are ('dq',)"),
+    ("score_mods", ("tanh",), "has ['tanh']; known are ('softcap', 'alibi', 'bias')"),
+    ("configs", (), "is (); needs a dict of names to declarations"),
+    ("configs", {}, "is {}; needs a dict of names to declarations"),
+    ("configs", {16: {}}, "has 16; needs names, which are str"),
+    ("configs", {"a": None}, "['a'] is None; needs a dict of declarations"),
+    (
+        "configs",
+        {"a": {"gqa": False}},
+        "['a'] has ['gqa']; known are ('dtypes', 'dots', ",
+    ),
+    ("configs", {"a": {"dtypes": ()}}, "['a'].dtypes is empty; needs some of ('fp16', "),
+    ("configs", {"a": {"dots": "fp8"}}, "['a'].dots is 'fp8'; needs one of ('ieee', 'tf32')"),
+    ("configs", {"a": {"block_n": 0}}, "['a'].block_n is 0; needs an int >= 1"),
+    ("tiles", (16, 16), "is (16, 16); needs a function of a problem"),
+    ("pooled", True, "is True; needs a function that returns the pooled probabilities"),
+]
+
+
+def function_with(**attributes: object):
+    def attention(q, k, v, *, mask, sm_scale):
+        return q
+
+    vars(attention).update(attributes)
+    return attention
+
+
+def test_the_documented_declarations_are_all_there_are():
+    assert sorted(WORDS) == sorted(VALID)
+
+
+@pytest.mark.parametrize(("word", "value"), [(k, v) for k, values in VALID.items() for v in values])
+def test_a_valid_declaration_reaches_the_subject(word, value):
+    subject = Subject.of(function_with(**{word: value}), "attention")
+    owner = subject if hasattr(subject, word) else subject.numerics
+    stored = getattr(owner, word)
+    if isinstance(value, list | tuple | set | range):
+        assert isinstance(stored, tuple)
+        assert set(stored) == set(value)
+    else:
+        assert stored == value
+
+
+def test_every_declaration_has_a_wrong_value():
+    assert {word for word, _, _ in WRONG} == set(WORDS)
+
+
+@pytest.mark.parametrize(("word", "value", "says"), WRONG)
+def test_a_wrong_value_is_refused_with_what_was_given_and_what_there_is(word, value, says):
+    gap = "" if says.startswith("[") else " "
+    with pytest.raises(ValueError, match="^" + re.escape(f"attention.{word}{gap}{says}")):
+        Subject.of(function_with(**{word: value}), "attention")
+
+
+def test_a_wrong_value_of_an_instance_is_refused():
+    class Attention:
+        lse_base = 10
+
+        def __call__(self, q, k, v, *, mask, sm_scale):
+            return q
+
+    with pytest.raises(ValueError, match=r"^it.lse_base is 10; needs one of \('e', '2'\)$"):
+        Subject.of(Attention(), "it")
+
+
+def test_lengths_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"^f.max_seqlen is 64; needs seqlen_multiple, 128, at"):
+        Subject.of(function_with(max_seqlen=64, seqlen_multiple=128), "f")
+
+
+class OfMethods:
+    def attention(self, q, k, v, *, mask, sm_scale):
+        return q
+
+    attention.head_dim = (64,)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        function_with(head_dim=(64,)),
+        OfMethods().attention,
+        functools.wraps(function_with(head_dim=(64,)))(function_with()),
+    ],
+    ids=["function", "method", "wrapper"],
+)
+def test_a_misspelt_declaration_is_refused_with_the_right_spelling(call):
+    says = f"attention declares 'head_dim' (did you mean 'head_dims'?); known are {sorted(WORDS)}"
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        declared_by(call, "attention")
+
+
+def test_a_misspelt_declaration_of_a_partial_function_is_refused():
+    call = functools.partial(function_with())
+    call.dtype = ("fp16",)
+    with pytest.raises(ValueError, match=r"did you mean 'dtypes'\?"):
+        declared_by(call, "attention")
+
+
+def test_a_declaration_like_none_is_refused_with_what_there_is():
+    says = f"attention declares 'waiver'; known are {sorted(WORDS)}"
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        declared_by(function_with(waiver="G4"), "attention")
+
+
+def test_attributes_that_a_decorator_leaves_are_no_declarations():
+    compiled = functools.wraps(function_with(gqa=False))(function_with())
+    compiled.get_compiler_config = None  # as torch.compile does
+    assert declared_by(compiled, "attention") == {"gqa": False}
+
+
+def test_private_attributes_are_no_declarations():
+    assert declared_by(function_with(_cache={}), "attention") == {}
+
+
+def test_attributes_and_methods_of_an_instance_are_its_own():
+    class Attention:
+        head_dims = (64,)
+
+        def __init__(self):
+            self.dtype = "fp16"
+
+        def __call__(self, q, k, v, *, mask, sm_scale):
+            return q
+
+        def backward(self, dout):
+            return dout
+
+        def tiles(self, problem):
+            return 128, 64
+
+    subject = Subject.of(Attention(), "attention")
+    assert subject.head_dims == (64,)
+    assert subject.backward is True
+    assert subject.tiles(None) == (128, 64)
+
+
+def test_nothing_declared_is_nothing():
+    assert declared_by(function_with(), "attention") == {}
+
+
+def test_what_a_caller_declared_stays_as_it_is():
+    declared = ["bf16", "fp16"]
+    Subject.of(function_with(dtypes=declared), "attention")
+    assert declared == ["bf16", "fp16"]

@@ -1,0 +1,202 @@
+"""Problems are drawn inside of what a subject declares, and what it excludes is said."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import find, given
+from hypothesis import strategies as st
+
+from fa_verify.properties.subjects.declarations import SCORE_MODS
+from fa_verify.properties.subjects.subject import Subject, score_mods_of
+from fa_verify.properties.subjects.supported import ExcludedError, problems_of
+
+LIMITS = {"dtype": "fp16", "device": "cpu", "max_seqlen": 96, "max_cost": 24}
+# What the tests of guarantees force.
+FORCED = ({}, {"padding": True}, {"hidden": True}, {"empty_rows": True})
+DECLARED = {
+    "nothing": {},
+    "dtypes": {"dtypes": ("fp16",)},
+    "devices": {"devices": ("cpu",)},
+    "head_dims": {"head_dims": (8, 64)},
+    "head_dims that nobody asked for": {"head_dims": (72, 160)},
+    "seqlen_multiple": {"seqlen_multiple": 32},
+    "seqlen_multiple of much": {"seqlen_multiple": 256},
+    "configs": {"configs": {"narrow": {}, "tf32": {"dtypes": ("fp32",)}, "wide": {}}},
+    "dtypes of configs": {"dtypes": ("fp32",), "configs": {"a": {}, "b": {"dtypes": ("fp16",)}}},
+    "max_seqlen": {"max_seqlen": 40},
+    "max_seqlen of little": {"max_seqlen": 1},
+    "multiple and max_seqlen": {"seqlen_multiple": 24, "max_seqlen": 80},
+    "gqa": {"gqa": False},
+    "m_ne_n": {"m_ne_n": False},
+    "dv_ne_d": {"dv_ne_d": False},
+    "no masks": {"masks": ()},
+    "causal": {"masks": ("causal",)},
+    "window": {"masks": ("window",)},
+    "padding": {"masks": ("padding",)},
+    "causal and padding": {"masks": ("causal", "padding")},
+    "window and padding": {"masks": ("window", "padding")},
+    "causal and window": {"masks": ("causal", "window")},
+    "layouts": {"layouts": ("bshd", "packed")},
+    "dirty": {"dirty": ("zero", "noise_k")},
+    "no zero_sizes": {"zero_sizes": False},
+    "no zero_sizes, no masks": {"zero_sizes": False, "masks": ()},
+    "no zero_sizes, top-left": {
+        "zero_sizes": False,
+        "causal_alignment": "top-left",
+        "masks": ("causal",),
+    },
+    "top-left": {"causal_alignment": "top-left"},
+    "top-left, causal": {"causal_alignment": "top-left", "masks": ("causal",)},
+    "top-left, padding": {"causal_alignment": "top-left", "masks": ("padding",)},
+    "top-left, no masks": {"causal_alignment": "top-left", "masks": ()},
+    "top-left, M = N": {"causal_alignment": "top-left", "m_ne_n": False},
+    "softcap": {"score_mods": ("softcap",)},
+    "alibi": {"score_mods": ("alibi",)},
+    "bias": {"score_mods": ("bias",)},
+    "much": {
+        "head_dims": (64, 128),
+        "seqlen_multiple": 16,
+        "gqa": False,
+        "m_ne_n": False,
+        "dv_ne_d": False,
+        "masks": ("causal", "window"),
+        "layouts": ("bshd",),
+        "causal_alignment": "top-left",
+    },
+}
+
+
+def attention(q, k, v, *, mask, sm_scale):
+    return q
+
+
+def subject(**declared) -> Subject:
+    return Subject(name="attention", call=attention, **declared)
+
+
+def possible(made: Subject) -> st.SearchStrategy:
+    """Problems with and without a forced feature, as far as what is declared allows it."""
+    strategies = []
+    for forced in FORCED:
+        try:
+            strategies.append(problems_of(made, **LIMITS, **forced))
+        except ExcludedError:
+            continue
+    return st.one_of(strategies)
+
+
+@pytest.mark.parametrize("declared", DECLARED)
+@given(data=st.data())
+def test_what_is_drawn_is_inside_of_what_is_declared(data, declared):
+    made = subject(**DECLARED[declared])
+    # Several at once: a profile of few examples has to see dozens.
+    for problem in data.draw(st.lists(possible(made), min_size=6, max_size=6)):
+        assert made.excludes(problem) is None
+
+
+@pytest.mark.parametrize(
+    ("declared", "condition"),
+    [
+        ("nothing", lambda p: p.G > 1 and p.M != p.N and p.D != p.Dv),
+        ("nothing", lambda p: p.mask.causal and p.mask.window_left and p.mask.seqlens_k),
+        ("head_dims", lambda p: p.D == 64),
+        ("head_dims that nobody asked for", lambda p: p.D == 160),
+        ("seqlen_multiple", lambda p: p.M == 96),
+        ("seqlen_multiple of much", lambda p: p.M == p.N == 512),
+        ("configs", lambda p: p.config == "wide"),
+        ("max_seqlen", lambda p: p.N == 40),
+        ("causal", lambda p: p.mask.causal and p.M != p.N),
+        ("causal", lambda p: not p.mask.causal),
+        ("window", lambda p: p.mask.window_left is not None),
+        ("padding", lambda p: p.mask.seqlens_k is not None),
+        ("dirty", lambda p: p.dirty == "noise_k"),
+        ("layouts", lambda p: p.layouts == ("packed", "bshd", "bshd", "packed")),
+        ("top-left", lambda p: p.mask.causal and p.M > 16),
+        ("top-left", lambda p: p.mask.window_left is not None),
+        ("top-left", lambda p: p.M != p.N and p.mask.seqlens_k is not None),
+        ("top-left", lambda p: p.M == p.N > 16 and p.mask.seqlens_k is not None),
+        ("top-left, causal", lambda p: p.M != p.N),
+        ("top-left, padding", lambda p: p.mask.seqlens_q is not None),
+        ("top-left, no masks", lambda p: p.M != p.N),
+        ("softcap", lambda p: p.softcap is None),
+    ],
+)
+def test_what_is_declared_is_drawn(declared, condition):
+    strategy = problems_of(subject(**DECLARED[declared]), **LIMITS)
+    find(strategy, condition, random=random.Random(0))
+
+
+@pytest.mark.parametrize(
+    ("mod", "condition"),
+    [
+        ("softcap", lambda p: p.softcap < 1 and p.alibi == "none"),
+        ("softcap", lambda p: p.bias != "none"),
+        ("alibi", lambda p: p.alibi == "steep" and p.softcap is None),
+        ("bias", lambda p: p.bias.startswith("needles") and p.alibi == "none"),
+        ("bias", lambda p: p.alibi != "none"),
+    ],
+)
+def test_what_is_done_to_scores_is_drawn_beside_what_is_forced(mod, condition):
+    strategy = problems_of(subject(score_mods=SCORE_MODS), **LIMITS, score_mods=(mod,))
+    find(strategy, condition, random=random.Random(0))
+
+
+@pytest.mark.parametrize("mod", SCORE_MODS)
+@given(data=st.data())
+def test_what_is_done_to_scores_can_be_forced(data, mod):
+    made = subject(score_mods=SCORE_MODS)
+    problem = data.draw(problems_of(made, **LIMITS, score_mods=(mod,)))
+    assert mod in score_mods_of(problem)
+    assert score_mods_of(data.draw(problems_of(made, **LIMITS))) == ()
+    alone = problems_of(subject(score_mods=(mod,)), **LIMITS, score_mods=(mod,))
+    assert score_mods_of(data.draw(alone)) == (mod,)
+    with pytest.raises(ExcludedError, match=re.escape("attention declares score_mods=()")):
+        problems_of(subject(), **LIMITS, score_mods=(mod,))
+
+
+@given(data=st.data())
+def test_what_is_wanted_is_drawn_within_what_is_declared(data):
+    made = subject(head_dims=(8, 16, 64), layouts=("bhsd", "bshd"), gqa=False)
+    wanted = {"head_dims": (64, 24, 8), "layouts": ("bshd", "offset"), "inputs": "two_level"}
+    problem = data.draw(problems_of(made, **LIMITS, **wanted))
+    assert {problem.D, problem.Dv} <= {8, 64}
+    assert set(problem.layouts) == {"bshd"}
+    assert problem.inputs == "two_level"
+    assert problem.G == 1
+
+
+@pytest.mark.parametrize(
+    ("declared", "wanted", "says"),
+    [
+        ({"dtypes": ("bf16",)}, {}, "dtypes=('bf16',)"),
+        ({"devices": ("cuda",)}, {}, "devices=('cuda',)"),
+        ({"masks": ("causal",)}, {"padding": True}, "masks=('causal',)"),
+        ({"masks": ("padding",)}, {"hidden": True}, "masks=('padding',)"),
+        ({"max_seqlen": 1}, {"hidden": True}, "max_seqlen=1"),
+        ({"dirty": ("zero",)}, {"dirty": "nan"}, "dirty=('zero',)"),
+        ({"seqlen_multiple": 64, "max_seqlen": 64}, {"empty_rows": True}, "max_seqlen=64"),
+        ({"masks": (), "m_ne_n": False}, {"empty_rows": True}, "m_ne_n=False"),
+        ({"masks": (), "zero_sizes": False}, {"empty_rows": True}, "zero_sizes=False"),
+        (
+            {"masks": ("causal",), "zero_sizes": False, "causal_alignment": "top-left"},
+            {"empty_rows": True},
+            "zero_sizes=False",
+        ),
+        (
+            {"causal_alignment": "top-left"},
+            {"hidden": True, "padding": True},
+            "causal_alignment='top-left'",
+        ),
+        (
+            {"causal_alignment": "top-left"},
+            {"hidden": True, "empty_rows": True},
+            "causal_alignment='top-left'",
+        ),
+    ],
+)
+def test_what_is_excluded_is_said_by_the_declaration_that_does(declared, wanted, says):
+    with pytest.raises(ExcludedError, match=f"^attention declares {re.escape(says)}$"):
+        problems_of(subject(**declared), **LIMITS, **wanted)

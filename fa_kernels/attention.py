@@ -12,6 +12,7 @@ from fa_kernels.configs import Config
 from fa_kernels.launch.call_cache import check
 from fa_kernels.pooling import check_pooling
 from fa_kernels.validation.arguments import MaskLike
+from fa_kernels.validation.removed import names_replacements
 
 __all__ = ["autocast", "flash_attention"]
 
@@ -34,6 +35,7 @@ def _cast(x: Any) -> Any:
     return x
 
 
+@names_replacements(backward="deterministic=, True for 'two_pass' and False for 'one_pass'")
 def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -48,7 +50,7 @@ def flash_attention(
     block_size: int = 128,
     sm_scale: float | None = None,
     return_lse: bool = False,
-    backward: str = "two_pass",
+    deterministic: bool = True,
     config: Config | str | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -56,7 +58,9 @@ def flash_attention(
     pool: str | None = None,
     pool_size: tuple[int, int] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Exact attention softmax(sm_scale q k') v over the visible keys, without the M x N matrix.
+    """Exact attention of tensors (B, H, S, D): softmax(sm_scale q k') v over the visible keys.
+
+    The M x N matrix of scores is never in memory.
 
     Query m of batch entry b stands at p = m + seqlens_k[b] - seqlens_q[b] (bottom-right alignment)
     and sees the keys n with p - window_left <= n <= p + window_right, inclusive. A row that sees no
@@ -81,9 +85,10 @@ def flash_attention(
             default one).
         sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.
         return_lse: Also return the log-sum-exp.
-        backward: "two_pass": dk and dv in one kernel, dq in another, repeatable to the bit.
-            "one_pass": all in one kernel, 5 products of matrices in place of 7; dq is a sum by
-            atomics, in another order every time, so its last bits differ from run to run.
+        deterministic: Whether dq is repeatable to the bit, as all else always is: dk and dv come
+            from one kernel, dq from another. False: all come from one kernel, with 5 products of
+            matrices in place of 7; dq is a sum by atomics, in another order every time, so its
+            last bits differ from run to run.
         config: Tile configuration, a ``Config`` or a name in ``CONFIGS``; None is "default". For
             few queries against long keys, ``Config(splits=16)`` or so divides the key tiles of each
             query tile among as many programs, and merges what they find.
@@ -145,7 +150,7 @@ def flash_attention(
         block_mask=block_mask,
         block_size=block_size,
         sm_scale=sm_scale,
-        backward=backward,
+        deterministic=deterministic,
         config=config,
         softcap=softcap,
         alibi_slopes=alibi_slopes,

@@ -10,10 +10,12 @@ from fa_kernels import operators
 from fa_kernels.attention import autocast
 from fa_kernels.configs import Config
 from fa_kernels.validation.arguments import MaskLike, check
+from fa_kernels.validation.removed import names_replacements
 
 __all__ = ["flash_attention_varlen"]
 
 
+@names_replacements(backward="deterministic=, True for 'two_pass' and False for 'one_pass'")
 def flash_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -28,7 +30,7 @@ def flash_attention_varlen(
     window: tuple[int | None, int | None] = (None, None),
     sm_scale: float | None = None,
     return_lse: bool = False,
-    backward: str = "two_pass",
+    deterministic: bool = True,
     config: Config | str | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -61,10 +63,10 @@ def flash_attention_varlen(
         window: (window_left, window_right), ints >= 0, None is unbounded.
         sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.
         return_lse: Also return the log-sum-exp.
-        backward: "two_pass" or "one_pass", as of ``flash_attention``.
-        config: Likewise.
-        softcap: Likewise.
-        alibi_slopes: Likewise, (H,) or (B, H).
+        deterministic: As in ``flash_attention``.
+        config: As in ``flash_attention``.
+        softcap: As in ``flash_attention``.
+        alibi_slopes: As in ``flash_attention``, (H,) or (B, H).
 
     Returns:
         out (total_q, H, Dv), a view of storage (H, total_q, Dv), in the dtype of q; with
@@ -93,7 +95,7 @@ def flash_attention_varlen(
         seqlens_q=None,
         seqlens_k=None,
         sm_scale=sm_scale,
-        backward=backward,
+        deterministic=deterministic,
         config=config,
         softcap=softcap,
         alibi_slopes=alibi_slopes,

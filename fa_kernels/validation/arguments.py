@@ -331,7 +331,7 @@ def check(
     block_mask: object = None,
     block_size: object = 128,
     sm_scale: object,
-    backward: object,
+    deterministic: object,
     config: object,
     softcap: object = None,
     alibi_slopes: object = None,
@@ -351,8 +351,8 @@ def check(
     _check_tensors(q, k, v)
     _check_shapes(q, k, v)
     check_device(q.device)
-    if backward not in ("two_pass", "one_pass"):
-        raise ValueError(f"backward is {backward!r}; needs 'two_pass' or 'one_pass'")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic is {deterministic!r}; needs a bool")
     if mask is not None:
         given = [
             name
@@ -399,7 +399,7 @@ def check(
         check_block_mask(block_mask, block_size, q, k)
     return Request(
         tensor_q, tensor_k, block_mask, ints_q, ints_k, left, right, sm_scale, config, token,
-        block_size, backward == "one_pass", longest_q, longest_k, softcap, alibi_slopes, bias,
+        block_size, not deterministic, longest_q, longest_k, softcap, alibi_slopes, bias,
     )  # fmt: skip
 
 

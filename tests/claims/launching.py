@@ -43,7 +43,7 @@ def arguments(
         "seqlens_q": None,
         "seqlens_k": None,
         "sm_scale": None,
-        "backward": "two_pass",
+        "deterministic": True,
         "config": CONFIG,
     }
     checks = package.validation.arguments

@@ -24,7 +24,7 @@ def test_k12_the_single_pass_has_the_gradients_of_two_passes(kernels, device, ma
     inputs = make(problem)
     call = {"mask": mask, "sm_scale": problem.scale}
     two = differentiate(kernels, *inputs.tensors, **call)
-    one = differentiate(kernels, *inputs.tensors, **call, backward="one_pass")
+    one = differentiate(kernels, *inputs.tensors, **call, deterministic=False)
     assert torch.equal(one.dk, two.dk)
     assert torch.equal(one.dv, two.dv)
     want = torch_reference.attention(*inputs, **call).dq

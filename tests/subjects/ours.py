@@ -17,7 +17,7 @@ from fa_verify.subjects.packing import Packing
 
 __all__ = ["adapted", "flash_attention"]
 
-# What follows a configuration's name where the backward is backward="one_pass", and behind it where
+# What follows a configuration's name of calls with deterministic=False, and behind it where
 # the valid rows and keys are packed.
 _ONE_PASS = "-one_pass"
 _PACKED = "-packed"
@@ -33,9 +33,9 @@ def adapted(package: ModuleType):
     def flash_attention(q, k, v, *, mask, sm_scale, config="default", **beside):
         """Returns (out, lse), and last what is pooled, if anything is."""
         of_padded = config.removesuffix(_PACKED)
-        backward = "one_pass" if of_padded.endswith(_ONE_PASS) else "two_pass"
         options = {
-            "sm_scale": sm_scale, "return_lse": True, "backward": backward,
+            "sm_scale": sm_scale, "return_lse": True,
+            "deterministic": not of_padded.endswith(_ONE_PASS),
             "config": of_padded.removesuffix(_ONE_PASS), **beside,
         }  # fmt: skip
         if config.endswith(_PACKED):
@@ -71,7 +71,7 @@ def adapted(package: ModuleType):
     def _largest_tile(q, v, options) -> int:
         """Of blocks that are a multiple of it there is a map; others are asked for by predicate."""
         tiles = tiles_of(options["config"], q.dtype, q.shape[3], v.shape[3])
-        if options["backward"] == "one_pass":
+        if not options["deterministic"]:
             tiles = dataclasses.replace(tiles, dkdv=tiles.one_pass)
         return max(max(x.block_m, x.block_n) for x in (tiles.forward, tiles.dkdv, tiles.dq))
 

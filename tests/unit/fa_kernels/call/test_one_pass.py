@@ -1,4 +1,4 @@
-"""backward="one_pass": what it launches, what it shares with two passes, and where dq is summed."""
+"""deterministic=False: what it launches, what it shares with two passes, and where dq is summed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def gradients(inputs: list[torch.Tensor], backward: str, **arguments: object):
     """(dq, dk, dv)."""
     *leaves, dout = inputs
     leaves = [x.detach().requires_grad_() for x in leaves]
-    out = flash_attention(*leaves, backward=backward, **{"config": CONFIG, **arguments})
+    out = flash_attention(
+        *leaves, deterministic=backward == "two_pass", **{"config": CONFIG, **arguments}
+    )
     return torch.autograd.grad(out, leaves, dout)
 
 
@@ -76,7 +78,7 @@ def test_sums_start_at_0_whatever_is_in_memory_however_often(device, monkeypatch
         allocation, "empty", lambda *shape, **kind: empty(*shape, **kind).fill_(math.nan)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = flash_attention(*leaves, backward="one_pass", config=CONFIG)
+    out = flash_attention(*leaves, deterministic=False, config=CONFIG)
     for _ in range(3):
         dq, *_ = torch.autograd.grad(out, leaves, dout, retain_graph=True)
         assert float(ratios(dq, want, bound).amax()) <= 1
@@ -94,7 +96,7 @@ def test_one_pass_is_made_where_it_makes_all_that_is_needed(wanted, device, monk
         monkeypatch.setattr(portable, f"{name}_kernel", Recorded(kernel, name, ran))
     *leaves, dout = drawn(device)
     leaves = [x.requires_grad_(name in wanted) for name, x in zip("qkv", leaves, strict=True)]
-    flash_attention(*leaves, backward="one_pass", config=CONFIG).backward(dout)
+    flash_attention(*leaves, deterministic=False, config=CONFIG).backward(dout)
     both = "q" in wanted and len(wanted) > 1
     assert ran == ([("dkdv", both)] if "k" in wanted or "v" in wanted else [("dq", None)])
     inputs = [*(x.detach() for x in leaves), dout]
@@ -131,7 +133,7 @@ def test_one_pass_has_a_tile_of_its_own(device):
         "seqlens_k": None, "sm_scale": None, "config": config,
     }  # fmt: skip
     two, one = (
-        prepared(q, k, v, check(q, k, v, **options, backward=x)) for x in ("two_pass", "one_pass")
+        prepared(q, k, v, check(q, k, v, **options, deterministic=x)) for x in (True, False)
     )
     assert (two.config.dkdv, two.one_pass) == (Tile(16, 32), False)
     assert (one.config.dkdv, one.one_pass) == (Tile(64, 16), True)
@@ -150,7 +152,7 @@ def test_rows_of_dq_past_2_to_the_31_elements_are_summed_where_they_lie(device, 
     v, dout = (normal(0, name, (1, 1, 1, of_values)).half().to(device) for name in ("v", "dout"))
     keys = [torch.cat([x, -x], 2).requires_grad_() for x in (k, v)]
     leaves = [q.expand(1, 1, rows, columns).requires_grad_(), *keys]
-    out = flash_attention(*leaves, backward="one_pass")
+    out = flash_attention(*leaves, deterministic=False)
     dq, *_ = torch.autograd.grad(out, leaves, dout.expand(1, 1, rows, of_values))
     assert (dq[0, 0, 0] != 0).any()
     assert all((part == dq[:, :, :1]).all() for part in dq.split(2**20, 2))

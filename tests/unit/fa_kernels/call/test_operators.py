@@ -48,7 +48,7 @@ NOT_GIVEN = {
     "seqlens_q": None,
     "seqlens_k": None,
     "sm_scale": None,
-    "backward": "two_pass",
+    "deterministic": True,
 }
 
 

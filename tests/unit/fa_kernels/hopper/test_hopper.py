@@ -230,15 +230,15 @@ def test_what_it_takes_runs_there_and_nothing_else_does(launches):
 def test_backwards_that_it_takes_run_there_and_no_others_do(backward, launches):
     q, k, v = tensors()
     passes = ["backward"] if backward == "one_pass" else ["backward", "dq"]
-    gradients((q, k, v), q, backward=backward)
+    gradients((q, k, v), q, deterministic=backward == "two_pass")
     assert launches == ["forward", *passes]
-    gradients((q, k, v), q, backward=backward, config=Config(splits=2))
+    gradients((q, k, v), q, deterministic=backward == "two_pass", config=Config(splits=2))
     assert launches == ["forward", *passes, *passes]
     for beside in (
         {"config": "portable"}, {"config": Config(dq=Tile(64, 64))}, {"softcap": 2.0},
         {"mask": PrefixLM(prefix=20)},
     ):  # fmt: skip
-        gradients((q, k, v), q, backward=backward, **beside)
+        gradients((q, k, v), q, deterministic=backward == "two_pass", **beside)
     leaf = q.clone().requires_grad_()
     flash_attention(leaf, k, v).backward(q)
     assert launches == ["forward", *passes, *passes, "forward", "dq"]
@@ -255,7 +255,7 @@ def test_dk_and_dv_of_one_pass_are_those_of_two_and_dq_is_within_its_bound_every
     wanted = gradients(inputs, dout, mask=mask)
     for _ in range(50):
         for backward in ("one_pass", "two_pass"):
-            dq, dk, dv = gradients(inputs, dout, mask=mask, backward=backward)
+            dq, dk, dv = gradients(inputs, dout, mask=mask, deterministic=backward == "two_pass")
             assert torch.equal(dk, wanted[1])
             assert torch.equal(dv, wanted[2])
             assert float(ratios(dq, want, bound).amax()) <= 1
@@ -347,7 +347,7 @@ def test_packed_sequences_have_the_bits_that_they_have_alone(D, backward, known,
     inputs = [x.clone() for x in packed(cu_q[-1] + 20, cu_k[-1] + 20, D)]
     for x, end in zip(inputs, (cu_q[-1], cu_k[-1], cu_k[-1], cu_q[-1]), strict=True):
         x[:2] = x[end:] = torch.nan
-    options = {"causal": True, "backward": backward}
+    options = {"causal": True, "deterministic": backward == "two_pass"}
     want = one_by_one(inputs, cu_q, cu_k, **options)
     if known != "lengths":
         cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (cu_q, cu_k))
@@ -375,7 +375,7 @@ def test_wild_offsets_reach_nothing_outside(cu_q, cu_k, backward):
         wide[300:-300] = x
     tensors = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (cu_q, cu_k)]
     for longest in ({}, {"max_seqlen_q": 64, "max_seqlen_k": 48}):
-        options = {"causal": True, "backward": backward, **longest}
+        options = {"causal": True, "deterministic": backward == "two_pass", **longest}
         got = in_a_row([x[300:-300] for x in around], *tensors, **options)
         assert not any(x.isnan().any() for x in got)
 
@@ -422,7 +422,7 @@ def test_tiles_that_are_shared_have_the_bits_of_those_that_are_not(D, lengths, m
             assert all(
                 map(
                     torch.equal,
-                    gradients(inputs, dout, backward="one_pass", **lengths)[1:],
+                    gradients(inputs, dout, deterministic=False, **lengths)[1:],
                     wanted[1:],
                 )
             )

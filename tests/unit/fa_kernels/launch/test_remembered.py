@@ -16,12 +16,12 @@ from fa_verify.oracles.masks.mask import Mask
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {
     "mask": None, "causal": False, "window": (None, None), "seqlens_q": None, "seqlens_k": None,
-    "block_mask": None, "block_size": 128, "sm_scale": None, "backward": "two_pass",
+    "block_mask": None, "block_size": 128, "sm_scale": None, "deterministic": True,
     "config": None, "softcap": None, "alibi_slopes": None, "bias": None,
 }  # fmt: skip
 OTHER = (
     {"causal": True}, {"window": (3, None)}, {"window": (None, 3)}, {"sm_scale": 0.5},
-    {"sm_scale": 1}, {"backward": "one_pass"}, {"config": "64x32"}, {"config": Config(splits=2)},
+    {"sm_scale": 1}, {"deterministic": False}, {"config": "64x32"}, {"config": Config(splits=2)},
     {"softcap": 2.0}, {"block_size": 256},
 )  # fmt: skip
 
@@ -99,7 +99,7 @@ def test_another_length_of_q_and_another_head_dim_of_v_are_other_calls(place, wo
         ({"window": (1, None)}, {"window": (True, None)}),
         ({"sm_scale": 1}, {"sm_scale": True}),
         ({"softcap": 1.0}, {"softcap": True}),
-        ({"backward": "two_pass"}, {"backward": ["two_pass"]}),
+        ({"deterministic": True}, {"deterministic": [True]}),
         ({"block_size": 128}, {"config": "no name"}),
         ({"sm_scale": 2.0}, {"sm_scale": float("nan")}),
     ],

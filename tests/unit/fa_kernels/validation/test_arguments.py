@@ -238,10 +238,8 @@ OPTIONS = {
     "scale_tensor": refusal(
         TypeError, "sm_scale", "tensor(1.)", "a float or None", sm_scale=torch.tensor(1.0)
     ),
-    "backward_unknown": refusal(
-        ValueError, "backward", "'magic'", "'two_pass' or 'one_pass'", backward="magic"
-    ),
-    "backward_none": refusal(ValueError, "backward", "None", "'two_pass'", backward=None),
+    "deterministic_int": refusal(TypeError, "deterministic", "1", "a bool", deterministic=1),
+    "deterministic_none": refusal(TypeError, "deterministic", "None", "a bool", deterministic=None),
     "config_name": refusal(ValueError, "config", "'fast'", "'16x16'", config="fast"),
     "config_type": refusal(TypeError, "config", "16", "a Config, a name or None", config=16),
     "config_tile": refusal(TypeError, "config", "Tile(", "a Config", config=Tile(16, 16)),
@@ -288,7 +286,7 @@ def checked(device: str, **change: object) -> Arguments:
         "seqlens_q": None,
         "seqlens_k": None,
         "sm_scale": None,
-        "backward": "two_pass",
+        "deterministic": True,
         "config": None,
     }
     tensors = good(device).values()

@@ -121,7 +121,13 @@ def test_a_map_gives_what_the_predicate_gives(device, beside, backward):
     blocks = BLOCKS.blocks(H, M, N).to(device)
     mask = dataclasses.replace(BLOCKS, **beside)
     want = called(inputs, mask=mask)
-    got = called(inputs, mask=Mask(**beside), block_mask=blocks, block_size=32, backward=backward)
+    got = called(
+        inputs,
+        mask=Mask(**beside),
+        block_mask=blocks,
+        block_size=32,
+        deterministic=backward == "two_pass",
+    )
     if device == "cpu":
         for place, (x, y) in enumerate(zip(got, want, strict=True)):
             # The sum of dq in one pass has another order.
@@ -150,7 +156,11 @@ def test_lists_are_made_for_the_kernels_that_run(device, monkeypatch, backward, 
     leaves = [x.requires_grad_(place in of) for place, x in enumerate(inputs[:3])]
     blocks = BLOCKS.blocks(H, M, N).to(device)
     out = flash_attention(
-        *leaves, block_mask=blocks, block_size=32, config=CONFIG, backward=backward
+        *leaves,
+        block_mask=blocks,
+        block_size=32,
+        config=CONFIG,
+        deterministic=backward == "two_pass",
     )
     torch.autograd.grad(out, [leaves[place] for place in of], inputs[3])
     names = [[name for name, x in maps._asdict().items() if x is not None] for maps in made]

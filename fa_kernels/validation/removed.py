@@ -1,0 +1,31 @@
+"""Options that the public calls no longer take: each is answered by the one in its place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["names_replacements"]
+
+
+def names_replacements(**instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a call so that a removed option raises a TypeError that names its replacement.
+
+    Args:
+        instead: Removed option to what replaces it, such as ``window="window_size="``.
+    """
+
+    def decorated(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def checked(*args: Any, **options: Any) -> Any:
+            for name, replacement in instead.items():
+                if name in options:
+                    raise TypeError(f"{name}= is no longer an option; needs {replacement}")
+            return call(*args, **options)
+
+        checked.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+        return checked
+
+    return decorated

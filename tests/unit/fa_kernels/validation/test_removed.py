@@ -1,0 +1,36 @@
+"""Options of earlier versions are refused by an error that names what replaces them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fa_kernels import flash_attention, flash_attention_varlen
+
+REMOVED = {"backward": ("one_pass", "deterministic=")}
+
+
+@pytest.mark.parametrize("call", [flash_attention, flash_attention_varlen])
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_is_answered_by_its_replacement(call, name, device):
+    value, replacement = REMOVED[name]
+    x = torch.zeros(1, 2, 3, 16, device=device)
+    with pytest.raises(TypeError, match=rf"^{name}= is no longer an option; needs {replacement}"):
+        call(x, x, x, **{name: value})
+
+
+@pytest.mark.parametrize("call", [flash_attention, flash_attention_varlen])
+def test_the_signature_names_every_option_and_no_removed_one(call):
+    parameters = inspect.signature(call, follow_wrapped=False).parameters
+    assert {"deterministic", "causal", "sm_scale"} <= parameters.keys()
+    assert not parameters.keys() & {*REMOVED, "args", "options"}
+
+
+def test_an_unknown_option_is_refused_by_name(device):
+    x = torch.zeros(1, 2, 3, 16, device=device)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dropout'"):
+        flash_attention(x, x, x, dropout=0.1)

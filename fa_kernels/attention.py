@@ -35,7 +35,9 @@ def _cast(x: Any) -> Any:
     return x
 
 
-@names_replacements(backward="deterministic=, True for 'two_pass' and False for 'one_pass'")
+@names_replacements(
+    backward="deterministic=, True for 'two_pass' and False for 'one_pass'", window="window_size="
+)
 def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -43,7 +45,7 @@ def flash_attention(
     *,
     mask: MaskLike | None = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
+    window_size: tuple[int | None, int | None] = (None, None),
     seqlens_q: Sequence[int] | torch.Tensor | None = None,
     seqlens_k: Sequence[int] | torch.Tensor | None = None,
     block_mask: torch.Tensor | None = None,
@@ -73,14 +75,14 @@ def flash_attention(
         v: (B, Hk, N, Dv), likewise; D and Dv from 1 to 256.
         mask: An object with the attributes of ``MaskLike``, in place of the next four.
         causal: window_right = 0.
-        window: (window_left, window_right), ints >= 0, None is unbounded.
+        window_size: (window_left, window_right), ints >= 0; None or -1 is unbounded.
         seqlens_q: Valid rows, B ints in [0, M] or an int32 tensor (B,) on the device of q, whose
             values are not checked but clamped to [0, M] by the kernels (no synchronisation).
         seqlens_k: Valid keys, B ints in [0, N] or an int32 tensor, likewise.
         block_mask: Bool (H or 1, ceil(M / block_size), ceil(N / block_size)) on the device of q:
             blocks of rows and keys that may see each other; others are hidden, and cost nothing.
-            On top of causal, window and lengths. It is not differentiated, and nothing waits for
-            it: no synchronisation.
+            On top of causal, window_size and lengths. It is not differentiated, and nothing waits
+            for it: no synchronisation.
         block_size: Rows and keys of a block, a multiple of the configuration's tiles (128 of any
             default one).
         sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.
@@ -144,7 +146,7 @@ def flash_attention(
         v,
         mask=mask,
         causal=causal,
-        window=window,
+        window_size=window_size,
         seqlens_q=seqlens_q,
         seqlens_k=seqlens_k,
         block_mask=block_mask,

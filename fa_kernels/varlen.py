@@ -15,7 +15,9 @@ from fa_kernels.validation.removed import names_replacements
 __all__ = ["flash_attention_varlen"]
 
 
-@names_replacements(backward="deterministic=, True for 'two_pass' and False for 'one_pass'")
+@names_replacements(
+    backward="deterministic=, True for 'two_pass' and False for 'one_pass'", window="window_size="
+)
 def flash_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -27,7 +29,7 @@ def flash_attention_varlen(
     max_seqlen_k: int | None = None,
     mask: MaskLike | None = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
+    window_size: tuple[int | None, int | None] = (None, None),
     sm_scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
@@ -60,7 +62,7 @@ def flash_attention_varlen(
             count sequences, and rows and keys of one. Its lengths are None, or those of offsets
             that are ints: those a mask with a predicate has to have, which counts by them.
         causal: window_right = 0.
-        window: (window_left, window_right), ints >= 0, None is unbounded.
+        window_size: (window_left, window_right), ints >= 0; None or -1 is unbounded.
         sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.
         return_lse: Also return the log-sum-exp.
         deterministic: As in ``flash_attention``.
@@ -91,7 +93,7 @@ def flash_attention_varlen(
         *heads_first,
         mask=mask,
         causal=causal,
-        window=window,
+        window_size=window_size,
         seqlens_q=None,
         seqlens_k=None,
         sm_scale=sm_scale,

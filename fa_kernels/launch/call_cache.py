@@ -32,21 +32,22 @@ def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     kept[key] = value
 
 
-def check(q: Any, k: Any, v: Any, *, window: Any, **options: Any) -> Request:
+def check(q: Any, k: Any, v: Any, *, window_size: Any, **options: Any) -> Request:
     """``arguments.check``."""
-    values = (*(window if type(window) is tuple else (window,)), *options.values())
+    window = window_size if type(window_size) is tuple else (window_size,)
+    values = (*window, *options.values())
     types = tuple(map(type, values))
     if (
         torch.compiler.is_compiling()
         or not _PLAIN.issuperset(types)
         or not _TENSORS.issuperset(map(type, (q, k, v)))
     ):
-        return arguments.check(q, k, v, window=window, **options)
+        return arguments.check(q, k, v, window_size=window_size, **options)
     shapes = (q.shape, k.shape, v.shape, q.layout, k.layout, v.layout)
     key = (shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, values, types)
     request = _requests.get(key)
     if request is None:
-        request = arguments.check(q, k, v, window=window, **options)
+        request = arguments.check(q, k, v, window_size=window_size, **options)
         _keep(_requests, key, request)
     else:
         # Of the process, not of the call.

@@ -208,26 +208,33 @@ def check_device(device: torch.device) -> None:
     )
 
 
-def _checked_bound(name: str, bound: object) -> int | None:
+def _checked_bound(name: str, bound: object, *, of_mask: bool) -> int | None:
     if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
         raise TypeError(f"{name} is {bound!r}; needs an int or None")
+    if bound == -1 and not of_mask:
+        return None
     if bound is not None and bound < 0:
-        raise ValueError(f"{name} is {bound}; needs an int >= 0, or None for unbounded")
+        unbounded = "None" if of_mask else "None or -1"
+        raise ValueError(f"{name} is {bound}; needs an int >= 0, or {unbounded} for unbounded")
     return bound
 
 
-def _is_unbounded(window: object) -> bool:
-    return isinstance(window, tuple | list) and [x is None for x in window] == [True, True]
+def _is_unbounded(window_size: object) -> bool:
+    return isinstance(window_size, tuple | list) and [
+        x is None or (type(x) is int and x == -1) for x in window_size
+    ] == [True, True]
 
 
-def _checked_window(causal: object, window: object) -> tuple[int | None, int | None]:
-    """(window_left, window_right) with causal folded in."""
+def _checked_window(
+    causal: object, window_size: object, *, of_mask: bool
+) -> tuple[int | None, int | None]:
+    """(window_left, window_right) with causal folded in; a mask's bounds are None or ints >= 0."""
     if not isinstance(causal, bool):
         raise TypeError(f"causal is {causal!r}; needs a bool")
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window is {window!r}; needs a pair (window_left, window_right)")
-    left = _checked_bound("window_left", window[0])
-    right = _checked_bound("window_right", window[1])
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"window_size is {window_size!r}; needs a pair (window_left, window_right)")
+    left = _checked_bound("window_left", window_size[0], of_mask=of_mask)
+    right = _checked_bound("window_right", window_size[1], of_mask=of_mask)
     if causal and right not in (None, 0):
         raise ValueError(
             f"causal=True contradicts window_right={right}; causal means window_right=0: "
@@ -325,7 +332,7 @@ def check(
     *,
     mask: object,
     causal: object,
-    window: object,
+    window_size: object,
     seqlens_q: object,
     seqlens_k: object,
     block_mask: object = None,
@@ -358,7 +365,7 @@ def check(
             name
             for name, is_default in (
                 ("causal", causal is False),
-                ("window", _is_unbounded(window)),
+                ("window_size", _is_unbounded(window_size)),
                 ("seqlens_q", seqlens_q is None),
                 ("seqlens_k", seqlens_k is None),
             )
@@ -371,11 +378,11 @@ def check(
                 f"mask is {type(mask).__name__}; needs an object with attributes causal, "
                 "window_left, window_right, seqlens_q, seqlens_k"
             )
-        causal, window = mask.causal, (mask.window_left, mask.window_right)
+        causal, window_size = mask.causal, (mask.window_left, mask.window_right)
         seqlens_q, seqlens_k = mask.seqlens_q, mask.seqlens_k
     check_bias(bias, q, k)
     B, _, M, _ = q.shape
-    left, right = _checked_window(causal, window)
+    left, right = _checked_window(causal, window_size, of_mask=mask is not None)
     longest_q, longest_k = None, None
     if offsets is None:
         tensor_q, ints_q = _checked_lengths("seqlens_q", seqlens_q, B, M, q.device)

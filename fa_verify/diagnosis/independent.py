@@ -143,8 +143,8 @@ BLIND: tuple[Mutant, ...] = (
             ),
         ),
         origin="blind: 'a window cannot reach further than there are keys'; true to the left, but "
-        "with M > N a query stands before key 0. fp32, M 64, N 16, window=(None, 40): row m sees "
-        "n <= m - 8, with the fault n <= m - 32, so rows 8..31 give out 0 and lse -inf.",
+        "with M > N a query stands before key 0. fp32, M 64, N 16, window_size=(None, 40): row m "
+        "sees n <= m - 8, with the fault n <= m - 32, so rows 8..31 give out 0 and lse -inf.",
     ),
     Mutant(
         name="arguments: a strided tensor of lengths goes to the kernels as it is",

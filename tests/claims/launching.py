@@ -39,7 +39,7 @@ def arguments(
     given = {
         "mask": None,
         "causal": False,
-        "window": (None, None),
+        "window_size": (None, None),
         "seqlens_q": None,
         "seqlens_k": None,
         "sm_scale": None,

@@ -209,7 +209,9 @@ def test_k14_between_visible_and_hidden_keys_it_is_the_same_while_exp_underflows
     """
     copy = edited("k14_added_mask", ADDED_MASK)
     inputs = one_hidden_key(device, gap)
-    got, want = (differentiate(x, *inputs, sm_scale=1.0, window=(0, None)) for x in (copy, kernels))
+    got, want = (
+        differentiate(x, *inputs, sm_scale=1.0, window_size=(0, None)) for x in (copy, kernels)
+    )
     assert all(same_bits(x, y).all() for x, y in zip(got, want, strict=True))
     assert want.out == 0
 
@@ -219,6 +221,6 @@ def test_k14_from_half_a_million_on_a_hidden_key_wins_over_a_visible_one(edited,
     """K14 beyond: scores 1e6 apart, so +5e5 and -5e5, share the row; the weight is a sigmoid."""
     copy = edited("k14_added_mask", ADDED_MASK)
     inputs = one_hidden_key(device, 1e6 + excess)
-    got = differentiate(copy, *inputs, sm_scale=1.0, window=(0, None)).out.item()
+    got = differentiate(copy, *inputs, sm_scale=1.0, window_size=(0, None)).out.item()
     want = 1 / (1 + math.exp(-excess))
     assert abs(got - want) <= 8 * 2.0**-53 * 1e6 * want

@@ -331,10 +331,10 @@ def test_the_default_scale_is_that_of_the_true_head_dim(device):
 
 MASKS = [
     (Mask(causal=True), {"causal": True}),
-    (Mask(window_left=3, window_right=1), {"window": (3, 1)}),
+    (Mask(window_left=3, window_right=1), {"window_size": (3, 1)}),
     (
         Mask(causal=True, window_left=4, seqlens_q=(17, 5), seqlens_k=(9, 21)),
-        {"causal": True, "window": (4, None), "seqlens_q": (17, 5), "seqlens_k": (9, 21)},
+        {"causal": True, "window_size": (4, None), "seqlens_q": (17, 5), "seqlens_k": (9, 21)},
     ),
 ]
 

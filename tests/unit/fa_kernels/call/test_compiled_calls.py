@@ -56,7 +56,7 @@ def assert_same(got, want):
 ARGUMENTS = {
     "plain": {},
     "causal": {"causal": True},
-    "window": {"window": (3, 1)},
+    "window": {"window_size": (3, 1)},
     "ints": {"seqlens_q": (5, 3), "seqlens_k": (0, 4)},
     "mask": {"mask": Mask(causal=True, seqlens_k=(5, 4))},
     "predicate": {"mask": PrefixLM(prefix=4)},

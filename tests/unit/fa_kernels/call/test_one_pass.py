@@ -129,7 +129,7 @@ def test_one_pass_has_a_tile_of_its_own(device):
     config = Config(dkdv=Tile(16, 32), one_pass=Tile(64, 16))
     q, k, v, _ = drawn(device)
     options = {
-        "mask": None, "causal": False, "window": (None, None), "seqlens_q": None,
+        "mask": None, "causal": False, "window_size": (None, None), "seqlens_q": None,
         "seqlens_k": None, "sm_scale": None, "config": config,
     }  # fmt: skip
     two, one = (

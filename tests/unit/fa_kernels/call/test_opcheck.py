@@ -66,7 +66,7 @@ def test_the_operators_are_right_for_any_tensors_that_are_differentiated(wanted,
 
 ASKED = {
     "causal": {"causal": True},
-    "window": {"window": (2, 1), "sm_scale": 0.3},
+    "window": {"window_size": (2, 1), "sm_scale": 0.3},
     "ints": {"seqlens_q": (5, 2), "seqlens_k": (0, 7)},
     "mask": {"mask": Mask(causal=True, seqlens_k=(7, 3))},
     "predicate": {"mask": PrefixLM(prefix=3, window_left=4)},

@@ -44,7 +44,7 @@ def drawn(device, dtype=torch.float32, layouts=STORED["bhsd"], **sizes):
 NOT_GIVEN = {
     "mask": None,
     "causal": False,
-    "window": (None, None),
+    "window_size": (None, None),
     "seqlens_q": None,
     "seqlens_k": None,
     "sm_scale": None,

@@ -228,7 +228,7 @@ def test_a_map_of_blocks_hides_what_its_predicate_hides(per_head, device):
     blocks = mask.blocks(2, 20, 37).to(device)
     # Strides of the map's own.
     blocks = blocks.mT.contiguous().mT
-    given = {"block_mask": blocks, "block_size": 16, "window": (12, None)}
+    given = {"block_mask": blocks, "block_size": 16, "window_size": (12, None)}
     for pool in POOLS:
         got, want = (pooled_of(inputs, pool, (6, 7), **x) for x in (given, {"mask": mask}))
         # A GPU runs other code for another predicate.
@@ -361,7 +361,7 @@ ASKED = {
 @pytest.mark.parametrize("arguments", ASKED.values(), ids=ASKED)
 def test_the_operator_is_right(arguments, device):
     q, k, v = drawn(device, "fp32", M=5, N=7)
-    given = {"mask": None, "causal": False, "window": (None, None), "sm_scale": None}
+    given = {"mask": None, "causal": False, "window_size": (None, None), "sm_scale": None}
     given |= {"seqlens_q": None, "seqlens_k": None, "deterministic": True, "config": CONFIG}
     request = check(q, k, v, **{**given, **arguments})
     _, lse = operators.forward(q, k, v, *request)

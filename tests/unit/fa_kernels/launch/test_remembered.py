@@ -15,12 +15,13 @@ from fa_verify.oracles.masks.mask import Mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {
-    "mask": None, "causal": False, "window": (None, None), "seqlens_q": None, "seqlens_k": None,
-    "block_mask": None, "block_size": 128, "sm_scale": None, "deterministic": True,
+    "mask": None, "causal": False, "window_size": (None, None),
+    "seqlens_q": None, "seqlens_k": None, "block_mask": None, "block_size": 128,
+    "sm_scale": None, "deterministic": True,
     "config": None, "softcap": None, "alibi_slopes": None, "bias": None,
 }  # fmt: skip
 OTHER = (
-    {"causal": True}, {"window": (3, None)}, {"window": (None, 3)}, {"sm_scale": 0.5},
+    {"causal": True}, {"window_size": (3, None)}, {"window_size": (None, 3)}, {"sm_scale": 0.5},
     {"sm_scale": 1}, {"deterministic": False}, {"config": "64x32"}, {"config": Config(splits=2)},
     {"softcap": 2.0}, {"block_size": 256},
 )  # fmt: skip
@@ -96,7 +97,7 @@ def test_another_length_of_q_and_another_head_dim_of_v_are_other_calls(place, wo
     ("right", "wrong"),
     [
         ({"causal": True}, {"causal": 1}),
-        ({"window": (1, None)}, {"window": (True, None)}),
+        ({"window_size": (1, None)}, {"window_size": (True, None)}),
         ({"sm_scale": 1}, {"sm_scale": True}),
         ({"softcap": 1.0}, {"softcap": True}),
         ({"deterministic": True}, {"deterministic": [True]}),

@@ -109,16 +109,24 @@ TENSORS = {
 
 LEFT, RIGHT, PAIR = "window_left", "window_right", "a pair (window_left, window_right)"
 WINDOWS = {
-    "left_negative": refusal(ValueError, LEFT, "-1", "int >= 0, or None", window=(-1, None)),
-    "right_negative": refusal(ValueError, RIGHT, "-2", "int >= 0, or None", window=(None, -2)),
-    "left_float": refusal(TypeError, LEFT, "1.0", "int or None", window=(1.0, None)),
-    "right_bool": refusal(TypeError, RIGHT, "True", "int or None", window=(0, True)),
-    "int": refusal(TypeError, "window", "3", PAIR, window=3),
-    "none": refusal(TypeError, "window", "None", PAIR, window=None),
-    "string": refusal(TypeError, "window", "'12'", PAIR, window="12"),
-    "three": refusal(TypeError, "window", "(1, 2, 3)", PAIR, window=(1, 2, 3)),
+    "left_negative": refusal(
+        ValueError, LEFT, "-2", "int >= 0, or None or -1", window_size=(-2, None)
+    ),
+    "right_negative": refusal(
+        ValueError, RIGHT, "-7", "int >= 0, or None or -1", window_size=(None, -7)
+    ),
+    "left_true": refusal(TypeError, LEFT, "True", "int or None", window_size=(True, None)),
+    "left_float_unbounded": refusal(
+        TypeError, LEFT, "-1.0", "int or None", window_size=(-1.0, None)
+    ),
+    "left_float": refusal(TypeError, LEFT, "1.0", "int or None", window_size=(1.0, None)),
+    "right_bool": refusal(TypeError, RIGHT, "True", "int or None", window_size=(0, True)),
+    "int": refusal(TypeError, "window_size", "3", PAIR, window_size=3),
+    "none": refusal(TypeError, "window_size", "None", PAIR, window_size=None),
+    "string": refusal(TypeError, "window_size", "'12'", PAIR, window_size="12"),
+    "three": refusal(TypeError, "window_size", "(1, 2, 3)", PAIR, window_size=(1, 2, 3)),
     "causal_and_right": refusal(
-        ValueError, "causal=True", "window_right=2", "leave one", causal=True, window=(None, 2)
+        ValueError, "causal=True", "window_right=2", "leave one", causal=True, window_size=(None, 2)
     ),
     "causal_int": refusal(TypeError, "causal", "1", "a bool", causal=1),
     "causal_none": refusal(TypeError, "causal", "None", "a bool", causal=None),
@@ -127,8 +135,12 @@ WINDOWS = {
 ONE, ATTRIBUTES = "needs one or other", "seqlens_q, seqlens_k"
 MASKS = {
     "and_causal": refusal(ValueError, "mask", "causal", ONE, mask=Mask(), causal=True),
-    "and_window": refusal(ValueError, "mask", "window", ONE, mask=Mask(), window=(3, None)),
-    "and_array": refusal(ValueError, "mask", "window", ONE, mask=Mask(), window=np.array([3, 3])),
+    "and_window": refusal(
+        ValueError, "mask", "window_size", ONE, mask=Mask(), window_size=(3, None)
+    ),
+    "and_array": refusal(
+        ValueError, "mask", "window_size", ONE, mask=Mask(), window_size=np.array([3, 3])
+    ),
     "and_seqlens_q": refusal(ValueError, "mask", "seqlens_q", ONE, mask=Mask(), seqlens_q=(5, 5)),
     "and_seqlens_k": refusal(ValueError, "mask", "seqlens_k", ONE, mask=Mask(), seqlens_k=int32()),
     "bool_tensor": refusal(
@@ -282,7 +294,7 @@ def checked(device: str, **change: object) -> Arguments:
     given = {
         "mask": None,
         "causal": False,
-        "window": (None, None),
+        "window_size": (None, None),
         "seqlens_q": None,
         "seqlens_k": None,
         "sm_scale": None,
@@ -327,22 +339,25 @@ def test_a_device_without_triton_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("window", "want"),
+    ("window_size", "want"),
     [
         ((None, None), (M + N, M + N)),
+        ((-1, -1), (M + N, M + N)),
+        ((-1, 3), (M + N, 3)),
+        ([2, -1], (2, M + N)),
         ([3, 0], (3, 0)),
         ((0, M + N), (0, M + N)),
         ((M + N + 1, 2**40), (M + N, M + N)),
     ],
 )
-def test_windows_reach_the_kernels_within_the_sum_of_the_lengths(window, want, device):
-    arguments = checked(device, window=window)
+def test_windows_reach_the_kernels_within_the_sum_of_the_lengths(window_size, want, device):
+    arguments = checked(device, window_size=window_size)
     assert (arguments.window_left, arguments.window_right) == want
 
 
-@pytest.mark.parametrize("right", [None, 0])
+@pytest.mark.parametrize("right", [None, -1, 0])
 def test_causal_is_a_right_bound_of_zero(right, device):
-    arguments = checked(device, causal=True, window=(2, right))
+    arguments = checked(device, causal=True, window_size=(2, right))
     assert (arguments.window_left, arguments.window_right) == (2, 0)
 
 

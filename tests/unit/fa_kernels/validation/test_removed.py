@@ -11,7 +11,10 @@ pytest.importorskip("triton")
 
 from fa_kernels import flash_attention, flash_attention_varlen
 
-REMOVED = {"backward": ("one_pass", "deterministic=")}
+REMOVED = {
+    "backward": ("one_pass", "deterministic="),
+    "window": ((3, None), "window_size="),
+}
 
 
 @pytest.mark.parametrize("call", [flash_attention, flash_attention_varlen])
@@ -26,7 +29,7 @@ def test_a_removed_option_is_answered_by_its_replacement(call, name, device):
 @pytest.mark.parametrize("call", [flash_attention, flash_attention_varlen])
 def test_the_signature_names_every_option_and_no_removed_one(call):
     parameters = inspect.signature(call, follow_wrapped=False).parameters
-    assert {"deterministic", "causal", "sm_scale"} <= parameters.keys()
+    assert {"deterministic", "window_size", "causal", "sm_scale"} <= parameters.keys()
     assert not parameters.keys() & {*REMOVED, "args", "options"}
 
 

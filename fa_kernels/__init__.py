@@ -1,10 +1,19 @@
-"""FlashAttention-2 in Triton: ``flash_attention``, and ``flash_attention_varlen`` of sequences.
+"""FlashAttention-2 in Triton: ``flash_attention``, ``flash_attention_varlen`` of sequences.
+
+``pooled_attention_probs`` pools the probabilities over blocks of pairs.
 
 Kernels run on CUDA devices, or on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-from fa_kernels.attention import flash_attention
+from fa_kernels.attention import flash_attention, pooled_attention_probs
 from fa_kernels.configs import CONFIGS, Config, Tile
 from fa_kernels.varlen import flash_attention_varlen
 
-__all__ = ["CONFIGS", "Config", "Tile", "flash_attention", "flash_attention_varlen"]
+__all__ = [
+    "CONFIGS",
+    "Config",
+    "Tile",
+    "flash_attention",
+    "flash_attention_varlen",
+    "pooled_attention_probs",
+]

@@ -1,4 +1,4 @@
-"""The public call, differentiable and validated."""
+"""The public calls on tensors (B, H, S, D): attention, and its probabilities pooled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from fa_kernels import operators
 from fa_kernels.configs import Config
 from fa_kernels.launch.call_cache import check
-from fa_kernels.pooling import check_pooling
+from fa_kernels.pooling import check_lse, check_pooling
 from fa_kernels.validation.arguments import MaskLike
 from fa_kernels.validation.removed import names_replacements
 
-__all__ = ["autocast", "flash_attention"]
+__all__ = ["autocast", "flash_attention", "pooled_attention_probs"]
 
 # What ``torch.autocast`` casts; float64 it leaves alone.
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,7 +36,10 @@ def _cast(x: Any) -> Any:
 
 
 @names_replacements(
-    backward="deterministic=, True for 'two_pass' and False for 'one_pass'", window="window_size="
+    backward="deterministic=, True for 'two_pass' and False for 'one_pass'",
+    window="window_size=",
+    pool="pooled_attention_probs(q, k, lse, pool=..., pool_size=...)",
+    pool_size="pooled_attention_probs(q, k, lse, pool=..., pool_size=...)",
 )
 def flash_attention(
     q: torch.Tensor,
@@ -57,8 +60,6 @@ def flash_attention(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    pool: str | None = None,
-    pool_size: tuple[int, int] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Exact attention of tensors (B, H, S, D): softmax(sm_scale q k') v over the visible keys.
 
@@ -101,16 +102,6 @@ def flash_attention(
             added to each score, after the softcap. Finite where a row sees a key; elsewhere it may
             hold anything, and gets zero gradients. Differentiable: its gradient is added up over
             what shares an element. It hides nothing: -inf is for masks.
-        pool: "mean" or "max": also return the probabilities of each block of pairs pooled; of
-            scores that none of the three before modifies.
-        pool_size: (rows, keys) of a pool block, ints >= 1 of any size; needed beside ``pool``.
-
-    Pooled probabilities: with P[m, n] = exp(s[m, n] - lse[m]) where m sees n and 0 everywhere else,
-    block (i, j) of the pool holds the pairs with i rows <= m < (i + 1) rows and
-    j keys <= n < (j + 1) keys, and of these the valid ones have m < seqlens_q[b], n < seqlens_k[b].
-    "mean" is the sum of P over the valid pairs divided by their number, so that hidden pairs count,
-    with P = 0; "max" is the largest P of a valid pair. A block without a valid pair gives 0, and so
-    does one without a visible pair. Blocks are counted from row 0 and key 0, whatever the lengths.
 
     Under ``torch.autocast`` q, k, v and bias of 16 and 32 bits are cast to its dtype first. Under
     ``torch.compile`` a mask with a method ``native`` is a constant, and a frozen dataclass.
@@ -119,9 +110,7 @@ def flash_attention(
         out (B, H, M, Dv) in the dtype of q; with ``return_lse`` also lse (B, H, M), the natural
         log-sum-exp of the scaled visible scores, float32 (float64 for float64). Both are
         differentiable; gradients of rows without a visible key are ignored, and the backward
-        computes what is asked for alone, dk and dv together. With ``pool`` also, last,
-        pooled (B, H, ceil(M / rows), ceil(N / keys)), float32 (float64 for float64), a constant: it
-        is not differentiated, and does not require a gradient.
+        computes what is asked for alone, dk and dv together.
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message says which, and what it needs.
@@ -131,15 +120,11 @@ def flash_attention(
     before their dots, fp32 dots in IEEE precision unless ``config`` says "tf32". Parts of keys stay
     in the accumulator's dtype, unnormalised, until they are merged: one rescale more for each. The
     number of parts changes the last bits of out and lse; the same number gives the same bits.
-    Pooled probabilities are recomputed from q, k and lse, as in the backward, and never rounded to
-    the input dtype; ``oracles/bounds/pooled.py`` derives their bound.
 
     Source: FlashAttention-2 (arXiv:2307.08691); Flash-Decoding (Dao, Haziza, Massa, Sizov 2023)
     for the parts.
     """
     q, k, v, bias = autocast(q, k, v, bias)
-    modified = any(x is not None for x in (softcap, alibi_slopes, bias))
-    pooling = check_pooling(pool, pool_size, modified=modified)
     request = check(
         q,
         k,
@@ -159,7 +144,81 @@ def flash_attention(
         bias=bias,
     )
     out, lse = operators.run_forward(q, k, v, request)
-    found = (out, lse) if return_lse else (out,)
-    if pooling is not None:
-        found = (*found, operators.pooled_scores(q, k, lse, *request, *pooling))
-    return found if len(found) > 1 else out
+    return (out, lse) if return_lse else out
+
+
+def pooled_attention_probs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    pool: str,
+    pool_size: tuple[int, int],
+    mask: MaskLike | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    seqlens_q: Sequence[int] | torch.Tensor | None = None,
+    seqlens_k: Sequence[int] | torch.Tensor | None = None,
+    block_mask: torch.Tensor | None = None,
+    block_size: int = 128,
+    sm_scale: float | None = None,
+    config: Config | str | None = None,
+) -> torch.Tensor:
+    """The probabilities of attention, tensors (B, H, S, D), pooled over blocks of pairs.
+
+    With P[m, n] = exp(s[m, n] - lse[m]) where m sees n and 0 everywhere else, block (i, j) holds
+    the pairs with i rows <= m < (i + 1) rows and j keys <= n < (j + 1) keys, and of these the valid
+    ones have m < seqlens_q[b], n < seqlens_k[b]. "mean" is the sum of P over the valid pairs
+    divided by their number, so that hidden pairs count, with P = 0; "max" is the largest P of a
+    valid pair. A block without a valid pair gives 0, and so does one without a visible pair. Blocks
+    are counted from row 0 and key 0, whatever the lengths.
+
+    Args:
+        q: (B, H, M, D), as in ``flash_attention``.
+        k: (B, Hk, N, D).
+        lse: (B, H, M), that of ``flash_attention`` with the same mask and scale, and without
+            softcap, alibi_slopes or bias.
+        pool: "mean" or "max".
+        pool_size: (rows, keys) of a block, ints >= 1 of any size.
+        mask: As in ``flash_attention``; so are the next six.
+        causal: window_right = 0.
+        window_size: (window_left, window_right).
+        seqlens_q: Valid rows.
+        seqlens_k: Valid keys.
+        block_mask: Blocks of rows and keys that may see each other.
+        block_size: Rows and keys of such a block.
+        sm_scale: Factor on q.k.
+        config: Tile configuration, of which the tile of dq is taken.
+
+    Returns:
+        pooled (B, H, ceil(M / rows), ceil(N / keys)), float32 (float64 for float64), a constant: it
+        is not differentiated, and does not require a gradient.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; the message says which, and what it needs.
+        NotImplementedError: What the arguments ask for is not supported.
+
+    Numerics: P is recomputed from q, k and lse, as in the backward, and never rounded to the input
+    dtype. The M x N matrix is never in memory. ``oracles/bounds/pooled.py`` derives the bound.
+    """
+    q, k = autocast(q, k)
+    pooling = check_pooling(pool, pool_size)
+    request = check(
+        q,
+        k,
+        k,
+        mask=mask,
+        causal=causal,
+        window_size=window_size,
+        seqlens_q=seqlens_q,
+        seqlens_k=seqlens_k,
+        block_mask=block_mask,
+        block_size=block_size,
+        sm_scale=sm_scale,
+        deterministic=True,
+        config=config,
+        softcap=None,
+        alibi_slopes=None,
+        bias=None,
+    )
+    return operators.pooled_scores(q, k, check_lse(lse, q), *request, *pooling)

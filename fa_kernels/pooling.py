@@ -1,4 +1,4 @@
-"""What ``pool`` and ``pool_size`` ask for: validation, and the form that the launcher takes."""
+"""Validation of ``pooled_attention_probs``, and the form that the launcher takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fa_kernels.schedule.block_sparse import Predicate, predicate_of
 from fa_kernels.validation.arguments import Arguments, Request, prepared
 from fa_kernels.validation.opaque_handles import value_of
 
-__all__ = ["POOLS", "Pooling", "check_pooling", "prepared_pooling"]
+__all__ = ["POOLS", "Pooling", "check_lse", "check_pooling", "prepared_pooling"]
 
 POOLS = ("mean", "max")
 
@@ -31,37 +31,44 @@ class Pooling(NamedTuple):
     keys: int
 
 
-def check_pooling(pool: object, pool_size: object, *, modified: bool = False) -> Pooling | None:
-    """Checks ``pool`` and ``pool_size`` of ``flash_attention``; None where neither is given.
-
-    ``modified`` says that more is done to scores than to scale and to mask them.
+def check_pooling(pool: object, pool_size: object) -> Pooling:
+    """Checks ``pool`` and ``pool_size`` of ``pooled_attention_probs``.
 
     Raises:
         TypeError: One is of the wrong type.
-        ValueError: One is out of range, or is given without the other.
-        NotImplementedError: The scores are modified.
+        ValueError: One is out of range.
     """
-    if pool is None:
-        if pool_size is not None:
-            raise ValueError(f"pool_size is {pool_size!r} and pool is None; needs 'mean' or 'max'")
-        return None
     if not isinstance(pool, str):
-        raise TypeError(f"pool is {pool!r}; needs None, 'mean' or 'max'")
+        raise TypeError(f"pool is {pool!r}; needs 'mean' or 'max'")
     if pool not in POOLS:
-        raise ValueError(f"pool is {pool!r}; needs None, 'mean' or 'max'")
+        raise ValueError(f"pool is {pool!r}; needs 'mean' or 'max'")
     if not isinstance(pool_size, tuple | list) or len(pool_size) != 2:
-        raise TypeError(f"pool_size is {pool_size!r}; needs a pair (rows, keys) beside pool")
+        raise TypeError(f"pool_size is {pool_size!r}; needs a pair (rows, keys)")
     for size in pool_size:
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"pool_size holds {size!r}; needs ints")
         if size < 1:
             raise ValueError(f"pool_size holds {size}; needs ints >= 1")
-    if modified:
-        raise NotImplementedError(
-            "pool is given together with softcap, alibi_slopes or bias; supported are scores that "
-            "none of them modifies"
-        )
     return Pooling(pool, *pool_size)
+
+
+def check_lse(lse: object, q: torch.Tensor) -> torch.Tensor:
+    """The log-sum-exp of each row, contiguous.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: Its shape, dtype or device is not that of ``flash_attention``'s lse.
+    """
+    if not isinstance(lse, torch.Tensor):
+        raise TypeError(f"lse is {type(lse).__name__}; needs a torch.Tensor")
+    if lse.shape != q.shape[:3]:
+        raise ValueError(f"lse has shape {tuple(lse.shape)}; needs {tuple(q.shape[:3])}")
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if lse.dtype != dtype:
+        raise ValueError(f"lse has dtype {lse.dtype}; needs {dtype}")
+    if lse.device != q.device:
+        raise ValueError(f"lse is on {lse.device}; needs the device of q, {q.device}")
+    return lse.contiguous()
 
 
 def prepared_pooling(q: torch.Tensor, k: torch.Tensor, request: Request) -> Arguments:

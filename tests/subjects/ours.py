@@ -31,7 +31,7 @@ def adapted(package: ModuleType):
     hopper = importlib.import_module(f"{package.__name__}.launch.hopper")
 
     def flash_attention(q, k, v, *, mask, sm_scale, config="default", **beside):
-        """Returns (out, lse), and last what is pooled, if anything is."""
+        """Returns (out, lse)."""
         of_padded = config.removesuffix(_PACKED)
         options = {
             "sm_scale": sm_scale, "return_lse": True,
@@ -40,16 +40,18 @@ def adapted(package: ModuleType):
         }  # fmt: skip
         if config.endswith(_PACKED):
             return _in_a_row(q, k, v, mask, options)
-        if isinstance(mask, BlockSparse) and mask.side % _largest_tile(q, v, options) == 0:
-            blocks = mask.blocks(q.shape[1], q.shape[2], k.shape[2]).to(q.device)
-            beside = Mask(
-                causal=mask.causal, window_left=mask.window_left, window_right=mask.window_right,
-                seqlens_q=mask.seqlens_q, seqlens_k=mask.seqlens_k,
-            )  # fmt: skip
-            return package.flash_attention(
-                q, k, v, mask=beside, block_mask=blocks, block_size=mask.side, **options
-            )
-        return package.flash_attention(q, k, v, mask=mask, **options)
+        return package.flash_attention(q, k, v, **_masking(q, k, v, mask, options), **options)
+
+    def _masking(q, k, v, mask, options) -> dict[str, object]:
+        """The mask, as a map of blocks where it is one of whole tiles."""
+        if not isinstance(mask, BlockSparse) or mask.side % _largest_tile(q, v, options):
+            return {"mask": mask}
+        beside = Mask(
+            causal=mask.causal, window_left=mask.window_left, window_right=mask.window_right,
+            seqlens_q=mask.seqlens_q, seqlens_k=mask.seqlens_k,
+        )  # fmt: skip
+        blocks = mask.blocks(q.shape[1], q.shape[2], k.shape[2]).to(q.device)
+        return {"mask": beside, "block_mask": blocks, "block_size": mask.side}
 
     def _in_a_row(q, k, v, mask, options):
         """Of the valid rows and keys, sequence by sequence; padding stands behind the last."""
@@ -64,9 +66,20 @@ def adapted(package: ModuleType):
         )  # fmt: skip
         return of_q.padded(out), of_q.padded(lse.mT)
 
-    def pooled(q, k, v, *, config="default", **asked):
+    def pooled(q, k, v, *, pool, pool_size, mask, sm_scale, config="default", **beside):
         """Returns the pooled probabilities; of packed sequences there are none."""
-        return flash_attention(q, k, v, config=config.removesuffix(_PACKED), **asked)[2]
+        if beside:
+            raise NotImplementedError("probabilities of modified scores are not pooled")
+        name = config.removesuffix(_PACKED)
+        _, lse = flash_attention(q, k, v, mask=mask, sm_scale=sm_scale, config=name)
+        options = {
+            "config": name.removesuffix(_ONE_PASS), "deterministic": not name.endswith(_ONE_PASS),
+        }  # fmt: skip
+        masking = _masking(q, k, v, mask, options)
+        return package.pooled_attention_probs(
+            q, k, lse, pool=pool, pool_size=pool_size, sm_scale=sm_scale,
+            config=options["config"], **masking,
+        )  # fmt: skip
 
     def _largest_tile(q, v, options) -> int:
         """Of blocks that are a multiple of it there is a map; others are asked for by predicate."""

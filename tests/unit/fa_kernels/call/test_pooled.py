@@ -20,7 +20,7 @@ from fa_verify.properties.comparison.compare import ratios
 
 pytest.importorskip("triton")
 
-from fa_kernels import flash_attention, operators
+from fa_kernels import flash_attention, operators, pooled_attention_probs
 from fa_kernels.configs import resolve
 from fa_kernels.launch import portable
 from fa_kernels.runtime import allocation
@@ -46,7 +46,8 @@ def drawn(device, dtype="fp64", M=20, N=37, D=8):
 
 def pooled_of(inputs, pool, size, **arguments):
     arguments = {"config": CONFIG, "sm_scale": 0.3, **arguments}
-    return flash_attention(*inputs, pool=pool, pool_size=size, **arguments)[-1]
+    _, lse = flash_attention(*inputs, return_lse=True, **arguments)
+    return pooled_attention_probs(*inputs[:2], lse, pool=pool, pool_size=size, **arguments)
 
 
 def worst_ratio(got, inputs, dtype, pool, size, mask):
@@ -258,15 +259,17 @@ def test_the_whole_of_a_full_row_pools_to_one(device):
     assert ((got - 1).abs() <= 2**-16).all()
 
 
-def test_out_and_lse_are_those_of_a_call_without_pool(device):
+def test_strides_of_lse_are_its_own(device):
     inputs = drawn(device, "bf16")
-    want = flash_attention(*inputs, causal=True, return_lse=True, config=CONFIG)
-    call = {"causal": True, "config": CONFIG, "pool": "max", "pool_size": (4, 4)}
-    *both, pooled = flash_attention(*inputs, **call, return_lse=True)
-    assert all(map(torch.equal, both, want))
-    out, again = flash_attention(*inputs, **call)
-    assert torch.equal(out, want[0])
-    assert torch.equal(again, pooled)
+    call = {"causal": True, "config": CONFIG}
+    _, lse = flash_attention(*inputs, return_lse=True, **call)
+    apart = lse.mT.contiguous().mT
+    assert not apart.is_contiguous()
+    got, want = (
+        pooled_attention_probs(*inputs[:2], x, pool="max", pool_size=(4, 4), **call)
+        for x in (apart, lse)
+    )
+    assert torch.equal(got, want)
 
 
 def test_lengths_in_a_tensor_are_clamped(device):
@@ -297,7 +300,8 @@ def test_a_scale_of_many_digits_keeps_them(device):
 
 def test_pooled_probabilities_are_constants(device):
     leaves = [x.requires_grad_() for x in drawn(device, "fp32")]
-    out, pooled = flash_attention(*leaves, pool="mean", pool_size=(4, 4), config=CONFIG)
+    out, lse = flash_attention(*leaves, return_lse=True, config=CONFIG)
+    pooled = pooled_attention_probs(*leaves[:2], lse, pool="mean", pool_size=(4, 4), config=CONFIG)
     assert not pooled.requires_grad
     got = torch.autograd.grad((out * pooled.sum()).sum(), leaves)
     out = flash_attention(*leaves, config=CONFIG)
@@ -316,12 +320,12 @@ def test_under_autocast_they_are_those_of_the_cast_tensors(device):
 @pytest.mark.parametrize(
     ("pool", "size", "error", "says"),
     [
-        (None, (2, 2), ValueError, "pool_size is (2, 2) and pool is None; needs 'mean' or 'max'"),
-        ("sum", (2, 2), ValueError, "pool is 'sum'; needs None, 'mean' or 'max'"),
-        (True, (2, 2), TypeError, "pool is True; needs None, 'mean' or 'max'"),
-        ("max", None, TypeError, "pool_size is None; needs a pair (rows, keys) beside pool"),
-        ("max", 64, TypeError, "pool_size is 64; needs a pair (rows, keys) beside pool"),
-        ("max", (4,), TypeError, "pool_size is (4,); needs a pair (rows, keys) beside pool"),
+        (None, (2, 2), TypeError, "pool is None; needs 'mean' or 'max'"),
+        ("sum", (2, 2), ValueError, "pool is 'sum'; needs 'mean' or 'max'"),
+        (True, (2, 2), TypeError, "pool is True; needs 'mean' or 'max'"),
+        ("max", None, TypeError, "pool_size is None; needs a pair (rows, keys)"),
+        ("max", 64, TypeError, "pool_size is 64; needs a pair (rows, keys)"),
+        ("max", (4,), TypeError, "pool_size is (4,); needs a pair (rows, keys)"),
         ("max", (4, 2.0), TypeError, "pool_size holds 2.0; needs ints"),
         ("max", (True, 2), TypeError, "pool_size holds True; needs ints"),
         ("max", (4, 0), ValueError, "pool_size holds 0; needs ints >= 1"),
@@ -330,25 +334,32 @@ def test_under_autocast_they_are_those_of_the_cast_tensors(device):
 )
 def test_bad_arguments_are_refused_by_name(pool, size, error, says, device):
     with pytest.raises(error) as raised:
-        flash_attention(*drawn(device), pool=pool, pool_size=size)
+        pooled_of(drawn(device), pool, size)
     assert str(raised.value) == says
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda _: None, TypeError, "lse is NoneType; needs a torch.Tensor"),
+        (lambda x: x[:1], ValueError, "lse has shape (1, 2, 20); needs (2, 2, 20)"),
+        (lambda x: x.float(), ValueError, "lse has dtype torch.float32; needs torch.float64"),
+        (lambda x: x.to("meta"), ValueError, "lse is on meta; needs the device of q, "),
+    ],
+)
+def test_an_lse_of_another_call_is_refused_by_name(change, error, says, device):
+    q, k, v = drawn(device)
+    _, lse = flash_attention(q, k, v, return_lse=True, config=CONFIG)
+    with pytest.raises(error) as raised:
+        pooled_attention_probs(q, k, change(lse), pool="max", pool_size=(4, 4), config=CONFIG)
+    assert str(raised.value).startswith(says)
 
 
 def test_a_pool_size_may_be_a_list(device):
     inputs = drawn(device)
     sizes = ((3, 5), [3, 5])
-    pairs, lists = (
-        flash_attention(*inputs, pool="max", pool_size=size, config=CONFIG)[-1] for size in sizes
-    )
+    pairs, lists = (pooled_of(inputs, "max", size) for size in sizes)
     assert torch.equal(pairs, lists)
-
-
-@pytest.mark.parametrize("mod", ["softcap", "alibi_slopes", "bias"])
-def test_modified_scores_are_not_pooled(mod, device):
-    inputs = drawn(device)
-    given = 2.0 if mod == "softcap" else torch.zeros(1, device=device)
-    with pytest.raises(NotImplementedError, match="pool is given together with softcap, alibi"):
-        flash_attention(*inputs, pool="max", pool_size=(3, 5), **{mod: given})
 
 
 ASKED = {

@@ -1,6 +1,6 @@
 """A pytest plugin: a worker that dies names its problem in the report of the test that it ran.
 
-The root conftest registers it: ``config.pluginmanager.register(CrashReports(config))``.
+``plugin`` registers it: ``config.pluginmanager.register(CrashReports(config))``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A pytest plugin: problems that once failed, found as files, are the first that a run replays.
 
-The root conftest registers it: ``config.pluginmanager.register(RegressionFiles(config))``.
+``plugin`` registers it: ``config.pluginmanager.register(RegressionFiles(config))``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A pytest plugin: ``--minutes`` makes a run draw new problems until the time is over.
 
-The root conftest adds its options, and registers it where the option is given.
+``plugin`` adds its options, and registers it where the option is given.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A pytest plugin: ``--baseline=FILE`` runs the problems of a file and says what moved since.
 
-The root conftest registers it. Tests measure (``tests/conformance/test_baseline.py``); the
+``plugin`` registers it. Tests measure (``tests/conformance/test_baseline.py``); the
 controller, when its workers have ended, times the subject alone on the GPU, and compares.
 """
 

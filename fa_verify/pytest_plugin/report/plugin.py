@@ -1,6 +1,6 @@
 """A pytest plugin: ``--report=DIR`` writes what a run checked and found, as a page and as JSON.
 
-The root conftest registers it. Workers attach findings to the reports of their tests; the
+``plugin`` registers it. Workers attach findings to the reports of their tests; the
 controller writes when all is known, the comparison with a baseline included.
 """
 

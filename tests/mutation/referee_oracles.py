@@ -77,7 +77,7 @@ _CUSTOM = (
         "test_custom_masks",
         (
             "a predicate is passed over",
-            "return bool(self.allows(b, h, m, n, M=M, N=N))",
+            "return bool(self.mask_mod(b, h, m, n, M=M, N=N))",
             "return True",
         ),
         ("a class takes notice of nothing", "cls.uniform = uniform", "cls.uniform = True"),
@@ -89,12 +89,16 @@ _CUSTOM = (
         ),
     ),
     *faults_of(
-        "oracles/masks/combined.py",
+        "oracles/masks/mask.py",
         "test_custom_masks",
         ("both is either", "return first & second", "return first | second"),
         ("either is both", "return first | second", "return first & second"),
         ("lengths may differ", "if len(given) > 1:", "if len(given) > 3:"),
-        ("entries stay in order", "permits(_looked_up(self.entries, b), head", "permits(b, head"),
+        (
+            "entries stay in order",
+            "window_and_mask_mod(_looked_up(self.entries, b), head",
+            "window_and_mask_mod(b, head",
+        ),
         (
             "heads stay in order",
             "head = h if self.heads is None else _looked_up(self.heads, h)",
@@ -147,8 +151,8 @@ _CUSTOM = (
         "test_custom_masks",
         (
             "the oracle passes a predicate over",
-            "seen[b] &= self._beyond.allows",
-            "seen[b] | self._beyond.allows",
+            "seen[b] &= self._beyond.mask_mod",
+            "seen[b] | self._beyond.mask_mod",
         ),
     ),
 )

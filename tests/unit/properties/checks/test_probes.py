@@ -151,7 +151,7 @@ def test_rows_are_read_a_chunk_at_a_time(check, monkeypatch):
 class FirstHead(Mask):
     """The other heads see nothing."""
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         return h == 0
 
 

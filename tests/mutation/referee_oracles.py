@@ -855,8 +855,8 @@ _VARIANCE = faults_of(
         "total += 0.0",
     ),
     ("the largest P is rounded", "torch.where(e == 1, 0.0, e)", "e"),
-    ("delta's errors do not reach dk", " + steep.square() * delta_errors\n", "\n"),
-    ("delta's errors do not reach dq", " + delta_errors * (steep @ x.k).square()\n", "\n"),
+    ("delta's errors do not reach dk", " + p_dtanh.square() * delta_errors\n", "\n"),
+    ("delta's errors do not reach dq", " + delta_errors * (p_dtanh @ x.k).square()\n", "\n"),
     (
         "lse is exact",
         "row_p = p_cast.sum(3, keepdim=True) + fwd.lse",
@@ -896,6 +896,10 @@ _SOFTCAP = (
             "torch.exp(-2 * (x / softcap)",
             "torch.exp(-(x / softcap)",
         ),
+    ),
+    *faults_of(
+        "oracles/bounds/softcap.py",
+        "test_softcap",
         (
             "the product with the scale is free",
             "error + 3 * c.u * x.abs()",
@@ -980,7 +984,7 @@ _SOFTCAP = (
     *faults_of(
         "oracles/bounds/variance.py",
         "test_softcap",
-        ("dq has the spread of a plain one", "steep = p * fwd.slope", "steep = p"),
+        ("dq has the spread of a plain one", "p_dtanh = p * fwd.slope", "p_dtanh = p"),
         ("the spread of dS has no slope", "gap, ds = gap * fwd.slope, ds * fwd.slope", "pass"),
     ),
 )

@@ -58,7 +58,7 @@ ARROWS = {
     ),
     "oracles": ("oracles/masks",),
     "oracles/masks": ("oracles",),
-    "oracles/reference": ("oracles", "oracles/masks", "oracles/bounds"),
+    "oracles/reference": ("oracles", "oracles/masks"),
     "oracles/bounds": ORACLES,
     "properties": (),
     "properties/inputs": ORACLES,

@@ -35,7 +35,7 @@ if INTERPRETED:
     repair.repair()
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.watchdog import FlightRecorder
 from fa_verify.pytest_plugin.crash_reports import DEFAULT_SECONDS, CrashReports
 from fa_verify.pytest_plugin.example_database import example_database, without_passwords
@@ -94,7 +94,7 @@ for _name, _settings in PROFILES.items():
     hypothesis.settings.register_profile(_name, _PARENT, **_settings, **_ALWAYS)
 hypothesis.settings.load_profile("gate")
 
-_LEDGER = Ledger()
+_TALLY = Tally()
 _COMPILED = [0]
 
 
@@ -206,13 +206,13 @@ def pytest_configure(config: pytest.Config) -> None:
         subject_of(config)
     if minutes_of(config) is not None:
         fuzz["max_examples"] = EXAMPLES_OF_A_TURN
-        config.pluginmanager.register(Fuzzing(config, _LEDGER, files.folder), "fuzzing")
+        config.pluginmanager.register(Fuzzing(config, _TALLY, files.folder), "fuzzing")
     hypothesis.settings.register_profile("fuzz", _PARENT, **fuzz, **_ALWAYS)
     config.pluginmanager.register(CrashReports(config), "crash-reports")
     if config.getoption("--findings"):
-        config.pluginmanager.register(Recording(config, subject_of(config), _LEDGER), "findings")
+        config.pluginmanager.register(Recording(config, subject_of(config), _TALLY), "findings")
     # Its end of the session comes after that of what it reports on.
-    config.pluginmanager.register(reporting.RunReport(config, _LEDGER), "report")
+    config.pluginmanager.register(reporting.RunReport(config, _TALLY), "report")
     config.pluginmanager.register(gate.Gate(config), "gate")
     # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
     if getattr(config.option, "maxschedchunk", 0) is None:
@@ -295,9 +295,9 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session")
-def ledger() -> Ledger:
+def tally() -> Tally:
     """What this process has judged."""
-    return _LEDGER
+    return _TALLY
 
 
 @pytest.fixture(scope="session")
@@ -317,9 +317,9 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Workers send what they judged to the controller, where judging nothing is a failure."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output["ledger"] = _LEDGER.record()
+        output["tally"] = _TALLY.record()
         output["compiled"] = _COMPILED[0]
-    elif _LEDGER.unsupported and not _LEDGER.problems and session.exitstatus == 0:
+    elif _TALLY.unsupported and not _TALLY.problems and session.exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     yield
 
@@ -341,8 +341,8 @@ def pytest_runtest_teardown() -> Iterator[None]:
 def pytest_testnodedown(node: object) -> None:
     """The controller adds up what its workers judged."""
     output = getattr(node, "workeroutput", {})
-    if "ledger" in output:
-        _LEDGER.add(output["ledger"])
+    if "tally" in output:
+        _TALLY.add(output["tally"])
         _COMPILED[0] += output["compiled"]
 
 
@@ -350,15 +350,15 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """What was checked, how close to the bound it came, and what was declared."""
-    if not (_LEDGER.problems or _LEDGER.unsupported):
+    if not (_TALLY.problems or _TALLY.unsupported):
         return
     terminalreporter.section("attention verification")
     if not is_ours(config):
         subject = subject_of(config)
         terminalreporter.write_line(f"{subject.name} declares {subject.declared()}")
-    for line in _LEDGER.lines():
+    for line in _TALLY.lines():
         terminalreporter.write_line(line)
-    if not _LEDGER.problems:
+    if not _TALLY.problems:
         terminalreporter.write_line("nothing was supported, so nothing was verified: failed")
     if ON_GPU and HAS_TRITON:
         terminalreporter.write_line(f"{_COMPILED[0]} kernels compiled")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import GUARANTEES, STANDING
 from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import Trial
 from fa_verify.properties.search.search import Examiner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
@@ -111,7 +111,7 @@ def verify(
         raise ValueError(f"guarantees has {unknown}; needs some of {tuple(GUARANTEES)}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; needs 'cpu' or 'cuda'")
-    examiner = Examiner(subject, Ledger())
+    examiner = Examiner(subject, Tally())
     unchecked: dict[str, str] = {}
     if isinstance(problems, int):
         if problems < 1:
@@ -120,17 +120,17 @@ def verify(
     else:
         found = _given(examiner, guarantees, problems, unchecked)
     findings = tuple(found)
-    ledger = examiner.ledger
+    tally = examiner.tally
     return Report(
         subject=subject.name,
         declared=subject.declared(),
         findings=findings,
-        judged=len(ledger.problems),
-        out_of_range=len(ledger.out_of_range),
-        unsupported={why: len(which) for why, which in ledger.unsupported.items()},
-        worst={key: ratio for key, (ratio, _) in ledger.worst.items()},
+        judged=len(tally.problems),
+        out_of_range=len(tally.out_of_range),
+        unsupported={why: len(which) for why, which in tally.unsupported.items()},
+        worst={key: ratio for key, (ratio, _) in tally.worst.items()},
         unchecked=unchecked,
-        summary="\n".join(ledger.lines()),
+        summary="\n".join(tally.lines()),
     )
 
 

@@ -16,7 +16,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import SubjectError, Trial, examine
 from fa_verify.properties.search.minimize import simplest
 from fa_verify.properties.subjects.subject import Subject
@@ -31,18 +31,18 @@ class Examiner:
 
     Args:
         subject: What is verified.
-        ledger: Where it is written down.
+        tally: Where it is written down.
         recorder: Takes a problem and gives a context: what goes on while it is being judged.
     """
 
     def __init__(
         self,
         subject: Subject,
-        ledger: Ledger,
+        tally: Tally,
         recorder: Callable[[Problem], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.subject = subject
-        self.ledger = ledger
+        self.tally = tally
         self.recorder = recorder or (lambda problem: nullcontext())
         # What every problem is held to beside the claim.
         self.standing = dict(guarantees.STANDING)
@@ -67,7 +67,7 @@ class Examiner:
         except NotImplementedError as refusal:
             reason = (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
             self.refusals[reason] += 1
-            self.ledger.refused(problem, reason)
+            self.tally.refused(problem, reason)
             return []
         except SubjectError as error:
             parts = (problem.part(i, i + 1) for i in range(len(problem.seeds)))
@@ -81,13 +81,13 @@ class Examiner:
             if problem.seeds:
                 return self._judge_parts(problem, claim)
             self.out_of_range += 1
-            self.ledger.rejected(problem)
+            self.tally.rejected(problem)
             return []
         of_problems = peaks(trial)
         self.peaks = {name: max(x[name] for x in of_problems) for name in of_problems[0]}
         for i, of_one in enumerate(of_problems):
             one = problem.part(i, i + 1) if problem.seeds else problem
-            self.ledger.judged(self.subject, one, of_one)
+            self.tally.judged(self.subject, one, of_one)
         findings: list[Finding] = []
         try:
             findings = claim(trial)

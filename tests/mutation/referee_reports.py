@@ -31,10 +31,10 @@ REPORTS: tuple[Mutant, ...] = (
             "            self.refusals[reason] += 1\n",
             "            self.judged += 1\n",
         ),
-        ("refusals are not written down", "            self.ledger.refused(problem, reason)\n", ""),
+        ("refusals are not written down", "            self.tally.refused(problem, reason)\n", ""),
         (
             "what was judged is not written down",
-            "            self.ledger.judged(self.subject, one, of_one)\n",
+            "            self.tally.judged(self.subject, one, of_one)\n",
             "            pass\n",
         ),
         (
@@ -136,7 +136,7 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/execution/tally.py",
-        "test_ledger",
+        "test_tally",
         ("the best is kept", "ratio > self.worst[key][0]", "ratio < self.worst[key][0]"),
         (
             "several tiles one way are several both ways",
@@ -220,7 +220,7 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/execution/tally.py",
-        "test_ledger",
+        "test_tally",
         ("what was handed over stays", "            part.clear()\n", "            pass\n"),
     ),
     *faults_of(
@@ -336,8 +336,8 @@ REPORTS: tuple[Mutant, ...] = (
         ("violations are swallowed", "                yield from violation.findings\n", ""),
         (
             "out of range counts as judged",
-            "judged=len(ledger.problems)",
-            "judged=len(ledger.problems) + len(ledger.unsupported)",
+            "judged=len(tally.problems)",
+            "judged=len(tally.problems) + len(tally.unsupported)",
         ),
         (
             "the seed does not matter",

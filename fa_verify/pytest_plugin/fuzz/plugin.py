@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.search.corpus import Find
 from fa_verify.properties.search.search import Examiner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
@@ -94,13 +94,13 @@ class Fuzzing:
 
     Args:
         config: Pytest's.
-        ledger: Of this process.
+        tally: Of this process.
         finds: The folder that finds are kept in.
     """
 
-    def __init__(self, config: pytest.Config, ledger: Ledger, finds: Path) -> None:
+    def __init__(self, config: pytest.Config, tally: Tally, finds: Path) -> None:
         self.config = config
-        self.ledger = ledger
+        self.tally = tally
         self.finds = finds
         self.seconds = 60 * (minutes_of(config) or 0.0)
         worker: dict[str, Any] | None = getattr(config, "workerinput", None)
@@ -160,7 +160,7 @@ class Fuzzing:
         # Pytest's own list is the test's, and would grow from turn to turn.
         report.user_properties = []
         if report.when == "call":
-            report.user_properties.append(("ledger", self.ledger.hand_over()))
+            report.user_properties.append(("tally", self.tally.hand_over()))
             if call.excinfo is not None and isinstance(call.excinfo.value, Violation):
                 found = [str(finding) for finding in call.excinfo.value.findings]
                 report.user_properties.append(("found", found))
@@ -179,8 +179,8 @@ class Fuzzing:
         report.user_properties = []
         if terminal := self._terminal():
             terminal.stats.get("", []).clear()
-        if "ledger" in told:
-            self.ledger.add(told["ledger"])
+        if "tally" in told:
+            self.tally.add(told["tally"])
         if report.failed:
             self._say(f"failed: {report.nodeid.rpartition('::')[2]}")
             # What a worker died in was put there by the crash reports.
@@ -289,8 +289,8 @@ class Fuzzing:
             return "starting workers, and replaying what was found before"
         # Past the end, finds are still made smaller.
         passed = min(self.clock.passed(), self.seconds)
-        problems = len(self.ledger.problems)
-        worst = max((ratio for ratio, _ in [*self.ledger.worst.values()]), default=0.0)
+        problems = len(self.tally.problems)
+        worst = max((ratio for ratio, _ in [*self.tally.worst.values()]), default=0.0)
         finds = len(self.causes.files())
         return (
             f"{_clock(passed)} of {_clock(self.seconds)}: {problems:,} problems, "

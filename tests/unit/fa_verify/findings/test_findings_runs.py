@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[4]
 
 CONFTEST = """
 import pytest
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 from fa_verify.pytest_plugin.findings.recording import Recording
@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(CrashReports(config), "crashes")
-    config.pluginmanager.register(Recording(config, Subject.of(attention, "it"), Ledger()))
+    config.pluginmanager.register(Recording(config, Subject.of(attention, "it"), Tally()))
 
 @pytest.fixture(scope="session")
 def flight_recorder(pytestconfig):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.search.corpus import Cause, Find
 from fa_verify.properties.search.search import Examiner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
@@ -204,7 +204,7 @@ def hunter(tmp_path, clock):
     (tmp_path / "run").mkdir()
 
     def of(attention=None, seconds=1000.0):
-        examiner = Examiner(Subject.of(attention or Eager("out scaled"), "eager"), Ledger())
+        examiner = Examiner(Subject.of(attention or Eager("out scaled"), "eager"), Tally())
         return Hunter(
             examiner,
             folder=tmp_path / "finds",
@@ -295,7 +295,7 @@ def test_a_kernel_that_fails_now_and_then_has_one_file(hunter):
     attention = Eager("out scaled")
     hunt = hunter(attention)
     assert hunt.findings(LARGER, guarantees.accuracy)
-    found = Examiner(hunt.subject, Ledger()).findings(PROBLEM, guarantees.accuracy)
+    found = Examiner(hunt.subject, Tally()).findings(PROBLEM, guarantees.accuracy)
     attention.fault = ""
     hunt._keep(hunt.cause, found[0], guarantees.accuracy)
     assert kept(hunt) == [PROBLEM]

@@ -22,7 +22,7 @@ from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, OF_BI
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.comparison.compare import ratios
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import examine
 from fa_verify.properties.inputs.bias_families import BIASES, NO_BIAS
 from fa_verify.properties.inputs.tensors import make
@@ -53,7 +53,7 @@ class Biased(Eager):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+    return Examiner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 def a_bias(seed, shape, axes):

@@ -17,7 +17,7 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
 from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import examine
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.families import DIRTY, DLSE
@@ -64,7 +64,7 @@ class OfEmptyRows(Differentiable):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+    return Examiner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp64"])

@@ -23,7 +23,7 @@ from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import examine
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import SOFTCAPS, problems
@@ -54,7 +54,7 @@ class Rounding(Eager):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+    return Examiner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 1.0, 30.0, 1e9])

@@ -16,7 +16,7 @@ from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.statistics import bias, is_valid, mean_square_limit, rms
 from fa_verify.properties.comparison.compare import ratios, worst
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import Trial, examine
 from fa_verify.properties.search.search import Examiner
 from fa_verify.properties.subjects.subject import Subject
@@ -164,7 +164,7 @@ def test_a_fault_within_the_bound_is_caught(fault, check, outputs, dtype):
 
 @pytest.mark.parametrize(("fault", "guarantee"), [("outputs truncated", "RMS"), ("", None)])
 def test_the_verdict_on_any_claim_holds_the_averages_of_errors_too(fault, guarantee):
-    examiner = Examiner(subject(Faulty(dtype="bf16", fault=fault)), Ledger())
+    examiner = Examiner(subject(Faulty(dtype="bf16", fault=fault)), Tally())
     found = examiner.findings(PROBLEM, lambda trial: [])
     assert found[0].guarantee == guarantee if guarantee else found == []
 

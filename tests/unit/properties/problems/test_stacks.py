@@ -13,7 +13,7 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.inputs.families import DIRTY, DLSE, DOUT, INPUTS
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.batched import LARGEST, stacks
@@ -141,7 +141,7 @@ def test_what_cannot_be_stacked_stays_alone():
 
 
 def examiner_of(subject):
-    return Examiner(Subject.of(subject, "subject"), Ledger())
+    return Examiner(Subject.of(subject, "subject"), Tally())
 
 
 def test_every_problem_of_a_stack_is_counted_with_its_own_worst():
@@ -149,9 +149,9 @@ def test_every_problem_of_a_stack_is_counted_with_its_own_worst():
     assert together.findings(STACK, guarantees.accuracy) == []
     for part in parts_of(STACK):
         assert apart.findings(part, guarantees.accuracy) == []
-    assert together.judged == len(SEEDS) == len(together.ledger.problems)
-    assert together.ledger.problems == apart.ledger.problems
-    assert together.ledger.worst.keys() == apart.ledger.worst.keys()
+    assert together.judged == len(SEEDS) == len(together.tally.problems)
+    assert together.tally.problems == apart.tally.problems
+    assert together.tally.worst.keys() == apart.tally.worst.keys()
     assert together.subject.call.calls == 1
 
 
@@ -163,16 +163,16 @@ def test_problems_out_of_range_are_left_out_and_the_others_judged():
     assert apart.judged > 0 < apart.out_of_range
     together = examiner_of(Eager())
     assert together.findings(stack, guarantees.accuracy) == []
-    assert together.ledger.problems == apart.ledger.problems
-    assert together.ledger.out_of_range == apart.ledger.out_of_range
+    assert together.tally.problems == apart.tally.problems
+    assert together.tally.out_of_range == apart.tally.out_of_range
     assert (together.judged, together.out_of_range) == (apart.judged, apart.out_of_range)
     assert together.peaks == {
-        name: pytest.approx(ratio) for name, (ratio, _) in worst_of(apart.ledger).items()
+        name: pytest.approx(ratio) for name, (ratio, _) in worst_of(apart.tally).items()
     }
 
 
-def worst_of(ledger):
-    return {key.split()[0]: value for key, value in ledger.worst.items()}
+def worst_of(tally):
+    return {key.split()[0]: value for key, value in tally.worst.items()}
 
 
 class WrongOnPositiveKeys(Eager):

@@ -19,7 +19,7 @@ from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import examine
 from fa_verify.properties.search import minimize, search
 from fa_verify.properties.search.search import Examiner, attack, peaks
@@ -68,7 +68,7 @@ class Refuses(Long):
 
 
 def examiner_of(call, **rest) -> Examiner:
-    return Examiner(Subject.of(call, "subject"), Ledger(), **rest)
+    return Examiner(Subject.of(call, "subject"), Tally(), **rest)
 
 
 def attacked(examiner: Examiner, claim=guarantees.accuracy) -> list:
@@ -123,7 +123,7 @@ def test_accuracy_is_checked_however_little_the_bound_is_left():
 @pytest.mark.parametrize("source", ["", "my.py:attention"])
 def test_findings_name_the_kernel_that_was_given(source):
     subject = dataclasses.replace(Subject.of(Wrong(), "subject"), source=source)
-    found = Examiner(subject, Ledger()).findings(Problem(N=17, dtype="fp64"), nothing)
+    found = Examiner(subject, Tally()).findings(Problem(N=17, dtype="fp64"), nothing)
     assert {finding.kernel for finding in found} == {source}
 
 
@@ -136,7 +136,7 @@ def test_a_problem_that_passes_is_judged_and_written_down():
     examiner = examiner_of(Eager())
     assert examiner.findings(GOOD, guarantees.accuracy) == []
     assert (examiner.judged, examiner.out_of_range, examiner.refusals.total()) == (1, 0, 0)
-    assert len(examiner.ledger.problems) == 1
+    assert len(examiner.tally.problems) == 1
     assert set(examiner.peaks) == set(OUTPUTS)
 
 
@@ -146,7 +146,7 @@ def test_a_refusal_is_counted_by_the_first_line_of_its_reason():
         assert examiner.findings(Problem(N=N, dtype="fp64"), guarantees.accuracy) == []
     assert dict(examiner.refusals) == {"more than 16 keys": 2}
     assert examiner.judged == 1
-    assert {key: len(found) for key, found in examiner.ledger.unsupported.items()} == {
+    assert {key: len(found) for key, found in examiner.tally.unsupported.items()} == {
         "more than 16 keys": 2
     }
 
@@ -175,8 +175,8 @@ def test_a_problem_out_of_range_is_counted_and_not_run():
     examiner = examiner_of(subject)
     assert examiner.findings(WIDE, guarantees.accuracy) == []
     assert (examiner.judged, examiner.out_of_range, subject.calls) == (0, 1, 0)
-    assert len(examiner.ledger.out_of_range) == 1
-    assert examiner.ledger.problems == {}
+    assert len(examiner.tally.out_of_range) == 1
+    assert examiner.tally.problems == {}
 
 
 def test_peaks_are_those_of_the_last_problem_alone():
@@ -270,7 +270,7 @@ def test_a_refused_second_run_leaves_the_claim_unjudged():
     assert not examiner.findings(GOOD, guarantees.layout)
     assert examiner.judged == 0
     assert examiner.refusals == {"in a second run: once is enough": 1}
-    assert len(examiner.ledger.problems) == 1
+    assert len(examiner.tally.problems) == 1
 
 
 def test_a_refused_second_run_does_not_hide_a_wrong_first():

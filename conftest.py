@@ -36,7 +36,7 @@ if INTERPRETED:
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.watchdog import FlightRecorder
+from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.pytest_plugin.crash_reports import DEFAULT_SECONDS, CrashReports
 from fa_verify.pytest_plugin.example_database import example_database, without_passwords
 from fa_verify.pytest_plugin.findings.recording import Recording
@@ -301,9 +301,9 @@ def tally() -> Tally:
 
 
 @pytest.fixture(scope="session")
-def flight_recorder(pytestconfig: pytest.Config) -> FlightRecorder:
+def watchdog(pytestconfig: pytest.Config) -> Watchdog:
     """Writes down the problem under way, and ends the process if it takes too long."""
-    return pytestconfig.pluginmanager.get_plugin("crash-reports").recorder
+    return pytestconfig.pluginmanager.get_plugin("crash-reports").watchdog
 
 
 @pytest.fixture(scope="session")

@@ -32,18 +32,18 @@ class Examiner:
     Args:
         subject: What is verified.
         tally: Where it is written down.
-        recorder: Takes a problem and gives a context: what goes on while it is being judged.
+        watching: Takes a problem and gives a context: what goes on while it is being judged.
     """
 
     def __init__(
         self,
         subject: Subject,
         tally: Tally,
-        recorder: Callable[[Problem], AbstractContextManager[object]] | None = None,
+        watching: Callable[[Problem], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.subject = subject
         self.tally = tally
-        self.recorder = recorder or (lambda problem: nullcontext())
+        self.watching = watching or (lambda problem: nullcontext())
         # What every problem is held to beside the claim.
         self.standing = dict(guarantees.STANDING)
         self.judged = 0
@@ -62,7 +62,7 @@ class Examiner:
         self.peaks = {}
         try:
             # Around everything, so that it sees an exception that leaves a GPU unusable.
-            with self.recorder(problem):
+            with self.watching(problem):
                 return self._judge(problem, claim)
         except NotImplementedError as refusal:
             reason = (str(refusal) or "NotImplementedError without a reason").splitlines()[0]

@@ -11,7 +11,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.watchdog import FlightRecorder
+from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.problems.batched import stacks
 from fa_verify.properties.search.search import Examiner, attack
 from fa_verify.properties.subjects.subject import Subject
@@ -71,9 +71,9 @@ def subject(pytestconfig: pytest.Config) -> Subject:
 
 
 @pytest.fixture
-def examiner(subject: Subject, tally: Tally, flight_recorder: FlightRecorder) -> Examiner:
+def examiner(subject: Subject, tally: Tally, watchdog: Watchdog) -> Examiner:
     """Judges problems of the subject; a crash or a hang is reported with the problem under way."""
-    return Examiner(subject, tally, flight_recorder.flying)
+    return Examiner(subject, tally, watchdog.watching)
 
 
 @pytest.fixture

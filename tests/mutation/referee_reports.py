@@ -128,9 +128,9 @@ REPORTS: tuple[Mutant, ...] = (
         ),
         ("draws are not steered by the worst", "        if steer:\n", "        if not steer:\n"),
         (
-            "the recorder is closed before the check",
-            "with self.recorder(problem):\n                return",
-            "with self.recorder(problem):\n                pass\n            if "
+            "the watchdog is closed before the check",
+            "with self.watching(problem):\n                return",
+            "with self.watching(problem):\n                pass\n            if "
             "True:\n                return",
         ),
     ),

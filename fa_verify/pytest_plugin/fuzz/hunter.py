@@ -35,7 +35,7 @@ class Hunter(Examiner):
     as it is, where nobody has that cause.
 
     Args:
-        examiner: Its subject, tally and recorder are used.
+        examiner: Its subject, tally and watchdog are used.
         folder: Where finds are kept.
         causes: What the run has found.
         clock: When the run ends.
@@ -45,7 +45,7 @@ class Hunter(Examiner):
     def __init__(
         self, examiner: Examiner, *, folder: Path, causes: Causes, clock: Clock, seconds: float
     ) -> None:
-        super().__init__(examiner.subject, examiner.tally, examiner.recorder)
+        super().__init__(examiner.subject, examiner.tally, examiner.watching)
         self.folder = folder
         self.causes = causes
         self.clock = clock

@@ -36,8 +36,8 @@ def pytest_configure(config):
     config.pluginmanager.register(Recording(config, Subject.of(attention, "it"), Tally()))
 
 @pytest.fixture(scope="session")
-def flight_recorder(pytestconfig):
-    return pytestconfig.pluginmanager.get_plugin("crashes").recorder
+def watchdog(pytestconfig):
+    return pytestconfig.pluginmanager.get_plugin("crashes").watchdog
 """
 TESTS = """
 import os, signal
@@ -64,8 +64,8 @@ def test_says_no():
 def test_asserts():
     assert 1 == 2, "not the same"
 
-def test_dies(flight_recorder):
-    with flight_recorder.flying(Problem(seed=11)):
+def test_dies(watchdog):
+    with watchdog.watching(Problem(seed=11)):
         os.kill(os.getpid(), signal.SIGSEGV)
 """
 

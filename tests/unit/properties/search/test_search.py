@@ -311,11 +311,11 @@ def test_a_fault_of_the_suite_is_not_laid_on_the_subject():
     ],
     ids=["passes", "out_of_range", "fails", "is_refused", "raises"],
 )
-def test_the_recorder_is_open_while_a_problem_is_judged(call, problem):
+def test_the_watchdog_is_open_while_a_problem_is_judged(call, problem):
     events = []
 
     @contextlib.contextmanager
-    def recorder(problem):
+    def watching(problem):
         events.append(("open", problem))
         try:
             yield
@@ -326,24 +326,24 @@ def test_the_recorder_is_open_while_a_problem_is_judged(call, problem):
         events.append(("checked", trial.problem))
         return []
 
-    examiner_of(call, recorder=recorder).findings(problem, claim)
+    examiner_of(call, watching=watching).findings(problem, claim)
     words = [word for word, _ in events]
     assert words in (["open", "close"], ["open", "checked", "close"])
     assert {judged for _, judged in events} == {problem}
 
 
-def test_the_recorder_sees_what_a_subject_raises():
+def test_the_watchdog_sees_what_a_subject_raises():
     seen = []
 
     @contextlib.contextmanager
-    def recorder(problem):
+    def watching(problem):
         try:
             yield
         except Exception as error:
             seen.append(str(error.__cause__))
             raise
 
-    examiner_of(Raises(), recorder=recorder).findings(Problem(N=17, dtype="fp64"), nothing)
+    examiner_of(Raises(), watching=watching).findings(Problem(N=17, dtype="fp64"), nothing)
     assert seen == ["17 keys\nare too many"]
 
 
@@ -354,11 +354,11 @@ def test_every_problem_of_an_attack_is_recorded():
         ran.append(trial.problem)
         return guarantees.accuracy(trial)
 
-    def recorder(problem):
+    def watching(problem):
         recorded.append(problem)
         return contextlib.nullcontext()
 
-    attacked(examiner_of(Wrong(), recorder=recorder), claim)
+    attacked(examiner_of(Wrong(), watching=watching), claim)
     assert set(ran) <= set(recorded)
     assert Problem(N=17, dtype="fp64") in recorded
 
@@ -430,6 +430,6 @@ def test_the_seed_chooses_what_is_drawn(seeds):
     drawn = []
     for seed in seeds:
         drawn.append([])
-        examiner = examiner_of(Eager(), recorder=lambda p: drawn[-1].append(p) or OPEN)
+        examiner = examiner_of(Eager(), watching=lambda p: drawn[-1].append(p) or OPEN)
         attack(examiner, nothing, DRAWN, seed=seed, settings=REPEATABLE)
     assert (drawn[0] == drawn[1]) == (seeds[0] == seeds[1])

@@ -17,16 +17,16 @@ from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import SubjectError, Trial, examine
+from fa_verify.properties.execution.trial import SubjectError, Trial, run_trial
 from fa_verify.properties.search.minimize import simplest
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["Examiner", "attack", "draws", "peaks"]
+__all__ = ["Runner", "attack", "draws", "peaks"]
 
 SHRINK_SECONDS = 30.0
 
 
-class Examiner:
+class Runner:
     """Judges problems of one subject on all of its outputs, and checks claims on them.
 
     Args:
@@ -76,7 +76,7 @@ class Examiner:
 
     def _judge(self, problem: Problem, claim: Check) -> list[Finding]:
         """``findings`` of a problem that the subject computes."""
-        trial = examine(self.subject, problem)
+        trial = run_trial(self.subject, problem)
         if trial is None:
             if problem.seeds:
                 return self._judge_parts(problem, claim)
@@ -159,7 +159,7 @@ def draws(count: int) -> hypothesis.settings:
 
 
 def attack(
-    examiner: Examiner,
+    runner: Runner,
     claim: Check,
     strategy: st.SearchStrategy[Problem],
     *,
@@ -173,7 +173,7 @@ def attack(
     time.
 
     Args:
-        examiner: Judges them.
+        runner: Judges them.
         claim: What has to hold.
         strategy: What to draw.
         seed: Such as the name of the test.
@@ -183,7 +183,7 @@ def attack(
     Raises:
         Violation: With the findings of the smallest problem found.
     """
-    outcomes = _Outcomes(lambda problem: examiner.findings(problem, claim))
+    outcomes = _Outcomes(lambda problem: runner.findings(problem, claim))
 
     @hypothesis.given(problem=strategy)
     def holds(problem: Problem) -> None:
@@ -192,7 +192,7 @@ def attack(
         if findings:
             raise Violation(findings)
         if steer:
-            for output, peak in examiner.peaks.items():
+            for output, peak in runner.peaks.items():
                 hypothesis.target(min(peak, 1e6), label=f"{output} error/bound")
 
     settings = settings or hypothesis.settings()
@@ -203,13 +203,13 @@ def attack(
     except Violation as violation:
         __tracebackhide__ = True
         first = violation.findings
-        raise Violation(simplest(first[0].problem, first, _of_supported(examiner, claim))) from None
+        raise Violation(simplest(first[0].problem, first, _of_supported(runner, claim))) from None
 
 
-def _of_supported(examiner: Examiner, claim: Check) -> Callable[[Problem], list[Finding]]:
+def _of_supported(runner: Runner, claim: Check) -> Callable[[Problem], list[Finding]]:
     """Findings, but of what the subject declares alone."""
     return lambda problem: (
-        [] if examiner.subject.excludes(problem) else examiner.findings(problem, claim)
+        [] if runner.subject.excludes(problem) else runner.findings(problem, claim)
     )
 
 

@@ -49,7 +49,7 @@ REPORTS: tuple[Mutant, ...] = (
         ),
         (
             "a declaration does not bound the simplest problem",
-            "[] if examiner.subject.excludes(problem) else",
+            "[] if runner.subject.excludes(problem) else",
             "[] if False else",
         ),
         (

@@ -18,7 +18,7 @@ import pytest
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.search.corpus import Find
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock, seconds_of_a_turn
 from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER, Hunter
@@ -119,11 +119,11 @@ class Fuzzing:
             # compilers that they call are not to die in the middle of a problem.
             os.setpgid(0, 0)
 
-    def hunter(self, examiner: Examiner) -> Hunter:
-        """The examiner of one turn of a test."""
+    def hunter(self, runner: Runner) -> Hunter:
+        """The runner of one turn of a test."""
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         return Hunter(
-            examiner,
+            runner,
             folder=self.finds,
             causes=self.causes,
             clock=self.clock,

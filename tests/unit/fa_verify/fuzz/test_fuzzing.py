@@ -12,7 +12,7 @@ from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.search.corpus import Cause, Find
-from fa_verify.properties.search.search import Examiner, attack, draws
+from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import TO_SHRINK, Clock, seconds_of_a_turn
@@ -200,13 +200,13 @@ def test_a_worker_in_place_of_a_dead_one_is_dealt_to(deal):
 
 @pytest.fixture
 def hunter(tmp_path, clock):
-    """Makes the examiner of a turn; all of them are of one run."""
+    """Makes the runner of a turn; all of them are of one run."""
     (tmp_path / "run").mkdir()
 
     def of(attention=None, seconds=1000.0):
-        examiner = Examiner(Subject.of(attention or Eager("out scaled"), "eager"), Tally())
+        runner = Runner(Subject.of(attention or Eager("out scaled"), "eager"), Tally())
         return Hunter(
-            examiner,
+            runner,
             folder=tmp_path / "finds",
             causes=Causes(tmp_path / "run"),
             clock=clock,
@@ -295,7 +295,7 @@ def test_a_kernel_that_fails_now_and_then_has_one_file(hunter):
     attention = Eager("out scaled")
     hunt = hunter(attention)
     assert hunt.findings(LARGER, guarantees.accuracy)
-    found = Examiner(hunt.subject, Tally()).findings(PROBLEM, guarantees.accuracy)
+    found = Runner(hunt.subject, Tally()).findings(PROBLEM, guarantees.accuracy)
     attention.fault = ""
     hunt._keep(hunt.cause, found[0], guarantees.accuracy)
     assert kept(hunt) == [PROBLEM]

@@ -24,10 +24,10 @@ from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import SOFTCAPS, problems
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
 from tests.unit.properties.problems.drawing import drawn
@@ -54,7 +54,7 @@ class Rounding(Eager):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
+    return Runner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 1.0, 30.0, 1e9])
@@ -202,7 +202,7 @@ def test_a_slope_that_is_left_out_is_found_in_dq_and_dk():
 
 
 def test_the_sum_of_dk_is_nothing_to_go_by():
-    trial = examine(Subject.of(Rounding(), "right"), dataclasses.replace(MEASURED, H=4))
+    trial = run_trial(Subject.of(Rounding(), "right"), dataclasses.replace(MEASURED, H=4))
     assert trial is not None
     assert identities(trial) == []
     assert trial.want.dk.sum(2).abs().max() > 0.01

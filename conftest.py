@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -34,6 +35,7 @@ if INTERPRETED:
 
     repair.repair()
 
+from fa_verify.oracles import renamed
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.watchdog import Watchdog
@@ -140,9 +142,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="draw new problems for so long, on all workers, and keep those that fail",
     )
     group.addoption(
-        "--finds",
+        "--corpus",
         metavar="FOLDER",
-        help="where --minutes keeps what it finds, replayed first (default: tests/regressions)",
+        help="folder of problems that failed: replayed first, and --minutes adds to them "
+        "(default: tests/regressions)",
     )
     group.addoption(
         "--example-db",
@@ -156,6 +159,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=DEFAULT_SECONDS,
         help="end a process that takes longer for one problem, and report it (default: 60)",
     )
+    for old in renamed.OPTIONS:
+        group.addoption(old, help=argparse.SUPPRESS)
     gate.add_options(group)
     reporting.add_options(group)
 
@@ -173,6 +178,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Checks the options before anything runs, and registers the crash reports."""
+    for old, new in renamed.OPTIONS.items():
+        if config.getoption(old) is not None:
+            raise pytest.UsageError(f"{old} is called {new}")
     profile = config.getoption("--hypothesis-profile")
     if profile is not None and profile not in PROFILES:
         raise pytest.UsageError(

@@ -225,7 +225,7 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/execution/atomic_write.py",
-        "test_finds",
+        "test_corpus",
         (
             "a file is written in place",
             "        os.replace(name, path)\n",
@@ -242,15 +242,15 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/search/corpus.py",
-        "test_finds",
+        "test_corpus",
         (
             "the larger problem is kept",
-            "complexity(find.problem) < complexity(there.problem):",
-            "complexity(find.problem) > complexity(there.problem):",
+            "complexity(entry.problem) < complexity(there.problem):",
+            "complexity(entry.problem) > complexity(there.problem):",
         ),
         (
             "what fails no more gives way",
-            "            and (there.problem == find.problem or still_fails(there.problem))\n",
+            "            and (there.problem == entry.problem or still_fails(there.problem))\n",
             "",
         ),
         (
@@ -264,16 +264,16 @@ REPORTS: tuple[Mutant, ...] = (
             "there",
         ),
         (
-            "finds of another cause give way",
-            "            and _identity(there) == _identity(find)\n",
+            "entries of another cause give way",
+            "            and _identity(there) == _identity(entry)\n",
             "",
         ),
         ("nobody is told of a file", "        note(path)\n", ""),
         (
             "a file is told of when it is written",
-            "        note(path)\n        if there is None or complexity(find.problem) < "
-            "complexity(there.problem):\n            write_atomically(path, find.to_json())\n",
-            "        write_atomically(path, find.to_json())\n        note(path)\n",
+            "        note(path)\n        if there is None or complexity(entry.problem) < "
+            "complexity(there.problem):\n            write_atomically(path, entry.to_json())\n",
+            "        write_atomically(path, entry.to_json())\n        note(path)\n",
         ),
         ("a link to nowhere is a free name", "os.path.lexists(path)", "os.path.exists(path)"),
         (

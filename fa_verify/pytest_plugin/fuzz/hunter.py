@@ -14,7 +14,7 @@ import pytest
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.search.corpus import Cause, Find, keep
+from fa_verify.properties.search.corpus import Cause, CorpusEntry, keep
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock
@@ -36,7 +36,7 @@ class Hunter(Runner):
 
     Args:
         runner: Its subject, tally and watchdog are used.
-        folder: Where finds are kept.
+        folder: Where the corpus is kept.
         causes: What the run has found.
         clock: When the run ends.
         seconds: How long the turn is, but for the fewest problems of any.
@@ -93,8 +93,8 @@ class Hunter(Runner):
             here = dataclasses.replace(problem, device=finding.problem.device)
             return [Cause.of(x) for x in super(Hunter, self).findings(here, claim)[:1]] == [cause]
 
-        find = Find.of(finding, _versions())
-        keep(self.folder, find, still_fails, lambda path: self.causes.note(cause, path))
+        entry = CorpusEntry.of(finding, _versions())
+        keep(self.folder, entry, still_fails, lambda path: self.causes.note(cause, path))
 
 
 def _versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ import pytest
 
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.search.corpus import Find
+from fa_verify.properties.search.corpus import CorpusEntry
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock, seconds_of_a_turn
@@ -95,13 +95,13 @@ class Fuzzing:
     Args:
         config: Pytest's.
         tally: Of this process.
-        finds: The folder that finds are kept in.
+        corpus: The folder of the corpus.
     """
 
-    def __init__(self, config: pytest.Config, tally: Tally, finds: Path) -> None:
+    def __init__(self, config: pytest.Config, tally: Tally, corpus: Path) -> None:
         self.config = config
         self.tally = tally
-        self.finds = finds
+        self.corpus = corpus
         self.seconds = 60 * (minutes_of(config) or 0.0)
         worker: dict[str, Any] | None = getattr(config, "workerinput", None)
         self._own = None if worker else tempfile.TemporaryDirectory(prefix="fuzzing-")
@@ -124,7 +124,7 @@ class Fuzzing:
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         return Hunter(
             runner,
-            folder=self.finds,
+            folder=self.corpus,
             causes=self.causes,
             clock=self.clock,
             seconds=seconds_of_a_turn(self.seconds, workers, self._drawing),
@@ -260,12 +260,12 @@ class Fuzzing:
         for path in files:
             shown = os.path.relpath(path)
             try:
-                find = Find.read(path)
+                entry = CorpusEntry.read(path)
             except ValueError as error:
-                terminalreporter.write_line(f"find: {error}")
+                terminalreporter.write_line(f"corpus: {error}")
                 continue
-            terminalreporter.write_line(f"find: {shown} ({find.cause})")
-            terminalreporter.write_line(f"  {_in_short(find.message)}")
+            terminalreporter.write_line(f"corpus: {shown} ({entry.cause})")
+            terminalreporter.write_line(f"  {_in_short(entry.message)}")
         if files:
             terminalreporter.write_line(
                 "every run replays these first: commit them with the repair"
@@ -287,15 +287,15 @@ class Fuzzing:
         """How it goes, in one line."""
         if not self.clock.path.exists():
             return "starting workers, and replaying what was found before"
-        # Past the end, finds are still made smaller.
+        # Past the end, corpus entries are still made smaller.
         passed = min(self.clock.passed(), self.seconds)
         problems = len(self.tally.problems)
         worst = max((ratio for ratio, _ in [*self.tally.worst.values()]), default=0.0)
-        finds = len(self.causes.files())
+        entries = len(self.causes.files())
         return (
             f"{_clock(passed)} of {_clock(self.seconds)}: {problems:,} problems, "
             f"{problems / max(passed, 1.0):.1f}/s; worst error/bound {worst:.3f}; "
-            f"{finds} find{'s' * (finds != 1)}"
+            f"{entries} corpus entr{'y' if entries == 1 else 'ies'}"
         )
 
     def _say(self, line: str) -> None:

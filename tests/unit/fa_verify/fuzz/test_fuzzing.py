@@ -11,7 +11,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.search.corpus import Cause, Find
+from fa_verify.properties.search.corpus import Cause, CorpusEntry
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.fuzz.causes import Causes
@@ -207,7 +207,7 @@ def hunter(tmp_path, clock):
         runner = Runner(Subject.of(attention or Eager("out scaled"), "eager"), Tally())
         return Hunter(
             runner,
-            folder=tmp_path / "finds",
+            folder=tmp_path / "corpus",
             causes=Causes(tmp_path / "run"),
             clock=clock,
             seconds=seconds,
@@ -217,7 +217,7 @@ def hunter(tmp_path, clock):
 
 
 def kept(hunter) -> list[Problem]:
-    return [Find.read(path).problem for path in sorted(hunter.folder.glob("*"))]
+    return [CorpusEntry.read(path).problem for path in sorted(hunter.folder.glob("*"))]
 
 
 def test_the_first_problem_that_fails_is_on_disk_at_once(hunter):
@@ -341,6 +341,6 @@ def test_a_search_ends_at_the_problem_that_is_kept(hunter):
     with pytest.raises(Violation) as info:
         attack(hunt, guarantees.accuracy, drawn, seed="", settings=draws(20))
     reported = info.value.findings[0]
-    (path,) = [file for file in hunt.causes.files() if Find.read(file).cause == hunt.cause]
-    assert Find.read(path).problem == reported.problem
+    (path,) = [file for file in hunt.causes.files() if CorpusEntry.read(file).cause == hunt.cause]
+    assert CorpusEntry.read(path).problem == reported.problem
     assert Cause.of(reported) == hunt.cause

@@ -142,7 +142,7 @@ class Problem:
         """The problems ``start`` to ``stop`` of a stack; one alone is a problem like any other."""
         seeds = self.all_seeds[start:stop]
         entries = self.B // len(self.all_seeds)
-        mask = self.mask.taken(tuple(range(start * entries, stop * entries)))
+        mask = self.mask.sliced(tuple(range(start * entries, stop * entries)))
         one = len(seeds) == 1
         return dataclasses.replace(
             self,

@@ -158,7 +158,7 @@ def permuted(trial: Trial) -> list[Finding]:
     """
     problem = trial.problem
     entries, heads = range(problem.B)[::-1], _reversed(torch.arange(problem.H)[None], problem.Hk)
-    mask = problem.mask.taken(tuple(entries), tuple(heads[0].tolist()))
+    mask = problem.mask.sliced(tuple(entries), tuple(heads[0].tolist()))
     turned = dataclasses.replace(problem, mask=mask)
     pairs = zip(trial.inputs.tensors, problem.layouts, strict=True)
     inputs = Inputs(*(lay_out(_reversed(x, problem.Hk), layout) for x, layout in pairs))

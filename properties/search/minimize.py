@@ -134,7 +134,7 @@ def _smaller(problem: Problem) -> Iterator[dict[str, Any]]:
     """Smaller sizes; lengths and batch entries of the mask go with them."""
     B, Hk, G = problem.B, problem.Hk, problem.G
     for kept in _fewer(B):
-        yield {"B": len(kept), "mask": problem.mask.taken(kept)}
+        yield {"B": len(kept), "mask": problem.mask.sliced(kept)}
     for size in _steps(G):
         yield {"H": Hk * size}
     for size in _steps(Hk):

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, POOLED
-from fa_verify.properties.search.corpus import Find, NotReplayableError
+from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 
 
 def pytest_generate_tests(metafunc):
@@ -46,7 +46,7 @@ def test_regression(check_one, subject, device, replayed, path):
     if replayed is not None:
         pytest.skip("--replay runs its problem alone")
     try:
-        problem = Find.read(path).problem
+        problem = CorpusEntry.read(path).problem
     except NotReplayableError as reason:
         pytest.skip(str(reason))
     except ValueError as damage:

@@ -302,7 +302,7 @@ CHECKS: tuple[Mutant, ...] = (
             "b, group = problem.seed % problem.B, problem.seed // problem.B % problem.Hk",
             "b, group = 0, 0",
         ),
-        ("a slice has the lengths of the first", "taken((b,), ", "taken((0,), "),
+        ("a slice has the lengths of the first", "sliced((b,), ", "sliced((0,), "),
         ("one repetition is enough", "_REPEATS = 3", "_REPEATS = 1"),
         (
             "no call comes between",

@@ -77,7 +77,7 @@ GATE: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/execution/tally.py",
-        "test_ledger",
+        "test_tally",
         ("bins of another process are lost", '        self.bins.update(record["bins"])\n', ""),
         ("a bin is that of another", "bisect_right(EDGES, peak)", "bisect_right(EDGES, 2 * peak)"),
     ),

@@ -31,10 +31,10 @@ REPORTS: tuple[Mutant, ...] = (
             "            self.refusals[reason] += 1\n",
             "            self.judged += 1\n",
         ),
-        ("refusals are not written down", "            self.ledger.refused(problem, reason)\n", ""),
+        ("refusals are not written down", "            self.tally.refused(problem, reason)\n", ""),
         (
             "what was judged is not written down",
-            "            self.ledger.judged(self.subject, one, of_one)\n",
+            "            self.tally.judged(self.subject, one, of_one)\n",
             "            pass\n",
         ),
         (
@@ -49,7 +49,7 @@ REPORTS: tuple[Mutant, ...] = (
         ),
         (
             "a declaration does not bound the simplest problem",
-            "[] if examiner.subject.excludes(problem) else",
+            "[] if runner.subject.excludes(problem) else",
             "[] if False else",
         ),
         (
@@ -128,15 +128,15 @@ REPORTS: tuple[Mutant, ...] = (
         ),
         ("draws are not steered by the worst", "        if steer:\n", "        if not steer:\n"),
         (
-            "the recorder is closed before the check",
-            "with self.recorder(problem):\n                return",
-            "with self.recorder(problem):\n                pass\n            if "
+            "the watchdog is closed before the check",
+            "with self.watching(problem):\n                return",
+            "with self.watching(problem):\n                pass\n            if "
             "True:\n                return",
         ),
     ),
     *faults_of(
         "properties/execution/tally.py",
-        "test_ledger",
+        "test_tally",
         ("the best is kept", "ratio > self.worst[key][0]", "ratio < self.worst[key][0]"),
         (
             "several tiles one way are several both ways",
@@ -220,12 +220,12 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/execution/tally.py",
-        "test_ledger",
+        "test_tally",
         ("what was handed over stays", "            part.clear()\n", "            pass\n"),
     ),
     *faults_of(
         "properties/execution/atomic_write.py",
-        "test_finds",
+        "test_corpus",
         (
             "a file is written in place",
             "        os.replace(name, path)\n",
@@ -242,15 +242,15 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/search/corpus.py",
-        "test_finds",
+        "test_corpus",
         (
             "the larger problem is kept",
-            "complexity(find.problem) < complexity(there.problem):",
-            "complexity(find.problem) > complexity(there.problem):",
+            "complexity(entry.problem) < complexity(there.problem):",
+            "complexity(entry.problem) > complexity(there.problem):",
         ),
         (
             "what fails no more gives way",
-            "            and (there.problem == find.problem or still_fails(there.problem))\n",
+            "            and (there.problem == entry.problem or still_fails(there.problem))\n",
             "",
         ),
         (
@@ -264,16 +264,16 @@ REPORTS: tuple[Mutant, ...] = (
             "there",
         ),
         (
-            "finds of another cause give way",
-            "            and _identity(there) == _identity(find)\n",
+            "entries of another cause give way",
+            "            and _identity(there) == _identity(entry)\n",
             "",
         ),
         ("nobody is told of a file", "        note(path)\n", ""),
         (
             "a file is told of when it is written",
-            "        note(path)\n        if there is None or complexity(find.problem) < "
-            "complexity(there.problem):\n            write_atomically(path, find.to_json())\n",
-            "        write_atomically(path, find.to_json())\n        note(path)\n",
+            "        note(path)\n        if there is None or complexity(entry.problem) < "
+            "complexity(there.problem):\n            write_atomically(path, entry.to_json())\n",
+            "        write_atomically(path, entry.to_json())\n        note(path)\n",
         ),
         ("a link to nowhere is a free name", "os.path.lexists(path)", "os.path.exists(path)"),
         (
@@ -336,8 +336,8 @@ REPORTS: tuple[Mutant, ...] = (
         ("violations are swallowed", "                yield from violation.findings\n", ""),
         (
             "out of range counts as judged",
-            "judged=len(ledger.problems)",
-            "judged=len(ledger.problems) + len(ledger.unsupported)",
+            "judged=len(tally.problems)",
+            "judged=len(tally.problems) + len(tally.unsupported)",
         ),
         (
             "the seed does not matter",

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.search.corpus import Cause, Find
-from fa_verify.properties.search.search import Examiner, attack, draws
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.search.corpus import Cause, CorpusEntry
+from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import TO_SHRINK, Clock, seconds_of_a_turn
@@ -200,14 +200,14 @@ def test_a_worker_in_place_of_a_dead_one_is_dealt_to(deal):
 
 @pytest.fixture
 def hunter(tmp_path, clock):
-    """Makes the examiner of a turn; all of them are of one run."""
+    """Makes the runner of a turn; all of them are of one run."""
     (tmp_path / "run").mkdir()
 
     def of(attention=None, seconds=1000.0):
-        examiner = Examiner(Subject.of(attention or Eager("out scaled"), "eager"), Ledger())
+        runner = Runner(Subject.of(attention or Eager("out scaled"), "eager"), Tally())
         return Hunter(
-            examiner,
-            folder=tmp_path / "finds",
+            runner,
+            folder=tmp_path / "corpus",
             causes=Causes(tmp_path / "run"),
             clock=clock,
             seconds=seconds,
@@ -217,7 +217,7 @@ def hunter(tmp_path, clock):
 
 
 def kept(hunter) -> list[Problem]:
-    return [Find.read(path).problem for path in sorted(hunter.folder.glob("*"))]
+    return [CorpusEntry.read(path).problem for path in sorted(hunter.folder.glob("*"))]
 
 
 def test_the_first_problem_that_fails_is_on_disk_at_once(hunter):
@@ -295,7 +295,7 @@ def test_a_kernel_that_fails_now_and_then_has_one_file(hunter):
     attention = Eager("out scaled")
     hunt = hunter(attention)
     assert hunt.findings(LARGER, guarantees.accuracy)
-    found = Examiner(hunt.subject, Ledger()).findings(PROBLEM, guarantees.accuracy)
+    found = Runner(hunt.subject, Tally()).findings(PROBLEM, guarantees.accuracy)
     attention.fault = ""
     hunt._keep(hunt.cause, found[0], guarantees.accuracy)
     assert kept(hunt) == [PROBLEM]
@@ -341,6 +341,6 @@ def test_a_search_ends_at_the_problem_that_is_kept(hunter):
     with pytest.raises(Violation) as info:
         attack(hunt, guarantees.accuracy, drawn, seed="", settings=draws(20))
     reported = info.value.findings[0]
-    (path,) = [file for file in hunt.causes.files() if Find.read(file).cause == hunt.cause]
-    assert Find.read(path).problem == reported.problem
+    (path,) = [file for file in hunt.causes.files() if CorpusEntry.read(file).cause == hunt.cause]
+    assert CorpusEntry.read(path).problem == reported.problem
     assert Cause.of(reported) == hunt.cause

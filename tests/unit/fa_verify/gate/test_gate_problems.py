@@ -9,7 +9,7 @@ import pytest
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.statistics import bias, is_valid, rms
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
 from fa_verify.properties.regression.compiled_kernels import Resources
 from fa_verify.properties.regression.measurement import measured
@@ -97,7 +97,7 @@ def entries_of(subject: Subject) -> tuple[Entry, ...]:
     for seed in range(16):
         mask = Mask(causal=seed % 2 == 1)
         problem = Problem(M=48, N=50, dtype="bf16", mask=mask, config="32x32", seed=seed)
-        trial = examine(subject, problem)
+        trial = run_trial(subject, problem)
         assert rms(trial) + bias(trial) == []
         found.append(Entry(problem, "G1", "bf16", measured(trial)))
     return tuple(found)

@@ -18,11 +18,11 @@ from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
 from fa_verify.properties.checks.statistics import is_valid
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.inputs.families import ALIBI, NO_ALIBI
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
 from tests.unit.properties.problems.drawing import drawn
@@ -45,7 +45,7 @@ class Falling(Eager):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+    return Runner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 def test_a_score_falls_by_its_slope_with_the_distance_from_the_row():

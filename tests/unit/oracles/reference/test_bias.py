@@ -22,13 +22,13 @@ from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, OF_BI
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.comparison.compare import ratios
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.bias_families import BIASES, NO_BIAS
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.batched import stacks
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
 from tests.unit.properties.problems.drawing import drawn
@@ -53,7 +53,7 @@ class Biased(Eager):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+    return Runner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 def a_bias(seed, shape, axes):
@@ -176,7 +176,7 @@ def test_a_gradient_of_nan_is_found():
 
 
 def test_both_identities_hold_of_a_bias():
-    trial = examine(Subject.of(Biased(), "right"), MEASURED)
+    trial = run_trial(Subject.of(Biased(), "right"), MEASURED)
     assert identities(trial) == []
     wrong = trial.got._replace(dk=trial.got.dk + 1, dv=trial.got.dv + 1)
     assert {x.output for x in identities(dataclasses.replace(trial, got=wrong))} == {"dk", "dv"}

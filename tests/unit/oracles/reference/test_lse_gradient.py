@@ -17,13 +17,13 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
 from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.families import DIRTY, DLSE
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.problems.drawing import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -64,7 +64,7 @@ class OfEmptyRows(Differentiable):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+    return Runner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp64"])
@@ -168,7 +168,7 @@ def test_who_declares_it_without_having_it_is_found():
 
 
 def test_identities_say_nothing_of_it():
-    trial = examine(Subject.of(Differentiable(), "right"), MEASURED)
+    trial = run_trial(Subject.of(Differentiable(), "right"), MEASURED)
     assert identities(trial) == []
     assert identities(dataclasses.replace(trial, inputs=trial.inputs._replace(dlse=None))) != []
 

@@ -13,12 +13,12 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.inputs.families import DIRTY, DLSE, DOUT, INPUTS
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.batched import LARGEST, stacks
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.search import Examiner, attack, draws
+from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.problems.drawing import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -140,39 +140,39 @@ def test_what_cannot_be_stacked_stays_alone():
     assert not any(x.seeds for x in drawn_stacks() if 0 in (x.B, x.M, x.N))
 
 
-def examiner_of(subject):
-    return Examiner(Subject.of(subject, "subject"), Ledger())
+def runner_of(subject):
+    return Runner(Subject.of(subject, "subject"), Tally())
 
 
 def test_every_problem_of_a_stack_is_counted_with_its_own_worst():
-    together, apart = examiner_of(Eager()), examiner_of(Eager())
+    together, apart = runner_of(Eager()), runner_of(Eager())
     assert together.findings(STACK, guarantees.accuracy) == []
     for part in parts_of(STACK):
         assert apart.findings(part, guarantees.accuracy) == []
-    assert together.judged == len(SEEDS) == len(together.ledger.problems)
-    assert together.ledger.problems == apart.ledger.problems
-    assert together.ledger.worst.keys() == apart.ledger.worst.keys()
+    assert together.judged == len(SEEDS) == len(together.tally.problems)
+    assert together.tally.problems == apart.tally.problems
+    assert together.tally.worst.keys() == apart.tally.worst.keys()
     assert together.subject.call.calls == 1
 
 
 def test_problems_out_of_range_are_left_out_and_the_others_judged():
     # Scores of about 1e5 where keys are long: some of these problems are in range, some are not.
     stack = Problem(B=8, D=2, dtype="fp64", sm_scale=4e5, seeds=tuple(range(8)))
-    apart = examiner_of(Eager())
+    apart = runner_of(Eager())
     assert not any(apart.findings(part, guarantees.accuracy) for part in parts_of(stack))
     assert apart.judged > 0 < apart.out_of_range
-    together = examiner_of(Eager())
+    together = runner_of(Eager())
     assert together.findings(stack, guarantees.accuracy) == []
-    assert together.ledger.problems == apart.ledger.problems
-    assert together.ledger.out_of_range == apart.ledger.out_of_range
+    assert together.tally.problems == apart.tally.problems
+    assert together.tally.out_of_range == apart.tally.out_of_range
     assert (together.judged, together.out_of_range) == (apart.judged, apart.out_of_range)
     assert together.peaks == {
-        name: pytest.approx(ratio) for name, (ratio, _) in worst_of(apart.ledger).items()
+        name: pytest.approx(ratio) for name, (ratio, _) in worst_of(apart.tally).items()
     }
 
 
-def worst_of(ledger):
-    return {key.split()[0]: value for key, value in ledger.worst.items()}
+def worst_of(tally):
+    return {key.split()[0]: value for key, value in tally.worst.items()}
 
 
 class WrongOnPositiveKeys(Eager):
@@ -205,7 +205,7 @@ def test_a_failing_problem_is_found_alone(subject):
     stack = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
     wrong = [i for i, part in enumerate(parts_of(stack)) if float(make(part).k[0, 0, 0, 0]) > 0]
     assert 0 < len(wrong) < 8
-    [finding, *_] = examiner_of(subject()).findings(stack, guarantees.accuracy)
+    [finding, *_] = runner_of(subject()).findings(stack, guarantees.accuracy)
     assert finding.problem in [stack.part(i, i + 1) for i in wrong]
 
 
@@ -230,18 +230,18 @@ class RaisesAlone(WrongBeyond):
 @pytest.mark.parametrize("subject", [RefusesAlone, RaisesAlone])
 def test_a_stack_fails_though_its_problems_are_not_computed_alone(subject):
     stack = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
-    [finding, *_] = examiner_of(subject()).findings(stack, guarantees.accuracy)
+    [finding, *_] = runner_of(subject()).findings(stack, guarantees.accuracy)
     assert (finding.problem, finding.guarantee) == (stack, "G1 accuracy")
 
 
 def test_what_fails_only_together_is_found_and_made_smaller():
     stack = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
-    [finding, *_] = examiner_of(WrongBeyond()).findings(stack, guarantees.accuracy)
+    [finding, *_] = runner_of(WrongBeyond()).findings(stack, guarantees.accuracy)
     assert finding.problem == stack
     assert "seeds" in finding.replay
     with pytest.raises(Violation) as violation:
         attack(
-            examiner_of(WrongBeyond()),
+            runner_of(WrongBeyond()),
             guarantees.accuracy,
             stacks(problems(dtype="fp64", max_batch=1), tile=16, max_cost=200),
             seed="stacks",

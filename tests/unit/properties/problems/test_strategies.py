@@ -37,7 +37,7 @@ def first_keys(problem, b):
     rows, keys = lengths(problem)
     size = {"M": problem.M, "N": problem.N}
     for m in range(rows[b]):
-        seen = (n for n in range(keys[b]) if problem.mask.visible(b, 0, m, n, **size))
+        seen = (n for n in range(keys[b]) if problem.mask.is_visible(b, 0, m, n, **size))
         yield next(seen, None)
 
 
@@ -60,7 +60,9 @@ def has_hidden(problem, b):
     rows, keys = lengths(problem)
     size = {"M": problem.M, "N": problem.N}
     return any(
-        not problem.mask.visible(b, 0, m, n, **size) for m in range(rows[b]) for n in range(keys[b])
+        not problem.mask.is_visible(b, 0, m, n, **size)
+        for m in range(rows[b])
+        for n in range(keys[b])
     )
 
 

@@ -46,5 +46,5 @@ def arguments(
         "backward": "two_pass",
         "config": CONFIG,
     }
-    request = package.arguments.check(q, k, v, **(given | options))
-    return package.arguments.prepared(q, k, v, request)
+    request = package.validation.arguments.check(q, k, v, **(given | options))
+    return package.validation.arguments.prepared(q, k, v, request)

@@ -74,7 +74,7 @@ def poisoned(monkeypatch):
         def empty(shape, *, dtype, device):
             return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
 
-        monkeypatch.setattr(package.allocation, "empty", empty)
+        monkeypatch.setattr(package.runtime.allocation, "empty", empty)
         return package
 
     return poison
@@ -182,7 +182,9 @@ def backward(
     # ln 2 as the scale makes q.k the score in base 2.
     checked = arguments(package, q, k, v, seqlens_q=(VALID,), sm_scale=LN2)
     stored = lse.to(q.device).view(1, 1, 16)
-    gradients = package.launch.launch_backward(q, k, v, torch.ones_like(v), stored, dout, checked)
+    gradients = package.launch.portable.launch_backward(
+        q, k, v, torch.ones_like(v), stored, dout, checked
+    )
     return {name: x[0, 0].cpu() for name, x in zip(("dk", "dv"), gradients[1:], strict=True)}
 
 

@@ -9,6 +9,7 @@ folders beside this one, in a wheel they are folders.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("fa-verify")
     # Lazy: the environment has to be set before torch is imported.
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)

@@ -63,7 +63,7 @@ OF_MASKS = tuple(
         "rows_and_padding",
         "memory",
         "invariance",
-        "probes",
+        "closed_form",
     )
 )
 REPLAY = pytest.StashKey[Problem]()

@@ -228,7 +228,7 @@ _REFERENCE = faults_of(
         "any mask is taken for a Mask",
         "isinstance(mask, Mask) and type(mask).dense is Mask.dense",
         "isinstance(mask, Mask)",
-        "test_probes test_reference",
+        "test_closed_form test_reference",
     ),
     ("no rows are a chunk", "if rows < 1:", "if rows < 0:"),
     (

@@ -14,7 +14,7 @@ REPORTS: tuple[Mutant, ...] = (
             "the averages of errors are no part of the verdict",
             'if name != "G1" or not inside]',
             'if name == "G1" and not inside]',
-            "test_companions",
+            "test_statistics",
         ),
         (
             "the claim alone is checked",
@@ -330,7 +330,7 @@ REPORTS: tuple[Mutant, ...] = (
             "given problems are held to the named guarantees alone",
             "checks = {**{name: GUARANTEES[name] for name in guarantees}, **STANDING}",
             "checks = {name: GUARANTEES[name] for name in guarantees}",
-            "test_companions test_verification",
+            "test_statistics test_verification",
         ),
         ("G4 is checked without padding", '    "G4": {"padding": True},\n', ""),
         ("violations are swallowed", "                yield from violation.findings\n", ""),

@@ -16,7 +16,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
+from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.inputs.families import ALIBI, NO_ALIBI
@@ -127,11 +127,11 @@ def test_there_are_none_unless_they_are_asked_for():
         make(Problem(alibi="odd"))
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *COMPANIONS])
+@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM])
 def test_a_right_subject_holds_every_guarantee(name):
     if name == "G12":
         pytest.skip("needs much memory")
-    assert found(Falling(), ASKED, {**GUARANTEES, **COMPANIONS}[name]) == []
+    assert found(Falling(), ASKED, {**GUARANTEES, **STATISTICS, **CLOSED_FORM}[name]) == []
 
 
 def test_a_distance_from_the_first_key_is_found():

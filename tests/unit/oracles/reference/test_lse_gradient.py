@@ -15,7 +15,7 @@ from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
+from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import run_trial
@@ -111,9 +111,9 @@ def test_a_gradient_counts_among_the_terms_and_in_the_spread():
         assert measure(inputs).mean() > 2 * measure(inputs._replace(dlse=None)).mean()
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *COMPANIONS])
+@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM])
 def test_a_right_subject_holds_every_guarantee(name):
-    check = {**GUARANTEES, **COMPANIONS}[name]
+    check = {**GUARANTEES, **STATISTICS, **CLOSED_FORM}[name]
     if name == "G12":
         pytest.skip("needs much memory")
     for problem in (ASKED, MEASURED, dataclasses.replace(ASKED, dout="zero", dlse="constant")):

@@ -100,12 +100,12 @@ def simplifications(problem: Problem) -> Iterator[Problem]:
     yield from _valid(problem, ({"mask": mask} for mask in _masks(problem)))
 
 
-def _shorter(stack: Problem) -> Iterator[Problem]:
-    """The halves of a stack."""
-    count = len(stack.seeds)
+def _shorter(batched: Problem) -> Iterator[Problem]:
+    """The halves of a batched problem."""
+    count = len(batched.seeds)
     if count:
-        yield stack.part(0, count // 2)
-        yield stack.part(count // 2, count)
+        yield batched.part(0, count // 2)
+        yield batched.part(count // 2, count)
 
 
 def _valid(problem: Problem, changes: Iterator[dict[str, Any]]) -> Iterator[Problem]:

@@ -307,7 +307,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/problems/batched.py",
-        "test_stacks",
+        "test_batched",
         (
             "a stack costs no more than its first",
             "max_cost // max(1, ",
@@ -330,7 +330,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/inputs/sampling.py",
-        "test_stacks",
+        "test_batched",
         (
             "numbers of seeds alternate between the entries",
             "values.repeat_interleave(problem.B // len(values))",
@@ -344,7 +344,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/inputs/padding_values.py",
-        "test_stacks",
+        "test_batched",
         (
             "signs alternate through a stack",
             "values.view(len(problem.all_seeds), -1)[:, 1::2]",

@@ -32,7 +32,7 @@ GUARANTEES = {
 # By the name of the test; None where it asks for all of them.
 ASKED: dict[str, str | None] = {
     "test_every_element_lies_within_the_derived_bound": "G1",
-    "test_stacks_of_problems_lie_within_the_derived_bound": "G1",
+    "test_batched_problems_lie_within_the_derived_bound": "G1",
     "test_outputs_are_finite_however_far_the_logits_are_shifted": "G2",
     "test_long_sequences_lie_within_the_derived_bound": "G1",
     "test_long_rows_count_their_keys": "exact",

@@ -115,10 +115,10 @@ def test_slopes_have_their_shape_their_dtype_and_nan_around(family):
     assert slopes.as_strided(slopes.shape, slopes.stride(), 1).isnan().all()
 
 
-def test_a_stack_has_the_slopes_of_its_problems():
-    stack = dataclasses.replace(ASKED, mask=Mask(), B=6, seeds=(3, 4, 5), seed=0)
-    whole = make(stack).alibi_slopes
-    assert torch.equal(whole[2:4], make(stack.part(1, 2)).alibi_slopes)
+def test_a_batched_problem_has_the_slopes_of_its_problems():
+    batched = dataclasses.replace(ASKED, mask=Mask(), B=6, seeds=(3, 4, 5), seed=0)
+    whole = make(batched).alibi_slopes
+    assert torch.equal(whole[2:4], make(batched.part(1, 2)).alibi_slopes)
 
 
 def test_there_are_none_unless_they_are_asked_for():

@@ -26,7 +26,7 @@ from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.bias_families import BIASES, NO_BIAS
 from fa_verify.properties.inputs.tensors import make
-from fa_verify.properties.problems.batched import stacks
+from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
@@ -140,11 +140,11 @@ def test_there_is_none_unless_it_is_asked_for():
 def test_problems_that_share_a_bias_are_not_stacked():
     shared = problems(biases=("normal/hn",), max_seqlen=20, zero_sizes=False)
     apart = problems(biases=("normal/bn",), max_seqlen=20, zero_sizes=False)
-    some = [drawn(stacks(x, tile=16, max_cost=40), 40) for x in (shared, apart)]
+    some = [drawn(batched_problems(x, tile=16, max_cost=40), 40) for x in (shared, apart)]
     assert not any(x.seeds for x in some[0])
-    stack = next(x for x in some[1] if len(x.seeds) > 1)
-    entries = stack.B // len(stack.seeds)
-    whole, part = make(stack).bias, make(stack.part(1, 2)).bias
+    batched = next(x for x in some[1] if len(x.seeds) > 1)
+    entries = batched.B // len(batched.seeds)
+    whole, part = make(batched).bias, make(batched.part(1, 2)).bias
     assert torch.equal(whole[entries : 2 * entries], part)
 
 

@@ -18,7 +18,7 @@ from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import SubjectError, Trial, run_trial
-from fa_verify.properties.search.minimize import simplest
+from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Runner", "attack", "draws", "peaks"]
@@ -203,7 +203,7 @@ def attack(
     except Violation as violation:
         __tracebackhide__ = True
         first = violation.findings
-        raise Violation(simplest(first[0].problem, first, _of_supported(runner, claim))) from None
+        raise Violation(minimized(first[0].problem, first, _of_supported(runner, claim))) from None
 
 
 def _of_supported(runner: Runner, claim: Check) -> Callable[[Problem], list[Finding]]:

@@ -102,7 +102,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/subjects/supported.py",
-        "test_domain",
+        "test_supported",
         (
             "what is done to scores is drawn of everyone",
             "if forced and word in subject.score_mods else (none,)",

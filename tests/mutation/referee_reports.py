@@ -177,7 +177,7 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/search/minimize.py",
-        "test_simplify",
+        "test_minimize",
         (
             "any guarantee will do",
             "if found and found[0].guarantee == findings[0].guarantee:",
@@ -197,8 +197,8 @@ REPORTS: tuple[Mutant, ...] = (
         ("sizes go to 1 or stay", "        while step:\n", "        while step and step > size:\n"),
         (
             "a smaller size starts from the problem before",
-            "findings, candidates = found, simplifications(candidate)",
-            "findings, candidates = found, simplifications(problem)",
+            "findings, candidates = found, reductions(candidate)",
+            "findings, candidates = found, reductions(problem)",
         ),
         ("the first batch entry alone is kept", "yield from ((b,) for b in entries)", "yield (0,)"),
         (
@@ -209,7 +209,7 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/search/minimize.py",
-        "test_simplify",
+        "test_minimize",
         ("sizes do not count", "return sum(sizes) + sum(dims), ", "return 0, "),
         (
             "the window's reach does not count",

@@ -25,7 +25,7 @@ from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 PADDED = Mask(causal=True, seqlens_q=(5, 0), seqlens_k=(3, 4))

@@ -20,7 +20,7 @@ from fa_verify.properties.problems.batched import LARGEST, batched_problems
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 SEEDS = (7, 2**31 - 1, 40)

@@ -9,7 +9,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
 from fa_verify.properties.inputs.families import DIRTY, DOUT, INPUTS
 from fa_verify.properties.problems.strategies import HEAD_DIMS, problems
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 
 TILE = 16
 DRAWS = 1000

@@ -145,8 +145,8 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
         (
             "any dirt is drawn",
-            '"dirties": subject.dirty or tuple(DIRTY),',
-            '"dirties": tuple(DIRTY),',
+            '"dirties": subject.dirty or tuple(PADDING_VALUES),',
+            '"dirties": tuple(PADDING_VALUES),',
         ),
         ("the declared length is no limit", "min(most, subject.max_seqlen or most)", "most"),
         ("groups of heads are always drawn", '"gqa": subject.gqa,', '"gqa": True,'),
@@ -241,7 +241,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/inputs/padding_values.py",
-        "test_dirt",
+        "test_padding_values",
         (
             "large padding is positive",
             "[:, 1::2] = -value",
@@ -257,7 +257,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/inputs/tensors.py",
-        "test_dirt test_families",
+        "test_padding_values test_families",
         (
             "padding of dlse is clean",
             "        cast = torch.where(padding, stands, cast)\n    wide",

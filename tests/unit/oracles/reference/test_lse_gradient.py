@@ -20,7 +20,7 @@ from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
-from fa_verify.properties.inputs.families import DIRTY, DLSE
+from fa_verify.properties.inputs.families import DLSE, PADDING_VALUES
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.search.search import Runner
@@ -83,8 +83,8 @@ def test_there_is_none_unless_it_is_asked_for():
         make(Problem(dlse="odd"))
 
 
-@pytest.mark.parametrize("dirty", DIRTY)
-def test_padding_holds_the_dirt_of_dout(dirty):
+@pytest.mark.parametrize("dirty", PADDING_VALUES)
+def test_padding_holds_the_values_of_dout(dirty):
     inputs = make(dataclasses.replace(ASKED, dirty=dirty))
     padding = torch.zeros(2, 2, 6, dtype=torch.bool)
     padding[0, :, 5:], padding[1] = True, True

@@ -14,7 +14,7 @@ from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.inputs.families import DIRTY, DLSE, DOUT, INPUTS
+from fa_verify.properties.inputs.families import DLSE, DOUT, INPUTS, PADDING_VALUES
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.batched import LARGEST, batched_problems
 from fa_verify.properties.problems.strategies import problems
@@ -63,8 +63,8 @@ def test_dlse_is_that_of_the_problems(family):
     assert torch.equal(make(batched).dlse, torch.cat([make(part).dlse for part in parts]))
 
 
-@pytest.mark.parametrize("family", DIRTY)
-def test_dirt_is_that_of_the_problems(family):
+@pytest.mark.parametrize("family", PADDING_VALUES)
+def test_padding_values_are_those_of_the_problems(family):
     for batched in (BATCHED, ODD):
         dirtied = dataclasses.replace(batched, dirty=family)
         assert same_values(make(dirtied), map(make, parts_of(dirtied)))

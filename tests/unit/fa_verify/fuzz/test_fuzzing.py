@@ -43,7 +43,7 @@ def test_processes_share_the_end(clock):
     assert not other.hurried()
 
 
-def test_what_was_stopped_does_not_start_again(clock):
+def test_a_stopped_clock_does_not_start_again(clock):
     clock.stop()
     clock.start(1000)
     assert clock.over()

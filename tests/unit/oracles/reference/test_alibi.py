@@ -121,7 +121,7 @@ def test_a_batched_problem_has_the_slopes_of_its_problems():
     assert torch.equal(whole[2:4], make(batched.part(1, 2)).alibi_slopes)
 
 
-def test_there_are_none_unless_they_are_asked_for():
+def test_slopes_are_made_only_for_problems_with_alibi():
     assert make(Problem()).alibi_slopes is None
     with pytest.raises(ValueError, match="alibi is 'odd'; needs one of"):
         make(Problem(alibi="odd"))
@@ -163,12 +163,12 @@ def test_the_spread_follows_what_is_added():
     assert steep.out.mean() > plain.out.mean()
 
 
-def test_who_does_not_declare_it_is_not_asked():
+def test_a_subject_that_does_not_declare_alibi_excludes_it():
     assert Subject.of(Eager(), "plain").excludes(ASKED) == "plain declares score_mods ()"
     assert Subject.of(Falling(), "right").excludes(ASKED) is None
 
 
-def test_it_is_drawn_where_it_is_asked_for():
+def test_alibi_is_drawn_only_when_requested():
     assert {x.alibi for x in drawn(problems(alibis=tuple(ALIBI)), 50)} == {*ALIBI}
     assert {x.alibi for x in drawn(problems(), 20)} == {NO_ALIBI}
     with pytest.raises(ValueError, match="alibis is"):

@@ -131,13 +131,13 @@ def test_a_bias_lies_in_memory_as_the_seed_says():
     assert plain.is_contiguous()
 
 
-def test_there_is_none_unless_it_is_asked_for():
+def test_a_bias_is_made_only_for_problems_with_one():
     assert make(Problem()).bias is None
     with pytest.raises(ValueError, match="bias is 'odd'; needs one of"):
         make(Problem(bias="odd"))
 
 
-def test_problems_that_share_a_bias_are_not_stacked():
+def test_problems_that_share_a_bias_are_not_batched():
     shared = problems(biases=("normal/hn",), max_seqlen=20, zero_sizes=False)
     apart = problems(biases=("normal/bn",), max_seqlen=20, zero_sizes=False)
     some = [drawn(batched_problems(x, tile=16, max_cost=40), 40) for x in (shared, apart)]
@@ -189,12 +189,12 @@ def test_errors_of_rows_that_few_keys_take_follow_no_average():
     assert not is_valid(dataclasses.replace(MEASURED, bias="needles/hmn"))
 
 
-def test_who_does_not_declare_it_is_not_asked():
+def test_a_subject_that_does_not_declare_bias_excludes_it():
     assert Subject.of(Eager(), "plain").excludes(ASKED) == "plain declares score_mods ()"
     assert Subject.of(Biased(), "right").excludes(ASKED) is None
 
 
-def test_it_is_drawn_where_it_is_asked_for():
+def test_a_bias_is_drawn_only_when_requested():
     assert len({x.bias for x in drawn(problems(biases=BIASES), 60)}) > 20
     assert {x.bias for x in drawn(problems(), 20)} == {NO_BIAS}
     with pytest.raises(ValueError, match="biases is"):

@@ -77,7 +77,7 @@ def test_a_gradient_has_the_shape_of_lse_and_is_finite(family, dtype):
     assert (dlse[0, :, :5] != 0).all()
 
 
-def test_there_is_none_unless_it_is_asked_for():
+def test_dlse_is_made_only_for_problems_with_one():
     assert make(Problem()).dlse is None
     with pytest.raises(ValueError, match="dlse is 'odd'; needs one of"):
         make(Problem(dlse="odd"))
@@ -149,14 +149,14 @@ def test_a_loss_on_lse_alone_leaves_out_alone():
         found(Alone(), ASKED, guarantees.accuracy)
 
 
-def test_who_does_not_declare_it_is_not_asked():
+def test_a_subject_that_does_not_declare_lse_grad_excludes_dlse():
     subject = Subject.of(Eager(), "eager")
     assert subject.excludes(ASKED) == "eager declares lse_grad False"
     assert subject.excludes(dataclasses.replace(ASKED, dlse=NO_DLSE)) is None
     assert Subject.of(Differentiable(), "right").excludes(ASKED) is None
 
 
-def test_who_declares_it_without_having_it_is_found():
+def test_a_subject_that_declares_lse_grad_without_having_it_fails():
     class Boasting(Eager):
         lse_grad = True
 

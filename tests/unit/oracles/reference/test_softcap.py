@@ -224,13 +224,13 @@ def test_the_spread_follows_the_slope():
     assert flat.dk.mean() < 0.001 * plain.dk.mean()
 
 
-def test_who_does_not_declare_it_is_not_asked():
+def test_a_subject_that_does_not_declare_softcap_excludes_it():
     subject = Subject.of(Eager(), "plain")
     assert subject.excludes(ASKED) == "plain declares score_mods ()"
     assert Subject.of(Rounding(), "right").excludes(ASKED) is None
 
 
-def test_it_is_drawn_where_it_is_asked_for():
+def test_a_softcap_is_drawn_only_when_requested():
     some = drawn(problems(softcaps=(None, *SOFTCAPS)), 200)
     assert {x.softcap for x in some} == {None, *SOFTCAPS}
     assert {x.softcap for x in drawn(problems(), 20)} == {None}

@@ -136,7 +136,7 @@ def test_lengths_of_batched_problems_differ_where_there_are_some():
     assert all((x.mask.seqlens_q, x.mask.seqlens_k) == (None, None) for x in plain)
 
 
-def test_what_cannot_be_stacked_stays_alone():
+def test_problems_that_cannot_be_batched_stay_alone():
     assert {x.seeds for x in drawn_batched(mask=Document, masks=("full",))} == {()}
     assert any(x.seeds for x in drawn_batched(mask=PrefixLM, masks=("full",)))
     assert not any(x.seeds for x in drawn_batched() if 0 in (x.B, x.M, x.N))

@@ -59,7 +59,7 @@ OF_MASKS = tuple(
         "rows_and_padding",
         "memory",
         "invariance",
-        "probes",
+        "closed_form",
     )
 )
 

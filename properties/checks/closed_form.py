@@ -1,7 +1,7 @@
-"""Exact probes: inputs made so that the right output is known to the bit, without an oracle.
+"""Closed forms: inputs made so that the right output is known to the bit, without an oracle.
 
 With k = 0 all scores are 0, so every visible key has the weight 1 / n exactly, n being how many
-keys the row sees. Every probe runs the subject again; padding keeps what the problem put there.
+keys the row sees. Every check runs the subject again; padding keeps what the problem put there.
 """
 
 from __future__ import annotations
@@ -253,5 +253,5 @@ def _found(
     claim: str,
     compared: torch.Tensor | None = None,
 ) -> list[Finding]:
-    """A finding of a probe if anything is bad."""
-    return found_where(trial, output, bad, got, want, "exact probes", claim, compared)
+    """A finding if anything is bad."""
+    return found_where(trial, output, bad, got, want, "exact closed forms", claim, compared)

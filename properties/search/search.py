@@ -18,7 +18,7 @@ from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import SubjectError, Trial, run_trial
-from fa_verify.properties.search.minimize import simplest
+from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Runner", "attack", "draws", "peaks"]
@@ -49,7 +49,7 @@ class Runner:
         self.judged = 0
         self.out_of_range = 0
         self.refusals: Counter[str] = Counter()
-        # Worst error/bound of the last problem, or stack of problems, that was judged.
+        # Worst error/bound of the last problem, or batch of problems, that was judged.
         self.peaks: dict[str, float] = {}
 
     def findings(self, problem: Problem, claim: Check) -> list[Finding]:
@@ -99,13 +99,13 @@ class Runner:
             return self._alone(problem, of_problems, claim) or findings
         return findings
 
-    def _judge_parts(self, stack: Problem, claim: Check) -> list[Finding]:
-        """``findings`` of the halves of a stack: not all of its problems are in range."""
+    def _judge_parts(self, batched: Problem, claim: Check) -> list[Finding]:
+        """``findings`` of the halves of a batched problem: not all of its problems are in range."""
         largest: dict[str, float] = {}
-        count = len(stack.seeds)
+        count = len(batched.seeds)
         for start, stop in ((0, count // 2), (count // 2, count)):
             self.peaks = {}
-            if found := self._judge(stack.part(start, stop), claim):
+            if found := self._judge(batched.part(start, stop), claim):
                 return found
             for name, peak in self.peaks.items():
                 largest[name] = max(peak, largest.get(name, 0.0))
@@ -113,11 +113,11 @@ class Runner:
         return []
 
     def _alone(
-        self, stack: Problem, of_problems: list[dict[str, float]], claim: Check
+        self, batched: Problem, of_problems: list[dict[str, float]], claim: Check
     ) -> list[Finding]:
-        """The findings of the first problem of a failing stack that fails alone, likely ones first.
+        """The findings of the first problem of a failing batch that fails alone, likely ones first.
 
-        Nothing where all of them pass, or are refused alone: then it is the stack that fails.
+        Nothing where all of them pass, or are refused alone: then it is the batch that fails.
         """
         order = sorted(
             range(len(of_problems)), key=lambda i: max(of_problems[i].values()), reverse=True
@@ -125,7 +125,7 @@ class Runner:
         together = self.peaks
         for i in order:
             with suppress(NotImplementedError, SubjectError):
-                if found := self._judge(stack.part(i, i + 1), claim):
+                if found := self._judge(batched.part(i, i + 1), claim):
                     return found
         self.peaks = together
         return []
@@ -137,7 +137,7 @@ class Runner:
 
 
 def peaks(trial: Trial) -> list[dict[str, float]]:
-    """The worst error/bound of each output that there is, of each problem of a stack."""
+    """The worst error/bound of each output that there is, of each problem of a batched problem."""
     found = {
         name: ratios(got, want, bound)
         for name, got, want, bound in zip(
@@ -203,7 +203,7 @@ def attack(
     except Violation as violation:
         __tracebackhide__ = True
         first = violation.findings
-        raise Violation(simplest(first[0].problem, first, _of_supported(runner, claim))) from None
+        raise Violation(minimized(first[0].problem, first, _of_supported(runner, claim))) from None
 
 
 def _of_supported(runner: Runner, claim: Check) -> Callable[[Problem], list[Finding]]:

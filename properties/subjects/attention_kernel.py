@@ -86,7 +86,7 @@ def attention_kernel(
         masks: Supported kinds of masks beside none at all: "causal", "window", "padding" (lengths),
             "custom" (classes that add a predicate, read by ``mask.dense``).
         layouts: Supported layouts out of ``fa_verify.oracles.problem.LAYOUTS``; None is any.
-        dirty: What padding may hold, out of ``padding_values.DIRTY``; None is anything.
+        dirty: What padding may hold, out of ``padding_values.PADDING_VALUES``; None is anything.
         backward: Whether it has gradients.
         devices: Where it runs: "cpu", "cuda".
         returns_lse: Whether it returns (out, lse); None finds out.

@@ -13,7 +13,7 @@ from typing import Any
 
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import DTYPES, LAYOUTS
-from fa_verify.properties.inputs.padding_values import DIRTY
+from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 
 __all__ = [
     "BITWISE",
@@ -35,7 +35,7 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "dtypes": DTYPES,
     "masks": ("causal", "window", "padding", "custom"),
     "layouts": LAYOUTS,
-    "dirty": tuple(DIRTY),
+    "dirty": tuple(PADDING_VALUES),
     "devices": ("cpu", "cuda"),
     "bitwise": BITWISE,
     "atomic": ("dq",),

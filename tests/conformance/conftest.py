@@ -12,7 +12,7 @@ from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.watchdog import Watchdog
-from fa_verify.properties.problems.batched import stacks
+from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.search.search import Runner, attack
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
@@ -31,11 +31,11 @@ LEAST_COST = 4
 TILES_ACROSS = {"cpu": 3, "cuda": 6}
 # Past this the oracle, which is dense, costs more on a CPU than the kernels.
 MAX_SEQLEN = {"cpu": 200, "cuda": 1024}
-# Of stacks: the longest sequence; tile pairs of one, in the interpreter; pairs of rows and keys of
-# one, all heads counted, on a GPU.
-STACKED_SEQLEN = {"cpu": 48, "cuda": 512}
-STACKED_COST = 12
-STACKED_SCORES = 2**25
+# Of batched problems: the longest sequence; tile pairs of one, in the interpreter; pairs of rows
+# and keys of one, all heads counted, on a GPU.
+BATCHED_SEQLEN = {"cpu": 48, "cuda": 512}
+BATCHED_COST = 12
+BATCHED_SCORES = 2**25
 # Of the shards that a run about one mask takes.
 SMALL_DIM = 32
 # What a test has to have judged to have tested anything, where its profile draws that many.
@@ -95,19 +95,19 @@ def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
 def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Callable[..., None]:
     """Draws problems of a shard, as many as the profile says, and checks a claim on each.
 
-    ``runs`` is how often the claim runs a problem, which may cost the less for it. ``stacked``
+    ``runs`` is how often the claim runs a problem, which may cost the less for it. ``batched``
     draws many at a time, up to a length of 512, and checks the claim on them together.
     """
 
     def run(
-        claim: Check, shard: Shard, *, runs: int = 1, stacked: bool = False, **wanted: object
+        claim: Check, shard: Shard, *, runs: int = 1, batched: bool = False, **wanted: object
     ) -> None:
         __tracebackhide__ = True
         most = (MAX_COST_OF_LARGE_TILES if shard.tile >= LARGE_TILE else MAX_COST)[device]
-        of_stack = STACKED_COST if device == "cpu" else STACKED_SCORES // shard.tile**2
-        if stacked:
-            most = min(most, max(LEAST_COST, of_stack // 3))
-            wanted = {"max_seqlen": STACKED_SEQLEN[device], "zero_sizes": False, **wanted}
+        of_batched = BATCHED_COST if device == "cpu" else BATCHED_SCORES // shard.tile**2
+        if batched:
+            most = min(most, max(LEAST_COST, of_batched // 3))
+            wanted = {"max_seqlen": BATCHED_SEQLEN[device], "zero_sizes": False, **wanted}
         limits = {
             "dtype": shard.dtype,
             "configs": (shard.config,),
@@ -122,8 +122,8 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
             strategy = problems_of(runner.subject, **{**limits, **wanted})
         except ExcludedError as declared:
             pytest.skip(str(declared))
-        if stacked:
-            strategy = stacks(strategy, tile=shard.tile, max_cost=of_stack)
+        if batched:
+            strategy = batched_problems(strategy, tile=shard.tile, max_cost=of_batched)
         fuzzing = hypothesis.settings.get_current_profile_name() == "fuzz"
         settings = hypothesis.settings()
         plugin = request.config.pluginmanager.get_plugin("fuzzing")

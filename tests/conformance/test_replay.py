@@ -6,7 +6,13 @@ import dataclasses
 
 import pytest
 
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, POOLED
+from fa_verify.properties.checks.guarantees import (
+    CLOSED_FORM,
+    GUARANTEES,
+    OF_BIAS,
+    POOLED,
+    STATISTICS,
+)
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 
 
@@ -18,9 +24,9 @@ def pytest_generate_tests(metafunc):
 
 
 def every_guarantee(trial):
-    """Findings of all guarantees, and of their companions."""
+    """Findings of all guarantees, of statistics and of closed forms."""
     findings, unchecked = [], []
-    for name, check in {**GUARANTEES, **COMPANIONS, **OF_BIAS, **POOLED}.items():
+    for name, check in {**GUARANTEES, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}.items():
         try:
             findings += check(trial)
         except (MemoryError, NotImplementedError) as error:

@@ -336,7 +336,7 @@ CHECKS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/checks/statistics.py",
-        "test_companions",
+        "test_statistics",
         (
             "needles are as good as any bias",
             '        and problem.bias.partition("/")[0] in _FLAT_BIAS\n',
@@ -440,7 +440,7 @@ CHECKS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/checks/closed_form.py",
-        "test_probes",
+        "test_closed_form",
         ("one key more is a rounding", "~(got == want)\n", "~((got - want).abs() <= 1)\n"),
         ("long rows are not counted", "_COUNTED = 65_536", "_COUNTED = 4_096"),
         (

@@ -36,19 +36,19 @@ _PROBLEM = faults_of(
         "parts of a stack have its first seeds",
         "self.all_seeds[start:stop]",
         "self.all_seeds[: stop - start]",
-        "test_stacks",
+        "test_batched",
     ),
     (
         "parts of a stack have its first lengths",
         "range(start * entries, stop * entries)",
         "range(0, (stop - start) * entries)",
-        "test_stacks",
+        "test_batched",
     ),
     (
         "a stack may have any number of entries",
         " or self.B % len(self.seeds) or self.B == 0",
         "",
-        "test_stacks",
+        "test_batched",
     ),
     ("the scale is that of Dv", "float(self.D) ** -0.5", "float(self.Dv) ** -0.5"),
     (
@@ -228,7 +228,7 @@ _REFERENCE = faults_of(
         "any mask is taken for a Mask",
         "isinstance(mask, Mask) and type(mask).dense is Mask.dense",
         "isinstance(mask, Mask)",
-        "test_probes test_reference",
+        "test_closed_form test_reference",
     ),
     ("no rows are a chunk", "if rows < 1:", "if rows < 0:"),
     (

@@ -14,7 +14,7 @@ REPORTS: tuple[Mutant, ...] = (
             "the averages of errors are no part of the verdict",
             'if name != "G1" or not inside]',
             'if name == "G1" and not inside]',
-            "test_companions",
+            "test_statistics",
         ),
         (
             "the claim alone is checked",
@@ -77,49 +77,49 @@ REPORTS: tuple[Mutant, ...] = (
             "a stack counts as one problem",
             "for i, of_one in enumerate(of_problems):",
             "for i, of_one in enumerate(of_problems[:1]):",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack is out of range as a whole",
             "            if problem.seeds:\n                return self._judge_parts",
             "            if False:\n                return self._judge_parts",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "the second half of a stack is not judged",
             "((0, count // 2), (count // 2, count))",
             "((0, count // 2), (0, count // 2))",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack is found instead of its problem",
             "return self._alone(problem, of_problems, claim) or findings",
             "return findings",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack that fails as a whole passes",
             "return self._alone(problem, of_problems, claim) or findings",
             "return self._alone(problem, of_problems, claim)",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack whose problems are refused alone passes",
             "suppress(NotImplementedError, SubjectError)",
             "suppress(SubjectError)",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack raises as a whole",
             "for i in range(len(problem.seeds)))",
             "for i in range(0))",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack has one worst",
             "worst_of_parts(len(trial.problem.all_seeds), ",
             "worst_of_parts(1, ",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "findings do not name the kernel",
@@ -177,7 +177,7 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/search/minimize.py",
-        "test_simplify",
+        "test_minimize",
         (
             "any guarantee will do",
             "if found and found[0].guarantee == findings[0].guarantee:",
@@ -197,8 +197,8 @@ REPORTS: tuple[Mutant, ...] = (
         ("sizes go to 1 or stay", "        while step:\n", "        while step and step > size:\n"),
         (
             "a smaller size starts from the problem before",
-            "findings, candidates = found, simplifications(candidate)",
-            "findings, candidates = found, simplifications(problem)",
+            "findings, candidates = found, reductions(candidate)",
+            "findings, candidates = found, reductions(problem)",
         ),
         ("the first batch entry alone is kept", "yield from ((b,) for b in entries)", "yield (0,)"),
         (
@@ -209,7 +209,7 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/search/minimize.py",
-        "test_simplify",
+        "test_minimize",
         ("sizes do not count", "return sum(sizes) + sum(dims), ", "return 0, "),
         (
             "the window's reach does not count",
@@ -330,7 +330,7 @@ REPORTS: tuple[Mutant, ...] = (
             "given problems are held to the named guarantees alone",
             "checks = {**{name: GUARANTEES[name] for name in guarantees}, **STANDING}",
             "checks = {name: GUARANTEES[name] for name in guarantees}",
-            "test_companions test_verification",
+            "test_statistics test_verification",
         ),
         ("G4 is checked without padding", '    "G4": {"padding": True},\n', ""),
         ("violations are swallowed", "                yield from violation.findings\n", ""),

@@ -65,7 +65,7 @@ def record(
         else {
             "file": str(gate.path),
             "verdict": gate.verdict,
-            "changes": [vars(change) for change in gate.changes],
+            "changes": [vars(change) for change in gate.differences],
         },
         "mutants": mutants(OUTCOMES),
     }

@@ -16,7 +16,7 @@ def files_of(corpus: object, **rest: object) -> RegressionFiles:
     return RegressionFiles(SimpleNamespace(getoption=lambda name: corpus, **rest))
 
 
-def test_those_of_the_checkout_are_replayed():
+def test_regression_files_of_the_checkout_are_replayed():
     files = files_of(None)
     assert files.paths == IN_THE_CHECKOUT
     assert files.folder == FOLDER

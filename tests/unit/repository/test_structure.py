@@ -105,7 +105,7 @@ NAMES_WITHOUT_AN_IDEA = {"utils", "util", "common", "helpers", "helper", "misc"}
 JUDGES = ("properties", "tests/conformance")
 COMPARISONS = {"allclose", "assert_allclose", "assert_close", "isclose", "approx"}
 # Measures the strategies, on samples of a fixed size: no profile is to change them.
-MEASURES_STRATEGIES = "tests/unit/properties/problems/drawing.py"
+MEASURES_STRATEGIES = "tests/unit/properties/problems/sampling.py"
 
 
 def modules(*folders: str) -> list[str]:

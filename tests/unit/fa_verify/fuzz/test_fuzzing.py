@@ -43,7 +43,7 @@ def test_processes_share_the_end(clock):
     assert not other.hurried()
 
 
-def test_what_was_stopped_does_not_start_again(clock):
+def test_a_stopped_clock_does_not_start_again(clock):
     clock.stop()
     clock.start(1000)
     assert clock.over()
@@ -125,18 +125,18 @@ def test_every_test_has_its_turn_before_any_has_a_second(deal):
     assert len({tuple(part) for part in rounds}) > 1
 
 
-def test_stacks_are_every_second_turn_and_all_others_come_round(deal):
-    tests = ["a", "b", "f.py::test_stacks_of_x[d16]", "c", "f.py::test_stacks_of_x[d64]", "e", "g"]
-    stacked, others = {2, 4}, [0, 1, 3, 5, 6]
+def test_batched_problems_are_every_second_turn_and_all_others_come_round(deal):
+    tests = ["a", "b", "f.py::test_batched_x[d16]", "c", "f.py::test_batched_x[d64]", "e", "g"]
+    batched, others = {2, 4}, [0, 1, 3, 5, 6]
     ran = play(*deal(tests), 30)
     for start in (0, 10, 20):
         part = ran[start : start + 10]
-        assert {*part[::2]} == stacked
+        assert {*part[::2]} == batched
         assert sorted(part[1::2]) == others
 
 
-@pytest.mark.parametrize("tests", [["a", "b"], ["f.py::test_stacks_of_x", "f.py::test_stacks_y"]])
-def test_where_all_draw_stacks_or_none_does_all_come_round(deal, tests):
+@pytest.mark.parametrize("tests", [["a", "b"], ["f.py::test_batched_x", "f.py::test_batched_y"]])
+def test_where_all_draw_batched_problems_or_none_does_all_come_round(deal, tests):
     ran = play(*deal(tests), 4)
     assert [sorted(ran[:2]), sorted(ran[2:])] == [[0, 1]] * 2
 

@@ -15,7 +15,7 @@ from fa_verify.properties.regression.compiled_kernels import Resources
 from fa_verify.properties.regression.measurement import measured
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.pytest_plugin.gate.comparison import changes, combined
+from fa_verify.pytest_plugin.gate.comparison import combined, differences
 from fa_verify.pytest_plugin.gate.problems import CHECKS, FEWEST, chosen
 from fa_verify.session import OURS
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -85,9 +85,9 @@ def test_entries_of_a_file_stay_and_new_ones_follow():
 def test_kernels_and_speed_are_compared_too():
     here, entry = Environment("GPU", "1", "2"), Entry(Problem(), "G1", "fp32", {"out": (0.5, 0.1)})
     then = Baseline("f", here, (entry,), {"k": Resources(100, 0, 10)}, {"pass": (1.4, 1.41)})
-    same = changes(then, {0: entry}, {}, then.kernels, then.speed)
+    same = differences(then, {0: entry}, {}, then.kernels, then.speed)
     assert same == []
-    worse = changes(then, {0: entry}, {}, {"k": Resources(100, 4, 10)}, {"pass": (1.2, 1.21)})
+    worse = differences(then, {0: entry}, {}, {"k": Resources(100, 4, 10)}, {"pass": (1.2, 1.21)})
     assert [(change.part, change.alarm) for change in worse] == [("kernels", True), ("speed", True)]
 
 
@@ -109,8 +109,8 @@ def test_delta_of_rounded_products_which_no_check_sees_is_stopped(ours, tmp_path
     Baseline("ours", Environment("here", "1", "2"), entries_of(ours)).write(path)
     then = Baseline.read(path)
     unchanged, changed = (dict(enumerate(entries_of(x))) for x in (ours, coarser))
-    assert changes(then, unchanged, {}, {}, {}) == []
-    alarms = [change.text for change in changes(then, changed, {}, {}, {}) if change.alarm]
+    assert differences(then, unchanged, {}, {}, {}) == []
+    alarms = [change.text for change in differences(then, changed, {}, {}, {}) if change.alarm]
     groups = {text.partition(":")[0] for text in alarms}
     assert "dq bf16" in groups
     # delta has no part in the others.

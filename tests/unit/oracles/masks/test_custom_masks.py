@@ -32,7 +32,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks
 from fa_verify.properties.problems.mask_classes import check_mask_class, draw_instance
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.minimize import simplifications
+from fa_verify.properties.search.minimize import reductions
 from fa_verify.properties.search.search import draws
 from fa_verify.properties.subjects.loading import load_mask
 
@@ -232,14 +232,14 @@ def test_a_draw_that_gives_no_mask_is_refused():
 
 def test_a_failing_mask_is_tried_without_its_predicate_and_with_smaller_fields():
     problem = Problem(M=4, N=5, mask=PrefixLM(prefix=9, seqlens_k=(4,)))
-    masks = [simpler.mask for simpler in simplifications(problem)]
+    masks = [simpler.mask for simpler in reductions(problem)]
     assert Mask(seqlens_k=(4,)) in masks
     assert {x.prefix for x in masks if isinstance(x, PrefixLM)} >= {0, 1, 4, 8, 9}
     dilated = Problem(M=4, N=5, mask=mask_class("Dilated")(width=2, step=1))
-    masks = [simpler.mask for simpler in simplifications(dilated)]
+    masks = [simpler.mask for simpler in reductions(dilated)]
     assert {(x.width, x.step) for x in masks if not x.is_plain} == {(2, 1), (1, 1)}
     combined = Problem(M=4, N=5, mask=PrefixLM(prefix=3) & Mask(causal=True))
-    assert PrefixLM(prefix=3) in [simpler.mask for simpler in simplifications(combined)]
+    assert PrefixLM(prefix=3) in [simpler.mask for simpler in reductions(combined)]
 
 
 @pytest.mark.parametrize("rows", [(4, 3), (4, 0)])

@@ -20,7 +20,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
 from fa_verify.oracles.reference.softcap import capped, slope
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
+from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.execution.tally import Tally
@@ -30,7 +30,7 @@ from fa_verify.properties.problems.strategies import SOFTCAPS, problems
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 ASKED = Problem(
@@ -184,12 +184,12 @@ def test_what_is_allowed_of_a_score_is_contracted_by_its_slope():
     assert cap.slope_error[-1] == 4 * c.ftz
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *COMPANIONS])
+@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM])
 def test_a_right_subject_holds_every_guarantee(name):
-    check = {**GUARANTEES, **COMPANIONS}[name]
+    check = {**GUARANTEES, **STATISTICS, **CLOSED_FORM}[name]
     if name == "G12":
         pytest.skip("needs much memory")
-    problem = MEASURED if name in COMPANIONS else ASKED
+    problem = MEASURED if name in {*STATISTICS, *CLOSED_FORM} else ASKED
     assert found(Rounding(), problem, check) == []
 
 
@@ -224,13 +224,13 @@ def test_the_spread_follows_the_slope():
     assert flat.dk.mean() < 0.001 * plain.dk.mean()
 
 
-def test_who_does_not_declare_it_is_not_asked():
+def test_a_subject_that_does_not_declare_softcap_excludes_it():
     subject = Subject.of(Eager(), "plain")
     assert subject.excludes(ASKED) == "plain declares score_mods ()"
     assert Subject.of(Rounding(), "right").excludes(ASKED) is None
 
 
-def test_it_is_drawn_where_it_is_asked_for():
+def test_a_softcap_is_drawn_only_when_requested():
     some = drawn(problems(softcaps=(None, *SOFTCAPS)), 200)
     assert {x.softcap for x in some} == {None, *SOFTCAPS}
     assert {x.softcap for x in drawn(problems(), 20)} == {None}

@@ -99,7 +99,7 @@ def test_what_two_processes_did_alike_counts_once():
     assert total.record() == full(0).record()
 
 
-def test_what_is_handed_over_counts_once():
+def test_a_record_that_is_handed_over_counts_once():
     tally, total = full(0), Tally()
     for _ in range(2):
         total.add(json.loads(json.dumps(tally.hand_over())))

@@ -19,7 +19,7 @@ from tests.unit.properties.subjects.broken_subjects import Eager
 PROBLEM = Problem(M=20, N=7, D=5, Dv=3, dtype="fp64")
 
 
-def test_what_nobody_writes_is_nan():
+def test_unwritten_elements_are_nan():
     subject = Subject.of(Eager("last row not written"), "eager")
     out = run_subject(subject, PROBLEM, make(PROBLEM)).out
     assert out[:, :, 16:].isnan().all()

@@ -7,9 +7,9 @@ from hypothesis import find, given
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
-from fa_verify.properties.inputs.families import DIRTY, DOUT, INPUTS
+from fa_verify.properties.inputs.families import DOUT, INPUTS, PADDING_VALUES
 from fa_verify.properties.problems.strategies import HEAD_DIMS, problems
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 
 TILE = 16
 DRAWS = 1000
@@ -121,7 +121,7 @@ def test_at_least_half_of_the_problems_span_two_tiles_both_ways():
         ("dtype", DTYPES),
         ("inputs", INPUTS),
         ("dout", DOUT),
-        ("dirty", DIRTY),
+        ("dirty", PADDING_VALUES),
         ("D", HEAD_DIMS),
         ("Dv", HEAD_DIMS),
         ("B", range(4)),

@@ -364,7 +364,7 @@ def test_every_problem_of_an_attack_is_recorded():
 
 
 def test_no_problem_is_run_twice_by_the_draw(monkeypatch):
-    monkeypatch.setattr(search, "simplest", lambda problem, findings, check: findings)
+    monkeypatch.setattr(search, "minimized", lambda problem, findings, check: findings)
     ran = []
 
     def claim(trial):

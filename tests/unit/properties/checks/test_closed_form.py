@@ -1,4 +1,4 @@
-"""The exact probes: a correct subject gives the known outputs to the bit, faults show."""
+"""Closed forms: a correct subject gives the known outputs to the bit, faults show."""
 
 from __future__ import annotations
 

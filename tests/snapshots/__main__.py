@@ -1,26 +1,34 @@
-"""``python -m tests.snapshots outputs|compiled|claims|mutants --write FILE | --compare FILE``."""
+"""Records what a refactoring must leave as it is, or compares with what was recorded.
+
+``python -m tests.snapshots outputs|compiled|claims|mutants --write FILE | --compare FILE``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.snapshots.comparing import difference, read, write
+from tests.snapshots.compiled import compiled
+from tests.snapshots.listings import claims, mutants, renamed
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if a snapshot was written, or is what the file holds."""
     options = _options(arguments)
-    now = {name: x for name, x in _taken(options).items() if options.only in name}
+    now = _chosen(_taken(options), options)
     if options.write:
         write(now, options.write)
         print(f"{len(now)} entries written to {options.write}")
         return 0
-    then = {name: x for name, x in read(options.compare).items() if options.only in name}
-    lines = difference(then, now)
+    then = read(options.compare)
+    if options.renamed:
+        then = renamed(then, options.renamed.read_text(encoding="utf-8"))
+    lines = difference(_chosen(then, options), now, options.parts)
     print("\n".join(lines) or f"{len(now)} entries, all as in {options.compare}")
     return int(bool(lines))
 
@@ -32,19 +40,35 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("--write", metavar="FILE", type=Path, help="record a snapshot")
     what.add_argument("--compare", metavar="FILE", type=Path, help="compare with a recorded one")
     parser.add_argument(
-        "--only", metavar="TEXT", default="", help="entries alone whose names have this text"
+        "--only", metavar="TEXT", default="", help="entries alone whose names hold this text"
+    )
+    parser.add_argument(
+        "--parts", metavar="PART", nargs="*", help="of entries: out, dq, ...; ir, flow, ptx"
+    )
+    parser.add_argument(
+        "--renamed", metavar="FILE", type=Path, help='lines "old -> new" of the names in FILE'
     )
     return parser.parse_args(arguments)
 
 
-def _taken(options: argparse.Namespace) -> dict[str, Any]:
-    """The snapshot of the sources as they are; each imports what its process may hold."""
-    if options.kind == "outputs":
-        _choose_device()
-        from tests.snapshots.outputs import outputs
+def _chosen(snapshot: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    return {name: x for name, x in snapshot.items() if options.only in name or name == "triton"}
 
-        return outputs(options.only)
-    raise NotImplementedError(options.kind)
+
+def _taken(options: argparse.Namespace) -> dict[str, Any]:
+    """The snapshot of the sources as they are."""
+    match options.kind:
+        case "outputs":
+            _choose_device()
+            # Only now: it imports the kernels.
+            from tests.snapshots.outputs import outputs
+
+            return outputs(options.only)
+        case "compiled":
+            return compiled(options.only)
+        case "claims":
+            return claims()
+    return mutants()
 
 
 def _choose_device() -> None:

@@ -91,24 +91,26 @@ def test_kernels_and_speed_are_compared_too():
     assert [(change.part, change.alarm) for change in worse] == [("kernels", True), ("speed", True)]
 
 
-def entries_of(subject: Subject) -> tuple[Entry, ...]:
-    """Ordinary problems as small as the interpreter likes them, measured."""
+def entries_of(subject: Subject, device: str) -> tuple[Entry, ...]:
+    """Ordinary problems, small enough for the interpreter, measured on the kernels' device."""
     found = []
     for seed in range(16):
         mask = Mask(causal=seed % 2 == 1)
-        problem = Problem(M=48, N=50, dtype="bf16", mask=mask, config="32x32", seed=seed)
+        problem = Problem(
+            M=48, N=50, dtype="bf16", mask=mask, config="32x32", seed=seed, device=device
+        )
         trial = run_trial(subject, problem)
         assert rms(trial) + bias(trial) == []
         found.append(Entry(problem, "G1", "bf16", measured(trial)))
     return tuple(found)
 
 
-def test_delta_of_rounded_products_which_no_check_sees_is_stopped(ours, tmp_path):
+def test_delta_of_rounded_products_which_no_check_sees_is_stopped(ours, device, tmp_path):
     coarser = load("fa_verify.subjects.worse:rounded_products")
     path = tmp_path / "base.json"
-    Baseline("ours", Environment("here", "1", "2"), entries_of(ours)).write(path)
+    Baseline("ours", Environment("here", "1", "2"), entries_of(ours, device)).write(path)
     then = Baseline.read(path)
-    unchanged, changed = (dict(enumerate(entries_of(x))) for x in (ours, coarser))
+    unchanged, changed = (dict(enumerate(entries_of(x, device))) for x in (ours, coarser))
     assert differences(then, unchanged, {}, {}, {}) == []
     alarms = [change.text for change in differences(then, changed, {}, {}, {}) if change.alarm]
     groups = {text.partition(":")[0] for text in alarms}

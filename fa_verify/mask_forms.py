@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fa_kernels.configs import Config, Tile
-from fa_kernels.kernels.common.tiles import element_mask
+from fa_kernels.kernels.common.mask import AttentionMask, element_mask
 from fa_kernels.schedule.block_sparse import block_maps, predicate_of
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
@@ -72,15 +72,15 @@ def _seen_kernel(
 ):  # fmt: skip
     bh, m_block, n_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
-    view = (tl.load(q_ptr + b), tl.load(k_ptr + b), left, right, b, h, args)
+    mask = AttentionMask(tl.load(q_ptr + b), tl.load(k_ptr + b), left, right, b, h, args)
     m = m_block * BLOCK + tl.arange(0, BLOCK)
     n = n_block * BLOCK + tl.arange(0, BLOCK)
-    if (m_block * BLOCK < view[0]) & (n_block * BLOCK < view[1]):
+    if (m_block * BLOCK < mask.seqlen_q) & (n_block * BLOCK < mask.seqlen_k):
         if KEYS_FIRST:
-            seen = element_mask(m[None, :], n[:, None], view, PREDICATE)
+            seen = element_mask(m[None, :], n[:, None], mask, PREDICATE)
             at, inside = m[None, :] * N + n[:, None], (m[None, :] < M) & (n[:, None] < N)
         else:
-            seen = element_mask(m[:, None], n[None, :], view, PREDICATE)
+            seen = element_mask(m[:, None], n[None, :], mask, PREDICATE)
             at, inside = m[:, None] * N + n[None, :], (m[:, None] < M) & (n[None, :] < N)
         tl.store(seen_ptr + bh * M * N + at, seen.to(tl.int8), mask=inside)
 

@@ -80,9 +80,9 @@ def _choose_device() -> None:
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-        from properties import interpreter
+        from fa_verify.simulator.interpreter import repair
 
-        interpreter.repair()
+        repair.repair()
 
 
 if __name__ == "__main__":

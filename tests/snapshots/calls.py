@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fa_kernels import flash_attention, flash_attention_varlen
-from oracles.mask import Mask
-from properties.layouts import lay_out
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.properties.inputs.layouts import lay_out
 from tests.snapshots.cases import Case
 
 __all__ = ["Inputs", "answer"]

@@ -9,14 +9,14 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oracles.mask import Mask
-from oracles.masks.block_sparse import BlockSparse
-from oracles.masks.dilated import Dilated
-from oracles.masks.document import Document
-from oracles.masks.neighbourhood import Neighbourhood
-from oracles.masks.prefix_lm import PrefixLM
-from oracles.masks.sink_window import SinkWindow
-from oracles.masks.tree import Tree
+from fa_verify.oracles.masks.block_sparse import BlockSparse
+from fa_verify.oracles.masks.dilated import Dilated
+from fa_verify.oracles.masks.document import Document
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.neighbourhood import Neighbourhood
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
+from fa_verify.oracles.masks.sink_window import SinkWindow
+from fa_verify.oracles.masks.tree import Tree
 
 __all__ = ["MASKS", "Case"]
 

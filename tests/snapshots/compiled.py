@@ -102,7 +102,8 @@ def _for_hopper(launches: _Launches, *, its_own: bool) -> Iterator[None]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from fa_kernels import arguments, hopper
+    from fa_kernels.launch import hopper
+    from fa_kernels.validation import arguments
 
     driver.set_active(_Driver())
     add_stages = CUDABackend.add_stages

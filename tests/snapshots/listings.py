@@ -40,14 +40,14 @@ def mutants() -> dict[str, Any]:
     Written ones are there by name; of those that operators make there is a count for each function
     and operator, since their names are texts of the source.
     """
-    from tests.mutation.blind import BLIND
-    from tests.mutation.faults import FAULTS
+    from fa_verify.diagnosis.copies import sources_of
+    from fa_verify.diagnosis.faults import FAULTS
+    from fa_verify.diagnosis.independent import BLIND
+    from fa_verify.diagnosis.mutant import StaleError, mutated
+    from fa_verify.diagnosis.subtle import SUBTLE
     from tests.mutation.hardware import HARDWARE
-    from tests.mutation.mutant import StaleError, mutated
     from tests.mutation.operators import HOPPER_SITES, mechanical
-    from tests.mutation.package import sources_of
     from tests.mutation.referee import REFEREE
-    from tests.mutation.subtle import SUBTLE
 
     sources = sources_of("fa_kernels", "oracles", "properties")
     found: dict[str, Any] = {}

@@ -15,14 +15,15 @@ from unittest import mock
 import torch
 
 import fa_kernels
-from oracles import error_model, reference
-from oracles.mask import Mask
-from oracles.problem import Problem
-from properties.subject import Subject
+from fa_verify.oracles.bounds import error_model
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.reference import torch_reference
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.subjects import ours
+from fa_verify.subjects.emulation import emulate
 from tests.snapshots.calls import Inputs, answer
 from tests.snapshots.problems import cases
-from tests.subjects import ours
-from tests.subjects.emulation import emulate
 
 __all__ = ["digest", "outputs"]
 
@@ -52,7 +53,7 @@ def _is_within_bound(x: Inputs, dq: torch.Tensor) -> bool:
         dlse = None if x.dlse is None else x.dlse[:, :, at_q]
         slopes = x.slopes[b : b + 1] if case.alibi == "BH" and case.call == "varlen" else x.slopes
         given = (q, k, v, of_out, dlse, slopes, None if x.bias is None else x.bias.detach())
-        want = reference.attention(*given, mask=mask, **options)
+        want = torch_reference.attention(*given, mask=mask, **options)
         bound = error_model.judge(
             *given, mask=mask, in_dtype=case.dtype,
             numerics=dataclasses.replace(numerics, atomic=("dq",)), **options,

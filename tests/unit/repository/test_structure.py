@@ -33,12 +33,8 @@ SIMULATOR = ("simulator/interpreter", "simulator/gluon")
 ARROWS = {
     "fa_kernels/runtime": (),
     "fa_kernels/kernels/common": (),
-    "fa_kernels/kernels/hopper": ("fa_kernels/kernels/common", "fa_kernels/schedule"),
-    "fa_kernels/kernels/portable": (
-        "fa_kernels/kernels/common",
-        "fa_kernels/kernels/hopper",
-        "fa_kernels/schedule",
-    ),
+    "fa_kernels/kernels/hopper": ("fa_kernels/kernels/common",),
+    "fa_kernels/kernels/portable": ("fa_kernels/kernels/common",),
     "fa_kernels/schedule": ("fa_kernels", "fa_kernels/kernels/portable", "fa_kernels/runtime"),
     "fa_kernels/validation": ("fa_kernels", "fa_kernels/schedule", "fa_kernels/runtime"),
     "fa_kernels/launch": (

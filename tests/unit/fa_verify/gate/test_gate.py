@@ -173,7 +173,7 @@ def test_collecting_compares_nothing(told):
 
 
 def test_workers_measure_what_one_process_does(told, folder):
-    # Workers import the Triton that is installed; a plain PyTorch kernel needs no interpreter of it.
+    # Workers import the Triton that is installed; a plain PyTorch kernel needs no interpreter.
     kernel = f"--kernel={folder}/kernels.py:attention"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n2", kernel]
     command += [f"--baseline={folder}/workers.json", "--update-baseline"]

@@ -55,7 +55,7 @@ def definition_faults(problem: Problem) -> list[str]:
     drawn = integers(problem.seed, "mask forms", (_SAMPLE, 4)).abs()
     want = dense.clone()
     for b, h, m, n in (drawn >> 8).remainder(torch.tensor(sizes)).tolist():
-        want[b, h, m, n] = problem.mask.visible(b, h, m, n, M=M, N=N)
+        want[b, h, m, n] = problem.mask.is_visible(b, h, m, n, M=M, N=N)
     rows = RowMasks(problem.mask, *sizes, torch.device(problem.device))
     chunks = [
         rows.between(start, min(start + 7, M)).expand(B, H, -1, N) for start in range(0, M, 7)
@@ -198,7 +198,7 @@ def relation_faults(problem: Problem) -> list[str]:
         faults += _differing(name, _dense(changed), want)
         faults += [f"{name}: {fault}" for fault in kernel_faults(changed)]
     entries, heads = tuple(range(problem.B))[::-1], tuple(range(problem.H))[::-1]
-    turned = dataclasses.replace(problem, mask=mask.taken(entries, heads))
+    turned = dataclasses.replace(problem, mask=mask.sliced(entries, heads))
     want = dense.flip(0, 1)
     if mask.uniform:
         want = dense.flip(0)

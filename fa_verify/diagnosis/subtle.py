@@ -1,4 +1,4 @@
-"""Faults that a worst-case bound lets pass on ordinary data: what its companions are for.
+"""Faults within the worst-case bound on ordinary data, which statistics and closed forms detect.
 
 Each error lies within what all roundings together could do at their worst, or nearly so.
 """

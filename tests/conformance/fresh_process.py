@@ -28,7 +28,8 @@ def digests(outputs: Outputs) -> dict[str, str]:
 
 def main(kernel: str, *texts: str) -> None:
     """Runs problems one after the other and prints the digests of the last one's outputs."""
-    import conftest  # noqa: F401  # sets up the process as a run does, before kernels are loaded
+    # Sets up the process as a run does, before kernels are loaded.
+    import fa_verify.pytest_plugin.environment  # noqa: F401
     from fa_verify.oracles.problem import Problem
     from fa_verify.properties.execution.trial import run_subject
     from fa_verify.properties.inputs.tensors import make

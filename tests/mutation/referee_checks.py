@@ -302,7 +302,7 @@ CHECKS: tuple[Mutant, ...] = (
             "b, group = problem.seed % problem.B, problem.seed // problem.B % problem.Hk",
             "b, group = 0, 0",
         ),
-        ("a slice has the lengths of the first", "taken((b,), ", "taken((0,), "),
+        ("a slice has the lengths of the first", "sliced((b,), ", "sliced((0,), "),
         ("one repetition is enough", "_REPEATS = 3", "_REPEATS = 1"),
         (
             "no call comes between",
@@ -336,7 +336,7 @@ CHECKS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/checks/statistics.py",
-        "test_companions",
+        "test_statistics",
         (
             "needles are as good as any bias",
             '        and problem.bias.partition("/")[0] in _FLAT_BIAS\n',
@@ -440,7 +440,7 @@ CHECKS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/checks/closed_form.py",
-        "test_probes",
+        "test_closed_form",
         ("one key more is a rounding", "~(got == want)\n", "~((got - want).abs() <= 1)\n"),
         ("long rows are not counted", "_COUNTED = 65_536", "_COUNTED = 4_096"),
         (

@@ -9,7 +9,7 @@ __all__ = ["GATE"]
 GATE: tuple[Mutant, ...] = (
     *faults_of(
         "properties/regression/bootstrap.py",
-        "test_paired",
+        "test_bootstrap",
         ("the ends are exchanged", "mean - float(above) * error", "mean - float(below) * error"),
         ("the level is twice as wide", "[level, 1 - level]", "[4 * level, 1 - 4 * level]"),
         ("percentiles without their tails", "found.append((again.mean(axis=1)[varied] - mean)",
@@ -40,7 +40,7 @@ GATE: tuple[Mutant, ...] = (
         ("noise counts", "self.median < 1 - LOSS and self.high < 1", "self.median < 1 - LOSS"),
         ("then and now are exchanged", "for rounds in (now, then)", "for rounds in (then, now)"),
         ("what is not timed is told alone",
-         'yield Change("speed", text, alarm=True)', 'yield Change("speed", text)'),
+         'yield Difference("speed", text, alarm=True)', 'yield Difference("speed", text)'),
     ),
     *faults_of(
         "properties/regression/compiled_kernels.py",
@@ -77,7 +77,7 @@ GATE: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/execution/tally.py",
-        "test_ledger",
+        "test_tally",
         ("bins of another process are lost", '        self.bins.update(record["bins"])\n', ""),
         ("a bin is that of another", "bisect_right(EDGES, peak)", "bisect_right(EDGES, 2 * peak)"),
     ),

@@ -36,19 +36,19 @@ _PROBLEM = faults_of(
         "parts of a stack have its first seeds",
         "self.all_seeds[start:stop]",
         "self.all_seeds[: stop - start]",
-        "test_stacks",
+        "test_batched",
     ),
     (
         "parts of a stack have its first lengths",
         "range(start * entries, stop * entries)",
         "range(0, (stop - start) * entries)",
-        "test_stacks",
+        "test_batched",
     ),
     (
         "a stack may have any number of entries",
         " or self.B % len(self.seeds) or self.B == 0",
         "",
-        "test_stacks",
+        "test_batched",
     ),
     ("the scale is that of Dv", "float(self.D) ** -0.5", "float(self.Dv) ** -0.5"),
     (
@@ -77,7 +77,7 @@ _CUSTOM = (
         "test_custom_masks",
         (
             "a predicate is passed over",
-            "return bool(self.allows(b, h, m, n, M=M, N=N))",
+            "return bool(self.mask_mod(b, h, m, n, M=M, N=N))",
             "return True",
         ),
         ("a class takes notice of nothing", "cls.uniform = uniform", "cls.uniform = True"),
@@ -89,12 +89,16 @@ _CUSTOM = (
         ),
     ),
     *faults_of(
-        "oracles/masks/combined.py",
+        "oracles/masks/mask.py",
         "test_custom_masks",
         ("both is either", "return first & second", "return first | second"),
         ("either is both", "return first | second", "return first & second"),
         ("lengths may differ", "if len(given) > 1:", "if len(given) > 3:"),
-        ("entries stay in order", "permits(_looked_up(self.entries, b), head", "permits(b, head"),
+        (
+            "entries stay in order",
+            "window_and_mask_mod(_looked_up(self.entries, b), head",
+            "window_and_mask_mod(b, head",
+        ),
         (
             "heads stay in order",
             "head = h if self.heads is None else _looked_up(self.heads, h)",
@@ -147,8 +151,8 @@ _CUSTOM = (
         "test_custom_masks",
         (
             "the oracle passes a predicate over",
-            "seen[b] &= self._beyond.allows",
-            "seen[b] | self._beyond.allows",
+            "seen[b] &= self._beyond.mask_mod",
+            "seen[b] | self._beyond.mask_mod",
         ),
     ),
 )
@@ -224,7 +228,7 @@ _REFERENCE = faults_of(
         "any mask is taken for a Mask",
         "isinstance(mask, Mask) and type(mask).dense is Mask.dense",
         "isinstance(mask, Mask)",
-        "test_probes test_reference",
+        "test_closed_form test_reference",
     ),
     ("no rows are a chunk", "if rows < 1:", "if rows < 0:"),
     (
@@ -851,8 +855,8 @@ _VARIANCE = faults_of(
         "total += 0.0",
     ),
     ("the largest P is rounded", "torch.where(e == 1, 0.0, e)", "e"),
-    ("delta's errors do not reach dk", " + steep.square() * delta_errors\n", "\n"),
-    ("delta's errors do not reach dq", " + delta_errors * (steep @ x.k).square()\n", "\n"),
+    ("delta's errors do not reach dk", " + p_dtanh.square() * delta_errors\n", "\n"),
+    ("delta's errors do not reach dq", " + delta_errors * (p_dtanh @ x.k).square()\n", "\n"),
     (
         "lse is exact",
         "row_p = p_cast.sum(3, keepdim=True) + fwd.lse",
@@ -892,6 +896,10 @@ _SOFTCAP = (
             "torch.exp(-2 * (x / softcap)",
             "torch.exp(-(x / softcap)",
         ),
+    ),
+    *faults_of(
+        "oracles/bounds/softcap.py",
+        "test_softcap",
         (
             "the product with the scale is free",
             "error + 3 * c.u * x.abs()",
@@ -976,7 +984,7 @@ _SOFTCAP = (
     *faults_of(
         "oracles/bounds/variance.py",
         "test_softcap",
-        ("dq has the spread of a plain one", "steep = p * fwd.slope", "steep = p"),
+        ("dq has the spread of a plain one", "p_dtanh = p * fwd.slope", "p_dtanh = p"),
         ("the spread of dS has no slope", "gap, ds = gap * fwd.slope, ds * fwd.slope", "pass"),
     ),
 )

@@ -102,7 +102,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/subjects/supported.py",
-        "test_domain",
+        "test_supported",
         (
             "what is done to scores is drawn of everyone",
             "if forced and word in subject.score_mods else (none,)",
@@ -145,8 +145,8 @@ PROBLEMS: tuple[Mutant, ...] = (
         ),
         (
             "any dirt is drawn",
-            '"dirties": subject.dirty or tuple(DIRTY),',
-            '"dirties": tuple(DIRTY),',
+            '"dirties": subject.dirty or tuple(PADDING_VALUES),',
+            '"dirties": tuple(PADDING_VALUES),',
         ),
         ("the declared length is no limit", "min(most, subject.max_seqlen or most)", "most"),
         ("groups of heads are always drawn", '"gqa": subject.gqa,', '"gqa": True,'),
@@ -241,7 +241,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/inputs/padding_values.py",
-        "test_dirt",
+        "test_padding_values",
         (
             "large padding is positive",
             "[:, 1::2] = -value",
@@ -257,7 +257,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/inputs/tensors.py",
-        "test_dirt test_families",
+        "test_padding_values test_families",
         (
             "padding of dlse is clean",
             "        cast = torch.where(padding, stands, cast)\n    wide",
@@ -307,7 +307,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/problems/batched.py",
-        "test_stacks",
+        "test_batched",
         (
             "a stack costs no more than its first",
             "max_cost // max(1, ",
@@ -330,7 +330,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/inputs/sampling.py",
-        "test_stacks",
+        "test_batched",
         (
             "numbers of seeds alternate between the entries",
             "values.repeat_interleave(problem.B // len(values))",
@@ -344,7 +344,7 @@ PROBLEMS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/inputs/padding_values.py",
-        "test_stacks",
+        "test_batched",
         (
             "signs alternate through a stack",
             "values.view(len(problem.all_seeds), -1)[:, 1::2]",

@@ -14,7 +14,7 @@ REPORTS: tuple[Mutant, ...] = (
             "the averages of errors are no part of the verdict",
             'if name != "G1" or not inside]',
             'if name == "G1" and not inside]',
-            "test_companions",
+            "test_statistics",
         ),
         (
             "the claim alone is checked",
@@ -31,10 +31,10 @@ REPORTS: tuple[Mutant, ...] = (
             "            self.refusals[reason] += 1\n",
             "            self.judged += 1\n",
         ),
-        ("refusals are not written down", "            self.ledger.refused(problem, reason)\n", ""),
+        ("refusals are not written down", "            self.tally.refused(problem, reason)\n", ""),
         (
             "what was judged is not written down",
-            "            self.ledger.judged(self.subject, one, of_one)\n",
+            "            self.tally.judged(self.subject, one, of_one)\n",
             "            pass\n",
         ),
         (
@@ -49,7 +49,7 @@ REPORTS: tuple[Mutant, ...] = (
         ),
         (
             "a declaration does not bound the simplest problem",
-            "[] if examiner.subject.excludes(problem) else",
+            "[] if runner.subject.excludes(problem) else",
             "[] if False else",
         ),
         (
@@ -77,49 +77,49 @@ REPORTS: tuple[Mutant, ...] = (
             "a stack counts as one problem",
             "for i, of_one in enumerate(of_problems):",
             "for i, of_one in enumerate(of_problems[:1]):",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack is out of range as a whole",
             "            if problem.seeds:\n                return self._judge_parts",
             "            if False:\n                return self._judge_parts",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "the second half of a stack is not judged",
             "((0, count // 2), (count // 2, count))",
             "((0, count // 2), (0, count // 2))",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack is found instead of its problem",
             "return self._alone(problem, of_problems, claim) or findings",
             "return findings",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack that fails as a whole passes",
             "return self._alone(problem, of_problems, claim) or findings",
             "return self._alone(problem, of_problems, claim)",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack whose problems are refused alone passes",
             "suppress(NotImplementedError, SubjectError)",
             "suppress(SubjectError)",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack raises as a whole",
             "for i in range(len(problem.seeds)))",
             "for i in range(0))",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "a stack has one worst",
             "worst_of_parts(len(trial.problem.all_seeds), ",
             "worst_of_parts(1, ",
-            "test_stacks",
+            "test_batched",
         ),
         (
             "findings do not name the kernel",
@@ -128,15 +128,15 @@ REPORTS: tuple[Mutant, ...] = (
         ),
         ("draws are not steered by the worst", "        if steer:\n", "        if not steer:\n"),
         (
-            "the recorder is closed before the check",
-            "with self.recorder(problem):\n                return",
-            "with self.recorder(problem):\n                pass\n            if "
+            "the watchdog is closed before the check",
+            "with self.watching(problem):\n                return",
+            "with self.watching(problem):\n                pass\n            if "
             "True:\n                return",
         ),
     ),
     *faults_of(
         "properties/execution/tally.py",
-        "test_ledger",
+        "test_tally",
         ("the best is kept", "ratio > self.worst[key][0]", "ratio < self.worst[key][0]"),
         (
             "several tiles one way are several both ways",
@@ -177,7 +177,7 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/search/minimize.py",
-        "test_simplify",
+        "test_minimize",
         (
             "any guarantee will do",
             "if found and found[0].guarantee == findings[0].guarantee:",
@@ -197,8 +197,8 @@ REPORTS: tuple[Mutant, ...] = (
         ("sizes go to 1 or stay", "        while step:\n", "        while step and step > size:\n"),
         (
             "a smaller size starts from the problem before",
-            "findings, candidates = found, simplifications(candidate)",
-            "findings, candidates = found, simplifications(problem)",
+            "findings, candidates = found, reductions(candidate)",
+            "findings, candidates = found, reductions(problem)",
         ),
         ("the first batch entry alone is kept", "yield from ((b,) for b in entries)", "yield (0,)"),
         (
@@ -209,7 +209,7 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/search/minimize.py",
-        "test_simplify",
+        "test_minimize",
         ("sizes do not count", "return sum(sizes) + sum(dims), ", "return 0, "),
         (
             "the window's reach does not count",
@@ -220,12 +220,12 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/execution/tally.py",
-        "test_ledger",
+        "test_tally",
         ("what was handed over stays", "            part.clear()\n", "            pass\n"),
     ),
     *faults_of(
         "properties/execution/atomic_write.py",
-        "test_finds",
+        "test_corpus",
         (
             "a file is written in place",
             "        os.replace(name, path)\n",
@@ -242,15 +242,15 @@ REPORTS: tuple[Mutant, ...] = (
     ),
     *faults_of(
         "properties/search/corpus.py",
-        "test_finds",
+        "test_corpus",
         (
             "the larger problem is kept",
-            "complexity(find.problem) < complexity(there.problem):",
-            "complexity(find.problem) > complexity(there.problem):",
+            "complexity(entry.problem) < complexity(there.problem):",
+            "complexity(entry.problem) > complexity(there.problem):",
         ),
         (
             "what fails no more gives way",
-            "            and (there.problem == find.problem or still_fails(there.problem))\n",
+            "            and (there.problem == entry.problem or still_fails(there.problem))\n",
             "",
         ),
         (
@@ -264,16 +264,16 @@ REPORTS: tuple[Mutant, ...] = (
             "there",
         ),
         (
-            "finds of another cause give way",
-            "            and _identity(there) == _identity(find)\n",
+            "entries of another cause give way",
+            "            and _identity(there) == _identity(entry)\n",
             "",
         ),
         ("nobody is told of a file", "        note(path)\n", ""),
         (
             "a file is told of when it is written",
-            "        note(path)\n        if there is None or complexity(find.problem) < "
-            "complexity(there.problem):\n            write_atomically(path, find.to_json())\n",
-            "        write_atomically(path, find.to_json())\n        note(path)\n",
+            "        note(path)\n        if there is None or complexity(entry.problem) < "
+            "complexity(there.problem):\n            write_atomically(path, entry.to_json())\n",
+            "        write_atomically(path, entry.to_json())\n        note(path)\n",
         ),
         ("a link to nowhere is a free name", "os.path.lexists(path)", "os.path.exists(path)"),
         (
@@ -330,14 +330,14 @@ REPORTS: tuple[Mutant, ...] = (
             "given problems are held to the named guarantees alone",
             "checks = {**{name: GUARANTEES[name] for name in guarantees}, **STANDING}",
             "checks = {name: GUARANTEES[name] for name in guarantees}",
-            "test_companions test_verification",
+            "test_statistics test_verification",
         ),
         ("G4 is checked without padding", '    "G4": {"padding": True},\n', ""),
         ("violations are swallowed", "                yield from violation.findings\n", ""),
         (
             "out of range counts as judged",
-            "judged=len(ledger.problems)",
-            "judged=len(ledger.problems) + len(ledger.unsupported)",
+            "judged=len(tally.problems)",
+            "judged=len(tally.problems) + len(tally.unsupported)",
         ),
         (
             "the seed does not matter",

@@ -25,7 +25,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 # imports waits in torch for the first ``detach``.
 _NEEDED = ("torch", "torch._dynamo", "numpy", "mpmath", "hypothesis", "hypothesis.strategies")
 _ENVIRONMENT = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
-_OWN = ("conftest", "fa_kernels", "fa_verify.oracles", "fa_verify.properties")
+_OWN = ("fa_verify.pytest_plugin", "fa_kernels", "fa_verify.oracles", "fa_verify.properties")
 
 
 def warm_up() -> None:

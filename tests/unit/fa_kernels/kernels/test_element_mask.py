@@ -90,7 +90,7 @@ def drawn_views(size: int) -> list[View]:
 
 
 def by_definition(view: View, size: int) -> list[list[bool]]:
-    """The tile by Mask.visible; an unbounded window is None there."""
+    """The tile by Mask.is_visible; an unbounded window is None there."""
     bounds = [None if bound == 2 * size else bound for bound in view[2:4]]
     mask = Mask(
         window_left=bounds[0],
@@ -100,7 +100,7 @@ def by_definition(view: View, size: int) -> list[list[bool]]:
     )
     return [
         [
-            mask.visible(0, 0, m, n, M=size, N=size)
+            mask.is_visible(0, 0, m, n, M=size, N=size)
             for n in range(view.start_n, view.start_n + COLUMNS)
         ]
         for m in range(view.start_m, view.start_m + ROWS)

@@ -88,8 +88,8 @@ def test_those_used_last_are_kept(monkeypatch):
 def test_a_token_of_another_process_is_refused():
     made = (
         "from fa_kernels import Config\n"
-        "from fa_kernels.validation import opaque_handles\n"
-        "print(opaque_handles.token_of(Config(dots='tf32')))"
+        "from fa_kernels.validation.opaque_handles import token_of\n"
+        "print(token_of(Config(dots='tf32')))"
     )
     theirs = subprocess.run(
         [sys.executable, "-c", made], capture_output=True, text=True, check=True

@@ -213,7 +213,8 @@ def test_a_number_of_threads_that_is_given_stays():
 @pytest.mark.parametrize(("worker", "alone"), [("gw0", True), ("", False)])
 def test_a_worker_has_one_thread_for_products(worker, alone):
     code = (
-        "import conftest, pathlib, numpy, torch; x = numpy.ones((999, 999)); x @ x\n"
+        "import fa_verify.pytest_plugin.environment, pathlib, numpy, torch\n"
+        "x = numpy.ones((999, 999)); x @ x\n"
         "names = [x.read_text().strip() for x in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
         "print(torch.get_num_threads(), *names, sep='\\n')"
     )

@@ -1,0 +1,32 @@
+"""The process of a run: one GPU and few threads a worker, the interpreter where there is no GPU.
+
+To be imported before torch, NumPy and Triton are: they read the environment once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from fa_verify.properties.execution import workers
+
+__all__ = ["HAS_TRITON", "INTERPRETED", "ON_GPU"]
+
+workers.pin(os.environ)
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    workers.keep_to_one_thread(os.environ)
+# Triton's default for the fusion of multiply and add changes between versions.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+
+if INTERPRETED:
+    from fa_verify.simulator.interpreter import repair
+
+    repair.repair()

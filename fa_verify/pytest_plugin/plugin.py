@@ -1,0 +1,198 @@
+"""The plugin itself: the hooks that choose what runs, and the fixtures of a run.
+
+A conftest loads it by ``pytest_plugins = ["fa_verify.pytest_plugin.plugin"]``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fa_verify.pytest_plugin.environment import HAS_TRITON, ON_GPU  # isort: skip  # before torch
+
+import hypothesis
+import pytest
+import torch
+
+from fa_verify.oracles import renamed
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.execution import workers
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.watchdog import Watchdog
+from fa_verify.pytest_plugin import options, profiles
+from fa_verify.pytest_plugin.crash_reports import CrashReports
+from fa_verify.pytest_plugin.example_database import example_database
+from fa_verify.pytest_plugin.findings.recording import Recording
+from fa_verify.pytest_plugin.fuzz.plugin import Fuzzing, choose_workers, minutes_of
+from fa_verify.pytest_plugin.gate.plugin import Gate
+from fa_verify.pytest_plugin.outside_programs import OutsidePrograms
+from fa_verify.pytest_plugin.regression_files import RegressionFiles
+from fa_verify.pytest_plugin.report.plugin import RunReport
+from fa_verify.pytest_plugin.summary import REPLAY, Summary
+from fa_verify.registry import kernel_table
+from fa_verify.session import CONFORMANCE, device_of, is_ours, mask_of, subject_of
+
+__all__ = [
+    "device",
+    "pytest_addoption",
+    "pytest_cmdline_main",
+    "pytest_configure",
+    "pytest_ignore_collect",
+    "pytest_runtest_teardown",
+    "pytest_xdist_auto_num_workers",
+    "replayed",
+    "tally",
+    "watchdog",
+]
+
+# Of a checkout: mutants that only a GPU shows.
+HARDWARE = CONFORMANCE.parent / "mutation" / "test_hardware.py"
+# What --mask runs.
+OF_MASKS = tuple(
+    f"test_{name}.py"
+    for name in (
+        "replay",
+        "masks",
+        "logic",
+        "accuracy",
+        "rows_and_padding",
+        "memory",
+        "invariance",
+        "closed_form",
+    )
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of the suite."""
+    options.add_options(parser.getgroup("attention verification"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """--list-kernels prints its table in place of a run; what --minutes implies."""
+    if config.getoption("--list-kernels"):
+        print("\n".join(kernel_table()))
+        return 0
+    choose_workers(config, CONFORMANCE)
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Checks the options before anything runs, and registers the crash reports."""
+    for old, new in renamed.OPTIONS.items():
+        if config.getoption(old) is not None:
+            raise pytest.UsageError(f"{old} is called {new}")
+    profile = config.getoption("--hypothesis-profile")
+    if profile is not None and profile not in profiles.PROFILES:
+        raise pytest.UsageError(
+            f"--hypothesis-profile is {profile!r}; needs one of {', '.join(profiles.PROFILES)}"
+        )
+    config.addinivalue_line("markers", "shards(start, step, float64): the shards that a test runs")
+    # Before a problem is read that may be about it.
+    mask = mask_of(config)
+    if mask is not None:
+        if profile is None:
+            hypothesis.settings.load_profile("mask")
+        config.args[:] = [str(CONFORMANCE / name) for name in OF_MASKS]
+    text = config.getoption("--replay")
+    if text is not None:
+        try:
+            config.stash[REPLAY] = Problem.from_json(text)
+        except ValueError as error:
+            raise pytest.UsageError(f"--replay: {error}") from None
+        config.args[:] = [str(CONFORMANCE / "test_replay.py")]
+    if config.getoption("--mutation"):
+        if not ON_GPU:
+            raise pytest.UsageError(
+                "--mutation is about a GPU, and none is visible here; make mutation needs none"
+            )
+        config.args[:] = [str(HARDWARE)]
+    database = example_database(config, profiles.PARENT.database)
+    fuzz = dict(profiles.PROFILES["fuzz"], database=database)
+    summary = Summary()
+    config.pluginmanager.register(summary, "summary")
+    files = RegressionFiles(config)
+    config.pluginmanager.register(files, "regression-files")
+    config.pluginmanager.register(OutsidePrograms(), "outside-programs")
+    if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
+        subject_of(config)
+    if minutes_of(config) is not None:
+        fuzz["max_examples"] = profiles.EXAMPLES_OF_A_TURN
+        config.pluginmanager.register(Fuzzing(config, summary.tally, files.folder), "fuzzing")
+    profiles.register(fuzz=fuzz)
+    config.pluginmanager.register(CrashReports(config), "crash-reports")
+    if config.getoption("--findings"):
+        config.pluginmanager.register(
+            Recording(config, subject_of(config), summary.tally), "findings"
+        )
+    # Its end of the session comes after that of what it reports on.
+    config.pluginmanager.register(RunReport(config, summary.tally), "report")
+    config.pluginmanager.register(Gate(config), "gate")
+    # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
+    if getattr(config.option, "maxschedchunk", 0) is None:
+        config.option.maxschedchunk = 2
+    # A subject that crashes in every test is still to be run to the end.
+    if getattr(config.option, "maxworkerrestart", 0) is None:
+        config.option.maxworkerrestart = "1000"
+    # A test of this profile takes as long as it takes; each of its problems is watched.
+    if profile == "fuzz":
+        config.option.timeout = 0
+
+
+def _verifies(config: pytest.Config) -> bool:
+    """Whether some of the conformance tests are among those that the command line names."""
+    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    return any(CONFORMANCE.is_relative_to(x) or x.is_relative_to(CONFORMANCE) for x in named)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --kernel, collects the conformance tests alone."""
+    if is_ours(config) or collection_path in CONFORMANCE.parents:
+        return None
+    return None if collection_path.is_relative_to(CONFORMANCE) else True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """-n auto where there are GPUs."""
+    return workers.num_workers() if ON_GPU else None
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """Where the subject runs: "cuda" or "cpu"."""
+    return device_of(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def tally(pytestconfig: pytest.Config) -> Tally:
+    """What this process has judged."""
+    return pytestconfig.pluginmanager.get_plugin("summary").tally
+
+
+@pytest.fixture(scope="session")
+def watchdog(pytestconfig: pytest.Config) -> Watchdog:
+    """Writes down the problem under way, and ends the process if it takes too long."""
+    return pytestconfig.pluginmanager.get_plugin("crash-reports").watchdog
+
+
+@pytest.fixture(scope="session")
+def replayed(pytestconfig: pytest.Config) -> Problem | None:
+    """The problem of --replay."""
+    return pytestconfig.stash.get(REPLAY, None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Workers keep at most half of their GPU's memory between tests, each its part of that.
+
+    What PyTorch caches for one process is out of memory for the next.
+    """
+    yield
+    if ON_GPU and torch.cuda.is_initialized():
+        total = torch.cuda.get_device_properties().total_memory
+        if torch.cuda.memory_reserved() > total / 2 / workers.sharing(os.environ):
+            torch.cuda.empty_cache()

@@ -1,0 +1,113 @@
+"""What a run says of itself: its header, and what it judged, over all workers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.pytest_plugin.environment import HAS_TRITON, INTERPRETED, ON_GPU
+from fa_verify.pytest_plugin.example_database import without_passwords
+from fa_verify.session import is_ours, mask_of, subject_of
+
+__all__ = ["REPLAY", "Summary"]
+
+# The problem of --replay.
+REPLAY = pytest.StashKey[Problem]()
+
+
+class Summary:
+    """Counts what a process judged and compiled, and adds up what its workers send."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.compiled = 0
+        if HAS_TRITON and not INTERPRETED:
+            import triton
+
+            triton.knobs.compilation.listener = self._count_compilation
+
+    def _count_compilation(self, **event: object) -> None:
+        if not event.get("cache_hit"):
+            self.compiled += 1
+
+    def pytest_report_header(self, config: pytest.Config) -> list[str]:
+        """Device, versions, subject, profile, workers, and every variable that steers a run."""
+        if ON_GPU:
+            device = f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} visible"
+        else:
+            device = f"CPU ({platform.machine()})" + ", Triton's interpreter" * INTERPRETED
+        processes = getattr(config.option, "numprocesses", None) or 1
+        steering = {
+            key: without_passwords(value)
+            for key, value in sorted(os.environ.items())
+            if key.startswith(("TRITON_", "CUDA_VISIBLE", "HYPOTHESIS_", "PYTEST_ADDOPTS"))
+        }
+        lines = [
+            f"attention: {device}; Triton {_version('triton')}, torch {torch.__version__}, "
+            f"hypothesis {hypothesis.__version__}, Python {sys.version.split()[0]}",
+            f"attention: profile {hypothesis.settings.get_current_profile_name()}, "
+            f"{hypothesis.settings().max_examples} examples a test and shard, {processes} workers",
+            "attention: " + " ".join(f"{key}={value}" for key, value in steering.items()),
+        ]
+        if INTERPRETED:
+            from fa_verify.simulator.interpreter import repair
+
+            lines.append(f"attention: {repair.describe()}")
+        if not is_ours(config):
+            subject = subject_of(config)
+            lines.append(f"attention: subject {subject.name}, declares {subject.declared()}")
+        if mask_of(config) is not None:
+            lines.append(f"attention: masks of {config.getoption('--mask')}")
+        if REPLAY in config.stash:
+            lines.append(f"attention: replaying {config.stash[REPLAY].to_json()}")
+        return lines
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        """Workers send what they judged to the controller, where judging nothing is a failure."""
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["tally"] = self.tally.record()
+            output["compiled"] = self.compiled
+        elif self.tally.unsupported and not self.tally.problems and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        yield
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """The controller adds up what its workers judged."""
+        output = getattr(node, "workeroutput", {})
+        if "tally" in output:
+            self.tally.add(output["tally"])
+            self.compiled += output["compiled"]
+
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    ) -> None:
+        """What was checked, how close to the bound it came, and what was declared."""
+        if not (self.tally.problems or self.tally.unsupported):
+            return
+        terminalreporter.section("attention verification")
+        if not is_ours(config):
+            subject = subject_of(config)
+            terminalreporter.write_line(f"{subject.name} declares {subject.declared()}")
+        for line in self.tally.lines():
+            terminalreporter.write_line(line)
+        if not self.tally.problems:
+            terminalreporter.write_line("nothing was supported, so nothing was verified: failed")
+        if ON_GPU and HAS_TRITON:
+            terminalreporter.write_line(f"{self.compiled} kernels compiled")
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package) if importlib.util.find_spec(package) else "none"

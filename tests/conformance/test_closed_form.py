@@ -11,6 +11,6 @@ NAMES = ("mask", "ones", "doubled", "permuted")
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.shards(0, 8)
-def test_closed_forms_read_back_what_was_seen_and_summed(for_all, shard, name):
+def test_closed_form_outputs_show_what_was_seen_and_summed(for_all, shard, name):
     # Padding may hold anything; the check replaces the rest.
     for_all(CLOSED_FORM[name], shard, runs=2, inputs="normal", dout="normal")

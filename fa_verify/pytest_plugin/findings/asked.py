@@ -49,7 +49,7 @@ ASKED: dict[str, str | None] = {
     "test_float64_lies_within_its_bound_for_every_family": "G1",
     "test_every_element_is_written_and_nothing_outside": "G6",
     "test_nothing_outside_the_tensors_elements_is_read": "G7",
-    "test_closed_forms_read_back_what_was_seen_and_summed": "exact",
+    "test_closed_form_outputs_show_what_was_seen_and_summed": "exact",
     "test_elements_2_to_the_31_apart_are_read_where_they_are": "G12",
     "test_more_heads_than_65535_are_right": "G12",
     "test_tensors_of_more_than_2_to_the_31_elements_are_right": "G12",

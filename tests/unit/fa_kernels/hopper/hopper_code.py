@@ -6,12 +6,13 @@ and what ptxas warns of.
 """
 
 import inspect
+import io
 import json
 import math
 import re
-import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,9 +20,10 @@ from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fa_kernels import flash_attention, flash_attention_varlen
@@ -64,19 +66,28 @@ def _compiled(kernel, args, constants):
     given = {(names.index(name),): x for name, x in constants.items() if name in names}
     options = {name: x for name, x in constants.items() if name not in names}
     source = GluonASTSource(kernel, signature, constexprs=given)
-    return triton.compile(source, target=_HOPPER, options=options)
+    # ptxas is verbose anyway: the option tells code with a log from the cache's code without.
+    return triton.compile(source, target=_HOPPER, options=options | {"ptx_options": "-v"})
 
 
-def _warnings(ptx: str) -> list[str]:
+def _keep_log(make_cubin):
+    """Has compiled code keep what ptxas says in its metadata, and so in Triton's cache."""
+
+    def make(self, src, metadata, opt, capability):
+        with redirect_stdout(io.StringIO()) as said, knobs.nvidia.scope():
+            knobs.nvidia.dump_ptxas_log = True
+            cubin = make_cubin(self, src, metadata, opt, capability)
+        metadata["ptxas_log"] = said.getvalue()
+        return cubin
+
+    return make
+
+
+def _warnings(log: str) -> list[str]:
     """Those of ptxas."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        done = subprocess.run(
-            [get_ptxas(_HOPPER.arch).path, "-v", "-arch=sm_90a", path, "-o", f"{path}.cubin"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-    return re.findall(r"\(C\d+\).*", done.stderr)
+    # It always says what a kernel uses: else the log is not the one it wrote.
+    assert re.search(r"Used \d+ registers", log), log
+    return re.findall(r"\(C\d+\).*", log)
 
 
 def _placed(ttgir: str) -> str:
@@ -142,11 +153,12 @@ def _described(D: int) -> dict[str, dict[str, object]]:
         def run(kernel, _grid, *args, kinds, of=f"{backward}{form}", **constants):
             code = _compiled(kernel, args, constants)
             found[f"{kernel.__name__}, {of}"] = {
-                "shared": code.metadata.shared, "warnings": _warnings(code.asm["ptx"]),
+                "shared": code.metadata.shared, "warnings": _warnings(code.metadata.ptxas_log),
                 "with_others": _shared_with_others(code.asm["ttgir"]),
             }  # fmt: skip
 
         with (
+            mock.patch.object(CUDABackend, "make_cubin", _keep_log(CUDABackend.make_cubin)),
             mock.patch.object(arguments, "check_device"),
             mock.patch.object(hopper, "is_there", return_value=True),
             mock.patch.object(hopper, "processors", return_value=_PROCESSORS),

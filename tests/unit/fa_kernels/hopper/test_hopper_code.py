@@ -22,7 +22,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_products_stay_asynchronous_and_tiles_fit_and_have_their_memory_alone(D):
-    found = printed_by("hopper_code", str(D))
+    found = printed_by("tests.unit.fa_kernels.hopper.hopper_code", str(D))
     assert found.keys() == KERNELS
     for name, code in found.items():
         # ptxas says so where it serialises products, which takes half as long again.

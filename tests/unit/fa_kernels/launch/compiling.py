@@ -11,10 +11,10 @@ __all__ = ["printed_by"]
 
 
 def printed_by(module: str, *arguments: str) -> dict:
-    """The JSON that ``python -m tests.unit.MODULE`` prints."""
+    """The JSON that ``python -m MODULE`` prints."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.unit.{module}", *arguments],
+        [sys.executable, "-m", module, *arguments],
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

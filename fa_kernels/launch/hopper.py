@@ -1,6 +1,6 @@
-"""Which calls run on Hopper's own instructions, and how they are launched there.
+"""Which calls run on the kernels for Hopper, and their launches.
 
-It is never needed: where it does not take a call, the portable kernel does.
+Calls that it does not take run on the portable kernels.
 """
 
 from __future__ import annotations
@@ -167,14 +167,6 @@ def _counted(
     return (list(shape), [*steps, 1]) if fits else None
 
 
-def _in_order(sizes: Sizes, M_padded: int) -> tuple[int, ...]:
-    """In the order of the backward kernels' parameters."""
-    return (
-        sizes.H, sizes.H // sizes.Hk, sizes.M, M_padded, sizes.N,
-        sizes.total_q, sizes.total_k, sizes.D, sizes.Dv,
-    )  # fmt: skip
-
-
 def _alike(sizes: Sizes, arguments: Arguments) -> bool:
     """Whether all tiles take as long, but for padding."""
     is_open = arguments.window_left == arguments.window_right == sizes.M + sizes.N
@@ -213,20 +205,44 @@ def tile_shares(tiles: int, places: int) -> tuple[int, int]:
     return found[1:]
 
 
-def _shared(
-    tiles: int, rows: int, columns: int, of: torch.Tensor, arguments: Arguments, alike: bool
-) -> tuple[int, tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
-    """Programs of so many tiles; where their sums (rows, columns) are handed on; ``tile_shares``.
+def _partition(
+    tiles: int, rows: int, columns: int, like: torch.Tensor, arguments: Arguments, alike: bool
+) -> tuple[int, dict[str, Any]]:
+    """Programs for so many tiles, and the parameters of their stream-K partition.
 
-    Sums have the dtype and device of ``of``, and stand for something where nothing is shared.
+    A shared tile has partial sums (rows, columns), of the dtype and device of ``like``, and two
+    signals. Without shared tiles other tensors take their places, and are not touched.
     """
-    each, shares = tile_shares(tiles, processors(of.device)) if alike else (1, 1)
+    each, shares = tile_shares(tiles, processors(like.device)) if alike else (1, 1)
     shared = each * (shares - 1)
-    handed, flags = of, arguments.seqlens_q
+    sums, signals = like, arguments.seqlens_q
     if shared:
-        handed = allocation.empty((shared, rows, columns), dtype=of.dtype, device=of.device)
-        flags = allocation.empty((shared, 2), dtype=torch.int32, device=of.device).zero_()
-    return tiles + shared, (handed, flags), (each, shares)
+        sums = allocation.empty((shared, rows, columns), dtype=like.dtype, device=like.device)
+        signals = allocation.empty((shared, 2), dtype=torch.int32, device=like.device).zero_()
+    named = {"sums_ptr": sums, "signals_ptr": signals, "each": each, "shares": shares}
+    return tiles + shared, named
+
+
+def _sizes(sizes: Sizes) -> dict[str, int]:
+    """The sizes of a call, as parameters of a kernel."""
+    return {
+        "H": sizes.H, "G": sizes.H // sizes.Hk, "M": sizes.M, "N": sizes.N,
+        "rows_q": sizes.total_q, "rows_k": sizes.total_k,
+    }  # fmt: skip
+
+
+def _masked(arguments: Arguments) -> dict[str, Any]:
+    """Lengths and window of a call, as parameters of a kernel."""
+    return {
+        "seqlens_q_ptr": arguments.seqlens_q, "seqlens_k_ptr": arguments.seqlens_k,
+        "window_left": arguments.window_left, "window_right": arguments.window_right,
+        "PACKED": arguments.longest is not None,
+    }  # fmt: skip
+
+
+def _launch(kernel: Any, programs: int, kinds: tuple[Any, ...], **named: Any) -> None:
+    """``run`` with all parameters by name; ``kinds`` is what their types follow from."""
+    run(kernel, (programs,), kinds=kinds, num_warps=_WARPS, **named)
 
 
 def launch_hopper_forward(
@@ -250,23 +266,20 @@ def launch_hopper_forward(
     if not tiles.entries:
         m_blocks, narrow = query_tiles(sizes.M, heads, consumers, places, _alike(sizes, arguments))
     programs = m_blocks * heads
-    # Where heads are short, programs take turns. Of long ones it is faster to begin together: those
-    # that read the same keys then do so at the same time.
+    # Where heads are short, a program takes one tile after another. Long heads are faster if all
+    # programs begin together: those that read the same keys then do so at the same time.
     counter = arguments.seqlens_q
     if 2 * m_blocks <= places < programs:
         programs = places
         counter = allocation.empty((1,), dtype=torch.int32, device=q.device).zero_()
-    run(
-        kernels[0], (programs,),
-        _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
-        _described(v, _KEYS, of_v),
-        out, lse, arguments.seqlens_q, arguments.seqlens_k, counter,
-        heads, sizes.H, sizes.H // sizes.Hk, sizes.M, sizes.N, sizes.total_q, sizes.total_k,
-        sizes.Dv, m_blocks, narrow, tiles.entries,
-        arguments.window_left, arguments.window_right, sm_scale_bits,
+    _launch(
+        kernels[0], programs, (q.dtype, of_k, of_v),
+        q_desc=_described(q, _WARPGROUP_ROWS, of_k), k_desc=_described(k, _KEYS, of_k),
+        v_desc=_described(v, _KEYS, of_v),
+        out_ptr=out, lse_ptr=lse, counter_ptr=counter,
+        heads=heads, m_blocks=m_blocks, narrow=narrow, entries=tiles.entries,
+        **_sizes(sizes), Dv=sizes.Dv, **_masked(arguments), sm_scale_bits=sm_scale_bits,
         CONSUMERS=consumers, STAGES=_STAGES[max(of_k, of_v)], THRESHOLD=_THRESHOLDS[of_v],
-        PACKED=arguments.longest is not None,
-        num_warps=_WARPS, kinds=(q.dtype, of_k, of_v),
     )  # fmt: skip
 
 
@@ -286,26 +299,25 @@ def launch_hopper_backward(
 ) -> None:
     """Writes dk and dv of a call that ``takes`` is true of, on the current device.
 
-    lse2 and delta (B,H,M_padded) are those of ``bwd_preprocess_kernel``. dq without sm_scale is
-    added to ``sums``, float32 (B,H,M_padded,padded(D,Dv)) as ``rows_of_blocks`` reads it, unless
-    that is None.
+    lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. dq without sm_scale is added to
+    ``sums``, float32 (B,H,M_padded,padded(D,Dv)) in the order of ``rows_of_blocks``, unless that is
+    None.
     """
     kernels = _kernels()
     assert kernels is not None
     columns = padded(sizes.D, sizes.Dv)
     rows = _BACKWARD_ROWS[columns]
     tiles, alike = sizes.key_tiles(_KEYS), _alike(sizes, arguments)
-    programs, handed, shares = _shared(tiles.number, 2 * _KEYS, columns, lse2, arguments, alike)
-    run(
-        kernels[1], (programs,),
-        _described(q, rows, columns), _described(k, _WARPGROUP_ROWS, columns),
-        _described(v, _WARPGROUP_ROWS, columns), _described(dout, rows, columns),
-        lse2, delta, dk, dv, lse2 if sums is None else sums, *handed,
-        arguments.seqlens_q, arguments.seqlens_k, *tiles[:2], *_in_order(sizes, lse2.shape[2]),
-        *shares, arguments.window_left, arguments.window_right, sm_scale_bits,
+    programs, partition = _partition(tiles.number, 2 * _KEYS, columns, lse2, arguments, alike)
+    _launch(
+        kernels[1], programs, (q.dtype, dout.dtype, columns),
+        q_desc=_described(q, rows, columns), k_desc=_described(k, _WARPGROUP_ROWS, columns),
+        v_desc=_described(v, _WARPGROUP_ROWS, columns), dout_desc=_described(dout, rows, columns),
+        lse2_ptr=lse2, delta_ptr=delta, dk_ptr=dk, dv_ptr=dv, dq_ptr=lse2 if sums is None else sums,
+        tiles_of_head=tiles.of_head, entries=tiles.entries, **partition,
+        **_sizes(sizes), M_padded=lse2.shape[2], D=sizes.D, Dv=sizes.Dv,
+        **_masked(arguments), sm_scale_bits=sm_scale_bits,
         STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None, ROW_PADDING=ROW_PADDING,
-        PACKED=arguments.longest is not None,
-        num_warps=_WARPS, kinds=(q.dtype, dout.dtype, columns),
     )  # fmt: skip
 
 
@@ -323,22 +335,21 @@ def launch_hopper_dq(
 ) -> None:
     """Writes dq of a call that ``takes`` is true of, on the current device.
 
-    lse2 and delta (B,H,M_padded) as of ``bwd_preprocess_kernel``.
+    lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``.
     """
     kernels = _kernels()
     assert kernels is not None
     of_k, of_v = padded(sizes.D), padded(sizes.Dv)
     rows = 2 * _WARPGROUP_ROWS
     tiles, alike = sizes.query_tiles(rows), _alike(sizes, arguments)
-    programs, handed, shares = _shared(tiles.number, rows, of_k, lse2, arguments, alike)
-    run(
-        kernels[2], (programs,),
-        _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
-        _described(v, _KEYS, of_v), _described(dout, _WARPGROUP_ROWS, of_v),
-        lse2, delta, dq, *handed, arguments.seqlens_q, arguments.seqlens_k, *tiles[:2],
-        *_in_order(sizes, lse2.shape[2]), *shares,
-        arguments.window_left, arguments.window_right, sm_scale_bits,
+    programs, partition = _partition(tiles.number, rows, of_k, lse2, arguments, alike)
+    _launch(
+        kernels[2], programs, (q.dtype, dout.dtype, of_k, of_v),
+        q_desc=_described(q, _WARPGROUP_ROWS, of_k), k_desc=_described(k, _KEYS, of_k),
+        v_desc=_described(v, _KEYS, of_v), dout_desc=_described(dout, _WARPGROUP_ROWS, of_v),
+        lse2_ptr=lse2, delta_ptr=delta, dq_ptr=dq,
+        tiles_of_head=tiles.of_head, entries=tiles.entries, **partition,
+        **_sizes(sizes), M_padded=lse2.shape[2], D=sizes.D,
+        **_masked(arguments), sm_scale_bits=sm_scale_bits,
         STAGES=_DQ_STAGES[max(of_k, of_v)], ROW_PADDING=ROW_PADDING,
-        PACKED=arguments.longest is not None,
-        num_warps=_WARPS, kinds=(q.dtype, dout.dtype, of_k, of_v),
     )  # fmt: skip

@@ -344,12 +344,13 @@ class Emulated:
         self.waits: Counter[str] = Counter()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*arguments: Any, **constants: Any) -> None:
+        def launch(*arguments: Any, **named: Any) -> None:
+            named |= zip(self._kernel.arg_names, arguments, strict=False)
             # Descriptors alone have blocks.
-            given = [
-                self._emulation.described(name, x) if hasattr(x, "block_shape") else x
-                for name, x in zip(self._kernel.arg_names, arguments, strict=False)
-            ]
+            given = {
+                name: self._emulation.described(name, x) if hasattr(x, "block_shape") else x
+                for name, x in named.items()
+            }
             self._emulation.work, self._emulation.waits = self.work, self.waits
             program = self._kernel.rewrite()
 
@@ -361,7 +362,7 @@ class Emulated:
             # The interpreter calls it as it would call each of them.
             programs.__signature__ = inspect.signature(program)  # type: ignore[attr-defined]
             try:
-                self._emulation.launched(programs, self._kernel)(*given, **constants)
+                self._emulation.launched(programs, self._kernel)(**given)
             except self._emulation.error as error:
                 if isinstance(error.__cause__, DeadlockError | RaceError):
                     raise error.__cause__ from None

@@ -98,7 +98,7 @@ _RISING: dict[str, Any] = {
 }  # fmt: skip
 _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
-        _on_hopper("values of padding are not cleared", "(view[1] < N)", "(view[1] < 0)"),
+        _on_hopper("values of padding are not cleared", "(seqlen_k < N)", "(seqlen_k < 0)"),
         {"B": 2, "M": 300, "N": 300, "mask": _PADDED, "dirty": "nan"},
     ),
     (
@@ -110,11 +110,19 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         {"M": 300, "N": 500, "mask": _OF_TWO_WINDOWS},
     ),
     (
-        _on_hopper("tiles at the window's far edge are whole", "(tile < tiles[1]) | ", ""),
+        _on_hopper(
+            "tiles at the window's far edge are whole",
+            "is_edge(key_tile, tile.tiles)",
+            "(key_tile >= tile.tiles.full_hi)",
+        ),
         {"M": 300, "N": 500, "mask": _OF_TWO_WINDOWS},
     ),
     (
-        _on_hopper("tiles at the diagonal are whole", " | (tile >= tiles[2])", ""),
+        _on_hopper(
+            "tiles at the diagonal are whole",
+            "is_edge(key_tile, tile.tiles)",
+            "(key_tile < tile.tiles.full_lo)",
+        ),
         {"M": 300, "N": 300, "mask": Mask(causal=True)},
     ),
     (
@@ -134,33 +142,37 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         _RISING,
     ),
     (
-        _on_hopper("l is not rescaled", "l_i = l_i * alpha + gl.sum(p, 1)", "l_i += gl.sum(p, 1)"),
+        _on_hopper(
+            "l is not rescaled", "state.l_i * alpha + gl.sum(p, 1)", "state.l_i + gl.sum(p, 1)"
+        ),
         {"M": 200, "N": 500, "inputs": "rising_max"},
     ),
     (
         _on_hopper(
             "l is summed from what is rounded",
-            "l_i = l_i * alpha + gl.sum(p, 1)",
-            "l_i = l_i * alpha + gl.sum(p.to(DTYPE).to(gl.float32), 1)",
+            "state.l_i * alpha + gl.sum(p, 1)",
+            "state.l_i * alpha + gl.sum(p.to(DTYPE).to(gl.float32), 1)",
         ),
         {"M": 200, "N": 700},
     ),
     (
-        _on_hopper("the heads of a group are those of the queries", "[1], h // G,", "[1], h,"),
+        _on_hopper("the heads of a group are those of the queries", "tile.h // call.G,", "tile.h,"),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),
     (
         _on_hopper(
             "the second consumer has the rows of the first",
-            "start_m += consumer * WARPGROUP_ROWS",
-            "start_m += 0 * WARPGROUP_ROWS",
+            "start_m = tile.start_m + consumer * WARPGROUP_ROWS\n    offs_m = start_m + "
+            "gl.arange(0, WARPGROUP_ROWS, ROWS)\n    m_i",
+            "start_m = tile.start_m\n    offs_m = start_m + "
+            "gl.arange(0, WARPGROUP_ROWS, ROWS)\n    m_i",
         ),
         {"M": 200, "N": 300},
     ),
     (
         _on_hopper(
             "tiles begin where wide ones would",
-            "(m_block * CONSUMERS - min(m_block, narrow))",
+            "(m_block * CONSUMERS - min(m_block, call.narrow))",
             "(m_block * CONSUMERS)",
         ),
         {"M": 300, "N": 300},
@@ -177,8 +189,8 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _on_hopper(
             "blocks of packed sequences begin at the tensor's first row",
-            "found = (0, h, place + start, 0)",
-            "found = (0, h, start, 0)",
+            "coordinates = (0, h, offset + start, 0)",
+            "coordinates = (0, h, start, 0)",
             "pipeline",
         ),
         _NEXT,
@@ -186,16 +198,16 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _on_hopper(
             "the keys of a sequence begin where its queries do",
-            "h // G, tile * BLOCK_N, PACKED",
-            "h // G, tile * BLOCK_N + (places[0] - places[1]), PACKED",
+            "call.G, key_tile * BLOCK_N, PACKED",
+            "call.G, key_tile * BLOCK_N + (tile.info.offset_q - tile.info.offset_k), PACKED",
         ),
         _NEXT,
     ),
     (
         _on_hopper(
             "tiles in a row are counted in those of two consumers",
-            "entries, rows_q, BLOCK_M)\n    consumers",
-            "entries, rows_q, 2 * WARPGROUP_ROWS)\n    consumers",
+            "call.batch.total_q, BLOCK_M\n            )\n    consumers",
+            "call.batch.total_q, 2 * WARPGROUP_ROWS\n            )\n    consumers",
         ),
         _IN_A_ROW,
     ),
@@ -224,74 +236,76 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         _IN_A_ROW,
     ),
     (
-        _behind("keys of padding are not cleared", "(view[1] < end_key)", "(view[1] < 0)"),
+        _behind(
+            "keys of padding are not cleared", "(mask.seqlen_k < end_key)", "(mask.seqlen_k < 0)"
+        ),
         _DIRTY | _IN_ONE_PASS,
     ),
     (
         _behind(
             "rows of dout without a key are not cleared",
-            "_zero_dead(dout, lse2_rows.index(stage), start_m, start_m + BLOCK_M, view, WIDE)",
-            "offs_m += 0",
+            "_zero_dead(dout, lse2_row, step.start_m, step.start_m + BLOCK_M, mask)",
+            "pass",
         ),
         _DIRTY,
     ),
     (
         _behind(
             "rows of q without a key are not cleared",
-            "_zero_dead(q, lse2_row, begin, begin + BLOCK_M, view, WIDE)",
-            "offs_m += 0",
+            "_zero_dead(q, lse2_row, begin, begin + BLOCK_M, mask)",
+            "pass",
         ),
         _DIRTY,
     ),
     (
         _behind(
             "the first rows of q are not cleared",
-            "        _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), begin, end, view, WIDE)\n",
-            "",
+            "_zero_dead(tile_at(shared.q_pipe, 0), shared.lse2_rows.index(0), begin, end, mask)\n",
+            "pass\n",
         ),
         {"B": 2, "M": 100, "N": 100, "mask": Mask(seqlens_q=(60, 100)), "dirty": "nan"},
     ),
     (
         _behind(
             "p of hidden keys counts",
-            "p = _seen_alone(p, offs_m, offs_n, view)",
+            "p = _only_visible(p, offs_m, offs_n, mask)",
             "offs_m += 0",
         ),
         {"M": 300, "N": 300, "mask": Mask(causal=True)},
     ),
     (
-        _behind("dk is not scaled", "(dk * sm_scale).to(DTYPE)", "dk.to(DTYPE)"),
+        _behind("dk is not scaled", "(state.dk * sm_scale).to(DTYPE)", "state.dk.to(DTYPE)"),
         {"M": 200, "N": 300},
     ),
     (
         _behind(
             "the heads of a group are its first",
-            "h_k * G + g, start_m, PACKED",
-            "h_k * G, start_m, PACKED",
+            "tile.h_k * tile.G + g, start_m, PACKED",
+            "tile.h_k * tile.G, start_m, PACKED",
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),
     (
         _behind(
             "lse and delta are those of a group's first head",
-            "\n                row = first_row + gl.cast(g, gl.int64) * M_padded + start_m\n",
-            "\n                row = first_row + start_m\n",
+            "row = scratch.first_row + gl.cast(g, gl.int64) * scratch.M_padded + start_m\n",
+            "row = scratch.first_row + start_m\n",
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),
     (
         _behind(
             "dq is added to a group's first head",
-            "                    row = first_row + gl.cast(g, gl.int64) * M_padded + start_m\n",
-            "                    row = first_row + start_m\n",
+            "scratch.first_row + gl.cast(step.g, gl.int64) * scratch.M_padded + step.start_m\n",
+            "scratch.first_row + step.start_m\n",
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300, **_IN_ONE_PASS},
     ),
     (
         _behind(
             "dq has the keys of one consumer, twice",
-            "ds_tiles.index(buffer * 2 + each)",
-            "ds_tiles.index(buffer * 2 + half)",
+            "shared.ds_tiles.index(buffer * 2 + each)",
+            "shared.ds_tiles.index(buffer * 2 + half)",
         ),
         {"M": 200, "N": 300, **_IN_ONE_PASS},
     ),
@@ -306,24 +320,21 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _behind(
             "dq of a step is added to the rows of the next",
-            "                    if i > 0:\n"
-            "                        add_block(dq_ptr, row, BLOCK_D, half, dq)\n"
-            "                    row = first_row + gl.cast(g, gl.int64) * M_padded + start_m\n",
-            "                    row = first_row + gl.cast(g, gl.int64) * M_padded + start_m\n"
-            "                    if i > 0:\n"
-            "                        add_block(dq_ptr, row, BLOCK_D, half, dq)\n",
+            "add_block(scratch.dq_ptr, row, BLOCK_D, half, dq)\n        #",
+            "add_block(scratch.dq_ptr, scratch.first_row + gl.cast(step.g, gl.int64) * "
+            "scratch.M_padded + step.start_m, BLOCK_D, half, dq)\n        #",
         ),
         {"M": 200, "N": 300, **_IN_ONE_PASS},
     ),
     (
-        _behind("dq of no step is added", "if i > 0:\n", "if i >= 0:\n"),
+        _behind("dq of no step is added", "if step.i > 0:\n", "if step.i >= 0:\n"),
         # More programs than run at once: of no step is what the program before has left.
         {"H": 96, "Hk": 96, "M": 200, "N": 300, **_IN_ONE_PASS},
     ),
     (
         _behind(
             "dq of the last step is left out",
-            "            add_block(dq_ptr, row, BLOCK_D, half, dq)\n\n",
+            "    add_block(dq_ptr, row, shared.k_tiles.shape[4], half, dq)\n",
             "",
         ),
         {"M": 200, "N": 300, **_IN_ONE_PASS},
@@ -358,7 +369,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
 _HOPPER_DQ: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _on_hopper(
-            "dq, keys of padding are not cleared", "(view[1] < N)", "(view[1] < 0)", "dq"
+            "dq, keys of padding are not cleared", "(seqlen_k < N)", "(seqlen_k < 0)", "dq"
         ),
         _DIRTY,
     ),
@@ -372,14 +383,15 @@ _HOPPER_DQ: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _on_hopper(
             "dq, dS of hidden keys counts",
-            "ds = gl.where(pairs_seen(offs_m, offs_n, *view), ds, 0.0)",
+            "ds = gl.where(visible(offs_m, offs_n, mask), ds, 0.0)",
             "offs_n += 0", "dq",
         ),
         {"M": 300, "N": 300, "mask": Mask(causal=True)},
     ),
     (
         _on_hopper(
-            "dq, tiles at the window's far edge are whole", "(tile < tiles[1]) | ", "", "dq"
+            "dq, tiles at the window's far edge are whole", "is_edge(key_tile, tiles)",
+            "(key_tile >= tiles.full_hi)", "dq",
         ),
         {"M": 300, "N": 500, "mask": _OF_TWO_WINDOWS},
     ),
@@ -399,14 +411,15 @@ _HOPPER_DQ: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     ),
     (
         _on_hopper(
-            "dq, the heads of a group are those of the queries", "[1], h // G,", "[1], h,", "dq"
+            "dq, the heads of a group are those of the queries", "tile.h // G,", "tile.h,", "dq"
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),
     (
         _on_hopper(
             "dq, the second consumer has the rows of the first",
-            "start_m += half * WARPGROUP_ROWS", "start_m += 0 * WARPGROUP_ROWS", "dq",
+            "start_m = tile.start_m + half * WARPGROUP_ROWS\n",
+            "start_m = tile.start_m\n", "dq",
         ),
         {"M": 200, "N": 300},
     ),

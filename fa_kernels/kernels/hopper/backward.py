@@ -1,15 +1,17 @@
 """dk and dv on Hopper, and dq in the same pass if it is asked for.
 
-As in ``dkdv`` one program has a key tile and all query tiles of a group of heads, transposed. Each
-of two consumers has half the keys. While it takes the softmax of one query tile the tensor cores
-multiply dP; then come dV, dK, dQ of the tile before and the scores of the next, behind each other,
-so that the other work of a tile is done beside products. dS goes through shared memory, since dQ
-sums over the keys of both consumers: each makes half of it, a tile later, so that it seldom waits
-for the other's dS, and adds that to sums in memory, in the order in which its threads have it. A
-producer loads what the consumers read.
+As in the portable ``dkdv`` kernel one program has a key tile and all query tiles of a group of
+heads, transposed. Each of two consumers owns half the keys. It takes the softmax of one query tile
+while the tensor cores multiply dP; then it issues dV, dK, dQ of the tile before and the scores of
+the next, one behind the other, so that the other work of a tile runs beside products. dS goes
+through shared memory, since dQ sums over the keys of both consumers. Each computes half of dQ, one
+tile later, so that it seldom waits for the other's dS, and adds it to sums in memory, in the order
+of its registers. A producer loads what the consumers read.
 
 Source: FlashAttention-3 (arXiv:2407.08608), section 3.1 and its appendix on the backward pass.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,38 +26,157 @@ from fa_kernels.kernels.common.addressing import scratch_row, store_rows, stored
 from fa_kernels.kernels.common.block_info import nth_tile, tile_count
 from fa_kernels.kernels.common.mask import pairs_seen
 from fa_kernels.kernels.common.score_mod import base2_scale
-from fa_kernels.kernels.common.seqlen_info import sequence, sequence_of_tile
+from fa_kernels.kernels.common.seqlen_info import sequence_of_tile
 from fa_kernels.kernels.common.softmax import scale_from_bits
-from fa_kernels.kernels.common.tile_ranges import share_of, tile_of_head, visible_tiles
 from fa_kernels.kernels.hopper.pipeline import (
-    PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
+    Batch,
+    PartialSums,
+    Pipeline,
+    accumulator_layout,
     add_block,
-    announce_sums,
     async_load,
-    block_of,
-    handed_rows,
+    block_at,
+    load_stage,
+    make_barriers,
+    make_tiles,
+    mask_of,
     matrix,
+    operand_layout,
+    partial_rows,
+    partition_of,
+    query_tiles,
+    release,
+    seqlen_info,
+    signal,
+    stage_of,
+    steps_of,
+    sums_of_consumer,
     thread_barrier,
-    wait_for_sums,
+    tile_at,
+    wait_for_signal,
+    wait_free,
+    wait_full,
     wide,
     zero_rows,
 )
 
 __all__ = ["hopper_backward_kernel"]
 
-# Kinds of query tiles, in the order they are taken in: of pairs that are not all visible; of those
-# that are but for keys past the end, which spoil dq, and no more than their own rows of dk and dv;
-# and, by 0, all others.
+# Kinds of query tiles, in the order of the loop: tiles with pairs that are not visible; tiles that
+# only lack keys past the end, which spoil dq and no other rows of dk and dv; and, by 0, all others.
 _EDGES: gl.constexpr = gl.constexpr(2)
 _PAST_END: gl.constexpr = gl.constexpr(1)
-# Of dS: one that is read, one that both have written, and one that a consumer ahead writes.
+# Buffers of dS: one that is read, one that both consumers have written, and one that the consumer
+# ahead writes.
 _BUFFERS: gl.constexpr = gl.constexpr(3)
+
+
+class _Inputs(NamedTuple):
+    """Descriptors of the inputs."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+
+
+class _Shared(NamedTuple):
+    """Shared memory: the key tile by halves, pipelines of queries and dout, and buffers of dS.
+
+    The pipelines share the barriers ``free``. A stage of ``q_pipe`` is full when its row of lse2
+    has arrived too, and one of ``do_pipe`` when its row of delta has. The i-th query tile's dS goes
+    through buffer (i + 1) % _BUFFERS, half by half; ``ds_full`` counts both consumers.
+    """
+
+    k_tiles: Any
+    v_tiles: Any
+    kv_full: Any
+    q_pipe: Any
+    do_pipe: Any
+    lse2_rows: Any
+    delta_rows: Any
+    ds_tiles: Any
+    ds_full: Any
+
+
+class _Tile(NamedTuple):
+    """The key tile of a program: its kv head, G query heads, query tiles, and own ``Steps``."""
+
+    h_k: Any
+    G: Any
+    start_n: Any
+    tiles: Any
+    steps: Any
+
+
+class _Scratch(NamedTuple):
+    """Rows of scratch from ``first_row`` on, that of the group's first head, M_padded a head."""
+
+    lse2_ptr: Any
+    delta_ptr: Any
+    dq_ptr: Any
+    first_row: Any
+    M_padded: Any
+
+
+class _Outputs(NamedTuple):
+    """Rows of a kv head in global memory: dk (end - first, D) and dv (end - first, Dv)."""
+
+    dk_ptr: Any
+    dv_ptr: Any
+    D: Any
+    Dv: Any
+    first: Any
+    end: Any
+
+
+class _Scales(NamedTuple):
+    """The softmax scale, and the scale of scores to base 2."""
+
+    qk_scale: Any
+    sm_scale: Any
+
+
+class _Step(NamedTuple):
+    """The i-th query tile of a program: its head and row, and its place t of ``number`` of a kind.
+
+    ``again`` is 0, but ptxas cannot know it. With a plain 0 it keeps the addresses of all resident
+    tiles in registers over the loop, and spills.
+    """
+
+    i: Any
+    stage: Any
+    g: Any
+    t: Any
+    number: Any
+    start_m: Any
+    again: Any
+
+
+class _Offsets(NamedTuple):
+    """The keys of half a key tile, and the rows of a query tile, and of half a key tile, from 0."""
+
+    n: Any
+    m: Any
+    wide: Any
+
+
+class _State(NamedTuple):
+    """dk and dv so far, the scores of the next query tile, and the row of dq of the one before.
+
+    All are transposed: a row belongs to a key.
+    """
+
+    dk: Any
+    dv: Any
+    scores: Any
+    row: Any
 
 
 @gluon.jit
 def _copy_row(pointer, row, barrier):
-    """A row of float32 into shared memory, by one warp; the barrier hears of it."""
+    """Copies a row of float32 into shared memory, by one warp, then arrives on the barrier."""
     SIZE: gl.constexpr = row.shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([SIZE // 32], [32], [1], [0])
     row.store(gl.load(pointer + gl.arange(0, SIZE, LAYOUT)))
@@ -64,91 +185,176 @@ def _copy_row(pointer, row, barrier):
 
 
 @gluon.jit
-def _produce(
-    keys,
-    values,
-    queries,
-    douts,
-    scratch,
-    rows_of,
-    barriers,
-    head,
-    G,
-    M_padded,
-    start_n,
-    tiles,
-    share,
-    STAGES: gl.constexpr,
-    PACKED: gl.constexpr,
-):
-    """Loads a key tile, and its share of query tiles of G heads with rows of lse2 and delta."""
-    k_desc, k_tiles = keys
-    v_desc, v_tiles = values
-    q_desc, q_tiles = queries
-    do_desc, do_tiles = douts
-    lse2_ptr, delta_ptr = scratch
-    lse2_rows, delta_rows = rows_of
-    kv_full, q_full, do_full, free = barriers
-    places, h_k, first_row = head
-    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    total = share[1] - share[0]
+def _load_query_tile(inputs, shared, i, scratch, row, place):
+    """Loads the i-th tile of queries and dout, with their rows of lse2 and delta."""
+    q_pipe, do_pipe = shared.q_pipe, shared.do_pipe
+    stage = stage_of(q_pipe, i)
+    wait_free(q_pipe, i)
+    load_stage(q_pipe, i, inputs.q, place)
+    _copy_row(scratch.lse2_ptr + row, shared.lse2_rows.index(stage), q_pipe.full.index(stage))
+    load_stage(do_pipe, i, inputs.dout, place)
+    _copy_row(scratch.delta_ptr + row, shared.delta_rows.index(stage), do_pipe.full.index(stage))
+
+
+@gluon.jit
+def _produce(inputs, shared, tile, info, scratch, PACKED: gl.constexpr):
+    """Loads a key tile, then the program's query tiles of G heads."""
+    BLOCK_M: gl.constexpr = inputs.q.block_type.shape[2]
+    total = tile.steps.end - tile.steps.begin
     if total > 0:
-        of_half: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
-        mbarrier.expect(kv_full.index(0), 2 * of_half)
+        of_half: gl.constexpr = inputs.k.block_type.nbytes + inputs.v.block_type.nbytes
+        full = shared.kv_full.index(0)
+        mbarrier.expect(full, 2 * of_half)
         for half in gl.static_range(2):
-            place = block_of(places[1], h_k, start_n + half * WARPGROUP_ROWS, PACKED)
-            async_load(k_desc, place, kv_full.index(0), k_tiles.index(half))
-            async_load(v_desc, place, kv_full.index(0), v_tiles.index(half))
-    before = -share[0]
+            start_n = tile.start_n + half * WARPGROUP_ROWS
+            place = block_at(info.offset_k, tile.h_k, start_n, PACKED)
+            async_load(inputs.k, place, full, shared.k_tiles.index(half))
+            async_load(inputs.v, place, full, shared.v_tiles.index(half))
+    before = -tile.steps.begin
     for MASKED in gl.static_range(1, -1, -1):
-        count = tile_count(tiles, MASKED)
-        for g in range(0, G):
+        count = tile_count(tile.tiles, MASKED)
+        for g in range(0, tile.G):
             of_head = before + g * count
             for t in range(max(-of_head, 0), min(total - of_head, count)):
-                i = of_head + t
-                stage = i % STAGES
-                start_m = nth_tile(t, tiles, MASKED) * BLOCK_M
-                place = block_of(places[0], h_k * G + g, start_m, PACKED)
-                row = first_row + gl.cast(g, gl.int64) * M_padded + start_m
-                # Of a stage never used the phase before the first counts as over.
-                mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
-                mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
-                async_load(q_desc, place, q_full.index(stage), q_tiles.index(stage))
-                _copy_row(lse2_ptr + row, lse2_rows.index(stage), q_full.index(stage))
-                mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes)
-                async_load(do_desc, place, do_full.index(stage), do_tiles.index(stage))
-                _copy_row(delta_ptr + row, delta_rows.index(stage), do_full.index(stage))
-        before += G * count
+                start_m = nth_tile(t, tile.tiles, MASKED) * BLOCK_M
+                place = block_at(info.offset_q, tile.h_k * tile.G + g, start_m, PACKED)
+                row = scratch.first_row + gl.cast(g, gl.int64) * scratch.M_padded + start_m
+                _load_query_tile(inputs, shared, of_head + t, scratch, row, place)
+        before += tile.G * count
 
 
 @gluon.jit
-def _zero_dead(tile, lse2_row, begin, end, view, WIDE: gl.constexpr):
-    """Zeros in place of rows without a visible key, padding rows too, which may hold anything.
+def _zero_dead(rows, lse2_row, begin, end, mask):
+    """Clears rows without a visible key, padding rows too, which may hold anything.
 
-    The tile is one of those of rows [begin, end); where they all see a key it is left alone.
+    They belong to a tile within rows [begin, end); where those all see a key it is left alone.
     """
-    if (begin < view[0] - view[1] - view[3]) | (end > view[0]):
-        zero_rows(tile, lse2_row.load(gl.SliceLayout(1, WIDE)) != float("inf"), WIDE)
+    if (begin < mask.seqlen_q - mask.seqlen_k - mask.window_right) | (end > mask.seqlen_q):
+        WIDE: gl.constexpr = wide(rows.shape[1])
+        zero_rows(rows, lse2_row.load(gl.SliceLayout(1, WIDE)) != float("inf"), WIDE)
 
 
 @gluon.jit
-def _seen_alone(x, offs_m, offs_n, view):
+def _only_visible(x, offs_m, offs_n, mask):
     """Selected, not multiplied by 0: p of a hidden key and dp of a hidden v can be infinite."""
-    return gl.where(pairs_seen(offs_n, offs_m, view[1], view[0], view[3], view[2]), x, 0.0)
+    seen = pairs_seen(
+        offs_n, offs_m, mask.seqlen_k, mask.seqlen_q, mask.window_right, mask.window_left
+    )
+    return gl.where(seen, x, 0.0)
 
 
 @gluon.jit
-def _start_dq(half: gl.constexpr, ds_tiles, k_tiles, buffer, again):
+def _load_sums(dk_sums, dv_sums, steps, BLOCK_D: gl.constexpr):
+    """dk and dv to begin with: zeros, or the partial sums of the program with earlier steps."""
+    SHAPE: gl.constexpr = [WARPGROUP_ROWS, BLOCK_D]
+    SUMS: gl.constexpr = accumulator_layout(BLOCK_D)
+    dk = gl.zeros(SHAPE, gl.float32, SUMS)
+    dv = gl.zeros(SHAPE, gl.float32, SUMS)
+    if steps.begin > 0:
+        wait_for_signal(dk_sums)
+        dk = gl.load(partial_rows(dk_sums, SHAPE, SUMS))
+        dv = gl.load(partial_rows(dv_sums, SHAPE, SUMS))
+    return dk, dv
+
+
+@gluon.jit
+def _wait_for_first(
+    half: gl.constexpr,
+    offs,
+    shared,
+    tile,
+    mask,
+    end_key,
+    ONE_PASS: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Waits for the key tile and the first query tile, and clears what no product may read."""
+    BLOCK_M: gl.constexpr = shared.q_pipe.tiles.shape[3]
+    WIDE: gl.constexpr = wide(shared.k_tiles.shape[4])
+    mbarrier.wait(shared.kv_full.index(0), 0)
+    if ONE_PASS:
+        # The copy clears past the tensor's last key only. p and dS of padding are selected, but dQ
+        # multiplies its keys.
+        start_n = tile.start_n + half * WARPGROUP_ROWS
+        if (PACKED | (mask.seqlen_k < end_key)) & (mask.seqlen_k - start_n < WARPGROUP_ROWS):
+            zero_rows(matrix(shared.k_tiles, half), start_n + offs.wide < mask.seqlen_k, WIDE)
+        # Counts as the dS before the first: no consumer multiplies the other's keys earlier.
+        mbarrier.arrive(shared.ds_full.index(0), count=1)
+    wait_full(shared.q_pipe, 0)
+    begin, end = tile.tiles.lo * BLOCK_M, tile.tiles.hi * BLOCK_M
+    _zero_dead(tile_at(shared.q_pipe, 0), shared.lse2_rows.index(0), begin, end, mask)
+
+
+@gluon.jit
+def _start_scores(half: gl.constexpr, shared, q, again):
+    """Begins the product of half the keys and a tile of queries."""
+    BLOCK_M: gl.constexpr = q.shape[0]
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
+    k = matrix(shared.k_tiles, half + again)
+    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_dp(half: gl.constexpr, shared, step, mask, KIND: gl.constexpr):
+    """Begins the product of half the values and the step's dout, once that has arrived."""
+    BLOCK_M: gl.constexpr = shared.do_pipe.tiles.shape[3]
+    dout = tile_at(shared.do_pipe, step.i)
+    wait_full(shared.do_pipe, step.i)
+    if KIND == _EDGES:
+        lse2_row = shared.lse2_rows.index(step.stage)
+        _zero_dead(dout, lse2_row, step.start_m, step.start_m + BLOCK_M, mask)
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
+    v = matrix(shared.v_tiles, half + step.again)
+    return warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _compute_p(scores, shared, step, offs_m, offs_n, mask, qk_scale, KIND: gl.constexpr):
+    """P of one query tile."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, accumulator_layout(scores.shape[1]))
+    lse2 = shared.lse2_rows.index(step.stage).load(COLUMNS)
+    p = gl.exp2(scores * qk_scale - lse2[None, :])
+    if KIND == _EDGES:
+        p = _only_visible(p, offs_m, offs_n, mask)
+    return p
+
+
+@gluon.jit
+def _compute_ds(p, dp, shared, step, offs_m, offs_n, mask, KIND: gl.constexpr):
+    """dS of one query tile."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, accumulator_layout(p.shape[1]))
+    delta = shared.delta_rows.index(step.stage).load(COLUMNS)
+    ds = p * (dp - delta[None, :])
+    if KIND == _EDGES:
+        ds = _only_visible(ds, offs_m, offs_n, mask)
+    if KIND == _PAST_END:
+        ds = gl.where((offs_n < mask.seqlen_k)[:, None], ds, 0.0)
+    return ds
+
+
+@gluon.jit
+def _publish_ds(half: gl.constexpr, ds, shared, i):
+    """Waits for both consumers' dS of the tile before, then stores a half of the i-th tile's."""
+    last_made, made = i % _BUFFERS, (i + 1) % _BUFFERS
+    # A consumer that has stored dS of the tile before has finished with that of three tiles before,
+    # which is in the buffer written here.
+    mbarrier.wait(shared.ds_full.index(last_made), i // _BUFFERS & 1)
+    shared.ds_tiles.index(made * 2 + half).permute((1, 0)).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(shared.ds_full.index(made), count=1)
+
+
+@gluon.jit
+def _start_dq(half: gl.constexpr, shared, buffer, again):
     """Begins the product of the dS in a buffer and all keys: one of dQ's two blocks of 64 x 64.
 
-    They are beside or below each other. ``again`` is 0.
+    The two blocks are columns of dQ if head_dim is 128, else rows.
     """
-    BLOCK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    dq = gl.zeros([64, 64], gl.float32, BLOCK)
+    dq = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
     for each in gl.static_range(2):
-        left = ds_tiles.index(buffer * 2 + each)
-        right = matrix(k_tiles, each + again)
-        if k_tiles.shape[4] == 128:
+        left = shared.ds_tiles.index(buffer * 2 + each)
+        right = matrix(shared.k_tiles, each + again)
+        if shared.k_tiles.shape[4] == 128:
             right = right.slice(half * 64, 64, 1)
         else:
             left = left.slice(half * 64, 64, 0)
@@ -157,173 +363,219 @@ def _start_dq(half: gl.constexpr, ds_tiles, k_tiles, buffer, again):
 
 
 @gluon.jit
-def _consume(
-    half: gl.constexpr,
-    resident,
-    staged,
-    rows_of,
-    ds_tiles,
-    barriers,
-    ds_full,
-    dq_ptr,
-    handed,
-    written,
-    first_row,
-    G,
-    M_padded,
-    start_n,
-    tiles,
-    share,
-    view,
-    scales,
-    STAGES: gl.constexpr,
-    ONE_PASS: gl.constexpr,
-    PACKED: gl.constexpr,
-):
-    """Makes dk and dv of half the keys of a tile, and half of what the tile adds to dq.
+def _wait_for_next(q, shared, step, tile, mask, KIND: gl.constexpr):
+    """Waits for the queries of the next step, if there is one, and clears their dead rows."""
+    BLOCK_M: gl.constexpr = shared.q_pipe.tiles.shape[3]
+    if step.i + 1 < tile.steps.end - tile.steps.begin:
+        wait_full(shared.q_pipe, step.i + 1)
+        if KIND == _EDGES:
+            # The first tile, if the next one is another head's. Full tiles are left alone.
+            t = gl.where(step.t + 1 < step.number, step.t + 1, 0)
+            begin = nth_tile(t, tile.tiles, True) * BLOCK_M
+            lse2_row = shared.lse2_rows.index(stage_of(shared.q_pipe, step.i + 1))
+            _zero_dead(q, lse2_row, begin, begin + BLOCK_M, mask)
 
-    Of its share of query tiles: sums are taken over from who had those before, and handed on.
-    """
-    k_tiles, v_tiles = resident
-    q_tiles, do_tiles = staged
-    lse2_rows, delta_rows = rows_of
-    kv_full, q_full, do_full, free = barriers
-    dk_ptr, dv_ptr, D, Dv, first_key, end_key = written
-    qk_scale, sm_scale = scales
-    BLOCK_M: gl.constexpr = q_tiles.shape[3]
-    BLOCK_D: gl.constexpr = q_tiles.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    WIDE: gl.constexpr = wide(BLOCK_D)
-    DTYPE: gl.constexpr = dk_ptr.dtype.element_ty
-    start_n += half * WARPGROUP_ROWS
-    offs_n = start_n + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORES))
-    offs_tile = gl.arange(0, BLOCK_M, COLUMNS)
-    offs_wide = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
-    past_end = start_n + WARPGROUP_ROWS > view[1]
-    handed_ptr, flags_ptr, first_handed, last = handed
-    total = share[1] - share[0]
-    flag = flags_ptr + half
-    SHAPE: gl.constexpr = [WARPGROUP_ROWS, BLOCK_D]
-    first_handed += half * 2 * WARPGROUP_ROWS
-    of_values = first_handed + WARPGROUP_ROWS
-    dk = gl.zeros(SHAPE, gl.float32, SUMS)
-    dv = gl.zeros(SHAPE, gl.float32, SUMS)
-    if share[0] > 0:
-        wait_for_sums(flag)
-        dk = gl.load(handed_rows(handed_ptr, first_handed, SHAPE, SUMS))
-        dv = gl.load(handed_rows(handed_ptr, of_values, SHAPE, SUMS))
-    nothing = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
-    if total > 0:
-        mbarrier.wait(kv_full.index(0), 0)
-        # The copy has zeros past the tensor's last key. Of the others before it p and dS are
-        # selected; their keys are multiplied all the same, in dQ.
-        if ONE_PASS:
-            if (PACKED | (view[1] < end_key)) & (view[1] - start_n < WARPGROUP_ROWS):
-                zero_rows(matrix(k_tiles, half), start_n + offs_wide < view[1], WIDE)
-            # As of the dS before the first: nobody multiplies the other's keys earlier.
-            mbarrier.arrive(ds_full.index(0), count=1)
-        mbarrier.wait(q_full.index(0), 0)
-        begin, end = tiles[0] * BLOCK_M, tiles[3] * BLOCK_M
-        _zero_dead(matrix(q_tiles, 0), lse2_rows.index(0), begin, end, view, WIDE)
-    # Of no query tile they are made of whatever is there, and mean nothing.
-    q = matrix(q_tiles, 0)
-    scores = warpgroup_mma(
-        matrix(k_tiles, half), q.permute((1, 0)), nothing, use_acc=False, is_async=True
-    )
+
+@gluon.jit
+def _query_tile(
+    half: gl.constexpr,
+    state,
+    step,
+    offs,
+    shared,
+    tile,
+    mask,
+    scratch,
+    qk_scale,
+    KIND: gl.constexpr,
+    ONE_PASS: gl.constexpr,
+):
+    """The ``_State`` after one query tile. In one pass it adds dQ of the tile before to dq."""
+    BLOCK_D: gl.constexpr = shared.q_pipe.tiles.shape[4]
+    LEFT: gl.constexpr = operand_layout(BLOCK_D)
+    DTYPE: gl.constexpr = shared.q_pipe.tiles.dtype
+    offs_m = step.start_m + offs.m
+    q, dout = tile_at(shared.q_pipe, step.i), tile_at(shared.do_pipe, step.i)
+    dp = _start_dp(half, shared, step, mask, KIND)
+    p = _compute_p(state.scores, shared, step, offs_m, offs.n, mask, qk_scale, KIND)
+    dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), LEFT), dout, state.dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = _compute_ds(p, dp, shared, step, offs_m, offs.n, mask, KIND).to(DTYPE)
+    if ONE_PASS:
+        _publish_ds(half, ds, shared, step.i)
+    dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, state.dk, is_async=True)
+    if ONE_PASS:
+        # dQ of the tile before. The first step multiplies whatever is there, and drops it.
+        dq = _start_dq(half, shared, step.i % _BUFFERS, step.again)
+    following = tile_at(shared.q_pipe, step.i + 1)
+    _wait_for_next(following, shared, step, tile, mask, KIND)
+    # The products of dQ stay in flight.
+    dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))
+    release(shared.q_pipe, step.i)
+    scores = _start_scores(half, shared, following, step.again)
+    row = state.row
+    if ONE_PASS:
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        if step.i > 0:
+            add_block(scratch.dq_ptr, row, BLOCK_D, half, dq)
+        # Computed here, since it would take two registers over the step.
+        row = scratch.first_row + gl.cast(step.g, gl.int64) * scratch.M_padded + step.start_m
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    before = -share[0]
-    # Of the query tile before, to which dQ is added a step later; of none it is not.
-    row = first_row
+    return _State(dk, dv, scores, row)
+
+
+@gluon.jit
+def _query_tiles(
+    half: gl.constexpr,
+    state,
+    offs,
+    shared,
+    tile,
+    mask,
+    scratch,
+    qk_scale,
+    ONE_PASS: gl.constexpr,
+):
+    """The ``_State`` after a program's query tiles, kind by kind and head by head."""
+    BLOCK_M: gl.constexpr = shared.q_pipe.tiles.shape[3]
+    total = tile.steps.end - tile.steps.begin
+    past_end = tile.start_n + (half + 1) * WARPGROUP_ROWS > mask.seqlen_k
+    before = -tile.steps.begin
     for KIND in gl.static_range(_EDGES, -1, -1 if ONE_PASS else -2):
-        count = tile_count(tiles, KIND == _EDGES)
+        count = tile_count(tile.tiles, KIND == _EDGES)
         if ONE_PASS and KIND != _EDGES:
             count = gl.where(past_end == (KIND == _PAST_END), count, 0)
-        for g in range(0, G):
+        for g in range(0, tile.G):
             of_head = before + g * count
             for t in range(max(-of_head, 0), min(total - of_head, count)):
                 i = of_head + t
-                # 0, which the compiler does not know: it would keep the places of all tiles that
-                # stay over the loop, in registers that there are not.
-                again = i >> 30
-                stage = i % STAGES
-                start_m = nth_tile(t, tiles, KIND == _EDGES) * BLOCK_M
-                offs_m = start_m + offs_tile
-                q, dout = matrix(q_tiles, stage), matrix(do_tiles, stage)
-                mbarrier.wait(do_full.index(stage), i // STAGES & 1)
-                if KIND == _EDGES:
-                    _zero_dead(dout, lse2_rows.index(stage), start_m, start_m + BLOCK_M, view, WIDE)
-                v = matrix(v_tiles, half + again)
-                dp = warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                lse2 = lse2_rows.index(stage).load(COLUMNS)
-                p = gl.exp2(scores * qk_scale - lse2[None, :])
-                if KIND == _EDGES:
-                    p = _seen_alone(p, offs_m, offs_n, view)
-                dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), LEFT), dout, dv, is_async=True)
-                dp = warpgroup_mma_wait(1, deps=(dp,))
-                delta = delta_rows.index(stage).load(COLUMNS)
-                ds = p * (dp - delta[None, :])
-                if KIND == _EDGES:
-                    ds = _seen_alone(ds, offs_m, offs_n, view)
-                if KIND == _PAST_END:
-                    ds = gl.where((offs_n < view[1])[:, None], ds, 0.0)
-                ds = ds.to(DTYPE)
-                if ONE_PASS:
-                    last_made, made = i % _BUFFERS, (i + 1) % _BUFFERS
-                    # Who has made dS of the tile before has done with that of three tiles before,
-                    # which is in this buffer.
-                    mbarrier.wait(ds_full.index(last_made), i // _BUFFERS & 1)
-                    ds_tiles.index(made * 2 + half).permute((1, 0)).store(ds)
-                    fence_async_shared()
-                    mbarrier.arrive(ds_full.index(made), count=1)
-                dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
-                if ONE_PASS:
-                    # Of the tile before. In the first step of whatever is there, for nobody.
-                    dq = _start_dq(half, ds_tiles, k_tiles, last_made, again)
-                following = (i + 1) % STAGES
-                q = matrix(q_tiles, following)
-                if i + 1 < total:
-                    mbarrier.wait(q_full.index(following), (i + 1) // STAGES & 1)
-                    if KIND == _EDGES:
-                        # The first one, if that is another head's; full ones are left alone.
-                        begin = nth_tile(gl.where(t + 1 < count, t + 1, 0), tiles, True) * BLOCK_M
-                        lse2_row = lse2_rows.index(following)
-                        _zero_dead(q, lse2_row, begin, begin + BLOCK_M, view, WIDE)
-                # What dQ is made of stays in flight.
-                dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))
-                mbarrier.arrive(free.index(stage), count=1)
-                k = matrix(k_tiles, half + again)
-                scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                if ONE_PASS:
-                    dq = warpgroup_mma_wait(1, deps=(dq,))
-                    if i > 0:
-                        add_block(dq_ptr, row, BLOCK_D, half, dq)
-                    row = first_row + gl.cast(g, gl.int64) * M_padded + start_m
-                scores = warpgroup_mma_wait(0, deps=(scores,))
-        before += G * count
+                again, stage = i >> 30, stage_of(shared.q_pipe, i)
+                start_m = nth_tile(t, tile.tiles, KIND == _EDGES) * BLOCK_M
+                step = _Step(i=i, stage=stage, g=g, t=t, number=count, start_m=start_m, again=again)
+                state = _query_tile(
+                    half, state, step, offs, shared, tile, mask, scratch, qk_scale, KIND,
+                    ONE_PASS,
+                )  # fmt: skip
+        before += tile.G * count
+    return state
+
+
+@gluon.jit
+def _last_dq(half: gl.constexpr, shared, row, total, dq_ptr):
+    """Adds dQ of a program's last query tile to dq."""
+    mbarrier.wait(shared.ds_full.index(total % _BUFFERS), total // _BUFFERS & 1)
+    dq = _start_dq(half, shared, total % _BUFFERS, 0)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    add_block(dq_ptr, row, shared.k_tiles.shape[4], half, dq)
+
+
+@gluon.jit
+def _write(state, start_n, offs, seqlen_k, outputs, sm_scale):
+    """Writes 64 rows of dk and dv; those of padding are zeros."""
+    BLOCK_D: gl.constexpr = state.dk.shape[1]
+    WIDE: gl.constexpr = wide(BLOCK_D)
+    DTYPE: gl.constexpr = outputs.dk_ptr.dtype.element_ty
+    rows = start_n + offs.wide
+    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
+    inside = (rows < seqlen_k)[:, None]
+    dk = gl.convert_layout((state.dk * sm_scale).to(DTYPE), WIDE)
+    dk = gl.where(inside, dk, 0.0)
+    first, end = outputs.first, outputs.end
+    store_rows(outputs.dk_ptr, first, end, rows, columns, dk, outputs.D, BLOCK_D, 1)
+    dv = gl.convert_layout(state.dv.to(DTYPE), WIDE)
+    dv = gl.where(inside, dv, 0.0)
+    store_rows(outputs.dv_ptr, first, end, rows, columns, dv, outputs.Dv, BLOCK_D, 1)
+
+
+@gluon.jit
+def _consume(
+    half: gl.constexpr,
+    shared,
+    tile,
+    mask,
+    scratch,
+    outputs,
+    sums,
+    scales,
+    ONE_PASS: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Computes dk and dv of half the keys of a tile, and half of what the tile adds to dq.
+
+    Where programs share the tile, it reads and stores partial sums of dk and dv.
+    """
+    BLOCK_M: gl.constexpr = shared.q_pipe.tiles.shape[3]
+    BLOCK_D: gl.constexpr = shared.q_pipe.tiles.shape[4]
+    SUMS: gl.constexpr = accumulator_layout(BLOCK_D)
+    SHAPE: gl.constexpr = [WARPGROUP_ROWS, BLOCK_D]
+    KEYS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_M))
+    steps = tile.steps
+    start_n = tile.start_n + half * WARPGROUP_ROWS
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, accumulator_layout(BLOCK_M))
+    offs_n = start_n + gl.arange(0, WARPGROUP_ROWS, KEYS)
+    offs_m = gl.arange(0, BLOCK_M, COLUMNS)
+    offs_wide = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, wide(BLOCK_D)))
+    offs = _Offsets(n=offs_n, m=offs_m, wide=offs_wide)
+    total = steps.end - steps.begin
+    # One signal is for both.
+    dk_sums = sums_of_consumer(sums, half, 2 * WARPGROUP_ROWS)
+    dv_sums = PartialSums(
+        ptr=sums.ptr, first_row=dk_sums.first_row + WARPGROUP_ROWS, signal_ptr=dk_sums.signal_ptr
+    )
+    dk, dv = _load_sums(dk_sums, dv_sums, steps, BLOCK_D)
+    if total > 0:
+        _wait_for_first(half, offs, shared, tile, mask, outputs.end, ONE_PASS, PACKED)
+    # Without a query tile the scores are made of whatever is there, and are not used.
+    scores = _start_scores(half, shared, tile_at(shared.q_pipe, 0), 0)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    state = _State(dk, dv, scores, scratch.first_row)
+    state = _query_tiles(half, state, offs, shared, tile, mask, scratch, scales.qk_scale, ONE_PASS)
     if ONE_PASS:
         if total > 0:
-            mbarrier.wait(ds_full.index(total % _BUFFERS), total // _BUFFERS & 1)
-            dq = _start_dq(half, ds_tiles, k_tiles, total % _BUFFERS, 0)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            add_block(dq_ptr, row, BLOCK_D, half, dq)
-
-    if share[1] < last:
-        gl.store(handed_rows(handed_ptr, first_handed, SHAPE, SUMS), dk)
-        gl.store(handed_rows(handed_ptr, of_values, SHAPE, SUMS), dv)
-        announce_sums(flag)
+            _last_dq(half, shared, state.row, total, scratch.dq_ptr)
+    if steps.end < steps.total:
+        gl.store(partial_rows(dk_sums, SHAPE, SUMS), state.dk)
+        gl.store(partial_rows(dv_sums, SHAPE, SUMS), state.dv)
+        signal(dk_sums)
     else:
-        rows = start_n + offs_wide
-        columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
-        inside = (rows < view[1])[:, None]
-        made = gl.convert_layout((dk * sm_scale).to(DTYPE), WIDE)
-        made = gl.where(inside, made, 0.0)
-        store_rows(dk_ptr, first_key, end_key, rows, columns, made, D, BLOCK_D, 1)
-        made = gl.convert_layout(dv.to(DTYPE), WIDE)
-        made = gl.where(inside, made, 0.0)
-        store_rows(dv_ptr, first_key, end_key, rows, columns, made, Dv, BLOCK_D, 1)
+        _write(state, start_n, offs, mask.seqlen_k, outputs, scales.sm_scale)
+
+
+@gluon.jit
+def _allocate(inputs, STAGES: gl.constexpr, ONE_PASS: gl.constexpr):
+    """The ``_Shared`` of a program, with its barriers initialised."""
+    BLOCK_M: gl.constexpr = inputs.q.block_type.shape[2]
+    k_tiles, v_tiles = make_tiles(inputs.k, 2), make_tiles(inputs.v, 2)
+    q_tiles, do_tiles = make_tiles(inputs.q, STAGES), make_tiles(inputs.dout, STAGES)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse2_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # Not used without ONE_PASS.
+    ds_tiles = gl.allocate_shared_memory(
+        inputs.q.dtype, [2 * _BUFFERS if ONE_PASS else 1, BLOCK_M, WARPGROUP_ROWS], HALVES
+    )
+    kv_full, ds_full = make_barriers(1), make_barriers(_BUFFERS)
+    q_full, do_full, free = make_barriers(STAGES), make_barriers(STAGES), make_barriers(STAGES)
+    mbarrier.init(kv_full.index(0), count=1)
+    if ONE_PASS:
+        # Both consumers write a half of a buffer. Without ONE_PASS nothing uses these barriers, and
+        # Triton 3.6 gives their memory to the arguments of the partitions as well. Initialised,
+        # they overwrote those arguments in a few of 131,104 programs on an H200, though the
+        # arguments are stored later and behind a barrier of threads; compute-sanitizer showed it.
+        for buffer in gl.static_range(_BUFFERS):
+            mbarrier.init(ds_full.index(buffer), count=2)
+    for stage in gl.static_range(STAGES):
+        # The copy of a tile, and its row of lse2 or delta.
+        mbarrier.init(q_full.index(stage), count=2)
+        mbarrier.init(do_full.index(stage), count=2)
+        # Both consumers release a stage.
+        mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()
+    q_pipe, do_pipe = Pipeline(q_tiles, q_full, free), Pipeline(do_tiles, do_full, free)
+    return _Shared(
+        k_tiles, v_tiles, kv_full, q_pipe, do_pipe, lse2_rows, delta_rows, ds_tiles, ds_full
+    )
 
 
 @gluon.jit(
@@ -332,7 +584,7 @@ def _consume(
         "each", "shares", "window_left", "window_right", "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
-        "lse2_ptr", "delta_ptr", "dk_ptr", "dv_ptr", "dq_ptr", "handed_ptr", "flags_ptr",
+        "lse2_ptr", "delta_ptr", "dk_ptr", "dv_ptr", "dq_ptr", "sums_ptr", "signals_ptr",
         "seqlens_q_ptr", "seqlens_k_ptr",
     ],
 )  # fmt: skip
@@ -346,8 +598,8 @@ def hopper_backward_kernel(
     dk_ptr,
     dv_ptr,
     dq_ptr,
-    handed_ptr,
-    flags_ptr,
+    sums_ptr,
+    signals_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
     tiles_of_head: gl.int32,
@@ -373,110 +625,65 @@ def hopper_backward_kernel(
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), both contiguous, for one key tile of one kv head.
 
-    Or for a share of its query tiles: ``each`` and ``shares`` are those of ``share_of``. What is
-    shared has sums in handed (shared tiles,2 BLOCK_N,BLOCK_D), float32, and flags (shared tiles,2)
-    of int32, zeros.
+    Or for a part of its query tiles: ``share_of`` explains ``each`` and ``shares``; shared tiles
+    have partial sums (shared tiles,2 BLOCK_N,BLOCK_D), float32, and signals (shared tiles,2) of
+    int32, zeros.
 
-    q, k, v, dout as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
+    q, k, v, dout are descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
     one query tile or WARPGROUP_ROWS keys, and BLOCK_D columns, with zeros past the tensors' ends;
-    lse2 and delta (B,H,M_padded) of ``delta_kernel``. With ONE_PASS it adds to dq, float32
-    (B,H,M_padded,BLOCK_D) as of ``rows_of_blocks``, without sm_scale; else that is not touched.
+    lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. With ONE_PASS it adds to dq, float32
+    (B,H,M_padded,BLOCK_D) in the order of ``rows_of_blocks``, without sm_scale; else dq is not
+    touched.
 
-    PACKED: dk (Hk,rows_k,D) and dv (Hk,rows_k,Dv), descriptors as of ``hopper_forward_kernel``,
-    lse2, delta and the rows of dq as of ``dkdv_kernel``; ``entries``, if not 0, as of
-    ``sequence_of_tile``.
+    PACKED: dk (Hk,rows_k,D) and dv (Hk,rows_k,Dv), descriptors like those of
+    ``hopper_forward_kernel``, lse2, delta and the rows of dq like those of ``dkdv_kernel``;
+    ``sequence_of_tile`` explains ``entries``, if not 0.
     """
     BLOCK_N: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
-    DTYPE: gl.constexpr = q_desc.dtype
-    programs = gl.num_programs(0) - each * (shares - 1)
-    tile, begin, end = share_of(gl.program_id(0), programs, each, shares)
-    # Early key tiles are the long ones under causal masking.
-    heads = programs // tiles_of_head
-    n_block, head = tile_of_head(tile, tiles_of_head, heads, PROGRAMS_TOGETHER)
+    inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc, dout=dout_desc)
+    batch = Batch(
+        seqlens_q_ptr=seqlens_q_ptr, seqlens_k_ptr=seqlens_k_ptr, max_seqlen_q=M, max_seqlen_k=N,
+        total_q=rows_q, total_k=rows_k,
+    )  # fmt: skip
+    # Early key tiles first: under causal masking they are the long ones.
+    part = partition_of(gl.program_id(0), gl.num_programs(0), tiles_of_head, each, shares)
+    n_block = part.block
     Hk = H // G
-    b = head // Hk
-    h_k = head % Hk
+    b = part.head // Hk
+    h_k = part.head % Hk
     if PACKED:
         if entries > 0:
             b, n_block = sequence_of_tile(n_block, seqlens_k_ptr, entries, rows_k, BLOCK_N)
     start_n = n_block * BLOCK_N
-    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
-    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
-    view = (seqlen_q, seqlen_k, window_left, window_right)
-    tiles = visible_tiles(start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M)
-    steps = G * (tiles[3] - tiles[0])
-    share = (steps * begin // shares, steps * end // shares)
-    handed = (handed_ptr, flags_ptr + 2 * tile, tile.to(gl.int64) * (2 * BLOCK_N), steps)
+    info = seqlen_info(batch, b, PACKED)
+    mask = mask_of(info, window_left, window_right)
+    tiles = query_tiles(start_n, mask, BLOCK_N, BLOCK_M)
+    steps = steps_of(part, G * (tiles.hi - tiles.lo))
+    tile = _Tile(h_k=h_k, G=G, start_n=start_n, tiles=tiles, steps=steps)
+    sums = PartialSums(
+        ptr=sums_ptr, first_row=part.index.to(gl.int64) * (2 * BLOCK_N),
+        signal_ptr=signals_ptr + 2 * part.index,
+    )  # fmt: skip
     sm_scale = scale_from_bits(sm_scale_bits)
-    scales = (base2_scale(sm_scale, gl.float32, 0), sm_scale.to(gl.float32))
-    first_key, end_key = stored_rows(b, h_k, Hk, place_k, N, seqlen_k, rows_k, PACKED)
-    # Of the group's first head.
-    first_row = scratch_row(b, h_k * G, H, place_q, M_padded, ROW_PADDING, PACKED)
-
-    k_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, WARPGROUP_ROWS, BLOCK_D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, WARPGROUP_ROWS, BLOCK_D], v_desc.layout)
-    q_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_M, BLOCK_D], dout_desc.layout)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse2_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
-    delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
-    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    # Without ONE_PASS nothing touches them.
-    ds_tiles = gl.allocate_shared_memory(
-        DTYPE, [2 * _BUFFERS if ONE_PASS else 1, BLOCK_M, WARPGROUP_ROWS], HALVES
+    scales = _Scales(
+        qk_scale=base2_scale(sm_scale, gl.float32, 0), sm_scale=sm_scale.to(gl.float32)
     )
-    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [_BUFFERS, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full.index(0), count=1)
-    if ONE_PASS:
-        # Else nobody uses them, and their memory is another's: of what consumers are told, which
-        # this was seen to overwrite, though it stands before that and barriers of threads between.
-        for buffer in gl.static_range(_BUFFERS):
-            # Both consumers write a half of it.
-            mbarrier.init(ds_full.index(buffer), count=2)
-    for stage in gl.static_range(STAGES):
-        # A tile, and its row of lse2 or delta.
-        mbarrier.init(q_full.index(stage), count=2)
-        mbarrier.init(do_full.index(stage), count=2)
-        # Both consumers leave it.
-        mbarrier.init(free.index(stage), count=2)
-    fence_async_shared()
-    barriers = (kv_full, q_full, do_full, free)
-    rows_of = (lse2_rows, delta_rows)
-    resident, staged = (k_tiles, v_tiles), (q_tiles, do_tiles)
-    written = (dk_ptr, dv_ptr, D, Dv, first_key, end_key)
+    first, end = stored_rows(b, h_k, Hk, info.offset_k, N, info.seqlen_k, rows_k, PACKED)
+    outputs = _Outputs(dk_ptr=dk_ptr, dv_ptr=dv_ptr, D=D, Dv=Dv, first=first, end=end)
+    # Of the group's first head.
+    first_row = scratch_row(b, h_k * G, H, info.offset_q, M_padded, ROW_PADDING, PACKED)
+    scratch = _Scratch(
+        lse2_ptr=lse2_ptr, delta_ptr=delta_ptr, dq_ptr=dq_ptr, first_row=first_row,
+        M_padded=M_padded,
+    )  # fmt: skip
+    shared = _allocate(inputs, STAGES, ONE_PASS)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    0, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_ptr, handed,
-                    written, first_row, G, M_padded, start_n, tiles, share, view, scales,
-                    STAGES, ONE_PASS, PACKED,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    1, resident, staged, rows_of, ds_tiles, barriers, ds_full, dq_ptr, handed,
-                    written, first_row, G, M_padded, start_n, tiles, share, view, scales,
-                    STAGES, ONE_PASS, PACKED,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    (k_desc, k_tiles), (v_desc, v_tiles), (q_desc, q_tiles), (dout_desc, do_tiles),
-                    (lse2_ptr, delta_ptr), rows_of, barriers, ((place_q, place_k), h_k, first_row),
-                    G, M_padded, start_n, tiles, share, STAGES, PACKED,
-                ),
-            ),
+            (_consume, (0, shared, tile, mask, scratch, outputs, sums, scales, ONE_PASS, PACKED)),
+            (_consume, (1, shared, tile, mask, scratch, outputs, sums, scales, ONE_PASS, PACKED)),
+            (_produce, (inputs, shared, tile, info, scratch, PACKED)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

@@ -1,10 +1,12 @@
 """dq on Hopper: copies by TMA, asynchronous products, two warpgroups of rows and one of loads.
 
-A consumer has 64 rows of a query tile, their queries and dout in shared memory for as long as it
-goes through the key tiles. It adds the product of dS and keys of one tile, and computes scores and
-dP of the next, in one go; what stands between products, P and dS, it makes while the other consumer
-multiplies. What is computed is what ``dq`` computes, in the same order of sums.
+A consumer owns 64 rows of a query tile. Their queries and dout stay in shared memory while it goes
+through the key tiles. It issues the product of dS and keys of one tile, and scores and dP of the
+next, together; it computes P and dS between products, while the other consumer multiplies. The sums
+have the order of the portable ``dq`` kernel.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,22 +17,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_kernels.kernels.common.addressing import scratch_row, store_rows, stored_rows
-from fa_kernels.kernels.common.mask import pairs_seen
 from fa_kernels.kernels.common.score_mod import base2_scale
-from fa_kernels.kernels.common.seqlen_info import sequence, sequence_of_tile
+from fa_kernels.kernels.common.seqlen_info import sequence_of_tile
 from fa_kernels.kernels.common.softmax import scale_from_bits
-from fa_kernels.kernels.common.tile_ranges import share_of, tile_of_head, visible_tiles
 from fa_kernels.kernels.hopper.pipeline import (
-    PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
+    Batch,
+    PartialSums,
+    Pipeline,
+    accumulator_layout,
     add_product,
-    announce_sums,
     async_load,
-    block_of,
-    handed_rows,
+    block_at,
+    is_edge,
+    key_tiles,
+    load_stage,
+    make_barriers,
+    make_tiles,
+    mask_of,
     matrix,
+    operand_layout,
+    partial_rows,
+    partition_of,
+    release,
+    seqlen_info,
+    signal,
     start_scores,
-    wait_for_sums,
+    steps_of,
+    sums_of_consumer,
+    tile_at,
+    visible,
+    wait_for_signal,
+    wait_free,
+    wait_full,
     wide,
     zero_rows,
 )
@@ -38,166 +57,232 @@ from fa_kernels.kernels.hopper.pipeline import (
 __all__ = ["hopper_dq_kernel"]
 
 
-@gluon.jit
-def _produce(descriptors, resident, staged, barriers, head, G, share, PACKED: gl.constexpr):
-    """Loads queries and dout of both consumers, and a share of key tiles in turn, K before V."""
-    q_desc, k_desc, v_desc, dout_desc = descriptors
-    q_tiles, do_tiles = resident
-    k_tiles, v_tiles = staged
-    rows_full, k_full, v_full, free = barriers
-    places, h, start_m = head
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
-    of_rows: gl.constexpr = q_desc.block_type.nbytes + dout_desc.block_type.nbytes
-    if share[0] < share[1]:
-        for half in gl.static_range(2):
-            place = block_of(places[0], h, start_m + half * WARPGROUP_ROWS, PACKED)
-            mbarrier.expect(rows_full.index(half), of_rows)
-            async_load(q_desc, place, rows_full.index(half), q_tiles.index(half))
-            async_load(dout_desc, place, rows_full.index(half), do_tiles.index(half))
-    for tile in range(share[0], share[1]):
-        i = tile - share[0]
-        stage = i % STAGES
-        place = block_of(places[1], h // G, tile * BLOCK_N, PACKED)
-        # Of a stage never used the phase before the first counts as over.
-        mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        async_load(k_desc, place, k_full.index(stage), k_tiles.index(stage))
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        async_load(v_desc, place, v_full.index(stage), v_tiles.index(stage))
+class _Inputs(NamedTuple):
+    """Descriptors of the inputs."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
 
 
-@gluon.jit
-def _zero_padding(k_tiles, k_full, i, tile, view, N, WIDE: gl.constexpr, PACKED: gl.constexpr):
-    """Zeros in place of padding in the i-th key tile, before products read it.
+class _Shared(NamedTuple):
+    """Shared memory: queries and dout of both consumers, which stay, and pipelines of K and V.
 
-    Of dS it is multiplied by 0. The copy has zeros past the tensor's last key.
+    The two pipelines share the barriers ``free``: keys are in use for longer than values.
     """
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    if (PACKED | (view[1] < N)) & ((tile + 1) * BLOCK_N > view[1]):
-        mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)
-        keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
-        zero_rows(matrix(k_tiles, i % STAGES), keys < view[1], WIDE)
+
+    q_tiles: Any
+    do_tiles: Any
+    rows_full: Any
+    k_pipe: Any
+    v_pipe: Any
+
+
+class _Tile(NamedTuple):
+    """The query tile of a program, its ``TileRange``, and its own key tiles [first, last)."""
+
+    h: Any
+    start_m: Any
+    tiles: Any
+    first: Any
+    last: Any
+
+
+class _Rows(NamedTuple):
+    """Rows of a head in global memory: lse2 and delta from ``row`` on, and dq (end - first, D)."""
+
+    lse2_ptr: Any
+    delta_ptr: Any
+    row: Any
+    dq_ptr: Any
+    first: Any
+    end: Any
+    D: Any
+
+
+class _Scales(NamedTuple):
+    """The softmax scale, and the scale of scores to base 2."""
+
+    qk_scale: Any
+    sm_scale: Any
 
 
 @gluon.jit
-def _of_weights(p, dp, delta, offs_m, tile, tiles, view, LAYOUT: gl.constexpr):
-    """dS of one tile."""
+def _produce(inputs, shared, tile, info, G, PACKED: gl.constexpr):
+    """Loads queries and dout of both consumers, then the program's key tiles, K before V."""
+    BLOCK_N: gl.constexpr = inputs.k.block_type.shape[2]
+    of_rows: gl.constexpr = inputs.q.block_type.nbytes + inputs.dout.block_type.nbytes
+    if tile.first < tile.last:
+        for half in gl.static_range(2):
+            place = block_at(info.offset_q, tile.h, tile.start_m + half * WARPGROUP_ROWS, PACKED)
+            full = shared.rows_full.index(half)
+            mbarrier.expect(full, of_rows)
+            async_load(inputs.q, place, full, shared.q_tiles.index(half))
+            async_load(inputs.dout, place, full, shared.do_tiles.index(half))
+    for key_tile in range(tile.first, tile.last):
+        i = key_tile - tile.first
+        place = block_at(info.offset_k, tile.h // G, key_tile * BLOCK_N, PACKED)
+        wait_free(shared.k_pipe, i)
+        load_stage(shared.k_pipe, i, inputs.k, place)
+        load_stage(shared.v_pipe, i, inputs.v, place)
+
+
+@gluon.jit
+def _zero_padding(keys, i, key_tile, seqlen_k, N, PACKED: gl.constexpr):
+    """Clears padding in a key tile, the i-th of the pipeline, before products read it.
+
+    dS of padding is 0, and 0 times NaN is not. The copy clears past the tensor's last key only.
+    """
+    BLOCK_N: gl.constexpr = keys.tiles.shape[3]
+    WIDE: gl.constexpr = wide(keys.tiles.shape[4])
+    if (PACKED | (seqlen_k < N)) & ((key_tile + 1) * BLOCK_N > seqlen_k):
+        wait_full(keys, i)
+        offs_n = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
+        zero_rows(tile_at(keys, i), offs_n < seqlen_k, WIDE)
+
+
+@gluon.jit
+def _compute_ds(p, dp, delta, offs_m, key_tile, tiles, mask):
+    """dS of one key tile."""
     BLOCK_N: gl.constexpr = p.shape[1]
     ds = p * (dp - delta[:, None])
-    if (tile < tiles[1]) | (tile >= tiles[2]):
-        offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    if is_edge(key_tile, tiles):
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, accumulator_layout(BLOCK_N))
+        offs_n = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, COLUMNS)
         # Selected, not multiplied by p = 0: p of a hidden key and dp of a hidden v can be infinite.
-        ds = gl.where(pairs_seen(offs_m, offs_n, *view), ds, 0.0)
+        ds = gl.where(visible(offs_m, offs_n, mask), ds, 0.0)
     return ds
 
 
 @gluon.jit
-def _consume(
+def _accumulate(
+    dq,
     half: gl.constexpr,
-    resident,
-    staged,
-    barriers,
-    scratch,
-    handed,
-    written,
-    row,
-    start_m,
+    shared,
+    tile,
+    mask,
+    offs_m,
+    lse2,
+    delta,
+    qk_scale,
     N,
-    tiles,
-    share,
-    view,
-    scales,
     PACKED: gl.constexpr,
 ):
-    """Makes dq of 64 rows out of a share of their key tiles.
-
-    Sums are taken over from who had the tiles before those, and handed on.
-    """
-    q_tiles, do_tiles = resident
-    k_tiles, v_tiles = staged
-    rows_full, k_full, v_full, free = barriers
-    lse2_ptr, delta_ptr = scratch
-    dq_ptr, first_row, end_row, D = written
-    qk_scale, sm_scale = scales
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    BLOCK_D: gl.constexpr = k_tiles.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    WIDE: gl.constexpr = wide(BLOCK_D)
-    DTYPE: gl.constexpr = dq_ptr.dtype.element_ty
-    start_m += half * WARPGROUP_ROWS
-    offs_tile = half * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, ROWS)
-    offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, ROWS)
-    nothing = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
-    SHAPE: gl.constexpr = [WARPGROUP_ROWS, BLOCK_D]
-    handed_ptr, flags_ptr, first_handed = handed
-    flag = flags_ptr + half
-    first_handed += half * WARPGROUP_ROWS
-    first, last = share
-    dq = gl.zeros(SHAPE, gl.float32, SUMS)
-    if first > tiles[0]:
-        wait_for_sums(flag)
-        dq = gl.load(handed_rows(handed_ptr, first_handed, SHAPE, SUMS))
-    lse2 = gl.load(lse2_ptr + row + offs_tile)
-    delta = gl.load(delta_ptr + row + offs_tile)
-    if first < last:
-        q, dout = matrix(q_tiles, half), matrix(do_tiles, half)
-        mbarrier.wait(rows_full.index(half), 0)
-        _zero_padding(k_tiles, k_full, 0, first, view, N, WIDE, PACKED)
-        scores = start_scores(q, k_tiles, k_full, 0, nothing)
-        dp = start_scores(dout, v_tiles, v_full, 0, nothing)
+    """Adds to dq, without sm_scale, what the program's key tiles give; there is at least one."""
+    keys, values = shared.k_pipe, shared.v_pipe
+    BLOCK_N: gl.constexpr = keys.tiles.shape[3]
+    SCORES: gl.constexpr = accumulator_layout(BLOCK_N)
+    LEFT: gl.constexpr = operand_layout(keys.tiles.shape[4])
+    DTYPE: gl.constexpr = keys.tiles.dtype
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
+    q, dout = matrix(shared.q_tiles, half), matrix(shared.do_tiles, half)
+    mbarrier.wait(shared.rows_full.index(half), 0)
+    _zero_padding(keys, 0, tile.first, mask.seqlen_k, N, PACKED)
+    scores = start_scores(q, keys, 0, zeros)
+    dp = start_scores(dout, values, 0, zeros)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    p = gl.exp2(scores * qk_scale - lse2[:, None])
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = _compute_ds(p, dp, delta, offs_m, tile.first, tile.tiles, mask)
+    left = gl.convert_layout(ds.to(DTYPE), LEFT)
+    for key_tile in range(tile.first + 1, tile.last):
+        i = key_tile - tile.first
+        dq = add_product(dq, left, keys, i - 1)
+        _zero_padding(keys, i, key_tile, mask.seqlen_k, N, PACKED)
+        scores = start_scores(q, keys, i, zeros)
+        # dP begins later: the registers do not hold three products at once.
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        release(keys, i - 1)
+        dp = start_scores(dout, values, i, zeros)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         p = gl.exp2(scores * qk_scale - lse2[:, None])
+        # This phase is complete since before the product. Without the wait ptxas (CUDA 12.8 and
+        # 12.9, of Triton 3.6 and 3.9) moves the wait for the product up, and the exponentials come
+        # behind the product, not beside it; ptxas moves no instruction past an mbarrier wait.
+        wait_full(values, i)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        ds = _of_weights(p, dp, delta, offs_m, first, tiles, view, SCORES)
+        ds = _compute_ds(p, dp, delta, offs_m, key_tile, tile.tiles, mask)
         left = gl.convert_layout(ds.to(DTYPE), LEFT)
-        for tile in range(first + 1, last):
-            i = tile - first
-            dq = add_product(dq, left, k_tiles, k_full, i - 1)
-            _zero_padding(k_tiles, k_full, i, tile, view, N, WIDE, PACKED)
-            scores = start_scores(q, k_tiles, k_full, i, nothing)
-            # Not all at once, for which there are no registers.
-            dq = warpgroup_mma_wait(1, deps=(dq,))
-            mbarrier.arrive(free.index((i - 1) % STAGES), count=1)
-            dp = start_scores(dout, v_tiles, v_full, i, nothing)
-            scores = warpgroup_mma_wait(1, deps=(scores,))
-            p = gl.exp2(scores * qk_scale - lse2[:, None])
-            # It is over since before the product. But ptxas moves no instruction past it: the next
-            # wait it puts first, and the exponentials behind the product, not beside it.
-            mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
-            dp = warpgroup_mma_wait(0, deps=(dp,))
-            ds = _of_weights(p, dp, delta, offs_m, tile, tiles, view, SCORES)
-            left = gl.convert_layout(ds.to(DTYPE), LEFT)
-        i = last - 1 - first
-        dq = add_product(dq, left, k_tiles, k_full, i)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        mbarrier.arrive(free.index(i % STAGES), count=1)
+    i = tile.last - 1 - tile.first
+    dq = add_product(dq, left, keys, i)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    release(keys, i)
+    return dq
 
-    if last < tiles[3]:
-        gl.store(handed_rows(handed_ptr, first_handed, SHAPE, SUMS), dq)
-        announce_sums(flag)
+
+@gluon.jit
+def _write(dq, start_m, lse2, sm_scale, rows, BLOCK_D: gl.constexpr):
+    """Writes dq of 64 rows."""
+    SUMS: gl.constexpr = accumulator_layout(BLOCK_D)
+    WIDE: gl.constexpr = wide(BLOCK_D)
+    # dq of a row without a visible key, and of a padding row, may be anything up to here.
+    live = gl.convert_layout(lse2, gl.SliceLayout(1, SUMS)) != float("inf")
+    dq = gl.where(live[:, None], dq * sm_scale, 0.0)
+    dq = gl.convert_layout(dq.to(rows.dq_ptr.dtype.element_ty), WIDE)
+    offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
+    columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
+    store_rows(rows.dq_ptr, rows.first, rows.end, offs_m, columns, dq, rows.D, BLOCK_D, 1)
+
+
+@gluon.jit
+def _consume(half: gl.constexpr, shared, rows, sums, tile, mask, scales, N, PACKED: gl.constexpr):
+    """Computes dq of 64 rows of the query tile.
+
+    Where programs share the tile, it reads and stores partial sums.
+    """
+    BLOCK_D: gl.constexpr = shared.k_pipe.tiles.shape[4]
+    SUMS: gl.constexpr = accumulator_layout(BLOCK_D)
+    SCORES: gl.constexpr = accumulator_layout(shared.k_pipe.tiles.shape[3])
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SHAPE: gl.constexpr = [WARPGROUP_ROWS, BLOCK_D]
+    start_m = tile.start_m + half * WARPGROUP_ROWS
+    offs_tile = half * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, ROWS)
+    offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, ROWS)
+    sums = sums_of_consumer(sums, half, WARPGROUP_ROWS)
+    dq = gl.zeros(SHAPE, gl.float32, SUMS)
+    if tile.first > tile.tiles.lo:
+        wait_for_signal(sums)
+        dq = gl.load(partial_rows(sums, SHAPE, SUMS))
+    lse2 = gl.load(rows.lse2_ptr + rows.row + offs_tile)
+    delta = gl.load(rows.delta_ptr + rows.row + offs_tile)
+    if tile.first < tile.last:
+        dq = _accumulate(
+            dq, half, shared, tile, mask, offs_m, lse2, delta, scales.qk_scale, N, PACKED
+        )  # fmt: skip
+    if tile.last < tile.tiles.hi:
+        gl.store(partial_rows(sums, SHAPE, SUMS), dq)
+        signal(sums)
     else:
-        # Rows without a visible key, padding rows too, may have been made of anything.
-        live = gl.convert_layout(lse2, gl.SliceLayout(1, SUMS)) != float("inf")
-        of_rows = gl.where(live[:, None], dq * sm_scale, 0.0)
-        of_rows = gl.convert_layout(of_rows.to(DTYPE), WIDE)
-        rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
-        columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
-        store_rows(dq_ptr, first_row, end_row, rows, columns, of_rows, D, BLOCK_D, 1)
+        _write(dq, start_m, lse2, scales.sm_scale, rows, BLOCK_D)
+
+
+@gluon.jit
+def _allocate(inputs, STAGES: gl.constexpr):
+    """The ``_Shared`` of a program, with its barriers initialised."""
+    q_tiles, do_tiles = make_tiles(inputs.q, 2), make_tiles(inputs.dout, 2)
+    k_tiles, v_tiles = make_tiles(inputs.k, STAGES), make_tiles(inputs.v, STAGES)
+    rows_full, k_full = make_barriers(2), make_barriers(STAGES)
+    v_full, free = make_barriers(STAGES), make_barriers(STAGES)
+    for half in gl.static_range(2):
+        mbarrier.init(rows_full.index(half), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        # Both consumers release a stage.
+        mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()
+    k_pipe, v_pipe = Pipeline(k_tiles, k_full, free), Pipeline(v_tiles, v_full, free)
+    return _Shared(q_tiles, do_tiles, rows_full, k_pipe, v_pipe)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "tiles_of_head", "entries", "H", "G", "M", "M_padded", "N", "rows_q", "rows_k", "D", "Dv",
+        "tiles_of_head", "entries", "H", "G", "M", "M_padded", "N", "rows_q", "rows_k", "D",
         "each", "shares", "window_left", "window_right", "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
-        "lse2_ptr", "delta_ptr", "dq_ptr", "handed_ptr", "flags_ptr", "seqlens_q_ptr",
+        "lse2_ptr", "delta_ptr", "dq_ptr", "sums_ptr", "signals_ptr", "seqlens_q_ptr",
         "seqlens_k_ptr",
     ],
 )  # fmt: skip
@@ -209,8 +294,8 @@ def hopper_dq_kernel(
     lse2_ptr,
     delta_ptr,
     dq_ptr,
-    handed_ptr,
-    flags_ptr,
+    sums_ptr,
+    signals_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
     tiles_of_head: gl.int32,
@@ -223,7 +308,6 @@ def hopper_dq_kernel(
     rows_q: gl.int32,
     rows_k: gl.int32,
     D: gl.int32,
-    Dv: gl.int32,
     each: gl.int32,
     shares: gl.int32,
     window_left: gl.int32,
@@ -233,91 +317,60 @@ def hopper_dq_kernel(
     ROW_PADDING: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Writes dq (B,H,M,D), contiguous, for one query tile of one head, or a share of one.
+    """Writes dq (B,H,M,D), contiguous, for one query tile of one head, or a part of one.
 
-    q, k, v, dout as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
+    q, k, v, dout are descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
     WARPGROUP_ROWS queries or one key tile, and all columns, with zeros past the tensors' ends; lse2
-    and delta (B,H,M_padded) of ``delta_kernel``. ``each`` and ``shares`` are those of ``share_of``;
-    what is shared has sums in handed (shared tiles,BLOCK_M,BLOCK_D), float32, and flags (shared
-    tiles,2) of int32, zeros.
+    and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. ``share_of`` explains ``each`` and
+    ``shares``; shared tiles have partial sums (shared tiles,BLOCK_M,BLOCK_D), float32, and signals
+    (shared tiles,2) of int32, zeros.
 
-    PACKED: dq (H,rows_q,D), descriptors as of ``hopper_forward_kernel``, lse2 and delta as of
-    ``dq_kernel``; ``entries``, if not 0, as of ``sequence_of_tile``.
+    PACKED: dq (H,rows_q,D), descriptors like those of ``hopper_forward_kernel``, lse2 and delta
+    like those of ``dq_kernel``; ``sequence_of_tile`` explains ``entries``, if not 0.
     """
     BLOCK_M: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
-    BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
-    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
-    programs = gl.num_programs(0) - each * (shares - 1)
-    tile, begin, end = share_of(gl.program_id(0), programs, each, shares)
-    heads = programs // tiles_of_head
-    place, head = tile_of_head(tile, tiles_of_head, heads, PROGRAMS_TOGETHER)
+    inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc, dout=dout_desc)
+    batch = Batch(
+        seqlens_q_ptr=seqlens_q_ptr, seqlens_k_ptr=seqlens_k_ptr, max_seqlen_q=M, max_seqlen_k=N,
+        total_q=rows_q, total_k=rows_k,
+    )  # fmt: skip
+    part = partition_of(gl.program_id(0), gl.num_programs(0), tiles_of_head, each, shares)
     # Late query tiles first: under causal masking they are the long ones.
-    m_block = tiles_of_head - 1 - place
-    b = head // H
-    h = head % H
+    m_block = tiles_of_head - 1 - part.block
+    b = part.head // H
+    h = part.head % H
     if PACKED:
         if entries > 0:
             b, m_block = sequence_of_tile(m_block, seqlens_q_ptr, entries, rows_q, BLOCK_M)
     start_m = m_block * BLOCK_M
-    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
-    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
-    view = (seqlen_q, seqlen_k, window_left, window_right)
-    tiles = visible_tiles(start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)
-    steps = tiles[3] - tiles[0]
-    share = (tiles[0] + steps * begin // shares, tiles[0] + steps * end // shares)
-    handed = (handed_ptr, flags_ptr + 2 * tile, tile.to(gl.int64) * BLOCK_M)
-    sm_scale = scale_from_bits(sm_scale_bits)
-    scales = (base2_scale(sm_scale, gl.float32, 0), sm_scale.to(gl.float32))
-    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED) + start_m
-    first_row, end_row = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
-
-    DTYPE: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, WARPGROUP_ROWS, BLOCK_D], q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(
-        DTYPE, [2, 1, 1, WARPGROUP_ROWS, BLOCK_DV], dout_desc.layout
+    info = seqlen_info(batch, b, PACKED)
+    mask = mask_of(info, window_left, window_right)
+    tiles = key_tiles(start_m, mask, BLOCK_M, BLOCK_N)
+    steps = steps_of(part, tiles.hi - tiles.lo)
+    tile = _Tile(
+        h=h, start_m=start_m, tiles=tiles, first=tiles.lo + steps.begin, last=tiles.lo + steps.end
     )
-    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
-    rows_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for half in gl.static_range(2):
-        mbarrier.init(rows_full.index(half), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        # Both consumers leave its keys, which they need longer than its values.
-        mbarrier.init(free.index(stage), count=2)
-    fence_async_shared()
-    resident, staged = (q_tiles, do_tiles), (k_tiles, v_tiles)
-    barriers = (rows_full, k_full, v_full, free)
-    scratch, written = (lse2_ptr, delta_ptr), (dq_ptr, first_row, end_row, D)
+    sums = PartialSums(
+        ptr=sums_ptr, first_row=part.index.to(gl.int64) * BLOCK_M,
+        signal_ptr=signals_ptr + 2 * part.index,
+    )  # fmt: skip
+    sm_scale = scale_from_bits(sm_scale_bits)
+    scales = _Scales(
+        qk_scale=base2_scale(sm_scale, gl.float32, 0), sm_scale=sm_scale.to(gl.float32)
+    )
+    row = scratch_row(b, h, H, info.offset_q, M_padded, ROW_PADDING, PACKED) + start_m
+    first, end = stored_rows(b, h, H, info.offset_q, M, info.seqlen_q, rows_q, PACKED)
+    rows = _Rows(
+        lse2_ptr=lse2_ptr, delta_ptr=delta_ptr, row=row, dq_ptr=dq_ptr, first=first, end=end, D=D
+    )
+    shared = _allocate(inputs, STAGES)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    0, resident, staged, barriers, scratch, handed, written, row, start_m, N,
-                    tiles, share, view, scales, PACKED,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    1, resident, staged, barriers, scratch, handed, written, row, start_m, N,
-                    tiles, share, view, scales, PACKED,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    (q_desc, k_desc, v_desc, dout_desc), resident, staged, barriers,
-                    ((place_q, place_k), h, start_m), G, share, PACKED,
-                ),
-            ),
+            (_consume, (0, shared, rows, sums, tile, mask, scales, N, PACKED)),
+            (_consume, (1, shared, rows, sums, tile, mask, scales, N, PACKED)),
+            (_produce, (inputs, shared, tile, info, G, PACKED)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

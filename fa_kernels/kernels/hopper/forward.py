@@ -1,13 +1,15 @@
 """Forward on Hopper: copies by TMA, asynchronous products, warpgroups of rows and one of loads.
 
-Consumers have 64 rows of a query tile each: two of them, or three where values are narrow and
-their sums leave registers for a third. While the tensor cores work for one, another takes its
-softmax; of two each does so beside its own product of P and V as well. A producer loads the keys
-and values of all, as far ahead as there are stages, and of one query tile while the one before
-ends. What is computed is what ``forward`` computes, in the same order of sums.
+Consumers own 64 rows of a query tile each: two of them, or three where values are narrow and their
+sums leave registers for a third. While the tensor cores multiply for one consumer, another takes
+its softmax; of two, each also takes its softmax beside its own product of P and V. A producer loads
+keys and values for all consumers, as far ahead as there are stages, and those of one query tile
+while the tile before ends. The sums have the order of the portable ``forward`` kernel.
 
 Source: FlashAttention-3 (arXiv:2407.08608), Algorithms 1 and 2.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,20 +20,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_kernels.kernels.common.addressing import store_rows, stored_rows
-from fa_kernels.kernels.common.mask import pairs_seen
 from fa_kernels.kernels.common.score_mod import base2_scale
-from fa_kernels.kernels.common.seqlen_info import sequence, sequence_of_tile
+from fa_kernels.kernels.common.seqlen_info import sequence_of_tile
 from fa_kernels.kernels.common.softmax import normalised, scale_from_bits
-from fa_kernels.kernels.common.tile_ranges import tile_of_head, visible_tiles
+from fa_kernels.kernels.common.tile_ranges import tile_of_head
 from fa_kernels.kernels.hopper.pipeline import (
     PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
+    Batch,
+    Pipeline,
+    accumulator_layout,
     add_product,
     async_load,
-    block_of,
+    block_at,
+    is_edge,
+    key_tiles,
+    load_stage,
+    make_barriers,
+    make_tiles,
+    mask_of,
     matrix,
+    operand_layout,
+    release,
+    seqlen_info,
     start_scores,
     thread_barrier,
+    tile_at,
+    visible,
+    wait_free,
+    wait_full,
     wide,
     zero_rows,
 )
@@ -39,114 +56,162 @@ from fa_kernels.kernels.hopper.pipeline import (
 __all__ = ["hopper_forward_kernel"]
 
 
-@gluon.jit
-def _work(turn, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr):
-    """(places, h, start_m, consumers, view, key tiles) of the query tile whose turn it is.
+class _Inputs(NamedTuple):
+    """Descriptors of the inputs."""
 
-    Places are those of queries and of keys, as of ``sequence``.
+    q: Any
+    k: Any
+    v: Any
+
+
+class _Outputs(NamedTuple):
+    """Pointers to the outputs, and the columns of out."""
+
+    out_ptr: Any
+    lse_ptr: Any
+    Dv: Any
+
+
+class _Call(NamedTuple):
+    """What all programs share: sequences, the numbers of heads and tiles, window and scale."""
+
+    batch: Any
+    heads: Any
+    H: Any
+    G: Any
+    m_blocks: Any
+    narrow: Any
+    entries: Any
+    window_left: Any
+    window_right: Any
+    qk_scale: Any
+
+
+class _Tile(NamedTuple):
+    """A query tile: its head, first row, and consumers; its sequences, and its ``TileRange``."""
+
+    h: Any
+    start_m: Any
+    consumers: Any
+    info: Any
+    mask: Any
+    tiles: Any
+
+
+class _Shared(NamedTuple):
+    """Shared memory: of each consumer its queries and a work-tile index; pipelines of K and V.
+
+    ``q_full`` ends a phase when both the queries and the index have arrived.
     """
-    seqlens_q_ptr, seqlens_k_ptr, sizes, of_head, windows, _ = call
-    heads, H, _, M, N, rows_q, rows_k, _ = sizes
-    m_blocks, narrow, entries = of_head
-    BLOCK_M: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
-    place, head = tile_of_head(turn, m_blocks, heads, PROGRAMS_TOGETHER)
-    # Late query tiles first: under causal masking they are the long ones.
-    m_block = m_blocks - 1 - place
-    b = head // H
-    if PACKED:
-        if entries > 0:
-            b, m_block = sequence_of_tile(m_block, seqlens_q_ptr, entries, rows_q, BLOCK_M)
-    consumers = CONSUMERS
-    if m_block < narrow:
-        consumers = CONSUMERS - 1
-    start_m = (m_block * CONSUMERS - min(m_block, narrow)) * WARPGROUP_ROWS
-    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
-    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
-    view = (seqlen_q, seqlen_k, windows[0], windows[1])
-    # As of a wide tile: a narrow one may visit a key tile that is hidden from all of its rows.
-    tiles = visible_tiles(start_m, *view, BLOCK_M, BLOCK_N)
-    return (place_q, place_k), head % H, start_m, consumers, view, tiles
+
+    work_tiles: Any
+    q_tiles: Any
+    q_full: Any
+    q_free: Any
+    k_pipe: Any
+    v_pipe: Any
+
+
+class _State(NamedTuple):
+    """The online softmax of 64 rows.
+
+    ``acc`` has sums of weighted values, ``l_i`` sums of weights, ``m_i`` maxima in base 2;
+    ``weights`` are those of the last tile, which ``acc`` lacks.
+    """
+
+    acc: Any
+    l_i: Any
+    m_i: Any
+    weights: Any
 
 
 @gluon.jit
-def _hand_over(turn, slot, barrier):
-    """Whose turn it is, from one warp to a consumer; the barrier hears of it."""
-    slot.store(gl.full([1], turn, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+def _tile_of_work(work, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr):
+    """The query tile of a work-tile index."""
+    BLOCK_M: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
+    block, head = tile_of_head(work, call.m_blocks, call.heads, PROGRAMS_TOGETHER)
+    # Late query tiles first: under causal masking they are the long ones.
+    m_block = call.m_blocks - 1 - block
+    b = head // call.H
+    if PACKED:
+        if call.entries > 0:
+            b, m_block = sequence_of_tile(
+                m_block, call.batch.seqlens_q_ptr, call.entries, call.batch.total_q, BLOCK_M
+            )
+    consumers = CONSUMERS
+    if m_block < call.narrow:
+        consumers = CONSUMERS - 1
+    start_m = (m_block * CONSUMERS - min(m_block, call.narrow)) * WARPGROUP_ROWS
+    info = seqlen_info(call.batch, b, PACKED)
+    mask = mask_of(info, call.window_left, call.window_right)
+    # The range of a wide tile: a narrow one may visit a key tile that is hidden from all its rows.
+    tiles = key_tiles(start_m, mask, BLOCK_M, BLOCK_N)
+    return _Tile(head % call.H, start_m, consumers, info, mask, tiles)
+
+
+@gluon.jit
+def _publish(work, slot, barrier):
+    """Publishes the work-tile index to a consumer, by one warp, then arrives on the barrier."""
+    slot.store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     thread_barrier()
     mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
-def _taken_over(slot):
-    """What was handed over."""
+def _read(slot):
+    """Reads the work-tile index."""
     return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def _produce(descriptors, queries, loaded, turns, call, counter_ptr, PACKED: gl.constexpr):
-    """Loads query tiles, and of each its key tiles one after the other, K before V."""
-    q_desc, k_desc, v_desc = descriptors
-    q_tiles, q_full, q_free = queries
-    k_tiles, v_tiles, k_full, v_full, k_free, v_free = loaded
-    heads, G, m_blocks = call[2][0], call[2][2], call[3][0]
-    total = heads * m_blocks
-    CONSUMERS: gl.constexpr = q_tiles.shape[0]
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+def _produce(inputs, shared, call, counter_ptr, PACKED: gl.constexpr):
+    """Loads query tiles, and for each its key tiles one after the other, K before V."""
+    total = call.heads * call.m_blocks
+    CONSUMERS: gl.constexpr = shared.q_tiles.shape[0]
+    BLOCK_N: gl.constexpr = inputs.k.block_type.shape[2]
     rounds, before = 0, 0
-    turn = gl.program_id(0)
-    while turn < total:
+    work = gl.program_id(0)
+    while work < total:
         following = total
         if gl.num_programs(0) < total:
             following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        places, h, start_m, _, _, tiles = _work(turn, call, BLOCK_N, CONSUMERS, PACKED)
+        tile = _tile_of_work(work, call, BLOCK_N, CONSUMERS, PACKED)
         for consumer in gl.static_range(CONSUMERS):
-            place = block_of(places[0], h, start_m + consumer * WARPGROUP_ROWS, PACKED)
-            # Of what was never used the phase before the first counts as over.
-            mbarrier.wait(q_free.index(consumer), rounds & 1 ^ 1)
-            _hand_over(turn, turns.index(consumer), q_full.index(consumer))
-            mbarrier.expect(q_full.index(consumer), q_desc.block_type.nbytes)
-            async_load(q_desc, place, q_full.index(consumer), q_tiles.index(consumer))
-        for tile in range(tiles[0], tiles[3]):
-            i = before + tile - tiles[0]
-            stage = i % STAGES
-            phase = i // STAGES & 1 ^ 1
-            place = block_of(places[1], h // G, tile * BLOCK_N, PACKED)
-            mbarrier.wait(k_free.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            async_load(k_desc, place, k_full.index(stage), k_tiles.index(stage))
-            mbarrier.wait(v_free.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            async_load(v_desc, place, v_full.index(stage), v_tiles.index(stage))
-        before += tiles[3] - tiles[0]
+            start_m = tile.start_m + consumer * WARPGROUP_ROWS
+            place = block_at(tile.info.offset_q, tile.h, start_m, PACKED)
+            full = shared.q_full.index(consumer)
+            # Passes in the first round: the phase before the first counts as complete.
+            mbarrier.wait(shared.q_free.index(consumer), rounds & 1 ^ 1)
+            _publish(work, shared.work_tiles.index(consumer), full)
+            mbarrier.expect(full, inputs.q.block_type.nbytes)
+            async_load(inputs.q, place, full, shared.q_tiles.index(consumer))
+        for key_tile in range(tile.tiles.lo, tile.tiles.hi):
+            i = before + key_tile - tile.tiles.lo
+            place = block_at(tile.info.offset_k, tile.h // call.G, key_tile * BLOCK_N, PACKED)
+            wait_free(shared.k_pipe, i)
+            load_stage(shared.k_pipe, i, inputs.k, place)
+            wait_free(shared.v_pipe, i)
+            load_stage(shared.v_pipe, i, inputs.v, place)
+        before += tile.tiles.hi - tile.tiles.lo
         rounds += 1
-        turn = following
+        work = following
     for consumer in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_free.index(consumer), rounds & 1 ^ 1)
-        _hand_over(total, turns.index(consumer), q_full.index(consumer))
-        mbarrier.arrive(q_full.index(consumer), count=1)
+        mbarrier.wait(shared.q_free.index(consumer), rounds & 1 ^ 1)
+        _publish(total, shared.work_tiles.index(consumer), shared.q_full.index(consumer))
+        mbarrier.arrive(shared.q_full.index(consumer), count=1)
 
 
 @gluon.jit
-def _softmax(
-    scores,
-    m_i,
-    qk_scale,
-    offs_m,
-    tile,
-    tiles,
-    view,
-    LAYOUT: gl.constexpr,
-    THRESHOLD: gl.constexpr,
-):
+def _softmax(scores, m_i, qk_scale, offs_m, key_tile, tile, THRESHOLD: gl.constexpr):
     """P of one tile's scores, the factor for sums before it, and the new maxima, in base 2.
 
-    A maximum that has risen by no more than the threshold stays what it was, and the factor is 1.
+    A maximum that has risen by no more than the threshold keeps its value, and the factor is 1.
     """
     BLOCK_N: gl.constexpr = scores.shape[1]
-    if (tile < tiles[1]) | (tile >= tiles[2]):
-        offs_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        scores = gl.where(pairs_seen(offs_m, offs_n, *view), scores, -float("inf"))
+    if is_edge(key_tile, tile.tiles):
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, accumulator_layout(BLOCK_N))
+        offs_n = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, COLUMNS)
+        scores = gl.where(visible(offs_m, offs_n, tile.mask), scores, -float("inf"))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * qk_scale)
     if THRESHOLD > 0:
         m_new = gl.where(m_new <= m_i + THRESHOLD, m_i, m_new)
@@ -157,162 +222,208 @@ def _softmax(
 
 
 @gluon.jit
-def _attend(
-    q,
-    q_free,
-    loaded,
-    before,
-    start_m,
-    tiles,
-    view,
-    qk_scale,
-    N,
-    DTYPE: gl.constexpr,
-    BESIDE: gl.constexpr,
-    THRESHOLD: gl.constexpr,
-    PACKED: gl.constexpr,
+def _first_tile(
+    q, shared, before, offs_m, tile, qk_scale, DTYPE: gl.constexpr, THRESHOLD: gl.constexpr
 ):
-    """Sums of weighted values, sums of weights, and maxima, of 64 queries and their key tiles.
+    """The ``_State`` after the scores of a query tile's first key tile."""
+    keys, values = shared.k_pipe, shared.v_pipe
+    BLOCK_N: gl.constexpr = keys.tiles.shape[3]
+    BLOCK_DV: gl.constexpr = values.tiles.shape[4]
+    SCORES: gl.constexpr = accumulator_layout(BLOCK_N)
+    m_i = gl.full([WARPGROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([WARPGROUP_ROWS, BLOCK_DV], gl.float32, accumulator_layout(BLOCK_DV))
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
+    scores = start_scores(q, keys, before, zeros)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    release(keys, before)
+    p, _, m_i = _softmax(scores, m_i, qk_scale, offs_m, tile.tiles.lo, tile, THRESHOLD)
+    weights = gl.convert_layout(p.to(DTYPE), operand_layout(BLOCK_DV))
+    return _State(acc, gl.sum(p, 1), m_i, weights)
 
-    Of ``before`` tiles others were loaded before. BESIDE: the softmax of one tile's scores is taken
-    beside the product of the weights and values of the tile before; else between products.
-    THRESHOLD: by how many powers of 2 a row's maximum rises before its sums are rescaled.
+
+@gluon.jit
+def _next_tile(
+    state, q, shared, i, offs_m, key_tile, tile, qk_scale, OVERLAP: gl.constexpr,
+    DTYPE: gl.constexpr, THRESHOLD: gl.constexpr,
+):  # fmt: skip
+    """The ``_State`` after the scores of one more key tile, the i-th of the pipelines.
+
+    OVERLAP: the softmax of its scores is taken beside the product of the weights and values of the
+    tile before; else between products.
     """
-    k_tiles, v_tiles, k_full, v_full, k_free, v_free = loaded
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    BLOCK_DV: gl.constexpr = v_tiles.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    keys, values = shared.k_pipe, shared.v_pipe
+    BLOCK_N: gl.constexpr = keys.tiles.shape[3]
+    BLOCK_DV: gl.constexpr = values.tiles.shape[4]
+    SCORES: gl.constexpr = accumulator_layout(BLOCK_N)
+    ROWS_OF_SUMS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_DV))
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
+    acc = state.acc
+    if OVERLAP:
+        scores = start_scores(q, keys, i, zeros)
+        acc = add_product(acc, state.weights, values, i - 1)
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+    else:
+        acc = add_product(acc, state.weights, values, i - 1)
+        scores = start_scores(q, keys, i, zeros)
+        scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
+        release(values, i - 1)
+    release(keys, i)
+    p, alpha, m_i = _softmax(scores, state.m_i, qk_scale, offs_m, key_tile, tile, THRESHOLD)
+    l_i = state.l_i * alpha + gl.sum(p, 1)
+    risen = gl.min(alpha, 0) < 1.0 if THRESHOLD > 0 else True
+    if OVERLAP:
+        # This phase is complete since before the product. Without the wait ptxas (CUDA 12.8 and
+        # 12.9, of Triton 3.6 and 3.9) moves the wait for the product up, and the softmax comes
+        # behind the product, not beside it; ptxas moves no instruction past an mbarrier wait.
+        wait_full(values, i - 1)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        release(values, i - 1)
+    if risen:
+        acc = acc * gl.convert_layout(alpha, ROWS_OF_SUMS)[:, None]
+    weights = gl.convert_layout(p.to(DTYPE), operand_layout(BLOCK_DV))
+    return _State(acc, l_i, m_i, weights)
+
+
+@gluon.jit
+def _last_product(state, values, i, tile, N, PACKED: gl.constexpr):
+    """Adds the last key tile's weighted values, the i-th of the pipeline, to ``acc``."""
+    BLOCK_N: gl.constexpr = values.tiles.shape[3]
+    WIDE: gl.constexpr = wide(values.tiles.shape[4])
+    seqlen_k, last = tile.mask.seqlen_k, tile.tiles.hi
+    # The copy clears past the tensor's last key only.
+    if (PACKED | (seqlen_k < N)) & (last * BLOCK_N > seqlen_k):
+        wait_full(values, i)
+        offs_n = (last - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
+        zero_rows(tile_at(values, i), offs_n < seqlen_k, WIDE)
+    acc = add_product(state.acc, state.weights, values, i)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    release(values, i)
+    return acc
+
+
+@gluon.jit
+def _attend(
+    consumer: gl.constexpr, shared, before, tile, call, DTYPE: gl.constexpr,
+    THRESHOLD: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """``acc``, ``l_i`` and ``m_i`` of a consumer's 64 queries after all their key tiles.
+
+    ``before`` counts the tiles that the pipelines have seen. THRESHOLD: by how many powers of 2 a
+    row's maximum rises before its sums are rescaled.
+    """
+    BLOCK_DV: gl.constexpr = shared.v_pipe.tiles.shape[4]
+    OVERLAP: gl.constexpr = shared.q_tiles.shape[0] == 2
+    SCORES: gl.constexpr = accumulator_layout(shared.k_pipe.tiles.shape[3])
+    SUMS: gl.constexpr = accumulator_layout(BLOCK_DV)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    ROWS_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
-    WIDE: gl.constexpr = wide(BLOCK_DV)
-    nothing = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
-    first, last = tiles[0], tiles[3]
+    start_m = tile.start_m + consumer * WARPGROUP_ROWS
     offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, ROWS)
     m_i = gl.full([WARPGROUP_ROWS], -float("inf"), gl.float32, ROWS)
     l_i = gl.full([WARPGROUP_ROWS], 0.0, gl.float32, ROWS)
     acc = gl.zeros([WARPGROUP_ROWS, BLOCK_DV], gl.float32, SUMS)
-    if BESIDE:
-        # From registers: products read less of shared memory, which takes power from them. Three
+    q = matrix(shared.q_tiles, consumer)
+    if OVERLAP:
+        # From registers: products then read less of shared memory, which costs power. Three
         # consumers have no registers left for it.
         q = q.load(gl.DotOperandLayout(0, SCORES, 2))
+    first, last = tile.tiles.lo, tile.tiles.hi
     if first < last:
-        scores = start_scores(q, k_tiles, k_full, before, nothing)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(k_free.index(before % STAGES), count=1)
-        p, alpha, m_i = _softmax(
-            scores, m_i, qk_scale, offs_m, first, tiles, view, SCORES, THRESHOLD
-        )
-        l_i = gl.sum(p, 1)
-        weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
-        for tile in range(first + 1, last):
-            i = before + tile - first
-            behind = (i - 1) % STAGES
-            if BESIDE:
-                scores = start_scores(q, k_tiles, k_full, i, nothing)
-                acc = add_product(acc, weights, v_tiles, v_full, i - 1)
-                scores = warpgroup_mma_wait(1, deps=(scores,))
-            else:
-                acc = add_product(acc, weights, v_tiles, v_full, i - 1)
-                scores = start_scores(q, k_tiles, k_full, i, nothing)
-                scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
-                mbarrier.arrive(v_free.index(behind), count=1)
-            mbarrier.arrive(k_free.index(i % STAGES), count=1)
-            p, alpha, m_i = _softmax(
-                scores, m_i, qk_scale, offs_m, tile, tiles, view, SCORES, THRESHOLD
-            )
-            l_i = l_i * alpha + gl.sum(p, 1)
-            risen = gl.min(alpha, 0) < 1.0 if THRESHOLD > 0 else True
-            if BESIDE:
-                # It is over since before the product. But ptxas moves no instruction past it: the
-                # next wait it puts first, and the softmax behind the product, not beside it.
-                mbarrier.wait(v_full.index(behind), (i - 1) // STAGES & 1)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v_free.index(behind), count=1)
-            if risen:
-                acc = acc * gl.convert_layout(alpha, ROWS_OF_SUMS)[:, None]
-            weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
-        # The queries of the next turn come while this one ends.
-        mbarrier.arrive(q_free, count=1)
+        state = _first_tile(q, shared, before, offs_m, tile, call.qk_scale, DTYPE, THRESHOLD)
+        for key_tile in range(first + 1, last):
+            state = _next_tile(
+                state, q, shared, before + key_tile - first, offs_m, key_tile, tile, call.qk_scale,
+                OVERLAP, DTYPE, THRESHOLD,
+            )  # fmt: skip
+        # The producer loads the next tile's queries while this one ends.
+        mbarrier.arrive(shared.q_free.index(consumer), count=1)
         i = before + last - 1 - first
-        # The copy has zeros past the tensor's last key.
-        if (PACKED | (view[1] < N)) & (last * BLOCK_N > view[1]):
-            mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)
-            keys = (last - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
-            zero_rows(matrix(v_tiles, i % STAGES), keys < view[1], WIDE)
-        acc = add_product(acc, weights, v_tiles, v_full, i)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_free.index(i % STAGES), count=1)
+        acc = _last_product(state, shared.v_pipe, i, tile, call.batch.max_seqlen_k, PACKED)
+        l_i, m_i = state.l_i, state.m_i
     else:
-        mbarrier.arrive(q_free, count=1)
+        mbarrier.arrive(shared.q_free.index(consumer), count=1)
+    ROWS_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     return acc, gl.convert_layout(l_i, ROWS_OF_SUMS), gl.convert_layout(m_i, ROWS_OF_SUMS)
 
 
 @gluon.jit
-def _pass_by(q_free, loaded, before, tiles):
-    """Leaves the key tiles of others to them."""
-    k_tiles, _, k_full, v_full, k_free, v_free = loaded
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    mbarrier.arrive(q_free, count=1)
-    for i in range(before, before + tiles[3] - tiles[0]):
-        stage = i % STAGES
-        mbarrier.wait(k_full.index(stage), i // STAGES & 1)
-        mbarrier.arrive(k_free.index(stage), count=1)
-        mbarrier.wait(v_full.index(stage), i // STAGES & 1)
-        mbarrier.arrive(v_free.index(stage), count=1)
+def _skip(consumer: gl.constexpr, shared, before, tiles):
+    """Releases a query tile's stages for a consumer that has no rows of it."""
+    mbarrier.arrive(shared.q_free.index(consumer), count=1)
+    for i in range(before, before + tiles.hi - tiles.lo):
+        wait_full(shared.k_pipe, i)
+        release(shared.k_pipe, i)
+        wait_full(shared.v_pipe, i)
+        release(shared.v_pipe, i)
+
+
+@gluon.jit
+def _write(consumer: gl.constexpr, acc, l_i, m_i, tile, outputs, call, PACKED: gl.constexpr):
+    """Writes out and lse of a consumer's 64 queries."""
+    BLOCK_DV: gl.constexpr = acc.shape[1]
+    WIDE: gl.constexpr = wide(BLOCK_DV)
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(BLOCK_DV))
+    seqlen_q, offset_q = tile.info.seqlen_q, tile.info.offset_q
+    start_m = tile.start_m + consumer * WARPGROUP_ROWS
+    offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, ROWS)
+    out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < seqlen_q))
+    first, end = stored_rows(
+        offset_q, tile.h, call.H, offset_q, call.batch.max_seqlen_q, seqlen_q, call.batch.total_q,
+        PACKED,
+    )  # fmt: skip
+    gl.store(outputs.lse_ptr + (first + offs_m), lse, mask=offs_m < end)
+    out = gl.convert_layout(out.to(outputs.out_ptr.dtype.element_ty), WIDE)
+    rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
+    columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, WIDE))
+    store_rows(outputs.out_ptr, first, end, rows, columns, out, outputs.Dv, BLOCK_DV, 1)
 
 
 @gluon.jit
 def _consume(
-    consumer: gl.constexpr,
-    queries,
-    loaded,
-    turns,
-    outputs,
-    call,
-    THRESHOLD: gl.constexpr,
-    PACKED: gl.constexpr,
+    consumer: gl.constexpr, shared, outputs, call, THRESHOLD: gl.constexpr, PACKED: gl.constexpr
 ):
-    """Attends from 64 rows of each query tile to its key tiles."""
-    q_tiles, q_full, q_free = queries
-    out_ptr, lse_ptr = outputs
-    _, _, sizes, of_head, _, qk_scale = call
-    heads, H, _, M, N, rows_q, _, Dv = sizes
-    CONSUMERS: gl.constexpr = q_tiles.shape[0]
-    BLOCK_N: gl.constexpr = loaded[0].shape[3]
-    BLOCK_DV: gl.constexpr = loaded[1].shape[4]
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    WIDE: gl.constexpr = wide(BLOCK_DV)
-    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    q = matrix(q_tiles, consumer)
+    """Attends from a consumer's 64 rows of each query tile to its key tiles."""
+    CONSUMERS: gl.constexpr = shared.q_tiles.shape[0]
+    BLOCK_N: gl.constexpr = shared.k_pipe.tiles.shape[3]
+    DTYPE: gl.constexpr = outputs.out_ptr.dtype.element_ty
     rounds, before = 0, 0
-    mbarrier.wait(q_full.index(consumer), 0)
-    turn = _taken_over(turns.index(consumer))
-    while turn < heads * of_head[0]:
-        places, h, start_m, consumers, view, tiles = _work(turn, call, BLOCK_N, CONSUMERS, PACKED)
-        if consumer < consumers:
-            start_m += consumer * WARPGROUP_ROWS
-            acc, l_i, m_i = _attend(
-                q, q_free.index(consumer), loaded, before, start_m, tiles, view, qk_scale, N,
-                DTYPE, CONSUMERS == 2, THRESHOLD, PACKED,
-            )  # fmt: skip
-            offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SUMS))
-            out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < view[0]))
-            place = places[0]
-            first, end = stored_rows(place, h, H, place, M, view[0], rows_q, PACKED)
-            gl.store(lse_ptr + (first + offs_m), lse, mask=offs_m < end)
-            out = gl.convert_layout(out.to(DTYPE), WIDE)
-            rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
-            columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, WIDE))
-            store_rows(out_ptr, first, end, rows, columns, out, Dv, BLOCK_DV, 1)
+    mbarrier.wait(shared.q_full.index(consumer), 0)
+    work = _read(shared.work_tiles.index(consumer))
+    while work < call.heads * call.m_blocks:
+        tile = _tile_of_work(work, call, BLOCK_N, CONSUMERS, PACKED)
+        if consumer < tile.consumers:
+            acc, l_i, m_i = _attend(consumer, shared, before, tile, call, DTYPE, THRESHOLD, PACKED)
+            _write(consumer, acc, l_i, m_i, tile, outputs, call, PACKED)
         else:
-            _pass_by(q_free.index(consumer), loaded, before, tiles)
-        before += tiles[3] - tiles[0]
+            _skip(consumer, shared, before, tile.tiles)
+        before += tile.tiles.hi - tile.tiles.lo
         rounds += 1
-        mbarrier.wait(q_full.index(consumer), rounds & 1)
-        turn = _taken_over(turns.index(consumer))
+        mbarrier.wait(shared.q_full.index(consumer), rounds & 1)
+        work = _read(shared.work_tiles.index(consumer))
+
+
+@gluon.jit
+def _allocate(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+    """The ``_Shared`` of a program, with its barriers initialised."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    work_tiles = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], PLAIN)
+    q_tiles = make_tiles(inputs.q, CONSUMERS)
+    k_tiles, v_tiles = make_tiles(inputs.k, STAGES), make_tiles(inputs.v, STAGES)
+    q_full, q_free = make_barriers(CONSUMERS), make_barriers(CONSUMERS)
+    k_full, v_full = make_barriers(STAGES), make_barriers(STAGES)
+    k_free, v_free = make_barriers(STAGES), make_barriers(STAGES)
+    for consumer in gl.static_range(CONSUMERS):
+        # The copy of a tile, and the work-tile index.
+        mbarrier.init(q_full.index(consumer), count=2)
+        mbarrier.init(q_free.index(consumer), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        # All consumers release a stage.
+        mbarrier.init(k_free.index(stage), count=CONSUMERS)
+        mbarrier.init(v_free.index(stage), count=CONSUMERS)
+    fence_async_shared()
+    k_pipe, v_pipe = Pipeline(k_tiles, k_full, k_free), Pipeline(v_tiles, v_full, v_free)
+    return _Shared(work_tiles, q_tiles, q_full, q_free, k_pipe, v_pipe)
 
 
 @gluon.jit(
@@ -354,62 +465,34 @@ def hopper_forward_kernel(
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, of ``heads`` = B H heads.
 
-    q, k, v as descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), in blocks of WARPGROUP_ROWS
+    q, k, v are descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), in blocks of WARPGROUP_ROWS
     queries or one key tile, and all columns, with zeros past the tensors' ends. A head's rows are
-    in ``m_blocks`` tiles of as many blocks as there are consumers, the first ``narrow`` of them of
-    one less. Fewer programs than there are query tiles take turns, as they count them in
-    ``counter``, an int32 of 0: one loads its next tiles while it ends the one before. Else that is
-    not touched.
+    in ``m_blocks`` tiles of CONSUMERS blocks, the first ``narrow`` of them of one block less. Where
+    there are fewer programs than query tiles, a program takes its next tile from ``counter``, an
+    int32 of 0, and loads it while the one before ends. Else the counter is not touched.
 
     PACKED: out (H,rows_q,Dv) and lse (H,rows_q), descriptors of (1,H,rows_q,D), (1,Hk,rows_k,D),
-    (1,Hk,rows_k,Dv), as of ``forward_kernel``. Where there are ``entries``, of ``heads`` = H each
-    has the tiles of so many sequences, as of ``sequence_of_tile``, and none is narrow.
+    (1,Hk,rows_k,Dv), like those of ``forward_kernel``. If ``entries`` is not 0, each of ``heads`` =
+    H has the tiles of so many sequences, as ``sequence_of_tile`` explains, and none is narrow.
     """
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
-    BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
-    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
+    inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc)
+    outputs = _Outputs(out_ptr=out_ptr, lse_ptr=lse_ptr, Dv=Dv)
+    batch = Batch(
+        seqlens_q_ptr=seqlens_q_ptr, seqlens_k_ptr=seqlens_k_ptr, max_seqlen_q=M, max_seqlen_k=N,
+        total_q=rows_q, total_k=rows_k,
+    )  # fmt: skip
     qk_scale = base2_scale(scale_from_bits(sm_scale_bits), gl.float32, 0)
-    sizes = (heads, H, G, M, N, rows_q, rows_k, Dv)
-    of_head, windows = (m_blocks, narrow, entries), (window_left, window_right)
-    call = (seqlens_q_ptr, seqlens_k_ptr, sizes, of_head, windows, qk_scale)
-    turns = gl.allocate_shared_memory(
-        gl.int32, [CONSUMERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    q_tiles = gl.allocate_shared_memory(
-        q_desc.dtype, [CONSUMERS, 1, 1, WARPGROUP_ROWS, BLOCK_D], q_desc.layout
-    )
-    k_tiles = gl.allocate_shared_memory(
-        k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout
-    )
-    v_tiles = gl.allocate_shared_memory(
-        v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout
-    )
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for consumer in gl.static_range(CONSUMERS):
-        # A tile, and whose turn it is.
-        mbarrier.init(q_full.index(consumer), count=2)
-        mbarrier.init(q_free.index(consumer), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        # All consumers leave it.
-        mbarrier.init(k_free.index(stage), count=CONSUMERS)
-        mbarrier.init(v_free.index(stage), count=CONSUMERS)
-    fence_async_shared()
-    queries = (q_tiles, q_full, q_free)
-    loaded = (k_tiles, v_tiles, k_full, v_full, k_free, v_free)
-    outputs, descriptors = (out_ptr, lse_ptr), (q_desc, k_desc, v_desc)
+    call = _Call(
+        batch=batch, heads=heads, H=H, G=G, m_blocks=m_blocks, narrow=narrow, entries=entries,
+        window_left=window_left, window_right=window_right, qk_scale=qk_scale,
+    )  # fmt: skip
+    shared = _allocate(inputs, CONSUMERS, STAGES)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, queries, loaded, turns, outputs, call, THRESHOLD, PACKED)),
-                (_consume, (1, queries, loaded, turns, outputs, call, THRESHOLD, PACKED)),
-                (_produce, (descriptors, queries, loaded, turns, call, counter_ptr, PACKED)),
+                (_consume, (0, shared, outputs, call, THRESHOLD, PACKED)),
+                (_consume, (1, shared, outputs, call, THRESHOLD, PACKED)),
+                (_produce, (inputs, shared, call, counter_ptr, PACKED)),
             ],
             [4, 1],
             [240, 24],
@@ -417,10 +500,10 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, queries, loaded, turns, outputs, call, THRESHOLD, PACKED)),
-                (_consume, (1, queries, loaded, turns, outputs, call, THRESHOLD, PACKED)),
-                (_consume, (2, queries, loaded, turns, outputs, call, THRESHOLD, PACKED)),
-                (_produce, (descriptors, queries, loaded, turns, call, counter_ptr, PACKED)),
+                (_consume, (0, shared, outputs, call, THRESHOLD, PACKED)),
+                (_consume, (1, shared, outputs, call, THRESHOLD, PACKED)),
+                (_consume, (2, shared, outputs, call, THRESHOLD, PACKED)),
+                (_produce, (inputs, shared, call, counter_ptr, PACKED)),
             ],
             [4, 4, 1],
             [160, 160, 24],

@@ -1,9 +1,14 @@
-"""What the kernels for Hopper share: copies by TMA, tiles in shared memory, handing sums on.
+"""Helpers of the kernels for Hopper: pipelines of tiles, products, the partition of work.
 
-Consumers, a warpgroup each, have parts of a tile. What several read, each may clear: they write
-the same, whichever comes first. Where two programs share a tile (``ranges.share_of``), a consumer
-of one goes on with the sums of the other's: to the bit as if there were one.
+A program has one producer warp and several consumers, a warpgroup each. The producer copies tiles
+into shared memory by TMA; every consumer owns WARPGROUP_ROWS rows of a tile. Several consumers may
+clear the same rows of a shared tile: they write equal values, so their order does not matter.
+
+Two programs may share a tile (stream-K). The second one continues from the partial sums of the
+first, so the result has the bits of a tile that is not shared.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 from triton.experimental import gluon
@@ -16,34 +21,64 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_kernels.kernels.common.addressing import whole_rows
+from fa_kernels.kernels.common.mask import pairs_seen
+from fa_kernels.kernels.common.seqlen_info import sequence
+from fa_kernels.kernels.common.tile_ranges import share_of, tile_of_head, visible_tiles
 
 __all__ = [
     "PROGRAMS_TOGETHER",
     "WARPGROUP_ROWS",
+    "Batch",
+    "Mask",
+    "PartialSums",
+    "Partition",
+    "Pipeline",
+    "SeqlenInfo",
+    "TileRange",
+    "accumulator_layout",
     "add_block",
     "add_product",
-    "announce_sums",
     "async_load",
-    "block_of",
-    "handed_rows",
+    "block_at",
+    "is_edge",
+    "key_tiles",
+    "load_stage",
+    "make_barriers",
+    "make_tiles",
+    "mask_of",
     "matrix",
+    "operand_layout",
+    "partial_rows",
+    "partition_of",
+    "phase_of",
+    "query_tiles",
+    "release",
+    "seqlen_info",
+    "signal",
+    "stage_of",
     "start_scores",
+    "steps_of",
+    "sums_of_consumer",
     "thread_barrier",
-    "wait_for_sums",
+    "tile_at",
+    "visible",
+    "wait_for_signal",
+    "wait_free",
+    "wait_full",
     "wide",
     "zero_rows",
 ]
 
-# Of a tile: what one warpgroup multiplies at a time.
+# Rows of a tile that one warpgroup multiplies at a time.
 WARPGROUP_ROWS: gl.constexpr = gl.constexpr(64)
-# Of the last heads: more than a GPU runs at a time, so that only short ones are left at the end.
+# Programs of the last heads, more than a GPU runs at a time, so that only short ones end last.
 PROGRAMS_TOGETHER: gl.constexpr = gl.constexpr(256)
-# Triton has named them so since 3.7.
+# Triton 3.7 renamed these two.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
-# 64 x 64 numbers of a warpgroup's product, those of a thread four by four.
+# A product of 64 x 64 numbers as a warpgroup holds it; a thread has them four by four.
 _IN_FOURS: gl.constexpr = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1], [2], [512], [1024], [2048]],
@@ -55,20 +90,244 @@ _IN_FOURS: gl.constexpr = gl.constexpr(
 )
 
 
+# A kernel sees a NamedTuple as Triton's own tuple with these fields. That has attributes ``values``
+# and ``type``, which no field can be named.
+
+
+class Batch(NamedTuple):
+    """The sequences of a call, as the host gives them.
+
+    The pointers lead to int32 lengths (B,), or under PACKED to cumulative ones (B + 1,). No
+    sequence is longer than max_seqlen; total_q and total_k are the rows of the tensors.
+    """
+
+    seqlens_q_ptr: Any
+    seqlens_k_ptr: Any
+    max_seqlen_q: Any
+    max_seqlen_k: Any
+    total_q: Any
+    total_k: Any
+
+
+class SeqlenInfo(NamedTuple):
+    """One batch entry: valid lengths, and the coordinates of its first row in the descriptors.
+
+    ``offset`` is the batch entry, or its first row under PACKED.
+    """
+
+    offset_q: Any
+    offset_k: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+class Mask(NamedTuple):
+    """Which pairs of one batch entry are visible: valid lengths and the window."""
+
+    seqlen_q: Any
+    seqlen_k: Any
+    window_left: Any
+    window_right: Any
+
+
+class TileRange(NamedTuple):
+    """The tiles [lo, hi) that a tile visits; [full_lo, full_hi) need no mask."""
+
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+
+
+class Partition(NamedTuple):
+    """The work of a program: parts [begin, end) of ``shares`` equal parts of a tile's steps.
+
+    ``index`` counts the tiles of all heads; ``block`` is the tile within its head.
+    """
+
+    index: Any
+    block: Any
+    head: Any
+    begin: Any
+    end: Any
+    shares: Any
+
+
+class Steps(NamedTuple):
+    """The steps [begin, end) of a program, of the ``total`` of its tile."""
+
+    begin: Any
+    end: Any
+    total: Any
+
+
+class PartialSums(NamedTuple):
+    """Where programs that share a tile exchange its sums: rows of float32, and a signal.
+
+    ``first_row`` is 64-bit. The signal is an int32 of 0 until the sums are stored.
+    """
+
+    ptr: Any
+    first_row: Any
+    signal_ptr: Any
+
+
+class Pipeline(NamedTuple):
+    """A ring of stages in shared memory. The i-th tile goes through stage i % STAGES.
+
+    ``tiles`` has one tile (1, 1, rows, columns) per stage. ``full`` and ``free`` have one barrier
+    per stage: ``full`` ends a phase when the tile has arrived, ``free`` when all consumers have
+    released it.
+    """
+
+    tiles: Any
+    full: Any
+    free: Any
+
+
 @triton.constexpr_function
 def wide(columns):
     """The layout of 16-byte loads and stores, by one warpgroup, of rows of 16-bit numbers."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
+@triton.constexpr_function
+def accumulator_layout(columns):
+    """The layout of a warpgroup's product of 64 rows and so many columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@triton.constexpr_function
+def operand_layout(columns):
+    """The layout of a left operand in registers, of a product with so many columns."""
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]), 2)
+
+
 @gluon.jit
-def block_of(place, h, start, PACKED: gl.constexpr):
-    """Where a descriptor has a sequence's rows from ``start`` on; ``place`` as of ``sequence``."""
+def seqlen_info(batch, b, PACKED: gl.constexpr):
+    """The ``SeqlenInfo`` of a batch entry."""
+    offset_q, seqlen_q = sequence(batch.seqlens_q_ptr, b, batch.max_seqlen_q, batch.total_q, PACKED)
+    offset_k, seqlen_k = sequence(batch.seqlens_k_ptr, b, batch.max_seqlen_k, batch.total_k, PACKED)
+    return SeqlenInfo(offset_q, offset_k, seqlen_q, seqlen_k)
+
+
+@gluon.jit
+def mask_of(info, window_left, window_right):
+    """The ``Mask`` of a batch entry."""
+    return Mask(info.seqlen_q, info.seqlen_k, window_left, window_right)
+
+
+@gluon.jit
+def key_tiles(start_m, mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The ``TileRange`` of key tiles that a query tile visits."""
+    return TileRange(
+        *visible_tiles(
+            start_m, mask.seqlen_q, mask.seqlen_k, mask.window_left, mask.window_right,
+            BLOCK_M, BLOCK_N,
+        )
+    )  # fmt: skip
+
+
+@gluon.jit
+def query_tiles(start_n, mask, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The ``TileRange`` of query tiles that a key tile visits."""
+    return TileRange(
+        *visible_tiles(
+            start_n, mask.seqlen_k, mask.seqlen_q, mask.window_right, mask.window_left,
+            BLOCK_N, BLOCK_M,
+        )
+    )  # fmt: skip
+
+
+@gluon.jit
+def is_edge(tile, tiles):
+    """Whether a tile of a ``TileRange`` needs the mask."""
+    return (tile < tiles.full_lo) | (tile >= tiles.full_hi)
+
+
+@gluon.jit
+def visible(offs_m, offs_n, mask):
+    """Where queries (rows) see keys (columns)."""
+    return pairs_seen(
+        offs_m, offs_n, mask.seqlen_q, mask.seqlen_k, mask.window_left, mask.window_right
+    )
+
+
+@gluon.jit
+def partition_of(program, programs, tiles_of_head, each, shares):
+    """The ``Partition`` of one of so many programs, as ``share_of`` divides tiles among them."""
+    tiles = programs - each * (shares - 1)
+    index, begin, end = share_of(program, tiles, each, shares)
+    heads = tiles // tiles_of_head
+    block, head = tile_of_head(index, tiles_of_head, heads, PROGRAMS_TOGETHER)
+    return Partition(index, block, head, begin, end, shares)
+
+
+@gluon.jit
+def steps_of(partition, total):
+    """The ``Steps`` of a program whose tile has so many in all."""
+    begin = total * partition.begin // partition.shares
+    end = total * partition.end // partition.shares
+    return Steps(begin, end, total)
+
+
+@gluon.jit
+def sums_of_consumer(sums, consumer: gl.constexpr, ROWS: gl.constexpr):
+    """The ``PartialSums`` of one consumer, out of those of a tile; each has so many rows."""
+    signal_ptr = sums.signal_ptr + consumer
+    return PartialSums(sums.ptr, sums.first_row + consumer * ROWS, signal_ptr)
+
+
+@gluon.jit
+def partial_rows(sums, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Pointers to partial sums (rows, columns)."""
+    rows = gl.arange(0, SHAPE[0], gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, SHAPE[1], gl.SliceLayout(0, LAYOUT))
+    return whole_rows(sums.ptr, sums.first_row, rows, columns, SHAPE[1])
+
+
+@gluon.jit
+def wait_for_signal(sums):
+    """Waits until the other program's consumer has stored its partial sums.
+
+    That program began earlier, and waits for no other, so this ends.
+    """
+    while gl.atomic_add(sums.signal_ptr, 0, sem="acquire") == 0:
+        pass
+
+
+@gluon.jit
+def signal(sums):
+    """Publishes the partial sums that this warpgroup has stored."""
+    thread_barrier()
+    gl.atomic_add(sums.signal_ptr, 1, sem="release")
+
+
+@gluon.jit
+def block_at(offset, h, start, PACKED: gl.constexpr):
+    """Coordinates in a descriptor of a sequence's rows from ``start`` on.
+
+    ``offset`` is a field of ``SeqlenInfo``.
+    """
     if PACKED:
-        found = (0, h, place + start, 0)
+        coordinates = (0, h, offset + start, 0)
     else:
-        found = (place, h, start, 0)
-    return found
+        coordinates = (offset, h, start, 0)
+    return coordinates
+
+
+@gluon.jit
+def make_tiles(desc, NUMBER: gl.constexpr):
+    """Shared memory for so many blocks of a descriptor."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    return gl.allocate_shared_memory(desc.dtype, [NUMBER, 1, 1, ROWS, COLUMNS], desc.layout)
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr):
+    """So many barriers, to be initialised."""
+    return gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
@@ -79,30 +338,75 @@ def matrix(tiles, index):
 
 
 @gluon.jit
-def start_scores(rows, tiles, full, i, nothing):
-    """Begins the product of rows and the i-th of the key or value tiles, once that is there."""
-    STAGES: gl.constexpr = tiles.shape[0]
-    mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
-    columns = matrix(tiles, i % STAGES).permute((1, 0))
-    return warpgroup_mma(rows, columns, nothing, use_acc=False, is_async=True)
+def stage_of(pipeline, i):
+    """The stage of the i-th tile."""
+    return i % pipeline.tiles.shape[0]
 
 
 @gluon.jit
-def add_product(acc, left, tiles, full, i):
-    """Begins to add the product with the i-th of the key or value tiles, once that is there."""
-    STAGES: gl.constexpr = tiles.shape[0]
-    mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
-    return warpgroup_mma(left, matrix(tiles, i % STAGES), acc, is_async=True)
+def phase_of(pipeline, i):
+    """The parity of the phase of ``full`` that the i-th tile ends."""
+    return i // pipeline.tiles.shape[0] & 1
+
+
+@gluon.jit
+def tile_at(pipeline, i):
+    """The i-th tile, as rows and columns."""
+    return matrix(pipeline.tiles, stage_of(pipeline, i))
+
+
+@gluon.jit
+def wait_full(pipeline, i):
+    """Waits until the i-th tile has arrived."""
+    mbarrier.wait(pipeline.full.index(stage_of(pipeline, i)), phase_of(pipeline, i))
+
+
+@gluon.jit
+def wait_free(pipeline, i):
+    """Waits until the i-th tile's stage is free.
+
+    On a stage that was never used the wait passes: the phase before the first counts as complete.
+    """
+    mbarrier.wait(pipeline.free.index(stage_of(pipeline, i)), phase_of(pipeline, i) ^ 1)
+
+
+@gluon.jit
+def release(pipeline, i):
+    """Releases the i-th tile's stage, for one consumer."""
+    mbarrier.arrive(pipeline.free.index(stage_of(pipeline, i)), count=1)
+
+
+@gluon.jit
+def load_stage(pipeline, i, desc, coordinates):
+    """Begins the copy of the i-th tile."""
+    full = pipeline.full.index(stage_of(pipeline, i))
+    mbarrier.expect(full, desc.block_type.nbytes)
+    async_load(desc, coordinates, full, pipeline.tiles.index(stage_of(pipeline, i)))
+
+
+@gluon.jit
+def start_scores(rows, pipeline, i, zeros):
+    """Begins the product of rows and the i-th key or value tile, once that has arrived."""
+    wait_full(pipeline, i)
+    columns = tile_at(pipeline, i).permute((1, 0))
+    return warpgroup_mma(rows, columns, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_product(acc, left, pipeline, i):
+    """Begins to add the product with the i-th key or value tile, once that has arrived."""
+    wait_full(pipeline, i)
+    return warpgroup_mma(left, tile_at(pipeline, i), acc, is_async=True)
 
 
 @gluon.jit
 def add_block(ptr, first, D: gl.constexpr, number: gl.constexpr, block):
     """Adds a product of 64 x 64 numbers to a block of that number behind a row, a 64-bit number.
 
-    Rows have D numbers. They do not lie there in their order, but as threads have them, so that
-    each adds 16 bytes at a time, and a warp 512 that follow each other: columns two by two, then
-    rows that are 8 apart, four pairs of columns, eight rows, what the next warp has, and the next
-    eight columns. ``rows_of_blocks`` has them in order again.
+    Rows have D numbers. A block is stored in the order of the warpgroup's registers: each thread
+    adds 16 bytes at a time, and a warp 512 consecutive bytes. Its axes, from the innermost, are
+    two columns, two rows that are 8 apart, four pairs of columns, eight rows, the warps, and eight
+    columns. ``rows_of_blocks`` restores the order of rows.
     """
     numbers = block.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([4096])
     numbers = gl.convert_layout(numbers, _IN_FOURS, assert_trivial=True)
@@ -112,32 +416,10 @@ def add_block(ptr, first, D: gl.constexpr, number: gl.constexpr, block):
 
 
 @gluon.jit
-def handed_rows(ptr, first, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Places of sums (rows, columns) that are handed on; ``first`` row, 64-bit."""
-    rows = gl.arange(0, SHAPE[0], gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, SHAPE[1], gl.SliceLayout(0, LAYOUT))
-    return whole_rows(ptr, first, rows, columns, SHAPE[1])
-
-
-@gluon.jit
-def wait_for_sums(flag):
-    """Until a consumer of a program that began earlier, and waits for none, has handed its on."""
-    while gl.atomic_add(flag, 0, sem="acquire") == 0:
-        pass
-
-
-@gluon.jit
-def announce_sums(flag):
-    """Says so of what this warpgroup has stored."""
-    thread_barrier()
-    gl.atomic_add(flag, 1, sem="release")
-
-
-@gluon.jit
 def zero_rows(tile, kept, WIDE: gl.constexpr):
-    """Zeros in place of the rows that are not ``kept``, before products read the tile.
+    """Clears the rows that are not ``kept``, before a product reads the tile.
 
-    For rows whose factor is 0: 0 times what they hold may not be.
+    Their factor is 0, but 0 times infinity or NaN is not.
     """
     tile.store(gl.where(kept[:, None], tile.load(WIDE), 0.0))
     fence_async_shared()

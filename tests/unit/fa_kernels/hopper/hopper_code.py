@@ -5,7 +5,6 @@ as JSON, how much shared memory it takes, which of its tiles and barriers others
 and what ptxas warns of.
 """
 
-import inspect
 import io
 import json
 import math
@@ -55,17 +54,17 @@ def _type(x: object, annotation: object) -> str:
     return f"tensordesc<{_DTYPES[x.base.dtype]}[{block}],{x.layout!r}>"
 
 
-def _compiled(kernel, args, constants):
-    """A kernel for the types of these arguments and these constants."""
-    annotations = [x.annotation for x in inspect.signature(kernel.fn).parameters.values()]
-    names = kernel.arg_names
+def _compiled(kernel, args, named):
+    """A kernel for the types of these arguments and the constants among them."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | named
+    constants = {x.name for x in kernel.params if x.is_constexpr}
     signature = {
-        name: _type(x, annotation)
-        for name, x, annotation in zip(names, args, annotations, strict=False)
-    } | dict.fromkeys(names[len(args) :], "constexpr")
-    given = {(names.index(name),): x for name, x in constants.items() if name in names}
-    options = {name: x for name, x in constants.items() if name not in names}
-    source = GluonASTSource(kernel, signature, constexprs=given)
+        x.name: "constexpr" if x.is_constexpr else _type(given[x.name], x.annotation)
+        for x in kernel.params
+    }
+    places = {(kernel.arg_names.index(name),): given[name] for name in constants}
+    options = {name: x for name, x in named.items() if name not in signature}
+    source = GluonASTSource(kernel, signature, constexprs=places)
     # ptxas is verbose anyway: the option tells code with a log from the cache's code without.
     return triton.compile(source, target=_HOPPER, options=options | {"ptx_options": "-v"})
 
@@ -150,8 +149,8 @@ def _described(D: int) -> dict[str, dict[str, object]]:
     }
     for (form, (call, leaves)), backward in product(forms.items(), ("one_pass", "two_pass")):
 
-        def run(kernel, _grid, *args, kinds, of=f"{backward}{form}", **constants):
-            code = _compiled(kernel, args, constants)
+        def run(kernel, _grid, *args, kinds, of=f"{backward}{form}", **named):
+            code = _compiled(kernel, args, named)
             found[f"{kernel.__name__}, {of}"] = {
                 "shared": code.metadata.shared, "warnings": _warnings(code.metadata.ptxas_log),
                 "with_others": _shared_with_others(code.asm["ttgir"]),

@@ -185,207 +185,194 @@ def test_no_order_of_events_changes_a_bit(config, emulated):
         assert all(map(torch.equal, results(call), want))
 
 
-# What is wrong: module, text, and what stands in its place.
+# By fault: module, text, and its replacement.
 FAULTS = {
     "queries are not waited for": (
-        "hopper_forward", "        mbarrier.wait(q_full.index(consumer), rounds & 1)\n", "",
+        "forward", "        mbarrier.wait(shared.q_full.index(consumer), rounds & 1)\n", "",
     ),
-    "keys are not waited for": (
-        "hopper_tiles",
-        "    mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)\n    columns", "    columns",
+    "keys and values are not waited for in products": (
+        "pipeline",
+        "    wait_full(pipeline, i)\n    columns", "    columns",
     ),
-    "values are not waited for": (
-        "hopper_tiles",
-        "    mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)\n    return", "    return",
+    "keys and values are not waited for in sums": (
+        "pipeline", "    wait_full(pipeline, i)\n    return", "    return",
     ),
     "queries are overwritten": (
-        "hopper_forward",
-        "            mbarrier.wait(q_free.index(consumer), rounds & 1 ^ 1)\n            _hand_over",
-        "            _hand_over",
+        "forward",
+        "            mbarrier.wait(shared.q_free.index(consumer), rounds & 1 ^ 1)\n"
+        "            _publish", "            _publish",
     ),
-    "the last turn is overwritten": (
-        "hopper_forward",
-        "        mbarrier.wait(q_free.index(consumer), rounds & 1 ^ 1)\n        _hand_over(total",
-        "        _hand_over(total",
+    "the last work-tile index is overwritten": (
+        "forward",
+        "        mbarrier.wait(shared.q_free.index(consumer), rounds & 1 ^ 1)\n"
+        "        _publish(total", "        _publish(total",
     ),
     "queries are left before they are multiplied": (
-        "hopper_forward",
-        "        scores = start_scores(q, k_tiles, k_full, before, nothing)\n",
-        "        mbarrier.arrive(q_free, count=1)\n"
-        "        scores = start_scores(q, k_tiles, k_full, before, nothing)\n",
+        "forward",
+        "        state = _first_tile(q, shared,",
+        "        mbarrier.arrive(shared.q_free.index(consumer), count=1)\n"
+        "        state = _first_tile(q, shared,",
     ),
-    "whose turn it is is not waited for": (
-        "hopper_forward",
+    "the work-tile index is not waited for": (
+        "forward",
         "mbarrier.init(q_full.index(consumer), count=2)",
         "mbarrier.init(q_full.index(consumer), count=1)",
     ),
-    "stages are counted anew with each turn": (
-        "hopper_forward",
-        "        before += tiles[3] - tiles[0]\n        rounds += 1\n        turn = following",
-        "        rounds += 1\n        turn = following",
+    "stages are counted anew with each work tile": (
+        "forward",
+        "        before += tile.tiles.hi - tile.tiles.lo\n        rounds += 1\n"
+        "        work = following",
+        "        rounds += 1\n        work = following",
     ),
     "keys are overwritten": (
-        "hopper_forward", "            mbarrier.wait(k_free.index(stage), phase)\n", "",
+        "forward", "            wait_free(shared.k_pipe, i)\n", "",
     ),
     "values are overwritten": (
-        "hopper_forward", "            mbarrier.wait(v_free.index(stage), phase)\n", "",
+        "forward", "            wait_free(shared.v_pipe, i)\n", "",
     ),
     "values are left before they are multiplied": (
-        "hopper_forward",
-        "                scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))\n"
-        "                mbarrier.arrive(v_free.index(behind), count=1)\n",
-        "                mbarrier.arrive(v_free.index(behind), count=1)\n"
-        "                scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))\n",
+        "forward",
+        "        scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))\n"
+        "        release(values, i - 1)\n",
+        "        release(values, i - 1)\n"
+        "        scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))\n",
     ),
     "wide values are left before they are multiplied": (
-        "hopper_forward",
-        "                acc = warpgroup_mma_wait(0, deps=(acc,))\n"
-        "                mbarrier.arrive(v_free.index(behind), count=1)\n",
-        "                mbarrier.arrive(v_free.index(behind), count=1)\n"
-        "                acc = warpgroup_mma_wait(0, deps=(acc,))\n",
+        "forward",
+        "        acc = warpgroup_mma_wait(0, deps=(acc,))\n        release(values, i - 1)\n",
+        "        release(values, i - 1)\n        acc = warpgroup_mma_wait(0, deps=(acc,))\n",
     ),
     "values are cleared before they are there": (
-        "hopper_forward",
-        "            mbarrier.wait(v_full.index(i % STAGES), i // STAGES & 1)\n", "",
+        "forward", "        wait_full(values, i)\n        offs_n", "        offs_n",
     ),
     "one consumer frees keys for another": (
-        "hopper_forward",
+        "forward",
         "mbarrier.init(k_free.index(stage), count=CONSUMERS)",
         "mbarrier.init(k_free.index(stage), count=CONSUMERS - 1)",
     ),
-    "who passes keys by leaves them before they are there": (
-        "hopper_forward",
-        "        mbarrier.wait(k_full.index(stage), i // STAGES & 1)\n", "",
+    "a consumer without rows leaves keys before they are there": (
+        "forward", "        wait_full(shared.k_pipe, i)\n", "",
     ),
     "a stage never used is waited for": (
-        "hopper_forward",
-        "phase = i // STAGES & 1 ^ 1", "phase = i // STAGES & 1",
+        "pipeline", "phase_of(pipeline, i) ^ 1)", "phase_of(pipeline, i))",
     ),
     "half a tile is expected": (
-        "hopper_forward",
-        "mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)",
-        "mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes // 2)",
+        "pipeline",
+        "mbarrier.expect(full, desc.block_type.nbytes)",
+        "mbarrier.expect(full, desc.block_type.nbytes // 2)",
     ),
     "what is cleared has no fence": (
-        "hopper_tiles",
+        "pipeline",
         "    tile.store(gl.where(kept[:, None], tile.load(WIDE), 0.0))\n    fence_async_shared()\n",
         "    tile.store(gl.where(kept[:, None], tile.load(WIDE), 0.0))\n",
     ),
     "queries and dout of dq are not waited for": (
-        "hopper_dq", "        mbarrier.wait(rows_full.index(half), 0)\n", "",
+        "dq", "    mbarrier.wait(shared.rows_full.index(half), 0)\n", "",
     ),
-    "keys of dq are overwritten": (
-        "hopper_dq", "        mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)\n", "",
-    ),
+    "keys of dq are overwritten": ("dq", "        wait_free(shared.k_pipe, i)\n", ""),
     "keys of dq are left before they are multiplied": (
-        "hopper_dq",
-        "            dq = warpgroup_mma_wait(1, deps=(dq,))\n"
-        "            mbarrier.arrive(free.index((i - 1) % STAGES), count=1)\n",
-        "            mbarrier.arrive(free.index((i - 1) % STAGES), count=1)\n"
-        "            dq = warpgroup_mma_wait(1, deps=(dq,))\n",
+        "dq",
+        "        dq = warpgroup_mma_wait(1, deps=(dq,))\n        release(keys, i - 1)\n",
+        "        release(keys, i - 1)\n        dq = warpgroup_mma_wait(1, deps=(dq,))\n",
     ),
     "keys of dq are cleared before they are there": (
-        "hopper_dq",
-        "        mbarrier.wait(k_full.index(i % STAGES), i // STAGES & 1)\n        keys",
-        "        keys",
+        "dq", "        wait_full(keys, i)\n        offs_n", "        offs_n",
     ),
     "one consumer frees keys of dq for both": (
-        "hopper_dq",
+        "dq",
         "mbarrier.init(free.index(stage), count=2)",
         "mbarrier.init(free.index(stage), count=1)",
     ),
     "scores of dq are not waited for": (
-        "hopper_dq",
-        "            scores = warpgroup_mma_wait(1, deps=(scores,))\n            p",
-        "            scores = warpgroup_mma_wait(2, deps=(scores,))\n            p",
+        "dq",
+        "        scores = warpgroup_mma_wait(1, deps=(scores,))\n        p",
+        "        scores = warpgroup_mma_wait(2, deps=(scores,))\n        p",
     ),
-    "sums of dk and dv are not handed on": (
-        "hopper_backward", "        announce_sums(flag)\n", "",
-    ),
-    "sums of dq are not handed on": ("hopper_dq", "        announce_sums(flag)\n", ""),
+    "sums of dk and dv are not signalled": ("backward", "        signal(dk_sums)\n", ""),
+    "sums of dq are not signalled": ("dq", "        signal(sums)\n", ""),
     "sums of dk and dv are not waited for": (
-        "hopper_backward", "        wait_for_sums(flag)\n", "",
+        "backward", "        wait_for_signal(dk_sums)\n", "",
     ),
-    "sums of dq are not waited for": ("hopper_dq", "        wait_for_sums(flag)\n", ""),
-    "sums are handed on before they are written": (
-        "hopper_backward",
-        "        gl.store(handed_rows(handed_ptr, of_values, SHAPE, SUMS), dv)\n"
-        "        announce_sums(flag)\n",
-        "        announce_sums(flag)\n"
-        "        gl.store(handed_rows(handed_ptr, of_values, SHAPE, SUMS), dv)\n",
+    "sums of dq are not waited for": ("dq", "        wait_for_signal(sums)\n", ""),
+    "sums are signalled before they are written": (
+        "backward",
+        "        gl.store(partial_rows(dv_sums, SHAPE, SUMS), state.dv)\n"
+        "        signal(dk_sums)\n",
+        "        signal(dk_sums)\n"
+        "        gl.store(partial_rows(dv_sums, SHAPE, SUMS), state.dv)\n",
     ),
-    "sums are waited for, and not acquired": (
-        "hopper_tiles", 'add(flag, 0, sem="acquire")', 'add(flag, 0, sem="relaxed")',
+    "the signal is waited for, and not acquired": (
+        "pipeline",
+        'add(sums.signal_ptr, 0, sem="acquire")', 'add(sums.signal_ptr, 0, sem="relaxed")',
     ),
-    "sums are announced, and not released": (
-        "hopper_tiles", 'add(flag, 1, sem="release")', 'add(flag, 1, sem="relaxed")',
+    "the signal is not released": (
+        "pipeline",
+        'add(sums.signal_ptr, 1, sem="release")', 'add(sums.signal_ptr, 1, sem="relaxed")',
     ),
-    "two programs have a turn": (
-        "hopper_forward", "gl.atomic_add(counter_ptr, 1,", "gl.atomic_add(counter_ptr, 0,",
+    "two programs have a work tile": (
+        "forward", "gl.atomic_add(counter_ptr, 1,", "gl.atomic_add(counter_ptr, 0,",
     ),
     "keys and values are not waited for": (
-        "hopper_backward", "        mbarrier.wait(kv_full.index(0), 0)\n", "",
+        "backward", "    mbarrier.wait(shared.kv_full.index(0), 0)\n", "",
     ),
     "dout is not waited for": (
-        "hopper_backward",
-        "                mbarrier.wait(do_full.index(stage), i // STAGES & 1)\n", "",
+        "backward", "    wait_full(shared.do_pipe, step.i)\n", "",
     ),
     "the next queries are not waited for": (
-        "hopper_backward",
-        "                    mbarrier.wait(q_full.index(following), (i + 1) // STAGES & 1)\n",
-        "                    offs_m += 0\n",
+        "backward",
+        "        wait_full(shared.q_pipe, step.i + 1)\n", "        BLOCK_M + 0\n",
     ),
     "rows of lse are not counted": (
-        "hopper_backward",
+        "backward",
         "mbarrier.init(q_full.index(stage), count=2)",
         "mbarrier.init(q_full.index(stage), count=1)",
     ),
-    "stages are overwritten": (
-        "hopper_backward",
-        "                mbarrier.wait(free.index(stage), i // STAGES & 1 ^ 1)\n", "",
-    ),
+    "stages are overwritten": ("backward", "    wait_free(q_pipe, i)\n", ""),
     "a stage is left before it is multiplied": (
-        "hopper_backward",
-        "                dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))\n"
-        "                mbarrier.arrive(free.index(stage), count=1)\n",
-        "                mbarrier.arrive(free.index(stage), count=1)\n"
-        "                dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))\n",
+        "backward",
+        "    dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))\n"
+        "    release(shared.q_pipe, step.i)\n",
+        "    release(shared.q_pipe, step.i)\n"
+        "    dv, dk = warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))\n",
     ),
     "dk is read while it is multiplied": (
-        "hopper_backward",
+        "backward",
         "warpgroup_mma_wait(2 if ONE_PASS else 0, deps=(dv, dk))",
         "warpgroup_mma_wait(3 if ONE_PASS else 1, deps=(dv, dk))",
     ),
     "dS has no fence": (
-        "hopper_backward",
-        "                    fence_async_shared()\n"
-        "                    mbarrier.arrive(ds_full.index(made), count=1)\n",
-        "                    mbarrier.arrive(ds_full.index(made), count=1)\n",
+        "backward",
+        "    fence_async_shared()\n    mbarrier.arrive(shared.ds_full.index(made), count=1)\n",
+        "    mbarrier.arrive(shared.ds_full.index(made), count=1)\n",
     ),
     "dS of the other is not waited for": (
-        "hopper_backward",
-        "                    mbarrier.wait(ds_full.index(last_made), i // _BUFFERS & 1)\n", "",
+        "backward",
+        "    mbarrier.wait(shared.ds_full.index(last_made), i // _BUFFERS & 1)\n", "",
     ),
     "the other's last dS is not waited for": (
-        "hopper_backward",
-        "            mbarrier.wait(ds_full.index(total % _BUFFERS), total // _BUFFERS & 1)\n", "",
+        "backward",
+        "    mbarrier.wait(shared.ds_full.index(total % _BUFFERS), total // _BUFFERS & 1)\n", "",
     ),
     "dS has two buffers": (
-        "hopper_backward",
+        "backward",
         "_BUFFERS: gl.constexpr = gl.constexpr(3)", "_BUFFERS: gl.constexpr = gl.constexpr(2)",
     ),
     "keys are multiplied before the other has cleared them": (
-        "hopper_backward",
-        "                zero_rows(matrix(k_tiles, half), start_n + offs_wide < view[1], WIDE)\n"
-        "            # As of the dS before the first: nobody multiplies the other's keys earlier.\n"
-        "            mbarrier.arrive(ds_full.index(0), count=1)\n",
-        "                mbarrier.arrive(ds_full.index(0), count=1)\n"
-        "                zero_rows(matrix(k_tiles, half), start_n + offs_wide < view[1], WIDE)\n"
-        "            else:\n                mbarrier.arrive(ds_full.index(0), count=1)\n",
+        "backward",
+        "            zero_rows(matrix(shared.k_tiles, half), "
+        "start_n + offs.wide < mask.seqlen_k, WIDE)\n"
+        "        # Counts as the dS before the first: no consumer multiplies the other's keys "
+        "earlier.\n"
+        "        mbarrier.arrive(shared.ds_full.index(0), count=1)\n",
+        "            mbarrier.arrive(shared.ds_full.index(0), count=1)\n"
+        "            zero_rows(matrix(shared.k_tiles, half), "
+        "start_n + offs.wide < mask.seqlen_k, WIDE)\n"
+        "        else:\n            mbarrier.arrive(shared.ds_full.index(0), count=1)\n",
     ),
     "dq is read while it is multiplied": (
-        "hopper_backward",
-        "dq = warpgroup_mma_wait(1, deps=(dq,))", "dq = warpgroup_mma_wait(2, deps=(dq,))",
+        "backward",
+        "        dq = warpgroup_mma_wait(1, deps=(dq,))\n        if step.i",
+        "        dq = warpgroup_mma_wait(2, deps=(dq,))\n        if step.i",
     ),
 }  # fmt: skip
 _KEYS = Mask(seqlens_k=(150, 100))

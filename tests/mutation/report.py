@@ -23,6 +23,11 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         lines.append(f"{source}: {len(of_source)} mutants, {counted}{speed}")
     lines += [f"NOT KILLED: {x.name}" for x in outcomes if x.unexplained]
     lines += [
+        f"LISTED AS EQUIVALENT, BUT {x.end.upper()} by {', '.join(x.checks) or 'itself'}: {x.name}"
+        for x in outcomes
+        if x.refuted
+    ]
+    lines += [
         f"missed, as is known: {x.name}" for x in outcomes if x.end == "survived" and x.missed
     ]
     return "\n".join(lines)
@@ -43,6 +48,9 @@ def tables(outcomes: Sequence[Outcome], *, full: bool) -> str:
         (x.name, x.equivalent or f"**missed**: {x.missed or 'why is not known'}") for x in survivors
     ]
     parts.append("## Survivors\n\n" + markdown_table(("mutant", "why no input shows it"), rows))
+    if refuted := [(x.name, x.equivalent, ", ".join((x.end, *x.checks))) for x in outcomes if x.refuted]:
+        head = ("mutant", "listed as equivalent because", "end")
+        parts.append("## Reasons that are false\n\n" + markdown_table(head, refuted))
     return "\n\n".join(parts) + "\n"
 
 
@@ -84,7 +92,7 @@ def _by_check(outcomes: Sequence[Outcome]) -> str:
 def _matrix(outcomes: Sequence[Outcome]) -> str:
     """Named mutants against every check that fails on them; of the others the shares."""
     checks = list(dict.fromkeys(check for x in outcomes for check in x.checks))
-    named = [x for x in outcomes if x.source in ("faults", "blind", "subtle")]
+    named = [x for x in outcomes if x.source in ("faults", "independent", "subtle")]
     rows = [
         (x.name, *("x" if check in x.checks else "" for check in checks)) for x in named if x.checks
     ]

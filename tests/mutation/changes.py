@@ -67,7 +67,9 @@ def change_of(sources: Mapping[str, str], mutant: Mutant) -> Change:
 
 def _shared(a: Sequence[str], b: Sequence[str]) -> int:
     """How many elements two sequences have in common at their beginnings."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def _statement(text: str, line: int) -> tuple[int, int, range]:

@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.mutant import Mutant, StaleError
@@ -114,12 +115,13 @@ def version(root: Path | None = None) -> Version:
     return Version(sources, made_by.mechanical(sources, sites))
 
 
-def _operators_of(root: Path):  # noqa: ANN202
+def _operators_of(root: Path) -> ModuleType:
     """The module of another tree that makes mutants, which numbers them as that tree does."""
     spec = importlib.util.spec_from_file_location(
         "operators_of_another_tree", root / "tests" / "mutation" / "operators.py"
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -164,7 +166,7 @@ def _rekey(root: Path, *, apply: bool) -> int:
     print(f"{len(wanted)} entries: {same} equal, {similar} similar, {len(lost)} not mapped")
     if apply:
         mapped = {key: x.new.key for key, x in found.items() if x.new is not None}
-        write(_merged(old_groups, mapped, {x.key for x in new.mutants}))
+        write(_merged(old_groups, mapped, {x.key for x in new.mutants}), FILE)
         print(f"written to {FILE}")
     return int(bool(lost))
 
@@ -184,9 +186,11 @@ def _merged(old: Sequence[Group], mapped: dict[str, str], made: set[str]) -> lis
     before = {key for group in old for key in group.mutants}
     known = before | set(mapped.values())
     groups = [replace(g, mutants=tuple(mapped[k] for k in g.mutants if k in mapped)) for g in old]
-    for group in read():
+    for group in read(FILE):
         more = tuple(key for key in group.mutants if key in made and key not in known)
-        same = [n for n, x in enumerate(groups) if (x.kind, x.because) == (group.kind, group.because)]
+        same = [
+            n for n, x in enumerate(groups) if (x.kind, x.because) == (group.kind, group.because)
+        ]
         if more and same:
             groups[same[0]] = replace(groups[same[0]], mutants=groups[same[0]].mutants + more)
         elif more:

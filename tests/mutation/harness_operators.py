@@ -1,6 +1,6 @@
 """Operators for mutants of the harness: slips in checks, bounds, generators and bookkeeping.
 
-They are as those of the kernels, and each takes one node. The operators of arithmetic are the same.
+The operators of arithmetic and conditions are those of the kernels.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ _CONFUSABLE = [
     ("b", "h"), ("rows", "keys"), ("row", "key"), ("first", "second"), ("first", "last"),
     ("low", "high"), ("got", "want"), ("before", "after"), ("then", "now"), ("start", "stop"),
     ("left", "right"), ("lower", "upper"), ("M", "rows"), ("N", "keys"), ("dk", "dv"),
-    ("out", "lse"), ("bound", "terms"), ("error", "bound"), ("judged", "refused"), ("here", "there"),
-    ("inputs", "outputs"), ("u", "eta"), ("mean", "limit"), ("M", "D"), ("one", "part"),
+    ("out", "lse"), ("bound", "terms"), ("error", "bound"), ("judged", "refused"),
+    ("here", "there"), ("inputs", "outputs"), ("u", "eta"), ("mean", "limit"), ("M", "D"),
+    ("one", "part"),
 ]  # fmt: skip
 _PARTNERS: dict[str, list[str]] = {}
 for _a, _b in _CONFUSABLE:
@@ -75,7 +76,9 @@ def drop_term(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Chang
         yield source.span(node), f"({source.of(node.operand)})"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr | ast.BitXor):
         yield source.span(node), f"({source.of(node.right)})"
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.Is | ast.NotIn | ast.IsNot):
+    if isinstance(node, ast.Compare) and isinstance(
+        node.ops[0], ast.In | ast.Is | ast.NotIn | ast.IsNot
+    ):
         yield source.span(node), f"(not {source.of(node)})"
 
 
@@ -109,33 +112,34 @@ def exchange_call(source: Source, node: ast.AST, _names: set[str]) -> Iterator[C
     """The function beside the one that is meant: all for any, the least for the largest."""
     if not isinstance(node, ast.Call):
         return
-    start, end = source.span(node.func)
+    _start, end = source.span(node.func)
     name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
     if name in _EXCHANGED:
         yield (end - len(name), end), _EXCHANGED[name]
 
 
 def drop_statement(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """A statement left out that something later may rest on."""
-    if isinstance(node, ast.Expr | ast.AugAssign | ast.Raise | ast.Continue) or (
-        isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Tuple)
-    ):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            return
+    """A statement left out that something later may rest on; an addition that replaces."""
+    if isinstance(node, ast.AugAssign):
+        start, end = source.span(node.target)[1], source.span(node.value)[0]
+        yield (start, end), " = "
+    # A name or a tuple of names that nobody binds raises where it is read.
+    is_stored = isinstance(node, ast.Assign) and isinstance(
+        node.targets[0], ast.Attribute | ast.Subscript
+    )
+    if is_stored or isinstance(node, ast.Expr | ast.AugAssign | ast.Raise | ast.Continue):
         yield source.span(node), "pass"
 
 
 def drop_element(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """A list, a tuple or a dictionary without one of its elements; a slice without an end."""
-    if isinstance(node, ast.List | ast.Tuple | ast.Set) and isinstance(
-        getattr(node, "ctx", ast.Load()), ast.Load
-    ):
-        text = source.of(node)
-        if len(node.elts) < 2 or text[:1] not in "([{":
-            return
-        for i in range(len(node.elts)):
-            kept = [source.of(x) for j, x in enumerate(node.elts) if j != i]
-            yield source.span(node), f"{text[0]}{', '.join(kept)},{text[-1]}"
+    if isinstance(node, ast.List | ast.Tuple | ast.Set) and len(node.elts) > 1:
+        left, right = {ast.List: "[]", ast.Tuple: "()", ast.Set: "{}"}[type(node)]
+        has_brackets = source.span(node)[0] < source.span(node.elts[0])[0]
+        if has_brackets and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+            for i in range(len(node.elts)):
+                kept = [source.of(x) for j, x in enumerate(node.elts) if j != i]
+                yield source.span(node), f"{left}{', '.join(kept)},{right}"
     if isinstance(node, ast.Dict) and len(node.keys) > 1:
         items = [
             f"{source.of(key)}: {source.of(value)}" if key else f"**{source.of(value)}"
@@ -149,6 +153,18 @@ def drop_element(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Ch
             yield source.span(node), f": {source.of(node.upper)}"
         else:
             yield source.span(node), ":"
+
+
+def fewer(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
+    """A loop over the first alone of what it is over, and over all but the last."""
+    if isinstance(node, ast.For):
+        span, text = source.span(node.iter), source.of(node.iter)
+        yield span, f"[*{text}][:1]"
+        yield span, f"[*{text}][:-1]"
+    for loop in getattr(node, "generators", ())[:1]:
+        span, text = source.span(loop.iter), source.of(loop.iter)
+        yield span, f"[*{text}][:1]"
+        yield span, f"[*{text}][:-1]"
 
 
 def exchange_value(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
@@ -183,5 +199,5 @@ def _others(name: str) -> Iterator[str]:
 HARNESS_OPERATORS: tuple[Operator, ...] = (
     compare, arithmetic, drop_operand, off_by_one, infinity, drop_sign, drop_argument, condition,
     drop_term, drop_function, drop_method, exchange_call, drop_statement, drop_element,
-    exchange_value, exchange_word,
+    fewer, exchange_value, exchange_word,
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """The step that killed each fault on record the last time; it runs first, which only saves time.
 
-A few of a hundred steps kill a fault, and those of a rare feature come late. Where the file is wrong,
-or lacks a fault, the steps run in their order, as the others do afterwards.
+A few of a hundred steps kill a fault, and those of a rare feature come late. Where the file is
+wrong, or lacks a fault, the steps run in their order, as the others do afterwards.
 """
 
 from __future__ import annotations

@@ -247,6 +247,8 @@ def mechanical(
     sources: Mapping[str, str],
     sites: Sequence[str] = SITES,
     operators: Sequence[Operator] = OPERATORS,
+    *,
+    constants: bool = False,
 ) -> list[Mutant]:
     """Every mutant that the operators make of some files, in the order of the text.
 
@@ -254,20 +256,26 @@ def mechanical(
         sources: Path from the root of the repository to text.
         sites: Paths of the files.
         operators: Each takes a node and yields changes.
+        constants: Mutate what modules and classes assign, too.
     """
     return [
-        mutant for file in sites for mutant in _of_file(Source(file, sources[file]), operators)
+        mutant
+        for file in sites
+        for mutant in _of_file(Source(file, sources[file]), operators, constants)
     ]
 
 
-def _of_file(source: Source, operators: Sequence[Operator]) -> Iterator[Mutant]:
+def _of_file(source: Source, operators: Sequence[Operator], constants: bool) -> Iterator[Mutant]:
     counts: Counter[str] = Counter()
     texts: set[str] = set()
     file = "/".join(source.file.split("/")[-2:])
-    for name, function in _functions(ast.parse(source.text).body):
-        nodes = [x for statement in _body(function) for x in _walked(statement)]
-        names = {argument.arg for argument in function.args.args}
-        names |= {x.id for x in nodes if isinstance(x, ast.Name)}
+    body = ast.parse(source.text).body
+    scopes = [(name, _body(of), {x.arg for x in of.args.args}) for name, of in _functions(body)]
+    if constants:
+        scopes.insert(0, ("constants", list(_assigned(body)), set()))
+    for name, statements, arguments in scopes:
+        nodes = [x for statement in statements for x in _walked(statement)]
+        names = arguments | {x.id for x in nodes if isinstance(x, ast.Name)}
         placed = [x for x in nodes if hasattr(x, "lineno")]
         for node in sorted(placed, key=lambda x: (x.lineno, x.col_offset)):
             for operator in operators:
@@ -291,6 +299,18 @@ def _functions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.FunctionDef]]:
                 yield f"{statement.name}.{name}", function
 
 
+def _assigned(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """What modules and classes assign, but for what Python itself reads."""
+    for statement in body:
+        if isinstance(statement, ast.ClassDef):
+            yield from _assigned(statement.body)
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        is_special = isinstance(targets[0], ast.Name) and targets[0].id.startswith("__")
+        value = getattr(statement, "value", None)
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and value and not is_special:
+            yield ast.Expr(value)
+
+
 def _walked(node: ast.AST) -> Iterator[ast.AST]:
     """A node and what is in it, but for layouts: a wrong one is refused, or as good."""
     yield node
@@ -308,7 +328,7 @@ def _body(function: ast.FunctionDef) -> list[ast.stmt]:
 def _mutant(source: Source, key: str, span: tuple[int, int], new: str) -> Mutant:
     """The change as a mutant, named by its key and the lines before and after it."""
     text = source.text
-    start = text.rindex("\n", 0, span[0]) + 1
+    start = text.rfind("\n", 0, span[0]) + 1
     end = text.index("\n", span[1])
     changed = text[start : span[0]] + new + text[span[1] : end]
     name = f"{key}: {_short(text[start:end])} -> {_short(changed)}"

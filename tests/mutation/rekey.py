@@ -129,9 +129,7 @@ def _functions(sites: Sequence[_Site]) -> dict[str, list[str]]:
     }
 
 
-def _paired(
-    old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]
-) -> dict[str, _Pair]:
+def _paired(old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> dict[str, _Pair]:
     """For every function of the old version that has one, its counterpart."""
     pairs = {name: name for name in old if name in new}
     likeness = sorted(
@@ -227,9 +225,7 @@ def _move(old: Sequence[_Site], new: Sequence[_Site], mapped: dict[str, _Site]) 
             mapped |= {x.mutant.key: y for x, y in zip(sites, there[text], strict=True)}
 
 
-def _similar(
-    old: Sequence[_Site], new: Sequence[_Site], pairs: Mapping[str, str]
-) -> list[Found]:
+def _similar(old: Sequence[_Site], new: Sequence[_Site], pairs: Mapping[str, str]) -> list[Found]:
     """What comes nearest to mutants without an equal one, the most similar pairs first."""
     scores: dict[str, list[tuple[float, int]]] = {}
     for x in old:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -58,7 +58,7 @@ def lines_run(
 
 
 @contextmanager
-def _tracing(folder: Path, lines: set[tuple[str, int]]):  # noqa: ANN202
+def _tracing(folder: Path, lines: set[tuple[str, int]]) -> Iterator[None]:
     """Notes every line that runs in a folder, in this thread and in those that it starts."""
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:

@@ -299,8 +299,8 @@ def launch_hopper_backward(
 ) -> None:
     """Writes dk and dv of a call that ``takes`` is true of, on the current device.
 
-    lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. dq without sm_scale is added to
-    ``sums``, float32 (B,H,M_padded,padded(D,Dv)) in the order of ``rows_of_blocks``, unless that is
+    lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. dq without sm_scale is added
+    to ``sums``, float32 (B,H,M_padded,padded(D,Dv)) in the order of ``rows_of_blocks``, unless that is
     None.
     """
     kernels = _kernels()

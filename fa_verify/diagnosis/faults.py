@@ -377,7 +377,7 @@ _ONE_PASS = (
     ),
     _fault(
         "dq_of_sums: dq is not scaled",
-        "blind: as of what is summed in registers and scaled there",
+        "independent: as of what is summed in registers and scaled there",
         "T3 G1",
         (_DQ_POSTPROCESS, "dq = sums * scale_from_bits(sm_scale_bits).to(ACC)", "dq = sums"),
         hidden="where sm_scale is 1",
@@ -586,7 +586,7 @@ _SPLITS = (
 _PACKED = (
     _fault(
         "forward: the keys of a sequence begin where its queries do",
-        "blind: one cu_seqlens for both, which self-attention hides",
+        "independent: one cu_seqlens for both, which self-attention hides",
         "T3 G1",
         (_SEQLEN_INFO, "batch.seqlens_k_ptr, b,", "batch.seqlens_q_ptr, b,"),
         hidden="where queries and keys have the same lengths",
@@ -611,14 +611,14 @@ _PACKED = (
     ),
     _fault(
         "tiles: a sequence's first tile is found in the sequence before",
-        "blind: a binary search off by one",
+        "independent: a binary search off by one",
         "T3 G1",
         (_SEQLEN_INFO, "// BLOCK + middle <= place:", "// BLOCK + middle < place:"),
         hidden="where all sequences have as many tiles",
     ),
     _fault(
         "sizes: tiles in a row are counted as of one sequence",
-        "blind: rows over the block, rounded up, are enough of one sequence",
+        "independent: rows over the block, rounded up, are enough of one sequence",
         "T3 G1",
         (_SIZES, "self.ends[side] // block + self.B", "cdiv(self.ends[side], block)"),
         hidden="where all sequences have as many tiles",
@@ -632,14 +632,14 @@ _PACKED = (
     ),
     _fault(
         "dq_of_sums: the last tile reaches the next sequence",
-        "blind: whole tiles need no mask, which is true of padded sequences",
+        "independent: whole tiles need no mask, which is true of padded sequences",
         "T3 G1",
         (_DQ_POSTPROCESS, "(dq_ptr, first, end,", "(dq_ptr, first, end + BLOCK_M,"),
         hidden="where the last offset is the number of rows, or rows are whole tiles",
     ),
     _fault(
         "dkdv: sums of dq lie where the rows of q do",
-        "blind: as padded sequences have them",
+        "independent: as padded sequences have them",
         "T3 G1",
         (
             _DKDV,

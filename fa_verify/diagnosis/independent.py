@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fa_verify.diagnosis.mutant import Edit, Mutant
 
-__all__ = ["BLIND"]
+__all__ = ["INDEPENDENT"]
 
-BLIND: tuple[Mutant, ...] = (
+INDEPENDENT: tuple[Mutant, ...] = (
     Mutant(
         name="forward: conditional rescaling with a threshold that fp16 P cannot hold",
         edits=(
@@ -18,7 +18,7 @@ BLIND: tuple[Mutant, ...] = (
                 "        m_new = tl.where(m_top - m_i > 24.0, m_top, m_i)\n",
             ),
         ),
-        origin="blind: FlashAttention-4's lazy rescaling, its threshold raised from 8 bits to the "
+        origin="FlashAttention-4's lazy rescaling, its threshold raised from 8 bits to the "
         "24 of a float32 accumulator, though P is rounded to fp16 first. fp16, config 16x16, D 16, "
         "N 32, q = 1, k = 0 except key 16 = 3.25 (score 13 nats, 18.8 bits above the first tile): "
         "P = 4e5 is inf, so is out; the right out is about v[16].",
@@ -32,7 +32,7 @@ BLIND: tuple[Mutant, ...] = (
                 "mask=offs_m < end, other=0.0)",
             ),
         ),
-        origin="blind: the fill value of all other loads, on the belief that rows past M are never "
+        origin="the fill value of all other loads, on the belief that rows past M are never "
         "used; they make lse2 finite, so dk/dv reads q and dout past M and adds 0 * them. fp32, "
         "config 16x16, M 20, q and dout are [:, :, :20] of buffers (1, 1, 256, 16) that hold NaN "
         "from row 20 on: dk and dv are NaN (likewise, contiguous, from a NaN in the next head).",
@@ -48,7 +48,7 @@ BLIND: tuple[Mutant, ...] = (
                 "        dv = tl.dot(p, dout, dv,",
             ),
         ),
-        origin="blind: P is cast once for both of its uses to save registers, so dS is rounded "
+        origin="P is cast once for both of its uses to save registers, so dS is rounded "
         "twice and dies with a P below 2**-25 in fp16. fp16, M = N = 32, D = Dv = 16, q = 1, k = 0 "
         "but key 0 = 4.5 (score 18: all other P are 1.5e-8), v = 2000 but row 0 = 0, dout = 100: "
         "dk of the other keys is 0.39, the fault gives 0.",
@@ -62,7 +62,7 @@ BLIND: tuple[Mutant, ...] = (
                 "tl.trans(q_t), dk, out_dtype=CONFIG.ACC",
             ),
         ),
-        origin="blind, GPU only: an argument lost in a merge; Triton then takes TF32. fp32 with "
+        origin="GPU only: an argument lost in a merge; Triton then takes TF32. fp32 with "
         "config default on any GPU with TF32, unit-Gaussian data: dk alone is off by about 5e-4 "
         "relative where IEEE dots give 1e-6; the interpreter sees nothing.",
     ),
@@ -81,7 +81,7 @@ BLIND: tuple[Mutant, ...] = (
             ),
             Edit("fa_kernels/kernels/portable/dq.py", "dq * sm_scale.to(ACC)", "dq * LN2"),
         ),
-        origin="blind: as in Triton's tutorial (the scale in base 2 inside, LN2 at the end), which "
+        origin="as in Triton's tutorial (the scale in base 2 inside, LN2 at the end), which "
         "takes fp16 dS into the subnormals or over the maximum. fp16, D = 16, N = 32, sm_scale "
         "2**-22, k uniform in +-2**14, q, v, dout unit-Gaussian: dS is about 4e-8 where the fp16 "
         "step is 6e-8, so dq (about 0.002) is off by tens of per cent.",
@@ -99,7 +99,7 @@ BLIND: tuple[Mutant, ...] = (
                 "    tiles, list_ptr = key_tiles(block, mask, lists, NARROW)\n",
             ),
         ),
-        origin="blind: a copy of the dk/dv call with a slip; right for square tiles, for "
+        origin="a copy of the dk/dv call with a slip; right for square tiles, for "
         "block_m < block_n and for an unbounded window. fp32, config 32x16, M = N = 64, D 16, "
         "causal: for the query tile 0..31 the range ends at key 16, so dq of rows 16..31 lacks "
         "their keys from 16 on.",
@@ -113,7 +113,7 @@ BLIND: tuple[Mutant, ...] = (
                 "# A multiple of every block_m of the table.\nROW_PADDING = 128\n",
             ),
         ),
-        origin="blind: saves scratch, as no tile of the table has more than 128 rows; a caller's "
+        origin="saves scratch, as no tile of the table has more than 128 rows; a caller's "
         "Tile may have 256 and then reads the next head's lse2 (past the last head: foreign "
         "memory). fp32, dkdv=Tile(256, 16), H = Hk = 2, M 100, q, k, v, dout are [:, :, :100] of "
         "(1, 2, 256, 16) buffers with NaN from row 100 on: rows 128..227 count as live, dk and dv "
@@ -128,7 +128,7 @@ BLIND: tuple[Mutant, ...] = (
                 "ALIGNED=_alignment(q, k, v, dk, dv), ONE_PASS",
             ),
         ),
-        origin="blind: the list of what is read and written, by somebody who takes a gradient for "
+        origin="the list of what is read and written, by somebody who takes a gradient for "
         "contiguous. fp16, D = Dv = 16, dout = randn(1, 1, 16, 32).transpose(2, 3): its column "
         "stride counts as 1 and its row stride as 0, dk and dv are wrong; out.sum().backward() "
         "(all strides 0) reads 15 elements past a scalar.",
@@ -142,7 +142,7 @@ BLIND: tuple[Mutant, ...] = (
                 "M + N if x is None else min(x, N)",
             ),
         ),
-        origin="blind: 'a window cannot reach further than there are keys'; true to the left, but "
+        origin="'a window cannot reach further than there are keys'; true to the left, but "
         "with M > N a query stands before key 0. fp32, M 64, N 16, window_size=(None, 40): row m "
         "sees n <= m - 8, with the fault n <= m - 32, so rows 8..31 give out 0 and lse -inf.",
     ),
@@ -155,7 +155,7 @@ BLIND: tuple[Mutant, ...] = (
                 "        return lengths, None\n",
             ),
         ),
-        origin="blind: 'one axis, shape (B,), is contiguous anyway', and autograd then watches the "
+        origin="'one axis, shape (B,), is contiguous anyway', and autograd then watches the "
         "caller's own tensor; the kernels load at pointer + b. B 2, N 16, seqlens_k = "
         "torch.tensor([[5, 11], [7, 11]], dtype=torch.int32)[:, 0]: batch entry 1 is computed "
         "with 11 keys in place of 7.",

@@ -40,6 +40,7 @@ class Mutant:
         hidden: Where no input shows it, a clause: "while a row spans one tile".
         equivalent: Why no input of the contract shows it at all; empty where one does.
         missed: Why the suite does not find it although there is something to find.
+        key: Of one that an operator made: file, function, operator and the number of the proposal.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Mutant:
     hidden: str = ""
     equivalent: str = ""
     missed: str = ""
+    key: str = ""
 
 
 def faults_of(file: str, caught_by: str, *rows: tuple[str, ...]) -> tuple[Mutant, ...]:

@@ -15,6 +15,8 @@ __all__ = ["ENDS", "Outcome", "outcome", "read", "write"]
 # How a mutant can end, best first: a check said what is wrong; it raised, crashed or hung by
 # itself; nothing noticed.
 ENDS = ("killed", "raised", "crashed", "timed out", "survived")
+# Sources as files call them that were written before.
+_RENAMED = {"referee": "harness", "blind": "independent"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Outcome:
         """Whether it survived, and nothing says why."""
         return self.end == "survived" and not (self.equivalent or self.missed)
 
+    @property
+    def refuted(self) -> bool:
+        """Whether a reason says that nothing notices it, and something does."""
+        return self.end != "survived" and bool(self.equivalent)
+
 
 def outcome(source: str, mutant: Mutant, ended: Ended, equivalent: str = "") -> Outcome:
     """The outcome of a mutant, judged in a fork."""
@@ -84,5 +91,9 @@ def write(outcomes: Iterable[Outcome], path: Path) -> None:
 
 def read(path: Path) -> list[Outcome]:
     """What ``write`` wrote."""
-    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [Outcome(**{**record, "checks": tuple(record["checks"])}) for record in records]
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        source = _RENAMED.get(record["source"], record["source"])
+        found.append(Outcome(**{**record, "source": source, "checks": tuple(record["checks"])}))
+    return found

@@ -1,1 +1,1 @@
-"""Mutants: faults put into copies of the kernels and of their referee, to see them found."""
+"""Mutants of the kernels, and of the harness that judges them: each fault has to be found."""

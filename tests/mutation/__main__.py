@@ -1,4 +1,9 @@
-"""Puts mutants before their judges: ``python -m tests.mutation [source ...] [options]``."""
+"""Puts mutants before their judges.
+
+python -m tests.mutation [source ...] [options]
+python -m tests.mutation harness [--every N] [--seed S]
+python -m tests.mutation equivalents [--rekey OLD_TREE] [--apply]
+"""
 
 from __future__ import annotations
 
@@ -9,34 +14,46 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.forks import in_forks
-from fa_verify.diagnosis.independent import BLIND
-from fa_verify.diagnosis.mutant import Mutant, StaleError
+from fa_verify.diagnosis.independent import INDEPENDENT
+from fa_verify.diagnosis.mutant import Mutant
 from fa_verify.diagnosis.outcomes import Outcome, outcome, write
 from fa_verify.diagnosis.subtle import SUBTLE
+from tests.mutation import equivalent, harness
+from tests.mutation.changes import change_of
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.interpreting import interpret
 from tests.mutation.operators import HOPPER_SITES, mechanical
 from tests.mutation.report import summary, tables
 
-SOURCES = ("referee", "faults", "blind", "subtle", "mechanical", "hopper")
-# Those that nobody notices take 100 to 300, by the machine and by what runs beside them.
+if TYPE_CHECKING:
+    from fa_verify.properties.execution.trial import Question
+    from tests.mutation.trials import Step
+
+SOURCES = ("harness", "faults", "independent", "subtle", "mechanical", "hopper")
+# A survivor takes 100 to 300, by the machine and by what runs beside it.
 SECONDS = 400.0
+# Of the mechanical mutants of the harness.
+EVERY = 300
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if nothing survived that should not."""
+    """Returns 0 if nothing survived that should not, and no reason to survive was false."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["equivalents"]:
+        return equivalent.main(arguments[1:])
     options = _options(arguments)
     kernels = sources_of(PACKAGE)
     found: list[Outcome] = []
-    # Forks share the CPUs. As ``keep_to_one_thread``, but that is a part of the referee, which
-    # nothing may import before its mutants do.
+    # Forks share the CPUs. ``keep_to_one_thread`` does this too, but it is a part of the harness,
+    # which nothing may import before its mutants do.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if "referee" in options.sources:
-        found += _referee(options)
+    if "harness" in options.sources:
+        found += _harness(options)
     if chosen := _chosen(kernels, options):
         found += _kernels(kernels, chosen, options)
     folder = Path(options.out)
@@ -48,16 +65,29 @@ def main(arguments: list[str] | None = None) -> int:
         draw(found, folder / "kills.png")
     print(summary(found))
     print(f"written to {folder}")
-    return int(any(x.unexplained for x in found))
+    # A sample of the harness has a rate, and no survivor of it has been looked at.
+    return int(any(x.refuted or (x.unexplained and x.source != "sampled") for x in found))
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("sources", nargs="*", metavar="source", help=f"out of {', '.join(SOURCES)}")
     parser.add_argument("--full", action="store_true", help="every check of every mutant, untimed")
     parser.add_argument(
-        "--remember", action="store_true", help="ask what kills a fault first from now on"
+        "--remember", action="store_true", help="run the step that kills a fault first from now on"
     )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=EVERY,
+        metavar="N",
+        help=f"one in N mechanical mutants of the harness, {EVERY} unless given; 0: none",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument("--only", default="", metavar="TEXT", help="names that hold this text")
     parser.add_argument("--out", default="build/mutation", metavar="FOLDER", help="for the reports")
@@ -73,29 +103,35 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[str, Mutant]]:
     """(source, mutant) of what the options ask for, of the kernels."""
     made, on_hopper = mechanical(kernels), mechanical(kernels, HOPPER_SITES)
-    stale = EQUIVALENT.keys() - {mutant.name for mutant in (*made, *on_hopper)}
-    if stale:
-        raise StaleError(f"listed as equivalent, but no such mutant is made: {sorted(stale)}")
-    lists = {"faults": FAULTS, "blind": BLIND, "subtle": SUBTLE, "mechanical": made}
-    lists["hopper"] = on_hopper
+    equivalent.check_listed((*made, *on_hopper))
+    lists = {
+        "faults": FAULTS, "independent": INDEPENDENT, "subtle": SUBTLE, "mechanical": made,
+        "hopper": on_hopper,
+    }  # fmt: skip
     return [
         (source, mutant)
         for source, mutants in lists.items()
         for mutant in mutants
         if source in options.sources
         and options.only in mutant.name
-        # They take all of the time that there is to show that nothing happens.
-        and (options.full or not (mutant.equivalent or mutant.name in EQUIVALENT))
+        # These take all of the time that there is to show that nothing happens.
+        and (options.full or not mutant.equivalent)
     ]
 
 
-def _referee(options: argparse.Namespace) -> list[Outcome]:
-    from tests.mutation.referee import REFEREE
-    from tests.mutation.referee_verdict import judged_referee, warm_up
+def _harness(options: argparse.Namespace) -> list[Outcome]:
+    """Those written by hand, and a sample of the mechanical ones."""
+    from tests.mutation.harness_mutants import HARNESS
+    from tests.mutation.harness_verdict import judged_harness, warm_up
 
     warm_up()
-    chosen = [("referee", x) for x in REFEREE if options.only in x.name]
-    return _judged(chosen, [partial(judged_referee, mutant) for _, mutant in chosen], options)
+    chosen = [("harness", x) for x in HARNESS]
+    if options.every:
+        sources = sources_of("oracles", "properties", "simulator", "fa_verify")
+        sampled = harness.sample(sources, options.every, options.seed)
+        chosen += [("sampled", x) for x in sampled]
+    chosen = [(source, x) for source, x in chosen if options.only in x.name]
+    return _judged(chosen, [partial(judged_harness, mutant) for _, mutant in chosen], options)
 
 
 def _kernels(
@@ -103,8 +139,8 @@ def _kernels(
 ) -> list[Outcome]:
     interpret()
     from fa_verify.subjects.emulation import emulate
-    from tests.mutation.asked_first import asked_first, remember
     from tests.mutation.hopper import ON_HOPPER
+    from tests.mutation.kill_order import kill_order, remember
     from tests.mutation.trials import ORDINARY, QUICK, STEPS
     from tests.mutation.verdict import asked, judged_kernels, warmed
 
@@ -114,12 +150,14 @@ def _kernels(
     lists = {source: of_sources.get(source, STEPS) for source, _ in chosen}
     questions = {steps: asked(steps) for steps in set(lists.values())}
     warmed(next(iter(questions.values())))
-    firsts = asked_first()
+    firsts = kill_order()
+    spots = {} if options.full else _spots(kernels, chosen, lists, questions)
     works = [
         partial(
-            judged_kernels, kernels, mutant, lists[source], questions[lists[source]],
+            judged_kernels, kernels, mutant,
+            *spots.get(mutant.key, (lists[source], questions[lists[source]])),
             first=firsts.get(mutant.name, "") if source == "faults" else "",
-            full=options.full, units=units.get(source, len(QUICK)),
+            full=options.full, units=-1 if mutant.key in spots else units.get(source, len(QUICK)),
             prepare=emulate if source == "hopper" else None,
         )
         for source, mutant in chosen
@@ -127,6 +165,30 @@ def _kernels(
     found = _judged(chosen, works, options)
     if options.remember:
         remember(found, STEPS)
+    return found
+
+
+def _spots(
+    kernels: dict[str, str],
+    chosen: list[tuple[str, Mutant]],
+    lists: dict[str, tuple[Step, ...]],
+    questions: dict[tuple[Step, ...], list[Question]],
+) -> dict[str, tuple[list[Step], list[Question]]]:
+    """By the key of a mutant that is listed as equivalent, the few steps that it is asked."""
+    from tests.mutation.spot_checks import lines_run, steps_of
+    from tests.mutation.trials import QUICK
+
+    listed = [(source, mutant) for source, mutant in chosen if mutant.key in EQUIVALENT]
+    run = {"hopper": [frozenset()] * len(lists["hopper"])} if "hopper" in lists else {}
+    if any(source == "mechanical" for source, _ in listed):
+        trace = partial(lines_run, kernels, QUICK, questions[lists["mechanical"]][: len(QUICK)])
+        (traced,) = in_forks([trace], jobs=1, seconds=3600.0)
+        run["mechanical"] = traced.value
+    found = {}
+    for source, mutant in listed:
+        numbers = steps_of(change_of(kernels, mutant), run[source])
+        steps, asked = lists[source], questions[lists[source]]
+        found[mutant.key] = [steps[i] for i in numbers], [asked[i] for i in numbers]
     return found
 
 
@@ -142,7 +204,7 @@ def _judged(
     seconds = 3600.0 if options.full else SECONDS
     for ended in in_forks(works, jobs=options.jobs, seconds=seconds):
         source, mutant = chosen[ended.number]
-        reason = mutant.equivalent or EQUIVALENT.get(mutant.name, "")
+        reason = mutant.equivalent or EQUIVALENT.get(mutant.key, "")
         result = found[ended.number] = outcome(source, mutant, ended, reason)
         by = f" by {', '.join(result.checks)}" if result.checks else ""
         print(

@@ -12,7 +12,7 @@ from pathlib import Path
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.forks import Ended, in_forks
-from fa_verify.diagnosis.independent import BLIND
+from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.mutant import Mutant
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.interpreting import interpret
@@ -59,9 +59,9 @@ def main() -> None:
 
 
 def _mutants(sources: dict[str, str]) -> list[Mutant]:
-    """Faults on record, blind faults, and a share of the mechanical mutants."""
-    made = [x for x in mechanical(sources) if x.name not in EQUIVALENT]
-    return [x for x in (*FAULTS, *BLIND, *made[::EVERY]) if not x.equivalent]
+    """Faults on record, independent mutants, and a share of the mechanical mutants."""
+    made = [x for x in mechanical(sources) if x.key not in EQUIVALENT]
+    return [x for x in (*FAULTS, *INDEPENDENT, *made[::EVERY]) if not x.equivalent]
 
 
 def _report(

@@ -1,7 +1,8 @@
 """Mutants by the hundred: operators over the syntax trees of kernels, launchers and tile ranges.
 
-Every operator takes one node of a function's body and proposes other text for it. The text of all
-else stays, line for line.
+Every operator takes one node of a function's body and proposes other text for it. The rest of the
+text stays, line for line. A mutant's key names the file, the function, the operator and the number
+of the proposal, which survives most changes of the text: ``portable/dq.py:_accumulate compare 3``.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from fa_verify.diagnosis.mutant import Edit, Mutant
 
@@ -88,20 +91,22 @@ _CONFUSABLE = [
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """A file's text, with the place of every line."""
 
     file: str
     text: str
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where each line begins."""
+        return [0, *accumulate(map(len, self.text.splitlines(keepends=True)))]
+
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Where a node's text begins and ends."""
-        starts = [0]
-        for line in self.text.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
         return (
-            starts[node.lineno - 1] + node.col_offset,
-            starts[node.end_lineno - 1] + node.end_col_offset,
+            self._starts[node.lineno - 1] + node.col_offset,
+            self._starts[node.end_lineno - 1] + node.end_col_offset,
         )
 
     def of(self, node: ast.AST) -> str:
@@ -110,29 +115,31 @@ class _Source:
 
 
 # What an operator yields: the span of the text to replace, and the new text.
-_Change = tuple[tuple[int, int], str]
+Change = tuple[tuple[int, int], str]
+# Takes a file, a node of a function in it, and the names that the function uses.
+Operator = Callable[[Source, ast.AST, set[str]], Iterator[Change]]
 
 
-def _symbol(source: _Source, left: ast.AST, right: ast.AST, old: str, new: str) -> _Change:
+def _symbol(source: Source, left: ast.AST, right: ast.AST, old: str, new: str) -> Change:
     """An operator's symbol between two operands replaced."""
     start, end = source.span(left)[1], source.span(right)[0]
     at = start + source.text[start:end].index(old)
     return (at, at + len(old)), new
 
 
-def compare(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def compare(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """< for <= and the other way round, == for !=."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
         yield _symbol(source, node.left, node.comparators[0], *_COMPARISONS[type(node.ops[0])])
 
 
-def arithmetic(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def arithmetic(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """Plus for minus, times for divide, and for or."""
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         yield _symbol(source, node.left, node.right, *_BINARY[type(node.op)])
 
 
-def drop_operand(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def drop_operand(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """One operand alone, in place of both: a rescale, a scale, an offset forgotten."""
     if isinstance(node, ast.BinOp):
         yield source.span(node), f"({source.of(node.left)})"
@@ -140,13 +147,13 @@ def drop_operand(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_
             yield source.span(node), f"({source.of(node.right)})"
 
 
-def off_by_one(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def off_by_one(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """A whole number one larger."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         yield source.span(node), str(node.value + 1)
 
 
-def infinity(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def infinity(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """0.0 for -inf, and back."""
     if isinstance(node, ast.Constant) and type(node.value) is float and node.value == 0:
         yield source.span(node), '(-float("inf"))'
@@ -154,13 +161,13 @@ def infinity(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Chan
         yield source.span(node), "0.0"
 
 
-def drop_sign(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def drop_sign(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """A minus forgotten."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         yield source.span(node), source.of(node.operand)
 
 
-def drop_call(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def drop_call(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """An argument alone, in place of a select, minimum, maximum, transpose, cast or rounding up."""
     if not isinstance(node, ast.Call):
         return
@@ -179,7 +186,7 @@ def drop_call(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Cha
         yield source.span(node), f"({source.of(node.func.value)})"
 
 
-def drop_argument(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def drop_argument(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """A keyword argument left out; of a load ``other`` goes with the mask."""
     if not isinstance(node, ast.Call):
         return
@@ -192,7 +199,7 @@ def drop_argument(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[
         yield source.span(node), f"{source.of(node.func)}({', '.join(kept)})"
 
 
-def swap_dot(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def swap_dot(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """The operands of a dot exchanged; its accumulator left out."""
     if not isinstance(node, ast.Call) or source.of(node.func) != "tl.dot":
         return
@@ -204,7 +211,7 @@ def swap_dot(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Chan
         yield source.span(node), f"tl.dot({', '.join([*arguments[:2], *keywords])})"
 
 
-def exchange_name(source: _Source, node: ast.AST, names: set[str]) -> Iterator[_Change]:
+def exchange_name(source: Source, node: ast.AST, names: set[str]) -> Iterator[Change]:
     """Another variable of the function that stands for the same kind of thing."""
     if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
         return
@@ -215,7 +222,7 @@ def exchange_name(source: _Source, node: ast.AST, names: set[str]) -> Iterator[_
                 yield source.span(node), other
 
 
-def exchange_field(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def exchange_field(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """q.stride() for k.stride(), M for N of a shape: the name in front of an attribute."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         for a, b in (("q", "k"), ("k", "v"), ("v", "dout"), ("dout", "q"), ("forward", "dq"),
@@ -227,7 +234,7 @@ def exchange_field(source: _Source, node: ast.AST, _names: set[str]) -> Iterator
                 yield source.span(node), f"{node.value.id}.{b}"
 
 
-def condition(source: _Source, node: ast.AST, _names: set[str]) -> Iterator[_Change]:
+def condition(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """An ``if`` always taken, and never."""
     if isinstance(node, ast.If | ast.IfExp):
         yield source.span(node.test), "True"
@@ -240,32 +247,50 @@ OPERATORS = (
 )  # fmt: skip
 
 
-def mechanical(sources: Mapping[str, str], sites: Sequence[str] = SITES) -> list[Mutant]:
+def mechanical(
+    sources: Mapping[str, str],
+    sites: Sequence[str] = SITES,
+    operators: Sequence[Operator] = OPERATORS,
+    *,
+    constants: bool = False,
+) -> list[Mutant]:
     """Every mutant that the operators make of some files, in the order of the text.
 
     Args:
         sources: Path from the root of the repository to text.
         sites: Paths of the files.
+        operators: Each takes a node and yields changes.
+        constants: Mutate what modules and classes assign, too.
     """
-    return [mutant for file in sites for mutant in _of_file(_Source(file, sources[file]))]
+    return [
+        mutant
+        for file in sites
+        for mutant in _of_file(Source(file, sources[file]), operators, constants)
+    ]
 
 
-def _of_file(source: _Source) -> Iterator[Mutant]:
-    seen: Counter[str] = Counter()
+def _of_file(source: Source, operators: Sequence[Operator], constants: bool) -> Iterator[Mutant]:
+    counts: Counter[str] = Counter()
     texts: set[str] = set()
-    for name, function in _functions(ast.parse(source.text).body):
-        nodes = [x for statement in _body(function) for x in _walked(statement)]
-        names = {argument.arg for argument in function.args.args}
-        names |= {x.id for x in nodes if isinstance(x, ast.Name)}
+    file = "/".join(source.file.split("/")[-2:])
+    body = ast.parse(source.text).body
+    scopes = [(name, _body(of), {x.arg for x in of.args.args}) for name, of in _functions(body)]
+    if constants:
+        scopes.insert(0, ("constants", list(_assigned(body)), set()))
+    for name, statements, arguments in scopes:
+        nodes = [x for statement in statements for x in _walked(statement)]
+        names = arguments | {x.id for x in nodes if isinstance(x, ast.Name)}
         placed = [x for x in nodes if hasattr(x, "lineno")]
         for node in sorted(placed, key=lambda x: (x.lineno, x.col_offset)):
-            for operator in OPERATORS:
+            for operator in operators:
                 for span, new in operator(source, node, names):
-                    mutant = _mutant(source, name, operator.__name__, span, new, seen)
+                    counted = f"{file}:{name} {operator.__name__}"
+                    # Every proposal counts, so that no operator's numbers depend on another's.
+                    counts[counted] += 1
                     text = source.text[: span[0]] + new + source.text[span[1] :]
                     if text not in texts and new.strip("()") != source.text[slice(*span)]:
                         texts.add(text)
-                        yield mutant
+                        yield _mutant(source, f"{counted} {counts[counted]}", span, new)
 
 
 def _functions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -276,6 +301,18 @@ def _functions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.FunctionDef]]:
         elif isinstance(statement, ast.ClassDef):
             for name, function in _functions(statement.body):
                 yield f"{statement.name}.{name}", function
+
+
+def _assigned(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """What modules and classes assign, but for what Python itself reads."""
+    for statement in body:
+        if isinstance(statement, ast.ClassDef):
+            yield from _assigned(statement.body)
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        is_special = isinstance(targets[0], ast.Name) and targets[0].id.startswith("__")
+        value = getattr(statement, "value", None)
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and value and not is_special:
+            yield ast.Expr(value)
 
 
 def _walked(node: ast.AST) -> Iterator[ast.AST]:
@@ -292,25 +329,15 @@ def _body(function: ast.FunctionDef) -> list[ast.stmt]:
     return function.body[1:] if ast.get_docstring(function) is not None else function.body
 
 
-def _mutant(
-    source: _Source,
-    function: str,
-    operator: str,
-    span: tuple[int, int],
-    new: str,
-    seen: Counter[str],
-) -> Mutant:
-    """The change as a mutant, named by the lines before and after it."""
+def _mutant(source: Source, key: str, span: tuple[int, int], new: str) -> Mutant:
+    """The change as a mutant, named by its key and the lines before and after it."""
     text = source.text
-    start = text.rindex("\n", 0, span[0]) + 1
+    start = text.rfind("\n", 0, span[0]) + 1
     end = text.index("\n", span[1])
     changed = text[start : span[0]] + new + text[span[1] : end]
-    old, new_lines = _short(text[start:end]), _short(changed)
-    name = f"{'/'.join(source.file.split('/')[-2:])}:{function} {old} -> {new_lines}"
-    seen[name] += 1
-    if seen[name] > 1:
-        name += f" ({seen[name]})"
-    return Mutant(name, (_unique(source, start, end, changed),), origin=operator)
+    name = f"{key}: {_short(text[start:end])} -> {_short(changed)}"
+    edit = _unique(source, start, end, changed)
+    return Mutant(name, (edit,), origin=key.split()[1], key=key)
 
 
 def _short(lines: str) -> str:
@@ -318,7 +345,7 @@ def _short(lines: str) -> str:
     return re.sub(r"\s+", " ", lines).strip()
 
 
-def _unique(source: _Source, start: int, end: int, changed: str) -> Edit:
+def _unique(source: Source, start: int, end: int, changed: str) -> Edit:
     """The edit, with as many whole lines before the change as make its text unique."""
     text = source.text
     first = start

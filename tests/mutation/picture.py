@@ -22,7 +22,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         path: Where to.
     """
     mpl.use("agg")
-    killed = [x for x in outcomes if x.checks and x.source != "referee"]
+    killed = [x for x in outcomes if x.checks and x.source != "harness"]
     killed.sort(key=lambda x: (x.source, x.file, x.checks))
     checks = list(dict.fromkeys(check for x in killed for check in x.checks))
     marks = [[check in x.checks for x in killed] for check in checks]

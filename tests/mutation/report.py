@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fa_verify.diagnosis.outcomes import ENDS, Outcome
+from tests.mutation.harness import rate_interval
 
 __all__ = ["markdown_table", "summary", "tables"]
 
@@ -21,7 +22,19 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         killing = [x.seconds for x in of_source if x.end == "killed"]
         speed = f"; median kill {statistics.median(killing):.2f} s" if killing else ""
         lines.append(f"{source}: {len(of_source)} mutants, {counted}{speed}")
+    if sampled := [x for x in outcomes if x.source == "sampled"]:
+        noticed = sum(not x.unexplained for x in sampled)
+        low, high = rate_interval(noticed, len(sampled))
+        lines.append(
+            f"mechanical mutants of the harness: {noticed / len(sampled):.0%} noticed, "
+            f"of all {low:.0%} to {high:.0%} (95 %)"
+        )
     lines += [f"NOT KILLED: {x.name}" for x in outcomes if x.unexplained]
+    lines += [
+        f"LISTED AS EQUIVALENT, BUT {x.end.upper()} by {', '.join(x.checks) or 'itself'}: {x.name}"
+        for x in outcomes
+        if x.refuted
+    ]
     lines += [
         f"missed, as is known: {x.name}" for x in outcomes if x.end == "survived" and x.missed
     ]
@@ -43,6 +56,11 @@ def tables(outcomes: Sequence[Outcome], *, full: bool) -> str:
         (x.name, x.equivalent or f"**missed**: {x.missed or 'why is not known'}") for x in survivors
     ]
     parts.append("## Survivors\n\n" + markdown_table(("mutant", "why no input shows it"), rows))
+    if refuted := [
+        (x.name, x.equivalent, ", ".join((x.end, *x.checks))) for x in outcomes if x.refuted
+    ]:
+        head = ("mutant", "listed as equivalent because", "end")
+        parts.append("## Reasons that are false\n\n" + markdown_table(head, refuted))
     return "\n\n".join(parts) + "\n"
 
 
@@ -84,7 +102,7 @@ def _by_check(outcomes: Sequence[Outcome]) -> str:
 def _matrix(outcomes: Sequence[Outcome]) -> str:
     """Named mutants against every check that fails on them; of the others the shares."""
     checks = list(dict.fromkeys(check for x in outcomes for check in x.checks))
-    named = [x for x in outcomes if x.source in ("faults", "blind", "subtle")]
+    named = [x for x in outcomes if x.source in ("faults", "independent", "subtle")]
     rows = [
         (x.name, *("x" if check in x.checks else "" for check in checks)) for x in named if x.checks
     ]

@@ -15,7 +15,7 @@ from fa_verify.properties.execution.trial import PlannedRun, SubjectError, Trial
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
 from fa_verify.subjects.ours import adapted, flash_attention
-from tests.mutation.asked_first import UNIT_TESTS
+from tests.mutation.kill_order import UNIT_TESTS
 from tests.mutation.trials import CHECKS, QUICK, Step
 from tests.mutation.unit_tests import TESTED_ALONE, failure_of
 

@@ -184,7 +184,7 @@ def mutants(path: Path) -> dict[str, Any] | None:
 
 def _matrix(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Mutants with the checks that fail on them, where every check was asked; else nothing."""
-    asked = [x for x in outcomes if x.checks and x.source != "referee"]
+    asked = [x for x in outcomes if x.checks and x.source != "harness"]
     if all(len(x.checks) == 1 for x in asked):
         return []
     return [{"source": x.source, "mutant": x.name, "checks": [*x.checks]} for x in asked]

@@ -10,18 +10,18 @@ import pytest
 
 from fa_verify.diagnosis.copies import sources_of
 from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.independent import BLIND
+from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.mutant import Edit, Mutant, StaleError, mutated
 from fa_verify.diagnosis.subtle import SUBTLE
 from tests.mutation.first_failure import unit_test_file
 from tests.mutation.hardware import HARDWARE
-from tests.mutation.referee import REFEREE
+from tests.mutation.harness_mutants import HARNESS
 
 LISTS: dict[str, tuple[Mutant, ...]] = {
     "faults": FAULTS,
-    "blind": BLIND,
+    "independent": INDEPENDENT,
     "subtle": SUBTLE,
-    "referee": REFEREE,
+    "harness": HARNESS,
     "hardware": tuple(x.mutant for x in HARDWARE),
 }
 ALL = [
@@ -58,8 +58,8 @@ def test_no_two_mutants_are_one(name):
     assert [edits for edits, count in counts.items() if count > 1] == []
 
 
-@pytest.mark.parametrize("mutant", REFEREE, ids=lambda mutant: mutant.name)
-def test_a_mutant_of_the_referee_names_the_tests_that_kill_it(mutant):
+@pytest.mark.parametrize("mutant", HARNESS, ids=lambda mutant: mutant.name)
+def test_a_mutant_of_the_harness_names_the_tests_that_kill_it(mutant):
     assert mutant.caught_by
     assert [unit_test_file(name) for name in mutant.caught_by]
 

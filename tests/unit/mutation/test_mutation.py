@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,8 @@ from fa_verify.diagnosis.forks import Ended, in_forks
 from fa_verify.diagnosis.mutant import Edit, Mutant, mutated
 from fa_verify.diagnosis.outcomes import Outcome, outcome, read, write
 from tests.mutation import interpreting
-from tests.mutation.asked_first import UNIT_TESTS, asked_first
-from tests.mutation.equivalent import EQUIVALENT
-from tests.mutation.operators import HOPPER_SITES, OPERATORS, SITES, mechanical
+from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, kill_order
+from tests.mutation.operators import OPERATORS, SITES, mechanical
 from tests.mutation.report import summary, tables
 from tests.mutation.trials import STEPS
 
@@ -83,17 +83,12 @@ def test_mechanical_mutants_are_several_hundred_valid_changes_of_one_line_each()
         ast.parse(changed[differing[0]])
 
 
-def test_what_is_listed_as_equivalent_exists():
-    made = (*mechanical(SOURCES), *mechanical(SOURCES, HOPPER_SITES))
-    assert EQUIVALENT.keys() <= {mutant.name for mutant in made}
-
-
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter runs mutants"
 )
-def test_the_command_asks_mutants_of_the_referee(tmp_path):
+def test_the_command_asks_mutants_of_the_harness(tmp_path):
     """In a process of its own: nothing of the project may be imported before them."""
-    chosen = ["referee", "--only", "a threshold is of natural exponents"]
+    chosen = ["harness", "--every", "0", "--only", "an infinite bound passes"]
     command = [sys.executable, "-m", "tests.mutation", *chosen, "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, "1 mutants, 1 killed" in done.stdout) == (0, True), done
@@ -143,6 +138,13 @@ def test_a_survivor_without_a_reason_is_named():
     assert "3 mutants, 1 killed, 2 survived; median kill 1.00 s" in summary(found)
 
 
+def test_a_listed_mutant_that_something_notices_is_named():
+    found = [one("killed", "why", ("G1",)), one("survived", "why"), one("raised", "why")]
+    assert [x.refuted for x in found] == [True, False, True]
+    assert "LISTED AS EQUIVALENT, BUT KILLED by G1: a killed mutant" in summary(found)
+    assert "| a killed mutant | why | killed, G1 |" in tables(found, full=False)
+
+
 def test_the_report_has_rates_and_reasons():
     found = [one("killed", checks=("G1", "T3")), one("survived"), one("survived", "why")]
     text = tables(found, full=True)
@@ -155,6 +157,13 @@ def test_outcomes_are_read_as_they_were_written(tmp_path):
     found = [one("killed", checks=("G1", "T3")), one("survived", "why")]
     write(found, tmp_path / "made" / "outcomes.jsonl")
     assert read(tmp_path / "made" / "outcomes.jsonl") == found
+
+
+def test_outcomes_and_kill_order_are_read_under_their_old_names(tmp_path):
+    write([replace(one("killed"), source="referee")], tmp_path / "outcomes.jsonl")
+    assert [x.source for x in read(tmp_path / "outcomes.jsonl")] == ["harness"]
+    (tmp_path / OLD_FILE.name).write_text('{"a fault": "unit tests"}')
+    assert kill_order(tmp_path / "kill_order.json") == {"a fault": UNIT_TESTS}
 
 
 def test_a_launch_that_nobody_waits_for_raises(monkeypatch):
@@ -177,8 +186,8 @@ def looked_at():
     """Never run."""
 
 
-def test_what_is_asked_first_is_of_faults_and_steps_that_there_are():
+def test_kill_order_names_faults_and_steps_that_there_are():
     known = {step.problem.to_json() for step in STEPS} | {UNIT_TESTS}
-    firsts = asked_first()
+    firsts = kill_order()
     assert firsts.keys() <= {fault.name for fault in FAULTS}
     assert set(firsts.values()) <= known

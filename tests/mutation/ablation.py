@@ -1,6 +1,6 @@
-"""What the companions of the bound add: ``python -m tests.mutation.worth``.
+"""An ablation of the companions of the bound: ``python -m tests.mutation.ablation``.
 
-For each of them a fault, and a problem on which it finds the fault and the bound does not.
+Each companion has a fault and a problem on which it finds the fault and the bound does not.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fa_verify.diagnosis.forks import in_forks
 from fa_verify.diagnosis.subtle import SUBTLE
 from tests.mutation.interpreting import interpret
 
-__all__ = ["WORTH"]
+__all__ = ["ABLATION"]
 
 _SECONDS = 120.0
 # By companion: the fault, and where its problem stands in ``trials.ORDINARY``.
-WORTH: dict[str, tuple[str, int]] = {
+ABLATION: dict[str, tuple[str, int]] = {
     "rms": ("dkdv: dS is made from the rounded P", 2),
     "bias": ("dq: dq is too large by one part in a thousand", 0),
     "identities": ("delta: it is truncated to the input dtype", 8),
@@ -47,7 +47,7 @@ def main() -> int:
     mutants = {mutant.name: mutant for mutant in SUBTLE}
     steps = {
         companion: replace(ORDINARY[place], checks=("G1", companion))
-        for companion, (_, place) in WORTH.items()
+        for companion, (_, place) in ABLATION.items()
     }
     questions = {companion: asked((step,)) for companion, step in steps.items()}
     warmed(questions["rms"])
@@ -56,16 +56,16 @@ def main() -> int:
             judged_kernels, sources, mutants[name], (steps[companion],), questions[companion],
             full=True, units=-1,
         )
-        for companion, (name, _) in WORTH.items()
+        for companion, (name, _) in ABLATION.items()
     ]  # fmt: skip
-    worthless = 0
+    dispensable = 0
     for ended in in_forks(works, jobs=os.cpu_count() or 1, seconds=_SECONDS):
-        companion = tuple(WORTH)[ended.number]
+        companion = tuple(ABLATION)[ended.number]
         found = [kill.check for kill in ended.value.kills] if ended.how == "returned" else []
         by = " and ".join(found) or ended.how
-        print(f"{companion}: {WORTH[companion][0]}: found by {by}", flush=True)
-        worthless += found != [companion]
-    return int(worthless > 0)
+        print(f"{companion}: {ABLATION[companion][0]}: found by {by}", flush=True)
+        dispensable += found != [companion]
+    return int(dispensable > 0)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from fa_verify.properties.checks.guarantees import CLOSED_FORM, STATISTICS
-from tests.mutation.worth import WORTH
+from tests.mutation.ablation import ABLATION
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
 def test_no_companion_is_left_out():
-    assert WORTH.keys() == {*STATISTICS, *CLOSED_FORM}
+    assert ABLATION.keys() == {*STATISTICS, *CLOSED_FORM}
 
 
 @pytest.mark.skipif(
@@ -26,6 +26,6 @@ def test_no_companion_is_left_out():
 @pytest.mark.timeout(600)
 def test_each_companion_finds_a_fault_that_the_bound_lets_pass():
     """In a process of its own: it forks for each fault, and a fork copies one thread alone."""
-    command = [sys.executable, "-m", "tests.mutation.worth"]
+    command = [sys.executable, "-m", "tests.mutation.ablation"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,7 @@
-"""What killed each fault on record the last time, to be asked first: it saves time alone.
+"""The step that killed each fault on record the last time; it runs first, which only saves time.
 
-A fault is killed by a few of a hundred steps, and those of a rare feature come late. Where the file
-is wrong, or says nothing of a fault, the steps are asked in their order, as they are afterwards.
+A few of a hundred steps kill a fault, and those of a rare feature come late. Where the file is
+wrong, or lacks a fault, the steps run in their order, as the others do afterwards.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from pathlib import Path
 from fa_verify.diagnosis.outcomes import Outcome
 from tests.mutation.trials import Step
 
-__all__ = ["FILE", "UNIT_TESTS", "asked_first", "remember"]
+__all__ = ["FILE", "UNIT_TESTS", "kill_order", "remember"]
 
 FILE = Path(__file__).with_suffix(".json")
+# The name that it had before.
+OLD_FILE = FILE.with_name("asked_first.json")
 # In place of a step.
 UNIT_TESTS = "unit tests"
 
 
-def asked_first(file: Path = FILE) -> dict[str, str]:
+def kill_order(file: Path = FILE) -> dict[str, str]:
     """By the name of a fault, the problem of a step as JSON, or UNIT_TESTS."""
+    if not file.exists():
+        file = file.with_name(OLD_FILE.name)
     found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     return found
 

@@ -1,4 +1,4 @@
-"""One mutant of the referee before its judges: which of the unit tests fails first, if any."""
+"""One mutant of the harness before its judges: which of the unit tests fails first, if any."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fa_verify.diagnosis.copies import sources_of
 from fa_verify.diagnosis.mutant import Mutant, Verdict, mutated
 from tests.mutation.first_failure import first_failure, unit_test_file
 
-__all__ = ["judged_referee", "warm_up"]
+__all__ = ["judged_harness", "warm_up"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 # What the tests import that is no part of this project; Triton where it is installed. A second of
@@ -49,8 +49,8 @@ def warm_up() -> None:
     sys.modules["torch"].set_num_threads(1)
 
 
-def judged_referee(mutant: Mutant) -> Verdict:
-    """Puts a mutant of ``oracles`` or ``properties`` in place and runs the unit tests it names.
+def judged_harness(mutant: Mutant) -> Verdict:
+    """Puts a mutant of the harness in place and runs the unit tests it names.
 
     To be called in a fork of a process that ``warm_up`` prepared: it imports the mutant for good.
 
@@ -85,7 +85,8 @@ class _Replaced(MetaPathFinder):
     def __init__(self, sources: dict[str, str], folder: Path) -> None:
         self.files: dict[str, Path] = {}
         for path, text in sources.items():
-            name = "fa_verify." + path.removesuffix(".py").replace("/", ".")
+            name = path.removesuffix(".py").replace("/", ".")
+            name = name if name.startswith("fa_verify.") else f"fa_verify.{name}"
             self.files[name] = folder / f"{name}.py"
             self.files[name].write_text(text, encoding="utf-8")
 

@@ -1,0 +1,150 @@
+"""Where mechanical mutants of the harness are made, and which unit tests are to kill them.
+
+The harness is what decides about a kernel: oracles, bounds, generators, checks, the search and the
+gate. There are too many mutants of it to ask them all; ``sample`` takes one in so many.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fa_verify.diagnosis.mutant import Mutant
+from tests.mutation.harness_operators import HARNESS_OPERATORS
+from tests.mutation.operators import mechanical
+
+__all__ = ["FOLDERS", "TESTS", "rate_interval", "sample"]
+
+# The folders that hold the harness, as far as it decides.
+FOLDERS = ("oracles", "properties", "simulator/interpreter", "fa_verify/pytest_plugin/gate")
+_BOUNDS = "test_bounds_agree test_error_model"
+_MASKS = "test_custom_masks test_mask"
+# By module, the files of tests/unit that are to kill its mutants, the quickest first.
+TESTS: dict[str, str] = {
+    "fa_verify/pytest_plugin/gate/comparison.py": "test_gate_problems test_gate",
+    "fa_verify/pytest_plugin/gate/environment.py": "test_gate",
+    "fa_verify/pytest_plugin/gate/plugin.py": "test_gate",
+    "fa_verify/pytest_plugin/gate/problems.py": "test_gate_problems test_gate",
+    "fa_verify/pytest_plugin/gate/timing.py": "test_speed_ratio test_gate",
+    "fa_verify/verification.py": "test_verification test_companions",
+    "oracles/bounds/backward.py": f"{_BOUNDS} test_softcap test_lse_gradient",
+    "oracles/bounds/bias.py": "test_bias",
+    "oracles/bounds/constants.py": _BOUNDS,
+    "oracles/bounds/error_model.py": "test_error_model test_bounds_agree test_alibi",
+    "oracles/bounds/forward.py": f"{_BOUNDS} test_softcap test_alibi",
+    "oracles/bounds/numpy_bias.py": "test_bias",
+    "oracles/bounds/numpy_check.py": "test_numpy_bound_by_hand test_bounds_agree test_softcap "
+    "test_alibi test_numpy_bound",
+    "oracles/bounds/numpy_pooled.py": "test_pooled_oracles",
+    "oracles/bounds/numpy_units.py": "test_numpy_bound_by_hand test_bounds_agree",
+    "oracles/bounds/pooled.py": "test_pooled_oracles",
+    "oracles/bounds/variance.py": "test_variance test_softcap test_alibi test_lse_gradient",
+    "oracles/masks/block_sparse.py": f"{_MASKS} test_block_mask",
+    "oracles/masks/codec.py": "test_problem test_custom_masks",
+    "oracles/masks/combined.py": _MASKS,
+    "oracles/masks/dilated.py": _MASKS,
+    "oracles/masks/document.py": f"{_MASKS} test_stacks",
+    "oracles/masks/mask.py": "test_mask test_custom_masks",
+    "oracles/masks/neighbourhood.py": _MASKS,
+    "oracles/masks/prefix_lm.py": _MASKS,
+    "oracles/masks/sink_window.py": _MASKS,
+    "oracles/masks/tree.py": _MASKS,
+    "oracles/masks/triton_or_none.py": _MASKS,
+    "oracles/masks/triton_predicates.py": f"{_MASKS} test_block_map",
+    "oracles/outputs.py": "test_outputs",
+    "oracles/problem.py": "test_problem test_stacks",
+    "oracles/reference/numpy_reference.py": "test_numpy_reference test_softcap test_alibi "
+    "test_numpy_bound",
+    "oracles/reference/pooled.py": "test_pooled_oracles",
+    "oracles/reference/score_mods.py": "test_alibi test_bias",
+    "oracles/reference/softcap.py": "test_softcap",
+    "oracles/reference/torch_reference.py": "test_reference test_lse_gradient test_custom_masks "
+    "test_softcap test_bias test_bounds_agree test_probes",
+    "oracles/stream.py": "test_stream",
+    "properties/checks/accuracy.py": "test_guarantees",
+    "properties/checks/bias_gradient.py": "test_bias",
+    "properties/checks/closed_form.py": "test_probes",
+    "properties/checks/guarantees.py": "test_guarantees",
+    "properties/checks/identities.py": "test_identities test_softcap test_lse_gradient",
+    "properties/checks/invariance.py": "test_invariance test_guarantees",
+    "properties/checks/masking.py": "test_masking test_guarantees test_lse_gradient",
+    "properties/checks/memory.py": "test_memory_checks test_guarantees",
+    "properties/checks/pooled.py": "test_pooled_checks",
+    "properties/checks/statistics.py": "test_companions test_bias test_alibi test_softcap",
+    "properties/comparison/agreement.py": "test_agreement",
+    "properties/comparison/compare.py": "test_compare test_agreement test_guarantees test_search",
+    "properties/comparison/heat_map.py": "test_heat_map",
+    "properties/execution/atomic_write.py": "test_finds",
+    "properties/execution/guard_bands.py": "test_guard_bands",
+    "properties/execution/tally.py": "test_ledger",
+    "properties/execution/trial.py": "test_trial test_lse_gradient test_search test_guarantees",
+    "properties/execution/watchdog.py": "test_flight_recorder test_crashes",
+    "properties/execution/workers.py": "test_workers",
+    "properties/inputs/alibi_families.py": "test_alibi",
+    "properties/inputs/bias_families.py": "test_bias",
+    "properties/inputs/dlse_families.py": "test_lse_gradient",
+    "properties/inputs/dout_families.py": "test_input_families test_families",
+    "properties/inputs/families.py": "test_families",
+    "properties/inputs/input_families.py": "test_input_families test_families",
+    "properties/inputs/layouts.py": "test_layouts",
+    "properties/inputs/padding_values.py": "test_dirt test_stacks",
+    "properties/inputs/sampling.py": "test_stacks test_input_families",
+    "properties/inputs/score_families.py": "test_score_families",
+    "properties/inputs/tensors.py": "test_dirt test_families test_bias test_alibi "
+    "test_lse_gradient",
+    "properties/problems/batched.py": "test_stacks test_bias",
+    "properties/problems/drawn_masks.py": "test_strategies test_custom_masks",
+    "properties/problems/mask_classes.py": "test_custom_masks",
+    "properties/problems/seqlens.py": "test_strategies",
+    "properties/problems/strategies.py": "test_strategies",
+    "properties/regression/baseline.py": "test_baseline",
+    "properties/regression/bootstrap.py": "test_paired",
+    "properties/regression/compiled_kernels.py": "test_compiled_kernels",
+    "properties/regression/difference.py": "test_drift",
+    "properties/regression/drift.py": "test_drift",
+    "properties/regression/measurement.py": "test_measurement",
+    "properties/regression/speed_ratio.py": "test_speed_ratio",
+    "properties/search/corpus.py": "test_finds",
+    "properties/search/minimize.py": "test_simplify",
+    "properties/search/search.py": "test_search test_stacks test_companions",
+    "properties/subjects/declarations.py": "test_declarations test_domain",
+    "properties/subjects/loading.py": "test_loading test_custom_masks",
+    "properties/subjects/subject.py": "test_subject test_pooled_checks",
+    "properties/subjects/supported.py": "test_domain",
+    "properties/subjects/tutorial_call.py": "test_tutorial_call",
+    "simulator/interpreter/addresses.py": "test_interpreter_addresses",
+    "simulator/interpreter/launches.py": "test_interpreter",
+    "simulator/interpreter/repair.py": "test_interpreter",
+    "simulator/interpreter/rounding.py": "test_interpreter",
+    "simulator/interpreter/types.py": "test_interpreter_types test_interpreter",
+}
+
+
+def sample(sources: Mapping[str, str], every: int, seed: int) -> list[Mutant]:
+    """One in so many of the mechanical mutants of the harness, with the tests that judge each.
+
+    Args:
+        sources: Path from the root of the repository to text.
+        every: One in so many, of each file as of all.
+        seed: Chooses which.
+    """
+    made = mechanical(sources, tuple(TESTS), HARNESS_OPERATORS, constants=True)
+    first = random.Random(seed).randrange(every)
+    return [
+        replace(mutant, caught_by=tuple(TESTS[mutant.edits[0].file].split()))
+        for mutant in made[first::every]
+    ]
+
+
+def rate_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a rate, of 95 % for the default z."""
+    if trials == 0:
+        return 0.0, 1.0
+    rate = successes / trials
+    centre = (rate + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = (
+        z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials**2)) / (1 + z * z / trials)
+    )
+    return centre - half, centre + half

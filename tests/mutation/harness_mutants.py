@@ -1,0 +1,458 @@
+"""Mutants of the harness that no operator makes: faults of reasoning, one edit each.
+
+A bound lacks a term, sums cancel that must not, a check compares a run with itself, a sample is
+chosen by its result, chance counts as change. ``caught_by`` names the files of tests/unit that are
+to kill each, the quickest first.
+"""
+
+from __future__ import annotations
+
+from fa_verify.diagnosis.mutant import Mutant, faults_of
+
+__all__ = ["HARNESS"]
+
+_BOUNDS = (
+    *faults_of(
+        "oracles/bounds/backward.py",
+        "test_bounds_agree test_error_model",
+        (
+            "the reach of dq cancels",
+            "dq_reach=abs_ds @ abs_k",
+            "dq_reach=grads.ds @ x.k",
+            "test_error_model",
+        ),
+        (
+            "dk is added of exact dS",
+            "dk_products=(grads.ds_reach.mT @ abs_q)",
+            "dk_products=(abs_ds.mT @ abs_q)",
+        ),
+        (
+            "dq is added without error",
+            "per_product = c.g((numerics.block_n + 2) * tiles) * (1 + c.u_cast) + again_k",
+            "per_product = again_k + 0 * tiles",
+        ),
+        (
+            "a gradient of lse is added to delta",
+            "        delta -= dlse\n",
+            "        delta += dlse\n",
+        ),
+    ),
+    *faults_of(
+        "oracles/bounds/bias.py",
+        "test_bias",
+        (
+            "the bias has the dtype of q",
+            "constants(bias_dtype, Numerics())",
+            "constants(in_dtype, Numerics())",
+        ),
+    ),
+    *faults_of(
+        "oracles/bounds/constants.py",
+        "test_bounds_agree test_error_model",
+        (
+            "two roundings are one",
+            "math.expm1(rounds * math.log1p(u_p)), rounds * eta_p",
+            "u_p, rounds * eta_p",
+        ),
+    ),
+    *faults_of(
+        "oracles/bounds/error_model.py",
+        "test_error_model test_bounds_agree",
+        (
+            "heads stored apart are added exactly",
+            "added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1) + c.eta_in",
+            "added = torch.full_like(_by_group(bound, apart).sum(1), c.eta_in)",
+        ),
+        (
+            "terms of lse are 1",
+            "terms_lse=1 + scores.m.abs() + scores.log_l.abs()",
+            "terms_lse=torch.ones_like(scores.m)",
+        ),
+        ("the range is that of the last chunk", "torch.stack(peaks).amax(0)", "peaks[-1]"),
+    ),
+    *faults_of(
+        "oracles/bounds/forward.py",
+        "test_alibi",
+        ("terms cancel", "sum(map(torch.abs, x.added), parts)", "s.abs()"),
+        (
+            "the reach of a score is scaled",
+            "return Scores(s, reach, p,",
+            "return Scores(s, reach * sm_scale, p,",
+            "test_error_model",
+        ),
+    ),
+    *faults_of(
+        "oracles/bounds/numpy_bias.py",
+        "test_bias",
+        (
+            "every pair is one of the first entry",
+            "(b, h, m, n), bias.shape",
+            "(0, h, m, n), bias.shape",
+        ),
+    ),
+    *faults_of(
+        "oracles/bounds/numpy_pooled.py",
+        "test_pooled_oracles",
+        (
+            "visible pairs are counted",
+            "sum(probs) / len(probs)",
+            "sum(probs) / max(1, sum(p > 0 for p in probs))",
+        ),
+    ),
+    *faults_of(
+        "oracles/bounds/pooled.py",
+        "test_pooled_oracles",
+        ("additions of the truth alone err", "additions * largest", "additions * p_of"),
+        (
+            "the declared numerics are forgotten",
+            "c = constants(in_dtype, numerics)",
+            "c = constants(in_dtype, Numerics())",
+        ),
+    ),
+)
+_REFERENCES = (
+    *faults_of(
+        "oracles/reference/numpy_reference.py",
+        "test_numpy_reference",
+        (
+            "hidden dS is multiplied instead of selected",
+            "dscores_mn = np.where(seen_mn, probs_mn * (dprobs_mn - delta_m[:, None]), 0.0)",
+            "dscores_mn = probs_mn * (dout_me @ v_ne.T - delta_m[:, None])",
+        ),
+    ),
+    *faults_of(
+        "oracles/reference/pooled.py",
+        "test_pooled_oracles",
+        (
+            "padding counts in the mean",
+            "found.append((ends - starts).clamp(0, each))",
+            "found.append((length - starts + 0 * ends).clamp(0, each))",
+        ),
+    ),
+    *faults_of(
+        "oracles/reference/softcap.py",
+        "test_softcap",
+        ("the slope cancels", "y.sign() * (1 - 2 * e / (1 + e))", "y.tanh()"),
+    ),
+    *faults_of(
+        "oracles/reference/torch_reference.py",
+        "test_lse_gradient",
+        (
+            "a gradient of lse is that of the first rows",
+            "dlse[:, :, here].to(torch.float64)",
+            "dlse[:, :, : here.stop - here.start].to(torch.float64)",
+        ),
+    ),
+)
+_CHECKS = (
+    *faults_of(
+        "properties/comparison/agreement.py",
+        "test_agreement",
+        (
+            "a run is compared with itself",
+            "enumerate(zip(OUTPUTS, trial.got, again, strict=True))",
+            "enumerate(zip(OUTPUTS, trial.got, trial.got, strict=True))",
+        ),
+        (
+            "one promise is enough for all outputs",
+            "        if name in promised:\n",
+            "        if promised:\n",
+        ),
+    ),
+    *faults_of(
+        "properties/checks/bias_gradient.py",
+        "test_bias",
+        ("NaN passes", "bad = ratio > 1", "bad = (got - want).abs() > limit"),
+    ),
+    *faults_of(
+        "properties/checks/closed_form.py",
+        "test_probes",
+        ("one key more is a rounding", "~(got == want)\n", "~((got - want).abs() <= 1)\n"),
+        ("out below 1 is 1", "live & ~(out == 1)", "live & (out > 1)"),
+    ),
+    *faults_of(
+        "properties/comparison/compare.py",
+        "test_compare test_agreement",
+        (
+            "NaN is no error",
+            "return torch.where(ratio.isnan(), torch.inf, ratio)",
+            "return torch.where(ratio.isnan(), 0.0, ratio)",
+        ),
+        (
+            "the worst of a tensor is its mean",
+            "ratio.reshape(parts, -1).amax(1) if",
+            "ratio.reshape(parts, -1).mean(1) if",
+            "test_compare",
+        ),
+    ),
+    *faults_of(
+        "properties/checks/identities.py",
+        "test_identities",
+        ("no sum alone is too large", "most * identity.spread", "64 * most * identity.spread"),
+    ),
+    *faults_of(
+        "properties/checks/invariance.py",
+        "test_invariance test_guarantees",
+        (
+            "a dout of ones is held to another's bound",
+            "dataclasses.replace(trial, inputs=inputs, got=got, want=want, judgement=judgement)",
+            "dataclasses.replace(trial, inputs=inputs, want=want)",
+        ),
+        (
+            "findings on state are swallowed",
+            'findings = agree(trial, again, "G13 state"',
+            'findings = agree(trial, trial.got, "G13 state"',
+        ),
+        (
+            "no call comes between",
+            "            run_subject(trial.subject, neighbour, inputs)\n",
+            "            make(neighbour)\n",
+        ),
+        (
+            "the first refusal ends the check",
+            "        except NotImplementedError:\n            continue\n",
+            "        except NotImplementedError:\n            return []\n",
+        ),
+        (
+            "a subject that refuses what it computed is excused",
+            "raise SubjectError(f",
+            "raise NotImplementedError(f",
+        ),
+    ),
+    *faults_of(
+        "properties/checks/masking.py",
+        "test_masking test_guarantees",
+        (
+            "dout of empty rows is 0",
+            "torch.where(empty.unsqueeze(3), torch.nan, inputs",
+            "torch.where(empty.unsqueeze(3), 0.0, inputs",
+        ),
+    ),
+    *faults_of(
+        "properties/checks/pooled.py",
+        "test_pooled_checks",
+        (
+            "another run is the first",
+            "first, again = _run(trial, pool), _run(trial, pool, inputs)",
+            "first = again = _run(trial, pool)",
+        ),
+        (
+            "a first run outside of the bound is passed over",
+            "was_outside ^ is_outside",
+            "is_outside & ~was_outside",
+        ),
+    ),
+    *faults_of(
+        "properties/checks/statistics.py",
+        "test_companions",
+        (
+            "a row is its first column",
+            "rows = errors.z.square().mean(1)",
+            "rows = errors.z[:, :1].square().mean(1)",
+        ),
+        ("NaN is no excess", "    if mean <= limit:\n", "    if not mean > limit:\n"),
+    ),
+)
+_RUNS = (
+    *faults_of(
+        "properties/execution/trial.py",
+        "test_trial test_search test_guarantees",
+        (
+            "an infinite bound passes",
+            "    if not bool(torch.stack([bound.isfinite().all()",
+            "    if not bool(torch.stack([~bound.isnan().all()",
+        ),
+        (
+            "the numerics of a configuration are ignored",
+            "        numerics=subject.numerics_of(problem),\n        softcap",
+            "        numerics=subject.numerics,\n        softcap",
+        ),
+        ("a refusal is an error", "    except NotImplementedError:\n        raise\n", ""),
+    ),
+    *faults_of(
+        "properties/subjects/subject.py",
+        "test_subject",
+        (
+            "base 2 is converted in the dtype of lse",
+            "(lse.to(torch.float64) * math.log(2)).to(lse.dtype)",
+            "lse * math.log(2)",
+        ),
+        (
+            "a configuration has no atomics",
+            '.get("atomic", self.numerics.atomic)',
+            '.get("dots", self.numerics.atomic)',
+        ),
+        (
+            "alignment is as declared where lengths differ",
+            'alignment == "bottom-right" or not positional or rows == keys',
+            'alignment == "bottom-right" or not positional or M == N',
+        ),
+        (
+            "the default scale is passed",
+            "mask=problem.mask, sm_scale=problem.scale, **config",
+            "mask=problem.mask, sm_scale=problem.D**-0.5, **config",
+        ),
+    ),
+    *faults_of(
+        "simulator/interpreter/rounding.py",
+        "test_interpreter",
+        (
+            "ties go up",
+            "rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16",
+            "rounded = (bits + np.uint32(0x8000)) >> 16",
+        ),
+        (
+            "float64 is rounded twice",
+            "values = to_odd_fp32(values.astype(np.float64))",
+            "values = values.astype(np.float32)",
+        ),
+    ),
+    *faults_of(
+        "simulator/interpreter/repair.py",
+        "test_interpreter",
+        (
+            "masked-off lanes are 0",
+            "np.array(_POISON.get(element.name, _WILD)).astype(dtype)",
+            "np.array(0).astype(dtype)",
+        ),
+    ),
+    *faults_of(
+        "simulator/interpreter/addresses.py",
+        "test_interpreter_addresses",
+        (
+            "an earlier launch's tensors count",
+            "launch = _Launch([*zip(",
+            "launch = launch if launch.extents else _Launch([*zip(",
+        ),
+    ),
+)
+_PROBLEMS = (
+    *faults_of(
+        "properties/problems/strategies.py",
+        "test_strategies",
+        ("there are ten seeds", "draw(st.integers(0, 2**31 - 1))", "draw(st.integers(0, 9))"),
+    ),
+    *faults_of(
+        "properties/inputs/tensors.py",
+        "test_alibi",
+        (
+            "nothing odd lies between slopes",
+            "torch.stack([values, _cast(others",
+            "torch.stack([values, _cast(torch.zeros_like(others)",
+        ),
+    ),
+    *faults_of(
+        "properties/problems/batched.py",
+        "test_stacks",
+        (
+            "all have the lengths of the first",
+            "return (*given, *(length for lengths in drawn for length in lengths))",
+            "return given * count",
+        ),
+    ),
+)
+_VERDICTS = (
+    *faults_of(
+        "properties/search/search.py",
+        "test_search",
+        (
+            "the averages of errors are no part of the verdict",
+            'if name != "G1" or not inside]',
+            'if name == "G1" and not inside]',
+            "test_companions",
+        ),
+        (
+            "twice the bound needs no check",
+            "inside = max(self.peaks.values()) <= 1",
+            "inside = max(self.peaks.values()) <= 1e3",
+        ),
+        (
+            "every draw is the same",
+            "        hypothesis.seed(seed)(holds)\n",
+            "        hypothesis.seed(0)(holds)\n",
+        ),
+        (
+            "a refused second run hides the first",
+            '            self.refusals[f"in a second run: {refusal}"] += 1\n',
+            "            return []\n",
+        ),
+    ),
+    *faults_of(
+        "properties/execution/tally.py",
+        "test_ledger",
+        (
+            "problems that differ in the seed are one",
+            "hashlib.blake2b(problem.encode(), digest_size=8)",
+            "hashlib.blake2b(problem.partition(',\"seed\"')[0].encode(), digest_size=8)",
+        ),
+    ),
+    *faults_of(
+        "properties/search/minimize.py",
+        "test_simplify",
+        (
+            "what passes is simpler",
+            "if found and found[0].guarantee == findings[0].guarantee:",
+            "if all(x.guarantee == findings[0].guarantee for x in found):",
+        ),
+        (
+            "a smaller size starts from the problem before",
+            "findings, candidates = found, simplifications(candidate)",
+            "findings, candidates = found, simplifications(problem)",
+        ),
+    ),
+    *faults_of(
+        "fa_verify/verification.py",
+        "test_companions test_verification",
+        (
+            "given problems are held to the named guarantees alone",
+            "checks = {**{name: GUARANTEES[name] for name in guarantees}, **STANDING}",
+            "checks = {name: GUARANTEES[name] for name in guarantees}",
+        ),
+    ),
+)
+_GATE = (
+    *faults_of(
+        "properties/regression/bootstrap.py",
+        "test_paired",
+        (
+            "percentiles without their tails",
+            "found.append((again.mean(axis=1)[varied] - mean)",
+            "found.append((again.mean(axis=1)[varied] - mean) * 0.5",
+        ),
+        ("the level is twice as wide", "[level, 1 - level]", "[4 * level, 1 - 4 * level]"),
+    ),
+    *faults_of(
+        "properties/regression/drift.py",
+        "test_drift",
+        (
+            "the ratio is upside down",
+            "_log_ratio(now.errors[output][1], then.errors[output][1])",
+            "_log_ratio(then.errors[output][1], now.errors[output][1])",
+        ),
+    ),
+    *faults_of(
+        "properties/regression/speed_ratio.py",
+        "test_speed_ratio",
+        ("then and now are exchanged", "for rounds in (now, then)", "for rounds in (then, now)"),
+    ),
+    *faults_of(
+        "properties/regression/measurement.py",
+        "test_measurement",
+        ("NaN is no error", "math.inf if math.isnan(x) else x", "0.0 if math.isnan(x) else x"),
+    ),
+    *faults_of(
+        "properties/regression/compiled_kernels.py",
+        "test_compiled_kernels",
+        ("the last variant counts", "taken.most(found.get(name))", "taken"),
+    ),
+)
+
+HARNESS: tuple[Mutant, ...] = (
+    *_BOUNDS,
+    *_REFERENCES,
+    *_CHECKS,
+    *_RUNS,
+    *_PROBLEMS,
+    *_VERDICTS,
+    *_GATE,
+)

@@ -1,0 +1,100 @@
+"""What mutants that are listed as equivalent are asked all the same, in every run.
+
+A key goes over to another mutant where code changes, and a reason can be wrong: then some step that
+runs the changed line is likely to show it. All steps take half a minute for each mutant, these few
+a second or two.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fa_verify.diagnosis.copies import PACKAGE, load
+from fa_verify.properties.execution.trial import Question
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.subjects.ours import adapted
+from tests.mutation.changes import Change
+from tests.mutation.trials import CHECKS, Step
+
+__all__ = ["MOST", "Lines", "lines_run", "steps_of"]
+
+# For each mutant.
+MOST = 4
+# (path from the root of the repository, number) of lines.
+Lines = frozenset[tuple[str, int]]
+
+
+def lines_run(
+    sources: Mapping[str, str], steps: Sequence[Step], questions: Sequence[Question]
+) -> list[Lines]:
+    """The lines of the package that each step runs.
+
+    To be called in a process that does nothing else afterwards.
+
+    Args:
+        sources: The package.
+        steps: What is checked on each question.
+        questions: Those of the steps, asked of a copy of the package.
+    """
+    found = []
+    with tempfile.TemporaryDirectory(prefix="traced-") as name:
+        folder = Path(name) / Path(name).name.replace("-", "_")
+        subject = Subject.of(adapted(load(sources, folder)), "traced")
+        for step, question in zip(steps, questions, strict=True):
+            lines: set[tuple[str, int]] = set()
+            with _tracing(folder, lines):
+                trial = question.answered_by(subject)
+                for check in step.checks:
+                    CHECKS[check](trial)
+            found.append(frozenset(lines))
+    return found
+
+
+@contextmanager
+def _tracing(folder: Path, lines: set[tuple[str, int]]) -> Iterator[None]:
+    """Notes every line that runs in a folder, in this thread and in those that it starts."""
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        path = paths.get(frame.f_code.co_filename)
+        if path is None:
+            path = ""
+            if Path(frame.f_code.co_filename).is_relative_to(folder):
+                path = f"{PACKAGE}/{Path(frame.f_code.co_filename).relative_to(folder).as_posix()}"
+            paths[frame.f_code.co_filename] = path
+        if not path:
+            return None
+        if event == "line":
+            lines.add((path, frame.f_lineno))
+        return trace
+
+    paths: dict[str, str] = {}
+    sys.settrace(trace)
+    threading.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def steps_of(change: Change, run: Sequence[Lines], most: int = MOST) -> list[int]:
+    """The numbers of a few steps, spread over those that run what a mutant changes, or over all.
+
+    Args:
+        change: What it changes.
+        run: The lines of each step, as far as they are known.
+        most: How many steps.
+    """
+    wanted = {(change.file, line) for line in change.lines}
+    able = [number for number, lines in enumerate(run) if not wanted.isdisjoint(lines)]
+    able = able or list(range(len(run)))
+    if len(able) <= most:
+        return able
+    return [able[round(i * (len(able) - 1) / (most - 1))] for i in range(most)]

@@ -300,8 +300,8 @@ def launch_hopper_backward(
     """Writes dk and dv of a call that ``takes`` is true of, on the current device.
 
     lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. dq without sm_scale is added
-    to ``sums``, float32 (B,H,M_padded,padded(D,Dv)) in the order of ``rows_of_blocks``, unless that is
-    None.
+    to ``sums``, float32 (B,H,M_padded,padded(D,Dv)) in the order of ``rows_of_blocks``, unless that
+    is None.
     """
     kernels = _kernels()
     assert kernels is not None

@@ -632,8 +632,8 @@ def hopper_backward_kernel(
     q, k, v, dout are descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
     one query tile or WARPGROUP_ROWS keys, and BLOCK_D columns, with zeros past the tensors' ends;
     lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. With ONE_PASS it adds to dq,
-    float32 (B,H,M_padded,BLOCK_D) in the order of ``rows_of_blocks``, without sm_scale; else dq is not
-    touched.
+    float32 (B,H,M_padded,BLOCK_D) in the order of ``rows_of_blocks``, without sm_scale; else dq is
+    not touched.
 
     PACKED: dk (Hk,rows_k,D) and dv (Hk,rows_k,Dv), descriptors like those of
     ``hopper_forward_kernel``, lse2, delta and the rows of dq like those of ``dkdv_kernel``;

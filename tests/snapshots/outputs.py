@@ -41,7 +41,7 @@ def digest(x: torch.Tensor) -> str:
 def _is_within_bound(x: Inputs, dq: torch.Tensor) -> bool:
     """Whether dq is right; of varlen sequence by sequence."""
     case = x.case
-    numerics = Subject.of(ours.flash_attention).numerics_of(
+    numerics = Subject.of(ours.flash_attention, "ours").numerics_of(
         Problem(config=case.config, dtype=case.dtype, D=case.D, Dv=case.Dv)
     )
     options = {"sm_scale": case.D**-0.5, "softcap": case.softcap}

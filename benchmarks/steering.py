@@ -33,8 +33,8 @@ def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, flo
         repair.repair()
     from fa_verify.oracles.outputs import OUTPUTS
     from fa_verify.properties.checks import guarantees
-    from fa_verify.properties.execution.tally import Ledger
-    from fa_verify.properties.search.search import Examiner, attack, draws
+    from fa_verify.properties.execution.tally import Tally
+    from fa_verify.properties.search.search import Runner, attack, draws
     from fa_verify.properties.subjects.loading import load
     from fa_verify.properties.subjects.supported import problems_of
 
@@ -43,12 +43,12 @@ def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, flo
         subject, dtype=dtype, device=device, configs=("16x16",), max_seqlen=64, max_cost=12,
         head_dims=(16, 24, 32),
     )  # fmt: skip
-    ledger = Ledger()
+    tally = Tally()
     attack(
-        Examiner(subject, ledger), guarantees.accuracy, strategy,
+        Runner(subject, tally), guarantees.accuracy, strategy,
         seed=f"{dtype}/{seed}", steer=steer, settings=draws(problems),
     )  # fmt: skip
-    return {name: ledger.worst[f"{name} {dtype}"][0] for name in OUTPUTS}
+    return {name: tally.worst[f"{name} {dtype}"][0] for name in OUTPUTS}
 
 
 def main() -> None:

@@ -1,24 +1,34 @@
 """Differential testing and numerics verification for FlashAttention-style kernels.
 
-``verify`` judges a kernel inside another test suite; ``pytest_plugin`` is the command line.
+``verify`` judges a kernel inside another test suite, ``attention_kernel`` declares what the kernel
+supports and how it rounds; ``pytest_plugin`` is the command line.
 ``oracles``, ``properties`` and ``simulator`` are subpackages. In a checkout they are links to the
 folders beside this one, in a wheel they are folders.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fa_verify.properties.subjects.attention_kernel import attention_kernel
     from fa_verify.verification import Report, verify
 
-__all__ = ["Report", "verify"]
+__all__ = ["Report", "attention_kernel", "verify"]
+
+_MODULES = {
+    "Report": "fa_verify.verification",
+    "attention_kernel": "fa_verify.properties.subjects.attention_kernel",
+    "verify": "fa_verify.verification",
+}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("fa-verify")
     # Lazy: the environment has to be set before torch is imported.
-    if name in __all__:
-        from fa_verify import verification
-
-        return getattr(verification, name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

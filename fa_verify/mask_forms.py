@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fa_kernels.configs import Config, Tile
-from fa_kernels.kernels.common.tiles import element_mask
+from fa_kernels.kernels.common.mask import AttentionMask, element_mask
 from fa_kernels.schedule.block_sparse import block_maps, predicate_of
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
@@ -55,7 +55,7 @@ def definition_faults(problem: Problem) -> list[str]:
     drawn = integers(problem.seed, "mask forms", (_SAMPLE, 4)).abs()
     want = dense.clone()
     for b, h, m, n in (drawn >> 8).remainder(torch.tensor(sizes)).tolist():
-        want[b, h, m, n] = problem.mask.visible(b, h, m, n, M=M, N=N)
+        want[b, h, m, n] = problem.mask.is_visible(b, h, m, n, M=M, N=N)
     rows = RowMasks(problem.mask, *sizes, torch.device(problem.device))
     chunks = [
         rows.between(start, min(start + 7, M)).expand(B, H, -1, N) for start in range(0, M, 7)
@@ -72,15 +72,15 @@ def _seen_kernel(
 ):  # fmt: skip
     bh, m_block, n_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = bh // H, bh % H
-    view = (tl.load(q_ptr + b), tl.load(k_ptr + b), left, right, b, h, args)
+    mask = AttentionMask(tl.load(q_ptr + b), tl.load(k_ptr + b), left, right, b, h, args)
     m = m_block * BLOCK + tl.arange(0, BLOCK)
     n = n_block * BLOCK + tl.arange(0, BLOCK)
-    if (m_block * BLOCK < view[0]) & (n_block * BLOCK < view[1]):
+    if (m_block * BLOCK < mask.seqlen_q) & (n_block * BLOCK < mask.seqlen_k):
         if KEYS_FIRST:
-            seen = element_mask(m[None, :], n[:, None], view, PREDICATE)
+            seen = element_mask(m[None, :], n[:, None], mask, PREDICATE)
             at, inside = m[None, :] * N + n[:, None], (m[None, :] < M) & (n[:, None] < N)
         else:
-            seen = element_mask(m[:, None], n[None, :], view, PREDICATE)
+            seen = element_mask(m[:, None], n[None, :], mask, PREDICATE)
             at, inside = m[:, None] * N + n[None, :], (m[:, None] < M) & (n[None, :] < N)
         tl.store(seen_ptr + bh * M * N + at, seen.to(tl.int8), mask=inside)
 
@@ -198,7 +198,7 @@ def relation_faults(problem: Problem) -> list[str]:
         faults += _differing(name, _dense(changed), want)
         faults += [f"{name}: {fault}" for fault in kernel_faults(changed)]
     entries, heads = tuple(range(problem.B))[::-1], tuple(range(problem.H))[::-1]
-    turned = dataclasses.replace(problem, mask=mask.taken(entries, heads))
+    turned = dataclasses.replace(problem, mask=mask.sliced(entries, heads))
     want = dense.flip(0, 1)
     if mask.uniform:
         want = dense.flip(0)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import GUARANTEES, STANDING
 from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import Trial
-from fa_verify.properties.search.search import Examiner, attack, draws
+from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
 
@@ -111,31 +111,31 @@ def verify(
         raise ValueError(f"guarantees has {unknown}; needs some of {tuple(GUARANTEES)}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; needs 'cpu' or 'cuda'")
-    examiner = Examiner(subject, Ledger())
+    runner = Runner(subject, Tally())
     unchecked: dict[str, str] = {}
     if isinstance(problems, int):
         if problems < 1:
             raise ValueError(f"problems is {problems}; needs at least 1, or the problems")
-        found = _drawn(examiner, guarantees, problems, device, max_seqlen, seed, unchecked)
+        found = _drawn(runner, guarantees, problems, device, max_seqlen, seed, unchecked)
     else:
-        found = _given(examiner, guarantees, problems, unchecked)
+        found = _given(runner, guarantees, problems, unchecked)
     findings = tuple(found)
-    ledger = examiner.ledger
+    tally = runner.tally
     return Report(
         subject=subject.name,
         declared=subject.declared(),
         findings=findings,
-        judged=len(ledger.problems),
-        out_of_range=len(ledger.out_of_range),
-        unsupported={why: len(which) for why, which in ledger.unsupported.items()},
-        worst={key: ratio for key, (ratio, _) in ledger.worst.items()},
+        judged=len(tally.problems),
+        out_of_range=len(tally.out_of_range),
+        unsupported={why: len(which) for why, which in tally.unsupported.items()},
+        worst={key: ratio for key, (ratio, _) in tally.worst.items()},
         unchecked=unchecked,
-        summary="\n".join(ledger.lines()),
+        summary="\n".join(tally.lines()),
     )
 
 
 def _given(
-    examiner: Examiner,
+    runner: Runner,
     guarantees: Sequence[str],
     problems: Iterable[Problem],
     unchecked: dict[str, str],
@@ -153,11 +153,11 @@ def _given(
         return found
 
     for problem in problems:
-        yield from examiner.findings(problem, every)
+        yield from runner.findings(problem, every)
 
 
 def _drawn(
-    examiner: Examiner,
+    runner: Runner,
     guarantees: Sequence[str],
     count: int,
     device: str,
@@ -168,14 +168,14 @@ def _drawn(
     """The findings of the simplest problem for each guarantee, dtype and configuration."""
     settings = draws(count)
     for name in guarantees:
-        for dtype, config in _variants(examiner.subject, name):
+        for dtype, config in _variants(runner.subject, name):
             wanted = {"max_seqlen": max_seqlen, **_FORCED.get(name, {})}
             try:
                 strategy: st.SearchStrategy[Problem] = problems_of(
-                    examiner.subject, dtype=dtype, device=device, configs=(config,), **wanted
+                    runner.subject, dtype=dtype, device=device, configs=(config,), **wanted
                 )
                 attack(
-                    examiner,
+                    runner,
                     GUARANTEES[name],
                     strategy,
                     seed=f"{seed}/{name}/{dtype}/{config}",
@@ -186,7 +186,7 @@ def _drawn(
             except Violation as violation:
                 yield from violation.findings
                 # Known by now: the others are to show what else there is.
-                examiner.standing.pop(violation.findings[0].guarantee.split()[0], None)
+                runner.standing.pop(violation.findings[0].guarantee.split()[0], None)
                 break
 
 

@@ -51,8 +51,8 @@ class Problem:
         dirty: What stands in padding rows and keys.
         config: Name of the subject's tile configuration.
         seed: Seed of the value streams.
-        seeds: Of a stack, several problems one behind the other along the batch: their seeds, each
-            of as many batch entries; then ``seed`` is 0. Empty where it is one problem.
+        seeds: Of a batched problem, several problems one behind the other along the batch: their
+            seeds, each of as many batch entries; then ``seed`` is 0. Empty where it is one problem.
         device: "cpu" or "cuda".
         softcap: c where a scaled score x becomes c tanh(x / c); None where it stays x.
         alibi: Family of ALiBi's slopes; "none" is no ALiBi.
@@ -108,8 +108,8 @@ class Problem:
             raise ValueError(f"layouts is {self.layouts!r}; needs four of {LAYOUTS}")
         if self.seeds and (self.seed or self.B % len(self.seeds) or self.B == 0):
             raise ValueError(
-                f"{len(self.seeds)} seeds, seed is {self.seed} and B is {self.B}; a stack needs "
-                "seed = 0, and as many batch entries for each of its seeds"
+                f"{len(self.seeds)} seeds, seed is {self.seed} and B is {self.B}; a batched "
+                "problem needs seed = 0, and as many batch entries for each of its seeds"
             )
         for name in ("sm_scale", "softcap"):
             value = getattr(self, name)
@@ -135,14 +135,14 @@ class Problem:
 
     @property
     def all_seeds(self) -> tuple[int, ...]:
-        """The seeds of a stack, or the one seed."""
+        """The seeds of a batched problem, or the one seed."""
         return self.seeds or (self.seed,)
 
     def part(self, start: int, stop: int) -> Problem:
-        """The problems ``start`` to ``stop`` of a stack; one alone is a problem like any other."""
+        """The problems ``start`` to ``stop`` of a batched one; one alone is an ordinary problem."""
         seeds = self.all_seeds[start:stop]
         entries = self.B // len(self.all_seeds)
-        mask = self.mask.taken(tuple(range(start * entries, stop * entries)))
+        mask = self.mask.sliced(tuple(range(start * entries, stop * entries)))
         one = len(seeds) == 1
         return dataclasses.replace(
             self,

@@ -167,6 +167,14 @@ def _counted(
     return (list(shape), [*steps, 1]) if fits else None
 
 
+def _in_order(sizes: Sizes, M_padded: int) -> tuple[int, ...]:
+    """In the order of the backward kernels' parameters."""
+    return (
+        sizes.H, sizes.H // sizes.Hk, sizes.M, M_padded, sizes.N,
+        sizes.total_q, sizes.total_k, sizes.D, sizes.Dv,
+    )  # fmt: skip
+
+
 def _alike(sizes: Sizes, arguments: Arguments) -> bool:
     """Whether all tiles take as long, but for padding."""
     is_open = arguments.window_left == arguments.window_right == sizes.M + sizes.N
@@ -253,8 +261,8 @@ def launch_hopper_forward(
         _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
         _described(v, _KEYS, of_v),
         out, lse, arguments.seqlens_q, arguments.seqlens_k, counter,
-        heads, sizes.H, sizes.H // sizes.Hk, sizes.M, sizes.N, sizes.rows_q, sizes.rows_k, sizes.Dv,
-        m_blocks, narrow, tiles.entries,
+        heads, sizes.H, sizes.H // sizes.Hk, sizes.M, sizes.N, sizes.total_q, sizes.total_k,
+        sizes.Dv, m_blocks, narrow, tiles.entries,
         arguments.window_left, arguments.window_right, sm_scale_bits,
         CONSUMERS=consumers, STAGES=_STAGES[max(of_k, of_v)], THRESHOLD=_THRESHOLDS[of_v],
         PACKED=arguments.longest is not None,
@@ -278,8 +286,9 @@ def launch_hopper_backward(
 ) -> None:
     """Writes dk and dv of a call that ``takes`` is true of, on the current device.
 
-    lse2 and delta (B,H,M_padded) as of ``delta_kernel``. dq without sm_scale is added to ``sums``,
-    float32 (B,H,M_padded,padded(D,Dv)) as of ``rows_of_blocks``, unless that is None.
+    lse2 and delta (B,H,M_padded) are those of ``bwd_preprocess_kernel``. dq without sm_scale is
+    added to ``sums``, float32 (B,H,M_padded,padded(D,Dv)) as ``rows_of_blocks`` reads it, unless
+    that is None.
     """
     kernels = _kernels()
     assert kernels is not None
@@ -292,7 +301,7 @@ def launch_hopper_backward(
         _described(q, rows, columns), _described(k, _WARPGROUP_ROWS, columns),
         _described(v, _WARPGROUP_ROWS, columns), _described(dout, rows, columns),
         lse2, delta, dk, dv, lse2 if sums is None else sums, *handed,
-        arguments.seqlens_q, arguments.seqlens_k, *tiles[:2], *sizes.in_kernels(lse2.shape[2]),
+        arguments.seqlens_q, arguments.seqlens_k, *tiles[:2], *_in_order(sizes, lse2.shape[2]),
         *shares, arguments.window_left, arguments.window_right, sm_scale_bits,
         STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None, ROW_PADDING=ROW_PADDING,
         PACKED=arguments.longest is not None,
@@ -314,7 +323,7 @@ def launch_hopper_dq(
 ) -> None:
     """Writes dq of a call that ``takes`` is true of, on the current device.
 
-    lse2 and delta (B,H,M_padded) as of ``delta_kernel``.
+    lse2 and delta (B,H,M_padded) as of ``bwd_preprocess_kernel``.
     """
     kernels = _kernels()
     assert kernels is not None
@@ -327,7 +336,7 @@ def launch_hopper_dq(
         _described(q, _WARPGROUP_ROWS, of_k), _described(k, _KEYS, of_k),
         _described(v, _KEYS, of_v), _described(dout, _WARPGROUP_ROWS, of_v),
         lse2, delta, dq, *handed, arguments.seqlens_q, arguments.seqlens_k, *tiles[:2],
-        *sizes.in_kernels(lse2.shape[2]), *shares,
+        *_in_order(sizes, lse2.shape[2]), *shares,
         arguments.window_left, arguments.window_right, sm_scale_bits,
         STAGES=_DQ_STAGES[max(of_k, of_v)], ROW_PADDING=ROW_PADDING,
         PACKED=arguments.longest is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,12 +13,12 @@ import triton.language as tl
 
 from fa_kernels.configs import Tile
 from fa_kernels.kernels.common.score_mod import ALIBI, BIAS, SOFTCAP
-from fa_kernels.kernels.portable.bwd_preprocess import delta_kernel
-from fa_kernels.kernels.portable.combine import merge_kernel
+from fa_kernels.kernels.portable.bwd_preprocess import bwd_preprocess_kernel
+from fa_kernels.kernels.portable.combine import combine_kernel
 from fa_kernels.kernels.portable.dbias import dbias_kernel
 from fa_kernels.kernels.portable.dkdv import dkdv_kernel
 from fa_kernels.kernels.portable.dq import dq_kernel
-from fa_kernels.kernels.portable.dq_postprocess import dq_of_sums_kernel
+from fa_kernels.kernels.portable.dq_postprocess import dq_postprocess_kernel
 from fa_kernels.kernels.portable.forward import forward_kernel
 from fa_kernels.kernels.portable.pool import pool_kernel
 from fa_kernels.launch import hopper
@@ -37,10 +38,21 @@ __all__ = [
     "launch_pooled",
 ]
 
-DELTA_ROWS = 32
+PREPROCESS_ROWS = 32
 # By whether they lie in blocks.
 SUMS_ROWS = {False: 32, True: 64}
-MERGE_ROWS = 4
+COMBINE_ROWS = 4
+# The kernels' names for the strides of each tensor.
+_STRIDES = {
+    "q": ("stride_qb", "stride_qh", "stride_qm", "stride_qd"),
+    "k": ("stride_kb", "stride_kh", "stride_kn", "stride_kd"),
+    "v": ("stride_vb", "stride_vh", "stride_vn", "stride_vd"),
+    "dout": ("stride_ob", "stride_oh", "stride_om", "stride_od"),
+    "dlse": ("stride_lb", "stride_lh", "stride_lm"),
+}
+_OF_LISTS = ("stride_lb", "stride_lh", "stride_lt")
+_OF_SLOPES = ("stride_sb", "stride_sh")
+_OF_BIAS = ("stride_bb", "stride_bh", "stride_bm", "stride_bn")
 # 256 rows of a tile stay within int32 offsets.
 MAX_ALIGNED_STRIDE = 2**22
 
@@ -106,58 +118,87 @@ def _tile(tile: Tile) -> dict:
     }
 
 
-def _predicate(arguments: Arguments, kernel: str) -> tuple:
+def _predicate(arguments: Arguments, kernel: str) -> dict:
     """The block map of a kernel with its strides, and the predicate's arguments; fillers if none.
 
     ``kernel`` is a field of ``BlockMaps``.
     """
-    if arguments.predicate is None or arguments.maps is None:
-        return arguments.seqlens_q, arguments.seqlens_q, 0, 0, 0, (0,)
-    lists, order = getattr(arguments.maps, kernel)
-    return order, lists, *lists.stride()[:3], arguments.predicate.args
+    lists, order, strides, args = arguments.seqlens_q, arguments.seqlens_q, (0, 0, 0), (0,)
+    if arguments.predicate is not None and arguments.maps is not None:
+        lists, order = getattr(arguments.maps, kernel)
+        strides, args = lists.stride()[:3], arguments.predicate.args
+    return {
+        "order_ptr": order, "lists_ptr": lists, **dict(zip(_OF_LISTS, strides, strict=True)),
+        "mask_args": args,
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=512)
 def _scale_bits(sm_scale: float) -> int:
-    """The float64's bits as an int64; see ``tiles.scale_from_bits``."""
+    """The float64's bits as an int64; see ``softmax.scale_from_bits``."""
     return struct.unpack("<q", struct.pack("<d", sm_scale))[0]
 
 
-def _strides(arguments: Arguments, *tensors: torch.Tensor) -> tuple[int, ...]:
-    """Strides of (entry, head, row, column); the entry of packed sequences is a row."""
-    packed = arguments.longest is not None
-    return tuple(
-        stride for x in tensors for stride in (x.stride(2 if packed else 0), *x.stride()[1:])
-    )
+def _strides(arguments: Arguments, **tensors: torch.Tensor) -> dict[str, int]:
+    """Strides of (entry, head, row, column); the entry of a varlen call is a row."""
+    varlen = arguments.longest is not None
+    named: dict[str, int] = {}
+    for name, x in tensors.items():
+        strides = x.stride()
+        if varlen:
+            strides = (strides[2], *strides[1:])
+        named.update(zip(_STRIDES[name], strides, strict=True))
+    return named
+
+
+def _lengths(arguments: Arguments) -> dict:
+    return {"seqlens_q_ptr": arguments.seqlens_q, "seqlens_k_ptr": arguments.seqlens_k}
+
+
+def _window(arguments: Arguments) -> dict[str, int]:
+    """The window, and the softmax scale."""
+    return {
+        "window_left": arguments.window_left, "window_right": arguments.window_right,
+        "sm_scale_bits": _scale_bits(arguments.sm_scale),
+    }  # fmt: skip
 
 
 def _blank(arguments: Arguments, **tensors: torch.Tensor | None) -> None:
-    """Fills what is packed, since rows of no sequence are not written: lse and m -inf, else 0."""
+    """Fills outputs of a varlen call, whose kernels skip rows of no sequence: -inf or 0."""
     if arguments.longest is not None:
         for name, x in tensors.items():
             if x is not None:
                 x.fill_(-math.inf if name in ("lse", "m") else 0.0)
 
 
-def _mods(arguments: Arguments) -> int:
-    """What is done to scores, as a sum of the constants in ``kernels.scores``."""
-    done = (
+def _score_mods(arguments: Arguments) -> int:
+    """SCORE_MODS: a sum of the constants in ``kernels.common.score_mod``."""
+    given = (
         (arguments.softcap, SOFTCAP), (arguments.alibi_slopes, ALIBI), (arguments.bias, BIAS)
     )  # fmt: skip
-    return sum(mod.value for given, mod in done if given is not None)
+    return sum(mod.value for x, mod in given if x is not None)
 
 
-def _score_args(arguments: Arguments) -> tuple:
-    """What the kernels do to scores, as ``kernels.scores`` reads it; a filler if nothing."""
+def _score_args(arguments: Arguments) -> dict:
+    """The arguments of score modifications; fillers for those that there are not."""
     softcap = 0 if arguments.softcap is None else _scale_bits(arguments.softcap)
-    slopes, strides = arguments.seqlens_q, (0, 0)
+    slopes, slope_strides = arguments.seqlens_q, (0, 0)
     if arguments.alibi_slopes is not None:
         slopes = arguments.alibi_slopes
-        strides = (0, *slopes.stride())[-2:]
-    bias = arguments.seqlens_q if arguments.bias is None else arguments.bias
-    # What is shared has one element, whose place is the same for all.
-    apart = (0 if size == 1 else step for size, step in zip(bias.shape, bias.stride(), strict=True))
-    return softcap, slopes, *strides, bias, *(apart if bias.ndim == 4 else (0, 0, 0, 0))
+        slope_strides = (0, *slopes.stride())[-2:]
+    bias, bias_strides = arguments.seqlens_q, (0, 0, 0, 0)
+    if arguments.bias is not None:
+        bias = arguments.bias
+        # What is shared has one element, whose place is the same for all.
+        bias_strides = tuple(
+            0 if size == 1 else step for size, step in zip(bias.shape, bias.stride(), strict=True)
+        )
+    return {
+        "softcap_bits": softcap,
+        "slopes_ptr": slopes, **dict(zip(_OF_SLOPES, slope_strides, strict=True)),
+        "bias_ptr": bias, **dict(zip(_OF_BIAS, bias_strides, strict=True)),
+        "SCORE_MODS": _score_mods(arguments),
+    }  # fmt: skip
 
 
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,37 +221,38 @@ def launch_forward(
             hopper.launch_hopper_forward(q, k, v, out, lse, sizes, arguments, bits)
         return out, lse
     tile = arguments.config.forward
-    parts = arguments.config.splits
-    # Without SPLIT l is not written.
+    num_splits = arguments.config.splits
+    # Without IS_SPLIT l is not written.
     written = (out, lse, lse)
     _blank(arguments, out=out, lse=lse)
-    if parts is not None:
+    if num_splits is not None:
         acc, m, l_sum = (
-            allocation.empty((parts, *x.shape), dtype=lse.dtype, device=q.device) for x in written
+            allocation.empty((num_splits, *x.shape), dtype=lse.dtype, device=q.device)
+            for x in written
         )
         _blank(arguments, m=m)
         written = (acc, m, l_sum)
     constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
-    mods = _score_args(arguments)
     tiles = sizes.query_tiles(tile.block_m)
     rows = lse.numel()
     if tiles.number:
         with on_device(q):
             run(
-                forward_kernel, (tiles.number * (parts or 1),),
-                q, k, v, *written, arguments.seqlens_q, arguments.seqlens_k, *tiles[:2],
-                *_strides(arguments, q, k, v), *sizes.in_kernels(),
-                arguments.window_left, arguments.window_right, parts or 1, rows,
-                _scale_bits(arguments.sm_scale), *_predicate(arguments, "forward"), *mods,
-                ALIGNED=_alignment(q, k, v, out), SPLIT=parts is not None,
-                PACKED=arguments.longest is not None, MODS=_mods(arguments),
-                **constants, **_tile(tile),
+                forward_kernel, (tiles.number * (num_splits or 1),),
+                q_ptr=q, k_ptr=k, v_ptr=v,
+                out_ptr=written[0], lse_ptr=written[1], l_ptr=written[2],
+                **_lengths(arguments), **tiles.in_kernels(), **_strides(arguments, q=q, k=k, v=v),
+                **sizes.in_kernels(), **_window(arguments), num_splits=num_splits or 1, rows=rows,
+                **_predicate(arguments, "forward"), **_score_args(arguments),
+                ALIGNED=_alignment(q, k, v, out), IS_SPLIT=num_splits is not None,
+                VARLEN=arguments.longest is not None, **constants, **_tile(tile),
             )  # fmt: skip
-            if parts is not None:
+            if num_splits is not None:
                 run(
-                    merge_kernel, (cdiv(rows, MERGE_ROWS),),
-                    *written, out, lse, parts, rows, sizes.Dv,
-                    BLOCK_R=MERGE_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
+                    combine_kernel, (cdiv(rows, COMBINE_ROWS),),
+                    acc_ptr=written[0], m_ptr=written[1], l_ptr=written[2], out_ptr=out,
+                    lse_ptr=lse, num_splits=num_splits, rows=rows, Dv=sizes.Dv,
+                    BLOCK_R=COMBINE_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
                 )  # fmt: skip
     return out, lse
 
@@ -253,12 +295,12 @@ def launch_backward(
     contiguous in the shape and dtype of the bias, gets that one's gradient, if it is given.
     """
     sizes = Sizes.of(q, k, v, arguments)
-    packed = arguments.longest is not None
+    varlen = arguments.longest is not None
     kernels = backward_kernels(needed, arguments.one_pass)
     one_pass = needed[0] and "dq" not in kernels
     on_hopper = hopper.takes(q, sizes, arguments)
     # Whole tiles of rows, so that the kernels read them without a mask; of columns too.
-    tiles_of_rows = cdiv(sizes.rows_q, ROW_PADDING) + (sizes.B if packed else 0)
+    tiles_of_rows = cdiv(sizes.total_q, ROW_PADDING) + (sizes.B if varlen else 0)
     shape = (q.shape[0], sizes.H, tiles_of_rows * ROW_PADDING)
     lse2, delta = (allocation.empty(shape, dtype=lse.dtype, device=q.device) for _ in range(2))
     columns, sums = 0, delta
@@ -271,24 +313,28 @@ def launch_backward(
     dlses = lse if dlse is None else dlse
     bits = _scale_bits(arguments.sm_scale)
     acc = _acc(q.dtype)
-    places = {"ROW_PADDING": ROW_PADDING, "PACKED": packed}
-    inputs = (q, k, v, dout, lse2, delta)
+    places = {"ROW_PADDING": ROW_PADDING, "VARLEN": varlen}
+    of_rows = {
+        "seqlens_q_ptr": arguments.seqlens_q, "H": sizes.H, "M": sizes.M,
+        "M_padded": delta.shape[2], "total_q": sizes.total_q,
+    }  # fmt: skip
     with on_device(q):
         tiles = sizes.query_tiles(ROW_PADDING)
         if tiles.number:
             # Products that are added unrounded where the layout puts them into one thread would
             # make delta, and dk, another one where sums of dq are cleared beside it.
             run(
-                delta_kernel, (tiles.number * (ROW_PADDING // DELTA_ROWS),),
-                out, dout, lse, dlses, lse2, delta, sums, arguments.seqlens_q, *tiles[:2],
-                *_strides(arguments, dout), *_strides(arguments, dlses),
-                sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.Dv,
-                BLOCK_M=DELTA_ROWS, BLOCK_DV=_padded(sizes.Dv), ACC=acc,
+                bwd_preprocess_kernel, (tiles.number * (ROW_PADDING // PREPROCESS_ROWS),),
+                out_ptr=out, dout_ptr=dout, lse_ptr=lse, dlse_ptr=dlses, lse2_ptr=lse2,
+                delta_ptr=delta, sums_ptr=sums, **tiles.in_kernels(),
+                **_strides(arguments, dout=dout, dlse=dlses), **of_rows, Dv=sizes.Dv,
+                BLOCK_M=PREPROCESS_ROWS, BLOCK_DV=_padded(sizes.Dv), ACC=acc,
                 ALIGNED=_alignment(out, dout), HAS_DLSE=dlse is not None, COLUMNS=columns,
                 kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype), enable_fp_fusion=False,
                 **places,
             )  # fmt: skip
         if on_hopper:
+            inputs = (q, k, v, dout, lse2, delta)
             if "dkdv" in kernels:
                 target = sums if one_pass else None
                 hopper.launch_hopper_backward(*inputs, dk, dv, target, sizes, arguments, bits)
@@ -296,72 +342,92 @@ def launch_backward(
                 hopper.launch_hopper_dq(*inputs, dq, sizes, arguments, bits)
             kernels = ()
         if kernels or dbias is not None:
-            _launch_portable(inputs, (dq, dk, dv, dbias), sums, sizes, arguments, kernels, one_pass)
+            inputs = _Inputs(q, k, v, dout, lse2, delta)
+            gradients = _Gradients(dq, dk, dv, dbias)
+            _launch_portable(inputs, gradients, sums, sizes, arguments, kernels, one_pass)
         rows = SUMS_ROWS[on_hopper]
         tiles = sizes.query_tiles(rows)
         if one_pass and tiles.number:
             # Sums may be as wide as dv on Hopper: then only a mask keeps them to the rows of dq.
             aligned = min(_alignment(dq), 1 + (columns == sizes.D))
             run(
-                dq_of_sums_kernel, (tiles.number,),
-                sums, dq, arguments.seqlens_q, *tiles[:2],
-                sizes.H, sizes.M, delta.shape[2], sizes.rows_q, sizes.D, bits,
-                BLOCK_M=rows, BLOCK_D=columns, ACC=acc, ALIGNED=aligned, IN_BLOCKS=on_hopper,
-                kinds=(dq.dtype,), **places,
+                dq_postprocess_kernel, (tiles.number,),
+                sums_ptr=sums, dq_ptr=dq, **tiles.in_kernels(), **of_rows, D=sizes.D,
+                sm_scale_bits=bits, BLOCK_M=rows, BLOCK_D=columns, ACC=acc, ALIGNED=aligned,
+                IN_BLOCKS=on_hopper, kinds=(dq.dtype,), **places,
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
 
 
+class _Inputs(NamedTuple):
+    """What the backward's kernels read, by the names of their parameters."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    lse2: torch.Tensor
+    delta: torch.Tensor
+
+
+class _Gradients(NamedTuple):
+    """What the backward's kernels write; None for what no kernel does."""
+
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
+    dbias: torch.Tensor | None
+
+
 def _launch_portable(
-    inputs: tuple[torch.Tensor, ...],
-    gradients: tuple[torch.Tensor | None, ...],
+    inputs: _Inputs,
+    gradients: _Gradients,
     sums: torch.Tensor,
     sizes: Sizes,
     arguments: Arguments,
     kernels: tuple[str, ...],
     one_pass: bool,
 ) -> None:
-    """Launches those of ``kernels``, and dbias if it is among dq, dk, dv, dbias.
-
-    ``inputs`` are q, k, v, dout, lse2 and delta; ``sums`` get dq in one pass.
-    """
-    q, k, v, dout, _, delta = inputs
+    """Launches those of ``kernels``, and dbias if it is given; ``sums`` get dq in one pass."""
+    q, k, v, dout, lse2, delta = inputs
     dq, dk, dv, dbias = gradients
     constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
-    places = {"ROW_PADDING": ROW_PADDING, "PACKED": arguments.longest is not None}
-    strides = _strides(arguments, q, k, v, dout)
-    scalars = (arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale))
-    shared = (*strides, *sizes.in_kernels(delta.shape[2]), *scalars)
-    lengths, mods = (arguments.seqlens_q, arguments.seqlens_k), _score_args(arguments)
+    shared = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "lse2_ptr": lse2, "delta_ptr": delta,
+        "M_padded": delta.shape[2], **_lengths(arguments),
+        **_strides(arguments, q=q, k=k, v=v, dout=dout), **sizes.in_kernels(),
+        **_window(arguments), **_score_args(arguments),
+    }  # fmt: skip
+    places = {"ROW_PADDING": ROW_PADDING, "VARLEN": arguments.longest is not None}
     tile = arguments.config.dkdv
     tiles = sizes.key_tiles(tile.block_n)
     if tiles.number and "dkdv" in kernels:
         run(
             dkdv_kernel, (tiles.number,),
-            *inputs, dk, dv, sums, *lengths, *tiles[:2], *shared,
-            *_predicate(arguments, "dkdv"), *mods,
+            **shared, dk_ptr=dk, dv_ptr=dv, dq_ptr=sums, **tiles.in_kernels(),
+            **_predicate(arguments, "dkdv"),
             ALIGNED=_alignment(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
-            MODS=_mods(arguments), **places, **constants, **_tile(tile),
+            **places, **constants, **_tile(tile),
         )  # fmt: skip
     tile = arguments.config.dq
     tiles = sizes.query_tiles(tile.block_m)
     if tiles.number and "dq" in kernels:
         run(
             dq_kernel, (tiles.number,),
-            *inputs, dq, *lengths, *tiles[:2], *shared, *_predicate(arguments, "dq"), *mods,
-            ALIGNED=_alignment(q, k, v, dout, dq),
-            MODS=_mods(arguments), **places, **constants, **_tile(tile),
+            **shared, dq_ptr=dq, **tiles.in_kernels(), **_predicate(arguments, "dq"),
+            ALIGNED=_alignment(q, k, v, dout, dq), **places, **constants, **_tile(tile),
         )  # fmt: skip
     if dbias is not None and dbias.numel():
+        # One head after the other, of padded sequences: no order, and no rows of all sequences.
+        asked = shared | _predicate(arguments, "dq")
+        for name in ("order_ptr", "total_q", "total_k"):
+            del asked[name]
         shared_axes = [size == 1 for size in dbias.shape]
         over = dict(zip(("OVER_B", "OVER_H", "OVER_M", "OVER_N"), shared_axes, strict=True))
-        tiles = (1, 1, tile.block_m, tile.block_n)
+        blocks = (1, 1, tile.block_m, tile.block_n)
         run(
-            dbias_kernel, (math.prod(map(cdiv, dbias.shape, tiles)),),
-            *inputs, dbias, *lengths, *strides,
-            sizes.H, sizes.H // sizes.Hk, sizes.M, delta.shape[2], sizes.N, sizes.D, sizes.Dv,
-            *scalars, *_predicate(arguments, "dq")[1:], *mods, sizes.B,
-            ALIGNED=_alignment(q, k, v, dout), MODS=_mods(arguments),
+            dbias_kernel, (math.prod(map(cdiv, dbias.shape, blocks)),),
+            **asked, dbias_ptr=dbias, B=sizes.B, ALIGNED=_alignment(q, k, v, dout),
             **over, **constants, **_tile(tile),
         )  # fmt: skip
 
@@ -401,10 +467,10 @@ def launch_pooled(
     with on_device(q):
         run(
             pool_kernel, (spans[0] * spans[1] * B * H,),
-            q, k, lse, pooled, arguments.seqlens_q, arguments.seqlens_k,
-            *q.stride(), *k.stride(), H, H // k.shape[1], M, N, D, rows, keys,
-            arguments.window_left, arguments.window_right, _scale_bits(arguments.sm_scale),
-            (0,) if predicate is None else predicate.args,
+            q_ptr=q, k_ptr=k, lse_ptr=lse, pooled_ptr=pooled, **_lengths(arguments),
+            **_strides(arguments, q=q, k=k), H=H, G=H // k.shape[1], M=M, N=N, D=D,
+            pool_rows=rows, pool_keys=keys, **_window(arguments),
+            mask_args=(0,) if predicate is None else predicate.args,
             ALIGNED=_alignment(q, k), MAX=pool == "max", **constants, **_tile(tile),
         )  # fmt: skip
     return pooled

@@ -16,11 +16,15 @@ ROW_PADDING = 256
 
 
 class Tiles(NamedTuple):
-    """Of a side of a call, as of ``tile_of_program``: those of a head, entries, those of all."""
+    """Tiles of a side of a call: those of a head, entries as in ``Grid``, those of all heads."""
 
     of_head: int
     entries: int
     number: int
+
+    def in_kernels(self) -> dict[str, int]:
+        """By the names of the kernels' parameters."""
+        return {"tiles_of_head": self.of_head, "entries": self.entries}
 
 
 class Sizes(NamedTuple):
@@ -35,8 +39,8 @@ class Sizes(NamedTuple):
     Hk: int
     M: int
     N: int
-    rows_q: int
-    rows_k: int
+    total_q: int
+    total_k: int
     D: int
     Dv: int
     ends: tuple[int, int] | None
@@ -44,22 +48,22 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments) -> Sizes:
         """Of packed sequences B, M and N are what the tensors' shapes do not show."""
-        B, H, rows_q, D = q.shape
-        _, Hk, rows_k, Dv = v.shape
-        M, N = rows_q, rows_k
+        B, H, total_q, D = q.shape
+        _, Hk, total_k, Dv = v.shape
+        M, N = total_q, total_k
         if arguments.longest is not None:
             B = len(arguments.seqlens_q) - 1
             M, N = arguments.longest
         # A map of blocks has as many tiles of each.
         ends = arguments.ends if arguments.predicate is None else None
-        return cls(B, H, Hk, M, N, rows_q, rows_k, D, Dv, ends)
+        return cls(B, H, Hk, M, N, total_q, total_k, D, Dv, ends)
 
-    def in_kernels(self, *scratch: int) -> tuple[int, ...]:
-        """In the order of the kernels' parameters; ``scratch`` is what follows M."""
-        return (
-            self.H, self.H // self.Hk, self.M, *scratch, self.N,
-            self.rows_q, self.rows_k, self.D, self.Dv,
-        )  # fmt: skip
+    def in_kernels(self) -> dict[str, int]:
+        """By the names of the kernels' parameters."""
+        return {
+            "H": self.H, "G": self.H // self.Hk, "M": self.M, "N": self.N,
+            "total_q": self.total_q, "total_k": self.total_k, "D": self.D, "Dv": self.Dv,
+        }  # fmt: skip
 
     def query_tiles(self, block: int) -> Tiles:
         """Of so many rows."""

@@ -1,22 +1,42 @@
 """Launches of kernels that are compiled already, without what Triton does anew for each.
 
 It works out from all arguments which compiled code they ask for, which takes longer than to launch
-that. What the code of the kernels here follows from is little: see ``kernels.kernel``.
+that. What the code of the kernels here follows from is little: see ``jit.kernel``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 __all__ = ["cdiv", "run"]
 
-# By kernel, device, kinds of arguments and constants: the code, and the constants that it counts
-# among its arguments, in their order.
-_compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
+# Triton's options that launches give.
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+class _Order(NamedTuple):
+    """How named arguments are brought into the order of a kernel's parameters.
+
+    Args:
+        values: Picks all but the constants.
+        constants: Picks the constexpr arguments, which are a kernel's last parameters.
+        count: How many both pick.
+    """
+
+    values: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    constants: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    count: int
+
+
+# By function and number of positional arguments.
+_orders: dict[Hashable, _Order] = {}
+# By kernel, device, kinds of arguments, constants and options.
+_compiled: dict[Hashable, Any] = {}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -29,33 +49,58 @@ def run(
     grid: tuple[int, ...],
     *args: Any,
     kinds: tuple[Hashable, ...] | None = None,
-    **constants: Any,
+    **named: Any,
 ) -> None:
-    """``kernel[grid](*args, **constants)``, on the current device.
+    """``kernel[grid](*args, **named)``, on the current device.
 
     Args:
-        kernel: It specialises neither on alignments nor on the values of integers.
+        kernel: It specialises neither on alignments nor on the values of integers, and its
+            constexpr parameters come last.
         grid: Programs along up to three axes.
-        args: All its parameters but the last ones: tensors, ints, descriptors, tuples of them.
-        kinds: What the types of all ``args`` follow from; None: they are looked at one by one.
-        constants: Those, constexpr, and Triton's options.
+        args: Its first parameters, if they are not named: tensors, ints, descriptors, tuples.
+        kinds: What the types of all arguments but constants follow from; None: they are looked at
+            one by one.
+        named: The other parameters and Triton's options, in any order.
     """
-    if not isinstance(kernel, triton.JITFunction) or constants.get("PREDICATE") is not None:
+    if not isinstance(kernel, triton.JITFunction) or named.get("PREDICATE") is not None:
         # In the interpreter nothing is compiled. Of another's function only Triton knows whether it
         # still is what it was.
-        kernel[grid](*args, **constants)
+        kernel[grid](*args, **named)
         return
+    order = _orders.get((kernel.fn, len(args)))
+    if order is None:
+        # It keeps the function, so that no other one can get its place in memory.
+        order = _orders[kernel.fn, len(args)] = _order(kernel, len(args))
+    options = tuple(map(named.get, _OPTIONS))
+    if len(named) != order.count + len(_OPTIONS) - options.count(None):
+        # A name too many, or one that is missing: Triton says which.
+        kernel[grid](*args, **named)
+        return
+    values, constants = (*args, *order.values(named)), order.constants(named)
     if kinds is None:
-        kinds = tuple(map(_kind, args))
-    # It keeps the function, so that no other one can get its place in memory.
-    key = (kernel.fn, torch.cuda.current_device(), kinds, *constants.items())
-    found = _compiled.get(key)
-    if found is None:
-        code = kernel[grid](*args, **constants)
-        _compiled[key] = code, [constants[name] for name in kernel.arg_names[len(args) :]]
+        kinds = tuple(map(_kind, values))
+    key = (kernel.fn, torch.cuda.current_device(), kinds, constants, options)
+    code = _compiled.get(key)
+    if code is None:
+        _compiled[key] = kernel[grid](*args, **named)
         return
-    code, rest = found
-    code[(*grid, 1, 1)](*args, *rest)
+    code[(*grid, 1, 1)](*values, *constants)
+
+
+def _order(kernel: Any, positional: int) -> _Order:
+    """The order of the parameters that follow so many positional ones."""
+    names = kernel.arg_names[positional:]
+    constants = [x.name for x in kernel.params if x.is_constexpr]
+    values = names[: len(names) - len(constants)]
+    assert [*values, *constants] == names, f"{kernel.fn.__name__}: constexpr parameters come last"
+    return _Order(_picked(values), _picked(constants), len(names))
+
+
+def _picked(names: list[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """A function that picks some values of a mapping."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda named: tuple(named[name] for name in names)
 
 
 def _kind(x: Any) -> Hashable:

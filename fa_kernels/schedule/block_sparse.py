@@ -15,8 +15,8 @@ import torch
 
 from fa_kernels.configs import Config, Tile
 from fa_kernels.kernels.portable.block_lists import block_lists_kernel, everywhere
-from fa_kernels.kernels.portable.classify_blocks import tile_kinds_kernel
-from fa_kernels.kernels.portable.lpt_order import longest_first_kernel
+from fa_kernels.kernels.portable.classify_blocks import classify_blocks_kernel
+from fa_kernels.kernels.portable.lpt_order import lpt_order_kernel
 from fa_kernels.runtime import allocation
 from fa_kernels.runtime.device import on_device
 from fa_kernels.runtime.launch_cache import cdiv, run
@@ -146,8 +146,10 @@ def block_maps(
             )
         kinds = allocation.empty(shape, dtype=torch.int8, device=device)
         with on_device(kinds):
-            tile_kinds_kernel[(kinds.numel() // 3,)](
-                kinds, seqlens_q, seqlens_k, H, M, N, m_blocks, n_blocks, *window, predicate.args,
+            classify_blocks_kernel[(kinds.numel() // 3,)](
+                kinds_ptr=kinds, seqlens_q_ptr=seqlens_q, seqlens_k_ptr=seqlens_k, H=H, M=M, N=N,
+                m_blocks=m_blocks, n_blocks=n_blocks,
+                window_left=window[0], window_right=window[1], mask_args=predicate.args,
                 BLOCK_M=fine.block_m, BLOCK_N=fine.block_n, PREDICATE=predicate.function,
             )  # fmt: skip
         some, of_rows, of_keys = kinds.bool().unbind(4)
@@ -245,11 +247,13 @@ def _map_of_blocks(
     programs = math.prod(shape[:3])
     if programs:
         with on_device(blocks):
+            strides = blocks.stride()
             run(
                 block_lists_kernel, (programs,),
-                lists, blocks, seqlens_here, seqlens_there, *blocks.stride(),
-                H, here, there, before, after, side,
-                BLOCK_HERE=tile.block_m, BLOCK_THERE=tile.block_n, CHUNK=_CHUNK,
+                lists_ptr=lists, blocks_ptr=blocks, seqlens_here_ptr=seqlens_here,
+                seqlens_there_ptr=seqlens_there, stride_head=strides[0], stride_here=strides[1],
+                stride_there=strides[2], H=H, here=here, there=there, before=before, after=after,
+                side=side, BLOCK_HERE=tile.block_m, BLOCK_THERE=tile.block_n, CHUNK=_CHUNK,
             )  # fmt: skip
     return _ordered(lists, heads, here, tile)
 
@@ -262,8 +266,10 @@ def _ordered(lists: torch.Tensor, heads: int, here: int, tile: Tile) -> BlockMap
     order = allocation.empty((B, heads, tiles), dtype=torch.int32, device=lists.device)
     if order.numel():
         with on_device(lists):
+            strides = lists.stride()
             run(
-                longest_first_kernel, (cdiv(tiles, _CHUNK) * B * heads,),
-                order, lists, *lists.stride()[:3], heads, H // heads, tiles, BLOCK=_CHUNK,
+                lpt_order_kernel, (cdiv(tiles, _CHUNK) * B * heads,),
+                order_ptr=order, lists_ptr=lists, stride_lb=strides[0], stride_lh=strides[1],
+                stride_lt=strides[2], Hk=heads, G=H // heads, tiles=tiles, BLOCK=_CHUNK,
             )  # fmt: skip
     return BlockMap(lists, order)

@@ -10,20 +10,27 @@ from fa_verify.diagnosis.mutant import Edit, Mutant
 __all__ = ["FAULTS"]
 
 _FORWARD = "fa_kernels/kernels/portable/forward.py"
-_DELTA = "fa_kernels/kernels/portable/bwd_preprocess.py"
+_PREPROCESS = "fa_kernels/kernels/portable/bwd_preprocess.py"
 _DKDV = "fa_kernels/kernels/portable/dkdv.py"
 _DQ = "fa_kernels/kernels/portable/dq.py"
-_DQ_OF_SUMS = "fa_kernels/kernels/portable/dq_postprocess.py"
-_TILES = "fa_kernels/kernels/common/tiles.py"
-_MERGE = "fa_kernels/kernels/portable/combine.py"
+_DQ_POSTPROCESS = "fa_kernels/kernels/portable/dq_postprocess.py"
+_ADDRESSING = "fa_kernels/kernels/common/addressing.py"
+_MASK = "fa_kernels/kernels/common/mask.py"
+_SEQLEN_INFO = "fa_kernels/kernels/common/seqlen_info.py"
+_SOFTMAX_END = "fa_kernels/kernels/common/softmax.py"
+_COMBINE = "fa_kernels/kernels/portable/combine.py"
 _SCORES = "fa_kernels/kernels/common/score_mod.py"
 _DBIAS = "fa_kernels/kernels/portable/dbias.py"
-_RANGES = "fa_kernels/schedule/tile_ranges.py"
+_RANGES = "fa_kernels/kernels/common/tile_ranges.py"
 _LAUNCH = "fa_kernels/launch/portable.py"
 _SIZES = "fa_kernels/launch/sizes.py"
-_SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)"
-_CAPPED = "scores, _ = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)"
-_SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)"
+_SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)"
+_CAPPED = (
+    "            scores, _ = apply_score_mods(\n"
+    "                scores, offs_m[:, None], offs_n[None, :], mask, mods, CONFIG.SCORE_MODS\n"
+    "            )\n"
+)
+_SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)"
 
 
 def _fault(
@@ -42,8 +49,8 @@ def _fault(
 def _top_left(rows: str, keys: str) -> str:
     """The element mask without the offset between the sequences' ends."""
     return (
-        f"seen = (({keys} - {rows} >= -view[2]) & ({keys} - {rows} <= view[3])"
-        f" & ({rows} < view[0]) & ({keys} < view[1]))"
+        f"seen = (({keys} - {rows} >= -mask.window_left) & ({keys} - {rows} <= mask.window_right)"
+        f" & ({rows} < mask.seqlen_q) & ({keys} < mask.seqlen_k))"
     )
 
 
@@ -52,13 +59,13 @@ _MASKS = (
         "forward: padding keys of the tail tile are visible",
         "flashinfer#5090; fla@d7150bf9; FlagAttention@18a4f44",
         "T3 G1",
-        (_FORWARD, _SEEN, f"{_SEEN} | (offs_n[None, :] >= view[1])"),
+        (_FORWARD, _SEEN, f"{_SEEN} | (offs_n[None, :] >= mask.seqlen_k)"),
     ),
     _fault(
         "dq: padding keys of the tail tile are visible",
         "flash-attention@a4f148b6, @c65b5106, #443; pytorch#196678; trl#7181; cudnn-frontend#160",
         "G1 G2",
-        (_DQ, _SEEN, f"{_SEEN} | (offs_n[None, :] >= view[1])"),
+        (_DQ, _SEEN, f"{_SEEN} | (offs_n[None, :] >= mask.seqlen_k)"),
         hidden="while LSE is moderate: the tail of K is 0, so dS meets only zeros; an LSE "
         "below -88.8 makes P infinite, and inf * 0 NaN (fp16: dS overflows in its cast from "
         "-11.09 + ln|delta| down)",
@@ -67,8 +74,8 @@ _MASKS = (
         "dkdv: rows past M take part, with an LSE of 0",
         "cudnn-frontend#1072; tokamax#316; tilelang#2461",
         "G4 G7",
-        (_DELTA, 'mask=offs_m < end, other=-float("inf"))', "mask=offs_m < end, other=0.0)"),
-        (_DKDV, _SEEN_T, f"{_SEEN_T} | (offs_m[None, :] >= view[0])"),
+        (_PREPROCESS, 'mask=offs_m < end, other=-float("inf"))', "mask=offs_m < end, other=0.0)"),
+        (_DKDV, _SEEN_T, f"{_SEEN_T} | (offs_m[None, :] >= mask.seqlen_q)"),
     ),
     _fault(
         "dq: the tail of keys is masked on the diagonal alone",
@@ -78,9 +85,12 @@ _MASKS = (
             _DQ,
             _SEEN,
             f"{_SEEN} | (\n"
-            "                (view[3] == 0)\n"
-            "                & (start_n + BLOCK_N - 1 <= (offs_m + view[1] - view[0])[:, None])\n"
-            "                & (offs_n >= view[1])[None, :]\n"
+            "                (mask.window_right == 0)\n"
+            "                & (\n"
+            "                    start_n + CONFIG.BLOCK_N - 1\n"
+            "                    <= (offs_m + mask.seqlen_k - mask.seqlen_q)[:, None]\n"
+            "                )\n"
+            "                & (offs_n >= mask.seqlen_k)[None, :]\n"
             "            )",
         ),
         equivalent="always, with bottom-right alignment: a valid row stands before seqlen_k, so no "
@@ -92,8 +102,8 @@ _MASKS = (
         "G4 G7",
         (
             _FORWARD,
-            "offs_dv[None, :], valid[:, None], ALIGNED, MASKED\n",
-            "offs_dv[None, :], valid[:, None], ALIGNED, False\n",
+            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            MASKED,\n",
+            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            False,\n",
         ),
     ),
     _fault(
@@ -107,8 +117,8 @@ _MASKS = (
         ),
         (
             _FORWARD,
-            "offs_d[:, None], valid[None, :], ALIGNED, MASKED\n",
-            "offs_d[:, None], valid[None, :], ALIGNED, False\n",
+            "offs_d[:, None], valid[None, :], CONFIG.ALIGNED,\n            MASKED,\n",
+            "offs_d[:, None], valid[None, :], CONFIG.ALIGNED,\n            False,\n",
         ),
     ),
     _fault(
@@ -136,17 +146,17 @@ _MASKS = (
         "T3 G1",
         (
             _FORWARD,
-            "        acc, l_i, m_i = _attend(\n",
-            "        last = places[3]\n"
+            "        state = _attend(\n",
+            "        last = tiles.hi\n"
             "        if window_right == 0:\n"
-            "            aligned = start_m + seqlen_k - seqlen_q + BLOCK_M\n"
+            "            aligned = block.start + mask.seqlen_k - mask.seqlen_q + BLOCK_M\n"
             "            last = tl.minimum(last, aligned // BLOCK_N)\n"
-            "        acc, l_i, m_i = _attend(\n",
+            "        state = _attend(\n",
         ),
         (
             _FORWARD,
-            "offs_m, tiles, places[2], places[3], qk_scale,",
-            "offs_m, tiles, places[2], last, qk_scale,",
+            "mods, list_ptr, tiles.full_hi, tiles.hi, CONFIG,",
+            "mods, list_ptr, tiles.full_hi, last, CONFIG,",
         ),
         hidden="where block_n divides block_m and the lengths are whole tiles",
     ),
@@ -157,8 +167,8 @@ _MASKS = (
             "T3 G1",
             (
                 file,
-                "view = (seqlen_q, seqlen_k, window_left, window_right, b",
-                "view = (seqlen_q, seqlen_k, window_left, window_right * 0, b",
+                "seqlen.seqlen_q, seqlen.seqlen_k, window_left, window_right, b",
+                "seqlen.seqlen_q, seqlen.seqlen_k, window_left, window_right * 0, b",
             ),
         )
         for kernel, file in (("dq", _DQ), ("dkdv", _DKDV))
@@ -167,13 +177,13 @@ _MASKS = (
         "mask: the diagonal is not visible",
         "transformers#39408, #29623; vllm#3385",
         "T3 G1 G3",
-        (_TILES, "(distance <= view[3])", "(distance < view[3])"),
+        (_MASK, "(distance <= mask.window_right)", "(distance < mask.window_right)"),
     ),
     _fault(
         "mask: the far edge of the window is not visible",
         "transformers#39408, #29623; vllm#3385",
         "T3 G1",
-        (_TILES, "(distance >= -view[2])", "(distance > -view[2])"),
+        (_MASK, "(distance >= -mask.window_left)", "(distance > -mask.window_left)"),
     ),
 )  # fmt: skip
 
@@ -204,7 +214,7 @@ _SOFTMAX = (
             "flash-attention@26d7d92f, #978, #1936; pytorch#134650, #131867",
             "T3 G1 G3",
             (
-                _TILES,
+                _SOFTMAX_END,
                 'tl.log(l_safe), -float("inf"))',
                 f"tl.log(l_safe), {value})",
             ),
@@ -216,7 +226,7 @@ _SOFTMAX = (
         "lattice#789",
         "",
         (
-            _TILES,
+            _SOFTMAX_END,
             "tl.where(live[:, None], acc / l_safe[:, None], 0.0)",
             "acc / l_safe[:, None] * live[:, None].to(acc.dtype)",
         ),
@@ -228,14 +238,14 @@ _SOFTMAX = (
         "lattice#789; vllm#936",
         "G3 G4",
         (
-            _TILES,
+            _SOFTMAX_END,
             "tl.where(live[:, None], acc / l_safe[:, None], 0.0)",
             "acc / l_safe[:, None] * live[:, None].to(acc.dtype)",
         ),
         (
             _FORWARD,
-            "offs_dv[None, :], valid[:, None], ALIGNED, MASKED\n",
-            "offs_dv[None, :], valid[:, None], ALIGNED, False\n",
+            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            MASKED,\n",
+            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            False,\n",
         ),
     ),
     _fault(
@@ -254,13 +264,13 @@ _SOFTMAX = (
         "forward: lse is a logarithm to base 2",
         "pytorch#181645, #156012; aotriton#108; tokenspeed#571; flashinfer#2113, #2114, #4485",
         "T3 G1",
-        (_TILES, "m_i * LN2 + tl.log(l_safe)", "m_i + tl.log2(l_safe)"),
+        (_SOFTMAX_END, "m_i * LN2 + tl.log(l_safe)", "m_i + tl.log2(l_safe)"),
     ),
     _fault(
         "delta: lse is handed on as if it were to base 2",
         "pytorch#181645, #156012; attention-gym#200",
         "T3 G1",
-        (_DELTA, "lse * LOG2E", "lse"),
+        (_PREPROCESS, "lse * LOG2E", "lse"),
     ),
 )  # fmt: skip
 
@@ -269,22 +279,27 @@ _GRADIENTS = (
         "dkdv: k is scaled in the input dtype before its dot",
         "FastVideo#1730",
         "G1 rms",
-        (_DKDV, "exp2(scores * qk_scale - lse2[None, :])", "exp2(scores - lse2[None, :])"),
+        (_DKDV, "exp2(scores * mods.qk_scale - lse2[None, :])", "exp2(scores - lse2[None, :])"),
         (
             _DKDV,
-            "                dk, dv, k, v, queries, douts,",
-            "                dk, dv, (k * qk_scale).to(k.dtype), v, queries, douts,",
+            "k, v, offs_n = keys.k, keys.v, keys.offs_n\n",
+            "k = (keys.k * mods.qk_scale).to(keys.k.dtype)\n"
+            "    v, offs_n = keys.v, keys.offs_n\n",
         ),
     ),
     _fault(
         "dq: q is scaled in the input dtype before its dot",
         "FastVideo#1730",
         "G1 rms",
-        (_DQ, "exp2(scores * qk_scale - lse2[:, None])", "exp2(scores - lse2[:, None])"),
         (
             _DQ,
-            "            dq, q, dout, lse2, delta, keys,",
-            "            dq, (q * qk_scale).to(q.dtype), dout, lse2, delta, keys,",
+            "exp2(scores * mods.qk_scale - rows.lse2[:, None])",
+            "exp2(scores - rows.lse2[:, None])",
+        ),
+        (
+            _DQ,
+            "rows = _QueryTile(q, dout,",
+            "rows = _QueryTile((q * qk_scale).to(q.dtype), dout,",
         ),
     ),
     *(
@@ -312,18 +327,18 @@ _GRADIENTS = (
             f"{kernel}: the dot of {dot} is in TF32",
             "triton#1671, #1821; triton_docs_tutorials#6",
             "G1",
-            (file, old, old.replace("DOTS", '"tf32"')),
+            (file, old, old.replace("CONFIG.DOTS", '"tf32"')),
         )
         for kernel, file, dot, old in (
-            ("forward", _FORWARD, "scores", "tl.dot(q, k_t, input_precision=DOTS"),
-            ("forward", _FORWARD, "acc", "tl.dot(p.to(v.dtype), v, acc, input_precision=DOTS"),
-            ("dq", _DQ, "scores", "tl.dot(q, k_t, input_precision=DOTS"),
-            ("dq", _DQ, "dp", "tl.dot(dout, v_t, input_precision=DOTS"),
-            ("dq", _DQ, "dq", "tl.trans(k_t), dq, input_precision=DOTS"),
-            ("dkdv", _DKDV, "scores", "tl.dot(k, q_t, input_precision=DOTS"),
-            ("dkdv", _DKDV, "dp", "tl.dot(v, tl.trans(dout), input_precision=DOTS"),
-            ("dkdv", _DKDV, "dv", "tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS"),
-            ("dkdv", _DKDV, "dk", "tl.trans(q_t), dk, input_precision=DOTS"),
+            ("forward", _FORWARD, "scores", "tl.dot(q, k_t, input_precision=CONFIG.DOTS"),
+            ("forward", _FORWARD, "acc", "p.to(v.dtype), v, acc, input_precision=CONFIG.DOTS"),
+            ("dq", _DQ, "scores", "tl.dot(rows.q, k_t, input_precision=CONFIG.DOTS"),
+            ("dq", _DQ, "dp", "tl.dot(rows.dout, v_t, input_precision=CONFIG.DOTS"),
+            ("dq", _DQ, "dq", "tl.trans(k_t), dq, input_precision=CONFIG.DOTS"),
+            ("dkdv", _DKDV, "scores", "tl.dot(k, q_t, input_precision=CONFIG.DOTS"),
+            ("dkdv", _DKDV, "dp", "tl.dot(v, tl.trans(dout), input_precision=CONFIG.DOTS"),
+            ("dkdv", _DKDV, "dv", "p.to(dout.dtype), dout, dv, input_precision=CONFIG.DOTS"),
+            ("dkdv", _DKDV, "dk", "tl.trans(q_t), dk, input_precision=CONFIG.DOTS"),
         )
     ),
     _fault(
@@ -332,7 +347,7 @@ _GRADIENTS = (
         "T3 G1",
         (
             _DQ,
-            "ds = p * (dp - delta[:, None])",
+            "ds = p * (dp - rows.delta[:, None])",
             "ds = p * (dp - tl.sum(p * dp, 1)[:, None])",
         ),
         hidden="while a row spans one tile of visible keys",
@@ -351,20 +366,20 @@ _ONE_PASS = (
         "delta: the sums of dq do not start at 0",
         "flash_attn_triton.py, which guards against it",
         "T3 G1 G2 G6 G13",
-        (_DELTA, "    if COLUMNS:\n", "    if COLUMNS < 0:\n"),
+        (_PREPROCESS, "    if COLUMNS:\n", "    if COLUMNS < 0:\n"),
     ),
     _fault(
         "dkdv: in one pass padding keys of the tail tile reach dq",
         "flash-attention@a4f148b6, @c65b5106, #443; pytorch#196678; trl#7181; cudnn-frontend#160",
         "G1 G2",
-        (_DKDV, "            ds = tl.where(offs_n[:, None] < view[1], ds, 0.0)\n", ""),
+        (_DKDV, "            ds = tl.where(offs_n[:, None] < mask.seqlen_k, ds, 0.0)\n", ""),
         hidden="while LSE is moderate: k of a padding key is 0, and only inf * 0 is NaN",
     ),
     _fault(
         "dq_of_sums: dq is not scaled",
         "independent: as of what is summed in registers and scaled there",
         "T3 G1",
-        (_DQ_OF_SUMS, "dq = sums * scale_from_bits(sm_scale_bits).to(ACC)", "dq = sums"),
+        (_DQ_POSTPROCESS, "dq = sums * scale_from_bits(sm_scale_bits).to(ACC)", "dq = sums"),
         hidden="where sm_scale is 1",
     ),
     _fault(
@@ -404,8 +419,8 @@ _MEMORY = (
         "G1 G2 G6",
         (
             _LAUNCH,
-            "delta_kernel, (tiles.number * (ROW_PADDING // DELTA_ROWS),),",
-            "delta_kernel, "
+            "bwd_preprocess_kernel, (tiles.number * (ROW_PADDING // PREPROCESS_ROWS),),",
+            "bwd_preprocess_kernel, "
             "(cdiv(sizes.M, arguments.config.forward.block_m) * sizes.B * sizes.H,),",
         ),
     ),
@@ -414,28 +429,36 @@ _MEMORY = (
         "flash-attention#1500, @b62d93f3, #2611, #2214, #1311; fla#1080, #965; vllm#50427",
         "G12",
         (
-            _TILES,
-            "(start + rows).to(tl.int64) * matrix[1]",
-            "(start + rows) * matrix[1].to(tl.int32)",
+            _ADDRESSING,
+            "(start + rows).to(tl.int64) * matrix.stride_row",
+            "(start + rows) * matrix.stride_row.to(tl.int32)",
         ),
     ),
     _fault(
         "tiles: the offset of a wide-loaded tile is 32-bit",
         "flash-attention#1500, @b62d93f3, #2611, #2214, #1311; fla#1080, #965; vllm#50427",
         "G12 long",
-        (_TILES, "tl.cast(start, tl.int64) * stride_row", "start * stride_row"),
+        (_ADDRESSING, "tl.cast(start, tl.int64) * stride_row", "start * stride_row"),
     ),
     _fault(
         "tiles: the offset of a head is 32-bit",
         "pytorch#190857; xformers@89d3014f, #719",
         "G12",
-        (_TILES, "h.to(tl.int64) * stride_h\n", "h * stride_h.to(tl.int32)\n"),
+        (
+            _ADDRESSING,
+            "h.to(tl.int64) * tensor.stride_head\n",
+            "h * tensor.stride_head.to(tl.int32)\n",
+        ),
     ),
     _fault(
         "tiles: the offset of a column is 32-bit",
         "pytorch#190857; xformers@89d3014f, #719",
         "G12",
-        (_TILES, "columns.to(tl.int64) * matrix[2]", "columns * tl.cast(matrix[2], tl.int32)"),
+        (
+            _ADDRESSING,
+            "columns.to(tl.int64) * matrix.stride_column",
+            "columns * tl.cast(matrix.stride_column, tl.int32)",
+        ),
     ),
     _fault(
         "launch: batch entries and heads lie on axis 1 of the grid",
@@ -443,13 +466,13 @@ _MEMORY = (
         "G12 launch",
         (
             _LAUNCH,
-            "forward_kernel, (tiles.number * (parts or 1),),",
+            "forward_kernel, (tiles.number * (num_splits or 1),),",
             "forward_kernel, (cdiv(sizes.M, tile.block_m), sizes.B * sizes.H),",
         ),
         (
             _FORWARD,
-            "program, tiles_of_head, entries,",
-            "program + tl.program_id(1) * tiles_of_head, tiles_of_head, entries,",
+            "query_block(program, grid,",
+            "query_block(program + tl.program_id(1) * tiles_of_head, grid,",
         ),
         hidden="up to 65,535 of them, and in the interpreter, whose grids have no end",
     ),
@@ -458,7 +481,7 @@ _MEMORY = (
         "FlagGems#898; flash-attention@d11341fd, @b910bf14",
         "G6 T3",
         (
-            _TILES,
+            _ADDRESSING,
             "inside = (rows[:, None] < end) & (columns[None, :] < D)\n        tl.store(ptr",
             "inside = columns[None, :] < D\n        tl.store(ptr",
         ),
@@ -468,7 +491,7 @@ _MEMORY = (
         "FlagGems#898; flash-attention@d11341fd, @b910bf14",
         "G6 T3",
         (
-            _TILES,
+            _ADDRESSING,
             "inside = (rows[:, None] < end) & (columns[None, :] < D)\n        tl.store(whole",
             "inside = columns[None, :] < D\n        tl.store(whole",
         ),
@@ -478,7 +501,7 @@ _MEMORY = (
         "FlagGems#898; flash-attention@d11341fd, @b910bf14",
         "G6 G1",
         (
-            _TILES,
+            _ADDRESSING,
             "inside = (rows[:, None] < end) & (columns[None, :] < D)\n        tl.store(whole",
             "inside = rows[:, None] < end\n        tl.store(whole",
         ),
@@ -488,7 +511,7 @@ _MEMORY = (
         "FlagGems#898; flash-attention@d11341fd, @b910bf14",
         "G6 G1",
         (
-            _TILES,
+            _ADDRESSING,
             "tl.store(places, tile, mask=rows[:, None] < end)",
             "tl.store(places, tile)",
         ),
@@ -503,7 +526,7 @@ _SPLITS = (
         (
             _FORWARD,
             "        tl.store(l_ptr +",
-            "        if places[0] < places[3]:\n            tl.store(l_ptr +",
+            "        if tiles.lo < tiles.hi:\n            tl.store(l_ptr +",
         ),
         hidden="while there are as many tiles as parts",
     ),
@@ -513,8 +536,8 @@ _SPLITS = (
         "T3 G1",
         (
             _FORWARD,
-            "first += part.to(tl.int64) * rows",
-            "first += ((b * H + h).to(tl.int64) * (parts - 1) + part) * M",
+            "first += split.to(tl.int64) * rows",
+            "first += ((b * H + h).to(tl.int64) * (num_splits - 1) + split) * M",
         ),
         hidden="where there is one part, or one head",
     ),
@@ -522,27 +545,27 @@ _SPLITS = (
         "ranges: tiles that do not divide evenly among the parts are nobody's",
         "rocMLIR#2371",
         "T3 G1",
-        (_RANGES, "more = (hi - lo) % parts", "more = 0"),
+        (_RANGES, "more = (tiles.hi - tiles.lo) % num_splits", "more = 0"),
         hidden="while they divide evenly",
     ),
     _fault(
         "merge: a row that no part sees is -inf - -inf, NaN",
         "flashinfer#4051; vllm#39148; rocMLIR#2371; xformers@63d7f30b",
         "T3 G1 G2 G3",
-        (_MERGE, "normalised(acc, l_i, m_i, l_i > 0)", "normalised(acc, l_i, m_i, valid)"),
+        (_COMBINE, "normalised(acc, l_i, m_i, l_i > 0)", "normalised(acc, l_i, m_i, valid)"),
     ),
     _fault(
         "merge: maxima to base 2 are weighted in base e",
         "vllm#47079; sglang#35045, #40903; flashinfer#4547",
         "T3 G1",
-        (_MERGE, "tl.exp2(m_part - m_i)", "tl.exp(m_part - m_i)"),
+        (_COMBINE, "tl.exp2(m_split - m_i)", "tl.exp(m_split - m_i)"),
     ),
     _fault(
         "merge: the weights are not relative to the largest maximum",
         "NATTEN#202",
         "G1 G2",
-        (_MERGE, "tl.exp2(m_part - m_i)", "tl.exp2(m_part)"),
-        (_MERGE, "normalised(acc, l_i, m_i, l_i > 0)", "normalised(acc, l_i, 0 * l_i, l_i > 0)"),
+        (_COMBINE, "tl.exp2(m_split - m_i)", "tl.exp2(m_split)"),
+        (_COMBINE, "normalised(acc, l_i, m_i, l_i > 0)", "normalised(acc, l_i, 0 * l_i, l_i > 0)"),
         hidden="while no score overflows, or vanishes, as an exponent",
     ),
     _fault(
@@ -550,7 +573,7 @@ _SPLITS = (
         "flashinfer#58",
         "T3 G1",
         (
-            _MERGE,
+            _COMBINE,
             "    tl.store(lse_ptr + offs_r, lse, mask=valid)\n",
             "    of_part = tl.load(m_ptr + offs_r, mask=valid) * 0.6931471805599453\n"
             "    of_part += tl.log(tl.load(l_ptr + offs_r, mask=valid))\n"
@@ -565,29 +588,32 @@ _PACKED = (
         "forward: the keys of a sequence begin where its queries do",
         "independent: one cu_seqlens for both, which self-attention hides",
         "T3 G1",
-        (_FORWARD, "sequence(seqlens_k_ptr, b, N, rows_k, PACKED)",
-         "sequence(seqlens_q_ptr, b, N, rows_k, PACKED)"),
+        (_SEQLEN_INFO, "batch.seqlens_k_ptr, b,", "batch.seqlens_q_ptr, b,"),
         hidden="where queries and keys have the same lengths",
     ),
     _fault(
         "tiles: rows past the end of a sequence are stored over the next",
         "FlagGems#898; flash-attention@d11341fd, @b910bf14",
         "T3 G1",
-        (_TILES, "h.to(tl.int64) * rows + place, seqlen", "h.to(tl.int64) * rows + place, length"),
+        (
+            _ADDRESSING,
+            "h.to(tl.int64) * total + offset, seqlen",
+            "h.to(tl.int64) * total + offset, length",
+        ),
         hidden="while programs run in the order of sequences",
     ),
     _fault(
         "tiles: the scratch of a sequence begins in that of the one before",
         "flash-attention, cu_seqlens_q[b] + 128 b rounded down: rounded without the 128 b",
         "T3 G1 G2",
-        (_TILES, "(place + b * BLOCK) // BLOCK * BLOCK", "place // BLOCK * BLOCK"),
+        (_ADDRESSING, "(offset + b * BLOCK) // BLOCK * BLOCK", "offset // BLOCK * BLOCK"),
         hidden="where there is one sequence",
     ),
     _fault(
         "tiles: a sequence's first tile is found in the sequence before",
         "independent: a binary search off by one",
         "T3 G1",
-        (_TILES, "// BLOCK + middle <= place:", "// BLOCK + middle < place:"),
+        (_SEQLEN_INFO, "// BLOCK + middle <= place:", "// BLOCK + middle < place:"),
         hidden="where all sequences have as many tiles",
     ),
     _fault(
@@ -608,7 +634,7 @@ _PACKED = (
         "dq_of_sums: the last tile reaches the next sequence",
         "independent: whole tiles need no mask, which is true of padded sequences",
         "T3 G1",
-        (_DQ_OF_SUMS, "store_rows(dq_ptr, first, end,", "store_rows(dq_ptr, first, end + BLOCK_M,"),
+        (_DQ_POSTPROCESS, "(dq_ptr, first, end,", "(dq_ptr, first, end + BLOCK_M,"),
         hidden="where the last offset is the number of rows, or rows are whole tiles",
     ),
     _fault(
@@ -617,8 +643,10 @@ _PACKED = (
         "T3 G1",
         (
             _DKDV,
-            "dq_ptr + row * BLOCK_D,",
-            "dq_ptr + stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)[0] * BLOCK_D,",
+            "dq_ptr + row * BLOCK_D",
+            "dq_ptr + BLOCK_D * stored_rows(\n"
+            "                    b, h, H, seqlen.offset_q, M, seqlen.seqlen_q, total_q, VARLEN\n"
+            "                )[0]",
         ),
         hidden="where the rows of each sequence are a multiple of the padding",
     ),
@@ -629,12 +657,12 @@ _SCORE_MODS = (
         "forward: what is hidden is capped too, and then visible",
         "flashinfer#350; onnx#7865; flash-attention#1025",
         "T3 G1 G2",
-        (_FORWARD, f"        if MODS:\n            {_CAPPED}\n", ""),
+        (_FORWARD, f"        if CONFIG.SCORE_MODS:\n{_CAPPED}", ""),
         (
             _FORWARD,
             "            scores = tl.where(seen, scores, -float(\"inf\"))\n",
             "            scores = tl.where(seen, scores, -float(\"inf\"))\n"
-            f"        if MODS:\n            {_CAPPED}\n",
+            f"        if CONFIG.SCORE_MODS:\n{_CAPPED}",
         ),
     ),
     *(
@@ -642,7 +670,7 @@ _SCORE_MODS = (
             f"{kernel}: the gradient of a capped score is that of a plain one",
             "flash-attention#1033; tokamax#1121",
             "T3 G1",
-            (file, "            ds = ds * steep\n", "            ds = ds * 1.0\n"),
+            (file, "            ds = ds * dtanh\n", "            ds = ds * 1.0\n"),
             hidden="while no score comes near the cap",
         )
         for kernel, file in (("dq", _DQ), ("dkdv", _DKDV))
@@ -651,24 +679,29 @@ _SCORE_MODS = (
         "dkdv: ALiBi has the other sign",
         "fla@7362d874",
         "T3 G1",
+        (_DKDV, "    ScoreModArgs,\n", "    ScoreModArgs,\n    ScoreMods,\n"),
         (
             _DKDV,
-            "offs_n[:, None], view, mods, MODS)",
-            "offs_n[:, None], view, (mods[0], mods[1], -mods[2], mods[3], mods[4], mods[5]), MODS)",
+            "            mask = AttentionMask(\n",
+            "            mods = ScoreMods(\n"
+            "                mods.qk_scale, mods.factor, mods.softcap, -mods.slope, mods.bias,\n"
+            "                mods.bias_stride_row, mods.bias_stride_column,\n"
+            "            )\n"
+            "            mask = AttentionMask(\n",
         ),
     ),
     _fault(
         "scores: ALiBi's distance is taken from the row's own index",
         "flash-attention#907",
         "T3 G1",
-        (_SCORES, "offs_m + (view[1] - view[0])", "offs_m"),
+        (_SCORES, "offs_m + (mask.seqlen_k - mask.seqlen_q)", "offs_m"),
         hidden="while queries and keys are as long",
     ),
     _fault(
         "scores: ALiBi's distance is one too large",
         "vllm#945",
         "T3 G1",
-        (_SCORES, "mods[2] * distance.to", "mods[2] * (distance + (distance > 0)).to"),
+        (_SCORES, "mods.slope * distance.to", "mods.slope * (distance + (distance > 0)).to"),
     ),
     _fault(
         "scores: the bias is in base 2 already",
@@ -676,8 +709,8 @@ _SCORE_MODS = (
         "T3 G1",
         (
             _SCORES,
-            "scores += tl.load(mods[3] + places, mask=inside, other=0.0)",
-            "scores += 0.6931471805599453 * tl.load(mods[3] + places, mask=inside, other=0.0)",
+            "scores += tl.load(mods.bias + places, mask=inside, other=0.0)",
+            "scores += 0.6931471805599453 * tl.load(mods.bias + places, mask=inside, other=0.0)",
         ),
     ),
     _fault(
@@ -686,7 +719,7 @@ _SCORE_MODS = (
         "addresses",
         (
             _SCORES,
-            "inside = (offs_m < view[0]) & (offs_n < view[1])",
+            "inside = (offs_m < mask.seqlen_q) & (offs_n < mask.seqlen_k)",
             "inside = (offs_m >= 0) & (offs_n >= 0)",
         ),
     ),
@@ -701,8 +734,12 @@ _SCORE_MODS = (
         "dbias: the gradient is by the score before its softcap",
         "tokamax#1121",
         "dbias",
-        (_DBIAS, "scores, _ = modified(", "scores, steep = modified("),
-        (_DBIAS, "ds = p * (dp - delta[:, None])", "ds = p * (dp - delta[:, None]) * steep"),
+        (_DBIAS, "scores, _ = apply_score_mods(", "scores, dtanh = apply_score_mods("),
+        (
+            _DBIAS,
+            "ds = p * (dp - rows.delta[:, None])",
+            "ds = p * (dp - rows.delta[:, None]) * dtanh",
+        ),
         hidden="without a softcap",
     ),
     _fault(

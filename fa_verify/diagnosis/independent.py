@@ -12,8 +12,8 @@ INDEPENDENT: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/kernels/portable/forward.py",
-                "        m_new = tl.maximum(m_i, tl.max(scores, 1) * qk_scale)\n",
-                "        m_top = tl.maximum(m_i, tl.max(scores, 1) * qk_scale)\n"
+                "        m_new = tl.maximum(m_i, tl.max(scores, 1) * mods.qk_scale)\n",
+                "        m_top = tl.maximum(m_i, tl.max(scores, 1) * mods.qk_scale)\n"
                 "        # Rescaled only where the maximum has grown much: float32 has room.\n"
                 "        m_new = tl.where(m_top - m_i > 24.0, m_top, m_i)\n",
             ),
@@ -42,11 +42,10 @@ INDEPENDENT: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/kernels/portable/dkdv.py",
-                "        dv = tl.dot(p.to(dout.dtype), dout, dv, "
-                "input_precision=DOTS, out_dtype=ACC)\n",
+                "        dv = tl.dot(p.to(dout.dtype), dout, dv,",
                 "        # Half the registers from here on.\n"
                 "        p = p.to(dout.dtype)\n"
-                "        dv = tl.dot(p, dout, dv, input_precision=DOTS, out_dtype=ACC)\n",
+                "        dv = tl.dot(p, dout, dv,",
             ),
         ),
         origin="P is cast once for both of its uses to save registers, so dS is rounded "
@@ -59,8 +58,8 @@ INDEPENDENT: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/kernels/portable/dkdv.py",
-                "tl.dot(ds.to(q_t.dtype), tl.trans(q_t), dk, input_precision=DOTS, out_dtype=ACC)",
-                "tl.dot(ds.to(q_t.dtype), tl.trans(q_t), dk, out_dtype=ACC)",
+                "tl.trans(q_t), dk, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC",
+                "tl.trans(q_t), dk, out_dtype=CONFIG.ACC",
             ),
         ),
         origin="GPU only: an argument lost in a merge; Triton then takes TF32. fp32 with "
@@ -72,13 +71,13 @@ INDEPENDENT: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/kernels/portable/dq.py",
-                "    element_mask,\n    head_matrix,\n",
-                "    LN2,\n    element_mask,\n    head_matrix,\n",
+                "softmax import scale_from_bits\n",
+                "softmax import LN2, scale_from_bits\n",
             ),
             Edit(
                 "fa_kernels/kernels/portable/dq.py",
-                "ds = p * (dp - delta[:, None])\n",
-                "ds = p * (dp - delta[:, None]) * qk_scale\n",
+                "ds = p * (dp - rows.delta[:, None])\n",
+                "ds = p * (dp - rows.delta[:, None]) * mods.qk_scale\n",
             ),
             Edit("fa_kernels/kernels/portable/dq.py", "dq * sm_scale.to(ACC)", "dq * LN2"),
         ),
@@ -92,8 +91,12 @@ INDEPENDENT: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/kernels/portable/dq.py",
-                "start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N\n",
-                "start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_N, BLOCK_N\n",
+                "    tiles, list_ptr = key_tiles(block, mask, lists, CONFIG)\n",
+                "    NARROW: tl.constexpr = KernelConfig(\n"
+                "        BLOCK_N, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE,\n"
+                "        SCORE_MODS,\n"
+                "    )\n"
+                "    tiles, list_ptr = key_tiles(block, mask, lists, NARROW)\n",
             ),
         ),
         origin="a copy of the dk/dv call with a slip; right for square tiles, for "

@@ -1,4 +1,4 @@
-"""Faults that a worst-case bound lets pass on ordinary data: what its companions are for.
+"""Faults within the worst-case bound on ordinary data, which statistics and closed forms detect.
 
 Each error lies within what all roundings together could do at their worst, or nearly so.
 """
@@ -13,7 +13,9 @@ _FORWARD = "fa_kernels/kernels/portable/forward.py"
 _DELTA = "fa_kernels/kernels/portable/bwd_preprocess.py"
 _DKDV = "fa_kernels/kernels/portable/dkdv.py"
 _DQ = "fa_kernels/kernels/portable/dq.py"
-_TILES = "fa_kernels/kernels/common/tiles.py"
+_ADDRESSING = "fa_kernels/kernels/common/addressing.py"
+_MASK = "fa_kernels/kernels/common/mask.py"
+_SOFTMAX = "fa_kernels/kernels/common/softmax.py"
 _RTZ = ', fp_downcast_rounding="rtz")'
 
 
@@ -23,7 +25,7 @@ def _subtle(name: str, why: str, *edits: tuple[str, str, str], missed: str = "")
 
 def _cast(file: str, value: str, dtype: str, new: str) -> tuple[str, str, str]:
     """A cast of P or dS in front of its dot, replaced."""
-    return file, f"tl.dot({value}.to({dtype}.dtype)", f"tl.dot({new}"
+    return file, f"{value}.to({dtype}.dtype), ", f"{new}, "
 
 
 SUBTLE: tuple[Mutant, ...] = (
@@ -44,7 +46,7 @@ SUBTLE: tuple[Mutant, ...] = (
         "tiles: results are truncated where they should be rounded",
         "a conversion by bit operations, quicker than the rounding one",
         (
-            _TILES,
+            _ADDRESSING,
             "tile = tile.to(ptr.dtype.element_ty)",
             "tile = tile.to(tl.float32).to(ptr.dtype.element_ty, "
             'fp_downcast_rounding="rtz") if ptr.dtype.element_ty.primitive_bitwidth == 16 '
@@ -55,7 +57,7 @@ SUBTLE: tuple[Mutant, ...] = (
         "tiles: results are rounded twice, to bf16 first",
         "one epilogue for both 16-bit dtypes",
         (
-            _TILES,
+            _ADDRESSING,
             "tile = tile.to(ptr.dtype.element_ty)",
             "tile = tile.to(tl.bfloat16).to(ptr.dtype.element_ty)",
         ),
@@ -73,7 +75,7 @@ SUBTLE: tuple[Mutant, ...] = (
         (
             _DKDV,
             "    return dk, dv\n",
-            "    return dk.to(k.dtype).to(ACC), dv.to(v.dtype).to(ACC)\n",
+            "    return dk.to(k.dtype).to(CONFIG.ACC), dv.to(v.dtype).to(CONFIG.ACC)\n",
         ),
     ),
     _subtle(
@@ -82,7 +84,7 @@ SUBTLE: tuple[Mutant, ...] = (
         (
             _DKDV,
             "ds = p * (dp - delta[None, :])",
-            "ds = p.to(dout.dtype).to(ACC) * (dp - delta[None, :])",
+            "ds = p.to(dout.dtype).to(CONFIG.ACC) * (dp - delta[None, :])",
         ),
     ),
     _subtle(
@@ -90,8 +92,8 @@ SUBTLE: tuple[Mutant, ...] = (
         "one cast for both uses of P",
         (
             _DQ,
-            "ds = p * (dp - delta[:, None])",
-            "ds = p.to(k_t.dtype).to(ACC) * (dp - delta[:, None])",
+            "ds = p * (dp - rows.delta[:, None])",
+            "ds = p.to(k_t.dtype).to(CONFIG.ACC) * (dp - rows.delta[:, None])",
         ),
     ),
     *(
@@ -101,7 +103,7 @@ SUBTLE: tuple[Mutant, ...] = (
             (file, old, f"{old} * 1.001"),
         )
         for kernel, what, file, old in (
-            ("forward", "out", _TILES, "acc / l_safe[:, None]"),
+            ("forward", "out", _SOFTMAX, "acc / l_safe[:, None]"),
             ("dq", "dq", _DQ, "dq * sm_scale.to(ACC)"),
             ("dkdv", "dk", _DKDV, "dk * sm_scale.to(ACC)"),
         )
@@ -109,12 +111,12 @@ SUBTLE: tuple[Mutant, ...] = (
     _subtle(
         "forward: out is too large by one part in two thousand",
         "a reciprocal of too few digits",
-        (_TILES, "acc / l_safe[:, None]", "acc / l_safe[:, None] * 1.0005"),
+        (_SOFTMAX, "acc / l_safe[:, None]", "acc / l_safe[:, None] * 1.0005"),
     ),
     _subtle(
         "forward: an epsilon is added to the numerator too",
         "a guard against a division of 0 by 0",
-        (_TILES, "acc / l_safe[:, None]", "(acc + 1e-6) / l_safe[:, None]"),
+        (_SOFTMAX, "acc / l_safe[:, None]", "(acc + 1e-6) / l_safe[:, None]"),
     ),
     _subtle(
         "delta: it is truncated to the input dtype",
@@ -138,9 +140,9 @@ SUBTLE: tuple[Mutant, ...] = (
         "a corner of the triangle, off by one",
         (
             _DKDV,
-            "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)\n",
-            "seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)\n"
-            "            corner = (offs_n[:, None] == 0) & (offs_m[None, :] == view[0] - 1)\n"
+            "seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)\n",
+            "seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)\n"
+            "            corner = (offs_n[:, None] == 0) & (offs_m[None, :] == mask.seqlen_q - 1)\n"
             "            seen = seen & ~corner\n",
         ),
     ),
@@ -149,8 +151,8 @@ SUBTLE: tuple[Mutant, ...] = (
         "a polynomial of low degree",
         (
             _FORWARD,
-            "p = tl.exp2(scores * qk_scale - m_pivot[:, None])",
-            "p = tl.exp2(tl.floor((scores * qk_scale - m_pivot[:, None]) * 1024.0) / 1024.0)",
+            "p = tl.exp2(scores * mods.qk_scale - m_pivot[:, None])",
+            "p = tl.exp2(tl.floor((scores * mods.qk_scale - m_pivot[:, None]) * 1024.0) / 1024.0)",
         ),
     ),
     _subtle(
@@ -159,16 +161,16 @@ SUBTLE: tuple[Mutant, ...] = (
         (
             _FORWARD,
             "        m_i = m_new\n",
-            "        acc = acc.to(q.dtype).to(ACC)\n        m_i = m_new\n",
+            "        acc = acc.to(q.dtype).to(CONFIG.ACC)\n        m_i = m_new\n",
         ),
     ),
     _subtle(
         "mask: a window's far edge is one key short where windows are long",
         "a special case for windows of whole tiles",
         (
-            _TILES,
-            "(distance >= -view[2])",
-            "(distance >= -view[2] + tl.where(view[2] > 512, 1, 0))",
+            _MASK,
+            "(distance >= -mask.window_left)",
+            "(distance >= -mask.window_left + tl.where(mask.window_left > 512, 1, 0))",
         ),
     ),
     _subtle(
@@ -176,11 +178,12 @@ SUBTLE: tuple[Mutant, ...] = (
         "a special case for windows of whole tiles",
         (
             _FORWARD,
-            "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)\n",
-            "seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)\n"
-            "            if view[2] > 4096:\n"
+            "seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)\n",
+            "seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)\n"
+            "            if mask.window_left > 4096:\n"
             "                left = offs_n[None, :] - 1\n"
-            "                seen = seen & element_mask(offs_m[:, None], left, view, PREDICATE)\n",
+            "                nearer = element_mask(offs_m[:, None], left, mask, CONFIG.PREDICATE)\n"
+            "                seen = seen & nearer\n",
         ),
     ),
     _subtle(
@@ -188,13 +191,13 @@ SUBTLE: tuple[Mutant, ...] = (
         "work is handed out in turns",
         (
             _FORWARD,
-            "        start_n = n_block * BLOCK_N\n",
-            "        if not MASKED and view[2] > 0 and last - first > 1:\n"
+            "        start_n = n_block * CONFIG.BLOCK_N\n",
+            "        if not MASKED and mask.window_left > 0 and last - first > 1:\n"
             "            n_block = tl.where(\n"
             "                tl.program_id(0) + 1 == tl.num_programs(0),\n"
             "                last - 1 - (n_block - first), n_block\n"
             "            )\n"
-            "        start_n = n_block * BLOCK_N\n",
+            "        start_n = n_block * CONFIG.BLOCK_N\n",
         ),
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fa_verify.properties.execution.watchdog import FlightRecorder, Record
+from fa_verify.properties.execution.watchdog import Record, Watchdog
 
 __all__ = ["DEFAULT_SECONDS", "CrashReports", "problem_timeout"]
 
@@ -42,25 +42,25 @@ def problem_timeout(config: pytest.Config) -> float:
 
 
 class CrashReports:
-    """Keeps a flight recorder in every process, and reads those of workers that died.
+    """Keeps a watchdog in every process, and reads those of workers that died.
 
     The records lie in a temporary directory of the controller, one file a worker. A worker that
     replaces another has an id of its own, so no record is overwritten. Without xdist there is
     nobody to read them: hangs and CUDA errors are still said on stderr.
 
     Attributes:
-        recorder: The recorder of this process, for the fixture that tests fly with.
+        watchdog: The watchdog of this process, for the fixture of that name.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         """Is to be called in ``pytest_configure``, where stderr is not captured."""
         seconds = problem_timeout(config)
         worker: dict[str, Any] | None = getattr(config, "workerinput", None)
-        self._own = None if worker else tempfile.TemporaryDirectory(prefix="flights-")
-        self.directory = Path(worker["flights"] if worker else self._own.name)
+        self._own = None if worker else tempfile.TemporaryDirectory(prefix="watchdog-")
+        self.directory = Path(worker["watchdog"] if worker else self._own.name)
         name = worker["workerid"] if worker else "main"
         kernel = config.getoption("--kernel", None) or ""
-        self.recorder = FlightRecorder(self._file(name), seconds, kernel=kernel, end=self._end)
+        self.watchdog = Watchdog(self._file(name), seconds, kernel=kernel, end=self._end)
 
     def _file(self, worker: str) -> Path:
         return self.directory / f"{worker}.json"
@@ -74,7 +74,7 @@ class CrashReports:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Tells a worker, also one that replaces another, where records lie."""
-        node.workerinput["flights"] = str(self.directory)
+        node.workerinput["watchdog"] = str(self.directory)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
@@ -94,8 +94,8 @@ class CrashReports:
         report.location = (*report.location[:2], crashitem.partition("::")[2] or crashitem)
 
     def pytest_unconfigure(self) -> None:
-        """Stops the recorder; the controller removes the records."""
-        self.recorder.close()
+        """Stops the watchdog; the controller removes the records."""
+        self.watchdog.close()
         if self._own:
             self._own.cleanup()
 

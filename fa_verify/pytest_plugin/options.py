@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from fa_verify.oracles import renamed
 from fa_verify.pytest_plugin.crash_reports import DEFAULT_SECONDS
 from fa_verify.pytest_plugin.gate import plugin as gate
 from fa_verify.pytest_plugin.report import plugin as report
@@ -52,9 +55,10 @@ def add_options(group: pytest.OptionGroup) -> None:
         help="draw new problems for so long, on all workers, and keep those that fail",
     )
     group.addoption(
-        "--finds",
+        "--corpus",
         metavar="FOLDER",
-        help="where --minutes keeps what it finds, replayed first (default: tests/regressions)",
+        help="folder of problems that failed: replayed first, and --minutes adds to them "
+        "(default: tests/regressions)",
     )
     group.addoption(
         "--example-db",
@@ -70,3 +74,5 @@ def add_options(group: pytest.OptionGroup) -> None:
     )
     gate.add_options(group)
     report.add_options(group)
+    for old in renamed.OPTIONS:
+        group.addoption(old, help=argparse.SUPPRESS)

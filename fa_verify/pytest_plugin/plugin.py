@@ -15,10 +15,11 @@ import hypothesis
 import pytest
 import torch
 
+from fa_verify.oracles import renamed
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution import workers
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.execution.watchdog import FlightRecorder
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.pytest_plugin import options, profiles
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 from fa_verify.pytest_plugin.example_database import example_database
@@ -34,8 +35,6 @@ from fa_verify.session import CONFORMANCE, device_of, is_ours, mask_of, subject_
 
 __all__ = [
     "device",
-    "flight_recorder",
-    "ledger",
     "pytest_addoption",
     "pytest_cmdline_main",
     "pytest_configure",
@@ -43,6 +42,8 @@ __all__ = [
     "pytest_runtest_teardown",
     "pytest_xdist_auto_num_workers",
     "replayed",
+    "tally",
+    "watchdog",
 ]
 
 # Of a checkout: mutants that only a GPU shows.
@@ -58,7 +59,7 @@ OF_MASKS = tuple(
         "rows_and_padding",
         "memory",
         "invariance",
-        "probes",
+        "closed_form",
     )
 )
 
@@ -81,6 +82,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Checks the options before anything runs, and registers the crash reports."""
+    for old, new in renamed.OPTIONS.items():
+        if config.getoption(old) is not None:
+            raise pytest.UsageError(f"{old} is called {new}")
     profile = config.getoption("--hypothesis-profile")
     if profile is not None and profile not in profiles.PROFILES:
         raise pytest.UsageError(
@@ -117,15 +121,15 @@ def pytest_configure(config: pytest.Config) -> None:
         subject_of(config)
     if minutes_of(config) is not None:
         fuzz["max_examples"] = profiles.EXAMPLES_OF_A_TURN
-        config.pluginmanager.register(Fuzzing(config, summary.ledger, files.folder), "fuzzing")
+        config.pluginmanager.register(Fuzzing(config, summary.tally, files.folder), "fuzzing")
     profiles.register(fuzz=fuzz)
     config.pluginmanager.register(CrashReports(config), "crash-reports")
     if config.getoption("--findings"):
         config.pluginmanager.register(
-            Recording(config, subject_of(config), summary.ledger), "findings"
+            Recording(config, subject_of(config), summary.tally), "findings"
         )
     # Its end of the session comes after that of what it reports on.
-    config.pluginmanager.register(RunReport(config, summary.ledger), "report")
+    config.pluginmanager.register(RunReport(config, summary.tally), "report")
     config.pluginmanager.register(Gate(config), "gate")
     # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
     if getattr(config.option, "maxschedchunk", 0) is None:
@@ -164,15 +168,15 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture(scope="session")
-def ledger(pytestconfig: pytest.Config) -> Ledger:
+def tally(pytestconfig: pytest.Config) -> Tally:
     """What this process has judged."""
-    return pytestconfig.pluginmanager.get_plugin("summary").ledger
+    return pytestconfig.pluginmanager.get_plugin("summary").tally
 
 
 @pytest.fixture(scope="session")
-def flight_recorder(pytestconfig: pytest.Config) -> FlightRecorder:
+def watchdog(pytestconfig: pytest.Config) -> Watchdog:
     """Writes down the problem under way, and ends the process if it takes too long."""
-    return pytestconfig.pluginmanager.get_plugin("crash-reports").recorder
+    return pytestconfig.pluginmanager.get_plugin("crash-reports").watchdog
 
 
 @pytest.fixture(scope="session")

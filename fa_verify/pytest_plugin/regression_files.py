@@ -21,21 +21,21 @@ def is_regression(test: str) -> bool:
 
 
 class RegressionFiles:
-    """The files of a run: those of --finds, then those of the checkout.
+    """The files of a run: those of --corpus, then those of the checkout.
 
     The first process lists them and tells its workers, whose tests have to be the same, also where
     a file has been added when a worker is replaced.
 
     Attributes:
-        folder: Where finds are kept.
+        folder: Where the corpus is kept.
         paths: The files.
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        given = config.getoption("--finds")
+        given = config.getoption("--corpus")
         self.folder = FOLDER if given is None else Path(given).absolute()
         if self.folder.exists() and not self.folder.is_dir():
-            raise pytest.UsageError(f"--finds is {given!r}; needs a folder, and that is a file")
+            raise pytest.UsageError(f"--corpus is {given!r}; needs a folder, and that is a file")
         worker: dict[str, Any] | None = getattr(config, "workerinput", None)
         if worker:
             self.paths = [Path(path) for path in worker["regressions"]]

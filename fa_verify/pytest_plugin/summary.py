@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.pytest_plugin.environment import HAS_TRITON, INTERPRETED, ON_GPU
 from fa_verify.pytest_plugin.example_database import without_passwords
 from fa_verify.session import is_ours, mask_of, subject_of
@@ -29,7 +29,7 @@ class Summary:
     """Counts what a process judged and compiled, and adds up what its workers send."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
+        self.tally = Tally()
         self.compiled = 0
         if HAS_TRITON and not INTERPRETED:
             import triton
@@ -77,9 +77,9 @@ class Summary:
         """Workers send what they judged to the controller, where judging nothing is a failure."""
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output["ledger"] = self.ledger.record()
+            output["tally"] = self.tally.record()
             output["compiled"] = self.compiled
-        elif self.ledger.unsupported and not self.ledger.problems and session.exitstatus == 0:
+        elif self.tally.unsupported and not self.tally.problems and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         yield
 
@@ -87,23 +87,23 @@ class Summary:
     def pytest_testnodedown(self, node: object) -> None:
         """The controller adds up what its workers judged."""
         output = getattr(node, "workeroutput", {})
-        if "ledger" in output:
-            self.ledger.add(output["ledger"])
+        if "tally" in output:
+            self.tally.add(output["tally"])
             self.compiled += output["compiled"]
 
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
     ) -> None:
         """What was checked, how close to the bound it came, and what was declared."""
-        if not (self.ledger.problems or self.ledger.unsupported):
+        if not (self.tally.problems or self.tally.unsupported):
             return
         terminalreporter.section("attention verification")
         if not is_ours(config):
             subject = subject_of(config)
             terminalreporter.write_line(f"{subject.name} declares {subject.declared()}")
-        for line in self.ledger.lines():
+        for line in self.tally.lines():
             terminalreporter.write_line(line)
-        if not self.ledger.problems:
+        if not self.tally.problems:
             terminalreporter.write_line("nothing was supported, so nothing was verified: failed")
         if ON_GPU and HAS_TRITON:
             terminalreporter.write_line(f"{self.compiled} kernels compiled")

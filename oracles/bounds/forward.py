@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import pad
 
 from fa_verify.oracles.bounds.constants import Constants
+from fa_verify.oracles.bounds.softcap import cap_error
 from fa_verify.oracles.outputs import Numerics
-from fa_verify.oracles.reference.softcap import cap_error
 
 __all__ = ["Chunk", "Forward", "Scores", "forward_error"]
 

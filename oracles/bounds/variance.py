@@ -207,9 +207,9 @@ def _backward(
     again_q, again_k = _prescaling(c, numerics)
     dq = ds @ x.k * t
     stored_dq = rounding(dq, c.u_in, c.eta_in)
-    steep = p * fwd.slope
-    dq_errors = (ds_errors + again_k * ds.square()) @ k2 + delta_errors * (steep @ x.k).square()
-    dk_errors = ds_errors + again_q * ds.square() + steep.square() * delta_errors
+    p_dtanh = p * fwd.slope
+    dq_errors = (ds_errors + again_k * ds.square()) @ k2 + delta_errors * (p_dtanh @ x.k).square()
+    dk_errors = ds_errors + again_q * ds.square() + p_dtanh.square() * delta_errors
     # 4. The identities; see ``variances``.
     row_ds = ds_cast.sum(3, keepdim=True) + delta_errors
     row_p = p_cast.sum(3, keepdim=True) + fwd.lse

@@ -43,7 +43,7 @@ class BlockSparse(Mask):
         super().__post_init__()
         self._check_at_least_one("side")
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         """The definition."""
         h = torch.as_tensor(h)
         blocks = self.blocks(1 + int(h.max()), M, N).to(h.device)
@@ -61,7 +61,7 @@ class BlockSparse(Mask):
         drawn = [uniform(self.seed, f"block-sparse/{h}", shape) for h in heads]
         return torch.stack(drawn) * 100 < self.percent
 
-    def taken(self, entries, heads=None):
+    def sliced(self, entries, heads=None):
         """Of the same class, so that kernels which take maps of blocks still can."""
         rows, keys = self._lengths_of(entries)
         if heads is not None and self.heads is not None:

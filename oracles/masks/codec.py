@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.renamed import MASKS as OLD_NAMES
 
 __all__ = [
     "MASKS",
@@ -20,9 +21,9 @@ __all__ = [
 
 # Masks that come with the suite, imported when they are asked for.
 SHIPPED = {
-    "Both": "fa_verify.oracles.masks.combined",
-    "Either": "fa_verify.oracles.masks.combined",
-    "Taken": "fa_verify.oracles.masks.combined",
+    "Both": "fa_verify.oracles.masks.mask",
+    "Either": "fa_verify.oracles.masks.mask",
+    "Sliced": "fa_verify.oracles.masks.mask",
     "PrefixLM": "fa_verify.oracles.masks.prefix_lm",
     "Document": "fa_verify.oracles.masks.document",
     "Dilated": "fa_verify.oracles.masks.dilated",
@@ -52,11 +53,13 @@ def register(mask: type[Mask]) -> None:
 
 
 def mask_class(name: object) -> type[Mask]:
-    """The class of a name.
+    """The class of a name, or of the old spelling of one.
 
     Raises:
         UnknownMaskError: No such class is known.
     """
+    if isinstance(name, str) and name not in MASKS:
+        name = OLD_NAMES.get(name, name)
     if isinstance(name, str) and name not in MASKS and name in SHIPPED:
         MASKS[name] = getattr(importlib.import_module(SHIPPED[name]), name)
     if not isinstance(name, str) or name not in MASKS:

@@ -36,7 +36,7 @@ class Dilated(Mask, uniform=True):
         super().__post_init__()
         self._check_at_least_one("width", "step")
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         """The definition."""
         distance = self.position(b, m, M=M, N=N) - n
         inside = (distance >= 0) & (distance < self.width * self.step)

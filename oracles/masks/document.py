@@ -37,7 +37,7 @@ class Document(Mask):
         if not self.starts:
             raise ValueError("starts is empty; needs those of one batch entry at least")
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         """The definition."""
         p = torch.as_tensor(self.position(b, m, M=M, N=N))
         ids = self._ids(1 + int(torch.as_tensor(b).max()), N).to(p.device)

@@ -1,15 +1,17 @@
-"""What a mask means: a frozen description and the one predicate that defines it."""
+"""The algebra of masks: ``Mask``, ``Both``, ``Either``, and ``Sliced`` entries and heads of one."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from fa_verify.oracles.renamed import MASK_METHODS
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Between", "Mask"]
+__all__ = ["Between", "Both", "Either", "Mask", "Sliced"]
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ class Mask:
         TypeError: A field is of the wrong type.
         ValueError: A bound or length is negative, or causal contradicts window_right.
 
-    A subclass adds fields and overrides ``allows``, which all of the above is combined with; for
+    A subclass adds fields and overrides ``mask_mod``, which all of the above is combined with; for
     kernels that evaluate masks themselves also ``native``. ``uniform=True`` among the class's
-    arguments says that ``allows`` takes no notice of b and h. ``a & b`` and ``a | b`` combine.
+    arguments says that ``mask_mod`` takes no notice of b and h. ``a & b`` and ``a | b`` combine.
 
     Source: the alignment and the window of flash_attn 2.1 and later.
     """
@@ -88,6 +90,9 @@ class Mask:
     def __init_subclass__(cls, *, uniform: bool = False, **rest: Any) -> None:
         super().__init_subclass__(**rest)
         cls.uniform = uniform
+        for old, new in MASK_METHODS.items():
+            if old in vars(cls):
+                raise TypeError(f"{cls.__name__} defines {old}; the method is called {new}")
 
     def _check_at_least_one(self, *names: str) -> None:
         """Refuses sizes below 1, of fields that a subclass adds.
@@ -145,9 +150,9 @@ class Mask:
     @property
     def is_plain(self) -> bool:
         """Whether lengths and window are all there is."""
-        return type(self).allows is Mask.allows
+        return type(self).mask_mod is Mask.mask_mod
 
-    def allows(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
+    def mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
         """Whether query m of head h may see key n in batch entry b, beside window and lengths.
 
         Overridden by other masks, as an elementwise expression of integers.
@@ -168,7 +173,7 @@ class Mask:
     def native(
         self, B: int, H: int, M: int, N: int, device: torch.device | str
     ) -> tuple[Any, tuple[Any, ...]] | None:
-        """``allows`` for kernels: (jit function of (b, h, m, n, args), args); None: all allowed.
+        """``mask_mod`` for kernels: (jit function of (b, h, m, n, args), args); None: all allowed.
 
         The function is a ``triton.jit`` one and gets scalars b and h, and m and n that broadcast
         against each other, never past the valid rows and keys. args holds ints, tensors on the
@@ -198,9 +203,9 @@ class Mask:
         apart = [key - row for row, key in zip(rows, keys, strict=True)]
         return torch.tensor(apart, dtype=torch.int32, device=device)
 
-    def permits(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
-        """Window and ``allows`` together, of valid rows and keys; elementwise."""
-        seen = self.allows(b, h, m, n, M=M, N=N)
+    def window_and_mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
+        """Window and ``mask_mod`` together, of valid rows and keys; elementwise."""
+        seen = self.mask_mod(b, h, m, n, M=M, N=N)
         if self.window_left is None and self.right is None:
             return seen
         distance = n - self.position(b, m, M=M, N=N)
@@ -210,7 +215,7 @@ class Mask:
             seen = (distance <= self.right) & seen
         return seen
 
-    def visible(self, b: int, h: int, m: int, n: int, *, M: int, N: int) -> bool:
+    def is_visible(self, b: int, h: int, m: int, n: int, *, M: int, N: int) -> bool:
         """The definition: whether query m of head h sees key n, in batch entry b.
 
         Every other form of a mask (dense, tile ranges, element masks of kernels) is compared with
@@ -225,7 +230,7 @@ class Mask:
             return False
         if self.right is not None and n > position + self.right:
             return False
-        return bool(self.allows(b, h, m, n, M=M, N=N))
+        return bool(self.mask_mod(b, h, m, n, M=M, N=N))
 
     def dense(
         self, B: int, H: int, M: int, N: int, device: torch.device | str | None = None
@@ -248,17 +253,15 @@ class Mask:
         b = ((rows > 0) & (keys > 0)).flatten().nonzero()
         if b.numel():
             m, n = torch.minimum(m, rows - 1)[b[:, 0]], torch.minimum(n, keys - 1)[b[:, 0]]
-            seen[b[:, 0]] &= self.permits(b.view(-1, 1, 1, 1), h, m, n, M=M, N=N)
+            seen[b[:, 0]] &= self.window_and_mask_mod(b.view(-1, 1, 1, 1), h, m, n, M=M, N=N)
         return seen
 
-    def taken(self, entries: tuple[int, ...], heads: tuple[int, ...] | None = None) -> Mask:
+    def sliced(self, entries: tuple[int, ...], heads: tuple[int, ...] | None = None) -> Mask:
         """The mask of some batch entries and query heads, in that order; None is all heads."""
         rows, keys = self._lengths_of(entries)
         if self.uniform:
             return dataclasses.replace(self, seqlens_q=rows, seqlens_k=keys)
-        from fa_verify.oracles.masks.combined import Taken
-
-        return Taken(mask=self, entries=entries, heads=heads, seqlens_q=rows, seqlens_k=keys)
+        return Sliced(mask=self, entries=entries, heads=heads, seqlens_q=rows, seqlens_k=keys)
 
     def _lengths_of(
         self, entries: tuple[int, ...]
@@ -272,12 +275,185 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         """Visible where both say so; lengths are those of either, and the same where both have."""
-        from fa_verify.oracles.masks.combined import Both
-
         return Both(first=self, second=other) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
         """Visible where one of both says so; lengths as of ``&``."""
-        from fa_verify.oracles.masks.combined import Either
-
         return Either(first=self, second=other) if isinstance(other, Mask) else NotImplemented
+
+
+_Lengths = tuple[int, ...] | None
+
+
+def _with_lengths(mask: Mask, seqlens_q: _Lengths, seqlens_k: _Lengths) -> Mask:
+    return dataclasses.replace(mask, seqlens_q=seqlens_q, seqlens_k=seqlens_k)
+
+
+def _check_mask(name: str, given: object) -> None:
+    if not isinstance(given, Mask):
+        raise TypeError(f"{name} is {given!r}; needs a Mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair(Mask):
+    """Two masks; what lengths they have become those of the pair.
+
+    Args:
+        first: A mask.
+        second: Another.
+
+    Raises:
+        TypeError: One is no mask.
+        ValueError: Their lengths differ.
+    """
+
+    first: Mask = field(default_factory=Mask)
+    second: Mask = field(default_factory=Mask)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("first", "second"):
+            _check_mask(name, getattr(self, name))
+        for name in ("seqlens_q", "seqlens_k"):
+            given = {getattr(x, name) for x in (self, self.first, self.second)} - {None}
+            if len(given) > 1:
+                raise ValueError(f"{name} of combined masks are {sorted(given)}; needs the same")
+            object.__setattr__(self, name, given.pop() if given else None)
+        for name in ("first", "second"):
+            object.__setattr__(self, name, _with_lengths(getattr(self, name), None, None))
+        # Not a field: an instance is as uniform as its parts.
+        object.__setattr__(self, "uniform", self.first.uniform and self.second.uniform)
+
+    def _parts(self) -> tuple[Mask, Mask]:
+        """The two masks at the pair's lengths, from which positions follow."""
+        lengths = self.seqlens_q, self.seqlens_k
+        return _with_lengths(self.first, *lengths), _with_lengths(self.second, *lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Both(_Pair):
+    """Visible where both masks say so."""
+
+    def mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
+        """Both."""
+        parts = self._parts()
+        first, second = (part.window_and_mask_mod(b, h, m, n, M=M, N=N) for part in parts)
+        return first & second
+
+    def native(
+        self, B: int, H: int, M: int, N: int, device: torch.device | str
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Both."""
+        from fa_verify.oracles.masks.triton_predicates import both, native_of
+
+        first, second = (native_of(part, B, H, M, N, device) for part in self._parts())
+        return both(first[0], second[0]), (first[1], second[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Either(_Pair):
+    """Visible where one of two masks says so."""
+
+    def mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
+        """Either."""
+        parts = self._parts()
+        first, second = (part.window_and_mask_mod(b, h, m, n, M=M, N=N) for part in parts)
+        return first | second
+
+    def native(
+        self, B: int, H: int, M: int, N: int, device: torch.device | str
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """Either."""
+        from fa_verify.oracles.masks.triton_predicates import either, native_of
+
+        first, second = (native_of(part, B, H, M, N, device) for part in self._parts())
+        return either(first[0], second[0]), (first[1], second[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliced(Mask):
+    """A mask seen from other batch entries and heads: b is its ``entries[b]``, h its ``heads[h]``.
+
+    Args:
+        mask: The mask; its lengths do not count.
+        entries: A batch entry of it for each of this one, all different.
+        heads: A query head of it for each of this one; None leaves heads as they are.
+
+    Raises:
+        TypeError: A field is of the wrong type.
+        ValueError: An entry comes twice, or entries and lengths differ in number.
+    """
+
+    mask: Mask = field(default_factory=Mask)
+    entries: tuple[int, ...] = ()
+    heads: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_mask("mask", self.mask)
+        for name in ("entries", "heads"):
+            given = getattr(self, name)
+            if given is None and name == "heads":
+                continue
+            if not isinstance(given, tuple | list) or not all(
+                type(x) is int and x >= 0 for x in given
+            ):
+                raise TypeError(f"{name} is {given!r}; needs ints >= 0")
+            object.__setattr__(self, name, tuple(given))
+        if len(set(self.entries)) < len(self.entries):
+            raise ValueError(f"entries is {self.entries}; needs different batch entries")
+        object.__setattr__(self, "mask", _with_lengths(self.mask, None, None))
+
+    def lengths(self, B: int, M: int, N: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As of ``Mask``."""
+        if len(self.entries) != B:
+            raise ValueError(f"entries has {len(self.entries)}; needs one per batch entry, {B}")
+        return super().lengths(B, M, N)
+
+    def mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
+        """What the mask says of the entry and the head that these stand for."""
+        head = h if self.heads is None else _looked_up(self.heads, h)
+        return self._whole().window_and_mask_mod(_looked_up(self.entries, b), head, m, n, M=M, N=N)
+
+    def native(
+        self, B: int, H: int, M: int, N: int, device: torch.device | str
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The mask's own, behind two tables."""
+        import torch
+
+        from fa_verify.oracles.masks.triton_predicates import native_of, sliced
+
+        heads = tuple(range(H)) if self.heads is None else self.heads
+        count = 1 + max(self.entries, default=-1), 1 + max(heads, default=-1)
+        function, args = native_of(self._whole(), *count, M, N, device)
+        tables = (torch.tensor(x, dtype=torch.int32, device=device) for x in (self.entries, heads))
+        return sliced(function), (*tables, args)
+
+    def sliced(self, entries: tuple[int, ...], heads: tuple[int, ...] | None = None) -> Mask:
+        """As of ``Mask``, of the same mask."""
+        rows, keys = self._lengths_of(entries)
+        both = self.heads if heads is None else heads
+        if heads is not None and self.heads is not None:
+            both = tuple(self.heads[h] for h in heads)
+        return dataclasses.replace(
+            self, entries=tuple(self.entries[b] for b in entries), heads=both,
+            seqlens_q=rows, seqlens_k=keys,
+        )  # fmt: skip
+
+    def _whole(self) -> Mask:
+        """The mask with these lengths at its own entries; other entries are empty."""
+        spread = []
+        for lengths in (self.seqlens_q, self.seqlens_k):
+            of_entry = dict(zip(self.entries, lengths or (), strict=False))
+            count = range(1 + max(self.entries, default=-1))
+            spread.append(None if lengths is None else tuple(of_entry.get(b, 0) for b in count))
+        return _with_lengths(self.mask, *spread)
+
+
+def _looked_up(table: tuple[int, ...], at: Any) -> Any:
+    """table[at] for an int or a tensor."""
+    if isinstance(at, int):
+        return table[at]
+    import torch
+
+    return torch.tensor(table, device=at.device)[at]

@@ -47,7 +47,7 @@ class Neighbourhood(Mask, uniform=True):
         super().__post_init__()
         self._check_at_least_one("width", "kernel")
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         """The definition."""
         p, n = torch.as_tensor(self.position(b, m, M=M, N=N)), torch.as_tensor(n)
         keys = N

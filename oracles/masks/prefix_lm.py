@@ -32,7 +32,7 @@ class PrefixLM(Mask, uniform=True):
 
     prefix: Annotated[int, Between(0, 80)] = 0
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         """The definition."""
         return (n <= self.position(b, m, M=M, N=N)) | (n < self.prefix)
 

@@ -32,7 +32,7 @@ class SinkWindow(Mask, uniform=True):
         super().__post_init__()
         self._check_at_least_one("width")
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         """The definition."""
         p = self.position(b, m, M=M, N=N)
         return (n <= p) & ((p - n < self.width) | (n < self.sinks))

@@ -46,7 +46,7 @@ class Tree(Mask, uniform=True):
         if not self.parents or any(not -1 <= x < node for node, x in enumerate(self.parents)):
             raise ValueError(f"parents is {self.parents}; needs indices before each node's, or -1")
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         """The definition."""
         p = torch.as_tensor(self.position(b, m, M=M, N=N))
         size = len(self.parents)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fa_verify.oracles.masks.mask import Mask
 
-__all__ = ["both", "either", "native_of", "taken"]
+__all__ = ["both", "either", "native_of", "sliced"]
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _either(b, h, m, n, args):
     return _first(b, h, m, n, args[0]) | _second(b, h, m, n, args[1])
 
 
-def _taken(b, h, m, n, args):
+def _sliced(b, h, m, n, args):
     return _first(tl.load(args[0] + b), tl.load(args[1] + h), m, n, args[2])
 
 
@@ -70,9 +70,9 @@ def either(first: Any, second: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def taken(function: Any) -> Any:
+def sliced(function: Any) -> Any:
     """The jit function of other entries and heads; args: (entries, heads, the function's)."""
-    return _bound(_taken, function)
+    return _bound(_sliced, function)
 
 
 def native_of(

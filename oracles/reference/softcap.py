@@ -1,29 +1,12 @@
-"""Softcap: a score x becomes c tanh(x / c), which is never larger than c; and what a kernel's errs.
-
-All in float64.
-"""
+"""Softcap in float64: a score x becomes c tanh(x / c), which is never larger than c."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from fa_verify.oracles.bounds.constants import Constants
-
-__all__ = ["Cap", "cap_error", "capped", "slope"]
+__all__ = ["capped", "slope"]
 
 _SMALL = 0.5  # of |x / c|, below which 1 - tanh**2 does not cancel
-_FLAT = 400.0  # of |x / c|, beyond which the slope is 0 in float64 too
-
-
-class Cap(NamedTuple):
-    """Capped scores and their slope, with how far a kernel's may be from them; like the scores."""
-
-    s: torch.Tensor
-    s_error: torch.Tensor
-    slope: torch.Tensor
-    slope_error: torch.Tensor
 
 
 def capped(x: torch.Tensor, softcap: float) -> torch.Tensor:
@@ -47,37 +30,3 @@ def slope(x: torch.Tensor, softcap: float) -> torch.Tensor:
     """The derivative of ``capped``, 1 - tanh(x / c)**2, as 4 e / (1 + e)**2."""
     e = torch.exp(-2 * (x / softcap).abs())
     return 4 * e / (1 + e).square()
-
-
-def cap_error(x: torch.Tensor, error: torch.Tensor, softcap: float, c: Constants) -> Cap:
-    """Capped scores, their slope, and the errors of both.
-
-    A kernel multiplies a dot by t / c, two roundings, takes tanh and its slope of the product, and
-    multiplies tanh by c, two more. With X the error of x / c times c, f the slope, f_max the
-    largest of it that X allows::
-
-        X = error + 3u |x|
-        s: f_max X + (12u + u_exp)(|s| + f_max X) + 2c FTZ
-        f: f_max (min(1, 2 X / c) + 14u + u_exp + 4u min(|x / c|, 400)) + 4 FTZ
-
-    For tanh is at most 9u + u_exp off, relative to itself. Beyond |y| = 1/2 it is (1 - e) / (1 + e)
-    with e = exp(-2 |y|), whose relative error 4u |y| + u_exp counts by (1 - tanh**2) / 2 of itself,
-    at most 0.90u + 0.40 u_exp of tanh >= 0.46; the two sums, a reciprocal of 2 ulps and a product
-    add 7u. Below, numerator and denominator of a continued fraction are sums of positive terms, the
-    first of which outweighs the rest: 2u each, and 5.5u in all for y**2, products and reciprocal.
-    The slope is 4 e / (1 + e)**2, or 1 - tanh**2 of a tanh below 0.47. FTZ is what flushes lose.
-
-    Args:
-        x: Scaled scores, any shape.
-        error: What their dots err, times the scale.
-        softcap: c, > 0.
-        c: The constants in force.
-    """
-    s = capped(x, softcap)
-    of_x = error + 3 * c.u * x.abs()
-    steepest = slope((x.abs() - of_x).clamp_(min=0.0), softcap)
-    moved = steepest * of_x
-    s_error = moved + (12 * c.u + c.u_exp) * (s.abs() + moved) + 2 * softcap * c.ftz
-    of_slope = (of_x * (2 / softcap)).clamp_(max=1.0)
-    of_slope += 14 * c.u + c.u_exp + 4 * c.u * (x.abs() / softcap).clamp_(max=_FLAT)
-    return Cap(s, s_error, slope(x, softcap), steepest * of_slope + 4 * c.ftz)

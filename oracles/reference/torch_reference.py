@@ -30,7 +30,7 @@ class RowMasks:
     """The dense mask, a few rows at a time.
 
     A ``Mask`` is evaluated for the asked rows alone, so that M x N never stands in memory: lengths
-    and window here, the rest by its ``allows``. Any other mask is made dense once and sliced.
+    and window here, the rest by its ``mask_mod``. Any other mask is made dense once and sliced.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RowMasks:
             m = torch.minimum(m, self._rows - 1)[b]
             n = torch.minimum(n, self._keys - 1)[b]
             if b.numel():
-                seen[b] &= self._beyond.allows(b.view(-1, 1, 1, 1), h, m, n, M=M, N=N)
+                seen[b] &= self._beyond.mask_mod(b.view(-1, 1, 1, 1), h, m, n, M=M, N=N)
         return seen
 
 

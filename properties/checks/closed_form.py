@@ -1,7 +1,7 @@
-"""Exact probes: inputs made so that the right output is known to the bit, without an oracle.
+"""Closed forms: inputs made so that the right output is known to the bit, without an oracle.
 
 With k = 0 all scores are 0, so every visible key has the weight 1 / n exactly, n being how many
-keys the row sees. Every probe runs the subject again; padding keeps what the problem put there.
+keys the row sees. Every check runs the subject again; padding keeps what the problem put there.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def permuted(trial: Trial) -> list[Finding]:
     """
     problem = trial.problem
     entries, heads = range(problem.B)[::-1], _reversed(torch.arange(problem.H)[None], problem.Hk)
-    mask = problem.mask.taken(tuple(entries), tuple(heads[0].tolist()))
+    mask = problem.mask.sliced(tuple(entries), tuple(heads[0].tolist()))
     turned = dataclasses.replace(problem, mask=mask)
     pairs = zip(trial.inputs.tensors, problem.layouts, strict=True)
     inputs = Inputs(*(lay_out(_reversed(x, problem.Hk), layout) for x, layout in pairs))
@@ -253,5 +253,5 @@ def _found(
     claim: str,
     compared: torch.Tensor | None = None,
 ) -> list[Finding]:
-    """A finding of a probe if anything is bad."""
-    return found_where(trial, output, bad, got, want, "exact probes", claim, compared)
+    """A finding if anything is bad."""
+    return found_where(trial, output, bad, got, want, "exact closed forms", claim, compared)

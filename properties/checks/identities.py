@@ -49,16 +49,16 @@ class _Identity(NamedTuple):
 def identities(trial: Trial) -> list[Finding]:
     """Each sum is right as closely as the roundings of a correct kernel let it.
 
-    Where ``companions.is_valid``, for heads with a row that sees ``companions.FEWEST`` keys: with
+    Where ``statistics.is_valid``, for heads with a row that sees ``statistics.FEWEST`` keys: with
     a single key dS is 0, and roundings of rounding errors are all there is.
 
     The spread of the difference is predicted from the roundings (``bounds.variance``), so it sees
     errors that all elements share and none shows: one in delta changes every key's dk a little, and
     their sum as a whole. The largest of c differences, in units of their spreads, stays below
     sqrt(2 (x + ln 2c)) with probability 1 - exp(-x); their mean square stays below the limit of
-    ``companions.rms``.
+    ``statistics.rms``.
 
-    The gradient of a key that fewer than ``companions.FEWEST`` rows see is a sum of a few products
+    The gradient of a key that fewer than ``statistics.FEWEST`` rows see is a sum of a few products
     of short numbers. Its last rounding need not be independent of that of the next key: times
     1 - 2**-8, every number of 8 bits is rounded down. Such keys may err by u_in each, to one side.
     """

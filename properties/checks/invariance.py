@@ -77,7 +77,7 @@ def independence(trial: Trial) -> list[Finding]:
     of_rows = (slice(b, b + 1), heads)
     of_keys = (slice(b, b + 1), slice(group, group + 1))
     q, k, v, dout, dlse, slopes, bias = trial.inputs
-    mask = problem.mask.taken((b,), tuple(range(problem.H))[heads])
+    mask = problem.mask.sliced((b,), tuple(range(problem.H))[heads])
     alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=mask)
     try:
         of_dlse = None if dlse is None else dlse[of_rows]

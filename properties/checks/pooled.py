@@ -182,7 +182,7 @@ def independence(trial: Trial) -> list[Finding]:
     b, group = problem.seed % problem.B, problem.seed // problem.B % problem.Hk
     heads = slice(group * problem.G, (group + 1) * problem.G)
     of_rows, of_keys = (slice(b, b + 1), heads), (slice(b, b + 1), slice(group, group + 1))
-    mask = problem.mask.taken((b,), tuple(range(problem.H))[heads])
+    mask = problem.mask.sliced((b,), tuple(range(problem.H))[heads])
     alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=mask)
     q, k, v, dout = trial.inputs.tensors
     inputs = Inputs(q[of_rows], k[of_keys], v[of_keys], dout[of_rows])

@@ -1,4 +1,4 @@
-"""Companions of the bound: the mean square and the mean of all errors, for faults too small for it.
+"""Statistics of errors: the mean square and the mean of all errors, for faults too small for it.
 
 A bound must let a single error be as large as all roundings together can make it. Over many rows
 the errors of a correct kernel have a known mean square, and no preferred sign.

@@ -11,7 +11,7 @@ from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["EDGES", "Ledger"]
+__all__ = ["EDGES", "Tally"]
 
 # Of the bins of a distribution of error/bound: four a decade. Below the first all is one bin.
 EDGES = tuple(10 ** (k / 4) for k in range(-24, 5))
@@ -21,7 +21,7 @@ def _digest(problem: str) -> str:
     return hashlib.blake2b(problem.encode(), digest_size=8).hexdigest()
 
 
-class Ledger:
+class Tally:
     """Collects trials of one process; records of several processes add up."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Ledger:
             self.worst[key] = (ratio, problem)
 
     def record(self) -> dict[str, Any]:
-        """The ledger as plain lists, dicts and numbers, to send between processes."""
+        """The tally as plain lists, dicts and numbers, to send between processes."""
         return {
             "problems": {key: list(value) for key, value in self.problems.items()},
             "worst": {key: list(value) for key, value in self.worst.items()},
@@ -72,7 +72,7 @@ class Ledger:
         }
 
     def hand_over(self) -> dict[str, Any]:
-        """The ledger as ``record()`` gives it, which then starts anew."""
+        """The tally as ``record()`` gives it, which then starts anew."""
         record = self.record()
         for part in (self.problems, self.worst, self.bins, self.out_of_range, self.unsupported):
             part.clear()

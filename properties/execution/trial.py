@@ -25,14 +25,14 @@ from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [
-    "Question",
+    "PlannedRun",
     "SubjectError",
     "Trial",
-    "examine",
-    "question",
+    "plan_run",
     "run_bias_gradient",
     "run_pooled",
     "run_subject",
+    "run_trial",
 ]
 
 _SUITE = Path(__file__).parents[2]
@@ -240,8 +240,8 @@ def _gradients(
 
 
 @dataclass(frozen=True)
-class Question:
-    """A problem with what does not depend on the subject's answer: it can be asked again.
+class PlannedRun:
+    """A problem with everything that does not depend on the subject's outputs; it runs many times.
 
     Args:
         problem: The problem.
@@ -255,8 +255,8 @@ class Question:
     judgement: Judgement
     want: Outputs[torch.Tensor]
 
-    def answered_by(self, subject: Subject) -> Trial:
-        """Runs a subject, of the numerics that the question was made for.
+    def run(self, subject: Subject) -> Trial:
+        """Runs a subject of the numerics that the run was planned for.
 
         Raises:
             SubjectError: It raises, or an output has another shape or dtype than the contract says.
@@ -268,8 +268,8 @@ class Question:
         return Trial(subject, self.problem, self.inputs, got, self.want, self.judgement)
 
 
-def question(subject: Subject, problem: Problem, inputs: Inputs | None = None) -> Question | None:
-    """What a subject will be asked; None where a correct kernel need not survive it.
+def plan_run(subject: Subject, problem: Problem, inputs: Inputs | None = None) -> PlannedRun | None:
+    """Makes inputs, bound and reference; None where a correct kernel need not survive the problem.
 
     Args:
         subject: Its numerics choose the bound.
@@ -296,10 +296,10 @@ def question(subject: Subject, problem: Problem, inputs: Inputs | None = None) -
     want = torch_reference.attention(
         *inputs, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap
     )
-    return Question(problem, inputs, judgement, want)
+    return PlannedRun(problem, inputs, judgement, want)
 
 
-def examine(subject: Subject, problem: Problem) -> Trial | None:
+def run_trial(subject: Subject, problem: Problem) -> Trial | None:
     """Runs and judges a problem; None where a correct kernel need not survive it.
 
     Raises:
@@ -307,5 +307,5 @@ def examine(subject: Subject, problem: Problem) -> Trial | None:
         NotImplementedError: The subject refuses the problem.
         RuntimeError: A bound is not finite although the problem is in range: the suite is at fault.
     """
-    asked = question(subject, problem)
-    return None if asked is None else asked.answered_by(subject)
+    planned = plan_run(subject, problem)
+    return None if planned is None else planned.run(subject)

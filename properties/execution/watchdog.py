@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from fa_verify.oracles.problem import Problem
 
-__all__ = ["EXIT_CUDA_ERROR", "EXIT_HANG", "FlightRecorder", "Record", "sticky_cuda_error"]
+__all__ = ["EXIT_CUDA_ERROR", "EXIT_HANG", "Record", "Watchdog", "sticky_cuda_error"]
 
 # Exit codes of processes that end themselves; pytest's own are 0 to 5, a signal's 128 and more.
 EXIT_HANG = 91
@@ -105,7 +105,7 @@ def sticky_cuda_error(error: Exception) -> bool:
     return False
 
 
-class _Flight(NamedTuple):
+class _Watched(NamedTuple):
     """A problem under way, when it is overdue (monotonic seconds), and the thread it runs in."""
 
     record: Record
@@ -113,7 +113,7 @@ class _Flight(NamedTuple):
     thread: int
 
 
-class FlightRecorder:
+class Watchdog:
     """Keeps the problem under way in a file, and ends the process where nothing else can.
 
     The file is empty between problems and holds one ``Record`` during one. It is written only
@@ -146,37 +146,38 @@ class FlightRecorder:
         self._end = end
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         self._stderr = os.dup(2)
-        self._flight: _Flight | None = None
-        # Held while the flight or the file changes: who is overdue must not land meanwhile.
+        self._watched: _Watched | None = None
+        # Held while the watched problem or the file changes: no problem ends while it is found to
+        # be overdue.
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._watchdog: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
     @contextmanager
-    def flying(self, problem: Problem, note: str = "") -> Iterator[None]:
+    def watching(self, problem: Problem, note: str = "") -> Iterator[None]:
         """Records a problem for as long as the block runs, and watches over it.
 
         What the block launches on a GPU it has to wait for, else an error shows in a later block.
-        Inside another flight the inner problem stands in the file until it is done.
+        Inside another block the inner problem stands in the file until it is done.
 
         Args:
             problem: The problem.
             note: What is done with it, a few words.
         """
-        if self._watchdog is None:
-            self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._watchdog.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         record = Record("running", problem.to_json(), test, note, time.time(), kernel=self.kernel)
-        flight = _Flight(record, time.monotonic() + self.seconds, threading.get_ident())
-        outer = self._flight
-        self._take(flight)
+        watched = _Watched(record, time.monotonic() + self.seconds, threading.get_ident())
+        outer = self._watched
+        self._take(watched)
         try:
             yield
         except Exception as error:
             if self._sticky(error):
                 with self._lock:
-                    self._crash(flight, EXIT_CUDA_ERROR, "cuda error", _first_line(error))
+                    self._crash(watched, EXIT_CUDA_ERROR, "cuda error", _first_line(error))
             raise
         finally:
             self._take(outer)
@@ -184,16 +185,16 @@ class FlightRecorder:
     def close(self) -> None:
         """Stops the watchdog and closes the file; does not remove it."""
         self._closing.set()
-        if self._watchdog is not None:
-            self._watchdog.join()
+        if self._thread is not None:
+            self._thread.join()
         os.close(self._file)
         os.close(self._stderr)
 
-    def _take(self, flight: _Flight | None) -> None:
-        """Makes a flight, or none, the one under way."""
+    def _take(self, watched: _Watched | None) -> None:
+        """Makes a problem, or none, the watched one."""
         with self._lock:
-            self._flight = flight
-            self._write(flight and flight.record)
+            self._watched = watched
+            self._write(watched and watched.record)
 
     def _write(self, record: Record | None) -> None:
         os.ftruncate(self._file, 0)
@@ -201,18 +202,18 @@ class FlightRecorder:
             os.pwrite(self._file, record.to_json().encode(), 0)
 
     def _crash(
-        self, flight: _Flight, code: int, state: str, detail: str, stack: tuple[str, ...] = ()
+        self, watched: _Watched, code: int, state: str, detail: str, stack: tuple[str, ...] = ()
     ) -> None:
         """Leaves the record for others to read, says it on the real stderr, ends the process."""
-        record = dataclasses.replace(flight.record, state=state, detail=detail, stack=stack)
+        record = dataclasses.replace(watched.record, state=state, detail=detail, stack=stack)
         self._write(record)
         os.write(self._stderr, f"\n{record.describe()}\n".encode())
         self._end(code)
 
     def _watch(self) -> None:
-        """Sleeps until a flight can be overdue, so that taking off and landing need not wake it.
+        """Sleeps until a problem can be overdue, so that its start and its end need not wake it.
 
-        A flight that starts during a sleep of at most ``seconds`` is not overdue before its end.
+        A problem that starts during a sleep of at most ``seconds`` is not overdue before its end.
         """
         sleep = self.seconds
         try:
@@ -222,11 +223,11 @@ class FlightRecorder:
                 if self._closing.wait(sleep):
                     return
                 with self._lock:
-                    now, flight = time.monotonic(), self._flight
-                    sleep = self.seconds if flight is None else flight.deadline - now
-                    if flight is not None and sleep <= 0:
+                    now, watched = time.monotonic(), self._watched
+                    sleep = self.seconds if watched is None else watched.deadline - now
+                    if watched is not None and sleep <= 0:
                         detail = f"over {self.seconds:g} s in one problem"
-                        self._crash(flight, EXIT_HANG, "hang", detail, _stack_of(flight.thread))
+                        self._crash(watched, EXIT_HANG, "hang", detail, _stack_of(watched.thread))
                         return
         finally:
             faulthandler.cancel_dump_traceback_later()

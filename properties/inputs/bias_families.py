@@ -74,7 +74,7 @@ def bias_values(problem: Problem) -> torch.Tensor:
     if problem.bias not in BIASES:
         raise ValueError(f"bias is {problem.bias!r}; needs one of {BIASES}")
     family, shape = problem.bias.partition("/")[0], bias_shape(problem)
-    # What all entries share is the first seed's: ``stacks`` makes none of it.
+    # What all entries share is the first seed's: ``batched_problems`` makes none of it.
     seeds = problem.all_seeds if len(problem.all_seeds) == 1 or shape[0] > 1 else problem.seeds[:1]
     draws = stream.normal(seeds, "bias", shape, problem.device)
     return _FAMILIES[family](draws, stream.uniform(seeds, "bias/uniform", shape, problem.device))

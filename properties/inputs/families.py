@@ -1,7 +1,7 @@
 """The tables of families by the names that problems give them.
 
 Four families make a problem's values: of its inputs q, k, v; of dout; of the gradient of lse, if
-there is one; of the dirt in its padding. Two more make ALiBi's slopes and the bias, if
+there is one; of the values in its padding. Two more make ALiBi's slopes and the bias, if
 there are some.
 Strategies shrink towards the first of each.
 """
@@ -18,20 +18,20 @@ from fa_verify.properties.inputs.bias_families import BIASES, NO_BIAS
 from fa_verify.properties.inputs.dlse_families import DLSE_FAMILIES, NO_DLSE
 from fa_verify.properties.inputs.dout_families import DOUT_FAMILIES
 from fa_verify.properties.inputs.input_families import VALUE_FAMILIES
-from fa_verify.properties.inputs.padding_values import DIRTY
+from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES, Values, drawn_shape, length_tensors
 from fa_verify.properties.inputs.score_families import SCORE_FAMILIES, last_visible
 
 __all__ = [
     "ALIBI",
     "BIASES",
-    "DIRTY",
     "DLSE",
     "DOUT",
     "INPUTS",
     "NO_ALIBI",
     "NO_BIAS",
     "NO_DLSE",
+    "PADDING_VALUES",
     "TORCH_DTYPES",
     "Values",
     "drawn_shape",

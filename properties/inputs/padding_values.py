@@ -1,6 +1,6 @@
-"""Dirty families: what stands in padding, in all tensors at once or in one alone.
+"""Families of padding values: what stands in padding, in all tensors at once or in one alone.
 
-In one alone, because the kernel reads each tensor with a mask of its own, and dirt in another one
+In one alone, because the kernel reads each tensor with a mask of its own, and NaN in another one
 can hide that a mask is missing: NaN from q covers NaN from k.
 """
 
@@ -15,10 +15,10 @@ from fa_verify.oracles import stream
 from fa_verify.oracles.problem import TENSORS, Problem
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES, drawn_shape, filled
 
-__all__ = ["DIRTY", "Dirt"]
+__all__ = ["PADDING_VALUES", "PaddingValues"]
 
 # (problem, tensor) -> what stands in its padding: one number, or values of the drawn shape.
-Dirt = Callable[[Problem, str], torch.Tensor | float]
+PaddingValues = Callable[[Problem, str], torch.Tensor | float]
 
 
 def _alternating(problem: Problem, tensor: str, value: float) -> torch.Tensor:
@@ -54,19 +54,19 @@ def _noise(problem: Problem, tensor: str) -> torch.Tensor:
     return stream.normal(problem.all_seeds, f"dirty/{tensor}", shape, problem.device)
 
 
-_KINDS: dict[str, Dirt] = {"nan": _nan, "inf": _inf, "max": _largest, "noise": _noise}
+_KINDS: dict[str, PaddingValues] = {"nan": _nan, "inf": _inf, "max": _largest, "noise": _noise}
 
 
-def _alone(kind: Dirt, dirtied: str) -> Dirt:
+def _alone(kind: PaddingValues, dirtied: str) -> PaddingValues:
     """``kind`` in the padding of one tensor, 0 in that of the others."""
     return lambda problem, tensor: kind(problem, tensor) if tensor == dirtied else 0.0
 
 
-def _in_one_tensor() -> Iterator[tuple[str, Dirt]]:
+def _in_one_tensor() -> Iterator[tuple[str, PaddingValues]]:
     """Every kind in every tensor alone: "nan_q", "nan_k", ... "noise_dout"."""
     for name, kind in _KINDS.items():
         for tensor in TENSORS:
             yield f"{name}_{tensor}", _alone(kind, tensor)
 
 
-DIRTY: dict[str, Dirt] = {"zero": _zero, **_KINDS, **dict(_in_one_tensor())}
+PADDING_VALUES: dict[str, PaddingValues] = {"zero": _zero, **_KINDS, **dict(_in_one_tensor())}

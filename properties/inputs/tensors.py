@@ -12,18 +12,18 @@ from fa_verify.oracles.problem import TENSORS, Problem
 from fa_verify.properties.inputs.bias_families import BIAS_DTYPES, BIAS_LAYOUTS, bias_values
 from fa_verify.properties.inputs.families import (
     ALIBI,
-    DIRTY,
     DLSE,
     DOUT,
     INPUTS,
     NO_ALIBI,
     NO_BIAS,
     NO_DLSE,
+    PADDING_VALUES,
     TORCH_DTYPES,
     drawn_shape,
 )
 from fa_verify.properties.inputs.layouts import lay_out
-from fa_verify.properties.inputs.padding_values import Dirt
+from fa_verify.properties.inputs.padding_values import PaddingValues
 
 __all__ = ["Inputs", "make"]
 
@@ -85,12 +85,13 @@ def make(
     """The tensors of a problem: a pure function of it, with the same bits on every device.
 
     Values come from the input and dout families in float64 and are rounded once, never to Inf.
-    Then the dirty family overwrites padding: rows m >= seqlens_q[b] of q and dout, keys
+    Then the family of padding values overwrites padding: rows m >= seqlens_q[b] of q and dout, keys
     n >= seqlens_k[b] of k and v.
 
     Args:
         problem: What to make; its dtype, device and layouts are those of the result.
-        dirty: A dirty family to use instead of the problem's; the valid elements stay as they are.
+        dirty: A family of padding values to use instead of the problem's; the valid elements stay
+            as they are.
         layouts: Storage of q, k, v, dout to use instead of the problem's; all values stay as they
             are, equal heads where the problem says "expanded" among them.
         around: What stands in the storage wherever no element does.
@@ -104,7 +105,7 @@ def make(
     """
     inputs = _family(INPUTS, "inputs", problem.inputs)(problem)
     dout = _family(DOUT, "dout", problem.dout)(problem)
-    dirt = _family(DIRTY, "dirty", problem.dirty if dirty is None else dirty)
+    fill = _family(PADDING_VALUES, "dirty", problem.dirty if dirty is None else dirty)
     dtype = TORCH_DTYPES[problem.dtype]
     rows = _padding(problem.mask.seqlens_q, problem.M, problem.device)
     keys = _padding(problem.mask.seqlens_k, problem.N, problem.device)
@@ -114,29 +115,29 @@ def make(
     ):
         cast = _cast(values, dtype)
         if padding is not None:
-            stands = dirt(problem, tensor)
+            stands = fill(problem, tensor)
             if isinstance(stands, torch.Tensor):
                 stands = stands.to(dtype)
             cast = torch.where(padding, stands, cast)
         B, _, seqlen, columns = drawn_shape(problem, tensor)
         heads = problem.H if tensor in ("q", "dout") else problem.Hk
         made.append(lay_out(cast.expand(B, heads, seqlen, columns), layout, around))
-    dlse = None if problem.dlse == NO_DLSE else _dlse(problem, dirt, rows, layouts, around)
+    dlse = None if problem.dlse == NO_DLSE else _dlse(problem, fill, rows, layouts, around)
     slopes = None if problem.alibi == NO_ALIBI else _slopes(problem, around)
-    bias = None if problem.bias == NO_BIAS else _bias(problem, dirt, layouts, around)
+    bias = None if problem.bias == NO_BIAS else _bias(problem, fill, layouts, around)
     return Inputs(*made)._replace(dlse=dlse, alibi_slopes=slopes, bias=bias)
 
 
 def _bias(
-    problem: Problem, dirt: Dirt, layouts: tuple[str, str, str, str] | None, around: float
+    problem: Problem, fill: PaddingValues, layouts: tuple[str, str, str, str] | None, around: float
 ) -> torch.Tensor:
-    """The bias, with dirt wherever no row sees a key; stored by the seed, or as ``layouts`` say.
+    """The bias, with padding values wherever no row sees a key; stored by seed, or as ``layouts``.
 
     Padding is such a place, and so are pairs that the mask hides from all that share an element.
     """
     dtype = BIAS_DTYPES.get(problem.bias.partition("/")[0], TORCH_DTYPES[problem.dtype])
     values = _cast(bias_values(problem), dtype)
-    stands = dirt(problem, "dout")
+    stands = fill(problem, "dout")
     if isinstance(stands, torch.Tensor):
         stands = float(stands.flatten()[0]) if stands.numel() else 0.0
     if stands != 0:
@@ -161,16 +162,16 @@ def _slopes(problem: Problem, around: float) -> torch.Tensor:
 
 def _dlse(
     problem: Problem,
-    dirt: Dirt,
+    fill: PaddingValues,
     padding: torch.Tensor | None,
     layouts: tuple[str, str, str, str] | None,
     around: float,
 ) -> torch.Tensor:
-    """The gradient of lse, stored as a dout of one column, whose dirt it has in padding."""
+    """The gradient of lse, stored as a dout of one column, whose values it has in padding."""
     dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
     cast = _cast(_family(DLSE, "dlse", problem.dlse)(problem), dtype).unsqueeze(3)
     if padding is not None:
-        stands = dirt(problem, "dout")
+        stands = fill(problem, "dout")
         if isinstance(stands, torch.Tensor):
             stands = stands[..., :1].to(dtype)
         cast = torch.where(padding, stands, cast)

@@ -1,7 +1,7 @@
-"""Stacks: many problems of one shape, one behind the other along the batch, judged together.
+"""Batched problems: many of one shape, one behind the other along the batch, judged together.
 
 A small problem keeps a GPU busy for less time than its launches take, and the oracle's are many: a
-stack of 64 costs little more than one of them.
+batch of 64 costs little more than one of them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.problems.drawn_masks import chosen_lengths
 from fa_verify.properties.problems.seqlens import Draw
 
-__all__ = ["LARGEST", "stacks"]
+__all__ = ["LARGEST", "batched_problems"]
 
 LARGEST = 64
 
 
 @st.composite
-def stacks(
+def batched_problems(
     draw: Draw, problems: st.SearchStrategy[Problem], *, tile: int, max_cost: int
 ) -> Problem:
-    """Stacks of up to 64 problems that differ in their values, and in lengths if they have some.
+    """Batches of up to 64 problems that differ in their values, and in lengths if they have some.
 
     The first is drawn; what the others have of their own is a function of its seed. Shrinks
     towards the first alone. Problems without elements, those of a mask that asks which batch entry
@@ -35,7 +35,7 @@ def stacks(
         draw: Of the composite strategy.
         problems: Of the first.
         tile: Rows and keys of a tile; cost is counted in them, as by ``strategies.problems``.
-        max_cost: Of the stack.
+        max_cost: Of all of them.
     """
     first: Problem = draw(problems)
     most = min(LARGEST, max_cost // max(1, _cost(first, tile)))
@@ -43,7 +43,7 @@ def stacks(
     if most < 2 or shares or not first.mask.uniform or 0 in (first.B, first.M, first.N):
         return first
     count = draw(st.sampled_from((1, 2, *(most,) * 14)))
-    return first if count == 1 else _stacked(first, count)
+    return first if count == 1 else _batched(first, count)
 
 
 def _cost(problem: Problem, tile: int) -> int:
@@ -51,7 +51,7 @@ def _cost(problem: Problem, tile: int) -> int:
     return problem.B * problem.H * -(-problem.M // tile) * -(-problem.N // tile)
 
 
-def _stacked(first: Problem, count: int) -> Problem:
+def _batched(first: Problem, count: int) -> Problem:
     """The first of so many problems with the others behind it."""
     further = stream.integers(first.seed, "stack/seeds", (count - 1,))
     seeds = (first.seed, *(x & 2**31 - 1 for x in further.tolist()))
@@ -66,7 +66,7 @@ def _stacked(first: Problem, count: int) -> Problem:
 def _lengths(
     first: Problem, count: int, name: str, given: tuple[int, ...] | None, size: int
 ) -> tuple[int, ...] | None:
-    """The lengths of a stack, of which those of the first are given."""
+    """The lengths of a batched problem, of which those of the first are given."""
     if given is None:
         return None
     words = stream.integers(first.seed, name, (count - 1, 2)) & 2**62 - 1

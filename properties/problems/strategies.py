@@ -22,13 +22,13 @@ from fa_verify.oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
 from fa_verify.properties.inputs.families import (
     ALIBI,
     BIASES,
-    DIRTY,
     DLSE,
     DOUT,
     INPUTS,
     NO_ALIBI,
     NO_BIAS,
     NO_DLSE,
+    PADDING_VALUES,
 )
 from fa_verify.properties.problems.drawn_masks import draw_mask
 from fa_verify.properties.problems.mask_classes import check_mask_class
@@ -160,7 +160,7 @@ def _check(domain: Domain) -> None:
     _check_subset("dtypes", domain.dtypes, DTYPES)
     _check_subset("masks", domain.masks, MASK_KINDS)
     _check_subset("layouts", domain.layouts, LAYOUTS)
-    _check_subset("dirties", domain.dirty, tuple(DIRTY))
+    _check_subset("dirties", domain.dirty, tuple(PADDING_VALUES))
     _check_subset("device", (domain.device,), ("cpu", "cuda"))
     _check_subset("alibis", domain.alibis, (NO_ALIBI, *ALIBI))
     _check_subset("biases", domain.biases, (NO_BIAS, *BIASES))
@@ -206,7 +206,7 @@ def problems(
     dout: str | None = None,
     lse_grad: bool = False,
     dirty: str | None = None,
-    dirties: Sequence[str] = tuple(DIRTY),
+    dirties: Sequence[str] = tuple(PADDING_VALUES),
     max_cost: int = 48,
     padding: bool = False,
     hidden: bool = False,
@@ -249,7 +249,7 @@ def problems(
         inputs: The input family; None draws one of ``families.INPUTS``.
         dout: The dout family; None draws one of ``families.DOUT``.
         lse_grad: Whether lse may have a gradient, of one of ``families.DLSE``.
-        dirty: The dirty family; None draws one of dirties where there is padding.
+        dirty: The family of padding values; None draws one of dirties where there is padding.
         dirties: What to draw it from.
         max_cost: Limit on B * H * ceil(M / tile) * ceil(N / tile); the Triton interpreter takes
             about 0.03 s for each.

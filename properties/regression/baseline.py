@@ -58,7 +58,7 @@ class Entry:
 
     Args:
         problem: The problem.
-        check: The guarantee or companion that it is put before, a name.
+        check: The guarantee or other check that it is put before, a name.
         arithmetic: The column that it counts in: its dtype, "tf32" for fp32 of TF32 dots.
         errors: Output to its largest error/bound and root mean square: ``measurement.measured``.
     """

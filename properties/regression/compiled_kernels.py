@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fa_verify.properties.regression.difference import Change
+from fa_verify.properties.regression.difference import Difference
 
 __all__ = ["Resources", "loaded_kernels", "moved_kernels", "name_of"]
 
@@ -80,7 +80,9 @@ def name_of(kernel: Any) -> str:
     return " ".join(words)
 
 
-def moved_kernels(then: Mapping[str, Resources], now: Mapping[str, Resources]) -> Iterable[Change]:
+def moved_kernels(
+    then: Mapping[str, Resources], now: Mapping[str, Resources]
+) -> Iterable[Difference]:
     """What kernels take more or less of; that spills, or a tenth more of the rest, is an alarm.
 
     Args:
@@ -92,10 +94,10 @@ def moved_kernels(then: Mapping[str, Resources], now: Mapping[str, Resources]) -
         if before == after:
             continue
         if after is None:
-            yield Change("kernels", f"{name}: no longer compiled ({before})")
+            yield Difference("kernels", f"{name}: no longer compiled ({before})")
         elif before is None:
             spills = after.spills > 0
-            yield Change("kernels", f"{name}: new ({after})", alarm=spills)
+            yield Difference("kernels", f"{name}: new ({after})", alarm=spills)
         else:
             moves = [
                 f"{word} {old} -> {new}"
@@ -109,4 +111,4 @@ def moved_kernels(then: Mapping[str, Resources], now: Mapping[str, Resources]) -
                     (before.shared, after.shared),
                 )
             )
-            yield Change("kernels", f"{name}: {', '.join(moves)}", alarm=rises)
+            yield Difference("kernels", f"{name}: {', '.join(moves)}", alarm=rises)

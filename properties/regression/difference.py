@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Change"]
+__all__ = ["Difference"]
 
 
 @dataclass(frozen=True)
-class Change:
+class Difference:
     """One thing that moved.
 
     Args:

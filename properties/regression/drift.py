@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fa_verify.properties.regression.baseline import Baseline, Entry
 from fa_verify.properties.regression.bootstrap import Interval, mean_difference
-from fa_verify.properties.regression.difference import Change
+from fa_verify.properties.regression.difference import Difference
 
 __all__ = ["FALSE_ALARMS", "grouped", "moved_coverage", "moved_maxima", "moved_rms"]
 
@@ -44,7 +44,7 @@ def grouped(pairs: Iterable[Pair]) -> dict[str, list[float]]:
     return {name: ratios for name, ratios in sorted(found.items()) if len(ratios) >= FEWEST}
 
 
-def moved_rms(pairs: Iterable[Pair]) -> Iterator[Change]:
+def moved_rms(pairs: Iterable[Pair]) -> Iterator[Difference]:
     """Groups whose RMS of errors moved; one that rose by more than chance is an alarm.
 
     The paired differences are logarithms of ratios, one for each problem; their mean has a
@@ -55,14 +55,14 @@ def moved_rms(pairs: Iterable[Pair]) -> Iterator[Change]:
     for name, ratios in groups.items():
         interval = mean_difference(ratios, level)
         if interval.low > 0 or interval.high < 0:
-            yield Change(
+            yield Difference(
                 "rms",
                 f"{name}: {_percent(interval)} over {len(ratios)} problems",
                 alarm=interval.low > 0,
             )
 
 
-def moved_maxima(pairs: Sequence[Pair]) -> Iterator[Change]:
+def moved_maxima(pairs: Sequence[Pair]) -> Iterator[Difference]:
     """The largest error/bound of each output and dtype, where it moved; above 1 is an alarm."""
     then: dict[str, float] = defaultdict(float)
     now: dict[str, float] = defaultdict(float)
@@ -74,12 +74,12 @@ def moved_maxima(pairs: Sequence[Pair]) -> Iterator[Change]:
     for name in sorted(now):
         if now[name] != then[name] or now[name] > 1:
             text = f"largest error/bound of {name}: {then[name]:.3f} -> {now[name]:.3f}"
-            yield Change("maxima", text, alarm=now[name] > 1)
+            yield Difference("maxima", text, alarm=now[name] > 1)
 
 
 def moved_coverage(
     then: Baseline, now: Mapping[int, Entry], reasons: Mapping[int, str]
-) -> Iterator[Change]:
+) -> Iterator[Difference]:
     """What was checked and is not: an alarm, whether all of a kind vanished or a problem.
 
     Args:
@@ -92,17 +92,19 @@ def moved_coverage(
         has = {word(x) for i, x in now.items() if kind != "guarantee" or i not in reasons}
         for name in sorted(had.keys() - has):
             text = f"{kind} {name} has vanished: none of its {had[name]} problems was judged"
-            yield Change("coverage", text, alarm=True)
+            yield Difference("coverage", text, alarm=True)
     for reason, count in Counter(reasons.values()).most_common():
         problems = "1 problem was" if count == 1 else f"{count} problems were"
-        yield Change("coverage", f"{problems} not judged as then: {reason}", alarm=True)
+        yield Difference("coverage", f"{problems} not judged as then: {reason}", alarm=True)
     lost = Counter(
         output
         for i, entry in now.items()
         for output in then.entries[i].errors.keys() - entry.errors.keys()
     )
     for output, count in sorted(lost.items()):
-        yield Change("coverage", f"{output} is no longer returned, of {count} problems", alarm=True)
+        yield Difference(
+            "coverage", f"{output} is no longer returned, of {count} problems", alarm=True
+        )
 
 
 def _log_ratio(now: float, then: float) -> float:

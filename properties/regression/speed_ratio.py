@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fa_verify.properties.regression.difference import Change
+from fa_verify.properties.regression.difference import Difference
 
 __all__ = ["LOSS", "Shift", "moved_speed", "shift_of"]
 
@@ -62,7 +62,7 @@ def shift_of(then: Sequence[float], now: Sequence[float], seed: int = 0) -> Shif
 
 def moved_speed(
     then: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]], why_not: str = ""
-) -> Iterable[Change]:
+) -> Iterable[Difference]:
     """How the ratios moved; a loss beyond LOSS and beyond their spread is an alarm.
 
     Args:
@@ -73,13 +73,13 @@ def moved_speed(
     for name in sorted({*then, *now}):
         if name not in now:
             text = f"{name}: timed in the baseline, not now" + (f": {why_not}" if why_not else "")
-            yield Change("speed", text, alarm=True)
+            yield Difference("speed", text, alarm=True)
         elif name not in then:
-            yield Change("speed", f"{name}: new, {statistics.median(now[name]):.3f}")
+            yield Difference("speed", f"{name}: new, {statistics.median(now[name]):.3f}")
         else:
             shift = shift_of(then[name], now[name])
             if shift.is_loss or not shift.low <= 1 <= shift.high:
-                yield Change(
+                yield Difference(
                     "speed", f"{name}: {_told(then[name], now[name], shift)}", shift.is_loss
                 )
 

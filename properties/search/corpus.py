@@ -22,7 +22,7 @@ from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.atomic_write import write_atomically
 from fa_verify.properties.search.minimize import complexity
 
-__all__ = ["Cause", "Find", "NotReplayableError", "keep"]
+__all__ = ["Cause", "CorpusEntry", "NotReplayableError", "keep"]
 
 
 class NotReplayableError(ValueError):
@@ -60,7 +60,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Find:
+class CorpusEntry:
     """A problem that fails, and what was seen of it: the content of a regression file.
 
     Args:
@@ -68,7 +68,7 @@ class Find:
         subject: Name of the subject that failed.
         guarantee: What it violated, as a failure message says it.
         why: The cause in words.
-        cause: What tells it from other finds; None in a file that a person wrote.
+        cause: What tells it from other entries; None in a file that a person wrote.
         message: The failure message.
         kernel: What --kernel was given, empty for the project's own kernels.
         versions: Of what was running, by name.
@@ -84,8 +84,8 @@ class Find:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, finding: Finding, versions: Mapping[str, str]) -> Find:
-        """The find that a finding makes."""
+    def of(cls, finding: Finding, versions: Mapping[str, str]) -> CorpusEntry:
+        """The entry that a finding makes."""
         message = str(finding)
         return cls(
             problem=finding.problem,
@@ -121,8 +121,8 @@ class Find:
         return json.dumps(record, indent=2) + "\n"
 
     @classmethod
-    def read(cls, path: Path) -> Find:
-        """The find in a file.
+    def read(cls, path: Path) -> CorpusEntry:
+        """The entry in a file.
 
         Raises:
             NotReplayableError: Its mask is of a type that is not registered in this run.
@@ -173,20 +173,20 @@ def _problem(record: object) -> Problem:
 
 def keep(
     folder: Path,
-    find: Find,
+    entry: CorpusEntry,
     still_fails: Callable[[Problem], bool],
     note: Callable[[Path], None] = lambda path: None,
 ) -> Path:
-    """Writes a find to its file, unless a smaller one of the same cause is there.
+    """Writes an entry to its file, unless a smaller one of the same cause is there.
 
-    A file is replaced where it is a find of the same subject and cause that is larger and still
+    A file is replaced where it is an entry of the same subject and cause that is larger and still
     fails. One that fails no more stands for a fault of its own that was mended; it stays, as does
-    what a person wrote, a ``why`` alone too, or what cannot be read: the find gets the name with
+    what a person wrote, a ``why`` alone too, or what cannot be read: the entry gets the name with
     the next number.
 
     Args:
         folder: Where files are; made if it is missing.
-        find: What was found; it has a cause.
+        entry: What was found; it has a cause.
         still_fails: Whether the problem of an older file fails by the same cause now.
         note: Is told the file before it is written, so that somebody knows of it whatever happens.
 
@@ -195,35 +195,35 @@ def keep(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
-        path, there = _place(folder, find, still_fails)
+        path, there = _place(folder, entry, still_fails)
         note(path)
-        if there is None or complexity(find.problem) < complexity(there.problem):
-            write_atomically(path, find.to_json())
+        if there is None or complexity(entry.problem) < complexity(there.problem):
+            write_atomically(path, entry.to_json())
     return path
 
 
 def _place(
-    folder: Path, find: Find, still_fails: Callable[[Problem], bool]
-) -> tuple[Path, Find | None]:
-    """The file that a find belongs in, and the find of its cause that is there."""
+    folder: Path, entry: CorpusEntry, still_fails: Callable[[Problem], bool]
+) -> tuple[Path, CorpusEntry | None]:
+    """The file that an entry belongs in, and the entry of its cause that is there."""
     numbers = itertools.count(2)
-    path = folder / f"{find.name}.json"
+    path = folder / f"{entry.name}.json"
     while os.path.lexists(path):
         there = _own(path)
         if (
             there is not None
-            and _identity(there) == _identity(find)
-            and (there.problem == find.problem or still_fails(there.problem))
+            and _identity(there) == _identity(entry)
+            and (there.problem == entry.problem or still_fails(there.problem))
         ):
             return path, there
-        path = folder / f"{find.name}-{next(numbers)}.json"
+        path = folder / f"{entry.name}-{next(numbers)}.json"
     return path, None
 
 
-def _own(path: Path) -> Find | None:
-    """The find in a file, as it was written here; None where a person had a hand in it."""
+def _own(path: Path) -> CorpusEntry | None:
+    """The entry in a file, as it was written here; None where a person had a hand in it."""
     try:
-        there = Find.read(path)
+        there = CorpusEntry.read(path)
     except ValueError:
         return None
     return there if there.why == _in_a_line(there.message) else None
@@ -234,14 +234,14 @@ def _in_a_line(message: str) -> str:
     return message.partition("\n")[0].partition(": ")[2]
 
 
-def _identity(find: Find) -> tuple[str, str, Cause | None]:
-    """What two finds have in common that are one."""
-    return find.subject, find.kernel, find.cause
+def _identity(entry: CorpusEntry) -> tuple[str, str, Cause | None]:
+    """What two entries of one fault have in common."""
+    return entry.subject, entry.kernel, entry.cause
 
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Waits until no other process writes finds to the folder."""
+    """Waits until no other process writes entries to the folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

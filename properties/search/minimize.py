@@ -16,7 +16,7 @@ from fa_verify.oracles.problem import LAYOUTS, TENSORS, Problem
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.problems.mask_classes import bounds_of
 
-__all__ = ["complexity", "simplest", "simplifications"]
+__all__ = ["complexity", "minimized", "reductions"]
 
 _SECONDS = 20.0
 _DEFAULT = Problem()
@@ -34,7 +34,7 @@ _PLAIN = (
 )
 
 
-def simplest(
+def minimized(
     problem: Problem, findings: list[Finding], check: Callable[[Problem], list[Finding]]
 ) -> list[Finding]:
     """The findings of the simplest problem reached from one that fails, within 20 seconds.
@@ -46,7 +46,7 @@ def simplest(
     """
     deadline = time.monotonic() + _SECONDS
     tried = {problem}
-    candidates = simplifications(problem)
+    candidates = reductions(problem)
     while time.monotonic() < deadline:
         candidate = next(candidates, None)
         if candidate is None:
@@ -57,12 +57,12 @@ def simplest(
         found = check(candidate)
         # Another guarantee that fails is another fault, or none of the kernel's.
         if found and found[0].guarantee == findings[0].guarantee:
-            findings, candidates = found, simplifications(candidate)
+            findings, candidates = found, reductions(candidate)
     return findings
 
 
 def complexity(problem: Problem) -> tuple[int, ...]:
-    """Orders problems: each of the ``simplifications`` has a smaller one.
+    """Orders problems: each of the ``reductions`` has a smaller one.
 
     Sizes count first, then fields that are not at their default, then the mask: its parts, how far
     its window reaches, how much its lengths leave out.
@@ -92,7 +92,7 @@ def _weight(mask: Mask) -> int:
     return 1 + parts + ints + sum(len(value) for value in own if isinstance(value, tuple))
 
 
-def simplifications(problem: Problem) -> Iterator[Problem]:
+def reductions(problem: Problem) -> Iterator[Problem]:
     """Problems that are simpler in one field, the boldest steps first."""
     yield from _shorter(problem)
     yield from _valid(problem, _plainer(problem))
@@ -100,12 +100,12 @@ def simplifications(problem: Problem) -> Iterator[Problem]:
     yield from _valid(problem, ({"mask": mask} for mask in _masks(problem)))
 
 
-def _shorter(stack: Problem) -> Iterator[Problem]:
-    """The halves of a stack."""
-    count = len(stack.seeds)
+def _shorter(batched: Problem) -> Iterator[Problem]:
+    """The halves of a batched problem."""
+    count = len(batched.seeds)
     if count:
-        yield stack.part(0, count // 2)
-        yield stack.part(count // 2, count)
+        yield batched.part(0, count // 2)
+        yield batched.part(count // 2, count)
 
 
 def _valid(problem: Problem, changes: Iterator[dict[str, Any]]) -> Iterator[Problem]:
@@ -134,7 +134,7 @@ def _smaller(problem: Problem) -> Iterator[dict[str, Any]]:
     """Smaller sizes; lengths and batch entries of the mask go with them."""
     B, Hk, G = problem.B, problem.Hk, problem.G
     for kept in _fewer(B):
-        yield {"B": len(kept), "mask": problem.mask.taken(kept)}
+        yield {"B": len(kept), "mask": problem.mask.sliced(kept)}
     for size in _steps(G):
         yield {"H": Hk * size}
     for size in _steps(Hk):

@@ -16,40 +16,40 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.execution.trial import SubjectError, Trial, examine
-from fa_verify.properties.search.minimize import simplest
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.trial import SubjectError, Trial, run_trial
+from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["Examiner", "attack", "draws", "peaks"]
+__all__ = ["Runner", "attack", "draws", "peaks"]
 
 SHRINK_SECONDS = 30.0
 
 
-class Examiner:
+class Runner:
     """Judges problems of one subject on all of its outputs, and checks claims on them.
 
     Args:
         subject: What is verified.
-        ledger: Where it is written down.
-        recorder: Takes a problem and gives a context: what goes on while it is being judged.
+        tally: Where it is written down.
+        watching: Takes a problem and gives a context: what goes on while it is being judged.
     """
 
     def __init__(
         self,
         subject: Subject,
-        ledger: Ledger,
-        recorder: Callable[[Problem], AbstractContextManager[object]] | None = None,
+        tally: Tally,
+        watching: Callable[[Problem], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.subject = subject
-        self.ledger = ledger
-        self.recorder = recorder or (lambda problem: nullcontext())
+        self.tally = tally
+        self.watching = watching or (lambda problem: nullcontext())
         # What every problem is held to beside the claim.
         self.standing = dict(guarantees.STANDING)
         self.judged = 0
         self.out_of_range = 0
         self.refusals: Counter[str] = Counter()
-        # Worst error/bound of the last problem, or stack of problems, that was judged.
+        # Worst error/bound of the last problem, or batch of problems, that was judged.
         self.peaks: dict[str, float] = {}
 
     def findings(self, problem: Problem, claim: Check) -> list[Finding]:
@@ -62,12 +62,12 @@ class Examiner:
         self.peaks = {}
         try:
             # Around everything, so that it sees an exception that leaves a GPU unusable.
-            with self.recorder(problem):
+            with self.watching(problem):
                 return self._judge(problem, claim)
         except NotImplementedError as refusal:
             reason = (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
             self.refusals[reason] += 1
-            self.ledger.refused(problem, reason)
+            self.tally.refused(problem, reason)
             return []
         except SubjectError as error:
             parts = (problem.part(i, i + 1) for i in range(len(problem.seeds)))
@@ -76,18 +76,18 @@ class Examiner:
 
     def _judge(self, problem: Problem, claim: Check) -> list[Finding]:
         """``findings`` of a problem that the subject computes."""
-        trial = examine(self.subject, problem)
+        trial = run_trial(self.subject, problem)
         if trial is None:
             if problem.seeds:
                 return self._judge_parts(problem, claim)
             self.out_of_range += 1
-            self.ledger.rejected(problem)
+            self.tally.rejected(problem)
             return []
         of_problems = peaks(trial)
         self.peaks = {name: max(x[name] for x in of_problems) for name in of_problems[0]}
         for i, of_one in enumerate(of_problems):
             one = problem.part(i, i + 1) if problem.seeds else problem
-            self.ledger.judged(self.subject, one, of_one)
+            self.tally.judged(self.subject, one, of_one)
         findings: list[Finding] = []
         try:
             findings = claim(trial)
@@ -99,13 +99,13 @@ class Examiner:
             return self._alone(problem, of_problems, claim) or findings
         return findings
 
-    def _judge_parts(self, stack: Problem, claim: Check) -> list[Finding]:
-        """``findings`` of the halves of a stack: not all of its problems are in range."""
+    def _judge_parts(self, batched: Problem, claim: Check) -> list[Finding]:
+        """``findings`` of the halves of a batched problem: not all of its problems are in range."""
         largest: dict[str, float] = {}
-        count = len(stack.seeds)
+        count = len(batched.seeds)
         for start, stop in ((0, count // 2), (count // 2, count)):
             self.peaks = {}
-            if found := self._judge(stack.part(start, stop), claim):
+            if found := self._judge(batched.part(start, stop), claim):
                 return found
             for name, peak in self.peaks.items():
                 largest[name] = max(peak, largest.get(name, 0.0))
@@ -113,11 +113,11 @@ class Examiner:
         return []
 
     def _alone(
-        self, stack: Problem, of_problems: list[dict[str, float]], claim: Check
+        self, batched: Problem, of_problems: list[dict[str, float]], claim: Check
     ) -> list[Finding]:
-        """The findings of the first problem of a failing stack that fails alone, likely ones first.
+        """The findings of the first problem of a failing batch that fails alone, likely ones first.
 
-        Nothing where all of them pass, or are refused alone: then it is the stack that fails.
+        Nothing where all of them pass, or are refused alone: then it is the batch that fails.
         """
         order = sorted(
             range(len(of_problems)), key=lambda i: max(of_problems[i].values()), reverse=True
@@ -125,7 +125,7 @@ class Examiner:
         together = self.peaks
         for i in order:
             with suppress(NotImplementedError, SubjectError):
-                if found := self._judge(stack.part(i, i + 1), claim):
+                if found := self._judge(batched.part(i, i + 1), claim):
                     return found
         self.peaks = together
         return []
@@ -137,7 +137,7 @@ class Examiner:
 
 
 def peaks(trial: Trial) -> list[dict[str, float]]:
-    """The worst error/bound of each output that there is, of each problem of a stack."""
+    """The worst error/bound of each output that there is, of each problem of a batched problem."""
     found = {
         name: ratios(got, want, bound)
         for name, got, want, bound in zip(
@@ -159,7 +159,7 @@ def draws(count: int) -> hypothesis.settings:
 
 
 def attack(
-    examiner: Examiner,
+    runner: Runner,
     claim: Check,
     strategy: st.SearchStrategy[Problem],
     *,
@@ -173,7 +173,7 @@ def attack(
     time.
 
     Args:
-        examiner: Judges them.
+        runner: Judges them.
         claim: What has to hold.
         strategy: What to draw.
         seed: Such as the name of the test.
@@ -183,7 +183,7 @@ def attack(
     Raises:
         Violation: With the findings of the smallest problem found.
     """
-    outcomes = _Outcomes(lambda problem: examiner.findings(problem, claim))
+    outcomes = _Outcomes(lambda problem: runner.findings(problem, claim))
 
     @hypothesis.given(problem=strategy)
     def holds(problem: Problem) -> None:
@@ -192,7 +192,7 @@ def attack(
         if findings:
             raise Violation(findings)
         if steer:
-            for output, peak in examiner.peaks.items():
+            for output, peak in runner.peaks.items():
                 hypothesis.target(min(peak, 1e6), label=f"{output} error/bound")
 
     settings = settings or hypothesis.settings()
@@ -203,13 +203,13 @@ def attack(
     except Violation as violation:
         __tracebackhide__ = True
         first = violation.findings
-        raise Violation(simplest(first[0].problem, first, _of_supported(examiner, claim))) from None
+        raise Violation(minimized(first[0].problem, first, _of_supported(runner, claim))) from None
 
 
-def _of_supported(examiner: Examiner, claim: Check) -> Callable[[Problem], list[Finding]]:
+def _of_supported(runner: Runner, claim: Check) -> Callable[[Problem], list[Finding]]:
     """Findings, but of what the subject declares alone."""
     return lambda problem: (
-        [] if examiner.subject.excludes(problem) else examiner.findings(problem, claim)
+        [] if runner.subject.excludes(problem) else runner.findings(problem, claim)
     )
 
 

@@ -13,9 +13,18 @@ from typing import Any
 
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import DTYPES, LAYOUTS
-from fa_verify.properties.inputs.padding_values import DIRTY
+from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 
-__all__ = ["BITWISE", "NUMERICS", "SCORE_MODS", "WORDS", "check_declarations", "declared_by"]
+__all__ = [
+    "BITWISE",
+    "NUMERICS",
+    "SCORE_MODS",
+    "WORDS",
+    "check_declarations",
+    "declared_by",
+    "unknown_word",
+    "without_none",
+]
 
 # What a subject may do to scores, by the argument that it is asked for with.
 SCORE_MODS = ("softcap", "alibi", "bias")
@@ -26,7 +35,7 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "dtypes": DTYPES,
     "masks": ("causal", "window", "padding", "custom"),
     "layouts": LAYOUTS,
-    "dirty": tuple(DIRTY),
+    "dirty": tuple(PADDING_VALUES),
     "devices": ("cpu", "cuda"),
     "bitwise": BITWISE,
     "atomic": ("dq",),
@@ -57,7 +66,7 @@ _FUNCTIONS = ("tiles", "pooled")
 WORDS = tuple(
     dict.fromkeys((*_SUBSETS, *_CHOICES, "head_dims", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS))
 )
-# Declarations whose None says what saying nothing says.
+# Declarations whose None equals no declaration.
 _NONE_IS_NOTHING = ("head_dims", "max_seqlen", "layouts", "dirty", "returns_lse", *_FUNCTIONS)
 
 
@@ -76,17 +85,35 @@ def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
         for word in vars(call):
             if word in WORDS or word.startswith("_") or _is_code(call, word):
                 continue
-            close = difflib.get_close_matches(word, WORDS, 1)
-            if close or not own_words:
-                hint = f" (did you mean {close[0]!r}?)" if close else ""
-                raise ValueError(f"{name} declares {word!r}{hint}; known are {sorted(WORDS)}")
+            if _close_match(word) or not own_words:
+                raise unknown_word(name, word)
     found = {word: getattr(call, word) for word in WORDS if hasattr(call, word)}
     return {
         word: value
-        for word, value in found.items()
-        if not (value is None and word in _NONE_IS_NOTHING)
-        and not ((inspect.ismethod(value) or _is_code(call, word)) and word not in _FUNCTIONS)
+        for word, value in without_none(found).items()
+        if not ((inspect.ismethod(value) or _is_code(call, word)) and word not in _FUNCTIONS)
     }
+
+
+def without_none(declared: Mapping[str, Any]) -> dict[str, Any]:
+    """Declarations without those whose None equals no declaration."""
+    return {
+        word: value
+        for word, value in declared.items()
+        if value is not None or word not in _NONE_IS_NOTHING
+    }
+
+
+def unknown_word(name: str, word: str) -> ValueError:
+    """The error of a declaration that does not exist; names the one that was meant."""
+    close = _close_match(word)
+    hint = f" (did you mean {close!r}?)" if close else ""
+    return ValueError(f"{name} declares {word!r}{hint}; known are {sorted(WORDS)}")
+
+
+def _close_match(word: str) -> str | None:
+    """The word that an unknown one is most like, if any."""
+    return next(iter(difflib.get_close_matches(word, WORDS, 1)), None)
 
 
 def _is_code(call: object, word: str) -> bool:

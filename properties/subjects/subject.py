@@ -43,50 +43,15 @@ def score_mods_of(problem: Problem) -> tuple[str, ...]:
 class Subject:
     """A callable ``f(q, k, v, *, mask, sm_scale)`` and its declarations.
 
-    Declarations are attributes of the callable. What is not declared is: any domain, the
-    conventions of this project, the default numerics, one configuration, no promise to the bit.
+    Declarations are attributes of the callable, which ``attention_kernel`` sets and explains; the
+    fields that are not listed here are such words.
 
     Args:
         name: What messages call it.
         call: Returns out, or (out, lse), differentiable by autograd. With several ``configs`` it
             also takes ``config=``, one of their names. What it cannot do it refuses with
             NotImplementedError.
-        dtypes: Supported dtypes, out of ``fa_verify.oracles.problem.DTYPES``.
-        head_dims: Supported sizes of D and Dv; None is any.
-        seqlen_multiple: M and N have to be multiples of this.
-        max_seqlen: Largest M and N; None is any.
-        gqa: Whether H may exceed Hk.
-        m_ne_n: Whether M may differ from N.
-        dv_ne_d: Whether Dv may differ from D.
-        zero_sizes: Whether B, M or N may be 0.
-        masks: Supported kinds of masks beside none at all, by the fields of Mask that they need:
-            "causal"; "window", window_left and window_right; "padding", the lengths; "custom",
-            ``dense``, of classes that add a predicate.
-        layouts: Supported layouts, out of ``fa_verify.oracles.problem.LAYOUTS``.
-        dirty: What padding may hold, out of ``families.DIRTY``; None is anything.
-        backward: Whether it has gradients.
-        devices: Where it runs: "cpu", "cuda".
-        returns_lse: Whether it returns (out, lse); None finds out.
-        lse_grad: Whether lse is differentiable, so that losses on lse are checked too.
-        lse_base: Of the logarithm in lse, "e" or "2".
-        empty_lse: Its lse of a row without a visible key: "-inf", "+inf" or 0.
-        causal_alignment: "bottom-right", or "top-left", where row m stands at position m. The two
-            agree where the lengths of queries and keys are equal: only there are causal masks and
-            windows drawn for the latter.
-        configs: Names of tile configurations; each maps to declarations that replace the general
-            ones for it: "dtypes", or fields of Numerics.
-        bitwise: Guarantees out of BITWISE that it promises to the bit; the others are held to the
-            bound.
         numerics: What chooses the error bound.
-        tiles: (problem) -> (block_m, block_n) of the forward, for reports; None where unknown.
-        pooled: Called as ``call`` is, with ``pool="mean"`` or "max" and ``pool_size=(rows, keys)``
-            beside, returns the probabilities pooled over blocks of pairs, as
-            ``oracles.reference.pooled`` defines them, in the dtype of lse. None where
-            there are none.
-        score_mods: What it can do to scores beside scaling and masking them, out of
-            ``declarations.SCORE_MODS``: "softcap", "alibi", "bias"; the call then takes
-            ``softcap=``, a float, ``alibi_slopes=``, a tensor (H,) or (B, H), or ``bias=``, a
-            tensor (B or 1, H or 1, M or 1, N or 1), where a problem has it.
         takes: The signature, where it is the one of Triton's tutorial and was adapted; else empty.
         source: What --kernel was given, for replay lines; empty for the project's own kernels.
     """

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fa_verify.oracles.problem import LAYOUTS, Problem
-from fa_verify.properties.inputs.families import ALIBI, BIASES, DIRTY, NO_ALIBI, NO_BIAS
+from fa_verify.properties.inputs.families import ALIBI, BIASES, NO_ALIBI, NO_BIAS, PADDING_VALUES
 from fa_verify.properties.problems.strategies import HEAD_DIMS, SOFTCAPS, problems
 from fa_verify.properties.subjects.subject import Subject
 
@@ -51,7 +51,7 @@ def problems_of(
         head_dims: Sizes of D and Dv; those that are declared are drawn, and where none of them is,
             the declared ones.
         layouts: Storage layouts; those that are declared are drawn.
-        dirty: The dirty family; None draws those that are declared.
+        dirty: The family of padding values; None draws those that are declared.
         padding: See ``problems``.
         hidden: See ``problems``.
         empty_rows: See ``problems``.
@@ -86,7 +86,7 @@ def problems_of(
         "head_dims": _some(head_dims, dims) or dims,
         "layouts": _some(layouts, allowed) or allowed,
         "dirty": dirty,
-        "dirties": subject.dirty or tuple(DIRTY),
+        "dirties": subject.dirty or tuple(PADDING_VALUES),
         "gqa": subject.gqa,
         "lse_grad": subject.lse_grad and subject.backward,
         **_score_mods(subject, score_mods),

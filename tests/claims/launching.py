@@ -46,5 +46,6 @@ def arguments(
         "backward": "two_pass",
         "config": CONFIG,
     }
-    request = package.arguments.check(q, k, v, **(given | options))
-    return package.arguments.prepared(q, k, v, request)
+    checks = package.validation.arguments
+    request = checks.check(q, k, v, **(given | options))
+    return checks.prepared(q, k, v, request)

@@ -28,17 +28,18 @@ UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 LOSS_BY_UNDERFLOW = {"fp16": 2.0**-25, "bf16": 2.0**-126}
 FORWARD, DKDV, DQ = (f"fa_kernels/kernels/portable/{name}.py" for name in ("forward", "dkdv", "dq"))
 SUM_IN_THE_TILE = Edit(
-    DQ, "ds = p * (dp - delta[:, None])", "ds = p * (dp - tl.sum(p * dp, 1)[:, None])"
+    DQ, "ds = p * (dp - rows.delta[:, None])", "ds = p * (dp - tl.sum(p * dp, 1)[:, None])"
 )
 ROUNDED_Q = Edit(
     FORWARD,
-    "qk_scale = base2_scale(sm_scale, ACC, MODS)",
-    "q = (q * base2_scale(sm_scale, ACC, MODS)).to(q.dtype)\n    qk_scale = 1.0",
+    "qk_scale = base2_scale(sm_scale, ACC, SCORE_MODS)",
+    "q = (q * base2_scale(sm_scale, ACC, SCORE_MODS)).to(q.dtype)\n    qk_scale = 1.0",
 )
 ROUNDED_K = Edit(
     DKDV,
-    "qk_scale = base2_scale(sm_scale, ACC, MODS)",
-    "k = (k * base2_scale(sm_scale, ACC, MODS)).to(k.dtype)\n    qk_scale = 1.0",
+    "qk_scale = base2_scale(sm_scale, ACC, SCORE_MODS)",
+    "keys = _KeyTile((k * base2_scale(sm_scale, ACC, SCORE_MODS)).to(k.dtype), v, offs_n)\n"
+    "    qk_scale = 1.0",
 )
 
 
@@ -62,7 +63,9 @@ def test_k04_delta_is_the_row_sum_of_dp_p_and_of_do_o():
 
 def test_k04_the_delta_kernel_reads_no_key(kernels):
     """K4, O(N D): the kernel is given neither k nor v nor their number."""
-    delta = inspect.signature(kernels.kernels.delta.delta_kernel.fn).parameters
+    delta = inspect.signature(
+        kernels.kernels.portable.bwd_preprocess.bwd_preprocess_kernel.fn
+    ).parameters
     assert {"out_ptr", "dout_ptr", "M", "Dv"} <= set(delta)
     assert not {"k_ptr", "v_ptr", "N", "D"} & set(delta)
 

@@ -18,9 +18,9 @@ from tests.claims.online import attend, blocks, softmax
 LN2, LOG2E = math.log(2), 1 / math.log(2)
 # What float64 may differ by, in units of the sum of |terms|.
 SHARE = 1e-12
-TILES = "fa_kernels/kernels/common/tiles.py"
+MASK = "fa_kernels/kernels/common/mask.py"
 FORWARD, DQ = (f"fa_kernels/kernels/portable/{name}.py" for name in ("forward", "dq"))
-NO_MASK_OVER_KEYS = Edit(TILES, " & (offs_n < view[1])", "")
+NO_MASK_OVER_KEYS = Edit(MASK, " & (offs_n < mask.seqlen_k)", "")
 NO_SELECT_IN_DQ = Edit(DQ, "ds = tl.where(seen, ds, 0.0)", "ds = ds")
 ADDED_MASK = Edit(
     FORWARD,

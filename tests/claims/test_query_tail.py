@@ -17,26 +17,28 @@ from fa_verify.properties.inputs.layouts import lay_out
 from tests.claims.launching import arguments, differentiate, tensors
 
 LN2 = math.log(2)
-DELTA, DKDV, DQ, TILES = (
+PREPROCESS, DKDV, DQ, MASK = (
     f"fa_kernels/kernels/{name}.py"
-    for name in ("portable/bwd_preprocess", "portable/dkdv", "portable/dq", "common/tiles")
+    for name in ("portable/bwd_preprocess", "portable/dkdv", "portable/dq", "common/mask")
 )
 
 # dk/dv as it is published: Q and dO are read up to seqlen_q and zeros beyond, LSE and delta 0.
-LOAD_LSE2 = "tl.load(tl.multiple_of(lse2_pointer + start_m, 16) + offs_tile)"
-LOAD_DELTA = "tl.load(tl.multiple_of(delta_pointer + start_m, 16) + offs_tile)"
-LIVE = 'live = tl.load(lse2_pointer + offs_m) != float("inf")'
+LOAD_LSE2 = "tl.load(tl.multiple_of(rows.lse2_pointer + start_m, 16) + offs_tile)"
+LOAD_DELTA = "tl.load(tl.multiple_of(rows.delta_pointer + start_m, 16) + offs_tile)"
+LIVE = 'live = tl.load(rows.lse2_pointer + offs_m) != float("inf")'
 NO_MASK = (
     Edit(DKDV, "p = tl.where(seen, p, 0.0)", "p = p"),
     Edit(DKDV, "ds = tl.where(seen, ds, 0.0)", "ds = ds"),
-    Edit(DKDV, LIVE, "live = offs_m < view[0]"),
+    Edit(DKDV, LIVE, "live = offs_m < mask.seqlen_q"),
 )
 
 
 def loads(other: str) -> tuple[Edit, Edit]:
     """LSE and delta read for the rows of the sequence alone."""
     return tuple(
-        Edit(DKDV, old, f"tl.load({name}_pointer + offs_m, mask=offs_m < view[0]{other})")
+        Edit(
+            DKDV, old, f"tl.load(rows.{name}_pointer + offs_m, mask=offs_m < mask.seqlen_q{other})"
+        )
         for name, old in (("lse2", LOAD_LSE2), ("delta", LOAD_DELTA))
     )
 
@@ -45,21 +47,23 @@ def loads(other: str) -> tuple[Edit, Edit]:
 DQ_ROWS = Edit(
     DQ,
     'live = (lse2 != float("inf"))[:, None]',
-    'live = ((lse2 != float("inf")) & (offs_m < seqlen_q))[:, None]',
+    'live = ((lse2 != float("inf")) & (offs_m < seqlen.seqlen_q))[:, None]',
 )
 DKDV_ROWS = Edit(
-    DKDV, LIVE, 'live = (tl.load(lse2_pointer + offs_m) != float("inf")) & (offs_m < view[0])'
+    DKDV,
+    LIVE,
+    'live = (tl.load(rows.lse2_pointer + offs_m) != float("inf")) & (offs_m < mask.seqlen_q)',
 )
 # Nothing is written behind the rows of lse2 and delta: what stood there before stays.
 UNWRITTEN_SCRATCH = (
     DQ_ROWS,
     Edit(
-        DELTA,
+        PREPROCESS,
         "tl.store(lse2_ptr + (row + offs_m), lse2)",
         "tl.store(lse2_ptr + (row + offs_m), lse2, mask=offs_m < M)",
     ),
     Edit(
-        DELTA,
+        PREPROCESS,
         "tl.store(delta_ptr + (row + offs_m), delta)",
         "tl.store(delta_ptr + (row + offs_m), delta, mask=offs_m < M)",
     ),
@@ -74,7 +78,7 @@ def poisoned(monkeypatch):
         def empty(shape, *, dtype, device):
             return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
 
-        monkeypatch.setattr(package.allocation, "empty", empty)
+        monkeypatch.setattr(package.runtime.allocation, "empty", empty)
         return package
 
     return poison
@@ -123,19 +127,19 @@ def test_k07_a_masked_load_that_does_not_say_other_is_poison(edited, device):
 
 MASKED_SCORES = Edit(
     DKDV,
-    """        p = tl.exp2(scores * qk_scale - lse2[None, :])
+    """        p = tl.exp2(scores * mods.qk_scale - lse2[None, :])
         if MASKED:
-            seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)
+            seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)
             p = tl.where(seen, p, 0.0)
 """,
     """        if MASKED:
-            seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)
+            seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)
             scores = tl.where(seen, scores, -float("inf"))
-        p = tl.exp2(scores * qk_scale - lse2[None, :])
+        p = tl.exp2(scores * mods.qk_scale - lse2[None, :])
 """,
 )
 STORED_AS_IT_IS = Edit(
-    DELTA, 'tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)', "lse * LOG2E"
+    PREPROCESS, 'tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)', "lse * LOG2E"
 )
 
 
@@ -157,7 +161,7 @@ def test_k07_an_lse_of_minus_infinity_needs_a_guard_of_its_own(kernels, edited, 
 
 # K8's kernel: no mask over queries, and Q is read in padding, where dO is 0.
 UNMASKED_ROWS = (
-    Edit(TILES, " & (offs_m < view[0])", ""),
+    Edit(MASK, " & (offs_m < mask.seqlen_q)", ""),
     Edit(DKDV, LIVE, "live = offs_m >= 0"),
 )
 VALID = 8
@@ -182,7 +186,8 @@ def backward(
     # ln 2 as the scale makes q.k the score in base 2.
     checked = arguments(package, q, k, v, seqlens_q=(VALID,), sm_scale=LN2)
     stored = lse.to(q.device).view(1, 1, 16)
-    gradients = package.launch.launch_backward(q, k, v, torch.ones_like(v), stored, dout, checked)
+    launch = package.launch.portable.launch_backward
+    gradients = launch(q, k, v, torch.ones_like(v), stored, dout, checked)
     return {name: x[0, 0].cpu() for name, x in zip(("dk", "dv"), gradients[1:], strict=True)}
 
 

@@ -80,7 +80,7 @@ def test_k10_the_two_kernel_backward_costs_14_n2d_and_the_single_kernel_10(kerne
 
     In full, per head: 2MN(4D + 3Dv) against 2MN(3D + 2Dv); Q K' and dO V' are made twice.
     """
-    dq, single = products(kernels.kernels.dq), products(kernels.kernels.dkdv)
+    dq, single = map(products, (kernels.kernels.portable.dq, kernels.kernels.portable.dkdv))
     assert sorted(dq) == [("dp", "Dv"), ("dq", "D"), ("scores", "D")]
     # That of dq in the kernel of dk and dv is made in one pass alone.
     dkdv = [dot for dot in single if dot.makes != "dq"]
@@ -91,7 +91,8 @@ def test_k10_the_two_kernel_backward_costs_14_n2d_and_the_single_kernel_10(kerne
     assert flops(single, M, N, D, Dv) == 2 * M * N * (3 * D + 2 * Dv)
     assert flops(dq + dkdv, N, N, D, D) == 14 * N**2 * D
     assert flops(single, N, N, D, D) == 10 * N**2 * D
-    assert "tl.dot" not in inspect.getsource(kernels.kernels.tiles)
+    for name in ("addressing", "mask", "score_mod", "softmax"):
+        assert "tl.dot" not in inspect.getsource(getattr(kernels.kernels.common, name))
 
 
 class Allocations(TorchDispatchMode):
@@ -119,14 +120,16 @@ class Unlaunched:
 def test_k13_memory_grows_with_n_out_lse_gradients_and_two_numbers_a_row(kernels, monkeypatch, N):
     """K13, as published: every allocation of a call; lse2 and delta come in whole tiles of rows."""
     B, H, Hk, D, Dv = 2, 4, 2, 64, 32
-    launch = kernels.launch
-    for name in ("forward", "delta", "dkdv", "dq"):
+    launch = kernels.launch.portable
+    for name in ("forward", "bwd_preprocess", "dkdv", "dq"):
         monkeypatch.setattr(launch, f"{name}_kernel", Unlaunched())
     shapes = ((B, H, N, D), (B, Hk, N, D), (B, Hk, N, Dv), (B, H, N, Dv))
     q, k, v, dout = (torch.empty(x, dtype=torch.bfloat16, device="meta") for x in shapes)
     lengths = torch.empty(B, dtype=torch.int32, device="meta")
     config = kernels.configs.resolve("16x16", q.dtype, D)
-    checked = kernels.arguments.Arguments(lengths, lengths, 2 * N, 2 * N, D**-0.5, config)
+    checked = kernels.validation.arguments.Arguments(
+        lengths, lengths, 2 * N, 2 * N, D**-0.5, config
+    )
     with Allocations() as forward:
         out, lse = launch.launch_forward(q, k, v, checked)
     with Allocations() as backward:
@@ -225,7 +228,9 @@ def loops(
     seen = np.zeros((rows, N), dtype=np.bool_)
     seen[:M] = seen_keys(mask, 1, M, N)[0]
     for start in range(0, N, BLOCK_N):
-        found = kernels.ranges.visible_tiles.fn(start, N, M, right, left, BLOCK_N, BLOCK_M)
+        found = kernels.kernels.common.tile_ranges.visible_tiles.fn(
+            start, N, M, right, left, BLOCK_N, BLOCK_M
+        )
         here = slice(start, min(start + BLOCK_N, N))
         visits = np.zeros((rows, here.stop - start), dtype=int)
         for tile in range(found[0], found[3]):

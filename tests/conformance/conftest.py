@@ -10,10 +10,10 @@ import pytest
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.execution.watchdog import FlightRecorder
-from fa_verify.properties.problems.batched import stacks
-from fa_verify.properties.search.search import Examiner, attack
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.watchdog import Watchdog
+from fa_verify.properties.problems.batched import batched_problems
+from fa_verify.properties.search.search import Runner, attack
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
 from fa_verify.pytest_plugin.example_database import of_one_test
@@ -31,11 +31,11 @@ LEAST_COST = 4
 TILES_ACROSS = {"cpu": 3, "cuda": 6}
 # Past this the oracle, which is dense, costs more on a CPU than the kernels.
 MAX_SEQLEN = {"cpu": 200, "cuda": 1024}
-# Of stacks: the longest sequence; tile pairs of one, in the interpreter; pairs of rows and keys of
-# one, all heads counted, on a GPU.
-STACKED_SEQLEN = {"cpu": 48, "cuda": 512}
-STACKED_COST = 12
-STACKED_SCORES = 2**25
+# Of batched problems: the longest sequence; tile pairs of one, in the interpreter; pairs of rows
+# and keys of one, all heads counted, on a GPU.
+BATCHED_SEQLEN = {"cpu": 48, "cuda": 512}
+BATCHED_COST = 12
+BATCHED_SCORES = 2**25
 # Of the shards that a run about one mask takes.
 SMALL_DIM = 32
 # What a test has to have judged to have tested anything, where its profile draws that many.
@@ -71,43 +71,43 @@ def subject(pytestconfig: pytest.Config) -> Subject:
 
 
 @pytest.fixture
-def examiner(subject: Subject, ledger: Ledger, flight_recorder: FlightRecorder) -> Examiner:
+def runner(subject: Subject, tally: Tally, watchdog: Watchdog) -> Runner:
     """Judges problems of the subject; a crash or a hang is reported with the problem under way."""
-    return Examiner(subject, ledger, flight_recorder.flying)
+    return Runner(subject, tally, watchdog.watching)
 
 
 @pytest.fixture
-def check_one(examiner: Examiner) -> Callable[[Problem, Check], None]:
+def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
     """Checks a claim on one problem; skips where the subject declares or says that it cannot."""
 
     def check(problem: Problem, claim: Check) -> None:
         __tracebackhide__ = True
-        findings = examiner.findings(problem, claim)
+        findings = runner.findings(problem, claim)
         if findings:
             raise Violation(findings)
-        if examiner.refusals:
-            pytest.skip(", ".join(examiner.refusals))
+        if runner.refusals:
+            pytest.skip(", ".join(runner.refusals))
 
     return check
 
 
 @pytest.fixture
-def for_all(request: pytest.FixtureRequest, device: str, examiner: Examiner) -> Callable[..., None]:
+def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Callable[..., None]:
     """Draws problems of a shard, as many as the profile says, and checks a claim on each.
 
-    ``runs`` is how often the claim runs a problem, which may cost the less for it. ``stacked``
+    ``runs`` is how often the claim runs a problem, which may cost the less for it. ``batched``
     draws many at a time, up to a length of 512, and checks the claim on them together.
     """
 
     def run(
-        claim: Check, shard: Shard, *, runs: int = 1, stacked: bool = False, **wanted: object
+        claim: Check, shard: Shard, *, runs: int = 1, batched: bool = False, **wanted: object
     ) -> None:
         __tracebackhide__ = True
         most = (MAX_COST_OF_LARGE_TILES if shard.tile >= LARGE_TILE else MAX_COST)[device]
-        of_stack = STACKED_COST if device == "cpu" else STACKED_SCORES // shard.tile**2
-        if stacked:
-            most = min(most, max(LEAST_COST, of_stack // 3))
-            wanted = {"max_seqlen": STACKED_SEQLEN[device], "zero_sizes": False, **wanted}
+        of_batched = BATCHED_COST if device == "cpu" else BATCHED_SCORES // shard.tile**2
+        if batched:
+            most = min(most, max(LEAST_COST, of_batched // 3))
+            wanted = {"max_seqlen": BATCHED_SEQLEN[device], "zero_sizes": False, **wanted}
         limits = {
             "dtype": shard.dtype,
             "configs": (shard.config,),
@@ -119,17 +119,17 @@ def for_all(request: pytest.FixtureRequest, device: str, examiner: Examiner) -> 
             "mask": mask_of(request.config),
         }
         try:
-            strategy = problems_of(examiner.subject, **{**limits, **wanted})
+            strategy = problems_of(runner.subject, **{**limits, **wanted})
         except ExcludedError as declared:
             pytest.skip(str(declared))
-        if stacked:
-            strategy = stacks(strategy, tile=shard.tile, max_cost=of_stack)
+        if batched:
+            strategy = batched_problems(strategy, tile=shard.tile, max_cost=of_batched)
         fuzzing = hypothesis.settings.get_current_profile_name() == "fuzz"
         settings = hypothesis.settings()
         plugin = request.config.pluginmanager.get_plugin("fuzzing")
-        judge = plugin.hunter(examiner) if plugin else examiner
+        judge = plugin.hunter(runner) if plugin else runner
         if fuzzing:
-            name = f"{request.node.nodeid} of {examiner.subject.name}"
+            name = f"{request.node.nodeid} of {runner.subject.name}"
             keeps = (lambda: judge.passed_over) if plugin else None
             settings = of_one_test(settings, name, keeps)
         seed = request.node.nodeid
@@ -142,20 +142,20 @@ def for_all(request: pytest.FixtureRequest, device: str, examiner: Examiner) -> 
     return run
 
 
-def check_that_problems_were_judged(examiner: Examiner) -> None:
+def check_that_problems_were_judged(runner: Runner) -> None:
     """Fails a test whose problems were refused, or out of range, until too few were left."""
     __tracebackhide__ = True
     least = min(LEAST_JUDGED, hypothesis.settings().max_examples // 2)
-    if examiner.judged >= least:
+    if runner.judged >= least:
         return
-    refused = sum(examiner.refusals.values())
-    reasons = "".join(f"\n  {count} refused: {why}" for why, count in examiner.refusals.items())
+    refused = sum(runner.refusals.values())
+    reasons = "".join(f"\n  {count} refused: {why}" for why, count in runner.refusals.items())
     pytest.fail(
-        f"only {examiner.judged} problems were judged, needs {least}: {refused} were refused by "
-        f"{examiner.subject.name}, {examiner.out_of_range} were out of range.{reasons}\n"
+        f"only {runner.judged} problems were judged, needs {least}: {refused} were refused by "
+        f"{runner.subject.name}, {runner.out_of_range} were out of range.{reasons}\n"
         "What a subject cannot do it can declare, so that it is not drawn."
         if refused
-        else f"only {examiner.judged} problems were judged, needs {least}: "
-        f"{examiner.out_of_range} were out of range",
+        else f"only {runner.judged} problems were judged, needs {least}: "
+        f"{runner.out_of_range} were out of range",
         pytrace=False,
     )

@@ -1,4 +1,4 @@
-"""G1, G2: accuracy of every element, and no NaN or Inf; in stacks, of many problems at once."""
+"""G1, G2: accuracy of every element, and no NaN or Inf; batched, of many problems at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def test_every_element_lies_within_the_derived_bound(for_all, shard):
 
 
 @pytest.mark.shards(0, 3)
-def test_stacks_of_problems_lie_within_the_derived_bound(for_all, shard):
-    for_all(guarantees.accuracy, shard, stacked=True)
+def test_batched_problems_lie_within_the_derived_bound(for_all, shard):
+    for_all(guarantees.accuracy, shard, batched=True)
 
 
 @pytest.mark.parametrize(

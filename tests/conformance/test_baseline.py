@@ -9,7 +9,7 @@ from fa_verify.properties.regression.measurement import measured
 from fa_verify.pytest_plugin.gate.problems import CHECKS
 
 
-def test_problem(examiner, place, entry, record_property):
+def test_problem(runner, place, entry, record_property):
     __tracebackhide__ = True
     errors = {}
 
@@ -22,8 +22,8 @@ def test_problem(examiner, place, entry, record_property):
         except MemoryError as error:
             raise NotImplementedError(str(error)) from error
 
-    findings = examiner.findings(entry.problem, claim)
-    unchecked = ", ".join(examiner.refusals) or ("out of range" if not errors else "")
+    findings = runner.findings(entry.problem, claim)
+    unchecked = ", ".join(runner.refusals) or ("out of range" if not errors else "")
     if findings:
         unchecked = "it failed"
     record_property("baseline", {"place": place, "errors": errors, "unchecked": unchecked})

@@ -7,7 +7,7 @@ import pytest
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import COMPANIONS
+from fa_verify.properties.checks.guarantees import CLOSED_FORM
 
 LENGTH = {"cpu": 700, "cuda": 65_536}
 # Past some 5,000 the bound on lse lets one key more or less pass.
@@ -29,4 +29,4 @@ def test_long_sequences_lie_within_the_derived_bound(check_one, subject, device,
 def test_long_rows_count_their_keys(check_one, device):
     N = COUNTED[device]
     problem = Problem(M=64, N=N, dtype="fp16", mask=Mask(causal=True), seed=1, device=device)
-    check_one(problem, COMPANIONS["counts"])
+    check_one(problem, CLOSED_FORM["counts"])

@@ -13,7 +13,7 @@ from fa_verify.properties.checks import guarantees
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.session import is_ours, mask_of
 
-COMBINATIONS = ("Both", "Either", "Taken")
+COMBINATIONS = ("Both", "Either", "Sliced")
 EXAMPLES = [name for name in SHIPPED if name not in COMBINATIONS]
 
 

@@ -6,8 +6,14 @@ import dataclasses
 
 import pytest
 
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, POOLED
-from fa_verify.properties.search.corpus import Find, NotReplayableError
+from fa_verify.properties.checks.guarantees import (
+    CLOSED_FORM,
+    GUARANTEES,
+    OF_BIAS,
+    POOLED,
+    STATISTICS,
+)
+from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 
 
 def pytest_generate_tests(metafunc):
@@ -18,9 +24,9 @@ def pytest_generate_tests(metafunc):
 
 
 def every_guarantee(trial):
-    """Findings of all guarantees, and of their companions."""
+    """Findings of all guarantees, of statistics and of closed forms."""
     findings, unchecked = [], []
-    for name, check in {**GUARANTEES, **COMPANIONS, **OF_BIAS, **POOLED}.items():
+    for name, check in {**GUARANTEES, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}.items():
         try:
             findings += check(trial)
         except (MemoryError, NotImplementedError) as error:
@@ -46,7 +52,7 @@ def test_regression(check_one, subject, device, replayed, path):
     if replayed is not None:
         pytest.skip("--replay runs its problem alone")
     try:
-        problem = Find.read(path).problem
+        problem = CorpusEntry.read(path).problem
     except NotReplayableError as reason:
         pytest.skip(str(reason))
     except ValueError as damage:

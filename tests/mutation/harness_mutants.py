@@ -166,7 +166,7 @@ _CHECKS = (
     ),
     *faults_of(
         "properties/checks/closed_form.py",
-        "test_probes",
+        "test_closed_form",
         ("one key more is a rounding", "~(got == want)\n", "~((got - want).abs() <= 1)\n"),
         ("out below 1 is 1", "live & ~(out == 1)", "live & (out > 1)"),
     ),
@@ -244,7 +244,7 @@ _CHECKS = (
     ),
     *faults_of(
         "properties/checks/statistics.py",
-        "test_companions",
+        "test_statistics",
         (
             "a row is its first column",
             "rows = errors.z.square().mean(1)",
@@ -343,7 +343,7 @@ _PROBLEMS = (
     ),
     *faults_of(
         "properties/problems/batched.py",
-        "test_stacks",
+        "test_batched",
         (
             "all have the lengths of the first",
             "return (*given, *(length for lengths in drawn for length in lengths))",
@@ -359,7 +359,7 @@ _VERDICTS = (
             "the averages of errors are no part of the verdict",
             'if name != "G1" or not inside]',
             'if name == "G1" and not inside]',
-            "test_companions",
+            "test_statistics",
         ),
         (
             "twice the bound needs no check",
@@ -379,7 +379,7 @@ _VERDICTS = (
     ),
     *faults_of(
         "properties/execution/tally.py",
-        "test_ledger",
+        "test_tally",
         (
             "problems that differ in the seed are one",
             "hashlib.blake2b(problem.encode(), digest_size=8)",
@@ -388,7 +388,7 @@ _VERDICTS = (
     ),
     *faults_of(
         "properties/search/minimize.py",
-        "test_simplify",
+        "test_minimize",
         (
             "what passes is simpler",
             "if found and found[0].guarantee == findings[0].guarantee:",
@@ -396,13 +396,13 @@ _VERDICTS = (
         ),
         (
             "a smaller size starts from the problem before",
-            "findings, candidates = found, simplifications(candidate)",
-            "findings, candidates = found, simplifications(problem)",
+            "findings, candidates = found, reductions(candidate)",
+            "findings, candidates = found, reductions(problem)",
         ),
     ),
     *faults_of(
         "fa_verify/verification.py",
-        "test_companions test_verification",
+        "test_statistics test_verification",
         (
             "given problems are held to the named guarantees alone",
             "checks = {**{name: GUARANTEES[name] for name in guarantees}, **STANDING}",
@@ -413,7 +413,7 @@ _VERDICTS = (
 _GATE = (
     *faults_of(
         "properties/regression/bootstrap.py",
-        "test_paired",
+        "test_bootstrap",
         (
             "percentiles without their tails",
             "found.append((again.mean(axis=1)[varied] - mean)",

@@ -28,13 +28,17 @@ SITES = (
     "fa_kernels/kernels/portable/dq.py",
     "fa_kernels/kernels/portable/dq_postprocess.py",
     "fa_kernels/kernels/portable/dbias.py",
-    "fa_kernels/kernels/common/tiles.py",
+    "fa_kernels/kernels/common/addressing.py",
+    "fa_kernels/kernels/common/block_info.py",
+    "fa_kernels/kernels/common/mask.py",
     "fa_kernels/kernels/common/score_mod.py",
+    "fa_kernels/kernels/common/seqlen_info.py",
+    "fa_kernels/kernels/common/softmax.py",
+    "fa_kernels/kernels/common/tile_ranges.py",
     "fa_kernels/kernels/portable/classify_blocks.py",
     "fa_kernels/kernels/portable/block_lists.py",
     "fa_kernels/kernels/portable/lpt_order.py",
     "fa_kernels/kernels/portable/pool.py",
-    "fa_kernels/schedule/tile_ranges.py",
     "fa_kernels/launch/portable.py",
     "fa_kernels/schedule/block_sparse.py",
     "fa_kernels/validation/block_mask.py",
@@ -50,7 +54,7 @@ SITES = (
 )
 # Those that only Hopper compiles, judged where they are emulated.
 HOPPER_SITES = (
-    "fa_kernels/kernels/hopper/dq_layout.py",
+    "fa_kernels/kernels/common/dq_layout.py",
     "fa_kernels/kernels/hopper/pipeline.py",
     "fa_kernels/kernels/hopper/forward.py",
     "fa_kernels/kernels/hopper/backward.py",

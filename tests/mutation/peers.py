@@ -18,7 +18,7 @@ import torch
 from fa_verify.diagnosis.mutant import Mutant
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import closed_form, guarantees, identities, statistics
-from fa_verify.properties.execution.trial import Question, SubjectError, Trial, question
+from fa_verify.properties.execution.trial import PlannedRun, SubjectError, Trial, plan_run
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.subjects.subject import Subject
@@ -55,8 +55,8 @@ class Asked(NamedTuple):
     rule: str
     checks: tuple[str, ...]
     probed: bool
-    question: Question
-    in_float64: Question | None
+    question: PlannedRun
+    in_float64: PlannedRun | None
     passed: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
 
@@ -70,12 +70,12 @@ class _Answer:
 
     @cached_property
     def trial(self) -> Trial:
-        return self.asked.question.answered_by(self.subject)
+        return self.asked.question.run(self.subject)
 
     @cached_property
     def in_float64(self) -> Trial | None:
         asked = self.asked.in_float64
-        return None if asked is None else asked.answered_by(self.subject)
+        return None if asked is None else asked.run(self.subject)
 
     @cached_property
     def case(self) -> Case:
@@ -187,13 +187,13 @@ def _asked(
     rule: str = "",
     checks: tuple[str, ...] = (),
 ) -> Asked:
-    made = question(subject, problem, inputs)
+    made = plan_run(subject, problem, inputs)
     wide = replace(problem, dtype="fp64", config=problem.config.removesuffix("-tf32"))
     widened = None if inputs is None else Inputs(*(x.to(torch.float64) for x in inputs.tensors))
     if made is None:
         raise ValueError(f"out of range, so it judges nothing: {problem.to_json()}")
     column = "theirs" if rule else "ours"
-    return Asked(column, rule, checks, False, made, question(subject, wide, widened))
+    return Asked(column, rule, checks, False, made, plan_run(subject, wide, widened))
 
 
 def judged_by_all(

@@ -15,13 +15,20 @@ from fa_verify.oracles.masks.document import Document
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, OF_BIAS, POOLED, Check
+from fa_verify.properties.checks.guarantees import (
+    CLOSED_FORM,
+    GUARANTEES,
+    OF_BIAS,
+    POOLED,
+    STATISTICS,
+    Check,
+)
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # In the order in which they are asked of a trial.
 CHECKS: dict[str, Check] = {
-    "T3": GUARANTEES["T3"], **GUARANTEES, **COMPANIONS, **POOLED, **OF_BIAS
+    "T3": GUARANTEES["T3"], **GUARANTEES, **STATISTICS, **CLOSED_FORM, **POOLED, **OF_BIAS
 }  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 
@@ -194,14 +201,14 @@ STEPS: tuple[Step, ...] = (
     *(_step("G10", "G13", M=18, N=20, dtype="fp16", config=config, **_ALIGNED)
       for config in ("16x16", "16x16-one_pass")),
     # On ordinary data: errors no larger than independent roundings, and no side preferred.
-    *(_step(*COMPANIONS, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")
+    *(_step(*STATISTICS, *CLOSED_FORM, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")
       for dtype in ("bf16", "fp16")),
 )  # fmt: skip
 
 # Ordinary 16-bit data, for faults that a worst-case bound may pass there: many rows, and a window
 # of which one key in six hundred is a small part.
 ORDINARY: tuple[Step, ...] = (
-    *(Step(Problem(dtype=dtype, **fields), ("G1", *COMPANIONS, "G9"))
+    *(Step(Problem(dtype=dtype, **fields), ("G1", *STATISTICS, *CLOSED_FORM, "G9"))
       for fields in (
         {"H": 2, "Hk": 2, "M": 192, "N": 160, "D": 32, "Dv": 32, "config": "64x32"},
         {"H": 6, "M": 32, "N": 700, "mask": Mask(window_left=600), "config": "32x64"},

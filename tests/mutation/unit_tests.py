@@ -38,7 +38,7 @@ _OF_PARTS = {
     "fa_kernels/launch/portable.py": ("launch",),
     "fa_kernels/launch/sizes.py": ("packed", "tiles_in_a_row"),
     "fa_kernels/schedule/block_sparse.py": ("block_map",),
-    "fa_kernels/schedule/tile_ranges.py": ("ranges", "splits"),
+    "fa_kernels/kernels/common/tile_ranges.py": ("ranges", "splits"),
     "fa_kernels/validation/arguments.py": ("arguments",),
     "fa_kernels/validation/block_mask.py": ("block_mask",),
     "fa_kernels/validation/cu_seqlens.py": ("offsets", "packed"),
@@ -53,7 +53,10 @@ TESTED_ALONE = tuple(_OF_PARTS)
 # Of these, problems show a fault sooner.
 _OF_KERNELS = {
     "fa_kernels/attention.py": ("attention",),
-    "fa_kernels/kernels/common/tiles.py": ("packed", "tiles_in_a_row"),
+    "fa_kernels/kernels/common/addressing.py": ("packed",),
+    "fa_kernels/kernels/common/block_info.py": ("packed", "tiles_in_a_row"),
+    "fa_kernels/kernels/common/mask.py": ("element_mask",),
+    "fa_kernels/kernels/common/seqlen_info.py": ("packed", "tiles_in_a_row"),
     "fa_kernels/kernels/portable/forward.py": ("splits", "packed"),
     **{
         f"fa_kernels/kernels/portable/{name}.py": ("packed",)

@@ -11,7 +11,7 @@ from types import ModuleType
 from fa_verify.diagnosis.copies import load
 from fa_verify.diagnosis.mutant import Kill, Mutant, Verdict, mutated
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import Question, SubjectError, Trial, question
+from fa_verify.properties.execution.trial import PlannedRun, SubjectError, Trial, plan_run
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
 from fa_verify.subjects.ours import adapted, flash_attention
@@ -27,14 +27,14 @@ __all__ = ["asked", "judged_kernels", "subject_of", "warmed"]
 _FIRST = 17
 
 
-def asked(steps: Sequence[Step]) -> list[Question]:
+def asked(steps: Sequence[Step]) -> list[PlannedRun]:
     """The questions of the steps, with the oracle's answers.
 
     Raises:
         ValueError: A step is out of range, so that it would decide nothing.
     """
     subject = Subject.of(flash_attention, "flash_attention")
-    questions = [question(subject, step.problem) for step in steps]
+    questions = [plan_run(subject, step.problem) for step in steps]
     for step, made in zip(steps, questions, strict=True):
         if made is None:
             raise ValueError(f"out of range, so it judges nothing: {step.problem.to_json()}")
@@ -50,16 +50,16 @@ def _loaded(sources: Mapping[str, str], mutant: Mutant, folder: Path) -> ModuleT
     return load(mutated(sources, mutant), folder / folder.name.replace("-", "_"))
 
 
-def warmed(questions: Sequence[Question]) -> None:
+def warmed(questions: Sequence[PlannedRun]) -> None:
     """Has the original answer one question, so that forks need not import what it takes."""
-    questions[0].answered_by(Subject.of(flash_attention, "flash_attention"))
+    questions[0].run(Subject.of(flash_attention, "flash_attention"))
 
 
 def judged_kernels(
     sources: Mapping[str, str],
     mutant: Mutant,
     steps: Sequence[Step],
-    questions: Sequence[Question],
+    questions: Sequence[PlannedRun],
     *,
     first: str = "",
     full: bool = False,
@@ -98,7 +98,7 @@ def _kills(
     sources: Mapping[str, str],
     mutant: Mutant,
     steps: Sequence[Step],
-    questions: Sequence[Question],
+    questions: Sequence[PlannedRun],
     first: str,
     folder: Path,
     units: int,
@@ -124,7 +124,7 @@ def _kills(
             yield from _of_unit_tests(package, edited, number)
         step, asking = steps[number], questions[number]
         try:
-            trial = asking.answered_by(subject)
+            trial = asking.run(subject)
         except (SubjectError, NotImplementedError) as error:
             # The interpreter's checker of addresses is a check too.
             wild = isinstance(_root(error), OutOfBoundsError)

@@ -1,30 +1,65 @@
-"""What is done to scores beside scaling and masking them: softcap, ALiBi, a bias.
+"""Score modifications beside scaling and masking: softcap, ALiBi, a bias.
 
-``MODS`` says which, as a sum of the constants below; 0 is none of them, and then nothing here is
-compiled. The scores are then in natural units, and scaled to base 2 once, by what stands in place
-of sm_scale * log2(e). ``score_args`` is what the host gives: the softcap's bits, slopes and their
-two strides, the bias and its four. ``mods`` is what it is for one head: the factor on q.k, the
-softcap, the slope, and the matrix of the bias with its two strides.
+``SCORE_MODS`` says which, as a sum of the constants below. Where it is 0, nothing here is compiled.
+Otherwise scores are in natural units, and ``base2_scale`` brings them to base 2.
 
 Source: Press, Smith, Lewis 2022 (arXiv:2108.12409), ALiBi.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from fa_kernels.kernels.common.tiles import LOG2E, scale_from_bits
+from fa_kernels.kernels.common.softmax import LOG2E, scale_from_bits
 
-__all__ = ["ALIBI", "BIAS", "SOFTCAP", "base2_scale", "modified", "mods_of_head", "tanh_with_slope"]
+__all__ = [
+    "ALIBI",
+    "BIAS",
+    "SOFTCAP",
+    "ScoreModArgs",
+    "ScoreMods",
+    "apply_score_mods",
+    "base2_scale",
+    "score_mods",
+    "tanh_dtanh",
+]
 
 SOFTCAP: tl.constexpr = tl.constexpr(1)
 ALIBI: tl.constexpr = tl.constexpr(2)
 BIAS: tl.constexpr = tl.constexpr(4)
 
 
+class ScoreModArgs(NamedTuple):
+    """The arguments of a call's score modifications; fillers for those not in SCORE_MODS."""
+
+    softcap_bits: Any
+    slopes_ptr: Any
+    slopes_stride_entry: Any
+    slopes_stride_head: Any
+    bias: Any
+
+
+class ScoreMods(NamedTuple):
+    """The scales and score modifications of one head; fillers for those not in SCORE_MODS.
+
+    ``qk_scale`` brings scores to base 2, ``factor`` is the one on q.k before a softcap, ``bias`` a
+    pointer to the head's matrix.
+    """
+
+    qk_scale: Any
+    factor: Any
+    softcap: Any
+    slope: Any
+    bias: Any
+    bias_stride_row: Any
+    bias_stride_column: Any
+
+
 @triton.jit
-def base2_scale(sm_scale, ACC: tl.constexpr, MODS: tl.constexpr):
-    """What brings scores to base 2: dots of q and k, or what is made of them."""
-    if MODS:
+def base2_scale(sm_scale, ACC: tl.constexpr, SCORE_MODS: tl.constexpr):
+    """The scale that brings scores to base 2: dots of q and k, or modified scores."""
+    if SCORE_MODS:
         scale = tl.full([], LOG2E, ACC)
     else:
         scale = (sm_scale * LOG2E).to(ACC)
@@ -32,23 +67,26 @@ def base2_scale(sm_scale, ACC: tl.constexpr, MODS: tl.constexpr):
 
 
 @triton.jit
-def mods_of_head(score_args, sm_scale, b, h, ACC: tl.constexpr, MODS: tl.constexpr):
-    """What ``modified`` takes of one head; fillers for what is not in MODS."""
+def score_mods(args, sm_scale, qk_scale, b, h, ACC: tl.constexpr, SCORE_MODS: tl.constexpr):
+    """The ``ScoreMods`` of one head."""
     factor, softcap, slope = sm_scale, sm_scale, sm_scale
-    if SOFTCAP & MODS:
-        softcap = scale_from_bits(score_args[0])
+    if SOFTCAP & SCORE_MODS:
+        softcap = scale_from_bits(args.softcap_bits)
         factor = sm_scale / softcap
-    if ALIBI & MODS:
-        place = b.to(tl.int64) * score_args[2] + h.to(tl.int64) * score_args[3]
-        slope = tl.load(score_args[1] + place)
-    bias = score_args[4]
-    if BIAS & MODS:
-        bias += b.to(tl.int64) * score_args[5] + h.to(tl.int64) * score_args[6]
-    return factor.to(ACC), softcap.to(ACC), slope.to(ACC), bias, score_args[7], score_args[8]
+    if ALIBI & SCORE_MODS:
+        place = b.to(tl.int64) * args.slopes_stride_entry + h.to(tl.int64) * args.slopes_stride_head
+        slope = tl.load(args.slopes_ptr + place)
+    bias = args.bias.ptr
+    if BIAS & SCORE_MODS:
+        bias += b.to(tl.int64) * args.bias.stride_entry + h.to(tl.int64) * args.bias.stride_head
+    return ScoreMods(
+        qk_scale, factor.to(ACC), softcap.to(ACC), slope.to(ACC),
+        bias, args.bias.stride_row, args.bias.stride_column,
+    )  # fmt: skip
 
 
 @triton.jit
-def tanh_with_slope(x):
+def tanh_dtanh(x):
     """(tanh x, 1 - tanh(x)^2), both to a few roundings of themselves.
 
     Beyond 1/2 by e = exp(-2 |x|), which may be 0: (1 - e) / (1 + e) and 4 e / (1 + e)^2. Below,
@@ -65,28 +103,29 @@ def tanh_with_slope(x):
     below = 135135.0 + square * (62370.0 + square * (3150.0 + square * 28.0))
     inverse = 1.0 / tl.where(is_small, below, 1.0 + e)
     tanh = tl.where(is_small, x * above, tl.where(x < 0, e - 1.0, 1.0 - e)) * inverse
-    slope = tl.where(is_small, 1.0 - tanh * tanh, 4.0 * e * inverse * inverse)
-    return tanh, slope
+    dtanh = tl.where(is_small, 1.0 - tanh * tanh, 4.0 * e * inverse * inverse)
+    return tanh, dtanh
 
 
 @triton.jit
-def modified(dots, offs_m, offs_n, view, mods, MODS: tl.constexpr):
+def apply_score_mods(dots, offs_m, offs_n, mask, mods, SCORE_MODS: tl.constexpr):
     """(scores in natural units, their derivative by the scaled dots) of a tile of dots.
 
     Offsets broadcast against each other, and are shaped as ``dots`` is; scores of padding mean
     nothing.
     """
-    scores = dots * mods[0]
-    steep = 1.0
-    if SOFTCAP & MODS:
-        tanh, steep = tanh_with_slope(scores)
-        scores = tanh * mods[1]
-    if ALIBI & MODS:
-        distance = tl.abs(offs_n - (offs_m + (view[1] - view[0])))
-        scores -= mods[2] * distance.to(scores.dtype)
-    if BIAS & MODS:
+    scores = dots * mods.factor
+    dtanh = 1.0
+    if SOFTCAP & SCORE_MODS:
+        tanh, dtanh = tanh_dtanh(scores)
+        scores = tanh * mods.softcap
+    if ALIBI & SCORE_MODS:
+        distance = tl.abs(offs_n - (offs_m + (mask.seqlen_k - mask.seqlen_q)))
+        scores -= mods.slope * distance.to(scores.dtype)
+    if BIAS & SCORE_MODS:
         # Of padding it is not read: whatever stands there need not even be a number.
-        inside = (offs_m < view[0]) & (offs_n < view[1])
-        places = offs_m.to(tl.int64) * mods[4] + offs_n.to(tl.int64) * mods[5]
-        scores += tl.load(mods[3] + places, mask=inside, other=0.0).to(scores.dtype)
-    return scores, steep
+        inside = (offs_m < mask.seqlen_q) & (offs_n < mask.seqlen_k)
+        rows = offs_m.to(tl.int64) * mods.bias_stride_row
+        places = rows + offs_n.to(tl.int64) * mods.bias_stride_column
+        scores += tl.load(mods.bias + places, mask=inside, other=0.0).to(scores.dtype)
+    return scores, dtanh

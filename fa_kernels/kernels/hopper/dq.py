@@ -14,16 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_kernels.kernels.common.addressing import scratch_row, store_rows, stored_rows
+from fa_kernels.kernels.common.mask import pairs_seen
 from fa_kernels.kernels.common.score_mod import base2_scale
-from fa_kernels.kernels.common.tiles import (
-    pairs_seen,
-    scale_from_bits,
-    scratch_row,
-    sequence,
-    sequence_of_tile,
-    store_rows,
-    stored_rows,
-)
+from fa_kernels.kernels.common.seqlen_info import sequence, sequence_of_tile
+from fa_kernels.kernels.common.softmax import scale_from_bits
+from fa_kernels.kernels.common.tile_ranges import share_of, tile_of_head, visible_tiles
 from fa_kernels.kernels.hopper.pipeline import (
     PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
@@ -38,7 +34,6 @@ from fa_kernels.kernels.hopper.pipeline import (
     wide,
     zero_rows,
 )
-from fa_kernels.schedule.tile_ranges import share_of, tile_of_head, visible_tiles
 
 __all__ = ["hopper_dq_kernel"]
 

@@ -17,16 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_kernels.kernels.common.addressing import store_rows, stored_rows
+from fa_kernels.kernels.common.mask import pairs_seen
 from fa_kernels.kernels.common.score_mod import base2_scale
-from fa_kernels.kernels.common.tiles import (
-    normalised,
-    pairs_seen,
-    scale_from_bits,
-    sequence,
-    sequence_of_tile,
-    store_rows,
-    stored_rows,
-)
+from fa_kernels.kernels.common.seqlen_info import sequence, sequence_of_tile
+from fa_kernels.kernels.common.softmax import normalised, scale_from_bits
+from fa_kernels.kernels.common.tile_ranges import tile_of_head, visible_tiles
 from fa_kernels.kernels.hopper.pipeline import (
     PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
@@ -39,7 +35,6 @@ from fa_kernels.kernels.hopper.pipeline import (
     wide,
     zero_rows,
 )
-from fa_kernels.schedule.tile_ranges import tile_of_head, visible_tiles
 
 __all__ = ["hopper_forward_kernel"]
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from fa_kernels.kernels.common.tiles import whole_rows
+from fa_kernels.kernels.common.addressing import whole_rows
 
 __all__ = [
     "PROGRAMS_TOGETHER",

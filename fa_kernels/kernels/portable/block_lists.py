@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.tiles import valid_lengths
-from fa_kernels.schedule.tile_ranges import visible_tiles
+from fa_kernels.kernels.common.seqlen_info import valid_lengths
+from fa_kernels.kernels.common.tile_ranges import visible_tiles
 
 __all__ = ["block_lists_kernel", "everywhere"]
 
@@ -45,18 +45,20 @@ def block_lists_kernel(
     tiles_there = tl.cdiv(there, BLOCK_THERE)
     start = tl.program_id(0) % tiles_here * BLOCK_HERE
     bh = tl.program_id(0) // tiles_here
-    lengths = valid_lengths(seqlens_here_ptr, seqlens_there_ptr, bh // H, here, there)
-    tiles = visible_tiles(start, lengths[0], lengths[1], before, after, BLOCK_HERE, BLOCK_THERE)
+    seqlen_here, seqlen_there = valid_lengths(
+        seqlens_here_ptr, seqlens_there_ptr, bh // H, here, there
+    )
+    tiles = visible_tiles(start, seqlen_here, seqlen_there, before, after, BLOCK_HERE, BLOCK_THERE)
     row_ptr = lists_ptr + tl.program_id(0).to(tl.int64) * (2 + tiles_there)
     blocks = blocks_ptr + (bh % H) * stride_head + (start // side) * stride_here
     listed = 0
     # Those that lengths or window divide come first.
     for FULL in tl.static_range(2):
         before_these = listed
-        for first in range(tiles[0], tiles[3], CHUNK):
+        for first in range(tiles.lo, tiles.hi, CHUNK):
             tile = first + tl.arange(0, CHUNK)
-            inside = tile < tiles[3]
-            is_full = (tile >= tiles[1]) & (tile < tiles[2])
+            inside = tile < tiles.hi
+            is_full = (tile >= tiles.full_lo) & (tile < tiles.full_hi)
             of_kind = inside & (is_full if FULL else ~is_full)
             block = (tile * BLOCK_THERE // side).to(tl.int64)
             seen = tl.load(blocks + block * stride_there, mask=of_kind, other=0) != 0

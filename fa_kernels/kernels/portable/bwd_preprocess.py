@@ -8,19 +8,20 @@ Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 4.
 import triton
 import triton.language as tl
 
-from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.tiles import (
-    LOG2E,
+from fa_kernels.kernels.common.addressing import (
+    Matrix,
+    Tensor,
     head_matrix,
     load_tile,
     scratch_row,
-    sequence,
     stored_rows,
-    tile_of_program,
     whole_rows,
 )
+from fa_kernels.kernels.common.block_info import Grid, row_block
+from fa_kernels.kernels.common.jit import kernel
+from fa_kernels.kernels.common.softmax import LOG2E
 
-__all__ = ["delta_kernel"]
+__all__ = ["bwd_preprocess_kernel"]
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def _row_sums(x):
 
 
 @kernel
-def delta_kernel(
+def bwd_preprocess_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
@@ -60,7 +61,7 @@ def delta_kernel(
     H: tl.int32,
     M: tl.int32,
     M_padded: tl.int32,
-    rows_q: tl.int32,
+    total_q: tl.int32,
     Dv: tl.int32,
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -69,28 +70,27 @@ def delta_kernel(
     HAS_DLSE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROW_PADDING: tl.constexpr,
-    PACKED: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):
     """Writes lse2 and delta (B,H,M_padded) for BLOCK_M rows of one head.
 
     Rows that take no part (no visible key, padding, past M) get lse2 = +inf, so that their P is 0,
     and delta = 0. ``stride_o*`` are the strides of dout, ``stride_l*`` those of dlse, which is not
     read without HAS_DLSE; out (B,H,M,Dv) is contiguous. sums (B,H,M_padded,COLUMNS) gets zeros,
-    unless that is 0. PACKED: lse2, delta and sums (H,M_padded), whole tiles of ROW_PADDING rows for
-    each of B sequences, out (H,rows_q,Dv) as of ``forward_kernel``.
+    unless that is 0. VARLEN: lse2, delta and sums (H,M_padded), whole tiles of ROW_PADDING rows for
+    each of B sequences, out (H,total_q,Dv) as in ``forward_kernel``.
     """
     OF_TILE: tl.constexpr = ROW_PADDING // BLOCK_M
-    tile, b, h = tile_of_program(
-        tl.program_id(0) // OF_TILE, tiles_of_head, entries, H, seqlens_q_ptr, rows_q, ROW_PADDING,
-        False, PACKED,
-    )  # fmt: skip
-    start_m = tile * ROW_PADDING + tl.program_id(0) % OF_TILE * BLOCK_M
-    place_q, seqlen_q = b, M
-    if PACKED:
-        place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
+    grid = Grid(tiles_of_head, entries, H, seqlens_q_ptr)
+    block, offset_q, seqlen_q = row_block(
+        tl.program_id(0) // OF_TILE, grid, seqlens_q_ptr, M, total_q, ROW_PADDING, VARLEN
+    )
+    b, h = block.b, block.h
+    start_m = block.start + tl.program_id(0) % OF_TILE * BLOCK_M
+    if VARLEN:
         if start_m >= tl.cdiv(seqlen_q, ROW_PADDING) * ROW_PADDING:
             return
-    first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
+    first, end = stored_rows(b, h, H, offset_q, M, seqlen_q, total_q, VARLEN)
     offs_tile = tl.arange(0, BLOCK_M)
     offs_m = start_m + offs_tile
     offs_dv = tl.arange(0, BLOCK_DV)[None, :]
@@ -98,15 +98,16 @@ def delta_kernel(
     # dout of a row without a visible key may hold anything: it is not read.
     live_m = lse != -float("inf")
     live = live_m[:, None]
-    douts = head_matrix(dout_ptr, place_q, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
+    dout_tensor = Tensor(dout_ptr, stride_ob, stride_oh, stride_om, stride_od, Dv)
+    douts = head_matrix(dout_tensor, offset_q, h)
     dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
-    outs = (out_ptr + first * Dv, tl.cast(Dv, tl.int64), 1, Dv)
+    outs = Matrix(out_ptr + first * Dv, tl.cast(Dv, tl.int64), 1, Dv)
     out = load_tile(outs, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
     delta = _row_sums(out.to(ACC) * dout.to(ACC))
     if HAS_DLSE:
-        dlses = dlse_ptr + place_q * stride_lb + h * stride_lh
+        dlses = dlse_ptr + offset_q * stride_lb + h * stride_lh
         delta -= tl.load(dlses + offs_m * stride_lm, mask=live_m, other=0.0)
-    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED)
+    row = scratch_row(b, h, H, offset_q, M_padded, ROW_PADDING, VARLEN)
     lse2 = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
     tl.store(lse2_ptr + (row + offs_m), lse2)
     tl.store(delta_ptr + (row + offs_m), delta)

@@ -3,13 +3,14 @@
 import triton.language as tl
 
 from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.tiles import element_mask, valid_lengths
+from fa_kernels.kernels.common.mask import AttentionMask, element_mask
+from fa_kernels.kernels.common.seqlen_info import valid_lengths
 
-__all__ = ["tile_kinds_kernel"]
+__all__ = ["classify_blocks_kernel"]
 
 
 @kernel
-def tile_kinds_kernel(
+def classify_blocks_kernel(
     kinds_ptr,
     seqlens_q_ptr,
     seqlens_k_ptr,
@@ -37,13 +38,13 @@ def tile_kinds_kernel(
     b = bh // H
     h = bh % H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
-    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
+    mask = AttentionMask(seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
     start_m, start_n = m_block * BLOCK_M, n_block * BLOCK_N
     offs_m = (start_m + tl.arange(0, BLOCK_M))[:, None]
     offs_n = (start_n + tl.arange(0, BLOCK_N))[None, :]
     kind_ptr = kinds_ptr + tile * 3
     if (start_m < seqlen_q) & (start_n < seqlen_k):
-        seen = element_mask(offs_m, offs_n, view, PREDICATE)
+        seen = element_mask(offs_m, offs_n, mask, PREDICATE)
         of_rows = seen | (offs_m >= seqlen_q)
         of_keys = seen | (offs_n >= seqlen_k)
         tl.store(kind_ptr, tl.max(tl.max(seen, 1), 0))

@@ -1,41 +1,42 @@
-"""Merge: out and lse from what the parts of each row's keys add up to.
+"""Combine: out and lse from the sums of the splits of each row's keys.
 
-Each part is a softmax of its own, relative to its own maximum. Weighted by two to the power of that
-less the largest of all, the parts add up to the whole: what a running softmax does with its tiles,
-in one step. So the parts arrive as they are, neither divided nor as logarithms, and a row that only
-one part sees keeps every bit.
+Each split is a softmax of its own, relative to its own maximum. Weighted by two to the power of
+that less the largest of all, the splits add up to the whole: what a running softmax does with its
+tiles, in one step. So the splits arrive as they are, neither divided nor as logarithms, and a row
+that only one split sees keeps every bit.
 
 Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023), with the sums of FlashAttention-2
-(arXiv:2307.08691), Algorithm 1, in place of normalised parts and their lse.
+(arXiv:2307.08691), Algorithm 1, in place of normalised splits and their lse.
 """
 
 import triton.language as tl
 
 from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.tiles import normalised
+from fa_kernels.kernels.common.softmax import normalised
 
-__all__ = ["merge_kernel"]
+__all__ = ["combine_kernel"]
 
 
 @kernel
-def merge_kernel(
+def combine_kernel(
     acc_ptr,
     m_ptr,
     l_ptr,
     out_ptr,
     lse_ptr,
-    parts: tl.int32,
+    num_splits: tl.int32,
     rows: tl.int64,
     Dv: tl.int32,
     BLOCK_R: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Writes out (rows,Dv) and lse (rows,) from acc (parts,rows,Dv), m and l (parts,rows).
+    """Writes out (rows,Dv) and lse (rows,) from acc (num_splits,rows,Dv), m and l
+    (num_splits,rows).
 
     A row is one of B H M; all tensors are contiguous.
     """
-    # Parts may lie 2**31 rows apart where a number of rows fits 32 bits.
+    # Splits may lie 2**31 rows apart where a number of rows fits 32 bits.
     rows = tl.cast(rows, tl.int64)
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -43,22 +44,22 @@ def merge_kernel(
     inside = valid[:, None] & (offs_dv < Dv)[None, :]
 
     m_i = tl.full([BLOCK_R], -float("inf"), ACC)
-    for part in range(0, parts):
-        m_part = tl.load(m_ptr + (part * rows + offs_r), mask=valid, other=-float("inf"))
-        m_i = tl.maximum(m_i, m_part)
+    for split in range(0, num_splits):
+        m_split = tl.load(m_ptr + (split * rows + offs_r), mask=valid, other=-float("inf"))
+        m_i = tl.maximum(m_i, m_split)
     l_i = tl.zeros([BLOCK_R], ACC)
     acc = tl.zeros([BLOCK_R, BLOCK_DV], ACC)
-    for part in range(0, parts):
-        offs_part = part * rows + offs_r
-        m_part = tl.load(m_ptr + offs_part, mask=valid, other=-float("inf"))
-        l_part = tl.load(l_ptr + offs_part, mask=valid, other=0.0)
-        offs_acc = offs_part[:, None] * Dv + offs_dv[None, :]
-        acc_part = tl.load(acc_ptr + offs_acc, mask=inside, other=0.0)
-        weight = tl.exp2(m_part - m_i)
-        l_i += l_part * weight
-        acc += acc_part * weight[:, None]
+    for split in range(0, num_splits):
+        offs_split = split * rows + offs_r
+        m_split = tl.load(m_ptr + offs_split, mask=valid, other=-float("inf"))
+        l_split = tl.load(l_ptr + offs_split, mask=valid, other=0.0)
+        offs_acc = offs_split[:, None] * Dv + offs_dv[None, :]
+        acc_split = tl.load(acc_ptr + offs_acc, mask=inside, other=0.0)
+        weight = tl.exp2(m_split - m_i)
+        l_i += l_split * weight
+        acc += acc_split * weight[:, None]
 
-    # Of a row that no part sees the weights are NaN, -inf - -inf, and so is l: it is not live.
+    # Of a row that no split sees the weights are NaN, -inf - -inf, and so is l: it is not live.
     out, lse = normalised(acc, l_i, m_i, l_i > 0)
     tl.store(lse_ptr + offs_r, lse, mask=valid)
     tl.store(out_ptr + (offs_r[:, None] * Dv + offs_dv[None, :]), out, mask=inside)

@@ -4,35 +4,192 @@ P and dS are recomputed as in ``dq``. Entries, heads, rows and keys that share a
 by the program that writes its gradient, in one order: there are no atomics.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from fa_kernels.kernels.common.addressing import Tensor, head_matrix, load_tile
+from fa_kernels.kernels.common.block_info import BlockInfo, BlockLists, KernelConfig, key_tiles
 from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.score_mod import base2_scale, modified, mods_of_head
-from fa_kernels.kernels.common.tiles import (
-    element_mask,
-    head_matrix,
-    listed_tiles,
-    load_tile,
-    scale_from_bits,
-    valid_lengths,
+from fa_kernels.kernels.common.mask import AttentionMask, element_mask
+from fa_kernels.kernels.common.score_mod import (
+    ScoreModArgs,
+    apply_score_mods,
+    base2_scale,
+    score_mods,
 )
-from fa_kernels.schedule.tile_ranges import visible_tiles
+from fa_kernels.kernels.common.seqlen_info import valid_lengths
+from fa_kernels.kernels.common.softmax import scale_from_bits
 
 __all__ = ["dbias_kernel"]
 
 _CHUNK: tl.constexpr = tl.constexpr(64)
 
 
+class _Over(NamedTuple):
+    """The axes that the bias shares."""
+
+    B: Any
+    H: Any
+    M: Any
+    N: Any
+
+
+class _Span(NamedTuple):
+    """What a program's tile of the bias is added to: one of each axis, or all of it."""
+
+    matrix: Any
+    b_first: Any
+    b_last: Any
+    h_first: Any
+    h_last: Any
+    m_first: Any
+    m_last: Any
+    n_first: Any
+    n_last: Any
+
+
+class _Head(NamedTuple):
+    """The matrices of one query head, and pointers to scratch from its row 0 on."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse2_pointer: Any
+    delta_pointer: Any
+
+
+class _QueryTile(NamedTuple):
+    """Rows of one head, and what the backward reads of each: lse in base 2, and delta."""
+
+    q: Any
+    dout: Any
+    lse2: Any
+    delta: Any
+    offs_m: Any
+
+
 @triton.jit
-def _is_listed(tiles, n_block):
+def _span(program, B, H, m_blocks, n_blocks, OVER: tl.constexpr):
+    """The ``_Span`` of a program: tiles of a matrix follow each other, then heads, then entries."""
+    rest = program
+    n_first, n_last = 0, n_blocks
+    if not OVER.N:
+        n_first = rest % n_blocks
+        n_last = n_first + 1
+        rest = rest // n_blocks
+    m_first, m_last = 0, m_blocks
+    if not OVER.M:
+        m_first = rest % m_blocks
+        m_last = m_first + 1
+        rest = rest // m_blocks
+    matrix = rest
+    h_first, h_last = 0, H
+    if not OVER.H:
+        h_first = rest % H
+        h_last = h_first + 1
+        rest = rest // H
+    b_first, b_last = 0, B
+    if not OVER.B:
+        b_first = rest
+        b_last = b_first + 1
+    return _Span(matrix, b_first, b_last, h_first, h_last, m_first, m_last, n_first, n_last)
+
+
+@triton.jit
+def _is_listed(tiles, list_ptr, n_block):
     """Whether a tile stands in a list of ``listed_tiles``."""
     found = 0
-    for first in range(0, tiles[3], _CHUNK):
+    for first in range(0, tiles.hi, _CHUNK):
         places = first + tl.arange(0, _CHUNK)
-        listed = tl.load(tiles[4] + places, mask=places < tiles[3], other=-1)
+        listed = tl.load(list_ptr + places, mask=places < tiles.hi, other=-1)
         found += tl.sum((listed == n_block).to(tl.int32), 0)
     return found > 0
+
+
+@triton.jit
+def _load_query_tile(head, start_m, CONFIG: tl.constexpr):
+    """The ``_QueryTile`` from row ``start_m`` on."""
+    offs_tile = tl.arange(0, CONFIG.BLOCK_M)
+    offs_d = tl.arange(0, CONFIG.BLOCK_D)
+    offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
+    offs_m = start_m + offs_tile
+    lse2 = tl.load(head.lse2_pointer + offs_m)
+    delta = tl.load(head.delta_pointer + offs_m)
+    # q and dout of a row without a visible key (padding rows too) are not read.
+    live = (lse2 != float("inf"))[:, None]
+    q = load_tile(head.q, start_m, offs_tile[:, None], offs_d[None, :], live, CONFIG.ALIGNED, True)
+    dout = load_tile(
+        head.dout, start_m, offs_tile[:, None], offs_dv[None, :], live, CONFIG.ALIGNED, True
+    )
+    return _QueryTile(q, dout, lse2, delta, offs_m)
+
+
+@triton.jit
+def _compute_ds(rows, head, n_block, mask, mods, CONFIG: tl.constexpr):
+    """dS of a query tile and a key tile, by the scores that the bias is added to."""
+    offs_tile = tl.arange(0, CONFIG.BLOCK_N)
+    offs_d = tl.arange(0, CONFIG.BLOCK_D)
+    offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
+    offs_m = rows.offs_m
+    start_n = n_block * CONFIG.BLOCK_N
+    offs_n = start_n + offs_tile
+    valid = (offs_n < mask.seqlen_k)[None, :]
+    # (BLOCK_D, BLOCK_N) and (BLOCK_DV, BLOCK_N)
+    k_t = load_tile(
+        head.k, start_n, offs_tile[None, :], offs_d[:, None], valid, CONFIG.ALIGNED, True
+    )
+    v_t = load_tile(
+        head.v, start_n, offs_tile[None, :], offs_dv[:, None], valid, CONFIG.ALIGNED, True
+    )
+    # (BLOCK_M, BLOCK_N)
+    scores = tl.dot(rows.q, k_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
+    scores, _ = apply_score_mods(
+        scores, offs_m[:, None], offs_n[None, :], mask, mods, CONFIG.SCORE_MODS
+    )
+    dp = tl.dot(rows.dout, v_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
+    p = tl.exp2(scores * mods.qk_scale - rows.lse2[:, None])
+    ds = p * (dp - rows.delta[:, None])
+    seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)
+    return tl.where(seen, ds, 0.0)
+
+
+@triton.jit
+def _accumulate(acc, head, mask, mods, span, lists, CONFIG: tl.constexpr):
+    """Adds the tiles of one head that lie in the span."""
+    for m_block in range(span.m_first, span.m_last):
+        block = BlockInfo(m_block, m_block * CONFIG.BLOCK_M, mask.b, mask.h)
+        rows = _load_query_tile(head, block.start, CONFIG)
+        tiles, list_ptr = key_tiles(block, mask, lists, CONFIG)
+        for n_block in range(span.n_first, span.n_last):
+            if CONFIG.PREDICATE is None:
+                visited = (n_block >= tiles.lo) & (n_block < tiles.hi)
+            else:
+                visited = _is_listed(tiles, list_ptr, n_block)
+            if visited:
+                acc += _compute_ds(rows, head, n_block, mask, mods, CONFIG)
+    return acc
+
+
+@triton.jit
+def _store(dbias_ptr, acc, span, M, N, OVER: tl.constexpr, CONFIG: tl.constexpr):
+    """Writes the tile of a program; a matrix of the bias has one row or column where it shares."""
+    rows, columns = M, N
+    offs_rows = (span.m_first * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M))[:, None]
+    offs_columns = (span.n_first * CONFIG.BLOCK_N + tl.arange(0, CONFIG.BLOCK_N))[None, :]
+    if OVER.M:
+        acc = tl.sum(acc, 0)[None, :]
+        rows = 1
+        offs_rows = tl.zeros([1, 1], tl.int32)
+    if OVER.N:
+        acc = tl.sum(acc, 1)[:, None]
+        columns = 1
+        offs_columns = tl.zeros([1, 1], tl.int32)
+    inside = (offs_rows < rows) & (offs_columns < columns)
+    place = (span.matrix.to(tl.int64) * rows + offs_rows) * columns + offs_columns
+    tl.store(dbias_ptr + place, acc.to(dbias_ptr.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -95,7 +252,7 @@ def dbias_kernel(
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
-    MODS: tl.constexpr,
+    SCORE_MODS: tl.constexpr,
     OVER_B: tl.constexpr,
     OVER_H: tl.constexpr,
     OVER_M: tl.constexpr,
@@ -105,114 +262,36 @@ def dbias_kernel(
 
     ``stride_o*`` are the strides of dout.
     """
-    m_blocks = tl.cdiv(M, BLOCK_M)
-    n_blocks = tl.cdiv(N, BLOCK_N)
-    rest = tl.program_id(0)
-    # What this program's tile is added to: one of each, or all of it.
-    n_first, n_last = 0, n_blocks
-    if not OVER_N:
-        n_first = rest % n_blocks
-        n_last = n_first + 1
-        rest = rest // n_blocks
-    m_first, m_last = 0, m_blocks
-    if not OVER_M:
-        m_first = rest % m_blocks
-        m_last = m_first + 1
-        rest = rest // m_blocks
-    matrix = rest
-    h_first, h_last = 0, H
-    if not OVER_H:
-        h_first = rest % H
-        h_last = h_first + 1
-        rest = rest // H
-    b_first, b_last = 0, B
-    if not OVER_B:
-        b_first = rest
-        b_last = b_first + 1
-
-    offs_tile_m = tl.arange(0, BLOCK_M)
-    offs_tile_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
+    CONFIG: tl.constexpr = KernelConfig(
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, SCORE_MODS
+    )
+    OVER: tl.constexpr = _Over(OVER_B, OVER_H, OVER_M, OVER_N)
+    q_tensor = Tensor(q_ptr, stride_qb, stride_qh, stride_qm, stride_qd, D)
+    k_tensor = Tensor(k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    v_tensor = Tensor(v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
+    dout_tensor = Tensor(dout_ptr, stride_ob, stride_oh, stride_om, stride_od, Dv)
+    lists = BlockLists(lists_ptr, stride_lb, stride_lh, stride_lt)
+    bias = Tensor(bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn, N)
+    score_args = ScoreModArgs(softcap_bits, slopes_ptr, stride_sb, stride_sh, bias)
     sm_scale = scale_from_bits(sm_scale_bits)
-    score_args = (
-        softcap_bits, slopes_ptr, stride_sb, stride_sh,
-        bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn,
-    )  # fmt: skip
-    qk_scale = base2_scale(sm_scale, ACC, MODS)
+    qk_scale = base2_scale(sm_scale, ACC, SCORE_MODS)
+    span = _span(tl.program_id(0), B, H, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), OVER)
     acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    for entry in range(b_first, b_last):
+    for entry in range(span.b_first, span.b_last):
         b = tl.cast(entry, tl.int32)
         seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
-        for head in range(h_first, h_last):
-            h = tl.cast(head, tl.int32)
-            view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
-            mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
-            queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
-            keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
-            values = head_matrix(v_ptr, b, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
-            douts = head_matrix(dout_ptr, b, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
+        for query_head in range(span.h_first, span.h_last):
+            h = tl.cast(query_head, tl.int32)
+            mask = AttentionMask(seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
+            mods = score_mods(score_args, sm_scale, qk_scale, b, h, ACC, SCORE_MODS)
             row = tl.cast(b * H + h, tl.int64) * M_padded
-            for m_block in range(m_first, m_last):
-                start_m = m_block * BLOCK_M
-                offs_m = start_m + offs_tile_m
-                lse2 = tl.load(lse2_ptr + row + offs_m)
-                delta = tl.load(delta_ptr + row + offs_m)
-                # q and dout of a row without a visible key (padding rows too) are not read.
-                live = (lse2 != float("inf"))[:, None]
-                q = load_tile(
-                    queries, start_m, offs_tile_m[:, None], offs_d[None, :], live, ALIGNED, True
-                )
-                dout = load_tile(
-                    douts, start_m, offs_tile_m[:, None], offs_dv[None, :], live, ALIGNED, True
-                )
-                if PREDICATE is None:
-                    tiles = visible_tiles(
-                        start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
-                    )
-                else:
-                    tiles = listed_tiles(lists_ptr, b, h, m_block, stride_lb, stride_lh, stride_lt)
-                for n_block in range(n_first, n_last):
-                    if PREDICATE is None:
-                        visited = (n_block >= tiles[0]) & (n_block < tiles[3])
-                    else:
-                        visited = _is_listed(tiles, n_block)
-                    if visited:
-                        start_n = n_block * BLOCK_N
-                        offs_n = start_n + offs_tile_n
-                        valid = (offs_n < seqlen_k)[None, :]
-                        # (BLOCK_D, BLOCK_N) and (BLOCK_DV, BLOCK_N)
-                        k_t = load_tile(
-                            keys, start_n, offs_tile_n[None, :], offs_d[:, None], valid, ALIGNED,
-                            True,
-                        )  # fmt: skip
-                        v_t = load_tile(
-                            values, start_n, offs_tile_n[None, :], offs_dv[:, None], valid,
-                            ALIGNED, True,
-                        )  # fmt: skip
-                        # (BLOCK_M, BLOCK_N)
-                        scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
-                        scores, _ = modified(
-                            scores, offs_m[:, None], offs_n[None, :], view, mods, MODS
-                        )
-                        dp = tl.dot(dout, v_t, input_precision=DOTS, out_dtype=ACC)
-                        p = tl.exp2(scores * qk_scale - lse2[:, None])
-                        ds = p * (dp - delta[:, None])
-                        seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)
-                        acc += tl.where(seen, ds, 0.0)
-
-    # A matrix of the bias holds its rows and columns, or one that all share.
-    rows, columns = M, N
-    offs_rows = (m_first * BLOCK_M + offs_tile_m)[:, None]
-    offs_columns = (n_first * BLOCK_N + offs_tile_n)[None, :]
-    if OVER_M:
-        acc = tl.sum(acc, 0)[None, :]
-        rows = 1
-        offs_rows = tl.zeros([1, 1], tl.int32)
-    if OVER_N:
-        acc = tl.sum(acc, 1)[:, None]
-        columns = 1
-        offs_columns = tl.zeros([1, 1], tl.int32)
-    inside = (offs_rows < rows) & (offs_columns < columns)
-    place = (matrix.to(tl.int64) * rows + offs_rows) * columns + offs_columns
-    tl.store(dbias_ptr + place, acc.to(dbias_ptr.dtype.element_ty), mask=inside)
+            head = _Head(
+                head_matrix(q_tensor, b, h),
+                head_matrix(k_tensor, b, h // G),
+                head_matrix(v_tensor, b, h // G),
+                head_matrix(dout_tensor, b, h),
+                lse2_ptr + row,
+                delta_ptr + row,
+            )
+            acc = _accumulate(acc, head, mask, mods, span, lists, CONFIG)
+    _store(dbias_ptr, acc, span, M, N, OVER, CONFIG)

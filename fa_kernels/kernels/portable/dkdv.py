@@ -6,109 +6,138 @@ one pass dq comes out of the same loop: each program adds its keys' part to sums
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.score_mod import SOFTCAP, base2_scale, modified, mods_of_head
-from fa_kernels.kernels.common.tiles import (
-    element_mask,
+from fa_kernels.kernels.common.addressing import (
+    Tensor,
     head_matrix,
-    listed_tiles,
     load_tile,
-    nth_tile,
-    scale_from_bits,
     scratch_row,
-    sequence,
     store_rows,
     stored_rows,
+)
+from fa_kernels.kernels.common.block_info import (
+    BlockLists,
+    Grid,
+    KernelConfig,
+    key_block,
+    listed_tiles,
+    nth_tile,
     tile_count,
     tile_index,
-    tile_of_program,
 )
-from fa_kernels.schedule.tile_ranges import visible_tiles
+from fa_kernels.kernels.common.jit import kernel
+from fa_kernels.kernels.common.mask import AttentionMask, element_mask
+from fa_kernels.kernels.common.score_mod import (
+    SOFTCAP,
+    ScoreModArgs,
+    apply_score_mods,
+    base2_scale,
+    score_mods,
+)
+from fa_kernels.kernels.common.seqlen_info import Batch
+from fa_kernels.kernels.common.softmax import scale_from_bits
+from fa_kernels.kernels.common.tile_ranges import visible_tiles
 
 __all__ = ["dkdv_kernel"]
+
+
+class _KeyTile(NamedTuple):
+    """The keys and values of a program."""
+
+    k: Any
+    v: Any
+    offs_n: Any
+
+
+class _HeadRows(NamedTuple):
+    """The rows of one query head: matrices, and pointers to scratch from its row 0 on."""
+
+    queries: Any
+    douts: Any
+    lse2_pointer: Any
+    delta_pointer: Any
+    dq_pointer: Any
 
 
 @triton.jit
 def _accumulate(
     dk,
     dv,
-    k,
-    v,
-    queries,
-    douts,
-    lse2_pointer,
-    delta_pointer,
-    dq_pointer,
-    view,
-    offs_n,
+    keys,
+    rows,
+    mask,
+    mods,
     tiles,
-    qk_scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    DOTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PREDICATE: tl.constexpr,
+    list_ptr,
+    CONFIG: tl.constexpr,
     ONE_PASS: tl.constexpr,
     MASKED: tl.constexpr,
-    mods,
-    MODS: tl.constexpr,
 ):
     """Adds query tiles of one head to dk and dv: the edge tiles if MASKED, else the full ones.
 
     With ONE_PASS each query tile's dq gets what these keys add to it, unscaled.
     """
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    offs_tile = tl.arange(0, BLOCK_M)
+    k, v, offs_n = keys.k, keys.v, keys.offs_n
+    offs_d = tl.arange(0, CONFIG.BLOCK_D)
+    offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
+    offs_tile = tl.arange(0, CONFIG.BLOCK_M)
     for i in range(0, tile_count(tiles, MASKED)):
-        m_block = tile_index(nth_tile(i, tiles, MASKED), tiles, PREDICATE)
-        start_m = m_block * BLOCK_M
+        m_block = tile_index(nth_tile(i, tiles, MASKED), list_ptr, CONFIG.PREDICATE)
+        start_m = m_block * CONFIG.BLOCK_M
         offs_m = start_m + offs_tile
         # q and dout of a row without a visible key (padding rows too) are not read.
-        live = offs_m < view[0]
+        live = offs_m < mask.seqlen_q
         if MASKED:
-            live = tl.load(lse2_pointer + offs_m) != float("inf")
+            live = tl.load(rows.lse2_pointer + offs_m) != float("inf")
         # (BLOCK_D, BLOCK_M)
         q_t = load_tile(
-            queries, start_m, offs_tile[None, :], offs_d[:, None], live[None, :], ALIGNED, MASKED
-        )
+            rows.queries, start_m, offs_tile[None, :], offs_d[:, None], live[None, :],
+            CONFIG.ALIGNED, MASKED,
+        )  # fmt: skip
         # (BLOCK_N, BLOCK_M)
-        scores = tl.dot(k, q_t, input_precision=DOTS, out_dtype=ACC)
-        if MODS:
-            scores, steep = modified(scores, offs_m[None, :], offs_n[:, None], view, mods, MODS)
+        scores = tl.dot(k, q_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
+        if CONFIG.SCORE_MODS:
+            scores, dtanh = apply_score_mods(
+                scores, offs_m[None, :], offs_n[:, None], mask, mods, CONFIG.SCORE_MODS
+            )
         # (BLOCK_M, BLOCK_DV)
         dout = load_tile(
-            douts, start_m, offs_tile[:, None], offs_dv[None, :], live[:, None], ALIGNED, MASKED
-        )
+            rows.douts, start_m, offs_tile[:, None], offs_dv[None, :], live[:, None],
+            CONFIG.ALIGNED, MASKED,
+        )  # fmt: skip
         # (BLOCK_N, BLOCK_M)
-        dp = tl.dot(v, tl.trans(dout), input_precision=DOTS, out_dtype=ACC)
+        dp = tl.dot(v, tl.trans(dout), input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
         # Loaded where they are used: values kept across the dots cost registers.
-        lse2 = tl.load(tl.multiple_of(lse2_pointer + start_m, 16) + offs_tile)
-        p = tl.exp2(scores * qk_scale - lse2[None, :])
+        lse2 = tl.load(tl.multiple_of(rows.lse2_pointer + start_m, 16) + offs_tile)
+        p = tl.exp2(scores * mods.qk_scale - lse2[None, :])
         if MASKED:
-            seen = element_mask(offs_m[None, :], offs_n[:, None], view, PREDICATE)
+            seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)
             p = tl.where(seen, p, 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=DOTS, out_dtype=ACC)
-        delta = tl.load(tl.multiple_of(delta_pointer + start_m, 16) + offs_tile)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
+        delta = tl.load(tl.multiple_of(rows.delta_pointer + start_m, 16) + offs_tile)
         ds = p * (dp - delta[None, :])
-        if SOFTCAP & MODS:
-            ds = ds * steep
+        if SOFTCAP & CONFIG.SCORE_MODS:
+            ds = ds * dtanh
         if MASKED:
             # Selected, not multiplied by p = 0: a hidden v near the maximum makes dp infinite.
             ds = tl.where(seen, ds, 0.0)
-        dk = tl.dot(ds.to(q_t.dtype), tl.trans(q_t), dk, input_precision=DOTS, out_dtype=ACC)
+        dk = tl.dot(
+            ds.to(q_t.dtype), tl.trans(q_t), dk, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC
+        )
         if ONE_PASS:
             # Full tiles are those that all valid keys see: p of a padding key can be infinite.
-            ds = tl.where(offs_n[:, None] < view[1], ds, 0.0)
+            ds = tl.where(offs_n[:, None] < mask.seqlen_k, ds, 0.0)
             # (BLOCK_M, BLOCK_D); whole tiles, so that nothing needs a mask.
-            dq = tl.dot(tl.trans(ds.to(k.dtype)), k, input_precision=DOTS, out_dtype=ACC)
-            dq_tile = tl.multiple_of(dq_pointer + tl.cast(start_m, tl.int64) * BLOCK_D, 16)
-            places = dq_tile + (offs_tile[:, None] * BLOCK_D + offs_d[None, :])
+            dq = tl.dot(
+                tl.trans(ds.to(k.dtype)), k, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC
+            )
+            place = tl.cast(start_m, tl.int64) * CONFIG.BLOCK_D
+            dq_tile = tl.multiple_of(rows.dq_pointer + place, 16)
+            places = dq_tile + (offs_tile[:, None] * CONFIG.BLOCK_D + offs_d[None, :])
             tl.atomic_add(places, dq, sem="relaxed")
     return dk, dv
 
@@ -149,8 +178,8 @@ def dkdv_kernel(
     M: tl.int32,
     M_padded: tl.int32,
     N: tl.int32,
-    rows_q: tl.int32,
-    rows_k: tl.int32,
+    total_q: tl.int32,
+    total_k: tl.int32,
     D: tl.int32,
     Dv: tl.int32,
     window_left: tl.int32,
@@ -181,75 +210,84 @@ def dkdv_kernel(
     PREDICATE: tl.constexpr,
     ROW_PADDING: tl.constexpr,
     ONE_PASS: tl.constexpr,
-    PACKED: tl.constexpr,
-    MODS: tl.constexpr,
+    VARLEN: tl.constexpr,
+    SCORE_MODS: tl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), contiguous, for one key tile of one kv head.
 
     ``stride_o*`` are the strides of dout. With ONE_PASS it adds to dq (B,H,M_padded,BLOCK_D), in
-    the dtype of the accumulators and without sm_scale, by atomics; else dq is not touched. PACKED:
-    dk (Hk,rows_k,D) and dv (Hk,rows_k,Dv), as in ``forward_kernel``; lse2, delta and the rows of dq
-    (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
+    the dtype of the accumulators and without sm_scale, by atomics; else dq is not touched.
+    VARLEN: dk (Hk,total_k,D) and dv (Hk,total_k,Dv), as in ``forward_kernel``; lse2, delta and the
+    rows of dq (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
     """
-    Hk = H // G
-    n_block, b, h_k = tile_of_program(
-        tl.program_id(0), tiles_of_head, entries, Hk, seqlens_k_ptr, rows_k, BLOCK_N, False, PACKED
+    CONFIG: tl.constexpr = KernelConfig(
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, SCORE_MODS
     )
-    if PREDICATE is not None:
-        n_block = tl.load(order_ptr + tl.program_id(0))
-    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
-    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
-    start_n = n_block * BLOCK_N
-    if PACKED:
-        if start_n >= seqlen_k:
+    Hk = H // G
+    batch = Batch(seqlens_q_ptr, seqlens_k_ptr, M, N, total_q, total_k)
+    grid = Grid(tiles_of_head, entries, Hk, order_ptr)
+    lists = BlockLists(lists_ptr, stride_lb, stride_lh, stride_lt)
+    bias = Tensor(bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn, N)
+    score_args = ScoreModArgs(softcap_bits, slopes_ptr, stride_sb, stride_sh, bias)
+    block, seqlen = key_block(tl.program_id(0), grid, batch, BLOCK_N, VARLEN, PREDICATE)
+    if VARLEN:
+        if block.start >= seqlen.seqlen_k:
             return
-    keys = head_matrix(k_ptr, place_k, h_k, stride_kb, stride_kh, stride_kn, stride_kd, D)
-    values = head_matrix(v_ptr, place_k, h_k, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
+    b, h_k = block.b, block.h
+    q_tensor = Tensor(q_ptr, stride_qb, stride_qh, stride_qm, stride_qd, D)
+    k_tensor = Tensor(k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    v_tensor = Tensor(v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
+    dout_tensor = Tensor(dout_ptr, stride_ob, stride_oh, stride_om, stride_od, Dv)
+    key_matrix = head_matrix(k_tensor, seqlen.offset_k, h_k)
+    value_matrix = head_matrix(v_tensor, seqlen.offset_k, h_k)
 
     offs_tile = tl.arange(0, BLOCK_N)
-    offs_n = start_n + offs_tile
+    offs_n = block.start + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    valid = (offs_n < seqlen_k)[:, None]
-    k = load_tile(keys, start_n, offs_tile[:, None], offs_d[None, :], valid, ALIGNED, True)
-    v = load_tile(values, start_n, offs_tile[:, None], offs_dv[None, :], valid, ALIGNED, True)
+    valid = (offs_n < seqlen.seqlen_k)[:, None]
+    k = load_tile(
+        key_matrix, block.start, offs_tile[:, None], offs_d[None, :], valid, ALIGNED, True
+    )
+    v = load_tile(
+        value_matrix, block.start, offs_tile[:, None], offs_dv[None, :], valid, ALIGNED, True
+    )
+    keys = _KeyTile(k, v, offs_n)
     sm_scale = scale_from_bits(sm_scale_bits)
-    score_args = (
-        softcap_bits, slopes_ptr, stride_sb, stride_sh,
-        bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn,
-    )  # fmt: skip
-    qk_scale = base2_scale(sm_scale, ACC, MODS)
+    qk_scale = base2_scale(sm_scale, ACC, SCORE_MODS)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
     if PREDICATE is None:
+        list_ptr = lists_ptr
         tiles = visible_tiles(
-            start_n, seqlen_k, seqlen_q, window_right, window_left, BLOCK_N, BLOCK_M
-        )
+            block.start, seqlen.seqlen_k, seqlen.seqlen_q, window_right, window_left, BLOCK_N,
+            BLOCK_M,
+        )  # fmt: skip
     # Edges of all heads first, then full tiles of all heads: what the one loop keeps in registers
     # is not alive in the other.
     for MASKED in tl.static_range(1, -1, -1):
         for g in range(0, G):
             h = h_k * G + g
-            queries = head_matrix(q_ptr, place_q, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
-            douts = head_matrix(
-                dout_ptr, place_q, h, stride_ob, stride_oh, stride_om, stride_od, Dv
+            queries = head_matrix(q_tensor, seqlen.offset_q, h)
+            douts = head_matrix(dout_tensor, seqlen.offset_q, h)
+            row = scratch_row(b, h, H, seqlen.offset_q, M_padded, ROW_PADDING, VARLEN)
+            mods = score_mods(score_args, sm_scale, qk_scale, b, h, ACC, SCORE_MODS)
+            mask = AttentionMask(
+                seqlen.seqlen_q, seqlen.seqlen_k, window_left, window_right, b, h, mask_args
             )
-            row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED)
-            mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
-            view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
             if PREDICATE is not None:
-                tiles = listed_tiles(lists_ptr, b, h, n_block, stride_lb, stride_lh, stride_lt)
+                tiles, list_ptr = listed_tiles(lists, b, h, block.index)
+            rows = _HeadRows(
+                queries, douts, lse2_ptr + row, delta_ptr + row, dq_ptr + row * BLOCK_D
+            )
             dk, dv = _accumulate(
-                dk, dv, k, v, queries, douts, lse2_ptr + row, delta_ptr + row,
-                dq_ptr + row * BLOCK_D, view, offs_n, tiles, qk_scale,
-                BLOCK_M, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, ONE_PASS, MASKED,
-                mods, MODS,
-            )  # fmt: skip
+                dk, dv, keys, rows, mask, mods, tiles, list_ptr, CONFIG, ONE_PASS, MASKED
+            )
 
     # Keys past seqlen_k were zero-filled; what their rows accumulated means nothing.
     dk = tl.where(valid, dk * sm_scale.to(ACC), 0.0)
     dv = tl.where(valid, dv, 0.0)
-    first, end = stored_rows(b, h_k, Hk, place_k, N, seqlen_k, rows_k, PACKED)
+    first, end = stored_rows(b, h_k, Hk, seqlen.offset_k, N, seqlen.seqlen_k, total_k, VARLEN)
     store_rows(dk_ptr, first, end, offs_n, offs_d, dk, D, BLOCK_D, ALIGNED)
     store_rows(dv_ptr, first, end, offs_n, offs_dv, dv, Dv, BLOCK_DV, ALIGNED)

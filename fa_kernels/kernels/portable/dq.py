@@ -3,84 +3,103 @@
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, the dQ part, without its atomics.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.score_mod import SOFTCAP, base2_scale, modified, mods_of_head
-from fa_kernels.kernels.common.tiles import (
-    element_mask,
+from fa_kernels.kernels.common.addressing import (
+    Tensor,
     head_matrix,
-    listed_tiles,
     load_tile,
-    nth_tile,
-    scale_from_bits,
     scratch_row,
-    sequence,
     store_rows,
     stored_rows,
+)
+from fa_kernels.kernels.common.block_info import (
+    BlockLists,
+    Grid,
+    KernelConfig,
+    key_tiles,
+    nth_tile,
+    query_block,
     tile_count,
     tile_index,
-    tile_of_program,
 )
-from fa_kernels.schedule.tile_ranges import visible_tiles
+from fa_kernels.kernels.common.jit import kernel
+from fa_kernels.kernels.common.mask import AttentionMask, element_mask
+from fa_kernels.kernels.common.score_mod import (
+    SOFTCAP,
+    ScoreModArgs,
+    apply_score_mods,
+    base2_scale,
+    score_mods,
+)
+from fa_kernels.kernels.common.seqlen_info import Batch
+from fa_kernels.kernels.common.softmax import scale_from_bits
 
 __all__ = ["dq_kernel"]
+
+
+class _QueryTile(NamedTuple):
+    """The rows of a program, and what the backward reads of each: lse in base 2, and delta."""
+
+    q: Any
+    dout: Any
+    lse2: Any
+    delta: Any
+    offs_m: Any
 
 
 @triton.jit
 def _accumulate(
     dq,
-    q,
-    dout,
-    lse2,
-    delta,
+    rows,
     keys,
     values,
-    view,
-    offs_m,
-    tiles,
-    qk_scale,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    DOTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PREDICATE: tl.constexpr,
-    MASKED: tl.constexpr,
+    mask,
     mods,
-    MODS: tl.constexpr,
+    tiles,
+    list_ptr,
+    CONFIG: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Adds key tiles to dq: the edge tiles if MASKED, else the full ones."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    offs_tile = tl.arange(0, BLOCK_N)
+    """Adds key tiles to dq of a ``_QueryTile``: the edge tiles if MASKED, else the full ones."""
+    offs_m = rows.offs_m
+    offs_d = tl.arange(0, CONFIG.BLOCK_D)
+    offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
+    offs_tile = tl.arange(0, CONFIG.BLOCK_N)
     for i in range(0, tile_count(tiles, MASKED)):
-        n_block = tile_index(nth_tile(i, tiles, MASKED), tiles, PREDICATE)
-        start_n = n_block * BLOCK_N
+        n_block = tile_index(nth_tile(i, tiles, MASKED), list_ptr, CONFIG.PREDICATE)
+        start_n = n_block * CONFIG.BLOCK_N
         offs_n = start_n + offs_tile
-        valid = (offs_n < view[1])[None, :]
+        valid = (offs_n < mask.seqlen_k)[None, :]
         # (BLOCK_D, BLOCK_N) and (BLOCK_DV, BLOCK_N)
-        k_t = load_tile(keys, start_n, offs_tile[None, :], offs_d[:, None], valid, ALIGNED, MASKED)
+        k_t = load_tile(
+            keys, start_n, offs_tile[None, :], offs_d[:, None], valid, CONFIG.ALIGNED, MASKED
+        )
         v_t = load_tile(
-            values, start_n, offs_tile[None, :], offs_dv[:, None], valid, ALIGNED, MASKED
+            values, start_n, offs_tile[None, :], offs_dv[:, None], valid, CONFIG.ALIGNED, MASKED
         )
         # (BLOCK_M, BLOCK_N)
-        scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
-        if MODS:
-            scores, steep = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)
-        dp = tl.dot(dout, v_t, input_precision=DOTS, out_dtype=ACC)
-        p = tl.exp2(scores * qk_scale - lse2[:, None])
-        ds = p * (dp - delta[:, None])
-        if SOFTCAP & MODS:
-            ds = ds * steep
+        scores = tl.dot(rows.q, k_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
+        if CONFIG.SCORE_MODS:
+            scores, dtanh = apply_score_mods(
+                scores, offs_m[:, None], offs_n[None, :], mask, mods, CONFIG.SCORE_MODS
+            )
+        dp = tl.dot(rows.dout, v_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
+        p = tl.exp2(scores * mods.qk_scale - rows.lse2[:, None])
+        ds = p * (dp - rows.delta[:, None])
+        if SOFTCAP & CONFIG.SCORE_MODS:
+            ds = ds * dtanh
         if MASKED:
             # Selected, not multiplied by p = 0: p of a hidden key and dp of a hidden v can be
             # infinite.
-            seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)
+            seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)
             ds = tl.where(seen, ds, 0.0)
-        dq = tl.dot(ds.to(k_t.dtype), tl.trans(k_t), dq, input_precision=DOTS, out_dtype=ACC)
+        dq = tl.dot(
+            ds.to(k_t.dtype), tl.trans(k_t), dq, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC
+        )
     return dq
 
 
@@ -118,8 +137,8 @@ def dq_kernel(
     M: tl.int32,
     M_padded: tl.int32,
     N: tl.int32,
-    rows_q: tl.int32,
-    rows_k: tl.int32,
+    total_q: tl.int32,
+    total_k: tl.int32,
     D: tl.int32,
     Dv: tl.int32,
     window_left: tl.int32,
@@ -149,61 +168,58 @@ def dq_kernel(
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
     ROW_PADDING: tl.constexpr,
-    PACKED: tl.constexpr,
-    MODS: tl.constexpr,
+    VARLEN: tl.constexpr,
+    SCORE_MODS: tl.constexpr,
 ):
     """Writes dq (B,H,M,D), contiguous, for one query tile of one head.
 
-    ``stride_o*`` are the strides of dout. PACKED: dq (H,rows_q,D), as in ``forward_kernel``; lse2
+    ``stride_o*`` are the strides of dout. VARLEN: dq (H,total_q,D), as in ``forward_kernel``; lse2
     and delta (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
     """
-    m_block, b, h = tile_of_program(
-        tl.program_id(0), tiles_of_head, entries, H, seqlens_q_ptr, rows_q, BLOCK_M, True, PACKED
+    CONFIG: tl.constexpr = KernelConfig(
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, SCORE_MODS
     )
-    if PREDICATE is not None:
-        m_block = tl.load(order_ptr + tl.program_id(0))
-    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
-    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
-    start_m = m_block * BLOCK_M
-    if PACKED:
-        if start_m >= seqlen_q:
+    batch = Batch(seqlens_q_ptr, seqlens_k_ptr, M, N, total_q, total_k)
+    grid = Grid(tiles_of_head, entries, H, order_ptr)
+    lists = BlockLists(lists_ptr, stride_lb, stride_lh, stride_lt)
+    bias = Tensor(bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn, N)
+    score_args = ScoreModArgs(softcap_bits, slopes_ptr, stride_sb, stride_sh, bias)
+    block, seqlen = query_block(tl.program_id(0), grid, batch, BLOCK_M, VARLEN, PREDICATE)
+    if VARLEN:
+        if block.start >= seqlen.seqlen_q:
             return
-    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
-    queries = head_matrix(q_ptr, place_q, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
-    keys = head_matrix(k_ptr, place_k, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
-    values = head_matrix(v_ptr, place_k, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
-    douts = head_matrix(dout_ptr, place_q, h, stride_ob, stride_oh, stride_om, stride_od, Dv)
+    b, h = block.b, block.h
+    mask = AttentionMask(
+        seqlen.seqlen_q, seqlen.seqlen_k, window_left, window_right, b, h, mask_args
+    )
+    q_tensor = Tensor(q_ptr, stride_qb, stride_qh, stride_qm, stride_qd, D)
+    k_tensor = Tensor(k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    v_tensor = Tensor(v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
+    dout_tensor = Tensor(dout_ptr, stride_ob, stride_oh, stride_om, stride_od, Dv)
+    queries = head_matrix(q_tensor, seqlen.offset_q, h)
+    keys = head_matrix(k_tensor, seqlen.offset_k, h // G)
+    values = head_matrix(v_tensor, seqlen.offset_k, h // G)
+    douts = head_matrix(dout_tensor, seqlen.offset_q, h)
 
     offs_tile = tl.arange(0, BLOCK_M)
-    offs_m = start_m + offs_tile
+    offs_m = block.start + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED) + offs_m
+    row = scratch_row(b, h, H, seqlen.offset_q, M_padded, ROW_PADDING, VARLEN) + offs_m
     lse2 = tl.load(lse2_ptr + row)
     delta = tl.load(delta_ptr + row)
     # q and dout of a row without a visible key (padding rows too) are not read: its dq is 0.
     live = (lse2 != float("inf"))[:, None]
-    q = load_tile(queries, start_m, offs_tile[:, None], offs_d[None, :], live, ALIGNED, True)
-    dout = load_tile(douts, start_m, offs_tile[:, None], offs_dv[None, :], live, ALIGNED, True)
+    q = load_tile(queries, block.start, offs_tile[:, None], offs_d[None, :], live, ALIGNED, True)
+    dout = load_tile(douts, block.start, offs_tile[:, None], offs_dv[None, :], live, ALIGNED, True)
     sm_scale = scale_from_bits(sm_scale_bits)
-    score_args = (
-        softcap_bits, slopes_ptr, stride_sb, stride_sh,
-        bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn,
-    )  # fmt: skip
-    qk_scale = base2_scale(sm_scale, ACC, MODS)
-    mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
+    qk_scale = base2_scale(sm_scale, ACC, SCORE_MODS)
+    mods = score_mods(score_args, sm_scale, qk_scale, b, h, ACC, SCORE_MODS)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
-    if PREDICATE is None:
-        tiles = visible_tiles(
-            start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
-        )
-    else:
-        tiles = listed_tiles(lists_ptr, b, h, m_block, stride_lb, stride_lh, stride_lt)
+    rows = _QueryTile(q, dout, lse2, delta, offs_m)
+    tiles, list_ptr = key_tiles(block, mask, lists, CONFIG)
     for MASKED in tl.static_range(1, -1, -1):
-        dq = _accumulate(
-            dq, q, dout, lse2, delta, keys, values, view, offs_m, tiles, qk_scale,
-            BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, MASKED, mods, MODS,
-        )  # fmt: skip
-    first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
+        dq = _accumulate(dq, rows, keys, values, mask, mods, tiles, list_ptr, CONFIG, MASKED)
+    first, end = stored_rows(b, h, H, seqlen.offset_q, M, seqlen.seqlen_q, total_q, VARLEN)
     store_rows(dq_ptr, first, end, offs_m, offs_d, dq * sm_scale.to(ACC), D, BLOCK_D, ALIGNED)

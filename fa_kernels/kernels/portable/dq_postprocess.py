@@ -2,23 +2,17 @@
 
 import triton.language as tl
 
+from fa_kernels.kernels.common.addressing import scratch_row, store_rows, stored_rows, whole_rows
+from fa_kernels.kernels.common.block_info import Grid, row_block
+from fa_kernels.kernels.common.dq_layout import rows_of_blocks
 from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.tiles import (
-    scale_from_bits,
-    scratch_row,
-    sequence,
-    store_rows,
-    stored_rows,
-    tile_of_program,
-    whole_rows,
-)
-from fa_kernels.kernels.hopper.dq_layout import rows_of_blocks
+from fa_kernels.kernels.common.softmax import scale_from_bits
 
-__all__ = ["dq_of_sums_kernel"]
+__all__ = ["dq_postprocess_kernel"]
 
 
 @kernel
-def dq_of_sums_kernel(
+def dq_postprocess_kernel(
     sums_ptr,
     dq_ptr,
     seqlens_q_ptr,
@@ -27,7 +21,7 @@ def dq_of_sums_kernel(
     H: tl.int32,
     M: tl.int32,
     M_padded: tl.int32,
-    rows_q: tl.int32,
+    total_q: tl.int32,
     D: tl.int32,
     sm_scale_bits: tl.int64,
     BLOCK_M: tl.constexpr,
@@ -35,30 +29,29 @@ def dq_of_sums_kernel(
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROW_PADDING: tl.constexpr,
-    PACKED: tl.constexpr,
+    VARLEN: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
 ):
     """Writes dq (B,H,M,D), contiguous, from sums (B,H,M_padded,BLOCK_D) for BLOCK_M rows of a head.
 
-    PACKED: dq (H,rows_q,D), sums (H,M_padded,BLOCK_D), as of ``dkdv_kernel``. IN_BLOCKS: sums lie
-    as of ``rows_of_blocks``.
+    VARLEN: dq (H,total_q,D), sums (H,M_padded,BLOCK_D), as in ``dkdv_kernel``. IN_BLOCKS: sums lie
+    as ``rows_of_blocks`` reads them.
     """
-    tile, b, h = tile_of_program(
-        tl.program_id(0), tiles_of_head, entries, H, seqlens_q_ptr, rows_q, BLOCK_M, False, PACKED
+    grid = Grid(tiles_of_head, entries, H, seqlens_q_ptr)
+    block, offset_q, seqlen_q = row_block(
+        tl.program_id(0), grid, seqlens_q_ptr, M, total_q, BLOCK_M, VARLEN
     )
-    start_m = tile * BLOCK_M
-    place_q, seqlen_q = b, M
-    if PACKED:
-        place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
-        if start_m >= seqlen_q:
+    b, h = block.b, block.h
+    if VARLEN:
+        if block.start >= seqlen_q:
             return
-    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_m = block.start + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    row = scratch_row(b, h, H, place_q, M_padded, ROW_PADDING, PACKED)
+    row = scratch_row(b, h, H, offset_q, M_padded, ROW_PADDING, VARLEN)
     if IN_BLOCKS:
-        sums = rows_of_blocks(sums_ptr, row + start_m, BLOCK_D)
+        sums = rows_of_blocks(sums_ptr, row + block.start, BLOCK_D)
     else:
         sums = tl.load(whole_rows(sums_ptr, row, offs_m, offs_d, BLOCK_D))
     dq = sums * scale_from_bits(sm_scale_bits).to(ACC)
-    first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
+    first, end = stored_rows(b, h, H, offset_q, M, seqlen_q, total_q, VARLEN)
     store_rows(dq_ptr, first, end, offs_m, offs_d, dq, D, BLOCK_D, ALIGNED)

@@ -1,7 +1,7 @@
 """Forward: one program a query tile, online softmax in base 2 over the key tiles.
 
-Few queries make few programs, and each goes through all keys. SPLIT: several programs a query tile
-then, each for a part of the key tiles, whose sums ``merge`` puts together.
+Few queries make few programs, and each goes through all keys. IS_SPLIT: several programs a query
+tile then, each for a part of the key tiles, whose sums ``combine_kernel`` puts together.
 
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
 """
@@ -9,87 +9,92 @@ Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
 import triton
 import triton.language as tl
 
-from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.score_mod import base2_scale, modified, mods_of_head
-from fa_kernels.kernels.common.tiles import (
-    element_mask,
+from fa_kernels.kernels.common.addressing import (
+    Tensor,
     head_matrix,
-    listed_tiles,
     load_tile,
-    normalised,
-    scale_from_bits,
-    sequence,
     store_rows,
     stored_rows,
-    tile_index,
-    tile_of_program,
 )
-from fa_kernels.schedule.tile_ranges import part_of, visible_tiles
+from fa_kernels.kernels.common.block_info import (
+    BlockLists,
+    Grid,
+    KernelConfig,
+    key_tiles,
+    query_block,
+    tile_index,
+)
+from fa_kernels.kernels.common.jit import kernel
+from fa_kernels.kernels.common.mask import AttentionMask, element_mask
+from fa_kernels.kernels.common.score_mod import (
+    ScoreModArgs,
+    apply_score_mods,
+    base2_scale,
+    score_mods,
+)
+from fa_kernels.kernels.common.seqlen_info import Batch
+from fa_kernels.kernels.common.softmax import SoftmaxState, normalised, scale_from_bits
+from fa_kernels.kernels.common.tile_ranges import split_range
 
 __all__ = ["forward_kernel"]
 
 
 @triton.jit
 def _attend(
-    acc,
-    l_i,
-    m_i,
+    state,
     q,
+    offs_m,
     keys,
     values,
-    view,
-    offs_m,
-    tiles,
+    mask,
+    mods,
+    list_ptr,
     first,
     last,
-    qk_scale,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ACC: tl.constexpr,
-    DOTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PREDICATE: tl.constexpr,
+    CONFIG: tl.constexpr,
     MASKED: tl.constexpr,
-    mods,
-    MODS: tl.constexpr,
 ):
-    """Takes the key tiles at the places [first, last) into the running (acc, l_i, m_i)."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    offs_tile = tl.arange(0, BLOCK_N)
+    """Takes the key tiles at the places [first, last) into the ``SoftmaxState`` of a query tile."""
+    acc, l_i, m_i = state.acc, state.l, state.m
+    offs_d = tl.arange(0, CONFIG.BLOCK_D)
+    offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
+    offs_tile = tl.arange(0, CONFIG.BLOCK_N)
     for place in range(first, last):
-        n_block = tile_index(place, tiles, PREDICATE)
-        start_n = n_block * BLOCK_N
+        n_block = tile_index(place, list_ptr, CONFIG.PREDICATE)
+        start_n = n_block * CONFIG.BLOCK_N
         offs_n = start_n + offs_tile
-        valid = offs_n < view[1]
+        valid = offs_n < mask.seqlen_k
         # (BLOCK_D, BLOCK_N)
         k_t = load_tile(
-            keys, start_n, offs_tile[None, :], offs_d[:, None], valid[None, :], ALIGNED, MASKED
-        )
+            keys, start_n, offs_tile[None, :], offs_d[:, None], valid[None, :], CONFIG.ALIGNED,
+            MASKED,
+        )  # fmt: skip
         # (BLOCK_M, BLOCK_N)
-        scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
-        if MODS:
-            scores, _ = modified(scores, offs_m[:, None], offs_n[None, :], view, mods, MODS)
+        scores = tl.dot(q, k_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
+        if CONFIG.SCORE_MODS:
+            scores, _ = apply_score_mods(
+                scores, offs_m[:, None], offs_n[None, :], mask, mods, CONFIG.SCORE_MODS
+            )
         if MASKED:
-            seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE)
+            seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)
             scores = tl.where(seen, scores, -float("inf"))
-        m_new = tl.maximum(m_i, tl.max(scores, 1) * qk_scale)
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * mods.qk_scale)
         m_pivot = m_new
         if MASKED:
             # A row that has seen nothing yet subtracts 0, since -inf - -inf is NaN.
             m_pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = tl.exp2(scores * qk_scale - m_pivot[:, None])
+        p = tl.exp2(scores * mods.qk_scale - m_pivot[:, None])
         alpha = tl.exp2(m_i - m_pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
         # (BLOCK_N, BLOCK_DV)
         v = load_tile(
-            values, start_n, offs_tile[:, None], offs_dv[None, :], valid[:, None], ALIGNED, MASKED
-        )
+            values, start_n, offs_tile[:, None], offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,
+            MASKED,
+        )  # fmt: skip
         acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=DOTS, out_dtype=ACC)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
         m_i = m_new
-    return acc, l_i, m_i
+    return SoftmaxState(acc, l_i, m_i)
 
 
 @kernel
@@ -120,13 +125,13 @@ def forward_kernel(
     G: tl.int32,
     M: tl.int32,
     N: tl.int32,
-    rows_q: tl.int32,
-    rows_k: tl.int32,
+    total_q: tl.int32,
+    total_k: tl.int32,
     D: tl.int32,
     Dv: tl.int32,
     window_left: tl.int32,
     window_right: tl.int32,
-    parts: tl.int32,
+    num_splits: tl.int32,
     rows: tl.int64,
     sm_scale_bits: tl.int64,
     order_ptr,
@@ -152,90 +157,89 @@ def forward_kernel(
     DOTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PREDICATE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    MODS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    VARLEN: tl.constexpr,
+    SCORE_MODS: tl.constexpr,
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head.
 
-    PACKED: out (H,rows_q,Dv) and lse (H,rows_q), of B sequences that follow each other, none longer
-    than M or N. Their places stand where lengths do, the first strides of q, k, v are those of
-    rows, and rows that belong to no sequence are not written.
+    VARLEN: out (H,total_q,Dv) and lse (H,total_q), of B sequences that follow each other, none
+    longer than M or N. Cumulative lengths stand in place of lengths, the first strides of q, k, v
+    are those of rows, and rows that belong to no sequence are not written.
 
-    With SPLIT, what its part of the key tiles adds up to: in place of out the sums before they are
-    divided (parts,B,H,M,Dv), in place of lse the maxima in base 2 (parts,B,H,M), and l, likewise.
+    IS_SPLIT: the sums of one split of the key tiles. In place of out the sums before they are
+    divided (num_splits,B,H,M,Dv), in place of lse the maxima in base 2 (num_splits,B,H,M), and l
+    of the same shape.
     """
-    program = tl.program_id(0)
-    if SPLIT:
-        # Part by part, so that programs side by side share their keys with the rest of a group.
-        each = tl.num_programs(0) // parts
-        part = program // each
-        program = program % each
-    m_block, b, h = tile_of_program(
-        program, tiles_of_head, entries, H, seqlens_q_ptr, rows_q, BLOCK_M, True, PACKED
+    CONFIG: tl.constexpr = KernelConfig(
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, SCORE_MODS
     )
-    if PREDICATE is not None:
-        m_block = tl.load(order_ptr + program)
-    place_q, seqlen_q = sequence(seqlens_q_ptr, b, M, rows_q, PACKED)
-    place_k, seqlen_k = sequence(seqlens_k_ptr, b, N, rows_k, PACKED)
-    start_m = m_block * BLOCK_M
-    if PACKED:
-        if start_m >= seqlen_q:
+    batch = Batch(seqlens_q_ptr, seqlens_k_ptr, M, N, total_q, total_k)
+    grid = Grid(tiles_of_head, entries, H, order_ptr)
+    lists = BlockLists(lists_ptr, stride_lb, stride_lh, stride_lt)
+    bias = Tensor(bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn, N)
+    score_args = ScoreModArgs(softcap_bits, slopes_ptr, stride_sb, stride_sh, bias)
+    program = tl.program_id(0)
+    if IS_SPLIT:
+        # Split by split, so that programs side by side share their keys with the rest of a group.
+        each = tl.num_programs(0) // num_splits
+        split = program // each
+        program = program % each
+    block, seqlen = query_block(program, grid, batch, BLOCK_M, VARLEN, PREDICATE)
+    if VARLEN:
+        if block.start >= seqlen.seqlen_q:
             return
-    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
-    queries = head_matrix(q_ptr, place_q, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
-    keys = head_matrix(k_ptr, place_k, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
-    values = head_matrix(v_ptr, place_k, h // G, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
+    b, h = block.b, block.h
+    mask = AttentionMask(
+        seqlen.seqlen_q, seqlen.seqlen_k, window_left, window_right, b, h, mask_args
+    )
+    q_tensor = Tensor(q_ptr, stride_qb, stride_qh, stride_qm, stride_qd, D)
+    k_tensor = Tensor(k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    v_tensor = Tensor(v_ptr, stride_vb, stride_vh, stride_vn, stride_vd, Dv)
+    queries = head_matrix(q_tensor, seqlen.offset_q, h)
+    keys = head_matrix(k_tensor, seqlen.offset_k, h // G)
+    values = head_matrix(v_tensor, seqlen.offset_k, h // G)
 
     offs_tile = tl.arange(0, BLOCK_M)
-    offs_m = start_m + offs_tile
+    offs_m = block.start + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    valid = (offs_m < seqlen_q)[:, None]
-    q = load_tile(queries, start_m, offs_tile[:, None], offs_d[None, :], valid, ALIGNED, True)
+    valid = (offs_m < seqlen.seqlen_q)[:, None]
+    q = load_tile(queries, block.start, offs_tile[:, None], offs_d[None, :], valid, ALIGNED, True)
     sm_scale = scale_from_bits(sm_scale_bits)
-    score_args = (
-        softcap_bits, slopes_ptr, stride_sb, stride_sh,
-        bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn,
-    )  # fmt: skip
-    qk_scale = base2_scale(sm_scale, ACC, MODS)
-    mods = mods_of_head(score_args, sm_scale, b, h, ACC, MODS)
+    qk_scale = base2_scale(sm_scale, ACC, SCORE_MODS)
+    mods = score_mods(score_args, sm_scale, qk_scale, b, h, ACC, SCORE_MODS)
 
     m_i = tl.full([BLOCK_M], -float("inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
-    if PREDICATE is None:
-        tiles = visible_tiles(
-            start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
-        )
-    else:
-        tiles = listed_tiles(lists_ptr, b, h, m_block, stride_lb, stride_lh, stride_lt)
-    places = tiles
-    if SPLIT:
-        places = part_of(tiles[0], tiles[1], tiles[2], tiles[3], part, parts)
-    acc, l_i, m_i = _attend(
-        acc, l_i, m_i, q, keys, values, view, offs_m, tiles, places[0], places[1], qk_scale,
-        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True, mods, MODS,
-    )  # fmt: skip
-    acc, l_i, m_i = _attend(
-        acc, l_i, m_i, q, keys, values, view, offs_m, tiles, places[1], places[2], qk_scale,
-        BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, False, mods, MODS,
+    state = SoftmaxState(acc, l_i, m_i)
+    tiles, list_ptr = key_tiles(block, mask, lists, CONFIG)
+    if IS_SPLIT:
+        tiles = split_range(tiles, split, num_splits)
+    state = _attend(
+        state, q, offs_m, keys, values, mask, mods, list_ptr, tiles.lo, tiles.full_lo, CONFIG, True
+    )
+    state = _attend(
+        state, q, offs_m, keys, values, mask, mods, list_ptr, tiles.full_lo, tiles.full_hi, CONFIG,
+        False,
     )  # fmt: skip
     if PREDICATE is None:
-        acc, l_i, m_i = _attend(
-            acc, l_i, m_i, q, keys, values, view, offs_m, tiles, places[2], places[3], qk_scale,
-            BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, True, mods, MODS,
+        state = _attend(
+            state, q, offs_m, keys, values, mask, mods, list_ptr, tiles.full_hi, tiles.hi, CONFIG,
+            True,
         )  # fmt: skip
 
-    first, end = stored_rows(b, h, H, place_q, M, seqlen_q, rows_q, PACKED)
+    first, end = stored_rows(b, h, H, seqlen.offset_q, M, seqlen.seqlen_q, total_q, VARLEN)
     # Rows without a visible key (padding rows too): out = 0, lse = -inf.
-    if SPLIT:
-        # A part without tiles writes too: sums of 0, and maxima of -inf.
-        first += part.to(tl.int64) * rows
-        l_i = tl.where(offs_m < seqlen_q, l_i, 0.0)
+    if IS_SPLIT:
+        # A split without tiles writes too: sums of 0, and maxima of -inf.
+        first += split.to(tl.int64) * rows
+        l_i = tl.where(offs_m < seqlen.seqlen_q, state.l, 0.0)
         tl.store(l_ptr + (first + offs_m), l_i, mask=offs_m < end)
-        out, lse = acc, m_i
+        out, lse = state.acc, state.m
     else:
-        out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < seqlen_q))
+        live = (state.l > 0) & (offs_m < seqlen.seqlen_q)
+        out, lse = normalised(state.acc, state.l, state.m, live)
     tl.store(lse_ptr + (first + offs_m), lse, mask=offs_m < end)
     store_rows(out_ptr, first, end, offs_m, offs_dv, out, Dv, BLOCK_DV, ALIGNED)

@@ -9,24 +9,27 @@ Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, the LPT rule.
 import triton
 import triton.language as tl
 
+from fa_kernels.kernels.common.block_info import BlockLists
 from fa_kernels.kernels.common.jit import kernel
 
-__all__ = ["longest_first_kernel"]
+__all__ = ["lpt_order_kernel"]
 
 
 @triton.jit
-def _visited(lists_ptr, b, h_k, tile, tiles, stride_lb, stride_lh, stride_lt, G):
+def _visited(lists, b, h_k, tile, tiles, G):
     """How many tiles those of a group of heads visit together; none past the last."""
     visited = tl.zeros(tile.shape, tl.int32)
     for g in range(0, G):
-        row = lists_ptr + (b * stride_lb + (h_k * G + g) * stride_lh + tile * stride_lt)
+        row = lists.ptr + (
+            b * lists.stride_entry + (h_k * G + g) * lists.stride_head + tile * lists.stride_tile
+        )
         visited += tl.load(row, mask=tile < tiles, other=0)
         visited += tl.load(row + 1, mask=tile < tiles, other=0)
     return visited
 
 
 @kernel
-def longest_first_kernel(
+def lpt_order_kernel(
     order_ptr,
     lists_ptr,
     stride_lb: tl.int64,
@@ -41,17 +44,18 @@ def longest_first_kernel(
 
     Of tiles that visit as many the first comes first. Each program finds the places of BLOCK tiles.
     """
+    lists = BlockLists(lists_ptr, stride_lb, stride_lh, stride_lt)
     chunks = tl.cdiv(tiles, BLOCK)
     chunk = tl.program_id(0) % chunks
     bh_k = tl.program_id(0) // chunks
     b = bh_k // Hk
     h_k = bh_k % Hk
     here = chunk * BLOCK + tl.arange(0, BLOCK)
-    visited = _visited(lists_ptr, b, h_k, here, tiles, stride_lb, stride_lh, stride_lt, G)[:, None]
+    visited = _visited(lists, b, h_k, here, tiles, G)[:, None]
     place = tl.zeros([BLOCK], tl.int32)
     for first in range(0, tiles, BLOCK):
         there = first + tl.arange(0, BLOCK)
-        other = _visited(lists_ptr, b, h_k, there, tiles, stride_lb, stride_lh, stride_lt, G)
+        other = _visited(lists, b, h_k, there, tiles, G)
         other = other[None, :]
         is_before = (other > visited) | ((other == visited) & (there[None, :] < here[:, None]))
         place += tl.sum(is_before.to(tl.int32), 1)

@@ -10,16 +10,13 @@ Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 11, for P.
 import triton
 import triton.language as tl
 
+from fa_kernels.kernels.common.addressing import Tensor, head_matrix, load_tile
+from fa_kernels.kernels.common.block_info import KernelConfig
 from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.tiles import (
-    LOG2E,
-    element_mask,
-    head_matrix,
-    load_tile,
-    scale_from_bits,
-    valid_lengths,
-)
-from fa_kernels.schedule.tile_ranges import visible_tiles
+from fa_kernels.kernels.common.mask import AttentionMask, element_mask
+from fa_kernels.kernels.common.seqlen_info import valid_lengths
+from fa_kernels.kernels.common.softmax import LOG2E, scale_from_bits
+from fa_kernels.kernels.common.tile_ranges import visible_tiles
 
 __all__ = ["pool_kernel", "sees_block"]
 
@@ -44,29 +41,16 @@ def _over_rows(tile, MAX: tl.constexpr):
 
 
 @triton.jit
-def _probabilities(
-    q,
-    lse2,
-    keys,
-    start_n,
-    valid,
-    seen,
-    qk_scale,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ACC: tl.constexpr,
-    DOTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+def _probabilities(q, lse2, keys, start_n, valid, seen, qk_scale, CONFIG: tl.constexpr):
     """P of one tile, 0 where not ``seen``; keys that are not ``valid`` are not read."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_tile = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, CONFIG.BLOCK_D)
+    offs_tile = tl.arange(0, CONFIG.BLOCK_N)
     # (BLOCK_D, BLOCK_N)
     k_t = load_tile(
-        keys, start_n, offs_tile[None, :], offs_d[:, None], valid[None, :], ALIGNED, True
+        keys, start_n, offs_tile[None, :], offs_d[:, None], valid[None, :], CONFIG.ALIGNED, True
     )
     # (BLOCK_M, BLOCK_N)
-    scores = tl.dot(q, k_t, input_precision=DOTS, out_dtype=ACC)
+    scores = tl.dot(q, k_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
     p = tl.exp2(scores * qk_scale - lse2[:, None])
     # Selected: p of a hidden key can be infinite.
     return tl.where(seen, p, 0.0)
@@ -77,35 +61,28 @@ def _row_tile(
     q,
     lse2,
     keys,
-    view,
+    mask,
     offs_m,
     first,
     last,
     end_n,
     qk_scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ACC: tl.constexpr,
-    DOTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PREDICATE: tl.constexpr,
+    CONFIG: tl.constexpr,
     MAX: tl.constexpr,
 ):
     """A tile of query rows against the keys [first, last), tile upon tile; none from end_n on."""
-    pooled = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    for start_n in range(first, last, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
+    pooled = tl.zeros([CONFIG.BLOCK_M, CONFIG.BLOCK_N], CONFIG.ACC)
+    for start_n in range(first, last, CONFIG.BLOCK_N):
+        offs_n = start_n + tl.arange(0, CONFIG.BLOCK_N)
         valid = offs_n < end_n
-        seen = element_mask(offs_m[:, None], offs_n[None, :], view, PREDICATE) & valid[None, :]
+        seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)
+        seen = seen & valid[None, :]
         some = 1
-        if PREDICATE is not None:
+        if CONFIG.PREDICATE is not None:
             # It can hide a whole tile of the range.
             some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
         if some > 0:
-            p = _probabilities(
-                q, lse2, keys, start_n, valid, seen, qk_scale, BLOCK_N, BLOCK_D, ACC, DOTS, ALIGNED
-            )
+            p = _probabilities(q, lse2, keys, start_n, valid, seen, qk_scale, CONFIG)
             pooled = _joined(pooled, p, MAX)
     return pooled
 
@@ -152,6 +129,9 @@ def pool_kernel(
     tile, then row tile by row tile, then over the rows of the tile, then over its keys: no sum is
     deeper than the block's rows and keys together.
     """
+    CONFIG: tl.constexpr = KernelConfig(
+        BLOCK_M, BLOCK_N, BLOCK_D, None, ACC, DOTS, ALIGNED, PREDICATE, 0
+    )
     # A span: whole pool blocks that one tile holds, or one block of several tiles.
     rows_each = tl.maximum(BLOCK_M // pool_rows, 1)
     keys_each = tl.maximum(BLOCK_N // pool_keys, 1)
@@ -165,9 +145,11 @@ def pool_kernel(
     b = bh // H
     h = bh % H
     seqlen_q, seqlen_k = valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N)
-    view = (seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
-    queries = head_matrix(q_ptr, b, h, stride_qb, stride_qh, stride_qm, stride_qd, D)
-    keys = head_matrix(k_ptr, b, h // G, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    mask = AttentionMask(seqlen_q, seqlen_k, window_left, window_right, b, h, mask_args)
+    q_tensor = Tensor(q_ptr, stride_qb, stride_qh, stride_qm, stride_qd, D)
+    k_tensor = Tensor(k_ptr, stride_kb, stride_kh, stride_kn, stride_kd, D)
+    queries = head_matrix(q_tensor, b, h)
+    keys = head_matrix(k_tensor, b, h // G)
 
     start_m = row_span * rows_each * pool_rows
     start_n = key_span * keys_each * pool_keys
@@ -191,10 +173,10 @@ def pool_kernel(
         )
         # Tiles of one key: the keys that some row sees.
         within = visible_tiles(first_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, 1)
-        skipped = tl.maximum(within[0] - start_n, 0) // BLOCK_N * BLOCK_N
+        skipped = tl.maximum(within.lo - start_n, 0) // BLOCK_N * BLOCK_N
         part = _row_tile(
-            q, lse2, keys, view, offs_m, start_n + skipped, tl.minimum(within[3], end_n), end_n,
-            qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, ACC, DOTS, ALIGNED, PREDICATE, MAX,
+            q, lse2, keys, mask, offs_m, start_n + skipped, tl.minimum(within.hi, end_n), end_n,
+            qk_scale, CONFIG, MAX,
         )  # fmt: skip
         total = _joined(total, part, MAX)
 

@@ -24,7 +24,7 @@ GUARANTEES = {
     "RMS": "of errors",
     "bias": "of errors",
     "identities": "of dk and dv",
-    "exact": "exact probes",
+    "exact": "exact closed forms",
     "attained": "bound attained",
     "forms": "of a mask agree",
     "exception": "computes or refuses",
@@ -32,7 +32,7 @@ GUARANTEES = {
 # By the name of the test; None where it asks for all of them.
 ASKED: dict[str, str | None] = {
     "test_every_element_lies_within_the_derived_bound": "G1",
-    "test_stacks_of_problems_lie_within_the_derived_bound": "G1",
+    "test_batched_problems_lie_within_the_derived_bound": "G1",
     "test_outputs_are_finite_however_far_the_logits_are_shifted": "G2",
     "test_long_sequences_lie_within_the_derived_bound": "G1",
     "test_long_rows_count_their_keys": "exact",
@@ -49,7 +49,7 @@ ASKED: dict[str, str | None] = {
     "test_float64_lies_within_its_bound_for_every_family": "G1",
     "test_every_element_is_written_and_nothing_outside": "G6",
     "test_nothing_outside_the_tensors_elements_is_read": "G7",
-    "test_probes_read_back_what_was_seen_and_summed": "exact",
+    "test_closed_forms_read_back_what_was_seen_and_summed": "exact",
     "test_elements_2_to_the_31_apart_are_read_where_they_are": "G12",
     "test_more_heads_than_65535_are_right": "G12",
     "test_tensors_of_more_than_2_to_the_31_elements_are_right": "G12",

@@ -33,7 +33,7 @@ def collected(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         ``declares``, ``declared`` and ``profile`` of the subject; ``tests``, how many ended;
-        ``judged``, ``out_of_range``, ``refusals`` and ``worst`` of the ledger, which only a run
+        ``judged``, ``out_of_range``, ``refusals`` and ``worst`` of the tally, which only a run
         that ended has;
         ``guarantees``: by their keys, how many tests ``passed``, ``failed``, or were ``undecided``
         because another guarantee failed first, why tests were ``skipped``, and the ``findings``,

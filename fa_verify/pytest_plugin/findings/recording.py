@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Recording", "plain"]
@@ -47,14 +47,14 @@ class Recording:
     Args:
         config: Of the run; its option names the file, which is made or emptied.
         subject: What is verified.
-        ledger: Where the run counts what was judged.
+        tally: Where the run counts what was judged.
 
     Raises:
         pytest.UsageError: The file cannot be written.
     """
 
-    def __init__(self, config: pytest.Config, subject: Subject, ledger: Ledger) -> None:
-        self.subject, self.ledger = subject, ledger
+    def __init__(self, config: pytest.Config, subject: Subject, tally: Tally) -> None:
+        self.subject, self.tally = subject, tally
         self.path = None if hasattr(config, "workerinput") else Path(config.getoption("--findings"))
         if self.path is not None:
             try:
@@ -117,7 +117,7 @@ class Recording:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Writes down what was judged in all."""
-        record = self.ledger.record()
+        record = self.tally.record()
         self._write(
             kind="end",
             exit=int(exitstatus),

@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["unpromised"]
 
 _TO_THE_BIT = ("G4", "G5", "G8", "G9", "G10")
-_DIRT = {"nan": "NaN", "inf": "Inf", "max": "the largest finite values", "noise": "noise"}
+_PADDING = {"nan": "NaN", "inf": "Inf", "max": "the largest finite values", "noise": "noise"}
 _MASKS = {
     "causal": "causal masks",
     "window": "sliding windows",
@@ -38,10 +38,12 @@ def unpromised(declares: Mapping[str, Any]) -> list[str]:
         away.append(f"layouts other than {', '.join(_words(declares, 'layouts'))}")
     found = [f"not asked for {', '.join(away)}"] if away else []
     if "padding" in masks and "dirty" in declares:
-        dirt = [words for kind, words in _DIRT.items() if kind not in _words(declares, "dirty")]
-        if dirt:
+        values = [
+            words for kind, words in _PADDING.items() if kind not in _words(declares, "dirty")
+        ]
+        if values:
             found.append(
-                f"{' and '.join(dirt)} in padding may reach valid results: not asked (G4), and "
+                f"{' and '.join(values)} in padding may reach valid results: not asked (G4), and "
                 "padding holds nothing of the kind in any test"
             )
     if declares.get("causal_alignment") == "top-left":

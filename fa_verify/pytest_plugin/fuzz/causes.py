@@ -35,11 +35,11 @@ class Causes:
 
     def note(self, cause: Cause, path: Path) -> None:
         """Says which regression file holds a problem of the cause, or will in a moment."""
-        write_atomically(self._file(cause, "find"), str(path))
+        write_atomically(self._file(cause, "entry"), str(path))
 
     def files(self) -> list[Path]:
-        """The regression files of the run's finds."""
-        noted = {Path(note.read_text()) for note in self.folder.glob("*.find")}
+        """The regression files of the run's corpus entries."""
+        noted = {Path(note.read_text()) for note in self.folder.glob("*.entry")}
         return sorted(path for path in noted if path.exists())
 
     def _file(self, cause: Cause, suffix: str) -> Path:

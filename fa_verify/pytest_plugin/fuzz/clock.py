@@ -41,7 +41,7 @@ class Clock:
         return 0.0 if self._started is None else time.monotonic() - self._started
 
     def stop(self) -> None:
-        """Ends the time now, also what is left to make a find smaller."""
+        """Ends the time now, also what is left to make a corpus entry smaller."""
         write_atomically(self.path, repr(-math.inf))
 
     @property

@@ -1,4 +1,4 @@
-"""An examiner that ends in time, holds to one cause, and writes down at once what fails."""
+"""A runner that ends in time, holds to one cause, and writes down at once what fails."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.search.corpus import Cause, Find, keep
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.search.corpus import Cause, CorpusEntry, keep
+from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock
 
@@ -26,7 +26,7 @@ TURN_OVER = "the turn is over"
 FEWEST = 6
 
 
-class Hunter(Examiner):
+class Hunter(Runner):
     """Judges problems for one turn of one test.
 
     The first cause of failure that nobody in the run has found is this turn's: a problem that fails
@@ -35,17 +35,17 @@ class Hunter(Examiner):
     as it is, where nobody has that cause.
 
     Args:
-        examiner: Its subject, ledger and recorder are used.
-        folder: Where finds are kept.
+        runner: Its subject, tally and watchdog are used.
+        folder: Where the corpus is kept.
         causes: What the run has found.
         clock: When the run ends.
         seconds: How long the turn is, but for the fewest problems of any.
     """
 
     def __init__(
-        self, examiner: Examiner, *, folder: Path, causes: Causes, clock: Clock, seconds: float
+        self, runner: Runner, *, folder: Path, causes: Causes, clock: Clock, seconds: float
     ) -> None:
-        super().__init__(examiner.subject, examiner.ledger, examiner.recorder)
+        super().__init__(runner.subject, runner.tally, runner.watching)
         self.folder = folder
         self.causes = causes
         self.clock = clock
@@ -57,7 +57,7 @@ class Hunter(Examiner):
         self._failed: set[tuple[Cause, Problem]] = set()
 
     def findings(self, problem: Problem, claim: Check) -> list[Finding]:
-        """``Examiner.findings`` where they are of this turn's cause.
+        """``Runner.findings`` where they are of this turn's cause.
 
         Raises:
             pytest.skip.Exception: The turn is over, and nothing was found; a search ends by it.
@@ -93,8 +93,8 @@ class Hunter(Examiner):
             here = dataclasses.replace(problem, device=finding.problem.device)
             return [Cause.of(x) for x in super(Hunter, self).findings(here, claim)[:1]] == [cause]
 
-        find = Find.of(finding, _versions())
-        keep(self.folder, find, still_fails, lambda path: self.causes.note(cause, path))
+        entry = CorpusEntry.of(finding, _versions())
+        keep(self.folder, entry, still_fails, lambda path: self.causes.note(cause, path))
 
 
 def _versions() -> dict[str, str]:

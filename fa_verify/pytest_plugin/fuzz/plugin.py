@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.search.corpus import Find
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.search.corpus import CorpusEntry
+from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock, seconds_of_a_turn
 from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER, Hunter
@@ -94,14 +94,14 @@ class Fuzzing:
 
     Args:
         config: Pytest's.
-        ledger: Of this process.
-        finds: The folder that finds are kept in.
+        tally: Of this process.
+        corpus: The folder of the corpus.
     """
 
-    def __init__(self, config: pytest.Config, ledger: Ledger, finds: Path) -> None:
+    def __init__(self, config: pytest.Config, tally: Tally, corpus: Path) -> None:
         self.config = config
-        self.ledger = ledger
-        self.finds = finds
+        self.tally = tally
+        self.corpus = corpus
         self.seconds = 60 * (minutes_of(config) or 0.0)
         worker: dict[str, Any] | None = getattr(config, "workerinput", None)
         self._own = None if worker else tempfile.TemporaryDirectory(prefix="fuzzing-")
@@ -119,12 +119,12 @@ class Fuzzing:
             # compilers that they call are not to die in the middle of a problem.
             os.setpgid(0, 0)
 
-    def hunter(self, examiner: Examiner) -> Hunter:
-        """The examiner of one turn of a test."""
+    def hunter(self, runner: Runner) -> Hunter:
+        """The runner of one turn of a test."""
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         return Hunter(
-            examiner,
-            folder=self.finds,
+            runner,
+            folder=self.corpus,
             causes=self.causes,
             clock=self.clock,
             seconds=seconds_of_a_turn(self.seconds, workers, self._drawing),
@@ -160,7 +160,7 @@ class Fuzzing:
         # Pytest's own list is the test's, and would grow from turn to turn.
         report.user_properties = []
         if report.when == "call":
-            report.user_properties.append(("ledger", self.ledger.hand_over()))
+            report.user_properties.append(("tally", self.tally.hand_over()))
             if call.excinfo is not None and isinstance(call.excinfo.value, Violation):
                 found = [str(finding) for finding in call.excinfo.value.findings]
                 report.user_properties.append(("found", found))
@@ -179,8 +179,8 @@ class Fuzzing:
         report.user_properties = []
         if terminal := self._terminal():
             terminal.stats.get("", []).clear()
-        if "ledger" in told:
-            self.ledger.add(told["ledger"])
+        if "tally" in told:
+            self.tally.add(told["tally"])
         if report.failed:
             self._say(f"failed: {report.nodeid.rpartition('::')[2]}")
             # What a worker died in was put there by the crash reports.
@@ -260,12 +260,12 @@ class Fuzzing:
         for path in files:
             shown = os.path.relpath(path)
             try:
-                find = Find.read(path)
+                entry = CorpusEntry.read(path)
             except ValueError as error:
-                terminalreporter.write_line(f"find: {error}")
+                terminalreporter.write_line(f"corpus: {error}")
                 continue
-            terminalreporter.write_line(f"find: {shown} ({find.cause})")
-            terminalreporter.write_line(f"  {_in_short(find.message)}")
+            terminalreporter.write_line(f"corpus: {shown} ({entry.cause})")
+            terminalreporter.write_line(f"  {_in_short(entry.message)}")
         if files:
             terminalreporter.write_line(
                 "every run replays these first: commit them with the repair"
@@ -287,15 +287,15 @@ class Fuzzing:
         """How it goes, in one line."""
         if not self.clock.path.exists():
             return "starting workers, and replaying what was found before"
-        # Past the end, finds are still made smaller.
+        # Past the end, corpus entries are still made smaller.
         passed = min(self.clock.passed(), self.seconds)
-        problems = len(self.ledger.problems)
-        worst = max((ratio for ratio, _ in [*self.ledger.worst.values()]), default=0.0)
-        finds = len(self.causes.files())
+        problems = len(self.tally.problems)
+        worst = max((ratio for ratio, _ in [*self.tally.worst.values()]), default=0.0)
+        entries = len(self.causes.files())
         return (
             f"{_clock(passed)} of {_clock(self.seconds)}: {problems:,} problems, "
             f"{problems / max(passed, 1.0):.1f}/s; worst error/bound {worst:.3f}; "
-            f"{finds} find{'s' * (finds != 1)}"
+            f"{entries} corpus entr{'y' if entries == 1 else 'ies'}"
         )
 
     def _say(self, line: str) -> None:

@@ -14,8 +14,8 @@ from fa_verify.pytest_plugin.regression_files import is_regression
 
 __all__ = ["Rotation"]
 
-# In the names of tests that draw stacks.
-STACKED = "::test_stacks_"
+# In the names of tests that draw batched problems.
+BATCHED = "::test_batched_"
 # xdist's workers run a test when they know which comes next.
 AHEAD = 2
 
@@ -66,16 +66,16 @@ class Rotation(LoadScheduling):
             node.shutdown()
 
     def _round(self) -> list[int]:
-        """All tests in random order, and one that draws stacks before each of the others.
+        """All tests in random order, and one that draws batched problems before each of the others.
 
-        A problem in a stack costs a fraction of one alone, so they get half of the time.
+        A problem in a batched problem costs a fraction of one alone, so they get half of the time.
         """
         tests = random.sample(self.rotating, len(self.rotating))
-        stacked = [index for index in tests if STACKED in (self.collection or [])[index]]
-        others = [index for index in tests if index not in stacked]
-        if not stacked or not others:
+        batched = [index for index in tests if BATCHED in (self.collection or [])[index]]
+        others = [index for index in tests if index not in batched]
+        if not batched or not others:
             return tests
-        return [index for pair in zip(cycle(stacked), others) for index in pair]
+        return [index for pair in zip(cycle(batched), others) for index in pair]
 
     def leave_out(self, test: str) -> None:
         """Deals a test no more."""

@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 
 from fa_verify.properties.regression.baseline import Baseline, Entry, digits
 from fa_verify.properties.regression.compiled_kernels import Resources, moved_kernels
-from fa_verify.properties.regression.difference import Change
+from fa_verify.properties.regression.difference import Difference
 from fa_verify.properties.regression.drift import moved_coverage, moved_maxima, moved_rms
 from fa_verify.properties.regression.speed_ratio import moved_speed
 
-__all__ = ["changes", "combined"]
+__all__ = ["combined", "differences"]
 
 
-def changes(
+def differences(
     then: Baseline,
     now: Mapping[int, Entry],
     reasons: Mapping[int, str],
     kernels: Mapping[str, Resources],
     speed: Mapping[str, Sequence[float]],
     why_not: str = "",
-) -> list[Change]:
+) -> list[Difference]:
     """What moved.
 
     Args:

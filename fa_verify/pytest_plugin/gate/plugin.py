@@ -15,8 +15,8 @@ import pytest
 
 from fa_verify.properties.regression.baseline import Baseline, Entry
 from fa_verify.properties.regression.compiled_kernels import Resources, loaded_kernels
-from fa_verify.properties.regression.difference import Change
-from fa_verify.pytest_plugin.gate.comparison import changes, combined
+from fa_verify.properties.regression.difference import Difference
+from fa_verify.pytest_plugin.gate.comparison import combined, differences
 from fa_verify.pytest_plugin.gate.environment import compiles, environment_of
 from fa_verify.pytest_plugin.gate.problems import arithmetic_of, chosen
 from fa_verify.pytest_plugin.gate.timing import timed
@@ -47,7 +47,7 @@ class Gate:
     """Measures in every process; compares in the one that has no controller.
 
     Attributes:
-        changes: What moved, once the run has ended.
+        differences: What moved, once the run has ended.
         verdict: In a line; empty as long as there is none.
     """
 
@@ -61,7 +61,7 @@ class Gate:
         given = config.getoption("--baseline")
         self.config = config
         self.updates: bool = config.getoption("--update-baseline")
-        self.changes: list[Change] = []
+        self.differences: list[Difference] = []
         self.verdict = ""
         self.path: Path | None = None
         if given is None:
@@ -185,14 +185,14 @@ class Gate:
 
     def _compare(self, session: pytest.Session) -> None:
         speed, why_not = self._timed(self.then.speed)
-        self.changes = changes(
+        self.differences = differences(
             self.then, self.now, self._missing(), self.kernels, speed, why_not
         )  # fmt: skip
-        alarms = sum(change.alarm for change in self.changes)
+        alarms = sum(change.alarm for change in self.differences)
         self.verdict = f"{len(self.now)} problems compared, " + (
             f"{_counted(alarms, 'alarm')}: failed"
             if alarms
-            else f"no alarm, {_counted(len(self.changes), 'change')}"
+            else f"no alarm, {_counted(len(self.differences), 'change')}"
         )
         if alarms and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -207,13 +207,13 @@ class Gate:
             return
         speed, why_not = self._timed({})
         if self.then:
-            found = changes(
+            found = differences(
                 self.then, {i: x for i, x in self.now.items() if i < len(self.then.entries)},
                 {i: x for i, x in missing.items() if i < len(self.then.entries)},
                 self.kernels, speed, why_not,
             )  # fmt: skip
             # What is accepted is none.
-            self.changes = [dataclasses.replace(change, alarm=False) for change in found]
+            self.differences = [dataclasses.replace(change, alarm=False) for change in found]
         entries = tuple(self.now[i] for i in sorted(self.now) if i not in missing)
         baseline = Baseline(self.subject.name, self.environment, entries, self.kernels, speed)
         try:
@@ -246,7 +246,7 @@ class Gate:
         if not self.verdict:
             return
         terminalreporter.section(f"baseline {self.path}")
-        for change in sorted(self.changes, key=lambda change: not change.alarm):
+        for change in sorted(self.differences, key=lambda change: not change.alarm):
             terminalreporter.write_line(str(change), red=change.alarm)
         terminalreporter.write_line(f"baseline {self.path}: {self.verdict}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, Check
+from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS, Check
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.regression.baseline import Entry
 from fa_verify.properties.subjects.subject import Subject
@@ -18,7 +18,7 @@ from fa_verify.shards import Shard, shards_of
 __all__ = ["CHECKS", "arithmetic_of", "chosen"]
 
 # Each problem is put before one of these, beside what every problem is held to.
-CHECKS: dict[str, Check] = {**GUARANTEES, **COMPANIONS}
+CHECKS: dict[str, Check] = {**GUARANTEES, **STATISTICS, **CLOSED_FORM}
 # Problems of all shards and masks at least: they are drawn again with other values until then.
 FEWEST = {"cpu": 60, "cuda": 340}
 # Rows: tiles and a few more, at least, at most. The interpreter takes seconds where a GPU takes

@@ -16,7 +16,7 @@ import pytest
 
 from fa_verify.diagnosis.outcomes import ENDS, Outcome, read
 from fa_verify.oracles.problem import DTYPES
-from fa_verify.properties.execution.tally import EDGES, Ledger
+from fa_verify.properties.execution.tally import EDGES, Tally
 from fa_verify.session import is_ours, subject_of
 
 __all__ = ["OUTCOMES", "VERSION", "mutants", "record"]
@@ -30,7 +30,7 @@ MOST_TEXT = 20_000
 def record(
     config: pytest.Config,
     reports: Sequence[pytest.TestReport],
-    ledger: Ledger,
+    tally: Tally,
     exit_code: int,
     started: float,
 ) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def record(
     Args:
         config: Of the run.
         reports: Of all phases of all tests.
-        ledger: What was judged.
+        tally: What was judged.
         exit_code: What the run will end with.
         started: ``time.time()`` of its start.
     """
@@ -56,16 +56,16 @@ def record(
         "results": dict(Counter(counted.values())),
         "checked": _checked(counted),
         "not_run": _not_run(reports),
-        "problems": _problems(ledger),
-        "worst": _worst(config, ledger),
-        "distribution": {"edges": [*EDGES], "counts": ledger.distribution()},
+        "problems": _problems(tally),
+        "worst": _worst(config, tally),
+        "distribution": {"edges": [*EDGES], "counts": tally.distribution()},
         "failures": [_failure(x) for x in reports if x.failed],
         "baseline": None
         if gate is None or not gate.verdict
         else {
             "file": str(gate.path),
             "verdict": gate.verdict,
-            "changes": [vars(change) for change in gate.changes],
+            "changes": [vars(change) for change in gate.differences],
         },
         "mutants": mutants(OUTCOMES),
     }
@@ -128,16 +128,16 @@ def _not_run(reports: Sequence[pytest.TestReport]) -> list[dict[str, Any]]:
     return [{"reason": reason, "tests": count} for reason, count in reasons.most_common()]
 
 
-def _problems(ledger: Ledger) -> dict[str, Any]:
+def _problems(tally: Tally) -> dict[str, Any]:
     return {
-        "by_dtype": dict(Counter(label for label, _ in ledger.problems.values())),
-        "several_tiles": sum(several for _, several in ledger.problems.values()),
-        "out_of_range": len(ledger.out_of_range),
-        "unsupported": {reason: len(x) for reason, x in sorted(ledger.unsupported.items())},
+        "by_dtype": dict(Counter(label for label, _ in tally.problems.values())),
+        "several_tiles": sum(several for _, several in tally.problems.values()),
+        "out_of_range": len(tally.out_of_range),
+        "unsupported": {reason: len(x) for reason, x in sorted(tally.unsupported.items())},
     }
 
 
-def _worst(config: pytest.Config, ledger: Ledger) -> list[dict[str, Any]]:
+def _worst(config: pytest.Config, tally: Tally) -> list[dict[str, Any]]:
     """The largest error/bound of each output and dtype, with the line that replays it."""
     source = "" if is_ours(config) else f"--kernel={shlex.quote(config.getoption('--kernel'))} "
     return [
@@ -147,7 +147,7 @@ def _worst(config: pytest.Config, ledger: Ledger) -> list[dict[str, Any]]:
             "ratio": ratio if math.isfinite(ratio) else None,
             "replay": f"pytest {source}--replay={shlex.quote(problem)}",
         }
-        for key, (ratio, problem) in sorted(ledger.worst.items(), key=lambda x: -x[1][0])
+        for key, (ratio, problem) in sorted(tally.worst.items(), key=lambda x: -x[1][0])
     ]
 
 

@@ -40,7 +40,7 @@ def distribution(edges: Sequence[float], counts: Mapping[str, Sequence[int]]) ->
     """How close to their bound problems come: for each output a line a dtype, on log axes.
 
     Args:
-        edges: Of the bins, see ``Ledger.distribution``.
+        edges: Of the bins, see ``Tally.distribution``.
         counts: "output dtype" to how many problems fall into each.
     """
     names = list(dict.fromkeys(key.split()[0] for key in ("out", "lse", "dq", "dk", "dv")))

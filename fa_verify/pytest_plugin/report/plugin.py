@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.pytest_plugin.report import content
 from fa_verify.pytest_plugin.report.page import page
 
@@ -41,7 +41,7 @@ class RunReport:
     Registered before what it reports on, so that its end of the session comes after theirs.
     """
 
-    def __init__(self, config: pytest.Config, ledger: Ledger) -> None:
+    def __init__(self, config: pytest.Config, tally: Tally) -> None:
         """Is to be called in ``pytest_configure``.
 
         Raises:
@@ -49,7 +49,7 @@ class RunReport:
         """
         given = config.getoption("--report")
         self.config = config
-        self.ledger = ledger
+        self.tally = tally
         self.folder = None if given is None else Path(given)
         self.started = time.time()
         self.reports: list[pytest.TestReport] = []
@@ -91,7 +91,7 @@ class RunReport:
         ):
             return
         record = content.record(
-            self.config, self.reports, self.ledger, int(session.exitstatus), self.started
+            self.config, self.reports, self.tally, int(session.exitstatus), self.started
         )
         text = json.dumps(record, indent=1, allow_nan=False)
         try:

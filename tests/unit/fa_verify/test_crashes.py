@@ -28,8 +28,8 @@ def pytest_configure(config):
     config.pluginmanager.register(CrashReports(config), "crashes")
 
 @pytest.fixture(scope="session")
-def flight_recorder(pytestconfig):
-    return pytestconfig.pluginmanager.get_plugin("crashes").recorder
+def watchdog(pytestconfig):
+    return pytestconfig.pluginmanager.get_plugin("crashes").watchdog
 """
 
 # A torch whose GPU is lost stands in for the real one, which is slow to import.
@@ -40,32 +40,32 @@ import pytest
 from fa_verify.oracles.problem import Problem
 
 @pytest.mark.parametrize("k", range(3))
-def test_before(k, flight_recorder):
-    with flight_recorder.flying(Problem(seed=k)):
+def test_before(k, watchdog):
+    with watchdog.watching(Problem(seed=k)):
         pass
 
-def test_dies(flight_recorder):
-    with flight_recorder.flying(Problem(seed=11), "forward"):
+def test_dies(watchdog):
+    with watchdog.watching(Problem(seed=11), "forward"):
         os.kill(os.getpid(), signal.SIGSEGV)
 
-def test_hangs(flight_recorder):
-    with flight_recorder.flying(Problem(seed=12)):
+def test_hangs(watchdog):
+    with watchdog.watching(Problem(seed=12)):
         time.sleep(1000)
 
-def test_loses_the_gpu(flight_recorder, monkeypatch):
+def test_loses_the_gpu(watchdog, monkeypatch):
     def synchronize():
         raise RuntimeError("CUDA error")
     cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    with flight_recorder.flying(Problem(seed=13)):
+    with watchdog.watching(Problem(seed=13)):
         raise RuntimeError("an illegal memory access was encountered")
 
 def test_dies_outside():
     os._exit(7)
 
 @pytest.mark.parametrize("k", range(5))
-def test_after(k, flight_recorder):
-    with flight_recorder.flying(Problem(seed=k)):
+def test_after(k, watchdog):
+    with watchdog.watching(Problem(seed=k)):
         pass
 """
 
@@ -91,7 +91,7 @@ def run(tmp_path_factory):
         done = subprocess.run(
             command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120
         )
-        done.left_behind = [*(folder / "tmp").glob("flights-*")]
+        done.left_behind = [*(folder / "tmp").glob("watchdog-*")]
         return done
 
     return go

@@ -126,7 +126,8 @@ def test_bad_options_are_refused_in_a_line_before_anything_runs(kernels):
         "--minutes=soon": "--minutes is 'soon'; needs a number of minutes > 0, at most 10080",
         "--minutes=0": "--minutes is '0'; needs a number of minutes > 0",
         "--minutes=nan": "--minutes is 'nan'; needs a number of minutes > 0",
-        f"--finds={kernels}": f"--finds is '{kernels}'; needs a folder, and that is a file",
+        "--finds=elsewhere": "--finds is called --corpus",
+        f"--corpus={kernels}": f"--corpus is '{kernels}'; needs a folder, and that is a file",
         "--example-db=redis://localhost": (
             "--example-db has no effect in the profile gate, which draws the same in every run"
         ),

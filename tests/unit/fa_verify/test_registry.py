@@ -72,7 +72,7 @@ def test_a_package_that_is_hidden_counts_as_missing(monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["kernels.py:f", "package.module:name", "sdpa-math:f", ":"])
-def test_what_is_no_name_stays_as_it_is(given):
+def test_a_kernel_option_that_is_no_name_stays_as_it_is(given):
     assert spec_of(given) == given
 
 

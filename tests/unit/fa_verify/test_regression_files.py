@@ -12,17 +12,17 @@ from fa_verify.pytest_plugin.regression_files import FOLDER, RegressionFiles
 IN_THE_CHECKOUT = sorted(FOLDER.glob("*.json"))
 
 
-def files_of(finds: object, **rest: object) -> RegressionFiles:
-    return RegressionFiles(SimpleNamespace(getoption=lambda name: finds, **rest))
+def files_of(corpus: object, **rest: object) -> RegressionFiles:
+    return RegressionFiles(SimpleNamespace(getoption=lambda name: corpus, **rest))
 
 
-def test_those_of_the_checkout_are_replayed():
+def test_regression_files_of_the_checkout_are_replayed():
     files = files_of(None)
     assert files.paths == IN_THE_CHECKOUT
     assert files.folder == FOLDER
 
 
-def test_finds_of_another_folder_come_before_those_of_the_checkout(tmp_path):
+def test_entries_of_another_corpus_come_before_those_of_the_checkout(tmp_path):
     for name in ("b.json", "a.json", ".a.writing", "notes.txt"):
         (tmp_path / name).touch()
     files = files_of(str(tmp_path))

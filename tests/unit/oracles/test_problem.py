@@ -58,7 +58,7 @@ def test_every_field_survives_the_codec():
         "alibi": "halving",
         "bias": "normal/hn",
     }
-    # A stack has seeds instead of a seed: see test_stacks.
+    # A batched problem has seeds instead of a seed: see test_batched.
     assert {*fields, "seeds"} == {field.name for field in dataclasses.fields(Problem)}
     problem = Problem(**fields)
     for name, value in fields.items():

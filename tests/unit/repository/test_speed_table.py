@@ -109,7 +109,7 @@ def test_everybody_follows_everybody_as_often(names, rounds, times, monkeypatch)
     assert followed == dict.fromkeys(permutations(names, 2), times)
 
 
-def test_what_takes_long_has_one_round_and_the_others_all(monkeypatch):
+def test_a_slow_call_has_one_round_and_the_others_all(monkeypatch):
     clock = iter(range(1000))
     seconds = {"fast": 0, "slow": 3}
 

@@ -179,7 +179,7 @@ def test_programs_begin_in_order_and_no_more_than_so_many_run_at_a_time():
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "2", "3"])
-def test_who_goes_on_is_told_of(seed):
+def test_the_machine_reports_which_program_resumes(seed):
     told, machine = [], Machine(seed, lambda number: told.append(number))
 
     def program(number):
@@ -233,7 +233,7 @@ def test_programs_that_wait_for_memory_that_nobody_writes_are_named():
         machine.run([lambda: None, lambda: spin(machine, [0])], at_once=2)
 
 
-def test_who_waits_for_a_program_that_cannot_begin_waits_for_ever():
+def test_waiting_for_a_program_that_cannot_begin_is_a_deadlock():
     machine, memory = Machine("0"), [0]
 
     def write():
@@ -243,7 +243,7 @@ def test_who_waits_for_a_program_that_cannot_begin_waits_for_ever():
         machine.run([lambda: spin(machine, memory), write], at_once=1)
 
 
-def test_who_splits_waits_for_the_others_and_goes_on():
+def test_a_program_that_splits_waits_for_the_others():
     def program(machine):
         seen = []
         machine.split([lambda: seen.append(0), lambda: (machine.pause(), seen.append(1))])

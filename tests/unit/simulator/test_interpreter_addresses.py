@@ -10,8 +10,8 @@ tl = pytest.importorskip("triton.language")
 
 from fa_verify.oracles.problem import Problem  # noqa: E402
 from fa_verify.properties.checks.guarantees import accuracy  # noqa: E402
-from fa_verify.properties.execution.tally import Ledger  # noqa: E402
-from fa_verify.properties.search.search import Examiner  # noqa: E402
+from fa_verify.properties.execution.tally import Tally  # noqa: E402
+from fa_verify.properties.search.search import Runner  # noqa: E402
 from fa_verify.properties.subjects.subject import Subject  # noqa: E402
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError  # noqa: E402
 
@@ -113,8 +113,8 @@ def test_a_finding_says_what_was_read_and_in_which_line_of_the_kernel():
     def attention(q, k, v, *, mask, sm_scale):
         load_all[(1,)](q, 64)
 
-    examiner = Examiner(Subject.of(attention, "attention"), Ledger())
-    (finding,) = examiner.findings(Problem(), accuracy)
+    runner = Runner(Subject.of(attention, "attention"), Tally())
+    (finding,) = runner.findings(Problem(), accuracy)
     said, line = finding.raised.splitlines()
     assert said.startswith("OutOfBoundsError: reads 48 of 64 elements outside of the tensors")
     assert line.startswith(f"({__file__}, line ")

@@ -123,7 +123,7 @@ def test_many_numbers_are_not_kept():
             assert made.handle.data.tolist() == [number]
 
 
-def test_what_is_kept_cannot_be_written_to():
+def test_cached_type_results_are_read_only():
     x = tensor(tl.float32, (4,))
     for _ in range(2):
         _, made = LOOKED_UP.binary_op_type_checking_impl(x, 7.0, *FLAGS[0])

@@ -53,7 +53,7 @@ def one_by_one(
             for x, at in zip(inputs, (rows, keys, keys, rows), strict=True)
         ]
         leaves = [x.detach().requires_grad_() for x in parts[:3]]
-        mask = {} if masks is None else {"mask": masks.taken((b,))}
+        mask = {} if masks is None else {"mask": masks.sliced((b,))}
         out, lse = flash_attention(*leaves, return_lse=True, **mask, **options)
         gradients = torch.autograd.grad(out, leaves, parts[3])
         for x, part, at in zip(

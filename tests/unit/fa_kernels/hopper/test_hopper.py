@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 from fa_kernels import Config, flash_attention, flash_attention_varlen
 from fa_kernels.configs import Tile, resolve
+from fa_kernels.kernels.common.tile_ranges import share_of
 from fa_kernels.launch import hopper, portable
 from fa_kernels.runtime import allocation
-from fa_kernels.schedule.tile_ranges import share_of
 from fa_verify.oracles.bounds.error_model import judge
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM

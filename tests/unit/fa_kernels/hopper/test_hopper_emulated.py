@@ -25,7 +25,7 @@ from fa_verify.verification import verify
 from tests.mutation.hardware import HARDWARE
 from tests.mutation.hopper import PROBLEMS
 from tests.unit.fa_kernels.call.packed_calls import assert_equal_bits, in_a_row, one_by_one
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 

@@ -1,9 +1,9 @@
-"""A kernel of ``tanh_with_slope`` alone."""
+"""A kernel of ``tanh_dtanh`` alone."""
 
 import triton.language as tl
 
 from fa_kernels.kernels.common.jit import kernel
-from fa_kernels.kernels.common.score_mod import tanh_with_slope
+from fa_kernels.kernels.common.score_mod import tanh_dtanh
 
 __all__ = ["tanh_kernel"]
 
@@ -12,6 +12,6 @@ __all__ = ["tanh_kernel"]
 def tanh_kernel(x_ptr, tanh_ptr, slope_ptr, BLOCK: tl.constexpr):
     """Writes tanh and its derivative of BLOCK numbers."""
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tanh, slope = tanh_with_slope(tl.load(x_ptr + places))
+    tanh, dtanh = tanh_dtanh(tl.load(x_ptr + places))
     tl.store(tanh_ptr + places, tanh)
-    tl.store(slope_ptr + places, slope)
+    tl.store(slope_ptr + places, dtanh)

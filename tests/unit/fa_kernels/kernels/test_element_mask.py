@@ -13,7 +13,7 @@ from fa_verify.oracles.stream import integers
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from fa_kernels.kernels.common.tiles import element_mask, pairs_seen  # noqa: E402
+from fa_kernels.kernels.common.mask import AttentionMask, element_mask, pairs_seen  # noqa: E402
 from fa_kernels.validation.arguments import MAX_SEQLEN  # noqa: E402
 
 ROWS, COLUMNS = 16, 32
@@ -34,7 +34,7 @@ def mask_kernel(
     PAIRS: as of pairs_seen, else of element_mask.
     """
     at = views + tl.program_id(0) * 6
-    view = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
+    mask = AttentionMask(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), 0, 0, 0)
     offs_m = tl.arange(0, ROWS)
     offs_n = tl.arange(0, COLUMNS)
     tile = seen + tl.program_id(0) * ROWS * COLUMNS
@@ -42,15 +42,19 @@ def mask_kernel(
     n = tl.load(at + 5) + offs_n
     if KEYS_FIRST:
         if PAIRS:
-            visible = pairs_seen(n, m, view[1], view[0], view[3], view[2])
+            visible = pairs_seen(
+                n, m, mask.seqlen_k, mask.seqlen_q, mask.window_right, mask.window_left
+            )
         else:
-            visible = element_mask(m[None, :], n[:, None], view, None)
+            visible = element_mask(m[None, :], n[:, None], mask, None)
         tl.store(tile + (offs_n[:, None] * ROWS + offs_m[None, :]), visible.to(tl.int8))
     else:
         if PAIRS:
-            visible = pairs_seen(m, n, view[0], view[1], view[2], view[3])
+            visible = pairs_seen(
+                m, n, mask.seqlen_q, mask.seqlen_k, mask.window_left, mask.window_right
+            )
         else:
-            visible = element_mask(m[:, None], n[None, :], view, None)
+            visible = element_mask(m[:, None], n[None, :], mask, None)
         tl.store(tile + (offs_m[:, None] * COLUMNS + offs_n[None, :]), visible.to(tl.int8))
 
 
@@ -86,7 +90,7 @@ def drawn_views(size: int) -> list[View]:
 
 
 def by_definition(view: View, size: int) -> list[list[bool]]:
-    """The tile by Mask.visible; an unbounded window is None there."""
+    """The tile by Mask.is_visible; an unbounded window is None there."""
     bounds = [None if bound == 2 * size else bound for bound in view[2:4]]
     mask = Mask(
         window_left=bounds[0],
@@ -96,7 +100,7 @@ def by_definition(view: View, size: int) -> list[list[bool]]:
     )
     return [
         [
-            mask.visible(0, 0, m, n, M=size, N=size)
+            mask.is_visible(0, 0, m, n, M=size, N=size)
             for n in range(view.start_n, view.start_n + COLUMNS)
         ]
         for m in range(view.start_m, view.start_m + ROWS)

@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fa_kernels.kernels.common.tiles import load_tile, store_rows, whole_rows
-from fa_kernels.kernels.hopper.dq_layout import rows_of_blocks
+from fa_kernels.kernels.common.addressing import Matrix, load_tile, store_rows, whole_rows
+from fa_kernels.kernels.common.dq_layout import rows_of_blocks
 from fa_kernels.kernels.hopper.pipeline import add_block
 
 __all__ = ["accesses"]
@@ -36,7 +36,7 @@ def copy_kernel(
     first = tl.program_id(1).to(tl.int64) * rows
     offs_tile = tl.arange(0, 64)
     offs_d = tl.arange(0, BLOCK_D)
-    matrix = (in_ptr + first * stride, stride, 1, D)
+    matrix = Matrix(in_ptr + first * stride, stride, 1, D)
     inside = start + offs_tile[:, None] < rows
     tile = load_tile(matrix, start, offs_tile[:, None], offs_d[None, :], inside, ALIGNED, True)
     if ALIGNED == 2:

@@ -1,6 +1,6 @@
 """Launches of code that is compiled already: it is that which Triton would have chosen."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ def add_kernel(y_ptr, x_ptr, count: tl.int64, value, BLOCK: tl.constexpr, TWICE:
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(launch_cache, "_compiled", {})
+    monkeypatch.setattr(launch_cache, "_orders", {})
 
 
 def added(x: torch.Tensor, value: int, dtype=torch.float32, **constants: Any) -> torch.Tensor:
@@ -79,12 +80,21 @@ class Code:
         return lambda *args: self.launches.append((grid, *args))
 
 
+class Parameter(NamedTuple):
+    """What Triton knows of a kernel's parameter."""
+
+    name: str
+    is_constexpr: bool
+
+
 class Compiled(triton.JITFunction):
     """A kernel of (x, y, BLOCK, WIDE) that compiles without a GPU; it counts how often."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "fn", lambda: None)
         object.__setattr__(self, "arg_names", ["x", "y", "BLOCK", "WIDE"])
+        parameters = [Parameter(name, name.isupper()) for name in self.arg_names]
+        object.__setattr__(self, "params", parameters)
         object.__setattr__(self, "made", [])
 
     def __hash__(self):
@@ -131,6 +141,29 @@ def test_what_is_kept_is_found_by_kinds_and_constants_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     run(kernel, x, 5)
     assert len(kernel.made) == count + 1
+
+
+def test_named_arguments_are_passed_in_the_order_of_parameters(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, x = Compiled(), torch.zeros(3)
+    for _ in range(2):
+        launch_cache.run(kernel, (7,), WIDE=True, y=5, num_warps=4, x=x, BLOCK=16)
+    for _ in range(2):
+        launch_cache.run(kernel, (7,), x, BLOCK=16, y=5, WIDE=True, num_warps=4)
+    (code,) = kernel.made
+    assert code.launches == [((7, 1, 1), x, 5, 16, True)] * 3
+    launch_cache.run(kernel, (7,), x=x, y=5, BLOCK=16, WIDE=True, num_warps=4, num_stages=2)
+    assert len(kernel.made) == 2
+
+
+@pytest.mark.parametrize("named", [{"y": 5, "z": 1}, {}], ids=str)
+def test_a_name_too_many_or_too_few_is_left_to_triton(named, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, x = Compiled(), torch.zeros(3)
+    launch_cache.run(kernel, (7,), x=x, y=5, BLOCK=16, WIDE=True)
+    launch_cache.run(kernel, (7,), x=x, BLOCK=16, WIDE=True, **named)
+    assert len(kernel.made) == 2
+    assert not kernel.made[0].launches
 
 
 def test_what_another_function_is_part_of_is_left_to_triton(monkeypatch):

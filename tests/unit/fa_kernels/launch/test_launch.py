@@ -21,7 +21,7 @@ from fa_kernels.launch.sizes import ROW_PADDING
 from fa_kernels.runtime import allocation
 from fa_kernels.validation.arguments import Arguments
 
-KERNELS = ("forward", "delta", "dkdv", "dq")
+KERNELS = ("forward", "bwd_preprocess", "dkdv", "dq")
 FAR = 2**31
 NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
 APART = Config(forward=Tile(32, 16), dkdv=Tile(16, 64), dq=Tile(64, 128))
@@ -56,7 +56,7 @@ class Recorder:
 def launches(monkeypatch) -> list[Launch]:
     """The launches to come; no kernel runs."""
     made: list[Launch] = []
-    for name in (*KERNELS, "merge"):
+    for name in (*KERNELS, "combine"):
         attribute = f"{name}_kernel"
         kernel = getattr(portable, attribute)
         monkeypatch.setattr(portable, attribute, Recorder(name, kernel, made))
@@ -108,10 +108,10 @@ def test_a_grid_has_one_axis_of_a_program_for_each_tile_and_head(sizes, config, 
     B, H, Hk, M, N = sizes[:5]
     launch_all(*without_memory(sizes), config)
     chosen = resolve(config, torch.bfloat16, 32)
-    delta = ROW_PADDING * math.ceil(M / ROW_PADDING) // portable.DELTA_ROWS
+    delta = ROW_PADDING * math.ceil(M / ROW_PADDING) // portable.PREPROCESS_ROWS
     assert {x.kernel: x.grid for x in launches} == {
         "forward": (math.ceil(M / chosen.forward.block_m) * B * H,),
-        "delta": (delta * B * H,),
+        "bwd_preprocess": (delta * B * H,),
         "dkdv": (math.ceil(N / chosen.dkdv.block_n) * B * Hk,),
         "dq": (math.ceil(M / chosen.dq.block_m) * B * H,),
     }
@@ -129,7 +129,7 @@ def test_a_kernel_is_given_the_tile_that_its_grid_counts(config, launches):
     launch_all(*without_memory(Sizes()), config)
     chosen = resolve(config, torch.bfloat16, 32)
     for x in launches:
-        if x.kernel not in ("delta", "merge"):
+        if x.kernel not in ("bwd_preprocess", "combine"):
             tile = getattr(chosen, x.kernel)
             given = [x.arguments[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps")]
             assert given == [tile.block_m, tile.block_n, tile.num_warps]
@@ -137,8 +137,8 @@ def test_a_kernel_is_given_the_tile_that_its_grid_counts(config, launches):
 
 def strides_of(launched: Launch, letter: str) -> tuple[object, ...]:
     """The strides that a kernel is given for one tensor."""
-    names = [name for name in launched.arguments if name.startswith(f"stride_{letter}")]
-    return tuple(launched.arguments[name] for name in names)
+    axes = "bhnd" if letter in "kv" else "bhmd"
+    return tuple(launched.arguments[f"stride_{letter}{axis}"] for axis in axes)
 
 
 @pytest.mark.parametrize("axis", range(4))
@@ -154,24 +154,27 @@ def test_strides_past_2_to_the_31_reach_the_kernels_as_they_are(axis, launches):
         takes = KERNELS[2:] if letter == "o" else ("forward", *KERNELS[2:])
         for kernel in takes:
             assert strides_of(of_kernel[kernel], letter) == x.stride(), (kernel, letter)
-    assert strides_of(of_kernel["delta"], "o") == far[3].stride()
+    assert strides_of(of_kernel["bwd_preprocess"], "o") == far[3].stride()
 
 
 @pytest.mark.parametrize("splits", [None, 1, 5])
-def test_parts_are_programs_of_the_forward_whose_sums_are_merged(splits, launches):
+def test_splits_are_programs_of_the_forward_whose_sums_are_combined(splits, launches):
     sizes = Sizes()
     B, H, _, M, _, _, Dv = sizes
     launch_all(*without_memory(sizes), dataclasses.replace(CONFIGS["16x16"], splits=splits))
     forward, *others = launches[: 1 if splits is None else 2]
     assert forward.grid == (math.ceil(M / 16) * B * H * (splits or 1),)
-    assert (forward.arguments["parts"], forward.arguments["SPLIT"]) == (splits or 1, bool(splits))
+    assert (forward.arguments["num_splits"], forward.arguments["IS_SPLIT"]) == (
+        splits or 1,
+        bool(splits),
+    )
     written = [forward.arguments[f"{name}_ptr"] for name in ("out", "lse", "l")]
-    for merge in others:
-        assert merge.kernel == "merge"
-        assert merge.grid == (math.ceil(B * H * M / portable.MERGE_ROWS),)
-        read = [merge.arguments[f"{name}_ptr"] for name in ("acc", "m", "l")]
+    for combine in others:
+        assert combine.kernel == "combine"
+        assert combine.grid == (math.ceil(B * H * M / portable.COMBINE_ROWS),)
+        read = [combine.arguments[f"{name}_ptr"] for name in ("acc", "m", "l")]
         assert all(x is y for x, y in zip(read, written, strict=True))
-        rows = [merge.arguments[name] for name in ("parts", "rows", "Dv")]
+        rows = [combine.arguments[name] for name in ("num_splits", "rows", "Dv")]
         assert rows == [splits, B * H * M, Dv]
         shapes = [tuple(x.shape) for x in written]
         assert shapes == [(splits, B, H, M, Dv), (splits, B, H, M), (splits, B, H, M)]
@@ -203,14 +206,14 @@ def test_rows_too_far_apart_for_32_bits_do_not_take_the_aligned_path(launches):
     for tensors in (near, far):
         launch_all(*tensors)
     aligned = [bool(x.arguments["ALIGNED"]) for x in launches]
-    # Delta reads neither q, k nor v.
+    # The preprocessing reads neither q, k nor v.
     assert aligned == [True] * 4 + [False, True, False, False]
 
 
 NOTHING = {
     "B": (Sizes(B=0), ()),
     "M": (Sizes(M=0), ("dkdv",)),
-    "N": (Sizes(N=0), ("forward", "delta", "dq")),
+    "N": (Sizes(N=0), ("forward", "bwd_preprocess", "dq")),
     "M_and_N": (Sizes(M=0, N=0), ()),
 }
 
@@ -381,11 +384,11 @@ def test_parts_of_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, heads):
     M, N, D, parts, tile = 2**20, 48, 3, 3, 16
 
     def last(*bounds):
-        """``range``, but of a grid the programs of the last rows, in each part and the merge."""
+        """``range``, but of a grid the programs of the last rows, of splits and of ``combine``."""
         steps = builtins.range(*bounds)
         if len(steps) == parts * heads * M // tile:
             return [part * heads * M // tile + (heads - 1) * M // tile for part in range(parts)]
-        return steps[-tile // portable.MERGE_ROWS :] if len(steps) > heads else steps
+        return steps[-tile // portable.COMBINE_ROWS :] if len(steps) > heads else steps
 
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, D, generator=random) for n in (1, N, N))

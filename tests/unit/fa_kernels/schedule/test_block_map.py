@@ -89,7 +89,7 @@ def looked_up(b, h, m, n, args):
 class LookedUp(Mask, uniform=True):
     """Its tables end with the last row and the last key."""
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         return (torch.as_tensor(m) + torch.as_tensor(n)) % 3 > 0
 
     def native(self, B, H, M, N, device):

@@ -21,8 +21,13 @@ from fa_verify.oracles.stream import integers
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from fa_kernels.kernels.common.tiles import nth_tile, tile_count  # noqa: E402
-from fa_kernels.schedule.tile_ranges import share_of, tile_of_head, visible_tiles  # noqa: E402
+from fa_kernels.kernels.common.block_info import nth_tile, tile_count  # noqa: E402
+from fa_kernels.kernels.common.tile_ranges import (  # noqa: E402
+    TileRange,
+    share_of,
+    tile_of_head,
+    visible_tiles,
+)
 from fa_kernels.validation.arguments import MAX_SEQLEN  # noqa: E402
 
 SIZE = 9
@@ -79,7 +84,9 @@ def tiles_of(block: int) -> int:
 
 # The plain source, with min and max of arrays: one call serves every window and other length.
 of_arrays = types.FunctionType(
-    visible_tiles.fn.__code__, {"min": np.minimum, "max": np.maximum}, "of_arrays"
+    visible_tiles.fn.__code__,
+    {"min": np.minimum, "max": np.maximum, "TileRange": TileRange},
+    "of_arrays",
 )
 
 

@@ -23,20 +23,20 @@ tl = pytest.importorskip("triton.language")
 
 from fa_kernels import CONFIGS, Config, flash_attention  # noqa: E402
 from fa_kernels.configs import MAX_SPLITS  # noqa: E402
-from fa_kernels.kernels.portable.combine import merge_kernel  # noqa: E402
-from fa_kernels.launch.portable import MERGE_ROWS  # noqa: E402
+from fa_kernels.kernels.common.tile_ranges import TileRange, split_range  # noqa: E402
+from fa_kernels.kernels.portable.combine import combine_kernel  # noqa: E402
+from fa_kernels.launch.portable import COMBINE_ROWS  # noqa: E402
 from fa_kernels.runtime import allocation  # noqa: E402
-from fa_kernels.schedule.tile_ranges import part_of  # noqa: E402
 
 SCALE = 0.3
 MOST = 6
 
 
-def tilings() -> list[tuple[int, int, int, int]]:
-    """(lo, full_lo, full_hi, hi): every order of up to four numbers below MOST."""
+def tilings() -> list[TileRange]:
+    """Every order of up to four numbers below MOST."""
     numbers = range(MOST)
     return [
-        (lo, full_lo, full_hi, hi)
+        TileRange(lo, full_lo, full_hi, hi)
         for lo in numbers
         for full_lo in numbers[lo:]
         for full_hi in numbers[full_lo:]
@@ -47,7 +47,7 @@ def tilings() -> list[tuple[int, int, int, int]]:
 @pytest.mark.parametrize("parts", range(1, MOST + 3))
 def test_every_tile_is_in_one_part_in_order_and_no_part_is_longer_by_two(parts):
     for tiles in tilings():
-        found = [part_of.fn(*tiles, part, parts) for part in range(parts)]
+        found = [split_range.fn(tiles, part, parts) for part in range(parts)]
         shares = [list(range(lo, hi)) for lo, _, _, hi in found]
         assert [*itertools.chain(*shares)] == list(range(tiles[0], tiles[3])), tiles
         lengths = [len(share) for share in shares]
@@ -60,7 +60,7 @@ def test_a_tile_needs_a_mask_in_its_part_if_it_does_among_all(parts):
     for tiles in tilings():
         full = []
         for part in range(parts):
-            lo, full_lo, full_hi, hi = part_of.fn(*tiles, part, parts)
+            lo, full_lo, full_hi, hi = split_range.fn(tiles, part, parts)
             assert lo <= full_lo <= full_hi <= hi, tiles
             full += range(full_lo, full_hi)
         assert full == list(range(tiles[1], tiles[2])), tiles
@@ -97,7 +97,8 @@ def test_the_last_of_the_most_tiles_and_parts_stay_within_32_bits():
         assert -(2**31) <= value < 2**31
         return Narrow(value)
 
-    lo, *_, hi = part_of.fn(*map(Narrow, (0, 0, tiles - 1, tiles, parts - 1, parts)))
+    every = TileRange(*map(Narrow, (0, 0, tiles - 1, tiles)))
+    lo, *_, hi = split_range.fn(every, Narrow(parts - 1), Narrow(parts))
     assert (lo, hi) == (tiles - tiles // parts, tiles)
 
 
@@ -243,7 +244,7 @@ def test_scratch_is_what_the_parts_add_up_to(device, poisoned):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [1, MERGE_ROWS, MERGE_ROWS + 1, 3 * MERGE_ROWS - 1])
+@pytest.mark.parametrize("rows", [1, COMBINE_ROWS, COMBINE_ROWS + 1, 3 * COMBINE_ROWS - 1])
 def test_the_merge_weights_every_part_by_its_maximum(rows, device):
     parts, Dv = 5, 6
     acc, l_sum = normal(0, "acc", (parts, rows, Dv)), normal(0, "l", (parts, rows)).abs() + 0.1
@@ -253,9 +254,9 @@ def test_the_merge_weights_every_part_by_its_maximum(rows, device):
     m[:, 0], l_sum[:, 0], acc[:, 0] = -math.inf, 0.0, 0.0
     acc, m, l_sum = (x.to(device) for x in (acc, m, l_sum))
     out, lse = torch.full_like(acc[0], math.nan), torch.full_like(m[0], math.nan)
-    merge_kernel[(triton.cdiv(rows, MERGE_ROWS),)](
+    combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
         acc, m, l_sum, out, lse, parts, rows, Dv,
-        BLOCK_R=MERGE_ROWS, BLOCK_DV=16, ACC=tl.float64,
+        BLOCK_R=COMBINE_ROWS, BLOCK_DV=16, ACC=tl.float64,
     )  # fmt: skip
     weights = torch.exp2(m - m.amax(0).clamp(min=-1e300))
     total = (weights * l_sum).sum(0)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fa_kernels.configs import CONFIGS
-from fa_kernels.kernels.common.tiles import sequence_of_tile
+from fa_kernels.kernels.common.seqlen_info import sequence_of_tile
 from fa_kernels.launch.sizes import Sizes
 from fa_kernels.validation.arguments import Arguments
 

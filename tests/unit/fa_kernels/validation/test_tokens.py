@@ -86,7 +86,11 @@ def test_those_used_last_are_kept(monkeypatch):
 
 
 def test_a_token_of_another_process_is_refused():
-    made = "from fa_kernels import Config, tokens; print(tokens.token_of(Config(dots='tf32')))"
+    made = (
+        "from fa_kernels import Config\n"
+        "from fa_kernels.validation.opaque_handles import token_of\n"
+        "print(token_of(Config(dots='tf32')))"
+    )
     theirs = subprocess.run(
         [sys.executable, "-c", made], capture_output=True, text=True, check=True
     ).stdout.strip()

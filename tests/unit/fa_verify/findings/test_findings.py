@@ -26,7 +26,7 @@ ACCURACY = "test_every_element_lies_within_the_derived_bound"
 HIDDEN = "test_hidden_positions_add_exactly_nothing"
 
 
-def test_it_is_known_of_every_conformance_test_what_it_asks_for():
+def test_every_conformance_test_is_mapped_to_its_guarantee():
     tests = {
         node.name
         for path in (ROOT / "tests" / "conformance").glob("test_*.py")
@@ -139,7 +139,7 @@ def test_the_verdict_is_of_all_tests(tests, word):
     assert verdict(guarantees_of(*records)["G1"], END["refusals"]) == word
 
 
-def test_what_nobody_asked_for_is_not_asked():
+def test_a_guarantee_without_outcomes_is_reported_as_not_asked():
     assert verdict(None, {}) == "not asked"
 
 
@@ -241,7 +241,7 @@ def test_nothing_is_taken_away_by_promising_everything():
     assert unpromised({"bitwise": ["G4", "G5", "G8", "G9", "G10"], "returns_lse": True}) == []
 
 
-def test_what_is_written_is_read_again(tmp_path):
+def test_results_are_read_as_they_were_written(tmp_path):
     it = subject(of_test(ACCURACY, "passed"))
     path = write(tmp_path, "NVIDIA H200", {"it": it}, {"flex": "no GPU"})
     assert path == tmp_path / "nvidia-h200" / FILE

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[4]
 
 CONFTEST = """
 import pytest
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 from fa_verify.pytest_plugin.findings.recording import Recording
@@ -33,11 +33,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.pluginmanager.register(CrashReports(config), "crashes")
-    config.pluginmanager.register(Recording(config, Subject.of(attention, "it"), Ledger()))
+    config.pluginmanager.register(Recording(config, Subject.of(attention, "it"), Tally()))
 
 @pytest.fixture(scope="session")
-def flight_recorder(pytestconfig):
-    return pytestconfig.pluginmanager.get_plugin("crashes").recorder
+def watchdog(pytestconfig):
+    return pytestconfig.pluginmanager.get_plugin("crashes").watchdog
 """
 TESTS = """
 import os, signal
@@ -64,8 +64,8 @@ def test_says_no():
 def test_asserts():
     assert 1 == 2, "not the same"
 
-def test_dies(flight_recorder):
-    with flight_recorder.flying(Problem(seed=11)):
+def test_dies(watchdog):
+    with watchdog.watching(Problem(seed=11)):
         os.kill(os.getpid(), signal.SIGSEGV)
 """
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fa_verify.properties.search.corpus import Find
+from fa_verify.properties.search.corpus import CorpusEntry
 from fa_verify.pytest_plugin.regression_files import FOLDER
 
 ROOT = Path(__file__).parents[4]
@@ -54,7 +54,7 @@ class Run:
     """A run under way, and what it has said so far."""
 
     def __init__(self, folder: Path, *options: str, **environ: str) -> None:
-        self.finds = folder / "finds"
+        self.corpus = folder / "corpus"
         self.output = folder / "output"
         (folder / "kernel.py").write_text(KERNEL)
         inherited = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST_")}
@@ -62,7 +62,7 @@ class Run:
             self.process = subprocess.Popen(
                 [
                     sys.executable, "-c", PYTEST, f"--kernel={folder / 'kernel.py'}:attention",
-                    f"--finds={self.finds}", f"-k{TESTS}", *options,
+                    f"--corpus={self.corpus}", f"-k{TESTS}", *options,
                 ],
                 cwd=ROOT,
                 env=inherited | {
@@ -95,9 +95,9 @@ class Run:
 
 
 class Ended(NamedTuple):
-    """What came of a run: its folder of finds, the files when one was first seen, and the rest."""
+    """What came of a run: its corpus folder, the files when one was first seen, and the rest."""
 
-    finds: Path
+    corpus: Path
     found: dict[str, str]
     status: int
     output: str
@@ -120,15 +120,15 @@ def once(folder: Path, name: str, run) -> Ended:
         if not result.exists():
             found, status, output = run(folder)
             result.write_text(json.dumps([found, status, output]))
-        return Ended(folder / "finds", *json.loads(result.read_text()))
+        return Ended(folder / "corpus", *json.loads(result.read_text()))
 
 
 def killed_and_interrupted(folder: Path):
     """Runs, kills the worker when it has found something, and interrupts its successor."""
     run = Run(folder, "--minutes=10", "-n1")
     try:
-        run.wait_for(lambda: [*run.finds.glob("*.json")])
-        found = {path.name: path.read_text() for path in run.finds.glob("*.json")}
+        run.wait_for(lambda: [*run.corpus.glob("*.json")])
+        found = {path.name: path.read_text() for path in run.corpus.glob("*.json")}
         os.kill(run.workers()[0], signal.SIGKILL)
         # The next one finds something too.
         run.wait_for(lambda: "failed: test_float64" in run.said().partition("replacing")[2])
@@ -140,12 +140,12 @@ def killed_and_interrupted(folder: Path):
 
 
 def run_again(folder: Path):
-    """Runs for a few seconds, beside files that are no finds."""
-    finds = folder / "finds"
-    (finds / "damaged.json").write_text('{"problem": ')
+    """Runs for a few seconds, beside files that are no corpus entries."""
+    corpus = folder / "corpus"
+    (corpus / "damaged.json").write_text('{"problem": ')
     foreign = {"problem": {"version": 1, "mask": {"type": "MaskOfAnotherProject"}}}
-    (finds / "foreign.json").write_text(json.dumps(foreign))
-    found = {path.name: path.read_text() for path in finds.glob("attention-*.json")}
+    (corpus / "foreign.json").write_text(json.dumps(foreign))
+    found = {path.name: path.read_text() for path in corpus.glob("attention-*.json")}
     return found, *Run(folder, "--minutes=0.05", "-n1").ended()
 
 
@@ -168,7 +168,7 @@ def test_a_find_is_on_disk_before_anything_is_reported(first):
 
 
 def test_a_find_survives_the_death_of_its_worker(first):
-    assert {*first.found} <= {path.name for path in first.finds.iterdir()}
+    assert {*first.found} <= {path.name for path in first.corpus.iterdir()}
 
 
 def test_a_killed_worker_is_reported_and_replaced(first):
@@ -180,40 +180,40 @@ def test_a_killed_worker_is_reported_and_replaced(first):
 
 
 @pytest.fixture
-def finds(first):
-    """The finds of the first run, by their files."""
-    return {path: Find.read(path) for path in first.finds.glob("attention-*.json")}
+def entries(first):
+    """The corpus entries of the first run, by their files."""
+    return {path: CorpusEntry.read(path) for path in first.corpus.glob("attention-*.json")}
 
 
-def test_finds_are_of_one_cause_each(finds):
-    causes = [find.cause for find in finds.values()]
+def test_corpus_entries_are_of_one_cause_each(entries):
+    causes = [entry.cause for entry in entries.values()]
     assert len({*causes}) == len(causes)
     assert {(cause.guarantee, cause.output) for cause in causes} == {("G1", "out")}
 
 
-def test_a_search_that_came_to_its_end_has_a_minimal_problem(finds):
+def test_a_search_that_came_to_its_end_has_a_minimal_problem(entries):
     # That of the killed worker need not have.
-    assert 21 in {find.problem.N for find in finds.values()}
+    assert 21 in {entry.problem.N for entry in entries.values()}
 
 
-def test_an_interrupted_run_has_the_status_of_its_finds(first):
+def test_an_interrupted_run_has_the_status_of_its_corpus(first):
     assert first.status == pytest.ExitCode.TESTS_FAILED
     assert "KeyboardInterrupt" not in first.output
 
 
-def test_an_interrupted_run_sums_up(first, finds):
+def test_an_interrupted_run_sums_up(first, entries):
     assert "stopping: workers finish the problem they are at" in first.output
     assert re.search(r"\n[1-9]\d* distinct problems judged on all outputs", first.output)
-    for path in finds:
-        assert f"find: {os.path.relpath(path, ROOT)} (" in first.output
+    for path in entries:
+        assert f"corpus: {os.path.relpath(path, ROOT)} (" in first.output
 
 
 def test_a_run_says_how_it_goes(first):
-    line = r"\n\d:\d\d of 10:00: \d+ problems, [\d.]+/s; worst error/bound [\d.]+; \d finds?\n"
+    line = r"\n\d:\d\d of 10:00: \d+ problems, [\d.]+/s; worst error/bound [\d.]+; \d corpus entr"
     assert re.search(line, first.output)
 
 
-def test_the_next_run_replays_finds_first_and_says_so_at_once(second):
+def test_the_next_run_replays_the_corpus_first_and_says_so_at_once(second):
     failed = re.findall(r"^failed: (\w+)\[(.*)\]$", second.output, re.MULTILINE)
     replayed = sorted(name for test, name in failed if test == "test_regression")
     assert replayed == sorted([*(name.removesuffix(".json") for name in second.found), "damaged"])
@@ -222,14 +222,14 @@ def test_the_next_run_replays_finds_first_and_says_so_at_once(second):
 
 
 def test_a_damaged_file_fails_its_own_test_by_name(second):
-    assert f"{second.finds / 'damaged.json'}: Expecting value" in second.output
+    assert f"{second.corpus / 'damaged.json'}: Expecting value" in second.output
 
 
 def test_a_mask_that_is_not_registered_is_reported_as_not_replayable(second):
     assert "mask type 'MaskOfAnotherProject' is not replayable" in second.output
 
 
-def test_what_is_not_supported_is_no_find(second):
+def test_what_is_not_supported_is_not_kept(second):
     names = {path.stem for path in FOLDER.glob("*.json")}
     failed = re.findall(r"^failed: test_regression\[(.*)\]$", second.output, re.MULTILINE)
     assert names.isdisjoint(failed)

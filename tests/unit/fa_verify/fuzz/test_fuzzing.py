@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.search.corpus import Cause, Find
-from fa_verify.properties.search.search import Examiner, attack, draws
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.search.corpus import Cause, CorpusEntry
+from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import TO_SHRINK, Clock, seconds_of_a_turn
@@ -43,7 +43,7 @@ def test_processes_share_the_end(clock):
     assert not other.hurried()
 
 
-def test_what_was_stopped_does_not_start_again(clock):
+def test_a_stopped_clock_does_not_start_again(clock):
     clock.stop()
     clock.start(1000)
     assert clock.over()
@@ -125,18 +125,18 @@ def test_every_test_has_its_turn_before_any_has_a_second(deal):
     assert len({tuple(part) for part in rounds}) > 1
 
 
-def test_stacks_are_every_second_turn_and_all_others_come_round(deal):
-    tests = ["a", "b", "f.py::test_stacks_of_x[d16]", "c", "f.py::test_stacks_of_x[d64]", "e", "g"]
-    stacked, others = {2, 4}, [0, 1, 3, 5, 6]
+def test_batched_problems_are_every_second_turn_and_all_others_come_round(deal):
+    tests = ["a", "b", "f.py::test_batched_x[d16]", "c", "f.py::test_batched_x[d64]", "e", "g"]
+    batched, others = {2, 4}, [0, 1, 3, 5, 6]
     ran = play(*deal(tests), 30)
     for start in (0, 10, 20):
         part = ran[start : start + 10]
-        assert {*part[::2]} == stacked
+        assert {*part[::2]} == batched
         assert sorted(part[1::2]) == others
 
 
-@pytest.mark.parametrize("tests", [["a", "b"], ["f.py::test_stacks_of_x", "f.py::test_stacks_y"]])
-def test_where_all_draw_stacks_or_none_does_all_come_round(deal, tests):
+@pytest.mark.parametrize("tests", [["a", "b"], ["f.py::test_batched_x", "f.py::test_batched_y"]])
+def test_where_all_draw_batched_problems_or_none_does_all_come_round(deal, tests):
     ran = play(*deal(tests), 4)
     assert [sorted(ran[:2]), sorted(ran[2:])] == [[0, 1]] * 2
 
@@ -200,14 +200,14 @@ def test_a_worker_in_place_of_a_dead_one_is_dealt_to(deal):
 
 @pytest.fixture
 def hunter(tmp_path, clock):
-    """Makes the examiner of a turn; all of them are of one run."""
+    """Makes the runner of a turn; all of them are of one run."""
     (tmp_path / "run").mkdir()
 
     def of(attention=None, seconds=1000.0):
-        examiner = Examiner(Subject.of(attention or Eager("out scaled"), "eager"), Ledger())
+        runner = Runner(Subject.of(attention or Eager("out scaled"), "eager"), Tally())
         return Hunter(
-            examiner,
-            folder=tmp_path / "finds",
+            runner,
+            folder=tmp_path / "corpus",
             causes=Causes(tmp_path / "run"),
             clock=clock,
             seconds=seconds,
@@ -217,7 +217,7 @@ def hunter(tmp_path, clock):
 
 
 def kept(hunter) -> list[Problem]:
-    return [Find.read(path).problem for path in sorted(hunter.folder.glob("*"))]
+    return [CorpusEntry.read(path).problem for path in sorted(hunter.folder.glob("*"))]
 
 
 def test_the_first_problem_that_fails_is_on_disk_at_once(hunter):
@@ -295,7 +295,7 @@ def test_a_kernel_that_fails_now_and_then_has_one_file(hunter):
     attention = Eager("out scaled")
     hunt = hunter(attention)
     assert hunt.findings(LARGER, guarantees.accuracy)
-    found = Examiner(hunt.subject, Ledger()).findings(PROBLEM, guarantees.accuracy)
+    found = Runner(hunt.subject, Tally()).findings(PROBLEM, guarantees.accuracy)
     attention.fault = ""
     hunt._keep(hunt.cause, found[0], guarantees.accuracy)
     assert kept(hunt) == [PROBLEM]
@@ -341,6 +341,6 @@ def test_a_search_ends_at_the_problem_that_is_kept(hunter):
     with pytest.raises(Violation) as info:
         attack(hunt, guarantees.accuracy, drawn, seed="", settings=draws(20))
     reported = info.value.findings[0]
-    (path,) = [file for file in hunt.causes.files() if Find.read(file).cause == hunt.cause]
-    assert Find.read(path).problem == reported.problem
+    (path,) = [file for file in hunt.causes.files() if CorpusEntry.read(file).cause == hunt.cause]
+    assert CorpusEntry.read(path).problem == reported.problem
     assert Cause.of(reported) == hunt.cause

@@ -9,13 +9,13 @@ import pytest
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.statistics import bias, is_valid, rms
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
 from fa_verify.properties.regression.compiled_kernels import Resources
 from fa_verify.properties.regression.measurement import measured
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.pytest_plugin.gate.comparison import changes, combined
+from fa_verify.pytest_plugin.gate.comparison import combined, differences
 from fa_verify.pytest_plugin.gate.problems import CHECKS, FEWEST, chosen
 from fa_verify.session import OURS
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -85,32 +85,34 @@ def test_entries_of_a_file_stay_and_new_ones_follow():
 def test_kernels_and_speed_are_compared_too():
     here, entry = Environment("GPU", "1", "2"), Entry(Problem(), "G1", "fp32", {"out": (0.5, 0.1)})
     then = Baseline("f", here, (entry,), {"k": Resources(100, 0, 10)}, {"pass": (1.4, 1.41)})
-    same = changes(then, {0: entry}, {}, then.kernels, then.speed)
+    same = differences(then, {0: entry}, {}, then.kernels, then.speed)
     assert same == []
-    worse = changes(then, {0: entry}, {}, {"k": Resources(100, 4, 10)}, {"pass": (1.2, 1.21)})
+    worse = differences(then, {0: entry}, {}, {"k": Resources(100, 4, 10)}, {"pass": (1.2, 1.21)})
     assert [(change.part, change.alarm) for change in worse] == [("kernels", True), ("speed", True)]
 
 
-def entries_of(subject: Subject) -> tuple[Entry, ...]:
-    """Ordinary problems as small as the interpreter likes them, measured."""
+def entries_of(subject: Subject, device: str) -> tuple[Entry, ...]:
+    """Ordinary problems, small enough for the interpreter, measured on the kernels' device."""
     found = []
     for seed in range(16):
         mask = Mask(causal=seed % 2 == 1)
-        problem = Problem(M=48, N=50, dtype="bf16", mask=mask, config="32x32", seed=seed)
-        trial = examine(subject, problem)
+        problem = Problem(
+            M=48, N=50, dtype="bf16", mask=mask, config="32x32", seed=seed, device=device
+        )
+        trial = run_trial(subject, problem)
         assert rms(trial) + bias(trial) == []
         found.append(Entry(problem, "G1", "bf16", measured(trial)))
     return tuple(found)
 
 
-def test_delta_of_rounded_products_which_no_check_sees_is_stopped(ours, tmp_path):
+def test_delta_of_rounded_products_which_no_check_sees_is_stopped(ours, device, tmp_path):
     coarser = load("fa_verify.subjects.worse:rounded_products")
     path = tmp_path / "base.json"
-    Baseline("ours", Environment("here", "1", "2"), entries_of(ours)).write(path)
+    Baseline("ours", Environment("here", "1", "2"), entries_of(ours, device)).write(path)
     then = Baseline.read(path)
-    unchanged, changed = (dict(enumerate(entries_of(x))) for x in (ours, coarser))
-    assert changes(then, unchanged, {}, {}, {}) == []
-    alarms = [change.text for change in changes(then, changed, {}, {}, {}) if change.alarm]
+    unchanged, changed = (dict(enumerate(entries_of(x, device))) for x in (ours, coarser))
+    assert differences(then, unchanged, {}, {}, {}) == []
+    alarms = [change.text for change in differences(then, changed, {}, {}, {}) if change.alarm]
     groups = {text.partition(":")[0] for text in alarms}
     assert "dq bf16" in groups
     # delta has no part in the others.

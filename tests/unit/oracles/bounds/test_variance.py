@@ -212,7 +212,7 @@ def test_padding_changes_nothing(dirty):
     assert all(same)
 
 
-def test_what_is_exact_has_no_variance():
+def test_exact_outputs_have_no_variance():
     mask = Mask(causal=True, seqlens_q=(64,), seqlens_k=(30,))
     predicted = predict(replace(PROBLEM, mask=mask), Numerics())
     seen = mask.dense(1, 1, 64, 80)[0, 0].numpy()

@@ -23,9 +23,8 @@ from fa_verify.oracles.masks.codec import (
     mask_to_record,
     register,
 )
-from fa_verify.oracles.masks.combined import Both, Either, Taken
 from fa_verify.oracles.masks.document import Document
-from fa_verify.oracles.masks.mask import Between, Mask
+from fa_verify.oracles.masks.mask import Between, Both, Either, Mask, Sliced
 from fa_verify.oracles.masks.neighbourhood import Neighbourhood
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.masks.tree import Tree
@@ -33,7 +32,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks
 from fa_verify.properties.problems.mask_classes import check_mask_class, draw_instance
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.minimize import simplifications
+from fa_verify.properties.search.minimize import reductions
 from fa_verify.properties.search.search import draws
 from fa_verify.properties.subjects.loading import load_mask
 
@@ -97,19 +96,19 @@ def test_parts_of_different_lengths_are_refused():
 def test_a_mask_can_be_seen_from_other_entries_and_heads():
     mask = dataclasses.replace(mask_class("BlockSparse")(seed=5), seqlens_q=(250, 256, 200))
     dense = mask.dense(3, 4, 256, 256)
-    # Of its own class, so that a map of blocks is still to be had; and as any class is taken.
-    for of in (mask.taken, functools.partial(Mask.taken, mask)):
-        taken = of((2, 0), (3, 1))
-        assert isinstance(taken, Taken) == (of != mask.taken)
-        assert torch.equal(taken.dense(2, 2, 256, 256), dense[[2, 0]][:, [3, 1]])
-        assert torch.equal(taken.taken((1,), (0,)).dense(1, 1, 256, 256), dense[[0]][:, [3]])
+    # Of its own class, so that a map of blocks is still to be had; and as any class is sliced.
+    for of in (mask.sliced, functools.partial(Mask.sliced, mask)):
+        part = of((2, 0), (3, 1))
+        assert isinstance(part, Sliced) == (of != mask.sliced)
+        assert torch.equal(part.dense(2, 2, 256, 256), dense[[2, 0]][:, [3, 1]])
+        assert torch.equal(part.sliced((1,), (0,)).dense(1, 1, 256, 256), dense[[0]][:, [3]])
     # One that takes no notice of them needs no table.
-    assert type(CUSTOM.taken((1,), (0,))) is PrefixLM
+    assert type(CUSTOM.sliced((1,), (0,))) is PrefixLM
 
 
 def test_entries_that_come_twice_are_refused():
     with pytest.raises(ValueError, match="needs different batch entries"):
-        Taken(mask=CUSTOM, entries=(0, 0))
+        Sliced(mask=CUSTOM, entries=(0, 0))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -117,7 +116,7 @@ def test_every_mask_survives_its_json(name):
     made = {
         "Both": PLAIN & CUSTOM,
         "Either": (PLAIN & Mask(causal=True)) | CUSTOM,
-        "Taken": Document(starts=((1, 3), (2,)), seqlens_k=(5, 4)).taken((1,)),
+        "Sliced": Document(starts=((1, 3), (2,)), seqlens_k=(5, 4)).sliced((1,)),
         "Document": Document(starts=((1, 3), (2,)), causal=True),
         "Tree": Tree(parents=(-1, 0, 0, 1)),
     }
@@ -128,11 +127,28 @@ def test_every_mask_survives_its_json(name):
     assert mask_from_record(mask_to_record(mask)) == mask
 
 
+def test_the_old_name_of_a_mask_is_still_read():
+    old = (
+        '{"version":1,"M":4,"N":5,"mask":{"type":"Taken","mask":{"type":"PrefixLM"},"entries":[0]}}'
+    )
+    problem = Problem.from_json(old)
+    assert problem.mask == Sliced(mask=PrefixLM(), entries=(0,))
+    assert problem.to_json() == old.replace("Taken", "Sliced")
+
+
+def test_a_mask_that_defines_allows_is_told_the_new_name():
+    with pytest.raises(TypeError, match=r"^Old defines allows; the method is called mask_mod$"):
+
+        class Old(Mask):
+            def allows(self, b, h, m, n, *, M, N):
+                return n <= m
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unwritten(Mask):
     width: Annotated[int, Between(1, 4)] = 1
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         return n - m < self.width
 
 
@@ -216,14 +232,14 @@ def test_a_draw_that_gives_no_mask_is_refused():
 
 def test_a_failing_mask_is_tried_without_its_predicate_and_with_smaller_fields():
     problem = Problem(M=4, N=5, mask=PrefixLM(prefix=9, seqlens_k=(4,)))
-    masks = [simpler.mask for simpler in simplifications(problem)]
+    masks = [simpler.mask for simpler in reductions(problem)]
     assert Mask(seqlens_k=(4,)) in masks
     assert {x.prefix for x in masks if isinstance(x, PrefixLM)} >= {0, 1, 4, 8, 9}
     dilated = Problem(M=4, N=5, mask=mask_class("Dilated")(width=2, step=1))
-    masks = [simpler.mask for simpler in simplifications(dilated)]
+    masks = [simpler.mask for simpler in reductions(dilated)]
     assert {(x.width, x.step) for x in masks if not x.is_plain} == {(2, 1), (1, 1)}
     combined = Problem(M=4, N=5, mask=PrefixLM(prefix=3) & Mask(causal=True))
-    assert PrefixLM(prefix=3) in [simpler.mask for simpler in simplifications(combined)]
+    assert PrefixLM(prefix=3) in [simpler.mask for simpler in reductions(combined)]
 
 
 @pytest.mark.parametrize("rows", [(4, 3), (4, 0)])
@@ -255,20 +271,20 @@ def test_sizes_below_one_are_refused_by_name(name, field):
 def test_entries_keep_what_a_predicate_says_of_them():
     mask = Document(starts=((1,), (2,), (3,)))
     dense = mask.dense(3, 1, 5, 5)
-    assert torch.equal(mask.taken((2, 0)).dense(2, 1, 5, 5), dense[[2, 0]])
-    assert torch.equal(mask.taken((2, 0)).taken((1,)).dense(1, 1, 5, 5), dense[[0]])
+    assert torch.equal(mask.sliced((2, 0)).dense(2, 1, 5, 5), dense[[2, 0]])
+    assert torch.equal(mask.sliced((2, 0)).sliced((1,)).dense(1, 1, 5, 5), dense[[0]])
 
 
 def test_the_definition_and_the_dense_form_say_the_same():
     dense = CUSTOM.dense(2, 1, 4, 5)
     for b, m, n in (dense[:, 0] >= 0).nonzero().tolist():
-        assert CUSTOM.visible(b, 0, m, n, M=4, N=5) == bool(dense[b, 0, m, n])
+        assert CUSTOM.is_visible(b, 0, m, n, M=4, N=5) == bool(dense[b, 0, m, n])
 
 
 class Asked(Mask, uniform=True):
     """It refuses to be asked about rows and keys from 2 on."""
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         assert int(m.max()) < 2
         assert int(n.max()) < 2
         return m >= n

@@ -48,7 +48,12 @@ def masks(M, N):
 def test_visible_is_the_definition(M, N):
     for mask in masks(M, N):
         for b, m, n in itertools.product(range(2), range(M), range(N)):
-            assert mask.visible(b, 0, m, n, M=M, N=N) == sees(mask, b, m, n, M, N), (mask, b, m, n)
+            assert mask.is_visible(b, 0, m, n, M=M, N=N) == sees(mask, b, m, n, M, N), (
+                mask,
+                b,
+                m,
+                n,
+            )
 
 
 @pytest.mark.parametrize("M", SIZES)
@@ -57,7 +62,7 @@ def test_dense_is_visible(M, N):
     for mask in masks(M, N):
         want = torch.tensor(
             [
-                [[mask.visible(b, 0, m, n, M=M, N=N) for n in range(N)] for m in range(M)]
+                [[mask.is_visible(b, 0, m, n, M=M, N=N) for n in range(N)] for m in range(M)]
                 for b in range(2)
             ]
         ).view(2, 1, M, N)

@@ -16,16 +16,16 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
+from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS
 from fa_verify.properties.checks.statistics import is_valid
-from fa_verify.properties.execution.tally import Ledger
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.inputs.families import ALIBI, NO_ALIBI
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 ASKED = Problem(
@@ -45,7 +45,7 @@ class Falling(Eager):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+    return Runner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 def test_a_score_falls_by_its_slope_with_the_distance_from_the_row():
@@ -115,23 +115,23 @@ def test_slopes_have_their_shape_their_dtype_and_nan_around(family):
     assert slopes.as_strided(slopes.shape, slopes.stride(), 1).isnan().all()
 
 
-def test_a_stack_has_the_slopes_of_its_problems():
-    stack = dataclasses.replace(ASKED, mask=Mask(), B=6, seeds=(3, 4, 5), seed=0)
-    whole = make(stack).alibi_slopes
-    assert torch.equal(whole[2:4], make(stack.part(1, 2)).alibi_slopes)
+def test_a_batched_problem_has_the_slopes_of_its_problems():
+    batched = dataclasses.replace(ASKED, mask=Mask(), B=6, seeds=(3, 4, 5), seed=0)
+    whole = make(batched).alibi_slopes
+    assert torch.equal(whole[2:4], make(batched.part(1, 2)).alibi_slopes)
 
 
-def test_there_are_none_unless_they_are_asked_for():
+def test_slopes_are_made_only_for_problems_with_alibi():
     assert make(Problem()).alibi_slopes is None
     with pytest.raises(ValueError, match="alibi is 'odd'; needs one of"):
         make(Problem(alibi="odd"))
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *COMPANIONS])
+@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM])
 def test_a_right_subject_holds_every_guarantee(name):
     if name == "G12":
         pytest.skip("needs much memory")
-    assert found(Falling(), ASKED, {**GUARANTEES, **COMPANIONS}[name]) == []
+    assert found(Falling(), ASKED, {**GUARANTEES, **STATISTICS, **CLOSED_FORM}[name]) == []
 
 
 def test_a_distance_from_the_first_key_is_found():
@@ -163,12 +163,12 @@ def test_the_spread_follows_what_is_added():
     assert steep.out.mean() > plain.out.mean()
 
 
-def test_who_does_not_declare_it_is_not_asked():
+def test_a_subject_that_does_not_declare_alibi_excludes_it():
     assert Subject.of(Eager(), "plain").excludes(ASKED) == "plain declares score_mods ()"
     assert Subject.of(Falling(), "right").excludes(ASKED) is None
 
 
-def test_it_is_drawn_where_it_is_asked_for():
+def test_alibi_is_drawn_only_when_requested():
     assert {x.alibi for x in drawn(problems(alibis=tuple(ALIBI)), 50)} == {*ALIBI}
     assert {x.alibi for x in drawn(problems(), 20)} == {NO_ALIBI}
     with pytest.raises(ValueError, match="alibis is"):

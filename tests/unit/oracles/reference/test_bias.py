@@ -18,20 +18,20 @@ from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES, OF_BIAS
+from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, OF_BIAS, STATISTICS
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.comparison.compare import ratios
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.bias_families import BIASES, NO_BIAS
 from fa_verify.properties.inputs.tensors import make
-from fa_verify.properties.problems.batched import stacks
+from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 ASKED = Problem(
@@ -53,7 +53,7 @@ class Biased(Eager):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+    return Runner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 def a_bias(seed, shape, axes):
@@ -131,29 +131,31 @@ def test_a_bias_lies_in_memory_as_the_seed_says():
     assert plain.is_contiguous()
 
 
-def test_there_is_none_unless_it_is_asked_for():
+def test_a_bias_is_made_only_for_problems_with_one():
     assert make(Problem()).bias is None
     with pytest.raises(ValueError, match="bias is 'odd'; needs one of"):
         make(Problem(bias="odd"))
 
 
-def test_problems_that_share_a_bias_are_not_stacked():
+def test_problems_that_share_a_bias_are_not_batched():
     shared = problems(biases=("normal/hn",), max_seqlen=20, zero_sizes=False)
     apart = problems(biases=("normal/bn",), max_seqlen=20, zero_sizes=False)
-    some = [drawn(stacks(x, tile=16, max_cost=40), 40) for x in (shared, apart)]
+    some = [drawn(batched_problems(x, tile=16, max_cost=40), 40) for x in (shared, apart)]
     assert not any(x.seeds for x in some[0])
-    stack = next(x for x in some[1] if len(x.seeds) > 1)
-    entries = stack.B // len(stack.seeds)
-    whole, part = make(stack).bias, make(stack.part(1, 2)).bias
+    batched = next(x for x in some[1] if len(x.seeds) > 1)
+    entries = batched.B // len(batched.seeds)
+    whole, part = make(batched).bias, make(batched.part(1, 2)).bias
     assert torch.equal(whole[entries : 2 * entries], part)
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *COMPANIONS, *OF_BIAS])
+@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM, *OF_BIAS])
 def test_a_right_subject_holds_every_guarantee(name):
     if name == "G12":
         pytest.skip("needs much memory")
-    problem = MEASURED if name in COMPANIONS else ASKED
-    assert found(Biased(), problem, {**GUARANTEES, **COMPANIONS, **OF_BIAS}[name]) == []
+    problem = MEASURED if name in {*STATISTICS, *CLOSED_FORM} else ASKED
+    assert (
+        found(Biased(), problem, {**GUARANTEES, **STATISTICS, **CLOSED_FORM, **OF_BIAS}[name]) == []
+    )
 
 
 def test_a_bias_of_another_head_is_found():
@@ -176,7 +178,7 @@ def test_a_gradient_of_nan_is_found():
 
 
 def test_both_identities_hold_of_a_bias():
-    trial = examine(Subject.of(Biased(), "right"), MEASURED)
+    trial = run_trial(Subject.of(Biased(), "right"), MEASURED)
     assert identities(trial) == []
     wrong = trial.got._replace(dk=trial.got.dk + 1, dv=trial.got.dv + 1)
     assert {x.output for x in identities(dataclasses.replace(trial, got=wrong))} == {"dk", "dv"}
@@ -187,12 +189,12 @@ def test_errors_of_rows_that_few_keys_take_follow_no_average():
     assert not is_valid(dataclasses.replace(MEASURED, bias="needles/hmn"))
 
 
-def test_who_does_not_declare_it_is_not_asked():
+def test_a_subject_that_does_not_declare_bias_excludes_it():
     assert Subject.of(Eager(), "plain").excludes(ASKED) == "plain declares score_mods ()"
     assert Subject.of(Biased(), "right").excludes(ASKED) is None
 
 
-def test_it_is_drawn_where_it_is_asked_for():
+def test_a_bias_is_drawn_only_when_requested():
     assert len({x.bias for x in drawn(problems(biases=BIASES), 60)}) > 20
     assert {x.bias for x in drawn(problems(), 20)} == {NO_BIAS}
     with pytest.raises(ValueError, match="biases is"):

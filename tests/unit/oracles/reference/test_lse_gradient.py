@@ -15,17 +15,17 @@ from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
+from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS
 from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
-from fa_verify.properties.inputs.families import DIRTY, DLSE
+from fa_verify.properties.inputs.families import DLSE, PADDING_VALUES
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 PADDED = Mask(causal=True, seqlens_q=(5, 0), seqlens_k=(3, 4))
@@ -64,7 +64,7 @@ class OfEmptyRows(Differentiable):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+    return Runner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp64"])
@@ -77,14 +77,14 @@ def test_a_gradient_has_the_shape_of_lse_and_is_finite(family, dtype):
     assert (dlse[0, :, :5] != 0).all()
 
 
-def test_there_is_none_unless_it_is_asked_for():
+def test_dlse_is_made_only_for_problems_with_one():
     assert make(Problem()).dlse is None
     with pytest.raises(ValueError, match="dlse is 'odd'; needs one of"):
         make(Problem(dlse="odd"))
 
 
-@pytest.mark.parametrize("dirty", DIRTY)
-def test_padding_holds_the_dirt_of_dout(dirty):
+@pytest.mark.parametrize("dirty", PADDING_VALUES)
+def test_padding_holds_the_values_of_dout(dirty):
     inputs = make(dataclasses.replace(ASKED, dirty=dirty))
     padding = torch.zeros(2, 2, 6, dtype=torch.bool)
     padding[0, :, 5:], padding[1] = True, True
@@ -111,9 +111,9 @@ def test_a_gradient_counts_among_the_terms_and_in_the_spread():
         assert measure(inputs).mean() > 2 * measure(inputs._replace(dlse=None)).mean()
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *COMPANIONS])
+@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM])
 def test_a_right_subject_holds_every_guarantee(name):
-    check = {**GUARANTEES, **COMPANIONS}[name]
+    check = {**GUARANTEES, **STATISTICS, **CLOSED_FORM}[name]
     if name == "G12":
         pytest.skip("needs much memory")
     for problem in (ASKED, MEASURED, dataclasses.replace(ASKED, dout="zero", dlse="constant")):
@@ -149,14 +149,14 @@ def test_a_loss_on_lse_alone_leaves_out_alone():
         found(Alone(), ASKED, guarantees.accuracy)
 
 
-def test_who_does_not_declare_it_is_not_asked():
+def test_a_subject_that_does_not_declare_lse_grad_excludes_dlse():
     subject = Subject.of(Eager(), "eager")
     assert subject.excludes(ASKED) == "eager declares lse_grad False"
     assert subject.excludes(dataclasses.replace(ASKED, dlse=NO_DLSE)) is None
     assert Subject.of(Differentiable(), "right").excludes(ASKED) is None
 
 
-def test_who_declares_it_without_having_it_is_found():
+def test_a_subject_that_declares_lse_grad_without_having_it_fails():
     class Boasting(Eager):
         lse_grad = True
 
@@ -168,7 +168,7 @@ def test_who_declares_it_without_having_it_is_found():
 
 
 def test_identities_say_nothing_of_it():
-    trial = examine(Subject.of(Differentiable(), "right"), MEASURED)
+    trial = run_trial(Subject.of(Differentiable(), "right"), MEASURED)
     assert identities(trial) == []
     assert identities(dataclasses.replace(trial, inputs=trial.inputs._replace(dlse=None))) != []
 

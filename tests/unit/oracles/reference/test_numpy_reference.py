@@ -48,7 +48,7 @@ def mp_forward(q, k, v, mask: Mask, sm_scale: float) -> dict[str, np.ndarray]:
     lse = np.full((B, H, M), mpmath.mpf("-inf"), dtype=object)
     for b, h, m in itertools.product(range(B), range(H), range(M)):
         g = h * Hk // H
-        keys = [n for n in range(N) if mask.visible(b, h, m, n, M=M, N=N)]
+        keys = [n for n in range(N) if mask.is_visible(b, h, m, n, M=M, N=N)]
         if not keys:
             continue
         scores = [mpmath.mpf(sm_scale) * mpmath.fdot(q[b, h, m], k[b, g, n]) for n in keys]
@@ -195,7 +195,7 @@ def test_seen_keys_is_the_predicate_for_every_small_mask() -> None:
         B = 1 if mask.seqlens_q is None else len(mask.seqlens_q)
         got = seen_keys(mask, B, M, N)
         for b, m, n in itertools.product(range(B), range(M), range(N)):
-            assert got[b, m, n] == mask.visible(b, 0, m, n, M=M, N=N), (mask, M, N, b, m, n)
+            assert got[b, m, n] == mask.is_visible(b, 0, m, n, M=M, N=N), (mask, M, N, b, m, n)
 
 
 PADDED = Mask(causal=True, seqlens_q=(3, 5), seqlens_k=(4, 2))

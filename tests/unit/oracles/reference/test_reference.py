@@ -79,7 +79,8 @@ def test_rows_of_a_mask_are_the_predicate(mask: Mask) -> None:
         rows = masks.between(start, stop).expand(B, H, stop - start, N)
         for b in range(B):
             want = [
-                [mask.visible(b, 0, m, n, M=M, N=N) for n in range(N)] for m in range(start, stop)
+                [mask.is_visible(b, 0, m, n, M=M, N=N) for n in range(N)]
+                for m in range(start, stop)
             ]
             assert rows[b, H - 1].tolist() == want
 

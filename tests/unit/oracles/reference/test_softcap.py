@@ -12,24 +12,25 @@ import torch
 from fa_verify.oracles import stream
 from fa_verify.oracles.bounds import error_model, numpy_check
 from fa_verify.oracles.bounds.constants import constants
+from fa_verify.oracles.bounds.softcap import cap_error
 from fa_verify.oracles.bounds.variance import variances
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
-from fa_verify.oracles.reference.softcap import cap_error, capped, slope
+from fa_verify.oracles.reference.softcap import capped, slope
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import COMPANIONS, GUARANTEES
+from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import SOFTCAPS, problems
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 ASKED = Problem(
@@ -53,7 +54,7 @@ class Rounding(Eager):
 
 
 def found(subject, problem, claim):
-    return Examiner(Subject.of(subject, "subject"), Ledger()).findings(problem, claim)
+    return Runner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 1.0, 30.0, 1e9])
@@ -63,13 +64,13 @@ def test_the_oracle_has_every_digit_of_scores_and_slopes(softcap):
     s = capped(x, softcap)
     (by_autograd,) = torch.autograd.grad(s.sum(), x)
     with mpmath.workdps(60):
-        for value, given, *steep in zip(
+        for value, given, *slopes in zip(
             s.tolist(), x.tolist(), by_autograd.tolist(), slope(x, softcap).tolist(), strict=True
         ):
             y = mpmath.mpf(given) / softcap
             want, want_slope = softcap * mpmath.tanh(y), mpmath.sech(y) ** 2
             assert abs(value - want) <= abs(want) * 2.0**-50
-            for got in steep:
+            for got in slopes:
                 # Of exp(-2 |y|), whose argument is rounded.
                 assert abs(got - want_slope) <= want_slope * 2.0**-50 * (1 + abs(y)) + 2.0**-1021
 
@@ -158,12 +159,12 @@ def test_the_kernels_tanh_is_as_close_as_the_bound_takes_it_to_be(dtype, device)
     from tests.unit.fa_kernels.kernels.tanh_kernel import tanh_kernel
 
     x = _swept(DTYPES[dtype]).to(device)
-    tanh, steep = torch.empty_like(x), torch.empty_like(x)
-    tanh_kernel[(len(x) // 64,)](x, tanh, steep, BLOCK=64)
+    tanh, dtanh = torch.empty_like(x), torch.empty_like(x)
+    tanh_kernel[(len(x) // 64,)](x, tanh, dtanh, BLOCK=64)
     c = constants(dtype, Numerics())
     with mpmath.workdps(40):
         exact = [mpmath.mpf(y) for y in x.tolist()]
-        for y, got, got_slope in zip(exact, tanh.tolist(), steep.tolist(), strict=True):
+        for y, got, got_slope in zip(exact, tanh.tolist(), dtanh.tolist(), strict=True):
             want, want_slope = mpmath.tanh(y), mpmath.sech(y) ** 2
             assert abs(got - want) <= (9 * c.u + c.u_exp) * abs(want) + c.ftz
             relative = 14 * c.u + c.u_exp + 4 * c.u * abs(y)
@@ -183,12 +184,12 @@ def test_what_is_allowed_of_a_score_is_contracted_by_its_slope():
     assert cap.slope_error[-1] == 4 * c.ftz
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *COMPANIONS])
+@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM])
 def test_a_right_subject_holds_every_guarantee(name):
-    check = {**GUARANTEES, **COMPANIONS}[name]
+    check = {**GUARANTEES, **STATISTICS, **CLOSED_FORM}[name]
     if name == "G12":
         pytest.skip("needs much memory")
-    problem = MEASURED if name in COMPANIONS else ASKED
+    problem = MEASURED if name in {*STATISTICS, *CLOSED_FORM} else ASKED
     assert found(Rounding(), problem, check) == []
 
 
@@ -201,7 +202,7 @@ def test_a_slope_that_is_left_out_is_found_in_dq_and_dk():
 
 
 def test_the_sum_of_dk_is_nothing_to_go_by():
-    trial = examine(Subject.of(Rounding(), "right"), dataclasses.replace(MEASURED, H=4))
+    trial = run_trial(Subject.of(Rounding(), "right"), dataclasses.replace(MEASURED, H=4))
     assert trial is not None
     assert identities(trial) == []
     assert trial.want.dk.sum(2).abs().max() > 0.01
@@ -223,13 +224,13 @@ def test_the_spread_follows_the_slope():
     assert flat.dk.mean() < 0.001 * plain.dk.mean()
 
 
-def test_who_does_not_declare_it_is_not_asked():
+def test_a_subject_that_does_not_declare_softcap_excludes_it():
     subject = Subject.of(Eager(), "plain")
     assert subject.excludes(ASKED) == "plain declares score_mods ()"
     assert Subject.of(Rounding(), "right").excludes(ASKED) is None
 
 
-def test_it_is_drawn_where_it_is_asked_for():
+def test_a_softcap_is_drawn_only_when_requested():
     some = drawn(problems(softcaps=(None, *SOFTCAPS)), 200)
     assert {x.softcap for x in some} == {None, *SOFTCAPS}
     assert {x.softcap for x in drawn(problems(), 20)} == {None}

@@ -11,7 +11,7 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.execution.trial import SubjectError, examine
+from fa_verify.properties.execution.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -30,7 +30,7 @@ CAUSAL = Problem(
 
 
 def findings(check, fault: str, problem: Problem = CAUSAL):
-    trial = examine(Subject.of(Eager(fault), "eager"), problem)
+    trial = run_trial(Subject.of(Eager(fault), "eager"), problem)
     assert trial is not None
     return check(trial)
 
@@ -87,7 +87,7 @@ def test_a_finding_says_where_what_and_how_to_replay():
 
 @pytest.mark.parametrize(("error", "found"), [(2.0**-1023, []), (2.0**-1021, ["dv"])])
 def test_terms_that_underflow_may_lose_all_their_digits(error, found):
-    trial = examine(Subject.of(Eager(), "eager"), CAUSAL)
+    trial = run_trial(Subject.of(Eager(), "eager"), CAUSAL)
     zeros = torch.zeros_like(trial.want.dv)
     trial = dataclasses.replace(
         trial,
@@ -106,12 +106,12 @@ def test_an_output_of_another_dtype_is_refused():
             return out.float(), lse
 
     with pytest.raises(SubjectError, match=r"out has shape .* and dtype torch.float32; needs"):
-        examine(Subject.of(Narrow(), "narrow"), CAUSAL)
+        run_trial(Subject.of(Narrow(), "narrow"), CAUSAL)
 
 
 def test_a_problem_out_of_range_is_not_judged():
     wide = Problem(M=3, N=3, dtype="fp32", sm_scale=1e6)
-    assert examine(Subject.of(Eager(), "eager"), wide) is None
+    assert run_trial(Subject.of(Eager(), "eager"), wide) is None
 
 
 def test_a_declaration_with_an_unknown_word_is_refused():

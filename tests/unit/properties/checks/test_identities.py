@@ -15,7 +15,7 @@ from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import FEWEST
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.inputs.tensors import make
-from tests.unit.properties.checks.test_companions import random_problem, run, share_of_bound
+from tests.unit.properties.checks.test_statistics import random_problem, run, share_of_bound
 
 PROBLEM = Problem(H=4, Hk=2, M=96, N=128, D=32, Dv=24, dtype="bf16", seed=1)
 PADDED = Mask(causal=True, seqlens_q=(70,), seqlens_k=(100,))

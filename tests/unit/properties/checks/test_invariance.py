@@ -12,7 +12,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees, invariance
 from fa_verify.properties.checks.invariance import neighbours
-from fa_verify.properties.execution.trial import SubjectError, examine, run_subject
+from fa_verify.properties.execution.trial import SubjectError, run_subject, run_trial
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -35,7 +35,7 @@ CHECKS = (guarantees.layout, guarantees.independence)
 
 
 def tried(subject, problem: Problem = PROBLEM):
-    trial = examine(Subject.of(subject, "subject"), problem)
+    trial = run_trial(Subject.of(subject, "subject"), problem)
     assert trial is not None
     return trial
 
@@ -51,7 +51,7 @@ def changed_fields(problem: Problem, other: Problem) -> list[str]:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @given(problem=problems(**SMALL))
 def test_a_correct_subject_passes(check, problem):
-    trial = examine(Subject.of(Eager(), "eager"), problem)
+    trial = run_trial(Subject.of(Eager(), "eager"), problem)
     assert trial is None or check(trial) == []
 
 

@@ -14,7 +14,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import masking
 from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidden_positions
 from fa_verify.properties.comparison.agreement import OF_ROWS
-from fa_verify.properties.execution.trial import Trial, examine, run_subject
+from fa_verify.properties.execution.trial import Trial, run_subject, run_trial
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -28,7 +28,7 @@ TENSORS = ("q", "k", "v", "dout")
 
 
 def tried(problem: Problem = PROBLEM) -> Trial:
-    trial = examine(Subject.of(Eager(), "eager"), problem)
+    trial = run_trial(Subject.of(Eager(), "eager"), problem)
     assert trial is not None
     return trial
 

@@ -12,7 +12,7 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.checks import guarantees, memory
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -149,7 +149,7 @@ class WrapsOne(Eager):
 )
 def test_offsets_of_32_bits_in_one_tensor_are_caught_along_every_axis(tensor, seed):
     problem = dataclasses.replace(PROBLEM, seed=seed)
-    trial = examine(Subject.of(WrapsOne(tensor), "wraps"), problem)
+    trial = run_trial(Subject.of(WrapsOne(tensor), "wraps"), problem)
     found = {finding.guarantee for finding in guarantees.far_offsets(trial)}
     assert found == (set() if tensor == "none" else {"G12 range"})
 
@@ -158,7 +158,7 @@ def test_too_little_address_space_is_a_memory_error(monkeypatch):
     def refuse(*_args: object, **_kwargs: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    trial = examine(Subject.of(Eager(), "eager"), PROBLEM)
+    trial = run_trial(Subject.of(Eager(), "eager"), PROBLEM)
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(MemoryError, match=r"past 2\*\*31 need 34 GiB of memory on cpu"):
         guarantees.far_offsets(trial)
@@ -172,7 +172,7 @@ def test_too_little_gpu_memory_is_a_memory_error(monkeypatch):
 
 def rerun_inputs(check, problem: Problem, monkeypatch, subject=None):
     """(first, second): the inputs of a trial, and those that a check runs it on."""
-    trial = examine(Subject.of(subject or Eager(), "eager"), problem)
+    trial = run_trial(Subject.of(subject or Eager(), "eager"), problem)
     seen = []
 
     def record(_subject, _problem, inputs):
@@ -254,7 +254,7 @@ class Overruns(Eager):
     ],
 )
 def test_an_overrun_names_the_tensor_and_the_place(what, offset, output, where):
-    trial = examine(Subject.of(Overruns(what, offset), "overruns"), PROBLEM)
+    trial = run_trial(Subject.of(Overruns(what, offset), "overruns"), PROBLEM)
     (finding,) = guarantees.full_overwrite(trial)
     assert finding.guarantee == "G6 full overwrite"
     assert finding.claim == "is written outside its elements"
@@ -263,7 +263,7 @@ def test_an_overrun_names_the_tensor_and_the_place(what, offset, output, where):
 
 
 def test_an_element_that_nobody_writes_is_found_where_it_is():
-    trial = examine(Subject.of(Eager("last row not written"), "eager"), PROBLEM)
+    trial = run_trial(Subject.of(Eager("last row not written"), "eager"), PROBLEM)
     found = guarantees.full_overwrite(trial)
     assert [(x.output, x.bad) for x in found] == [("out", 2 * 4 * 4 * 3)]
     assert found[0].where == "b=0 h=0 m=16 d=0"

@@ -10,8 +10,8 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.search.search import Examiner, attack
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.search.search import Runner, attack
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import problems_of
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -71,10 +71,10 @@ def first_violation(fault, check, drawn):
     # Without its promise a second run is held to the bound, in which the first is not.
     subject.bitwise = ("G4", "G5", "G8", "G10")
     subject.configs = {name: {} for name in ("default", *drawn.get("configs", ()))}
-    examiner = Examiner(Subject.of(subject, "broken"), Ledger())
+    runner = Runner(Subject.of(subject, "broken"), Tally())
     domain = {"dtype": "fp64", "device": "cpu", "max_seqlen": 48, "max_cost": 24, **drawn}
     with pytest.raises(Violation) as caught:
-        attack(examiner, check, problems_of(examiner.subject, **domain), seed=fault)
+        attack(runner, check, problems_of(runner.subject, **domain), seed=fault)
     return caught.value.findings
 
 

@@ -15,7 +15,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.pooled import pooled_probabilities
 from fa_verify.properties.checks import pooled
 from fa_verify.properties.checks.guarantees import POOLED
-from fa_verify.properties.execution.trial import SubjectError, examine
+from fa_verify.properties.execution.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -89,7 +89,7 @@ class Pools(Eager):
 
 
 def findings(check: str, fault: str = "", problem: Problem = PROBLEM, **declared: object):
-    trial = examine(Subject.of(Pools(fault, **declared), "pools"), problem)
+    trial = run_trial(Subject.of(Pools(fault, **declared), "pools"), problem)
     assert trial is not None
     return POOLED[check](trial)
 
@@ -176,7 +176,7 @@ def test_another_form_is_an_error_of_the_subject(fault, says):
 
 @pytest.mark.parametrize("check", POOLED)
 def test_a_subject_that_pools_nothing_is_asked_nothing(check):
-    trial = examine(Subject.of(Eager(), "eager"), PROBLEM)
+    trial = run_trial(Subject.of(Eager(), "eager"), PROBLEM)
     assert POOLED[check](trial) == []
     with pytest.raises(NotImplementedError, match="eager declares no pooled"):
         trial.subject.run_pooled(*trial.inputs[:3], PROBLEM, "mean", (2, 2))

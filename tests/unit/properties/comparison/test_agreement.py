@@ -13,7 +13,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.agreement import OF_KEYS, OF_ROWS, agree, exact, within
-from fa_verify.properties.execution.trial import Trial, examine
+from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -27,7 +27,7 @@ AT["dv"] = AT["dk"]
 def tried(promised: bool) -> Trial:
     subject = Eager()
     subject.bitwise = ("G4", "G8", "G10") if promised else ()
-    trial = examine(Subject.of(subject, "eager"), PROBLEM)
+    trial = run_trial(Subject.of(subject, "eager"), PROBLEM)
     assert trial is not None
     return trial
 

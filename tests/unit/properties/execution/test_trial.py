@@ -11,7 +11,7 @@ import torch
 from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.trial import SubjectError, examine, question, run_subject
+from fa_verify.properties.execution.trial import SubjectError, plan_run, run_subject, run_trial
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -19,7 +19,7 @@ from tests.unit.properties.subjects.broken_subjects import Eager
 PROBLEM = Problem(M=20, N=7, D=5, Dv=3, dtype="fp64")
 
 
-def test_what_nobody_writes_is_nan():
+def test_unwritten_elements_are_nan():
     subject = Subject.of(Eager("last row not written"), "eager")
     out = run_subject(subject, PROBLEM, make(PROBLEM)).out
     assert out[:, :, 16:].isnan().all()
@@ -54,7 +54,7 @@ def test_a_subject_runs_between_guard_bands_on_a_cpu():
             return out, lse
 
     seen = []
-    examine(Subject.of(Looks(), "looks"), PROBLEM)
+    run_trial(Subject.of(Looks(), "looks"), PROBLEM)
     assert seen == [4 + 2 * 1024]
 
 
@@ -104,7 +104,7 @@ def test_a_bound_that_is_not_finite_is_a_fault_of_the_suite(output, value, monke
 
     monkeypatch.setattr(error_model, "judge", judge)
     with pytest.raises(RuntimeError, match=r'^the bound is not finite, .*"M":20'):
-        question(Subject.of(Eager(), "eager"), PROBLEM)
+        plan_run(Subject.of(Eager(), "eager"), PROBLEM)
 
 
 def test_the_bound_is_that_of_the_configuration():
@@ -112,7 +112,7 @@ def test_the_bound_is_that_of_the_configuration():
     subject.configs = {"default": {}, "coarse": {"accumulator": 64.0}}
     made = Subject.of(subject, "eager")
     fine, coarse = (
-        question(made, dataclasses.replace(PROBLEM, config=config)).judgement.bound.out
+        plan_run(made, dataclasses.replace(PROBLEM, config=config)).judgement.bound.out
         for config in ("default", "coarse")
     )
     assert (coarse > fine).all()
@@ -123,7 +123,7 @@ def test_variances_are_those_of_the_configuration():
     subject.configs = {"default": {}, "coarse": {"ds_roundings": 3}}
     made = Subject.of(subject, "eager")
     fine, coarse = (
-        examine(made, dataclasses.replace(PROBLEM, config=config)).variances.dv
+        run_trial(made, dataclasses.replace(PROBLEM, config=config)).variances.dv
         for config in ("default", "coarse")
     )
     assert (coarse > fine).all()

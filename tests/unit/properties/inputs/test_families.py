@@ -9,7 +9,7 @@ from hypothesis import given
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
 from fa_verify.properties.inputs import tensors
-from fa_verify.properties.inputs.families import DIRTY, DOUT, INPUTS, TORCH_DTYPES
+from fa_verify.properties.inputs.families import DOUT, INPUTS, PADDING_VALUES, TORCH_DTYPES
 from fa_verify.properties.problems.strategies import problems
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -125,7 +125,7 @@ def test_tensors_have_the_golden_hash_on_every_device(field, name, device):
 
 
 def test_every_family_has_a_golden_hash():
-    families = {"inputs": INPUTS, "dout": DOUT, "dirty": DIRTY}
+    families = {"inputs": INPUTS, "dout": DOUT, "dirty": PADDING_VALUES}
     assert set(GOLDEN) == {(field, name) for field in families for name in families[field]}
 
 

@@ -34,7 +34,7 @@ def scores(problem):
 
 def visible_keys(problem, b, m):
     return [
-        n for n in range(problem.N) if problem.mask.visible(b, 0, m, n, M=problem.M, N=problem.N)
+        n for n in range(problem.N) if problem.mask.is_visible(b, 0, m, n, M=problem.M, N=problem.N)
     ]
 
 

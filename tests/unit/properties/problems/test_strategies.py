@@ -7,9 +7,9 @@ from hypothesis import find, given
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
-from fa_verify.properties.inputs.families import DIRTY, DOUT, INPUTS
+from fa_verify.properties.inputs.families import DOUT, INPUTS, PADDING_VALUES
 from fa_verify.properties.problems.strategies import HEAD_DIMS, problems
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 
 TILE = 16
 DRAWS = 1000
@@ -37,7 +37,7 @@ def first_keys(problem, b):
     rows, keys = lengths(problem)
     size = {"M": problem.M, "N": problem.N}
     for m in range(rows[b]):
-        seen = (n for n in range(keys[b]) if problem.mask.visible(b, 0, m, n, **size))
+        seen = (n for n in range(keys[b]) if problem.mask.is_visible(b, 0, m, n, **size))
         yield next(seen, None)
 
 
@@ -60,7 +60,9 @@ def has_hidden(problem, b):
     rows, keys = lengths(problem)
     size = {"M": problem.M, "N": problem.N}
     return any(
-        not problem.mask.visible(b, 0, m, n, **size) for m in range(rows[b]) for n in range(keys[b])
+        not problem.mask.is_visible(b, 0, m, n, **size)
+        for m in range(rows[b])
+        for n in range(keys[b])
     )
 
 
@@ -119,7 +121,7 @@ def test_at_least_half_of_the_problems_span_two_tiles_both_ways():
         ("dtype", DTYPES),
         ("inputs", INPUTS),
         ("dout", DOUT),
-        ("dirty", DIRTY),
+        ("dirty", PADDING_VALUES),
         ("D", HEAD_DIMS),
         ("Dv", HEAD_DIMS),
         ("B", range(4)),

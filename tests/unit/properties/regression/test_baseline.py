@@ -34,7 +34,7 @@ def path(tmp_path):
     return path
 
 
-def test_what_is_written_is_read(path):
+def test_a_baseline_is_read_as_it_was_written(path):
     assert Baseline.read(path) == BASELINE
 
 

@@ -11,7 +11,7 @@ import torch
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.statistics import mean_squares
 from fa_verify.properties.comparison.compare import ratios
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.regression.measurement import measured
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.subjects.sdpa import math as math_attention
@@ -22,7 +22,7 @@ PROBLEM = Problem(M=20, N=24)
 
 def trial_of(dtype: str, **declared: object):
     subject = Subject.of(math_attention if dtype == "bf16" else Eager(), "eager")
-    return examine(
+    return run_trial(
         dataclasses.replace(subject, **declared), dataclasses.replace(PROBLEM, dtype=dtype)
     )
 
@@ -51,5 +51,5 @@ def test_nan_is_an_infinite_error(dtype):
 
 def test_what_is_not_returned_or_has_no_element_is_left_out():
     assert set(measured(trial_of("fp32", backward=False))) == {"out", "lse"}
-    empty = examine(Subject.of(Eager(), "eager"), dataclasses.replace(PROBLEM, M=0))
+    empty = run_trial(Subject.of(Eager(), "eager"), dataclasses.replace(PROBLEM, M=0))
     assert set(measured(empty)) == {"dk", "dv"}

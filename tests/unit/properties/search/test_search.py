@@ -19,10 +19,10 @@ from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.execution.trial import examine
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.search import minimize, search
-from fa_verify.properties.search.search import Examiner, attack, peaks
+from fa_verify.properties.search.search import Runner, attack, peaks
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -67,14 +67,14 @@ class Refuses(Long):
         raise NotImplementedError("more than 16 keys\nand why")
 
 
-def examiner_of(call, **rest) -> Examiner:
-    return Examiner(Subject.of(call, "subject"), Ledger(), **rest)
+def runner_of(call, **rest) -> Runner:
+    return Runner(Subject.of(call, "subject"), Tally(), **rest)
 
 
-def attacked(examiner: Examiner, claim=guarantees.accuracy) -> list:
+def attacked(runner: Runner, claim=guarantees.accuracy) -> list:
     """The findings of an attack that succeeds."""
     with pytest.raises(Violation) as caught:
-        attack(examiner, claim, DRAWN, seed="0", settings=REPEATABLE)
+        attack(runner, claim, DRAWN, seed="0", settings=REPEATABLE)
     return caught.value.findings
 
 
@@ -84,7 +84,7 @@ def nothing(trial) -> list:
 
 
 def test_a_violation_carries_the_findings_of_the_simplest_problem():
-    found = attacked(examiner_of(Wrong()))
+    found = attacked(runner_of(Wrong()))
     assert [x.output for x in found] == ["out", "dq", "dk", "dv"][: len(found)]
     assert {(x.guarantee, x.problem) for x in found} == {
         ("G1 accuracy", Problem(N=17, dtype="fp64"))
@@ -93,19 +93,19 @@ def test_a_violation_carries_the_findings_of_the_simplest_problem():
 
 def test_the_message_of_a_violation_is_that_of_its_findings():
     with pytest.raises(Violation) as caught:
-        attack(examiner_of(Wrong()), nothing, st.just(Problem(N=17, dtype="fp64")), seed="0")
+        attack(runner_of(Wrong()), nothing, st.just(Problem(N=17, dtype="fp64")), seed="0")
     assert str(caught.value) == "\n" + "\n".join(map(str, caught.value.findings))
 
 
 def test_a_correct_subject_withstands():
-    examiner = examiner_of(Eager())
-    attack(examiner, nothing, DRAWN, seed="0")
-    assert examiner.judged > 0
-    assert not examiner.refusals
+    runner = runner_of(Eager())
+    attack(runner, nothing, DRAWN, seed="0")
+    assert runner.judged > 0
+    assert not runner.refusals
 
 
 def test_accuracy_is_checked_whatever_the_claim_says():
-    (finding, *_) = examiner_of(Wrong()).findings(Problem(N=17, dtype="fp64"), nothing)
+    (finding, *_) = runner_of(Wrong()).findings(Problem(N=17, dtype="fp64"), nothing)
     assert finding.guarantee == "G1 accuracy"
 
 
@@ -114,39 +114,39 @@ def test_accuracy_is_checked_however_little_the_bound_is_left():
         def spoil(self, out, lse, live, N, config):
             return out * (1 + 2.0**-44), lse
 
-    examiner = examiner_of(Slightly())
-    (finding, *_) = examiner.findings(GOOD, nothing)
+    runner = runner_of(Slightly())
+    (finding, *_) = runner.findings(GOOD, nothing)
     assert finding.guarantee == "G1 accuracy"
-    assert 1 < max(examiner.peaks.values()) < 100
+    assert 1 < max(runner.peaks.values()) < 100
 
 
 @pytest.mark.parametrize("source", ["", "my.py:attention"])
 def test_findings_name_the_kernel_that_was_given(source):
     subject = dataclasses.replace(Subject.of(Wrong(), "subject"), source=source)
-    found = Examiner(subject, Ledger()).findings(Problem(N=17, dtype="fp64"), nothing)
+    found = Runner(subject, Tally()).findings(Problem(N=17, dtype="fp64"), nothing)
     assert {finding.kernel for finding in found} == {source}
 
 
 def test_the_findings_of_the_claim_come_before_those_of_accuracy():
-    found = examiner_of(Wrong()).findings(Problem(N=17, dtype="fp64"), lambda trial: ["first"])
+    found = runner_of(Wrong()).findings(Problem(N=17, dtype="fp64"), lambda trial: ["first"])
     assert found == ["first"]
 
 
 def test_a_problem_that_passes_is_judged_and_written_down():
-    examiner = examiner_of(Eager())
-    assert examiner.findings(GOOD, guarantees.accuracy) == []
-    assert (examiner.judged, examiner.out_of_range, examiner.refusals.total()) == (1, 0, 0)
-    assert len(examiner.ledger.problems) == 1
-    assert set(examiner.peaks) == set(OUTPUTS)
+    runner = runner_of(Eager())
+    assert runner.findings(GOOD, guarantees.accuracy) == []
+    assert (runner.judged, runner.out_of_range, runner.refusals.total()) == (1, 0, 0)
+    assert len(runner.tally.problems) == 1
+    assert set(runner.peaks) == set(OUTPUTS)
 
 
 def test_a_refusal_is_counted_by_the_first_line_of_its_reason():
-    examiner = examiner_of(Refuses())
+    runner = runner_of(Refuses())
     for N in (17, 18, 4):
-        assert examiner.findings(Problem(N=N, dtype="fp64"), guarantees.accuracy) == []
-    assert dict(examiner.refusals) == {"more than 16 keys": 2}
-    assert examiner.judged == 1
-    assert {key: len(found) for key, found in examiner.ledger.unsupported.items()} == {
+        assert runner.findings(Problem(N=N, dtype="fp64"), guarantees.accuracy) == []
+    assert dict(runner.refusals) == {"more than 16 keys": 2}
+    assert runner.judged == 1
+    assert {key: len(found) for key, found in runner.tally.unsupported.items()} == {
         "more than 16 keys": 2
     }
 
@@ -156,41 +156,41 @@ def test_a_refusal_without_a_reason_is_counted_as_such():
         def of_many_keys(self, out, lse):
             raise NotImplementedError
 
-    examiner = examiner_of(Silent())
-    assert examiner.findings(Problem(N=17, dtype="fp64"), guarantees.accuracy) == []
-    assert list(examiner.refusals) == ["NotImplementedError without a reason"]
+    runner = runner_of(Silent())
+    assert runner.findings(Problem(N=17, dtype="fp64"), guarantees.accuracy) == []
+    assert list(runner.refusals) == ["NotImplementedError without a reason"]
 
 
 def test_a_declaration_counts_as_a_refusal():
     subject = Eager()
     subject.max_seqlen = 16
-    examiner = examiner_of(subject)
-    assert examiner.findings(Problem(N=17, dtype="fp64"), guarantees.accuracy) == []
-    assert list(examiner.refusals) == ["subject declares max_seqlen 16"]
+    runner = runner_of(subject)
+    assert runner.findings(Problem(N=17, dtype="fp64"), guarantees.accuracy) == []
+    assert list(runner.refusals) == ["subject declares max_seqlen 16"]
     assert subject.calls == 0
 
 
 def test_a_problem_out_of_range_is_counted_and_not_run():
     subject = Eager()
-    examiner = examiner_of(subject)
-    assert examiner.findings(WIDE, guarantees.accuracy) == []
-    assert (examiner.judged, examiner.out_of_range, subject.calls) == (0, 1, 0)
-    assert len(examiner.ledger.out_of_range) == 1
-    assert examiner.ledger.problems == {}
+    runner = runner_of(subject)
+    assert runner.findings(WIDE, guarantees.accuracy) == []
+    assert (runner.judged, runner.out_of_range, subject.calls) == (0, 1, 0)
+    assert len(runner.tally.out_of_range) == 1
+    assert runner.tally.problems == {}
 
 
 def test_peaks_are_those_of_the_last_problem_alone():
-    examiner = examiner_of(Eager())
-    examiner.findings(GOOD, guarantees.accuracy)
-    examiner.findings(WIDE, guarantees.accuracy)
-    assert examiner.peaks == {}
+    runner = runner_of(Eager())
+    runner.findings(GOOD, guarantees.accuracy)
+    runner.findings(WIDE, guarantees.accuracy)
+    assert runner.peaks == {}
 
 
 def test_peaks_leave_out_what_a_subject_does_not_give():
     class Forward(Eager):
         backward = False
 
-    trial = examine(Subject.of(Forward(), "forward"), GOOD)
+    trial = run_trial(Subject.of(Forward(), "forward"), GOOD)
     assert set(peaks(trial)[0]) == {"out", "lse"}
 
 
@@ -203,23 +203,23 @@ def test_a_subject_without_a_backward_is_given_inputs_that_ask_for_none():
                 raise ValueError("there is no backward")
             return super().__call__(q, k, v, **arguments)
 
-    assert examiner_of(Inference()).findings(GOOD, guarantees.accuracy) == []
+    assert runner_of(Inference()).findings(GOOD, guarantees.accuracy) == []
 
 
 def test_peaks_of_a_wrong_output_pass_1():
-    trial = examine(Subject.of(Wrong(), "wrong"), Problem(N=17, dtype="fp64"))
+    trial = run_trial(Subject.of(Wrong(), "wrong"), Problem(N=17, dtype="fp64"))
     assert peaks(trial)[0]["out"] > 1
     assert peaks(trial)[0]["lse"] <= 1
 
 
 def test_an_exception_is_a_finding_of_the_simplest_problem_that_raises_it():
-    examiner = examiner_of(Raises())
-    (finding,) = attacked(examiner)
+    runner = runner_of(Raises())
+    (finding,) = attacked(runner)
     assert finding.guarantee == "exception"
     assert finding.problem == Problem(N=17, dtype="fp64")
     assert finding.raised.startswith("ValueError: 17 keys\nare too many\n(")
     assert "test_search.py, line" in finding.raised
-    assert not examiner.refusals
+    assert not runner.refusals
 
 
 def test_an_exception_raised_in_a_library_names_the_line_that_called_it():
@@ -227,13 +227,13 @@ def test_an_exception_raised_in_a_library_names_the_line_that_called_it():
         def of_many_keys(self, out, lse):
             return json.loads("{")
 
-    (finding,) = examiner_of(Parses()).findings(Problem(N=17, dtype="fp64"), nothing)
+    (finding,) = runner_of(Parses()).findings(Problem(N=17, dtype="fp64"), nothing)
     assert finding.raised.startswith("JSONDecodeError: ")
     assert "test_search.py, line" in finding.raised
 
 
 def test_the_message_of_an_exception_can_be_replayed():
-    (finding,) = examiner_of(Raises()).findings(Problem(N=17, dtype="fp64"), nothing)
+    (finding,) = runner_of(Raises()).findings(Problem(N=17, dtype="fp64"), nothing)
     (replayed,) = re.findall(r"pytest --replay='(.*)'", str(finding))
     assert json.loads(replayed) == {"version": 1, "N": 17, "dtype": "fp64"}
 
@@ -245,7 +245,7 @@ def test_an_exception_in_the_second_run_of_a_check_is_a_finding():
                 raise ValueError("once is enough")
             return super().__call__(*tensors, **rest)
 
-    (finding,) = examiner_of(Tires()).findings(GOOD, guarantees.repeatable)
+    (finding,) = runner_of(Tires()).findings(GOOD, guarantees.repeatable)
     assert finding.guarantee == "exception"
     assert finding.raised.startswith("ValueError: once is enough")
 
@@ -260,17 +260,17 @@ class Tires(Eager):
 
 
 def test_a_refusal_of_what_was_computed_is_a_finding():
-    (finding,) = examiner_of(Tires()).findings(GOOD, guarantees.repeatable)
+    (finding,) = runner_of(Tires()).findings(GOOD, guarantees.repeatable)
     assert finding.guarantee == "exception"
     assert finding.raised.startswith("refuses what it has just computed: once is enough")
 
 
 def test_a_refused_second_run_leaves_the_claim_unjudged():
-    examiner = examiner_of(Tires())
-    assert not examiner.findings(GOOD, guarantees.layout)
-    assert examiner.judged == 0
-    assert examiner.refusals == {"in a second run: once is enough": 1}
-    assert len(examiner.ledger.problems) == 1
+    runner = runner_of(Tires())
+    assert not runner.findings(GOOD, guarantees.layout)
+    assert runner.judged == 0
+    assert runner.refusals == {"in a second run: once is enough": 1}
+    assert len(runner.tally.problems) == 1
 
 
 def test_a_refused_second_run_does_not_hide_a_wrong_first():
@@ -278,7 +278,7 @@ def test_a_refused_second_run_does_not_hide_a_wrong_first():
         def spoil(self, out, lse, live, N, config):
             return out * 1.001, lse
 
-    (finding, *_) = examiner_of(TiresAndErrs()).findings(GOOD, guarantees.layout)
+    (finding, *_) = runner_of(TiresAndErrs()).findings(GOOD, guarantees.layout)
     assert finding.guarantee == "G1 accuracy"
 
 
@@ -287,7 +287,7 @@ def test_an_output_of_another_shape_is_a_finding():
         def of_many_keys(self, out, lse):
             return out.flatten(2), lse
 
-    (finding,) = attacked(examiner_of(Flat()))
+    (finding,) = attacked(runner_of(Flat()))
     assert finding.problem == Problem(N=17, dtype="fp64")
     assert "out has shape (1, 1, 16) and dtype torch.float64; needs (1, 1, 1, 16)" in str(finding)
 
@@ -297,7 +297,7 @@ def test_a_fault_of_the_suite_is_not_laid_on_the_subject():
         raise KeyError("a bug of the check")
 
     with pytest.raises(KeyError, match="a bug of the check"):
-        examiner_of(Eager()).findings(GOOD, broken)
+        runner_of(Eager()).findings(GOOD, broken)
 
 
 @pytest.mark.parametrize(
@@ -311,11 +311,11 @@ def test_a_fault_of_the_suite_is_not_laid_on_the_subject():
     ],
     ids=["passes", "out_of_range", "fails", "is_refused", "raises"],
 )
-def test_the_recorder_is_open_while_a_problem_is_judged(call, problem):
+def test_the_watchdog_is_open_while_a_problem_is_judged(call, problem):
     events = []
 
     @contextlib.contextmanager
-    def recorder(problem):
+    def watching(problem):
         events.append(("open", problem))
         try:
             yield
@@ -326,24 +326,24 @@ def test_the_recorder_is_open_while_a_problem_is_judged(call, problem):
         events.append(("checked", trial.problem))
         return []
 
-    examiner_of(call, recorder=recorder).findings(problem, claim)
+    runner_of(call, watching=watching).findings(problem, claim)
     words = [word for word, _ in events]
     assert words in (["open", "close"], ["open", "checked", "close"])
     assert {judged for _, judged in events} == {problem}
 
 
-def test_the_recorder_sees_what_a_subject_raises():
+def test_the_watchdog_sees_what_a_subject_raises():
     seen = []
 
     @contextlib.contextmanager
-    def recorder(problem):
+    def watching(problem):
         try:
             yield
         except Exception as error:
             seen.append(str(error.__cause__))
             raise
 
-    examiner_of(Raises(), recorder=recorder).findings(Problem(N=17, dtype="fp64"), nothing)
+    runner_of(Raises(), watching=watching).findings(Problem(N=17, dtype="fp64"), nothing)
     assert seen == ["17 keys\nare too many"]
 
 
@@ -354,34 +354,34 @@ def test_every_problem_of_an_attack_is_recorded():
         ran.append(trial.problem)
         return guarantees.accuracy(trial)
 
-    def recorder(problem):
+    def watching(problem):
         recorded.append(problem)
         return contextlib.nullcontext()
 
-    attacked(examiner_of(Wrong(), recorder=recorder), claim)
+    attacked(runner_of(Wrong(), watching=watching), claim)
     assert set(ran) <= set(recorded)
     assert Problem(N=17, dtype="fp64") in recorded
 
 
 def test_no_problem_is_run_twice_by_the_draw(monkeypatch):
-    monkeypatch.setattr(search, "simplest", lambda problem, findings, check: findings)
+    monkeypatch.setattr(search, "minimized", lambda problem, findings, check: findings)
     ran = []
 
     def claim(trial):
         ran.append(trial.problem)
         return guarantees.accuracy(trial)
 
-    attacked(examiner_of(Wrong()), claim)
+    attacked(runner_of(Wrong()), claim)
     assert len(ran) == len(set(ran))
 
 
 def test_what_a_subject_declares_bounds_the_simplest_problem():
     subject = Wrong()
     subject.head_dims = (24,)
-    examiner = examiner_of(subject)
-    (finding, *_) = attacked(examiner)
+    runner = runner_of(subject)
+    (finding, *_) = attacked(runner)
     assert finding.problem == Problem(N=17, D=24, Dv=24, dtype="fp64")
-    assert not examiner.refusals
+    assert not runner.refusals
 
 
 def test_shrinking_ends_at_its_time_limit_with_a_problem_that_fails(monkeypatch):
@@ -394,7 +394,7 @@ def test_shrinking_ends_at_its_time_limit_with_a_problem_that_fails(monkeypatch)
         ran.append((trial.problem, guarantees.accuracy(trial)))
         return ran[-1][1]
 
-    found = attacked(examiner_of(Wrong()), claim)
+    found = attacked(runner_of(Wrong()), claim)
     failed = [problem for problem, findings in ran if findings]
     after = len(ran) - [problem for problem, _ in ran].index(failed[0]) - 1
     # Ten seconds pass from one look at the clock to the next.
@@ -413,7 +413,7 @@ def test_a_slow_subject_is_shrunk_in_little_more_than_the_limits(monkeypatch):
             time.sleep(0.05)
             return super().of_many_keys(out, lse)
 
-    attacked(examiner_of(Slow()))
+    attacked(runner_of(Slow()))
     assert failed[-1] - failed[0] < 3
 
 
@@ -421,7 +421,7 @@ def test_a_slow_subject_is_shrunk_in_little_more_than_the_limits(monkeypatch):
 def test_a_draw_is_steered_by_the_peaks_of_every_output_if_at_all(steer, monkeypatch):
     labels = []
     monkeypatch.setattr(search.hypothesis, "target", lambda peak, label: labels.append(label))
-    attack(examiner_of(Eager()), nothing, st.just(GOOD), seed="0", steer=steer)
+    attack(runner_of(Eager()), nothing, st.just(GOOD), seed="0", steer=steer)
     assert set(labels) == ({f"{name} error/bound" for name in OUTPUTS} if steer else set())
 
 
@@ -430,6 +430,6 @@ def test_the_seed_chooses_what_is_drawn(seeds):
     drawn = []
     for seed in seeds:
         drawn.append([])
-        examiner = examiner_of(Eager(), recorder=lambda p: drawn[-1].append(p) or OPEN)
-        attack(examiner, nothing, DRAWN, seed=seed, settings=REPEATABLE)
+        runner = runner_of(Eager(), watching=lambda p: drawn[-1].append(p) or OPEN)
+        attack(runner, nothing, DRAWN, seed=seed, settings=REPEATABLE)
     assert (drawn[0] == drawn[1]) == (seeds[0] == seeds[1])

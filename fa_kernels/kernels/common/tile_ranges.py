@@ -8,10 +8,21 @@ can be compared with a dense mask for every small size; the kernels compile the 
 floors in Python and truncates in a kernel: every dividend below is clamped to >= 0 first.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-__all__ = ["part_of", "share_of", "tile_of_head", "visible_tiles"]
+__all__ = ["TileRange", "share_of", "split_range", "tile_of_head", "visible_tiles"]
+
+
+class TileRange(NamedTuple):
+    """Tiles [lo, hi) of the other sequence; those in [full_lo, full_hi) need no mask."""
+
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
 
 
 @triton.jit
@@ -45,7 +56,7 @@ def visible_tiles(
         BLOCK_THERE: Elements of a tile of the other sequence.
 
     Returns:
-        (lo, full_lo, full_hi, hi) with lo <= full_lo <= full_hi <= hi: every tile in [lo, hi)
+        A ``TileRange`` with lo <= full_lo <= full_hi <= hi: every tile in [lo, hi)
         holds a visible pair, none outside does; in [full_lo, full_hi) every pair with a valid
         element of this tile is visible.
     """
@@ -62,35 +73,33 @@ def visible_tiles(
     hi = max((any_hi + BLOCK_THERE - 1) // BLOCK_THERE, lo)
     full_lo = min(max((all_lo + BLOCK_THERE - 1) // BLOCK_THERE, lo), hi)
     full_hi = min(max(all_hi // BLOCK_THERE, full_lo), hi)
-    return lo, full_lo, full_hi, hi
+    return TileRange(lo, full_lo, full_hi, hi)
 
 
 @triton.jit
-def part_of(lo, full_lo, full_hi, hi, part, parts):
-    """What one of ``parts`` programs visits of a tile's row, as even a share as there is.
+def split_range(tiles, split, num_splits):
+    """The tiles that one of ``num_splits`` programs visits, as even a share as there is.
 
-    The parts follow each other. The first ones have a tile more where the tiles do not divide
-    evenly, and the last ones none where there are fewer tiles than parts.
+    The splits follow each other. The first ones have a tile more where the tiles do not divide
+    evenly, and the last ones none where there are fewer tiles than splits.
 
     Args:
-        lo: First tile of all, as of ``visible_tiles``, or place in a list of tiles; so are the
-            next three.
-        full_lo: First that needs no mask.
-        full_hi: End of those, >= full_lo.
-        hi: End of all, >= full_hi.
-        part: Which part, in [0, parts).
-        parts: How many, >= 1.
+        tiles: The ``TileRange`` of all, of tiles or of places in a list.
+        split: Which split, in [0, num_splits).
+        num_splits: How many, >= 1.
 
     Returns:
-        (lo, full_lo, full_hi, hi) of the part: the same four, none outside of its share.
+        The ``TileRange`` of the split.
     """
-    each = (hi - lo) // parts
-    more = (hi - lo) % parts
-    first = lo + part * each + min(part, more)
+    each = (tiles.hi - tiles.lo) // num_splits
+    more = (tiles.hi - tiles.lo) % num_splits
+    first = tiles.lo + split * each + min(split, more)
     last = first + each
-    if part < more:
+    if split < more:
         last += 1
-    return first, min(max(full_lo, first), last), min(max(full_hi, first), last), last
+    full_lo = min(max(tiles.full_lo, first), last)
+    full_hi = min(max(tiles.full_hi, first), last)
+    return TileRange(first, full_lo, full_hi, last)
 
 
 @triton.jit

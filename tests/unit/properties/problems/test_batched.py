@@ -1,4 +1,4 @@
-"""Stacks are their problems one behind the other: to the bit, as counted, as found."""
+"""Batched problems are their problems one behind the other: to the bit, as counted, as found."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.inputs.families import DIRTY, DLSE, DOUT, INPUTS
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.inputs.families import DLSE, DOUT, INPUTS, PADDING_VALUES
 from fa_verify.properties.inputs.tensors import make
-from fa_verify.properties.problems.batched import LARGEST, stacks
+from fa_verify.properties.problems.batched import LARGEST, batched_problems
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.search import Examiner, attack, draws
+from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.problems.drawing import drawn
+from tests.unit.properties.problems.sampling import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 SEEDS = (7, 2**31 - 1, 40)
 # Two batch entries each.
-STACK = Problem(
+BATCHED = Problem(
     B=6, H=3, M=5, N=7, D=5, Dv=3, dtype="fp64", seeds=SEEDS,
     mask=Mask(causal=True, seqlens_q=(5, 0, 3, 1, 5, 4), seqlens_k=(7, 3, 6, 7, 0, 1)),
 )  # fmt: skip
 # One each, of odd sizes: parts begin at odd elements and at even ones.
-ODD = dataclasses.replace(STACK, B=3, mask=Mask(seqlens_q=(3, 4, 1), seqlens_k=(2, 5, 6)))
+ODD = dataclasses.replace(BATCHED, B=3, mask=Mask(seqlens_q=(3, 4, 1), seqlens_k=(2, 5, 6)))
 
 
 def same_values(whole, parts):
@@ -39,54 +39,54 @@ def same_values(whole, parts):
     return all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in pairs)
 
 
-def parts_of(stack):
-    return [stack.part(i, i + 1) for i in range(len(stack.all_seeds))]
+def parts_of(batched):
+    return [batched.part(i, i + 1) for i in range(len(batched.all_seeds))]
 
 
 @pytest.mark.parametrize("family", INPUTS)
 def test_inputs_are_those_of_the_problems(family):
     for dtype in ("fp16", "fp64"):
-        stack = dataclasses.replace(STACK, inputs=family, dtype=dtype)
-        assert same_values(make(stack), map(make, parts_of(stack)))
+        batched = dataclasses.replace(BATCHED, inputs=family, dtype=dtype)
+        assert same_values(make(batched), map(make, parts_of(batched)))
 
 
 @pytest.mark.parametrize("family", DOUT)
 def test_dout_is_that_of_the_problems(family):
-    stack = dataclasses.replace(STACK, dout=family)
-    assert same_values(make(stack), map(make, parts_of(stack)))
+    batched = dataclasses.replace(BATCHED, dout=family)
+    assert same_values(make(batched), map(make, parts_of(batched)))
 
 
 @pytest.mark.parametrize("family", DLSE)
 def test_dlse_is_that_of_the_problems(family):
-    stack = dataclasses.replace(STACK, dlse=family, dirty="inf")
-    parts = parts_of(stack)
-    assert torch.equal(make(stack).dlse, torch.cat([make(part).dlse for part in parts]))
+    batched = dataclasses.replace(BATCHED, dlse=family, dirty="inf")
+    parts = parts_of(batched)
+    assert torch.equal(make(batched).dlse, torch.cat([make(part).dlse for part in parts]))
 
 
-@pytest.mark.parametrize("family", DIRTY)
-def test_dirt_is_that_of_the_problems(family):
-    for stack in (STACK, ODD):
-        dirtied = dataclasses.replace(stack, dirty=family)
+@pytest.mark.parametrize("family", PADDING_VALUES)
+def test_padding_values_are_those_of_the_problems(family):
+    for batched in (BATCHED, ODD):
+        dirtied = dataclasses.replace(batched, dirty=family)
         assert same_values(make(dirtied), map(make, parts_of(dirtied)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_hold_the_values_of_the_problems(layout):
-    stack = dataclasses.replace(STACK, layouts=(layout,) * 4, inputs="outliers")
-    assert same_values(make(stack), map(make, parts_of(stack)))
+    batched = dataclasses.replace(BATCHED, layouts=(layout,) * 4, inputs="outliers")
+    assert same_values(make(batched), map(make, parts_of(batched)))
 
 
 def test_parts_have_their_own_seed_lengths_and_entries():
-    second = STACK.part(1, 2)
+    second = BATCHED.part(1, 2)
     assert (second.B, second.seed, second.seeds) == (2, 2**31 - 1, ())
     assert second.mask == Mask(causal=True, seqlens_q=(3, 1), seqlens_k=(6, 7))
-    last = STACK.part(1, 3)
+    last = BATCHED.part(1, 3)
     assert (last.B, last.seed, last.seeds) == (4, 0, SEEDS[1:])
     assert last.mask.seqlens_k == (6, 7, 0, 1)
 
 
-def test_json_gives_the_stack_back():
-    assert Problem.from_json(STACK.to_json()) == STACK
+def test_json_gives_the_batched_problem_back():
+    assert Problem.from_json(BATCHED.to_json()) == BATCHED
     assert "seeds" not in Problem(seed=3).to_json()
 
 
@@ -99,80 +99,82 @@ def test_json_gives_the_stack_back():
         ({"seeds": (1, -1)}, r"seeds\[1\] is -1"),
     ],
 )
-def test_a_stack_that_makes_no_sense_is_refused(change, says):
+def test_a_batched_problem_that_makes_no_sense_is_refused(change, says):
     with pytest.raises(ValueError, match=says):
-        dataclasses.replace(STACK, **change)
+        dataclasses.replace(BATCHED, **change)
     with pytest.raises(TypeError, match=r"seeds\[0\] is '1'"):
         Problem(seeds=("1",))
 
 
-def drawn_stacks(max_cost=200, **wanted):
-    return drawn(stacks(problems(max_seqlen=40, **wanted), tile=16, max_cost=max_cost), 60)
+def drawn_batched(max_cost=200, **wanted):
+    return drawn(
+        batched_problems(problems(max_seqlen=40, **wanted), tile=16, max_cost=max_cost), 60
+    )
 
 
 def cost(problem):
     return problem.B * problem.H * -(-problem.M // 16) * -(-problem.N // 16)
 
 
-def test_stacks_are_as_large_as_they_may_be_and_their_problems_differ():
-    found = drawn_stacks(1000)
-    assert all(cost(stack) <= 1000 for stack in found)
-    assert max(len(stack.seeds) for stack in found) == LARGEST
-    assert sum(len(stack.seeds) > 2 for stack in found) > len(found) / 2
-    for stack in found:
-        parts = parts_of(stack)
+def test_batched_problems_are_as_large_as_they_may_be_and_their_problems_differ():
+    found = drawn_batched(1000)
+    assert all(cost(batched) <= 1000 for batched in found)
+    assert max(len(batched.seeds) for batched in found) == LARGEST
+    assert sum(len(batched.seeds) > 2 for batched in found) > len(found) / 2
+    for batched in found:
+        parts = parts_of(batched)
         assert len(set(parts)) == len(parts)
-        assert all((p.M, p.N, p.B * len(parts)) == (stack.M, stack.N, stack.B) for p in parts)
+        assert all((p.M, p.N, p.B * len(parts)) == (batched.M, batched.N, batched.B) for p in parts)
 
 
-def test_lengths_of_stacks_differ_where_there_are_some():
-    padded = [x for x in drawn_stacks(masks=("padding",)) if len(x.seeds) > 8 and x.N > 8]
+def test_lengths_of_batched_problems_differ_where_there_are_some():
+    padded = [x for x in drawn_batched(masks=("padding",)) if len(x.seeds) > 8 and x.N > 8]
     given = [x for x in padded if x.mask.seqlens_k]
     assert all(len(set(x.mask.seqlens_k)) > 2 for x in given)
     assert any(max(x.mask.seqlens_k[x.B // len(x.seeds) :]) > x.M for x in given)
-    plain = drawn_stacks(masks=("full", "causal"))
+    plain = drawn_batched(masks=("full", "causal"))
     assert all((x.mask.seqlens_q, x.mask.seqlens_k) == (None, None) for x in plain)
 
 
-def test_what_cannot_be_stacked_stays_alone():
-    assert {x.seeds for x in drawn_stacks(mask=Document, masks=("full",))} == {()}
-    assert any(x.seeds for x in drawn_stacks(mask=PrefixLM, masks=("full",)))
-    assert not any(x.seeds for x in drawn_stacks() if 0 in (x.B, x.M, x.N))
+def test_problems_that_cannot_be_batched_stay_alone():
+    assert {x.seeds for x in drawn_batched(mask=Document, masks=("full",))} == {()}
+    assert any(x.seeds for x in drawn_batched(mask=PrefixLM, masks=("full",)))
+    assert not any(x.seeds for x in drawn_batched() if 0 in (x.B, x.M, x.N))
 
 
-def examiner_of(subject):
-    return Examiner(Subject.of(subject, "subject"), Ledger())
+def runner_of(subject):
+    return Runner(Subject.of(subject, "subject"), Tally())
 
 
-def test_every_problem_of_a_stack_is_counted_with_its_own_worst():
-    together, apart = examiner_of(Eager()), examiner_of(Eager())
-    assert together.findings(STACK, guarantees.accuracy) == []
-    for part in parts_of(STACK):
+def test_every_problem_of_a_batched_problem_is_counted_with_its_own_worst():
+    together, apart = runner_of(Eager()), runner_of(Eager())
+    assert together.findings(BATCHED, guarantees.accuracy) == []
+    for part in parts_of(BATCHED):
         assert apart.findings(part, guarantees.accuracy) == []
-    assert together.judged == len(SEEDS) == len(together.ledger.problems)
-    assert together.ledger.problems == apart.ledger.problems
-    assert together.ledger.worst.keys() == apart.ledger.worst.keys()
+    assert together.judged == len(SEEDS) == len(together.tally.problems)
+    assert together.tally.problems == apart.tally.problems
+    assert together.tally.worst.keys() == apart.tally.worst.keys()
     assert together.subject.call.calls == 1
 
 
 def test_problems_out_of_range_are_left_out_and_the_others_judged():
     # Scores of about 1e5 where keys are long: some of these problems are in range, some are not.
-    stack = Problem(B=8, D=2, dtype="fp64", sm_scale=4e5, seeds=tuple(range(8)))
-    apart = examiner_of(Eager())
-    assert not any(apart.findings(part, guarantees.accuracy) for part in parts_of(stack))
+    batched = Problem(B=8, D=2, dtype="fp64", sm_scale=4e5, seeds=tuple(range(8)))
+    apart = runner_of(Eager())
+    assert not any(apart.findings(part, guarantees.accuracy) for part in parts_of(batched))
     assert apart.judged > 0 < apart.out_of_range
-    together = examiner_of(Eager())
-    assert together.findings(stack, guarantees.accuracy) == []
-    assert together.ledger.problems == apart.ledger.problems
-    assert together.ledger.out_of_range == apart.ledger.out_of_range
+    together = runner_of(Eager())
+    assert together.findings(batched, guarantees.accuracy) == []
+    assert together.tally.problems == apart.tally.problems
+    assert together.tally.out_of_range == apart.tally.out_of_range
     assert (together.judged, together.out_of_range) == (apart.judged, apart.out_of_range)
     assert together.peaks == {
-        name: pytest.approx(ratio) for name, (ratio, _) in worst_of(apart.ledger).items()
+        name: pytest.approx(ratio) for name, (ratio, _) in worst_of(apart.tally).items()
     }
 
 
-def worst_of(ledger):
-    return {key.split()[0]: value for key, value in ledger.worst.items()}
+def worst_of(tally):
+    return {key.split()[0]: value for key, value in tally.worst.items()}
 
 
 class WrongOnPositiveKeys(Eager):
@@ -202,11 +204,11 @@ class RaisesOnPositiveKeys(Eager):
 
 @pytest.mark.parametrize("subject", [WrongOnPositiveKeys, RaisesOnPositiveKeys])
 def test_a_failing_problem_is_found_alone(subject):
-    stack = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
-    wrong = [i for i, part in enumerate(parts_of(stack)) if float(make(part).k[0, 0, 0, 0]) > 0]
+    batched = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
+    wrong = [i for i, part in enumerate(parts_of(batched)) if float(make(part).k[0, 0, 0, 0]) > 0]
     assert 0 < len(wrong) < 8
-    [finding, *_] = examiner_of(subject()).findings(stack, guarantees.accuracy)
-    assert finding.problem in [stack.part(i, i + 1) for i in wrong]
+    [finding, *_] = runner_of(subject()).findings(batched, guarantees.accuracy)
+    assert finding.problem in [batched.part(i, i + 1) for i in wrong]
 
 
 class RefusesAlone(WrongBeyond):
@@ -228,22 +230,22 @@ class RaisesAlone(WrongBeyond):
 
 
 @pytest.mark.parametrize("subject", [RefusesAlone, RaisesAlone])
-def test_a_stack_fails_though_its_problems_are_not_computed_alone(subject):
-    stack = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
-    [finding, *_] = examiner_of(subject()).findings(stack, guarantees.accuracy)
-    assert (finding.problem, finding.guarantee) == (stack, "G1 accuracy")
+def test_a_batched_problem_fails_though_its_problems_are_not_computed_alone(subject):
+    batched = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
+    [finding, *_] = runner_of(subject()).findings(batched, guarantees.accuracy)
+    assert (finding.problem, finding.guarantee) == (batched, "G1 accuracy")
 
 
 def test_what_fails_only_together_is_found_and_made_smaller():
-    stack = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
-    [finding, *_] = examiner_of(WrongBeyond()).findings(stack, guarantees.accuracy)
-    assert finding.problem == stack
+    batched = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
+    [finding, *_] = runner_of(WrongBeyond()).findings(batched, guarantees.accuracy)
+    assert finding.problem == batched
     assert "seeds" in finding.replay
     with pytest.raises(Violation) as violation:
         attack(
-            examiner_of(WrongBeyond()),
+            runner_of(WrongBeyond()),
             guarantees.accuracy,
-            stacks(problems(dtype="fp64", max_batch=1), tile=16, max_cost=200),
+            batched_problems(problems(dtype="fp64", max_batch=1), tile=16, max_cost=200),
             seed="stacks",
             settings=draws(30),
         )

@@ -14,7 +14,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.search import minimize
-from fa_verify.properties.search.minimize import complexity, simplest, simplifications
+from fa_verify.properties.search.minimize import complexity, minimized, reductions
 
 PLAIN = Problem()
 # Of everything something, to be taken away.
@@ -58,21 +58,21 @@ def finding(problem: Problem, guarantee: str = "G1 accuracy") -> Finding:
 def simplest_of(fails, start: Problem = LARGE) -> Problem:
     """The problem that the search ends at, from one that fails."""
     assert fails(start)
-    found = simplest(start, [finding(start)], lambda p: [finding(p)] if fails(p) else [])
+    found = minimized(start, [finding(start)], lambda p: [finding(p)] if fails(p) else [])
     return found[0].problem
 
 
 @given(problems())
 def test_every_step_is_strictly_simpler(problem):
     # So there is no way back, and every search ends.
-    for simpler in simplifications(problem):
+    for simpler in reductions(problem):
         assert complexity(simpler) < complexity(problem)
 
 
 @given(problems(configs=("16x16", "32x16")))
 def test_no_step_changes_which_kernel_it_is(problem):
     kept = ("dtype", "config", "device")
-    for simpler in simplifications(problem):
+    for simpler in reductions(problem):
         assert [getattr(simpler, name) for name in kept] == [
             getattr(problem, name) for name in kept
         ]
@@ -80,7 +80,7 @@ def test_no_step_changes_which_kernel_it_is(problem):
 
 @given(problems())
 def test_every_step_can_be_replayed(problem):
-    for simpler in simplifications(problem):
+    for simpler in reductions(problem):
         assert Problem.from_json(simpler.to_json()) == simpler
 
 
@@ -92,7 +92,7 @@ def test_what_always_fails_ends_at_the_simplest_problem(problem):
 
 
 def test_the_simplest_problem_has_no_simpler_one():
-    assert list(simplifications(PLAIN)) == []
+    assert list(reductions(PLAIN)) == []
 
 
 MINIMA = {
@@ -158,18 +158,18 @@ def test_a_step_that_shows_another_guarantee_is_not_taken():
     def check(problem: Problem) -> list[Finding]:
         return [finding(problem, "G1 accuracy" if problem.N > 20 else "G2 finite")]
 
-    found = simplest(LARGE, [finding(LARGE)], check)
+    found = minimized(LARGE, [finding(LARGE)], check)
     assert (found[0].guarantee, found[0].problem.N) == ("G1 accuracy", 21)
 
 
 def test_the_findings_are_those_of_the_simplest_problem():
-    found = simplest(LARGE, [finding(LARGE)], lambda p: [finding(p), finding(p)])
+    found = minimized(LARGE, [finding(LARGE)], lambda p: [finding(p), finding(p)])
     assert [x.problem.N for x in found] == [1, 1]
 
 
 def test_findings_stay_where_nothing_simpler_fails():
     first = [finding(LARGE)]
-    assert simplest(LARGE, first, lambda _: []) is first
+    assert minimized(LARGE, first, lambda _: []) is first
 
 
 def test_no_problem_is_checked_twice():
@@ -179,7 +179,7 @@ def test_no_problem_is_checked_twice():
         checked.append(problem)
         return [finding(problem)] if problem.N > 20 and problem.H > 2 else []
 
-    simplest(LARGE, [finding(LARGE)], check)
+    minimized(LARGE, [finding(LARGE)], check)
     assert LARGE not in checked
     assert len(checked) == len(set(checked))
 
@@ -193,7 +193,7 @@ def test_the_search_ends_after_twenty_seconds_with_the_simplest_so_far(monkeypat
         checked.append(problem)
         return [finding(problem)] if problem.M == LARGE.M else []
 
-    found = simplest(LARGE, [finding(LARGE)], check)
+    found = minimized(LARGE, [finding(LARGE)], check)
     assert 15 <= len(checked) <= 20
     assert complexity(found[0].problem) < complexity(LARGE)
     assert found[0].problem.M == LARGE.M

@@ -16,9 +16,9 @@ from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.statistics import bias, is_valid, mean_square_limit, rms
 from fa_verify.properties.comparison.compare import ratios, worst
-from fa_verify.properties.execution.tally import Ledger
-from fa_verify.properties.execution.trial import Trial, examine
-from fa_verify.properties.search.search import Examiner
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.emulated_kernel import CASTS, Case, Emulated
 
@@ -115,7 +115,7 @@ def subject(kernel: Emulated) -> Subject:
 
 def run(problem: Problem, fault: str = "", **numerics: object) -> Trial:
     kernel = Faulty(dtype=problem.dtype, fault=fault, numerics=Numerics(**numerics))
-    trial = examine(subject(kernel), problem)
+    trial = run_trial(subject(kernel), problem)
     assert trial is not None
     return trial
 
@@ -164,8 +164,8 @@ def test_a_fault_within_the_bound_is_caught(fault, check, outputs, dtype):
 
 @pytest.mark.parametrize(("fault", "guarantee"), [("outputs truncated", "RMS"), ("", None)])
 def test_the_verdict_on_any_claim_holds_the_averages_of_errors_too(fault, guarantee):
-    examiner = Examiner(subject(Faulty(dtype="bf16", fault=fault)), Ledger())
-    found = examiner.findings(PROBLEM, lambda trial: [])
+    runner = Runner(subject(Faulty(dtype="bf16", fault=fault)), Tally())
+    found = runner.findings(PROBLEM, lambda trial: [])
     assert found[0].guarantee == guarantee if guarantee else found == []
 
 

@@ -1,4 +1,4 @@
-"""The exact probes: a correct subject gives the known outputs to the bit, faults show."""
+"""Closed forms: a correct subject gives the known outputs to the bit, faults show."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fa_verify.properties.checks.closed_form import (
     permuted,
     unit_values,
 )
-from fa_verify.properties.execution.trial import Trial, examine
+from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 
 LENGTHS = Mask(causal=True, seqlens_q=(17, 20), seqlens_k=(13, 9))
@@ -90,7 +90,7 @@ class Eager:
 
 
 def trial_of(fault: str = "", problem: Problem = PROBLEM) -> Trial:
-    trial = examine(Subject.of(Eager(fault), "eager"), problem)
+    trial = run_trial(Subject.of(Eager(fault), "eager"), problem)
     assert trial is not None
     return trial
 
@@ -151,7 +151,7 @@ def test_rows_are_read_a_chunk_at_a_time(check, monkeypatch):
 class FirstHead(Mask):
     """The other heads see nothing."""
 
-    def allows(self, b, h, m, n, *, M, N):
+    def mask_mod(self, b, h, m, n, *, M, N):
         return h == 0
 
 
@@ -172,7 +172,7 @@ def test_padding_keeps_what_the_problem_put_there(check):
             return super().__call__(q, k, v, mask=mask, sm_scale=sm_scale)
 
     calls: list[torch.Tensor] = []
-    trial = examine(Subject.of(Recorder(), "recorder"), PROBLEM)
+    trial = run_trial(Subject.of(Recorder(), "recorder"), PROBLEM)
     check(trial)
     assert len(calls) == 2
     assert calls[1][1, :, 9:].isnan().all()
@@ -186,7 +186,7 @@ def test_a_subject_without_lse_is_not_counted():
         def __call__(self, q, k, v, *, mask, sm_scale):
             return super().__call__(q, k, v, mask=mask, sm_scale=sm_scale)[0]
 
-    trial = examine(Subject.of(OutAlone("sees one key less"), "out alone"), PROBLEM)
+    trial = run_trial(Subject.of(OutAlone("sees one key less"), "out alone"), PROBLEM)
     assert counts(trial) == []
 
 
@@ -238,7 +238,7 @@ def test_without_a_promise_the_bound_decides(check, fault):
 
     problem = replace(PROBLEM, mask=Mask())
     assert check(trial_of(fault, problem)) != []
-    trial = examine(Subject.of(Unpromising(fault), "unpromising"), problem)
+    trial = run_trial(Subject.of(Unpromising(fault), "unpromising"), problem)
     assert check(trial) == []
     bound = trial.judgement.bound
     tight = replace(trial.judgement, bound=bound._replace(out=bound.out / 64))

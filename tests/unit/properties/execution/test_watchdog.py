@@ -1,4 +1,4 @@
-"""The flight recorder: what stands in the file, when the watchdog ends a process, what it costs."""
+"""The watchdog: what stands in the file, when the watchdog ends a process, what it costs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.watchdog import (
     EXIT_CUDA_ERROR,
     EXIT_HANG,
-    FlightRecorder,
     Record,
+    Watchdog,
     sticky_cuda_error,
 )
 
@@ -45,25 +45,25 @@ def path(tmp_path):
 
 
 @pytest.fixture
-def recorder_with(path):
-    """Makes the recorder of this test; closes it afterwards."""
+def watchdog_with(path):
+    """Makes the watchdog of this test; closes it afterwards."""
     made = []
 
     def make(**keywords):
-        made.append(FlightRecorder(path, **keywords))
+        made.append(Watchdog(path, **keywords))
         return made[-1]
 
     yield make
-    for recorder in made:
-        recorder.close()
+    for watchdog in made:
+        watchdog.close()
 
 
-def test_a_flight_stands_in_the_file_as_json(path, recorder_with):
-    with recorder_with().flying(PROBLEM, "forward"):
+def test_a_problem_under_way_stands_in_the_file_as_json(path, watchdog_with):
+    with watchdog_with().watching(PROBLEM, "forward"):
         fields = json.loads(path.read_text())
     assert fields["state"] == "running"
     assert fields["note"] == "forward"
-    assert "test_a_flight_stands_in_the_file_as_json" in fields["test"]
+    assert "test_a_problem_under_way_stands_in_the_file_as_json" in fields["test"]
     assert Problem.from_record(fields["problem"]) == PROBLEM
 
 
@@ -75,30 +75,30 @@ def test_a_record_is_read_as_it_was_written(path):
     assert Record.read(path) == record
 
 
-def test_nothing_stands_in_the_file_between_flights(path, recorder_with):
-    with recorder_with().flying(PROBLEM):
+def test_nothing_stands_in_the_file_between_problems(path, watchdog_with):
+    with watchdog_with().watching(PROBLEM):
         pass
     assert path.read_text() == ""
 
 
-def test_an_exception_ends_a_flight(path, recorder_with):
-    recorder = recorder_with()
-    with pytest.raises(KeyError), recorder.flying(PROBLEM):
+def test_an_exception_ends_the_record(path, watchdog_with):
+    watchdog = watchdog_with()
+    with pytest.raises(KeyError), watchdog.watching(PROBLEM):
         raise KeyError
     assert path.read_text() == ""
 
 
-def test_a_short_record_leaves_nothing_of_a_long_one(path, recorder_with):
-    recorder = recorder_with()
+def test_a_short_record_leaves_nothing_of_a_long_one(path, watchdog_with):
+    watchdog = watchdog_with()
     for problem in (PROBLEM, OTHER):
-        with recorder.flying(problem):
+        with watchdog.watching(problem):
             assert Record.read(path).problem == problem.to_json()
 
 
-def test_an_outer_flight_goes_on_after_an_inner_one(path, recorder_with):
-    recorder = recorder_with()
-    with recorder.flying(PROBLEM):
-        with recorder.flying(OTHER):
+def test_an_outer_problem_goes_on_after_an_inner_one(path, watchdog_with):
+    watchdog = watchdog_with()
+    with watchdog.watching(PROBLEM):
+        with watchdog.watching(OTHER):
             assert Record.read(path).problem == OTHER.to_json()
         assert Record.read(path).problem == PROBLEM.to_json()
 
@@ -110,40 +110,40 @@ def test_a_write_that_was_cut_off_is_no_record(path):
         assert Record.read(path) is None
 
 
-def test_an_overdue_flight_ends_the_process_with_its_stack(path, recorder_with):
+def test_an_overdue_problem_ends_the_process_with_its_stack(path, watchdog_with):
     ended = Ended(path)
-    with recorder_with(seconds=0.2, end=ended).flying(PROBLEM):
+    with watchdog_with(seconds=0.2, end=ended).watching(PROBLEM):
         assert ended.happened.wait(10)
     assert ended.code == EXIT_HANG
     assert (ended.record.state, ended.record.detail) == ("hang", "over 0.2 s in one problem")
     assert ended.record.problem == PROBLEM.to_json()
-    assert any("in test_an_overdue_flight" in frame for frame in ended.record.stack)
+    assert any("in test_an_overdue_problem" in frame for frame in ended.record.stack)
 
 
-def test_flights_that_are_not_overdue_do_not_add_up(path, recorder_with):
+def test_problems_that_are_not_overdue_do_not_add_up(path, watchdog_with):
     ended = Ended(path)
-    recorder = recorder_with(seconds=1.0, end=ended)
+    watchdog = watchdog_with(seconds=1.0, end=ended)
     for _ in range(8):
-        with recorder.flying(PROBLEM):
+        with watchdog.watching(PROBLEM):
             time.sleep(0.2)
     assert not ended.happened.is_set()
 
 
-def test_the_watchdog_waits_for_a_flight_that_starts_late(path, recorder_with):
+def test_the_watchdog_waits_for_a_problem_that_starts_late(path, watchdog_with):
     ended = Ended(path)
-    recorder = recorder_with(seconds=0.4, end=ended)
-    with recorder.flying(PROBLEM):
+    watchdog = watchdog_with(seconds=0.4, end=ended)
+    with watchdog.watching(PROBLEM):
         time.sleep(0.3)
     start = time.monotonic()
-    with recorder.flying(OTHER):
+    with watchdog.watching(OTHER):
         assert ended.happened.wait(10)
     assert time.monotonic() - start >= 0.4
     assert ended.record.problem == OTHER.to_json()
 
 
-def test_the_watchdog_sleeps_between_its_looks(recorder_with):
-    recorder = recorder_with(seconds=0.2)
-    with recorder.flying(PROBLEM):
+def test_the_watchdog_sleeps_between_its_looks(watchdog_with):
+    watchdog = watchdog_with(seconds=0.2)
+    with watchdog.watching(PROBLEM):
         pass
     time.sleep(0.3)
     start = time.process_time()
@@ -152,10 +152,10 @@ def test_the_watchdog_sleeps_between_its_looks(recorder_with):
     assert time.process_time() - start < 0.05
 
 
-def test_a_sticky_error_ends_the_process(path, recorder_with, capfd):
+def test_a_sticky_error_ends_the_process(path, watchdog_with, capfd):
     ended = Ended(path)
-    recorder = recorder_with(sticky=lambda error: "illegal" in str(error), end=ended)
-    with pytest.raises(RuntimeError), recorder.flying(PROBLEM, "backward"):
+    watchdog = watchdog_with(sticky=lambda error: "illegal" in str(error), end=ended)
+    with pytest.raises(RuntimeError), watchdog.watching(PROBLEM, "backward"):
         raise RuntimeError("an illegal memory access\nand advice")
     assert ended.code == EXIT_CUDA_ERROR
     assert ended.record.state == "cuda error"
@@ -165,10 +165,10 @@ def test_a_sticky_error_ends_the_process(path, recorder_with, capfd):
     assert f"pytest --replay='{PROBLEM.to_json()}'" in said
 
 
-def test_other_errors_do_not_end_the_process(path, recorder_with):
+def test_other_errors_do_not_end_the_process(path, watchdog_with):
     ended = Ended(path)
-    recorder = recorder_with(sticky=lambda error: False, end=ended)
-    with pytest.raises(RuntimeError, match="refused"), recorder.flying(PROBLEM):
+    watchdog = watchdog_with(sticky=lambda error: False, end=ended)
+    with pytest.raises(RuntimeError, match="refused"), watchdog.watching(PROBLEM):
         raise RuntimeError("refused")
     assert ended.code is None
 
@@ -199,7 +199,7 @@ import itertools, sys
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution import watchdog
 watchdog.GRACE = 0.5
-with watchdog.FlightRecorder(sys.argv[1], seconds=0.5).flying(Problem()):
+with watchdog.Watchdog(sys.argv[1], seconds=0.5).watching(Problem()):
     sum(itertools.repeat(0))
 """
 
@@ -212,13 +212,13 @@ def test_a_hang_that_holds_pythons_lock_ends_too(path):
     assert Record.read(path).problem == Problem().to_json()
 
 
-def test_a_flight_costs_less_than_a_tenth_of_a_millisecond(recorder_with):
-    recorder = recorder_with()
+def test_watching_a_problem_costs_less_than_a_tenth_of_a_millisecond(watchdog_with):
+    watchdog = watchdog_with()
     costs = []
     for _ in range(10):
         start = time.perf_counter()
         for _ in range(200):
-            with recorder.flying(PROBLEM):
+            with watchdog.watching(PROBLEM):
                 pass
         costs.append((time.perf_counter() - start) / 200)
     # The best of ten: what else runs on the machine only adds.

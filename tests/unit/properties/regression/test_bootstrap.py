@@ -1,4 +1,4 @@
-"""The interval of a mean of paired differences: where it lies, how often it misses."""
+"""The bootstrap interval of a mean of differences: where it lies, how often it misses."""
 
 from __future__ import annotations
 

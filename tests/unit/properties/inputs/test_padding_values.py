@@ -8,7 +8,7 @@ from hypothesis import given
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, TENSORS, Problem
 from fa_verify.properties.inputs import tensors
-from fa_verify.properties.inputs.families import DIRTY
+from fa_verify.properties.inputs.families import PADDING_VALUES
 from fa_verify.properties.problems.strategies import problems
 
 KINDS = {
@@ -53,7 +53,7 @@ def padding(problem):
 
 
 @given(problems(padding=True))
-def test_dirt_changes_padding_alone(problem):
+def test_padding_values_change_padding_alone(problem):
     clean, dirty = make(problem, dirty="zero"), make(problem, dirty="nan")
     for a, b, pad in zip(clean, dirty, padding(problem), strict=True):
         assert same_bits(torch.where(pad, 0, a), torch.where(pad, 0, b))
@@ -61,7 +61,7 @@ def test_dirt_changes_padding_alone(problem):
         assert not torch.where(pad, a, 0).any()
 
 
-def test_an_overriding_dirty_family_is_that_of_the_problem():
+def test_an_overriding_family_of_padding_values_is_that_of_the_problem():
     dirty = make(dataclasses.replace(PADDED, dirty="noise"))
     override = make(PADDED, dirty="noise")
     assert all(same_bits(a, b) for a, b in zip(dirty, override, strict=True))
@@ -83,7 +83,7 @@ def test_large_padding_has_both_signs(dirty):
 
 @pytest.mark.parametrize("dirtied", TENSORS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero"])
-def test_dirt_of_one_tensor_is_in_its_padding_alone(kind, dirtied):
+def test_values_of_one_tensor_are_in_its_padding_alone(kind, dirtied):
     clean, dirty = make(PADDED, dirty="zero"), make(PADDED, dirty=f"{kind}_{dirtied}")
     tensors = zip(TENSORS, clean, dirty, padding(PADDED), strict=True)
     for name, without, tensor, pad in tensors:
@@ -94,11 +94,11 @@ def test_dirt_of_one_tensor_is_in_its_padding_alone(kind, dirtied):
             assert same_bits(tensor, without)
 
 
-def test_every_kind_of_dirt_comes_in_all_tensors_and_in_each_alone():
+def test_every_kind_of_padding_value_comes_in_all_tensors_and_in_each_alone():
     kinds = [kind for kind in KINDS if kind != "zero"]
     alone = {f"{kind}_{tensor}" for kind in kinds for tensor in TENSORS}
-    assert set(DIRTY) == {*KINDS, *alone}
+    assert set(PADDING_VALUES) == {*KINDS, *alone}
 
 
 def test_clean_padding_comes_first():
-    assert next(iter(DIRTY)) == "zero"
+    assert next(iter(PADDING_VALUES)) == "zero"

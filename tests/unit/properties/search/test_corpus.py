@@ -1,4 +1,4 @@
-"""Finds as files: what is kept, what is never touched, and what a damaged file says."""
+"""The corpus as files: what is kept, what is never touched, and what a damaged file says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.search import corpus
-from fa_verify.properties.search.corpus import Cause, Find, NotReplayableError, keep
+from fa_verify.properties.search.corpus import Cause, CorpusEntry, NotReplayableError, keep
 from fa_verify.pytest_plugin.regression_files import FOLDER
 
 LARGE = Problem(B=2, M=40, N=70, mask=Mask(causal=True), inputs="needle", seed=3)
@@ -38,8 +38,8 @@ def finding(problem: Problem, **fields: object) -> Finding:
     return Finding(**{**of, "problem": problem, **fields})
 
 
-def find(problem: Problem, **fields: object) -> Find:
-    return Find.of(finding(problem, **fields), VERSIONS)
+def entry(problem: Problem, **fields: object) -> CorpusEntry:
+    return CorpusEntry.of(finding(problem, **fields), VERSIONS)
 
 
 def fails(problem: Problem) -> bool:
@@ -52,22 +52,22 @@ def passes(problem: Problem) -> bool:
 
 def kept(folder) -> dict[str, Problem]:
     """The problems in a folder by the names of their files."""
-    return {path.name: Find.read(path).problem for path in sorted(folder.iterdir())}
+    return {path.name: CorpusEntry.read(path).problem for path in sorted(folder.iterdir())}
 
 
 def test_a_file_says_all_that_a_find_is(tmp_path):
-    found = find(LARGE, kernel="a.py:attention")
-    assert Find.read(keep(tmp_path, found, fails)) == found
+    found = entry(LARGE, kernel="a.py:attention")
+    assert CorpusEntry.read(keep(tmp_path, found, fails)) == found
 
 
 def test_a_file_is_named_for_subject_and_cause(tmp_path):
-    path = keep(tmp_path / "made", find(LARGE), fails)
+    path = keep(tmp_path / "made", entry(LARGE), fails)
     assert path == tmp_path / "made" / "attention-g1-out-ragged-tail.json"
 
 
 @pytest.mark.parametrize("order", [(LARGE, SMALL), (SMALL, LARGE)], ids=["smaller", "larger"])
 def test_of_one_cause_the_smallest_problem_is_kept(tmp_path, order):
-    paths = {keep(tmp_path, find(problem), fails) for problem in order}
+    paths = {keep(tmp_path, entry(problem), fails) for problem in order}
     assert len(paths) == 1
     assert kept(tmp_path) == {"attention-g1-out-ragged-tail.json": SMALL}
 
@@ -84,20 +84,20 @@ def test_of_one_cause_the_smallest_problem_is_kept(tmp_path, order):
     ids=str,
 )
 def test_another_cause_has_another_file(tmp_path, other):
-    keep(tmp_path, find(SMALL), fails)
-    keep(tmp_path, find(LARGE, **other), fails)
+    keep(tmp_path, entry(SMALL), fails)
+    keep(tmp_path, entry(LARGE, **other), fails)
     assert len(kept(tmp_path)) == 2
 
 
 def test_kernels_of_one_name_do_not_share_a_file(tmp_path):
-    keep(tmp_path, find(SMALL, kernel="a.py:attention"), fails)
-    keep(tmp_path, find(LARGE, kernel="b.py:attention"), fails)
+    keep(tmp_path, entry(SMALL, kernel="a.py:attention"), fails)
+    keep(tmp_path, entry(LARGE, kernel="b.py:attention"), fails)
     assert [*kept(tmp_path).values()] == [LARGE, SMALL]
 
 
 def test_a_find_that_fails_no_more_stays_beside_the_next(tmp_path):
-    keep(tmp_path, find(LARGE), passes)
-    path = keep(tmp_path, find(SMALL), passes)
+    keep(tmp_path, entry(LARGE), passes)
+    path = keep(tmp_path, entry(SMALL), passes)
     assert path.name == "attention-g1-out-ragged-tail-2.json"
     assert {*kept(tmp_path).values()} == {LARGE, SMALL}
 
@@ -115,43 +115,43 @@ def test_a_find_that_fails_no_more_stays_beside_the_next(tmp_path):
 def test_what_a_person_wrote_or_cannot_be_read_is_not_touched(tmp_path, content):
     there = tmp_path / "attention-g1-out-ragged-tail.json"
     there.write_bytes(content)
-    path = keep(tmp_path, find(SMALL), fails)
+    path = keep(tmp_path, entry(SMALL), fails)
     assert there.read_bytes() == content
-    assert Find.read(path).problem == SMALL
+    assert CorpusEntry.read(path).problem == SMALL
 
 
 def test_a_find_that_a_person_has_explained_is_not_touched(tmp_path):
-    explained = dataclasses.replace(find(LARGE), why="the rescale is forgotten in the last tile")
+    explained = dataclasses.replace(entry(LARGE), why="the rescale is forgotten in the last tile")
     there = tmp_path / f"{explained.name}.json"
     there.write_text(explained.to_json())
-    keep(tmp_path, find(SMALL), fails)
-    assert Find.read(there) == explained
+    keep(tmp_path, entry(SMALL), fails)
+    assert CorpusEntry.read(there) == explained
     assert {*kept(tmp_path).values()} == {LARGE, SMALL}
 
 
 def test_a_link_to_nowhere_is_not_written_through(tmp_path):
     (tmp_path / "attention-g1-out-ragged-tail.json").symlink_to(tmp_path / "nowhere")
-    path = keep(tmp_path, find(SMALL), fails)
+    path = keep(tmp_path, entry(SMALL), fails)
     assert path.name == "attention-g1-out-ragged-tail-2.json"
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_writing_that_is_cut_off_leaves_what_was_there(tmp_path, monkeypatch):
-    keep(tmp_path, find(LARGE), fails)
+    keep(tmp_path, entry(LARGE), fails)
 
     def cut_off(*of):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(corpus.os, "fsync", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        keep(tmp_path, find(SMALL), fails)
+        keep(tmp_path, entry(SMALL), fails)
     assert kept(tmp_path) == {"attention-g1-out-ragged-tail.json": LARGE}
 
 
 def test_a_file_is_told_of_before_it_is_there(tmp_path):
     told = []
-    path = keep(tmp_path, find(SMALL), fails, lambda path: told.append((path, path.exists())))
-    keep(tmp_path, find(LARGE), fails, lambda path: told.append((path, path.exists())))
+    path = keep(tmp_path, entry(SMALL), fails, lambda path: told.append((path, path.exists())))
+    keep(tmp_path, entry(LARGE), fails, lambda path: told.append((path, path.exists())))
     assert told == [(path, False), (path, True)]
 
 
@@ -172,7 +172,7 @@ def test_a_damaged_file_says_its_name_and_what_is_wrong(tmp_path, content, says)
     path = tmp_path / "damaged.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"damaged\.json: ") as info:
-        Find.read(path)
+        CorpusEntry.read(path)
     assert says in str(info.value)
     assert not isinstance(info.value, NotReplayableError)
 
@@ -181,11 +181,11 @@ def test_a_mask_that_is_not_registered_is_not_replayable(tmp_path):
     path = tmp_path / "foreign.json"
     path.write_text(json.dumps({"problem": {"version": 1, "mask": {"type": "os.system"}}}))
     with pytest.raises(NotReplayableError, match=r"mask type 'os\.system' is not replayable"):
-        Find.read(path)
+        CorpusEntry.read(path)
 
 
 def test_what_a_person_wrote_has_no_cause():
-    assert {Find.read(path).cause for path in FOLDER.glob("*-at-*.json")} == {None}
+    assert {CorpusEntry.read(path).cause for path in FOLDER.glob("*-at-*.json")} == {None}
 
 
 @pytest.mark.parametrize(
@@ -206,24 +206,24 @@ def test_the_shape_of_scratch_is_no_cause():
 
 
 def test_two_subjects_whose_names_are_spelt_alike_do_not_share_a_file(tmp_path):
-    keep(tmp_path, find(LARGE, subject="Attention"), fails)
-    keep(tmp_path, find(SMALL, subject="attention"), fails)
+    keep(tmp_path, entry(LARGE, subject="Attention"), fails)
+    keep(tmp_path, entry(SMALL, subject="attention"), fails)
     assert {*kept(tmp_path).values()} == {LARGE, SMALL}
 
 
 def test_no_name_leaves_the_folder(tmp_path):
-    path = keep(tmp_path, find(SMALL, subject="../../etc/Attention<lambda>"), fails)
+    path = keep(tmp_path, entry(SMALL, subject="../../etc/Attention<lambda>"), fails)
     assert path.name == "etc-attention-lambda-g1-out-ragged-tail.json"
     assert os.listdir(tmp_path) == [path.name]
 
 
 def test_a_file_is_as_readable_as_others(tmp_path):
-    path = keep(tmp_path, find(SMALL), fails)
+    path = keep(tmp_path, entry(SMALL), fails)
     assert path.stat().st_mode & 0o444 == 0o444
 
 
 def test_a_problem_is_compared_on_all_that_it_is(tmp_path):
     other = dataclasses.replace(SMALL, inputs="needle")
-    keep(tmp_path, find(other), fails)
-    keep(tmp_path, find(SMALL), fails)
+    keep(tmp_path, entry(other), fails)
+    keep(tmp_path, entry(SMALL), fails)
     assert [*kept(tmp_path).values()] == [SMALL]

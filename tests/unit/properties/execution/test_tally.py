@@ -10,7 +10,7 @@ from bisect import bisect_right
 import pytest
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.tally import EDGES, Ledger
+from fa_verify.properties.execution.tally import EDGES, Tally
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -18,40 +18,40 @@ GOOD = Problem(M=3, N=4, dtype="fp64")
 SUBJECT = Subject.of(Eager(), "eager")
 
 
-def judged(*of: tuple[Problem, dict[str, float]], subject: Subject = SUBJECT) -> Ledger:
-    """A ledger of trials with these peaks."""
-    ledger = Ledger()
+def judged(*of: tuple[Problem, dict[str, float]], subject: Subject = SUBJECT) -> Tally:
+    """A tally of trials with these peaks."""
+    tally = Tally()
     for problem, peaks in of:
-        ledger.judged(subject, problem, peaks)
-    return ledger
+        tally.judged(subject, problem, peaks)
+    return tally
 
 
 def other(**fields: object) -> Problem:
     return dataclasses.replace(GOOD, **fields)
 
 
-def said(ledger: Ledger) -> str:
-    return "\n".join(ledger.lines())
+def said(tally: Tally) -> str:
+    return "\n".join(tally.lines())
 
 
 @pytest.mark.parametrize("change", [{}, {"seed": 1}, {"dirty": "nan"}, {"N": 5}], ids=str)
 def test_a_problem_counts_once(change):
-    ledger = judged((GOOD, {"out": 0.5}), (other(**change), {"out": 0.5}))
-    assert len(ledger.problems) == (2 if change else 1)
+    tally = judged((GOOD, {"out": 0.5}), (other(**change), {"out": 0.5}))
+    assert len(tally.problems) == (2 if change else 1)
 
 
 @pytest.mark.parametrize("peaks", [(0.25, 0.75), (0.75, 0.25)])
 def test_the_worst_is_kept_with_its_problem(peaks):
-    ledger = judged(*((other(seed=i), {"out": peak}) for i, peak in enumerate(peaks)))
+    tally = judged(*((other(seed=i), {"out": peak}) for i, peak in enumerate(peaks)))
     worst = other(seed=peaks.index(0.75))
-    assert ledger.worst == {"out fp64": (0.75, worst.to_json())}
-    assert f"worst out: {worst.to_json()}" in said(ledger)
+    assert tally.worst == {"out fp64": (0.75, worst.to_json())}
+    assert f"worst out: {worst.to_json()}" in said(tally)
 
 
 def test_the_worst_of_an_output_is_that_of_all_its_dtypes():
     small = other(dtype="fp32")
-    ledger = judged((GOOD, {"out": 0.25}), (small, {"out": 0.5}))
-    assert f"worst out: {small.to_json()}" in said(ledger)
+    tally = judged((GOOD, {"out": 0.25}), (small, {"out": 0.5}))
+    assert f"worst out: {small.to_json()}" in said(tally)
 
 
 @pytest.mark.parametrize(
@@ -59,27 +59,27 @@ def test_the_worst_of_an_output_is_that_of_all_its_dtypes():
     [((17, 17), 1), ((16, 17), 0), ((17, 16), 0), ((33, 1), 0)],
 )
 def test_several_tiles_both_ways_are_more_than_one_of_rows_and_of_keys(sizes, several):
-    ledger = judged((other(M=sizes[0], N=sizes[1]), {}))
-    assert f", {several} of them spanning several tiles both ways" in said(ledger)
+    tally = judged((other(M=sizes[0], N=sizes[1]), {}))
+    assert f", {several} of them spanning several tiles both ways" in said(tally)
 
 
 def test_tf32_is_a_column_of_its_own():
     subject = Eager()
     subject.dots = "tf32"
-    ledger = judged((other(dtype="fp32"), {"out": 0.5}), subject=Subject.of(subject, "eager"))
-    assert list(ledger.worst) == ["out tf32"]
+    tally = judged((other(dtype="fp32"), {"out": 0.5}), subject=Subject.of(subject, "eager"))
+    assert list(tally.worst) == ["out tf32"]
 
 
-def full(seed: int) -> Ledger:
-    """A ledger with an entry of every kind, which differ by the seed."""
-    ledger = judged((other(seed=seed), {"out": 0.25 + seed / 8, "lse": 0.75 - seed / 8}))
-    ledger.rejected(other(seed=10 + seed))
-    ledger.refused(other(seed=20 + seed), "not today")
-    ledger.refused(other(seed=30 + seed), f"reason {seed}")
-    return ledger
+def full(seed: int) -> Tally:
+    """A tally with an entry of every kind, which differ by the seed."""
+    tally = judged((other(seed=seed), {"out": 0.25 + seed / 8, "lse": 0.75 - seed / 8}))
+    tally.rejected(other(seed=10 + seed))
+    tally.refused(other(seed=20 + seed), "not today")
+    tally.refused(other(seed=30 + seed), f"reason {seed}")
+    return tally
 
 
-def test_ledgers_of_several_processes_add_up():
+def test_tallies_of_several_processes_add_up():
     total = full(0)
     total.add(json.loads(json.dumps(full(1).record())))
     assert len(total.problems) == 2
@@ -99,20 +99,20 @@ def test_what_two_processes_did_alike_counts_once():
     assert total.record() == full(0).record()
 
 
-def test_what_is_handed_over_counts_once():
-    ledger, total = full(0), Ledger()
+def test_a_record_that_is_handed_over_counts_once():
+    tally, total = full(0), Tally()
     for _ in range(2):
-        total.add(json.loads(json.dumps(ledger.hand_over())))
+        total.add(json.loads(json.dumps(tally.hand_over())))
     assert total.record() == full(0).record()
-    assert ledger.record() == Ledger().record()
+    assert tally.record() == Tally().record()
 
 
 def test_the_summary_counts_what_was_not_judged():
-    ledger = full(0)
-    ledger.refused(other(seed=40), "not today")
-    assert "1 distinct problems judged" in said(ledger)
-    assert "1 drawn out of range; 3 unsupported (75 %)" in said(ledger)
-    assert "  unsupported, 2: not today\n  unsupported, 1: reason 0" in said(ledger)
+    tally = full(0)
+    tally.refused(other(seed=40), "not today")
+    assert "1 distinct problems judged" in said(tally)
+    assert "1 drawn out of range; 3 unsupported (75 %)" in said(tally)
+    assert "  unsupported, 2: not today\n  unsupported, 1: reason 0" in said(tally)
 
 
 def test_the_distribution_counts_each_problem_in_the_bin_of_its_worst_error():

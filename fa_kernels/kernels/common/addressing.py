@@ -1,0 +1,141 @@
+"""Where tensors lie in memory, and how tiles of them are read and written."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "Matrix",
+    "Tensor",
+    "head_matrix",
+    "load_tile",
+    "scratch_row",
+    "store_rows",
+    "stored_rows",
+    "whole_rows",
+]
+
+
+class Tensor(NamedTuple):
+    """A tensor (entries, heads, rows, columns); under VARLEN an entry is a row."""
+
+    ptr: Any
+    stride_entry: Any
+    stride_head: Any
+    stride_row: Any
+    stride_column: Any
+    columns: Any
+
+
+class Matrix(NamedTuple):
+    """One head of a tensor."""
+
+    pointer: Any
+    stride_row: Any
+    stride_column: Any
+    columns: Any
+
+
+@triton.jit
+def head_matrix(tensor, offset, h):
+    """The matrix of one head; offsets of heads and tiles are 64-bit."""
+    pointer = (
+        tensor.ptr + offset.to(tl.int64) * tensor.stride_entry + h.to(tl.int64) * tensor.stride_head
+    )
+    return Matrix(pointer, tensor.stride_row, tensor.stride_column, tensor.columns)
+
+
+@triton.jit
+def load_tile(
+    matrix, start, rows, columns, inside, ALIGNED: tl.constexpr, CHECK_ROWS: tl.constexpr
+):
+    """Rows ``start + rows`` of ``matrix``, zeros past its last column.
+
+    ``rows`` (R, 1) and ``columns`` (1, C) give the tile, (1, R) and (C, 1) its transpose. With
+    CHECK_ROWS, rows that are not ``inside`` (shaped as ``rows``) are zeros and are not read.
+
+    ALIGNED, if not 0: unit column stride, rows on 16-byte boundaries, 16-bit numbers, a multiple of
+    8 of them in a row, and offsets within a tile that fit 32 bits; 2: no column to mask. The host
+    has checked it; it is said here so that the compiler can make loads 16 bytes wide.
+    """
+    if ALIGNED:
+        stride_row = (matrix.stride_row // 8).to(tl.int32) * 8
+        pointer = tl.multiple_of(matrix.pointer + tl.cast(start, tl.int64) * stride_row, 16)
+        places = pointer + (rows * stride_row + columns)
+        kept = columns < matrix.columns // 8 * 8
+        if ALIGNED == 1 and CHECK_ROWS:
+            tile = tl.load(places, mask=inside & kept, other=0.0)
+        elif ALIGNED == 1:
+            tile = tl.load(places, mask=kept, other=0.0)
+        elif CHECK_ROWS:
+            tile = tl.load(places, mask=inside, other=0.0)
+        else:
+            tile = tl.load(places)
+    else:
+        row_offsets = (start + rows).to(tl.int64) * matrix.stride_row
+        pointers = matrix.pointer + (row_offsets + columns.to(tl.int64) * matrix.stride_column)
+        if CHECK_ROWS:
+            tile = tl.load(pointers, mask=inside & (columns < matrix.columns), other=0.0)
+        else:
+            tile = tl.load(pointers, mask=columns < matrix.columns, other=0.0)
+    return tile
+
+
+@triton.jit
+def stored_rows(b, h, H, offset, length, seqlen, total, VARLEN: tl.constexpr):
+    """(first, end) of one head in a contiguous tensor of all heads' rows.
+
+    ``first`` is where its row 0 stands; rows from ``end`` on are not its own. Padding is.
+    """
+    if VARLEN:
+        first, end = h.to(tl.int64) * total + offset, seqlen
+    else:
+        first, end = (b * H + h).to(tl.int64) * length, length
+    return first, end
+
+
+@triton.jit
+def scratch_row(b, h, H, offset, M_padded, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
+    """Where row 0 of one head stands in scratch that has whole tiles of rows for each sequence.
+
+    M_padded: rows of a head's scratch, of all sequences under VARLEN; those that follow each other
+    begin at multiples of BLOCK then, far enough apart for any lengths.
+    """
+    if VARLEN:
+        row = h.to(tl.int64) * M_padded + (offset + b * BLOCK) // BLOCK * BLOCK
+    else:
+        row = (b * H + h).to(tl.int64) * M_padded
+    return row
+
+
+@triton.jit
+def whole_rows(ptr, first, rows, columns, D):
+    """Places in rows ``first + rows`` of D columns, where rows begin at multiples of 16 bytes.
+
+    So that they are read and written as many at a time. ``first`` is 64-bit, and no constant: what
+    is said of a parameter alone the compiler forgets.
+    """
+    pointer = tl.multiple_of(ptr + first * D, 16)
+    return pointer + (rows.to(tl.int64)[:, None] * D + columns[None, :])
+
+
+@triton.jit
+def store_rows(
+    ptr, first, end, rows, columns, tile, D, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Writes ``tile``, cast to the tensor's dtype, as rows ``first + rows`` of D columns.
+
+    Rows from ``end`` on are not written; ``first`` is 64-bit. ``load_tile`` explains ALIGNED.
+    """
+    tile = tile.to(ptr.dtype.element_ty)
+    if ALIGNED == 2:
+        places = whole_rows(ptr, first, rows, columns, BLOCK_D)
+        tl.store(places, tile, mask=rows[:, None] < end)
+    elif ALIGNED == 1:
+        D = D // 8 * 8
+        inside = (rows[:, None] < end) & (columns[None, :] < D)
+        tl.store(whole_rows(ptr, first, rows, columns, D), tile, mask=inside)
+    else:
+        inside = (rows[:, None] < end) & (columns[None, :] < D)
+        tl.store(ptr + ((first + rows)[:, None] * D + columns[None, :]), tile, mask=inside)

@@ -1,0 +1,195 @@
+"""Which tile a program has, and which tiles of the other sequence it visits."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fa_kernels.kernels.common.seqlen_info import seqlen_info, sequence, sequence_of_tile
+from fa_kernels.kernels.common.tile_ranges import TileRange, visible_tiles
+
+__all__ = [
+    "BlockInfo",
+    "BlockLists",
+    "Grid",
+    "KernelConfig",
+    "key_block",
+    "key_tiles",
+    "listed_tiles",
+    "nth_tile",
+    "query_block",
+    "row_block",
+    "tile_count",
+    "tile_index",
+    "tile_of_program",
+]
+
+
+class KernelConfig(NamedTuple):
+    """The constants that a matrix kernel is compiled for, as its parameters of these names."""
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    ACC: Any
+    DOTS: Any
+    ALIGNED: Any
+    PREDICATE: Any
+    SCORE_MODS: Any
+
+
+class Grid(NamedTuple):
+    """How programs are numbered: the tiles of a head follow each other, then heads, then entries.
+
+    Where ``entries`` is not 0, a head has ``tiles_of_head`` tiles of so many sequences, which
+    ``sequence_of_tile`` tells apart. ``order_ptr`` is read under a predicate: the tiles in the
+    order of programs.
+    """
+
+    tiles_of_head: Any
+    entries: Any
+    heads: Any
+    order_ptr: Any
+
+
+class BlockInfo(NamedTuple):
+    """The tile of a program: its index, its first row or key, its batch entry and head."""
+
+    index: Any
+    start: Any
+    b: Any
+    h: Any
+
+
+class BlockLists(NamedTuple):
+    """Block maps (entries, heads, tiles, places), int32; strides are 64-bit."""
+
+    ptr: Any
+    stride_entry: Any
+    stride_head: Any
+    stride_tile: Any
+
+
+@triton.jit
+def tile_of_program(
+    program,
+    grid,
+    cu_seqlens_ptr,
+    total,
+    BLOCK: tl.constexpr,
+    LATE_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PREDICATE: tl.constexpr,
+):
+    """(tile, b, h) of a program.
+
+    LATE_FIRST: under causal masking late query tiles are the long ones. ``cu_seqlens_ptr`` and
+    ``total`` belong to the side whose tiles the grid counts, and are read under VARLEN.
+    """
+    tile = program % grid.tiles_of_head
+    head = program // grid.tiles_of_head
+    if LATE_FIRST:
+        tile = grid.tiles_of_head - 1 - tile
+    b = head // grid.heads
+    if VARLEN:
+        if grid.entries > 0:
+            b, tile = sequence_of_tile(tile, cu_seqlens_ptr, grid.entries, total, BLOCK)
+    h = head % grid.heads
+    if PREDICATE is not None:
+        tile = tl.load(grid.order_ptr + program)
+    return tile, b, h
+
+
+@triton.jit
+def query_block(
+    program, grid, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PREDICATE: tl.constexpr
+):
+    """(block, seqlen) of a program with a query tile: ``BlockInfo`` and ``SeqlenInfo``.
+
+    Under VARLEN the tile may lie past its sequence; the kernel then returns.
+    """
+    tile, b, h = tile_of_program(
+        program, grid, batch.seqlens_q_ptr, batch.total_q, BLOCK, True, VARLEN, PREDICATE
+    )
+    seqlen = seqlen_info(batch, b, VARLEN)
+    return BlockInfo(tile, tile * BLOCK, b, h), seqlen
+
+
+@triton.jit
+def key_block(
+    program, grid, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PREDICATE: tl.constexpr
+):
+    """(block, seqlen) of a program with a key tile, as ``query_block`` of a query tile."""
+    tile, b, h = tile_of_program(
+        program, grid, batch.seqlens_k_ptr, batch.total_k, BLOCK, False, VARLEN, PREDICATE
+    )
+    seqlen = seqlen_info(batch, b, VARLEN)
+    return BlockInfo(tile, tile * BLOCK, b, h), seqlen
+
+
+@triton.jit
+def row_block(
+    program, grid, cu_seqlens_ptr, length, total, BLOCK: tl.constexpr, VARLEN: tl.constexpr
+):
+    """(block, offset, seqlen) of a program that visits rows alone: padding counts as rows."""
+    tile, b, h = tile_of_program(program, grid, cu_seqlens_ptr, total, BLOCK, False, VARLEN, None)
+    block = BlockInfo(tile, tile * BLOCK, b, h)
+    offset, seqlen = b, length
+    if VARLEN:
+        offset, seqlen = sequence(cu_seqlens_ptr, b, length, total, VARLEN)
+    return block, offset, seqlen
+
+
+@triton.jit
+def listed_tiles(lists, b, h, tile):
+    """A tile's row of a block map, read like a range whose edge tiles all come first.
+
+    Returns:
+        (places, list_ptr): the list of indices, and a ``TileRange`` of places in it. Its edge
+        tiles are those that a mask divides.
+    """
+    row = b * lists.stride_entry + h * lists.stride_head + tile * lists.stride_tile
+    mixed = tl.load(lists.ptr + row)
+    visited = mixed + tl.load(lists.ptr + row + 1)
+    return TileRange(0, mixed, visited, visited), lists.ptr + row + 2
+
+
+@triton.jit
+def key_tiles(block, mask, lists, CONFIG: tl.constexpr):
+    """(tiles, list_ptr) that a query tile visits: a ``TileRange``, of a list under a predicate."""
+    if CONFIG.PREDICATE is None:
+        tiles = visible_tiles(
+            block.start, mask.seqlen_q, mask.seqlen_k, mask.window_left, mask.window_right,
+            CONFIG.BLOCK_M, CONFIG.BLOCK_N,
+        )  # fmt: skip
+        list_ptr = lists.ptr
+    else:
+        tiles, list_ptr = listed_tiles(lists, block.b, block.h, block.index)
+    return tiles, list_ptr
+
+
+@triton.jit
+def tile_count(tiles, MASKED: tl.constexpr):
+    """How many edge tiles (MASKED) or full tiles a ``TileRange`` has."""
+    full = tiles.full_hi - tiles.full_lo
+    return tiles.hi - tiles.lo - full if MASKED else full
+
+
+@triton.jit
+def nth_tile(i, tiles, MASKED: tl.constexpr):
+    """The i-th full tile, or (MASKED) edge tile; edge tiles lie on both sides of the full."""
+    if MASKED:
+        tile = tiles.lo + i
+        tile = tl.where(tile >= tiles.full_lo, tile + (tiles.full_hi - tiles.full_lo), tile)
+    else:
+        tile = tiles.full_lo + i
+    return tile
+
+
+@triton.jit
+def tile_index(place, list_ptr, PREDICATE: tl.constexpr):
+    """The index of a tile: its place in a range, or what stands there in a list."""
+    if PREDICATE is not None:
+        place = tl.load(list_ptr + place)
+    return place

@@ -1,0 +1,106 @@
+"""The claims that tests make, and the mutants that apply, as sets of names without folders."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["claims", "claims_of", "mutants", "renamed"]
+
+_ROOT = Path(__file__).parents[2]
+# A parameter that is a file: of such tests there are as many as there are files.
+_FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.py\b")
+
+
+def claims() -> dict[str, int]:
+    """How many tests pytest collects of each function and parameter."""
+    environment = os.environ | {"PYTEST_ADDOPTS": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"],
+        cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return claims_of(done.stdout)
+
+
+def claims_of(listed: str) -> dict[str, int]:
+    """Names of functions with parameters to how often pytest lists them."""
+    names = (line.partition("::")[2] for line in listed.splitlines())
+    return dict(Counter(_FILE.sub("*.py", name) for name in names if name))
+
+
+def mutants() -> dict[str, Any]:
+    """The mutants that change the sources as they are.
+
+    Written ones are there by name; of those that operators make there is a count for each function
+    and operator, since their names are texts of the source.
+    """
+    from fa_verify.diagnosis.copies import sources_of
+    from fa_verify.diagnosis.faults import FAULTS
+    from fa_verify.diagnosis.independent import BLIND
+    from fa_verify.diagnosis.mutant import StaleError, mutated
+    from fa_verify.diagnosis.subtle import SUBTLE
+    from tests.mutation.hardware import HARDWARE
+    from tests.mutation.operators import HOPPER_SITES, mechanical
+    from tests.mutation.referee import REFEREE
+
+    sources = sources_of("fa_kernels", "oracles", "properties")
+    found: dict[str, Any] = {}
+    lists = {
+        "faults": FAULTS, "blind": BLIND, "subtle": SUBTLE, "referee": REFEREE,
+        "hardware": [x.mutant for x in HARDWARE],
+    }  # fmt: skip
+    for kind, of in lists.items():
+        for mutant in of:
+            try:
+                mutated(sources, mutant)
+            except StaleError:
+                continue
+            found[f"{kind}: {mutant.name}"] = "applies"
+    for kind, made in {
+        "mechanical": mechanical(sources), "hopper": mechanical(sources, HOPPER_SITES)
+    }.items():  # fmt: skip
+        for mutant in made:
+            function = mutant.name.partition(" ")[0]
+            of_function = found.setdefault(f"{kind}: {function}", Counter())
+            of_function[mutant.origin] += 1
+    return found
+
+
+def renamed(snapshot: Mapping[str, Any], names: str) -> dict[str, Any]:
+    """A snapshot with new names; ``names`` has lines "old -> new".
+
+    A line is about the entry of that name, and about all of a test function or a kind whose name
+    is followed by a parameter or a mutant. Entries that come to have one name are added up.
+
+    Raises:
+        ValueError: A line has another form, or is about no entry.
+    """
+    pairs = {}
+    for line in filter(None, map(str.strip, names.splitlines())):
+        old, arrow, new = line.partition(" -> ")
+        if not arrow or not any(_rest(name, old) is not None for name in snapshot):
+            raise ValueError(f"{line!r} names no entry; needs old -> new, of an entry of the file")
+        pairs[old] = new
+    found: dict[str, Any] = {}
+    for name, value in snapshot.items():
+        new_name = name
+        for old, new in pairs.items():
+            rest = _rest(name, old)
+            if rest is not None:
+                new_name = new + rest
+        if new_name in found and isinstance(value, int):
+            value += found[new_name]
+        found[new_name] = value
+    return found
+
+
+def _rest(name: str, old: str) -> str | None:
+    """What follows in a name; None where it is no name of this one."""
+    rest = name.removeprefix(old)
+    return rest if name.startswith(old) and (not rest or rest[0] in "[:") else None

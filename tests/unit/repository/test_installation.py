@@ -1,0 +1,107 @@
+"""One import name, from a wheel, an editable installation and a checkout: one object a module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+# Imports each module by its name, and prints which files were imported by two names, which names
+# of folders are taken, and where the suite is.
+IMPORTS = """
+import importlib, os, pkgutil, sys
+import fa_verify
+from fa_verify.pytest_plugin import environment
+for _, name, _ in pkgutil.walk_packages(fa_verify.__path__, "fa_verify."):
+    if not name.startswith(("fa_verify.subjects.", "fa_verify.conformance.test_")):
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+names = {}
+for name, module in sys.modules.items():
+    file = getattr(module, "__file__", None)
+    if file and name.split(".")[0] in ("fa_verify", "fa_kernels", "oracles", "properties", "tests"):
+        names.setdefault(os.path.realpath(file), []).append(name)
+print([x for x in names.values() if len(x) > 1])
+print([x for x in ("oracles", "properties", "simulator", "tests") if x in sys.modules])
+print(fa_verify.__file__)
+"""
+
+
+def said_in(folder: Path, *path: Path) -> list[str]:
+    """What the imports print in a process of their own, started in ``folder``."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A wheel of the checkout, built without the network."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in tracked.stdout.splitlines():
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            target.symlink_to((ROOT / name).readlink())
+        elif (ROOT / name).is_file():
+            target.write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-q"]
+    subprocess.run(
+        [*command, "--no-index", "-w", folder], cwd=source, check=True, capture_output=True
+    )
+    (built,) = folder.glob("fa_verify-*.whl")
+    return built
+
+
+def test_a_wheel_has_two_names_of_its_own(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name.split("/")[0] for name in archive.namelist()}
+        held = set(archive.namelist())
+    assert {name for name in names if not name.endswith(".dist-info")} == {
+        "fa_kernels",
+        "fa_verify",
+    }
+    assert {"fa_verify/py.typed", "fa_kernels/py.typed"} <= held
+    assert "fa_verify/oracles/bounds/error_model.py" in held
+    assert "fa_verify/conformance/test_accuracy.py" in held
+
+
+def test_modules_of_a_wheel_are_imported_once(wheel, tmp_path):
+    place = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    twice, taken, where = said_in(tmp_path, place)
+    assert (twice, taken) == ("[]", "[]")
+    assert Path(where).is_relative_to(place)
+
+
+def test_modules_of_a_checkout_are_imported_once():
+    twice, taken, where = said_in(ROOT)
+    assert (twice, taken) == ("[]", "[]")
+    assert Path(where).is_relative_to(ROOT)
+
+
+def test_modules_of_an_installation_are_imported_once(tmp_path):
+    found = subprocess.run(
+        [sys.executable, "-c", "import fa_verify"], cwd=tmp_path, capture_output=True, check=False
+    )
+    if found.returncode:
+        pytest.skip("fa_verify is not installed in this environment")
+    twice, taken, _ = said_in(tmp_path)
+    assert (twice, taken) == ("[]", "[]")

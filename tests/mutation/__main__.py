@@ -31,7 +31,7 @@ from tests.mutation.operators import HOPPER_SITES, mechanical
 from tests.mutation.report import summary, tables
 
 if TYPE_CHECKING:
-    from fa_verify.properties.execution.trial import Question
+    from fa_verify.properties.execution.trial import PlannedRun
     from tests.mutation.trials import Step
 
 SOURCES = ("harness", "faults", "independent", "subtle", "mechanical", "hopper")
@@ -144,7 +144,7 @@ def _kernels(
     from tests.mutation.trials import ORDINARY, QUICK, STEPS
     from tests.mutation.verdict import asked, judged_kernels, warmed
 
-    # Subtle faults are about what companions see that the bound does not: nothing else is asked.
+    # Subtle faults show what the bound does not see: nothing else is asked.
     of_sources = {"subtle": ORDINARY, "hopper": ON_HOPPER}
     units = {"subtle": -1, "hopper": len(ON_HOPPER) - 1}
     lists = {source: of_sources.get(source, STEPS) for source, _ in chosen}
@@ -172,8 +172,8 @@ def _spots(
     kernels: dict[str, str],
     chosen: list[tuple[str, Mutant]],
     lists: dict[str, tuple[Step, ...]],
-    questions: dict[tuple[Step, ...], list[Question]],
-) -> dict[str, tuple[list[Step], list[Question]]]:
+    questions: dict[tuple[Step, ...], list[PlannedRun]],
+) -> dict[str, tuple[list[Step], list[PlannedRun]]]:
     """By the key of a mutant that is listed as equivalent, the few steps that it is asked."""
     from tests.mutation.spot_checks import lines_run, steps_of
     from tests.mutation.trials import QUICK

@@ -1,6 +1,6 @@
-"""An ablation of the companions of the bound: ``python -m tests.mutation.ablation``.
+"""An ablation of the checks beside the bound: ``python -m tests.mutation.ablation``.
 
-Each companion has a fault and a problem on which it finds the fault and the bound does not.
+Each of them has a fault and a problem on which it finds the fault and the bound does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.mutation.interpreting import interpret
 __all__ = ["ABLATION"]
 
 _SECONDS = 120.0
-# By companion: the fault, and where its problem stands in ``trials.ORDINARY``.
+# By check: the fault, and where its problem stands in ``trials.ORDINARY``.
 ABLATION: dict[str, tuple[str, int]] = {
     "rms": ("dkdv: dS is made from the rounded P", 2),
     "bias": ("dq: dq is too large by one part in a thousand", 0),
@@ -38,7 +38,7 @@ ABLATION: dict[str, tuple[str, int]] = {
 
 
 def main() -> int:
-    """Prints what finds each fault; returns 0 if the companion alone does."""
+    """Prints what finds each fault; returns 0 if the check alone does."""
     interpret()
     from tests.mutation.trials import ORDINARY
     from tests.mutation.verdict import asked, judged_kernels, warmed
@@ -46,25 +46,25 @@ def main() -> int:
     sources = sources_of(PACKAGE)
     mutants = {mutant.name: mutant for mutant in SUBTLE}
     steps = {
-        companion: replace(ORDINARY[place], checks=("G1", companion))
-        for companion, (_, place) in ABLATION.items()
+        check: replace(ORDINARY[place], checks=("G1", check))
+        for check, (_, place) in ABLATION.items()
     }
-    questions = {companion: asked((step,)) for companion, step in steps.items()}
+    questions = {check: asked((step,)) for check, step in steps.items()}
     warmed(questions["rms"])
     works = [
         partial(
-            judged_kernels, sources, mutants[name], (steps[companion],), questions[companion],
+            judged_kernels, sources, mutants[name], (steps[check],), questions[check],
             full=True, units=-1,
         )
-        for companion, (name, _) in ABLATION.items()
+        for check, (name, _) in ABLATION.items()
     ]  # fmt: skip
     dispensable = 0
     for ended in in_forks(works, jobs=os.cpu_count() or 1, seconds=_SECONDS):
-        companion = tuple(ABLATION)[ended.number]
+        check = tuple(ABLATION)[ended.number]
         found = [kill.check for kill in ended.value.kills] if ended.how == "returned" else []
         by = " and ".join(found) or ended.how
-        print(f"{companion}: {ABLATION[companion][0]}: found by {by}", flush=True)
-        dispensable += found != [companion]
+        print(f"{check}: {ABLATION[check][0]}: found by {by}", flush=True)
+        dispensable += found != [check]
     return int(dispensable > 0)
 
 

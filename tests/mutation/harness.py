@@ -43,7 +43,6 @@ TESTS: dict[str, str] = {
     "oracles/bounds/variance.py": "test_variance test_softcap test_alibi test_lse_gradient",
     "oracles/masks/block_sparse.py": f"{_MASKS} test_block_mask",
     "oracles/masks/codec.py": "test_problem test_custom_masks",
-    "oracles/masks/combined.py": _MASKS,
     "oracles/masks/dilated.py": _MASKS,
     "oracles/masks/document.py": f"{_MASKS} test_batched",
     "oracles/masks/mask.py": "test_mask test_custom_masks",

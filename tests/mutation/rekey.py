@@ -23,6 +23,8 @@ __all__ = ["Found", "Version", "rekeyed"]
 _SAME_FUNCTION = 0.4
 _SAME_MUTANT = 0.65
 _MARGIN = 0.01
+# Of an equal change that may be another one.
+_UNCLEAR = 0.99
 # Tokens on each side of a change that say where it is.
 _AROUND = 6
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -97,8 +99,18 @@ def rekeyed(keys: Iterable[str], old: Version, new: Version) -> list[Found]:
     mapped: dict[str, _Site] = {}
     _align(ours, new.sites, places, mapped)
     _move(ours, new.sites, mapped)
-    mutants = {x.mutant.key: x.mutant for x in ours}
-    found = {key: Found(mutants[key], site.mutant) for key, site in mapped.items()}
+    mutants = {x.mutant.key: x for x in ours}
+    here = Counter((places.get(x.function), x.text) for x in ours)
+    there = Counter((x.function, x.text) for x in new.sites)
+    found = {}
+    for key, site in mapped.items():
+        old_site = mutants[key]
+        # One of several equal lines is gone, or new: which one, nothing says for certain.
+        is_clear = (
+            places.get(old_site.function) != site.function
+            or here[site.function, site.text] == there[site.function, site.text]
+        )
+        found[key] = Found(old_site.mutant, site.mutant, 1.0 if is_clear else _UNCLEAR)
     left = [x for x in ours if x.mutant.key not in mapped]
     taken = {site.mutant.key for site in mapped.values()}
     free = [x for x in new.sites if x.mutant.key not in taken]
@@ -246,9 +258,9 @@ def _similar(old: Sequence[_Site], new: Sequence[_Site], pairs: Mapping[str, str
         nearest = new[number].mutant if number >= 0 else None
         if score >= _SAME_MUTANT and score - second >= _MARGIN:
             taken.add(number)
-            found.append(Found(x.mutant, nearest, min(score, 0.99)))
+            found.append(Found(x.mutant, nearest, min(score, _UNCLEAR)))
         else:
-            found.append(Found(x.mutant, None, min(score, 0.99), nearest))
+            found.append(Found(x.mutant, None, min(score, _UNCLEAR), nearest))
     return found
 
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from fa_verify.diagnosis.copies import PACKAGE, load
-from fa_verify.properties.execution.trial import Question
+from fa_verify.properties.execution.trial import PlannedRun
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.subjects.ours import adapted
 from tests.mutation.changes import Change
@@ -32,7 +32,7 @@ Lines = frozenset[tuple[str, int]]
 
 
 def lines_run(
-    sources: Mapping[str, str], steps: Sequence[Step], questions: Sequence[Question]
+    sources: Mapping[str, str], steps: Sequence[Step], questions: Sequence[PlannedRun]
 ) -> list[Lines]:
     """The lines of the package that each step runs.
 
@@ -50,7 +50,7 @@ def lines_run(
         for step, question in zip(steps, questions, strict=True):
             lines: set[tuple[str, int]] = set()
             with _tracing(folder, lines):
-                trial = question.answered_by(subject)
+                trial = question.run(subject)
                 for check in step.checks:
                     CHECKS[check](trial)
             found.append(frozenset(lines))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fa_kernels import flash_attention, flash_attention_varlen
+from fa_kernels import flash_attention, flash_attention_varlen, pooled_attention_probs
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.inputs.layouts import lay_out
 from tests.snapshots.cases import Case
@@ -77,12 +77,12 @@ def _options(case: Case) -> dict[str, Any]:
     """Those that all calls have."""
     return {
         "config": case.config, "return_lse": True,
-        "backward": "one_pass" if case.one_pass else "two_pass",
+        "deterministic": not case.one_pass,
     }  # fmt: skip
 
 
 def _window(mask: Mask) -> dict[str, Any]:
-    return {"causal": mask.causal, "window": (mask.window_left, mask.window_right)}
+    return {"causal": mask.causal, "window_size": (mask.window_left, mask.window_right)}
 
 
 def _masking(x: Inputs) -> dict[str, Any]:
@@ -110,8 +110,10 @@ def _padded(x: Inputs) -> dict[str, torch.Tensor]:
 
 def _pooled(x: Inputs) -> dict[str, torch.Tensor]:
     pool = x.case.call.removeprefix("pooled ")
-    _, _, pooled = flash_attention(
-        x.q, x.k, x.v, **_masking(x), **_options(x.case), pool=pool, pool_size=x.case.pool
+    masking = _masking(x)
+    _, lse = flash_attention(x.q, x.k, x.v, **masking, **_options(x.case))
+    pooled = pooled_attention_probs(
+        x.q, x.k, lse, **masking, config=x.case.config, pool=pool, pool_size=x.case.pool
     )
     return {"pooled": pooled}
 

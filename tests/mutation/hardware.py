@@ -163,9 +163,9 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         _on_hopper(
             "the second consumer has the rows of the first",
             "start_m = tile.start_m + consumer * WARPGROUP_ROWS\n    offs_m = start_m + "
-            "gl.arange(0, WARPGROUP_ROWS, ROWS)\n    m_i",
+            "gl.arange(0, WARPGROUP_ROWS, ROWS)\n    out, lse",
             "start_m = tile.start_m\n    offs_m = start_m + "
-            "gl.arange(0, WARPGROUP_ROWS, ROWS)\n    m_i",
+            "gl.arange(0, WARPGROUP_ROWS, ROWS)\n    out, lse",
         ),
         {"M": 200, "N": 300},
     ),

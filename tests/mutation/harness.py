@@ -40,6 +40,7 @@ TESTS: dict[str, str] = {
     "oracles/bounds/numpy_pooled.py": "test_pooled_oracles",
     "oracles/bounds/numpy_units.py": "test_numpy_bound_by_hand test_bounds_agree",
     "oracles/bounds/pooled.py": "test_pooled_oracles",
+    "oracles/bounds/softcap.py": "test_softcap",
     "oracles/bounds/variance.py": "test_variance test_softcap test_alibi test_lse_gradient",
     "oracles/masks/block_sparse.py": f"{_MASKS} test_block_mask",
     "oracles/masks/codec.py": "test_problem test_custom_masks",
@@ -61,6 +62,7 @@ TESTS: dict[str, str] = {
     "oracles/reference/softcap.py": "test_softcap",
     "oracles/reference/torch_reference.py": "test_reference test_lse_gradient test_custom_masks "
     "test_softcap test_bias test_bounds_agree test_closed_form",
+    "oracles/renamed.py": "test_problem test_custom_masks test_options",
     "oracles/stream.py": "test_stream",
     "properties/checks/accuracy.py": "test_guarantees",
     "properties/checks/bias_gradient.py": "test_bias",
@@ -108,6 +110,7 @@ TESTS: dict[str, str] = {
     "properties/search/corpus.py": "test_corpus",
     "properties/search/minimize.py": "test_minimize",
     "properties/search/search.py": "test_search test_batched test_statistics",
+    "properties/subjects/attention_kernel.py": "test_attention_kernel",
     "properties/subjects/declarations.py": "test_declarations test_supported",
     "properties/subjects/loading.py": "test_loading test_custom_masks",
     "properties/subjects/subject.py": "test_subject test_pooled_checks",

@@ -34,6 +34,7 @@ __all__ = [
     "Partition",
     "Pipeline",
     "SeqlenInfo",
+    "Steps",
     "TileRange",
     "accumulator_layout",
     "add_block",

@@ -42,17 +42,17 @@ def mutants() -> dict[str, Any]:
     """
     from fa_verify.diagnosis.copies import sources_of
     from fa_verify.diagnosis.faults import FAULTS
-    from fa_verify.diagnosis.independent import BLIND
+    from fa_verify.diagnosis.independent import INDEPENDENT
     from fa_verify.diagnosis.mutant import StaleError, mutated
     from fa_verify.diagnosis.subtle import SUBTLE
     from tests.mutation.hardware import HARDWARE
+    from tests.mutation.harness_mutants import HARNESS
     from tests.mutation.operators import HOPPER_SITES, mechanical
-    from tests.mutation.referee import REFEREE
 
-    sources = sources_of("fa_kernels", "oracles", "properties")
+    sources = sources_of("fa_kernels", "oracles", "properties", "simulator", "fa_verify")
     found: dict[str, Any] = {}
     lists = {
-        "faults": FAULTS, "blind": BLIND, "subtle": SUBTLE, "referee": REFEREE,
+        "faults": FAULTS, "independent": INDEPENDENT, "subtle": SUBTLE, "harness": HARNESS,
         "hardware": [x.mutant for x in HARDWARE],
     }  # fmt: skip
     for kind, of in lists.items():

@@ -111,7 +111,7 @@ class _Tile(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Rows of scratch from ``first_row`` on, that of the group's first head, M_padded a head."""
+    """A group of heads in scratch: M_padded rows a head, from row ``first_row`` on."""
 
     lse2_ptr: Any
     delta_ptr: Any
@@ -121,7 +121,7 @@ class _Scratch(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """Rows of a kv head in global memory: dk (end - first, D) and dv (end - first, Dv)."""
+    """A kv head in global memory: ``end`` rows of dk (D) and dv (Dv), from row ``first`` on."""
 
     dk_ptr: Any
     dv_ptr: Any
@@ -141,8 +141,9 @@ class _Scales(NamedTuple):
 class _Step(NamedTuple):
     """The i-th query tile of a program: its head and row, and its place t of ``number`` of a kind.
 
-    ``again`` is 0, but ptxas cannot know it. With a plain 0 it keeps the addresses of all resident
-    tiles in registers over the loop, and spills.
+    ``again`` is 0, but the compiler cannot know it. With a plain 0 it keeps the addresses of all
+    resident tiles in registers over the loop: of head_dim 128 in one pass ptxas then spills 860
+    bytes in place of 120 (Triton 3.9), or 692 in place of 96 (3.6).
     """
 
     i: Any

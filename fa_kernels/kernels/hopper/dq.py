@@ -90,7 +90,7 @@ class _Tile(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of a head in global memory: lse2 and delta from ``row`` on, and dq (end - first, D)."""
+    """Global memory: lse2 and delta from ``row`` on, ``end`` rows of dq from ``first`` on."""
 
     lse2_ptr: Any
     delta_ptr: Any
@@ -197,9 +197,9 @@ def _accumulate(
         dp = start_scores(dout, values, i, zeros)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         p = gl.exp2(scores * qk_scale - lse2[:, None])
-        # This phase is complete since before the product. Without the wait ptxas (CUDA 12.8 and
-        # 12.9, of Triton 3.6 and 3.9) moves the wait for the product up, and the exponentials come
-        # behind the product, not beside it; ptxas moves no instruction past an mbarrier wait.
+        # This phase is complete since before the product, but ptxas moves no exponential past a
+        # wait on an mbarrier. Without it ptxas 12.8 and 12.9 (Triton 3.6 and 3.9) move the wait for
+        # the product before three quarters of them, which then run behind it, not beside it.
         wait_full(values, i)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         ds = _compute_ds(p, dp, delta, offs_m, key_tile, tile.tiles, mask)

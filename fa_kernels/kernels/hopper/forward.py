@@ -272,9 +272,9 @@ def _next_tile(
     l_i = state.l_i * alpha + gl.sum(p, 1)
     risen = gl.min(alpha, 0) < 1.0 if THRESHOLD > 0 else True
     if OVERLAP:
-        # This phase is complete since before the product. Without the wait ptxas (CUDA 12.8 and
-        # 12.9, of Triton 3.6 and 3.9) moves the wait for the product up, and the softmax comes
-        # behind the product, not beside it; ptxas moves no instruction past an mbarrier wait.
+        # This phase is complete since before the product, but ptxas moves no exponential past a
+        # wait on an mbarrier. Without it ptxas 12.8 and 12.9 (Triton 3.6 and 3.9) move the wait for
+        # the product before half of them or more, which then run behind it, not beside it.
         wait_full(values, i - 1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(values, i - 1)

@@ -227,7 +227,7 @@ def _sizes(sizes: Sizes) -> dict[str, int]:
     """The sizes of a call, as parameters of a kernel."""
     return {
         "H": sizes.H, "G": sizes.H // sizes.Hk, "M": sizes.M, "N": sizes.N,
-        "rows_q": sizes.total_q, "rows_k": sizes.total_k,
+        "total_q": sizes.total_q, "total_k": sizes.total_k,
     }  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def _masked(arguments: Arguments) -> dict[str, Any]:
     return {
         "seqlens_q_ptr": arguments.seqlens_q, "seqlens_k_ptr": arguments.seqlens_k,
         "window_left": arguments.window_left, "window_right": arguments.window_right,
-        "PACKED": arguments.longest is not None,
+        "VARLEN": arguments.longest is not None,
     }  # fmt: skip
 
 

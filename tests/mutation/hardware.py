@@ -185,7 +185,7 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         ),
         {"B": 2, "H": 80, "Hk": 80, "M": 100, "N": 150},
     ),
-    (_on_hopper("values of the next sequence are not cleared", "PACKED | ", "False | "), _NEXT),
+    (_on_hopper("values of the next sequence are not cleared", "VARLEN | ", "False | "), _NEXT),
     (
         _on_hopper(
             "blocks of packed sequences begin at the tensor's first row",
@@ -198,8 +198,8 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _on_hopper(
             "the keys of a sequence begin where its queries do",
-            "call.G, key_tile * BLOCK_N, PACKED",
-            "call.G, key_tile * BLOCK_N + (tile.info.offset_q - tile.info.offset_k), PACKED",
+            "call.G, key_tile * BLOCK_N, VARLEN",
+            "call.G, key_tile * BLOCK_N + (tile.info.offset_q - tile.info.offset_k), VARLEN",
         ),
         _NEXT,
     ),
@@ -216,7 +216,7 @@ _IN_ONE_PASS: dict[str, Any] = {"config": "default-one_pass"}
 _DIRTY: dict[str, Any] = {"B": 2, "M": 300, "N": 300, "mask": _PADDED, "dirty": "nan"}
 _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
-        _behind("keys of the next sequence are not cleared", "PACKED | ", "False | "),
+        _behind("keys of the next sequence are not cleared", "VARLEN | ", "False | "),
         _NEXT | {"config": "default-one_pass-packed"},
     ),
     (
@@ -280,8 +280,8 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     (
         _behind(
             "the heads of a group are its first",
-            "tile.h_k * tile.G + g, start_m, PACKED",
-            "tile.h_k * tile.G, start_m, PACKED",
+            "tile.h_k * tile.G + g, start_m, VARLEN",
+            "tile.h_k * tile.G, start_m, VARLEN",
         ),
         {"H": 4, "Hk": 2, "M": 200, "N": 300},
     ),
@@ -397,7 +397,7 @@ _HOPPER_DQ: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     ),
     (
         _on_hopper(
-            "dq, keys of the next sequence are not cleared", "PACKED | ", "False | ", "dq"
+            "dq, keys of the next sequence are not cleared", "VARLEN | ", "False | ", "dq"
         ),
         _NEXT,
     ),

@@ -26,11 +26,10 @@ from fa_kernels.kernels.common.addressing import scratch_row, store_rows, stored
 from fa_kernels.kernels.common.block_info import nth_tile, tile_count
 from fa_kernels.kernels.common.mask import pairs_seen
 from fa_kernels.kernels.common.score_mod import base2_scale
-from fa_kernels.kernels.common.seqlen_info import sequence_of_tile
+from fa_kernels.kernels.common.seqlen_info import Batch, seqlen_info, sequence_of_tile
 from fa_kernels.kernels.common.softmax import scale_from_bits
 from fa_kernels.kernels.hopper.pipeline import (
     WARPGROUP_ROWS,
-    Batch,
     PartialSums,
     Pipeline,
     accumulator_layout,
@@ -47,7 +46,6 @@ from fa_kernels.kernels.hopper.pipeline import (
     partition_of,
     query_tiles,
     release,
-    seqlen_info,
     signal,
     stage_of,
     steps_of,
@@ -198,7 +196,7 @@ def _load_query_tile(inputs, shared, i, scratch, row, place):
 
 
 @gluon.jit
-def _produce(inputs, shared, tile, info, scratch, PACKED: gl.constexpr):
+def _produce(inputs, shared, tile, info, scratch, VARLEN: gl.constexpr):
     """Loads a key tile, then the program's query tiles of G heads."""
     BLOCK_M: gl.constexpr = inputs.q.block_type.shape[2]
     total = tile.steps.end - tile.steps.begin
@@ -208,7 +206,7 @@ def _produce(inputs, shared, tile, info, scratch, PACKED: gl.constexpr):
         mbarrier.expect(full, 2 * of_half)
         for half in gl.static_range(2):
             start_n = tile.start_n + half * WARPGROUP_ROWS
-            place = block_at(info.offset_k, tile.h_k, start_n, PACKED)
+            place = block_at(info.offset_k, tile.h_k, start_n, VARLEN)
             async_load(inputs.k, place, full, shared.k_tiles.index(half))
             async_load(inputs.v, place, full, shared.v_tiles.index(half))
     before = -tile.steps.begin
@@ -218,7 +216,7 @@ def _produce(inputs, shared, tile, info, scratch, PACKED: gl.constexpr):
             of_head = before + g * count
             for t in range(max(-of_head, 0), min(total - of_head, count)):
                 start_m = nth_tile(t, tile.tiles, MASKED) * BLOCK_M
-                place = block_at(info.offset_q, tile.h_k * tile.G + g, start_m, PACKED)
+                place = block_at(info.offset_q, tile.h_k * tile.G + g, start_m, VARLEN)
                 row = scratch.first_row + gl.cast(g, gl.int64) * scratch.M_padded + start_m
                 _load_query_tile(inputs, shared, of_head + t, scratch, row, place)
         before += tile.G * count
@@ -267,7 +265,7 @@ def _wait_for_first(
     mask,
     end_key,
     ONE_PASS: gl.constexpr,
-    PACKED: gl.constexpr,
+    VARLEN: gl.constexpr,
 ):
     """Waits for the key tile and the first query tile, and clears what no product may read."""
     BLOCK_M: gl.constexpr = shared.q_pipe.tiles.shape[3]
@@ -277,7 +275,7 @@ def _wait_for_first(
         # The copy clears past the tensor's last key only. p and dS of padding are selected, but dQ
         # multiplies its keys.
         start_n = tile.start_n + half * WARPGROUP_ROWS
-        if (PACKED | (mask.seqlen_k < end_key)) & (mask.seqlen_k - start_n < WARPGROUP_ROWS):
+        if (VARLEN | (mask.seqlen_k < end_key)) & (mask.seqlen_k - start_n < WARPGROUP_ROWS):
             zero_rows(matrix(shared.k_tiles, half), start_n + offs.wide < mask.seqlen_k, WIDE)
         # Counts as the dS before the first: no consumer multiplies the other's keys earlier.
         mbarrier.arrive(shared.ds_full.index(0), count=1)
@@ -499,7 +497,7 @@ def _consume(
     sums,
     scales,
     ONE_PASS: gl.constexpr,
-    PACKED: gl.constexpr,
+    VARLEN: gl.constexpr,
 ):
     """Computes dk and dv of half the keys of a tile, and half of what the tile adds to dq.
 
@@ -525,7 +523,7 @@ def _consume(
     )
     dk, dv = _load_sums(dk_sums, dv_sums, steps, BLOCK_D)
     if total > 0:
-        _wait_for_first(half, offs, shared, tile, mask, outputs.end, ONE_PASS, PACKED)
+        _wait_for_first(half, offs, shared, tile, mask, outputs.end, ONE_PASS, VARLEN)
     # Without a query tile the scores are made of whatever is there, and are not used.
     scores = _start_scores(half, shared, tile_at(shared.q_pipe, 0), 0)
     scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -581,7 +579,7 @@ def _allocate(inputs, STAGES: gl.constexpr, ONE_PASS: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "tiles_of_head", "entries", "H", "G", "M", "M_padded", "N", "rows_q", "rows_k", "D", "Dv",
+        "tiles_of_head", "entries", "H", "G", "M", "M_padded", "N", "total_q", "total_k", "D", "Dv",
         "each", "shares", "window_left", "window_right", "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
@@ -610,8 +608,8 @@ def hopper_backward_kernel(
     M: gl.int32,
     M_padded: gl.int32,
     N: gl.int32,
-    rows_q: gl.int32,
-    rows_k: gl.int32,
+    total_q: gl.int32,
+    total_k: gl.int32,
     D: gl.int32,
     Dv: gl.int32,
     each: gl.int32,
@@ -622,7 +620,7 @@ def hopper_backward_kernel(
     STAGES: gl.constexpr,
     ONE_PASS: gl.constexpr,
     ROW_PADDING: gl.constexpr,
-    PACKED: gl.constexpr,
+    VARLEN: gl.constexpr,
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), both contiguous, for one key tile of one kv head.
 
@@ -636,7 +634,7 @@ def hopper_backward_kernel(
     float32 (B,H,M_padded,BLOCK_D) in the order of ``rows_of_blocks``, without sm_scale; else dq is
     not touched.
 
-    PACKED: dk (Hk,rows_k,D) and dv (Hk,rows_k,Dv), descriptors like those of
+    VARLEN: dk (Hk,total_k,D) and dv (Hk,total_k,Dv), descriptors like those of
     ``hopper_forward_kernel``, lse2, delta and the rows of dq like those of ``dkdv_kernel``;
     ``sequence_of_tile`` explains ``entries``, if not 0.
     """
@@ -645,7 +643,7 @@ def hopper_backward_kernel(
     inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc, dout=dout_desc)
     batch = Batch(
         seqlens_q_ptr=seqlens_q_ptr, seqlens_k_ptr=seqlens_k_ptr, max_seqlen_q=M, max_seqlen_k=N,
-        total_q=rows_q, total_k=rows_k,
+        total_q=total_q, total_k=total_k,
     )  # fmt: skip
     # Early key tiles first: under causal masking they are the long ones.
     part = partition_of(gl.program_id(0), gl.num_programs(0), tiles_of_head, each, shares)
@@ -653,11 +651,11 @@ def hopper_backward_kernel(
     Hk = H // G
     b = part.head // Hk
     h_k = part.head % Hk
-    if PACKED:
+    if VARLEN:
         if entries > 0:
-            b, n_block = sequence_of_tile(n_block, seqlens_k_ptr, entries, rows_k, BLOCK_N)
+            b, n_block = sequence_of_tile(n_block, seqlens_k_ptr, entries, total_k, BLOCK_N)
     start_n = n_block * BLOCK_N
-    info = seqlen_info(batch, b, PACKED)
+    info = seqlen_info(batch, b, VARLEN)
     mask = mask_of(info, window_left, window_right)
     tiles = query_tiles(start_n, mask, BLOCK_N, BLOCK_M)
     steps = steps_of(part, G * (tiles.hi - tiles.lo))
@@ -670,10 +668,10 @@ def hopper_backward_kernel(
     scales = _Scales(
         qk_scale=base2_scale(sm_scale, gl.float32, 0), sm_scale=sm_scale.to(gl.float32)
     )
-    first, end = stored_rows(b, h_k, Hk, info.offset_k, N, info.seqlen_k, rows_k, PACKED)
+    first, end = stored_rows(b, h_k, Hk, info.offset_k, N, info.seqlen_k, total_k, VARLEN)
     outputs = _Outputs(dk_ptr=dk_ptr, dv_ptr=dv_ptr, D=D, Dv=Dv, first=first, end=end)
     # Of the group's first head.
-    first_row = scratch_row(b, h_k * G, H, info.offset_q, M_padded, ROW_PADDING, PACKED)
+    first_row = scratch_row(b, h_k * G, H, info.offset_q, M_padded, ROW_PADDING, VARLEN)
     scratch = _Scratch(
         lse2_ptr=lse2_ptr, delta_ptr=delta_ptr, dq_ptr=dq_ptr, first_row=first_row,
         M_padded=M_padded,
@@ -681,9 +679,9 @@ def hopper_backward_kernel(
     shared = _allocate(inputs, STAGES, ONE_PASS)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, tile, mask, scratch, outputs, sums, scales, ONE_PASS, PACKED)),
-            (_consume, (1, shared, tile, mask, scratch, outputs, sums, scales, ONE_PASS, PACKED)),
-            (_produce, (inputs, shared, tile, info, scratch, PACKED)),
+            (_consume, (0, shared, tile, mask, scratch, outputs, sums, scales, ONE_PASS, VARLEN)),
+            (_consume, (1, shared, tile, mask, scratch, outputs, sums, scales, ONE_PASS, VARLEN)),
+            (_produce, (inputs, shared, tile, info, scratch, VARLEN)),
         ],
         [4, 1],
         [240, 24],

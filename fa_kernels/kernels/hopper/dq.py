@@ -18,11 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_kernels.kernels.common.addressing import scratch_row, store_rows, stored_rows
 from fa_kernels.kernels.common.score_mod import base2_scale
-from fa_kernels.kernels.common.seqlen_info import sequence_of_tile
+from fa_kernels.kernels.common.seqlen_info import Batch, seqlen_info, sequence_of_tile
 from fa_kernels.kernels.common.softmax import scale_from_bits
 from fa_kernels.kernels.hopper.pipeline import (
     WARPGROUP_ROWS,
-    Batch,
     PartialSums,
     Pipeline,
     accumulator_layout,
@@ -40,7 +39,6 @@ from fa_kernels.kernels.hopper.pipeline import (
     partial_rows,
     partition_of,
     release,
-    seqlen_info,
     signal,
     start_scores,
     steps_of,
@@ -109,34 +107,34 @@ class _Scales(NamedTuple):
 
 
 @gluon.jit
-def _produce(inputs, shared, tile, info, G, PACKED: gl.constexpr):
+def _produce(inputs, shared, tile, info, G, VARLEN: gl.constexpr):
     """Loads queries and dout of both consumers, then the program's key tiles, K before V."""
     BLOCK_N: gl.constexpr = inputs.k.block_type.shape[2]
     of_rows: gl.constexpr = inputs.q.block_type.nbytes + inputs.dout.block_type.nbytes
     if tile.first < tile.last:
         for half in gl.static_range(2):
-            place = block_at(info.offset_q, tile.h, tile.start_m + half * WARPGROUP_ROWS, PACKED)
+            place = block_at(info.offset_q, tile.h, tile.start_m + half * WARPGROUP_ROWS, VARLEN)
             full = shared.rows_full.index(half)
             mbarrier.expect(full, of_rows)
             async_load(inputs.q, place, full, shared.q_tiles.index(half))
             async_load(inputs.dout, place, full, shared.do_tiles.index(half))
     for key_tile in range(tile.first, tile.last):
         i = key_tile - tile.first
-        place = block_at(info.offset_k, tile.h // G, key_tile * BLOCK_N, PACKED)
+        place = block_at(info.offset_k, tile.h // G, key_tile * BLOCK_N, VARLEN)
         wait_free(shared.k_pipe, i)
         load_stage(shared.k_pipe, i, inputs.k, place)
         load_stage(shared.v_pipe, i, inputs.v, place)
 
 
 @gluon.jit
-def _zero_padding(keys, i, key_tile, seqlen_k, N, PACKED: gl.constexpr):
+def _zero_padding(keys, i, key_tile, seqlen_k, N, VARLEN: gl.constexpr):
     """Clears padding in a key tile, the i-th of the pipeline, before products read it.
 
     dS of padding is 0, and 0 times NaN is not. The copy clears past the tensor's last key only.
     """
     BLOCK_N: gl.constexpr = keys.tiles.shape[3]
     WIDE: gl.constexpr = wide(keys.tiles.shape[4])
-    if (PACKED | (seqlen_k < N)) & ((key_tile + 1) * BLOCK_N > seqlen_k):
+    if (VARLEN | (seqlen_k < N)) & ((key_tile + 1) * BLOCK_N > seqlen_k):
         wait_full(keys, i)
         offs_n = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
         zero_rows(tile_at(keys, i), offs_n < seqlen_k, WIDE)
@@ -167,7 +165,7 @@ def _accumulate(
     delta,
     qk_scale,
     N,
-    PACKED: gl.constexpr,
+    VARLEN: gl.constexpr,
 ):
     """Adds to dq, without sm_scale, what the program's key tiles give; there is at least one."""
     keys, values = shared.k_pipe, shared.v_pipe
@@ -178,7 +176,7 @@ def _accumulate(
     zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
     q, dout = matrix(shared.q_tiles, half), matrix(shared.do_tiles, half)
     mbarrier.wait(shared.rows_full.index(half), 0)
-    _zero_padding(keys, 0, tile.first, mask.seqlen_k, N, PACKED)
+    _zero_padding(keys, 0, tile.first, mask.seqlen_k, N, VARLEN)
     scores = start_scores(q, keys, 0, zeros)
     dp = start_scores(dout, values, 0, zeros)
     scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -189,7 +187,7 @@ def _accumulate(
     for key_tile in range(tile.first + 1, tile.last):
         i = key_tile - tile.first
         dq = add_product(dq, left, keys, i - 1)
-        _zero_padding(keys, i, key_tile, mask.seqlen_k, N, PACKED)
+        _zero_padding(keys, i, key_tile, mask.seqlen_k, N, VARLEN)
         scores = start_scores(q, keys, i, zeros)
         # dP begins later: the registers do not hold three products at once.
         dq = warpgroup_mma_wait(1, deps=(dq,))
@@ -226,7 +224,7 @@ def _write(dq, start_m, lse2, sm_scale, rows, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def _consume(half: gl.constexpr, shared, rows, sums, tile, mask, scales, N, PACKED: gl.constexpr):
+def _consume(half: gl.constexpr, shared, rows, sums, tile, mask, scales, N, VARLEN: gl.constexpr):
     """Computes dq of 64 rows of the query tile.
 
     Where programs share the tile, it reads and stores partial sums.
@@ -248,7 +246,7 @@ def _consume(half: gl.constexpr, shared, rows, sums, tile, mask, scales, N, PACK
     delta = gl.load(rows.delta_ptr + rows.row + offs_tile)
     if tile.first < tile.last:
         dq = _accumulate(
-            dq, half, shared, tile, mask, offs_m, lse2, delta, scales.qk_scale, N, PACKED
+            dq, half, shared, tile, mask, offs_m, lse2, delta, scales.qk_scale, N, VARLEN
         )  # fmt: skip
     if tile.last < tile.tiles.hi:
         gl.store(partial_rows(sums, SHAPE, SUMS), dq)
@@ -278,7 +276,7 @@ def _allocate(inputs, STAGES: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "tiles_of_head", "entries", "H", "G", "M", "M_padded", "N", "rows_q", "rows_k", "D",
+        "tiles_of_head", "entries", "H", "G", "M", "M_padded", "N", "total_q", "total_k", "D",
         "each", "shares", "window_left", "window_right", "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
@@ -305,8 +303,8 @@ def hopper_dq_kernel(
     M: gl.int32,
     M_padded: gl.int32,
     N: gl.int32,
-    rows_q: gl.int32,
-    rows_k: gl.int32,
+    total_q: gl.int32,
+    total_k: gl.int32,
     D: gl.int32,
     each: gl.int32,
     shares: gl.int32,
@@ -315,7 +313,7 @@ def hopper_dq_kernel(
     sm_scale_bits: gl.int64,
     STAGES: gl.constexpr,
     ROW_PADDING: gl.constexpr,
-    PACKED: gl.constexpr,
+    VARLEN: gl.constexpr,
 ):
     """Writes dq (B,H,M,D), contiguous, for one query tile of one head, or a part of one.
 
@@ -325,7 +323,7 @@ def hopper_dq_kernel(
     ``shares``; shared tiles have partial sums (shared tiles,BLOCK_M,BLOCK_D), float32, and signals
     (shared tiles,2) of int32, zeros.
 
-    PACKED: dq (H,rows_q,D), descriptors like those of ``hopper_forward_kernel``, lse2 and delta
+    VARLEN: dq (H,total_q,D), descriptors like those of ``hopper_forward_kernel``, lse2 and delta
     like those of ``dq_kernel``; ``sequence_of_tile`` explains ``entries``, if not 0.
     """
     BLOCK_M: gl.constexpr = 2 * WARPGROUP_ROWS
@@ -333,18 +331,18 @@ def hopper_dq_kernel(
     inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc, dout=dout_desc)
     batch = Batch(
         seqlens_q_ptr=seqlens_q_ptr, seqlens_k_ptr=seqlens_k_ptr, max_seqlen_q=M, max_seqlen_k=N,
-        total_q=rows_q, total_k=rows_k,
+        total_q=total_q, total_k=total_k,
     )  # fmt: skip
     part = partition_of(gl.program_id(0), gl.num_programs(0), tiles_of_head, each, shares)
     # Late query tiles first: under causal masking they are the long ones.
     m_block = tiles_of_head - 1 - part.block
     b = part.head // H
     h = part.head % H
-    if PACKED:
+    if VARLEN:
         if entries > 0:
-            b, m_block = sequence_of_tile(m_block, seqlens_q_ptr, entries, rows_q, BLOCK_M)
+            b, m_block = sequence_of_tile(m_block, seqlens_q_ptr, entries, total_q, BLOCK_M)
     start_m = m_block * BLOCK_M
-    info = seqlen_info(batch, b, PACKED)
+    info = seqlen_info(batch, b, VARLEN)
     mask = mask_of(info, window_left, window_right)
     tiles = key_tiles(start_m, mask, BLOCK_M, BLOCK_N)
     steps = steps_of(part, tiles.hi - tiles.lo)
@@ -359,17 +357,17 @@ def hopper_dq_kernel(
     scales = _Scales(
         qk_scale=base2_scale(sm_scale, gl.float32, 0), sm_scale=sm_scale.to(gl.float32)
     )
-    row = scratch_row(b, h, H, info.offset_q, M_padded, ROW_PADDING, PACKED) + start_m
-    first, end = stored_rows(b, h, H, info.offset_q, M, info.seqlen_q, rows_q, PACKED)
+    row = scratch_row(b, h, H, info.offset_q, M_padded, ROW_PADDING, VARLEN) + start_m
+    first, end = stored_rows(b, h, H, info.offset_q, M, info.seqlen_q, total_q, VARLEN)
     rows = _Rows(
         lse2_ptr=lse2_ptr, delta_ptr=delta_ptr, row=row, dq_ptr=dq_ptr, first=first, end=end, D=D
     )
     shared = _allocate(inputs, STAGES)
     gl.warp_specialize(
         [
-            (_consume, (0, shared, rows, sums, tile, mask, scales, N, PACKED)),
-            (_consume, (1, shared, rows, sums, tile, mask, scales, N, PACKED)),
-            (_produce, (inputs, shared, tile, info, G, PACKED)),
+            (_consume, (0, shared, rows, sums, tile, mask, scales, N, VARLEN)),
+            (_consume, (1, shared, rows, sums, tile, mask, scales, N, VARLEN)),
+            (_produce, (inputs, shared, tile, info, G, VARLEN)),
         ],
         [4, 1],
         [240, 24],

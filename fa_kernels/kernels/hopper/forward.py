@@ -21,13 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_kernels.kernels.common.addressing import store_rows, stored_rows
 from fa_kernels.kernels.common.score_mod import base2_scale
-from fa_kernels.kernels.common.seqlen_info import sequence_of_tile
+from fa_kernels.kernels.common.seqlen_info import Batch, seqlen_info, sequence_of_tile
 from fa_kernels.kernels.common.softmax import normalised, scale_from_bits
 from fa_kernels.kernels.common.tile_ranges import tile_of_head
 from fa_kernels.kernels.hopper.pipeline import (
     PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
-    Batch,
     Pipeline,
     accumulator_layout,
     add_product,
@@ -42,7 +41,6 @@ from fa_kernels.kernels.hopper.pipeline import (
     matrix,
     operand_layout,
     release,
-    seqlen_info,
     start_scores,
     thread_barrier,
     tile_at,
@@ -126,14 +124,14 @@ class _State(NamedTuple):
 
 
 @gluon.jit
-def _tile_of_work(work, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr):
+def _tile_of_work(work, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, VARLEN: gl.constexpr):
     """The query tile of a work-tile index."""
     BLOCK_M: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     block, head = tile_of_head(work, call.m_blocks, call.heads, PROGRAMS_TOGETHER)
     # Late query tiles first: under causal masking they are the long ones.
     m_block = call.m_blocks - 1 - block
     b = head // call.H
-    if PACKED:
+    if VARLEN:
         if call.entries > 0:
             b, m_block = sequence_of_tile(
                 m_block, call.batch.seqlens_q_ptr, call.entries, call.batch.total_q, BLOCK_M
@@ -142,7 +140,7 @@ def _tile_of_work(work, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, PA
     if m_block < call.narrow:
         consumers = CONSUMERS - 1
     start_m = (m_block * CONSUMERS - min(m_block, call.narrow)) * WARPGROUP_ROWS
-    info = seqlen_info(call.batch, b, PACKED)
+    info = seqlen_info(call.batch, b, VARLEN)
     mask = mask_of(info, call.window_left, call.window_right)
     # The range of a wide tile: a narrow one may visit a key tile that is hidden from all its rows.
     tiles = key_tiles(start_m, mask, BLOCK_M, BLOCK_N)
@@ -164,7 +162,7 @@ def _read(slot):
 
 
 @gluon.jit
-def _produce(inputs, shared, call, counter_ptr, PACKED: gl.constexpr):
+def _produce(inputs, shared, call, counter_ptr, VARLEN: gl.constexpr):
     """Loads query tiles, and for each its key tiles one after the other, K before V."""
     total = call.heads * call.m_blocks
     CONSUMERS: gl.constexpr = shared.q_tiles.shape[0]
@@ -175,10 +173,10 @@ def _produce(inputs, shared, call, counter_ptr, PACKED: gl.constexpr):
         following = total
         if gl.num_programs(0) < total:
             following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        tile = _tile_of_work(work, call, BLOCK_N, CONSUMERS, PACKED)
+        tile = _tile_of_work(work, call, BLOCK_N, CONSUMERS, VARLEN)
         for consumer in gl.static_range(CONSUMERS):
             start_m = tile.start_m + consumer * WARPGROUP_ROWS
-            place = block_at(tile.info.offset_q, tile.h, start_m, PACKED)
+            place = block_at(tile.info.offset_q, tile.h, start_m, VARLEN)
             full = shared.q_full.index(consumer)
             # Passes in the first round: the phase before the first counts as complete.
             mbarrier.wait(shared.q_free.index(consumer), rounds & 1 ^ 1)
@@ -187,7 +185,7 @@ def _produce(inputs, shared, call, counter_ptr, PACKED: gl.constexpr):
             async_load(inputs.q, place, full, shared.q_tiles.index(consumer))
         for key_tile in range(tile.tiles.lo, tile.tiles.hi):
             i = before + key_tile - tile.tiles.lo
-            place = block_at(tile.info.offset_k, tile.h // call.G, key_tile * BLOCK_N, PACKED)
+            place = block_at(tile.info.offset_k, tile.h // call.G, key_tile * BLOCK_N, VARLEN)
             wait_free(shared.k_pipe, i)
             load_stage(shared.k_pipe, i, inputs.k, place)
             wait_free(shared.v_pipe, i)
@@ -285,13 +283,13 @@ def _next_tile(
 
 
 @gluon.jit
-def _last_product(state, values, i, tile, N, PACKED: gl.constexpr):
+def _last_product(state, values, i, tile, N, VARLEN: gl.constexpr):
     """Adds the last key tile's weighted values, the i-th of the pipeline, to ``acc``."""
     BLOCK_N: gl.constexpr = values.tiles.shape[3]
     WIDE: gl.constexpr = wide(values.tiles.shape[4])
     seqlen_k, last = tile.mask.seqlen_k, tile.tiles.hi
     # The copy clears past the tensor's last key only.
-    if (PACKED | (seqlen_k < N)) & (last * BLOCK_N > seqlen_k):
+    if (VARLEN | (seqlen_k < N)) & (last * BLOCK_N > seqlen_k):
         wait_full(values, i)
         offs_n = (last - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
         zero_rows(tile_at(values, i), offs_n < seqlen_k, WIDE)
@@ -304,7 +302,7 @@ def _last_product(state, values, i, tile, N, PACKED: gl.constexpr):
 @gluon.jit
 def _attend(
     consumer: gl.constexpr, shared, before, tile, call, DTYPE: gl.constexpr,
-    THRESHOLD: gl.constexpr, PACKED: gl.constexpr,
+    THRESHOLD: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """``acc``, ``l_i`` and ``m_i`` of a consumer's 64 queries after all their key tiles.
 
@@ -337,7 +335,7 @@ def _attend(
         # The producer loads the next tile's queries while this one ends.
         mbarrier.arrive(shared.q_free.index(consumer), count=1)
         i = before + last - 1 - first
-        acc = _last_product(state, shared.v_pipe, i, tile, call.batch.max_seqlen_k, PACKED)
+        acc = _last_product(state, shared.v_pipe, i, tile, call.batch.max_seqlen_k, VARLEN)
         l_i, m_i = state.l_i, state.m_i
     else:
         mbarrier.arrive(shared.q_free.index(consumer), count=1)
@@ -357,7 +355,7 @@ def _skip(consumer: gl.constexpr, shared, before, tiles):
 
 
 @gluon.jit
-def _write(consumer: gl.constexpr, acc, l_i, m_i, tile, outputs, call, PACKED: gl.constexpr):
+def _write(consumer: gl.constexpr, acc, l_i, m_i, tile, outputs, call, VARLEN: gl.constexpr):
     """Writes out and lse of a consumer's 64 queries."""
     BLOCK_DV: gl.constexpr = acc.shape[1]
     WIDE: gl.constexpr = wide(BLOCK_DV)
@@ -368,7 +366,7 @@ def _write(consumer: gl.constexpr, acc, l_i, m_i, tile, outputs, call, PACKED: g
     out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < seqlen_q))
     first, end = stored_rows(
         offset_q, tile.h, call.H, offset_q, call.batch.max_seqlen_q, seqlen_q, call.batch.total_q,
-        PACKED,
+        VARLEN,
     )  # fmt: skip
     gl.store(outputs.lse_ptr + (first + offs_m), lse, mask=offs_m < end)
     out = gl.convert_layout(out.to(outputs.out_ptr.dtype.element_ty), WIDE)
@@ -379,7 +377,7 @@ def _write(consumer: gl.constexpr, acc, l_i, m_i, tile, outputs, call, PACKED: g
 
 @gluon.jit
 def _consume(
-    consumer: gl.constexpr, shared, outputs, call, THRESHOLD: gl.constexpr, PACKED: gl.constexpr
+    consumer: gl.constexpr, shared, outputs, call, THRESHOLD: gl.constexpr, VARLEN: gl.constexpr
 ):
     """Attends from a consumer's 64 rows of each query tile to its key tiles."""
     CONSUMERS: gl.constexpr = shared.q_tiles.shape[0]
@@ -389,10 +387,10 @@ def _consume(
     mbarrier.wait(shared.q_full.index(consumer), 0)
     work = _read(shared.work_tiles.index(consumer))
     while work < call.heads * call.m_blocks:
-        tile = _tile_of_work(work, call, BLOCK_N, CONSUMERS, PACKED)
+        tile = _tile_of_work(work, call, BLOCK_N, CONSUMERS, VARLEN)
         if consumer < tile.consumers:
-            acc, l_i, m_i = _attend(consumer, shared, before, tile, call, DTYPE, THRESHOLD, PACKED)
-            _write(consumer, acc, l_i, m_i, tile, outputs, call, PACKED)
+            acc, l_i, m_i = _attend(consumer, shared, before, tile, call, DTYPE, THRESHOLD, VARLEN)
+            _write(consumer, acc, l_i, m_i, tile, outputs, call, VARLEN)
         else:
             _skip(consumer, shared, before, tile.tiles)
         before += tile.tiles.hi - tile.tiles.lo
@@ -428,7 +426,7 @@ def _allocate(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "heads", "H", "G", "M", "N", "rows_q", "rows_k", "Dv", "m_blocks", "narrow", "entries",
+        "heads", "H", "G", "M", "N", "total_q", "total_k", "Dv", "m_blocks", "narrow", "entries",
         "window_left", "window_right", "sm_scale_bits",
     ],
     do_not_specialize_on_alignment=[
@@ -449,8 +447,8 @@ def hopper_forward_kernel(
     G: gl.int32,
     M: gl.int32,
     N: gl.int32,
-    rows_q: gl.int32,
-    rows_k: gl.int32,
+    total_q: gl.int32,
+    total_k: gl.int32,
     Dv: gl.int32,
     m_blocks: gl.int32,
     narrow: gl.int32,
@@ -461,7 +459,7 @@ def hopper_forward_kernel(
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     THRESHOLD: gl.constexpr,
-    PACKED: gl.constexpr,
+    VARLEN: gl.constexpr,
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, of ``heads`` = B H heads.
 
@@ -471,15 +469,16 @@ def hopper_forward_kernel(
     there are fewer programs than query tiles, a program takes its next tile from ``counter``, an
     int32 of 0, and loads it while the one before ends. Else the counter is not touched.
 
-    PACKED: out (H,rows_q,Dv) and lse (H,rows_q), descriptors of (1,H,rows_q,D), (1,Hk,rows_k,D),
-    (1,Hk,rows_k,Dv), like those of ``forward_kernel``. If ``entries`` is not 0, each of ``heads`` =
-    H has the tiles of so many sequences, as ``sequence_of_tile`` explains, and none is narrow.
+    VARLEN: out (H,total_q,Dv) and lse (H,total_q), descriptors of (1,H,total_q,D),
+    (1,Hk,total_k,D), (1,Hk,total_k,Dv), like those of ``forward_kernel``. If ``entries`` is not 0,
+    each of ``heads`` = H has the tiles of so many sequences, as ``sequence_of_tile`` explains, and
+    none is narrow.
     """
     inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc)
     outputs = _Outputs(out_ptr=out_ptr, lse_ptr=lse_ptr, Dv=Dv)
     batch = Batch(
         seqlens_q_ptr=seqlens_q_ptr, seqlens_k_ptr=seqlens_k_ptr, max_seqlen_q=M, max_seqlen_k=N,
-        total_q=rows_q, total_k=rows_k,
+        total_q=total_q, total_k=total_k,
     )  # fmt: skip
     qk_scale = base2_scale(scale_from_bits(sm_scale_bits), gl.float32, 0)
     call = _Call(
@@ -490,9 +489,9 @@ def hopper_forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, outputs, call, THRESHOLD, PACKED)),
-                (_consume, (1, shared, outputs, call, THRESHOLD, PACKED)),
-                (_produce, (inputs, shared, call, counter_ptr, PACKED)),
+                (_consume, (0, shared, outputs, call, THRESHOLD, VARLEN)),
+                (_consume, (1, shared, outputs, call, THRESHOLD, VARLEN)),
+                (_produce, (inputs, shared, call, counter_ptr, VARLEN)),
             ],
             [4, 1],
             [240, 24],
@@ -500,10 +499,10 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, outputs, call, THRESHOLD, PACKED)),
-                (_consume, (1, shared, outputs, call, THRESHOLD, PACKED)),
-                (_consume, (2, shared, outputs, call, THRESHOLD, PACKED)),
-                (_produce, (inputs, shared, call, counter_ptr, PACKED)),
+                (_consume, (0, shared, outputs, call, THRESHOLD, VARLEN)),
+                (_consume, (1, shared, outputs, call, THRESHOLD, VARLEN)),
+                (_consume, (2, shared, outputs, call, THRESHOLD, VARLEN)),
+                (_produce, (inputs, shared, call, counter_ptr, VARLEN)),
             ],
             [4, 4, 1],
             [160, 160, 24],

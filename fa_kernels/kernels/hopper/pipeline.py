@@ -22,20 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_kernels.kernels.common.addressing import whole_rows
 from fa_kernels.kernels.common.mask import pairs_seen
-from fa_kernels.kernels.common.seqlen_info import sequence
 from fa_kernels.kernels.common.tile_ranges import share_of, tile_of_head, visible_tiles
 
 __all__ = [
     "PROGRAMS_TOGETHER",
     "WARPGROUP_ROWS",
-    "Batch",
     "Mask",
     "PartialSums",
     "Partition",
     "Pipeline",
-    "SeqlenInfo",
     "Steps",
-    "TileRange",
     "accumulator_layout",
     "add_block",
     "add_product",
@@ -54,7 +50,6 @@ __all__ = [
     "phase_of",
     "query_tiles",
     "release",
-    "seqlen_info",
     "signal",
     "stage_of",
     "start_scores",
@@ -95,33 +90,6 @@ _IN_FOURS: gl.constexpr = gl.constexpr(
 # and ``type``, which no field can be named.
 
 
-class Batch(NamedTuple):
-    """The sequences of a call, as the host gives them.
-
-    The pointers lead to int32 lengths (B,), or under PACKED to cumulative ones (B + 1,). No
-    sequence is longer than max_seqlen; total_q and total_k are the rows of the tensors.
-    """
-
-    seqlens_q_ptr: Any
-    seqlens_k_ptr: Any
-    max_seqlen_q: Any
-    max_seqlen_k: Any
-    total_q: Any
-    total_k: Any
-
-
-class SeqlenInfo(NamedTuple):
-    """One batch entry: valid lengths, and the coordinates of its first row in the descriptors.
-
-    ``offset`` is the batch entry, or its first row under PACKED.
-    """
-
-    offset_q: Any
-    offset_k: Any
-    seqlen_q: Any
-    seqlen_k: Any
-
-
 class Mask(NamedTuple):
     """Which pairs of one batch entry are visible: valid lengths and the window."""
 
@@ -129,15 +97,6 @@ class Mask(NamedTuple):
     seqlen_k: Any
     window_left: Any
     window_right: Any
-
-
-class TileRange(NamedTuple):
-    """The tiles [lo, hi) that a tile visits; [full_lo, full_hi) need no mask."""
-
-    lo: Any
-    full_lo: Any
-    full_hi: Any
-    hi: Any
 
 
 class Partition(NamedTuple):
@@ -205,14 +164,6 @@ def operand_layout(columns):
 
 
 @gluon.jit
-def seqlen_info(batch, b, PACKED: gl.constexpr):
-    """The ``SeqlenInfo`` of a batch entry."""
-    offset_q, seqlen_q = sequence(batch.seqlens_q_ptr, b, batch.max_seqlen_q, batch.total_q, PACKED)
-    offset_k, seqlen_k = sequence(batch.seqlens_k_ptr, b, batch.max_seqlen_k, batch.total_k, PACKED)
-    return SeqlenInfo(offset_q, offset_k, seqlen_q, seqlen_k)
-
-
-@gluon.jit
 def mask_of(info, window_left, window_right):
     """The ``Mask`` of a batch entry."""
     return Mask(info.seqlen_q, info.seqlen_k, window_left, window_right)
@@ -221,23 +172,17 @@ def mask_of(info, window_left, window_right):
 @gluon.jit
 def key_tiles(start_m, mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """The ``TileRange`` of key tiles that a query tile visits."""
-    return TileRange(
-        *visible_tiles(
-            start_m, mask.seqlen_q, mask.seqlen_k, mask.window_left, mask.window_right,
-            BLOCK_M, BLOCK_N,
-        )
-    )  # fmt: skip
+    return visible_tiles(
+        start_m, mask.seqlen_q, mask.seqlen_k, mask.window_left, mask.window_right, BLOCK_M, BLOCK_N
+    )
 
 
 @gluon.jit
 def query_tiles(start_n, mask, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
     """The ``TileRange`` of query tiles that a key tile visits."""
-    return TileRange(
-        *visible_tiles(
-            start_n, mask.seqlen_k, mask.seqlen_q, mask.window_right, mask.window_left,
-            BLOCK_N, BLOCK_M,
-        )
-    )  # fmt: skip
+    return visible_tiles(
+        start_n, mask.seqlen_k, mask.seqlen_q, mask.window_right, mask.window_left, BLOCK_N, BLOCK_M
+    )
 
 
 @gluon.jit
@@ -305,12 +250,12 @@ def signal(sums):
 
 
 @gluon.jit
-def block_at(offset, h, start, PACKED: gl.constexpr):
+def block_at(offset, h, start, VARLEN: gl.constexpr):
     """Coordinates in a descriptor of a sequence's rows from ``start`` on.
 
     ``offset`` is a field of ``SeqlenInfo``.
     """
-    if PACKED:
+    if VARLEN:
         coordinates = (0, h, offset + start, 0)
     else:
         coordinates = (offset, h, start, 0)

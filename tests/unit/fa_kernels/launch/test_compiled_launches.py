@@ -29,8 +29,9 @@ def nothing_is_compiled(monkeypatch):
 
 def added(x: torch.Tensor, value: int, dtype=torch.float32, **constants: Any) -> torch.Tensor:
     y = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    values = {"y_ptr": y, "x_ptr": x, "count": x.numel(), "value": value}
     constants = {"BLOCK": 16, "TWICE": False, **constants}
-    launch_cache.run(add_kernel, (triton.cdiv(x.numel(), 16),), y, x, x.numel(), value, **constants)
+    launch_cache.run(add_kernel, (triton.cdiv(x.numel(), 16),), {**values, **constants})
     return y
 
 
@@ -113,10 +114,9 @@ def test_what_is_kept_is_found_by_kinds_and_constants_alone(monkeypatch):
     kernel, other = Compiled(), Compiled()
     x, y = torch.zeros(3), torch.zeros(5, dtype=torch.float16)
 
-    def run(kernel, *args, **options):
-        launch_cache.run(
-            kernel, (7,), *args, **{"WIDE": True, "BLOCK": 16, "num_warps": 4, **options}
-        )
+    def run(kernel, x, y, kinds=None, **options):
+        named = {"x": x, "y": y, "WIDE": True, "BLOCK": 16, "num_warps": 4, **options}
+        launch_cache.run(kernel, (7,), named, kinds)
 
     for _ in range(2):
         run(kernel, x, 5)
@@ -147,12 +147,13 @@ def test_named_arguments_are_passed_in_the_order_of_parameters(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, x = Compiled(), torch.zeros(3)
     for _ in range(2):
-        launch_cache.run(kernel, (7,), WIDE=True, y=5, num_warps=4, x=x, BLOCK=16)
+        launch_cache.run(kernel, (7,), {"WIDE": True, "y": 5, "num_warps": 4, "x": x, "BLOCK": 16})
     for _ in range(2):
-        launch_cache.run(kernel, (7,), x, BLOCK=16, y=5, WIDE=True, num_warps=4)
+        launch_cache.run(kernel, (7,), {"x": x, "BLOCK": 16, "y": 5, "WIDE": True, "num_warps": 4})
     (code,) = kernel.made
     assert code.launches == [((7, 1, 1), x, 5, 16, True)] * 3
-    launch_cache.run(kernel, (7,), x=x, y=5, BLOCK=16, WIDE=True, num_warps=4, num_stages=2)
+    named = {"x": x, "y": 5, "BLOCK": 16, "WIDE": True, "num_warps": 4, "num_stages": 2}
+    launch_cache.run(kernel, (7,), named)
     assert len(kernel.made) == 2
 
 
@@ -160,8 +161,8 @@ def test_named_arguments_are_passed_in_the_order_of_parameters(monkeypatch):
 def test_a_name_too_many_or_too_few_is_left_to_triton(named, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, x = Compiled(), torch.zeros(3)
-    launch_cache.run(kernel, (7,), x=x, y=5, BLOCK=16, WIDE=True)
-    launch_cache.run(kernel, (7,), x=x, BLOCK=16, WIDE=True, **named)
+    launch_cache.run(kernel, (7,), {"x": x, "y": 5, "BLOCK": 16, "WIDE": True})
+    launch_cache.run(kernel, (7,), {"x": x, "BLOCK": 16, "WIDE": True, **named})
     assert len(kernel.made) == 2
     assert not kernel.made[0].launches
 
@@ -169,6 +170,7 @@ def test_a_name_too_many_or_too_few_is_left_to_triton(named, monkeypatch):
 def test_what_another_function_is_part_of_is_left_to_triton(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, predicate = Compiled(), Compiled()
+    named = {"x": torch.zeros(1), "y": 5, "BLOCK": 1, "WIDE": True, "PREDICATE": predicate}
     for _ in range(2):
-        launch_cache.run(kernel, (1,), torch.zeros(1), 5, BLOCK=1, WIDE=True, PREDICATE=predicate)
+        launch_cache.run(kernel, (1,), named)
     assert len(kernel.made) == 2

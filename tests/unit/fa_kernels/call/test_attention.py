@@ -1,4 +1,4 @@
-"""flash_attention as a call: sizes of 0, autograd, lengths, defaults, dtypes, memory."""
+"""The public call flash_attention: sizes of 0, autograd, lengths, defaults, dtypes, memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 def drawn(device: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Inputs:
-    """Normal values of the sizes above, but for those given."""
+    """Normal values, in the default sizes unless given."""
     size = {"B": B, "H": H, "Hk": HK, "M": M, "N": N, "D": D, "Dv": DV, **sizes}
     shapes = {"q": "B H M D", "k": "B Hk N D", "v": "B Hk N Dv", "dout": "B H M Dv"}
     return Inputs(
@@ -59,7 +59,7 @@ def called(inputs: Inputs, **arguments: object) -> Outputs[torch.Tensor]:
 
 @lru_cache(maxsize=1)
 def plain(device: str) -> Outputs[torch.Tensor]:
-    """The outputs of the inputs above, without a mask."""
+    """The outputs of the default inputs, without a mask."""
     return called(drawn(device))
 
 
@@ -70,7 +70,7 @@ def same_bits(got: Outputs[torch.Tensor], want: Outputs[torch.Tensor]) -> list[s
 
 @pytest.fixture
 def allocated(monkeypatch) -> list[torch.Tensor]:
-    """What fa_kernels allocates, in order, and filled with NaN before the kernels see it."""
+    """The allocations of fa_kernels in order, filled with NaN before the kernels run."""
     made = []
     empty = allocation.empty
 
@@ -173,7 +173,7 @@ def test_a_second_derivative_is_refused(power, device):
     q, k, v, _ = drawn(device)
     out = flash_attention(q.requires_grad_(), k, v, config=CONFIG)
     (dq,) = torch.autograd.grad((out**power).sum(), q, create_graph=True)
-    # A penalty on the gradient beside another term: not to be dropped.
+    # A gradient penalty beside another loss term must not be dropped silently.
     loss = q.sum() + dq.square().sum()
     with pytest.raises(NotImplementedError, match=r"^flash_attention is differentiated twice;"):
         loss.backward()
@@ -209,13 +209,13 @@ def test_the_backward_computes_what_is_needed_alone(wanted, device, monkeypatch,
     out.backward(inputs.dout)
     of_keys = "k" in wanted or "v" in wanted
     assert ran == ["dkdv"] * of_keys + ["dq"] * ("q" in wanted)
-    # Beside two numbers a row, and what has no elements.
+    # Without the two numbers per row and tensors without elements.
     made = [x for x in allocated if x.numel()]
     assert len(made) == 2 + 2 * of_keys + ("q" in wanted)
 
 
 class Recorded:
-    """A kernel that writes down that it was launched."""
+    """A kernel that records its launches."""
 
     def __init__(self, kernel, name, ran):
         self.kernel, self.name, self.ran = kernel, name, ran
@@ -251,7 +251,7 @@ def test_lengths_changed_before_the_backward_are_refused(device):
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values, heads innermost but for the columns, as a projection stores them."""
+    """The same values in the layout (B, M, H, D) of a projection's output."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -351,7 +351,7 @@ def test_every_named_config_is_within_the_bound(config, device):
     mask, sm_scale = Mask(causal=True, window_left=40), D**-0.5
     got = called(inputs, mask=mask, config=config)
     want = attention(*inputs, mask=mask, sm_scale=sm_scale)
-    # TF32 only where the name says so.
+    # Only configurations named for it use TF32.
     dots, splits = "tf32" if "tf32" in config else "ieee", CONFIGS[config].splits or 1
     numerics = Numerics(dots=dots, splits=splits)
     judged = judge(*inputs, mask=mask, sm_scale=sm_scale, in_dtype="fp32", numerics=numerics)
@@ -379,11 +379,11 @@ def test_memory_is_that_of_the_outputs_and_three_numbers_a_row(dtype, device, al
     called(inputs, causal=True)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v, dout = (x.shape for x in inputs)
-    # lse as it is returned; lse2 and delta in whole tiles of rows.
+    # lse has M rows; lse2 and delta have whole tiles of rows.
     scratch = torch.Size((*q[:2], -(-q[2] // ROW_PADDING) * ROW_PADDING))
     rows = [(q[:3], wide), (scratch, wide), (scratch, wide)]
     want = [(dout, dtype), *rows, (q, dtype), (k, dtype), (v, dtype)]
-    # In the place of the gradient of a bias stands a tensor without elements.
+    # A tensor without elements replaces the gradient of a bias.
     found = [(x.shape, x.dtype) for x in allocated if x.numel()]
     assert sorted(found, key=str) == sorted(want, key=str)
 

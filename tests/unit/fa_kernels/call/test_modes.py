@@ -109,7 +109,7 @@ def block(q, k, v):
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """How often the forward kernel was launched."""
+    """A list with an entry for each launch of the forward kernel."""
     kernel, launched = portable.forward_kernel, []
 
     class Counted:

@@ -1,4 +1,4 @@
-"""deterministic=False: what it launches, what it shares with two passes, and where dq is summed."""
+"""deterministic=False: its launches, its equality with two passes, and the sums of dq."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ SUBSETS = [s for size in (1, 2, 3) for s in itertools.combinations("qkv", size)]
 
 @pytest.mark.parametrize("wanted", SUBSETS, ids="".join)
 def test_one_pass_is_made_where_it_makes_all_that_is_needed(wanted, device, monkeypatch):
-    """dq alone takes 3 products, and dk with dv 4."""
+    """A gradient of q alone takes 3 products in its own kernel; dk and dv alone take 4."""
     ran = []
     for name in ("dq", "dkdv"):
         kernel = getattr(portable, f"{name}_kernel")
@@ -112,7 +112,7 @@ def test_one_pass_is_made_where_it_makes_all_that_is_needed(wanted, device, monk
 
 
 class Recorded:
-    """A kernel that writes down its launches, and whether they were to make dq too."""
+    """A kernel that records its launches and whether they compute dq too."""
 
     def __init__(self, kernel, name, ran):
         self.kernel, self.name, self.ran = kernel, name, ran
@@ -139,14 +139,14 @@ def test_one_pass_has_a_tile_of_its_own(device):
     assert (one.config.dkdv, one.one_pass) == (Tile(64, 16), True)
 
 
-# The second one runs in Hopper's own kernels, where there are any.
+# The second case runs Hopper's kernels on a Hopper GPU.
 @pytest.mark.parametrize(("columns", "of_values"), [(256, 16), (128, 64)])
 def test_rows_of_dq_past_2_to_the_31_elements_are_summed_where_they_lie(device, columns, of_values):
     if device == "cpu":
         pytest.skip("needs sums of 8 GiB")
     if torch.cuda.mem_get_info()[0] < GIB_OF_FAR_ROWS * 2**30:
         pytest.skip(f"needs {GIB_OF_FAR_ROWS} GiB of free GPU memory")
-    # All rows are the same, and each gets one addition: so are the rows of dq.
+    # All rows are equal and each gets one addition, so the rows of dq are equal.
     rows = 2**31 // columns + 64
     q, k = (normal(0, name, (1, 1, 1, columns)).half().to(device) for name in "qk")
     v, dout = (normal(0, name, (1, 1, 1, of_values)).half().to(device) for name in ("v", "dout"))

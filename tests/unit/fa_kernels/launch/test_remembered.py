@@ -1,4 +1,4 @@
-"""Calls that are remembered: what is found again is what would be worked out anew."""
+"""The call cache returns the results of validation, and forgets the oldest."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ OTHER = (
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
-    """Nothing is remembered at first."""
+    """Empties the call cache."""
     for kept in ("_requests", "_arguments"):
         monkeypatch.setattr(call_cache, kept, {})
 
 
 @pytest.fixture
 def worked_out(monkeypatch):
-    """Names of what is worked out, in order."""
+    """Names of the validation steps that run, in order."""
     seen: list[str] = []
     for name in ("check", "prepared"):
         original = getattr(arguments, name)

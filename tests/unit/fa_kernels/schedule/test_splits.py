@@ -1,4 +1,4 @@
-"""Keys in parts: how tiles are shared out, and that parts merge into what one program finds."""
+"""Key splits: the tiles of each split, and the combination of their partial results."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_last_of_the_most_tiles_and_parts_stay_within_32_bits():
     tiles, parts = 2**25, MAX_SPLITS
 
     class Narrow(int):
-        """Refuses results that int32 does not hold, and dividends below 0."""
+        """An int that refuses results outside int32 and negative dividends."""
 
         def __mul__(self, other):
             return checked(int(self) * int(other))
@@ -134,7 +134,7 @@ def called(inputs: Inputs, splits: int | None, mask: Mask, tiles: str = "16x16")
 
 @pytest.fixture
 def poisoned(monkeypatch) -> list[torch.Tensor]:
-    """What fa_kernels allocates, in order, and filled with NaN before the kernels see it."""
+    """The allocations of fa_kernels in order, filled with NaN before the kernels run."""
     made = []
     empty = allocation.empty
 
@@ -160,7 +160,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_part_gives_what_no_part_gives(mask, dtype, device, poisoned):
-    """To the bit in the interpreter; a GPU runs other code for parts, in another order."""
+    """Equal bitwise in the interpreter; a GPU runs other code for splits, in another order."""
     inputs = drawn(device, dtype, 20, 70)
     one, whole = called(inputs, 1, mask), called(inputs, None, mask)
     assert device != "cpu" or all(map(torch.equal, one, whole))
@@ -173,7 +173,7 @@ def test_one_part_gives_what_no_part_gives(mask, dtype, device, poisoned):
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_parts_without_tiles_change_no_bit(mask, device, poisoned):
-    # Five tiles at most, so that each has a part of its own.
+    # At most five tiles, so that each has a split of its own.
     inputs = drawn(device, torch.float32, 20, 70)
     want = forward(inputs, 5, mask)
     assert want[0].isfinite().all()
@@ -226,7 +226,7 @@ def test_rows_of_padding_and_rows_that_see_nothing_are_exact(device, poisoned):
 
 
 def test_padding_that_overflows_the_sums_of_a_part_stays_in_padding(device):
-    # A row of padding weighs all keys of a full tile alike: fp32 does not hold their sum.
+    # A padding row weights all keys of a full tile equally, and their sum overflows fp32.
     inputs = drawn(device, torch.bfloat16, 20, 70)
     mask = Mask(seqlens_q=(20, 1))
     out, _ = forward(inputs._replace(v=torch.full_like(inputs.v, 3e38)), 3, mask)
@@ -249,7 +249,7 @@ def test_the_merge_weights_every_part_by_its_maximum(rows, device):
     parts, Dv = 5, 6
     acc, l_sum = normal(0, "acc", (parts, rows, Dv)), normal(0, "l", (parts, rows)).abs() + 0.1
     m = 40 * normal(0, "m", (parts, rows))
-    # One part saw nothing; of the first row, none did.
+    # One split has no visible key; for the first row, no split has.
     m[1], l_sum[1], acc[1] = -math.inf, 0.0, 0.0
     m[:, 0], l_sum[:, 0], acc[:, 0] = -math.inf, 0.0, 0.0
     acc, m, l_sum = (x.to(device) for x in (acc, m, l_sum))

@@ -1,4 +1,4 @@
-"""What flash_attention refuses: by which error, in which words, and before anything happens."""
+"""flash_attention refuses invalid arguments by name, before it allocates or changes anything."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LATER = NotImplementedError
 
 
 class Refusal(NamedTuple):
-    """An error, the pieces of its message (argument, got, needs), and the arguments it is for.
+    """An error, parts of its message (argument, got, needs), and the invalid arguments.
 
-    q, k and v are functions of good ones, and a function among the others takes the device.
+    Values of q, k and v are functions of valid tensors; other functions take the device.
     """
 
     error: type[Exception]
@@ -272,7 +272,7 @@ EVERY_REFUSAL = [
 
 
 def good(device: str) -> dict[str, torch.Tensor]:
-    """q, k, v that nothing is wrong with."""
+    """Valid q, k, v."""
     shapes = {"q": (B, H, M, D), "k": (B, HK, N, D), "v": (B, HK, N, DV)}
     return {
         name: torch.arange(math.prod(shape), dtype=torch.float32, device=device).view(shape)
@@ -281,7 +281,7 @@ def good(device: str) -> dict[str, torch.Tensor]:
 
 
 def changed(case: Refusal, device: str) -> dict[str, object]:
-    """The arguments of the call that is refused."""
+    """The arguments of the refused call."""
     arguments: dict[str, object] = good(device)
     for name, value in case.change.items():
         made = value(arguments.get(name, device)) if callable(value) else value
@@ -290,7 +290,7 @@ def changed(case: Refusal, device: str) -> dict[str, object]:
 
 
 def checked(device: str, **change: object) -> Arguments:
-    """What the launchers are given of a good call."""
+    """The launchers' arguments for a valid call."""
     given = {
         "mask": None,
         "causal": False,

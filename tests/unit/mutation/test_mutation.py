@@ -1,4 +1,4 @@
-"""The making and judging of mutants: what is changed, how forks end, what is counted."""
+"""Making and judging mutants: operators, forks and their ends, reports, the kill order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def f(x, mask, M, N):
 
 
 def made(expression: str) -> set[str]:
-    """What the operators make of an expression in a function."""
+    """The mutants that the operators make of an expression in a function."""
     sources = dict.fromkeys(SITES, "") | {SITES[0]: FUNCTION.format(expression)}
     return {
         mutated(sources, mutant)[SITES[0]].split("y = ")[1].split("\n")[0]
@@ -87,7 +87,7 @@ def test_mechanical_mutants_are_several_hundred_valid_changes_of_one_line_each()
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter runs mutants"
 )
 def test_the_command_asks_mutants_of_the_harness(tmp_path):
-    """In a process of its own: nothing of the project may be imported before them."""
+    """Runs in a process of its own, because the harness must not be imported before its mutants."""
     chosen = ["harness", "--every", "0", "--only", "an infinite bound passes"]
     command = [sys.executable, "-m", "tests.mutation", *chosen, "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -176,7 +176,7 @@ def test_a_launch_that_nobody_waits_for_raises(monkeypatch):
         interpreter.GridExecutor(looked_at, [], grid)()
     with pytest.raises(interpreting.EndlessLaunchError, match="has more than 200000 programs"):
         interpreter.GridExecutor(looked_at, [], (2, most // 2 + 1))()
-    # A test that runs few programs of many has the interpreter count them its own way.
+    # A test that runs a few of many programs replaces the interpreter's ``range``.
     monkeypatch.setattr(interpreter, "range", range, raising=False)
     interpreter.GridExecutor(looked_at, [], (2 * most,))()
     assert run == [(most, 1), (2, most // 2), (2 * most,)]

@@ -1,4 +1,4 @@
-"""What the emulated multiprocessor refuses, says, and decides by its seed."""
+"""The emulated multiprocessor: refused programs, deadlock reports, and schedules by seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def barrier(name: str, count: int = 1) -> Barrier:
 
 
 def ran(*functions, seed: str = "0") -> Machine:
-    """The machine after the functions, which are given it."""
+    """A machine after it ran the functions, which take it as an argument."""
     machine = Machine(seed)
     machine.run([lambda: machine.split([lambda f=f: f(machine) for f in functions])])
     return machine
@@ -171,7 +171,7 @@ def test_programs_begin_in_order_and_no_more_than_so_many_run_at_a_time():
 
         machine.run([lambda i=i: program(i) for i in range(7)], at_once=3)
         assert sorted(begun) == list(range(7))
-        # Those that are there at once may take their first turns in any order.
+        # Programs that are resident at once may take their first turns in any order.
         assert all(number - i < 3 for i, number in enumerate(begun))
         return max(most)
 
@@ -222,7 +222,7 @@ def test_what_is_looked_at_until_it_changes_is_waited_for(seed):
             machine.pause()
         memory[0] = 1
 
-    # The younger one is often the first.
+    # The later program often ends first.
     machine.run([write, lambda: spin(machine, memory)], at_once=2)
 
 

@@ -92,7 +92,7 @@ def make(*args, **kwargs):
 
 
 def digest(problem):
-    """A hash of the bits of all four tensors; which NaN a NaN is does not count."""
+    """A hash of the bits of all four tensors, with all NaN equal."""
     total = hashlib.sha256()
     for tensor in make(problem):
         is_nan = tensor.isnan()
@@ -114,7 +114,7 @@ def bits(tensor):
 
 
 def same_bits(left, right):
-    """Equal, signs of zeros and payloads of NaNs included."""
+    """Whether the bits are equal, including signs of zeros and payloads of NaNs."""
     return torch.equal(bits(left), bits(right))
 
 

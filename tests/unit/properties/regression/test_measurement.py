@@ -1,4 +1,4 @@
-"""What is measured of a run: the largest error, and a mean in the sharpest unit there is."""
+"""Measurements of a run: the largest error, and a mean in units of the predicted spread."""
 
 from __future__ import annotations
 

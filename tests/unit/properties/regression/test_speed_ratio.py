@@ -1,4 +1,4 @@
-"""The speed of the gate, on measured numbers: a tenth lost is seen, noise is not."""
+"""The gate's speed comparison, on measured numbers: a 10 % loss raises an alarm, noise does not."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from fa_verify.properties.regression.speed_ratio import moved_speed, shift_of
 from fa_verify.pytest_plugin.gate.timing import ROUNDS, timed
 
-# Standard deviations, between rounds and between processes.
+# Standard deviations between rounds and between processes.
 OF_ROUNDS = 0.02
 OF_PROCESSES = 0.007
 
 
 def measured(seed: int, factor: float = 1.0, rounds: int = ROUNDS) -> tuple[float, ...]:
-    """Ratios of a run whose kernel has this part of the speed of 1.4 times SDPA flash."""
+    """Speed ratios of a run whose kernel is ``factor`` * 1.4 times as fast as SDPA flash."""
     generator = np.random.default_rng(seed)
     process = 1 + OF_PROCESSES * generator.standard_normal()
     return tuple(1.4 * factor * process * (1 + OF_ROUNDS * generator.standard_normal(rounds)))

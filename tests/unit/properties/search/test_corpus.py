@@ -1,4 +1,4 @@
-"""The corpus as files: what is kept, what is never touched, and what a damaged file says."""
+"""The files of the corpus: entries, entries that are never overwritten, and damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declarations: all of them are known, and a wrong one is refused by name, value and choice."""
+"""Declarations: all are documented, and a wrong one is refused by name, value and choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from fa_verify.properties.subjects.declarations import WORDS, declared_by
 from fa_verify.properties.subjects.subject import Subject
 
-# What the documentation says there is, each with values that it can have.
+# Documented declarations with valid values.
 VALID = {
     "dtypes": [("fp16", "bf16"), ["fp64"], {"fp32"}],
     "head_dims": [(64, 128), [16], range(8, 257, 8), {64}, None],
@@ -52,7 +52,7 @@ VALID = {
     "pooled": [lambda q, k, v, **asked: q, None],
     "score_mods": [(), ("softcap",), ("bias", "alibi", "softcap")],
 }
-# One value each that it cannot have, and what the message says after the name of the word.
+# An invalid value of each declaration, and the message after the name of the word.
 WRONG = [
     ("dtypes", "fp16", "is 'fp16'; needs a tuple of words out of ('fp16', 'bf16', 'fp32', 'fp64')"),
     ("dtypes", ("fp12",), "has ['fp12']; known are ('fp16', 'bf16', 'fp32', 'fp64')"),

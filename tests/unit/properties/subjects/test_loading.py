@@ -1,4 +1,4 @@
-"""--kernel=FILE:NAME: what it finds, and what it says of everything that is no kernel."""
+"""--kernel=FILE:NAME loads kernels, and refuses everything else with one paragraph."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def nothing_stays_imported(monkeypatch, tmp_path):
 
 @pytest.fixture
 def file(tmp_path):
-    """Writes a file of this text, and gives its path."""
+    """Writes a file with this text and returns its path."""
 
     def write(text: str, name: str = "kernels.py") -> str:
         path = tmp_path / name
@@ -78,7 +78,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def refusal(file):
-    """What is said of a name in a file of this text: one paragraph."""
+    """The message that refuses a name in a file with this text: one paragraph."""
 
     def said(text: str, name: str = "attention") -> str:
         with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as caught:

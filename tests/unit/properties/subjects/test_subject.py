@@ -1,4 +1,4 @@
-"""A subject: its domain, the conventions it is converted from, and what it says of itself."""
+"""A subject: supported problems, conversion of conventions, and the text of declarations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fa_verify.properties.subjects.subject import BITWISE, Subject
 CAUSAL = Mask(causal=True)
 WINDOW = Mask(window_left=3)
 PADDED = Mask(seqlens_k=(5,))
-# Declarations, a problem inside of what they declare, one outside, and what is said of the latter.
+# (declarations, a supported problem, an unsupported problem, the reason for excluding it).
 DOMAINS = [
     ({"dtypes": ("fp16",)}, Problem(dtype="fp16"), Problem(dtype="bf16"), "dtypes ('fp16',)"),
     (
@@ -97,7 +97,7 @@ DOMAINS = [
 
 
 def subject(returned=None, **declared) -> Subject:
-    """A subject that returns this, or q as out, and declares that."""
+    """A subject that returns ``returned``, or q as out, with these declarations."""
 
     def attention(q, k, v, *, mask, sm_scale, config="default"):
         return q if returned is None else returned
@@ -107,7 +107,7 @@ def subject(returned=None, **declared) -> Subject:
 
 
 def run(returned, problem: Problem = Problem(), **declared):  # noqa: B008  # it is frozen
-    """What (out, lse) becomes."""
+    """The converted (out, lse)."""
     q = torch.zeros((problem.B, problem.H, problem.M, problem.D))
     return subject(returned, **declared).run(q, q, q, problem)
 

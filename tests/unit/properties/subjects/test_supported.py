@@ -1,4 +1,4 @@
-"""Problems are drawn inside of what a subject declares, and what it excludes is said."""
+"""Strategies draw supported problems, and exclusions are reported with their declaration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fa_verify.properties.subjects.subject import Subject, score_mods_of
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
 
 LIMITS = {"dtype": "fp16", "device": "cpu", "max_seqlen": 96, "max_cost": 24}
-# What the tests of guarantees force.
+# Features that the tests of guarantees force.
 FORCED = ({}, {"padding": True}, {"hidden": True}, {"empty_rows": True})
 DECLARED = {
     "nothing": {},
@@ -78,7 +78,7 @@ def subject(**declared) -> Subject:
 
 
 def possible(made: Subject) -> st.SearchStrategy:
-    """Problems with and without a forced feature, as far as what is declared allows it."""
+    """Problems with and without a forced feature, as far as the declarations allow."""
     strategies = []
     for forced in FORCED:
         try:
@@ -92,7 +92,7 @@ def possible(made: Subject) -> st.SearchStrategy:
 @given(data=st.data())
 def test_what_is_drawn_is_inside_of_what_is_declared(data, declared):
     made = subject(**DECLARED[declared])
-    # Several at once: a profile of few examples has to see dozens.
+    # Each example draws several problems, so that a profile of few examples has dozens.
     for problem in data.draw(st.lists(possible(made), min_size=6, max_size=6)):
         assert made.excludes(problem) is None
 

@@ -1,4 +1,4 @@
-"""Kernels with the signature of Triton's tutorial: recognised, called, verified."""
+"""Kernels with the signature of Triton's tutorial are recognised, called and verified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fa_verify.properties.subjects.tutorial_call import tutorial_call
 from fa_verify.verification import verify
 
 ROOT = Path(__file__).parents[4]
-# A user's file. It takes what the tutorial's kernel takes and asserts what it asserts.
+# A user's file with the arguments and the assertions of the tutorial's kernel.
 KERNEL = """
 import torch
 
@@ -191,7 +191,7 @@ def test_the_declarations_say_what_was_adapted():
 
 def kernel_of(text: str):
     found: dict[str, object] = {}
-    exec(text, found)  # as another test suite would import it
+    exec(text, found)  # runs the text as another test suite would
     return found["attention"]
 
 

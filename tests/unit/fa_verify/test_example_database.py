@@ -1,4 +1,4 @@
-"""Hypothesis's examples: a drawer for each test, and a server that may go away."""
+"""Hypothesis's example database: a key for each test, and a server that may go away."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEEDS = "needs redis://host:port"
 
 
 def config_with(url: str | None, profile: str | None = "fuzz", **rest: object) -> SimpleNamespace:
-    """What a pytest.Config says of the options, and the plugins that were registered with it."""
+    """A stub of a pytest.Config with options and registered plugins."""
     options = {"--example-db": url, "--hypothesis-profile": profile}
     plugins: list[object] = []
     manager = SimpleNamespace(register=lambda plugin, name: plugins.append(plugin))
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 
 def searched(database, name, *, fails, keeps=None) -> int:
-    """How many numbers a search draws that stops at the first of 100 and more."""
+    """The number of draws of a search that stops at the first number of at least 100."""
     drawn = []
 
     @hypothesis.given(st.integers(0, 10_000))
@@ -201,7 +201,7 @@ def test_a_server_that_does_not_answer_is_refused_without_its_password():
 
 
 class Server:
-    """A redis-server of the test's own, which keeps nothing on disk."""
+    """A redis-server for one test that keeps nothing on disk."""
 
     def __init__(self, folder, *options: str) -> None:
         self.port = free_port()
@@ -233,7 +233,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def machine():
-    """Makes the database of a machine, which has a folder of its own, and that of its server."""
+    """Makes the database of a machine: a folder of its own and the shared server."""
 
     def of(url):
         config = config_with(url)
@@ -263,7 +263,7 @@ def test_a_server_that_goes_away_takes_no_find_along(server, machine):
     database, outside = machine(server.url)
     searched(database, "test", fails=True)
     server.stop()
-    # The folder has it too, and an error of the connection is no failure of the test.
+    # The folder has the example too, and a connection error does not fail the test.
     assert searched(database, "test", fails=True) == 1
     assert searched(database, "other", fails=False) >= 200
     assert outside.outage.startswith(f"redis://127.0.0.1:{server.port}/1 went away (")

@@ -1,4 +1,4 @@
-"""verify() gives the verdict of a run as a value."""
+"""verify() returns the verdict of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a run: its record, the verdict of each guarantee, and FINDINGS.md."""
+"""Records of runs, the verdict of each guarantee, and FINDINGS.md."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_record_that_was_cut_off_is_read_up_to_there(tmp_path):
 
 
 def subject(*tests: dict, ended: str = "finished", **changed: object) -> dict:
-    """What a file holds of a subject."""
+    """The entry of a subject in a file of results."""
     return {
         **collected([SUBJECT, *tests, END]),
         "about": "a kernel",
@@ -265,7 +265,7 @@ def test_kernels_stand_in_the_order_of_their_names_list(tmp_path):
 
 
 def damaged(path: Path, *keys: object, value: object) -> None:
-    """Replaces something in a file of results, or takes it out."""
+    """Replaces or removes a value in a file of results."""
     content = json.loads(path.read_text())
     inner = content
     for key in keys[:-1]:

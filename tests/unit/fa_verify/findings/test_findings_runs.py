@@ -1,4 +1,4 @@
-"""Runs that are recorded, and that crash, hang or cannot begin."""
+"""Records of runs that finish, crash, hang or cannot start."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_dies(watchdog):
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """By test, what was written of a run with workers, one of which dies."""
+    """The records of a run with workers, one of which dies, by test."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS)

@@ -1,4 +1,4 @@
-"""The problems of a baseline: what they cover, and that the gate stops what checks let pass."""
+"""The problems of a baseline: their coverage, and an alarm for a fault that checks miss."""
 
 from __future__ import annotations
 
@@ -115,5 +115,5 @@ def test_delta_of_rounded_products_which_no_check_sees_is_stopped(ours, device, 
     alarms = [change.text for change in differences(then, changed, {}, {}, {}) if change.alarm]
     groups = {text.partition(":")[0] for text in alarms}
     assert "dq bf16" in groups
-    # delta has no part in the others.
+    # Other outputs do not depend on delta.
     assert {group.split()[0] for group in groups} <= {"dq", "dk"}

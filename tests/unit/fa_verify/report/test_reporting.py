@@ -1,4 +1,4 @@
-"""The report of a run: a page that stands alone, JSON that says the same, nothing of it markup."""
+"""The report of a run: a self-contained page, JSON with the same facts, and escaped text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VOID = {"meta", "img", "br", "link", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """What a browser would see: texts, attributes, and whether the elements are balanced."""
+    """A parsed page: texts, attributes, and whether the elements are balanced."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Snapshots: what counts as a difference, and what normalised code no longer shows."""
+"""Snapshots: differences between two of them, and normalisation of code."""
 
 from __future__ import annotations
 

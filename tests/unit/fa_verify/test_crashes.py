@@ -151,7 +151,7 @@ def test_the_records_are_removed(parallel):
     ("test", "seed", "code"),
     [("test_hangs", 12, EXIT_HANG), ("test_loses_the_gpu", 13, EXIT_CUDA_ERROR)],
 )
-def test_one_process_says_it_on_stderr(run, test, seed, code):
+def test_a_single_process_reports_a_crash_on_stderr(run, test, seed, code):
     done = run(f"test_it.py::{test}")
     assert done.returncode == code
     assert f"replay: pytest --replay='{Problem(seed=seed).to_json()}'" in done.stderr

@@ -69,7 +69,7 @@ def test_a_test_tries_first_what_it_failed_on():
     assert searched(database, "one", fails=True) == 1
 
 
-def test_tests_have_drawers_of_their_own():
+def test_each_test_has_a_key_of_its_own():
     database = InMemoryExampleDatabase()
     one, two = (
         of_one_test(hypothesis.settings(draws(1), derandomize=False, database=database), name)
@@ -85,7 +85,7 @@ def test_tests_have_drawers_of_their_own():
     assert [list(two.database.fetch(key)) for key in (b"key", b"other")] == [[], []]
 
 
-def test_what_another_test_failed_on_is_not_tried_nor_thrown_away():
+def test_examples_of_another_test_are_neither_tried_nor_deleted():
     database = InMemoryExampleDatabase()
     searched(database, "one", fails=True)
     searched(database, "two", fails=False)
@@ -93,7 +93,7 @@ def test_what_another_test_failed_on_is_not_tried_nor_thrown_away():
 
 
 @pytest.mark.parametrize(("keeps", "first"), [(True, True), (False, False)])
-def test_what_is_known_to_fail_stays_although_it_counts_as_passing(keeps, first):
+def test_a_known_failure_stays_although_it_counts_as_passing(keeps, first):
     database = InMemoryExampleDatabase()
     searched(database, "one", fails=True)
     searched(database, "one", fails=False, keeps=lambda: keeps)
@@ -133,7 +133,7 @@ def test_an_outage_is_noticed_once_and_raises_nothing():
     assert list(InMemoryExampleDatabase.fetch(server.database, b"key")) == [b"value"]
 
 
-def test_an_outage_is_told_in_one_line_for_all_workers():
+def test_an_outage_is_reported_in_one_line_for_all_workers():
     server = WithOutages(Gone(0), "redis://host:1")
     outages, lines = Outages(SimpleNamespace(), server), []
     for outage in ("redis://host:1 went away (TimeoutError)", "", server.outage):
@@ -249,7 +249,7 @@ def close(*servers: WithOutages) -> None:
 
 
 @pytest.mark.redis
-def test_what_one_machine_fails_on_another_tries_first(server, machine):
+def test_failures_of_one_machine_are_tried_first_on_another(server, machine):
     one, of_one = machine(server.url)
     searched(one, "test", fails=True)
     another, of_another = machine(server.url)
@@ -259,7 +259,7 @@ def test_what_one_machine_fails_on_another_tries_first(server, machine):
 
 
 @pytest.mark.redis
-def test_a_server_that_goes_away_takes_no_find_along(server, machine):
+def test_no_example_is_lost_when_a_server_goes_away(server, machine):
     database, outside = machine(server.url)
     searched(database, "test", fails=True)
     server.stop()

@@ -183,7 +183,7 @@ def test_the_kernels_there_are_are_listed_in_place_of_a_run():
     ],
     ids=str,
 )
-def test_what_minutes_do_not_go_together_with_is_refused(options, says):
+def test_options_that_exclude_minutes_are_refused(options, says):
     given = {"--minutes": "1", "--replay": None, "--mutation": False, "--hypothesis-profile": None}
     option = SimpleNamespace(numprocesses=None, dist="no")
     for text in options:

@@ -40,7 +40,7 @@ def test_a_key_names_file_function_operator_and_number():
     assert len(set(keys)) == len(keys)
 
 
-def test_what_is_listed_as_equivalent_exists_once():
+def test_every_equivalent_mutant_exists_once():
     check_listed(version().mutants)
     listed = [key for group in read() for key in group.mutants]
     assert len(set(listed)) == len(listed) == len(EQUIVALENT)

@@ -138,7 +138,7 @@ def test_a_survivor_without_a_reason_is_named():
     assert "3 mutants, 1 killed, 2 survived; median kill 1.00 s" in summary(found)
 
 
-def test_a_listed_mutant_that_something_notices_is_named():
+def test_a_killed_mutant_that_is_listed_as_equivalent_is_named():
     found = [one("killed", "why", ("G1",)), one("survived", "why"), one("raised", "why")]
     assert [x.refuted for x in found] == [True, False, True]
     assert "LISTED AS EQUIVALENT, BUT KILLED by G1: a killed mutant" in summary(found)
@@ -166,7 +166,7 @@ def test_outcomes_and_kill_order_are_read_under_their_old_names(tmp_path):
     assert kill_order(tmp_path / "kill_order.json") == {"a fault": UNIT_TESTS}
 
 
-def test_a_launch_that_nobody_waits_for_raises(monkeypatch):
+def test_a_launch_of_too_many_programs_raises(monkeypatch):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     run = []
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self: run.append(self.grid))
@@ -186,7 +186,7 @@ def looked_at():
     """Never run."""
 
 
-def test_kill_order_names_faults_and_steps_that_there_are():
+def test_kill_order_names_existing_faults_and_steps():
     known = {step.problem.to_json() for step in STEPS} | {UNIT_TESTS}
     firsts = kill_order()
     assert firsts.keys() <= {fault.name for fault in FAULTS}

@@ -266,7 +266,7 @@ def test_padding_is_compared_as_in_the_suite(name):
 
 
 @each_rule
-def test_dirt_in_padding_does_not_reach_the_references(name):
+def test_padding_values_do_not_reach_the_references(name):
     mask = Mask(causal=True, seqlens_q=(20, 11), seqlens_k=(30, 17))
     problem = Problem(B=2, H=2, M=20, N=30, dtype=dtype_of(name), mask=mask, dirty="nan")
     assert all(JUDGES[name](case_of(problem)).values())
@@ -317,6 +317,6 @@ def test_plain_values_have_the_mean_and_spread_of_the_suite(name, mean, spread, 
 @pytest.mark.parametrize(
     ("rule", "problem"), [("jax", Problem()), ("xformers", Problem(inputs="needle_hidden"))]
 )
-def test_plain_refuses_what_no_suite_feeds(rule, problem):
+def test_plain_refuses_inputs_that_no_suite_has(rule, problem):
     with pytest.raises(ValueError, match="needs"):
         plain(rule, problem)

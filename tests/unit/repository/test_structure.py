@@ -309,7 +309,7 @@ def test_a_module_exports_its_public_definitions_and_nothing_that_it_lacks(path)
 
 
 @pytest.mark.parametrize("folder", ARROWS)
-def test_no_module_is_named_for_no_idea(folder):
+def test_no_module_has_a_name_without_meaning(folder):
     assert [x for x in modules(folder) if Path(x).stem in NAMES_WITHOUT_AN_IDEA] == []
 
 
@@ -317,7 +317,7 @@ def calls(path: str) -> Iterator[ast.Call]:
     return (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
 
 
-def test_what_judges_holds_no_tolerance_of_its_own():
+def test_modules_that_judge_hold_no_tolerances():
     wrong = [
         f"{path}:{call.lineno} {name_of(call.func)}"
         for path in modules(*JUDGES)

@@ -74,7 +74,7 @@ def test_what_one_partition_raises_ends_the_program_and_its_threads():
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
-def test_nobody_knows_a_tile_until_its_copy_has_come(seed):
+def test_a_tile_is_undefined_until_its_copy_completes(seed):
     tile, full, seen = np.zeros(4), barrier("tile"), []
 
     def consume(machine):
@@ -89,7 +89,7 @@ def test_nobody_knows_a_tile_until_its_copy_has_come(seed):
     assert (seen[1] == np.arange(4.0)).all()
 
 
-def test_a_copy_that_nobody_waits_for_is_refused():
+def test_a_copy_without_a_wait_is_refused():
     def leave(machine):
         for _ in range(100):
             machine.copy(np.zeros(4), np.zeros(4), 32, barrier("tile", 2))
@@ -123,7 +123,7 @@ def test_products_end_in_order_and_no_more_than_are_waited_for():
     assert [x.result for x in products[:2]] == [0, 2]
 
 
-def test_a_store_without_a_fence_is_not_seen_by_what_is_asynchronous():
+def test_an_asynchronous_read_of_a_store_without_a_fence_is_refused():
     tiles = np.zeros((2, 4))
 
     def store(machine):
@@ -214,7 +214,7 @@ def spin(machine, memory):
 
 
 @pytest.mark.parametrize("seed", [str(seed) for seed in range(8)])
-def test_what_is_looked_at_until_it_changes_is_waited_for(seed):
+def test_a_load_in_a_loop_waits_for_a_change(seed):
     machine, memory = Machine(seed), [0]
 
     def write():
@@ -226,7 +226,7 @@ def test_what_is_looked_at_until_it_changes_is_waited_for(seed):
     machine.run([write, lambda: spin(machine, memory)], at_once=2)
 
 
-def test_programs_that_wait_for_memory_that_nobody_writes_are_named():
+def test_programs_that_wait_for_unwritten_memory_are_named():
     said = "partition 0 of program 1 waits for memory that nobody writes"
     machine = Machine("0")
     with pytest.raises(DeadlockError, match=f"^{said}$"):

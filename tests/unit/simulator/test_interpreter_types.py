@@ -84,14 +84,14 @@ def differ(name: str, *args: Any) -> list[object]:
 
 
 @pytest.mark.parametrize("left", TYPES, ids=str)
-def test_operands_of_all_types_become_what_they_became(left):
+def test_operands_of_all_types_are_converted_as_by_the_language(left):
     for right, (m, n), flags in itertools.product(TYPES, PAIRS, FLAGS):
         operands = tensor(left, m), tensor(right, n, 3)
         assert not differ("binary_op_type_checking_impl", *operands, *flags)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
-def test_numbers_become_what_they_became(kind):
+def test_numbers_are_converted_as_by_the_language(kind):
     for number, shape, flags in itertools.product(NUMBERS, ((), (4,), (2, 4)), FLAGS):
         for operands in ((tensor(kind, shape), number), (number, tensor(kind, shape))):
             assert not differ("binary_op_type_checking_impl", *operands, *flags)
@@ -104,18 +104,18 @@ def test_a_number_of_another_sign_or_kind_is_another_number():
 
 
 @pytest.mark.parametrize("source", TYPES, ids=str)
-def test_casts_give_what_they_gave(source):
+def test_casts_equal_those_of_the_language(source):
     for target, shape, rounding in itertools.product(TYPES, SHAPES, (None, "rtne", "rtz")):
         assert not differ("cast", tensor(source, shape), target, rounding)
 
 
 @pytest.mark.parametrize("kind", [tl.float32, tl.pointer_type(tl.float32, 3)], ids=str)
-def test_shapes_are_broadcast_as_they_were(kind):
+def test_shapes_are_broadcast_as_by_the_language(kind):
     for (m, n), other in itertools.product(itertools.product(SHAPES, SHAPES), TYPES):
         assert not differ("broadcast_impl_value", tensor(kind, m), tensor(other, n, 3))
 
 
-def test_many_numbers_are_not_kept():
+def test_many_numbers_are_looked_up_correctly():
     x = tensor(tl.int64, ())
     for number in range(3000):
         for _ in range(2):

@@ -149,7 +149,7 @@ def test_a_gradient_of_lse_may_have_any_strides(shape, device):
     assert all(map(torch.equal, *found))
 
 
-def test_a_gradient_of_lse_is_ignored_where_a_row_sees_nothing(device):
+def test_a_gradient_of_lse_is_ignored_for_rows_without_a_visible_key(device):
     inputs, found = drawn(device), []
     for value in (1.0, math.nan):
         dlse = torch.ones(B, H, M, device=device)
@@ -197,7 +197,7 @@ def test_any_of_q_k_v_can_be_differentiated_without_the_others(wanted, device):
 
 
 @pytest.mark.parametrize("wanted", [*SUBSETS, ("q", "k", "v")], ids="".join)
-def test_the_backward_computes_what_is_needed_alone(wanted, device, monkeypatch, allocated):
+def test_the_backward_computes_only_needed_gradients(wanted, device, monkeypatch, allocated):
     ran = []
     for name in ("dq", "dkdv"):
         kernel = getattr(portable, f"{name}_kernel")
@@ -232,7 +232,7 @@ def test_without_a_graph_only_the_forward_runs(device, allocated):
     assert len(allocated) == 2
 
 
-def test_an_expanded_gradient_gives_what_a_stored_one_gives(device):
+def test_an_expanded_dout_equals_a_contiguous_one(device):
     inputs = drawn(device)
     want = called(inputs._replace(dout=torch.ones_like(inputs.dout)))
     leaves = [x.requires_grad_() for x in inputs[:3]]
@@ -281,7 +281,7 @@ LENGTHS = [((17, 5), (3, 21)), ((0, 16), (21, 0))]
 
 
 @pytest.mark.parametrize(("rows", "keys"), LENGTHS)
-def test_lengths_in_a_tensor_are_those_in_a_sequence(rows, keys, device):
+def test_lengths_in_a_tensor_equal_lengths_in_a_sequence(rows, keys, device):
     inputs = drawn(device)
     want = called(inputs, causal=True, seqlens_q=rows, seqlens_k=keys)
     tensors = [torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, keys)]
@@ -298,7 +298,7 @@ CLAMPED = [
 
 
 @pytest.mark.parametrize(("given", "meant"), CLAMPED)
-def test_lengths_in_a_tensor_are_clamped_to_what_exists(given, meant, device):
+def test_lengths_in_a_tensor_are_clamped_to_the_tensors(given, meant, device):
     inputs = drawn(device)
     tensors = {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in given.items()}
     got, want = (called(inputs, causal=True, **lengths) for lengths in (tensors, meant))
@@ -340,7 +340,7 @@ MASKS = [
 
 
 @pytest.mark.parametrize(("mask", "arguments"), MASKS)
-def test_a_mask_object_is_the_keyword_arguments(mask, arguments, device):
+def test_a_mask_object_equals_its_keyword_arguments(mask, arguments, device):
     inputs = drawn(device)
     assert same_bits(called(inputs, mask=mask), called(inputs, **arguments)) == list(OUTPUTS)
 

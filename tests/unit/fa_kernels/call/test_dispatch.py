@@ -67,7 +67,7 @@ def profiled():
 @pytest.mark.parametrize(
     ("listener", "names"), [(OfOperators, OURS), (OfFunctions, OURS[:1]), (profiled, OURS)]
 )
-def test_what_listens_to_operators_hears_of_them(listener, names, device, called):
+def test_modes_and_profilers_receive_the_operators(listener, names, device, called):
     inputs = drawn(device)
     want = both_passes(*inputs)
     assert called == []

@@ -56,7 +56,7 @@ def gradients(inputs: list[torch.Tensor], backward: str, **arguments: object):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_dk_and_dv_are_those_of_two_passes_and_dq_is_within_its_bound(device, mask, dtype):
+def test_one_pass_has_the_dk_and_dv_of_two_passes_and_dq_within_its_bound(device, mask, dtype):
     inputs = drawn(device, dtype)
     one, two = (gradients(inputs, way, mask=mask) for way in ("one_pass", "two_pass"))
     assert torch.equal(one[1], two[1])
@@ -68,7 +68,7 @@ def test_dk_and_dv_are_those_of_two_passes_and_dq_is_within_its_bound(device, ma
     assert float(ratios(one[0], want, bound).amax()) <= 1
 
 
-def test_sums_start_at_0_whatever_is_in_memory_however_often(device, monkeypatch):
+def test_sums_of_dq_start_at_0_in_every_call(device, monkeypatch):
     q, k, v, dout = drawn(device, torch.float64)
     call = {"mask": Mask(), "sm_scale": D**-0.5}
     want = attention(q, k, v, dout, **call).dq
@@ -88,7 +88,7 @@ SUBSETS = [s for size in (1, 2, 3) for s in itertools.combinations("qkv", size)]
 
 
 @pytest.mark.parametrize("wanted", SUBSETS, ids="".join)
-def test_one_pass_is_made_where_it_makes_all_that_is_needed(wanted, device, monkeypatch):
+def test_one_pass_runs_only_if_dk_or_dv_is_needed(wanted, device, monkeypatch):
     """A gradient of q alone takes 3 products in its own kernel; dk and dv alone take 4."""
     ran = []
     for name in ("dq", "dkdv"):

@@ -95,7 +95,7 @@ def test_fakes_have_the_forms_of_real_gradients_that_are_needed(wanted, device):
 
 
 @subsets
-def test_what_is_not_needed_has_no_elements(wanted, device):
+def test_unneeded_gradients_have_no_elements(wanted, device):
     tensors = drawn(device, torch.float64)
     forms = all_forms(tensors, wanted, request(tensors))[2:]
     assert {x[:2] for x in forms} == {(torch.float64, tensors[0].device)}

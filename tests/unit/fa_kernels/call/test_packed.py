@@ -63,7 +63,7 @@ def test_each_sequence_has_the_bits_that_it_has_alone(device, mask, config):
 
 
 @pytest.mark.parametrize("mod", ["softcap", "alibi_slopes"])
-def test_modified_scores_are_those_of_each_sequence(device, mod):
+def test_varlen_modifies_the_scores_of_each_sequence(device, mod):
     if device != "cpu":
         pytest.skip("kernels that are compiled apart may differ in the last bits of tanh")
     inputs = drawn(device)
@@ -75,13 +75,13 @@ def test_modified_scores_are_those_of_each_sequence(device, mod):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_so_it_has_in_every_dtype(device, dtype):
+def test_varlen_equals_separate_calls_bitwise_in_every_dtype(device, dtype):
     inputs = drawn(device, dtype)
     options = {"causal": True, "config": "16x16"}
     assert_equal_bits(in_a_row(inputs, **options), one_by_one(inputs, **options))
 
 
-def test_in_one_pass_all_but_dq_has_the_same_bits(device):
+def test_varlen_in_one_pass_equals_separate_calls_bitwise_but_for_dq(device):
     inputs = drawn(device)
     got, want = (x(inputs, causal=True, deterministic=False) for x in (in_a_row, one_by_one))
     if device == "cuda":
@@ -91,7 +91,7 @@ def test_in_one_pass_all_but_dq_has_the_same_bits(device):
 
 
 @pytest.mark.parametrize("most", [None, 34, 40, 10**6], ids=str)
-def test_offsets_on_the_device_are_those_of_ints(device, most):
+def test_offsets_on_the_device_equal_offsets_as_ints(device, most):
     inputs = drawn(device)
     want = in_a_row(inputs, causal=True)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (CU_Q, CU_K))
@@ -212,7 +212,7 @@ def test_offsets_that_were_changed_before_the_backward_are_refused(device):
         torch.autograd.grad(out, q, dout)
 
 
-def test_nothing_waits_for_offsets_on_the_device(device):
+def test_offsets_on_the_device_cause_no_synchronisation(device):
     if device == "cpu":
         pytest.skip("a CPU has nothing to wait for")
     inputs = drawn(device)

@@ -69,7 +69,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(allocation, "empty", filled)
 
 
-def test_blocks_of_equal_scores_hold_what_one_counts_by_hand(device):
+def test_blocks_of_equal_scores_match_a_count_by_hand(device):
     # Row m sees m + 1 keys with equal scores.
     q, k, v = (torch.zeros(1, 1, 4, 8, dtype=torch.float64, device=device) for _ in range(3))
     third, quarter = 1 / 3, 1 / 4
@@ -131,7 +131,7 @@ def test_a_block_is_never_larger_than_the_sequence_to_the_kernel(size, device, m
 @pytest.mark.parametrize(
     "mask", [Mask(window_left=3, causal=True), Mask(window_left=2, window_right=25)]
 )
-def test_the_tiles_that_a_window_leaves_are_all_that_matter(mask, size, config, device, poisoned):
+def test_only_tiles_within_the_window_matter(mask, size, config, device, poisoned):
     inputs = drawn(device, M=40, N=70)
     got = pooled_of(inputs, "mean", size, mask=mask, config=config)
     assert worst_ratio(got, inputs, "fp64", "mean", size, mask) <= 1
@@ -223,7 +223,7 @@ def test_strides_change_no_bit(layouts, dtype, device):
 
 
 @pytest.mark.parametrize("per_head", [True, False])
-def test_a_map_of_blocks_hides_what_its_predicate_hides(per_head, device):
+def test_a_pooled_block_mask_equals_its_predicate(per_head, device):
     inputs = drawn(device)
     mask = BlockSparse(side=16, percent=50, seed=1, per_head=per_head, window_left=12)
     blocks = mask.blocks(2, 20, 37).to(device)
@@ -237,7 +237,7 @@ def test_a_map_of_blocks_hides_what_its_predicate_hides(per_head, device):
         assert worst_ratio(got, inputs, "fp64", pool, (6, 7), mask) <= 1
 
 
-def test_a_predicate_is_asked_for_the_sizes_of_the_call(device):
+def test_a_predicate_is_evaluated_for_the_sizes_of_the_call(device):
     asked = []
 
     class Asked(PrefixLM):
@@ -259,7 +259,7 @@ def test_the_whole_of_a_full_row_pools_to_one(device):
     assert ((got - 1).abs() <= 2**-16).all()
 
 
-def test_strides_of_lse_are_its_own(device):
+def test_lse_may_have_any_strides(device):
     inputs = drawn(device, "bf16")
     call = {"causal": True, "config": CONFIG}
     _, lse = flash_attention(*inputs, return_lse=True, **call)
@@ -310,7 +310,7 @@ def test_pooled_probabilities_are_constants(device):
         pooled.sum().backward()
 
 
-def test_under_autocast_they_are_those_of_the_cast_tensors(device):
+def test_pooled_probabilities_under_autocast_equal_those_of_the_cast_tensors(device):
     inputs = drawn(device, "fp32")
     with torch.autocast(device_type=torch.device(device).type, dtype=torch.bfloat16):
         got = pooled_of(inputs, "mean", (4, 4))

@@ -67,7 +67,7 @@ def gradients(inputs, dout, **arguments):
     return torch.autograd.grad(flash_attention(*leaves, **arguments), leaves, dout)
 
 
-def test_a_cpu_has_none():
+def test_a_cpu_does_not_run_hoppers_kernels():
     assert not hopper.is_there(torch.device("cpu"))
 
 
@@ -86,7 +86,7 @@ def test_a_cpu_has_none():
         (torch.float16, 128, 127, False),
     ],
 )
-def test_shapes_are_taken_whose_rows_can_be_copied_whole(dtype, D, Dv, taken):
+def test_hopper_takes_shapes_whose_rows_tma_can_copy(dtype, D, Dv, taken):
     assert hopper.takes_shapes(dtype, D, Dv) is taken
 
 
@@ -116,7 +116,7 @@ _WHOLE = (2, 4, 300, 64)
         ((2, 4, 1, 64), (256, 64, 7, 1), True),
     ],
 )
-def test_what_is_counted_needs_no_copy(shape, strides, counted):
+def test_strides_that_tma_supports_need_no_copy(shape, strides, counted):
     found = hopper._counted(shape, strides, 2)
     assert (found is not None) is counted
     if found is not None:
@@ -186,7 +186,7 @@ def test_tiles_that_are_shared_take_little_more_than_their_share_of_places(place
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_a_config_refuses_what_is_no_bool(value):
+def test_a_config_refuses_values_that_are_not_bool(value):
     with pytest.raises(TypeError, match=f"hopper is {value!r}; needs a bool"):
         Config(hopper=value)
 
@@ -200,7 +200,7 @@ def test_a_configuration_with_a_tile_of_its_own_is_portable(kernel):
 
 
 @on_hopper
-def test_what_it_takes_runs_there_and_nothing_else_does(launches):
+def test_only_supported_forwards_run_on_hoppers_kernels(launches):
     q, k, v = tensors()
     slopes = torch.ones(4, device="cuda")
     flash_attention(q, k, v)
@@ -227,7 +227,7 @@ def test_what_it_takes_runs_there_and_nothing_else_does(launches):
 
 @on_hopper
 @pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
-def test_backwards_that_it_takes_run_there_and_no_others_do(backward, launches):
+def test_only_supported_backwards_run_on_hoppers_kernels(backward, launches):
     q, k, v = tensors()
     passes = ["backward"] if backward == "one_pass" else ["backward", "dq"]
     gradients((q, k, v), q, deterministic=backward == "two_pass")
@@ -271,7 +271,7 @@ def test_two_head_dims_are_right_and_nothing_else_is_written(config, D, Dv):
 
 
 @on_hopper
-def test_what_is_expanded_is_not_copied(launches, monkeypatch):
+def test_expanded_tensors_are_not_copied(launches, monkeypatch):
     q, k, v = tensors((2, 4, 200, 64))
     expanded = [k[:, :1].expand_as(k), v[:1].expand_as(v)]
     wanted = flash_attention(q, *(x.contiguous() for x in expanded), causal=True)
@@ -319,7 +319,7 @@ def test_programs_that_take_turns_have_the_bits_of_those_that_do_not(D, monkeypa
 
 
 @on_hopper
-def test_what_stands_in_padding_is_never_read_into_a_sum(launches):
+def test_padding_never_enters_a_sum(launches):
     q, k, v = tensors()
     lengths = {"seqlens_q": [300, 131], "seqlens_k": [129, 7]}
     wanted = flash_attention(q, k, v, return_lse=True, **lengths)

@@ -65,21 +65,21 @@ def test_the_sources_hold_what_all_configurations_hold(asked, emulated):
     "name", ["two head_dims, narrow keys", "two head_dims, wide values", "padded"]
 )
 @pytest.mark.parametrize("config", ["default", "default-one_pass"])
-def test_everything_is_written_and_nothing_else(name, config, emulated):
+def test_hoppers_kernels_write_every_element_and_nothing_else(name, config, emulated):
     emulated()
     report = checked(dataclasses.replace(PROBLEMS[name], config=config), guarantees=("G6",))
     assert report, str(report)
 
 
 @pytest.mark.parametrize("asked", PROBLEMS.values(), ids=PROBLEMS)
-def test_their_logic_is_right_in_float64(asked, emulated):
+def test_hoppers_kernels_have_right_logic_in_float64(asked, emulated):
     emulated(accumulator="float64")
     report = checked(dataclasses.replace(asked, dtype="fp64"), guarantees=("G1", "G2"))
     assert report, str(report)
 
 
 @pytest.mark.parametrize(("dtype", "config"), [("fp16", "default-one_pass"), ("bf16", "default")])
-def test_drawn_problems_hold(dtype, config, emulated):
+def test_drawn_problems_hold_on_hoppers_kernels(dtype, config, emulated):
     emulated()
     strategy = problems_of(
         Subject.of(flash_attention, "ours"), dtype=dtype, configs=(config,), device="cpu",
@@ -89,7 +89,7 @@ def test_drawn_problems_hold(dtype, config, emulated):
     assert report, str(report)
 
 
-def test_two_passes_have_the_dk_and_dv_of_one(emulated):
+def test_two_passes_equal_one_pass_bitwise_but_for_dq(emulated):
     emulated()
     call = {"mask": Mask(window_left=70, window_right=3), "sm_scale": 0.1}
     one, two = (results(call | {"config": f"default{x}"}) for x in ("-one_pass", ""))
@@ -398,12 +398,12 @@ def is_noticed(*edits, emulated) -> bool:
     return False
 
 
-def test_nothing_is_noticed_where_nothing_is_wrong(emulated):
+def test_unmodified_kernels_raise_no_alarm(emulated):
     assert not is_noticed(emulated=emulated)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_what_is_not_waited_for_is_noticed(fault, emulated):
+def test_missing_waits_and_premature_releases_are_detected(fault, emulated):
     assert is_noticed(fault, emulated=emulated)
 
 
@@ -412,7 +412,7 @@ def test_what_is_not_waited_for_is_noticed(fault, emulated):
     [x for x in HARDWARE if x.mutant.name.startswith("hopper")],
     ids=lambda x: x.mutant.name,
 )
-def test_mutants_of_the_hardware_are_killed_here_too(chosen, emulated):
+def test_mutants_that_a_gpu_kills_are_killed_in_emulation(chosen, emulated):
     emulated(*((Path(x.file).stem, x.old, x.new) for x in chosen.mutant.edits))
     for step in chosen.steps:
         # The emulation runs few programs at a time, so few heads suffice.

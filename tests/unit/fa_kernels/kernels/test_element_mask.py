@@ -110,7 +110,7 @@ def by_definition(view: View, size: int) -> list[list[bool]]:
 @pytest.mark.parametrize("keys_first", [False, True])
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("size", [16, 100, MAX_SEQLEN])
-def test_a_kernel_sees_what_the_definition_says(size, pairs, keys_first, device):
+def test_a_kernels_element_mask_equals_the_definition(size, pairs, keys_first, device):
     views = drawn_views(size)
     want = torch.tensor([by_definition(view, size) for view in views])
     assert 0.05 < want.double().mean() < 0.95  # visible and hidden pairs are both frequent

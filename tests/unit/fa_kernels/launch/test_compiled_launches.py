@@ -52,7 +52,7 @@ def test_each_call_gets_its_code_whatever_came_before(call, of, device):
         assert torch.equal(found, wanted.to(found.dtype))
 
 
-def test_a_second_launch_asks_triton_for_nothing(device, monkeypatch):
+def test_a_second_launch_bypasses_triton(device, monkeypatch):
     if device == "cpu":
         pytest.skip("nothing is compiled in the interpreter")
     x = torch.arange(37, device=device).float()
@@ -108,7 +108,7 @@ class Compiled(triton.JITFunction):
         return run
 
 
-def test_what_is_kept_is_found_by_kinds_and_constants_alone(monkeypatch):
+def test_cached_code_is_found_by_types_and_constants_only(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, other = Compiled(), Compiled()
     x, y = torch.zeros(3), torch.zeros(5, dtype=torch.float16)
@@ -166,7 +166,7 @@ def test_a_name_too_many_or_too_few_is_left_to_triton(named, monkeypatch):
     assert not kernel.made[0].launches
 
 
-def test_what_another_function_is_part_of_is_left_to_triton(monkeypatch):
+def test_a_kernel_with_a_function_as_argument_is_left_to_triton(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, predicate = Compiled(), Compiled()
     for _ in range(2):

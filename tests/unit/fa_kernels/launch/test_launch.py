@@ -182,7 +182,7 @@ def test_splits_are_programs_of_the_forward_whose_sums_are_combined(splits, laun
     assert [x.kernel for x in launches[1 + len(others) :]] == list(KERNELS[1:])
 
 
-def test_parts_of_nothing_are_not_launched(launches):
+def test_splits_without_rows_launch_no_forward(launches):
     launch_all(*without_memory(Sizes(M=0)), "16x16-split3")
     assert [x.kernel for x in launches] == ["dkdv"]
 
@@ -219,7 +219,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize(("sizes", "launched"), NOTHING.values(), ids=NOTHING)
-def test_a_size_of_0_launches_what_has_something_to_write(sizes, launched, launches):
+def test_a_size_of_0_launches_only_kernels_with_outputs(sizes, launched, launches):
     launch_all(*without_memory(sizes))
     assert tuple(x.kernel for x in launches) == launched
 
@@ -294,7 +294,7 @@ def test_rows_that_start_at_multiples_of_16_bytes_are_loaded_wide(offset):
 
 
 @pytest.mark.parametrize(("D", "alignment"), [(16, 2), (24, 1), (20, 0), (8, 1)])
-def test_what_is_padded_is_loaded_wide_with_a_mask(D, alignment):
+def test_padded_head_dims_are_loaded_wide_with_a_mask(D, alignment):
     rows = strided((320, 160, 32, 1), D=D)
     assert portable._alignment(rows) == alignment
     assert portable._alignment(strided((320, 160, 32, 1)), rows) == alignment
@@ -341,7 +341,7 @@ def lazily(shape, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float16, 16), (torch.float32, 3)])
-def test_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, dtype, D):
+def test_rows_past_2_to_the_31_are_written_in_place(monkeypatch, dtype, D):
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("a GPU runs all of the programs, on memory that is there")
     from triton.runtime import interpreter
@@ -376,7 +376,7 @@ def test_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, dtype, D):
 
 # More rows than 2**31 in all splits together, and in each split.
 @pytest.mark.parametrize("heads", [2**10 + 1, 2**11 + 1])
-def test_parts_of_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, heads):
+def test_splits_of_rows_past_2_to_the_31_are_written_in_place(monkeypatch, heads):
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("a GPU runs all of the programs, on memory that is there")
     from triton.runtime import interpreter

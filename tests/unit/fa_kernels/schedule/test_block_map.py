@@ -98,7 +98,7 @@ class LookedUp(Mask, uniform=True):
 
 
 @pytest.mark.parametrize("lengths", [(0, 20), (33, 0), (40, 20), (33, 20), (16, 16)])
-def test_a_predicate_is_not_asked_about_padding(lengths, device):
+def test_a_predicate_is_not_evaluated_on_padding(lengths, device):
     rows, keys = lengths
     mask = LookedUp(seqlens_q=(40, rows), seqlens_k=(20, keys))
     problem = Problem(B=2, M=40, N=20, mask=mask, device=device)

@@ -86,7 +86,7 @@ def sizes(lengths: list[int], *, known: bool, longest: bool) -> Sizes:
     return Sizes.of(x, x[:, :1], x[:, :1], arguments)
 
 
-def test_tiles_stand_in_a_row_where_that_takes_fewer_programs():
+def test_tiles_are_enumerated_in_one_axis_if_that_takes_fewer_programs():
     uneven = [500, *[3] * 31]
     for known, longest in ((True, True), (False, True), (False, False)):
         of = sizes(uneven, known=known, longest=longest)

@@ -73,7 +73,7 @@ def listed(lists: torch.Tensor) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("config", _LIST_CONFIGS, ids=["16x16", "16x32", "apart"])
 @pytest.mark.parametrize("mask", [BLOCKS, OF_ALL_HEADS], ids=["heads", "all_heads"])
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
-def test_lists_are_those_of_the_predicate_that_says_the_same(device, beside, mask, config):
+def test_a_block_mask_has_the_lists_of_the_equal_predicate(device, beside, mask, config):
     mask = dataclasses.replace(mask, **beside)
     far = M + N
     window = tuple(far if x is None else x for x in (mask.window_left, mask.right))
@@ -115,7 +115,7 @@ def test_more_tiles_than_one_step_takes_are_listed_in_order(device):
 
 @pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
-def test_a_map_gives_what_the_predicate_gives(device, beside, backward):
+def test_a_block_mask_equals_its_predicate(device, beside, backward):
     """Equal bitwise in the interpreter; on a GPU another predicate compiles to other code."""
     inputs = drawn(device)
     blocks = BLOCKS.blocks(H, M, N).to(device)
@@ -206,7 +206,7 @@ def test_default_tiles_take_blocks_of_128(device):
     assert_within_the_bound(inputs, mask, called(inputs, block_mask=blocks, config="default"))
 
 
-def test_nothing_waits_for_the_map(device):
+def test_a_block_mask_causes_no_synchronisation(device):
     if device == "cpu":
         pytest.skip("a CPU has nothing to wait for")
     inputs = drawn(device)
@@ -270,7 +270,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("error", "says", "made", "options"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_refused_by_name(device, error, says, made, options):
+def test_wrong_arguments_are_refused_by_name(device, error, says, made, options):
     q, k, v, _ = drawn(device)
     with pytest.raises(error, match=says):
         flash_attention(

@@ -72,7 +72,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("error", "says", "given"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_refused_by_name(device, error, says, given):
+def test_wrong_arguments_are_refused_by_name(device, error, says, given):
     given = {name: x(device) if callable(x) else x for name, x in given.items()}
     with pytest.raises(error, match=says):
         call(device, **given)

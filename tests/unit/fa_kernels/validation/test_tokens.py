@@ -69,7 +69,7 @@ def test_objects_that_look_the_same_have_other_tokens():
     assert value_of(token_of(first)) is first
 
 
-def test_those_used_last_are_kept(monkeypatch):
+def test_the_most_recently_used_tokens_are_kept(monkeypatch):
     monkeypatch.setattr(opaque_handles, "MOST", 3)
     for name in ("_tokens", "_values"):
         monkeypatch.setattr(opaque_handles, name, type(getattr(opaque_handles, name))())

@@ -157,7 +157,7 @@ def test_a_kernel_that_hangs_as_it_is_imported_is_ended(tmp_path):
     assert found["ended"] == "out of time after 6 s"
 
 
-def test_what_a_kernel_breaks_is_collected(tmp_path):
+def test_an_exception_of_a_kernel_is_collected(tmp_path):
     text = "def attention(q, k, v, *, mask, sm_scale): raise KeyError('no')"
     found = run(text, tmp_path, options=["-k", "hundredth"])
     assert (found["ended"], found["tests"]) == (FINISHED, 1)

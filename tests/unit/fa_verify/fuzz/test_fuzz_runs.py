@@ -229,7 +229,7 @@ def test_a_mask_that_is_not_registered_is_reported_as_not_replayable(second):
     assert "mask type 'MaskOfAnotherProject' is not replayable" in second.output
 
 
-def test_what_is_not_supported_is_not_kept(second):
+def test_unsupported_problems_are_not_kept(second):
     names = {path.stem for path in FOLDER.glob("*.json")}
     failed = re.findall(r"^failed: test_regression\[(.*)\]$", second.output, re.MULTILINE)
     assert names.isdisjoint(failed)

@@ -141,7 +141,7 @@ def test_where_all_draw_batched_problems_or_none_does_all_come_round(deal, tests
     assert [sorted(ran[:2]), sorted(ran[2:])] == [[0, 1]] * 2
 
 
-def test_workers_go_home_when_the_time_is_over(deal, clock):
+def test_workers_stop_when_the_time_is_over(deal, clock):
     rotation, workers = deal(DRAWING)
     clock.stop()
     play(rotation, workers, 2)
@@ -324,7 +324,7 @@ def test_a_search_ends_with_the_run_at_once(hunter, clock):
     assert hunt.judged == 0
 
 
-def test_what_fails_is_made_smaller_beyond_the_end(hunter, clock):
+def test_a_failure_is_minimised_past_the_end_of_the_run(hunter, clock):
     hunt = hunter()
     hunt.findings(LARGER, guarantees.accuracy)
     clock.start(-1)

@@ -193,7 +193,7 @@ def test_workers_measure_what_one_process_does(told, folder):
 HERE = Environment("elsewhere", "1.0", "none")
 
 
-def test_what_cannot_be_compared_with_is_refused_in_a_line_before_anything_runs(told, folder):
+def test_incomparable_baselines_are_refused_in_a_line_before_anything_runs(told, folder):
     entries = (Entry(Problem(), "G1", "fp32"),)
     Baseline("attention", HERE, entries).write(folder / "elsewhere.json")
     (folder / "damaged.json").write_text('{"version": 1,')

@@ -136,7 +136,7 @@ def test_the_old_name_of_a_mask_is_still_read():
     assert problem.to_json() == old.replace("Taken", "Sliced")
 
 
-def test_a_mask_that_defines_allows_is_told_the_new_name():
+def test_a_mask_that_defines_allows_is_refused_with_the_new_name():
     with pytest.raises(TypeError, match=r"^Old defines allows; the method is called mask_mod$"):
 
         class Old(Mask):
@@ -268,7 +268,7 @@ def test_sizes_below_one_are_refused_by_name(name, field):
         mask_class(name)(**{field: 2.0})
 
 
-def test_entries_keep_what_a_predicate_says_of_them():
+def test_sliced_entries_keep_their_predicate():
     mask = Document(starts=((1,), (2,), (3,)))
     dense = mask.dense(3, 1, 5, 5)
     assert torch.equal(mask.sliced((2, 0)).dense(2, 1, 5, 5), dense[[2, 0]])
@@ -290,6 +290,6 @@ class Asked(Mask, uniform=True):
         return m >= n
 
 
-def test_the_dense_form_asks_about_valid_rows_and_keys_alone():
+def test_the_dense_form_evaluates_only_valid_rows_and_keys():
     seen = Asked(seqlens_q=(2, 0), seqlens_k=(2, 4)).dense(2, 1, 4, 4)
     assert seen.nonzero().tolist() == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]

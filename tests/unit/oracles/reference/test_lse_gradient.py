@@ -167,7 +167,7 @@ def test_a_subject_that_declares_lse_grad_without_having_it_fails():
     assert "declares lse_grad=False" in str(finding)
 
 
-def test_identities_say_nothing_of_it():
+def test_identities_do_not_apply_to_losses_on_lse():
     trial = run_trial(Subject.of(Differentiable(), "right"), MEASURED)
     assert identities(trial) == []
     assert identities(dataclasses.replace(trial, inputs=trial.inputs._replace(dlse=None))) != []

@@ -104,7 +104,7 @@ def exact_dot(a: torch.Tensor, b: torch.Tensor):
 
 @pytest.mark.parametrize("dirt", [math.nan, math.inf])
 @pytest.mark.parametrize("pool", POOLS)
-def test_what_stands_in_padding_changes_no_bit(pool, dirt):
+def test_padding_values_change_no_bit(pool, dirt):
     mask = Mask(window_left=4, seqlens_q=(9, 0), seqlens_k=(6, 11))
     q, k = (stream.normal(1, x, (2, 1, 11, 4)) for x in "qk")
     call = {"mask": mask, "sm_scale": 0.5, "pool": pool, "size": (4, 3)}
@@ -138,7 +138,7 @@ def test_a_probability_and_a_mean_below_the_smallest_normal_number_may_be_flushe
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])
-def test_without_elements_there_is_nothing(size):
+def test_pooling_without_elements_is_empty(size):
     B, M, N = (0 if size == i else 3 for i in range(3))
     q, k = torch.zeros(B, 2, M, 4), torch.zeros(B, 1, N, 4)
     call = {"mask": Mask(), "sm_scale": 1.0, "pool": "max", "size": (2, 2)}

@@ -133,7 +133,7 @@ def test_rows_without_a_key_give_zero_and_minus_infinity() -> None:
 
 @pytest.mark.parametrize("dirt", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rows", [None, 6])
-def test_dirt_outside_visible_pairs_changes_no_bit(dirt: float, rows: int | None) -> None:
+def test_values_outside_visible_pairs_change_no_bit(dirt: float, rows: int | None) -> None:
     inputs = tensors()
     clean = attention(*inputs, mask=WINDOW, sm_scale=SCALE, rows=rows)
     empty = ~seen(WINDOW).any(-1)

@@ -201,7 +201,7 @@ def test_a_slope_that_is_left_out_is_found_in_dq_and_dk():
     assert found(flat, dataclasses.replace(ASKED, softcap=None), guarantees.accuracy) == []
 
 
-def test_the_sum_of_dk_is_nothing_to_go_by():
+def test_the_sum_of_dk_is_not_checked_with_a_softcap():
     trial = run_trial(Subject.of(Rounding(), "right"), dataclasses.replace(MEASURED, H=4))
     assert trial is not None
     assert identities(trial) == []
@@ -237,7 +237,7 @@ def test_a_softcap_is_drawn_only_when_requested():
 
 
 @pytest.mark.parametrize("wanted", ["q", "qkv"])
-def test_the_call_takes_it_and_differentiates_it(wanted, device):
+def test_the_call_takes_a_softcap_and_differentiates_it(wanted, device):
     pytest.importorskip("triton")
     from fa_kernels import flash_attention
 

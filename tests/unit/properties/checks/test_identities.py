@@ -92,7 +92,7 @@ def test_heads_of_few_keys_are_left_alone(keys):
 
 
 @pytest.mark.parametrize("dirty", ["nan", "inf", "max"])
-def test_what_stands_in_padding_is_not_summed(dirty):
+def test_padding_is_not_summed(dirty):
     problem = replace(PROBLEM, mask=PADDED)
     trial = run(problem)
     dirtied = replace(trial, inputs=make(problem, dirty=dirty))

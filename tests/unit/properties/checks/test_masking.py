@@ -137,7 +137,7 @@ def test_a_row_and_a_key_that_see_something_too_come_before_those_that_see_nothi
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_only_what_does_not_see_the_extreme_values_has_to_stay(name, monkeypatch):
+def test_only_elements_that_do_not_see_extreme_values_must_stay(name, monkeypatch):
     # Every output changes everywhere; elements that see the extreme key or row do not count.
     trial = tried()
     changed = trial.got._replace(**{name: getattr(trial.got, name) + 99})

@@ -153,7 +153,7 @@ UNPROMISED = [row[:2] for row in FAULTS if row[0].split()[1] in ("G4", "G5", "G8
 
 
 @pytest.mark.parametrize(("check", "fault"), UNPROMISED)
-def test_what_is_not_promised_to_the_bit_is_held_to_the_bound(check, fault, monkeypatch):
+def test_results_without_a_promise_of_bits_are_compared_with_the_bound(check, fault, monkeypatch):
     assert findings(check, fault, bitwise=()) == []
     monkeypatch.setattr(f"{__name__}.SLIGHTLY", 1.001)
     found = findings(check, fault, bitwise=())

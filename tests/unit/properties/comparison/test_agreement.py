@@ -69,7 +69,7 @@ def test_one_bit_is_within_the_bound_where_nothing_is_promised(name):
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_what_leaves_the_bound_is_found_where_nothing_is_promised(name):
+def test_a_value_outside_the_bound_is_found_without_a_promise(name):
     trial = tried(False)
     bound, want = (getattr(x, name)[AT[name]] for x in (trial.judgement.bound, trial.want))
     inside, outside = (
@@ -84,7 +84,7 @@ def test_what_leaves_the_bound_is_found_where_nothing_is_promised(name):
 
 @pytest.mark.parametrize("name", OUTPUTS)
 @pytest.mark.parametrize("first", [math.nan, 1e6], ids=str)
-def test_what_left_the_bound_before_is_not_the_second_runs_fault(first, name):
+def test_an_error_of_the_first_run_is_not_a_finding_on_the_second(first, name):
     trial = tried(False)
     wrong = changed(trial, name, first)
     was_wrong = dataclasses.replace(trial, got=wrong)
@@ -99,7 +99,7 @@ def test_what_left_the_bound_before_is_not_the_second_runs_fault(first, name):
     ]
 
 
-def test_what_is_summed_by_atomics_is_held_to_the_bound_and_the_rest_to_the_bit():
+def test_outputs_summed_by_atomics_are_compared_with_the_bound_and_others_bitwise():
     trial = tried(True)
     subject = dataclasses.replace(trial.subject, configs={"default": {"atomic": ("dq",)}})
     trial = dataclasses.replace(trial, subject=subject)

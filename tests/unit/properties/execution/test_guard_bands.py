@@ -180,7 +180,7 @@ class OneTooMany(torch.autograd.Function):
         return made
 
 
-def test_what_a_backward_allocates_lies_between_bands(device):
+def test_allocations_of_a_backward_have_guard_bands(device):
     x = source(device).requires_grad_()
     with GuardBands() as guards:
         out = OneTooMany.apply(x)
@@ -268,7 +268,7 @@ def library() -> torch.library.Library:
     return made
 
 
-def test_what_an_operator_in_python_allocates_is_guarded(library, device):
+def test_allocations_of_a_python_operator_have_guard_bands(library, device):
     x = source(device)
     with GuardBands() as guards:
         made = torch.ops.guarded.outer(x)

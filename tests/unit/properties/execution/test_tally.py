@@ -93,7 +93,7 @@ def test_tallies_of_several_processes_add_up():
     }
 
 
-def test_what_two_processes_did_alike_counts_once():
+def test_equal_records_of_two_processes_count_once():
     total = full(0)
     total.add(full(0).record())
     assert total.record() == full(0).record()

@@ -188,7 +188,7 @@ def test_heads_that_differ_are_refused_an_overriding_expanded_layout():
 
 
 @pytest.mark.parametrize("around", [math.nan, 3.0])
-def test_what_lies_around_the_elements_can_be_chosen(around):
+def test_the_value_around_the_elements_can_be_chosen(around):
     for laid in make(dataclasses.replace(LONG, inputs="one_hot_v"), around=around):
         storage = torch.empty(0, dtype=laid.dtype).set_(laid.untyped_storage())
         assert same_bits(storage[:8], torch.full((8,), around))

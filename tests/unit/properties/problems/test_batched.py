@@ -236,7 +236,7 @@ def test_a_batched_problem_fails_though_its_problems_are_not_computed_alone(subj
     assert (finding.problem, finding.guarantee) == (batched, "G1 accuracy")
 
 
-def test_what_fails_only_together_is_found_and_made_smaller():
+def test_a_failure_of_several_entries_is_found_and_minimised():
     batched = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
     [finding, *_] = runner_of(WrongBeyond()).findings(batched, guarantees.accuracy)
     assert finding.problem == batched

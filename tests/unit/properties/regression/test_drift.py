@@ -73,7 +73,7 @@ def test_a_smaller_rms_is_told_and_is_no_alarm():
         ("dq causal", lambda x: x.problem.mask.causal),
     ],
 )
-def test_what_is_worse_in_one_dtype_or_mask_alone_is_an_alarm_there(group, which):
+def test_a_loss_in_a_single_dtype_or_mask_is_an_alarm(group, which):
     found = moved_rms(scaled(1.2, which, noise=0.02))
     assert group in [change.text.partition(":")[0] for change in found if change.alarm]
 

@@ -59,7 +59,7 @@ def test_a_loss_that_the_rounds_spread_explains_is_no_alarm():
     assert [x for x in moved_speed({"f": (1.0,) * 9}, {"f": scattered}) if x.alarm] == []
 
 
-def test_what_is_no_longer_timed_is_an_alarm_with_its_reason():
+def test_a_pass_that_is_no_longer_timed_is_an_alarm_with_its_reason():
     (change,) = moved_speed({"f": (1.0, 1.0)}, {}, "there is no GPU")
     assert change.alarm
     assert change.text == "f: timed in the baseline, not now: there is no GPU"
@@ -71,7 +71,7 @@ def test_a_pass_timed_for_the_first_time_is_told():
 
 
 @pytest.mark.parametrize(("second", "counts"), [(1.0, 1.0), (1 / 1.1, 1 / 1.1)])
-def test_what_seems_to_be_a_loss_is_timed_once_more_and_that_counts(second, counts):
+def test_an_apparent_loss_is_timed_once_more_and_that_counts(second, counts):
     then = {"f": measured(0)}
     runs = [{"f": measured(1, 0.8)}, {"f": measured(2, second)}]
     found, why = timed(None, then, lambda subject: runs.pop(0))
@@ -79,7 +79,7 @@ def test_what_seems_to_be_a_loss_is_timed_once_more_and_that_counts(second, coun
     assert (runs, why) == ([], "")
 
 
-def test_what_is_no_loss_is_timed_once():
+def test_a_speed_without_loss_is_timed_once():
     runs = [{"f": measured(1)}, {"f": measured(2)}]
     timed(None, {"f": measured(0)}, lambda subject: runs.pop(0))
     assert len(runs) == 1

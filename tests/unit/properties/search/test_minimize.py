@@ -85,7 +85,7 @@ def test_every_step_can_be_replayed(problem):
 
 
 @given(problems())
-def test_what_always_fails_ends_at_the_simplest_problem(problem):
+def test_an_unconditional_failure_ends_at_the_simplest_problem(problem):
     sizes = {name: min(1, getattr(problem, name)) for name in ("B", "M", "N")}
     want = Problem(dtype=problem.dtype, **sizes)
     assert simplest_of(lambda _: True, problem) == want

@@ -375,7 +375,7 @@ def test_no_problem_is_run_twice_by_the_draw(monkeypatch):
     assert len(ran) == len(set(ran))
 
 
-def test_what_a_subject_declares_bounds_the_simplest_problem():
+def test_declarations_bound_the_simplest_problem():
     subject = Wrong()
     subject.head_dims = (24,)
     runner = runner_of(subject)

@@ -225,7 +225,7 @@ def triton_tutorial(case: Case) -> dict[str, bool]:
     """Every element within 1e-2 of eager PyTorch in the dtype, whatever its size.
 
     A NaN fails, also one in the reference. An empty row is NaN in the reference's out and makes all
-    of the reference's dv NaN, so that every kernel fails there; the suite has none.
+    of the reference's dv NaN. Every kernel fails there; the suite has no empty row.
 
     Source: triton-lang/triton, python/tutorials/06-fused-attention.py,
     dc6ee3ed2cf9b2b436544d6153351f9bc679cc61, and triton-lang/Triton-to-tile-IR, same path,
@@ -285,8 +285,8 @@ def cudnn_frontend(case: Case) -> dict[str, bool]:
     """Every element within 2e-2 + 2e-2 |got| of float32; bf16 dk, dv within 7e-2 + 2e-2 |got|.
 
     The LSE is within 2e-2 + 2e-2 |got|. A NaN fails, also one in the reference. An empty row is NaN
-    in the reference's out and LSE and makes all of the reference's dv NaN, so that every kernel
-    fails there; the suite has none. Padding is set to 0 on both sides.
+    in the reference's out and LSE and makes all of the reference's dv NaN. Every kernel fails
+    there; the suite has no empty row. Padding is set to 0 on both sides.
 
     Source: NVIDIA/cudnn-frontend, test/python/test_mhas.py,
     9793df569ce413f4b1844a9176f7ae24dd981603, test_sdpa and test_sdpa_backward.

@@ -77,8 +77,8 @@ QUICK: tuple[Step, ...] = (
     _step(B=2, H=2, M=20, N=35, dirty="nan", layouts=_MIXED,
           mask=BlockSparse(side=12, percent=25, seed=19, seqlens_q=(20, 18), seqlens_k=(20, 35))),
     _step(M=70, N=40, config="16x32", mask=PrefixLM(prefix=16) | Mask(window_right=2)),
-    # A backward in one pass: two by three tiles, grouped heads, rows without a visible key; padding
-    # keys whose P is infinite; a tile that a mask divides within its rows.
+    # A backward in one pass, with rows without a visible key, padding keys whose P is infinite, and
+    # a tile that a mask divides within its rows.
     _step(B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, config="16x16-one_pass"),
     _step(H=2, M=17, N=35, dtype="fp16", inputs="lse_low_90", config="16x32-one_pass", **_ALIGNED),
     _step("G3", M=40, N=17, mask=Mask(causal=True), dlse="normal", config="32x16-one_pass"),

@@ -22,7 +22,7 @@ OF_THE_CALL = tuple(
     unit_test_file(f"test_{name}")
     for name in (
         *("offsets", "block_mask", "splits", "packed", "tokens", "operators", "pooled"),
-        *("remembered", "tiles_in_a_row", "dispatch"),
+        *("call_cache", "tiles_in_a_row", "dispatch"),
     )
 )
 # Tests of redundant work of Hopper's kernels in the emulation.
@@ -34,7 +34,7 @@ _OF_PARTS = {
     "fa_kernels/operators.py": ("operators", "dispatch"),
     "fa_kernels/pooling.py": ("pooled",),
     "fa_kernels/varlen.py": ("packed", "offsets"),
-    "fa_kernels/launch/call_cache.py": ("remembered",),
+    "fa_kernels/launch/call_cache.py": ("call_cache",),
     "fa_kernels/launch/portable.py": ("launch",),
     "fa_kernels/launch/sizes.py": ("packed", "tiles_in_a_row"),
     "fa_kernels/schedule/block_sparse.py": ("block_map",),

@@ -28,6 +28,6 @@ def test_products_stay_asynchronous_and_tiles_fit_and_have_their_memory_alone(D)
         # ptxas warns if it serialises products, which then take 1.5 times as long.
         assert not code["warnings"], (name, code["warnings"])
         assert code["shared"] <= MOST, (name, code["shared"])
-        # The compiler reuses the memory of a buffer after its last use, but an asynchronous write
-        # may come later: the initialisation of an unused barrier overwrote a message to warps.
+        # The compiler reuses a buffer's memory after its last use, but an asynchronous write may
+        # come later. The initialisation of an unused barrier overwrote a message to warps.
         assert not code["with_others"], (name, code["with_others"])

@@ -394,8 +394,8 @@ def test_programs_have_all_shares_of_all_tiles_once_in_order_and_long_ones_first
             assert parts == [(0, cut), (cut, shares)]
         else:
             assert parts == [(0, shares)]
-    # Programs that signal partial sums come first and programs that wait for them come last, so
-    # that no program waits for one that has not started.
+    # Programs that signal partial sums start first and programs that wait for them start last: no
+    # program waits for one that has not started.
     assert all(begin == 0 for _, begin, _ in found[:tiles])
     left = [end - begin for _, begin, end in found[tiles:]]
     assert left == sorted(left, reverse=True)

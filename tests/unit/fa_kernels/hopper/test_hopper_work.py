@@ -1,6 +1,6 @@
-"""How much the kernels for Hopper do, where they are emulated: no tile that nobody sees is loaded.
+"""Work of Hopper's kernels, counted in emulation: hidden tiles are not loaded or multiplied.
 
-What only takes longer no result shows. And no length reaches past the tensors.
+Results do not show redundant work. Lengths past the ends of tensors are clamped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fa_verify.subjects.emulation import emulate
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 
 KEYS = 128
-# Queries that the backward takes at a time.
+# Rows of a query tile of the backward, by head_dim.
 ROWS = {64: 128, 128: 64}
 MASKS = {
     "full": Mask(),
@@ -37,12 +37,12 @@ each_head_dim = pytest.mark.parametrize("D", [64, 128])
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Forward, backward and dq, emulated in the place of the portable ones."""
+    """Forward, backward and dq kernels of Hopper, emulated in place of the portable ones."""
     return emulate(fa_kernels, replace=monkeypatch.setattr)
 
 
 def ran(mask: Mask, D: int, backward: str, M: int = 300, N: int = 290, H: int = 1) -> torch.Tensor:
-    """Forward and backward of two batch entries and one kv head; what is seen (B,M,N)."""
+    """Runs forward and backward of two batch entries and one kv head; the dense mask (B,M,N)."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, heads, length, D, generator=generator).half().requires_grad_()
@@ -54,9 +54,9 @@ def ran(mask: Mask, D: int, backward: str, M: int = 300, N: int = 290, H: int = 
 
 
 def tiles_seen(seen: torch.Tensor, starts: list[int], rows: int, keys: int) -> list[list[int]]:
-    """Of each batch entry and tile of rows, how many tiles of keys it has a visible pair with.
+    """The number of key tiles that each tile of rows visits, by batch entry.
 
-    Those between two that it has are counted: tiles follow each other.
+    A tile of rows visits all key tiles from the first to the last with a visible pair.
     """
     found = []
     for entry in seen:
@@ -69,7 +69,7 @@ def tiles_seen(seen: torch.Tensor, starts: list[int], rows: int, keys: int) -> l
 
 
 def padded_tiles(mask: Mask, seen: torch.Tensor, starts: list[int], rows: int) -> list[list[int]]:
-    """Of each batch entry and tile of rows, how many of the tiles it has keys in hold padding."""
+    """The number of visited key tiles with padding for each tile of rows, by batch entry."""
     _, lengths = mask.lengths(2, 300, 290)
     return [
         [
@@ -105,7 +105,7 @@ def check_forward(work: Counter[str], mask: Mask, D: int, seen: torch.Tensor, H:
     counts = tiles_seen(seen, starts, rows, keys)
     assert work["k_desc"] == work["v_desc"] == H * total(counts)
     assert work["products"] == 2 * H * weighted(counts, active)
-    # Values of padding, and whose turn it is.
+    # Stored: zeros in padding of v, and the index of the next work tile.
     cleared = weighted(padded_tiles(mask, seen, starts, rows), active)
     turns = (2 * H * tiles + work["programs"]) * consumers
     assert work["stored"] == H * cleared * KEYS * D + turns
@@ -117,14 +117,14 @@ def check_backward(
     counts = tiles_seen(seen.mT, list(range(0, 290, KEYS)), KEYS, ROWS[D])
     steps = H * total(counts)
     assert work["q_desc"] == work["dout_desc"] == steps
-    # Every program makes scores before it knows whether there is a tile.
+    # Every program multiplies scores before it tests whether its range of tiles is empty.
     each, shares = hopper.tile_shares(6, 4) if is_alike(mask) else (1, 1)
     programs = 6 + each * (shares - 1)
     assert work["programs"] == programs
-    # Keys are of two halves; not of tiles that nobody sees.
+    # A key tile is loaded in two halves; hidden tiles are not loaded.
     used = work["k_desc"] // 2
-    # S, dP, dV and dK; dQ of the keys of either consumer, a step behind: there is one more of it,
-    # of which the first is for nobody.
+    # Products are S, dP, dV, dK, and dQ for the keys of both consumers. dQ runs a step behind, so
+    # there is one more, and the first result is discarded.
     assert work["products"] == 2 * (steps * 4 + programs + 2 * (steps + used) * one_pass)
     assert work["added"] == steps * ROWS[D] * D * one_pass
     assert work["k_desc"] == work["v_desc"] == 2 * used
@@ -132,7 +132,7 @@ def check_backward(
 
 
 def stored_a_step(D: int, backward: str) -> int:
-    """lse2 and delta; in one pass dS of either consumer."""
+    """Numbers stored for each step: lse2 and delta, and in one pass dS of both consumers."""
     return 2 * ROWS[D] + (2 * ROWS[D] * 64 if backward == "one_pass" else 0)
 
 
@@ -141,7 +141,7 @@ def check_dq(work: Counter[str], mask: Mask, D: int, seen: torch.Tensor) -> None
     counts = tiles_seen(seen, starts, 128, KEYS)
     assert work["k_desc"] == work["v_desc"] == total(counts)
     assert work["products"] == 2 * 3 * total(counts)
-    # Keys of padding, by either consumer.
+    # Both consumers clear padding keys.
     cleared = total(padded_tiles(mask, seen, starts, 128))
     assert work["stored"] == 2 * cleared * KEYS * D
 
@@ -149,7 +149,7 @@ def check_dq(work: Counter[str], mask: Mask, D: int, seen: torch.Tensor) -> None
 @each_mask
 @each_head_dim
 def test_two_passes_load_and_multiply_tiles_that_are_seen(mask, D, kernels):
-    # Where all tiles are alike two of six are shared, of keys and of queries.
+    # If all tiles take equally long, two of six tiles are shared, of keys and of queries.
     assert hopper.tile_shares(6, 4) != (1, 1)
     seen = ran(mask, D, "two_pass", H=1)
     forward, backward, dq = (x.work for x in kernels)
@@ -167,7 +167,7 @@ def test_one_pass_loads_and_multiplies_tiles_that_are_seen(mask, D, kernels):
     check_backward(backward, mask, D, seen, 2, one_pass=True)
 
 
-# Halves of key tiles that hold padding: keys of those are cleared for dq.
+# Half key tiles with padding, whose keys are cleared for dq.
 @each_head_dim
 @pytest.mark.parametrize(("backward", "halves"), [("one_pass", 3), ("two_pass", 0)])
 @pytest.mark.parametrize("seqlens_k", [None, (192, 130)])
@@ -189,25 +189,25 @@ def test_no_product_is_waited_for_at_once(D, backward, kernels):
 @pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
 @pytest.mark.parametrize(("N", "tiles"), [(255, 0), (254, 1)])
 def test_the_backward_clears_rows_alone_that_see_no_key(N, tiles, D, backward, kernels):
-    # The first rows of the second query tile; those of the first one are not visited.
+    # Such rows are the first of the second query tile; the first tile is not visited.
     ran(Mask(window_right=1), D, backward, 256 + ROWS[D], N)
-    # Queries and dout, by either consumer of the first key tile; and the queries behind the last
-    # edge tile, which might be another head's first ones.
+    # Both consumers of the first key tile clear queries and dout. They also clear the queries after
+    # the last edge tile, which can belong to another head.
     cleared = 2 * tiles * 2 * 3 * ROWS[D] * D
     work = kernels[1].work
     assert work["stored"] == work["q_desc"] * stored_a_step(D, backward) + cleared
 
 
-# 64 rows of 64 columns of 16 bits; a barrier.
+# Bytes of 64 x 64 elements of 16 bits, and of a barrier.
 BLOCK, BARRIER = 8192, 8
-# Blocks, then other bytes, by kernel and head_dim: numbers of rows or a turn, barriers.
+# (blocks, other bytes) by kernel and head_dim; the others are row statistics and barriers.
 SHARED = {
     ("forward", 64): (3 + 3 * (2 + 2), 3 * 4 + (2 * 3 + 4 * 3) * BARRIER),
     ("forward", 128): (2 * (2 + 2 * (2 + 2)), 2 * 4 + (2 * 2 + 4 * 2) * BARRIER),
-    # Keys and values; queries and dout; dS, of two halves, three times.
+    # Keys and values; queries and dout; three stages of dS in two halves.
     ("one_pass", 64): (4 + 8 + 3 * 4, 2 * 2 * 128 * 4 + 10 * BARRIER),
     ("one_pass", 128): (8 + 8 + 3 * 2, 2 * 2 * 64 * 4 + 10 * BARRIER),
-    # Of dS a block that nobody touches.
+    # An unused block of dS.
     ("two_pass", 64): (4 + 8 + 2, 2 * 2 * 128 * 4 + 10 * BARRIER),
     ("two_pass", 128): (8 + 8 + 1, 2 * 2 * 64 * 4 + 10 * BARRIER),
     ("dq", 64): (2 + 2 + 4 * (2 + 2), (2 + 3 * 4) * BARRIER),
@@ -226,7 +226,8 @@ def test_shared_memory_is_for_tiles_rows_and_barriers(name, place, D, kernels):
     assert work["shared"] == work["programs"] * (blocks * BLOCK + others)
 
 
-# What nobody waits for may be where something else is in shared memory, and overwrite that.
+# The compiler may reuse the memory of a barrier without waits, and its initialisation would
+# overwrite the other buffer.
 @each_head_dim
 @pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
 def test_barriers_that_nobody_waits_for_are_not_initialised(D, backward, kernels):
@@ -258,7 +259,7 @@ def test_lengths_past_the_tensors_are_those_of_the_tensors(D, backward, kernels)
     done = [x.work.copy() for x in kernels]
     found = results(torch.tensor([151, 2**31 - 1], dtype=torch.int32))
     for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
-        # dq of one pass is added up in another order every time.
+        # dq of one pass is summed in another order in every run.
         if (backward, i) == ("one_pass", 1):
             torch.testing.assert_close(x, y)
         else:
@@ -277,7 +278,7 @@ def test_lengths_past_the_tensors_are_those_of_the_tensors(D, backward, kernels)
 def test_sums_are_rescaled_where_a_maximum_has_risen_by_more_than_the_threshold(
     D, rise, rescaled, kernels
 ):
-    """A weight of 2^-20 beside the maximum of before is 0 in fp16 beside one that is 2^5 larger."""
+    """A weight of 2^-20 relative to the old maximum underflows in fp16 if the maximum is 2^5."""
     q, k, v = (
         torch.zeros(1, 1, 1, D),
         torch.zeros(1, 1, 2 * KEYS, D),
@@ -286,7 +287,7 @@ def test_sums_are_rescaled_where_a_maximum_has_risen_by_more_than_the_threshold(
     q[..., 0] = 1
     k[0, 0, KEYS : KEYS + 2, 0] = torch.tensor([rise, -20.0])
     v[0, 0, KEYS + 1, 0] = 2.0**14
-    # So that scores are exponents of 2 as they stand.
+    # The scale makes scores exponents of 2.
     out = flash_attention(q.half(), k.half(), v.half(), sm_scale=math.log(2))
     weights = 2 * KEYS - 2 + 2.0**rise
     assert out[0, 0, 0, 0].item() == pytest.approx(0 if rescaled else 2**-6 / weights, rel=1e-3)

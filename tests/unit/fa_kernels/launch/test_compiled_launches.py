@@ -1,4 +1,4 @@
-"""Launches of code that is compiled already: it is that which Triton would have chosen."""
+"""The launch cache launches the same code as Triton would."""
 
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ def test_each_call_gets_its_code_whatever_came_before(call, of, device):
         assert torch.equal(found, wanted.to(found.dtype))
 
 
-def test_a_second_launch_asks_triton_for_nothing(device, monkeypatch):
+def test_a_second_launch_bypasses_triton(device, monkeypatch):
     if device == "cpu":
         pytest.skip("nothing is compiled in the interpreter")
     x = torch.arange(37, device=device).float()
@@ -64,7 +64,7 @@ def test_a_second_launch_asks_triton_for_nothing(device, monkeypatch):
         triton.JITFunction, "run", lambda *a, **o: (calls.append(o), original(*a, **o))[1]
     )
     assert torch.equal(added(x, 3), wanted)
-    # Where a tensor begins, and how long it is, is not what code follows from.
+    # Code does not depend on the address or the length of a tensor.
     assert torch.equal(added(x[1:], 3), wanted[1:])
     assert not calls
     added(x, 3, TWICE=True)
@@ -72,7 +72,7 @@ def test_a_second_launch_asks_triton_for_nothing(device, monkeypatch):
 
 
 class Code:
-    """What a kernel is compiled to, as Triton has it: it writes down its launches."""
+    """Compiled code with Triton's interface that records its launches."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[object, ...]] = []
@@ -82,14 +82,14 @@ class Code:
 
 
 class Parameter(NamedTuple):
-    """What Triton knows of a kernel's parameter."""
+    """Triton's description of a kernel's parameter."""
 
     name: str
     is_constexpr: bool
 
 
 class Compiled(triton.JITFunction):
-    """A kernel of (x, y, BLOCK, WIDE) that compiles without a GPU; it counts how often."""
+    """A kernel of (x, y, BLOCK, WIDE) that compiles without a GPU and counts compilations."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "fn", lambda: None)
@@ -109,7 +109,7 @@ class Compiled(triton.JITFunction):
         return run
 
 
-def test_what_is_kept_is_found_by_kinds_and_constants_alone(monkeypatch):
+def test_cached_code_is_found_by_types_and_constants_only(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, other = Compiled(), Compiled()
     x, y = torch.zeros(3), torch.zeros(5, dtype=torch.float16)
@@ -121,7 +121,7 @@ def test_what_is_kept_is_found_by_kinds_and_constants_alone(monkeypatch):
     for _ in range(2):
         run(kernel, x, 5)
     (code,) = kernel.made
-    # Constants in the order of the parameters, without options; grids of three axes or more.
+    # Constants are in the order of the parameters, without options; grids have three axes or more.
     assert code.launches == [((7, 1, 1), x, 5, 16, True)]
     run(kernel, x + 1, -6)
     assert len(code.launches) == 2
@@ -167,7 +167,7 @@ def test_a_name_too_many_or_too_few_is_left_to_triton(named, monkeypatch):
     assert not kernel.made[0].launches
 
 
-def test_what_another_function_is_part_of_is_left_to_triton(monkeypatch):
+def test_a_kernel_with_a_function_as_argument_is_left_to_triton(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, predicate = Compiled(), Compiled()
     named = {"x": torch.zeros(1), "y": 5, "BLOCK": 1, "WIDE": True, "PREDICATE": predicate}

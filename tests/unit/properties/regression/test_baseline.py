@@ -1,4 +1,4 @@
-"""The file of a baseline: what is written is read, and what is damaged is refused by name."""
+"""The file of a baseline: it is read as written, and damaged files are refused by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Names that had another spelling before: old files are read, old code gets an error.
+"""Old names and their replacements: old files still load, old code gets an error.
 
-Read as the new name: ``MASKS`` in the JSON of a mask. Refused by an error that gives the new name:
-``MASK_METHODS`` of a subclass of ``Mask``, ``OPTIONS`` of the command line.
+``MASKS`` in the JSON of a mask are read as the new name. ``MASK_METHODS`` of a subclass of ``Mask``
+and ``OPTIONS`` of the command line raise an error that gives the new name.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Problem:
         if self.seeds and (self.seed or self.B % len(self.seeds) or self.B == 0):
             raise ValueError(
                 f"{len(self.seeds)} seeds, seed is {self.seed} and B is {self.B}; a batched "
-                "problem needs seed = 0, and as many batch entries for each of its seeds"
+                "problem needs seed = 0, and equally many batch entries for each of its seeds"
             )
         for name in ("sm_scale", "softcap"):
             value = getattr(self, name)

@@ -386,7 +386,9 @@ def check(
             if not is_default
         ]
         if given:
-            raise ValueError(f"mask is given together with {', '.join(given)}; needs one or other")
+            raise ValueError(
+                f"mask is given together with {', '.join(given)}; needs one or the other"
+            )
         if isinstance(mask, torch.Tensor) or not isinstance(mask, MaskLike):
             raise TypeError(
                 f"mask is {type(mask).__name__}; needs an object with attributes causal, "
@@ -474,8 +476,8 @@ def prepared(
     if request.block_mask is not None:
         if predicate is not None:
             raise NotImplementedError(
-                "block_mask is given together with a mask that has a predicate; supported beside "
-                "it are causal, window and lengths"
+                "block_mask is given together with a mask that has a predicate; supported with it "
+                "are causal, window_size and lengths"
             )
         check_tiles(request.block_size, config)
         predicate = VISIBLE

@@ -33,7 +33,7 @@ def check_block_mask(
     if tuple(block_mask.shape) not in ((H, rows, columns), (1, rows, columns)):
         raise ValueError(
             f"block_mask has shape {tuple(block_mask.shape)}; needs ({H} or 1, {rows}, {columns}), "
-            f"a place for each head and block of {block_size} x {block_size}"
+            f"one element for each head and block of {block_size} x {block_size}"
         )
 
 

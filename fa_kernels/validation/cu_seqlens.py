@@ -56,7 +56,7 @@ def checked_offsets(
             raise ValueError(f"{name} holds {offset}; needs offsets in [0, {rows}]")
     lengths = _lengths(offsets)
     if any(length < 0 for length in lengths):
-        raise ValueError(f"{name} is {tuple(offsets)}; needs offsets that ascend")
+        raise ValueError(f"{name} is {tuple(offsets)}; needs ascending offsets")
     found = max((0, *lengths))
     if longest is not None and longest < found:
         raise ValueError(f"max_seqlen_{of} is {longest}; needs at least {found}, the longest")

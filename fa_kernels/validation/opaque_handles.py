@@ -51,7 +51,7 @@ def value_of(token: str) -> Any:
         _tokens.move_to_end(value)
     except KeyError:
         raise RuntimeError(
-            f"flash_attention got {token!r}, which is of another process or older than the last "
+            f"flash_attention got {token!r}, which is from another process or older than the last "
             f"{MOST}; needs a mask or a config of this process"
         ) from None
     return value

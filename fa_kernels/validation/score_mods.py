@@ -34,9 +34,7 @@ def check_alibi(alibi_slopes: object, q: torch.Tensor, B: int) -> None:
             f"alibi_slopes is on {alibi_slopes.device}; needs the device of q, {q.device}"
         )
     if alibi_slopes.requires_grad:
-        raise NotImplementedError(
-            "alibi_slopes requires a gradient; supported are detached slopes"
-        )
+        raise NotImplementedError("alibi_slopes requires a gradient; supported are detached slopes")
 
 
 def check_bias(bias: object, q: torch.Tensor, k: torch.Tensor) -> None:

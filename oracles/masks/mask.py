@@ -407,7 +407,9 @@ class Sliced(Mask):
     def lengths(self, B: int, M: int, N: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """As in ``Mask``; raises ValueError too if there are not B entries."""
         if len(self.entries) != B:
-            raise ValueError(f"entries has {len(self.entries)}; needs one per batch entry, {B}")
+            raise ValueError(
+                f"entries has {len(self.entries)} ints; needs one per batch entry, {B}"
+            )
         return super().lengths(B, M, N)
 
     def mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:

@@ -1,1 +1,1 @@
-"""Speed and memory, as ratios beside peers."""
+"""Benchmarks of speed and memory, as ratios to other implementations."""

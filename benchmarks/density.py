@@ -1,7 +1,7 @@
-"""Time of block-sparse attention against the part of the blocks that is visible.
+"""Time of block-sparse attention against the fraction of visible blocks.
 
-``python -m benchmarks.density`` prints, for each density, milliseconds and how much longer that is
-than the same part of a full map takes; the densities take turns. Needs a GPU.
+``python -m benchmarks.density`` prints, for each density, milliseconds and the ratio to the same
+fraction of the time of a full mask. The densities are timed in turns. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDS = 5
 
 
 def main() -> int:
-    """Prints a table; 2 where there is no GPU."""
+    """Prints the table; returns 2 without a GPU."""
     if not torch.cuda.is_available():
         print("density is measured on a CUDA GPU; none is visible")
         return 2
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def measure(B: int, N: int, H: int, D: int) -> None:
-    """Prints the rows of one problem."""
+    """Prints the table rows of one problem."""
     torch.manual_seed(0)
     q, k, v, dout = (
         torch.randn(B, N, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)

@@ -1,7 +1,8 @@
-"""One query against long keys, in parts and whole: ``python -m benchmarks.few_queries``.
+"""One query against long keys, with and without splits: ``python -m benchmarks.few_queries``.
 
-Forward alone. The configurations take turns, so that drift hits all alike; each ratio is that of
-the default configuration's median, which has no parts, to the median beside it.
+It times the forward. The configurations are timed in turns, so that drift affects all equally. A
+ratio is the median time of the default configuration, which has no splits, over the median time
+next to it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PROBLEMS = (
     (1, 262_144, 8, 8, 64),
     (16, 8_192, 32, 8, 128),
 )
-# Fewer rows than a tile has go through its dots for nothing: a low tile.
+# A tile of few rows, since dots compute all rows of a tile.
 NARROW = Tile(16, 128, 4, 3)
 CONFIGS = {
     "no parts": Config(),
@@ -34,7 +35,7 @@ CONFIGS = {
 
 
 def measure(B: int, N: int, H: int, Hk: int, D: int, M: int = 1) -> dict[str, list[float]]:
-    """Milliseconds a round of each of ``CONFIGS``, on N(0,1) data in bf16."""
+    """Returns the milliseconds of each round for each of ``CONFIGS``, on N(0,1) data in bf16."""
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(B, rows, heads, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
@@ -49,7 +50,7 @@ def measure(B: int, N: int, H: int, Hk: int, D: int, M: int = 1) -> dict[str, li
 
 
 def main() -> int:
-    """Prints the table; 2 where there is no GPU."""
+    """Prints the table; returns 2 without a GPU."""
     if not torch.cuda.is_available():
         print("benchmarks need a CUDA GPU; none is visible")
         return 2

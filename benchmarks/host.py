@@ -1,7 +1,7 @@
-"""What a call takes of the host, beside SDPA: ``python -m benchmarks.host``.
+"""Host time of a call, compared with SDPA: ``python -m benchmarks.host``.
 
-Microseconds from one call to the next of a problem so small that the GPU waits for it: the lowest
-and the median of several rounds, in which all take turns.
+It prints the microseconds per call for a problem so small that the host is the bottleneck: lowest
+and median of several rounds. The functions are timed in turns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CALLS = 300
 
 
 def measure(calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Microseconds a call, one number a round."""
+    """Returns the microseconds per call of each function, one number per round."""
     for call in calls.values():
         for _ in range(CALLS):
             call()
@@ -64,7 +64,7 @@ def _calls() -> dict[str, Callable[[], object]]:
 
 
 def main(_arguments: list[str] | None = None) -> int:
-    """Prints the table; 2 where there is no GPU."""
+    """Prints the table; returns 2 without a GPU."""
     if not torch.cuda.is_available():
         print("benchmarks need a CUDA GPU; none is visible")
         return 2

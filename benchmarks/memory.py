@@ -1,4 +1,4 @@
-"""Peak memory of forward and backward against N, beside the N x N matrix that eager code keeps.
+"""Peak memory of forward and backward against N, compared with the N x N matrix of eager code.
 
 ``python -m benchmarks.memory``
 """
@@ -18,7 +18,7 @@ B, H, D = 1, 2, 64
 
 
 def peak(N: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
-    """(peak bytes beyond the inputs, bytes of out, dq, dk, dv, lse, lse2, delta) at length N."""
+    """Returns (peak bytes beyond the inputs, bytes of out, dq, dk, dv, lse, lse2, delta)."""
     q, k, v, dout = (torch.randn(B, H, N, D, device="cuda", dtype=dtype) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_()
@@ -33,7 +33,7 @@ def peak(N: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Prints the table; 2 where there is no GPU."""
+    """Prints the table; returns 2 without a GPU."""
     if not torch.cuda.is_available():
         print("benchmarks need a CUDA GPU; none is visible")
         return 2

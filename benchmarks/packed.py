@@ -1,8 +1,9 @@
-"""Sequences of many lengths, packed and padded: ``python -m benchmarks.packed``.
+"""Sequences of different lengths, packed and padded: ``python -m benchmarks.packed``.
 
-Forward and backward, bf16, causal; the calls take turns, so that drift hits all alike. Each ratio
-is that of the padded call's median, which is told the lengths too, to the median beside it. The
-offsets of packed sequences are ints, or stand on the device beside the longest length, or alone.
+It times forward and backward in bf16, causal. The calls are timed in turns, so that drift affects
+all equally. A ratio is the median time of the padded call, which gets the lengths too, over the
+median time next to it. cu_seqlens of packed calls are ints, or a tensor with or without the longest
+length.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fa_kernels import flash_attention, flash_attention_varlen
 __all__ = ["PROBLEMS", "measure"]
 
 H, D = 16, 128
-# Lengths of a batch.
+# The lengths of each batch.
 PROBLEMS = {
     "16 of 2048": (2048,) * 16,
     "16, 256 to 4096 evenly": tuple(range(256, 4097, 256)),
@@ -30,7 +31,7 @@ PROBLEMS = {
 
 
 def measure(lengths: tuple[int, ...]) -> dict[str, list[float]]:
-    """Milliseconds a round of forward and backward of N(0,1) data, each way."""
+    """Returns the milliseconds of each round, for each way to call, on N(0,1) data."""
     torch.manual_seed(0)
     total, longest, B = sum(lengths), max(lengths), len(lengths)
     packed = [torch.randn(total, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
@@ -64,7 +65,7 @@ def measure(lengths: tuple[int, ...]) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    """Prints the table; 2 where there is no GPU."""
+    """Prints the table; returns 2 without a GPU."""
     if not torch.cuda.is_available():
         print("benchmarks need a CUDA GPU; none is visible")
         return 2

@@ -1,6 +1,6 @@
-"""What ours is measured beside: PyTorch's attentions, and flash-attn, each at its best call.
+"""The attention functions under comparison: ours, PyTorch's and flash-attn's.
 
-Each is f(q, k, v, causal) of (B, H, N, D), and raises where it cannot.
+Each is f(q, k, v, causal) on (B, H, N, D) tensors, and raises if it does not support them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tor
 
 
 def _one_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Ours with dq by atomics, as all peers but FlexAttention and the composed ones make it."""
+    """Our kernels with dq by atomics, as in all peers but FlexAttention and the composed ones."""
     return flash_attention(q, k, v, causal=causal, deterministic=False)
 
 
 def _portable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Ours without what one architecture alone has."""
+    """Our portable kernels, without instructions of one architecture."""
     return flash_attention(q, k, v, causal=causal, config="portable")
 
 
@@ -47,11 +47,11 @@ sdpa_flash = _sdpa(SDPBackend.FLASH_ATTENTION)  # FlashAttention-2
 
 
 def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """For every shape; past the limit it would run uncompiled."""
+    """Compiles a function for every shape; past Dynamo's limit it would run uncompiled."""
     import torch._functorch.config
 
     torch._dynamo.config.recompile_limit = 1000
-    # Else its backward cannot be run again, as a benchmark does.
+    # With donated buffers, a benchmark could not run the backward repeatedly.
     torch._functorch.config.donated_buffer = False
     compiled: Callable[..., torch.Tensor] = torch.compile(function, dynamic=False)
     return compiled
@@ -82,7 +82,7 @@ def _hidden(N: int, device: torch.device) -> torch.Tensor:
 
 
 def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """As one writes it down, with all scores in memory."""
+    """Eager attention, with all scores in memory."""
     scores = q @ k.mT * q.shape[3] ** -0.5
     if causal:
         scores = scores.masked_fill(_hidden(q.shape[2], q.device), float("-inf"))
@@ -95,7 +95,7 @@ def _compiled_eager() -> Attention:
 
 
 def _flash_attn(module: str) -> Attention:
-    """flash-attn, whose tensors are (B, N, H, D); some of its versions return lse too."""
+    """flash-attn, on (B, N, H, D) tensors; some of its versions return lse too."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
         function = importlib.import_module(module).flash_attn_func
@@ -118,7 +118,7 @@ PEERS: dict[str, Attention] = {
     "eager": _eager,
     "compiled eager": lambda *asked: _compiled_eager()(*asked),
 }
-# By what is installed: to ask for a module would import flash_attn, which can fail.
+# Looks at installed distributions: looking up a submodule would import flash_attn, which can fail.
 for _distribution, _module in (("flash-attn", "flash_attn"), ("flash-attn-4", "flash_attn.cute")):
     if any(importlib.metadata.distributions(name=_distribution)):
         PEERS[_distribution] = _flash_attn(_module)

@@ -1,4 +1,4 @@
-"""Rows of ``benchmarks.speed`` as a picture: TF of each attention, a panel a pass."""
+"""Plots rows of ``benchmarks.speed``: TF of each attention function, one panel per pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["draw"]
 
 
 def draw(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """Writes the picture as PNG; what could not run has no bar."""
+    """Writes the plot as PNG; functions that failed have no bar."""
     mpl.use("agg")
     passes = list(dict.fromkeys(str(row["pass"]) for row in rows))
     names = list(dict.fromkeys(str(row["name"]) for row in rows))

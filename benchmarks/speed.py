@@ -1,12 +1,12 @@
-"""Speed of ours beside its peers, as ratios in one run.
+"""Speed of our kernels and their peers, as ratios in one run.
 
 ``python -m benchmarks.speed [NAME ...] [--dtype fp16] [--passes forward backward both]``
 
-Measurements are interleaved, so that drift hits all alike; each is the median of several rounds of
-``do_bench``, with the lowest and highest round beside it, and the peak of memory of a forward and
-backward. What has taken a second is not timed again. Written to results/DEVICE/ as speed.md,
-speed.csv and speed.png, with the dtype in their names where it is not bf16. Names are those of
-``benchmarks.peers``; without, all of them.
+Measurements are interleaved, so that drift affects all equally. Each is the median of several
+rounds of ``do_bench``, with the lowest and highest round, and the peak memory of a forward and
+backward. A function whose rounds have taken a second is not timed again. The results are written to
+results/DEVICE/ as speed.md, speed.csv and speed.png, with the dtype in the names unless it is bf16.
+NAME is a name in ``benchmarks.peers``; the default is all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROBLEMS = (
     (1, 65536, 2, 128, True),
     (4, 65536, 1, 64, False),
 )
-# Of the floating-point operations of a forward.
+# Floating-point operations of each pass, relative to a forward.
 PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDS = 7
@@ -57,11 +57,11 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def _order(names: Sequence[str], turn: int) -> list[str]:
-    """The order of a round: over as many as there are names, nobody follows the same one often.
+    """Returns the order of a round, balanced so that no name always follows the same other name.
 
-    What comes after a slow one finds a cooler GPU, and what comes after one that keeps the GPU busy
-    a hotter one: in rounds that only begin elsewhere each would always follow the same. Over n
-    rounds each follows each other once (2n, twice, where n is odd).
+    The previous function affects the temperature of the GPU, and so the speed of the next one. In
+    rotated rounds, each function would always follow the same one. Here, over n rounds for n names,
+    each follows every other once (over 2n rounds twice, if n is odd).
 
     Source: Williams 1949, "Experimental designs balanced for the estimation of residual effects".
     """
@@ -76,9 +76,9 @@ def interleaved(
     round_ms: int = ROUND_MS,
     limit_s: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, one median a round, the calls taking turns.
+    """Returns the milliseconds of each call, one median per round; the calls are timed in turns.
 
-    A call whose rounds have taken ``limit_s`` has no more of them.
+    A call whose rounds have taken ``limit_s`` seconds is not timed again.
     """
     from triton.testing import do_bench
 
@@ -112,10 +112,10 @@ def measure(
     device: str = "cuda",
     limit_s: float = math.inf,
 ) -> dict[str, dict[str, list[float]]]:
-    """{pass: {name: milliseconds a round}} on N(0,1) data, B x N x H x D.
+    """Returns {pass: {name: milliseconds per round}} on N(0,1) data, B x N x H x D.
 
-    What raises is left out, and put into ``failed`` with its reason; without that it raises.
-    ``peaks`` gets the bytes that a forward and backward takes at most, beyond the inputs.
+    A function that raises is omitted, and its reason is added to ``failed``; if that is None, the
+    error propagates. ``peaks`` receives the peak bytes of a forward and backward beyond the inputs.
     """
     torch.manual_seed(0)
     q, k, v, dout = (
@@ -137,7 +137,7 @@ def measure(
                 both(attention)
                 peaks[name] = torch.cuda.max_memory_allocated() - before
             out = attention(q, k, v, causal)
-            # As it is timed: not everything can be run again.
+            # Runs the backward twice, as the timing does: some functions do not support this.
             for _ in range(2):
                 torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
             outs[name] = out
@@ -158,7 +158,7 @@ def measure(
 
 
 def _matmul(dtype: torch.dtype) -> float:
-    """TF of a matrix product in this run."""
+    """Returns the TF of a matrix product in this run."""
     x = torch.randn(MATMUL, MATMUL, device="cuda", dtype=dtype)
     times = interleaved({"matmul": lambda: x @ x}, rounds=3, round_ms=TABLE_ROUND_MS)
     return 2e-9 * MATMUL**3 / statistics.median(times["matmul"])
@@ -167,7 +167,7 @@ def _matmul(dtype: torch.dtype) -> float:
 def _rows(
     names: Sequence[str], dtype: str, passes: Sequence[str], matmul: float
 ) -> Iterator[dict[str, object]]:
-    """One of each problem, pass and attention, as it is measured."""
+    """Yields a row for each problem, pass and function, as it is measured."""
     for B, N, H, D, causal in PROBLEMS:
         failed: dict[str, str] = {}
         peaks: dict[str, int] = {}
@@ -206,7 +206,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints and writes the tables; 2 where there is no GPU."""
+    """Prints and writes the tables; returns 2 without a GPU."""
     if not torch.cuda.is_available():
         print("benchmarks need a CUDA GPU; none is visible")
         return 2
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     stem = folder / ("speed" if options.dtype == "bf16" else f"speed-{options.dtype}")
     command = " ".join(["python -m benchmarks.speed", *map(shlex.quote, arguments)])
     rows: list[dict[str, object]] = []
-    # As it comes, so that a run that is ended leaves what it had.
+    # Rows are written as they come, so that an interrupted run keeps them.
     with stem.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()

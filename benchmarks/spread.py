@@ -1,4 +1,4 @@
-"""How measurements are told. Imports neither torch nor Triton, which read the environment."""
+"""Formats measurements. It imports neither torch nor Triton, which read the environment."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["spread"]
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median [lowest, highest], three decimals."""
+    """Formats values as "median [lowest, highest]" with three decimals."""
     return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"

@@ -1,6 +1,6 @@
-"""What ``hypothesis.target`` adds: the worst error/bound it reaches, beside random draws as many.
+"""The effect of ``hypothesis.target``: its worst error/bound, compared with as many random draws.
 
-``python -m benchmarks.steering [--problems 200] [--seeds 3]``; one process for each search.
+``python -m benchmarks.steering [--problems 200] [--seeds 3]``; one process per search.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ DTYPES = ("fp16", "bf16", "fp32")
 
 
 def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, float]:
-    """By output: the worst error/bound that so many problems reach."""
+    """Returns the worst error/bound of each output over ``problems`` problems."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    # What follows imports torch and Triton, which read the environment.
+    # Set before torch and Triton are imported, because they read the environment.
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

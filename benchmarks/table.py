@@ -18,7 +18,7 @@ FIELDS = (
     "of_matmul",
     "peak_MiB",
 )
-# Whose best is the first step, and who is the next.
+# The ratios compare ours with the best of ``_FIRST``, then with ``_NEXT``.
 _FIRST = ("FlexAttention", "SDPA flash")
 _NEXT = "cuDNN"
 _OURS = ("ours", "ours, one pass")
@@ -44,7 +44,7 @@ def _ratios(times: Mapping[str, object]) -> list[str]:
 
 
 def table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> list[str]:
-    """A line a problem and pass: ms (TF) of each, and the ratios that count."""
+    """Returns a table with one line per problem and pass: ms (TF) of each function, and ratios."""
     titles = ["B x N x H x D", "causal", "pass", *names, *_RATIOS, "of a matmul"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for start in range(0, len(rows), len(names)):
@@ -60,7 +60,10 @@ def table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> list[st
 
 
 def memory_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> list[str]:
-    """A line a problem: what a forward and backward takes at most beyond the inputs, in MiB."""
+    """Returns a table with one line per problem: peak MiB of a forward and backward per function.
+
+    Peaks exclude the inputs.
+    """
     titles = ["B x N x H x D, MiB", "causal", *names]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     found: dict[tuple[object, object], dict[str, object]] = {}

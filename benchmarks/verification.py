@@ -1,8 +1,8 @@
-"""What verification itself costs: ``python -m benchmarks.verification [--device cpu]``.
+"""The cost of verification: ``python -m benchmarks.verification [--device cpu]``.
 
-Seconds of the oracle, and of the bound with it, against N, beside the kernels they judge; problems
-a second of ``fa_verify.verification.verify``; and seconds until it has found each of three kernels
-wrong, and the simplest problem that shows it.
+It prints the seconds of the oracle, and of oracle and bound, against N, next to the seconds of the
+kernels they judge. It also prints the problems per second of ``fa_verify.verification.verify``, and
+the seconds that it takes to find and minimise a failure of each of three broken kernels.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from benchmarks.spread import spread
 __all__ = ["BROKEN", "costs", "seconds_to_the_kill"]
 
 LENGTHS = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256)}
-# For each guarantee and dtype.
+# Problems for each guarantee and dtype.
 PROBLEMS = {"cuda": 150, "cpu": 50}
 ROUNDS = 3
 MAX_SEQLEN = 256
-# Names of kernels that are wrong, and what is wrong: ours, asked for something else.
+# Broken kernels: our kernels, called with another mask.
 BROKEN = {
     "sees one key too many": lambda mask: replace(
         mask, window_right=None if mask.window_right is None else mask.window_right + 1
@@ -50,7 +50,7 @@ def _seconds(call: Callable[[], object], device: str) -> list[float]:
 
 
 def costs(N: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each round, forward and backward of fp16, 1 x N x 2 x 64, causal."""
+    """Returns the seconds of each round, forward and backward in fp16, 1 x N x 2 x 64, causal."""
     import torch
 
     from fa_kernels import flash_attention
@@ -80,10 +80,10 @@ def costs(N: int, device: str) -> dict[str, list[float]]:
 
 
 def seconds_to_the_kill(name: str, device: str, seed: int) -> float:
-    """Until ``verify`` has found the kernel of that name wrong.
+    """Returns the seconds until ``verify`` finds a failure of a broken kernel.
 
     Raises:
-        AssertionError: It has not.
+        AssertionError: ``verify`` finds none.
     """
     from fa_kernels import flash_attention
     from fa_verify.verification import verify
@@ -95,16 +95,16 @@ def seconds_to_the_kill(name: str, device: str, seed: int) -> float:
     report = verify(
         broken, problems=PROBLEMS[device], guarantees=("G1", "G2"), device=device, seed=seed
     )
-    assert report.findings, f"nothing was found although the kernel {name}:\n{report}"
+    assert report.findings, f"verify found no failure although the kernel {name}:\n{report}"
     return time.perf_counter() - started
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the tables; 2 where there is no such device."""
+    """Prints the tables; returns 2 without the device."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.verification", description=__doc__)
     parser.add_argument("--device", choices=LENGTHS, default="cuda")
     device = parser.parse_args(arguments).device
-    # What follows imports torch and Triton, which read the environment.
+    # Set before torch and Triton are imported, because they read the environment.
     if device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
         from fa_verify.simulator.interpreter import repair

@@ -1,6 +1,7 @@
-"""FlashAttention-2 in Triton: ``flash_attention``, ``flash_attention_varlen`` of sequences.
+"""FlashAttention-2 in Triton.
 
-``pooled_attention_probs`` pools the probabilities over blocks of pairs.
+``flash_attention`` takes padded batches, ``flash_attention_varlen`` packed sequences, and
+``pooled_attention_probs`` pools attention probabilities over blocks of (query, key) pairs.
 
 Kernels run on CUDA devices, or on the CPU under Triton's interpreter (TRITON_INTERPRET=1).
 """

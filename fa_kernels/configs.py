@@ -11,7 +11,7 @@ __all__ = ["CONFIGS", "Config", "Tile", "resolve"]
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a kernel's tiles and how a GPU runs them.
+    """The sizes and launch parameters of a kernel's tiles.
 
     Args:
         block_m: Query rows of a tile, a power of two >= 16.
@@ -49,20 +49,26 @@ MAX_SPLITS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tiles of the matrix kernels, the arithmetic of fp32 dots, and how keys are split.
+    """Tiles of the matrix kernels, the arithmetic of fp32 dots, and the number of splits.
+
+    A tile of None takes the default for the dtype and head_dim.
 
     Args:
-        forward: Tile of the forward kernel; None takes the default for dtype and head_dim.
+        forward: Tile of the forward kernel.
         dkdv: Tile of the dk/dv kernel.
         dq: Tile of the dq kernel.
-        one_pass: Tile of the dk/dv kernel where it makes dq too.
+        one_pass: Tile of the dk/dv kernel when it also computes dq.
         dots: "ieee", or "tf32" to run the dots of fp32 inputs in TF32.
-        splits: How many programs of the forward share the key tiles of a query tile, from 1 to
-            256, for few queries and long keys: a GPU has more to do at a time, and merges what
-            they find. Each takes as much scratch as out and lse in the accumulator's dtype, and l.
-            None: one program, and nothing to merge.
-        hopper: Whether a call without tiles of its own runs on Hopper's own instructions, where
-            there are any, as far as it is one that they take (``hopper.takes``).
+        splits: Number of programs of the forward that share the key tiles of a query tile, from 1
+            to 256. Splits occupy a GPU better with few queries and long keys. Each split takes
+            scratch for out, lse and l in the accumulator's dtype; a second kernel combines them.
+            None runs one program without a second kernel.
+        hopper: Whether a call runs on the kernels for Hopper if the GPU is one, ``hopper.takes``
+            accepts the call, and no tile is given.
+
+    Raises:
+        TypeError: A field has the wrong type.
+        ValueError: ``dots`` or ``splits`` is out of range.
     """
 
     forward: Tile | None = None
@@ -92,7 +98,7 @@ class Config:
 def _square(
     block_m: int, block_n: int, warps: int = 1, dots: str = "ieee", splits: int | None = None
 ) -> Config:
-    """The same small tile for all kernels."""
+    """Returns a configuration with one tile for all kernels."""
     tile = Tile(block_m, block_n, warps, 1)
     return Config(forward=tile, dkdv=tile, dq=tile, one_pass=tile, dots=dots, splits=splits)
 
@@ -116,7 +122,7 @@ CONFIGS: dict[str, Config] = {
 
 
 def _default_tiles(dtype: torch.dtype, block_d: int) -> tuple[Tile, Tile, Tile, Tile]:
-    """(forward, dkdv, dq, one_pass) tiles for a dtype and the larger padded head_dim."""
+    """Returns (forward, dkdv, dq, one_pass) tiles for a dtype and the larger padded head_dim."""
     if dtype in (torch.float16, torch.bfloat16):
         if block_d <= 64:
             square = Tile(64, 64, 4, 3)
@@ -134,16 +140,16 @@ def _default_tiles(dtype: torch.dtype, block_d: int) -> tuple[Tile, Tile, Tile, 
 
 
 def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Config:
-    """Fills in what ``config`` leaves open.
+    """Returns a complete configuration, with defaults for the tiles that ``config`` lacks.
 
     Args:
-        config: A Config, the name of one in CONFIGS, or None for "default".
+        config: A ``Config``, a name in ``CONFIGS``, or None for "default".
         dtype: Dtype of the inputs.
         block_d: The larger of head_dim and head_dim_v, padded to a power of two.
 
     Raises:
-        TypeError: ``config`` is none of these.
-        ValueError: There is no configuration of that name.
+        TypeError: ``config`` has another type.
+        ValueError: ``CONFIGS`` has no such name.
     """
     if config is None:
         config = "default"

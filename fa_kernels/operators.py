@@ -1,9 +1,10 @@
-"""Forward, backward and pooling as operators of PyTorch: one each to its compiler and its modes.
+"""Forward, backward and pooling as custom operators of PyTorch.
 
-Where nothing listens to calls of operators, what they come down to is called directly: their way
-through the dispatcher takes as long as all else of a call on the host.
+The compiler and dispatch modes see one operator per call. If no compiler, mode, tracer or tensor
+subclass is active, the implementation is called directly: the dispatcher takes as long as the rest
+of a call on the host.
 
-The namespace is the name of the package, so that copies of it have operators of their own.
+The namespace is the name of the package, so that each copy of the package has its own operators.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _REQUEST = (
     "str mask, int block_size, bool one_pass, SymInt? longest_q, SymInt? longest_k, "
     "float? softcap, Tensor? alibi_slopes, Tensor? bias"
 )
-# The tensors of a request.
+# The fields of a request that hold tensors.
 _TENSORS = ("seqlens_q", "seqlens_k", "block_mask", "alibi_slopes", "bias")
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 _OPERATORS = {
@@ -50,8 +51,8 @@ _OPERATORS = {
         "SymInt pool_keys) -> Tensor pooled"
     ),
 }
-# A module that is loaded again keeps its operators: torch may call those that it has defined again
-# by the place of others. They find the new functions by name.
+# Operators survive a reload of this module, because torch may call a redefined operator in place of
+# another one. They look the reloaded functions up by name.
 _library: Any = globals().get("_library")
 _is_new = _library is None
 if _is_new:
@@ -87,9 +88,9 @@ def _backward(q, k, v, out, lse, dout, dlse, needs_dq, needs_dk, needs_dv, *rest
 
 
 def _gradients(q, k, v, out, lse, dout, dlse, needed, needs_dbias, request):
-    """Those of q, k, v and bias that are needed, else None."""
+    """Returns the gradients of q, k, v and bias; None for those that are not needed."""
     if dout is None:
-        # A loss on lse alone, or none at all.
+        # The loss depends on lse alone, or on neither output.
         dout = allocation.empty((), dtype=out.dtype, device=out.device).zero_().expand(out.shape)
     kernels = backward_kernels(needed, request.one_pass) + ("dq",) * needs_dbias
     arguments = prepared(q, k, v, request, kernels)
@@ -108,18 +109,18 @@ def _backward_like(q, k, v, _out, _lse, _dout, _dlse, needs_dq, needs_dk, needs_
 
 
 def _divided(rest):
-    """The request, and whether the bias's gradient is needed, which may be left out."""
+    """Splits an operator's last arguments into the request and the optional ``needs_dbias``."""
     fields = len(Request._fields)
     return Request(*rest[:fields]), rest[fields:] == (True,)
 
 
 def _unwritten(bias):
-    """Contiguous, whatever strides the bias has."""
+    """Allocates the gradient of a bias, contiguous for any strides of the bias."""
     return allocation.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
 
 def _given(found, needed, q):
-    """Gradients as an operator returns them: without elements in the place of None."""
+    """Replaces gradients that are not needed by empty tensors: an operator cannot return None."""
     return tuple(
         x if is_needed else allocation.empty((0,), dtype=q.dtype, device=q.device)
         for x, is_needed in zip(found, needed, strict=True)
@@ -137,12 +138,12 @@ def _pooled_scores_like(q, k, _lse, *asked):
 
 
 def _constant(*arguments):
-    """The pooled scores for autograd: they have no derivative, as indices have none."""
+    """Runs ``pooled_scores`` under autograd; its output is not differentiable."""
     return _below_autograd(pooled_scores, *arguments)
 
 
 def _is_watched(*tensors):
-    """Whether something other than autograd is to see operators: a compiler, a mode, a subclass."""
+    """Whether a compiler, mode, tracer, profiler or tensor subclass has to see the operators."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -159,12 +160,12 @@ def _of_request(x):
 
 
 def _is_batched(x):
-    """Whether gradients come many at a time, ``is_grads_batched``, which no mode tells of."""
+    """Whether a gradient is batched by ``is_grads_batched``, which pushes no dispatch mode."""
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def run_forward(q, k, v, request):
-    """(out, lse) of a checked request, differentiable."""
+    """Returns (out, lse) of a checked request, both differentiable."""
     if _is_watched(q, k, v, *_of_request(request)):
         return forward(q, k, v, *request)
     if _is_recorded(q, k, v, request.bias):
@@ -173,25 +174,25 @@ def run_forward(q, k, v, request):
 
 
 def _is_recorded(*tensors):
-    """Whether autograd has to know, also of tangents, if only to refuse them."""
+    """Whether autograd records the call: for gradients, or to refuse forward-mode tangents."""
     return torch.autograd.forward_ad._current_level >= 0 or (
         torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     )
 
 
 def _below_autograd(operator, *arguments):
-    """What an operator returns where autograd has recorded it."""
+    """Calls an operator below autograd, which has recorded the call already."""
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 
 
 class _ForwardFunction(torch.autograd.Function):
-    """Saves q, k, v, out, lse, and the tensors of the request, of which bias is one."""
+    """The forward's node; saves q, k, v, out, lse and the tensors of the request."""
 
     @staticmethod
     def forward(ctx, q, k, v, _bias, request, run):
         out, lse = run(q, k, v, request)
-        # Those of the request too, so that autograd notices when they are changed in between.
+        # Saved tensors let autograd detect in-place changes, of the request's tensors too.
         ctx.save_for_backward(q, k, v, out, lse, *_of_request(request))
         ctx.request = request._replace(**dict.fromkeys(_TENSORS))
         ctx.set_materialize_grads(False)
@@ -199,12 +200,12 @@ class _ForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        # Once: a checkpoint gives them no second time.
+        # Read once: activation checkpointing allows a single access.
         tensors = ctx.saved_tensors
         saved, of_request = tensors[:5], tensors[5:]
         request = ctx.request._replace(**dict(zip(_TENSORS, of_request, strict=True)))
         *needed, needs_dbias = ctx.needs_input_grad[:4]
-        # What is recorded here a second derivative would be asked of.
+        # With gradients enabled, the operator records a node that refuses second derivatives.
         if (
             torch.is_grad_enabled()
             or _is_watched(*tensors, dout, dlse)
@@ -226,9 +227,9 @@ class _ForwardFunction(torch.autograd.Function):
 
 
 class _BackwardFunction(torch.autograd.Function):
-    """A node of its own, so that a second derivative is refused, not dropped.
+    """The backward's node, which refuses second derivatives.
 
-    ``once_differentiable`` would drop it where dout is a constant.
+    ``once_differentiable`` would silently drop them where dout is a constant.
     """
 
     @staticmethod
@@ -243,10 +244,10 @@ class _BackwardFunction(torch.autograd.Function):
 
 
 def _recorded(name):
-    """An operator's kernel for autograd, by the name of its function.
+    """Returns an operator's autograd kernel, which calls the function of this name.
 
-    ``torch.library.register_autograd`` makes the like, which takes as long as the rest of a call,
-    and drops the tangents of forward-mode derivatives in place of refusing them.
+    ``torch.library.register_autograd`` would take as long as the rest of a call, and would drop
+    forward-mode tangents instead of refusing them.
     """
 
     def run(*arguments):

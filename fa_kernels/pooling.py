@@ -1,4 +1,4 @@
-"""Validation of ``pooled_attention_probs``, and the form that the launcher takes."""
+"""Validation of the arguments of ``pooled_attention_probs``, and their form for the launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POOLS = ("mean", "max")
 
 
 class Pooling(NamedTuple):
-    """Checked arguments in types that operators take.
+    """Checked pooling arguments, in types that operators accept.
 
     Args:
         pool: One of ``POOLS``.
@@ -35,8 +35,8 @@ def check_pooling(pool: object, pool_size: object) -> Pooling:
     """Checks ``pool`` and ``pool_size`` of ``pooled_attention_probs``.
 
     Raises:
-        TypeError: One is of the wrong type.
-        ValueError: One is out of range.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
     """
     if not isinstance(pool, str):
         raise TypeError(f"pool is {pool!r}; needs 'mean' or 'max'")
@@ -53,11 +53,11 @@ def check_pooling(pool: object, pool_size: object) -> Pooling:
 
 
 def check_lse(lse: object, q: torch.Tensor) -> torch.Tensor:
-    """The log-sum-exp of each row, contiguous.
+    """Checks ``lse`` (B, H, M) and returns it contiguous.
 
     Raises:
-        TypeError: It is no tensor.
-        ValueError: Its shape, dtype or device is not that of ``flash_attention``'s lse.
+        TypeError: ``lse`` is no tensor.
+        ValueError: Its shape, dtype or device differs from the lse of ``flash_attention``.
     """
     if not isinstance(lse, torch.Tensor):
         raise TypeError(f"lse is {type(lse).__name__}; needs a torch.Tensor")
@@ -72,9 +72,10 @@ def check_lse(lse: object, q: torch.Tensor) -> torch.Tensor:
 
 
 def prepared_pooling(q: torch.Tensor, k: torch.Tensor, request: Request) -> Arguments:
-    """What is asked for, in the launcher's form; no maps of tiles, since pool blocks cut them.
+    """Returns a request in the launcher's form.
 
-    Blocks that ``block_mask`` hides are left to a predicate, as what else hides a key is.
+    It has no block maps, because pool blocks need not align with tiles. A predicate applies
+    ``block_mask`` and the mask's own predicate pair by pair.
     """
     plain = prepared(q, k, k, request._replace(block_mask=None, mask=""))
     predicate = None

@@ -1,4 +1,4 @@
-"""The call for sequences of many lengths that stand one behind the other, without padding."""
+"""The public function on packed sequences of different lengths, without padding."""
 
 from __future__ import annotations
 
@@ -37,31 +37,33 @@ def flash_attention_varlen(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each of B sequences to itself, as ``flash_attention`` of one after the other.
+    """Computes attention of (total, H, D) tensors that hold B packed sequences.
 
-    Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], exclusive, of q and the rows
-    cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and v; either may be none. Positions count from its
-    own first row and key: query m stands at p = m + its keys - its rows. In the same tiles it gets
-    the bits that it gets alone.
+    Sequence b has the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of q and the rows
+    [cu_seqlens_k[b], cu_seqlens_k[b + 1]) of k and v; either range may be empty. Positions count
+    from the first row and key of the sequence: query m has position p = m + its keys - its rows. A
+    sequence gets the same bits as in a call of its own with the same tiles.
 
-    Rows before the first offset or from the last on belong to no sequence: whatever they hold,
-    their out is 0, their lse -inf, their gradients are 0.
+    Rows before the first offset and from the last offset on belong to no sequence. Their out is 0,
+    their lse is -inf and their gradients are 0, for any values in them.
 
     Args:
         q: (total_q, H, D), fp16, bf16, fp32 or float64, any strides.
-        k: (total_k, Hk, D) with H a multiple of Hk, dtype and device of q, any strides.
-        v: (total_k, Hk, Dv), likewise; D and Dv from 1 to 256.
-        cu_seqlens_q: B + 1 ascending ints in [0, total_q], or such an int32 tensor on the device of
-            q, whose values are not checked: the kernels clamp places to [0, total_q] and lengths to
-            [0, max_seqlen_q] (no synchronisation).
-        cu_seqlens_k: Likewise, of keys.
-        max_seqlen_q: The most rows that a sequence has, or more. None: the longest of ints, and
-            total_q for a tensor.
-        max_seqlen_k: Likewise.
-        mask: An object with the attributes of ``MaskLike`` in place of the next two; b, m and n
-            count sequences, and rows and keys of one. Its lengths are None, or those of offsets
-            that are ints: those a mask with a predicate has to have, which counts by them.
-        causal: window_right = 0.
+        k: (total_k, Hk, D), with H a multiple of Hk; dtype and device of q, any strides.
+        v: (total_k, Hk, Dv), dtype and device of q, any strides. D and Dv lie in [1, 256].
+        cu_seqlens_q: Cumulative lengths: B + 1 ascending ints in [0, total_q], or an int32 tensor
+            (B + 1,) on the device of q. The kernels clamp the offsets in a tensor to [0, total_q]
+            and the lengths to [0, max_seqlen_q]; the host does not check them, so that it need not
+            synchronise.
+        cu_seqlens_k: Cumulative lengths of the keys, as ``cu_seqlens_q``.
+        max_seqlen_q: An upper bound on the rows of a sequence. None takes the longest sequence if
+            cu_seqlens_q holds ints, and total_q if it is a tensor.
+        max_seqlen_k: An upper bound on the keys of a sequence, as ``max_seqlen_q``.
+        mask: An object with the attributes of ``MaskLike``. It replaces ``causal`` and
+            ``window_size``. b counts sequences, and m and n count the rows and keys of one. Its
+            lengths are None or agree with cu_seqlens given as ints; a mask with a predicate needs
+            lengths.
+        causal: Sets window_right to 0.
         window_size: (window_left, window_right), ints >= 0; None or -1 is unbounded.
         sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.
         return_lse: Also return the log-sum-exp.
@@ -71,15 +73,15 @@ def flash_attention_varlen(
         alibi_slopes: As in ``flash_attention``, (H,) or (B, H).
 
     Returns:
-        out (total_q, H, Dv), a view of storage (H, total_q, Dv), in the dtype of q; with
+        out (total_q, H, Dv) in the dtype of q, a view of storage (H, total_q, Dv). With
         ``return_lse`` also lse (H, total_q), float32 (float64 for float64). Both are
         differentiable.
 
     Raises:
-        TypeError, ValueError: An argument is wrong; the message says which, and what it needs.
-        NotImplementedError: What the arguments ask for is not supported.
+        TypeError, ValueError: An argument is invalid; the message names it and what it needs.
+        NotImplementedError: The arguments are valid but not supported.
 
-    Numerics: those of ``flash_attention``.
+    Numerics: as in ``flash_attention``.
     """
     q, k, v = autocast(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):

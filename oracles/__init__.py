@@ -1,5 +1,5 @@
-"""What is true: problems and masks as values, float64 references, and the error bound.
+"""The ground truth: problems and masks as values, float64 references, and the error bound.
 
-Problems and outputs are here; ``masks``, ``reference`` and ``bounds`` hold the rest. No kernel is
-imported, and nothing is drawn.
+This package holds problems and outputs; ``masks``, ``reference`` and ``bounds`` hold the rest. It
+imports no kernel and draws no random problem.
 """

@@ -1,4 +1,4 @@
-"""The five outputs of attention, forward and backward, and what a subject says of its numerics."""
+"""The five outputs of attention, forward and backward, and a subject's declared numerics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 
 
 class Outputs(NamedTuple, Generic[Array]):
-    """One array per output: out (B,H,M,Dv), lse (B,H,M), dq, dk, dv shaped as q, k, v."""
+    """One array per output: out (B,H,M,Dv), lse (B,H,M), and dq, dk, dv shaped as q, k, v."""
 
     out: Array
     lse: Array
@@ -24,35 +24,39 @@ class Outputs(NamedTuple, Generic[Array]):
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """The declarations that choose the error bound; the defaults are those of our kernels.
+    """A subject's declared numerics, which select the error bound.
+
+    The defaults describe the kernels of ``fa_kernels``.
 
     Args:
         dots: "ieee", or "tf32" for fp32 inputs whose dots run in TF32.
         accumulator: h, the accumulation constant: 1 for IEEE fp32 and Hopper, 2 for A100-like,
             4 for V100-like tensor cores.
-        block_n: Width of the key tiles, 16 where unknown.
+        block_n: Width of the key tiles, 16 if unknown.
         prescales: Operands multiplied by the scale and rounded before the dot: "none", "q", "k",
             "qk".
         p_dtype: P is cast to the "input" dtype before its dot, or stays "fp32".
         ds_scaled: dS is multiplied by sm_scale before its cast.
-        ds_roundings: How often dS (and P) is rounded to its dtype.
-        p_normalised: Softmax first, then the cast.
+        ds_roundings: Number of times that dS (and P) is rounded to its dtype.
+        p_normalised: P is normalised before its cast.
         l_order: The softmax sum runs in "any" order, or "tile" by tile.
-        ds_from: dS is made of the "unrounded" P, or of P "rounded" to its dtype, as a kernel does
-            that keeps one P for both of its dots.
+        ds_from: dS is computed from the "unrounded" P, or from P "rounded" to its dtype, if a
+            kernel keeps one P for both of its dots.
         l_from: l is summed from the "unrounded" or the "rounded" P.
-        group_sum: dk, dv are summed over a group of heads in "fp32" or in their "dtype".
-        splits: Among how many programs, at most, a row's key tiles are divided: each goes through
-            some that follow each other with a maximum of its own, and one more rescale merges
-            their sums. 1: nothing is merged.
-        atomic: The outputs, ("dq",) or none, that are summed in memory by atomics: key tile by key
-            tile, in an order of chance, and with subnormal operands and sums of float32 taken for
-            0, as ``red.global.add.f32`` of NVIDIA GPUs does.
-        rescale_threshold: By how much a row's maximum may rise, in powers of 2 and up to 15, before
-            its sums are rescaled: until then they are relative to a maximum of before. 0: they are
-            rescaled whenever it rises.
-        flushes: Elementwise float32 operands and results below 2**-126 count as 0, as in code that
-            was compiled with fast-math flags (``.ftz``); operands and sums of dots do not.
+        group_sum: dk and dv are summed over a group of heads in "fp32" or in their "dtype".
+        splits: The most programs that a row's key tiles are divided among. Each visits consecutive
+            tiles with its own maximum, and combining their sums takes one more rescale. 1 means no
+            splits.
+        atomic: The outputs, ("dq",) or (), that are summed in memory by atomics: one addition per
+            key tile, in no fixed order. Subnormal float32 operands and sums count as 0, as in
+            ``red.global.add.f32`` of NVIDIA GPUs.
+        rescale_threshold: The rise of a row's maximum, in powers of 2 and at most 15, up to which
+            sums stay relative to the earlier maximum. 0 rescales at every rise.
+        flushes: Elementwise float32 operands and results below 2**-126 count as 0, as in code
+            compiled with fast-math flags (``.ftz``). Operands and sums of dots do not.
+
+    Raises:
+        ValueError: A declaration is out of range.
     """
 
     dots: str = "ieee"
@@ -82,11 +86,11 @@ class Numerics:
         if not 0 <= self.rescale_threshold <= MOST_PUT_OFF:
             raise ValueError(
                 f"rescale_threshold is {self.rescale_threshold!r}; needs a number from 0 to "
-                f"{MOST_PUT_OFF}, since P is cast relative to the maximum of before"
+                f"{MOST_PUT_OFF}, since P is cast relative to the earlier maximum"
             )
 
 
-# 2**15 is in the range of fp16, 2**16 is not.
+# P reaches 2**rescale_threshold: 2**15 is in the range of fp16, 2**16 is not.
 MOST_PUT_OFF = 15
 _CHOICES = {
     "dots": ("ieee", "tf32"),

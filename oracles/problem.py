@@ -1,4 +1,4 @@
-"""A problem as a value: everything that determines the bits, and its one JSON codec."""
+"""A problem as a value: it determines all bits of the inputs, and has one JSON codec."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SIZES = ("B", "H", "Hk", "M", "N", "D", "Dv")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One attention problem, forward and backward, down to the bits of its inputs.
+    """An attention problem, forward and backward, which determines the bits of its inputs.
 
     Args:
         B: Batch entries.
@@ -42,24 +42,24 @@ class Problem:
         D: head_dim of q and k.
         Dv: head_dim of v and out.
         dtype: "fp16", "bf16", "fp32" or "fp64".
-        mask: What each query sees.
+        mask: The mask, which says which keys each query sees.
         sm_scale: Factor on q.k; None is D**-0.5.
-        layouts: Storage of q, k, v, dout, one of LAYOUTS each.
+        layouts: Storage of q, k, v, dout, one of ``LAYOUTS`` each.
         inputs: Input family of q, k, v (``fa_verify.properties.inputs.families``).
         dout: Family of the output's gradient.
-        dlse: Family of the gradient of lse; "none" is a loss that does not look at lse.
-        dirty: What stands in padding rows and keys.
+        dlse: Family of the gradient of lse; "none" if the loss does not depend on lse.
+        dirty: Family of the values in padding rows and keys.
         config: Name of the subject's tile configuration.
         seed: Seed of the value streams.
-        seeds: Of a batched problem, several problems one behind the other along the batch: their
-            seeds, each of as many batch entries; then ``seed`` is 0. Empty where it is one problem.
+        seeds: The seeds of a batched problem, which holds several problems along the batch axis,
+            with equally many batch entries each; ``seed`` is then 0. Empty for a single problem.
         device: "cpu" or "cuda".
-        softcap: c where a scaled score x becomes c tanh(x / c); None where it stays x.
-        alibi: Family of ALiBi's slopes; "none" is no ALiBi.
-        bias: Family of the bias, and its axes; "none" is no bias.
+        softcap: c, where a scaled score x becomes c tanh(x / c); None without a softcap.
+        alibi: Family of ALiBi's slopes; "none" without ALiBi.
+        bias: Family of the bias, and its axes; "none" without a bias.
 
     Raises:
-        TypeError: A field is of the wrong type.
+        TypeError: A field has the wrong type.
         ValueError: A field is out of range.
     """
 
@@ -109,7 +109,7 @@ class Problem:
         if self.seeds and (self.seed or self.B % len(self.seeds) or self.B == 0):
             raise ValueError(
                 f"{len(self.seeds)} seeds, seed is {self.seed} and B is {self.B}; a batched "
-                "problem needs seed = 0, and as many batch entries for each of its seeds"
+                "problem needs seed = 0, and equally many batch entries for each of its seeds"
             )
         for name in ("sm_scale", "softcap"):
             value = getattr(self, name)
@@ -125,7 +125,7 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """The softmax scale in force."""
+        """The softmax scale: ``sm_scale`` or its default."""
         return float(self.D) ** -0.5 if self.sm_scale is None else float(self.sm_scale)
 
     @property
@@ -139,7 +139,7 @@ class Problem:
         return self.seeds or (self.seed,)
 
     def part(self, start: int, stop: int) -> Problem:
-        """The problems ``start`` to ``stop`` of a batched one; one alone is an ordinary problem."""
+        """Returns problems ``start`` to ``stop`` of a batched problem, one as a single problem."""
         seeds = self.all_seeds[start:stop]
         entries = self.B // len(self.all_seeds)
         mask = self.mask.sliced(tuple(range(start * entries, stop * entries)))
@@ -153,7 +153,7 @@ class Problem:
         )
 
     def to_json(self) -> str:
-        """One line of JSON; fields at their default are left out."""
+        """Returns one line of JSON, without the fields at their defaults."""
         record: dict[str, Any] = {"version": VERSION}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
@@ -166,10 +166,11 @@ class Problem:
 
     @classmethod
     def from_json(cls, text: str) -> Problem:
-        """Reads ``to_json``'s form; nothing in it is evaluated or imported.
+        """Reads the output of ``to_json``; nothing in it is evaluated or imported.
 
         Raises:
-            ValueError: Not JSON, another version, an unknown field or mask, a value out of range.
+            ValueError: The text is not JSON, has another version or an unknown field or mask, or a
+                value is out of range.
         """
         try:
             record = json.loads(text)
@@ -179,7 +180,7 @@ class Problem:
 
     @classmethod
     def from_record(cls, record: object) -> Problem:
-        """``from_json`` for JSON that is already parsed."""
+        """Reads the output of ``to_json`` after JSON parsing; raises as ``from_json``."""
         if not isinstance(record, dict):
             raise ValueError(f"problem is {record!r}; needs a JSON object")
         fields = dict(record)

@@ -1,8 +1,9 @@
-"""Names that had another spelling before: old files are read, old code gets an error.
+"""Old names and their replacements: old files still load, old code gets an error.
 
-Read as the new name: ``MASKS`` in the JSON of a mask; ``KERNELS``, functions of fa_kernels, and
-``CONSTANTS``, their constexpr parameters, in baselines of version 1. Refused by an error that gives
-the new name: ``MASK_METHODS`` of a subclass of ``Mask``, ``OPTIONS`` of the command line.
+Old files load with the new name: ``MASKS`` in the JSON of a mask; ``KERNELS``, functions of
+fa_kernels, and ``CONSTANTS``, their constexpr parameters, in baselines of version 1. Old code gets
+an error with the new name: ``MASK_METHODS`` of a subclass of ``Mask``, ``OPTIONS`` of the command
+line.
 """
 
 from __future__ import annotations

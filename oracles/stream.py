@@ -1,8 +1,8 @@
-"""A counter-based integer stream: the same values on every device and for every library version.
+"""A counter-based integer stream, with equal values on every device and library version.
 
-Each value is a hash of (seed, name, index), so a tensor's values depend on nothing that was drawn
-before. Only integer operations and exactly rounded float64 operations are used; no library
-generator, no transcendental function.
+Each value is a hash of (seed, name, index), so it does not depend on earlier draws. The stream uses
+integer and exactly rounded float64 operations alone: no library generator and no transcendental
+function.
 
 Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
 """
@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["integers", "normal", "uniform"]
 
-# One seed, or one for each of equal parts of the first axis.
+# One seed, or a seed for each of several equal parts of the first axis.
 Seeds = int | Sequence[int]
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -25,7 +25,7 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same bits as ``value`` modulo 2**64."""
+    """Returns the int64 with the bits of ``value`` modulo 2**64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
@@ -42,7 +42,7 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_on_host(bits: int) -> int:
-    """``_mix`` of one number: on a GPU each operation on a tensor is a launch."""
+    """Computes ``_mix`` of one int without tensors: on a GPU, each operation is a launch."""
     bits &= (1 << 64) - 1
     for shift, factor in _ROUNDS:
         bits = ((bits ^ (bits >> shift)) * factor) & ((1 << 64) - 1)
@@ -50,7 +50,7 @@ def _mix_on_host(bits: int) -> int:
 
 
 def _starts(seeds: Sequence[int], name: str, word: int) -> list[int]:
-    """Where the counters of a stream start, for several seeds; Python ints that fit int64."""
+    """Returns the first counter of a stream for each seed, as Python ints that fit int64."""
     key = zlib.crc32(f"{name}/{word}".encode()) * _GOLDEN
     return [_signed(_mix_on_host(key + seed * 0xD1342543DE82EF95) + _GOLDEN) for seed in seeds]
 
@@ -58,7 +58,7 @@ def _starts(seeds: Sequence[int], name: str, word: int) -> list[int]:
 def _counters(
     seed: Seeds, name: str, shape: Sequence[int], device: torch.device | str, words: Sequence[int]
 ) -> torch.Tensor:
-    """The counters of some words of a stream: (words, seeds, elements of a seed)."""
+    """Returns the counters of some words of a stream, (words, seeds, elements per seed)."""
     seeds = (seed,) if isinstance(seed, int) else seed
     index = torch.arange(math.prod(shape) // len(seeds), dtype=torch.int64, device=device)
     starts = torch.tensor([_starts(seeds, name, word) for word in words], device=device)
@@ -68,10 +68,10 @@ def _counters(
 def integers(
     seed: Seeds, name: str, shape: Sequence[int], device: torch.device | str = "cpu", word: int = 0
 ) -> torch.Tensor:
-    """64 pseudo-random bits per element as int64; ``word`` selects independent streams.
+    """Returns 64 pseudo-random bits per element as int64; ``word`` selects independent streams.
 
-    Several seeds share the first axis in equal parts, in each of which the values are those that
-    its seed gives alone.
+    Several seeds divide the first axis into equal parts. Each part has the values that its seed
+    gives alone.
     """
     return _mix(_counters(seed, name, shape, device, (word,))).view(tuple(shape))
 
@@ -79,21 +79,21 @@ def integers(
 def uniform(
     seed: Seeds, name: str, shape: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Uniform float64 in [0, 1), multiples of 2**-53."""
+    """Returns uniform float64 in [0, 1), multiples of 2**-53."""
     return _shift_right(integers(seed, name, shape, device), 11).to(torch.float64) * 2.0**-53
 
 
 def normal(
     seed: Seeds, name: str, shape: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Nearly normal float64: mean 0, variance 1, symmetric, |x| <= 6.
+    """Returns nearly normal float64: mean 0, variance 1, symmetric, |x| <= 6.
 
-    The sum of twelve 16-bit uniforms (Irwin-Hall), exact in integers, so that the value does not
-    depend on anyone's logarithm or cosine.
+    A value is the sum of twelve 16-bit uniforms (Irwin-Hall), exact in integers, so it does not
+    depend on an implementation of logarithm or cosine.
     """
     words = _mix(_counters(seed, name, shape, device, (1, 2, 3)))
-    # Four 16-bit chunks a word; which is which does not matter to their sum.
+    # Four 16-bit chunks per word; the sum does not depend on their order.
     chunks = words.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
     total = chunks.view(3, -1, 4).sum((0, 2)).view(tuple(shape))
-    # Each chunk has mean 32767.5 and variance (2**32 - 1) / 12, so the sum's spread is 2**16.
+    # Each chunk has mean 32767.5 and variance (2**32 - 1) / 12, so the sum's deviation is 2**16.
     return (total.to(torch.float64) - 12 * 32767.5) * 2.0**-16

@@ -1,4 +1,5 @@
-"""The kernels: ``portable`` in Triton, ``hopper`` in Gluon, and what they share in ``common``.
+"""The kernels: ``portable`` in Triton, ``hopper`` in Gluon, and shared device code in ``common``.
 
-Only device code and its constants. Arguments are validated and launches made elsewhere.
+These modules hold device code and its constants. ``validation`` checks arguments, and ``launch``
+launches the kernels.
 """

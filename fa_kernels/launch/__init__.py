@@ -1,5 +1,5 @@
-"""Launches: outputs and scratch are allocated here, and parameters of kernels put together.
+"""Launchers: allocate outputs and scratch, and assemble the arguments of kernels.
 
-``portable`` and ``hopper`` launch the two families of kernels, ``call_cache`` memoises validation.
-The launch itself, and the one allocator, are in ``runtime``.
+``portable`` and ``hopper`` launch the two families of kernels; ``call_cache`` memoises validation.
+``runtime`` has the allocator and the low-level launch.
 """

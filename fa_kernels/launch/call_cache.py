@@ -1,7 +1,7 @@
-"""Calls like an earlier one, of which everything that is checked and prepared is known.
+"""Memoised validation.
 
-What a call without tensors beside q, k and v asks for follows from their shapes and dtypes, and
-from numbers; to work it out takes longer than to launch a kernel.
+If q, k and v are the only tensors, the result of validation depends on shapes, dtypes, devices and
+plain values alone. Computing it takes longer than launching a kernel.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fa_kernels.validation.arguments import Arguments, Request
 
 __all__ = ["check", "prepared"]
 
-# Calls that are kept, of either kind; then all are forgotten.
+# Entries of each cache; a full cache is cleared.
 MOST = 1024
-# Types whose equal values mean the same, if their types are the same too.
+# Types whose values are interchangeable if they are equal and have the same type.
 _PLAIN = {bool, int, float, str, type(None), Config}
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _requests: dict[Hashable, Request] = {}
@@ -33,7 +33,7 @@ def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> None:
 
 
 def check(q: Any, k: Any, v: Any, *, window_size: Any, **options: Any) -> Request:
-    """``arguments.check``."""
+    """Memoises ``arguments.check``."""
     window = window_size if type(window_size) is tuple else (window_size,)
     values = (*window, *options.values())
     types = tuple(map(type, values))
@@ -50,7 +50,7 @@ def check(q: Any, k: Any, v: Any, *, window_size: Any, **options: Any) -> Reques
         request = arguments.check(q, k, v, window_size=window_size, **options)
         _keep(_requests, key, request)
     else:
-        # Of the process, not of the call.
+        # Depends on the environment of the process, not on the call.
         arguments.check_device(q.device)
     return request
 
@@ -62,10 +62,10 @@ def prepared(
     request: Request,
     kernels: Collection[str],
 ) -> Arguments:
-    """``arguments.prepared``."""
+    """Memoises ``arguments.prepared``."""
     if not _PLAIN.issuperset(map(type, request)) or request.mask:
         return arguments.prepared(q, k, v, request, kernels)
-    # The rest of k's shape is in those of q and v.
+    # The shapes of q and v determine the shape of k.
     key = (q.shape, v.shape, q.dtype, q.device, request, kernels)
     found = _arguments.get(key)
     if found is None:

@@ -1,6 +1,6 @@
-"""Which calls run on the kernels for Hopper, and their launches.
+"""Launches the kernels for Hopper, and decides which calls run on them.
 
-Calls that it does not take run on the portable kernels.
+All other calls run on the portable kernels.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ __all__ = [
     "tile_shares",
 ]
 
-# Warps of a warpgroup, and rows or keys that one has of a tile.
+# Warps of a warpgroup, and the rows or keys of a tile that one warpgroup owns.
 _WARPS = 4
 _WARPGROUP_ROWS = 64
 _KEYS = 128
-# Warpgroups that a query tile of the forward is for, by the columns of values.
+# Consumer warpgroups of the forward, by the columns of values.
 _CONSUMERS = {64: 3, 128: 2}
-# Queries that the backward takes at a time, by head_dim.
+# Rows of a query tile in the backward, by head_dim.
 _BACKWARD_ROWS = {64: 128, 128: 64}
-# Keys and values together; shared memory has room for one query tile beside them.
+# Pipeline stages of K and V in the forward; shared memory also holds one query tile.
 _STAGES = {64: 3, 128: 2}
-# By how many powers of 2 a row's maximum rises before its sums are rescaled, by columns of values;
-# P is up to 2 to that.
+# Sums are rescaled when a row's maximum has risen by more than this many powers of 2, so P is at
+# most 2 ** RESCALE_THRESHOLD. By the columns of values.
 RESCALE_THRESHOLD = 8
 _THRESHOLDS = {64: 0, 128: RESCALE_THRESHOLD}
-# Queries and their gradients, beside keys and values that stay.
+# Pipeline stages of Q and dO in the backward; K and V stay in shared memory.
 _BACKWARD_STAGES = 2
-# Keys and values, beside queries and their gradients that stay.
+# Pipeline stages of K and V in the dq kernel; Q and dO stay in shared memory.
 _DQ_STAGES = {64: 4, 128: 2}
-# Shares of a tile that two programs share, at most; what each costs, as a part of a tile's time.
+# Stream-K: the most shares that a tile is divided into, and the cost of a share in tile times.
 _SHARES = 12
 _COST_OF_SHARE = 0.01
 _NARROWEST, _WIDEST = 32, 128
-# Bytes between what a descriptor counts.
+# Alignment in bytes of a TMA descriptor's address and strides.
 _ALIGNMENT = 16
 
 
 def padded(*head_dims: int) -> int:
-    """Columns of the tiles: 64, or 128."""
+    """Returns the columns of the tiles, 64 or 128."""
     return 64 if max(head_dims) <= 64 else 128
 
 
 def forward_tile(Dv: int) -> tuple[int, int]:
-    """Queries and keys of a tile of the forward; some have a block of rows less."""
+    """Returns (rows, keys) of a tile of the forward; narrow tiles have WARPGROUP_ROWS rows less."""
     return _CONSUMERS[padded(Dv)] * _WARPGROUP_ROWS, _KEYS
 
 
 @lru_cache(maxsize=1)
 def _descriptors() -> tuple[type, object]:
-    """Triton's class of descriptors, and how tiles lie in shared memory."""
+    """Returns Triton's class of TMA descriptors, and the layout of tiles in shared memory."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -82,8 +82,8 @@ def _descriptors() -> tuple[type, object]:
 
 @lru_cache(maxsize=1)
 def _kernels() -> tuple[Any, Any, Any] | None:
-    """Forward, backward and dq; None where Triton has no Gluon, or not what the kernels take."""
-    # Where the interpreter runs the kernels there is none for these.
+    """Returns the (forward, backward, dq) kernels; None if Triton's Gluon lacks what they need."""
+    # Triton's interpreter does not run Gluon.
     if not isinstance(forward_kernel, triton.JITFunction):
         return None
     try:
@@ -97,7 +97,7 @@ def _kernels() -> tuple[Any, Any, Any] | None:
 
 @lru_cache(maxsize=64)
 def is_there(device: torch.device) -> bool:
-    """Whether a device is a Hopper GPU, and Triton compiles for it what the kernels are made of."""
+    """Whether a device is a Hopper GPU and the installed Triton has what the kernels need."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9 and _kernels() is not None
@@ -105,22 +105,22 @@ def is_there(device: torch.device) -> bool:
 
 @lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
-    """Programs that a GPU runs at a time: one on a multiprocessor."""
+    """Returns the number of programs that a GPU runs at a time: one per multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=512)
 def takes_shapes(dtype: torch.dtype, D: int, Dv: int) -> bool:
-    """Whether head_dims and dtype are such that tiles can be copied whole."""
+    """Whether the kernels support the dtype and head_dims: TMA has to copy whole tiles."""
     return dtype in (torch.float16, torch.bfloat16) and all(
         _NARROWEST < dim <= _WIDEST and dim * dtype.itemsize % _ALIGNMENT == 0 for dim in (D, Dv)
     )
 
 
 def takes(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
-    """Whether the backward of a call runs here.
+    """Whether the backward of a call runs on the kernels for Hopper.
 
-    Strides have no say, so that bits do not follow them.
+    The choice does not depend on strides, so the bits of results do not either.
     """
     return (
         arguments.config.hopper
@@ -132,14 +132,14 @@ def takes(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
 
 
 def takes_forward(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
-    """Whether the forward of a call runs here."""
+    """Whether the forward of a call runs on the kernel for Hopper."""
     return arguments.config.splits is None and takes(q, sizes, arguments)
 
 
 def _described(x: torch.Tensor, rows: int, columns: int) -> object:
-    """A tensor (B, H, rows, head_dim) in blocks of so many rows and columns.
+    """Returns a TMA descriptor of a tensor (B, H, rows, head_dim), with blocks (rows, columns).
 
-    Of a contiguous copy, where a descriptor cannot count the tensor's strides.
+    It describes a contiguous copy if TMA does not support the tensor's strides or alignment.
     """
     counted = _counted(x.shape, x.stride(), x.element_size())
     if counted is None or x.data_ptr() % _ALIGNMENT:
@@ -147,7 +147,7 @@ def _described(x: torch.Tensor, rows: int, columns: int) -> object:
         counted = list(x.shape), list(x.stride())
     shape, strides = counted
     kind, layout = _descriptors()
-    # As its constructor makes it, without its checks, which took half the time of a launch.
+    # Skips the constructor, whose checks take half the time of a launch.
     made = object.__new__(kind)
     made.__dict__ = {
         "base": x, "shape": shape, "strides": strides,
@@ -160,25 +160,25 @@ def _described(x: torch.Tensor, rows: int, columns: int) -> object:
 def _counted(
     shape: tuple[int, ...], strides: tuple[int, ...], size: int
 ) -> tuple[list[int], list[int]] | None:
-    """Shape and strides as a descriptor has them; None where it cannot count these strides."""
-    # The stride of what is alone is never counted, but has to be one that could be.
+    """Returns shape and strides for a descriptor; None if TMA does not support the strides."""
+    # The stride of an axis of size 1 is never used, but has to be valid.
     steps = [_ALIGNMENT if shape[axis] == 1 else strides[axis] for axis in range(3)]
     fits = strides[3] == 1 and all(step * size % _ALIGNMENT == 0 for step in steps)
     return (list(shape), [*steps, 1]) if fits else None
 
 
 def _alike(sizes: Sizes, arguments: Arguments) -> bool:
-    """Whether all tiles take as long, but for padding."""
+    """Whether all tiles take equally long, apart from padding."""
     is_open = arguments.window_left == arguments.window_right == sizes.M + sizes.N
     return is_open and arguments.longest is None
 
 
 @lru_cache(maxsize=1024)
 def query_tiles(M: int, heads: int, consumers: int, places: int, alike: bool) -> tuple[int, int]:
-    """Query tiles of each head, and how many of them are narrow: for one consumer less.
+    """Returns (tiles, narrow): query tiles of a head, and how many have one consumer less.
 
-    As few tiles as there can be; but where all take as long (``alike``), as many as end in the same
-    number of rounds on so many ``places``, since narrow ones are over earlier.
+    The number of tiles is minimal. If all tiles take equally long (``alike``), it is the largest
+    that needs no more rounds on ``places`` multiprocessors, because narrow tiles end earlier.
     """
     blocks = cdiv(M, _WARPGROUP_ROWS)
     tiles = cdiv(blocks, consumers)
@@ -190,10 +190,10 @@ def query_tiles(M: int, heads: int, consumers: int, places: int, alike: bool) ->
 
 @lru_cache(maxsize=1024)
 def tile_shares(tiles: int, places: int) -> tuple[int, int]:
-    """``each`` and ``shares`` of ``share_of`` where all tiles take as long.
+    """Returns ``each`` and ``shares`` of ``share_of``, if all tiles take equally long.
 
-    What is left of them after as many rounds as are full on so many ``places`` is shared out. Of
-    two programs one waits for the other, so that a round has to be full.
+    The tiles left over after the full rounds on ``places`` multiprocessors are shared. One of two
+    programs that share a tile waits for the other, so at least one round has to be full.
     """
     rounds, left = divmod(tiles, places)
     found = 1 + _COST_OF_SHARE, 1, 1
@@ -208,10 +208,10 @@ def tile_shares(tiles: int, places: int) -> tuple[int, int]:
 def _partition(
     tiles: int, rows: int, columns: int, like: torch.Tensor, arguments: Arguments, alike: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Programs for so many tiles, and the parameters of their stream-K partition.
+    """Returns the number of programs for ``tiles``, and the arguments of the stream-K partition.
 
-    A shared tile has partial sums (rows, columns), of the dtype and device of ``like``, and two
-    signals. Without shared tiles other tensors take their places, and are not touched.
+    A shared tile has partial sums (rows, columns), with the dtype and device of ``like``, and two
+    signals. Without shared tiles, the pointers are placeholders that no kernel accesses.
     """
     each, shares = tile_shares(tiles, processors(like.device)) if alike else (1, 1)
     shared = each * (shares - 1)
@@ -224,7 +224,7 @@ def _partition(
 
 
 def _sizes(sizes: Sizes) -> dict[str, int]:
-    """The sizes of a call, as parameters of a kernel."""
+    """Returns the sizes of a call by the names of the kernels' parameters."""
     return {
         "H": sizes.H, "G": sizes.H // sizes.Hk, "M": sizes.M, "N": sizes.N,
         "total_q": sizes.total_q, "total_k": sizes.total_k,
@@ -232,7 +232,7 @@ def _sizes(sizes: Sizes) -> dict[str, int]:
 
 
 def _masked(arguments: Arguments) -> dict[str, Any]:
-    """Lengths and window of a call, as parameters of a kernel."""
+    """Returns lengths and window of a call by the names of the kernels' parameters."""
     return {
         "seqlens_q_ptr": arguments.seqlens_q, "seqlens_k_ptr": arguments.seqlens_k,
         "window_left": arguments.window_left, "window_right": arguments.window_right,
@@ -250,7 +250,7 @@ def launch_hopper_forward(
     arguments: Arguments,
     sm_scale_bits: int,
 ) -> None:
-    """Writes out and lse of a call that ``takes_forward`` is true of, on the current device."""
+    """Writes out and lse of a call that ``takes_forward`` accepts, on the current device."""
     kernels = _kernels()
     assert kernels is not None
     of_k, of_v = padded(sizes.D), padded(sizes.Dv)
@@ -261,8 +261,8 @@ def launch_hopper_forward(
     if not tiles.entries:
         m_blocks, narrow = query_tiles(sizes.M, heads, consumers, places, _alike(sizes, arguments))
     programs = m_blocks * heads
-    # Where heads are short, a program takes one tile after another. Long heads are faster if all
-    # programs begin together: those that read the same keys then do so at the same time.
+    # With short heads, programs are persistent and take one tile after another. Long heads are
+    # faster with one program per tile: programs that read the same keys then run together.
     counter = arguments.seqlens_q
     if 2 * m_blocks <= places < programs:
         programs = places
@@ -295,11 +295,11 @@ def launch_hopper_backward(
     arguments: Arguments,
     sm_scale_bits: int,
 ) -> None:
-    """Writes dk and dv of a call that ``takes`` is true of, on the current device.
+    """Writes dk and dv of a call that ``takes`` accepts, on the current device.
 
-    lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. dq without sm_scale is added
-    to ``sums``, float32 (B,H,M_padded,padded(D,Dv)) in the order of ``rows_of_blocks``, unless that
-    is None.
+    lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. Unless ``sums`` is None, the
+    kernel adds dq without sm_scale to it: float32 (B,H,M_padded,padded(D,Dv)) in the order of
+    ``rows_of_blocks``.
     """
     kernels = _kernels()
     assert kernels is not None
@@ -336,7 +336,7 @@ def launch_hopper_dq(
     arguments: Arguments,
     sm_scale_bits: int,
 ) -> None:
-    """Writes dq of a call that ``takes`` is true of, on the current device.
+    """Writes dq of a call that ``takes`` accepts, on the current device.
 
     lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``.
     """

@@ -1,4 +1,4 @@
-"""Allocates outputs and scratch, and launches the kernels."""
+"""Launches the portable kernels, and dispatches to ``hopper`` where it takes a call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 PREPROCESS_ROWS = 32
-# By whether they lie in blocks.
+# Rows of a program of ``dq_postprocess_kernel``, by its IN_BLOCKS.
 SUMS_ROWS = {False: 32, True: 64}
 COMBINE_ROWS = 4
 # The kernels' names for the strides of each tensor.
@@ -53,7 +53,7 @@ _STRIDES = {
 _OF_LISTS = ("stride_lb", "stride_lh", "stride_lt")
 _OF_SLOPES = ("stride_sb", "stride_sh")
 _OF_BIAS = ("stride_bb", "stride_bh", "stride_bm", "stride_bn")
-# 256 rows of a tile stay within int32 offsets.
+# Offsets within a tile of 256 rows fit int32.
 MAX_ALIGNED_STRIDE = 2**22
 
 
@@ -62,7 +62,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _acc(dtype: torch.dtype) -> tl.dtype:
-    """The same, as kernels take it."""
+    """Returns the accumulator's dtype as a Triton dtype."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -72,10 +72,10 @@ def _padded(head_dim: int) -> int:
 
 
 def _alignment(*tensors: torch.Tensor) -> int:
-    """ALIGNED of ``load_tile``: 1 where 16 bytes can be loaded at a time, 2 without a mask too.
+    """Returns ALIGNED of ``load_tile``: 1 if 16-byte loads are possible, 2 if without column mask.
 
-    Only 16-bit dtypes take these paths: their dots run on tensor cores, whose layouts do not follow
-    the loads, so that all paths give the same bits.
+    Only 16-bit dtypes take these paths. Their dots run on tensor cores, whose layouts do not depend
+    on the loads, so all paths give the same bits.
     """
     least = 2
     for x in tensors:
@@ -99,7 +99,7 @@ def _alignment_of_rows(head_dim: int, strides: tuple[int, ...], size: int) -> in
 
 
 def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dict:
-    """Constexpr arguments that the matrix kernels share."""
+    """Returns the constexpr arguments that the matrix kernels share."""
     return {
         "BLOCK_D": _padded(D),
         "BLOCK_DV": _padded(Dv),
@@ -119,9 +119,9 @@ def _tile(tile: Tile) -> dict:
 
 
 def _predicate(arguments: Arguments, kernel: str) -> dict:
-    """The block map of a kernel with its strides, and the predicate's arguments; fillers if none.
+    """Returns a kernel's block map, its strides and the predicate's arguments.
 
-    ``kernel`` is a field of ``BlockMaps``.
+    Without a predicate they are placeholders. ``kernel`` is a field of ``BlockMaps``.
     """
     lists, order, strides, args = arguments.seqlens_q, arguments.seqlens_q, (0, 0, 0), (0,)
     if arguments.predicate is not None and arguments.maps is not None:
@@ -135,12 +135,12 @@ def _predicate(arguments: Arguments, kernel: str) -> dict:
 
 @lru_cache(maxsize=512)
 def _scale_bits(sm_scale: float) -> int:
-    """The float64's bits as an int64; see ``softmax.scale_from_bits``."""
+    """Returns the bits of a float64 as an int64; see ``softmax.scale_from_bits``."""
     return struct.unpack("<q", struct.pack("<d", sm_scale))[0]
 
 
 def _strides(arguments: Arguments, **tensors: torch.Tensor) -> dict[str, int]:
-    """Strides of (entry, head, row, column); the entry of a varlen call is a row."""
+    """Returns strides of (entry, head, row, column); in a varlen call, an entry is a row."""
     varlen = arguments.longest is not None
     named: dict[str, int] = {}
     for name, x in tensors.items():
@@ -156,7 +156,7 @@ def _lengths(arguments: Arguments) -> dict:
 
 
 def _window(arguments: Arguments) -> dict[str, int]:
-    """The window, and the softmax scale."""
+    """Returns the arguments for the window and the softmax scale."""
     return {
         "window_left": arguments.window_left, "window_right": arguments.window_right,
         "sm_scale_bits": _scale_bits(arguments.sm_scale),
@@ -164,7 +164,10 @@ def _window(arguments: Arguments) -> dict[str, int]:
 
 
 def _blank(arguments: Arguments, **tensors: torch.Tensor | None) -> None:
-    """Fills outputs of a varlen call, whose kernels skip rows of no sequence: -inf or 0."""
+    """Fills the outputs of a varlen call with 0, lse and m with -inf.
+
+    The kernels do not write rows that belong to no sequence.
+    """
     if arguments.longest is not None:
         for name, x in tensors.items():
             if x is not None:
@@ -172,7 +175,7 @@ def _blank(arguments: Arguments, **tensors: torch.Tensor | None) -> None:
 
 
 def _score_mods(arguments: Arguments) -> int:
-    """SCORE_MODS: a sum of the constants in ``kernels.common.score_mod``."""
+    """Returns SCORE_MODS: a sum of the constants in ``kernels.common.score_mod``."""
     given = (
         (arguments.softcap, SOFTCAP), (arguments.alibi_slopes, ALIBI), (arguments.bias, BIAS)
     )  # fmt: skip
@@ -180,7 +183,7 @@ def _score_mods(arguments: Arguments) -> int:
 
 
 def _score_args(arguments: Arguments) -> dict:
-    """The arguments of score modifications; fillers for those that there are not."""
+    """Returns the arguments of score modifications, with placeholders for the absent ones."""
     softcap = 0 if arguments.softcap is None else _scale_bits(arguments.softcap)
     slopes, slope_strides = arguments.seqlens_q, (0, 0)
     if arguments.alibi_slopes is not None:
@@ -189,7 +192,7 @@ def _score_args(arguments: Arguments) -> dict:
     bias, bias_strides = arguments.seqlens_q, (0, 0, 0, 0)
     if arguments.bias is not None:
         bias = arguments.bias
-        # What is shared has one element, whose place is the same for all.
+        # A broadcast axis has stride 0.
         bias_strides = tuple(
             0 if size == 1 else step for size, step in zip(bias.shape, bias.stride(), strict=True)
         )
@@ -202,7 +205,7 @@ def _score_args(arguments: Arguments) -> dict:
 
 
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unwritten out (B,H,M,Dv) in the dtype of q and lse (B,H,M), contiguous."""
+    """Allocates out (B,H,M,Dv) in the dtype of q and lse (B,H,M), contiguous."""
     B, H, M, _ = q.shape
     out = allocation.empty((B, H, M, v.shape[3]), dtype=q.dtype, device=q.device)
     return out, allocation.empty((B, H, M), dtype=_accumulator(q.dtype), device=q.device)
@@ -268,7 +271,7 @@ def launch_forward(
 def empty_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needed: tuple[bool, bool, bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Unwritten dq, dk, dv, contiguous; None for what no kernel writes. dk and dv go together."""
+    """Allocates dq, dk, dv, contiguous; None if no kernel writes one. dk and dv go together."""
     of_keys = needed[1] or needed[2]
     return tuple(
         allocation.empty(x.shape, dtype=x.dtype, device=x.device) if is_made else None
@@ -277,7 +280,7 @@ def empty_gradients(
 
 
 def backward_kernels(needed: tuple[bool, bool, bool], one_pass: bool) -> tuple[str, ...]:
-    """Those of "dkdv" and "dq" that make the needed of dq, dk, dv."""
+    """Returns which of the kernels "dkdv" and "dq" compute the needed ones of (dq, dk, dv)."""
     of_keys = needed[1] or needed[2]
     of_rows = needed[0] and not (one_pass and of_keys)
     return ("dkdv",) * of_keys + ("dq",) * of_rows
@@ -298,16 +301,16 @@ def launch_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Returns dq, dk, dv, contiguous, in the dtypes of q, k, v.
 
-    Those that are not needed are None; dk and dv come from one kernel. So does dq in one pass, its
-    parts added by atomics, in another order every time; else everything is repeatable. ``dbias``,
-    contiguous in the shape and dtype of the bias, gets that one's gradient, if it is given.
+    Gradients that are not needed are None. One kernel computes dk and dv; in one pass it also adds
+    to dq by atomics, in no fixed order. All other results are bitwise repeatable. ``dbias``, if
+    given, is contiguous with the shape and dtype of the bias, and receives its gradient.
     """
     sizes = Sizes.of(q, k, v, arguments)
     varlen = arguments.longest is not None
     kernels = backward_kernels(needed, arguments.one_pass)
     one_pass = needed[0] and "dq" not in kernels
     on_hopper = hopper.takes(q, sizes, arguments)
-    # Whole tiles of rows, so that the kernels read them without a mask; of columns too.
+    # Scratch is padded to whole tiles of rows and columns, so that kernels need no mask for it.
     tiles_of_rows = cdiv(sizes.total_q, ROW_PADDING) + (sizes.B if varlen else 0)
     shape = (q.shape[0], sizes.H, tiles_of_rows * ROW_PADDING)
     lse2, delta = (allocation.empty(shape, dtype=lse.dtype, device=q.device) for _ in range(2))
@@ -317,7 +320,7 @@ def launch_backward(
         sums = allocation.empty((*shape, columns), dtype=delta.dtype, device=q.device)
     dq, dk, dv = empty_gradients(q, k, v, needed)
     _blank(arguments, dq=dq, dk=dk, dv=dv)
-    # Without HAS_DLSE it is not read.
+    # A placeholder without HAS_DLSE.
     dlses = lse if dlse is None else dlse
     bits = _scale_bits(arguments.sm_scale)
     acc = _acc(q.dtype)
@@ -329,8 +332,9 @@ def launch_backward(
     with on_device(q):
         tiles = sizes.query_tiles(ROW_PADDING)
         if tiles.number:
-            # Products that are added unrounded where the layout puts them into one thread would
-            # make delta, and dk, another one where sums of dq are cleared beside it.
+            # Without enable_fp_fusion=False the compiler fuses a product and a sum where the layout
+            # puts both into one thread. The layout depends on COLUMNS, so delta and dk would have
+            # other bits in one pass.
             run(
                 bwd_preprocess_kernel, (tiles.number * (ROW_PADDING // PREPROCESS_ROWS),),
                 {
@@ -360,7 +364,7 @@ def launch_backward(
         rows = SUMS_ROWS[on_hopper]
         tiles = sizes.query_tiles(rows)
         if one_pass and tiles.number:
-            # Sums may be as wide as dv on Hopper: then only a mask keeps them to the rows of dq.
+            # On Hopper, sums may be wider than dq: the stores then need a column mask.
             aligned = min(_alignment(dq), 1 + (columns == sizes.D))
             run(
                 dq_postprocess_kernel, (tiles.number,),
@@ -375,7 +379,7 @@ def launch_backward(
 
 
 class _Inputs(NamedTuple):
-    """What the backward's kernels read, by the names of their parameters."""
+    """The tensors that the backward kernels read."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -386,7 +390,7 @@ class _Inputs(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """What the backward's kernels write; None for what no kernel does."""
+    """The tensors that the backward kernels write; None for those that no kernel writes."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
@@ -403,7 +407,10 @@ def _launch_portable(
     kernels: tuple[str, ...],
     one_pass: bool,
 ) -> None:
-    """Launches those of ``kernels``, and dbias if it is given; ``sums`` get dq in one pass."""
+    """Launches ``kernels``, and ``dbias_kernel`` if dbias is given.
+
+    In one pass, ``dkdv_kernel`` adds dq to ``sums``.
+    """
     q, k, v, dout, lse2, delta = inputs
     dq, dk, dv, dbias = gradients
     constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
@@ -437,7 +444,7 @@ def _launch_portable(
             },
         )  # fmt: skip
     if dbias is not None and dbias.numel():
-        # One head after the other, of padded sequences: no order, and no rows of all sequences.
+        # The kernel visits padded sequences head by head; it has no order and no total rows.
         asked = shared | _predicate(arguments, "dq")
         for name in ("order_ptr", "total_q", "total_k"):
             del asked[name]
@@ -454,7 +461,7 @@ def _launch_portable(
 
 
 def empty_pooled(q: torch.Tensor, k: torch.Tensor, rows: int, keys: int) -> torch.Tensor:
-    """Unwritten pooled (B,H,ceil(M/rows),ceil(N/keys)), contiguous."""
+    """Allocates pooled (B,H,ceil(M/rows),ceil(N/keys)), contiguous."""
     B, H, M, _ = q.shape
     shape = (B, H, cdiv(M, rows), cdiv(k.shape[2], keys))
     return allocation.empty(shape, dtype=_accumulator(q.dtype), device=q.device)
@@ -475,7 +482,7 @@ def launch_pooled(
     pooled = empty_pooled(q, k, rows, keys)
     if not pooled.numel():
         return pooled
-    # A block that is larger than the sequence is the sequence: so sizes stay within int32.
+    # A block larger than the sequence covers it; clamping keeps sizes within int32.
     rows, keys = min(rows, M), min(keys, N)
     tile = arguments.config.dq
     spans = [

@@ -1,4 +1,4 @@
-"""The sizes of a call, and how many programs its tiles take."""
+"""The sizes of a call, and the number of its tiles."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ ROW_PADDING = 256
 
 
 class Tiles(NamedTuple):
-    """Tiles of a side of a call: those of a head, entries as in ``Grid``, those of all heads."""
+    """The query or key tiles of a call.
+
+    Args:
+        of_head: Tiles of a head.
+        entries: As in ``Grid``.
+        number: Tiles of all heads and batch entries.
+    """
 
     of_head: int
     entries: int
     number: int
 
     def in_kernels(self) -> dict[str, int]:
-        """By the names of the kernels' parameters."""
+        """Returns the tile counts by the names of the kernels' parameters."""
         return {"tiles_of_head": self.of_head, "entries": self.entries}
 
 
 class Sizes(NamedTuple):
-    """Of a call: sequences and heads, the longest sequences, the rows of the tensors, head_dims.
+    """The sizes of a call: sequences, heads, longest sequences, rows of the tensors, head_dims.
 
-    ``ends``: of packed sequences, whose tiles may stand one behind the other: the rows and the keys
-    that the last one ends with, at most.
+    In a varlen call without a predicate, tiles of all sequences may be numbered consecutively.
+    ``ends`` is then an upper bound on the (rows, keys) at which the last sequence ends; else None.
     """
 
     B: int
@@ -47,30 +53,30 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Arguments) -> Sizes:
-        """Of packed sequences B, M and N are what the tensors' shapes do not show."""
+        """Returns the sizes of a call; in a varlen call, B, M and N differ from the shapes."""
         B, H, total_q, D = q.shape
         _, Hk, total_k, Dv = v.shape
         M, N = total_q, total_k
         if arguments.longest is not None:
             B = len(arguments.seqlens_q) - 1
             M, N = arguments.longest
-        # A map of blocks has as many tiles of each.
+        # Block maps have the same number of tiles for every sequence.
         ends = arguments.ends if arguments.predicate is None else None
         return cls(B, H, Hk, M, N, total_q, total_k, D, Dv, ends)
 
     def in_kernels(self) -> dict[str, int]:
-        """By the names of the kernels' parameters."""
+        """Returns the sizes by the names of the kernels' parameters."""
         return {
             "H": self.H, "G": self.H // self.Hk, "M": self.M, "N": self.N,
             "total_q": self.total_q, "total_k": self.total_k, "D": self.D, "Dv": self.Dv,
         }  # fmt: skip
 
     def query_tiles(self, block: int) -> Tiles:
-        """Of so many rows."""
+        """Returns the query tiles of ``block`` rows each."""
         return self._tiles(0, self.M, block, self.H)
 
     def key_tiles(self, block: int) -> Tiles:
-        """Of so many keys."""
+        """Returns the key tiles of ``block`` keys each."""
         return self._tiles(1, self.N, block, self.Hk)
 
     def _tiles(self, side: int, longest: int, block: int, heads: int) -> Tiles:

@@ -1,5 +1,5 @@
-"""The ground that launches stand on: the allocator, the current device, compiled launches.
+"""The foundation of launches: the allocator, the current device, cached compiled kernels.
 
-These modules depend on PyTorch and Triton, and on nothing of ``fa_kernels``. Private attributes of
-PyTorch and Triton are used here alone.
+These modules import PyTorch and Triton, and nothing of ``fa_kernels``. Launch shortcuts through
+private attributes of PyTorch and Triton belong here.
 """

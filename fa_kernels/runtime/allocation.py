@@ -1,4 +1,4 @@
-"""The one place that allocates outputs and scratch, so that tests can surround and poison them."""
+"""The allocator of all outputs and scratch, so that tests can add guard bands and poison them."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["empty"]
 
 
 def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised contiguous tensor; the kernels write every element of it."""
+    """Returns an uninitialised contiguous tensor; the kernels write every element of it."""
     return torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Launches go to the tensors' device, whichever is current."""
+"""Selects the device of the tensors for launches, whichever device is current."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["on_device"]
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager:
-    """Makes the device of a tensor the current one, if it is a GPU."""
+    """Returns a context in which the device of a tensor is current, if it is a GPU."""
     device = x.device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()

@@ -1,5 +1,5 @@
-"""The schedule: which tiles a tile visits, which of them need a mask, and in which order they run.
+"""The schedule: which tiles a tile visits, which of them need a mask, and the order of programs.
 
-Integer arithmetic and lists of tiles; a kernel and its launcher read both. Launches are in
-``launch``, and the kernels that compute attention in ``kernels``.
+It makes lists of tiles, which launchers pass to the kernels. ``launch`` launches the kernels that
+compute attention, which are in ``kernels``.
 """

@@ -1,7 +1,7 @@
-"""Block maps: the tiles that each tile visits, as lists.
+"""Block maps: lists of the tiles that each tile visits.
 
-Of a mask with a predicate, which is asked once, on the finest tiles that any of the kernels uses:
-the map of each kernel is made of that. Of a map of blocks, for each kernel in one launch.
+For a mask with a predicate, one launch classifies the finest tiles of all kernels, and each
+kernel's map is derived from the result. For a ``block_mask``, one launch per kernel makes its map.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
 
 
 _NARROW = (torch.bool, torch.int8, torch.uint8, torch.int16)
-# Their offsets fit 32 bits.
+# Fewer elements than this have 32-bit offsets.
 _MOST = 2**31
 
 
 class Predicate(NamedTuple):
-    """A mask's own part: jit function of (b, h, m, n, args), and args."""
+    """A mask's predicate: a jit function of (b, h, m, n, args), and args."""
 
     function: Any
     args: tuple[Any, ...]
@@ -48,11 +48,11 @@ class BlockMap(NamedTuple):
     """The tiles that each tile of a kernel visits.
 
     Args:
-        lists: int32 (B, H, tiles, 2 + tiles of the other sequence). A row holds how many tiles the
-            mask divides, how many it leaves whole, then the indices of these and of those, each
-            ascending; the rest of a row is not read.
-        order: int32 (B, H, tiles), in dkdv (B, Hk, tiles): those of each head, or group of heads
-            that a program goes through, in the order of programs.
+        lists: int32 (B, H, tiles, 2 + tiles of the other sequence). A row holds the number of
+            partially visible tiles, the number of fully visible tiles, the indices of the former
+            and the indices of the latter, each ascending. The rest of a row is not read.
+        order: int32 (B, H, tiles), in dkdv (B, Hk, tiles): the tiles of each head, or group of
+            heads, in the order of programs.
     """
 
     lists: torch.Tensor
@@ -60,16 +60,16 @@ class BlockMap(NamedTuple):
 
 
 class BlockMaps(NamedTuple):
-    """The map of each kernel; None of one that is not launched."""
+    """The map of each kernel; None for a kernel that is not launched."""
 
     forward: BlockMap | None
     dkdv: BlockMap | None
     dq: BlockMap | None
 
 
-# Beside what the lists leave out.
+# The predicate under the block maps of a ``block_mask``: it hides no further pair.
 VISIBLE = Predicate(everywhere, (0,))
-# Tiles that one step of a list, or of an order, is made of.
+# Tiles that a step of the kernels for lists and orders handles.
 _CHUNK = 64
 
 
@@ -77,18 +77,18 @@ _CHUNK = 64
 def predicate_of(
     mask: Any, B: int, H: int, M: int, N: int, device: torch.device
 ) -> Predicate | None:
-    """What a mask has beside lengths and window; None if nothing."""
-    # A cached tensor outlives the call: it must be an ordinary one, also under inference_mode.
+    """Returns a mask's predicate; None if lengths and window describe the mask."""
+    # A cached tensor outlives the call, so it must not be an inference tensor.
     with torch.inference_mode(False):
         native = mask.native(B, H, M, N, device)
         return None if native is None else Predicate(native[0], _widened(native[1]))
 
 
 def _widened(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with tables of 32 bits at least.
+    """Widens the tables in a predicate's arguments to 32 bits.
 
-    Triton 3.6 takes the narrowest load that leads to a dot for the width of its operands, which
-    float64 does not survive.
+    Triton 3.6 takes the narrowest load that reaches a dot for the width of the dot's operands,
+    which breaks dots in float64.
     """
     widened = []
     for x in args:
@@ -112,10 +112,10 @@ def block_maps(
     lengths: tuple[torch.Tensor, torch.Tensor],
     config: Config,
 ) -> BlockMaps:
-    """The maps of a mask with a predicate.
+    """Returns the block maps of a mask with a predicate.
 
     Args:
-        mask: As of ``predicate_of``.
+        mask: A mask with a predicate; see ``MaskLike``.
         B: Batch entries.
         H: Query heads.
         Hk: Key/value heads.
@@ -126,7 +126,7 @@ def block_maps(
         config: Complete tile configuration.
 
     Raises:
-        NotImplementedError: There are too many tiles to say what the mask leaves of each.
+        NotImplementedError: There are too many tiles to classify.
     """
     seqlens_q, seqlens_k = lengths
     device = seqlens_q.device
@@ -168,16 +168,16 @@ def _blocks(length: int, largest: int, fine: int) -> int:
 
 
 def _turned(tile: Tile) -> Tile:
-    """A tile whose rows are keys."""
+    """Returns the transposed tile, whose rows are keys."""
     return Tile(tile.block_n, tile.block_m)
 
 
 def _lists(some: torch.Tensor, full: torch.Tensor, fine: Tile, tile: Tile) -> torch.Tensor:
-    """The map of one kernel, from what holds of the fine tiles, bool (B, H, rows, columns)."""
+    """Returns one kernel's lists from the classes of the fine tiles, bool (B, H, rows, columns)."""
     rows, columns = tile.block_m // fine.block_m, tile.block_n // fine.block_n
     some, full = (
         x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)) for x in (some, full)
-    )  # (B, H, tiles, rows, tiles there, columns)
+    )  # (B, H, tiles, rows, tiles of the other sequence, columns)
     some, full = some.any(5).any(3), full.all(5).all(3)
     kind = torch.where(some, full, 2)
     counts = torch.stack([(kind == 0).sum(3), (kind == 1).sum(3)], 3)
@@ -196,7 +196,7 @@ def maps_of_blocks(
     config: Config,
     kernels: Collection[str],
 ) -> BlockMaps:
-    """The maps of a map of blocks, without a synchronisation.
+    """Returns the block maps of a ``block_mask``, without synchronisation.
 
     Args:
         blocks: Bool (H or 1, ceil(M / side), ceil(N / side)), any strides.
@@ -208,7 +208,7 @@ def maps_of_blocks(
         window: (window_left, window_right), both given.
         lengths: int32 (B,) of queries and of keys, on the device.
         config: Complete tile configuration.
-        kernels: Fields of BlockMaps: the kernels that will be launched.
+        kernels: Fields of ``BlockMaps``: the kernels that will be launched.
     """
     seqlens_q, seqlens_k = lengths
     blocks = blocks.view(torch.int8).expand(H, -1, -1)
@@ -239,7 +239,7 @@ def _map_of_blocks(
     side: int,
     tile: Tile,
 ) -> BlockMap:
-    """The map of one kernel, whose tile has block_m elements here and block_n there."""
+    """Returns one kernel's map; its tile has block_m elements here and block_n there."""
     H = blocks.shape[0]
     tiles = cdiv(here, tile.block_m)
     shape = (len(seqlens_here), H, tiles, 2 + cdiv(there, tile.block_n))
@@ -264,9 +264,9 @@ def _map_of_blocks(
 
 
 def _ordered(lists: torch.Tensor, heads: int, here: int, tile: Tile) -> BlockMap:
-    """A kernel's lists with the order of its programs, which go through tiles of ``heads``."""
+    """Adds the order of programs, which have the tiles of ``heads`` heads or groups, to lists."""
     B, H = lists.shape[:2]
-    # Lists may have rows of tiles past the last.
+    # Lists may have rows for tiles past the last one.
     tiles = cdiv(here, tile.block_m)
     order = allocation.empty((B, heads, tiles), dtype=torch.int32, device=lists.device)
     if order.numel():

@@ -1,5 +1,5 @@
-"""Checks of what a call may be given: arguments, cu_seqlens, block masks, score modifications.
+"""Checks of a call's arguments: tensors, cu_seqlens, block masks, score modifications.
 
-Every error names the argument, the value it got and the value it needs. Which tiles run is decided
-in ``schedule``, and nothing here launches a kernel.
+Every error names the argument, the value it got and the value it needs. ``schedule`` decides which
+tiles run; nothing here launches a kernel.
 """

@@ -1,4 +1,4 @@
-"""Validation of ``flash_attention``: every error names what it got and what it needs."""
+"""Validation of ``flash_attention``: every error names the value it got and the value it needs."""
 
 from __future__ import annotations
 
@@ -41,15 +41,21 @@ MAX_SEQLEN = 2**29
 
 @runtime_checkable
 class MaskLike(Protocol):
-    """The attributes that ``mask=`` is read by.
+    """The attributes of an object for ``mask=``.
 
-    causal: bool. window_left, window_right: int >= 0, or None for unbounded, both inclusive around
-    the position m + seqlen_k - seqlen_q. seqlens_q, seqlens_k: B ints, or None for full.
+    A hashable mask may also have a method ``native(B, H, M, N, device)``. It returns None, or a
+    predicate that hides further keys as a pair (function, args). ``function`` is a ``triton.jit``
+    function of (b, h, m, n, args), with scalars b and h and tiles m and n of valid rows and keys.
+    ``args`` is a tuple of ints, tensors and such tuples; bools and ints of less than 32 bits in
+    tensors are widened to int32.
 
-    A hashable mask may also have a method native(B, H, M, N, device) that returns None, or what
-    else hides a key, as (jit function of (b, h, m, n, args), args): a ``triton.jit`` predicate of
-    scalars b and h and of tiles m and n of valid rows and keys, and a tuple of ints, of tensors
-    (bools and ints of less than 32 bits arrive as int32) and of such tuples.
+    Attributes:
+        causal: Whether window_right is 0.
+        window_left: Keys visible before the position m + seqlen_k - seqlen_q, inclusive, >= 0; None
+            is unbounded.
+        window_right: Keys visible after that position, inclusive, >= 0; None is unbounded.
+        seqlens_q: Valid rows, B ints; None is all.
+        seqlens_k: Valid keys, B ints; None is all.
     """
 
     causal: bool
@@ -60,28 +66,28 @@ class MaskLike(Protocol):
 
 
 class Request(NamedTuple):
-    """Checked arguments in types that operators take.
+    """Checked arguments, in types that operators accept.
+
+    In a varlen call, cumulative lengths take the place of lengths: int32 (B + 1,), or B + 1 ints.
 
     Args:
-        seqlens_q: int32 (B,) on the device; None where they are ints, or not given.
-        seqlens_k: Likewise.
-        block_mask: Bool (H or 1, rows, columns of blocks); None is all blocks.
-        lengths_q: The ints; None where they are a tensor, or not given.
-        lengths_k: Likewise.
-        window_left: Keys visible before the own position; None is unbounded.
-        window_right: Keys visible after the own position; None is unbounded.
+        seqlens_q: Valid rows, int32 (B,) on the device; None if they are ints or not given.
+        seqlens_k: Valid keys, int32 (B,) on the device; None if they are ints or not given.
+        block_mask: Bool (H or 1, block rows, block columns); None means all blocks.
+        lengths_q: Valid rows as ints; None if they are a tensor or not given.
+        lengths_k: Valid keys as ints; None if they are a tensor or not given.
+        window_left: Keys visible before a query's position; None is unbounded.
+        window_right: Keys visible after a query's position; None is unbounded.
         sm_scale: Factor on q.k; None is the default.
-        config: A name in ``CONFIGS``, or the token of a Config.
-        mask: The token of a mask that may have a predicate; empty where there is none.
-        block_size: Rows and keys of a block of block_mask.
-        one_pass: Whether dq comes out of the pass that dk and dv do.
-        longest_q: Of packed sequences, whose offsets stand in place of lengths: the most rows that
-            one has. None: nothing is packed.
-        longest_k: Likewise.
-        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
-        alibi_slopes: Float32 (H,) or (B, H) on the device; None where scores do not fall with
-            distance.
-        bias: (B or 1, H or 1, M or 1, N or 1) in the dtype of q or float32; None adds nothing.
+        config: A name in ``CONFIGS``, or the token of a ``Config``.
+        mask: The token of a mask that may have a predicate; empty if there is none.
+        block_size: Rows and keys of a block of ``block_mask``.
+        one_pass: Whether the dk/dv kernel also computes dq.
+        longest_q: Most rows of a sequence in a varlen call; None in a padded call.
+        longest_k: Most keys of a sequence in a varlen call; None in a padded call.
+        softcap: c, where a scaled score x becomes c tanh(x / c); None without a softcap.
+        alibi_slopes: Float32 (H,) or (B, H) on the device; None without ALiBi.
+        bias: (B or 1, H or 1, M or 1, N or 1) in the dtype of q or float32; None without a bias.
     """
 
     seqlens_q: torch.Tensor | None
@@ -108,22 +114,20 @@ class Arguments:
     """Arguments in the form that the launchers take.
 
     Args:
-        seqlens_q: int32 (B,) on the device.
-        seqlens_k: int32 (B,) on the device.
-        window_left: Keys visible before the own position, clamped to M + N.
-        window_right: Keys visible after the own position, clamped to M + N.
+        seqlens_q: Valid rows, int32 (B,) on the device; in a varlen call cu_seqlens (B + 1,).
+        seqlens_k: Valid keys, int32 (B,) on the device; in a varlen call cu_seqlens (B + 1,).
+        window_left: Keys visible before a query's position, clamped to M + N.
+        window_right: Keys visible after a query's position, clamped to M + N.
         sm_scale: Factor on q.k.
         config: Complete tile configuration.
-        one_pass: Whether dq comes out of the pass that dk and dv do; the tile of that pass is then
-            config.dkdv.
-        predicate: What else hides a key, of a mask that has that.
-        maps: The tiles that each kernel then visits.
-        longest: Of packed sequences: the most rows and the most keys that one has. Then seqlens_q
-            and seqlens_k are int32 (B + 1,): where each begins in the tensors, and the last ends.
-        ends: Of packed sequences: the rows and the keys that the last one ends with, at most.
-        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
-        alibi_slopes: Float32 (H,) or (B, H) on the device, if scores fall with distance.
-        bias: (B or 1, H or 1, M or 1, N or 1), if one is added to scores.
+        one_pass: Whether the dk/dv kernel also computes dq. Its tile is then ``config.dkdv``.
+        predicate: The mask's predicate; None if it has none.
+        maps: The tiles that each kernel visits under a predicate.
+        longest: Most (rows, keys) of a sequence in a varlen call; None in a padded call.
+        ends: Upper bound on the (rows, keys) at which the last sequence of a varlen call ends.
+        softcap: c, where a scaled score x becomes c tanh(x / c); None without a softcap.
+        alibi_slopes: Float32 (H,) or (B, H) on the device; None without ALiBi.
+        bias: (B or 1, H or 1, M or 1, N or 1); None without a bias.
     """
 
     seqlens_q: torch.Tensor
@@ -143,7 +147,7 @@ class Arguments:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether it is attention of sequences, with windows and lengths and no more."""
+        """Whether a window and lengths alone modify attention."""
         others = (self.predicate, self.softcap, self.alibi_slopes, self.bias)
         return all(x is None for x in others)
 
@@ -197,7 +201,11 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_device(device: torch.device) -> None:
-    """Raises where the kernels cannot run there."""
+    """Checks that the kernels can run on a device.
+
+    Raises:
+        NotImplementedError: It is neither a CUDA device nor the CPU under TRITON_INTERPRET=1.
+    """
     if device.type == "cuda":
         return
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
@@ -228,7 +236,10 @@ def _is_unbounded(window_size: object) -> bool:
 def _checked_window(
     causal: object, window_size: object, *, of_mask: bool
 ) -> tuple[int | None, int | None]:
-    """(window_left, window_right) with causal folded in; a mask's bounds are None or ints >= 0."""
+    """Returns (window_left, window_right) with causal folded in.
+
+    With ``of_mask``, -1 is an error: the bounds of a mask are None or ints >= 0.
+    """
     if not isinstance(causal, bool):
         raise TypeError(f"causal is {causal!r}; needs a bool")
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
@@ -245,7 +256,7 @@ def _checked_window(
 
 @lru_cache(maxsize=256)
 def _lengths_on_device(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    # A cached tensor outlives the call: it must be an ordinary one, also under inference_mode.
+    # A cached tensor outlives the call, so it must not be an inference tensor.
     with torch.inference_mode(False):
         return torch.tensor(lengths, dtype=torch.int32, device=device)
 
@@ -253,7 +264,10 @@ def _lengths_on_device(lengths: tuple[int, ...], device: torch.device) -> torch.
 def _checked_lengths(
     name: str, lengths: object, B: int, size: int, device: torch.device
 ) -> tuple[torch.Tensor | None, tuple[int, ...] | None]:
-    """Lengths as int32 (B,) on the device or as ints; a tensor's values the kernels clamp."""
+    """Returns lengths as (int32 (B,) on the device, None) or (None, ints).
+
+    The kernels clamp the values of a tensor.
+    """
     if lengths is None:
         return None, None
     if isinstance(lengths, torch.Tensor):
@@ -283,7 +297,7 @@ def _checked_scale(sm_scale: object, dtype: torch.dtype) -> float | None:
         raise TypeError(f"sm_scale is {sm_scale!r}; needs a float or None")
     if not 0 < sm_scale <= sys.float_info.max:
         raise ValueError(f"sm_scale is {sm_scale}; needs to be finite and > 0")
-    # The kernels scale by sm_scale * log2(e) in this dtype: neither infinite nor 0.
+    # The kernels scale by sm_scale * log2(e) in this dtype; it must be neither infinite nor 0.
     scales = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
     if not scales.smallest_normal <= sm_scale <= scales.max / 2:
         raise NotImplementedError(
@@ -305,15 +319,15 @@ def _checked_softcap(softcap: object, sm_scale: float, dtype: torch.dtype) -> fl
     for factor in (softcap, sm_scale / softcap):
         if not scales.smallest_normal <= factor <= scales.max / 2:
             raise NotImplementedError(
-                f"softcap is {softcap}; supported for {dtype} are those that are, as sm_scale / "
-                f"softcap is, {scales.smallest_normal:.3g} to {scales.max / 2:.3g}, the range of "
+                f"softcap is {softcap}; for {dtype}, softcap and sm_scale / softcap are supported "
+                f"from {scales.smallest_normal:.3g} to {scales.max / 2:.3g}, the range of "
                 f"{scales.dtype}"
             )
     return float(softcap)
 
 
 def _checked_config(config: object) -> str:
-    """The name of a configuration, or its token."""
+    """Returns the name of a configuration, or its token."""
     if config is None:
         return "default"
     if isinstance(config, Config):
@@ -345,13 +359,13 @@ def check(
     bias: object = None,
     offsets: tuple[object, object, object, object] | None = None,
 ) -> Request:
-    """Checks the arguments of ``flash_attention`` and brings them into an operator's types.
+    """Checks the arguments of ``flash_attention`` and converts them to an operator's types.
 
-    ``offsets`` of packed sequences, (cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k), stand
-    in place of lengths; q, k and v have the batch size 1 then.
+    In a varlen call, ``offsets`` is (cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k), and
+    q, k and v have batch size 1.
 
     Raises:
-        TypeError: An argument is of the wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: An argument is out of range or contradicts another.
         NotImplementedError: The combination is valid but not supported.
     """
@@ -372,7 +386,9 @@ def check(
             if not is_default
         ]
         if given:
-            raise ValueError(f"mask is given together with {', '.join(given)}; needs one or other")
+            raise ValueError(
+                f"mask is given together with {', '.join(given)}; needs one or the other"
+            )
         if isinstance(mask, torch.Tensor) or not isinstance(mask, MaskLike):
             raise TypeError(
                 f"mask is {type(mask).__name__}; needs an object with attributes causal, "
@@ -417,13 +433,14 @@ def prepared(
     request: Request,
     kernels: Collection[str] = BlockMaps._fields,
 ) -> Arguments:
-    """What is asked for, in the launchers' form: of these sizes, on this device.
+    """Returns a request in the launchers' form, for the sizes and device of q, k and v.
 
-    ``kernels`` are those that will be launched: of a map of blocks the others get none of theirs.
+    Block maps of a ``block_mask`` are made for the kernels in ``kernels`` alone.
 
     Raises:
-        ValueError: A mask of packed sequences has a predicate and no lengths.
-        NotImplementedError: The mask has no predicate, or one for fewer tiles.
+        ValueError: The mask of a varlen call has a predicate and no lengths.
+        NotImplementedError: A predicate and ``block_mask`` are combined, the block size is no
+            multiple of a tile, or the mask has a predicate and too many tiles.
     """
     B, H, M, D = q.shape
     N = k.shape[2]
@@ -459,8 +476,8 @@ def prepared(
     if request.block_mask is not None:
         if predicate is not None:
             raise NotImplementedError(
-                "block_mask is given together with a mask that has a predicate; supported beside "
-                "it are causal, window and lengths"
+                "block_mask is given together with a mask that has a predicate; supported with it "
+                "are causal, window_size and lengths"
             )
         check_tiles(request.block_size, config)
         predicate = VISIBLE
@@ -474,7 +491,7 @@ def prepared(
 
 
 def _scale_of(q: torch.Tensor, sm_scale: float | None) -> float:
-    """The factor on q.k in force."""
+    """Returns the factor on q.k: ``sm_scale`` or its default."""
     return float(q.shape[3]) ** -0.5 if sm_scale is None else sm_scale
 
 
@@ -485,7 +502,7 @@ def _on_device(
     size: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """int32 (B,); ``size`` each where nothing is given."""
+    """Returns lengths as int32 (B,) on the device; ``size`` for each entry if none are given."""
     if seqlens is not None:
         return seqlens
     return _lengths_on_device((size,) * B if lengths is None else tuple(lengths), device)

@@ -1,4 +1,4 @@
-"""Validation of ``block_mask``: a map of blocks, as a tensor."""
+"""Validation of ``block_mask`` and ``block_size``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def check_block_mask(
     """Checks ``block_mask`` and ``block_size`` of ``flash_attention``; q and k are checked.
 
     Raises:
-        TypeError: One is of the wrong type.
-        ValueError: One is out of range, or the map does not cover q and k.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range, or the mask does not cover q and k.
     """
     if isinstance(block_size, bool) or not isinstance(block_size, int):
         raise TypeError(f"block_size is {block_size!r}; needs an int")
@@ -33,19 +33,19 @@ def check_block_mask(
     if tuple(block_mask.shape) not in ((H, rows, columns), (1, rows, columns)):
         raise ValueError(
             f"block_mask has shape {tuple(block_mask.shape)}; needs ({H} or 1, {rows}, {columns}), "
-            f"a place for each head and block of {block_size} x {block_size}"
+            f"one element for each head and block of {block_size} x {block_size}"
         )
 
 
 def check_tiles(block_size: int, config: Config) -> None:
-    """Checks that a block holds whole tiles of a complete configuration.
+    """Checks that ``block_size`` is a multiple of every tile of a complete configuration.
 
     Raises:
-        NotImplementedError: It does not.
+        NotImplementedError: It is not.
     """
     tiles = (config.forward, config.dkdv, config.dq)
     largest = max(size for tile in tiles for size in (tile.block_m, tile.block_n))
-    # Sizes of tiles are powers of two: what the largest divides all of them divide.
+    # Tile sizes are powers of two, so a multiple of the largest is a multiple of all.
     if block_size % largest:
         raise NotImplementedError(
             f"block_size is {block_size}; supported are multiples of {largest}, the largest tile "

@@ -1,4 +1,4 @@
-"""Validation of the offsets of packed sequences, given as ints or as a tensor."""
+"""Validation of ``cu_seqlens_*`` and ``max_seqlen_*`` of varlen calls."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["check_entries", "check_has_lengths", "check_lengths", "checked_offse
 
 
 def _lengths(offsets: Sequence[int]) -> tuple[int, ...]:
-    """The length of each sequence."""
+    """Returns the length of each sequence."""
     return tuple(end - start for start, end in pairwise(offsets))
 
 
 def checked_offsets(
     of: str, offsets: object, longest: object, x: torch.Tensor
 ) -> tuple[torch.Tensor | None, tuple[int, ...] | None, int]:
-    """Offsets as int32 (B + 1,) on the device or as ints, and the longest sequence.
+    """Returns cu_seqlens as int32 (B + 1,) on the device or as ints, and the longest length.
 
     Args:
         of: "q" or "k".
         offsets: ``cu_seqlens_*`` as given.
         longest: ``max_seqlen_*`` as given.
-        x: (1, heads, rows, head_dim), what the offsets divide.
+        x: The tensor (1, heads, rows, head_dim) that holds the sequences.
 
     Raises:
-        TypeError: One is of the wrong type.
-        ValueError: One is out of range.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
     """
     name, rows = f"cu_seqlens_{of}", x.shape[2]
     if longest is not None:
@@ -56,7 +56,7 @@ def checked_offsets(
             raise ValueError(f"{name} holds {offset}; needs offsets in [0, {rows}]")
     lengths = _lengths(offsets)
     if any(length < 0 for length in lengths):
-        raise ValueError(f"{name} is {tuple(offsets)}; needs offsets that ascend")
+        raise ValueError(f"{name} is {tuple(offsets)}; needs ascending offsets")
     found = max((0, *lengths))
     if longest is not None and longest < found:
         raise ValueError(f"max_seqlen_{of} is {longest}; needs at least {found}, the longest")
@@ -64,10 +64,10 @@ def checked_offsets(
 
 
 def check_entries(of_q: Sequence[int] | torch.Tensor, of_k: Sequence[int] | torch.Tensor) -> None:
-    """Checks that there are as many sequences of queries as of keys.
+    """Checks that queries and keys have the same number of sequences.
 
     Raises:
-        ValueError: There are not.
+        ValueError: They have not.
     """
     if len(of_k) != len(of_q):
         raise ValueError(
@@ -76,10 +76,10 @@ def check_entries(of_q: Sequence[int] | torch.Tensor, of_k: Sequence[int] | torc
 
 
 def check_lengths(of: str, lengths: Sequence[int] | None, offsets: Sequence[int] | None) -> None:
-    """Checks that a mask's own lengths, if it has any, are those of the offsets.
+    """Checks that the lengths of a mask, if it has any, agree with cu_seqlens.
 
     Raises:
-        ValueError: They are not, or the offsets are a tensor, which nothing waits for.
+        ValueError: They differ, or cu_seqlens is a tensor: reading it would synchronise.
     """
     if lengths is None:
         return
@@ -95,10 +95,10 @@ def check_lengths(of: str, lengths: Sequence[int] | None, offsets: Sequence[int]
 
 
 def check_has_lengths(mask: Any) -> None:
-    """Checks that a mask with a predicate has lengths, which that may count positions by.
+    """Checks that a mask with a predicate has lengths; a predicate may depend on them.
 
     Raises:
-        ValueError: It has not.
+        ValueError: It has none.
     """
     for of in ("q", "k"):
         if getattr(mask, f"seqlens_{of}") is None:

@@ -1,7 +1,7 @@
-"""Objects as strings, which operators can take: masks with a predicate, and configurations.
+"""Tokens: strings that stand for masks and configurations in the arguments of operators.
 
-A token is the object's repr with a number. It means the object in this process: in another one,
-where a saved graph may take it, it is unknown, or an object of the same repr.
+A token is the object's repr and a number. It is valid in this process alone. In another process,
+for instance in a saved graph, it is unknown or stands for another object with the same repr.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["token_of", "value_of"]
 
-# Objects that are kept, those used last. A call's is used by its backward pass too.
+# Objects that are kept, least recently used out first. The backward pass uses a call's object too.
 MOST = 4096
 
 _lock = Lock()
@@ -26,13 +26,13 @@ _made = 0
 
 
 def token_of(value: Any) -> str:
-    """The token of a hashable object; equal ones have one.
+    """Returns the token of a hashable object; equal objects share a token.
 
-    ``torch.compile`` takes it for a constant: a graph is made for the fields of a frozen dataclass,
-    and another one where one of them differs.
+    ``torch.compile`` treats the token as a constant. It guards the fields of the object, which must
+    be a frozen dataclass, and compiles another graph when one of them differs.
 
     Raises:
-        NotImplementedError: In ``torch.compile``, of anything else.
+        NotImplementedError: Under ``torch.compile``, the object is no frozen dataclass.
     """
     if torch.compiler.is_compiling():
         return _token_of_parts(_parts(value))
@@ -40,17 +40,18 @@ def token_of(value: Any) -> str:
 
 
 def value_of(token: str) -> Any:
-    """The object of a token.
+    """Returns the object of a token.
 
     Raises:
-        RuntimeError: It is of another process, or ``MOST`` others have been used since.
+        RuntimeError: The token comes from another process, or ``MOST`` other objects have been used
+            since.
     """
     try:
         value = _values[token]
         _tokens.move_to_end(value)
     except KeyError:
         raise RuntimeError(
-            f"flash_attention got {token!r}, which is of another process or older than the last "
+            f"flash_attention got {token!r}, which is from another process or older than the last "
             f"{MOST}; needs a mask or a config of this process"
         ) from None
     return value
@@ -78,17 +79,17 @@ def _added(value: Any) -> str:
 
 
 def _parts(value: Any) -> Any:
-    """An object as constants, each of which the compiler guards: a dataclass as [class, *fields].
+    """Converts an object to constants that the compiler guards: a dataclass to [class, *fields].
 
-    Objects it would guard by identity or not at all, and show half made where they are made in what
-    is compiled.
+    The compiler would guard the object itself by identity or not at all. It would also pass an
+    incomplete object on if compiled code creates it.
     """
     if isinstance(value, tuple):
         return tuple([_parts(x) for x in value])
     if value is None or isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):
-        # A variable of the compiler becomes a constant.
+        # Turns a symbolic int of the compiler into a constant.
         return operator.index(value)
     return [type(value), *[_parts(getattr(value, name)) for name in _field_names(type(value))]]
 
@@ -107,7 +108,7 @@ def _token_of_parts(parts: Any) -> str:
 
 
 def _whole(parts: Any) -> Any:
-    """What ``_parts`` took apart."""
+    """Inverts ``_parts``."""
     if isinstance(parts, tuple):
         return tuple(_whole(x) for x in parts)
     if not isinstance(parts, list):
@@ -116,7 +117,7 @@ def _whole(parts: Any) -> Any:
     return of(**dict(zip(_field_names(of), map(_whole, values), strict=True)))
 
 
-# The compiler calls these and takes what they return for constants. It is what
-# ``torch.compiler.assume_constant_result`` does, which takes a second to import.
+# The compiler calls these functions and treats their results as constants. This is the effect of
+# ``torch.compiler.assume_constant_result``, which takes a second to import.
 for _function in (_field_names, _token_of_parts):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Options that the public calls no longer take: each is answered by the one in its place."""
+"""Removed options of the public functions: the error for each names its replacement."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["names_replacements"]
 
 
 def names_replacements(**instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a call so that a removed option raises a TypeError that names its replacement.
+    """Decorates a function so that a removed option raises a TypeError naming its replacement.
 
     Args:
-        instead: Removed option to what replaces it, such as ``window="window_size="``.
+        instead: The replacement of each removed option, such as ``window="window_size="``.
     """
 
     def decorated(call: Callable[..., Any]) -> Callable[..., Any]:

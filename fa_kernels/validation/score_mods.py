@@ -1,4 +1,4 @@
-"""Validation of what is added to scores: ``alibi_slopes`` and ``bias``."""
+"""Validation of the score modifications ``alibi_slopes`` and ``bias``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def check_alibi(alibi_slopes: object, q: torch.Tensor, B: int) -> None:
 
     Raises:
         TypeError: It is no float32 tensor.
-        ValueError: It has another shape or device than q asks for.
-        NotImplementedError: It asks for a gradient.
+        ValueError: Its shape or device does not match q.
+        NotImplementedError: It requires a gradient.
     """
     if alibi_slopes is None:
         return
@@ -34,17 +34,15 @@ def check_alibi(alibi_slopes: object, q: torch.Tensor, B: int) -> None:
             f"alibi_slopes is on {alibi_slopes.device}; needs the device of q, {q.device}"
         )
     if alibi_slopes.requires_grad:
-        raise NotImplementedError(
-            "alibi_slopes asks for a gradient; supported are slopes that do not, as detached ones"
-        )
+        raise NotImplementedError("alibi_slopes requires a gradient; supported are detached slopes")
 
 
 def check_bias(bias: object, q: torch.Tensor, k: torch.Tensor) -> None:
     """Checks ``bias`` of ``flash_attention``; q and k are checked.
 
     Raises:
-        TypeError: It is no tensor, or one of another dtype than q's or float32.
-        ValueError: It has another shape or device than q and k ask for.
+        TypeError: It is no tensor, or its dtype is neither that of q nor float32.
+        ValueError: Its shape or device does not match q and k.
         NotImplementedError: It is not strided.
     """
     if bias is None:

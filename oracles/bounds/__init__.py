@@ -1,5 +1,5 @@
-"""The error bound of every element, derived from the inputs, and the variance of its errors.
+"""The error bound of every element, derived from the inputs, and the variance of its error.
 
-Written twice: in PyTorch, and in NumPy (``numpy_*``) as a check of the first. Bounds are a function
-of the problem and of the declared numerics alone; no constant is fitted to a kernel.
+There are two implementations, in PyTorch and in NumPy (``numpy_*``), which check each other. Bounds
+depend on the problem and the declared numerics alone; no constant is fitted to a kernel.
 """

@@ -1,4 +1,4 @@
-"""How far a correct kernel's dq, dk and dv may be from the truth, before they are stored.
+"""The error bound of dq, dk and dv before they are stored.
 
 Axes: z is batch entry and key/value head, r a row of any of the group's query heads, n a key.
 """
@@ -17,7 +17,7 @@ __all__ = ["Backward", "KeySums", "ScoreGradient", "backward_error", "score_grad
 
 
 class KeySums(NamedTuple):
-    """What rows add to the sums of keys, (Z, N, D or Dv); to be added over the chunks."""
+    """Contributions of rows to the sums of keys, (Z, N, D or Dv); they add up over chunks."""
 
     dk: torch.Tensor
     dk_errors: torch.Tensor  # t W'|Q|
@@ -44,10 +44,10 @@ class Backward(NamedTuple):
 
 
 class _ScoreGrads(NamedTuple):
-    """dS, of scores before a softcap, and its errors, (Z, R, N); 0 on hidden pairs."""
+    """dS by the scores before a softcap, and its errors, (Z, R, N); 0 on hidden pairs."""
 
     ds: torch.Tensor
-    ds_reach: torch.Tensor  # |dS| + e: what a kernel's dS may be
+    ds_reach: torch.Tensor  # |dS| + e, the largest |dS| of a correct kernel
     ds_errors: torch.Tensor  # W: its error as an operand
     ds_terms: torch.Tensor  # p (|dout|.|v| + |dout|.|out|)
     dp_reach: torch.Tensor
@@ -56,7 +56,7 @@ class _ScoreGrads(NamedTuple):
 
 
 class ScoreGradient(NamedTuple):
-    """dS, of the scores themselves, (Z, R, N), and what it is made of; 0 on hidden pairs."""
+    """dS by the scores after a softcap, and its components, (Z, R, N); 0 on hidden pairs."""
 
     ds: torch.Tensor
     error: torch.Tensor  # e
@@ -67,29 +67,29 @@ class ScoreGradient(NamedTuple):
 
 
 def score_gradient(x: Chunk, fwd: Forward, c: Constants, p_rounded: bool) -> ScoreGradient:
-    """dS = p (dP - D), its sum of |terms|, and how far a kernel's may be from it before casts.
+    """Returns dS = p (dP - D), its sum of |terms|, and the bound of its error before casts.
 
     Args:
         x: The chunk.
         fwd: Its forward pass.
-        c: The constants in force.
-        p_rounded: Whether dS is made of P as it is after its cast.
+        c: The constants of the bound.
+        p_rounded: Whether dS is computed from P after its cast.
     """
     scores, abs_dout = fwd.scores, x.dout.abs()
     lse = scores.lse.unsqueeze(2)
     # 1. dP and its reach.
     dp = (x.dout @ x.v.mT).masked_fill_(x.hidden, 0.0)
     dp_reach = (abs_dout @ x.v.abs().mT).masked_fill_(x.hidden, 0.0)
-    # 2. delta and its error: the kernel takes it from out as stored.
+    # 2. delta and its error: the kernel computes it from the stored out.
     delta = (x.dout * fwd.out).sum(2, keepdim=True)
     delta_terms = (abs_dout * fwd.out.abs()).sum(2, keepdim=True)
     out_error = (abs_dout * fwd.out_bound).sum(2, keepdim=True)
     delta_error = out_error + c.gamma(float(x.v.shape[2] + 4)) * (delta_terms + out_error)
-    # Each product, each sum; either operand of a product, as the kernel has it.
+    # Flushes of each product, each sum, and either operand of a product.
     operands = abs_dout + fwd.out.abs() + fwd.out_bound
     delta_error += c.eta_op * (2 * x.v.shape[2] + operands.sum(2, keepdim=True))
     if x.dlse is not None:
-        # One more difference: its operand and its result.
+        # One more subtraction: flushes of its operand and its result.
         dlse = x.dlse.unsqueeze(2)
         delta -= dlse
         delta_terms += dlse.abs()
@@ -120,11 +120,11 @@ def score_gradient(x: Chunk, fwd: Forward, c: Constants, p_rounded: bool) -> Sco
 def _score_grads(
     x: Chunk, fwd: Forward, c: Constants, eta_ds: float, p_rounded: bool
 ) -> _ScoreGrads:
-    """``score_gradient`` by the slope f of a softcap, and as an operand."""
+    """Multiplies ``score_gradient`` by the slope f of a softcap, and adds the errors of casts."""
     scores = fwd.scores
     ds, e, ds_terms, dp_reach, p_growth, p_grown = score_gradient(x, fwd, c, p_rounded)
     if scores.slope is not None and scores.slope_error is not None:
-        # Of x, where a softcap made s of x.
+        # The gradient by the scaled dots, before the softcap.
         grown = scores.slope + scores.slope_error
         e = e * grown * (1 + c.u) + ds.abs() * (scores.slope_error + c.u * grown) + c.ftz
         ds, ds_terms = ds * scores.slope, ds_terms * scores.slope
@@ -137,41 +137,40 @@ def _score_grads(
 def backward_error(
     x: Chunk, fwd: Forward, *, sm_scale: float, c: Constants, numerics: Numerics
 ) -> Backward:
-    """dq, dk, dv of a chunk of rows, their sums of |terms|, and bounds before the last rounding.
+    """Returns dq, dk, dv of a chunk, their sums of |terms|, and bounds before the last rounding.
 
-    With F the error of the recomputed P's exponent, A that of dP, dD that of delta::
+    F is the error of the recomputed P's exponent, A the error of dP, and dD the error of delta::
 
         e  = p [expm1(F) |dP - D| + exp(F) (A + dD + 3u (|dP| + |D| + A + dD))]
              + FTZ (1 + |dP| + |D|)
-        e += (up p exp(F) + eta) (|dP - D| + A + dD + 3u (...))    where dS is made of the rounded P
-        e  = (e (1 + u) + u |dS|)(f + df) + |dS| df + FTZ    where a softcap multiplies dS by f
+        e += (up p exp(F) + eta) (|dP - D| + A + dD + 3u (...))    if dS comes from the rounded P
+        e  = (e (1 + u) + u |dS|)(f + df) + |dS| df + FTZ    if a softcap multiplies dS by f
         W  = e + uc (|dS| + e) + eta (1 + u_x)
         dq: t [W|K| + g (1 + uc) (|dS| + e)|K|]
         dk: t [W'|Q| + g (1 + uc) (|dS| + e)'|Q|]
         dv: (p expm1(F) + uc p exp(F) + (eta + FTZ)(1 + u_x))'|dout| + g (1 + uc) (p exp F)'|dout|
 
-    and in TF32 eta_x for each subnormal operand of a dot. A kernel that flushes loses FTZ with each
-    sum and product of delta, and with each operand of those products, with dP - D, with dS times a
-    scale, and with each tile added to dq, dk or dv; atomics lose 2 FTZ with each tile of dq. The g
-    terms of dk and dv, and those sums, are left to the caller: they depend on how many rows see a
-    key.
+    TF32 adds eta_x for each subnormal operand of a dot. A kernel that flushes loses FTZ with each
+    sum, product and operand of a product of delta, with dP - D, with dS times a scale, and with
+    each tile added to dq, dk or dv. Atomics lose 2 FTZ with each tile of dq. The caller adds the g
+    terms and flushed sums of dk and dv, which depend on the number of rows that see a key.
 
     Args:
         x: The chunk.
         fwd: Its forward pass.
         sm_scale: Factor on q.k.
-        c: The constants in force.
-        numerics: What the subject declares.
+        c: The constants of the bound.
+        numerics: The subject's declared numerics.
 
-    Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2, whose steps are followed.
+    Source: the steps of FlashAttention-2 (arXiv:2307.08691), algorithm 2.
     """
-    # dS loses eta where it underflows; times the scale before its cast, eta / scale.
+    # dS loses eta if it underflows, or eta / scale if it is scaled before its cast.
     lost_ds = (c.eta_p + c.eta_op) * (1 + c.u_x)
     eta_ds = lost_ds * (max(1.0, 1 / sm_scale) if numerics.ds_scaled else 1.0)
     grads = _score_grads(x, fwd, c, eta_ds, numerics.ds_from == "rounded")
     abs_q, abs_k, abs_dout = x.q.abs(), x.k.abs(), x.dout.abs()
-    # A prescaled operand is read again, still rounded, by the dot of the other's gradient. What
-    # underflow cost it there no longer scales with it: eta a product.
+    # The dot of the other operand's gradient reads a prescaled operand again, still rounded. Its
+    # underflow does not scale with its size: eta per product.
     again_q = c.u_in if numerics.prescales in ("q", "qk") else 0.0
     again_k = c.u_in if numerics.prescales in ("k", "qk") else 0.0
     tiles = fwd.scores.tiles
@@ -180,8 +179,7 @@ def backward_error(
     dk_weights = grads.ds_errors + again_q * grads.ds_reach if again_q else grads.ds_errors
     dq_bound = (dq_weights @ abs_k).mul_(sm_scale)
     dk_errors = (dk_weights.mT @ abs_q).mul_(sm_scale)
-    # Where tiles are added one by one each sum may be flushed, before or after it is scaled; by
-    # atomics what is added as well.
+    # Each sum of tiles may be flushed, before or after it is scaled; atomics also flush addends.
     lost_sum = max(1.0, sm_scale) * (c.eta_op + (2 * c.ftz if "dq" in numerics.atomic else 0.0))
     dq_bound += (lost_sum * tiles + c.eta_op).unsqueeze(2)
     # Subnormal k, q and dout lose digits as operands of the last dots.

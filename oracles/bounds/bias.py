@@ -1,4 +1,4 @@
-"""The gradient of a bias: how far a correct kernel's may be from what it is."""
+"""The error bound of the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["BiasBound", "bias_error"]
 
 
 class BiasBound(NamedTuple):
-    """Of each element of dbias, float64 in the shape of the bias."""
+    """The bound of each element of dbias, float64 in the shape of the bias."""
 
     bound: torch.Tensor
-    terms: torch.Tensor  # the sum of |terms| that it is computed from
-    out_of_range: str | None  # as of ``error_model.Judgement``
+    terms: torch.Tensor  # the sum of |terms| of each element
+    out_of_range: str | None  # as in ``error_model.Judgement``
 
 
 def _shared(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Sums over the axes where ``shape`` has 1."""
+    """Sums over the axes that have size 1 in ``shape``."""
     axes = [axis for axis, size in enumerate(shape) if size == 1]
     return x.sum(axes, keepdim=True) if axes else x
 
@@ -47,16 +47,18 @@ def bias_error(
     numerics: Numerics,
     softcap: float | None = None,
 ) -> BiasBound:
-    """How far a correct kernel's dbias may be from ``reference.bias_gradient``.
+    """Returns the largest error of a correct kernel's dbias against ``reference.bias_gradient``.
 
-    With e the error of a kernel's dS before any cast, over the n visible pairs that share an
-    element, in any order, and u_out, eta_out of the bias's dtype::
+    Sums run over the n visible pairs that share an element, in any order. e is the error of dS
+    before any cast, and u_out and eta_out belong to the dtype of the bias::
 
         B = sum e + gamma(n + 2) sum (|dS| + e);  B + u_out (|dbias| + B) + eta_out
 
-    and 0 where no row sees a key. The slope of a softcap has no part in it: the bias comes after.
+    The bound is 0 where no row sees a key. The slope of a softcap does not enter, because the bias
+    is added after it.
 
-    Args: as of ``error_model.judge``, and the dtype of the bias; all rows stand in memory at once.
+    The arguments are those of ``error_model.judge``, and the dtype of the bias. All rows are in
+    memory at once.
     """
     c, stored = constants(in_dtype, numerics), constants(bias_dtype, Numerics())
     (B, H, M, _), N = q.shape, k.shape[2]

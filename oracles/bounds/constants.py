@@ -15,8 +15,8 @@ __all__ = ["Constants", "constants"]
 
 Count = TypeVar("Count", float, torch.Tensor)
 
-# Unit roundoff, largest error of a rounding that ends below the smallest normal number (or is
-# flushed to zero there), largest finite value.
+# Unit roundoff; largest error of a rounding below the smallest normal number, where a result may
+# be flushed to zero; largest finite value.
 _FORMATS = {
     "fp16": (2.0**-11, 2.0**-25, 65504.0),
     "bf16": (2.0**-8, 2.0**-126, (2 - 2.0**-7) * 2.0**127),
@@ -28,25 +28,25 @@ _SHORTEST_DOT = 16  # a tensor core pads shorter dots
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """The constants of the bound; all relative errors are unit roundoffs.
+    """The constants of the bound; u_* are relative errors, eta_* absolute errors.
 
     Args:
-        u: Of the accumulators.
-        ftz: Smallest normal accumulator value: what a flush to zero can lose.
-        u_exp: Of the exponential.
-        u_log: Of the logarithm.
-        u_in: Of the tensors' dtype, inputs and outputs alike.
-        eta_in: Absolute error of a rounding to the tensors' dtype that underflows.
-        u_p: Of the dtype P and dS are cast to, over all their roundings.
-        eta_p: Absolute error of those roundings where they underflow.
-        u_x: What a dot does to each of its operands beyond their dtype, relative.
-        eta_x: The same where they are subnormal, absolute.
-        eta_op: What elementwise arithmetic may take for zero, operand or result, beside casts, P
-            and dS.
-        h: How many roundings an addition of a dot counts as.
+        u: Unit roundoff of the accumulators.
+        ftz: Smallest normal accumulator value: the most that a flush to zero can lose.
+        u_exp: Error of the exponential.
+        u_log: Error of the logarithm.
+        u_in: Unit roundoff of the dtype of inputs and outputs.
+        eta_in: Error of a rounding to that dtype that underflows.
+        u_p: Error of all casts of P and dS together.
+        eta_p: Error of these casts if they underflow.
+        u_x: Error of a dot's operand beyond its dtype, as in TF32.
+        eta_x: Error of a subnormal operand of a dot.
+        eta_op: Magnitude below which elementwise arithmetic may flush an operand or result to zero,
+            apart from casts, P and dS.
+        h: Number of roundings that an addition in a dot counts as.
         times: Factor on the finished bound.
-        max_in: Largest finite value of the tensors' dtype.
-        max_p: Largest finite value of the dtype P and dS are cast to.
+        max_in: Largest finite value of the dtype of inputs and outputs.
+        max_p: Largest finite value of the dtype of the cast P and dS.
         max_acc: Largest finite accumulator value.
     """
 
@@ -68,10 +68,10 @@ class Constants:
     max_acc: float
 
     def eta_prescaled(self, prescales: str, sm_scale: float) -> float:
-        """What underflow of a prescaled operand costs a score, per unit of the other operand.
+        """The error of a score if a prescaled operand underflows, per unit of the other operand.
 
-        The operand is q sm_scale log2(e) (or k); for "qk" each takes the square root of the factor.
-        Where arithmetic flushes, q may count as 0 before it is multiplied.
+        The operand is q sm_scale log2(e) (or k); for "qk", each operand gets the square root of the
+        factor. If arithmetic flushes, q may count as 0 before it is multiplied.
         """
         split = math.sqrt(sm_scale * math.log(2)) if prescales == "qk" else 0.0
         lost = self.eta_in + self.eta_op * max(1.0, sm_scale / math.log(2))
@@ -80,24 +80,24 @@ class Constants:
     @property
     def u_dot(self) -> float:
         """Relative error of a product whose two operands are inputs: (1 + u_x)**2 - 1."""
-        # Expanded, because 1 + u is 1 in float64 where u is float64's own roundoff.
+        # Expanded, because 1 + u is 1 in float64 if u is the roundoff of float64.
         return 2 * self.u_x + self.u_x**2
 
     @property
     def eta_dot(self) -> float:
-        """What a subnormal operand of a dot costs a product, per unit of the other operand."""
+        """The error of a product with a subnormal operand, per unit of the other operand."""
         return self.eta_x * (1 + self.u_dot)
 
     @property
     def u_cast(self) -> float:
         """Relative error of a product with P or dS: (1 + u_p)(1 + u_x)**2 - 1.
 
-        P or dS is cast, then the dot takes its share off both operands.
+        P or dS is cast, then the dot truncates both operands.
         """
         return self.u_p + self.u_dot + self.u_p * self.u_dot
 
     def gamma(self, n: Count) -> Count:
-        """Relative error of n additions, u each."""
+        """Relative error of n additions, each with error u."""
         return n * self.u / (1 - n * self.u)
 
     def g(self, n: Count) -> Count:
@@ -105,23 +105,23 @@ class Constants:
         return n * (self.h * self.u) / (1 - n * (self.h * self.u))
 
     def short_dot(self, D: int) -> float:
-        """A0's factor in the error of a dot of two inputs of length D: rounding and operands."""
+        """Error of a dot of two inputs of length D, relative to A0: accumulation and operands."""
         accumulated = self.g(float(max(D, _SHORTEST_DOT)))
         return accumulated * (1 + self.u_dot) + self.u_dot
 
 
 def constants(in_dtype: str, numerics: Numerics) -> Constants:
-    """The constants for tensors of ``in_dtype`` under the declared numerics.
+    """Returns the constants for tensors of ``in_dtype`` under the declared numerics.
 
-    Accumulators are fp32; for "fp64" inputs they are float64 and the finished bound is doubled,
-    because the oracle itself errs by as much.
+    Accumulators are fp32. For "fp64" inputs they are float64, and the finished bound is doubled,
+    because the oracle has an error of the same size.
 
     Args:
         in_dtype: "fp16", "bf16", "fp32" or "fp64".
-        numerics: What the subject declares.
+        numerics: The subject's declared numerics.
 
     Raises:
-        ValueError: in_dtype is none of these.
+        ValueError: in_dtype is unknown.
     """
     if in_dtype not in _FORMATS:
         raise ValueError(f"in_dtype is {in_dtype!r}; needs one of {tuple(_FORMATS)}")
@@ -143,7 +143,7 @@ def constants(in_dtype: str, numerics: Numerics) -> Constants:
         eta_in=eta_in,
         u_p=u_p,
         eta_p=eta_p,
-        # TF32 drops the last 13 of 23 bits, also of a subnormal number, whose last bit is 2**-149.
+        # TF32 drops the last 13 of 23 bits, of a subnormal number too, whose last bit is 2**-149.
         u_x=2.0**-10 if truncated else 0.0,
         eta_x=2.0**-136 if truncated else 0.0,
         eta_op=ftz if numerics.flushes else 0.0,

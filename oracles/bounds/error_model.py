@@ -1,7 +1,7 @@
-"""How far a correct kernel may be from the truth: the bound of every element, from the inputs.
+"""The error bound of every element of every output, derived from the inputs.
 
-No tolerance is tuned: each is a sum of what roundings, the approximate exp and log, and underflow
-can do along the way of a kernel in the manner of FlashAttention-2.
+No tolerance is tuned. A bound is the sum of the errors from roundings, from the approximate exp and
+log, and from underflow, along the steps of a kernel like FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks, chu
 __all__ = ["Judgement", "gather", "judge"]
 
 _QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
-_EXACT_SPREAD = 2**28  # M * N * Dv up to which |v - out| is formed element by element
+_EXACT_SPREAD = 2**28  # largest M * N * Dv for which |v - out| is formed element by element
 _LARGEST_LSE = 1e5
-# Of a score that is a sum: a rounding of more is more than an exponent may be off.
+# Largest terms of a score: a rounding of larger ones exceeds the error that an exponent may have.
 _LARGEST_TERMS = 1e7
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a problem allows a correct kernel.
+    """The errors that a correct kernel may have on a problem.
 
     Args:
         bound: Largest error of each element of each output.
-        terms: For each element, the sum of |terms| that it is computed from.
-        max_score: The largest |score| of a visible pair, or where terms are added to it the largest
-            sum of their |values|.
-        out_of_range: None, or a sentence on the first range condition that fails: then no
-            accuracy is promised.
+        terms: Sum of |terms| of each element.
+        max_score: The largest |score| of a visible pair, or the largest sum of |terms| if terms are
+            added to scores.
+        out_of_range: None, or a sentence on the first range condition that fails. No accuracy is
+            promised if one fails.
     """
 
     bound: Outputs[torch.Tensor]
@@ -48,7 +48,7 @@ class Judgement:
 
 
 class _Rows(NamedTuple):
-    """Of a chunk: what belongs to rows, (Z, R, ...)."""
+    """The bounds and terms of a chunk's rows, (Z, R, ...)."""
 
     bound_out: torch.Tensor
     bound_lse: torch.Tensor
@@ -59,7 +59,7 @@ class _Rows(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Of all rows: what belongs to keys, (B * Hk, N, D or Dv)."""
+    """The bounds and terms of keys over all rows, (B * Hk, N, D or Dv)."""
 
     bound_dk: torch.Tensor
     bound_dv: torch.Tensor
@@ -69,7 +69,7 @@ class _Keys(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What outlives a chunk."""
+    """The results of a chunk that are kept."""
 
     rows: _Rows
     keys: KeySums
@@ -85,16 +85,16 @@ def gather(
     seen: torch.Tensor,
     added: tuple[torch.Tensor, ...],
 ) -> Chunk:
-    """The inputs of a chunk of rows, in float64, a group's heads folded into rows.
+    """Returns the inputs of a chunk of rows in float64, with a group's heads folded into rows.
 
     Args:
-        q: (B, H, R, D), these rows of it.
+        q: (B, H, R, D), the rows of the chunk.
         k: (B, Hk, N, D).
         v: (B, Hk, N, Dv).
         dout: (B, H, R, Dv).
         dlse: (B, H, R), or None.
         seen: Bool (B or 1, H or 1, R, N).
-        added: What is added to scores, (B, H, R, N) each.
+        added: Terms that are added to scores, (B, H, R, N) each.
     """
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
     Z, R = B * Hk, H // Hk * M
@@ -103,7 +103,7 @@ def gather(
     query_tiles = tiled.any(2).sum(1, dtype=torch.float64)
     seen = seen.reshape(Z, R, N)
     empty = ~seen.any(2)
-    # Rows and keys that no visible pair touches may hold NaN.
+    # Rows and keys without a visible pair may hold NaN.
     unread, unseen = empty.unsqueeze(2), (query_tiles == 0).unsqueeze(2)
     return Chunk(
         q=q.to(torch.float64).reshape(Z, R, D).masked_fill(unread, 0.0),
@@ -120,12 +120,12 @@ def gather(
 
 
 def _finish(bound: torch.Tensor, value: torch.Tensor, u: float, eta: float) -> torch.Tensor:
-    """Adds the last roundings to a bound."""
+    """Adds the last rounding to a bound: B + u (|value| + B) + eta."""
     return bound + u * (value.abs() + bound) + eta
 
 
 def _finish_rows(x: Chunk, fwd: Forward, bwd: Backward, c: Constants) -> _Rows:
-    """Bounds and terms of a chunk's rows; those of empty rows are exact."""
+    """Returns bounds and terms of a chunk's rows; empty rows are exact."""
     empty = x.empty.unsqueeze(2)
     scores = fwd.scores
     dq_bound = _finish(bwd.dq_bound, bwd.dq, c.u_in + 4 * c.u, c.eta_in)
@@ -145,10 +145,10 @@ def _by_group(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _Keys:
-    """Bounds of dk and dv.
+    """Returns the bounds of dk and dv.
 
-    ``apart`` is 1 where one chain of additions runs through a group's heads; otherwise it is the
-    number of heads whose gradients, already rounded, are added (Z then counts query heads).
+    ``apart`` is 1 if one chain of additions runs through a group's heads. Otherwise it is the
+    number of heads whose rounded gradients are added; Z then counts query heads.
     """
     per_product = (c.g(_QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
     unseen = (sums.query_tiles == 0).unsqueeze(2)
@@ -173,7 +173,7 @@ def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _K
 
 
 def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
-    """The largest values of a chunk that the range conditions speak of, and of |s|."""
+    """Returns the largest |s| of a chunk, and the largest values for the range conditions."""
     scores = fwd.scores
     unnormalised = fwd.out_terms * (scores.log_l + scores.lag).exp().unsqueeze(2)
     peaks = (
@@ -193,7 +193,7 @@ def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
 def _judge_chunk(
     x: Chunk, t: float, c: Constants, numerics: Numerics, exact: bool, softcap: float | None
 ) -> _Part:
-    """Runs both passes over a chunk and keeps what outlives it."""
+    """Runs both passes over a chunk and returns the results to keep."""
     fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact, softcap=softcap)
     bwd = backward_error(x, fwd, sm_scale=t, c=c, numerics=numerics)
     rows = _finish_rows(x, fwd, bwd, c)
@@ -201,7 +201,7 @@ def _judge_chunk(
 
 
 def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | None:
-    """The first range condition that fails, as a sentence."""
+    """Returns a sentence on the first range condition that fails, or None."""
     reach, dp, dq, values, ds, out, dq_stored, lse = peaks
     dk, dk_stored, dv_stored = key_peaks
     for name, value, limit in (
@@ -223,7 +223,7 @@ def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | No
 
 
 def _range_of_terms(largest: float) -> str | None:
-    """As ``_range``, of the terms that scores are sums of."""
+    """Returns a sentence if the terms of a score are too large, or None."""
     if largest <= _LARGEST_TERMS:
         return None
     return (
@@ -233,7 +233,7 @@ def _range_of_terms(largest: float) -> str | None:
 
 
 def _all_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Judgement:
-    """The judgement where nothing is visible, because a size is 0."""
+    """Returns the judgement of a problem with a size of 0, where every output is exact."""
     shapes = ((*q.shape[:3], v.shape[3]), q.shape[:3], q.shape, k.shape, v.shape)
     bound, terms = (
         Outputs(*(torch.zeros(shape, dtype=torch.float64, device=q.device) for shape in shapes))
@@ -259,27 +259,27 @@ def judge(
     softcap: float | None = None,
     rows: int | None = None,
 ) -> Judgement:
-    """The bound of every element of every output, its sum of |terms|, and the range check.
+    """Returns the bound of every element of every output, its sum of |terms|, and the range check.
 
-    A correct kernel's result lies within ``bound`` of the float64 reference wherever
-    ``out_of_range`` is None. The bound is 0 where the truth is exact whatever the rounding: rows
-    with no visible key, and keys that no row sees. Padding may hold anything.
+    If ``out_of_range`` is None, a correct kernel's result lies within ``bound`` of the float64
+    reference. The bound is 0 where every rounding is exact: for rows without a visible key, and for
+    keys that no row sees. Padding may hold anything.
 
     Args:
-        q: (B, H, M, D), any float dtype and strides: the values that the kernel was given.
+        q: (B, H, M, D), the kernel's inputs, any float dtype and strides.
         k: (B, Hk, N, D).
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
         dlse: (B, H, M), the gradient of lse, if the kernel was given one.
-        alibi_slopes: (H,) or (B, H), if the kernel was given some.
-        bias: (B or 1, H or 1, M or 1, N or 1), if the kernel was given one; see ``bias_error``
-            for what its gradient may be off.
-        mask: What each row sees.
+        alibi_slopes: (H,) or (B, H), if the kernel was given them.
+        bias: (B or 1, H or 1, M or 1, N or 1), if the kernel was given one; ``bias_error`` bounds
+            its gradient.
+        mask: The mask.
         sm_scale: Factor on q.k, > 0.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
-        numerics: What the subject declares.
-        softcap: c of scores c tanh(sm_scale q.k / c), > 0; None leaves them as they are.
-        rows: Height of a chunk, rounded up to a multiple of 16; None chooses.
+        numerics: The subject's declared numerics.
+        softcap: c of scores c tanh(sm_scale q.k / c), > 0; None without a softcap.
+        rows: Height of a chunk, rounded up to a multiple of 16; None limits its memory.
 
     Returns:
         Float64 tensors on q's device.
@@ -287,8 +287,8 @@ def judge(
     Raises:
         ValueError: in_dtype is unknown or rows is less than 1.
 
-    Numerics: all float64. The error of the scores reaches out through |v - out| where
-    M N Dv <= 2**28, and through the larger |v| + |out|, two GEMMs, beyond.
+    Numerics: all float64. The error of the scores is weighted by |v - out| if M N Dv <= 2**28, and
+    by the larger |v| + |out|, which takes two GEMMs, otherwise.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, chapter 3; Blanchard, Higham,
     Higham 2021 (doi 10.1093/imanum/draa038); the algorithm is FlashAttention-2's
@@ -324,7 +324,7 @@ def judge(
     of_rows = _Rows(*(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)))
     of_keys = _finish_keys(sums, sm_scale, c, apart)
     bound_dk, bound_dv, terms_dk, terms_dv = (x.view(B, Hk, N, -1) for x in of_keys[:4])
-    # Read in one go: waiting for a GPU is what a small problem costs.
+    # One transfer: a small problem spends most of its time on waiting for the GPU.
     of_all = torch.cat([torch.stack(peaks).amax(0), of_keys.peaks]).tolist()
     key_peaks = [of_all.pop() for _ in of_keys.peaks][::-1]
     max_score, *row_peaks = of_all

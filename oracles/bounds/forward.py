@@ -1,4 +1,4 @@
-"""How far a correct kernel's out and lse may be from the truth, for one chunk of rows.
+"""The error bound of out and lse, for one chunk of rows.
 
 Axes: z is batch entry and key/value head, r a row of any of the group's query heads, n a key.
 """
@@ -17,23 +17,23 @@ from fa_verify.oracles.outputs import Numerics
 
 __all__ = ["Chunk", "Forward", "Scores", "forward_error"]
 
-_GAPS = 2**21  # elements of |v - out| that stand in memory at a time, on a CPU: a cache's worth
+_GAPS = 2**21  # elements of |v - out| in memory at a time, on a CPU: they fit its cache
 _GAPS_CUDA = 2**27
 
 
 class Chunk(NamedTuple):
-    """Float64 inputs of a chunk; what no visible pair touches is 0 in them."""
+    """Float64 inputs of a chunk; rows and keys without a visible pair are 0."""
 
     q: torch.Tensor  # (Z, R, D)
     k: torch.Tensor  # (Z, N, D)
     v: torch.Tensor  # (Z, N, Dv)
     dout: torch.Tensor  # (Z, R, Dv)
-    dlse: torch.Tensor | None  # (Z, R): the gradient of lse, None where there is none
+    dlse: torch.Tensor | None  # (Z, R): the gradient of lse, None if the kernel got none
     seen: torch.Tensor  # bool (Z, R, N)
     hidden: torch.Tensor  # its complement
     empty: torch.Tensor  # bool (Z, R): rows with no visible key
     query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key, over the group's heads
-    added: tuple[torch.Tensor, ...]  # (Z, R, N) each: what is added to scores, 0 on hidden pairs
+    added: tuple[torch.Tensor, ...]  # (Z, R, N) each: terms added to scores, 0 on hidden pairs
 
 
 class Scores(NamedTuple):
@@ -46,15 +46,15 @@ class Scores(NamedTuple):
     m: torch.Tensor  # (Z, R), 0 on empty rows, like lse and log_l
     lse: torch.Tensor
     log_l: torch.Tensor
-    lag: torch.Tensor  # r: how far below m the maximum in use may lie
+    lag: torch.Tensor  # r: the largest distance of the maximum in use below m
     tiles: torch.Tensor  # T: key tiles with a visible key, float64
-    slope: torch.Tensor | None  # (Z, R, N): of s by sm_scale q.k; None where it is 1 everywhere
-    slope_error: torch.Tensor | None  # how far a kernel's may be from it
-    parts: torch.Tensor  # |s|, or the sum of the |terms| that s is the sum of
+    slope: torch.Tensor | None  # (Z, R, N): of s by sm_scale q.k; None if it is 1 everywhere
+    slope_error: torch.Tensor | None  # the largest error of a kernel's slope
+    parts: torch.Tensor  # |s|, or the sum of its |terms|
 
 
 class Forward(NamedTuple):
-    """True values, sums of |terms| and bounds of the forward pass; empty rows are not special."""
+    """True values, sums of |terms| and bounds of the forward pass; empty rows are not exempt."""
 
     scores: Scores
     out: torch.Tensor  # (Z, R, Dv)
@@ -64,7 +64,7 @@ class Forward(NamedTuple):
 
 
 def _changes(tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
-    """How often the running maximum may change after the first live tile, in this order."""
+    """Counts the possible changes of the running maximum after the first live tile, in order."""
     earlier = pad(tile_max.cummax(2).values[:, :, :-1], (1, 0), value=-math.inf)
     risen = live_tiles & (tile_max >= earlier - slack.unsqueeze(2))
     return risen.sum(2) - 1
@@ -73,10 +73,10 @@ def _changes(tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tens
 def _rescales(
     tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor, splits: int
 ) -> torch.Tensor:
-    """R: the changes of the running maximum, whichever end of the row the kernel starts from.
+    """Returns R, the most changes of the running maximum, from either end of the row.
 
-    Where the row is split, a part can start at any tile, and merging it is one change more; of a
-    part that lacks a tile, so they stay fewer than the tiles.
+    A split can start at any tile, and combining it is one more change. As a split lacks at least
+    one tile, the changes stay fewer than the tiles.
     """
     if tile_max.shape[2] == 1:
         return torch.zeros_like(slack)
@@ -97,7 +97,7 @@ def _rescales(
 def _dot_error(
     x: Chunk, reach: torch.Tensor, t: float, c: Constants, prescales: str
 ) -> torch.Tensor:
-    """What the dots of q and k err, times t, on all pairs; ``reach`` is A0 = t |q|.|k|."""
+    """Returns the error of the dots of q and k, times t, on all pairs; ``reach`` is t |q|.|k|."""
     per_reach = c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot
     if prescales != "none":
         per_reach += c.u_in if prescales != "qk" else 2 * c.u_in + c.u_in**2
@@ -117,16 +117,16 @@ def _scores(
 ) -> Scores:
     """Softmax of a chunk, and E = (g + ud) A0 + 5u |s| + 3u (|s - m| + r) + (1 + R) u_exp.
 
-    In TF32 also t eta_x (sum |q| + sum |k|): what truncation takes off subnormal operands. A
-    softcap contracts what stands before 5u |s|, and has roundings of its own: ``cap_error``. Where
-    n terms are added to x, (3 + n) u (|x| + the sum of |terms|): each term is a product of two
-    rounded numbers, or x scaled, and is rounded again with every sum.
+    TF32 adds t eta_x (sum |q| + sum |k|), the truncation of subnormal operands. A softcap contracts
+    the terms before 5u |s| and adds its own roundings; see ``cap_error``. If n terms are added to
+    x, they add (3 + n) u (|x| + the sum of |terms|): each term is a product of two rounded numbers,
+    or x scaled, and every sum rounds it again.
 
-    r is by how much the maximum that sums are relative to may lie below the row's: nothing where
-    all of its keys are in one tile, else what the subject declares as ``rescale_threshold``.
+    r is the largest distance of the maximum in use below the row's maximum. It is 0 if all keys of
+    the row are in one tile, else the declared ``rescale_threshold``.
 
-    R counts how often a kernel may rescale, from the data: at most the number of tiles, usually
-    far fewer, which keeps the bound sharp for long rows.
+    R is the largest number of rescales, counted from the data. It is at most the number of tiles
+    and usually far smaller, which keeps the bound sharp for long rows.
     """
     # 1. Scores and their reach |q|.|k|.
     s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
@@ -139,7 +139,7 @@ def _scores(
     if x.added:
         s, parts = sum(x.added, s), sum(map(torch.abs, x.added), parts)
         error = error + (3 + len(x.added)) * c.u * parts
-    # 2. Maxima of tiles and rows. A hidden tile's is -inf, an empty row's is set to 0.
+    # 2. Maxima of tiles and rows: -inf for a hidden tile, 0 for an empty row.
     short = -s.shape[2] % numerics.block_n
     tiled = (*s.shape[:2], -1, numerics.block_n)
     visible_s = pad(s.masked_fill(x.hidden, -math.inf), (0, short), value=-math.inf)
@@ -151,7 +151,7 @@ def _scores(
     l_sum = p.sum(2).masked_fill_(x.empty, 1.0)
     p /= l_sum.unsqueeze(2)
     log_l = l_sum.log()
-    # 4. The scores' error, with room for the changes of the running maximum.
+    # 4. The scores' error, including the changes of the running maximum.
     error.add_((s - m.unsqueeze(2)).abs_().mul_(3 * c.u))
     error.add_(s.abs(), alpha=5 * c.u).add_(c.u_exp)
     error.masked_fill_(x.hidden, 0.0)
@@ -164,7 +164,7 @@ def _scores(
 
 
 def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bool) -> torch.Tensor:
-    """sum_n weights |v - out|, exact element by element or by |v| + |out|."""
+    """Returns sum_n weights |v - out|, exact element by element or bounded by |v| + |out|."""
     if not exact:
         return weights @ v.abs() + weights.sum(2, keepdim=True) * out.abs()
     Z, R, N = weights.shape
@@ -187,14 +187,14 @@ def forward_error(
     exact_spread: bool,
     softcap: float | None = None,
 ) -> Forward:
-    """Softmax, out, their sums of |terms| and the bounds of out and lse, for a chunk of rows.
+    """Returns softmax, out, their sums of |terms| and the bounds of out and lse, for a chunk.
 
-    With Z = sum p exp(-E) <= the kernel's own softmax sum over the true one::
+    Z = sum p exp(-E) is at most the ratio of the kernel's softmax sum to the true one::
 
         core  = [sum p expm1(E) |v - out| + (uc + g (1 + uc)) sum p exp(E) |v|] / Z
                 + (eta + FTZ) min(1, exp(m - L + 2 max E)) sum |v| + eta_x sum p exp(E) / Z
-                + (T + 1 + 2 S) FTZ    where a kernel flushes: each rescale, and the division;
-                                       S = min(splits, T) parts weighted and added, if split
+                + (T + 1 + 2 S) FTZ    if a kernel flushes: each rescale, and the division;
+                                       S = min(splits, T) splits weighted and added, if split
         core += (gamma_l + 4u)(|out| + core)
         out:  core + u_in (|out| + core) + eta_in
         lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l| + r) + 4u (max(|m|, |L|) + r)
@@ -202,11 +202,11 @@ def forward_error(
     Args:
         x: The chunk.
         sm_scale: Factor on q.k.
-        c: The constants in force.
-        numerics: What the subject declares.
+        c: The constants of the bound.
+        numerics: The subject's declared numerics.
         exact_spread: Weight the scores' error by |v - out|; otherwise by |v| + |out|, which is
-            larger and costs two GEMMs.
-        softcap: As of ``reference.attention``.
+            larger and takes two GEMMs.
+        softcap: As in ``reference.attention``.
 
     Source: Blanchard, Higham, Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.
     """
@@ -218,7 +218,7 @@ def forward_error(
     p_grown = p + p_growth
     Z = (p * (-E).exp_()).sum(2, keepdim=True).masked_fill_(x.empty.unsqueeze(2), 1.0)
     keys = numerics.block_n * scores.tiles
-    # What P's rounding and the accumulation do, and what underflows in P or its products.
+    # Rounding of P and accumulation, and underflow in P or its products.
     rounding = c.u_cast + (1 + c.u_cast) * c.g(keys + 2 * scores.tiles)
     lost = torch.full_like(m, c.eta_p + c.ftz)
     if not numerics.p_normalised:
@@ -238,7 +238,7 @@ def forward_error(
     core = core + (gamma_l + 4 * c.u).unsqueeze(2) * (out.abs() + core)
     out_bound = core + c.u_in * (out.abs() + core) + c.eta_in
     lse_bound = (
-        # log(sum p exp(E)), as p sums to 1; log1p keeps its digits where E is tiny.
+        # log(sum p exp(E)), since p sums to 1; log1p keeps its digits if E is tiny.
         p_growth.sum(2).log1p_()
         + gamma_l
         + c.u_log * (1 + scores.log_l.abs() + scores.lag)

@@ -1,4 +1,4 @@
-"""The gradient of a bias in NumPy, and its bound: both written a second time, pair by pair."""
+"""The gradient of a bias and its bound in NumPy: second implementations, pair by pair."""
 
 from __future__ import annotations
 
@@ -31,24 +31,23 @@ def bias_gradient(
     softcap: float | None = None,
     alibi_slopes: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """Returns dbias, and how far a correct kernel's may be from it, in the shape of the bias.
+    """Returns dbias and the bound of a correct kernel's error, both in the shape of the bias.
 
-    Every pair of a row and a key that it sees adds its dS to one element, and its error; sums are
-    rounded as often as there are terms.
+    Every visible pair adds its dS and its error to one element. Sums have one rounding per term.
 
     Args:
-        q: (B, H, M, D) float64 holding the values that the kernel was given.
-        k: (B, Hk, N, D) likewise.
-        v: (B, Hk, N, Dv) likewise.
-        dout: (B, H, M, Dv) likewise, gradient of out.
-        bias: (B or 1, H or 1, M or 1, N or 1) likewise.
-        mask: What each query sees.
+        q: (B, H, M, D) float64, with the values that the kernel was given.
+        k: (B, Hk, N, D) float64, as q.
+        v: (B, Hk, N, Dv) float64, as q.
+        dout: (B, H, M, Dv) float64, as q; the gradient of out.
+        bias: (B or 1, H or 1, M or 1, N or 1) float64, as q.
+        mask: The mask.
         sm_scale: Factor on q.k, > 0.
         in_dtype: The kernel's dtype, "fp16", "bf16", "fp32" or "fp64".
-        bias_dtype: The bias's own dtype, likewise.
-        numerics: What the kernel declares of its rounding.
-        softcap: As of ``numpy_reference.attention``.
-        alibi_slopes: Likewise.
+        bias_dtype: The dtype of the bias, one of the same.
+        numerics: The kernel's declared numerics.
+        softcap: As in ``numpy_reference.attention``.
+        alibi_slopes: As in ``numpy_reference.attention``.
     """
     units, stored = units_of(in_dtype, numerics), units_of(bias_dtype, Numerics())
     B, H, M, _ = q.shape

@@ -1,11 +1,10 @@
-"""The error bound in NumPy: how far a correct kernel may be from the float64 reference.
+"""The error bound in NumPy: a second implementation, independent of the PyTorch one.
 
-A second writing of the bound, kept apart from the fast one so that the two check each other. Plain
-loops over batch entries and heads; per head the steps are numbered. Axes in the names of locals:
-m query row, n key, d head_dim, e head_dim of v.
+The two check each other. This one loops over batch entries and heads, and numbers the steps of each
+head. Suffixes of locals name axes: m query row, n key, d head_dim, e head_dim of v.
 
 Every sum runs over visible pairs only. The model assumes accumulation in fp32 or wider in any
-order, P and dS rounded to nearest, and a backward that recomputes P from the stored LSE and delta
+order, P and dS rounded to nearest, and a backward that recomputes P from the stored lse and delta
 from the stored output.
 """
 
@@ -38,20 +37,20 @@ _SHORTEST_DOT = 16
 
 
 class _HeadBound(NamedTuple):
-    """One head's bounds; those of the gradients without the rounding of the stored result."""
+    """One head's bounds; bounds of gradients exclude the rounding of the stored result."""
 
     out_me: FloatArray
     lse_m: FloatArray
     dq_md: FloatArray
     dk_nd: FloatArray
     dv_ne: FloatArray
-    dscores_mn: FloatArray  # of dS before a softcap's slope, and before its cast
+    dscores_mn: FloatArray  # bound of dS before a softcap's slope and before its cast
 
 
 def _prescale_error(
     head: Head, magnitude_mn: FloatArray, sm_scale: float, numerics: Numerics, units: Units
 ) -> FloatArray:
-    """What rounding the pre-scaled operands adds to a score."""
+    """Returns the error of a score from rounding the prescaled operands."""
     u_in = units.u_stored
     underflow = prescale_underflow(numerics, sm_scale, units)
     error_mn = np.zeros_like(magnitude_mn)
@@ -65,7 +64,7 @@ def _prescale_error(
 
 
 def _dot_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) -> FloatArray:
-    """What the dots of q and k are off, times the scale."""
+    """Returns the error of the dots of q and k, times the scale."""
     u_dot, D = units.u_dot, head.q_md.shape[1]
     magnitude_mn = sm_scale * (np.abs(head.q_md) @ np.abs(head.k_nd).T)
     error_mn: FloatArray = (
@@ -80,11 +79,12 @@ def _dot_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) ->
 def _capped_error(
     head: Head, dot_error_mn: FloatArray, softcap: float, units: Units
 ) -> tuple[FloatArray, FloatArray]:
-    """What softcap * tanh(x / softcap), and its derivative by x, are off.
+    """Returns the errors of softcap * tanh(x / softcap) and of its derivative by x.
 
-    x is multiplied by a rounded 1 / softcap, and tanh by a rounded softcap: four roundings. tanh is
-    off by at most 9u + u_exp of itself; its derivative by 14u + u_exp of itself, and by what the
-    exponent -2 |x / softcap| loses to two roundings. Both are 0 or 1 beyond an exponent of 800.
+    x is multiplied by a rounded 1 / softcap, and tanh by a rounded softcap: four roundings. The
+    relative error of tanh is at most 9u + u_exp. The relative error of its derivative is 14u +
+    u_exp, and two roundings of the exponent -2 |x / softcap|. Both are 0 or 1 beyond an exponent of
+    800.
     """
     u, size_mn = units.u, np.abs(head.scaled_mn)
     input_error_mn = dot_error_mn + 3 * u * size_mn
@@ -101,10 +101,10 @@ def _capped_error(
 
 
 def _sum_error(head: Head, units: Units) -> FloatArray:
-    """What scores that are sums of terms are off, beside what the first of them is.
+    """Returns the error from adding terms to a score, besides the error of the score itself.
 
-    A term is a product of two rounded numbers, or what the scale made of a dot: two roundings, and
-    as many more as there are sums, and one for what roundings do to each other.
+    A term is a product of two rounded numbers, or a scaled dot: two roundings. There is one more
+    per sum, and one for products of roundings.
     """
     terms = len(head.added_mn)
     added_mn = sum(head.added_mn, np.zeros_like(head.scores_mn))
@@ -118,14 +118,14 @@ def _sum_error(head: Head, units: Units) -> FloatArray:
 def score_error(
     head: Head, sm_scale: float, numerics: Numerics, units: Units, softcap: float | None = None
 ) -> FloatArray:
-    """E: the error of s - running maximum, and of its exponential, on visible pairs.
+    """Returns E, the error of s - running maximum and of its exponential, on visible pairs.
 
     Args:
         head: The passes of the reference.
         sm_scale: t, the factor on q.k.
-        numerics: What the kernel declares.
-        units: The constants in force.
-        softcap: c where a scaled score x becomes c tanh(x / c); None where it does not.
+        numerics: The kernel's declared numerics.
+        units: The constants of the model.
+        softcap: c, where a scaled score x becomes c tanh(x / c); None without a softcap.
 
     Returns:
         (M, N), 0 on hidden pairs.
@@ -151,7 +151,7 @@ def score_error(
 def _forward(
     head: Head, error_mn: FloatArray, numerics: Numerics, units: Units
 ) -> tuple[FloatArray, FloatArray]:
-    """Bounds of out (M, Dv) and lse (M,), row by row over the visible keys; 0 on empty rows."""
+    """Returns bounds of out (M, Dv) and lse (M,), over the visible keys; 0 on empty rows."""
     u, uc = units.u, units.u_cast_dot
     lost = units.eta_x * (1 + units.u_dot)
     bound_out_me = np.zeros_like(head.out_me)
@@ -173,8 +173,8 @@ def _forward(
         if numerics.l_from == "rounded":
             gamma_l = gamma_l + units.u_cast * (1 + gamma_l)
 
-        # 2: out. P is cast relative to the running maximum, so its underflow weighs less in a row
-        # whose softmax is spread out: exp(max - L) is 1 / l.
+        # 2: out. P is cast relative to the running maximum, so its underflow weighs less if the
+        # softmax of a row is spread out: exp(max - L) is 1 / l.
         z = (p_n * np.exp(-error_n)).sum()
         spread = 1.0
         if not numerics.p_normalised:
@@ -190,11 +190,11 @@ def _forward(
         core_e += units.flush_op * tiles + units.flush_op  # rescales, and the division by l
         if numerics.splits > 1:
             parts = min(float(numerics.splits), tiles)
-            core_e += units.flush_op * 2 * parts  # each is weighted, and added
+            core_e += units.flush_op * 2 * parts  # each split is weighted, and added
         core_e += (gamma_l + 4 * u) * (np.abs(out_e) + core_e)
         bound_out_me[m] = core_e + units.u_stored * (np.abs(out_e) + core_e) + units.eta_stored
 
-        # 3: lse. As sum p = 1, log(sum p exp(E)) is log1p(sum p expm1(E)), without cancellation.
+        # 3: lse. Since sum p = 1, log(sum p exp(E)) is log1p(sum p expm1(E)), without cancellation.
         bound_lse_m[m] = (
             np.log1p((p_n * np.expm1(error_n)).sum())
             + gamma_l
@@ -212,7 +212,7 @@ def _dscore_error(
     with_dlse: bool,
     from_rounded: bool,
 ) -> FloatArray:
-    """e: the error of dS before its cast, on visible pairs; ``from_rounded``: of a rounded P."""
+    """Returns e, the error of dS before its cast; with ``from_rounded``, P is rounded first."""
     u, u_dot = units.u, units.u_dot
     Dv = head.v_ne.shape[1]
     dout_me, dprobs_mn, p_mn = np.abs(head.dout_me), head.dprobs_mn, head.probs_mn
@@ -225,11 +225,11 @@ def _dscore_error(
     error_delta_m = (dout_me * bound_out_me).sum(axis=1)
     error_delta_m += units.gamma(Dv + 4) * (dout_me * (np.abs(head.out_me) + bound_out_me)).sum(1)
     operands_me = dout_me + np.abs(head.out_me) + bound_out_me
-    error_delta_m += units.flush_op * (operands_me + 2).sum(axis=1)  # and products, and sums
+    error_delta_m += units.flush_op * (operands_me + 2).sum(axis=1)  # operands, products, sums
     if with_dlse:
         error_delta_m += u * (np.abs(head.delta_m) + np.abs(head.dlse_m)) + 2 * units.flush_op
 
-    inputs_mn = error_dprobs_mn + error_delta_m[:, None] + units.flush_op  # that of dP - delta
+    inputs_mn = error_dprobs_mn + error_delta_m[:, None] + units.flush_op  # flush of dP - delta
     terms_mn = np.abs(dprobs_mn) + np.abs(delta_m1)
     factor_mn = np.abs(dprobs_mn - delta_m1)
     factor_error_mn = inputs_mn + 3 * u * (terms_mn + inputs_mn)
@@ -251,16 +251,16 @@ def head_bound(
     with_dlse: bool,
     softcap: float | None,
 ) -> _HeadBound:
-    """All bounds of one head, before results are stored.
+    """Returns all bounds of one head, before results are stored.
 
     Args:
         head: The passes of the reference.
         sm_scale: Factor on q.k, > 0.
-        numerics: What the kernel declares of its rounding.
-        units: The constants in force.
-        chain_n: (N,), the length of the sums that make dk and dv.
+        numerics: The kernel's declared numerics.
+        units: The constants of the model.
+        chain_n: (N,), the length of the sums for dk and dv.
         with_dlse: Whether the kernel was given a gradient of lse.
-        softcap: As of ``numpy_reference.attention``.
+        softcap: As in ``numpy_reference.attention``.
     """
     t, u, uc = sm_scale, units.u, units.u_cast_dot
     seen_mn, p_mn = head.seen_mn, head.probs_mn
@@ -302,17 +302,17 @@ def head_bound(
     sum_n = units.g(chain_n + 2)[:, None]
     bound_dk_nd = t * (cast_mn.T @ q_md + sum_n * (1 + uc) * (top_mn.T @ q_md))
 
-    # subnormal k and q as operands of these dots
+    # errors of subnormal k and q as operands of these dots
     lost = t * units.eta_x * (1 + units.u_dot)
     bound_dq_md += lost * top_mn.sum(axis=1)[:, None]
     bound_dk_nd += lost * top_mn.sum(axis=0)[:, None]
 
-    # tiles that are added one by one, before or after the factor t, which is one more product
+    # flushes of tile sums, before or after the factor t, which is one more product
     bound_dq_md += units.flush_op * (max(t, 1.0) * tiles_m[:, None] + 1)
-    if numerics.atomic:  # a tile's part and the sum so far, both subnormal
+    if numerics.atomic:  # flushes of a subnormal addend and a subnormal sum
         bound_dq_md += 2 * units.flush * max(t, 1.0) * tiles_m[:, None]
 
-    # 6: a pre-scaled operand, rounded for the scores, is used again for the other's gradient
+    # 6: the gradient of the other operand reads the rounded prescaled operand again
     reused = prescale_underflow(numerics, t, units)
     if numerics.prescales in ("q", "qk"):
         bound_dk_nd += t * units.u_stored * (top_mn.T @ q_md) + reused * top_mn.sum(0)[:, None]
@@ -346,9 +346,9 @@ def _group_sum(
     units: Units,
     flushed: FloatArray,
 ) -> FloatArray:
-    """The bound of a sum over the heads of a group, in one fp32 chain or stored head by head.
+    """Returns the bound of a sum over a group's heads, in one fp32 chain or stored head by head.
 
-    ``flushed`` is what a chain of additions may lose to flushes.
+    ``flushed`` is the most that a chain of additions loses to flushes.
     """
     eta = units.eta_stored
     if not per_head:
@@ -370,7 +370,7 @@ def _group_bound(
     with_dlse: bool,
     softcap: float | None,
 ) -> Outputs[FloatArray]:
-    """Bounds of the heads that share a key/value head: out, lse, dq stacked, dk and dv summed."""
+    """Returns bounds of the heads of a group: out, lse and dq stacked, dk and dv summed."""
     seen_mn = heads[0].seen_mn
     live_m: BoolArray = np.any(seen_mn, axis=1)
     used_n: BoolArray = np.any(seen_mn, axis=0)
@@ -420,31 +420,32 @@ def bound(
     alibi_slopes: FloatArray | None = None,
     bias: FloatArray | None = None,
 ) -> Outputs[FloatArray]:
-    """Returns, element by element, how far a correct kernel's outputs may be from the reference.
+    """Returns the largest error of each element of a correct kernel's outputs.
 
     The bound is 0 where a result is exact: out, lse and dq of rows without a visible key, dk and
     dv of keys that no row sees. A value that is not finite means that the inputs are outside the
-    range of the model, never that anything goes.
+    range of the model; it does not accept arbitrary results.
 
     Args:
-        q: (B, H, M, D) float64 holding the values that the kernel was given.
-        k: (B, Hk, N, D) likewise.
-        v: (B, Hk, N, Dv) likewise.
-        dout: (B, H, M, Dv) likewise, gradient of out.
-        mask: What each query sees.
+        q: (B, H, M, D) float64, with the values that the kernel was given.
+        k: (B, Hk, N, D) float64, as q.
+        v: (B, Hk, N, Dv) float64, as q.
+        dout: (B, H, M, Dv) float64, as q; the gradient of out.
+        mask: The mask.
         sm_scale: Factor on q.k, > 0.
         in_dtype: The kernel's dtype, "fp16", "bf16", "fp32" or "fp64".
-        numerics: What the kernel declares of its rounding.
+        numerics: The kernel's declared numerics.
         dlse: (B, H, M) gradient of lse, if the kernel was given one.
-        softcap: As of ``numpy_reference.attention``.
-        alibi_slopes: Likewise.
-        bias: Likewise.
+        softcap: As in ``numpy_reference.attention``.
+        alibi_slopes: As in ``numpy_reference.attention``.
+        bias: As in ``numpy_reference.attention``.
 
     Returns:
-        Bounds shaped as the outputs; for "fp64" doubled, as the reference errs by as much.
+        Bounds shaped as the outputs; doubled for "fp64", because the reference has an error of the
+        same size.
 
     Raises:
-        ValueError: An unknown in_dtype.
+        ValueError: in_dtype is unknown.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, ch. 3; Blanchard, Higham and
     Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.

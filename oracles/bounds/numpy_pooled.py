@@ -1,6 +1,6 @@
-"""Pooled probabilities in NumPy float64: block by block, pair by pair; and their bound, again.
+"""Pooled probabilities and their bound in NumPy float64: second implementations, pair by pair.
 
-Axes in the names of locals: m query row, n key, i block of rows, j block of keys.
+Suffixes of locals name axes: m query row, n key, i block of rows, j block of keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
 
 
 def _heads(q: FloatArray, k: FloatArray, mask: Mask, sm_scale: float) -> Iterator[_Place]:
-    """The passes of every head; there are no values and no gradients in them."""
+    """Yields the passes of every head, with values and gradients of 0."""
     B, H, M, _ = q.shape
     Hk, N = k.shape[1:3]
     seen_bmn = seen_keys(mask, B, M, N)
@@ -51,7 +51,7 @@ def _heads(q: FloatArray, k: FloatArray, mask: Mask, sm_scale: float) -> Iterato
 def _blocks(
     M: int, N: int, size: tuple[int, int], place: _Place
 ) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """(i, j, the valid pairs) of every block of a head."""
+    """Yields (i, j, valid pairs) for every block of a head."""
     for i, first_m in enumerate(range(0, M, size[0])):
         for j, first_n in enumerate(range(0, N, size[1])):
             pairs = [
@@ -71,14 +71,14 @@ def pooled_probabilities(
     pool: str,
     size: tuple[int, int],
 ) -> FloatArray:
-    """Returns the mean or the maximum of P over the valid pairs of each block, 0 if it has none.
+    """Returns the mean or maximum of P over the valid pairs of each block, 0 without valid pairs.
 
-    P is 0 where a row does not see a key, and such a pair counts in the mean.
+    P is 0 where a row does not see a key; such a pair counts in the mean.
 
     Args:
-        q: (B, H, M, D) float64 holding the given low-precision values.
-        k: (B, Hk, N, D) likewise, H a multiple of Hk.
-        mask: What each query sees.
+        q: (B, H, M, D) float64, with the given low-precision values.
+        k: (B, Hk, N, D) float64, as q; H is a multiple of Hk.
+        mask: The mask.
         sm_scale: Factor on q.k.
         pool: "mean" or "max".
         size: (rows, keys) of a block.
@@ -88,7 +88,7 @@ def pooled_probabilities(
     """
     (B, H, M, _), N = q.shape, k.shape[2]
     pooled_bhij = np.zeros((B, H, -(-M // size[0]), -(-N // size[1])))
-    # Pairs that a select discards afterwards may overflow.
+    # Pairs that a later select discards may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
         for place in _heads(q, k, mask, sm_scale):
             for i, j, pairs in _blocks(M, N, size, place):
@@ -103,16 +103,16 @@ def pooled_probabilities(
 def _probability_error(
     head: Head, bound_lse_m: FloatArray, sm_scale: float, numerics: Numerics, units: Units
 ) -> FloatArray:
-    """How far a P recomputed from the stored LSE may be off, (M, N); 0 on hidden pairs."""
+    """Returns the error of P recomputed from the stored lse, (M, N); 0 on hidden pairs."""
     lse_m = np.where(head.seen_mn.any(axis=1), head.lse_m, 0.0)
-    # 1: of the score, of the LSE, of their scaling and difference, of the exponential
+    # 1: the errors of the score, the lse, their scaling and difference, and the exponential
     exponent_mn = (
         score_error(head, sm_scale, numerics, units)
         + bound_lse_m[:, None]
         + 3 * units.u * (np.abs(head.scores_mn) + np.abs(lse_m)[:, None])
         + units.u_exp
     )
-    # 2: of P, which may be flushed
+    # 2: the error of P, which may be flushed
     error_mn = head.probs_mn * np.expm1(np.where(head.seen_mn, exponent_mn, 0.0)) + units.flush
     return np.where(head.seen_mn, error_mn, 0.0)
 
@@ -128,24 +128,25 @@ def pooled_bound(
     pool: str,
     size: tuple[int, int],
 ) -> FloatArray:
-    """Returns how far each pooled probability of a correct kernel may be from the reference.
+    """Returns the largest error of each pooled probability of a correct kernel.
 
     A mean is a sum along one axis of a block and then along the other, divided by the number of
-    pairs, which is a product of two rounded numbers. A maximum is exact but for what it is of. A
-    block in which nothing is visible is exact.
+    pairs, which is a product of two rounded numbers. A maximum adds no error of its own. A block
+    without a visible pair is exact.
 
     Args:
-        q: (B, H, M, D) float64 holding the values that the kernel was given.
-        k: (B, Hk, N, D) likewise.
-        mask: What each query sees.
+        q: (B, H, M, D) float64, with the values that the kernel was given.
+        k: (B, Hk, N, D) float64, as q.
+        mask: The mask.
         sm_scale: Factor on q.k, > 0.
         in_dtype: The kernel's dtype, "fp16", "bf16", "fp32" or "fp64".
-        numerics: What the kernel declares of its rounding.
+        numerics: The kernel's declared numerics.
         pool: "mean" or "max".
         size: (rows, keys) of a block.
 
     Returns:
-        Shaped as the pooled probabilities; for "fp64" doubled, as the reference errs by as much.
+        Bounds shaped as the pooled probabilities; doubled for "fp64", because the reference has an
+        error of the same size.
     """
     units = units_of(in_dtype, numerics)
     times = 2.0 if in_dtype == "fp64" else 1.0
@@ -172,7 +173,7 @@ def pooled_bound(
                 else:
                     rows = len({m for m, _ in pairs})
                     keys = len({n for _, n in pairs})
-                    # Additions; then two counts and their product; then a division of 2 ulp.
+                    # Additions, two counts and their product, and a division with 2 ulp.
                     roundings = (rows - 1) + (keys - 1) + 3 + 4
                     value = sum(errors) + float(units.gamma(roundings)) * sum(largest)
                     value = value / (rows * keys) + units.flush

@@ -1,8 +1,8 @@
-"""What the NumPy bound is made of: the unit roundoffs of a kernel, and how often each can strike.
+"""The components of the NumPy bound: unit roundoffs of a kernel, and counts of roundings.
 
-The roundoffs follow from the dtype and from what a subject declares; the counts (tiles that a sum
-runs through, rescales of the accumulator) follow from the data. Axes in the names of locals: m
-query row, n key, d head_dim.
+The roundoffs follow from the dtype and the declared numerics. The counts (tiles of a sum, rescales
+of the accumulator) follow from the data. Suffixes of locals name axes: m query row, n key, d
+head_dim.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["Units", "lag_of", "prescale_underflow", "rescales", "seen_tiles", "u
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-# Unit roundoff, and half the distance of subnormals (fp16) or the smallest normal (the others may
-# flush to zero).
+# Unit roundoff, and the absolute error of underflow: half the spacing of subnormals for fp16, the
+# smallest normal number for the others, which may flush to zero.
 _ROUNDING = {
     "fp16": (2.0**-11, 2.0**-25),
     "bf16": (2.0**-8, 2.0**-126),
@@ -37,16 +37,17 @@ class Units:
 
     Args:
         u: Unit roundoff of the accumulators and of elementwise arithmetic.
-        flush: Below it, results may be flushed to zero.
+        flush: Magnitude below which results may be flushed to zero.
         u_exp: Relative error of the exponential.
         u_log: Error of the logarithm, relative to 1 + its value.
-        u_cast: Unit roundoff of the casts of P and dS, all of them together.
-        eta_cast: What those casts lose to underflow.
+        u_cast: Relative error of all casts of P and dS together.
+        eta_cast: Absolute error of these casts if they underflow.
         u_stored: Unit roundoff of tensors in memory.
-        eta_stored: What storing loses to underflow.
-        u_x: What a dot does to each of its operands beyond their dtype, relative.
-        eta_x: The same for subnormal operands, absolute.
-        flush_op: Elementwise operands and results below it may be flushed, beside casts, P, dS.
+        eta_stored: Absolute error of a store that underflows.
+        u_x: Relative error of a dot's operand beyond its dtype, as in TF32.
+        eta_x: Absolute error of a subnormal operand of a dot.
+        flush_op: Magnitude below which elementwise operands and results may be flushed, apart from
+            casts, P and dS.
         accumulator: h, the accumulation constant of a dot.
     """
 
@@ -65,39 +66,39 @@ class Units:
 
     @property
     def u_dot(self) -> float:
-        """The two operands of a dot, as the dot reads them: (1 + u_x)^2 - 1."""
+        """Relative error of a product from both operands of a dot: (1 + u_x)^2 - 1."""
         return 2 * self.u_x + self.u_x**2
 
     def subnormal_operands(self, a_rd: FloatArray, b_ce: FloatArray) -> FloatArray:
-        """(R, C): what their subnormal elements cost the dots of the rows of a and b."""
+        """Returns the error of the dots of the rows of a and b from subnormal elements, (R, C)."""
         sums_rc: FloatArray = np.abs(a_rd).sum(axis=1)[:, None] + np.abs(b_ce).sum(axis=1)[None, :]
         return self.eta_x * (1 + self.u_dot) * sums_rc
 
     @property
     def u_cast_dot(self) -> float:
-        """The same where one operand was cast before: (1 + u_cast)(1 + u_x)^2 - 1."""
+        """As ``u_dot``, with one operand that was cast before: (1 + u_cast)(1 + u_x)^2 - 1."""
         return self.u_cast + self.u_dot + self.u_cast * self.u_dot
 
     def gamma(self, n: npt.ArrayLike) -> FloatArray:
-        """n additions in the accumulator's format, IEEE: n u / (1 - n u)."""
+        """Relative error of n IEEE additions in the accumulator's format: n u / (1 - n u)."""
         n_u: FloatArray = np.asarray(n, dtype=np.float64) * self.u
         return np.asarray(n_u / (1 - n_u))
 
     def g(self, n: npt.ArrayLike) -> FloatArray:
-        """A dot of length n: gamma of h n."""
+        """Relative error of a dot of length n: gamma of h n."""
         return self.gamma(self.accumulator * np.asarray(n, dtype=np.float64))
 
 
 def units_of(in_dtype: str, numerics: Numerics) -> Units:
-    """Returns the constants that belong to a dtype and to what a subject declares.
+    """Returns the constants for a dtype and the declared numerics.
 
     Args:
         in_dtype: The kernel's dtype, "fp16", "bf16", "fp32" or "fp64".
-        numerics: What the kernel declares. p_dtype is ignored for "fp64", whose P stays float64;
-            dots for all but "fp32".
+        numerics: The kernel's declared numerics. p_dtype is ignored for "fp64", where P stays
+            float64; dots is ignored for all but "fp32".
 
     Raises:
-        ValueError: An unknown in_dtype.
+        ValueError: in_dtype is unknown.
     """
     if in_dtype not in _ROUNDING:
         raise ValueError(f"in_dtype is {in_dtype!r}; needs one of {tuple(_ROUNDING)}")
@@ -118,7 +119,7 @@ def units_of(in_dtype: str, numerics: Numerics) -> Units:
         u_stored=u_stored,
         eta_stored=eta_stored,
         u_x=2.0**-10 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
-        # 13 bits dropped of a number whose last bit is 2**-149
+        # TF32 drops 13 bits of a number whose last bit is 2**-149.
         eta_x=2.0**-136 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
         flush_op=numerics.flushes * flush,
         accumulator=float(numerics.accumulator),
@@ -126,29 +127,30 @@ def units_of(in_dtype: str, numerics: Numerics) -> Units:
 
 
 def prescale_underflow(numerics: Numerics, sm_scale: float, units: Units) -> float:
-    """Returns what eta, lost by an element of a pre-scaled operand, becomes in a score or gradient.
+    """Returns the error in a score or gradient from a loss of eta in a prescaled operand.
 
-    An operand that carries all of t log2(e) is freed of log2(e), so the loss is multiplied by ln 2:
-    in the score, whose base is 2, and in the gradient that reads the operand again. Where both are
-    pre-scaled, each may carry a square root: the score is multiplied by the other's share as well,
-    sqrt(t / ln 2) ln 2, and so is the gradient, t / sqrt(t / ln 2)::
+    If one operand carries the whole factor t log2(e), dividing by log2(e) multiplies the loss by
+    ln 2: in the score, which is in base 2, and in the gradient that reads the operand again. If
+    both are prescaled, each may carry a square root of the factor. The loss in the score is then
+    also multiplied by the other operand's factor, sqrt(t / ln 2) ln 2, and the loss in the gradient
+    by t / sqrt(t / ln 2)::
 
         eta ln 2                            "q", "k"
         eta max(ln 2, sqrt(t ln 2))         "qk"
 
     Args:
-        numerics: What the kernel declares.
+        numerics: The kernel's declared numerics.
         sm_scale: t, the factor on q.k, > 0.
-        units: The constants in force.
+        units: The constants of the model.
     """
     ln2 = math.log(2.0)
     factor = max(ln2, math.sqrt(sm_scale * ln2)) if numerics.prescales == "qk" else ln2
-    # An operand of the product with the scale may itself be flushed.
+    # The operand may be flushed before it is multiplied by the scale.
     return (units.eta_stored + units.flush_op * max(1.0, sm_scale / ln2)) * factor
 
 
 def seen_tiles(seen_mn: BoolArray, width: int) -> FloatArray:
-    """Returns (M,), how many tiles of ``width`` columns hold a visible pair in each row."""
+    """Returns the number of tiles of ``width`` columns with a visible pair in each row, (M,)."""
     count_m = np.zeros(seen_mn.shape[0])
     for start in range(0, seen_mn.shape[1], width):
         count_m += seen_mn[:, start : start + width].any(axis=1)
@@ -156,20 +158,20 @@ def seen_tiles(seen_mn: BoolArray, width: int) -> FloatArray:
 
 
 def lag_of(head: Head, numerics: Numerics) -> FloatArray:
-    """Returns (M,), r: by how much the maximum in use may lie below the row's, in natural units.
+    """Returns r, the largest distance of the maximum in use below the row's, natural units, (M,).
 
-    Where all that a row sees is in one tile there is none from before.
+    It is 0 if one tile holds all keys that a row sees.
 
     Args:
         head: The passes of the reference.
-        numerics: What the kernel declares: its threshold, and the width of the key tiles.
+        numerics: The kernel's declared numerics: ``rescale_threshold`` and ``block_n`` are used.
     """
     several_m = seen_tiles(head.seen_mn, numerics.block_n) > 1
     return np.where(several_m, numerics.rescale_threshold * math.log(2.0), 0.0)
 
 
 def _possible_changes(tile_max: list[float], slack: float) -> int:
-    """How often the running maximum may change after the first tile, up to ``slack`` of error."""
+    """Counts the changes of the running maximum after the first tile, within an error ``slack``."""
     changes = 0
     running = tile_max[0]
     for here in tile_max[1:]:
@@ -179,9 +181,10 @@ def _possible_changes(tile_max: list[float], slack: float) -> int:
 
 
 def _possible_changes_of_parts(tile_max: list[float], slack: float) -> int:
-    """The same where any tiles that follow each other can be a part, which is merged afterwards.
+    """As ``_possible_changes``, if any consecutive tiles can be a split.
 
-    The merge is one change more, of a part that lacks a tile: so they are fewer than the tiles.
+    Combining a split is one more change. As a split lacks at least one tile, there are fewer
+    changes than tiles.
     """
     tiles = len(tile_max)
     most = 0
@@ -192,15 +195,15 @@ def _possible_changes_of_parts(tile_max: list[float], slack: float) -> int:
 
 
 def rescales(head: Head, error_mn: FloatArray, numerics: Numerics) -> FloatArray:
-    """Returns (M,), R: how often the running maximum of a row can change.
+    """Returns R, the most changes of a row's running maximum, (M,).
 
-    Tiles are visited from either end, and the worse of the two counts. A maximum that is only
-    nearly reached may count as a change, because each score has an error.
+    The count is the larger one of visiting the tiles from either end. A score that nearly reaches
+    the maximum counts as a change, because each score has an error.
 
     Args:
         head: The passes of the reference.
         error_mn: (M, N) errors of the scores, >= 0.
-        numerics: What the kernel declares: the width of the key tiles, and whether they are split.
+        numerics: The kernel's declared numerics: ``block_n`` and ``splits`` are used.
     """
     block_n = numerics.block_n
     changes = _possible_changes if numerics.splits == 1 else _possible_changes_of_parts

@@ -1,4 +1,4 @@
-"""How far a correct kernel's pooled probabilities may be from the truth, from the inputs."""
+"""The error bound of pooled probabilities, derived from the inputs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def _probabilities(
     c: Constants,
     numerics: Numerics,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """P of a chunk of rows and how far a kernel's may be from it, (B,H,R,N); 0 on hidden pairs."""
+    """Returns P of a chunk of rows and the bound of its error, (B,H,R,N); 0 on hidden pairs."""
     B, H, R, _ = q.shape
     N = k.shape[2]
-    # P depends on no values and no gradient: one column of zeros stands for each.
+    # P does not depend on values or gradients: one column of zeros replaces each.
     v, dout = k.new_zeros((*k.shape[:3], 1)), q.new_zeros((B, H, R, 1))
     x = gather(q, k, v, dout, None, seen, ())
     fwd = forward_error(x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False)
     scores = fwd.scores
-    # P is recomputed from the stored LSE.
+    # P is recomputed from the stored lse.
     magnitudes = scores.s.abs() + scores.lse.abs().unsqueeze(2)
     exponent = scores.error + fwd.lse_bound.unsqueeze(2) + 3 * c.u * magnitudes + c.u_exp
     error = (scores.p * exponent.expm1_()).add_(c.ftz).masked_fill_(x.hidden, 0.0)
@@ -50,35 +50,35 @@ def pooled_bound(
     size: tuple[int, int],
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """The bound of each element of ``pooled_probabilities``.
+    """Returns the bound of each element of ``pooled_probabilities``.
 
-    With F the error of the exponent of a P that is recomputed from the stored LSE::
+    F is the error of the exponent of P, which is recomputed from the stored lse::
 
         F    = E + B_lse + 3u (|s| + |L|) + u_exp
-        e    = p expm1(F) + FTZ                        of a visible pair, 0 of others
+        e    = p expm1(F) + FTZ                        for a visible pair, 0 for others
         mean: [sum e + gamma(R + C + 5) sum (p + e)] / (R C) + FTZ
         max:  max (p + e) - max p
 
     R and C are the valid rows and keys of the block. Its sum runs along one axis and then along the
-    other, in any order: R - 1 + C - 1 additions one after the other at most, and additions of 0 are
-    exact. R and C are rounded, and so is their product: 3 roundings; the division errs by 4. Maxima
-    are exact, and |max a - max b| <= max |a - b|, of which the larger side is taken. A block in
-    which nothing is visible is exactly 0.
+    other, in any order: at most R - 1 + C - 1 consecutive additions, where additions of 0 are
+    exact. R, C and their product take 3 roundings; the division counts as 4. Maxima are exact, and
+    |max a - max b| <= max |a - b|; the bound takes the larger side. A block without a visible pair
+    is exactly 0.
 
     Args:
-        q: (B, H, M, D), any float dtype and strides: the values that the kernel was given.
+        q: (B, H, M, D), the kernel's input, any float dtype and strides.
         k: (B, Hk, N, D).
-        mask: What each row sees.
+        mask: The mask.
         sm_scale: Factor on q.k, > 0.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads.
-        numerics: What the subject declares.
+        numerics: The subject's declared numerics.
         pool: "mean" or "max".
         size: (rows, keys) of a block, >= 1.
-        chunk: Rows of q at a time; None keeps their scores few.
+        chunk: Rows of q at a time; None limits memory.
 
     Returns:
-        (B, H, ceil(M / rows), ceil(N / keys)) float64 on q's device; for "fp64" doubled, as the
-        reference errs by as much.
+        (B, H, ceil(M / rows), ceil(N / keys)) float64 on q's device; doubled for "fp64", because
+        the reference has an error of the same size.
 
     Raises:
         ValueError: in_dtype or pool is unknown.
@@ -107,5 +107,5 @@ def pooled_bound(
     rows_of, keys_of = valid_pairs(mask, B, M, N, size, q.device)
     additions = c.gamma((rows_of + keys_of + 5).to(torch.float64))
     mean = (e_of + additions * largest) / (rows_of * keys_of).clamp(min=1) + c.ftz
-    # Each visible pair has an error.
+    # Each visible pair has an error > 0, so a sum of 0 means that no pair is visible.
     return c.times * mean.masked_fill_(e_of == 0, 0.0)

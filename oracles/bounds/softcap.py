@@ -1,4 +1,4 @@
-"""The error of a kernel's softcap and of its slope, in float64."""
+"""The error bounds of a softcap and of its slope, in float64."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fa_verify.oracles.reference.softcap import capped, slope
 
 __all__ = ["Cap", "cap_error"]
 
-_FLAT = 400.0  # of |x / c|, beyond which the slope is 0 in float64 too
+_FLAT = 400.0  # |x / c| beyond which the slope is 0 even in float64
 
 
 class Cap(NamedTuple):
-    """Capped scores and their slope, with how far a kernel's may be from them; like the scores."""
+    """Capped scores, their slope, and the bounds of both errors, shaped as the scores."""
 
     s: torch.Tensor
     s_error: torch.Tensor
@@ -24,28 +24,29 @@ class Cap(NamedTuple):
 
 
 def cap_error(x: torch.Tensor, error: torch.Tensor, softcap: float, c: Constants) -> Cap:
-    """Capped scores, their slope, and the errors of both.
+    """Returns capped scores, their slope, and the errors of both.
 
-    A kernel multiplies a dot by t / c, two roundings, takes tanh and its slope of the product, and
-    multiplies tanh by c, two more. With X the error of x / c times c, f the slope, f_max the
-    largest of it that X allows::
+    A kernel multiplies a dot by t / c (two roundings), computes tanh and its slope of the product,
+    and multiplies tanh by c (two more). X is c times the error of x / c, f the slope, and f_max the
+    largest slope that X allows::
 
         X = error + 3u |x|
         s: f_max X + (12u + u_exp)(|s| + f_max X) + 2c FTZ
         f: f_max (min(1, 2 X / c) + 14u + u_exp + 4u min(|x / c|, 400)) + 4 FTZ
 
-    For tanh is at most 9u + u_exp off, relative to itself. Beyond |y| = 1/2 it is (1 - e) / (1 + e)
-    with e = exp(-2 |y|), whose relative error 4u |y| + u_exp counts by (1 - tanh**2) / 2 of itself,
-    at most 0.90u + 0.40 u_exp of tanh >= 0.46; the two sums, a reciprocal of 2 ulps and a product
-    add 7u. Below, numerator and denominator of a continued fraction are sums of positive terms, the
-    first of which outweighs the rest: 2u each, and 5.5u in all for y**2, products and reciprocal.
-    The slope is 4 e / (1 + e)**2, or 1 - tanh**2 of a tanh below 0.47. FTZ is what flushes lose.
+    The relative error of tanh is at most 9u + u_exp. For |y| >= 1/2, tanh is (1 - e) / (1 + e) with
+    e = exp(-2 |y|). The relative error 4u |y| + u_exp of e is multiplied by (1 - tanh**2) / 2,
+    which gives at most 0.90u + 0.40 u_exp of tanh >= 0.46. The two sums, a reciprocal of 2 ulps and
+    a product add 7u. For smaller |y|, numerator and denominator of a continued fraction are sums of
+    positive terms, the first of which outweighs the rest: 2u each, and 5.5u in all for y**2,
+    products and reciprocal. The slope is 4 e / (1 + e)**2, or 1 - tanh**2 for a tanh below 0.47.
+    The FTZ terms cover flushes.
 
     Args:
         x: Scaled scores, any shape.
-        error: What their dots err, times the scale.
+        error: Error of their dots, times the scale.
         softcap: c, > 0.
-        c: The constants in force.
+        c: The constants of the bound.
     """
     s = capped(x, softcap)
     of_x = error + 3 * c.u * x.abs()

@@ -1,7 +1,7 @@
-"""How far a correct kernel strays on average: the variance of each error, roundings independent.
+"""The variance of each error of a correct kernel, under independent roundings.
 
-The bound of ``error_model`` lets every rounding err its worst in one direction; a fault that hides
-below it, such as a rounding too many, still shows in the mean square of many errors.
+The bound of ``error_model`` assumes that all roundings err by the most in one direction. A fault
+below the bound, such as one rounding too many, still shows in the mean square of many errors.
 
 Axes: b, h as in the inputs (k and v repeated for their group), m a row of the chunk, n a key.
 """
@@ -24,29 +24,29 @@ from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks, chu
 __all__ = ["Variances", "rounding", "variances"]
 
 
-# What tanh, and the products before and after it, add to a score: roundings of it.
+# Roundings of a score from tanh and the products before and after it.
 _CAPPING = 8
 
 
 class Variances(NamedTuple):
     """Float64 predictions for one problem; 0 where a kernel's result is exact.
 
-    The last two are variances of sums that are known in exact arithmetic, per key/value head and
-    summed over its group of query heads.
+    sum_dk and sum_dv are variances of sums that are known in exact arithmetic, per key/value head
+    and summed over its group of query heads.
     """
 
     out: torch.Tensor  # (B, H, M, Dv)
     dq: torch.Tensor  # (B, H, M, D)
     dk: torch.Tensor  # (B, Hk, N, D)
     dv: torch.Tensor  # (B, Hk, N, Dv)
-    keys_seen: torch.Tensor  # (B, H, M): how many keys a row sees
-    rows_seen: torch.Tensor  # (B, Hk, N): how many rows, of all heads of the group, see a key
-    sum_dk: torch.Tensor  # (B, Hk, D): sum_n dk and 0
-    sum_dv: torch.Tensor  # (B, Hk, Dv): sum_n dv and the sum of dout
+    keys_seen: torch.Tensor  # (B, H, M): number of keys that a row sees
+    rows_seen: torch.Tensor  # (B, Hk, N): number of rows of the group's heads that see a key
+    sum_dk: torch.Tensor  # (B, Hk, D): variance of sum_n dk, which is exactly 0
+    sum_dv: torch.Tensor  # (B, Hk, Dv): variance of sum_n dv, which is exactly the sum of dout
 
 
 class _Sums(NamedTuple):
-    """What the rows of a chunk add to sums over all rows, per query head."""
+    """Contributions of a chunk's rows to sums over all rows, per query head."""
 
     dk: torch.Tensor  # values, (B, H, N, D)
     dv: torch.Tensor
@@ -59,7 +59,7 @@ class _Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A few rows of every head, with all keys; what no visible pair touches is 0."""
+    """A few rows of every head, with all keys; rows and keys without a visible pair are 0."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -76,24 +76,24 @@ class _Forward:
 
     p: torch.Tensor
     p_cast: torch.Tensor  # variance of the cast P, relative to the softmax's sum
-    p_scores: torch.Tensor  # variance that the scores' errors cause
+    p_scores: torch.Tensor  # variance from the errors of the scores
     lse: torch.Tensor  # variance of the log-sum-exp, (B, H, m, 1)
     out: torch.Tensor
     out_errors: torch.Tensor
-    slope: torch.Tensor  # of the scores by t q.k; without a softcap 1, of no axes
+    slope: torch.Tensor  # of the scores by t q.k; the scalar 1 without a softcap
 
 
 def rounding(x: torch.Tensor, u: float, eta: float) -> torch.Tensor:
-    """Variance of the error of rounding float64 values to nearest: a 12th of the spacing, squared.
+    """Returns the variance of rounding float64 values to nearest: the squared spacing over 12.
 
-    On average over a binade that is u**2 x**2 / 6. Zeros are exact.
+    Averaged over a binade it is u**2 x**2 / 6. Zeros are exact.
 
     Args:
         x: Values, float64, any shape.
         u: Unit roundoff of the format.
-        eta: Half the spacing of the format where it underflows.
+        eta: Half the spacing of the format's subnormal numbers.
     """
-    power = x / torch.frexp(x).mantissa  # of two, the first beyond |x|
+    power = x / torch.frexp(x).mantissa  # the first power of two beyond |x|
     half_spacing = (power * (u / 2)).clamp(min=eta)
     return torch.where(x == 0, 0.0, half_spacing.square() / 3)
 
@@ -106,7 +106,7 @@ def _gather(
     dlse: torch.Tensor | None,
     seen: torch.Tensor,
 ) -> _Chunk:
-    """Float64, with zeros where NaN may stand."""
+    """Returns the inputs of a chunk in float64, with zeros in dead rows and unseen keys."""
     B, H, M, _ = q.shape
     seen = seen.expand(B, H, M, k.shape[2])
     live, used = seen.any(3, keepdim=True), seen.any(2).unsqueeze(3)
@@ -118,9 +118,9 @@ def _gather(
 
 
 def _prescaling(c: Constants, numerics: Numerics) -> tuple[float, float]:
-    """The relative variances of q and k as the dots read them.
+    """Returns the relative variances of q and k from prescaling.
 
-    Nobody says by what factor they were multiplied, so these are the largest that a rounding has.
+    The factor is not declared, so they are the largest variances of a rounding.
     """
     each = c.u_in**2 / 3
     return each * (numerics.prescales in ("q", "qk")), each * (numerics.prescales in ("k", "qk"))
@@ -134,7 +134,7 @@ def _forward(
     softcap: float | None,
     added: tuple[torch.Tensor, ...],
 ) -> _Forward:
-    """The forward pass of a chunk and the variances of P and out."""
+    """Returns the forward pass of a chunk and the variances of P and out."""
     s, by_dot = x.q @ x.k.mT * t, torch.ones((), dtype=torch.float64, device=x.q.device)
     if softcap is not None:
         s, by_dot = capped(s, softcap), slope(s, softcap)
@@ -155,15 +155,15 @@ def _forward(
         scores += (parts * c.u).square()
     scores += (s * c.u).square() + ((s - m) * c.u).square()
     p_scores = p.square() * torch.where(x.seen, scores, 0.0)
-    # 2. The cast of P, which is relative to the row maximum unless it is normalised before. There
-    #    the maximum itself is 1, which is exact.
+    # 2. The cast of P, which is relative to the row maximum unless P is normalised first. The
+    #    maximum itself is then 1, which is exact.
     if numerics.p_normalised:
         p_cast = rounding(p, c.u_p, c.eta_p)
     else:
         p_cast = rounding(torch.where(e == 1, 0.0, e), c.u_p, c.eta_p) / total.square()
     p_cast = p_cast * numerics.ds_roundings
-    # 3. out. Errors of the scores cancel in the softmax's sum as far as v equals out; those of the
-    #    cast do so only where the sum is taken of the rounded P.
+    # 3. out. Errors of the scores cancel in the softmax's sum to the extent that v equals out.
+    #    Errors of the cast do so only if the sum is taken over the rounded P.
     out = p @ x.v
     centred, plain = p_scores, p_cast
     if numerics.l_from == "rounded":
@@ -179,7 +179,7 @@ def _forward(
 def _backward(
     x: _Chunk, fwd: _Forward, t: float, c: Constants, numerics: Numerics
 ) -> tuple[torch.Tensor, _Sums]:
-    """The variance of a chunk's dq, and what the rows add to sums."""
+    """Returns the variance of a chunk's dq, and the contributions of its rows to sums."""
     p, roundings = fwd.p, numerics.ds_roundings
     dp = torch.where(x.seen, x.dout @ x.v.mT, 0.0)
     delta = (x.dout * fwd.out).sum(3, keepdim=True)
@@ -187,8 +187,8 @@ def _backward(
         delta = delta - x.dlse
     gap = torch.where(x.seen, dp - delta, 0.0)
     ds = p * gap
-    # 1. delta reads the stored out, whose errors all keys of a row share: the cast of P there, and
-    #    its own last rounding.
+    # 1. delta reads the stored out. All keys of a row share the errors of out: the cast of P, and
+    #    the last rounding.
     reach = gap if numerics.l_from == "rounded" else dp
     delta_errors = (fwd.p_cast * reach.square()).sum(3, keepdim=True)
     stored = rounding(fwd.out, c.u_in, c.eta_in)
@@ -201,8 +201,8 @@ def _backward(
     p_cast = rounding(p, c.u_p, c.eta_p) * roundings
     if numerics.ds_from == "rounded":
         ds_errors = ds_errors + p_cast * gap.square()
-    # 3. The gradients. delta's error reaches all keys of the row through P; the dots of dq and dk
-    #    read a prescaled operand again.
+    # 3. The gradients. The error of delta reaches all keys of the row through P. The dots of dq and
+    #    dk read a prescaled operand again.
     q2, k2, dout2 = (y.square() for y in (x.q, x.k, x.dout))
     again_q, again_k = _prescaling(c, numerics)
     dq = ds @ x.k * t
@@ -226,7 +226,7 @@ def _backward(
 
 
 def _finish(sums: _Sums, Hk: int, c: Constants, numerics: Numerics) -> tuple[torch.Tensor, ...]:
-    """Adds the heads of each group, and the roundings of dk and dv as they are stored."""
+    """Sums the heads of each group, and adds the roundings of the stored dk and dv."""
 
     def grouped(x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0], Hk, -1, *x.shape[2:]).sum(2)
@@ -248,7 +248,7 @@ def _finish(sums: _Sums, Hk: int, c: Constants, numerics: Numerics) -> tuple[tor
 
 
 def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Variances:
-    """All zeros, float64."""
+    """Returns ``Variances`` of zeros, float64."""
     (B, H, M, D), (Hk, N), Dv = q.shape, k.shape[1:3], v.shape[3]
     shapes = (
         *((B, H, M, Dv), (B, H, M, D), (B, Hk, N, D), (B, Hk, N, Dv), (B, H, M), (B, Hk, N)),
@@ -273,10 +273,10 @@ def variances(
     softcap: float | None = None,
     rows: int | None = None,
 ) -> Variances:
-    """The variance of every element's error, and of the identities', in a correct kernel.
+    """Returns the variances of the errors of a correct kernel's elements and of two identities.
 
-    With r(x) the variance of rounding x, u = 2**-24, u_in the unit roundoff of the inputs, e the
-    weights before their sum l divides them, dP = dout.v, D = sum(out dout), dS = p (dP - D)::
+    r(x) is the variance of rounding x, u = 2**-24, u_in is the unit roundoff of the inputs, e the
+    weights before division by their sum l, dP = dout.v, D = sum(out dout), dS = p (dP - D)::
 
         var_s = (u s)^2 + (u (s - m))^2 + dim u^2/3 t^2 q^2.k^2 (+ u_in^2/3 t^2 q^2.k^2, prescaled)
         out   = sum r(e)/l^2 v^2 + sum p^2 var_s (v - out)^2 + r(out)
@@ -286,33 +286,34 @@ def variances(
         dk    = t^2 [var_dS' q^2 + (p^2 var_D)' q^2] + r(dk)
         dv    = (r(p) + p^2 var_s)' dout^2 + r(dv)
 
-    A softcap multiplies what stands before (u s)^2 in var_s, and dS and p in dq and dk, by its
-    slope (squared, where they are), and adds (8u s)^2; the first identity then does not hold. Terms
-    that are added to scores add u^2 of the sum of their sizes, squared.
+    A softcap multiplies dS and p in dq and dk by its slope, and the dot's terms of var_s by its
+    square. It also adds (8u s)^2, and invalidates the first identity. Terms that are added to
+    scores add u^2 (sum of |terms|)^2.
 
-    The identities add up errors that are not independent, so each is derived from the roundings
-    again rather than from the elements' variances:
+    The errors in the identities are not independent, so each variance is derived from the roundings
+    instead of the elements' variances:
 
-    * Errors of the scores that both passes share make another softmax, for which both hold.
-    * sum_n dk errs by sum_m t q (sum_n error of dS's cast - error of D), because sum_n p = 1: the
-      error of D counts in full: t^2 q^2 (sum_n r(dS) + var_D) + r(dk).
-    * sum_n dv errs by sum_m dout (sum_n error of P's cast + error of lse): the rounding of the
-      stored lse scales a whole row, and only sums over it feel that:
+    * Errors of the scores that both passes share yield another softmax, for which both identities
+      hold.
+    * The error of sum_n dk is sum_m t q (sum_n error of dS's cast - error of D). As sum_n p = 1,
+      the error of D counts in full: t^2 q^2 (sum_n r(dS) + var_D) + r(dk).
+    * The error of sum_n dv is sum_m dout (sum_n error of P's cast + error of lse). The rounding of
+      the stored lse scales a whole row, which only affects sums over the row:
       dout^2 (sum_n r(p) + var_lse) + r(dv).
 
     Args:
-        q: (B, H, M, D), any float dtype and strides: the values that the kernel was given.
+        q: (B, H, M, D), the kernel's inputs, any float dtype and strides.
         k: (B, Hk, N, D).
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
-        dlse: (B, H, M), the gradient of lse; its rounding is too small to count.
-        alibi_slopes: As of ``reference.attention``.
-        bias: Likewise.
-        mask: What each row sees. Padding may hold anything.
+        dlse: (B, H, M), the gradient of lse; its rounding is negligible.
+        alibi_slopes: As in ``reference.attention``.
+        bias: As in ``reference.attention``.
+        mask: The mask. Padding may hold anything.
         sm_scale: Factor on q.k.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
-        numerics: What the subject declares. TF32 and the accumulator's h are not in the model.
-        softcap: As of ``reference.attention``.
+        numerics: The subject's declared numerics. The model excludes TF32 and the accumulator's h.
+        softcap: As in ``reference.attention``.
         rows: Height of a chunk; None keeps a chunk's scores within 2**24.
 
     Returns:

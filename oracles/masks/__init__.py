@@ -1,4 +1,4 @@
 """Masks: the algebra in ``mask``, its JSON codec, Triton predicates, the shipped masks.
 
-A mask says which query sees which key. It is a frozen value; tensors follow from it.
+A mask defines which keys each query sees. It is a frozen value, from which tensors are derived.
 """

@@ -1,4 +1,4 @@
-"""Random blocks, of 128 x 128 by default: each head sees its own, or all the same."""
+"""Random visible blocks, 128 x 128 by default, for each head or shared by all heads."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["BlockSparse"]
 
 @jit
 def _native(b, h, m, n, args):
-    """args: (blocks (H or 1, rows, columns), rows, columns, side of a block, 0 if of all heads)."""
+    """args: (blocks (H or 1, rows, columns), rows, columns, side, 0 if heads share blocks)."""
     at = (h * args[4] * args[1] + m // args[3]) * args[2] + n // args[3]
     return tl.load(args[0] + at) != 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(Mask):
-    """Blocks of ``side`` rows and keys, visible or not as a whole, drawn by seed.
+    """Blocks of ``side`` rows and keys, each visible or hidden as a whole, drawn from a seed.
 
     Args:
-        percent: Of all blocks that are visible, about.
-        seed: Of the draw.
+        percent: Approximate percentage of visible blocks.
+        seed: Seed of the draw.
         side: Rows and keys of a block.
-        per_head: Whether each head has blocks of its own.
-        heads: Whose blocks the heads have, in their order; None is 0, 1, ...
+        per_head: Whether each head has its own blocks.
+        heads: The index that each head's blocks are drawn for; None is 0, 1, ...
     """
 
     percent: int = 50
@@ -44,25 +44,25 @@ class BlockSparse(Mask):
         self._check_at_least_one("side")
 
     def mask_mod(self, b, h, m, n, *, M, N):
-        """The definition."""
+        """Whether the block of (m, n) is visible."""
         h = torch.as_tensor(h)
         blocks = self.blocks(1 + int(h.max()), M, N).to(h.device)
         return blocks[h if self.per_head else 0, m // self.side, n // self.side]
 
     def native(self, B, H, M, N, device):
-        """The same in Triton."""
+        """``mask_mod`` in Triton."""
         blocks = self.blocks(H, M, N).to(torch.int8).to(device)
         return _native, (blocks, *blocks.shape[1:], self.side, int(self.per_head))
 
     def blocks(self, H, M, N):
-        """Bool (H or 1, rows of blocks, columns of blocks)."""
+        """Returns the visible blocks, bool (H or 1, block rows, block columns)."""
         shape = -(-M // self.side), -(-N // self.side)
         heads = (self.heads or range(H)) if self.per_head else (0,)
         drawn = [uniform(self.seed, f"block-sparse/{h}", shape) for h in heads]
         return torch.stack(drawn) * 100 < self.percent
 
     def sliced(self, entries, heads=None):
-        """Of the same class, so that kernels which take maps of blocks still can."""
+        """Slices to the same class, so that kernels that take block masks still accept it."""
         rows, keys = self._lengths_of(entries)
         if heads is not None and self.heads is not None:
             heads = tuple(self.heads[h] for h in heads)
@@ -71,7 +71,7 @@ class BlockSparse(Mask):
 
     @classmethod
     def draw(cls, rng, B, H, M, N):
-        """Blocks of 16 to 128, few or many of them."""
+        """Draws blocks of 16 to 128 rows, from none visible to all visible."""
         return cls(
             percent=rng.choice((0, 10, 50, 90, 100)),
             seed=rng.randrange(2**31),

@@ -1,4 +1,4 @@
-"""Masks as plain JSON values and back: the classes that are known by name, and no others."""
+"""Converts masks to JSON values and back, for classes that are registered by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "register",
 ]
 
-# Masks that come with the suite, imported when they are asked for.
+# The shipped masks, imported on first use.
 SHIPPED = {
     "Both": "fa_verify.oracles.masks.mask",
     "Either": "fa_verify.oracles.masks.mask",
@@ -32,19 +32,19 @@ SHIPPED = {
     "BlockSparse": "fa_verify.oracles.masks.block_sparse",
     "Neighbourhood": "fa_verify.oracles.masks.neighbourhood",
 }
-# Those that have been asked for, and those of users.
+# The masks that are imported: shipped ones in use, and registered ones.
 MASKS: dict[str, type[Mask]] = {"Mask": Mask}
 
 
 class UnknownMaskError(ValueError):
-    """A record names a class of masks that this run does not know."""
+    """A record names a mask class that is not registered."""
 
 
 def register(mask: type[Mask]) -> None:
-    """Makes a class known under its name, so that problems with it can be replayed.
+    """Registers a class under its name, so that problems with it can be replayed.
 
     Raises:
-        ValueError: Another class has that name.
+        ValueError: Another class has this name.
     """
     name = mask.__name__
     if name in SHIPPED or MASKS.get(name, mask) is not mask:
@@ -53,10 +53,10 @@ def register(mask: type[Mask]) -> None:
 
 
 def mask_class(name: object) -> type[Mask]:
-    """The class of a name, or of the old spelling of one.
+    """Returns the class of a name; old names are accepted.
 
     Raises:
-        UnknownMaskError: No such class is known.
+        UnknownMaskError: No class has this name.
     """
     if isinstance(name, str) and name not in MASKS:
         name = OLD_NAMES.get(name, name)
@@ -65,13 +65,13 @@ def mask_class(name: object) -> type[Mask]:
     if not isinstance(name, str) or name not in MASKS:
         known = sorted({*MASKS, *SHIPPED})
         raise UnknownMaskError(
-            f"mask type {name!r} is not replayable; known are {known}, and what --mask is given"
+            f"mask type {name!r} is not replayable; known are {known}, and masks given by --mask"
         )
     return MASKS[name]
 
 
 def mask_to_record(mask: Mask) -> dict[str, Any]:
-    """A mask as what JSON can hold; fields at their default are left out."""
+    """Converts a mask to JSON values, without the fields at their defaults."""
     record: dict[str, Any] = {"type": type(mask).__name__}
     for item in dataclasses.fields(mask):
         value = getattr(mask, item.name)
@@ -83,11 +83,11 @@ def mask_to_record(mask: Mask) -> dict[str, Any]:
 
 
 def mask_from_record(record: object) -> Mask:
-    """The mask that a record describes; nothing in it is evaluated, or imported by its name.
+    """Converts a record to a mask; nothing in it is evaluated, or imported by a name in it.
 
     Raises:
-        ValueError: No record; UnknownMaskError, one, where its class is not known.
-        TypeError, ValueError: Of the class, where a field is unknown or wrong.
+        ValueError: It is not a JSON object, or (``UnknownMaskError``) its class is not registered.
+        TypeError, ValueError: The class rejects a field.
     """
     if not isinstance(record, dict):
         raise ValueError(f"mask is {record!r}; needs a JSON object")
@@ -99,5 +99,5 @@ def mask_from_record(record: object) -> Mask:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists, which JSON makes of tuples, as tuples."""
+    """Converts lists, which JSON has in place of tuples, to tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

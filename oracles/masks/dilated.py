@@ -1,4 +1,4 @@
-"""Dilated sliding window: every ``step``-th key of the past."""
+"""A dilated sliding window: every ``step``-th key before a position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _native(b, h, m, n, args):
 
 @dataclass(frozen=True, kw_only=True)
 class Dilated(Mask, uniform=True):
-    """The own position and every ``step``-th before it, ``width`` in all::
+    """A query's position and every ``step``-th key before it, ``width`` keys in all::
 
         width = 3, step = 2     n 0 1 2 3 4 5
                             m 5   . x . x . x
@@ -37,11 +37,11 @@ class Dilated(Mask, uniform=True):
         self._check_at_least_one("width", "step")
 
     def mask_mod(self, b, h, m, n, *, M, N):
-        """The definition."""
+        """Whether n is one of the ``width`` keys."""
         distance = self.position(b, m, M=M, N=N) - n
         inside = (distance >= 0) & (distance < self.width * self.step)
         return inside & (distance % self.step == 0)
 
     def native(self, B, H, M, N, device):
-        """The same in Triton."""
+        """``mask_mod`` in Triton."""
         return _native, (self.offsets(B, M, N, device), self.width, self.step)

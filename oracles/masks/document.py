@@ -1,4 +1,4 @@
-"""Documents packed into one sequence: nobody sees another document."""
+"""Documents packed into one sequence: a query sees the keys of its own document."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _native(b, h, m, n, args):
 
 @dataclass(frozen=True, kw_only=True)
 class Document(Mask):
-    """Keys of the own document; with ``causal=True`` those before the own position.
+    """A query sees the keys of its document, with ``causal=True`` up to its position.
 
     Args:
-        starts: For each batch entry where its documents begin but the first, ascending; entry b
-            has those at b modulo their number.
+        starts: For each batch entry, the ascending first keys of all documents but the first. Entry
+            b uses ``starts[b % len(starts)]``.
     """
 
     starts: tuple[tuple[int, ...], ...] = ((),)
@@ -35,21 +35,21 @@ class Document(Mask):
     def __post_init__(self):
         super().__post_init__()
         if not self.starts:
-            raise ValueError("starts is empty; needs those of one batch entry at least")
+            raise ValueError("starts is empty; needs the starts of at least one batch entry")
 
     def mask_mod(self, b, h, m, n, *, M, N):
-        """The definition."""
+        """Whether m and n belong to the same document."""
         p = torch.as_tensor(self.position(b, m, M=M, N=N))
         ids = self._ids(1 + int(torch.as_tensor(b).max()), N).to(p.device)
         return (p >= 0) & (ids[b, p.clamp(min=0)] == ids[b, n])
 
     def native(self, B, H, M, N, device):
-        """The same in Triton."""
+        """``mask_mod`` in Triton."""
         ids = self._ids(B, N).to(torch.int32).to(device)
         return _native, (ids, N, self.offsets(B, M, N, device))
 
     def _ids(self, B, N):
-        """Segment ids (B, N): how many documents have begun before a key, or at it."""
+        """Returns segment ids (B, N): the number of later documents that begin up to a key."""
         ids = torch.zeros(B, N, dtype=torch.int64)
         for b in range(B):
             for start in self.starts[b % len(self.starts)]:
@@ -58,7 +58,7 @@ class Document(Mask):
 
     @classmethod
     def draw(cls, rng, B, H, M, N):
-        """One to four documents an entry, causal or not."""
+        """Draws one to four documents per entry, causal or not."""
         starts = (sorted(rng.sample(range(1, N), min(rng.randrange(4), N - 1))) for _ in range(B))
         if N < 2:
             starts = ((),)

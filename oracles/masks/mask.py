@@ -1,4 +1,4 @@
-"""The algebra of masks: ``Mask``, ``Both``, ``Either``, and ``Sliced`` entries and heads of one."""
+"""The algebra of masks: ``Mask``, ``Both``, ``Either``, and ``Sliced`` entries and heads."""
 
 from __future__ import annotations
 
@@ -46,11 +46,10 @@ def _check_window(name: str, bound: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Which keys each query sees: causal, sliding window and padding lengths.
+    """The keys that each query sees: causal, sliding window and padding lengths.
 
-    A row m of batch entry b stands at position p = m + seqlens_k[b] - seqlens_q[b] (bottom-right
-    alignment) and sees the keys n with p - window_left <= n <= p + window_right, both ends
-    inclusive, as far as they exist::
+    Row m of batch entry b has position p = m + seqlens_k[b] - seqlens_q[b] (bottom-right
+    alignment). It sees the valid keys n with p - window_left <= n <= p + window_right, inclusive::
 
         seqlen_q = 3, seqlen_k = 5, causal      seqlen_q = 5, seqlen_k = 3, causal
 
@@ -62,19 +61,20 @@ class Mask:
                                                   4   x x x
 
     Args:
-        causal: Nothing after the own position; the same as ``window_right=0``.
-        window_left: Keys visible before the own position; None is unbounded.
-        window_right: Keys visible after the own position; None is unbounded.
+        causal: Hides keys after a query's position; the same as ``window_right=0``.
+        window_left: Keys visible before a query's position; None is unbounded.
+        window_right: Keys visible after a query's position; None is unbounded.
         seqlens_q: Valid query rows of each batch entry, B ints in [0, M]; None is M for all.
         seqlens_k: Valid keys of each batch entry, B ints in [0, N]; None is N for all.
 
     Raises:
-        TypeError: A field is of the wrong type.
+        TypeError: A field has the wrong type.
         ValueError: A bound or length is negative, or causal contradicts window_right.
 
-    A subclass adds fields and overrides ``mask_mod``, which all of the above is combined with; for
-    kernels that evaluate masks themselves also ``native``. ``uniform=True`` among the class's
-    arguments says that ``mask_mod`` takes no notice of b and h. ``a & b`` and ``a | b`` combine.
+    A subclass adds fields and overrides ``mask_mod``, which window and lengths are combined with.
+    It also overrides ``native`` for kernels that evaluate masks themselves. The class argument
+    ``uniform=True`` declares that ``mask_mod`` does not depend on b and h. ``a & b`` and ``a | b``
+    combine masks.
 
     Source: the alignment and the window of flash_attn 2.1 and later.
     """
@@ -95,11 +95,11 @@ class Mask:
                 raise TypeError(f"{cls.__name__} defines {old}; the method is called {new}")
 
     def _check_at_least_one(self, *names: str) -> None:
-        """Refuses sizes below 1, of fields that a subclass adds.
+        """Checks that fields of a subclass are ints >= 1.
 
         Raises:
-            TypeError: One is no int.
-            ValueError: One is less than 1.
+            TypeError: A field is no int.
+            ValueError: A field is less than 1.
         """
         for name in names:
             size = getattr(self, name)
@@ -130,7 +130,7 @@ class Mask:
         """Returns (seqlens_q, seqlens_k) with the defaults filled in.
 
         Raises:
-            ValueError: There are not B lengths, or one lies past M or N.
+            ValueError: There are not B lengths, or one exceeds M or N.
         """
         filled = []
         for name, given, size in (
@@ -149,21 +149,22 @@ class Mask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether lengths and window are all there is."""
+        """Whether lengths and window describe the mask completely."""
         return type(self).mask_mod is Mask.mask_mod
 
     def mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
-        """Whether query m of head h may see key n in batch entry b, beside window and lengths.
+        """Whether query m of head h may see key n in batch entry b, apart from window and lengths.
 
-        Overridden by other masks, as an elementwise expression of integers.
+        Subclasses override it with an elementwise expression of integers. b, h, m and n are ints,
+        or int64 tensors that broadcast against each other.
 
         Args:
-            b: Batch entry: an int, or an int64 tensor that broadcasts against the others.
-            h: Query head, likewise.
-            m: Valid query row, likewise; ``position`` aligns it with the keys.
-            n: Valid key, likewise.
-            M: Query rows of the tensors, padding included.
-            N: Keys.
+            b: Batch entry.
+            h: Query head.
+            m: Valid query row; ``position`` aligns it with the keys.
+            n: Valid key.
+            M: Query rows of the tensors, including padding.
+            N: Keys of the tensors, including padding.
 
         Returns:
             A bool, or a bool tensor of the broadcast shape or one that broadcasts to it.
@@ -173,21 +174,21 @@ class Mask:
     def native(
         self, B: int, H: int, M: int, N: int, device: torch.device | str
     ) -> tuple[Any, tuple[Any, ...]] | None:
-        """``mask_mod`` for kernels: (jit function of (b, h, m, n, args), args); None: all allowed.
+        """Returns ``mask_mod`` for kernels: (jit function of (b, h, m, n, args), args), or None.
 
-        The function is a ``triton.jit`` one and gets scalars b and h, and m and n that broadcast
-        against each other, never past the valid rows and keys. args holds ints, tensors on the
-        device and tuples of these.
+        The ``triton.jit`` function gets scalars b and h, and valid rows m and keys n that broadcast
+        against each other. args holds ints, tensors on the device and tuples of these. None means
+        that ``mask_mod`` hides nothing.
 
         Raises:
-            NotImplementedError: The mask has no such form.
+            NotImplementedError: The mask has no Triton predicate.
         """
         if self.is_plain:
             return None
         raise NotImplementedError(f"{type(self).__name__} has no native predicate")
 
     def position(self, b: Any, m: Any, *, M: int, N: int) -> Any:
-        """Where row m stands among the keys: m + seqlens_k[b] - seqlens_q[b]; may be negative."""
+        """Returns the position of row m, m + seqlens_k[b] - seqlens_q[b]; may be negative."""
         if self.seqlens_q is None and self.seqlens_k is None:
             return m + (N - M)
         if isinstance(b, int):
@@ -196,7 +197,7 @@ class Mask:
         return m + self.offsets(len(self.seqlens_q or self.seqlens_k or ()), M, N, b.device)[b]
 
     def offsets(self, B: int, M: int, N: int, device: torch.device | str) -> torch.Tensor:
-        """seqlens_k - seqlens_q, int32 (B,): what ``position`` adds to a row."""
+        """Returns seqlens_k - seqlens_q, int32 (B,), which ``position`` adds to a row."""
         import torch
 
         rows, keys = self.lengths(B, M, N)
@@ -204,7 +205,7 @@ class Mask:
         return torch.tensor(apart, dtype=torch.int32, device=device)
 
     def window_and_mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
-        """Window and ``mask_mod`` together, of valid rows and keys; elementwise."""
+        """Combines window and ``mask_mod``, elementwise, for valid rows and keys."""
         seen = self.mask_mod(b, h, m, n, M=M, N=N)
         if self.window_left is None and self.right is None:
             return seen
@@ -216,10 +217,9 @@ class Mask:
         return seen
 
     def is_visible(self, b: int, h: int, m: int, n: int, *, M: int, N: int) -> bool:
-        """The definition: whether query m of head h sees key n, in batch entry b.
+        """Whether query m of head h sees key n in batch entry b: the definition of the mask.
 
-        Every other form of a mask (dense, tile ranges, element masks of kernels) is compared with
-        this one.
+        Tests compare every other form (dense, tile ranges, element masks of kernels) with it.
         """
         seqlen_q = M if self.seqlens_q is None else self.seqlens_q[b]
         seqlen_k = N if self.seqlens_k is None else self.seqlens_k[b]
@@ -235,7 +235,7 @@ class Mask:
     def dense(
         self, B: int, H: int, M: int, N: int, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """The mask as a bool tensor (B or 1, H or 1, M, N), True where visible."""
+        """Returns the mask as a bool tensor (B or 1, H or 1, M, N), True where visible."""
         import torch
 
         seqlens_q, seqlens_k = self.lengths(B, M, N)
@@ -249,7 +249,7 @@ class Mask:
         n = torch.arange(N, device=device).view(1, 1, 1, N)
         seen = (m < rows) & (n < keys)
         seen = seen.expand(-1, h.shape[1], -1, -1).clone()
-        # Padding is not asked about, so that a predicate can look rows and keys up in tables.
+        # ``mask_mod`` never gets a padding row or key, so it can index tables with them.
         b = ((rows > 0) & (keys > 0)).flatten().nonzero()
         if b.numel():
             m, n = torch.minimum(m, rows - 1)[b[:, 0]], torch.minimum(n, keys - 1)[b[:, 0]]
@@ -257,7 +257,7 @@ class Mask:
         return seen
 
     def sliced(self, entries: tuple[int, ...], heads: tuple[int, ...] | None = None) -> Mask:
-        """The mask of some batch entries and query heads, in that order; None is all heads."""
+        """Returns the mask of some batch entries and query heads, in order; None is all heads."""
         rows, keys = self._lengths_of(entries)
         if self.uniform:
             return dataclasses.replace(self, seqlens_q=rows, seqlens_k=keys)
@@ -266,7 +266,7 @@ class Mask:
     def _lengths_of(
         self, entries: tuple[int, ...]
     ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """(seqlens_q, seqlens_k) of some batch entries."""
+        """Returns (seqlens_q, seqlens_k) of some batch entries."""
         rows, keys = (
             None if x is None else tuple(x[b] for b in entries)
             for x in (self.seqlens_q, self.seqlens_k)
@@ -274,11 +274,11 @@ class Mask:
         return rows, keys
 
     def __and__(self, other: Mask) -> Mask:
-        """Visible where both say so; lengths are those of either, and the same where both have."""
+        """Visible where both masks are; lengths that both define must agree."""
         return Both(first=self, second=other) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
-        """Visible where one of both says so; lengths as of ``&``."""
+        """Visible where at least one mask is; lengths as in ``&``."""
         return Either(first=self, second=other) if isinstance(other, Mask) else NotImplemented
 
 
@@ -296,14 +296,14 @@ def _check_mask(name: str, given: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair(Mask):
-    """Two masks; what lengths they have become those of the pair.
+    """Two masks; their lengths become the lengths of the pair.
 
     Args:
-        first: A mask.
-        second: Another.
+        first: The first mask.
+        second: The second mask.
 
     Raises:
-        TypeError: One is no mask.
+        TypeError: A field is no mask.
         ValueError: Their lengths differ.
     """
 
@@ -321,21 +321,21 @@ class _Pair(Mask):
             object.__setattr__(self, name, given.pop() if given else None)
         for name in ("first", "second"):
             object.__setattr__(self, name, _with_lengths(getattr(self, name), None, None))
-        # Not a field: an instance is as uniform as its parts.
+        # Not a field: an instance is uniform if both parts are.
         object.__setattr__(self, "uniform", self.first.uniform and self.second.uniform)
 
     def _parts(self) -> tuple[Mask, Mask]:
-        """The two masks at the pair's lengths, from which positions follow."""
+        """Returns the two masks with the lengths of the pair, which positions depend on."""
         lengths = self.seqlens_q, self.seqlens_k
         return _with_lengths(self.first, *lengths), _with_lengths(self.second, *lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Both(_Pair):
-    """Visible where both masks say so."""
+    """The conjunction of two masks."""
 
     def mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
-        """Both."""
+        """Whether both masks allow the pair."""
         parts = self._parts()
         first, second = (part.window_and_mask_mod(b, h, m, n, M=M, N=N) for part in parts)
         return first & second
@@ -343,7 +343,7 @@ class Both(_Pair):
     def native(
         self, B: int, H: int, M: int, N: int, device: torch.device | str
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Both."""
+        """``mask_mod`` in Triton."""
         from fa_verify.oracles.masks.triton_predicates import both, native_of
 
         first, second = (native_of(part, B, H, M, N, device) for part in self._parts())
@@ -352,10 +352,10 @@ class Both(_Pair):
 
 @dataclass(frozen=True, kw_only=True)
 class Either(_Pair):
-    """Visible where one of two masks says so."""
+    """The disjunction of two masks."""
 
     def mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
-        """Either."""
+        """Whether at least one mask allows the pair."""
         parts = self._parts()
         first, second = (part.window_and_mask_mod(b, h, m, n, M=M, N=N) for part in parts)
         return first | second
@@ -363,7 +363,7 @@ class Either(_Pair):
     def native(
         self, B: int, H: int, M: int, N: int, device: torch.device | str
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Either."""
+        """``mask_mod`` in Triton."""
         from fa_verify.oracles.masks.triton_predicates import either, native_of
 
         first, second = (native_of(part, B, H, M, N, device) for part in self._parts())
@@ -372,16 +372,16 @@ class Either(_Pair):
 
 @dataclass(frozen=True, kw_only=True)
 class Sliced(Mask):
-    """A mask seen from other batch entries and heads: b is its ``entries[b]``, h its ``heads[h]``.
+    """Some batch entries and heads of a mask: b is its ``entries[b]``, h its ``heads[h]``.
 
     Args:
-        mask: The mask; its lengths do not count.
-        entries: A batch entry of it for each of this one, all different.
-        heads: A query head of it for each of this one; None leaves heads as they are.
+        mask: The mask; its lengths are ignored.
+        entries: The mask's batch entry for each batch entry, all different.
+        heads: The mask's query head for each query head; None keeps the heads.
 
     Raises:
-        TypeError: A field is of the wrong type.
-        ValueError: An entry comes twice, or entries and lengths differ in number.
+        TypeError: A field has the wrong type.
+        ValueError: An entry is repeated, or entries and lengths differ in number.
     """
 
     mask: Mask = field(default_factory=Mask)
@@ -405,20 +405,22 @@ class Sliced(Mask):
         object.__setattr__(self, "mask", _with_lengths(self.mask, None, None))
 
     def lengths(self, B: int, M: int, N: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """As of ``Mask``."""
+        """As in ``Mask``; raises ValueError too if there are not B entries."""
         if len(self.entries) != B:
-            raise ValueError(f"entries has {len(self.entries)}; needs one per batch entry, {B}")
+            raise ValueError(
+                f"entries has {len(self.entries)} ints; needs one per batch entry, {B}"
+            )
         return super().lengths(B, M, N)
 
     def mask_mod(self, b: Any, h: Any, m: Any, n: Any, *, M: int, N: int) -> Any:
-        """What the mask says of the entry and the head that these stand for."""
+        """Evaluates the mask at ``entries[b]`` and ``heads[h]``."""
         head = h if self.heads is None else _looked_up(self.heads, h)
         return self._whole().window_and_mask_mod(_looked_up(self.entries, b), head, m, n, M=M, N=N)
 
     def native(
         self, B: int, H: int, M: int, N: int, device: torch.device | str
     ) -> tuple[Any, tuple[Any, ...]]:
-        """The mask's own, behind two tables."""
+        """The mask's Triton predicate, with entries and heads looked up in two tables."""
         import torch
 
         from fa_verify.oracles.masks.triton_predicates import native_of, sliced
@@ -430,7 +432,7 @@ class Sliced(Mask):
         return sliced(function), (*tables, args)
 
     def sliced(self, entries: tuple[int, ...], heads: tuple[int, ...] | None = None) -> Mask:
-        """As of ``Mask``, of the same mask."""
+        """As in ``Mask``; the result slices the same mask, without nesting."""
         rows, keys = self._lengths_of(entries)
         both = self.heads if heads is None else heads
         if heads is not None and self.heads is not None:
@@ -441,7 +443,7 @@ class Sliced(Mask):
         )  # fmt: skip
 
     def _whole(self) -> Mask:
-        """The mask with these lengths at its own entries; other entries are empty."""
+        """Returns the mask with the lengths moved to its own entries; other entries are empty."""
         spread = []
         for lengths in (self.seqlens_q, self.seqlens_k):
             of_entry = dict(zip(self.entries, lengths or (), strict=False))
@@ -451,7 +453,7 @@ class Sliced(Mask):
 
 
 def _looked_up(table: tuple[int, ...], at: Any) -> Any:
-    """table[at] for an int or a tensor."""
+    """Returns table[at] for an int or a tensor ``at``."""
     if isinstance(at, int):
         return table[at]
     import torch

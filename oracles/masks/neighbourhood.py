@@ -1,4 +1,4 @@
-"""Neighbourhood attention on a grid: a square of keys around each query, moved in at the border."""
+"""Neighbourhood attention on a grid: a square of keys around each query, shifted at borders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Neighbourhood"]
 
 @jit
 def _first(place, kernel, size):
-    """Where the window of a place begins along one axis."""
+    """Returns the first index of the window around a place, along one axis."""
     return tl.minimum(tl.maximum(place - kernel // 2, 0), tl.maximum(size - kernel, 0))
 
 
@@ -33,9 +33,9 @@ def _native(b, h, m, n, args):
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbourhood(Mask, uniform=True):
-    """Sequences are grids of rows of ``width``; a query sees ``kernel`` x ``kernel`` keys.
+    """Sequences are grids with ``width`` columns; a query sees ``kernel`` x ``kernel`` keys.
 
-    At a border the square is moved in, so that it keeps its size; the last row may be short.
+    At a border the square is shifted inwards to keep its size. The last grid row may be short.
 
     Source: Hassani et al. 2022 (arXiv:2204.07143), section 3.1.
     """
@@ -48,7 +48,7 @@ class Neighbourhood(Mask, uniform=True):
         self._check_at_least_one("width", "kernel")
 
     def mask_mod(self, b, h, m, n, *, M, N):
-        """The definition."""
+        """Whether n lies in the square of m."""
         p, n = torch.as_tensor(self.position(b, m, M=M, N=N)), torch.as_tensor(n)
         keys = N
         if self.seqlens_k is not None:
@@ -66,6 +66,6 @@ class Neighbourhood(Mask, uniform=True):
         return seen
 
     def native(self, B, H, M, N, device):
-        """The same in Triton."""
+        """``mask_mod`` in Triton."""
         keys = torch.tensor(self.lengths(B, M, N)[1], dtype=torch.int32, device=device)
         return _native, (self.offsets(B, M, N, device), keys, self.width, self.kernel)

@@ -1,4 +1,4 @@
-"""Prefix-LM: causal, and everyone sees the prefix."""
+"""Prefix-LM: causal attention, where all queries also see the prefix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _native(b, h, m, n, args):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixLM(Mask, uniform=True):
-    """Keys up to the own position, and the first ``prefix`` keys::
+    """A query sees the keys up to its position, and the first ``prefix`` keys::
 
         prefix = 2      n 0 1 2 3
                     m 0   x x . .
@@ -33,9 +33,9 @@ class PrefixLM(Mask, uniform=True):
     prefix: Annotated[int, Between(0, 80)] = 0
 
     def mask_mod(self, b, h, m, n, *, M, N):
-        """The definition."""
+        """Whether n is in the prefix or at most the position of m."""
         return (n <= self.position(b, m, M=M, N=N)) | (n < self.prefix)
 
     def native(self, B, H, M, N, device):
-        """The same in Triton."""
+        """``mask_mod`` in Triton."""
         return _native, (self.offsets(B, M, N, device), self.prefix)

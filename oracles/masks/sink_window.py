@@ -1,4 +1,4 @@
-"""Attention sinks beside a sliding window."""
+"""A sliding window with attention sinks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _native(b, h, m, n, args):
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWindow(Mask, uniform=True):
-    """The last ``width`` keys up to the own position, and the first ``sinks`` of those before.
+    """The last ``width`` keys up to a query's position, and the first ``sinks`` keys before it.
 
     Source: Xiao et al. 2023 (arXiv:2309.17453).
     """
@@ -33,10 +33,10 @@ class SinkWindow(Mask, uniform=True):
         self._check_at_least_one("width")
 
     def mask_mod(self, b, h, m, n, *, M, N):
-        """The definition."""
+        """Whether n is in the window of m, or a sink."""
         p = self.position(b, m, M=M, N=N)
         return (n <= p) & ((p - n < self.width) | (n < self.sinks))
 
     def native(self, B, H, M, N, device):
-        """The same in Triton."""
+        """``mask_mod`` in Triton."""
         return _native, (self.offsets(B, M, N, device), self.sinks, self.width)

@@ -1,4 +1,4 @@
-"""Tree attention of speculative decoding: draft tokens see the context and their ancestors."""
+"""Tree attention for speculative decoding: draft tokens see the context and their ancestors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _native(b, h, m, n, args):
 
 @dataclass(frozen=True, kw_only=True)
 class Tree(Mask, uniform=True):
-    """The last keys are the nodes of a tree; a node sees itself, its ancestors, all before them.
+    """The last keys are the nodes of a tree; a node sees itself, its ancestors and the context.
 
     Rows before the tree are causal.
 
     Args:
-        parents: Of each node the index of its parent, which comes before it, or -1 for a root.
+        parents: The index of each node's parent, which comes before the node, or -1 for a root.
 
     Raises:
         ValueError: A parent does not come before its child.
@@ -44,10 +44,10 @@ class Tree(Mask, uniform=True):
     def __post_init__(self):
         super().__post_init__()
         if not self.parents or any(not -1 <= x < node for node, x in enumerate(self.parents)):
-            raise ValueError(f"parents is {self.parents}; needs indices before each node's, or -1")
+            raise ValueError(f"parents is {self.parents}; needs an earlier node's index, or -1")
 
     def mask_mod(self, b, h, m, n, *, M, N):
-        """The definition."""
+        """Whether n is in the context of m, or m itself or an ancestor."""
         p = torch.as_tensor(self.position(b, m, M=M, N=N))
         size = len(self.parents)
         keys = self._seqlens_k(b, N)
@@ -57,19 +57,19 @@ class Tree(Mask, uniform=True):
         return before | ((column >= 0) & (row >= 0) & inside)
 
     def native(self, B, H, M, N, device):
-        """The same in Triton."""
+        """``mask_mod`` in Triton."""
         keys = torch.tensor(self.lengths(B, M, N)[1], dtype=torch.int32, device=device)
         table = self._ancestors().to(torch.int8).to(device)
         return _native, (table, len(self.parents), self.offsets(B, M, N, device), keys)
 
     def _seqlens_k(self, b, N):
-        """Valid keys of a batch entry, or of each of several."""
+        """Returns the valid keys of a batch entry, or of each entry in a tensor."""
         if self.seqlens_k is None:
             return N
         return torch.tensor(self.seqlens_k, device=torch.as_tensor(b).device)[b]
 
     def _ancestors(self):
-        """Bool (T, T): [i, j] where j is i, or an ancestor of it."""
+        """Returns bool (T, T), True at [i, j] if j is i or an ancestor of i."""
         found = torch.eye(len(self.parents), dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -78,5 +78,5 @@ class Tree(Mask, uniform=True):
 
     @classmethod
     def draw(cls, rng, B, H, M, N):
-        """Up to 24 nodes, each below any node before it or a root."""
+        """Draws up to 24 nodes; the parent of each is an earlier node or none."""
         return cls(parents=tuple(rng.randrange(-1, node) for node in range(rng.randrange(1, 25))))

@@ -1,4 +1,4 @@
-"""Triton where it is installed: masks are values that work without it, except natively."""
+"""Triton if it is installed: masks work without it, except for their Triton predicates."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ try:
 
     jit, tl = triton.jit, triton.language
 except ImportError:
-    # Nobody asks for a jit function without Triton.
+    # Without Triton, no code calls a jit function.
     jit, tl = (lambda function: function), None

@@ -1,6 +1,6 @@
-"""Triton's forms of what masks are made of: a window, both, either, other entries and heads.
+"""Triton predicates of the mask algebra: window, both, either, sliced entries and heads.
 
-Imported where a kernel asks for a mask's native form, and needs Triton then.
+The module needs Triton. It is imported when a kernel requests a mask's Triton predicate.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _in_window(b, h, m, n, args):
     return (distance >= -args[1]) & (distance <= args[2])
 
 
-# What the functions below call; copies of them have other values here. (The interpreter knows no
-# closures.)
+# Placeholders: copies of the functions below have other functions under these names. Triton's
+# interpreter does not support closures.
 _first: Any = _all
 _second: Any = _all
 
@@ -51,34 +51,34 @@ def _sliced(b, h, m, n, args):
 
 
 def _bound(template: Any, first: Any, second: Any = _all) -> Any:
-    """The jit function of a template that calls other functions."""
+    """Returns a jit function: a copy of a template that calls other functions."""
     names = {**template.__globals__, "_first": first, "_second": second}
     return triton.jit(FunctionType(template.__code__, names, template.__name__))
 
 
-# One function a pair of functions: it is compiled once.
+# Cached, so that each pair of functions is compiled once.
 @lru_cache(maxsize=256)
 def both(first: Any, second: Any) -> Any:
-    """The jit function that is true where two are; its args are the pair of theirs."""
+    """Returns the conjunction of two jit functions; its args are the pair of their args."""
     return _bound(_both, first, second)
 
 
 @lru_cache(maxsize=256)
 def either(first: Any, second: Any) -> Any:
-    """The jit function that is true where one of two is; its args are the pair of theirs."""
+    """Returns the disjunction of two jit functions; its args are the pair of their args."""
     return _bound(_either, first, second)
 
 
 @lru_cache(maxsize=256)
 def sliced(function: Any) -> Any:
-    """The jit function of other entries and heads; args: (entries, heads, the function's)."""
+    """Returns a jit function on sliced entries and heads; args: (entries, heads, inner args)."""
     return _bound(_sliced, function)
 
 
 def native_of(
     mask: Mask, B: int, H: int, M: int, N: int, device: torch.device | str
 ) -> tuple[Any, tuple[Any, ...]]:
-    """(jit function, args) of all of a mask but its lengths, for kernels that combine masks."""
+    """Returns (jit function, args) of a mask without its lengths, to combine it with others."""
     found = mask.native(B, H, M, N, device)
     if mask.window_left is None and mask.right is None:
         return found or (_all, (0,))

@@ -1,4 +1,4 @@
-"""Attention and its gradients in float64, written twice: in PyTorch and in NumPy.
+"""Attention and its gradients in float64: two implementations, in PyTorch and in NumPy.
 
-References say what is true. How far a kernel may be from them is in ``bounds``.
+References are the ground truth; ``bounds`` has the error that a kernel may have against them.
 """

@@ -1,7 +1,7 @@
 """Attention forward and backward in NumPy float64: numbered passes, one head at a time.
 
-Written to be read and checked against the formulas, not to be fast. Axes in the names of locals:
-b batch, h query head, m query row, n key, d head_dim, e head_dim of v.
+The code is written for comparison with the formulas, not for speed. Suffixes of locals name axes: b
+batch, h query head, m query row, n key, d head_dim, e head_dim of v.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Head(NamedTuple):
-    """The passes of one batch entry and query head; 0 wherever a row does not see a key.
+    """The passes of one batch entry and query head; matrices are 0 where a row does not see a key.
 
-    The inputs come first, with rows that see nothing and keys that nobody sees set to 0. lse_m is
-    -inf and row_max_m is 0 for a row without a visible key. scaled_mn is what a softcap made the
-    scores of, slope_mn their derivative by it: the scores themselves, and 1, without one. added_mn
-    are the terms that were added after that.
+    The inputs come first, with rows without a visible key and keys that no row sees set to 0. A row
+    without a visible key has lse_m = -inf and row_max_m = 0. scaled_mn are the scores before a
+    softcap, and slope_mn is the derivative of the capped scores by them, 1 without a softcap.
+    added_mn are the terms added after the softcap.
     """
 
     q_md: FloatArray
@@ -52,15 +52,15 @@ class Head(NamedTuple):
 
 
 def seen_keys(mask: Mask, B: int, M: int, N: int) -> BoolArray:
-    """Returns which keys each row sees, bool (B, M, N): one inclusive range of keys per row.
+    """Returns the keys that each row sees, bool (B, M, N): one inclusive range of keys per row.
 
-    The last valid row is level with the last valid key; the row i rows above it is level with the
-    key i keys before. A row sees from ``window_left`` keys before its level to ``window_right``
-    keys after it (0 if causal), as far as there are valid keys. This is a reading of the
-    definition of its own: it calls no other form of the mask.
+    The last valid row is level with the last valid key, and the row i rows above it with the key i
+    keys before. A row sees valid keys from ``window_left`` keys before its level to
+    ``window_right`` keys after it (0 if causal). This implementation of the definition is
+    independent: it calls no other form of the mask.
 
     Args:
-        mask: What each query sees.
+        mask: The mask: a window and lengths.
         B: Batch entries.
         M: Query rows.
         N: Keys.
@@ -85,10 +85,10 @@ def seen_keys(mask: Mask, B: int, M: int, N: int) -> BoolArray:
 
 
 def distances(mask: Mask, B: int, M: int, N: int) -> FloatArray:
-    """Returns how far each key is from each row's level, (B, M, N); see ``seen_keys``.
+    """Returns the distance of each key from each row's level, (B, M, N); see ``seen_keys``.
 
     Args:
-        mask: Says how long the sequences are.
+        mask: The mask, for its lengths.
         B: Batch entries.
         M: Query rows.
         N: Keys.
@@ -110,12 +110,12 @@ def added_terms(
     alibi_slopes: FloatArray | None,
     bias: FloatArray | None = None,
 ) -> list[FloatArray]:
-    """Returns what is added to scores, (B, H, M, N) each.
+    """Returns the terms that are added to scores, (B, H, M, N) each.
 
     Args:
-        mask: Says how long the sequences are.
+        mask: The mask, for its lengths.
         shape: (B, H, M, N).
-        alibi_slopes: (H,) or (B, H): keys lose that much for each key between them and a row.
+        alibi_slopes: (H,) or (B, H): slope times distance is subtracted from a score.
         bias: (B or 1, H or 1, M or 1, N or 1).
     """
     added = []
@@ -149,15 +149,15 @@ def attend_head(
         dlse_m: (M,) float64, gradient of lse.
         seen_mn: (M, N) bool, True where row m sees key n.
         sm_scale: Factor on q.k.
-        softcap: c of c tanh(s / c), > 0; None leaves the scores as they are.
+        softcap: c of c tanh(s / c), > 0; None without a softcap.
         added_mn: (M, N) float64 each, added to the scores; hidden pairs may hold anything.
 
     Returns:
-        All passes; dk_nd and dv_ne are this head's own contribution.
+        All passes; dk_nd and dv_ne are the contributions of this head.
 
     Source: FlashAttention-2 (arXiv:2307.08691), section 2.2 and algorithm 2, untiled.
     """
-    # Pass 0: what stands in padding may be NaN or Inf, and 0 * NaN is NaN: select it away.
+    # Pass 0: padding may hold NaN or Inf, and 0 * NaN is NaN, so it is replaced by 0.
     live_m: BoolArray = np.any(seen_mn, axis=1)
     used_n: BoolArray = np.any(seen_mn, axis=0)
     q_md = np.where(live_m[:, None], q_md, 0.0)
@@ -191,7 +191,7 @@ def attend_head(
     delta_m = (dout_me * out_me).sum(axis=1) - dlse_m
     # Pass 7: dS = P (dP - delta)
     dscores_mn = np.where(seen_mn, probs_mn * (dprobs_mn - delta_m[:, None]), 0.0)
-    # Pass 8: dQ = t dX K, dK = t dX' Q, dV = P' dO, where dX = dS by the slope
+    # Pass 8: dQ = t dX K, dK = t dX' Q, dV = P' dO, where dX is dS times the slope
     dscaled_mn = dscores_mn * slope_mn
     dq_md = sm_scale * (dscaled_mn @ k_nd)
     dk_nd = sm_scale * (dscaled_mn.T @ q_md)
@@ -235,26 +235,26 @@ def attention(
 ) -> Outputs[FloatArray]:
     """Returns out, lse and the analytic gradients of sum(out * dout) + sum(lse * dlse).
 
-    A row without a visible key gives out 0, lse -inf, dq 0 and nothing to dk and dv; its dout and
-    dlse are ignored. Padding may hold NaN or Inf. A hidden key adds exactly zero to a row,
-    whatever finite values it has.
+    A row without a visible key has out 0, lse -inf and dq 0, and adds nothing to dk and dv; its
+    dout and dlse are ignored. Padding may hold NaN or Inf. A hidden key with finite values adds
+    exactly zero to a row.
 
     Args:
-        q: (B, H, M, D) float64 holding the given low-precision values.
-        k: (B, Hk, N, D) likewise, H a multiple of Hk.
-        v: (B, Hk, N, Dv) likewise.
-        dout: (B, H, M, Dv) likewise, gradient of out.
-        mask: What each query sees.
+        q: (B, H, M, D) float64, with the given low-precision values.
+        k: (B, Hk, N, D) float64, as q; H is a multiple of Hk.
+        v: (B, Hk, N, Dv) float64, as q.
+        dout: (B, H, M, Dv) float64, as q; the gradient of out.
+        mask: The mask.
         sm_scale: Factor on q.k.
         dlse: (B, H, M) gradient of lse; None is zero.
-        softcap: c, > 0, where a scaled score s becomes c tanh(s / c); None where it does not.
-        alibi_slopes: (H,) or (B, H), by which a score falls with its key's distance.
+        softcap: c, > 0, where a scaled score s becomes c tanh(s / c); None without a softcap.
+        alibi_slopes: (H,) or (B, H): slope times distance is subtracted from a score.
         bias: (B or 1, H or 1, M or 1, N or 1), added to the scores.
 
     Returns:
         out (B, H, M, Dv), lse (B, H, M) in natural log, dq, dk, dv shaped as q, k, v.
 
-    Numerics: within half of ``numpy_bound.bound(..., in_dtype="fp64")`` of the true values.
+    Numerics: within half of ``numpy_check.bound(..., in_dtype="fp64")`` of the true values.
     """
     B, H, M, _ = q.shape
     Hk, N = k.shape[1:3]
@@ -268,7 +268,7 @@ def attention(
     seen_bmn = seen_keys(mask, B, M, N)
     dlse_bhm = np.zeros((B, H, M)) if dlse is None else dlse
     added = added_terms(mask, (B, H, M, N), alibi_slopes, bias)
-    # Pairs that a select discards afterwards may overflow.
+    # Pairs that a later select discards may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
         for b in range(B):
             for h in range(H):

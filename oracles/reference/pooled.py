@@ -16,7 +16,7 @@ POOLS = ("mean", "max")
 
 
 def key_blocks(p: torch.Tensor, keys: int, pool: str) -> torch.Tensor:
-    """(..., N) pooled over keys to (..., ceil(N / keys)): sums for "mean", or maxima; p >= 0."""
+    """Pools p >= 0 (..., N) over keys to (..., ceil(N / keys)): sums for "mean", else maxima."""
     keys = min(keys, p.shape[-1])
     blocks: torch.Tensor = pad(p, (0, -p.shape[-1] % keys)).unflatten(-1, (-1, keys))
     return blocks.amax(-1) if pool == "max" else blocks.sum(-1)
@@ -25,7 +25,7 @@ def key_blocks(p: torch.Tensor, keys: int, pool: str) -> torch.Tensor:
 def row_blocks(
     into: torch.Tensor, part: torch.Tensor, start: int, rows: int, pool: str
 ) -> torch.Tensor:
-    """Joins rows start, start + 1, ... of ``part`` (B,H,R,J) to their blocks of ``into`` (B,H,I,J).
+    """Pools ``part`` (B,H,R,J), the rows from ``start`` on, into the blocks ``into`` (B,H,I,J).
 
     Returns:
         ``into``, changed in place.
@@ -38,7 +38,7 @@ def row_blocks(
 def valid_pairs(
     mask: Mask, B: int, M: int, N: int, size: tuple[int, int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many rows and keys of each block are no padding: int64 (B,1,I,1) and (B,1,1,J)."""
+    """Returns the numbers of valid rows and keys of each block, int64 (B,1,I,1) and (B,1,1,J)."""
     found = []
     for lengths, length, each in zip(mask.lengths(B, M, N), (M, N), size, strict=True):
         starts = torch.arange(0, length, each, device=device)
@@ -51,13 +51,13 @@ def valid_pairs(
 def _probabilities(
     q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, sm_scale: float
 ) -> torch.Tensor:
-    """P of a chunk of rows (B,H,R,N), 0 where not seen."""
+    """Returns P of a chunk of rows (B,H,R,N), 0 where not seen."""
     B, H, R, _ = q.shape
     Hk, N = k.shape[1:3]
     seen = seen.expand(B, H, R, N)
     live = seen.any(3, keepdim=True)
     q, k = q.to(torch.float64), k.to(torch.float64).repeat_interleave(H // Hk, dim=1)
-    # Padding may hold NaN, which is selected away.
+    # Padding may hold NaN; the select drops it.
     scores_bhmn = torch.where(seen, q @ k.mT * sm_scale, -math.inf)
     m_bhm1 = torch.where(live, scores_bhmn.amax(3, keepdim=True), 0.0)
     e_bhmn = torch.exp(scores_bhmn - m_bhm1)
@@ -74,25 +74,25 @@ def pooled_probabilities(
     size: tuple[int, int],
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """The mean or the maximum of the probabilities of each block of pairs, in float64.
+    """Returns the mean or maximum of the probabilities of each block of pairs, in float64.
 
-    P[m, n] = exp(s[m, n] - lse[m]) where row m sees key n, and 0 everywhere else. Block (i, j)
-    holds the pairs with i rows <= m < (i + 1) rows and j keys <= n < (j + 1) keys; its valid pairs
-    are those whose row and key are no padding::
+    P[m, n] = exp(s[m, n] - lse[m]) where row m sees key n, and 0 elsewhere. Block (i, j) holds the
+    pairs with i rows <= m < (i + 1) rows and j keys <= n < (j + 1) keys. A pair is valid if neither
+    its row nor its key is padding::
 
-        mean   sum of P over the block / number of its valid pairs, hidden ones included
+        mean   sum of P over the block / number of its valid pairs, including hidden pairs
         max    largest P of the block
 
-    and 0 where there is no valid pair. Padding may hold anything.
+    A block without a valid pair is 0. Padding may hold anything.
 
     Args:
         q: (B, H, M, D), any float dtype and strides.
         k: (B, Hk, N, D); H is a multiple of Hk.
-        mask: What each row sees.
+        mask: The mask.
         sm_scale: Factor on q.k.
         pool: "mean" or "max".
         size: (rows, keys) of a block, >= 1.
-        chunk: Rows of q at a time; None keeps their scores few.
+        chunk: Rows of q at a time; None limits memory.
 
     Returns:
         (B, H, ceil(M / rows), ceil(N / keys)) on q's device.

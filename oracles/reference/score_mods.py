@@ -1,4 +1,4 @@
-"""What is added to scores before they are masked: ALiBi, a bias; in float64, by rows."""
+"""Terms added to scores before masking, ALiBi and a bias, in float64 and by rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["Additions", "Lengths"]
 
 
 class Lengths(Protocol):
-    """What positions need of a mask."""
+    """The part of a mask that positions depend on."""
 
     def lengths(self, B: int, M: int, N: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The valid rows and the valid keys of each batch entry."""
+        """Returns the valid rows and the valid keys of each batch entry."""
 
 
 class Additions:
-    """The terms that each score is the sum of, beside sm_scale q.k or what a softcap makes of it.
+    """The terms that are added to a scaled or capped score.
 
-    ALiBi: -slope |p - n|, where query m stands at p = m + seqlens_k[b] - seqlens_q[b], as it does
-    for masks. The bias: as it is, where a row sees a key.
+    ALiBi adds -slope |p - n|, where query m has position p = m + seqlens_k[b] - seqlens_q[b], as in
+    masks. A bias is added unchanged.
 
     Source: Press, Smith, Lewis 2022 (arXiv:2108.12409).
     """
@@ -33,7 +33,7 @@ class Additions:
         alibi_slopes: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """Takes a mask with ``lengths``, (B, H, M, N), the device, slopes and bias as calls do."""
+        """Takes a mask with ``lengths``, (B, H, M, N), the device, and a call's slopes and bias."""
         B, H, M, N = self.shape = shape
         self.device = device
         self._slopes: torch.Tensor | None = None
@@ -48,11 +48,11 @@ class Additions:
             self._ahead = (keys - rows).view(B, 1, 1, 1)
 
     def __bool__(self) -> bool:
-        """Whether anything is added."""
+        """Whether there are any terms."""
         return self._slopes is not None or self._bias is not None
 
     def between(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        """The terms of rows start (inclusive) to stop (exclusive), (B, H, stop - start, N) each."""
+        """Returns the terms of rows [start, stop), (B, H, stop - start, N) each."""
         B, H, _, N = self.shape
         terms = []
         if self._slopes is not None:

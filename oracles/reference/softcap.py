@@ -1,4 +1,4 @@
-"""Softcap in float64: a score x becomes c tanh(x / c), which is never larger than c."""
+"""Softcap in float64: a score x becomes c tanh(x / c), at most c in magnitude."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 __all__ = ["capped", "slope"]
 
-_SMALL = 0.5  # of |x / c|, below which 1 - tanh**2 does not cancel
+_SMALL = 0.5  # |x / c| below which 1 - tanh**2 does not cancel
 
 
 def capped(x: torch.Tensor, softcap: float) -> torch.Tensor:
-    """c tanh(x / c), differentiable to full precision however flat it is.
+    """Returns c tanh(x / c), differentiable to full precision even where it is flat.
 
-    The derivative of a tanh is 1 - tanh**2, of which nothing is left where tanh is nearly 1. So
-    tanh is 1 - 2 e / (1 + e) there, e = exp(-2 |x / c|), whose derivative subtracts nothing.
+    The derivative 1 - tanh**2 cancels where tanh is close to 1. There, tanh is computed as
+    1 - 2 e / (1 + e) with e = exp(-2 |x / c|), whose derivative has no cancellation.
 
     Args:
         x: Scores, float64, any shape.
@@ -27,6 +27,6 @@ def capped(x: torch.Tensor, softcap: float) -> torch.Tensor:
 
 
 def slope(x: torch.Tensor, softcap: float) -> torch.Tensor:
-    """The derivative of ``capped``, 1 - tanh(x / c)**2, as 4 e / (1 + e)**2."""
+    """Returns the derivative of ``capped``, 1 - tanh(x / c)**2, as 4 e / (1 + e)**2."""
     e = torch.exp(-2 * (x / softcap).abs())
     return 4 * e / (1 + e).square()

@@ -14,29 +14,29 @@ from fa_verify.oracles.reference.softcap import capped
 
 __all__ = ["DenseMask", "RowMasks", "attention", "bias_gradient", "chunk_height"]
 
-_SCORES = 2**24  # scores in one chunk; about ten float64 tensors of that size live at a time
+_SCORES = 2**24  # scores in one chunk; about ten float64 tensors of this size live at a time
 
 
 class DenseMask(Protocol):
-    """What the oracles need of a mask."""
+    """The part of a mask that the oracles use."""
 
     def dense(
         self, B: int, H: int, M: int, N: int, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """Bool (B or 1, H or 1, M, N), True where visible."""
+        """Returns bool (B or 1, H or 1, M, N), True where visible."""
 
 
 class RowMasks:
     """The dense mask, a few rows at a time.
 
-    A ``Mask`` is evaluated for the asked rows alone, so that M x N never stands in memory: lengths
+    A ``Mask`` is evaluated for the requested rows alone, so M x N is never materialised: lengths
     and window here, the rest by its ``mask_mod``. Any other mask is made dense once and sliced.
     """
 
     def __init__(
         self, mask: DenseMask, B: int, H: int, M: int, N: int, device: torch.device
     ) -> None:
-        """Takes a Mask or any object with its ``dense``, the sizes, and the bools' device."""
+        """Takes a ``Mask`` or any object with ``dense``, the sizes, and the device of the bools."""
         self.shape = (B, H, M, N)
         self.device = device
         self._dense: torch.Tensor | None = None
@@ -53,7 +53,7 @@ class RowMasks:
             self._dense = mask.dense(B, H, M, N, device=device)
 
     def between(self, start: int, stop: int) -> torch.Tensor:
-        """Rows start (inclusive) to stop (exclusive): bool (B or 1, H or 1, stop - start, N)."""
+        """Returns rows [start, stop), bool (B or 1, H or 1, stop - start, N)."""
         if self._dense is not None:
             return self._dense[:, :, start:stop]
         m = torch.arange(start, stop, device=self.device).view(-1, 1)
@@ -68,7 +68,7 @@ class RowMasks:
             _, H, M, N = self.shape
             h = torch.arange(1 if self._beyond.uniform else H, device=self.device).view(-1, 1, 1)
             seen = seen.expand(-1, h.shape[0], -1, -1).clone()
-            # Padding is not asked about.
+            # ``mask_mod`` never gets a padding row or key.
             b = self._live
             m = torch.minimum(m, self._rows - 1)[b]
             n = torch.minimum(n, self._keys - 1)[b]
@@ -78,7 +78,9 @@ class RowMasks:
 
 
 def chunk_height(rows: int | None, B: int, H: int, N: int) -> int:
-    """The height of a chunk: ``rows``, or for None what keeps its scores few (B, H, N >= 1).
+    """Returns the height of a chunk: ``rows``, or for None a height that limits memory.
+
+    B, H and N are >= 1.
 
     Raises:
         ValueError: rows is less than 1.
@@ -102,12 +104,12 @@ def _rows_with_gradients(
     added: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
 ) -> tuple[Outputs[torch.Tensor], torch.Tensor | None]:
-    """The outputs of a chunk of rows, and what these rows add to dk, dv, and dbias of a leaf."""
+    """Returns the outputs of a chunk of rows, with its contributions to dk, dv and dbias."""
     B, H, M, _ = q.shape
     Hk, N = k.shape[1:3]
     seen = seen.expand(B, H, M, N)
-    # 1. Rows without a key and keys that none of these rows sees may hold NaN: take them out
-    #    before they meet a product, where 0 * NaN would bring them back.
+    # 1. Rows without a visible key and keys that none of these rows sees may hold NaN. They are
+    #    replaced by 0 before any product, where 0 * NaN would be NaN.
     live = seen.any(3, keepdim=True)
     used = seen.any(2).view(B, Hk, H // Hk, N, 1).any(2)
     q, dout = (torch.where(live, x.to(torch.float64), 0.0) for x in (q, dout))
@@ -117,25 +119,25 @@ def _rows_with_gradients(
         # 2. Each query head reads the key/value head of its group.
         q, k, v = leaves
         k, v = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
-        # 3. Scores. A row without a key gets zeros: its softmax stays finite and is dropped below.
+        # 3. Scores. A row without a visible key gets zeros; its finite softmax is dropped below.
         scores_bhmn = q @ k.mT * sm_scale
         if softcap is not None:
             scores_bhmn = capped(scores_bhmn, softcap)
         scores_bhmn = sum(added, scores_bhmn)
         scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
         # 4. Softmax, divided by its sum: exp(s - lse) would carry the rounding of lse, which grows
-        #    with |lse|, into every weight of the row. The second select keeps hidden pairs out of
-        #    the gradient, whatever they hold.
+        #    with |lse|, into every weight of the row. The second select excludes hidden pairs from
+        #    the gradient.
         m_bhm1 = scores_bhmn.detach().amax(3, keepdim=True)
         e_bhmn = torch.exp(scores_bhmn - m_bhm1)
         l_bhm1 = e_bhmn.sum(3, keepdim=True)
         p_bhmn = torch.where(seen, e_bhmn / l_bhm1, 0.0)
         # 5. Output and gradients. The sum is written out so that the backward begins with an
-        #    elementwise kernel: cuBLAS warns if it is the first to run in autograd's own thread.
+        #    elementwise kernel: cuBLAS warns if it runs first in autograd's own thread.
         out = p_bhmn @ v
         loss = (out * dout).sum()
         if dlse is not None:
-            # The row maximum is a constant in m + log l; what it adds to l's gradient, it takes.
+            # The row maximum is a constant in lse = m + log l: its contributions cancel.
             loss = loss + torch.where(live, l_bhm1.log() * dlse.unsqueeze(3), 0.0).sum()
         wanted = leaves if bias is None else [*leaves, bias]
         dq, dk, dv, *dbias = torch.autograd.grad(loss, wanted)
@@ -157,12 +159,12 @@ def attention(
     softcap: float | None = None,
     rows: int | None = None,
 ) -> Outputs[torch.Tensor]:
-    """Attention, its log-sum-exp and its gradients, in float64.
+    """Returns attention, its log-sum-exp and its gradients, in float64.
 
-    out = softmax(s + mask) v, where s is x = sm_scale q k', or c tanh(x / c), and with it what
-    ``Additions`` says; lse is the natural logarithm of the softmax's denominator; dq, dk, dv are
-    the gradients of sum(out * dout) + sum(lse * dlse). A row with no visible key gives out 0, lse
-    -inf, dq 0, and adds nothing to dk and dv. Padding may hold anything, and hidden pairs
+    out = softmax(s + mask) v, where s is x = sm_scale q k', or c tanh(x / c) with a softcap, plus
+    the terms of ``Additions``. lse is the natural logarithm of the softmax's denominator. dq, dk,
+    dv are the gradients of sum(out * dout) + sum(lse * dlse). A row without a visible key has out
+    0, lse -inf and dq 0, and adds nothing to dk and dv. Padding may hold anything, and hidden pairs
     contribute exact zeros.
 
     Args:
@@ -170,19 +172,20 @@ def attention(
         k: (B, Hk, N, D); H is a multiple of Hk.
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
-        dlse: (B, H, M), the gradient of lse; None is zero. Rows without a key have none.
-        alibi_slopes: (H,) or (B, H), of a mask with ``lengths``; None adds nothing.
-        bias: (B or 1, H or 1, M or 1, N or 1); None adds nothing. It may hold anything where no row
-            sees a key.
-        mask: What each row sees.
+        dlse: (B, H, M), the gradient of lse; None is zero. It is ignored for rows without a
+            visible key.
+        alibi_slopes: (H,) or (B, H), for a mask with ``lengths``; None without ALiBi.
+        bias: (B or 1, H or 1, M or 1, N or 1); None without a bias. It may hold anything where no
+            row sees a key.
+        mask: The mask.
         sm_scale: Factor on q.k.
-        softcap: c, > 0; None leaves the scores as they are.
+        softcap: c, > 0; None without a softcap.
         rows: Height of a chunk; None keeps a chunk's scores within 2**24.
 
     Returns:
-        Float64 tensors on q's device; gradients summed over the chunks and the group's heads.
+        Float64 tensors on q's device; gradients are summed over the chunks and the group's heads.
 
-    Numerics: errs by a few float64 roundings, about as much as a float64 kernel may.
+    Numerics: the error is a few float64 roundings, about the bound of a float64 kernel.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1.
     """
@@ -204,9 +207,9 @@ def bias_gradient(
     softcap: float | None = None,
     rows: int | None = None,
 ) -> torch.Tensor:
-    """The bias's gradient, float64 in its shape: dS, added up over what shares an element.
+    """Returns the gradient of the bias, float64 in its shape: dS, summed over broadcast axes.
 
-    Args and Numerics: as of ``attention``.
+    Arguments and numerics are those of ``attention``.
     """
     given = (q, k, v, dout, dlse, alibi_slopes, bias)
     found = _by_chunks(*given, mask=mask, sm_scale=sm_scale, softcap=softcap, rows=rows)[1]
@@ -228,7 +231,7 @@ def _by_chunks(
     softcap: float | None,
     rows: int | None,
 ) -> tuple[Outputs[torch.Tensor], torch.Tensor | None]:
-    """The outputs, and the gradient of a bias."""
+    """Returns the outputs, and the gradient of a bias or None."""
     (B, H, M, _), N = q.shape, k.shape[2]
     dbias = None
     if bias is not None:

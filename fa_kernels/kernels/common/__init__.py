@@ -1,4 +1,4 @@
 """Device functions that several kernels share: addressing, masks, the softmax, score modifications.
 
-No kernel is launched from here, and no function depends on one family of kernels.
+The modules define no kernels, and no function depends on one family of kernels.
 """

@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, and how tiles of them are read and written."""
+"""Tensors in memory, and loads and stores of their tiles."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Tensor(NamedTuple):
-    """A tensor (entries, heads, rows, columns); under VARLEN an entry is a row."""
+    """A tensor (entries, heads, rows, columns); under VARLEN, an entry is a row."""
 
     ptr: Any
     stride_entry: Any
@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
 @triton.jit
 def head_matrix(tensor, offset, h):
-    """The matrix of one head; offsets of heads and tiles are 64-bit."""
+    """Returns the matrix of one head; offsets of heads and tiles are 64-bit."""
     pointer = (
         tensor.ptr + offset.to(tl.int64) * tensor.stride_entry + h.to(tl.int64) * tensor.stride_head
     )
@@ -50,14 +50,14 @@ def head_matrix(tensor, offset, h):
 def load_tile(
     matrix, start, rows, columns, inside, ALIGNED: tl.constexpr, CHECK_ROWS: tl.constexpr
 ):
-    """Rows ``start + rows`` of ``matrix``, zeros past its last column.
+    """Loads rows ``start + rows`` of ``matrix``, with zeros past its last column.
 
     ``rows`` (R, 1) and ``columns`` (1, C) give the tile, (1, R) and (C, 1) its transpose. With
     CHECK_ROWS, rows that are not ``inside`` (shaped as ``rows``) are zeros and are not read.
 
-    ALIGNED, if not 0: unit column stride, rows on 16-byte boundaries, 16-bit numbers, a multiple of
-    8 of them in a row, and offsets within a tile that fit 32 bits; 2: no column to mask. The host
-    has checked it; it is said here so that the compiler can make loads 16 bytes wide.
+    A nonzero ALIGNED promises a unit column stride, rows on 16-byte boundaries, 16-bit elements, a
+    multiple of 8 columns, and offsets within a tile that fit 32 bits; 2 also promises that no
+    column needs a mask. The host checks this; the compiler uses it for 16-byte loads.
     """
     if ALIGNED:
         stride_row = (matrix.stride_row // 8).to(tl.int32) * 8
@@ -84,9 +84,10 @@ def load_tile(
 
 @triton.jit
 def stored_rows(b, h, H, offset, length, seqlen, total, VARLEN: tl.constexpr):
-    """(first, end) of one head in a contiguous tensor of all heads' rows.
+    """Returns (first, end) of one head in a contiguous tensor of all heads' rows.
 
-    ``first`` is where its row 0 stands; rows from ``end`` on are not its own. Padding is.
+    ``first`` is the index of the head's row 0. Rows from ``end`` on, counted from there, belong to
+    others; padding rows are the head's own.
     """
     if VARLEN:
         first, end = h.to(tl.int64) * total + offset, seqlen
@@ -97,10 +98,10 @@ def stored_rows(b, h, H, offset, length, seqlen, total, VARLEN: tl.constexpr):
 
 @triton.jit
 def scratch_row(b, h, H, offset, M_padded, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
-    """Where row 0 of one head stands in scratch that has whole tiles of rows for each sequence.
+    """Returns the index of a head's row 0 in scratch that has whole tiles for each sequence.
 
-    M_padded: rows of a head's scratch, of all sequences under VARLEN; those that follow each other
-    begin at multiples of BLOCK then, far enough apart for any lengths.
+    M_padded is the number of scratch rows per head. Under VARLEN it covers all sequences: each
+    begins at a multiple of BLOCK, far enough from the next one for any lengths.
     """
     if VARLEN:
         row = h.to(tl.int64) * M_padded + (offset + b * BLOCK) // BLOCK * BLOCK
@@ -111,10 +112,10 @@ def scratch_row(b, h, H, offset, M_padded, BLOCK: tl.constexpr, VARLEN: tl.const
 
 @triton.jit
 def whole_rows(ptr, first, rows, columns, D):
-    """Places in rows ``first + rows`` of D columns, where rows begin at multiples of 16 bytes.
+    """Returns pointers to rows ``first + rows`` of D columns, with rows on 16-byte boundaries.
 
-    So that they are read and written as many at a time. ``first`` is 64-bit, and no constant: what
-    is said of a parameter alone the compiler forgets.
+    The compiler then reads and writes 16 bytes at a time. ``first`` is 64-bit and must not be a
+    constant: the compiler drops ``multiple_of`` on a plain kernel parameter.
     """
     pointer = tl.multiple_of(ptr + first * D, 16)
     return pointer + (rows.to(tl.int64)[:, None] * D + columns[None, :])
@@ -126,7 +127,7 @@ def store_rows(
 ):
     """Writes ``tile``, cast to the tensor's dtype, as rows ``first + rows`` of D columns.
 
-    Rows from ``end`` on are not written; ``first`` is 64-bit. ``load_tile`` explains ALIGNED.
+    Rows from ``end`` on are not written. ``first`` is 64-bit. See ``load_tile`` for ALIGNED.
     """
     tile = tile.to(ptr.dtype.element_ty)
     if ALIGNED == 2:

@@ -1,4 +1,4 @@
-"""Which tile a program has, and which tiles of the other sequence it visits."""
+"""The tile of a program, and the tiles of the other sequence that it visits."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class KernelConfig(NamedTuple):
-    """The constants that a matrix kernel is compiled for, as its parameters of these names."""
+    """The constexpr parameters of a matrix kernel, under their names."""
 
     BLOCK_M: Any
     BLOCK_N: Any
@@ -40,11 +40,11 @@ class KernelConfig(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """How programs are numbered: the tiles of a head follow each other, then heads, then entries.
+    """The numbering of programs: tiles vary fastest, then heads, then batch entries.
 
-    Where ``entries`` is not 0, a head has ``tiles_of_head`` tiles of so many sequences, which
-    ``sequence_of_tile`` tells apart. ``order_ptr`` is read under a predicate: the tiles in the
-    order of programs.
+    If ``entries`` is not 0, the ``tiles_of_head`` tiles of a head belong to that many sequences;
+    ``sequence_of_tile`` finds the sequence of a tile. Under a predicate, ``order_ptr`` holds the
+    tiles in the order of programs.
     """
 
     tiles_of_head: Any
@@ -54,7 +54,7 @@ class Grid(NamedTuple):
 
 
 class BlockInfo(NamedTuple):
-    """The tile of a program: its index, its first row or key, its batch entry and head."""
+    """The tile of a program: its index, first row or key, batch entry and head."""
 
     index: Any
     start: Any
@@ -82,10 +82,11 @@ def tile_of_program(
     VARLEN: tl.constexpr,
     PREDICATE: tl.constexpr,
 ):
-    """(tile, b, h) of a program.
+    """Returns (tile, b, h) of a program.
 
-    LATE_FIRST: under causal masking late query tiles are the long ones. ``cu_seqlens_ptr`` and
-    ``total`` belong to the side whose tiles the grid counts, and are read under VARLEN.
+    LATE_FIRST reverses the tiles of a head: under causal masking, late query tiles take longest.
+    ``cu_seqlens_ptr`` and ``total`` belong to the side whose tiles the grid counts, and are read
+    under VARLEN.
     """
     tile = program % grid.tiles_of_head
     head = program // grid.tiles_of_head
@@ -105,9 +106,9 @@ def tile_of_program(
 def query_block(
     program, grid, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PREDICATE: tl.constexpr
 ):
-    """(block, seqlen) of a program with a query tile: ``BlockInfo`` and ``SeqlenInfo``.
+    """Returns the ``BlockInfo`` and ``SeqlenInfo`` of a program with a query tile.
 
-    Under VARLEN the tile may lie past its sequence; the kernel then returns.
+    Under VARLEN, the tile may lie past its sequence; the kernel then returns.
     """
     tile, b, h = tile_of_program(
         program, grid, batch.seqlens_q_ptr, batch.total_q, BLOCK, True, VARLEN, PREDICATE
@@ -120,7 +121,7 @@ def query_block(
 def key_block(
     program, grid, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr, PREDICATE: tl.constexpr
 ):
-    """(block, seqlen) of a program with a key tile, as ``query_block`` of a query tile."""
+    """Returns the ``BlockInfo`` and ``SeqlenInfo`` of a program with a key tile."""
     tile, b, h = tile_of_program(
         program, grid, batch.seqlens_k_ptr, batch.total_k, BLOCK, False, VARLEN, PREDICATE
     )
@@ -132,7 +133,7 @@ def key_block(
 def row_block(
     program, grid, cu_seqlens_ptr, length, total, BLOCK: tl.constexpr, VARLEN: tl.constexpr
 ):
-    """(block, offset, seqlen) of a program that visits rows alone: padding counts as rows."""
+    """Returns (block, offset, seqlen) of a program that visits rows, padding rows included."""
     tile, b, h = tile_of_program(program, grid, cu_seqlens_ptr, total, BLOCK, False, VARLEN, None)
     block = BlockInfo(tile, tile * BLOCK, b, h)
     offset, seqlen = b, length
@@ -143,11 +144,11 @@ def row_block(
 
 @triton.jit
 def listed_tiles(lists, b, h, tile):
-    """A tile's row of a block map, read like a range whose edge tiles all come first.
+    """Reads a tile's row of a block map, as a range whose edge tiles all come first.
 
     Returns:
-        (places, list_ptr): the list of indices, and a ``TileRange`` of places in it. Its edge
-        tiles are those that a mask divides.
+        (places, list_ptr): a ``TileRange`` of places in the list of indices, and a pointer to the
+        list. The edge tiles are the partially visible ones.
     """
     row = b * lists.stride_entry + h * lists.stride_head + tile * lists.stride_tile
     mixed = tl.load(lists.ptr + row)
@@ -157,7 +158,10 @@ def listed_tiles(lists, b, h, tile):
 
 @triton.jit
 def key_tiles(block, mask, lists, CONFIG: tl.constexpr):
-    """(tiles, list_ptr) that a query tile visits: a ``TileRange``, of a list under a predicate."""
+    """Returns (tiles, list_ptr): the key tiles that a query tile visits, as a ``TileRange``.
+
+    Under a predicate, the range counts places in the list at ``list_ptr``.
+    """
     if CONFIG.PREDICATE is None:
         tiles = visible_tiles(
             block.start, mask.seqlen_q, mask.seqlen_k, mask.window_left, mask.window_right,
@@ -171,14 +175,14 @@ def key_tiles(block, mask, lists, CONFIG: tl.constexpr):
 
 @triton.jit
 def tile_count(tiles, MASKED: tl.constexpr):
-    """How many edge tiles (MASKED) or full tiles a ``TileRange`` has."""
+    """Returns the number of edge tiles (MASKED) or full tiles of a ``TileRange``."""
     full = tiles.full_hi - tiles.full_lo
     return tiles.hi - tiles.lo - full if MASKED else full
 
 
 @triton.jit
 def nth_tile(i, tiles, MASKED: tl.constexpr):
-    """The i-th full tile, or (MASKED) edge tile; edge tiles lie on both sides of the full."""
+    """Returns the i-th edge tile (MASKED) or full tile; edges lie on both sides of full tiles."""
     if MASKED:
         tile = tiles.lo + i
         tile = tl.where(tile >= tiles.full_lo, tile + (tiles.full_hi - tiles.full_lo), tile)
@@ -189,7 +193,7 @@ def nth_tile(i, tiles, MASKED: tl.constexpr):
 
 @triton.jit
 def tile_index(place, list_ptr, PREDICATE: tl.constexpr):
-    """The index of a tile: its place in a range, or what stands there in a list."""
+    """Returns the index of the tile at a place; under a predicate, it is read from the list."""
     if PREDICATE is not None:
         place = tl.load(list_ptr + place)
     return place

@@ -1,6 +1,7 @@
-"""Sums of dq as Hopper's backward adds to them: in the order in which its threads have them.
+"""The layout of the sums of dq that Hopper's backward accumulates.
 
-What reads them is compiled for any GPU, and so knows nothing of Gluon.
+Sums are stored in the order of the warpgroup's registers. The kernel that reads them runs on any
+GPU, so this module is plain Triton.
 """
 
 import triton
@@ -11,9 +12,9 @@ __all__ = ["rows_of_blocks"]
 
 @triton.jit
 def rows_of_blocks(ptr, first, D: tl.constexpr):
-    """64 rows of D columns, out of blocks of 64 x 64 that lie in the order of ``add_block``.
+    """Loads 64 rows of D columns from blocks of 64 x 64 in the order of ``add_block``.
 
-    ``first`` is the first one's row, a 64-bit number; D is 64 or 128.
+    ``first`` is the 64-bit index of the first row; D is 64 or 128.
     """
     numbers = tl.load(tl.multiple_of(ptr + first * D, 16) + tl.arange(0, 64 * D))
     # Blocks, eight columns, warps, rows, pairs of columns, the rows 8 below, columns.

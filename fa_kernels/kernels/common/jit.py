@@ -1,4 +1,4 @@
-"""How a kernel is compiled: once for all lengths, strides and alignments."""
+"""The decorator of kernels, which compiles once for all lengths, strides and alignments."""
 
 import inspect
 
@@ -8,11 +8,11 @@ __all__ = ["kernel"]
 
 
 def kernel(fn):
-    """``triton.jit`` without specialisation of integers and pointers.
+    """Applies ``triton.jit`` without specialisation on integers and pointers.
 
-    Constexpr parameters alone choose the compiled code; parameters named ``*_ptr`` are not
-    specialised on alignment, all others not on their value. So a call never compiles because a
-    length or a stride is 1 or a multiple of 16, and the same layout of a reduction serves all.
+    The compiled code depends on constexpr parameters and dtypes alone. Parameters named ``*_ptr``
+    are not specialised on alignment, the others not on their value. A length or stride of 1 or a
+    multiple of 16 therefore neither recompiles a kernel nor changes the layout of a reduction.
     """
     names = [
         name

@@ -1,4 +1,4 @@
-"""Which pairs of queries and keys are visible, element by element of a tile."""
+"""Visibility of the (query, key) pairs of a tile."""
 
 from typing import Any, NamedTuple
 
@@ -25,12 +25,12 @@ class AttentionMask(NamedTuple):
 
 @triton.jit
 def element_mask(offs_m, offs_n, mask, PREDICATE: tl.constexpr):
-    """Where query m sees key n, for offsets that broadcast against each other."""
+    """Returns True where query m sees key n, for offsets that broadcast against each other."""
     distance = offs_n - (offs_m + (mask.seqlen_k - mask.seqlen_q))
     in_window = (distance >= -mask.window_left) & (distance <= mask.window_right)
     seen = in_window & (offs_m < mask.seqlen_q) & (offs_n < mask.seqlen_k)
     if PREDICATE is not None:
-        # Padding is not asked about, so that a predicate can look rows and keys up in tables.
+        # A predicate never gets a padding row or key, so it can index tables with them.
         m = tl.minimum(offs_m, mask.seqlen_q - 1)
         n = tl.minimum(offs_n, mask.seqlen_k - 1)
         seen = seen & (PREDICATE(mask.b, mask.h, m, n, mask.args) != 0)
@@ -39,14 +39,14 @@ def element_mask(offs_m, offs_n, mask, PREDICATE: tl.constexpr):
 
 @triton.jit
 def pairs_seen(here, there, seqlen_here, seqlen_there, before, after):
-    """Where elements of this sequence (rows) pair with elements of the other (columns).
+    """Returns True where elements of this sequence (rows) see elements of the other (columns).
 
-    It equals ``element_mask``, with one comparison a column: a row sees consecutive columns.
-    Arguments are those of ``visible_tiles``.
+    The result equals ``element_mask`` with one comparison per element, because a row sees
+    consecutive columns. See ``visible_tiles`` for the arguments.
     """
     own = here + (seqlen_there - seqlen_here)
     first = own - before
     count = tl.maximum(tl.minimum(own + after + 1, seqlen_there) - first, 0)
     count = tl.where(here < seqlen_here, count, 0)
-    # What comes before the first is as an unsigned number behind the last.
+    # Columns before the first become large as unsigned numbers, past the last column.
     return (there[None, :] - first[:, None]).to(tl.uint32) < count.to(tl.uint32)[:, None]

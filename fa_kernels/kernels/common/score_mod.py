@@ -1,7 +1,7 @@
-"""Score modifications beside scaling and masking: softcap, ALiBi, a bias.
+"""Score modifications besides scaling and masking: softcap, ALiBi, bias.
 
-``SCORE_MODS`` says which, as a sum of the constants below. Where it is 0, nothing here is compiled.
-Otherwise scores are in natural units, and ``base2_scale`` brings them to base 2.
+``SCORE_MODS`` selects them, as a sum of the constants below. If it is 0, a kernel compiles none of
+this code. Otherwise scores are in natural units, and ``base2_scale`` converts them to base 2.
 
 Source: Press, Smith, Lewis 2022 (arXiv:2108.12409), ALiBi.
 """
@@ -31,7 +31,7 @@ BIAS: tl.constexpr = tl.constexpr(4)
 
 
 class ScoreModArgs(NamedTuple):
-    """The arguments of a call's score modifications; fillers for those not in SCORE_MODS."""
+    """The arguments of a call's score modifications; placeholders for those not in SCORE_MODS."""
 
     softcap_bits: Any
     slopes_ptr: Any
@@ -41,10 +41,10 @@ class ScoreModArgs(NamedTuple):
 
 
 class ScoreMods(NamedTuple):
-    """The scales and score modifications of one head; fillers for those not in SCORE_MODS.
+    """The scales and score modifications of one head; placeholders for those not in SCORE_MODS.
 
-    ``qk_scale`` brings scores to base 2, ``factor`` is the one on q.k before a softcap, ``bias`` a
-    pointer to the head's matrix.
+    ``qk_scale`` converts scores to base 2, ``factor`` multiplies q.k before a softcap, and ``bias``
+    points to the head's matrix.
     """
 
     qk_scale: Any
@@ -58,7 +58,7 @@ class ScoreMods(NamedTuple):
 
 @triton.jit
 def base2_scale(sm_scale, ACC: tl.constexpr, SCORE_MODS: tl.constexpr):
-    """The scale that brings scores to base 2: dots of q and k, or modified scores."""
+    """Returns the scale that converts dots of q and k, or modified scores, to base 2."""
     if SCORE_MODS:
         scale = tl.full([], LOG2E, ACC)
     else:
@@ -68,7 +68,7 @@ def base2_scale(sm_scale, ACC: tl.constexpr, SCORE_MODS: tl.constexpr):
 
 @triton.jit
 def score_mods(args, sm_scale, qk_scale, b, h, ACC: tl.constexpr, SCORE_MODS: tl.constexpr):
-    """The ``ScoreMods`` of one head."""
+    """Returns the ``ScoreMods`` of one head."""
     factor, softcap, slope = sm_scale, sm_scale, sm_scale
     if SOFTCAP & SCORE_MODS:
         softcap = scale_from_bits(args.softcap_bits)
@@ -87,11 +87,11 @@ def score_mods(args, sm_scale, qk_scale, b, h, ACC: tl.constexpr, SCORE_MODS: tl
 
 @triton.jit
 def tanh_dtanh(x):
-    """(tanh x, 1 - tanh(x)^2), both to a few roundings of themselves.
+    """Returns (tanh x, 1 - tanh(x)^2), both with a relative error of a few roundings.
 
-    Beyond 1/2 by e = exp(-2 |x|), which may be 0: (1 - e) / (1 + e) and 4 e / (1 + e)^2. Below,
-    where 1 - e cancels, by seven steps of Lambert's continued fraction as a quotient of sums of
-    positive terms: at 1/2 it is off by 2^-52 of tanh.
+    For |x| >= 1/2 they are (1 - e) / (1 + e) and 4 e / (1 + e)^2 with e = exp(-2 |x|), which may be
+    0. For smaller |x|, 1 - e cancels. There, tanh is seven steps of Lambert's continued fraction,
+    written as a quotient of sums of positive terms. Its relative error at 1/2 is 2^-52.
 
     Source: Lambert 1761; the fraction is in Abramowitz and Stegun, 4.5.70.
     """
@@ -109,10 +109,9 @@ def tanh_dtanh(x):
 
 @triton.jit
 def apply_score_mods(dots, offs_m, offs_n, mask, mods, SCORE_MODS: tl.constexpr):
-    """(scores in natural units, their derivative by the scaled dots) of a tile of dots.
+    """Returns (scores in natural units, their derivative by the scaled dots) of a tile of dots.
 
-    Offsets broadcast against each other, and are shaped as ``dots`` is; scores of padding mean
-    nothing.
+    Offsets broadcast to the shape of ``dots``. Scores of padding are undefined.
     """
     scores = dots * mods.factor
     dtanh = 1.0
@@ -123,7 +122,7 @@ def apply_score_mods(dots, offs_m, offs_n, mask, mods, SCORE_MODS: tl.constexpr)
         distance = tl.abs(offs_n - (offs_m + (mask.seqlen_k - mask.seqlen_q)))
         scores -= mods.slope * distance.to(scores.dtype)
     if BIAS & SCORE_MODS:
-        # Of padding it is not read: whatever stands there need not even be a number.
+        # The bias of padding may hold anything, NaN included: it is not read.
         inside = (offs_m < mask.seqlen_q) & (offs_n < mask.seqlen_k)
         rows = offs_m.to(tl.int64) * mods.bias_stride_row
         places = rows + offs_n.to(tl.int64) * mods.bias_stride_column

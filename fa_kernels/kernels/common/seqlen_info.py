@@ -1,4 +1,4 @@
-"""Where the sequences of a batch lie, and how long they are."""
+"""Offsets and lengths of the sequences of a batch."""
 
 from typing import Any, NamedTuple
 
@@ -16,9 +16,9 @@ __all__ = [
 
 
 class Batch(NamedTuple):
-    """The sequences of a call, as the host gives them.
+    """The sequences of a call, as the host passes them.
 
-    The pointers lead to int32 lengths (B,), or under VARLEN to cumulative ones (B + 1,). No
+    The pointers lead to int32 lengths (B,), under VARLEN to cumulative lengths (B + 1,). No
     sequence is longer than max_seqlen; total_q and total_k are the rows of the tensors.
     """
 
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
 
 class SeqlenInfo(NamedTuple):
-    """One batch entry: valid lengths, and what the tensors' first strides count."""
+    """One batch entry: valid lengths, and offsets in units of the tensors' first strides."""
 
     offset_q: Any
     offset_k: Any
@@ -41,11 +41,11 @@ class SeqlenInfo(NamedTuple):
 
 @triton.jit
 def sequence(seqlens_ptr, b, length, total, VARLEN: tl.constexpr):
-    """(offset, seqlen) of a batch entry.
+    """Returns (offset, seqlen) of a batch entry.
 
-    ``offset`` is what the tensors' first stride counts: b, or the entry's first row under VARLEN.
-    Then ``seqlens_ptr`` leads to the offsets of all entries and the end of the last. Whatever
-    stands there, no sequence is longer than ``length`` or reaches past ``total``.
+    ``offset`` is in units of the tensors' first stride: b, or the entry's first row under VARLEN,
+    where ``seqlens_ptr`` points to cumulative lengths. Values are clamped, so that no sequence is
+    longer than ``length`` or ends past ``total``.
     """
     if VARLEN:
         offset = tl.minimum(tl.maximum(tl.load(seqlens_ptr + b), 0), total)
@@ -59,7 +59,7 @@ def sequence(seqlens_ptr, b, length, total, VARLEN: tl.constexpr):
 
 @triton.jit
 def seqlen_info(batch, b, VARLEN: tl.constexpr):
-    """The ``SeqlenInfo`` of a batch entry."""
+    """Returns the ``SeqlenInfo`` of a batch entry."""
     offset_q, seqlen_q = sequence(batch.seqlens_q_ptr, b, batch.max_seqlen_q, batch.total_q, VARLEN)
     offset_k, seqlen_k = sequence(batch.seqlens_k_ptr, b, batch.max_seqlen_k, batch.total_k, VARLEN)
     return SeqlenInfo(offset_q, offset_k, seqlen_q, seqlen_k)
@@ -67,7 +67,7 @@ def seqlen_info(batch, b, VARLEN: tl.constexpr):
 
 @triton.jit
 def valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N):
-    """(seqlen_q, seqlen_k) of a batch entry, clamped to the tensors' lengths."""
+    """Returns (seqlen_q, seqlen_k) of a batch entry, clamped to the tensors' lengths."""
     _, seqlen_q = sequence(seqlens_q_ptr, b, M, M, False)
     _, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)
     return seqlen_q, seqlen_k
@@ -75,16 +75,16 @@ def valid_lengths(seqlens_q_ptr, seqlens_k_ptr, b, M, N):
 
 @triton.jit
 def sequence_of_tile(place, cu_seqlens_ptr, entries, total, BLOCK: tl.constexpr):
-    """(b, tile) at a place where the tiles of all sequences follow each other.
+    """Returns (b, tile) of a place, where tiles of all sequences are numbered consecutively.
 
-    The first of sequence b stands at first_row // BLOCK + b, which leaves each enough places for
-    any lengths: last_row // BLOCK + entries are enough for all. At a place that no tile has stands
-    one behind the last row of its sequence.
+    The first tile of sequence b has the place first_row // BLOCK + b. This leaves enough places for
+    any lengths, and last_row // BLOCK + entries places suffice for all sequences. A place without a
+    tile yields a tile past the last row of its sequence.
 
     Args:
-        place: Which.
+        place: The place, >= 0.
         cu_seqlens_ptr: Cumulative lengths, as ``sequence`` reads them; they must ascend.
-        entries: How many sequences there are, >= 1.
+        entries: Number of sequences, >= 1.
         total: Rows of the tensors.
         BLOCK: Rows of a tile.
     """
@@ -98,5 +98,5 @@ def sequence_of_tile(place, cu_seqlens_ptr, entries, total, BLOCK: tl.constexpr)
     b = low - 1
     first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
     tile = place - (first // BLOCK + b)
-    # Before the first sequence.
+    # A place before the first sequence gets a tile past all rows.
     return b, tl.where(tile < 0, tl.cdiv(total, BLOCK), tile)

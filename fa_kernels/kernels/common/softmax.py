@@ -1,4 +1,4 @@
-"""The softmax in base 2: its scale, the running state of a row, and the end of it."""
+"""The softmax in base 2: its scale, the running state of a row, and its normalisation."""
 
 from typing import Any, NamedTuple
 
@@ -12,26 +12,26 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 class SoftmaxState(NamedTuple):
-    """The running sums of rows: acc (rows, columns), undivided, l and m (rows,), m in base 2."""
+    """The running state of rows: unnormalised acc (rows, columns), l and m (rows,), m in base 2."""
 
     acc: Any
-    l: Any  # noqa: E741  # the letter of every paper
+    l: Any  # noqa: E741  # the papers' symbol
     m: Any
 
 
 @triton.jit
 def scale_from_bits(sm_scale_bits):
-    """The softmax scale as float64.
+    """Returns the softmax scale as float64.
 
-    A Python float arrives as float32; its bits in an int64 keep every digit, which float64 inputs
-    need.
+    Triton passes a Python float as float32. The host passes the bits of a float64 as an int64
+    instead, because float64 inputs need its full precision.
     """
     return tl.cast(sm_scale_bits, tl.float64, bitcast=True)
 
 
 @triton.jit
 def normalised(acc, l_i, m_i, live):
-    """(out, lse) of a softmax's sums in base 2; rows that are not ``live`` give 0 and -inf."""
+    """Returns (out, lse) from the state in base 2; rows that are not ``live`` get 0 and -inf."""
     l_safe = tl.where(live, l_i, 1.0)
     out = tl.where(live[:, None], acc / l_safe[:, None], 0.0)
     lse = tl.where(live, m_i * LN2 + tl.log(l_safe), -float("inf"))

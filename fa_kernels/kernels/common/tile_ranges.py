@@ -1,11 +1,8 @@
-"""Which tiles a tile has to visit, and which of those need a mask: pure integer arithmetic.
+"""Integer arithmetic of the schedule: tiles to visit, tiles that need a mask, tiles of programs.
 
-Where several programs share the tiles of one, each has its part of them. And which tile a program
-has, where all tiles of all heads have one each.
-
-The functions use nothing but integers, ``min`` and ``max``, so that their Python source (``.fn``)
-can be compared with a dense mask for every small size; the kernels compile the same source. ``//``
-floors in Python and truncates in a kernel: every dividend below is clamped to >= 0 first.
+The functions use integers, ``min`` and ``max`` alone. Tests run their Python source (``.fn``) and
+compare it with a dense mask for every small size; the kernels compile the same source. ``//``
+floors in Python and truncates in a kernel, so every dividend below is clamped to >= 0 first.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +14,7 @@ __all__ = ["TileRange", "share_of", "split_range", "tile_of_head", "visible_tile
 
 
 class TileRange(NamedTuple):
-    """Tiles [lo, hi) of the other sequence; those in [full_lo, full_hi) need no mask."""
+    """Tiles [lo, hi) of the other sequence; tiles in [full_lo, full_hi) need no mask."""
 
     lo: Any
     full_lo: Any
@@ -35,12 +32,12 @@ def visible_tiles(
     BLOCK_HERE: tl.constexpr,
     BLOCK_THERE: tl.constexpr,
 ):
-    """Tiles of the other sequence that the tile at ``start`` shares a visible pair with.
+    """Returns the tiles of the other sequence that share a visible pair with the tile at ``start``.
 
-    An element i of this sequence stands at position p = i + seqlen_there - seqlen_here of the
-    other one and pairs with the elements j there with p - before <= j <= p + after. Called with
-    (queries, keys, window_left, window_right) it gives the key tiles of a query tile; called with
-    (keys, queries, window_right, window_left) the query tiles of a key tile::
+    Element i of this sequence has position p = i + seqlen_there - seqlen_here in the other one, and
+    pairs with its elements j with p - before <= j <= p + after. Arguments for (queries, keys,
+    window_left, window_right) give the key tiles of a query tile. Arguments for (keys, queries,
+    window_right, window_left) give the query tiles of a key tile::
 
         lo       full_lo        full_hi      hi
          |  edge    |  wholly      |   edge   |
@@ -50,19 +47,19 @@ def visible_tiles(
         start: First element of this tile, a multiple of BLOCK_HERE.
         seqlen_here: Valid length of this sequence.
         seqlen_there: Valid length of the other sequence.
-        before: Visible elements before the own position, >= 0 (unbounded: both lengths' sum).
-        after: Visible elements after the own position, >= 0.
+        before: Visible elements before the position, >= 0; the sum of both lengths if unbounded.
+        after: Visible elements after the position, >= 0; the sum of both lengths if unbounded.
         BLOCK_HERE: Elements of a tile of this sequence.
         BLOCK_THERE: Elements of a tile of the other sequence.
 
     Returns:
-        A ``TileRange`` with lo <= full_lo <= full_hi <= hi: every tile in [lo, hi)
-        holds a visible pair, none outside does; in [full_lo, full_hi) every pair with a valid
-        element of this tile is visible.
+        A ``TileRange`` with lo <= full_lo <= full_hi <= hi. The tiles in [lo, hi) are the tiles
+        with a visible pair. In [full_lo, full_hi), every pair with a valid element of this tile is
+        visible.
     """
     first = start + seqlen_there - seqlen_here
     last = min(start + BLOCK_HERE, seqlen_here) - 1 + seqlen_there - seqlen_here
-    # Half-open interval of elements that anyone, and that everyone, in this tile pairs with.
+    # Half-open intervals of the elements that any, and that all, elements of this tile pair with.
     any_lo = max(first - before, 0)
     any_hi = min(max(last + after + 1, 0), seqlen_there)
     all_lo = max(last - before, 0)
@@ -78,15 +75,15 @@ def visible_tiles(
 
 @triton.jit
 def split_range(tiles, split, num_splits):
-    """The tiles that one of ``num_splits`` programs visits, as even a share as there is.
+    """Returns the tiles of one of ``num_splits`` programs.
 
-    The splits follow each other. The first ones have a tile more where the tiles do not divide
-    evenly, and the last ones none where there are fewer tiles than splits.
+    Splits are consecutive and as equal as possible: the first ones have one tile more if the tiles
+    do not divide evenly. With fewer tiles than splits, the last ones are empty.
 
     Args:
-        tiles: The ``TileRange`` of all, of tiles or of places in a list.
-        split: Which split, in [0, num_splits).
-        num_splits: How many, >= 1.
+        tiles: The ``TileRange`` of all splits, of tiles or of places in a list.
+        split: The index of the split, in [0, num_splits).
+        num_splits: Number of splits, >= 1.
 
     Returns:
         The ``TileRange`` of the split.
@@ -104,11 +101,12 @@ def split_range(tiles, split, num_splits):
 
 @triton.jit
 def tile_of_head(program, tiles, heads, together):
-    """The tile and the head that a program has, out of ``tiles`` of each of ``heads``.
+    """Returns the tile and head of a program, for ``tiles`` tiles of each of ``heads`` heads.
 
-    Heads follow each other, so that those that run together read the same keys, up to the last
-    ones, of ``together`` programs or more: of these tile 0 of each comes first, then tile 1 of
-    each, and so on. Where earlier tiles take longer, what begins last ends early.
+    Programs that run together should read the same keys, so tiles vary faster than heads. The last
+    heads, with ``together`` programs or more, are an exception: their programs take tile 0 of each
+    head, then tile 1 of each, and so on. If earlier tiles take longer, the programs that begin last
+    are then short.
 
     Returns:
         (tile, head).
@@ -123,15 +121,15 @@ def tile_of_head(program, tiles, heads, together):
 
 @triton.jit
 def share_of(program, tiles, each, shares):
-    """The tile that a program has, and its share of it, where programs share tiles.
+    """Returns the tile of a program and its shares of the tile, in a stream-K partition.
 
-    Each of ``tiles`` has a program of its own, but of the first ``each * (shares - 1)`` two: those
-    of the first ``each`` are cut behind one of so many ``shares``, the next behind two, and so on.
-    Programs of what is in front of a cut come first, those of what is behind it last, the longest
-    before the others.
+    Each of ``tiles`` tiles has one program, but the first ``each * (shares - 1)`` tiles have two.
+    The first ``each`` of these are cut after one of ``shares`` shares, the next ``each`` after two,
+    and so on. Programs for the parts before a cut come first. Programs for the parts after a cut
+    come last, longest first.
 
     Returns:
-        (tile, begin, end): its shares are those in [begin, end), of [0, shares) in all.
+        (tile, begin, end): the program has the shares [begin, end) of [0, shares).
     """
     tile, begin, end = program, 0, shares
     if program >= tiles:

@@ -1,5 +1,5 @@
 """Gluon kernels for Hopper: TMA copies, asynchronous products, warp-specialised programs.
 
-``launch.hopper`` chooses them by device and shape. They compute the sums of the portable kernels in
-the same order, and share ``common`` with them.
+``launch.hopper`` selects them by device and shape. They compute sums in the same order as the
+portable kernels, and share ``common`` with them.
 """

@@ -1,12 +1,13 @@
-"""dk and dv on Hopper, and dq in the same pass if it is asked for.
+"""dk and dv on Hopper, and with ONE_PASS dq in the same pass.
 
-As in the portable ``dkdv`` kernel one program has a key tile and all query tiles of a group of
-heads, transposed. Each of two consumers owns half the keys. It takes the softmax of one query tile
-while the tensor cores multiply dP; then it issues dV, dK, dQ of the tile before and the scores of
-the next, one behind the other, so that the other work of a tile runs beside products. dS goes
-through shared memory, since dQ sums over the keys of both consumers. Each computes half of dQ, one
-tile later, so that it seldom waits for the other's dS, and adds it to sums in memory, in the order
-of its registers. A producer loads what the consumers read.
+As in the portable ``dkdv`` kernel, a program has one key tile and all query tiles of a group of
+heads, transposed. Each of two consumers owns half the keys. It computes the softmax of one query
+tile while the tensor cores multiply dP. Then it issues dV, dK, dQ of the previous tile and the
+scores of the next one in sequence, so that the other work of a tile overlaps with products.
+
+dS goes through shared memory, because dQ sums over the keys of both consumers. Each consumer
+computes half of dQ one tile later, so that it seldom waits for the other's dS. It adds dQ to sums
+in global memory, in the order of its registers. A producer loads the tiles.
 
 Source: FlashAttention-3 (arXiv:2407.08608), section 3.1 and its appendix on the backward pass.
 """
@@ -61,12 +62,12 @@ from fa_kernels.kernels.hopper.pipeline import (
 
 __all__ = ["hopper_backward_kernel"]
 
-# Kinds of query tiles, in the order of the loop: tiles with pairs that are not visible; tiles that
-# only lack keys past the end, which spoil dq and no other rows of dk and dv; and, by 0, all others.
+# Kinds of query tiles, in the order of the loop: tiles with hidden pairs; tiles whose only hidden
+# pairs have keys past the end, which affect dq but no other rows of dk and dv; and 0, all others.
 _EDGES: gl.constexpr = gl.constexpr(2)
 _PAST_END: gl.constexpr = gl.constexpr(1)
-# Buffers of dS: one that is read, one that both consumers have written, and one that the consumer
-# ahead writes.
+# Buffers of dS: one is read, one has been written by both consumers, and one is being written by
+# the consumer that is ahead.
 _BUFFERS: gl.constexpr = gl.constexpr(3)
 
 
@@ -82,9 +83,10 @@ class _Inputs(NamedTuple):
 class _Shared(NamedTuple):
     """Shared memory: the key tile by halves, pipelines of queries and dout, and buffers of dS.
 
-    The pipelines share the barriers ``free``. A stage of ``q_pipe`` is full when its row of lse2
-    has arrived too, and one of ``do_pipe`` when its row of delta has. The i-th query tile's dS goes
-    through buffer (i + 1) % _BUFFERS, half by half; ``ds_full`` counts both consumers.
+    The pipelines share the barriers ``free``. A stage of ``q_pipe`` is full when the tile and its
+    row of lse2 have arrived, a stage of ``do_pipe`` when the tile and its row of delta have. The
+    i-th query tile's dS goes through buffer (i + 1) % _BUFFERS, half by half; ``ds_full`` counts
+    both consumers.
     """
 
     k_tiles: Any
@@ -109,7 +111,7 @@ class _Tile(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """A group of heads in scratch: M_padded rows a head, from row ``first_row`` on."""
+    """The scratch of a group of heads: M_padded rows per head, from row ``first_row`` on."""
 
     lse2_ptr: Any
     delta_ptr: Any
@@ -139,9 +141,10 @@ class _Scales(NamedTuple):
 class _Step(NamedTuple):
     """The i-th query tile of a program: its head and row, and its place t of ``number`` of a kind.
 
-    ``again`` is 0, but the compiler cannot know it. With a plain 0 it keeps the addresses of all
-    resident tiles in registers over the loop: of head_dim 128 in one pass ptxas then spills 860
-    bytes in place of 120 (Triton 3.9), or 692 in place of 96 (3.6).
+    ``again`` is 0, computed so that the compiler cannot fold it. With a literal 0, the compiler
+    keeps the addresses of all resident tiles in registers across the loop. At head_dim 128 in one
+    pass, ptxas then spills 860 bytes instead of 120 (Triton 3.9), or 692 instead of 96 (Triton
+    3.6).
     """
 
     i: Any
@@ -154,7 +157,7 @@ class _Step(NamedTuple):
 
 
 class _Offsets(NamedTuple):
-    """The keys of half a key tile, and the rows of a query tile, and of half a key tile, from 0."""
+    """Offsets: keys of half a key tile, rows of a query tile from 0, keys of the half from 0."""
 
     n: Any
     m: Any
@@ -162,9 +165,9 @@ class _Offsets(NamedTuple):
 
 
 class _State(NamedTuple):
-    """dk and dv so far, the scores of the next query tile, and the row of dq of the one before.
+    """Partial dk and dv, the scores of the next query tile, and the row of dq of the previous one.
 
-    All are transposed: a row belongs to a key.
+    Matrices are transposed: a row belongs to a key.
     """
 
     dk: Any
@@ -175,7 +178,7 @@ class _State(NamedTuple):
 
 @gluon.jit
 def _copy_row(pointer, row, barrier):
-    """Copies a row of float32 into shared memory, by one warp, then arrives on the barrier."""
+    """Copies a row of float32 into shared memory, from one warp, then arrives on the barrier."""
     SIZE: gl.constexpr = row.shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([SIZE // 32], [32], [1], [0])
     row.store(gl.load(pointer + gl.arange(0, SIZE, LAYOUT)))
@@ -224,9 +227,9 @@ def _produce(inputs, shared, tile, info, scratch, VARLEN: gl.constexpr):
 
 @gluon.jit
 def _zero_dead(rows, lse2_row, begin, end, mask):
-    """Clears rows without a visible key, padding rows too, which may hold anything.
+    """Clears dead rows of a tile (without a visible key, or padding), which may hold anything.
 
-    They belong to a tile within rows [begin, end); where those all see a key it is left alone.
+    The tile lies within rows [begin, end). If all these rows see a key, it is left unchanged.
     """
     if (begin < mask.seqlen_q - mask.seqlen_k - mask.window_right) | (end > mask.seqlen_q):
         WIDE: gl.constexpr = wide(rows.shape[1])
@@ -235,7 +238,7 @@ def _zero_dead(rows, lse2_row, begin, end, mask):
 
 @gluon.jit
 def _only_visible(x, offs_m, offs_n, mask):
-    """Selected, not multiplied by 0: p of a hidden key and dp of a hidden v can be infinite."""
+    """Selects visible pairs. A product with 0 would not do: p or dp of a hidden pair can be inf."""
     seen = pairs_seen(
         offs_n, offs_m, mask.seqlen_k, mask.seqlen_q, mask.window_right, mask.window_left
     )
@@ -244,7 +247,7 @@ def _only_visible(x, offs_m, offs_n, mask):
 
 @gluon.jit
 def _load_sums(dk_sums, dv_sums, steps, BLOCK_D: gl.constexpr):
-    """dk and dv to begin with: zeros, or the partial sums of the program with earlier steps."""
+    """Returns initial dk and dv: zeros, or partial sums of the program with earlier steps."""
     SHAPE: gl.constexpr = [WARPGROUP_ROWS, BLOCK_D]
     SUMS: gl.constexpr = accumulator_layout(BLOCK_D)
     dk = gl.zeros(SHAPE, gl.float32, SUMS)
@@ -267,17 +270,17 @@ def _wait_for_first(
     ONE_PASS: gl.constexpr,
     VARLEN: gl.constexpr,
 ):
-    """Waits for the key tile and the first query tile, and clears what no product may read."""
+    """Waits for the key tile and the first query tile, and clears padding and dead rows."""
     BLOCK_M: gl.constexpr = shared.q_pipe.tiles.shape[3]
     WIDE: gl.constexpr = wide(shared.k_tiles.shape[4])
     mbarrier.wait(shared.kv_full.index(0), 0)
     if ONE_PASS:
-        # The copy clears past the tensor's last key only. p and dS of padding are selected, but dQ
-        # multiplies its keys.
+        # The TMA copy zeros only the keys past the end of the tensor. p and dS of padding are
+        # selected, but dQ multiplies its keys.
         start_n = tile.start_n + half * WARPGROUP_ROWS
         if (VARLEN | (mask.seqlen_k < end_key)) & (mask.seqlen_k - start_n < WARPGROUP_ROWS):
             zero_rows(matrix(shared.k_tiles, half), start_n + offs.wide < mask.seqlen_k, WIDE)
-        # Counts as the dS before the first: no consumer multiplies the other's keys earlier.
+        # Stands for the dS before the first: no consumer multiplies the other's keys before this.
         mbarrier.arrive(shared.ds_full.index(0), count=1)
     wait_full(shared.q_pipe, 0)
     begin, end = tile.tiles.lo * BLOCK_M, tile.tiles.hi * BLOCK_M
@@ -286,7 +289,7 @@ def _wait_for_first(
 
 @gluon.jit
 def _start_scores(half: gl.constexpr, shared, q, again):
-    """Begins the product of half the keys and a tile of queries."""
+    """Starts the product of half the keys and a tile of queries."""
     BLOCK_M: gl.constexpr = q.shape[0]
     zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
     k = matrix(shared.k_tiles, half + again)
@@ -295,7 +298,7 @@ def _start_scores(half: gl.constexpr, shared, q, again):
 
 @gluon.jit
 def _start_dp(half: gl.constexpr, shared, step, mask, KIND: gl.constexpr):
-    """Begins the product of half the values and the step's dout, once that has arrived."""
+    """Waits for the step's dout, then starts its product with half the values."""
     BLOCK_M: gl.constexpr = shared.do_pipe.tiles.shape[3]
     dout = tile_at(shared.do_pipe, step.i)
     wait_full(shared.do_pipe, step.i)
@@ -333,9 +336,9 @@ def _compute_ds(p, dp, shared, step, offs_m, offs_n, mask, KIND: gl.constexpr):
 
 @gluon.jit
 def _publish_ds(half: gl.constexpr, ds, shared, i):
-    """Waits for both consumers' dS of the tile before, then stores a half of the i-th tile's."""
+    """Waits for both consumers' dS of the previous tile, then stores one half of the i-th dS."""
     last_made, made = i % _BUFFERS, (i + 1) % _BUFFERS
-    # A consumer that has stored dS of the tile before has finished with that of three tiles before,
+    # A consumer that has stored dS of the previous tile no longer reads dS of the third tile back,
     # which is in the buffer written here.
     mbarrier.wait(shared.ds_full.index(last_made), i // _BUFFERS & 1)
     shared.ds_tiles.index(made * 2 + half).permute((1, 0)).store(ds)
@@ -345,9 +348,9 @@ def _publish_ds(half: gl.constexpr, ds, shared, i):
 
 @gluon.jit
 def _start_dq(half: gl.constexpr, shared, buffer, again):
-    """Begins the product of the dS in a buffer and all keys: one of dQ's two blocks of 64 x 64.
+    """Starts the product of the dS in a buffer and all keys: one of dQ's two blocks of 64 x 64.
 
-    The two blocks are columns of dQ if head_dim is 128, else rows.
+    The two blocks divide the columns of dQ if head_dim is 128, else its rows.
     """
     dq = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
     for each in gl.static_range(2):
@@ -368,7 +371,7 @@ def _wait_for_next(q, shared, step, tile, mask, KIND: gl.constexpr):
     if step.i + 1 < tile.steps.end - tile.steps.begin:
         wait_full(shared.q_pipe, step.i + 1)
         if KIND == _EDGES:
-            # The first tile, if the next one is another head's. Full tiles are left alone.
+            # The first tile, if the next step has another head. Full tiles have no dead rows.
             t = gl.where(step.t + 1 < step.number, step.t + 1, 0)
             begin = nth_tile(t, tile.tiles, True) * BLOCK_M
             lse2_row = shared.lse2_rows.index(stage_of(shared.q_pipe, step.i + 1))
@@ -389,7 +392,7 @@ def _query_tile(
     KIND: gl.constexpr,
     ONE_PASS: gl.constexpr,
 ):
-    """The ``_State`` after one query tile. In one pass it adds dQ of the tile before to dq."""
+    """The ``_State`` after one query tile. With ONE_PASS it adds dQ of the previous tile to dq."""
     BLOCK_D: gl.constexpr = shared.q_pipe.tiles.shape[4]
     LEFT: gl.constexpr = operand_layout(BLOCK_D)
     DTYPE: gl.constexpr = shared.q_pipe.tiles.dtype
@@ -404,7 +407,7 @@ def _query_tile(
         _publish_ds(half, ds, shared, step.i)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, state.dk, is_async=True)
     if ONE_PASS:
-        # dQ of the tile before. The first step multiplies whatever is there, and drops it.
+        # dQ of the previous tile. The first step multiplies undefined dS and drops the product.
         dq = _start_dq(half, shared, step.i % _BUFFERS, step.again)
     following = tile_at(shared.q_pipe, step.i + 1)
     _wait_for_next(following, shared, step, tile, mask, KIND)
@@ -417,7 +420,7 @@ def _query_tile(
         dq = warpgroup_mma_wait(1, deps=(dq,))
         if step.i > 0:
             add_block(scratch.dq_ptr, row, BLOCK_D, half, dq)
-        # Computed here, since it would take two registers over the step.
+        # Computed here, because it would occupy two registers during the step.
         row = scratch.first_row + gl.cast(step.g, gl.int64) * scratch.M_padded + step.start_m
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return _State(dk, dv, scores, row)
@@ -470,7 +473,7 @@ def _last_dq(half: gl.constexpr, shared, row, total, dq_ptr):
 
 @gluon.jit
 def _write(state, start_n, offs, seqlen_k, outputs, sm_scale):
-    """Writes 64 rows of dk and dv; those of padding are zeros."""
+    """Writes 64 rows of dk and dv, zeros for padding."""
     BLOCK_D: gl.constexpr = state.dk.shape[1]
     WIDE: gl.constexpr = wide(BLOCK_D)
     DTYPE: gl.constexpr = outputs.dk_ptr.dtype.element_ty
@@ -499,9 +502,9 @@ def _consume(
     ONE_PASS: gl.constexpr,
     VARLEN: gl.constexpr,
 ):
-    """Computes dk and dv of half the keys of a tile, and half of what the tile adds to dq.
+    """Computes dk and dv of half the keys of a tile, and half of the tile's contribution to dq.
 
-    Where programs share the tile, it reads and stores partial sums of dk and dv.
+    If programs share the tile, it also reads or stores partial sums of dk and dv.
     """
     BLOCK_M: gl.constexpr = shared.q_pipe.tiles.shape[3]
     BLOCK_D: gl.constexpr = shared.q_pipe.tiles.shape[4]
@@ -516,7 +519,7 @@ def _consume(
     offs_wide = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, wide(BLOCK_D)))
     offs = _Offsets(n=offs_n, m=offs_m, wide=offs_wide)
     total = steps.end - steps.begin
-    # One signal is for both.
+    # One signal serves both.
     dk_sums = sums_of_consumer(sums, half, 2 * WARPGROUP_ROWS)
     dv_sums = PartialSums(
         ptr=sums.ptr, first_row=dk_sums.first_row + WARPGROUP_ROWS, signal_ptr=dk_sums.signal_ptr
@@ -524,7 +527,7 @@ def _consume(
     dk, dv = _load_sums(dk_sums, dv_sums, steps, BLOCK_D)
     if total > 0:
         _wait_for_first(half, offs, shared, tile, mask, outputs.end, ONE_PASS, VARLEN)
-    # Without a query tile the scores are made of whatever is there, and are not used.
+    # Without a query tile, these scores are undefined and not used.
     scores = _start_scores(half, shared, tile_at(shared.q_pipe, 0), 0)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     state = _State(dk, dv, scores, scratch.first_row)
@@ -558,14 +561,15 @@ def _allocate(inputs, STAGES: gl.constexpr, ONE_PASS: gl.constexpr):
     q_full, do_full, free = make_barriers(STAGES), make_barriers(STAGES), make_barriers(STAGES)
     mbarrier.init(kv_full.index(0), count=1)
     if ONE_PASS:
-        # Both consumers write a half of a buffer. Without ONE_PASS nothing uses these barriers, and
-        # Triton 3.6 gives their memory to the arguments of the partitions as well. Initialised,
-        # they overwrote those arguments in a few of 131,104 programs on an H200, though the
-        # arguments are stored later and behind a barrier of threads; compute-sanitizer showed it.
+        # Each consumer writes a half of a buffer. Without ONE_PASS nothing uses these barriers, and
+        # Triton 3.6 assigns their memory to the arguments of the warp-specialised partitions too.
+        # On an H200, their initialisation then overwrote the arguments in a few of 131,104
+        # programs, although the arguments are stored later, after a thread barrier;
+        # compute-sanitizer showed it.
         for buffer in gl.static_range(_BUFFERS):
             mbarrier.init(ds_full.index(buffer), count=2)
     for stage in gl.static_range(STAGES):
-        # The copy of a tile, and its row of lse2 or delta.
+        # Two arrivals: the copy of a tile, and its row of lse2 or delta.
         mbarrier.init(q_full.index(stage), count=2)
         mbarrier.init(do_full.index(stage), count=2)
         # Both consumers release a stage.
@@ -624,19 +628,19 @@ def hopper_backward_kernel(
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), both contiguous, for one key tile of one kv head.
 
-    Or for a part of its query tiles: ``share_of`` explains ``each`` and ``shares``; shared tiles
-    have partial sums (shared tiles,2 BLOCK_N,BLOCK_D), float32, and signals (shared tiles,2) of
-    int32, zeros.
+    Two programs may share the steps of a key tile; see ``share_of`` for ``each`` and ``shares``.
+    Shared tiles have partial sums (shared tiles,2 BLOCK_N,BLOCK_D), float32, and signals (shared
+    tiles,2), int32, which start at 0.
 
     q, k, v, dout are descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
-    one query tile or WARPGROUP_ROWS keys, and BLOCK_D columns, with zeros past the tensors' ends;
-    lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. With ONE_PASS it adds to dq,
-    float32 (B,H,M_padded,BLOCK_D) in the order of ``rows_of_blocks``, without sm_scale; else dq is
-    not touched.
+    one query tile or WARPGROUP_ROWS keys, and BLOCK_D columns, with zeros past the tensors' ends.
+    lse2 and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. With ONE_PASS, it adds to dq
+    without sm_scale: float32 (B,H,M_padded,BLOCK_D) in the order of ``rows_of_blocks``. Else dq is
+    not accessed.
 
-    VARLEN: dk (Hk,total_k,D) and dv (Hk,total_k,Dv), descriptors like those of
-    ``hopper_forward_kernel``, lse2, delta and the rows of dq like those of ``dkdv_kernel``;
-    ``sequence_of_tile`` explains ``entries``, if not 0.
+    VARLEN: dk is (Hk,total_k,D) and dv (Hk,total_k,Dv); descriptors are as in
+    ``hopper_forward_kernel``, lse2, delta and the rows of dq as in ``dkdv_kernel``. See
+    ``sequence_of_tile`` for ``entries``, if it is not 0.
     """
     BLOCK_N: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
@@ -645,7 +649,7 @@ def hopper_backward_kernel(
         seqlens_q_ptr=seqlens_q_ptr, seqlens_k_ptr=seqlens_k_ptr, max_seqlen_q=M, max_seqlen_k=N,
         total_q=total_q, total_k=total_k,
     )  # fmt: skip
-    # Early key tiles first: under causal masking they are the long ones.
+    # Early key tiles come first: under causal masking they take longest.
     part = partition_of(gl.program_id(0), gl.num_programs(0), tiles_of_head, each, shares)
     n_block = part.block
     Hk = H // G
@@ -670,7 +674,7 @@ def hopper_backward_kernel(
     )
     first, end = stored_rows(b, h_k, Hk, info.offset_k, N, info.seqlen_k, total_k, VARLEN)
     outputs = _Outputs(dk_ptr=dk_ptr, dv_ptr=dv_ptr, D=D, Dv=Dv, first=first, end=end)
-    # Of the group's first head.
+    # Row 0 of the group's first head.
     first_row = scratch_row(b, h_k * G, H, info.offset_q, M_padded, ROW_PADDING, VARLEN)
     scratch = _Scratch(
         lse2_ptr=lse2_ptr, delta_ptr=delta_ptr, dq_ptr=dq_ptr, first_row=first_row,

@@ -1,8 +1,8 @@
-"""dq on Hopper: copies by TMA, asynchronous products, two warpgroups of rows and one of loads.
+"""dq on Hopper: TMA copies, asynchronous products, two consumers and one producer.
 
-A consumer owns 64 rows of a query tile. Their queries and dout stay in shared memory while it goes
-through the key tiles. It issues the product of dS and keys of one tile, and scores and dP of the
-next, together; it computes P and dS between products, while the other consumer multiplies. The sums
+Each consumer owns 64 rows of a query tile. Their queries and dout stay in shared memory while it
+visits the key tiles. It issues the product of dS and keys of one tile together with scores and dP
+of the next. It computes P and dS between products, while the other consumer multiplies. The sums
 have the order of the portable ``dq`` kernel.
 """
 
@@ -65,9 +65,9 @@ class _Inputs(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """Shared memory: queries and dout of both consumers, which stay, and pipelines of K and V.
+    """Shared memory: resident queries and dout of both consumers, and pipelines of K and V.
 
-    The two pipelines share the barriers ``free``: keys are in use for longer than values.
+    The two pipelines share the barriers ``free``, because keys are in use for longer than values.
     """
 
     q_tiles: Any
@@ -88,7 +88,7 @@ class _Tile(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Global memory: lse2 and delta from ``row`` on, ``end`` rows of dq from ``first`` on."""
+    """Global memory: lse2 and delta from ``row`` on, and ``end`` rows of dq from ``first`` on."""
 
     lse2_ptr: Any
     delta_ptr: Any
@@ -130,7 +130,8 @@ def _produce(inputs, shared, tile, info, G, VARLEN: gl.constexpr):
 def _zero_padding(keys, i, key_tile, seqlen_k, N, VARLEN: gl.constexpr):
     """Clears padding in a key tile, the i-th of the pipeline, before products read it.
 
-    dS of padding is 0, and 0 times NaN is not. The copy clears past the tensor's last key only.
+    dS of padding is 0, but 0 times NaN is NaN. The TMA copy zeros only the keys past the end of the
+    tensor.
     """
     BLOCK_N: gl.constexpr = keys.tiles.shape[3]
     WIDE: gl.constexpr = wide(keys.tiles.shape[4])
@@ -148,7 +149,7 @@ def _compute_ds(p, dp, delta, offs_m, key_tile, tiles, mask):
     if is_edge(key_tile, tiles):
         COLUMNS: gl.constexpr = gl.SliceLayout(0, accumulator_layout(BLOCK_N))
         offs_n = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, COLUMNS)
-        # Selected, not multiplied by p = 0: p of a hidden key and dp of a hidden v can be infinite.
+        # A product with p = 0 would not do: p of a hidden key and dp of a hidden v can be infinite.
         ds = gl.where(visible(offs_m, offs_n, mask), ds, 0.0)
     return ds
 
@@ -167,7 +168,7 @@ def _accumulate(
     N,
     VARLEN: gl.constexpr,
 ):
-    """Adds to dq, without sm_scale, what the program's key tiles give; there is at least one."""
+    """Adds the program's key tiles, of which there is at least one, to dq, without sm_scale."""
     keys, values = shared.k_pipe, shared.v_pipe
     BLOCK_N: gl.constexpr = keys.tiles.shape[3]
     SCORES: gl.constexpr = accumulator_layout(BLOCK_N)
@@ -189,15 +190,15 @@ def _accumulate(
         dq = add_product(dq, left, keys, i - 1)
         _zero_padding(keys, i, key_tile, mask.seqlen_k, N, VARLEN)
         scores = start_scores(q, keys, i, zeros)
-        # dP begins later: the registers do not hold three products at once.
+        # dP starts later, because the registers do not hold three products at once.
         dq = warpgroup_mma_wait(1, deps=(dq,))
         release(keys, i - 1)
         dp = start_scores(dout, values, i, zeros)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         p = gl.exp2(scores * qk_scale - lse2[:, None])
-        # This phase is complete since before the product, but ptxas moves no exponential past a
-        # wait on an mbarrier. Without it ptxas 12.8 and 12.9 (Triton 3.6 and 3.9) move the wait for
-        # the product before three quarters of them, which then run behind it, not beside it.
+        # This phase is already complete, but ptxas moves no exponential past a wait on an mbarrier.
+        # Without this wait, ptxas 12.8 and 12.9 (Triton 3.6 and 3.9) hoist the wait for the product
+        # above three quarters of the exponentials, which then run after it instead of beside it.
         wait_full(values, i)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         ds = _compute_ds(p, dp, delta, offs_m, key_tile, tile.tiles, mask)
@@ -214,7 +215,7 @@ def _write(dq, start_m, lse2, sm_scale, rows, BLOCK_D: gl.constexpr):
     """Writes dq of 64 rows."""
     SUMS: gl.constexpr = accumulator_layout(BLOCK_D)
     WIDE: gl.constexpr = wide(BLOCK_D)
-    # dq of a row without a visible key, and of a padding row, may be anything up to here.
+    # Up to here, dq of rows without a visible key and of padding rows is undefined.
     live = gl.convert_layout(lse2, gl.SliceLayout(1, SUMS)) != float("inf")
     dq = gl.where(live[:, None], dq * sm_scale, 0.0)
     dq = gl.convert_layout(dq.to(rows.dq_ptr.dtype.element_ty), WIDE)
@@ -227,7 +228,7 @@ def _write(dq, start_m, lse2, sm_scale, rows, BLOCK_D: gl.constexpr):
 def _consume(half: gl.constexpr, shared, rows, sums, tile, mask, scales, N, VARLEN: gl.constexpr):
     """Computes dq of 64 rows of the query tile.
 
-    Where programs share the tile, it reads and stores partial sums.
+    If programs share the tile, it also reads or stores partial sums.
     """
     BLOCK_D: gl.constexpr = shared.k_pipe.tiles.shape[4]
     SUMS: gl.constexpr = accumulator_layout(BLOCK_D)
@@ -315,16 +316,16 @@ def hopper_dq_kernel(
     ROW_PADDING: gl.constexpr,
     VARLEN: gl.constexpr,
 ):
-    """Writes dq (B,H,M,D), contiguous, for one query tile of one head, or a part of one.
+    """Writes dq (B,H,M,D), contiguous, for one query tile of one head, or for a share of its steps.
 
     q, k, v, dout are descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), (B,H,M,Dv), in blocks of
-    WARPGROUP_ROWS queries or one key tile, and all columns, with zeros past the tensors' ends; lse2
-    and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. ``share_of`` explains ``each`` and
-    ``shares``; shared tiles have partial sums (shared tiles,BLOCK_M,BLOCK_D), float32, and signals
-    (shared tiles,2) of int32, zeros.
+    WARPGROUP_ROWS queries or one key tile, and all columns, with zeros past the tensors' ends. lse2
+    and delta (B,H,M_padded) come from ``bwd_preprocess_kernel``. See ``share_of`` for ``each`` and
+    ``shares``. Shared tiles have partial sums (shared tiles,BLOCK_M,BLOCK_D), float32, and signals
+    (shared tiles,2), int32, which start at 0.
 
-    VARLEN: dq (H,total_q,D), descriptors like those of ``hopper_forward_kernel``, lse2 and delta
-    like those of ``dq_kernel``; ``sequence_of_tile`` explains ``entries``, if not 0.
+    VARLEN: dq is (H,total_q,D); descriptors are as in ``hopper_forward_kernel``, lse2 and delta as
+    in ``dq_kernel``. See ``sequence_of_tile`` for ``entries``, if it is not 0.
     """
     BLOCK_M: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
@@ -334,7 +335,7 @@ def hopper_dq_kernel(
         total_q=total_q, total_k=total_k,
     )  # fmt: skip
     part = partition_of(gl.program_id(0), gl.num_programs(0), tiles_of_head, each, shares)
-    # Late query tiles first: under causal masking they are the long ones.
+    # Late query tiles come first: under causal masking they take longest.
     m_block = tiles_of_head - 1 - part.block
     b = part.head // H
     h = part.head % H

@@ -1,10 +1,11 @@
-"""Forward on Hopper: copies by TMA, asynchronous products, warpgroups of rows and one of loads.
+"""Forward on Hopper: TMA copies, asynchronous products, several consumers and one producer.
 
-Consumers own 64 rows of a query tile each: two of them, or three where values are narrow and their
-sums leave registers for a third. While the tensor cores multiply for one consumer, another takes
-its softmax; of two, each also takes its softmax beside its own product of P and V. A producer loads
-keys and values for all consumers, as far ahead as there are stages, and those of one query tile
-while the tile before ends. The sums have the order of the portable ``forward`` kernel.
+Each consumer owns 64 rows of a query tile. There are two consumers, or three if values are narrow
+and their sums leave registers for a third. While the tensor cores multiply for one consumer,
+another computes its softmax; with two consumers, each also overlaps its softmax with its own
+product of P and V. The producer loads keys and values for all consumers, as far ahead as there are
+stages, and begins with the next query tile while the current one ends. The sums have the order of
+the portable ``forward`` kernel.
 
 Source: FlashAttention-3 (arXiv:2407.08608), Algorithms 1 and 2.
 """
@@ -71,7 +72,7 @@ class _Outputs(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What all programs share: sequences, the numbers of heads and tiles, window and scale."""
+    """The arguments of all programs: sequences, counts of heads and tiles, window and scale."""
 
     batch: Any
     heads: Any
@@ -86,7 +87,7 @@ class _Call(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A query tile: its head, first row, and consumers; its sequences, and its ``TileRange``."""
+    """A query tile: its head, first row, consumers, sequences, mask and ``TileRange``."""
 
     h: Any
     start_m: Any
@@ -97,7 +98,7 @@ class _Tile(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """Shared memory: of each consumer its queries and a work-tile index; pipelines of K and V.
+    """Shared memory: queries and a work-tile index per consumer, and pipelines of K and V.
 
     ``q_full`` ends a phase when both the queries and the index have arrived.
     """
@@ -113,8 +114,8 @@ class _Shared(NamedTuple):
 class _State(NamedTuple):
     """The online softmax of 64 rows.
 
-    ``acc`` has sums of weighted values, ``l_i`` sums of weights, ``m_i`` maxima in base 2;
-    ``weights`` are those of the last tile, which ``acc`` lacks.
+    ``acc`` has sums of weighted values, ``l_i`` sums of weights, and ``m_i`` maxima in base 2.
+    ``weights`` belongs to the last tile, which is not in ``acc`` yet.
     """
 
     acc: Any
@@ -128,7 +129,7 @@ def _tile_of_work(work, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, VA
     """The query tile of a work-tile index."""
     BLOCK_M: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     block, head = tile_of_head(work, call.m_blocks, call.heads, PROGRAMS_TOGETHER)
-    # Late query tiles first: under causal masking they are the long ones.
+    # Late query tiles come first: under causal masking they take longest.
     m_block = call.m_blocks - 1 - block
     b = head // call.H
     if VARLEN:
@@ -149,7 +150,7 @@ def _tile_of_work(work, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, VA
 
 @gluon.jit
 def _publish(work, slot, barrier):
-    """Publishes the work-tile index to a consumer, by one warp, then arrives on the barrier."""
+    """Publishes the work-tile index to a consumer, from one warp, then arrives on the barrier."""
     slot.store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     thread_barrier()
     mbarrier.arrive(barrier, count=1)
@@ -163,7 +164,7 @@ def _read(slot):
 
 @gluon.jit
 def _produce(inputs, shared, call, counter_ptr, VARLEN: gl.constexpr):
-    """Loads query tiles, and for each its key tiles one after the other, K before V."""
+    """Loads the query tiles of a program, and for each its key tiles in order, K before V."""
     total = call.heads * call.m_blocks
     CONSUMERS: gl.constexpr = shared.q_tiles.shape[0]
     BLOCK_N: gl.constexpr = inputs.k.block_type.shape[2]
@@ -201,9 +202,10 @@ def _produce(inputs, shared, call, counter_ptr, VARLEN: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, m_i, qk_scale, offs_m, key_tile, tile, THRESHOLD: gl.constexpr):
-    """P of one tile's scores, the factor for sums before it, and the new maxima, in base 2.
+    """Returns P of a tile's scores, the factor that rescales earlier sums, and the new maxima.
 
-    A maximum that has risen by no more than the threshold keeps its value, and the factor is 1.
+    Maxima are in base 2. A maximum that rises by no more than THRESHOLD keeps its value, and its
+    factor is 1.
     """
     BLOCK_N: gl.constexpr = scores.shape[1]
     if is_edge(key_tile, tile.tiles):
@@ -213,7 +215,7 @@ def _softmax(scores, m_i, qk_scale, offs_m, key_tile, tile, THRESHOLD: gl.conste
     m_new = gl.maximum(m_i, gl.max(scores, 1) * qk_scale)
     if THRESHOLD > 0:
         m_new = gl.where(m_new <= m_i + THRESHOLD, m_i, m_new)
-    # A row that has seen nothing yet subtracts 0, since -inf - -inf is NaN.
+    # A row that has seen no key yet subtracts 0, since -inf - -inf is NaN.
     m_pivot = gl.where(m_new == -float("inf"), 0.0, m_new)
     p = gl.exp2(scores * qk_scale - m_pivot[:, None])
     return p, gl.exp2(m_i - m_pivot), m_new
@@ -246,8 +248,8 @@ def _next_tile(
 ):  # fmt: skip
     """The ``_State`` after the scores of one more key tile, the i-th of the pipelines.
 
-    OVERLAP: the softmax of its scores is taken beside the product of the weights and values of the
-    tile before; else between products.
+    With OVERLAP, the softmax of its scores runs beside the product of the previous tile's weights
+    and values; else it runs between products.
     """
     keys, values = shared.k_pipe, shared.v_pipe
     BLOCK_N: gl.constexpr = keys.tiles.shape[3]
@@ -270,9 +272,9 @@ def _next_tile(
     l_i = state.l_i * alpha + gl.sum(p, 1)
     risen = gl.min(alpha, 0) < 1.0 if THRESHOLD > 0 else True
     if OVERLAP:
-        # This phase is complete since before the product, but ptxas moves no exponential past a
-        # wait on an mbarrier. Without it ptxas 12.8 and 12.9 (Triton 3.6 and 3.9) move the wait for
-        # the product before half of them or more, which then run behind it, not beside it.
+        # This phase is already complete, but ptxas moves no exponential past a wait on an mbarrier.
+        # Without this wait, ptxas 12.8 and 12.9 (Triton 3.6 and 3.9) hoist the wait for the product
+        # above half of the exponentials or more, which then run after it instead of beside it.
         wait_full(values, i - 1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(values, i - 1)
@@ -288,7 +290,7 @@ def _last_product(state, values, i, tile, N, VARLEN: gl.constexpr):
     BLOCK_N: gl.constexpr = values.tiles.shape[3]
     WIDE: gl.constexpr = wide(values.tiles.shape[4])
     seqlen_k, last = tile.mask.seqlen_k, tile.tiles.hi
-    # The copy clears past the tensor's last key only.
+    # The TMA copy zeros only the keys past the end of the tensor.
     if (VARLEN | (seqlen_k < N)) & (last * BLOCK_N > seqlen_k):
         wait_full(values, i)
         offs_n = (last - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
@@ -304,10 +306,10 @@ def _attend(
     consumer: gl.constexpr, shared, before, tile, call, DTYPE: gl.constexpr,
     THRESHOLD: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
-    """``acc``, ``l_i`` and ``m_i`` of a consumer's 64 queries after all their key tiles.
+    """Returns ``acc``, ``l_i`` and ``m_i`` of a consumer's 64 queries after all their key tiles.
 
-    ``before`` counts the tiles that the pipelines have seen. THRESHOLD: by how many powers of 2 a
-    row's maximum rises before its sums are rescaled.
+    ``before`` counts the earlier tiles of the pipelines. Sums are rescaled when a row's maximum has
+    risen by more than THRESHOLD powers of 2.
     """
     BLOCK_DV: gl.constexpr = shared.v_pipe.tiles.shape[4]
     OVERLAP: gl.constexpr = shared.q_tiles.shape[0] == 2
@@ -321,8 +323,8 @@ def _attend(
     acc = gl.zeros([WARPGROUP_ROWS, BLOCK_DV], gl.float32, SUMS)
     q = matrix(shared.q_tiles, consumer)
     if OVERLAP:
-        # From registers: products then read less of shared memory, which costs power. Three
-        # consumers have no registers left for it.
+        # Queries in registers spare reads of shared memory, which cost power. With three consumers
+        # there are no registers for them.
         q = q.load(gl.DotOperandLayout(0, SCORES, 2))
     first, last = tile.tiles.lo, tile.tiles.hi
     if first < last:
@@ -410,7 +412,7 @@ def _allocate(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
     k_full, v_full = make_barriers(STAGES), make_barriers(STAGES)
     k_free, v_free = make_barriers(STAGES), make_barriers(STAGES)
     for consumer in gl.static_range(CONSUMERS):
-        # The copy of a tile, and the work-tile index.
+        # Two arrivals: the copy of the queries, and the work-tile index.
         mbarrier.init(q_full.index(consumer), count=2)
         mbarrier.init(q_free.index(consumer), count=1)
     for stage in gl.static_range(STAGES):
@@ -464,15 +466,15 @@ def hopper_forward_kernel(
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, of ``heads`` = B H heads.
 
     q, k, v are descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), in blocks of WARPGROUP_ROWS
-    queries or one key tile, and all columns, with zeros past the tensors' ends. A head's rows are
-    in ``m_blocks`` tiles of CONSUMERS blocks, the first ``narrow`` of them of one block less. Where
-    there are fewer programs than query tiles, a program takes its next tile from ``counter``, an
-    int32 of 0, and loads it while the one before ends. Else the counter is not touched.
+    queries or one key tile, and all columns, with zeros past the tensors' ends. A head has
+    ``m_blocks`` tiles of CONSUMERS blocks; the first ``narrow`` tiles have one block less. With
+    fewer programs than query tiles, a program takes its next tile from ``counter``, an int32 that
+    starts at 0, and loads it while the current one ends. Else the counter is not accessed.
 
-    VARLEN: out (H,total_q,Dv) and lse (H,total_q), descriptors of (1,H,total_q,D),
-    (1,Hk,total_k,D), (1,Hk,total_k,Dv), like those of ``forward_kernel``. If ``entries`` is not 0,
-    each of ``heads`` = H has the tiles of so many sequences, as ``sequence_of_tile`` explains, and
-    none is narrow.
+    VARLEN: out is (H,total_q,Dv) and lse (H,total_q), as in ``forward_kernel``; the descriptors are
+    of (1,H,total_q,D), (1,Hk,total_k,D), (1,Hk,total_k,Dv). If ``entries`` is not 0, ``heads`` is
+    H, each head has the tiles of ``entries`` sequences (see ``sequence_of_tile``), and no tile is
+    narrow.
     """
     inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc)
     outputs = _Outputs(out_ptr=out_ptr, lse_ptr=lse_ptr, Dv=Dv)

@@ -1,8 +1,8 @@
 """Helpers of the kernels for Hopper: pipelines of tiles, products, the partition of work.
 
-A program has one producer warp and several consumers, a warpgroup each. The producer copies tiles
-into shared memory by TMA; every consumer owns WARPGROUP_ROWS rows of a tile. Several consumers may
-clear the same rows of a shared tile: they write equal values, so their order does not matter.
+A program has one producer warp and several consumer warpgroups. The producer copies tiles into
+shared memory by TMA; each consumer owns WARPGROUP_ROWS rows of a tile. Several consumers may clear
+the same rows of a shared tile: they write equal values, so their order does not matter.
 
 Two programs may share a tile (stream-K). The second one continues from the partial sums of the
 first, so the result has the bits of a tile that is not shared.
@@ -67,14 +67,15 @@ __all__ = [
 
 # Rows of a tile that one warpgroup multiplies at a time.
 WARPGROUP_ROWS: gl.constexpr = gl.constexpr(64)
-# Programs of the last heads, more than a GPU runs at a time, so that only short ones end last.
+# ``together`` of ``tile_of_head``: more programs than a GPU runs at a time, so that short ones end
+# last.
 PROGRAMS_TOGETHER: gl.constexpr = gl.constexpr(256)
-# Triton 3.7 renamed these two.
+# Triton 3.7 renamed these two functions.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
-# A product of 64 x 64 numbers as a warpgroup holds it; a thread has them four by four.
+# A warpgroup's product of 64 x 64 numbers, flattened so that a thread holds four consecutive ones.
 _IN_FOURS: gl.constexpr = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1], [2], [512], [1024], [2048]],
@@ -86,8 +87,8 @@ _IN_FOURS: gl.constexpr = gl.constexpr(
 )
 
 
-# A kernel sees a NamedTuple as Triton's own tuple with these fields. That has attributes ``values``
-# and ``type``, which no field can be named.
+# In a kernel, a NamedTuple becomes Triton's own tuple type with these fields. The type has
+# attributes ``values`` and ``type``, so no field can have these names.
 
 
 class Mask(NamedTuple):
@@ -122,9 +123,9 @@ class Steps(NamedTuple):
 
 
 class PartialSums(NamedTuple):
-    """Where programs that share a tile exchange its sums: rows of float32, and a signal.
+    """The partial sums that programs with a shared tile exchange: rows of float32, and a signal.
 
-    ``first_row`` is 64-bit. The signal is an int32 of 0 until the sums are stored.
+    ``first_row`` is 64-bit. The signal is an int32, which is 0 until the sums are stored.
     """
 
     ptr: Any
@@ -153,13 +154,13 @@ def wide(columns):
 
 @triton.constexpr_function
 def accumulator_layout(columns):
-    """The layout of a warpgroup's product of 64 rows and so many columns."""
+    """The layout of a warpgroup's product of 64 rows and ``columns`` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @triton.constexpr_function
 def operand_layout(columns):
-    """The layout of a left operand in registers, of a product with so many columns."""
+    """The layout of a left operand in registers, for a product with ``columns`` columns."""
     return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]), 2)
 
 
@@ -193,7 +194,7 @@ def is_edge(tile, tiles):
 
 @gluon.jit
 def visible(offs_m, offs_n, mask):
-    """Where queries (rows) see keys (columns)."""
+    """Returns True where queries (rows) see keys (columns)."""
     return pairs_seen(
         offs_m, offs_n, mask.seqlen_q, mask.seqlen_k, mask.window_left, mask.window_right
     )
@@ -201,7 +202,7 @@ def visible(offs_m, offs_n, mask):
 
 @gluon.jit
 def partition_of(program, programs, tiles_of_head, each, shares):
-    """The ``Partition`` of one of so many programs, as ``share_of`` divides tiles among them."""
+    """The ``Partition`` of one of ``programs`` programs; ``share_of`` divides the tiles."""
     tiles = programs - each * (shares - 1)
     index, begin, end = share_of(program, tiles, each, shares)
     heads = tiles // tiles_of_head
@@ -211,7 +212,7 @@ def partition_of(program, programs, tiles_of_head, each, shares):
 
 @gluon.jit
 def steps_of(partition, total):
-    """The ``Steps`` of a program whose tile has so many in all."""
+    """The ``Steps`` of a program whose tile has ``total`` steps."""
     begin = total * partition.begin // partition.shares
     end = total * partition.end // partition.shares
     return Steps(begin, end, total)
@@ -219,7 +220,7 @@ def steps_of(partition, total):
 
 @gluon.jit
 def sums_of_consumer(sums, consumer: gl.constexpr, ROWS: gl.constexpr):
-    """The ``PartialSums`` of one consumer, out of those of a tile; each has so many rows."""
+    """The ``PartialSums`` of one consumer of a tile, ROWS rows each."""
     signal_ptr = sums.signal_ptr + consumer
     return PartialSums(sums.ptr, sums.first_row + consumer * ROWS, signal_ptr)
 
@@ -236,7 +237,7 @@ def partial_rows(sums, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 def wait_for_signal(sums):
     """Waits until the other program's consumer has stored its partial sums.
 
-    That program began earlier, and waits for no other, so this ends.
+    The other program began earlier and waits for none, so the loop terminates.
     """
     while gl.atomic_add(sums.signal_ptr, 0, sem="acquire") == 0:
         pass
@@ -251,7 +252,7 @@ def signal(sums):
 
 @gluon.jit
 def block_at(offset, h, start, VARLEN: gl.constexpr):
-    """Coordinates in a descriptor of a sequence's rows from ``start`` on.
+    """The coordinates in a descriptor of row ``start`` of a sequence.
 
     ``offset`` is a field of ``SeqlenInfo``.
     """
@@ -264,7 +265,7 @@ def block_at(offset, h, start, VARLEN: gl.constexpr):
 
 @gluon.jit
 def make_tiles(desc, NUMBER: gl.constexpr):
-    """Shared memory for so many blocks of a descriptor."""
+    """Allocates shared memory for NUMBER blocks of a descriptor."""
     ROWS: gl.constexpr = desc.block_type.shape[2]
     COLUMNS: gl.constexpr = desc.block_type.shape[3]
     return gl.allocate_shared_memory(desc.dtype, [NUMBER, 1, 1, ROWS, COLUMNS], desc.layout)
@@ -272,7 +273,7 @@ def make_tiles(desc, NUMBER: gl.constexpr):
 
 @gluon.jit
 def make_barriers(NUMBER: gl.constexpr):
-    """So many barriers, to be initialised."""
+    """Allocates NUMBER barriers, uninitialised."""
     return gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
 
 
@@ -311,14 +312,14 @@ def wait_full(pipeline, i):
 def wait_free(pipeline, i):
     """Waits until the i-th tile's stage is free.
 
-    On a stage that was never used the wait passes: the phase before the first counts as complete.
+    The first wait on a stage passes: the phase before the first counts as complete.
     """
     mbarrier.wait(pipeline.free.index(stage_of(pipeline, i)), phase_of(pipeline, i) ^ 1)
 
 
 @gluon.jit
 def release(pipeline, i):
-    """Releases the i-th tile's stage, for one consumer."""
+    """Releases the i-th tile's stage on behalf of one consumer."""
     mbarrier.arrive(pipeline.free.index(stage_of(pipeline, i)), count=1)
 
 
@@ -332,7 +333,7 @@ def load_stage(pipeline, i, desc, coordinates):
 
 @gluon.jit
 def start_scores(rows, pipeline, i, zeros):
-    """Begins the product of rows and the i-th key or value tile, once that has arrived."""
+    """Waits for the i-th key or value tile, then starts the product of rows and its transpose."""
     wait_full(pipeline, i)
     columns = tile_at(pipeline, i).permute((1, 0))
     return warpgroup_mma(rows, columns, zeros, use_acc=False, is_async=True)
@@ -340,19 +341,19 @@ def start_scores(rows, pipeline, i, zeros):
 
 @gluon.jit
 def add_product(acc, left, pipeline, i):
-    """Begins to add the product with the i-th key or value tile, once that has arrived."""
+    """Waits for the i-th key or value tile, then starts to add its product with ``left`` to acc."""
     wait_full(pipeline, i)
     return warpgroup_mma(left, tile_at(pipeline, i), acc, is_async=True)
 
 
 @gluon.jit
 def add_block(ptr, first, D: gl.constexpr, number: gl.constexpr, block):
-    """Adds a product of 64 x 64 numbers to a block of that number behind a row, a 64-bit number.
+    """Adds a product of 64 x 64 numbers to block ``number`` of the sums from row ``first`` on.
 
-    Rows have D numbers. A block is stored in the order of the warpgroup's registers: each thread
-    adds 16 bytes at a time, and a warp 512 consecutive bytes. Its axes, from the innermost, are
-    two columns, two rows that are 8 apart, four pairs of columns, eight rows, the warps, and eight
-    columns. ``rows_of_blocks`` restores the order of rows.
+    ``first`` is 64-bit, and rows have D numbers. A block is stored in the order of the warpgroup's
+    registers: each thread adds 16 bytes at a time, and a warp 512 consecutive bytes. Its axes, from
+    the innermost, are two columns, two rows that are 8 apart, four pairs of columns, eight rows,
+    the warps, and eight groups of columns. ``rows_of_blocks`` restores the order of rows.
     """
     numbers = block.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([4096])
     numbers = gl.convert_layout(numbers, _IN_FOURS, assert_trivial=True)
@@ -365,7 +366,7 @@ def add_block(ptr, first, D: gl.constexpr, number: gl.constexpr, block):
 def zero_rows(tile, kept, WIDE: gl.constexpr):
     """Clears the rows that are not ``kept``, before a product reads the tile.
 
-    Their factor is 0, but 0 times infinity or NaN is not.
+    Their factor is 0, but 0 times infinity or NaN is NaN.
     """
     tile.store(gl.where(kept[:, None], tile.load(WIDE), 0.0))
     fence_async_shared()

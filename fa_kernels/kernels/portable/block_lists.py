@@ -1,4 +1,4 @@
-"""Block maps of a map of blocks: which tiles a tile visits, of those whose block is visible."""
+"""Block maps from a ``block_mask``: the tiles in visible blocks that each tile visits."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ __all__ = ["block_lists_kernel", "everywhere"]
 
 @triton.jit
 def everywhere(b, h, m, n, args):
-    """The predicate of lists that leave hidden tiles out: nothing more is hidden."""
+    """The predicate of lists that already omit hidden tiles: it hides nothing."""
     return (m >= 0) & (n >= 0)
 
 
@@ -37,9 +37,9 @@ def block_lists_kernel(
 ):
     """Writes one tile's row of a block map: the tiles of the other sequence that it visits.
 
-    Lists (B,H,tiles here, 2 + tiles there); blocks, int8, one for each head (or stride_head = 0)
-    and ``side`` elements of either sequence, a multiple of both tiles. The other words are those of
-    ``visible_tiles``.
+    lists: int32 (B,H,tiles here,2 + tiles there). blocks: int8, one per head (or stride_head = 0)
+    and ``side`` elements of either sequence; ``side`` is a multiple of both tiles. See
+    ``visible_tiles`` for the other arguments.
     """
     tiles_here = tl.cdiv(here, BLOCK_HERE)
     tiles_there = tl.cdiv(there, BLOCK_THERE)
@@ -52,7 +52,7 @@ def block_lists_kernel(
     row_ptr = lists_ptr + tl.program_id(0).to(tl.int64) * (2 + tiles_there)
     blocks = blocks_ptr + (bh % H) * stride_head + (start // side) * stride_here
     listed = 0
-    # Those that lengths or window divide come first.
+    # Tiles that lengths or the window hide in part come first.
     for FULL in tl.static_range(2):
         before_these = listed
         for first in range(tiles.lo, tiles.hi, CHUNK):
@@ -63,7 +63,7 @@ def block_lists_kernel(
             block = (tile * BLOCK_THERE // side).to(tl.int64)
             seen = tl.load(blocks + block * stride_there, mask=of_kind, other=0) != 0
             place = listed + tl.cumsum(seen.to(tl.int32), 0)
-            # After the two counts, the first of which is place 1.
+            # The list begins after the two counts; ``place`` is 1 for its first entry.
             tl.store(row_ptr + 1 + place, tile, mask=seen)
             listed += tl.sum(seen.to(tl.int32), 0)
         tl.store(row_ptr + FULL, listed - before_these)

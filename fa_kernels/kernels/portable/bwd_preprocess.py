@@ -1,6 +1,6 @@
-"""What both backward kernels read of a row: delta = rowsum(out * dout) - dlse, and LSE in base 2.
+"""Preprocessing for the backward: delta = rowsum(out * dout) - dlse, and lse in base 2.
 
-And where one adds dq up: zeros.
+In one pass it also zeros the sums of dq.
 
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 4.
 """
@@ -26,11 +26,11 @@ __all__ = ["bwd_preprocess_kernel"]
 
 @triton.jit
 def _row_sums(x):
-    """Sum of each row by a balanced tree of neighbours; rows are 2 to 256 wide.
+    """Sums each row in a balanced tree of neighbours; rows are 2 to 256 wide.
 
-    Written out, because the order of ``tl.sum`` follows the layout of its operand, and that follows
-    the strides it was loaded with: the same values would give other bits. So would products that
-    are not rounded before they are added, in some layouts: it is launched without enable_fp_fusion.
+    The order of ``tl.sum`` depends on the layout of its operand, and so on the strides of the
+    loads: equal values could give different bits. Fused multiply-adds would depend on the layout
+    too, so the kernel is launched with enable_fp_fusion=False.
     """
     for _ in tl.static_range(8):
         if x.shape[1] > 1:
@@ -74,11 +74,13 @@ def bwd_preprocess_kernel(
 ):
     """Writes lse2 and delta (B,H,M_padded) for BLOCK_M rows of one head.
 
-    Rows that take no part (no visible key, padding, past M) get lse2 = +inf, so that their P is 0,
-    and delta = 0. ``stride_o*`` are the strides of dout, ``stride_l*`` those of dlse, which is not
-    read without HAS_DLSE; out (B,H,M,Dv) is contiguous. sums (B,H,M_padded,COLUMNS) gets zeros,
-    unless that is 0. VARLEN: lse2, delta and sums (H,M_padded), whole tiles of ROW_PADDING rows for
-    each of B sequences, out (H,total_q,Dv) as in ``forward_kernel``.
+    Dead rows (without a visible key, in padding, or past M) get lse2 = +inf, so that their P is 0,
+    and delta = 0. ``stride_o*`` are the strides of dout and ``stride_l*`` those of dlse, which is
+    not read without HAS_DLSE. out (B,H,M,Dv) is contiguous. sums (B,H,M_padded,COLUMNS) is zeroed,
+    unless COLUMNS is 0.
+
+    VARLEN: lse2, delta and the rows of sums are (H,M_padded), with whole tiles of ROW_PADDING rows
+    for each of B sequences; out is (H,total_q,Dv) as in ``forward_kernel``.
     """
     OF_TILE: tl.constexpr = ROW_PADDING // BLOCK_M
     grid = Grid(tiles_of_head, entries, H, seqlens_q_ptr)
@@ -95,7 +97,7 @@ def bwd_preprocess_kernel(
     offs_m = start_m + offs_tile
     offs_dv = tl.arange(0, BLOCK_DV)[None, :]
     lse = tl.load(lse_ptr + (first + offs_m), mask=offs_m < end, other=-float("inf"))
-    # dout of a row without a visible key may hold anything: it is not read.
+    # dout of a row without a visible key may hold anything and is not read.
     live_m = lse != -float("inf")
     live = live_m[:, None]
     dout_tensor = Tensor(dout_ptr, stride_ob, stride_oh, stride_om, stride_od, Dv)

@@ -1,4 +1,4 @@
-"""What a mask leaves of each tile: nothing, a part, or all of it, asked of its predicate."""
+"""Classifies the tiles of a mask with a predicate as hidden, partially visible or fully visible."""
 
 import triton.language as tl
 
@@ -26,10 +26,10 @@ def classify_blocks_kernel(
     BLOCK_N: tl.constexpr,
     PREDICATE: tl.constexpr,
 ):
-    """Writes kinds (B,H,m_blocks,n_blocks,3), int8, of one tile of one head.
+    """Writes kinds (B,H,m_blocks,n_blocks,3), int8, for one tile of one head.
 
-    [0]: a pair is visible; [1]: every valid row sees every key of the tile; [2]: every valid key is
-    seen by every row of the tile.
+    [0] is 1 if a pair is visible, [1] if every valid row sees every key of the tile, and [2] if
+    every row of the tile sees every valid key.
     """
     tile = tl.program_id(0)
     n_block = tile % n_blocks
@@ -51,7 +51,7 @@ def classify_blocks_kernel(
         tl.store(kind_ptr + 1, tl.min(tl.min(of_rows, 1), 0))
         tl.store(kind_ptr + 2, tl.min(tl.min(of_keys, 1), 0))
     else:
-        # Nothing is asked of padding, and nothing is all there is.
+        # The predicate gets no padding. Statements about every row or key of none hold.
         tl.store(kind_ptr, 0)
         tl.store(kind_ptr + 1, start_m >= seqlen_q)
         tl.store(kind_ptr + 2, start_n >= seqlen_k)

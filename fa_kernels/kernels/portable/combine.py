@@ -1,9 +1,8 @@
-"""Combine: out and lse from the sums of the splits of each row's keys.
+"""Combine: computes out and lse from the unnormalised sums of the splits of each row's keys.
 
-Each split is a softmax of its own, relative to its own maximum. Weighted by two to the power of
-that less the largest of all, the splits add up to the whole: what a running softmax does with its
-tiles, in one step. So the splits arrive as they are, neither divided nor as logarithms, and a row
-that only one split sees keeps every bit.
+Each split has sums relative to its own maximum m. Weighted by 2^(m - largest m), they add up to the
+sums over all keys, as the tiles of an online softmax do. Splits are neither normalised nor
+converted to logarithms, so a row that one split alone sees keeps every bit.
 
 Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023), with the sums of FlashAttention-2
 (arXiv:2307.08691), Algorithm 1, in place of normalised splits and their lse.
@@ -34,9 +33,9 @@ def combine_kernel(
     """Writes out (rows,Dv) and lse (rows,) from acc (num_splits,rows,Dv), m and l
     (num_splits,rows).
 
-    A row is one of B H M; all tensors are contiguous.
+    There are B H M rows; all tensors are contiguous.
     """
-    # Splits may lie 2**31 rows apart where a number of rows fits 32 bits.
+    # Offsets of splits can exceed 32 bits even if the number of rows does not.
     rows = tl.cast(rows, tl.int64)
     offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -59,7 +58,7 @@ def combine_kernel(
         l_i += l_split * weight
         acc += acc_split * weight[:, None]
 
-    # Of a row that no split sees the weights are NaN, -inf - -inf, and so is l: it is not live.
+    # If no split sees a row, weights and l are NaN (from -inf - -inf), so the row is not live.
     out, lse = normalised(acc, l_i, m_i, l_i > 0)
     tl.store(lse_ptr + offs_r, lse, mask=valid)
     tl.store(out_ptr + (offs_r[:, None] * Dv + offs_dv[None, :]), out, mask=inside)

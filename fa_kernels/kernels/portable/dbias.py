@@ -1,7 +1,7 @@
-"""dbias: one program a tile of the bias, over everything that the tile is added to.
+"""dbias: one program per tile of the bias.
 
-P and dS are recomputed as in ``dq``. Entries, heads, rows and keys that share a bias are added up
-by the program that writes its gradient, in one order: there are no atomics.
+A program recomputes P and dS as in ``dq``. It sums dS over all batch entries, heads, rows and keys
+that share its tile, in a fixed order and without atomics.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ _CHUNK: tl.constexpr = tl.constexpr(64)
 
 
 class _Over(NamedTuple):
-    """The axes that the bias shares."""
+    """Whether the bias is broadcast over each axis."""
 
     B: Any
     H: Any
@@ -37,7 +37,10 @@ class _Over(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """What a program's tile of the bias is added to: one of each axis, or all of it."""
+    """The part of the scores that a program's tile of the bias is added to.
+
+    Along each axis it is one element or tile, or the whole axis if the bias is broadcast over it.
+    """
 
     matrix: Any
     b_first: Any
@@ -51,7 +54,7 @@ class _Span(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """The matrices of one query head, and pointers to scratch from its row 0 on."""
+    """The matrices of one query head, and pointers to row 0 of its scratch."""
 
     q: Any
     k: Any
@@ -62,7 +65,7 @@ class _Head(NamedTuple):
 
 
 class _QueryTile(NamedTuple):
-    """Rows of one head, and what the backward reads of each: lse in base 2, and delta."""
+    """A query tile of one head, with lse in base 2 and delta of each row."""
 
     q: Any
     dout: Any
@@ -73,7 +76,7 @@ class _QueryTile(NamedTuple):
 
 @triton.jit
 def _span(program, B, H, m_blocks, n_blocks, OVER: tl.constexpr):
-    """The ``_Span`` of a program: tiles of a matrix follow each other, then heads, then entries."""
+    """Returns the ``_Span`` of a program; tiles vary fastest, then heads, then batch entries."""
     rest = program
     n_first, n_last = 0, n_blocks
     if not OVER.N:
@@ -100,7 +103,7 @@ def _span(program, B, H, m_blocks, n_blocks, OVER: tl.constexpr):
 
 @triton.jit
 def _is_listed(tiles, list_ptr, n_block):
-    """Whether a tile stands in a list of ``listed_tiles``."""
+    """Whether a tile is in a list of ``listed_tiles``."""
     found = 0
     for first in range(0, tiles.hi, _CHUNK):
         places = first + tl.arange(0, _CHUNK)
@@ -111,7 +114,7 @@ def _is_listed(tiles, list_ptr, n_block):
 
 @triton.jit
 def _load_query_tile(head, start_m, CONFIG: tl.constexpr):
-    """The ``_QueryTile`` from row ``start_m`` on."""
+    """Loads the ``_QueryTile`` that begins at row ``start_m``."""
     offs_tile = tl.arange(0, CONFIG.BLOCK_M)
     offs_d = tl.arange(0, CONFIG.BLOCK_D)
     offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
@@ -129,7 +132,7 @@ def _load_query_tile(head, start_m, CONFIG: tl.constexpr):
 
 @triton.jit
 def _compute_ds(rows, head, n_block, mask, mods, CONFIG: tl.constexpr):
-    """dS of a query tile and a key tile, by the scores that the bias is added to."""
+    """Returns dS of a query tile and a key tile: the gradient by the scores after the bias."""
     offs_tile = tl.arange(0, CONFIG.BLOCK_N)
     offs_d = tl.arange(0, CONFIG.BLOCK_D)
     offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
@@ -175,7 +178,7 @@ def _accumulate(acc, head, mask, mods, span, lists, CONFIG: tl.constexpr):
 
 @triton.jit
 def _store(dbias_ptr, acc, span, M, N, OVER: tl.constexpr, CONFIG: tl.constexpr):
-    """Writes the tile of a program; a matrix of the bias has one row or column where it shares."""
+    """Writes the tile of a program; a broadcast axis of the bias has one row or column."""
     rows, columns = M, N
     offs_rows = (span.m_first * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M))[:, None]
     offs_columns = (span.n_first * CONFIG.BLOCK_N + tl.arange(0, CONFIG.BLOCK_N))[None, :]
@@ -258,7 +261,7 @@ def dbias_kernel(
     OVER_M: tl.constexpr,
     OVER_N: tl.constexpr,
 ):
-    """Writes dbias (B or 1, H or 1, M or 1, N or 1), contiguous: 1 where OVER_* is true.
+    """Writes dbias (B or 1,H or 1,M or 1,N or 1), contiguous; an axis is 1 if its OVER_* is true.
 
     ``stride_o*`` are the strides of dout.
     """

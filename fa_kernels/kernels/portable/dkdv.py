@@ -1,7 +1,8 @@
-"""dk and dv: one program a key tile, K and V resident, over the query tiles of a group of heads.
+"""dk and dv: one program per key tile, which visits the query tiles of a group of heads.
 
-Everything is transposed, (BLOCK_N, BLOCK_M), so that P' and dS' are left operands as they stand. In
-one pass dq comes out of the same loop: each program adds its keys' part to sums in memory.
+K and V stay resident. Scores are transposed, (BLOCK_N, BLOCK_M), so that P' and dS' are left
+operands without a transposition. In one pass the loop also computes dq: each program adds the
+contribution of its keys to sums in global memory.
 
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2.
 """
@@ -54,7 +55,7 @@ class _KeyTile(NamedTuple):
 
 
 class _HeadRows(NamedTuple):
-    """The rows of one query head: matrices, and pointers to scratch from its row 0 on."""
+    """The matrices of one query head, and pointers to row 0 of its scratch."""
 
     queries: Any
     douts: Any
@@ -77,9 +78,9 @@ def _accumulate(
     ONE_PASS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds query tiles of one head to dk and dv: the edge tiles if MASKED, else the full ones.
+    """Adds query tiles of one head to dk and dv: the edge tiles if MASKED, else the full tiles.
 
-    With ONE_PASS each query tile's dq gets what these keys add to it, unscaled.
+    With ONE_PASS, it also adds the contribution of these keys to dq, without sm_scale.
     """
     k, v, offs_n = keys.k, keys.v, keys.offs_n
     offs_d = tl.arange(0, CONFIG.BLOCK_D)
@@ -89,7 +90,7 @@ def _accumulate(
         m_block = tile_index(nth_tile(i, tiles, MASKED), list_ptr, CONFIG.PREDICATE)
         start_m = m_block * CONFIG.BLOCK_M
         offs_m = start_m + offs_tile
-        # q and dout of a row without a visible key (padding rows too) are not read.
+        # q and dout of rows without a visible key, padding included, are not read.
         live = offs_m < mask.seqlen_q
         if MASKED:
             live = tl.load(rows.lse2_pointer + offs_m) != float("inf")
@@ -123,15 +124,16 @@ def _accumulate(
         if SOFTCAP & CONFIG.SCORE_MODS:
             ds = ds * dtanh
         if MASKED:
-            # Selected, not multiplied by p = 0: a hidden v near the maximum makes dp infinite.
+            # A product with p = 0 would not do: a hidden v near the largest finite value makes dp
+            # infinite.
             ds = tl.where(seen, ds, 0.0)
         dk = tl.dot(
             ds.to(q_t.dtype), tl.trans(q_t), dk, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC
         )
         if ONE_PASS:
-            # Full tiles are those that all valid keys see: p of a padding key can be infinite.
+            # In full tiles p of a padding key is not masked and can be infinite.
             ds = tl.where(offs_n[:, None] < mask.seqlen_k, ds, 0.0)
-            # (BLOCK_M, BLOCK_D); whole tiles, so that nothing needs a mask.
+            # (BLOCK_M, BLOCK_D). The sums have whole tiles of rows, so no mask is needed.
             dq = tl.dot(
                 tl.trans(ds.to(k.dtype)), k, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC
             )
@@ -215,10 +217,11 @@ def dkdv_kernel(
 ):
     """Writes dk (B,Hk,N,D) and dv (B,Hk,N,Dv), contiguous, for one key tile of one kv head.
 
-    ``stride_o*`` are the strides of dout. With ONE_PASS it adds to dq (B,H,M_padded,BLOCK_D), in
-    the dtype of the accumulators and without sm_scale, by atomics; else dq is not touched.
-    VARLEN: dk (Hk,total_k,D) and dv (Hk,total_k,Dv), as in ``forward_kernel``; lse2, delta and the
-    rows of dq (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
+    ``stride_o*`` are the strides of dout. With ONE_PASS, it adds to dq (B,H,M_padded,BLOCK_D) by
+    atomics, in the dtype of the accumulators and without sm_scale; else dq is not accessed.
+
+    VARLEN: dk is (Hk,total_k,D) and dv (Hk,total_k,Dv), as in ``forward_kernel``. lse2, delta and
+    the rows of dq are (H,M_padded), where each sequence begins at a multiple of ROW_PADDING.
     """
     CONFIG: tl.constexpr = KernelConfig(
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, SCORE_MODS
@@ -264,8 +267,8 @@ def dkdv_kernel(
             block.start, seqlen.seqlen_k, seqlen.seqlen_q, window_right, window_left, BLOCK_N,
             BLOCK_M,
         )  # fmt: skip
-    # Edges of all heads first, then full tiles of all heads: what the one loop keeps in registers
-    # is not alive in the other.
+    # Edge tiles of all heads come first, then full tiles of all heads. Registers of one loop are
+    # then not live in the other.
     for MASKED in tl.static_range(1, -1, -1):
         for g in range(0, G):
             h = h_k * G + g
@@ -285,7 +288,7 @@ def dkdv_kernel(
                 dk, dv, keys, rows, mask, mods, tiles, list_ptr, CONFIG, ONE_PASS, MASKED
             )
 
-    # Keys past seqlen_k were zero-filled; what their rows accumulated means nothing.
+    # Rows of keys past seqlen_k, which were loaded as zeros, have accumulated garbage.
     dk = tl.where(valid, dk * sm_scale.to(ACC), 0.0)
     dv = tl.where(valid, dv, 0.0)
     first, end = stored_rows(b, h_k, Hk, seqlen.offset_k, N, seqlen.seqlen_k, total_k, VARLEN)

@@ -1,4 +1,4 @@
-"""dq: one program a query tile, Q and dO resident, over the key tiles.
+"""dq: one program per query tile, which visits the key tiles; Q and dO stay resident.
 
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, the dQ part, without its atomics.
 """
@@ -42,7 +42,7 @@ __all__ = ["dq_kernel"]
 
 
 class _QueryTile(NamedTuple):
-    """The rows of a program, and what the backward reads of each: lse in base 2, and delta."""
+    """The query tile of a program, with lse in base 2 and delta of each row."""
 
     q: Any
     dout: Any
@@ -64,7 +64,7 @@ def _accumulate(
     CONFIG: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds key tiles to dq of a ``_QueryTile``: the edge tiles if MASKED, else the full ones."""
+    """Adds key tiles to dq of a ``_QueryTile``: the edge tiles if MASKED, else the full tiles."""
     offs_m = rows.offs_m
     offs_d = tl.arange(0, CONFIG.BLOCK_D)
     offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
@@ -93,7 +93,7 @@ def _accumulate(
         if SOFTCAP & CONFIG.SCORE_MODS:
             ds = ds * dtanh
         if MASKED:
-            # Selected, not multiplied by p = 0: p of a hidden key and dp of a hidden v can be
+            # A product with p = 0 would not do: p of a hidden key and dp of a hidden v can be
             # infinite.
             seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)
             ds = tl.where(seen, ds, 0.0)
@@ -173,8 +173,10 @@ def dq_kernel(
 ):
     """Writes dq (B,H,M,D), contiguous, for one query tile of one head.
 
-    ``stride_o*`` are the strides of dout. VARLEN: dq (H,total_q,D), as in ``forward_kernel``; lse2
-    and delta (H,M_padded), each sequence's from a multiple of ROW_PADDING on.
+    ``stride_o*`` are the strides of dout.
+
+    VARLEN: dq is (H,total_q,D), as in ``forward_kernel``. lse2 and delta are (H,M_padded), where
+    each sequence begins at a multiple of ROW_PADDING.
     """
     CONFIG: tl.constexpr = KernelConfig(
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, SCORE_MODS
@@ -208,7 +210,7 @@ def dq_kernel(
     row = scratch_row(b, h, H, seqlen.offset_q, M_padded, ROW_PADDING, VARLEN) + offs_m
     lse2 = tl.load(lse2_ptr + row)
     delta = tl.load(delta_ptr + row)
-    # q and dout of a row without a visible key (padding rows too) are not read: its dq is 0.
+    # q and dout of rows without a visible key, padding included, are not read; their dq is 0.
     live = (lse2 != float("inf"))[:, None]
     q = load_tile(queries, block.start, offs_tile[:, None], offs_d[None, :], live, ALIGNED, True)
     dout = load_tile(douts, block.start, offs_tile[:, None], offs_dv[None, :], live, ALIGNED, True)

@@ -1,4 +1,4 @@
-"""dq of one pass: what the key tiles have added up, times sm_scale, in the dtype of q."""
+"""dq in one pass: scales the sums of ``dkdv`` by sm_scale and casts them to the dtype of q."""
 
 import triton.language as tl
 
@@ -34,8 +34,8 @@ def dq_postprocess_kernel(
 ):
     """Writes dq (B,H,M,D), contiguous, from sums (B,H,M_padded,BLOCK_D) for BLOCK_M rows of a head.
 
-    VARLEN: dq (H,total_q,D), sums (H,M_padded,BLOCK_D), as in ``dkdv_kernel``. IN_BLOCKS: sums lie
-    as ``rows_of_blocks`` reads them.
+    VARLEN: dq is (H,total_q,D) and sums (H,M_padded,BLOCK_D), as in ``dkdv_kernel``. IN_BLOCKS:
+    sums have the layout of ``rows_of_blocks``.
     """
     grid = Grid(tiles_of_head, entries, H, seqlens_q_ptr)
     block, offset_q, seqlen_q = row_block(

@@ -1,7 +1,7 @@
-"""Forward: one program a query tile, online softmax in base 2 over the key tiles.
+"""Forward: one program per query tile, with an online softmax in base 2 over the key tiles.
 
-Few queries make few programs, and each goes through all keys. IS_SPLIT: several programs a query
-tile then, each for a part of the key tiles, whose sums ``combine_kernel`` puts together.
+With few queries there are few programs, each of which visits all keys. IS_SPLIT therefore divides
+the key tiles of a query tile among several programs; ``combine_kernel`` combines their sums.
 
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 1.
 """
@@ -54,7 +54,7 @@ def _attend(
     CONFIG: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Takes the key tiles at the places [first, last) into the ``SoftmaxState`` of a query tile."""
+    """Updates the ``SoftmaxState`` of a query tile with the key tiles at places [first, last)."""
     acc, l_i, m_i = state.acc, state.l, state.m
     offs_d = tl.arange(0, CONFIG.BLOCK_D)
     offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
@@ -81,7 +81,7 @@ def _attend(
         m_new = tl.maximum(m_i, tl.max(scores, 1) * mods.qk_scale)
         m_pivot = m_new
         if MASKED:
-            # A row that has seen nothing yet subtracts 0, since -inf - -inf is NaN.
+            # A row that has seen no key yet subtracts 0, since -inf - -inf is NaN.
             m_pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp2(scores * mods.qk_scale - m_pivot[:, None])
         alpha = tl.exp2(m_i - m_pivot)
@@ -163,13 +163,13 @@ def forward_kernel(
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head.
 
-    VARLEN: out (H,total_q,Dv) and lse (H,total_q), of B sequences that follow each other, none
-    longer than M or N. Cumulative lengths stand in place of lengths, the first strides of q, k, v
-    are those of rows, and rows that belong to no sequence are not written.
+    VARLEN: out is (H,total_q,Dv) and lse (H,total_q), for B packed sequences of at most M rows and
+    N keys. The pointers of lengths lead to cumulative lengths, and the first strides of q, k, v are
+    their row strides. Rows that belong to no sequence are not written.
 
-    IS_SPLIT: the sums of one split of the key tiles. In place of out the sums before they are
-    divided (num_splits,B,H,M,Dv), in place of lse the maxima in base 2 (num_splits,B,H,M), and l
-    of the same shape.
+    IS_SPLIT: a program writes the sums of one split of the key tiles. out receives the unnormalised
+    sums (num_splits,B,H,M,Dv), lse the maxima in base 2 (num_splits,B,H,M), and l the sums of
+    weights, of the same shape.
     """
     CONFIG: tl.constexpr = KernelConfig(
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, SCORE_MODS
@@ -181,7 +181,7 @@ def forward_kernel(
     score_args = ScoreModArgs(softcap_bits, slopes_ptr, stride_sb, stride_sh, bias)
     program = tl.program_id(0)
     if IS_SPLIT:
-        # Split by split, so that programs side by side share their keys with the rest of a group.
+        # Splits vary slowest, so neighbouring programs read the same keys for a group of heads.
         each = tl.num_programs(0) // num_splits
         split = program // each
         program = program % each
@@ -231,9 +231,9 @@ def forward_kernel(
         )  # fmt: skip
 
     first, end = stored_rows(b, h, H, seqlen.offset_q, M, seqlen.seqlen_q, total_q, VARLEN)
-    # Rows without a visible key (padding rows too): out = 0, lse = -inf.
+    # Rows without a visible key, padding included, get out = 0 and lse = -inf.
     if IS_SPLIT:
-        # A split without tiles writes too: sums of 0, and maxima of -inf.
+        # A split without tiles writes sums of 0 and maxima of -inf.
         first += split.to(tl.int64) * rows
         l_i = tl.where(offs_m < seqlen.seqlen_q, state.l, 0.0)
         tl.store(l_ptr + (first + offs_m), l_i, mask=offs_m < end)

@@ -1,7 +1,7 @@
-"""The order in which programs take the tiles of a head: those that visit most come first.
+"""The order of the programs for the tiles of a head: longest processing time first (LPT).
 
-A GPU starts programs in their order, each when another ends. Where some take several times as long
-as others, those that begin last decide how long all take; so the last ones are short.
+A GPU starts programs in order, each when another one ends. If some programs take several times as
+long as others, the last ones to start should be short.
 
 Source: Graham 1969, Bounds on Multiprocessing Timing Anomalies, the LPT rule.
 """
@@ -17,7 +17,7 @@ __all__ = ["lpt_order_kernel"]
 
 @triton.jit
 def _visited(lists, b, h_k, tile, tiles, G):
-    """How many tiles those of a group of heads visit together; none past the last."""
+    """Returns the tiles that a group of heads visits, summed over heads; 0 past the last tile."""
     visited = tl.zeros(tile.shape, tl.int32)
     for g in range(0, G):
         row = lists.ptr + (
@@ -42,7 +42,8 @@ def lpt_order_kernel(
 ):
     """Writes order (B,Hk,tiles), contiguous: the tiles of a group of G heads, longest first.
 
-    Of tiles that visit as many the first comes first. Each program finds the places of BLOCK tiles.
+    The length of a tile is the number of tiles it visits; ties are ordered by index. Each program
+    computes the places of BLOCK tiles.
     """
     lists = BlockLists(lists_ptr, stride_lb, stride_lh, stride_lt)
     chunks = tl.cdiv(tiles, BLOCK)

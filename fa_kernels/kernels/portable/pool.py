@@ -1,8 +1,8 @@
-"""Pooled probabilities: the mean or the maximum of P over blocks of pairs, from q, k and the LSE.
+"""Pooled probabilities: the mean or maximum of P over blocks of pairs, from q, k and lse.
 
-One program a span of pool blocks of one head: a single block where that holds a tile or more, as
-many whole blocks as a tile holds where they are smaller. P is recomputed tile by tile, so M x N
-probabilities never stand in memory, and no two programs write to one block.
+One program per span of pool blocks of one head. A span is one block if the block is at least as
+large as a tile, else the whole blocks that fit a tile. P is recomputed tile by tile, so the M x N
+matrix is never materialised. Each block is written by one program.
 
 Source: FlashAttention-2 (arXiv:2307.08691), Algorithm 2, line 11, for P.
 """
@@ -23,26 +23,26 @@ __all__ = ["pool_kernel", "sees_block"]
 
 @triton.jit
 def sees_block(b, h, m, n, args):
-    """The predicate of a map of blocks: (map, its three strides, rows and keys of a block)."""
+    """The predicate of a ``block_mask``; args are (mask, its three strides, block size)."""
     row, column = m // args[4], n // args[4]
     return tl.load(args[0] + (h * args[1] + row * args[2] + column * args[3])) != 0
 
 
 @triton.jit
 def _joined(a, b, MAX: tl.constexpr):
-    """What two parts of a block have in common: their maximum or their sum."""
+    """Combines two parts of a block by maximum or sum."""
     return tl.maximum(a, b) if MAX else a + b
 
 
 @triton.jit
 def _over_rows(tile, MAX: tl.constexpr):
-    """The maximum or the sum of each column."""
+    """Reduces each column by maximum or sum."""
     return tl.max(tile, 0) if MAX else tl.sum(tile, 0)
 
 
 @triton.jit
 def _probabilities(q, lse2, keys, start_n, valid, seen, qk_scale, CONFIG: tl.constexpr):
-    """P of one tile, 0 where not ``seen``; keys that are not ``valid`` are not read."""
+    """Returns P of one tile, 0 where not ``seen``; keys that are not ``valid`` are not read."""
     offs_d = tl.arange(0, CONFIG.BLOCK_D)
     offs_tile = tl.arange(0, CONFIG.BLOCK_N)
     # (BLOCK_D, BLOCK_N)
@@ -52,7 +52,7 @@ def _probabilities(q, lse2, keys, start_n, valid, seen, qk_scale, CONFIG: tl.con
     # (BLOCK_M, BLOCK_N)
     scores = tl.dot(q, k_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
     p = tl.exp2(scores * qk_scale - lse2[:, None])
-    # Selected: p of a hidden key can be infinite.
+    # p of a hidden key can be infinite.
     return tl.where(seen, p, 0.0)
 
 
@@ -70,7 +70,7 @@ def _row_tile(
     CONFIG: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """A tile of query rows against the keys [first, last), tile upon tile; none from end_n on."""
+    """Combines P of a query tile over the key tiles in [first, last), up to key end_n."""
     pooled = tl.zeros([CONFIG.BLOCK_M, CONFIG.BLOCK_N], CONFIG.ACC)
     for start_n in range(first, last, CONFIG.BLOCK_N):
         offs_n = start_n + tl.arange(0, CONFIG.BLOCK_N)
@@ -79,7 +79,7 @@ def _row_tile(
         seen = seen & valid[None, :]
         some = 1
         if CONFIG.PREDICATE is not None:
-            # It can hide a whole tile of the range.
+            # A predicate can hide a whole tile of the range.
             some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
         if some > 0:
             p = _probabilities(q, lse2, keys, start_n, valid, seen, qk_scale, CONFIG)
@@ -125,14 +125,14 @@ def pool_kernel(
 ):
     """Writes pooled (B,H,ceil(M/pool_rows),ceil(N/pool_keys)), contiguous, for one span of blocks.
 
-    lse (B,H,M) is contiguous; pool_rows <= M and pool_keys <= N. Sums of a block go key tile by key
-    tile, then row tile by row tile, then over the rows of the tile, then over its keys: no sum is
-    deeper than the block's rows and keys together.
+    lse (B,H,M) is contiguous; pool_rows <= M and pool_keys <= N. The sum of a block runs over key
+    tiles, then row tiles, then the rows of a tile, then its keys. An addend takes part in at most
+    as many additions as the block has rows and keys together.
     """
     CONFIG: tl.constexpr = KernelConfig(
         BLOCK_M, BLOCK_N, BLOCK_D, None, ACC, DOTS, ALIGNED, PREDICATE, 0
     )
-    # A span: whole pool blocks that one tile holds, or one block of several tiles.
+    # A span is one block of several tiles, or the whole blocks that fit one tile.
     rows_each = tl.maximum(BLOCK_M // pool_rows, 1)
     keys_each = tl.maximum(BLOCK_N // pool_keys, 1)
     row_blocks = tl.cdiv(M, pool_rows)
@@ -159,19 +159,19 @@ def pool_kernel(
     offs_tile_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     qk_scale = (scale_from_bits(sm_scale_bits) * LOG2E).to(ACC)
-    # Element by element of a tile, over all tiles of the span.
+    # Elementwise over all tiles of the span.
     total = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     for first_m in range(start_m, end_m, BLOCK_M):
         offs_m = first_m + offs_tile_m
         row = bh.to(tl.int64) * M + offs_m
         lse = tl.load(lse_ptr + row, mask=offs_m < end_m, other=-float("inf"))
-        # Rows without a visible key, and those of other spans: they are not read, their P is 0.
+        # Rows without a visible key and rows of other spans are not read; their P is 0.
         live = lse != -float("inf")
         lse2 = tl.where(live, lse * LOG2E, float("inf"))
         q = load_tile(
             queries, first_m, offs_tile_m[:, None], offs_d[None, :], live[:, None], ALIGNED, True
         )
-        # Tiles of one key: the keys that some row sees.
+        # With tiles of one key, the range holds the keys that some row sees.
         within = visible_tiles(first_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, 1)
         skipped = tl.maximum(within.lo - start_n, 0) // BLOCK_N * BLOCK_N
         part = _row_tile(
@@ -180,7 +180,7 @@ def pool_kernel(
         )  # fmt: skip
         total = _joined(total, part, MAX)
 
-    # 64-bit, as the number of a block's pairs is.
+    # 64-bit, because the number of pairs of a block can exceed 32 bits.
     key_block = (key_span * keys_each + offs_tile_n).to(tl.int64)
     keys_of = tl.minimum((key_block + 1) * pool_keys, seqlen_k) - key_block * pool_keys
     inside = (offs_tile_n < keys_each) & (key_block < key_blocks)
@@ -193,7 +193,7 @@ def pool_kernel(
         row_block = row_span * rows_each + i
         if not MAX:
             rows_of = tl.minimum((row_block + 1) * pool_rows, seqlen_q) - row_block * pool_rows
-            # Of a block of padding alone, 0 by whatever comes out.
+            # A block of padding alone has no valid pair: its 0 is divided by 1.
             pooled = pooled / tl.maximum(rows_of * keys_of, 1)
         block = (bh.to(tl.int64) * row_blocks + row_block) * key_blocks + key_block
         tl.store(pooled_ptr + block, pooled, mask=inside)

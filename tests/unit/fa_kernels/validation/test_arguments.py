@@ -132,7 +132,7 @@ WINDOWS = {
     "causal_none": refusal(TypeError, "causal", "None", "a bool", causal=None),
 }
 
-ONE, ATTRIBUTES = "needs one or other", "seqlens_q, seqlens_k"
+ONE, ATTRIBUTES = "needs one or the other", "seqlens_q, seqlens_k"
 MASKS = {
     "and_causal": refusal(ValueError, "mask", "causal", ONE, mask=Mask(), causal=True),
     "and_window": refusal(

@@ -44,7 +44,7 @@ WRONG = {
     "bool": (TypeError, "cu_seqlens_q holds True; needs ints", {"cu_q": (0, True)}),
     "past": (ValueError, r"cu_seqlens_k holds 84; needs offsets in \[0, 83\]", {"cu_k": (0, 84)}),
     "negative": (ValueError, r"cu_seqlens_q holds -1; needs offsets in", {"cu_q": (-1, 3)}),
-    "falling": (ValueError, r"cu_seqlens_q is \(0, 9, 4\); needs offsets that ascend",
+    "falling": (ValueError, r"cu_seqlens_q is \(0, 9, 4\); needs ascending offsets",
                 {"cu_q": (0, 9, 4)}),
     "entries": (ValueError, "cu_seqlens_k has 2 offsets; needs as many as cu_seqlens_q, 6",
                 {"cu_k": (0, 9)}),

@@ -98,7 +98,7 @@ def test_a_token_of_another_process_is_refused():
     assert theirs.endswith(") #1")
     token_of(PrefixLM(prefix=1))
     token_of(Config(dots="tf32"))
-    with pytest.raises(RuntimeError, match="which is of another process or older than the last"):
+    with pytest.raises(RuntimeError, match="which is from another process or older than the last"):
         value_of(theirs)
 
 

@@ -89,7 +89,7 @@ ARROWS = {
         "fa_kernels/kernels/common",
         "fa_kernels/schedule",
     ),
-    "fa_verify/pytest_plugin": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "benchmarks"),
+    "fa_verify/pytest_plugin": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT),
     "tests/conformance": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT),
     "tests/subjects": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels"),
     "benchmarks": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels", "tests/subjects"),

@@ -92,9 +92,11 @@ def flash_attention(
             from one kernel, dq from another. False: all come from one kernel, with 5 products of
             matrices in place of 7; dq is a sum by atomics, in another order every time, so its
             last bits differ from run to run.
-        config: Tile configuration, a ``Config`` or a name in ``CONFIGS``; None is "default". For
-            few queries against long keys, ``Config(splits=16)`` or so divides the key tiles of each
-            query tile among as many programs, and merges what they find.
+        config: Tile configuration, a ``Config`` or a name in ``CONFIGS``; None is "default", which
+            runs on the portable kernels where the kernels for Hopper are absent. "hopper" is
+            "default", and raises a RuntimeError there that gives the reason. For few queries
+            against long keys, ``Config(splits=16)`` or so divides the key tiles of each query tile
+            among as many programs, and merges what they find.
         softcap: c, finite and > 0: a scaled score x becomes c tanh(x / c), before it is masked.
         alibi_slopes: Float32 (H,) or (B, H) on the device of q: slope |p - n| is taken off each
             score, after the softcap. Not differentiated, and not checked to be finite.

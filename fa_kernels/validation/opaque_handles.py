@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fa_kernels.runtime.private import traced_as_constant
+
 __all__ = ["token_of", "value_of"]
 
 # Objects that are kept, those used last. A call's is used by its backward pass too.
@@ -116,7 +118,5 @@ def _whole(parts: Any) -> Any:
     return of(**dict(zip(_field_names(of), map(_whole, values), strict=True)))
 
 
-# The compiler calls these and takes what they return for constants. It is what
-# ``torch.compiler.assume_constant_result`` does, which takes a second to import.
 for _function in (_field_names, _token_of_parts):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    traced_as_constant(_function)

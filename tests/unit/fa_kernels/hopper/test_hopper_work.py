@@ -27,7 +27,7 @@ ROWS = {64: 128, 128: 64}
 # Of unequal tiles, so that no two programs share one.
 MASKS = {
     "causal": Mask(causal=True),
-    "window": Mask(window_left=100, window_right=30),
+    "window": Mask(window_left=20, window_right=30),
     "padded, causal": Mask(causal=True, seqlens_q=(90, 384), seqlens_k=(280, 128)),
 }
 each_head_dim = pytest.mark.parametrize("D", [64, 128])

@@ -54,10 +54,11 @@ fuzz: $(environment) ## new problems for MINUTES=10; KERNEL=file.py:name, MASK=f
 findings: $(environment) ## what every kernel here holds: results/, FINDINGS.md; KERNELS='flex ours'
 	$(python) -m fa_verify.pytest_plugin.findings $(KERNELS)
 
-lint: $(environment) ## ruff check, ruff format --check, mypy
+lint: $(environment) ## ruff check, ruff format --check, mypy, prose
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+	$(python) -m tests.prose
 
 format: $(environment) ## format and fix what ruff can
 	$(python) -m ruff check --fix .

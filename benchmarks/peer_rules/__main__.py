@@ -1,4 +1,4 @@
-"""The rules side by side: ``python -m benchmarks.peer_rules``; a Markdown table."""
+"""Compares all rules in a Markdown table: ``python -m benchmarks.peer_rules``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.mutation.report import markdown_table
 
 __all__ = ["main"]
 
-# Of the mechanical mutants, one in so many takes part.
+# One in so many mechanical mutants takes part.
 EVERY = 20
 SECONDS = 300.0
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _mutants(sources: dict[str, str]) -> list[Mutant]:
-    """Faults on record, independent mutants, and a share of the mechanical mutants."""
+    """Recorded faults, independent mutants and a share of the mechanical mutants."""
     made = [x for x in mechanical(sources) if x.key not in EQUIVALENT]
     return [x for x in (*FAULTS, *INDEPENDENT, *made[::EVERY]) if not x.equivalent]
 
@@ -72,7 +72,7 @@ def _report(
     columns: Sequence[str],
     alarms: dict[tuple[str, str], tuple[int, int]],
 ) -> str:
-    """A row a rule; a mutant that crashes or hangs is noticed by whoever runs it."""
+    """A table with a row for each rule, without the mutants that crash or hang."""
     returned = [ended.value for ended in ends if ended.how == "returned"]
     rest = len(ends) - len(returned)
     killed = Counter(

@@ -1,8 +1,7 @@
-"""What a rule of another project judges: a kernel's outputs, and the references it asks for.
+"""The outputs that another project's rule judges, and the references it compares them with.
 
-What a reference is computed with may differ from what it was written for: PyTorch on a CPU in place
-of a GPU. Padding is zero in what the references read: most suites keep sequences packed, so that
-there is none.
+References run on PyTorch for the CPU, also where a suite computes them on a GPU. They read zeros in
+padding, because most suites pack sequences and have no padding.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ FP32 = torch.float32
 
 @dataclass(frozen=True, kw_only=True)
 class Eager:
-    """How a suite writes its reference, attention in plain PyTorch with gradients by autograd.
+    """A suite's form of eager attention in plain PyTorch, with gradients by autograd.
 
     Args:
-        inputs: Dtype of the tensors whose gradients are taken; None here and below is q's.
+        inputs: Dtype of the leaf tensors. None, here and below, is the dtype of q.
         products: Dtype of the two products, of the scores and of P.
         softmax: Dtype of the softmax.
         out: Dtype of out.
-        scaled: What sm_scale multiplies: "q", "k" or "scores".
-        added: Hidden pairs get -inf by addition, so that a NaN passes on to every gradient.
-        zero_rows: A row without a key has P = 0; otherwise NaN, which the softmax gives.
+        scaled: The factor that sm_scale multiplies: "q", "k" or "scores".
+        added: Add -inf to hidden pairs, so that a NaN reaches every gradient.
+        zero_rows: Set P of a row without a key to 0; otherwise the softmax makes it NaN.
     """
 
     inputs: torch.dtype | None = None
@@ -57,14 +56,14 @@ CUDNN_V2 = replace(CUDNN, zero_rows=True)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """What a rule judges, and the references that it may ask for, computed once.
+    """The input of a rule, with cached references.
 
     Args:
         inputs: q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv), dout (B,H,M,Dv).
-        got: The outputs of the kernel under test; None where it has none.
-        mask: What each row sees.
+        got: The outputs of the kernel under test; None for an output that it lacks.
+        mask: The mask of the problem.
         sm_scale: Factor on q.k.
-        want: The outputs in float64: the golden values of the suites that have such.
+        want: The outputs in float64, which are some suites' golden values.
     """
 
     inputs: Inputs
@@ -92,7 +91,7 @@ class Case:
         return rows >= lengths[0], keys >= lengths[1]
 
     def blanked(self, outputs: Outputs[torch.Tensor | None]) -> Outputs[torch.Tensor | None]:
-        """The outputs with zeros in padding, as a suite has them that leaves padding out."""
+        """The outputs with zeros in padding, as in a suite that removes padding."""
         rows, keys = self.padding
         where = Outputs(rows, rows.squeeze(3), rows, keys, keys)
         pairs = zip(outputs, where, strict=True)
@@ -106,13 +105,13 @@ class Case:
         return Inputs(*(x.detach().masked_fill(empty, 0.0) for x, empty in pairs))
 
     def eager(self, form: Eager) -> Outputs[torch.Tensor]:
-        """A reference in plain PyTorch, its lse in the dtype of its softmax."""
+        """A reference in plain PyTorch, with lse in the dtype of the softmax."""
         if form not in self._made:
             self._made[form] = _eager(self, form)
         return self._made[form]
 
     def math(self, dtype: torch.dtype) -> Outputs[torch.Tensor]:
-        """PyTorch's composite backend on inputs cast to dtype; it has no lse, so that is NaN."""
+        """PyTorch's composite backend on inputs cast to dtype. It returns no lse; that is NaN."""
         if dtype not in self._made:
             self._made[dtype] = _sdpa_math(self, dtype)
         return self._made[dtype]
@@ -124,7 +123,7 @@ class Case:
 
 
 def _eager(case: Case, form: Eager) -> Outputs[torch.Tensor]:
-    """Attention as an ``Eager`` says it."""
+    """Attention in the form of an ``Eager``."""
     own = case.clean.q.dtype
     inputs, products, softmax, stored = (
         x or own for x in (form.inputs, form.products, form.softmax, form.out)

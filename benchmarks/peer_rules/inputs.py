@@ -1,9 +1,9 @@
-"""What other projects' attention tests feed: plain random values, lengths from a short list.
+"""Inputs of other projects' attention tests: plain random values, lengths from a short list.
 
-The shapes are theirs, shrunk to about a tenth so that Triton's interpreter can run them, with what
-marks them kept: which lengths are multiples of a tile, M against N, grouped heads, masks, dtypes.
-Left out is what no ``Problem`` says: dropout, bias, ALiBi, paged caches, and a causal mask of
-top-left alignment, which stands here only where M = N.
+Shapes are shrunk to about a tenth so that Triton's interpreter can run them. They keep the relation
+of M to N, grouped heads, masks, dtypes and which lengths are multiples of a tile. Dropout, bias,
+ALiBi and paged caches are left out. A causal mask aligned to the top left appears only with M = N,
+where it equals the alignment of a ``Problem``.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _FLEX = (
     _flex(M=64, N=64, dtype="fp32", mask=_CAUSAL, Dv=32),
 )
 
-_tutorial = partial(Problem, H=2, Hk=2, dtype="fp16", sm_scale=0.5)  # likewise
+_tutorial = partial(Problem, H=2, Hk=2, dtype="fp16", sm_scale=0.5)  # multiples of the tiles too
 _TUTORIAL = (
     _tutorial(M=64, N=64, D=32, Dv=32, mask=_CAUSAL),
     _tutorial(M=64, N=64, D=64, Dv=64),
@@ -173,7 +173,10 @@ PLAIN: dict[str, tuple[Problem, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Values:
-    """What a suite makes of N(0, 1) in the dtype: factor x + shift of q, k, v; dout x of dout."""
+    """A suite's values, made of x from N(0, 1) in the dtype.
+
+    q, k and v are factor * x + shift, and dout is ``dout`` * x.
+    """
 
     factor: float = 1.0
     shift: float = 0.0
@@ -194,13 +197,14 @@ _VALUES = {
 def plain(rule: str, problem: Problem) -> Inputs:
     """The tensors of a problem, with the values that a rule's suite draws.
 
-    flash-attention and FlexAttention draw N(0, 1); PyTorch's SDPA tests the uniform distribution on
-    [0, 1), dout included; the Triton tutorial N(0, 1) / 2 for q, k, v; xformers 3 N(0, 1); cuDNN
-    N(0, 1) - 1/2, and N(0, 1) / 10 for dout. In padding stands the same.
+    flash-attention and FlexAttention draw N(0, 1). PyTorch's SDPA tests draw the uniform
+    distribution on [0, 1), dout included. The Triton tutorial draws N(0, 1) / 2 for q, k, v;
+    xformers draws 3 N(0, 1); cuDNN draws N(0, 1) - 1/2, and N(0, 1) / 10 for dout. Padding holds
+    values of the same distribution.
 
     Args:
         rule: A key of PLAIN.
-        problem: Of inputs "normal", and no layout "expanded".
+        problem: A problem with inputs "normal" and no layout "expanded".
 
     Returns:
         q, k, v, dout.

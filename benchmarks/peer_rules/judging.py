@@ -1,7 +1,7 @@
-"""Other projects' rules and this project's, on the same mutants and the same inputs.
+"""Runs other projects' rules and this project's on the same mutants and the same inputs.
 
-A rule's verdict counts on those problems alone on which the kernel as it is passes it: elsewhere
-the rule raises an alarm about a correct kernel, which is counted too.
+A rule's verdict counts only on problems on which the unmutated kernel passes the rule. On the other
+problems the rule raises a false alarm, which is counted separately.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ __all__ = ["COLUMNS", "JUDGES", "Asked", "asked_of", "judged_by_all"]
 
 COLUMNS = ("ours", "theirs")
 PROBED = 4
-# Of their problems, which have many heads: the interpreter takes as long for a small tile.
+# Configuration for the other projects' problems. They have many heads, and the interpreter takes as
+# long for a small tile as for a large one.
 _CONFIG = "64x32"
 
 
 class Asked(NamedTuple):
-    """A problem that is put before every judge that speaks of it.
+    """A problem, with the judges that decide about it.
 
     Args:
-        column: Whose inputs: out of ``COLUMNS``.
-        rule: Of their inputs, the rule whose suite feeds it; empty for ours.
-        checks: What else this project checks there, names in ``CHECKS``.
-        probed: Whether probes, whose values are their own, are put to it: to one in PROBED.
+        column: The origin of the inputs, out of ``COLUMNS``.
+        rule: The rule whose suite has these inputs; empty for this project's inputs.
+        checks: Further checks of this project, names in ``CHECKS``.
+        probed: Whether the closed-form checks run on it, as on one problem in PROBED.
         question: The problem, with the oracle's answer.
-        in_float64: The same in float64; None where that is out of range.
-        passed: The judges that the kernel as it is passes.
-        failed: Those that it fails: false alarms.
+        in_float64: The problem in float64; None if that is out of range.
+        passed: The judges that the unmutated kernel passes.
+        failed: The judges that the unmutated kernel fails: false alarms.
     """
 
     column: str
@@ -63,7 +64,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class _Answer:
-    """A subject's answer to one problem, with what a judge may ask for."""
+    """A subject's answer to one problem, in the forms that judges read."""
 
     subject: Subject
     asked: Asked
@@ -141,7 +142,7 @@ _DTYPES = {rule.name: rule.dtypes for rule in RULES}
 
 
 def _speaks_of(judge: str, asked: Asked) -> bool:
-    """Whether a judge's suite runs such a problem; ours run theirs and our own."""
+    """Whether a judge decides about a problem; this project's judges decide about all."""
     if judge not in _DTYPES:
         return True
     problem = asked.question.problem
@@ -151,7 +152,7 @@ def _speaks_of(judge: str, asked: Asked) -> bool:
 
 
 def _passes(judge: str, answer: _Answer) -> bool:
-    """A judge's verdict; a kernel that raises passes nothing."""
+    """Whether an answer passes a judge; a kernel that raises fails every judge."""
     try:
         return JUDGES[judge](answer)
     except (SubjectError, NotImplementedError):
@@ -159,9 +160,9 @@ def _passes(judge: str, answer: _Answer) -> bool:
 
 
 def asked_of(judges: Collection[str]) -> list[Asked]:
-    """Every problem, with those of the judges that the kernel as it is passes and fails."""
+    """Every problem, with the judges that the unmutated kernel passes and fails."""
     subject = Subject.of(flash_attention, "flash_attention")
-    # No rule knows of losses on lse.
+    # No suite tests losses on lse.
     steps = [step for step in STEPS if step.problem.dlse == NO_DLSE]
     made = [_asked(subject, step.problem, None, checks=step.checks) for step in steps]
     made += [
@@ -199,9 +200,9 @@ def _asked(
 def judged_by_all(
     sources: Mapping[str, str], mutant: Mutant, everything: Sequence[Asked]
 ) -> dict[str, frozenset[str]]:
-    """The judges that a mutant fails, by column of inputs; in a process that ends afterwards.
+    """The judges that a mutant fails, by column of inputs.
 
-    A judge that has seen a failure is asked no more.
+    Call it in a process that ends afterwards. A judge stops at its first failure.
     """
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         subject = subject_of(sources, mutant, Path(folder))

@@ -1,8 +1,7 @@
 """The tolerance rules by which other projects test their attention kernels.
 
-Each rule is written anew from the test that it stands for, with that test's factors, tolerances and
-references, so that it can judge any kernel's outputs on any inputs. An output without elements
-passes, which no suite asks for.
+Each rule reimplements a test with its factors, tolerances and references, so that it can judge any
+kernel's outputs on any inputs. An output without elements passes; no suite tests one.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Rule:
 
     Args:
         name: Name of the rule, the key of its suite's inputs.
-        source: Repositories, paths, commits and tests that it was read from.
-        judge: Whether each output passes, of those that the suite compares and the kernel has.
-        dtypes: What the suite runs, out of ``fa_verify.oracles.problem.DTYPES``.
+        source: Repositories, paths, commits and tests that the rule follows.
+        judge: Returns whether each output passes that the suite compares and the kernel has.
+        dtypes: The suite's dtypes, a subset of ``fa_verify.oracles.problem.DTYPES``.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Rule:
 
     @classmethod
     def of(cls, judge: Judge, *dtypes: str) -> Rule:
-        """Reads the source off the judge's docstring, where it comes last."""
+        """Makes a rule whose source is the last paragraph of the judge's docstring."""
         text = inspect.getdoc(judge) or ""
         return cls(judge.__name__, " ".join(text.partition("Source: ")[2].split()), judge, dtypes)
 
@@ -61,13 +60,13 @@ def _judged(
     passes: Callable[[str, torch.Tensor], bool],
     outputs: tuple[str, ...] = COMPARED,
 ) -> dict[str, bool]:
-    """The verdict of ``passes`` on every output that there is."""
+    """The verdict of ``passes`` on every output that the kernel has."""
     named = {name: getattr(got, name) for name in outputs}
     return {name: not x.numel() or passes(name, x) for name, x in named.items() if x is not None}
 
 
 def _farthest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, in the dtype that the two promote to; NaN if there is one."""
+    """The largest difference, in the promoted dtype; NaN if any element is NaN."""
     return (a - b).abs().max().item()
 
 
@@ -78,7 +77,7 @@ def _close(
     rtol: float,
     equal_nan: bool = False,
 ) -> bool:
-    """|actual - expected| <= atol + rtol |expected| everywhere: torch.allclose, assert_close."""
+    """Whether |actual - expected| <= atol + rtol |expected| everywhere, as in torch.allclose."""
     dtype = torch.promote_types(actual.dtype, expected.dtype)
     return torch.allclose(
         actual.to(dtype), expected.to(dtype), atol=atol, rtol=rtol, equal_nan=equal_nan
@@ -91,7 +90,7 @@ def _multiple_of_eager(
     atol: Callable[[torch.Tensor], float] = lambda truth: 0.0,
     zero_rows: bool = True,
 ) -> dict[str, bool]:
-    """Largest error <= factor (largest error of the eager 16-bit run) + atol (of the truth)."""
+    """Whether the largest error <= factor * (largest error of eager in 16 bits) + atol(truth)."""
     truth, low = (
         case.blanked(case.eager(replace(form, zero_rows=zero_rows))) for form in (UPCAST, EAGER)
     )
@@ -106,9 +105,9 @@ def _multiple_of_eager(
 def flash_attention_output(case: Case) -> dict[str, bool]:
     """Error of out at most 2, of gradients at most 3 times that of eager PyTorch in 16 bits.
 
-    Both against float32 rounded to the dtype, as the maximum over the tensor. A NaN anywhere makes
-    a comparison false and fails, also one in the reference. Empty rows are 0 in the references;
-    padding is unpacked to zeros before it is compared, so what a kernel leaves there is not seen.
+    Both are maxima over the tensor, against float32 rounded to the dtype. Any NaN fails, also one
+    in the reference. Empty rows are 0 in the references. Padding is unpacked to zeros before the
+    comparison, so the suite does not see what a kernel writes there.
 
     Source: liangel-02/flash-attention (a fork of Dao-AILab/flash-attention),
     tests/test_flash_attn.py, 2c2c24c29ddde1c0ec7ef3b7da6e85fc2c645af7, test_flash_attn_output and
@@ -120,7 +119,7 @@ def flash_attention_output(case: Case) -> dict[str, bool]:
 def flash_attention_causal(case: Case) -> dict[str, bool]:
     """Error at most twice that of eager PyTorch in 16 bits, plus 1e-5.
 
-    References, NaN, empty rows and padding as in ``flash_attention_output``.
+    References, NaN, empty rows and padding are treated as in ``flash_attention_output``.
 
     Source: Dao-AILab/flash-attention, tests/test_flash_attn.py,
     765fbd928364e298a38a5e4b5c540d30daa1aecb, test_flash_attn_causal.
@@ -131,8 +130,8 @@ def flash_attention_causal(case: Case) -> dict[str, bool]:
 def flash_attention_triton(case: Case) -> dict[str, bool]:
     """Error at most twice that of eager PyTorch in 16 bits: the test of its Triton kernel.
 
-    As in ``flash_attention_output``, but an empty row is NaN in the references, so that every
-    kernel fails there; the suite, with its top-left causal mask, has none.
+    It equals ``flash_attention_output`` but for empty rows, which are NaN in the references, so
+    that every kernel fails there. The suite has none: its causal mask is aligned to the top left.
 
     Source: Dao-AILab/flash-attention, tests/test_flash_attn.py,
     008951f1d94a29eaeee48d25dbfa11df1ba12413, test_flash_attn_triton.
@@ -143,8 +142,8 @@ def flash_attention_triton(case: Case) -> dict[str, bool]:
 def flash_attention_3(case: Case) -> dict[str, bool]:
     """Error at most twice that of eager PyTorch, plus 2 max |x + 0.3 - 0.3 - x| of the truth x.
 
-    That term is computed in the dtype: about twice its spacing at the size of x. References, NaN,
-    empty rows and padding as in ``flash_attention_output``.
+    That term is computed in the dtype and is about twice the spacing at x. References, NaN, empty
+    rows and padding are treated as in ``flash_attention_output``.
 
     Source: Dao-AILab/flash-attention, hopper/test_flash_attn.py,
     e7f8a55c9840154965d620c16b3dab1209bbea2b, test_flash_attn_output, and hopper/test_util.py,
@@ -158,7 +157,7 @@ def flash_attention_3(case: Case) -> dict[str, bool]:
 def _within_threshold(
     case: Case, golden: Outputs[torch.Tensor], factors: dict[str, float]
 ) -> dict[str, bool]:
-    """Largest error <= max(1e-5, factor * largest error of the composite backend)."""
+    """Whether the largest error <= max(1e-5, factor * largest error of the composite backend)."""
     low = case.math(case.inputs.q.dtype)
 
     def passes(name: str, x: torch.Tensor) -> bool:
@@ -174,9 +173,9 @@ def _within_threshold(
 def pytorch_sdpa_flash(case: Case) -> dict[str, bool]:
     """Error at most 4 (out, dv), 16 (dk), 180 (dq) times that of the composite backend, or 1e-5.
 
-    Both against the composite backend in the next wider dtype, as the maximum over the tensor. A
-    NaN fails, unless the references have one in that tensor too: then every error is NaN and
-    passes. Empty rows are 0 in the references.
+    Both are maxima over the tensor, against the composite backend in the next wider dtype. A NaN
+    fails, unless the references have one in the same tensor: then every error is NaN and passes.
+    Empty rows are 0 in the references.
 
     Source: gkanugula-nv/pytorch (a fork of pytorch/pytorch), test/test_transformers.py,
     4e7f1afe47066cc2039857575c1396d1a0a9a81b, check_out_and_grad and
@@ -190,7 +189,7 @@ def pytorch_sdpa_flash(case: Case) -> dict[str, bool]:
 def pytorch_sdpa_efficient(case: Case) -> dict[str, bool]:
     """Error at most 3 (out), 8.5 (dv), 25 (dk), 150 (dq) times that of the composite, or 1e-5.
 
-    As in ``pytorch_sdpa_flash``, against float64.
+    The comparison is that of ``pytorch_sdpa_flash``, against float64.
 
     Source: gkanugula-nv/pytorch (a fork of pytorch/pytorch), test/test_transformers.py,
     4e7f1afe47066cc2039857575c1396d1a0a9a81b, check_out_and_grad and
@@ -202,8 +201,8 @@ def pytorch_sdpa_efficient(case: Case) -> dict[str, bool]:
 def flex_attention(case: Case) -> dict[str, bool]:
     """Mean error at most 1.1 times that of the eager form in the dtype; 10 times in float32.
 
-    Against float64, as the mean over the tensor. The LSE, in base 2, within 2e-2 + 2e-2 of itself.
-    A NaN fails, also one in the reference. Empty rows are 0 and -inf in the references.
+    Errors are means over the tensor, against float64. The LSE, in base 2, is within 2e-2 +
+    2e-2 |x|. A NaN fails, also one in the reference. Empty rows are 0 and -inf in the references.
 
     Source: pytorch/pytorch, test/inductor/test_flex_attention.py,
     00125ef3dad64a9f8dd8768e81326a34ed7ba91d, _check_equal and _check_out_and_grad, and
@@ -226,7 +225,7 @@ def triton_tutorial(case: Case) -> dict[str, bool]:
     """Every element within 1e-2 of eager PyTorch in the dtype, whatever its size.
 
     A NaN fails, also one in the reference. An empty row is NaN in the reference's out and makes all
-    of its dv NaN, so that every kernel fails there; the suite has none.
+    of the reference's dv NaN. Every kernel fails there; the suite has no empty row.
 
     Source: triton-lang/triton, python/tutorials/06-fused-attention.py,
     dc6ee3ed2cf9b2b436544d6153351f9bc679cc61, and triton-lang/Triton-to-tile-IR, same path,
@@ -253,9 +252,9 @@ _XFORMERS_BACKWARD = {
 def xformers(case: Case) -> dict[str, bool]:
     """Every element within the operators' default atol + rtol |x| of float32, by dtype.
 
-    Gradients are compared in the dtype; the LSE within 2e-4 + 1e-5 |x|. A NaN fails, also one in
-    the reference. An empty row is NaN in its reference and from there in all gradients, so that
-    every kernel fails there; the suite has none. Sequences are packed: padding is not seen.
+    Gradients are compared in the dtype; the LSE is within 2e-4 + 1e-5 |x|. A NaN fails, also one in
+    the reference. An empty row is NaN in the reference and in all its gradients, so that every
+    kernel fails there; the suite has none. Sequences are packed: the suite has no padding.
 
     Source: facebookresearch/xformers, xformers/ops/fmha/common.py,
     a9e2e7b331cc08552835ca0acbc0e15f69b42b30, ERROR_ATOL and ERROR_RTOL;
@@ -285,9 +284,9 @@ def _cudnn_atol(case: Case, name: str) -> float:
 def cudnn_frontend(case: Case) -> dict[str, bool]:
     """Every element within 2e-2 + 2e-2 |got| of float32; bf16 dk, dv within 7e-2 + 2e-2 |got|.
 
-    The LSE within 2e-2 + 2e-2 |got|. A NaN fails, also one in the reference. An empty row is NaN in
-    the reference's out and LSE and makes all of its dv NaN, so that every kernel fails there; the
-    suite has none. Padding is set to 0 on both sides.
+    The LSE is within 2e-2 + 2e-2 |got|. A NaN fails, also one in the reference. An empty row is NaN
+    in the reference's out and LSE and makes all of the reference's dv NaN. Every kernel fails
+    there; the suite has no empty row. Padding is set to 0 on both sides.
 
     Source: NVIDIA/cudnn-frontend, test/python/test_mhas.py,
     9793df569ce413f4b1844a9176f7ae24dd981603, test_sdpa and test_sdpa_backward.
@@ -306,9 +305,9 @@ def cudnn_frontend(case: Case) -> dict[str, bool]:
 def cudnn_frontend_v2(case: Case) -> dict[str, bool]:
     """Every element within 2e-2 + 2e-2 |x| of float32; bf16 dk and dv within 7e-2 + 2e-2 |x|.
 
-    The LSE within 2e-2 + 2e-2 |x|. A NaN fails where the reference has none, and passes where it
-    has one. Empty rows are 0 and -inf in the reference. In padding out is not compared, gradients
-    are with 0 and the LSE with -inf.
+    The LSE is within 2e-2 + 2e-2 |x|. A NaN passes only where the reference is NaN. Empty rows are
+    0 and -inf in the reference. In padding, gradients are compared with 0 and the LSE with -inf;
+    out is not compared.
 
     Source: NVIDIA/cudnn-frontend, test/python/sdpa/fp16.py, helpers.py and fp16_ref.py,
     b8c0656e6f6c84fc194f4d57329b55d609eff596, compute_and_compare_reference, approx_equal and

@@ -270,11 +270,6 @@ def _masked(arguments: Arguments) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _launch(kernel: Any, programs: int, kinds: tuple[Any, ...], **named: Any) -> None:
-    """``run`` with all parameters by name; ``kinds`` is what their types follow from."""
-    run(kernel, (programs,), kinds=kinds, num_warps=_WARPS, **named)
-
-
 def launch_hopper_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -302,14 +297,17 @@ def launch_hopper_forward(
     if 2 * m_blocks <= places < programs:
         programs = places
         counter = allocation.empty((1,), dtype=torch.int32, device=q.device).zero_()
-    _launch(
-        kernels[0], programs, (q.dtype, of_k, of_v),
-        q_desc=_described(q, _WARPGROUP_ROWS, of_k), k_desc=_described(k, _KEYS, of_k),
-        v_desc=_described(v, _KEYS, of_v),
-        out_ptr=out, lse_ptr=lse, counter_ptr=counter,
-        heads=heads, m_blocks=m_blocks, narrow=narrow, entries=tiles.entries,
-        **_sizes(sizes), Dv=sizes.Dv, **_masked(arguments), sm_scale_bits=sm_scale_bits,
-        CONSUMERS=consumers, STAGES=_STAGES[max(of_k, of_v)], THRESHOLD=_THRESHOLDS[of_v],
+    run(
+        kernels[0], (programs,), {
+            "num_warps": _WARPS,
+            "q_desc": _described(q, _WARPGROUP_ROWS, of_k), "k_desc": _described(k, _KEYS, of_k),
+            "v_desc": _described(v, _KEYS, of_v),
+            "out_ptr": out, "lse_ptr": lse, "counter_ptr": counter,
+            "heads": heads, "m_blocks": m_blocks, "narrow": narrow, "entries": tiles.entries,
+            **_sizes(sizes), "Dv": sizes.Dv, **_masked(arguments), "sm_scale_bits": sm_scale_bits,
+            "CONSUMERS": consumers, "STAGES": _STAGES[max(of_k, of_v)],
+            "THRESHOLD": _THRESHOLDS[of_v],
+        }, kinds=(q.dtype, of_k, of_v),
     )  # fmt: skip
 
 
@@ -339,15 +337,20 @@ def launch_hopper_backward(
     rows = _BACKWARD_ROWS[columns]
     tiles, alike = sizes.key_tiles(_KEYS), _alike(sizes, arguments)
     programs, partition = _partition(tiles.number, 2 * _KEYS, columns, lse2, arguments, alike)
-    _launch(
-        kernels[1], programs, (q.dtype, dout.dtype, columns),
-        q_desc=_described(q, rows, columns), k_desc=_described(k, _WARPGROUP_ROWS, columns),
-        v_desc=_described(v, _WARPGROUP_ROWS, columns), dout_desc=_described(dout, rows, columns),
-        lse2_ptr=lse2, delta_ptr=delta, dk_ptr=dk, dv_ptr=dv, dq_ptr=lse2 if sums is None else sums,
-        tiles_of_head=tiles.of_head, entries=tiles.entries, **partition,
-        **_sizes(sizes), M_padded=lse2.shape[2], D=sizes.D, Dv=sizes.Dv,
-        **_masked(arguments), sm_scale_bits=sm_scale_bits,
-        STAGES=_BACKWARD_STAGES, ONE_PASS=sums is not None, ROW_PADDING=ROW_PADDING,
+    run(
+        kernels[1], (programs,), {
+            "num_warps": _WARPS,
+            "q_desc": _described(q, rows, columns), "k_desc": _described(k, _WARPGROUP_ROWS,
+            columns),
+            "v_desc": _described(v, _WARPGROUP_ROWS, columns), "dout_desc": _described(dout, rows,
+            columns),
+            "lse2_ptr": lse2, "delta_ptr": delta, "dk_ptr": dk, "dv_ptr": dv,
+            "dq_ptr": lse2 if sums is None else sums,
+            "tiles_of_head": tiles.of_head, "entries": tiles.entries, **partition,
+            **_sizes(sizes), "M_padded": lse2.shape[2], "D": sizes.D, "Dv": sizes.Dv,
+            **_masked(arguments), "sm_scale_bits": sm_scale_bits,
+            "STAGES": _BACKWARD_STAGES, "ONE_PASS": sums is not None, "ROW_PADDING": ROW_PADDING,
+        }, kinds=(q.dtype, dout.dtype, columns),
     )  # fmt: skip
 
 
@@ -373,13 +376,16 @@ def launch_hopper_dq(
     rows = 2 * _WARPGROUP_ROWS
     tiles, alike = sizes.query_tiles(rows), _alike(sizes, arguments)
     programs, partition = _partition(tiles.number, rows, of_k, lse2, arguments, alike)
-    _launch(
-        kernels[2], programs, (q.dtype, dout.dtype, of_k, of_v),
-        q_desc=_described(q, _WARPGROUP_ROWS, of_k), k_desc=_described(k, _KEYS, of_k),
-        v_desc=_described(v, _KEYS, of_v), dout_desc=_described(dout, _WARPGROUP_ROWS, of_v),
-        lse2_ptr=lse2, delta_ptr=delta, dq_ptr=dq,
-        tiles_of_head=tiles.of_head, entries=tiles.entries, **partition,
-        **_sizes(sizes), M_padded=lse2.shape[2], D=sizes.D,
-        **_masked(arguments), sm_scale_bits=sm_scale_bits,
-        STAGES=_DQ_STAGES[max(of_k, of_v)], ROW_PADDING=ROW_PADDING,
+    run(
+        kernels[2], (programs,), {
+            "num_warps": _WARPS,
+            "q_desc": _described(q, _WARPGROUP_ROWS, of_k), "k_desc": _described(k, _KEYS, of_k),
+            "v_desc": _described(v, _KEYS, of_v), "dout_desc": _described(dout, _WARPGROUP_ROWS,
+            of_v),
+            "lse2_ptr": lse2, "delta_ptr": delta, "dq_ptr": dq,
+            "tiles_of_head": tiles.of_head, "entries": tiles.entries, **partition,
+            **_sizes(sizes), "M_padded": lse2.shape[2], "D": sizes.D,
+            **_masked(arguments), "sm_scale_bits": sm_scale_bits,
+            "STAGES": _DQ_STAGES[max(of_k, of_v)], "ROW_PADDING": ROW_PADDING,
+        }, kinds=(q.dtype, dout.dtype, of_k, of_v),
     )  # fmt: skip

@@ -239,20 +239,28 @@ def launch_forward(
         with on_device(q):
             run(
                 forward_kernel, (tiles.number * (num_splits or 1),),
-                q_ptr=q, k_ptr=k, v_ptr=v,
-                out_ptr=written[0], lse_ptr=written[1], l_ptr=written[2],
-                **_lengths(arguments), **tiles.in_kernels(), **_strides(arguments, q=q, k=k, v=v),
-                **sizes.in_kernels(), **_window(arguments), num_splits=num_splits or 1, rows=rows,
-                **_predicate(arguments, "forward"), **_score_args(arguments),
-                ALIGNED=_alignment(q, k, v, out), IS_SPLIT=num_splits is not None,
-                VARLEN=arguments.longest is not None, **constants, **_tile(tile),
+                {
+                    "q_ptr": q, "k_ptr": k, "v_ptr": v,
+                    "out_ptr": written[0], "lse_ptr": written[1], "l_ptr": written[2],
+                    **_lengths(arguments), **tiles.in_kernels(), **_strides(arguments, q=q, k=k,
+                    v=v),
+                    **sizes.in_kernels(), **_window(arguments), "num_splits": num_splits or 1,
+                    "rows": rows,
+                    **_predicate(arguments, "forward"), **_score_args(arguments),
+                    "ALIGNED": _alignment(q, k, v, out), "IS_SPLIT": num_splits is not None,
+                    "VARLEN": arguments.longest is not None, **constants, **_tile(tile),
+                },
             )  # fmt: skip
             if num_splits is not None:
                 run(
                     combine_kernel, (cdiv(rows, COMBINE_ROWS),),
-                    acc_ptr=written[0], m_ptr=written[1], l_ptr=written[2], out_ptr=out,
-                    lse_ptr=lse, num_splits=num_splits, rows=rows, Dv=sizes.Dv,
-                    BLOCK_R=COMBINE_ROWS, BLOCK_DV=constants["BLOCK_DV"], ACC=constants["ACC"],
+                    {
+                        "acc_ptr": written[0], "m_ptr": written[1], "l_ptr": written[2],
+                        "out_ptr": out,
+                        "lse_ptr": lse, "num_splits": num_splits, "rows": rows, "Dv": sizes.Dv,
+                        "BLOCK_R": COMBINE_ROWS, "BLOCK_DV": constants["BLOCK_DV"],
+                        "ACC": constants["ACC"],
+                    },
                 )  # fmt: skip
     return out, lse
 
@@ -325,13 +333,17 @@ def launch_backward(
             # make delta, and dk, another one where sums of dq are cleared beside it.
             run(
                 bwd_preprocess_kernel, (tiles.number * (ROW_PADDING // PREPROCESS_ROWS),),
-                out_ptr=out, dout_ptr=dout, lse_ptr=lse, dlse_ptr=dlses, lse2_ptr=lse2,
-                delta_ptr=delta, sums_ptr=sums, **tiles.in_kernels(),
-                **_strides(arguments, dout=dout, dlse=dlses), **of_rows, Dv=sizes.Dv,
-                BLOCK_M=PREPROCESS_ROWS, BLOCK_DV=_padded(sizes.Dv), ACC=acc,
-                ALIGNED=_alignment(out, dout), HAS_DLSE=dlse is not None, COLUMNS=columns,
-                kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype), enable_fp_fusion=False,
-                **places,
+                {
+                    "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlses,
+                    "lse2_ptr": lse2,
+                    "delta_ptr": delta, "sums_ptr": sums, **tiles.in_kernels(),
+                    **_strides(arguments, dout=dout, dlse=dlses), **of_rows, "Dv": sizes.Dv,
+                    "BLOCK_M": PREPROCESS_ROWS, "BLOCK_DV": _padded(sizes.Dv), "ACC": acc,
+                    "ALIGNED": _alignment(out, dout), "HAS_DLSE": dlse is not None,
+                    "COLUMNS": columns,
+                    "enable_fp_fusion": False,
+                    **places,
+                }, kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype),
             )  # fmt: skip
         if on_hopper:
             inputs = (q, k, v, dout, lse2, delta)
@@ -352,9 +364,12 @@ def launch_backward(
             aligned = min(_alignment(dq), 1 + (columns == sizes.D))
             run(
                 dq_postprocess_kernel, (tiles.number,),
-                sums_ptr=sums, dq_ptr=dq, **tiles.in_kernels(), **of_rows, D=sizes.D,
-                sm_scale_bits=bits, BLOCK_M=rows, BLOCK_D=columns, ACC=acc, ALIGNED=aligned,
-                IN_BLOCKS=on_hopper, kinds=(dq.dtype,), **places,
+                {
+                    "sums_ptr": sums, "dq_ptr": dq, **tiles.in_kernels(), **of_rows, "D": sizes.D,
+                    "sm_scale_bits": bits, "BLOCK_M": rows, "BLOCK_D": columns, "ACC": acc,
+                    "ALIGNED": aligned,
+                    "IN_BLOCKS": on_hopper, **places,
+                }, kinds=(dq.dtype,),
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
 
@@ -404,18 +419,22 @@ def _launch_portable(
     if tiles.number and "dkdv" in kernels:
         run(
             dkdv_kernel, (tiles.number,),
-            **shared, dk_ptr=dk, dv_ptr=dv, dq_ptr=sums, **tiles.in_kernels(),
-            **_predicate(arguments, "dkdv"),
-            ALIGNED=_alignment(q, k, v, dout, dk, dv), ONE_PASS=one_pass,
-            **places, **constants, **_tile(tile),
+            {
+                **shared, "dk_ptr": dk, "dv_ptr": dv, "dq_ptr": sums, **tiles.in_kernels(),
+                **_predicate(arguments, "dkdv"),
+                "ALIGNED": _alignment(q, k, v, dout, dk, dv), "ONE_PASS": one_pass,
+                **places, **constants, **_tile(tile),
+            },
         )  # fmt: skip
     tile = arguments.config.dq
     tiles = sizes.query_tiles(tile.block_m)
     if tiles.number and "dq" in kernels:
         run(
             dq_kernel, (tiles.number,),
-            **shared, dq_ptr=dq, **tiles.in_kernels(), **_predicate(arguments, "dq"),
-            ALIGNED=_alignment(q, k, v, dout, dq), **places, **constants, **_tile(tile),
+            {
+                **shared, "dq_ptr": dq, **tiles.in_kernels(), **_predicate(arguments, "dq"),
+                "ALIGNED": _alignment(q, k, v, dout, dq), **places, **constants, **_tile(tile),
+            },
         )  # fmt: skip
     if dbias is not None and dbias.numel():
         # One head after the other, of padded sequences: no order, and no rows of all sequences.
@@ -427,8 +446,10 @@ def _launch_portable(
         blocks = (1, 1, tile.block_m, tile.block_n)
         run(
             dbias_kernel, (math.prod(map(cdiv, dbias.shape, blocks)),),
-            **asked, dbias_ptr=dbias, B=sizes.B, ALIGNED=_alignment(q, k, v, dout),
-            **over, **constants, **_tile(tile),
+            {
+                **asked, "dbias_ptr": dbias, "B": sizes.B, "ALIGNED": _alignment(q, k, v, dout),
+                **over, **constants, **_tile(tile),
+            },
         )  # fmt: skip
 
 
@@ -467,10 +488,13 @@ def launch_pooled(
     with on_device(q):
         run(
             pool_kernel, (spans[0] * spans[1] * B * H,),
-            q_ptr=q, k_ptr=k, lse_ptr=lse, pooled_ptr=pooled, **_lengths(arguments),
-            **_strides(arguments, q=q, k=k), H=H, G=H // k.shape[1], M=M, N=N, D=D,
-            pool_rows=rows, pool_keys=keys, **_window(arguments),
-            mask_args=(0,) if predicate is None else predicate.args,
-            ALIGNED=_alignment(q, k), MAX=pool == "max", **constants, **_tile(tile),
+            {
+                "q_ptr": q, "k_ptr": k, "lse_ptr": lse, "pooled_ptr": pooled, **_lengths(arguments),
+                **_strides(arguments, q=q, k=k), "H": H, "G": H // k.shape[1], "M": M, "N": N,
+                "D": D,
+                "pool_rows": rows, "pool_keys": keys, **_window(arguments),
+                "mask_args": (0,) if predicate is None else predicate.args,
+                "ALIGNED": _alignment(q, k), "MAX": pool == "max", **constants, **_tile(tile),
+            },
         )  # fmt: skip
     return pooled

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.renamed import CONSTANTS, KERNELS
 from fa_verify.properties.execution.atomic_write import write_atomically
 from fa_verify.properties.regression.compiled_kernels import Resources
 
 __all__ = ["VERSION", "Baseline", "Entry", "Environment", "digits"]
 
-VERSION = 1
+# Version 1 has the names that kernels of fa_kernels and their constants had then.
+VERSION = 2
 _T = TypeVar("_T")
 
 
@@ -142,9 +144,12 @@ class Baseline:
     def _from_record(cls, record: object) -> Baseline:
         whole = _typed(record, dict, "it")
         version = whole.get("version")
-        if version != VERSION:
-            raise ValueError(f"version is {version!r}; this suite reads version {VERSION}")
+        if version not in range(1, VERSION + 1):
+            raise ValueError(f"version is {version!r}; this suite reads versions 1 to {VERSION}")
         words = [_of(whole, name, str) for name in ("subject", "device", "torch", "triton")]
+        kernels = _each(whole, "kernels", _resources)
+        if version == 1 and words[0] == "flash_attention":
+            kernels = {_renamed(name): taken for name, taken in kernels.items()}
         return cls(
             words[0],
             Environment(*words[1:]),
@@ -152,9 +157,18 @@ class Baseline:
                 _entry(_typed(x, dict, f"problems[{i}]"), f"problems[{i}]")
                 for i, x in enumerate(_of(whole, "problems", list))
             ),
-            _each(whole, "kernels", _resources),
+            kernels,
             _each(whole, "speed", _ratios),
         )
+
+
+def _renamed(kernel: str) -> str:
+    """The name that ``compiled_kernels.name_of`` gives a kernel of version 1 today."""
+    function, rest = kernel.split("(", 1)
+    types, *constants = rest.split(")", 1)
+    words = (word.partition("=") for word in "".join(constants).split())
+    named = [f"{CONSTANTS.get(name, name)}={value}" for name, _, value in words]
+    return " ".join([f"{KERNELS.get(function, function)}({types})", *named])
 
 
 def _line(record: object) -> str:

@@ -1,1 +1,1 @@
-"""Published claims about tiled attention, each proved or put right by the test that bears it."""
+"""Published claims about tiled attention: each test proves or corrects the claim of its number."""

@@ -1,4 +1,4 @@
-"""The kernels, and copies of them with edits, for claims about kernels and about faults."""
+"""Fixtures with the kernels and with edited copies of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["edited", "kernels"]
 
 @pytest.fixture(scope="session")
 def kernels() -> ModuleType:
-    """The package of the kernels; where Triton is not installed, the test is skipped."""
+    """The package of the kernels; skips the test if Triton is not installed."""
     return pytest.importorskip("fa_kernels")
 
 

@@ -1,4 +1,4 @@
-"""Runs the kernels of a package, the project's own or an edited copy of it, forward and back."""
+"""Runs forward and backward of a package of kernels, the project's own or an edited copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG = "16x16"
 
 
 def tensors(device: str, dtype: torch.dtype, *matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Matrices (rows, columns) as one batch entry and head each, rounded to a dtype."""
+    """Matrices (rows, columns) as tensors of one batch entry and one head, rounded to a dtype."""
     return tuple(x[None, None].to(device, dtype) for x in matrices)
 
 
@@ -35,7 +35,7 @@ def differentiate(
 def arguments(
     package: ModuleType, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
 ) -> object:
-    """Checked arguments for the package's launchers, with the same tiles."""
+    """Validated arguments for the package's launchers, with tiles of 16 x 16."""
     given = {
         "mask": None,
         "causal": False,

@@ -1,4 +1,4 @@
-"""The tiled forward pass in float64, in a few lines: what claims about its arithmetic speak of."""
+"""A minimal tiled forward pass in float64, for claims about its arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Seen", "State", "attend", "blocks", "ordered_partitions", "softmax"]
 
 
 class State(NamedTuple):
-    """What a pass keeps of its rows: acc (M, Dv), undivided; l and m (M,)."""
+    """The running state of a pass: acc (M, Dv) before the division, l and m (M,)."""
 
     acc: torch.Tensor
     l: torch.Tensor  # noqa: E741  # the letter of every paper
@@ -24,7 +24,7 @@ class State(NamedTuple):
 
     @property
     def out(self) -> torch.Tensor:
-        """The one division, (M, Dv); rows with l = 0 have seen nothing and give 0."""
+        """acc / l, (M, Dv); rows with l = 0 have no visible key and give 0."""
         return self.acc / torch.where(self.l > 0, self.l, 1.0)[:, None]
 
     @property
@@ -53,7 +53,7 @@ def attend(
     exp: Callable[[torch.Tensor], torch.Tensor] = torch.exp,
     start: tuple[float, float] = (0.0, -math.inf),
 ) -> State:
-    """Takes tiles of keys into (acc, l, m), one after the other.
+    """Updates (acc, l, m) with tiles of keys, one after the other.
 
     Args:
         scores: (M, N) float64, -inf where hidden.
@@ -70,7 +70,7 @@ def attend(
     for keys in tiles:
         s = scores[:, keys]
         m_new = torch.maximum(m_i, s.amax(1))
-        # A row that has seen nothing yet subtracts 0, since -inf - -inf is NaN.
+        # A row without a visible key so far subtracts 0, since -inf - -inf is NaN.
         pivot = torch.where(m_new == -math.inf, 0.0, m_new)
         p, alpha = exp(s - pivot[:, None]), exp(m_i - pivot)
         l_i = l_i * alpha + p.sum(1)
@@ -84,8 +84,8 @@ def softmax(
 ) -> Outputs[torch.Tensor]:
     """The oracle's answer for given scores (M, N), without the axes of batch and heads.
 
-    The scores are the queries and the unit vectors the keys. Gradients are those of dout = 1; dq
-    is the gradient of the scores.
+    The queries are the scores and the keys are unit vectors, so dq is the gradient of the scores.
+    Gradients are for dout = 1.
     """
     M, N = scores.shape
     q, k, values = (x[None, None] for x in (scores, torch.eye(N, dtype=scores.dtype), v))
@@ -96,7 +96,7 @@ def softmax(
 
 
 def blocks(N: int, size: int) -> list[list[int]]:
-    """Keys 0 to N - 1 in tiles of one size, the last one shorter where N is no multiple."""
+    """Keys 0 to N - 1 in tiles of one size; the last may be shorter."""
     return [list(range(start, min(start + size, N))) for start in range(0, N, size)]
 
 

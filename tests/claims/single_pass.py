@@ -1,7 +1,7 @@
-"""The backward pass that computes every product once, beside the one of two passes.
+"""Compares the speed of the backward in one pass, which computes each product once, and in two.
 
-``python -m tests.claims.single_pass`` measures them, of the portable kernels and, where there are
-others, of the default ones; needs a GPU.
+``python -m tests.claims.single_pass`` measures the portable kernels and, if they differ, the
+default ones. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fa_verify.timing import measure
 
 __all__ = ["main"]
 
-# (block_m, block_n, num_warps, num_stages) of the single pass: a product more takes registers.
+# (block_m, block_n, num_warps, num_stages) of one pass, which needs more registers.
 _TILES = ((64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2))
 
 
 def main() -> int:
-    """Prints a table: milliseconds of the backward pass, either way; 2 where there is no GPU."""
+    """Prints a table of milliseconds of both backward passes; returns 2 without a GPU."""
     if not torch.cuda.is_available():
         print("the passes are measured on a CUDA GPU; none is visible")
         return 2

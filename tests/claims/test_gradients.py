@@ -1,4 +1,4 @@
-"""K4, K11, K17, K18: delta, where its sum runs, and what pre-scaled operands cost and need."""
+"""Claims K4, K11, K17 and K18: the row sum delta, and pre-scaled operands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fa_verify.properties.inputs.families import TORCH_DTYPES
 from tests.claims.launching import differentiate, tensors
 
 LN2, LOG2E = math.log(2), 1 / math.log(2)
-# What float64 may differ by, in units of the sum of |terms|.
+# Rounding error of float64, in units of the sum of |terms|.
 SHARE = 1e-12
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 LOSS_BY_UNDERFLOW = {"fp16": 2.0**-25, "bf16": 2.0**-126}
@@ -44,7 +44,7 @@ ROUNDED_K = Edit(
 
 
 def head(M: int, N: int, D: int, Dv: int, *, seen: np.ndarray | None = None) -> Head:
-    """Every pass of one head in float64, by the analytic gradients."""
+    """Forward and analytic gradients of one head in float64."""
     drawn = (
         normal(1, f"{x}", shape).numpy()
         for x, shape in enumerate([(M, D), (N, D), (N, Dv), (M, Dv)])
@@ -54,7 +54,7 @@ def head(M: int, N: int, D: int, Dv: int, *, seen: np.ndarray | None = None) -> 
 
 
 def test_k04_delta_is_the_row_sum_of_dp_p_and_of_do_o():
-    """K4, as published, for masked rows too."""
+    """K4 holds, also for masked rows."""
     x = head(70, 60, 16, 24, seen=np.tri(70, 60, -5, dtype=np.bool_))
     sums = (x.dprobs_mn * x.probs_mn).sum(1)
     terms = (np.abs(x.dprobs_mn) * x.probs_mn).sum(1)
@@ -62,7 +62,7 @@ def test_k04_delta_is_the_row_sum_of_dp_p_and_of_do_o():
 
 
 def test_k04_the_delta_kernel_reads_no_key(kernels):
-    """K4, O(N D): the kernel is given neither k nor v nor their number."""
+    """K4 costs O(N D): the kernel receives neither k nor v nor their length."""
     delta = inspect.signature(
         kernels.kernels.portable.bwd_preprocess.bwd_preprocess_kernel.fn
     ).parameters
@@ -73,17 +73,17 @@ def test_k04_the_delta_kernel_reads_no_key(kernels):
 @pytest.mark.parametrize("Dv", [1, 64])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_k04_delta_of_the_rounded_out_costs_what_the_model_says(dtype, Dv):
-    """K4, its price: within |dout| . (u |out| + eta), with a mean square of u^2/6 (out dout)^2."""
+    """K4 errs by at most |dout| . (u |out| + eta), with mean square u^2/6 (out dout)^2."""
     x = head(1000, 50, 16, Dv)
     out, dout = torch.from_numpy(x.out_me), torch.from_numpy(x.dout_me)
     error = (dout * (out.to(TORCH_DTYPES[dtype]).double() - out)).sum(1)
     u, eta = UNIT_ROUNDOFF[dtype], LOSS_BY_UNDERFLOW[dtype]
     share = (error.abs() / (dout.abs() * (u * out.abs() + eta)).sum(1)).max()
     assert share <= 1
-    # Attained where it is one product; roundings of many cancel.
+    # The bound is attained for one product; roundings of many products cancel.
     assert (share > 0.9) == (Dv == 1)
     predicted = u**2 / 6 * (out * dout).square().sum(1)
-    # A thousand independent rows: the mean of their squares is known to about 5 %.
+    # A thousand independent rows determine the mean square to about 5 %.
     assert 0.8 < (error.square() / predicted).mean() < 1.2
 
 
@@ -127,8 +127,8 @@ def rounded_scores(q: torch.Tensor, k: torch.Tensor, operand: str, dtype: str) -
 def test_k17_passes_that_round_different_operands_make_p_sum_away_from_1(dtype, size):
     """K17 is wrong: with q rounded forward and k backward a row sums to exp(LSE_k - LSE_q).
 
-    Each LSE leaves the bound of a kernel that does not pre-scale and lies in that of one that
-    declares it; with the same operand in both passes rows sum to 1.
+    Each LSE exceeds the bound without pre-scaling and lies within the bound with it. If both passes
+    round the same operand, rows sum to 1.
     """
     M, N, D = 40, 30, 16
     q, k = (
@@ -158,7 +158,7 @@ def test_k17_passes_that_round_different_operands_make_p_sum_away_from_1(dtype, 
 
 
 def test_k17_in_a_kernel_only_the_bound_with_both_roundings_holds(edited, device):
-    """K17 in a kernel: bf16, scores to 770, dv = P' by a dout of unit vectors.
+    """K17 in a bf16 kernel with scores up to 770; unit vectors as dout make dv = P'.
 
     Rows sum to 0.8 to 3.8, and dv errs by up to 270 times the bound without pre-scaling.
     """
@@ -179,7 +179,7 @@ def test_k17_in_a_kernel_only_the_bound_with_both_roundings_holds(edited, device
 
 SCALE = 0.3
 FACTORS = {
-    # What is scaled, by what: (factor on dS K, factor on dS' Q), with K or Q as it was scaled.
+    # (scaled operand, factor): (factor on dS K, factor on dS' Q), with the scaled K or Q.
     ("k", SCALE * LOG2E): (LN2, SCALE),
     ("k", LOG2E): (SCALE * LN2, SCALE),
     ("q", SCALE * LOG2E): (SCALE, LN2),
@@ -189,7 +189,7 @@ FACTORS = {
 
 @pytest.mark.parametrize(("operand", "by"), FACTORS, ids=lambda x: str(x)[:5])
 def test_k18_the_gradient_that_reads_a_scaled_operand_divides_its_factor_out(operand, by):
-    """K18 in full: with k scaled by sm_scale log2(e), dq takes ln 2 and dk takes sm_scale.
+    """K18 corrected: with k scaled by sm_scale log2(e), dq takes ln 2 and dk takes sm_scale.
 
     With log2(e) alone dq takes sm_scale ln 2; a scaled q exchanges the two gradients.
     """

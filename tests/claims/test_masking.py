@@ -1,4 +1,4 @@
-"""K5, K6, K9 and K14: what tails without a mask do, dropped rows, and masks that are added."""
+"""Claims K5, K6, K9 and K14: tails without a mask, dropped rows, and additive masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.claims.launching import differentiate, tensors
 from tests.claims.online import attend, blocks, softmax
 
 LN2, LOG2E = math.log(2), 1 / math.log(2)
-# What float64 may differ by, in units of the sum of |terms|.
+# Rounding error of float64, in units of the sum of |terms|.
 SHARE = 1e-12
 MASK = "fa_kernels/kernels/common/mask.py"
 FORWARD, DQ = (f"fa_kernels/kernels/portable/{name}.py" for name in ("forward", "dq"))
@@ -32,7 +32,7 @@ ADDED_MASK = Edit(
 @pytest.mark.parametrize("N", [16, 17, 25, 31])
 @pytest.mark.parametrize("offset", [-40.0, -10.0, 0.0, 10.0])
 def test_k05_unmasked_zero_padding_inflates_l_by_2_to_the_minus_m_for_each_key(N, offset):
-    """K5 is wrong with "by 1": by 2^-m, m the running maximum, which padding makes >= 0."""
+    """K5 is wrong: padding adds 2^-m each, not 1. Padding makes the running maximum m >= 0."""
     scores2 = normal(1, "scores", (9, N)) + offset
     v, n_pad = normal(1, "v", (N, 4)), -N % 16
     padded = torch.nn.functional.pad(scores2, (0, n_pad))
@@ -48,7 +48,7 @@ def test_k05_unmasked_zero_padding_inflates_l_by_2_to_the_minus_m_for_each_key(N
 @pytest.mark.parametrize("N", [16, 17, 25, 31])
 @pytest.mark.parametrize("offset", [-40.0, -10.0, 0.0, 10.0])
 def test_k05_it_shrinks_out_by_1_plus_n_pad_2_to_the_minus_lse2(edited, device, N, offset):
-    """K5 in a kernel, in float64: the LSE grows by the logarithm of what out is divided by."""
+    """K5 in a float64 kernel: the LSE grows by the logarithm of the factor that divides out."""
     copy = edited("k05_no_mask_over_keys", NO_MASK_OVER_KEYS)
     scores, v = normal(2, "scores", (9, N)) + offset, normal(2, "v", (N, 4))
     inputs = tensors(device, torch.float64, scores, torch.eye(N), v, torch.ones(9, 4))
@@ -66,7 +66,7 @@ def test_k05_it_shrinks_out_by_1_plus_n_pad_2_to_the_minus_lse2(edited, device, 
 
 
 FIRST_NAN = {
-    # The LSE2 from which on, downwards, the tail of dq is NaN, for |delta| of 0, 1/16, 1 and 16.
+    # The largest LSE2 at which the tail of dq is NaN, for |delta| of 0, 1/16, 1 and 16.
     "fp16": (-128, -20, -16, -12),
     "bf16": (-128, -128, -128, -124),
     "fp32": (-128, -128, -128, -124),
@@ -78,11 +78,11 @@ DELTAS = (0.0, 1 / 16, 1.0, 16.0)
 def test_k06_without_a_mask_on_its_tail_dq_is_nan_where_delta_2_to_the_minus_lse2_overflows(
     kernels, edited, device, dtype
 ):
-    """K6 is right that it must be masked, not by 2^-LSE2 alone: the tail's dS is -delta 2^-LSE2.
+    """K6 rightly demands a mask, for another reason: the tail's dS is -delta 2^-LSE2, not 2^-LSE2.
 
-    fp16: NaN from |delta| 2^-LSE2 >= 65520 on (LSE2 = -20 only with delta = 1/16) and from
-    LSE2 = -128 on, where P is infinite; bf16 and fp32 where P or the product overflows. Above that
-    the fault shows in no bit. Rows of one key, v = 1: LSE2 is their score and delta their dout.
+    In fp16 it is NaN if |delta| 2^-LSE2 >= 65520 (at LSE2 = -20 for delta = 1/16), or if P is
+    infinite, from LSE2 = -128. In bf16 and fp32 it is NaN if P or the product overflows. For larger
+    LSE2 no bit changes. Rows have one key with v = 1: LSE2 is the score and delta is dout.
     """
     copy = edited("k06_no_select_in_dq", NO_SELECT_IN_DQ)
     rows = [
@@ -92,8 +92,8 @@ def test_k06_without_a_mask_on_its_tail_dq_is_nan_where_delta_2_to_the_minus_lse
         for step in (1 / 16, -1 / 16)
     ]
     delta, lse2 = torch.tensor(rows, dtype=torch.float64).T
-    # In two columns, since -128 - 1/16 has too many digits for bf16; ln 2 as the scale makes q.k
-    # the score in base 2.
+    # Two columns hold the score, since -128 - 1/16 has too many digits for bf16. The scale ln 2
+    # makes q.k the score in base 2.
     q = torch.stack([lse2.ceil(), lse2 - lse2.ceil()], 1)
     inputs = tensors(
         device, TORCH_DTYPES[dtype], q, torch.ones(1, 2), torch.ones(1, 1), delta[:, None]
@@ -110,7 +110,7 @@ def test_k06_without_a_mask_on_its_tail_dq_is_nan_where_delta_2_to_the_minus_lse
 
 @pytest.mark.parametrize(("step", "overflows"), [(2.0**-16, True), (-(2.0**-16), False)])
 def test_k06_fp16_overflows_from_65520_on(edited, device, step, overflows):
-    """K6, the threshold itself: delta 2^-LSE2 = 65520 +- 1, by two columns of v and dout."""
+    """K6 at its threshold: two columns of v and dout make delta 2^-LSE2 = 65520 +- 1."""
     copy = edited("k06_no_select_in_dq", NO_SELECT_IN_DQ)
     dout = torch.tensor([[1, -(2.0**-12) + step]])
     inputs = tensors(
@@ -135,7 +135,7 @@ DROPS = {
 
 @pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
 def test_k09_rows_dropped_after_attention_get_exact_zeros_as_dout(drop):
-    """K9, as published: whatever the loss, by a slice, an index, a selection or an unpadding."""
+    """K9 holds for any loss if a slice, an index, a selection or an unpadding drops the rows."""
     out = normal(3, "out", (2, 3, ROWS, 4)).requires_grad_()
     (dout,) = torch.autograd.grad(drop(out).exp().square().sum(), out)
     assert (dout[:, :, KEPT:] == 0).all()
@@ -143,7 +143,7 @@ def test_k09_rows_dropped_after_attention_get_exact_zeros_as_dout(drop):
 
 
 TOUCHING = {
-    # Losses that drop padding too late or not at all: what they put into its dout.
+    # Losses that drop padding too late or not at all, and a property of padding's dout.
     "mean": (lambda out: out.mean(), torch.isfinite),
     "sqrt_then_where": (
         lambda out: torch.where(IS_KEPT, out.square().sum(3).sqrt(), 0.0).sum(),
@@ -156,10 +156,10 @@ TOUCHING = {
 def test_k09_a_loss_that_touches_padding_gives_it_a_dout_that_the_kernel_has_to_ignore(
     kernels, device, loss, kind
 ):
-    """K9, where it ends: a mean over padding, or sqrt'(0) * 0 = NaN by a where that comes too late.
+    """K9 fails for a mean over padding, and for a late where, which gives sqrt'(0) * 0 = NaN.
 
-    Told of the lengths, the kernel gives every bit that dout = 0 in padding gives, and exact zeros
-    as dq there; not told, it passes that dout on to every key.
+    With the lengths, the kernel returns the bits for dout = 0 in padding, and zeros as dq there.
+    Without the lengths, the dout in padding reaches the gradients of every key.
     """
     q, k, v = (normal(4, x, (ROWS, 4)) for x in "qkv")
     q, k, v, _ = inputs = tensors(device, torch.float32, q, k, v, v)
@@ -178,7 +178,7 @@ def test_k09_a_loss_that_touches_padding_gives_it_a_dout_that_the_kernel_has_to_
 
 
 def test_k14_an_added_mask_gives_a_row_that_sees_no_key_an_ordinary_softmax(edited, device):
-    """K14 is wrong at any logits: such a row gets the softmax of its hidden scores, LSE - 1e6."""
+    """K14 is wrong for all scores: the row gets the softmax of its hidden scores, and LSE - 1e6."""
     copy = edited("k14_added_mask", ADDED_MASK)
     M, N = 20, 16
     scores, v = normal(5, "scores", (M, N)), normal(5, "v", (N, 4))
@@ -186,7 +186,7 @@ def test_k14_an_added_mask_gives_a_row_that_sees_no_key_an_ordinary_softmax(edit
     got = differentiate(copy, *inputs, sm_scale=1.0, causal=True)
     empty = slice(0, M - N)
     unmasked, terms = softmax(scores, v), softmax(scores, v.abs()).out
-    # A few roundings of 1e6 in the exponent.
+    # The tolerance is a few roundings of 1e6 in the exponent.
     rounding = 8 * 2.0**-53 * 1e6
     assert ((got.out[0, 0].cpu() - unmasked.out).abs() <= rounding * terms)[empty].all()
     assert ((got.lse[0, 0].cpu() - (unmasked.lse - 1e6)).abs() <= rounding)[empty].all()
@@ -203,10 +203,7 @@ def one_hidden_key(device: str, gap: float) -> tuple[torch.Tensor, ...]:
 def test_k14_between_visible_and_hidden_keys_it_is_the_same_while_exp_underflows(
     kernels, edited, device, gap
 ):
-    """K14, where it is right: to the bit, for scores that lie up to 1e6 - 745 apart.
-
-    That holds all of |s| <= 1e5.
-    """
+    """K14 holds bitwise for scores that differ by up to 1e6 - 745, as for all |s| <= 1e5."""
     copy = edited("k14_added_mask", ADDED_MASK)
     inputs = one_hidden_key(device, gap)
     got, want = (
@@ -218,7 +215,7 @@ def test_k14_between_visible_and_hidden_keys_it_is_the_same_while_exp_underflows
 
 @pytest.mark.parametrize("excess", [-20.0, 0.0, 20.0])
 def test_k14_from_half_a_million_on_a_hidden_key_wins_over_a_visible_one(edited, device, excess):
-    """K14 beyond: scores 1e6 apart, so +5e5 and -5e5, share the row; the weight is a sigmoid."""
+    """K14 fails for scores 1e6 apart, such as +-5e5: a hidden key gets the weight of a sigmoid."""
     copy = edited("k14_added_mask", ADDED_MASK)
     inputs = one_hidden_key(device, 1e6 + excess)
     got = differentiate(copy, *inputs, sm_scale=1.0, window_size=(0, None)).out.item()

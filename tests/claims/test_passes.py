@@ -1,4 +1,4 @@
-"""K12: what a single pass over the scores gives, whose dq is added up by atomics."""
+"""Claim K12: a backward in one pass, whose dq is summed by atomics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.claims.launching import differentiate
     "mask", [Mask(), Mask(causal=True, seqlens_q=(50,))], ids=["full", "ragged"]
 )
 def test_k12_the_single_pass_has_the_gradients_of_two_passes(kernels, device, mask):
-    """dk and dv to the bit, dq within its bound: its sum has another order."""
+    """dk and dv are equal bitwise; dq, summed in another order, lies within its bound."""
     problem = Problem(H=4, Hk=2, M=70, N=90, D=24, Dv=16, dtype="bf16", mask=mask, device=device)
     inputs = make(problem)
     call = {"mask": mask, "sm_scale": problem.scale}

@@ -1,4 +1,4 @@
-"""K7 and K8: dk/dv without a mask over queries; what may stand in their tail."""
+"""Claims K7 and K8: dk and dv without a mask over queries, and values in the tail of queries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PREPROCESS, DKDV, DQ, MASK = (
     for name in ("portable/bwd_preprocess", "portable/dkdv", "portable/dq", "common/mask")
 )
 
-# dk/dv as it is published: Q and dO are read up to seqlen_q and zeros beyond, LSE and delta 0.
+# The published kernel of dk and dv reads zeros past seqlen_q in Q, dO, LSE and delta.
 LOAD_LSE2 = "tl.load(tl.multiple_of(rows.lse2_pointer + start_m, 16) + offs_tile)"
 LOAD_DELTA = "tl.load(tl.multiple_of(rows.delta_pointer + start_m, 16) + offs_tile)"
 LIVE = 'live = tl.load(rows.lse2_pointer + offs_m) != float("inf")'
@@ -34,7 +34,7 @@ NO_MASK = (
 
 
 def loads(other: str) -> tuple[Edit, Edit]:
-    """LSE and delta read for the rows of the sequence alone."""
+    """Edits that load LSE and delta with a mask for the rows of the sequence."""
     return tuple(
         Edit(
             DKDV, old, f"tl.load(rows.{name}_pointer + offs_m, mask=offs_m < mask.seqlen_q{other})"
@@ -43,7 +43,7 @@ def loads(other: str) -> tuple[Edit, Edit]:
     )
 
 
-# The rows of Q and dO that are read are those of the sequence, whatever their LSE.
+# Q and dO are read for all rows of the sequence, whatever their LSE.
 DQ_ROWS = Edit(
     DQ,
     'live = (lse2 != float("inf"))[:, None]',
@@ -54,7 +54,7 @@ DKDV_ROWS = Edit(
     LIVE,
     'live = (tl.load(rows.lse2_pointer + offs_m) != float("inf")) & (offs_m < mask.seqlen_q)',
 )
-# Nothing is written behind the rows of lse2 and delta: what stood there before stays.
+# Scratch past the rows of lse2 and delta stays unwritten.
 UNWRITTEN_SCRATCH = (
     DQ_ROWS,
     Edit(
@@ -72,7 +72,7 @@ UNWRITTEN_SCRATCH = (
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Makes a package's allocations start as NaN."""
+    """Fills a package's allocations with NaN."""
 
     def poison(package: ModuleType) -> ModuleType:
         def empty(shape, *, dtype, device):
@@ -85,7 +85,7 @@ def poisoned(monkeypatch):
 
 
 def ragged(device: str) -> list[torch.Tensor]:
-    """21 rows in tiles of 16 and NaN in the storage between and around all rows."""
+    """Tensors of 21 rows for tiles of 16, with NaN in the storage between and around rows."""
     shapes = {"q": (21, 8), "k": (16, 8), "v": (16, 8), "dout": (21, 8)}
     inputs = (normal(1, name, shape)[None, None].float() for name, shape in shapes.items())
     return [lay_out(x.to(device), "padded") for x in inputs]
@@ -94,9 +94,9 @@ def ragged(device: str) -> list[torch.Tensor]:
 def test_k07_dk_and_dv_need_no_mask_over_queries_whose_loads_say_other_0(
     kernels, edited, device, poisoned
 ):
-    """K7, as published: P = 1 meets dO = 0 and dS = 0; every bit is that of the masked kernel.
+    """K7 holds bitwise: in the tail P = 1 meets dO = 0 and dS = 0.
 
-    With poison behind the rows of Q and dO, and in the scratch behind those of LSE and delta.
+    NaN follow the rows of Q and dO in memory, and the rows of LSE and delta in scratch.
     """
     copy = poisoned(edited("k07_other_0", *NO_MASK, *loads(", other=0.0"), *UNWRITTEN_SCRATCH))
     inputs = ragged(device)
@@ -107,7 +107,7 @@ def test_k07_dk_and_dv_need_no_mask_over_queries_whose_loads_say_other_0(
 def test_k07_rows_of_lse_and_delta_that_are_read_and_not_written_are_poison(
     edited, device, poisoned
 ):
-    """K7, first condition: unbounded loads of scratch give NaN, as NaN * 0 is NaN."""
+    """K7's first condition: loads of scratch without a mask give NaN, since NaN * 0 is NaN."""
     copy = poisoned(edited("k07_unbounded", *NO_MASK, *UNWRITTEN_SCRATCH))
     got = differentiate(copy, *ragged(device))
     assert got.dk.isnan().all()
@@ -119,7 +119,7 @@ def test_k07_rows_of_lse_and_delta_that_are_read_and_not_written_are_poison(
     reason="undefined on a GPU, where it is often 0; the interpreter puts NaN there",
 )
 def test_k07_a_masked_load_that_does_not_say_other_is_poison(edited, device):
-    """K7, second condition: a lane that is masked off holds anything at all."""
+    """K7's second condition: without ``other``, a masked-off lane holds an arbitrary value."""
     got = differentiate(edited("k07_no_other", *NO_MASK, *loads("")), *ragged(device))
     assert got.dk.isnan().all()
     assert got.dv.isnan().all()
@@ -144,9 +144,10 @@ STORED_AS_IT_IS = Edit(
 
 
 def test_k07_an_lse_of_minus_infinity_needs_a_guard_of_its_own(kernels, edited, device):
-    """K7, third condition: a row that sees no key has P = exp(-inf - -inf) = NaN.
+    """K7's third condition: a row without a visible key has P = exp(-inf - -inf) = NaN.
 
-    Stored as +inf, its P is 0. Causal, M > N: rows 0 to 4 see no key, in a tile with rows that do.
+    An LSE stored as +inf makes P 0. Under the causal mask with M > N, rows 0 to 4 see no key and
+    share a tile with rows that see keys.
     """
     guarded = edited("k07_masked_scores", MASKED_SCORES)
     bare = edited("k07_bare_lse", MASKED_SCORES, STORED_AS_IT_IS, DQ_ROWS, DKDV_ROWS)
@@ -159,19 +160,19 @@ def test_k07_an_lse_of_minus_infinity_needs_a_guard_of_its_own(kernels, edited, 
     assert without.dv.isnan().all()
 
 
-# K8's kernel: no mask over queries, and Q is read in padding, where dO is 0.
+# K8's kernel has no mask over queries and reads Q in padding, where dO is 0.
 UNMASKED_ROWS = (
     Edit(MASK, " & (offs_m < mask.seqlen_q)", ""),
     Edit(DKDV, LIVE, "live = offs_m >= 0"),
 )
 VALID = 8
-# Scores in base 2 of the dirty row with each key: both sides of 16 and of 128.
+# Scores in base 2 of the padding row with each key, on both sides of 16 and of 128.
 SCORES2 = torch.tensor([-9, 0, 11, 15.9375, 16.0625, 88, 127.9375, 128.0625] * 2)
 
 
 def with_dirt(device: str, dtype: str, dirt: float) -> tuple[torch.Tensor, ...]:
-    """q, k, v, dout with 8 valid rows of 16; the row behind them scores ``dirt`` SCORES2."""
-    # In two columns, since 128 + 1/16 has too many digits for bf16.
+    """q, k, v, dout with 8 valid rows of 16; the next row has the scores ``dirt`` * SCORES2."""
+    # Two columns hold a score, since 128 + 1/16 has too many digits for bf16.
     k = torch.stack([SCORES2.floor(), SCORES2 - SCORES2.floor()], 1)
     q, dout = normal(2, "q", (16, 2)) / 64, normal(2, "dout", (16, 4))
     q[VALID], dout[VALID:] = dirt, 0
@@ -181,9 +182,9 @@ def with_dirt(device: str, dtype: str, dirt: float) -> tuple[torch.Tensor, ...]:
 def backward(
     package: ModuleType, inputs: tuple[torch.Tensor, ...], lse: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Dk and dv of the valid rows, from a stored LSE (16,) and an out of ones."""
+    """(dk, dv) of the valid rows, from a stored LSE (16,) and an out of ones."""
     q, k, v, dout = inputs
-    # ln 2 as the scale makes q.k the score in base 2.
+    # The scale ln 2 makes q.k the score in base 2.
     checked = arguments(package, q, k, v, seqlens_q=(VALID,), sm_scale=LN2)
     stored = lse.to(q.device).view(1, 1, 16)
     launch = package.launch.portable.launch_backward
@@ -192,7 +193,7 @@ def backward(
 
 
 def row_lse(inputs: tuple[torch.Tensor, ...], in_padding: float | None = None) -> torch.Tensor:
-    """The LSE of every row, its own in padding too unless given."""
+    """The LSE of every row; ``in_padding`` replaces it in padding."""
     q, k = (x[0, 0].double().cpu() for x in inputs[:2])
     lse = torch.logsumexp(q @ k.T * LN2, 1).float()
     if in_padding is not None:
@@ -204,7 +205,7 @@ def row_lse(inputs: tuple[torch.Tensor, ...], in_padding: float | None = None) -
 def test_k08_finite_dirt_in_q_is_harmless_beside_the_lse_of_its_own_row(
     kernels, edited, device, dtype
 ):
-    """K8, where it is right: P <= 1, so that P' dO = 0 and dS = 0, to the bit, at any score."""
+    """K8 holds bitwise at any score with the row's own LSE: P <= 1, so P' dO = 0 and dS = 0."""
     copy = edited("k08_unmasked_rows", *UNMASKED_ROWS)
     inputs = with_dirt(device, dtype, 1.0)
     got = backward(copy, inputs, row_lse(inputs))
@@ -217,10 +218,10 @@ def test_k08_finite_dirt_in_q_is_harmless_beside_the_lse_of_its_own_row(
 def test_k08_beside_an_lse_loaded_as_0_it_is_nan_once_p_overflows(
     kernels, edited, device, dtype, dv_from
 ):
-    """K8 is wrong there: dv is NaN for keys with a score past 16 in base 2 (11.09) in fp16.
+    """K8 is wrong with LSE = 0: dv is NaN for keys with a score past 16 in base 2 (11.09) in fp16.
 
-    There P is cast; past 128 (88.7) it is infinite before, in every dtype, and dk is NaN too. Keys
-    with smaller scores keep every bit.
+    The cast of P overflows there. Past 128 (88.7) P is infinite in every dtype and dk is NaN too.
+    Keys with smaller scores keep every bit.
     """
     copy = edited("k08_unmasked_rows", *UNMASKED_ROWS)
     inputs = with_dirt(device, dtype, 1.0)
@@ -235,7 +236,7 @@ def test_k08_beside_an_lse_loaded_as_0_it_is_nan_once_p_overflows(
 @pytest.mark.parametrize("dirt", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("in_padding", [None, 0.0], ids=["own_lse", "lse_0"])
 def test_k08_nan_and_infinity_in_q_reach_every_key(kernels, edited, device, dirt, in_padding):
-    """K8 is wrong for NaN and Inf, whatever the LSE: dk adds 0 * NaN."""
+    """K8 is wrong for NaN and Inf with any LSE: dk adds 0 * NaN."""
     copy = edited("k08_unmasked_rows", *UNMASKED_ROWS)
     inputs, finite = (with_dirt(device, "fp32", x) for x in (dirt, 1.0))
     assert backward(copy, inputs, row_lse(finite, in_padding))["dk"].isnan().all()

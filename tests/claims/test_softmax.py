@@ -1,4 +1,4 @@
-"""K1 to K3 and K15: the online softmax, its base, what the stored LSE is good for, how l starts."""
+"""Claims K1 to K3 and K15: the online softmax, its base, the stored LSE, and the start of l."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.claims.launching import differentiate, tensors
 from tests.claims.online import attend, blocks, ordered_partitions, softmax
 
 LN2, LOG2E = math.log(2), 1 / math.log(2)
-# What float64 may differ by, in units of the sum of |terms|.
+# Rounding error of float64, in units of the sum of |terms|.
 SHARE = 1e-12
 FORWARD = "fa_kernels/kernels/portable/forward.py"
 L_START = Edit(FORWARD, "l_i = tl.zeros([BLOCK_M], ACC)", "l_i = tl.full([BLOCK_M], 1.0, ACC)")
 
 
 def close(got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor | float = 1.0) -> bool:
-    """Whether every element is within rounding; equal infinities are, NaN is not."""
+    """Whether every element is within rounding. Equal infinities are close; NaN is not."""
     return bool(((got == want) | ((got - want).abs() <= SHARE * terms)).all())
 
 
@@ -35,7 +35,7 @@ def of_lse(lse: torch.Tensor) -> torch.Tensor:
 
 
 def test_k01_any_split_into_tiles_in_any_order_gives_the_exact_softmax_divided_once():
-    """K1, as published; all 541 ways to deal five keys, for rows that see every subset of them."""
+    """K1 holds for all 541 partitions of five keys, and for rows that see any subset of them."""
     N = 5
     seen = torch.tensor([[row >> key & 1 for key in range(N)] for row in range(2**N)]).bool()
     scores, v = 30 * normal(1, "scores", (2**N, N)), normal(1, "v", (N, 3))
@@ -49,7 +49,7 @@ def test_k01_any_split_into_tiles_in_any_order_gives_the_exact_softmax_divided_o
 
 @pytest.mark.parametrize("direction", [1, -1], ids=["largest_last", "largest_first"])
 def test_k01_a_maximum_that_moves_in_every_tile_costs_nothing(direction):
-    """K1 at length: scores that rise by 0.1 a key, the largest in the last of 63 tiles."""
+    """K1 holds for scores that rise by 0.1 per key, with the largest in the last of 63 tiles."""
     scores = direction * torch.linspace(-50, 50, 1000, dtype=torch.float64)[None]
     v = normal(2, "v", (1000, 3))
     got, want = attend(scores, v, blocks(1000, 16)), softmax(scores, v)
@@ -58,7 +58,7 @@ def test_k01_a_maximum_that_moves_in_every_tile_costs_nothing(direction):
 
 
 def test_k02_base_2_changes_nothing_and_m_plus_log2_l_is_the_lse_in_base_2():
-    """K2, as published: l and out are those of base e, and ln 2 times the LSE is the public one."""
+    """K2 holds: l and out equal those in base e, and ln 2 times the LSE is the public LSE."""
     scores, v = 10 * normal(3, "scores", (7, 50)), normal(3, "v", (50, 3))
     natural = attend(scores, v, blocks(50, 16))
     binary = attend(scores * LOG2E, v, blocks(50, 16), exp=torch.exp2)
@@ -75,7 +75,7 @@ def test_k02_base_2_changes_nothing_and_m_plus_log2_l_is_the_lse_in_base_2():
 def test_k03_rows_of_p_from_the_stored_lse_sum_to_1_within_the_error_model(
     kernels, device, dtype, key
 ):
-    """K3, as published; dv is P' where dout is the identity, and LSE is near 256 ``key``."""
+    """K3 holds. With the identity as dout, dv is P'; the LSE is near 256 * ``key``."""
     M, N, D = 16, 40, 16
     q, k, v = (normal(4, str(rows), (rows, D)) / 2 for rows in (M, N, N))
     q[:, 0], k[:, 0] = 256, key
@@ -88,7 +88,7 @@ def test_k03_rows_of_p_from_the_stored_lse_sum_to_1_within_the_error_model(
 
 
 def test_k03_a_rounded_lse_scales_its_row_by_the_exponential_of_the_rounding():
-    """K3, what it costs: a row sums to exp(LSE - stored LSE), up to 0.4 % off at |LSE| = 1e5."""
+    """K3's error: a row sums to exp(LSE - stored LSE), up to 0.4 % off at |LSE| = 1e5."""
     offsets = torch.tensor([0.0, 1e2, 1e3, 1e4, 1e5, -1e5], dtype=torch.float64)
     scores = offsets[:, None] + normal(5, "scores", (6, 200))
     lse = torch.logsumexp(scores, 1)
@@ -110,9 +110,9 @@ def test_k03_a_rounded_lse_scales_its_row_by_the_exponential_of_the_rounding():
     ids=["full", "causal", "causal_padding", "window_padding"],
 )
 def test_k15_l_may_start_at_1_where_m_starts_at_minus_infinity(kernels, edited, device, mask):
-    """K15, as published: a kernel with that edit gives every bit that the kernel gives.
+    """K15 holds bitwise in a kernel whose l starts at 1.
 
-    M > N, so that rows see no key: some in tiles that are visited, some in tiles that are not.
+    With M > N some rows see no key, both in visited and in skipped tiles.
     """
     copy = edited("k15_l_starts_at_1", L_START)
     shapes = {"q": (2, 1, 40, 8), "k": (2, 1, 33, 8), "v": (2, 1, 33, 8), "dout": (2, 1, 40, 8)}
@@ -123,9 +123,9 @@ def test_k15_l_may_start_at_1_where_m_starts_at_minus_infinity(kernels, edited, 
 
 
 def test_k15_for_a_row_without_a_key_the_1_lasts_until_its_first_tile():
-    """K15, what it is worth: 0/1 = 0 replaces 0/0 only where no tile is visited at all.
+    """K15 replaces 0/0 by 0/1 = 0 only for rows that visit no tile.
 
-    In a hidden tile the pivot is 0, as -inf - -inf is NaN, and exp(-inf - 0) takes l back to 0.
+    In a hidden tile the pivot is 0, since -inf - -inf is NaN, and exp(-inf - 0) resets l to 0.
     """
     hidden, v = torch.full((1, 4), -math.inf, dtype=torch.float64), normal(7, "v", (4, 2))
     unvisited, visited = (attend(hidden, v, x, start=(1.0, -math.inf)) for x in ([], [[0, 1]]))
@@ -137,10 +137,10 @@ def test_k15_for_a_row_without_a_key_the_1_lasts_until_its_first_tile():
 
 @pytest.mark.parametrize("offset", [-14.0, 0.0])
 def test_k15_beside_a_finite_m_a_1_in_l_counts_as_one_more_key(edited, device, offset):
-    """K15, where it is wrong: m = -20 and l = 1 are a key with that score and the value 0.
+    """K15 is wrong with a finite m: m = -20 and l = 1 act as a key with score -20 and value 0.
 
-    In base 2, so at -20 ln 2 = -13.9: rows near it lose half of their output, and a row that sees
-    no key has an LSE of -13.9.
+    The score in base 2 is -20 ln 2 = -13.9 in base e. Rows with scores near it lose half of their
+    output, and a row without a visible key has an LSE of -13.9.
     """
     start = Edit(
         FORWARD,

@@ -1,4 +1,4 @@
-"""K10, K13 and K16: what the kernels' structure costs, in products, in memory and in tile loops."""
+"""Claims K10, K13 and K16: the kernels' products, memory and tile loops."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ LENGTHS = range(1, 10)
 
 
 class Product(NamedTuple):
-    """A ``tl.dot`` of a tile pair: what it makes, and the head_dim among its three sizes."""
+    """A ``tl.dot`` of a tile pair: the name of its result, and the head_dim among its sizes."""
 
     makes: str
     head_dim: str
 
 
 def names_in(*nodes: ast.AST) -> set[str]:
-    """The plain names of some expressions."""
+    """The plain names in some expressions."""
     return {x.id for node in nodes for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
 def calls(tree: ast.AST, function: str) -> list[tuple[str, list[ast.expr]]]:
-    """(name that the result is given, arguments) of every call of a function.
+    """(name of the result, arguments) of every call of a function.
 
     Raises:
-        AssertionError: The result of one is given no name.
+        AssertionError: A result is not assigned to a name.
     """
     assigned = (x for x in ast.walk(tree) if isinstance(x, ast.Assign))
     found = [
@@ -55,8 +55,8 @@ def calls(tree: ast.AST, function: str) -> list[tuple[str, list[ast.expr]]]:
 def products(module: ModuleType) -> list[Product]:
     """The dots of a kernel's file, each of which runs once for every pair of tiles.
 
-    The head_dim is that of an operand as it was loaded, by ``offs_d`` or ``offs_dv``; P and dS,
-    which are not loaded, have the two tile sizes.
+    A loaded operand has the head_dim of its offsets, ``offs_d`` or ``offs_dv``. P and dS are not
+    loaded and have the two tile sizes.
     """
     tree = ast.parse(inspect.getsource(module))
     head_dims = {
@@ -76,13 +76,14 @@ def flops(dots: list[Product], M: int, N: int, D: int, Dv: int) -> int:
 
 
 def test_k10_the_two_kernel_backward_costs_14_n2d_and_the_single_kernel_10(kernels):
-    """K10 is wrong with 12 against 10: dq needs 3 products, dk/dv 4, and a single kernel 5.
+    """K10 is wrong: it claims 12 against 10. dq needs 3 products, dk/dv 4, a single kernel 5.
 
-    In full, per head: 2MN(4D + 3Dv) against 2MN(3D + 2Dv); Q K' and dO V' are made twice.
+    A head costs 2MN(4D + 3Dv) against 2MN(3D + 2Dv), because two passes compute Q K' and dO V'
+    twice.
     """
     dq, single = map(products, (kernels.kernels.portable.dq, kernels.kernels.portable.dkdv))
     assert sorted(dq) == [("dp", "Dv"), ("dq", "D"), ("scores", "D")]
-    # That of dq in the kernel of dk and dv is made in one pass alone.
+    # The kernel of dk and dv has the product of dq only in one pass.
     dkdv = [dot for dot in single if dot.makes != "dq"]
     assert sorted(dkdv) == [("dk", "D"), ("dp", "Dv"), ("dv", "Dv"), ("scores", "D")]
     assert sorted(single) == sorted({*dq, *dkdv})
@@ -96,7 +97,7 @@ def test_k10_the_two_kernel_backward_costs_14_n2d_and_the_single_kernel_10(kerne
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the elements of every tensor that is made inside the block, views apart."""
+    """Counts the elements of every tensor that is allocated inside the block, without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class Allocations(TorchDispatchMode):
 
 
 class Unlaunched:
-    """Stands in for a kernel and runs nothing."""
+    """A stub of a kernel that runs nothing."""
 
     def __getitem__(self, grid):
         return lambda *args, **constants: None
@@ -118,7 +119,7 @@ class Unlaunched:
 
 @pytest.mark.parametrize("N", [1, 255, 257, 4096, 65536])
 def test_k13_memory_grows_with_n_out_lse_gradients_and_two_numbers_a_row(kernels, monkeypatch, N):
-    """K13, as published: every allocation of a call; lse2 and delta come in whole tiles of rows."""
+    """K13 holds for every allocation of a call; lse2 and delta have whole tiles of rows."""
     B, H, Hk, D, Dv = 2, 4, 2, 64, 32
     launch = kernels.launch.portable
     for name in ("forward", "bwd_preprocess", "dkdv", "dq"):
@@ -141,7 +142,7 @@ def test_k13_memory_grows_with_n_out_lse_gradients_and_two_numbers_a_row(kernels
 
 
 def saved_by(attention: Attention, *leaves: torch.Tensor) -> int:
-    """How many elements autograd keeps for the backward pass, inputs left out."""
+    """The number of elements that autograd saves for the backward pass, without the inputs."""
     kept: dict[int, int] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +156,7 @@ def saved_by(attention: Attention, *leaves: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("N", [32, 96])
 def test_k13_only_out_and_lse_persist_where_eager_attention_keeps_n_squared(kernels, device, N):
-    """K13, what stays between the passes: N (Dv + 1) numbers, against N^2."""
+    """K13 holds between the passes: N (Dv + 1) numbers are saved, against N^2."""
     D = 16
     leaves = [torch.ones(1, 1, N, D, device=device, requires_grad=True) for _ in range(3)]
     tiled = saved_by(lambda *x: kernels.flash_attention(*x, config="16x16"), *leaves)
@@ -171,7 +172,7 @@ def peak(attention: Attention, N: int) -> tuple[int, int]:
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.cuda.synchronize()
-    gc.collect()  # what is let go in between would count as less
+    gc.collect()  # memory freed during the call would lower the peak
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.autograd.grad(attention(*leaves), leaves, dout)
@@ -181,21 +182,21 @@ def peak(attention: Attention, N: int) -> tuple[int, int]:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, to measure its memory")
 def test_k13_peak_memory_is_that_of_the_results_up_to_65536_where_eager_holds_n_squared(kernels):
-    """K13, measured: out, three gradients, three float32 numbers a row; eager beside it.
+    """K13, measured: out, three gradients and three float32 numbers per row, beside eager.
 
-    And of Hopper's backward sums that programs hand on, of which no length makes more.
+    Hopper's backward adds partial sums between programs, whose size does not depend on N.
     """
     from fa_kernels.launch import hopper
 
     peak(kernels.flash_attention, 256)  # compiles
     device, handed = torch.device("cuda"), 0
     if hopper.is_there(device):
-        # dk and dv of a tile of 128 keys, float32, for each program that runs at once.
+        # dk and dv of a tile of 128 keys in float32, for each concurrent program.
         handed = hopper.processors(device) * 2 * 128 * 64 * 4
     for N in (4096, 16384, 65536):
         tiled, _ = peak(kernels.flash_attention, N)
         results = 4 * N * 64 * 2 + 3 * 4 * N
-        # The allocator may hand out up to 1 MiB more than is asked for, for each of the eight.
+        # The allocator may round each of the eight requests up by 1 MiB.
         assert results <= tiled <= results + handed + 8 * 2**20
     for N in (4096, 16384):
         eager, matrix = peak(lambda q, k, v: torch.softmax(q @ k.mT / 8, -1) @ v, N)
@@ -203,10 +204,10 @@ def test_k13_peak_memory_is_that_of_the_results_up_to_65536_where_eager_holds_n_
 
 
 class Loop(NamedTuple):
-    """The query tiles of one key tile: [lo, full_lo) and [full_hi, hi) with a mask, the rest not.
+    """The query tiles of a key tile: [lo, full_lo) and [full_hi, hi) with a mask, others without.
 
-    ``visits`` counts how often each pair of a row and a key of this tile is visited, rows past M
-    included; ``hidden`` says which of them the mask hides, there too.
+    ``visits`` counts the visits of each pair of a row and a key of this tile, including rows past
+    M. ``hidden`` is true for pairs that the mask hides, including rows past M.
     """
 
     lo: int
@@ -220,7 +221,7 @@ class Loop(NamedTuple):
 def loops(
     kernels: ModuleType, mask: Mask, M: int, N: int, BLOCK_M: int, BLOCK_N: int
 ) -> Iterator[Loop]:
-    """The loop of dk/dv over queries, for every key tile, by the plain source of the ranges."""
+    """The loop of dk/dv over queries for every key tile, by the ranges' Python source."""
     unbounded = M + N
     left = unbounded if mask.window_left is None else mask.window_left
     right = unbounded if mask.right is None else mask.right
@@ -247,8 +248,8 @@ def every_case(kernels: ModuleType, mask: Mask) -> Iterator[tuple[int, int, Loop
 
 @pytest.mark.parametrize("mask", [Mask(causal=True), Mask(window_left=1, window_right=2)], ids=str)
 def test_k16_two_kinds_of_query_tiles_are_enough_masked_and_full(kernels, mask):
-    """K16 is wrong with "must be three": every visible pair is visited once, none is hidden in a
-    tile without mask; exhaustive for M, N to 9 and tiles of 1 to 8.
+    """K16 is wrong: two parts are enough. Every visible pair is visited once, and no tile without a
+    mask has a hidden pair; exhaustive for M, N to 9 and tiles of 1 to 8.
     """
     for _, BLOCK_M, loop in every_case(kernels, mask):
         assert (loop.visits[~loop.hidden] == 1).all()
@@ -256,7 +257,7 @@ def test_k16_two_kinds_of_query_tiles_are_enough_masked_and_full(kernels, mask):
 
 
 def test_k16_under_causal_masking_the_ragged_tail_needs_bounds_on_its_loads_alone(kernels):
-    """K16: after the diagonal the mask hides nothing but rows past M, which load as zeros (K7)."""
+    """K16: after the diagonal the mask hides only rows past M, which load as zeros (K7)."""
     ragged = 0
     for M, BLOCK_M, loop in every_case(kernels, Mask(causal=True)):
         hidden_rows = np.flatnonzero(loop.hidden.any(1))

@@ -1,1 +1,1 @@
-"""Mutants of the kernels, and of the harness that judges them: each fault has to be found."""
+"""Mutation testing of the kernels and of the harness that judges them."""

@@ -1,4 +1,4 @@
-"""Puts mutants before their judges.
+"""Runs the checks on mutants of the kernels and of the harness.
 
 python -m tests.mutation [source ...] [options]
 python -m tests.mutation harness [--every N] [--seed S]
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from tests.mutation.trials import Step
 
 SOURCES = ("harness", "faults", "independent", "subtle", "mechanical", "hopper")
-# A survivor takes 100 to 300, by the machine and by what runs beside it.
+# A surviving mutant takes 100 to 300 s, depending on the machine and its load.
 SECONDS = 400.0
-# Of the mechanical mutants of the harness.
+# One in so many mechanical mutants of the harness is run.
 EVERY = 300
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if nothing survived that should not, and no reason to survive was false."""
+    """Returns 0 if every survivor is explained and no listed reason is refuted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["equivalents"]:
         return equivalent.main(arguments[1:])
     options = _options(arguments)
     kernels = sources_of(PACKAGE)
     found: list[Outcome] = []
-    # Forks share the CPUs. ``keep_to_one_thread`` does this too, but it is a part of the harness,
-    # which nothing may import before its mutants do.
+    # Forks share the CPUs. ``keep_to_one_thread`` does the same, but belongs to the harness, and
+    # the harness must not be imported before its mutants.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "harness" in options.sources:
         found += _harness(options)
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         draw(found, folder / "kills.png")
     print(summary(found))
     print(f"written to {folder}")
-    # A sample of the harness has a rate, and no survivor of it has been looked at.
+    # Survivors among sampled mutants of the harness only lower the kill rate.
     return int(any(x.refuted or (x.unexplained and x.source != "sampled") for x in found))
 
 
@@ -92,7 +92,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="names that hold this text")
     parser.add_argument("--out", default="build/mutation", metavar="FOLDER", help="for the reports")
     options = parser.parse_args(arguments)
-    # Those of Hopper's kernels take long, and what lives of them is not explained yet.
+    # Mutants of Hopper's kernels take long, and their survivors are not explained yet.
     options.sources = options.sources or [x for x in SOURCES if x != "hopper"]
     unknown = set(options.sources) - set(SOURCES)
     if unknown:
@@ -101,7 +101,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[str, Mutant]]:
-    """(source, mutant) of what the options ask for, of the kernels."""
+    """Mutants of the kernels that the options select, as (source, mutant)."""
     made, on_hopper = mechanical(kernels), mechanical(kernels, HOPPER_SITES)
     equivalent.check_listed((*made, *on_hopper))
     lists = {
@@ -114,13 +114,13 @@ def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[
         for mutant in mutants
         if source in options.sources
         and options.only in mutant.name
-        # These take all of the time that there is to show that nothing happens.
+        # An equivalent mutant passes every step, so it takes the longest.
         and (options.full or not mutant.equivalent)
     ]
 
 
 def _harness(options: argparse.Namespace) -> list[Outcome]:
-    """Those written by hand, and a sample of the mechanical ones."""
+    """Runs the harness mutants written by hand and a sample of the mechanical ones."""
     from tests.mutation.harness_mutants import HARNESS
     from tests.mutation.harness_verdict import judged_harness, warm_up
 
@@ -144,7 +144,7 @@ def _kernels(
     from tests.mutation.trials import ORDINARY, QUICK, STEPS
     from tests.mutation.verdict import asked, judged_kernels, warmed
 
-    # Subtle faults show what the bound does not see: nothing else is asked.
+    # Subtle faults lie below the bound: only the steps on ordinary data can find them.
     of_sources = {"subtle": ORDINARY, "hopper": ON_HOPPER}
     units = {"subtle": -1, "hopper": len(ON_HOPPER) - 1}
     lists = {source: of_sources.get(source, STEPS) for source, _ in chosen}
@@ -174,7 +174,7 @@ def _spots(
     lists: dict[str, tuple[Step, ...]],
     questions: dict[tuple[Step, ...], list[PlannedRun]],
 ) -> dict[str, tuple[list[Step], list[PlannedRun]]]:
-    """By the key of a mutant that is listed as equivalent, the few steps that it is asked."""
+    """The few steps to run for each mutant listed as equivalent, by its key."""
     from tests.mutation.spot_checks import lines_run, steps_of
     from tests.mutation.trials import QUICK
 
@@ -197,10 +197,10 @@ def _judged(
     works: Iterable[Callable[[], object]],
     options: argparse.Namespace,
 ) -> list[Outcome]:
-    """The outcomes in the order of the lists; a line for each as it ends."""
+    """Prints a line as each mutant ends and returns the outcomes in the order of the lists."""
     started = time.monotonic()
     found: dict[int, Outcome] = {}
-    # Without a limit a loop that never ends would hold the run: an hour is none.
+    # A full run is untimed; the hour ends mutants that loop forever.
     seconds = 3600.0 if options.full else SECONDS
     for ended in in_forks(works, jobs=options.jobs, seconds=seconds):
         source, mutant = chosen[ended.number]

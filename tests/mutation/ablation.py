@@ -1,6 +1,6 @@
 """An ablation of the checks beside the bound: ``python -m tests.mutation.ablation``.
 
-Each of them has a fault and a problem on which it finds the fault and the bound does not.
+Each check has a fault and a problem on which the check finds the fault and the bound does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.mutation.interpreting import interpret
 __all__ = ["ABLATION"]
 
 _SECONDS = 120.0
-# By check: the fault, and where its problem stands in ``trials.ORDINARY``.
+# (fault, index of its problem in ``trials.ORDINARY``) by check.
 ABLATION: dict[str, tuple[str, int]] = {
     "rms": ("dkdv: dS is made from the rounded P", 2),
     "bias": ("dq: dq is too large by one part in a thousand", 0),
@@ -38,7 +38,7 @@ ABLATION: dict[str, tuple[str, int]] = {
 
 
 def main() -> int:
-    """Prints what finds each fault; returns 0 if the check alone does."""
+    """Prints the checks that find each fault; returns 0 if only its own check finds it."""
     interpret()
     from tests.mutation.trials import ORDINARY
     from tests.mutation.verdict import asked, judged_kernels, warmed

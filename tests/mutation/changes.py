@@ -1,4 +1,4 @@
-"""Where a mutant changes its file: the statement, as tokens before and after, and its lines."""
+"""The statement that a mutant changes: its tokens before and after, and its lines."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Change:
 
     Args:
         file: Path from the root of the repository.
-        lines: Of the statement that is changed; of a compound one, of its header.
+        lines: Lines of the changed statement, or of the header of a compound statement.
         before: The statement's tokens.
-        after: Those of the mutant.
-        at: How many tokens stand before the first that differs.
+        after: The mutant's tokens.
+        at: Index of the first token that differs.
         removed: The tokens that the mutant lacks.
-        added: The tokens that it has in their place.
+        added: The tokens that replace them.
     """
 
     file: str
@@ -43,7 +43,7 @@ class Change:
 
 
 def change_of(sources: Mapping[str, str], mutant: Mutant) -> Change:
-    """The change of a mutant of one edit, in the sources that it is made of."""
+    """The change that a mutant of one edit makes to ``sources``."""
     (edit,) = mutant.edits
     text = sources[edit.file]
     kept = _shared(edit.old, edit.new)
@@ -66,14 +66,14 @@ def change_of(sources: Mapping[str, str], mutant: Mutant) -> Change:
 
 
 def _shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many elements two sequences have in common at their beginnings."""
+    """The length of the longest common prefix of two sequences."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
 
 
 def _statement(text: str, line: int) -> tuple[int, int, range]:
-    """Where the innermost statement on a line begins and ends, and its lines."""
+    """(start, end, lines) of the innermost statement on a line."""
     found: tuple[int, int] | None = None
     for first, last in _headers(text):
         if first <= line <= last and (found is None or last - first <= found[1] - found[0]):
@@ -93,7 +93,7 @@ def _line_starts(text: str) -> list[int]:
 
 @cache
 def _headers(text: str) -> list[tuple[int, int]]:
-    """First and last line of every statement; of a compound one, up to its body."""
+    """(first, last) line of every statement, without the body of a compound statement."""
     return list(_spans(ast.parse(text)))
 
 
@@ -108,9 +108,10 @@ def _spans(node: ast.AST) -> Iterator[tuple[int, int]]:
 
 
 def _tokens(text: str) -> tuple[str, ...]:
-    """The tokens of a piece of a file as far as they are whole, without layout and comments.
+    """The complete tokens of a piece of a file, without layout and comments.
 
-    A comma before a closing bracket is layout too: the formatter adds it where it breaks a line.
+    A comma before a closing bracket counts as layout, because the formatter adds it when it breaks
+    a line.
     """
     found: list[str] = []
     try:

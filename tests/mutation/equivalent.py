@@ -1,11 +1,12 @@
-"""Mechanical mutants that no input of the contract can show, or none without a GPU, and why.
+"""Mechanical mutants that no valid input can kill, or none without a GPU, and the reasons.
 
     python -m tests.mutation equivalents
     python -m tests.mutation equivalents --rekey OLD_TREE [--apply]
 
-The first prints every entry of equivalent.toml with the change that its key stands for. The second
-maps the entries of a folder with older sources, a git worktree say, to the sources here, and prints
-those whose change is not the same, and those that are not found; --apply writes the file.
+The first command prints every entry of equivalent.toml with the change that its key stands for. The
+second maps the entries of a folder with older sources, such as a git worktree, to the current
+sources. It prints entries whose change differs and entries that are not found; --apply writes the
+file.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Group:
     """Mutants that survive for one reason.
 
     Args:
-        kind: "equivalent", or "hardware" where a GPU shows them.
+        kind: "equivalent", or "hardware" for mutants that a GPU kills.
         because: The reason.
         mutants: Their keys.
     """
@@ -51,7 +52,7 @@ class Group:
 
 
 def read(file: Path = FILE) -> list[Group]:
-    """The groups of a file, those of each kind in its order."""
+    """The groups of a file, sorted by kind."""
     tables = tomllib.loads(file.read_text(encoding="utf-8"))
     if unknown := tables.keys() - set(KINDS):
         raise ValueError(f"{file.name} has {', '.join(sorted(unknown))}; needs {KINDS}")
@@ -63,7 +64,7 @@ def read(file: Path = FILE) -> list[Group]:
 
 
 def write(groups: Iterable[Group], file: Path = FILE) -> None:
-    """Writes what ``read`` reads."""
+    """Writes groups in the format that ``read`` parses."""
     parts = [_HEAD]
     for group in groups:
         keys = "".join(f"  {json.dumps(key)},\n" for key in group.mutants)
@@ -85,10 +86,10 @@ EQUIVALENT = _reasons(read())
 
 
 def check_listed(made: Iterable[Mutant]) -> None:
-    """Raises where an entry stands for no mutant.
+    """Checks that every entry stands for a mutant.
 
     Raises:
-        StaleError: It names the keys.
+        StaleError: Some keys have no mutant; the message names them.
     """
     if stale := sorted(EQUIVALENT.keys() - {mutant.key for mutant in made}):
         raise StaleError(
@@ -98,10 +99,10 @@ def check_listed(made: Iterable[Mutant]) -> None:
 
 
 def version(root: Path | None = None) -> Version:
-    """The mechanical mutants of the kernels here, or of another tree by its own operators.
+    """The mechanical mutants of the kernels of a tree, made by the tree's own operators.
 
     Args:
-        root: The other tree.
+        root: Another tree; None for this one.
     """
     if root is None:
         made_by, sources = operators, sources_of(PACKAGE)
@@ -116,7 +117,7 @@ def version(root: Path | None = None) -> Version:
 
 
 def _operators_of(root: Path) -> ModuleType:
-    """The module of another tree that makes mutants, which numbers them as that tree does."""
+    """The module ``operators`` of another tree, which numbers mutants as that tree does."""
     spec = importlib.util.spec_from_file_location(
         "operators_of_another_tree", root / "tests" / "mutation" / "operators.py"
     )
@@ -172,7 +173,7 @@ def _rekey(root: Path, *, apply: bool) -> int:
 
 
 def _tell(found: Found) -> None:
-    """Prints a change that is not found, or not as it was."""
+    """Prints a change that is not found or that differs."""
     if found.new is None:
         print(f"NOT MAPPED: {found.old.name}")
         if found.nearest is not None:
@@ -182,7 +183,7 @@ def _tell(found: Found) -> None:
 
 
 def _merged(old: Sequence[Group], mapped: dict[str, str], made: set[str]) -> list[Group]:
-    """The old groups in new keys, and what the file here lists beside them."""
+    """The old groups under new keys, merged with the entries of the current file."""
     before = {key for group in old for key in group.mutants}
     known = before | set(mapped.values())
     groups = [replace(g, mutants=tuple(mapped[k] for k in g.mutants if k in mapped)) for g in old]

@@ -1,4 +1,4 @@
-"""Runs of unit tests in this process, for what they say of a mutant that it has imported."""
+"""Runs unit tests in this process, on a mutant that is already imported."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["first_failure", "unit_test_file"]
 _ROOT = Path(__file__).resolve().parents[2]
 _OPTIONS = (
     *("-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--hypothesis-profile=gate"),
-    # Plugins of what was imported before pytest could rewrite them.
+    # Plugins that were imported before pytest could rewrite their assertions.
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
 )
 
 
 class _FirstFailure:
-    """A pytest plugin that keeps what failed first."""
+    """A pytest plugin that keeps the first failure."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self.files = files
@@ -42,10 +42,10 @@ class _FirstFailure:
 
 
 def unit_test_file(name: str) -> str:
-    """Path from the root of the repository of the unit test file of a name, such as "test_mask".
+    """The path of a unit test file, from the root of the repository, by a name like "test_mask".
 
     Raises:
-        ValueError: There is none.
+        ValueError: No file has this name.
     """
     found = sorted((_ROOT / "tests" / "unit").rglob(f"{name}.py"))
     if not found:
@@ -54,14 +54,14 @@ def unit_test_file(name: str) -> str:
 
 
 def first_failure(files: Sequence[str]) -> Kill | None:
-    """Runs files of tests in this process, up to the first failure.
+    """Runs test files in this process, up to the first failure.
 
     Args:
         files: Paths from the root of the repository, run in that order.
 
     Returns:
-        The test that failed, or "raised" where tests could not be collected; ``step`` counts the
-        files. None if all pass.
+        The test that failed, or "raised" if collection failed, with the index of the file as
+        ``step``. None if all tests pass.
     """
     os.chdir(_ROOT)
     plugin, said = _FirstFailure(files), io.StringIO()
@@ -69,12 +69,12 @@ def first_failure(files: Sequence[str]) -> Kill | None:
         code = pytest.main([*_OPTIONS, *files], plugins=[plugin])
     if code == pytest.ExitCode.OK:
         return None
-    # Without a report of a test, pytest itself gave up: conftest.py could not be imported, say.
+    # Without a test's report pytest itself failed, such as in the import of conftest.py.
     return plugin.kill or Kill("raised", -1, _last_lines(said.getvalue()))
 
 
 def _message(report: pytest.TestReport) -> str:
-    """What a failed test says in short."""
+    """The short message of a failed test."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return _last_lines(report.longreprtext) if crash is None else crash.message[:500]
 

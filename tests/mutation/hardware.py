@@ -1,7 +1,7 @@
-"""Mutants that only hardware shows, each with the problems that show it.
+"""Mutants that only a GPU kills, each with the problems that kill it.
 
-The interpreter adds in one order, has no alignment and grids without end, and its integers and
-memory are those of NumPy: there these mutants give the same results, or cannot run.
+In the interpreter these mutants give the same results or cannot run. It sums in one order, ignores
+alignment, has no limit on grids and uses NumPy's integers and memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WIDE: dict[str, Any] = {"D": 64, "Dv": 64, "dtype": "bf16", "device": "cuda"}
 
 @dataclass(frozen=True)
 class OnHardware:
-    """A mutant and what decides about it."""
+    """A mutant and the steps that can kill it."""
 
     mutant: Mutant
     steps: tuple[Step, ...]
@@ -38,7 +38,7 @@ def _step(*checks: str, **fields: Any) -> Step:
 
 
 def _named(*parts: str) -> list[Mutant]:
-    """Faults on record whose names end so."""
+    """Recorded faults whose names end in one of ``parts``."""
     return [fault for fault in FAULTS if fault.name.endswith(parts)]
 
 
@@ -83,12 +83,12 @@ def _behind(name: str, old: str, new: str) -> Mutant:
 
 _PADDED = Mask(causal=True, seqlens_q=(300, 129), seqlens_k=(300, 131))
 _OF_TWO_WINDOWS = Mask(window_left=140, window_right=3)
-# Packed, and of the longest sequence behind the last key there are NaN.
+# Packed sequences; NaN follow the last key of the longest.
 _NEXT: dict[str, Any] = {
     "B": 2, "M": 200, "N": 300, "mask": Mask(seqlens_q=(129, 200), seqlens_k=(131, 300)),
     "dirty": "nan", "config": "default-packed",
 }  # fmt: skip
-# So many short ones that their tiles stand in a row.
+# Enough short sequences that the kernels enumerate the tiles of all sequences in one grid axis.
 _IN_A_ROW: dict[str, Any] = _NEXT | {
     "B": 5, "mask": Mask(causal=True, seqlens_q=(3, 200, 0, 70, 1), seqlens_k=(10, 300, 20, 67, 5)),
 }  # fmt: skip
@@ -328,7 +328,7 @@ _HOPPER_BACKWARD: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     ),
     (
         _behind("dq of no step is added", "if step.i > 0:\n", "if step.i >= 0:\n"),
-        # More programs than run at once: of no step is what the program before has left.
+        # More programs than run at once, so that a program finds the data of the one before it.
         {"H": 96, "Hk": 96, "M": 200, "N": 300, **_IN_ONE_PASS},
     ),
     (
@@ -470,7 +470,7 @@ HARDWARE: tuple[OnHardware, ...] = (
 
 
 def main(name: str) -> None:
-    """Judges one of the list, in this process, and prints its verdict as JSON."""
+    """Judges one mutant in this process and prints its verdict as JSON."""
     (chosen,) = (x for x in HARDWARE if x.mutant.name == name)
     questions = asked(chosen.steps)
     sources = sources_of(PACKAGE)

@@ -1,7 +1,7 @@
-"""Where mechanical mutants of the harness are made, and which unit tests are to kill them.
+"""Mechanical mutants of the harness, and the unit tests that have to kill them.
 
-The harness is what decides about a kernel: oracles, bounds, generators, checks, the search and the
-gate. There are too many mutants of it to ask them all; ``sample`` takes one in so many.
+The harness judges kernels: oracles, bounds, generators, checks, the search and the gate. It has too
+many mutants to run them all; ``sample`` takes one in ``every``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests.mutation.operators import mechanical
 
 __all__ = ["FOLDERS", "TESTS", "rate_interval", "sample"]
 
-# The folders that hold the harness, as far as it decides.
+# Folders of the harness whose code affects a verdict.
 FOLDERS = ("oracles", "properties", "simulator/interpreter", "fa_verify/pytest_plugin/gate")
 _BOUNDS = "test_bounds_agree test_error_model"
 _MASKS = "test_custom_masks test_mask"
-# By module, the files of tests/unit that are to kill its mutants, the quickest first.
+# Files of tests/unit that have to kill a module's mutants, the quickest first.
 TESTS: dict[str, str] = {
     "fa_verify/pytest_plugin/gate/comparison.py": "test_gate_problems test_gate",
     "fa_verify/pytest_plugin/gate/environment.py": "test_gate",
@@ -125,12 +125,12 @@ TESTS: dict[str, str] = {
 
 
 def sample(sources: Mapping[str, str], every: int, seed: int) -> list[Mutant]:
-    """One in so many of the mechanical mutants of the harness, with the tests that judge each.
+    """A sample of the mechanical mutants of the harness, with the tests that judge each.
 
     Args:
         sources: Path from the root of the repository to text.
-        every: One in so many, of each file as of all.
-        seed: Chooses which.
+        every: One in so many mutants is sampled, at the same rate in every file.
+        seed: Seed of the sample.
     """
     made = mechanical(sources, tuple(TESTS), HARNESS_OPERATORS, constants=True)
     first = random.Random(seed).randrange(every)
@@ -141,7 +141,7 @@ def sample(sources: Mapping[str, str], every: int, seed: int) -> list[Mutant]:
 
 
 def rate_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval of a rate, of 95 % for the default z."""
+    """Wilson's confidence interval of a rate, 95 % by default."""
     if trials == 0:
         return 0.0, 1.0
     rate = successes / trials

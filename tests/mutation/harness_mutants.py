@@ -1,8 +1,8 @@
 """Mutants of the harness that no operator makes: faults of reasoning, one edit each.
 
-A bound lacks a term, sums cancel that must not, a check compares a run with itself, a sample is
-chosen by its result, chance counts as change. ``caught_by`` names the files of tests/unit that are
-to kill each, the quickest first.
+Examples: a bound lacks a term, errors cancel in a sum, a check compares a run with itself, a sample
+depends on its result, noise counts as a change. ``caught_by`` names the files of tests/unit that
+have to kill each mutant, the quickest first.
 """
 
 from __future__ import annotations

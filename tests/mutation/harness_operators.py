@@ -24,14 +24,14 @@ from tests.mutation.operators import (
 
 __all__ = ["HARNESS_OPERATORS"]
 
-# Functions whose result is of the kind of one of their arguments, and which arguments those are.
+# Functions, and the indices of arguments that can stand in for the result.
 _FUNCTIONS = {
     "where": (1, 2), "minimum": (0, 1), "maximum": (0, 1), "min": (0, 1), "max": (0, 1),
     "fmax": (0, 1), "abs": (0,), "sqrt": (0,), "log": (0,), "exp": (0,), "expm1": (0,),
     "log1p": (0,), "set": (0,), "sorted": (0,), "reversed": (0,), "ceil": (0,), "frozenset": (0,),
     "cdiv": (0,), "dict": (0,), "tuple": (0,), "int": (0,), "float": (0,),
 }  # fmt: skip
-# Methods that return what they are called on, or nearly.
+# Methods whose object can stand in for the result.
 _METHODS = (
     "abs", "abs_", "clamp", "clamp_", "square", "sqrt", "exp", "exp_", "log", "masked_fill",
     "masked_fill_", "nan_to_num", "to", "flip", "mul_", "add_", "div_", "sub_", "sign", "detach",
@@ -47,7 +47,7 @@ _EXCHANGED = {
     )
     for a, b in (pair, pair[::-1])
 }  # fmt: skip
-# Words that stand for the same kind of thing, alone or within a name.
+# Groups of interchangeable words, alone or within a name.
 _CONFUSABLE = [
     ("q", "k"), ("k", "v"), ("m", "n"), ("M", "N"), ("D", "Dv"), ("H", "Hk"), ("B", "H"),
     ("b", "h"), ("rows", "keys"), ("row", "key"), ("first", "second"), ("first", "last"),
@@ -64,7 +64,7 @@ for _a, _b in _CONFUSABLE:
 
 
 def drop_term(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """A condition without one of its parts; a negation forgotten; ``and`` for ``or``."""
+    """Drops an operand of a condition or a negation; exchanges ``and`` and ``or``."""
     if isinstance(node, ast.BoolOp):
         word = " and " if isinstance(node.op, ast.And) else " or "
         other = " or " if isinstance(node.op, ast.And) else " and "
@@ -83,7 +83,7 @@ def drop_term(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Chang
 
 
 def drop_function(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """An argument in place of a function of it: a select, a maximum, a square root."""
+    """Replaces a call by one of its arguments: a select, a maximum, a square root."""
     if not isinstance(node, ast.Call):
         return
     name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -96,7 +96,7 @@ def drop_function(source: Source, node: ast.AST, _names: set[str]) -> Iterator[C
 
 
 def drop_method(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """What a method is called on, in place of its result."""
+    """Replaces a method call by the object it is called on."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         library = isinstance(node.func.value, ast.Name) and node.func.value.id in _LIBRARIES
         if node.func.attr in _METHODS and not library:
@@ -109,7 +109,7 @@ _LIBRARIES = ("torch", "np", "math", "st", "json", "os", "stream", "re", "datacl
 
 
 def exchange_call(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """The function beside the one that is meant: all for any, the least for the largest."""
+    """Exchanges related functions: all and any, the least and the largest."""
     if not isinstance(node, ast.Call):
         return
     _start, end = source.span(node.func)
@@ -119,11 +119,11 @@ def exchange_call(source: Source, node: ast.AST, _names: set[str]) -> Iterator[C
 
 
 def drop_statement(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """A statement left out that something later may rest on; an addition that replaces."""
+    """Drops a statement that later code may depend on; turns ``+=`` into ``=``."""
     if isinstance(node, ast.AugAssign):
         start, end = source.span(node.target)[1], source.span(node.value)[0]
         yield (start, end), " = "
-    # A name or a tuple of names that nobody binds raises where it is read.
+    # A plain assignment is kept: without it, the read of the name raises.
     is_stored = isinstance(node, ast.Assign) and isinstance(
         node.targets[0], ast.Attribute | ast.Subscript
     )
@@ -132,7 +132,7 @@ def drop_statement(source: Source, node: ast.AST, _names: set[str]) -> Iterator[
 
 
 def drop_element(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """A list, a tuple or a dictionary without one of its elements; a slice without an end."""
+    """Drops an element of a list, tuple or dictionary, or an end of a slice."""
     if isinstance(node, ast.List | ast.Tuple | ast.Set) and len(node.elts) > 1:
         left, right = {ast.List: "[]", ast.Tuple: "()", ast.Set: "{}"}[type(node)]
         has_brackets = source.span(node)[0] < source.span(node.elts[0])[0]
@@ -156,7 +156,7 @@ def drop_element(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Ch
 
 
 def fewer(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """A loop over the first alone of what it is over, and over all but the last."""
+    """Runs a loop for the first element only, or for all but the last."""
     if isinstance(node, ast.For):
         span, text = source.span(node.iter), source.of(node.iter)
         yield span, f"[*{text}][:1]"
@@ -168,7 +168,7 @@ def fewer(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
 
 
 def exchange_value(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """A number half or twice as large; True for False."""
+    """Doubles or halves a number; exchanges True and False."""
     if isinstance(node, ast.Constant) and type(node.value) is float and node.value != 0:
         yield source.span(node), repr(2 * node.value)
         yield source.span(node), repr(node.value / 2)
@@ -177,7 +177,7 @@ def exchange_value(source: Source, node: ast.AST, _names: set[str]) -> Iterator[
 
 
 def exchange_word(source: Source, node: ast.AST, names: set[str]) -> Iterator[Change]:
-    """Another name of the function for the same kind of thing; another field of a value."""
+    """Exchanges a name for a related name of the function, or a field for a related field."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         for other in _others(node.id):
             if other in names:
@@ -189,7 +189,7 @@ def exchange_word(source: Source, node: ast.AST, names: set[str]) -> Iterator[Ch
 
 
 def _others(name: str) -> Iterator[str]:
-    """What a name may be taken for."""
+    """Names that can be mistaken for ``name``."""
     words = name.split("_")
     for i, word in enumerate(words):
         for other in _PARTNERS.get(word, ()):

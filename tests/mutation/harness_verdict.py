@@ -1,4 +1,4 @@
-"""One mutant of the harness before its judges: which of the unit tests fails first, if any."""
+"""Runs the unit tests on one mutant of the harness, up to the first failure."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.mutation.first_failure import first_failure, unit_test_file
 __all__ = ["judged_harness", "warm_up"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-# What the tests import that is no part of this project; Triton where it is installed. A second of
-# imports waits in torch for the first ``detach``.
+# Dependencies that the tests import; Triton if it is installed. The first ``detach`` takes a second
+# because torch imports modules lazily.
 _NEEDED = ("torch", "torch._dynamo", "numpy", "mpmath", "hypothesis", "hypothesis.strategies")
 _ENVIRONMENT = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
 _OWN = ("fa_verify.pytest_plugin", "fa_kernels", "fa_verify.oracles", "fa_verify.properties")
 
 
 def warm_up() -> None:
-    """Imports what all mutants need alike, so that forks have it: call it before the first fork.
+    """Imports the dependencies once, before the first fork, so that forks inherit them.
 
     Raises:
-        RuntimeError: Something of this project, beside the mutants, has been imported: forks would
-            have it too, and test it in place of the mutant.
+        RuntimeError: Modules of the harness have been imported. Forks would inherit and test these
+            in place of the mutant.
     """
     imported = sorted(set(_OWN) & set(sys.modules))
     if imported:
@@ -50,20 +50,20 @@ def warm_up() -> None:
 
 
 def judged_harness(mutant: Mutant) -> Verdict:
-    """Puts a mutant of the harness in place and runs the unit tests it names.
+    """Imports a mutant of the harness and runs the unit tests it names.
 
-    To be called in a fork of a process that ``warm_up`` prepared: it imports the mutant for good.
+    Call it in a fork of a process that ``warm_up`` prepared: the mutant stays imported.
 
     Args:
-        mutant: Its ``caught_by`` are names of files of tests/unit, run in that order up to the
-            first failure.
+        mutant: ``caught_by`` names files of tests/unit, which run in that order up to the first
+            failure.
 
     Returns:
-        The verdict: a kill by a test, or "raised" where the mutant could not be imported or the
-        tests not be collected; ``step`` counts the files.
+        The verdict: a kill by a test, or "raised" if the mutant could not be imported or its tests
+        could not be collected. ``step`` is the index of the file.
 
     Raises:
-        ValueError: It names no file of tests/unit, or one that there is not.
+        ValueError: The mutant names no file of tests/unit, or one that does not exist.
     """
     files = [unit_test_file(name) for name in mutant.caught_by]
     if not files:
@@ -80,7 +80,7 @@ def judged_harness(mutant: Mutant) -> Verdict:
 
 
 class _Replaced(MetaPathFinder):
-    """Finds modules of the repository in other files: real ones, for whoever reads their source."""
+    """Finds modules of the repository in other files, on disk so that their source can be read."""
 
     def __init__(self, sources: dict[str, str], folder: Path) -> None:
         self.files: dict[str, Path] = {}

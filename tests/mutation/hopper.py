@@ -1,4 +1,4 @@
-"""What mutants of the kernels for Hopper are asked, where those are emulated."""
+"""Steps for mutants of Hopper's kernels, which run in the emulation."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tests.mutation.trials import Step
 __all__ = ["ON_HOPPER", "PROBLEMS"]
 
 _PADDED = Mask(causal=True, seqlens_q=(150, 64), seqlens_k=(150, 67))
-# A row of tiles without keys between others.
+# The first sequence has no keys.
 _PADDED_KEYS = Mask(causal=True, seqlens_q=(70, 70), seqlens_k=(0, 290))
 _FAR = Mask(window_left=60, window_right=90)
 _WINDOW = Mask(window_left=70, window_right=3)
-# Packed, so many short sequences beside a long one that tiles of queries, or of keys, stand in a
-# row; and far more of these than of the others.
+# Packed, with enough short sequences beside a long one that the kernels enumerate the tiles of all
+# sequences in one grid axis. One has far more query tiles than key tiles, one the reverse.
 _ROWS_IN_A_ROW = Mask(causal=True, seqlens_q=(3, 500, 0, 70, 1), seqlens_k=(10, 60, 20, 50, 5))
 _KEYS_IN_A_ROW = Mask(causal=True, seqlens_q=(3, 60, 2, 40, 0), seqlens_k=(10, 500, 0, 67, 1))
 _ONE: dict[str, Any] = {"M": 150, "N": 200, "D": 64, "Dv": 64, "dtype": "bf16"}
 
 
 def _problem(**fields: Any) -> Problem:
-    """Of one head and more than one tile, in one pass, unless it is said."""
+    """A problem of one head, several tiles and a backward in one pass, unless given otherwise."""
     return Problem(**{**_ONE, "config": "default-one_pass", **fields})
 
 
 PROBLEMS = {
     "full": _problem(),
     "causal": _problem(mask=Mask(causal=True), dtype="fp16"),
-    # Early, for what alone they ask about.
+    # The two-pass problems come early: only they test the kernel of dq.
     "two passes": _problem(H=2, Hk=1, mask=_WINDOW, config="default"),
     "two passes, padded": _problem(
         B=2,
@@ -48,7 +48,7 @@ PROBLEMS = {
     "two passes, entries, group": _problem(B=2, H=4, Hk=2, M=70, N=140, config="default"),
     "two passes, two head_dims": _problem(D=128, Dv=64, config="default"),
     "two passes, wide values": _problem(D=48, Dv=104, N=400, mask=_FAR, config="default"),
-    # Each with as many tiles; far more keys than rows, and the other way round.
+    # Sequences with equal numbers of tiles; far more keys than rows, and the reverse.
     "packed": _problem(
         B=2,
         M=70,
@@ -80,10 +80,10 @@ PROBLEMS = {
         dirty="nan",
         config="default-one_pass-packed",
     ),
-    # Three edge tiles before the full ones, of one head, and of groups of two.
+    # Three edge tiles before the full ones, for one head and for groups of two.
     "causal, wide": _problem(M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
     "group, wide": _problem(H=4, Hk=2, M=200, N=200, D=128, Dv=128, mask=Mask(causal=True)),
-    # Tiles of three blocks of rows, and of two.
+    # Tiles of three and of two blocks of rows.
     "narrow tiles": _problem(M=570, config="default"),
     "narrow tiles, causal": _problem(M=450, N=450, mask=Mask(causal=True), config="default"),
     "narrow tiles, wide": _problem(M=300, D=128, Dv=128, config="default"),
@@ -107,19 +107,19 @@ PROBLEMS = {
     "many tiles": _problem(M=70, N=700),
     "many tiles, wide": _problem(M=70, N=700, D=128, Dv=128),
     "far from the first key": _problem(M=300, N=500, mask=_FAR),
-    # Rows that see nothing at first, and little then.
+    # Rows that see no key in the first tiles and few in the next.
     "far, and far below 1": _problem(M=300, N=500, mask=_FAR, inputs="lse_low_130"),
-    # The last rows of a tile see nothing in two of its key tiles, one behind the other.
+    # The last rows of a tile see no key in two consecutive key tiles.
     "far from two key tiles": _problem(M=192, N=379, mask=Mask(window_left=60), config="default"),
-    # Maxima that rise by more than the threshold, in some rows of a tile alone; and by less in each
-    # key tile, but not in two.
+    # Maxima that pass the rescale threshold in some rows of a tile only. Maxima that pass it only
+    # over two key tiles.
     "rising, wide": _problem(
         M=200, N=500, D=128, Dv=128, mask=Mask(causal=True), inputs="rising_max"
     ),
     "rising slowly, wide": _problem(
         M=64, N=1500, D=128, Dv=128, inputs="rising_max", config="default"
     ),
-    # Two programs share tiles of keys, and of queries.
+    # Two programs share a key tile, or a query tile.
     "shared tiles": _problem(M=570, N=700),
     "shared tiles, group, wide": _problem(H=2, M=300, N=600, D=128, Dv=128, config="default"),
     "shared tiles, padded": _problem(

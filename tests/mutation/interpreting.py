@@ -1,4 +1,4 @@
-"""A process that runs kernels in the interpreter, and can fork."""
+"""Prepares a process to run kernels in Triton's interpreter and to fork."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 __all__ = ["MOST_PROGRAMS", "EndlessLaunchError", "interpret", "refuse_endless_launches"]
 
-# Of one launch: some tests have a head more than 65535. The interpreter takes minutes for more.
+# Programs of one launch. Some tests need more than 65535; the interpreter takes minutes for more.
 MOST_PROGRAMS = 200_000
 
 
 class EndlessLaunchError(RuntimeError):
-    """A launch of so many programs that nobody waits for the interpreter to run them."""
+    """A launch has more programs than the interpreter can run in reasonable time."""
 
 
 def interpret() -> None:
-    """Makes this process one; to be called before Triton or any kernel is imported."""
+    """Selects the interpreter; call it before Triton or any kernel is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     from fa_verify.simulator.interpreter import repair
@@ -26,14 +26,14 @@ def interpret() -> None:
     refuse_endless_launches()
     import torch
 
-    # A fork copies the thread that it is made in alone.
+    # A fork copies only the thread that calls it.
     torch.set_num_threads(1)
 
 
 def refuse_endless_launches() -> None:
-    """Has a launch of more than MOST_PROGRAMS programs raise.
+    """Makes a launch of more than MOST_PROGRAMS programs raise.
 
-    But where a test runs chosen ones of them, by a ``range`` of its own in the interpreter.
+    A launch is allowed if a test replaces the interpreter's ``range`` to run chosen programs.
     """
     from triton.runtime import interpreter
 

@@ -1,7 +1,7 @@
-"""The step that killed each fault on record the last time; it runs first, which only saves time.
+"""The step that last killed each recorded fault. It runs first, which only saves time.
 
-A few of a hundred steps kill a fault, and those of a rare feature come late. Where the file is
-wrong, or lacks a fault, the steps run in their order, as the others do afterwards.
+Few of the hundred steps kill a given fault, and steps for rare features come late. If the recorded
+step does not kill the fault, or none is recorded, the steps run in their usual order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tests.mutation.trials import Step
 __all__ = ["FILE", "UNIT_TESTS", "kill_order", "remember"]
 
 FILE = Path(__file__).with_suffix(".json")
-# The name that it had before.
+# The former name of the file.
 OLD_FILE = FILE.with_name("asked_first.json")
-# In place of a step.
+# Recorded in place of a step's problem.
 UNIT_TESTS = "unit tests"
 
 
 def kill_order(file: Path = FILE) -> dict[str, str]:
-    """By the name of a fault, the problem of a step as JSON, or UNIT_TESTS."""
+    """The problem of the killing step as JSON, or UNIT_TESTS, by the name of the fault."""
     if not file.exists():
         file = file.with_name(OLD_FILE.name)
     found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ def kill_order(file: Path = FILE) -> dict[str, str]:
 
 
 def remember(outcomes: Iterable[Outcome], steps: Sequence[Step], file: Path = FILE) -> None:
-    """Writes down what killed faults, of the others nothing."""
+    """Writes the steps that killed faults; survivors are left out."""
     killers = {
         x.name: UNIT_TESTS if x.checks == (UNIT_TESTS,) else steps[x.step].problem.to_json()
         for x in outcomes

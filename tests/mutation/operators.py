@@ -1,8 +1,8 @@
-"""Mutants by the hundred: operators over the syntax trees of kernels, launchers and tile ranges.
+"""Mutation operators over the syntax trees of kernels, launchers and tile ranges.
 
-Every operator takes one node of a function's body and proposes other text for it. The rest of the
-text stays, line for line. A mutant's key names the file, the function, the operator and the number
-of the proposal, which survives most changes of the text: ``portable/dq.py:_accumulate compare 3``.
+An operator takes one node of a function's body and proposes other text for it; all other text is
+kept. A mutant's key names the file, the function, the operator and the number of the proposal:
+``portable/dq.py:_accumulate compare 3``. Most edits of a file leave its keys valid.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fa_verify.diagnosis.mutant import Edit, Mutant
 
 __all__ = ["HOPPER_SITES", "OPERATORS", "SITES", "mechanical"]
 
-# What is mutated: every function of these files, and every method of their classes.
+# Files whose functions and methods are mutated.
 SITES = (
     "fa_kernels/kernels/portable/forward.py",
     "fa_kernels/kernels/portable/combine.py",
@@ -52,7 +52,7 @@ SITES = (
     "fa_kernels/launch/sizes.py",
     "fa_kernels/validation/opaque_handles.py",
 )
-# Those that only Hopper compiles, judged where they are emulated.
+# Kernels that compile for Hopper only; the emulation runs their mutants.
 HOPPER_SITES = (
     "fa_kernels/kernels/common/dq_layout.py",
     "fa_kernels/kernels/hopper/pipeline.py",
@@ -69,7 +69,7 @@ _BINARY = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
     ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"), ast.BitAnd: ("&", "|"),
 }  # fmt: skip
-# Names that stand for the same kind of thing, where one may be written for the other.
+# Groups of names that can be mistaken for one another.
 _CONFUSABLE = [
     pair.split()
     for pair in (
@@ -99,11 +99,11 @@ class Source:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Where each line begins."""
+        """The offset of each line."""
         return [0, *accumulate(map(len, self.text.splitlines(keepends=True)))]
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Where a node's text begins and ends."""
+        """The start and end offsets of a node's text."""
         return (
             self._starts[node.lineno - 1] + node.col_offset,
             self._starts[node.end_lineno - 1] + node.end_col_offset,
@@ -114,33 +114,33 @@ class Source:
         return self.text[start:end]
 
 
-# What an operator yields: the span of the text to replace, and the new text.
+# A change: the span of the text to replace, and the new text.
 Change = tuple[tuple[int, int], str]
-# Takes a file, a node of a function in it, and the names that the function uses.
+# An operator takes a file, a node of a function in it, and the names that the function uses.
 Operator = Callable[[Source, ast.AST, set[str]], Iterator[Change]]
 
 
 def _symbol(source: Source, left: ast.AST, right: ast.AST, old: str, new: str) -> Change:
-    """An operator's symbol between two operands replaced."""
+    """Replaces the operator's symbol between two operands."""
     start, end = source.span(left)[1], source.span(right)[0]
     at = start + source.text[start:end].index(old)
     return (at, at + len(old)), new
 
 
 def compare(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """< for <= and the other way round, == for !=."""
+    """Exchanges < and <=, > and >=, == and !=."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
         yield _symbol(source, node.left, node.comparators[0], *_COMPARISONS[type(node.ops[0])])
 
 
 def arithmetic(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """Plus for minus, times for divide, and for or."""
+    """Exchanges plus and minus, times and divide, and ``and`` and ``or``."""
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         yield _symbol(source, node.left, node.right, *_BINARY[type(node.op)])
 
 
 def drop_operand(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """One operand alone, in place of both: a rescale, a scale, an offset forgotten."""
+    """Replaces an operation by one operand, as if a rescale or an offset were forgotten."""
     if isinstance(node, ast.BinOp):
         yield source.span(node), f"({source.of(node.left)})"
         if isinstance(node.op, ast.Mult | ast.Add | ast.BitAnd):
@@ -148,13 +148,13 @@ def drop_operand(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Ch
 
 
 def off_by_one(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """A whole number one larger."""
+    """Adds one to an integer."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         yield source.span(node), str(node.value + 1)
 
 
 def infinity(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """0.0 for -inf, and back."""
+    """Exchanges 0.0 and -inf."""
     if isinstance(node, ast.Constant) and type(node.value) is float and node.value == 0:
         yield source.span(node), '(-float("inf"))'
     if isinstance(node, ast.UnaryOp | ast.Call) and source.of(node).lstrip("-") == 'float("inf")':
@@ -162,16 +162,16 @@ def infinity(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change
 
 
 def drop_sign(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """A minus forgotten."""
+    """Drops a minus sign."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         yield source.span(node), source.of(node.operand)
 
 
 def drop_call(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """An argument alone, in place of a select, minimum, maximum, transpose, cast or rounding up."""
+    """Replaces a select, minimum, maximum, transpose, cast or rounding up by an argument."""
     if not isinstance(node, ast.Call):
         return
-    # Gluon has the language's functions too.
+    # Gluon (gl) has the functions of Triton's language (tl).
     name = re.sub(r"^gl\.", "tl.", source.of(node.func))
     arguments = [source.of(argument) for argument in node.args]
     if name == "tl.where":
@@ -187,7 +187,7 @@ def drop_call(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Chang
 
 
 def drop_argument(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """A keyword argument left out; of a load ``other`` goes with the mask."""
+    """Drops a keyword argument; ``other`` of a load is dropped with its mask."""
     if not isinstance(node, ast.Call):
         return
     for keyword in node.keywords:
@@ -200,7 +200,7 @@ def drop_argument(source: Source, node: ast.AST, _names: set[str]) -> Iterator[C
 
 
 def swap_dot(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """The operands of a dot exchanged; its accumulator left out."""
+    """Exchanges the operands of a dot, or drops its accumulator."""
     if not isinstance(node, ast.Call) or source.of(node.func) != "tl.dot":
         return
     arguments = [source.of(x) for x in node.args]
@@ -212,7 +212,7 @@ def swap_dot(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change
 
 
 def exchange_name(source: Source, node: ast.AST, names: set[str]) -> Iterator[Change]:
-    """Another variable of the function that stands for the same kind of thing."""
+    """Replaces a variable by a related variable of the function."""
     if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
         return
     for pair in _CONFUSABLE:
@@ -223,7 +223,7 @@ def exchange_name(source: Source, node: ast.AST, names: set[str]) -> Iterator[Ch
 
 
 def exchange_field(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """q.stride() for k.stride(), M for N of a shape: the name in front of an attribute."""
+    """Replaces a field by a related one, or the tensor in front of it: q.stride() by k.stride()."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         for a, b in (("q", "k"), ("k", "v"), ("v", "dout"), ("dout", "q"), ("forward", "dq"),
                      ("dkdv", "dq"), ("dq", "dkdv"), ("seqlens_q", "seqlens_k"),
@@ -235,7 +235,7 @@ def exchange_field(source: Source, node: ast.AST, _names: set[str]) -> Iterator[
 
 
 def condition(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
-    """An ``if`` always taken, and never."""
+    """Makes the condition of an ``if`` always true, and always false."""
     if isinstance(node, ast.If | ast.IfExp):
         yield source.span(node.test), "True"
         yield source.span(node.test), "False"
@@ -259,8 +259,8 @@ def mechanical(
     Args:
         sources: Path from the root of the repository to text.
         sites: Paths of the files.
-        operators: Each takes a node and yields changes.
-        constants: Mutate what modules and classes assign, too.
+        operators: Functions that take a node and yield changes.
+        constants: Also mutate assignments of modules and classes.
     """
     return [
         mutant
@@ -285,7 +285,8 @@ def _of_file(source: Source, operators: Sequence[Operator], constants: bool) -> 
             for operator in operators:
                 for span, new in operator(source, node, names):
                     counted = f"{file}:{name} {operator.__name__}"
-                    # Every proposal counts, so that no operator's numbers depend on another's.
+                    # Duplicates are numbered too, so that one operator's numbers do not depend on
+                    # another operator.
                     counts[counted] += 1
                     text = source.text[: span[0]] + new + source.text[span[1] :]
                     if text not in texts and new.strip("()") != source.text[slice(*span)]:
@@ -294,7 +295,7 @@ def _of_file(source: Source, operators: Sequence[Operator], constants: bool) -> 
 
 
 def _functions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Those of a module by their names, and those of its classes by both."""
+    """(name, function) of a module's functions and, as ``Class.method``, of its methods."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef):
             yield statement.name, statement
@@ -304,7 +305,7 @@ def _functions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def _assigned(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """What modules and classes assign, but for what Python itself reads."""
+    """The assignments of modules and classes, except to dunder names."""
     for statement in body:
         if isinstance(statement, ast.ClassDef):
             yield from _assigned(statement.body)
@@ -316,7 +317,7 @@ def _assigned(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _walked(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and what is in it, but for layouts: a wrong one is refused, or as good."""
+    """A node and its descendants, except layouts: Gluon rejects a wrong one or it has no effect."""
     yield node
     for child in ast.iter_child_nodes(node):
         callee = child.func if isinstance(child, ast.Call) else None
@@ -330,7 +331,7 @@ def _body(function: ast.FunctionDef) -> list[ast.stmt]:
 
 
 def _mutant(source: Source, key: str, span: tuple[int, int], new: str) -> Mutant:
-    """The change as a mutant, named by its key and the lines before and after it."""
+    """The mutant of a change, named by its key and by the old and new lines."""
     text = source.text
     start = text.rfind("\n", 0, span[0]) + 1
     end = text.index("\n", span[1])
@@ -341,12 +342,12 @@ def _mutant(source: Source, key: str, span: tuple[int, int], new: str) -> Mutant
 
 
 def _short(lines: str) -> str:
-    """Lines as one, single-spaced."""
+    """Lines joined into one, single-spaced."""
     return re.sub(r"\s+", " ", lines).strip()
 
 
 def _unique(source: Source, start: int, end: int, changed: str) -> Edit:
-    """The edit, with as many whole lines before the change as make its text unique."""
+    """The edit, extended by whole lines before the change until its text is unique."""
     text = source.text
     first = start
     while text.count(text[first:end]) > 1:

@@ -1,4 +1,4 @@
-"""The kill matrix as a picture: mutants across, checks down, a mark where a check fails."""
+"""Draws the kill matrix: a column for each mutant, a row for each check, a mark for a failure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """Writes the picture as PNG.
 
     Args:
-        outcomes: Of a run that asked every check about every mutant.
-        path: Where to.
+        outcomes: The outcomes of a run with ``--full``.
+        path: Path of the file.
     """
     mpl.use("agg")
     killed = [x for x in outcomes if x.checks and x.source != "harness"]

@@ -1,8 +1,8 @@
-"""Finds the mutants of another tree again: keys of one version of the sources to those of the next.
+"""Maps the keys of mutants of one version of the sources to keys of the next version.
 
-Functions are paired by name, or else by what they hold; names that differ throughout a pair are
-taken for renamed. In a pair, mutants are aligned in the order of the text; those of code that moved
-to another function are looked for everywhere; what is left is found by the similarity of tokens.
+Functions are paired by name, or else by their tokens. A name that is replaced throughout a pair
+counts as renamed. Mutants of a pair are aligned in the order of the text. Mutants of code that
+moved to another function are searched for everywhere, and the rest by the similarity of tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from tests.mutation.changes import Change, change_of
 
 __all__ = ["Found", "Version", "rekeyed"]
 
-# Below, two functions or two mutants are not the same; nearer to the next best, it is not clear.
+# Thresholds of similarity: below the first two, functions or mutants differ. A best match that
+# leads the next best by less than the margin is unclear.
 _SAME_FUNCTION = 0.4
 _SAME_MUTANT = 0.65
 _MARGIN = 0.01
-# Of an equal change that may be another one.
+# The score of an equal change that may be another one.
 _UNCLEAR = 0.99
-# Tokens on each side of a change that say where it is.
+# Tokens on each side of a change that identify its place.
 _AROUND = 6
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -53,7 +54,7 @@ class Version:
 
 @dataclass(frozen=True)
 class _Site:
-    """A mutant, the function that it is in and how far down, and its change."""
+    """A mutant, its function and relative place in it, and its change."""
 
     mutant: Mutant
     function: str
@@ -69,13 +70,13 @@ class _Site:
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a mutant of the old version.
+    """The counterpart of a mutant of the old version.
 
     Args:
         old: The mutant.
-        new: The same in the new version; None where that is not clear.
-        score: How similar they are; 1 for equal changes alone.
-        nearest: Where it is not clear, what comes nearest.
+        new: The counterpart in the new version; None if it is unclear.
+        score: The similarity; 1 only for equal changes.
+        nearest: The most similar mutant if the counterpart is unclear.
     """
 
     old: Mutant
@@ -85,12 +86,12 @@ class Found:
 
 
 def rekeyed(keys: Iterable[str], old: Version, new: Version) -> list[Found]:
-    """What became of mutants of the old version, in the order of its text.
+    """The counterparts of mutants of the old version, in the order of its text.
 
     Args:
-        keys: Theirs.
-        old: Has them.
-        new: Where they are looked for.
+        keys: Keys of the mutants.
+        old: The version with these mutants.
+        new: The version to search.
     """
     wanted = set(keys)
     pairs = _paired(_functions(old.sites), _functions(new.sites))
@@ -105,7 +106,7 @@ def rekeyed(keys: Iterable[str], old: Version, new: Version) -> list[Found]:
     found = {}
     for key, site in mapped.items():
         old_site = mutants[key]
-        # One of several equal lines is gone, or new: which one, nothing says for certain.
+        # If the number of equal changes differs, their counterparts are ambiguous.
         is_clear = (
             places.get(old_site.function) != site.function
             or here[site.function, site.text] == there[site.function, site.text]
@@ -114,7 +115,7 @@ def rekeyed(keys: Iterable[str], old: Version, new: Version) -> list[Found]:
     left = [x for x in ours if x.mutant.key not in mapped]
     taken = {site.mutant.key for site in mapped.values()}
     free = [x for x in new.sites if x.mutant.key not in taken]
-    # Mutants beside those that are wanted can be as near to what these seem to be.
+    # Other mutants of the same functions take part: a candidate may be nearer to one of them.
     beside = {x.function for x in left if x.mutant.key in wanted}
     left = [x for x in left if x.function in beside]
     for result in _similar(left, free, places):
@@ -124,14 +125,14 @@ def rekeyed(keys: Iterable[str], old: Version, new: Version) -> list[Found]:
 
 @dataclass(frozen=True)
 class _Pair:
-    """The function that takes the place of another, and what is called otherwise in it."""
+    """The counterpart of a function, and the renames within it."""
 
     name: str
     names: Mapping[str, str]
 
 
 def _functions(sites: Sequence[_Site]) -> dict[str, list[str]]:
-    """The tokens of functions, as far as anything in them is mutated."""
+    """The tokens of each function's mutated statements."""
     statements: dict[str, dict[range, tuple[str, ...]]] = defaultdict(dict)
     for x in sites:
         statements[x.function][x.change.lines] = x.change.before
@@ -142,7 +143,7 @@ def _functions(sites: Sequence[_Site]) -> dict[str, list[str]]:
 
 
 def _paired(old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> dict[str, _Pair]:
-    """For every function of the old version that has one, its counterpart."""
+    """The counterparts of functions of the old version, where there is one."""
     pairs = {name: name for name in old if name in new}
     likeness = sorted(
         (
@@ -170,7 +171,7 @@ def _likeness(a: Sequence[str], b: Sequence[str]) -> float:
 
 
 def _renames(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
-    """Names that no longer stand in a function, and the ones that mostly stand in their places."""
+    """Names that a function no longer has, mapped to their most frequent replacements."""
     votes: dict[str, Counter[str]] = defaultdict(Counter)
     there = set(new)
     for kind, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -183,7 +184,7 @@ def _renames(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
 
 
 def _renamed(site: _Site, pairs: Mapping[str, _Pair]) -> _Site:
-    """A mutant of the old version, in the names of the new one."""
+    """A mutant of the old version, with the names of the new version."""
     if site.function not in pairs:
         return site
     names = pairs[site.function].names
@@ -222,7 +223,7 @@ def _by_function(sites: Sequence[_Site]) -> dict[str, list[_Site]]:
 
 
 def _move(old: Sequence[_Site], new: Sequence[_Site], mapped: dict[str, _Site]) -> None:
-    """Maps equal changes of code that went elsewhere, where there are as many there as here."""
+    """Maps equal changes of moved code if both versions have equally many."""
     taken = {site.mutant.key for site in mapped.values()}
     there: dict[object, list[_Site]] = defaultdict(list)
     for y in new:
@@ -238,7 +239,7 @@ def _move(old: Sequence[_Site], new: Sequence[_Site], mapped: dict[str, _Site]) 
 
 
 def _similar(old: Sequence[_Site], new: Sequence[_Site], pairs: Mapping[str, str]) -> list[Found]:
-    """What comes nearest to mutants without an equal one, the most similar pairs first."""
+    """The nearest counterparts of mutants without an equal one, the most similar pairs first."""
     scores: dict[str, list[tuple[float, int]]] = {}
     for x in old:
         scores[x.mutant.key] = sorted(
@@ -265,7 +266,7 @@ def _similar(old: Sequence[_Site], new: Sequence[_Site], pairs: Mapping[str, str
 
 
 def _score(x: _Site, y: _Site, pairs: Mapping[str, str]) -> float:
-    """How similar two changes are, 1 at most but for what their places add."""
+    """The similarity of two changes, at most 1 plus a bonus for their places."""
     same = pairs.get(x.function) == y.function
     return (
         0.35 * _ratio(x.change.before, y.change.before)

@@ -1,4 +1,4 @@
-"""Outcomes in Markdown: what was killed, by what, how fast, and what was not."""
+"""Renders outcomes in Markdown: kills, the checks and times that they took, and survivors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["markdown_table", "summary", "tables"]
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """A line for each source, and every survivor that nothing explains."""
+    """A line for each source, and every unexplained survivor."""
     lines = []
     for source in dict.fromkeys(x.source for x in outcomes):
         of_source = [x for x in outcomes if x.source == source]
@@ -45,8 +45,8 @@ def tables(outcomes: Sequence[Outcome], *, full: bool) -> str:
     """The whole report.
 
     Args:
-        outcomes: Of one run.
-        full: Whether every check was asked about every mutant: then there is a matrix.
+        outcomes: The outcomes of one run.
+        full: Whether every check ran on every mutant; the report then has a matrix.
     """
     parts = ["# What became of the mutants", _totals(outcomes), _by_check(outcomes)]
     if full:
@@ -65,7 +65,7 @@ def tables(outcomes: Sequence[Outcome], *, full: bool) -> str:
 
 
 def _totals(outcomes: Sequence[Outcome]) -> str:
-    """Counts by source and file, with the rates of those that are not equivalent."""
+    """Counts by source and file, with the kill rates of mutants that are not equivalent."""
     rows = []
     for source, file in dict.fromkeys((x.source, x.file) for x in outcomes):
         part = [x for x in outcomes if (x.source, x.file) == (source, file)]
@@ -92,7 +92,7 @@ def _totals(outcomes: Sequence[Outcome]) -> str:
 
 
 def _by_check(outcomes: Sequence[Outcome]) -> str:
-    """Which check was the first to fail."""
+    """Counts of mutants by the first check to fail."""
     first = Counter(x.checks[0] for x in outcomes if x.end == "killed")
     return "## The first check to fail\n\n" + markdown_table(
         ("check", "mutants"), first.most_common()
@@ -100,7 +100,7 @@ def _by_check(outcomes: Sequence[Outcome]) -> str:
 
 
 def _matrix(outcomes: Sequence[Outcome]) -> str:
-    """Named mutants against every check that fails on them; of the others the shares."""
+    """Every failing check of each named mutant, and each check's share of mechanical mutants."""
     checks = list(dict.fromkeys(check for x in outcomes for check in x.checks))
     named = [x for x in outcomes if x.source in ("faults", "independent", "subtle")]
     rows = [

@@ -1,8 +1,8 @@
-"""What mutants that are listed as equivalent are asked all the same, in every run.
+"""Spot checks of the mutants listed as equivalent, in every run.
 
-A key goes over to another mutant where code changes, and a reason can be wrong: then some step that
-runs the changed line is likely to show it. All steps take half a minute for each mutant, these few
-a second or two.
+A reason can be wrong, and after an edit of the sources a key can stand for another mutant. A step
+that runs the changed line is likely to show either. All steps take 30 s for each mutant; the spot
+checks take one or two.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.mutation.trials import CHECKS, Step
 
 __all__ = ["MOST", "Lines", "lines_run", "steps_of"]
 
-# For each mutant.
+# Most steps for each mutant.
 MOST = 4
-# (path from the root of the repository, number) of lines.
+# Lines as (path from the root of the repository, number).
 Lines = frozenset[tuple[str, int]]
 
 
@@ -36,12 +36,12 @@ def lines_run(
 ) -> list[Lines]:
     """The lines of the package that each step runs.
 
-    To be called in a process that does nothing else afterwards.
+    Call it in a process that does nothing else afterwards.
 
     Args:
-        sources: The package.
-        steps: What is checked on each question.
-        questions: Those of the steps, asked of a copy of the package.
+        sources: The package, a copy of which runs.
+        steps: The steps.
+        questions: The planned run of each step.
     """
     found = []
     with tempfile.TemporaryDirectory(prefix="traced-") as name:
@@ -59,7 +59,7 @@ def lines_run(
 
 @contextmanager
 def _tracing(folder: Path, lines: set[tuple[str, int]]) -> Iterator[None]:
-    """Notes every line that runs in a folder, in this thread and in those that it starts."""
+    """Records every line that runs in a folder, in this thread and in threads it starts."""
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
         path = paths.get(frame.f_code.co_filename)
@@ -85,12 +85,12 @@ def _tracing(folder: Path, lines: set[tuple[str, int]]) -> Iterator[None]:
 
 
 def steps_of(change: Change, run: Sequence[Lines], most: int = MOST) -> list[int]:
-    """The numbers of a few steps, spread over those that run what a mutant changes, or over all.
+    """The indices of a few steps, spread over those that run a mutant's change, or over all.
 
     Args:
-        change: What it changes.
-        run: The lines of each step, as far as they are known.
-        most: How many steps.
+        change: The mutant's change.
+        run: The lines that each step runs; empty sets if they are not traced.
+        most: Most steps to return.
     """
     wanted = {(change.file, line) for line in change.lines}
     able = [number for number, lines in enumerate(run) if not wanted.isdisjoint(lines)]

@@ -1,4 +1,4 @@
-"""Each companion finds a fault that the bound lets pass."""
+"""Each statistical and each closed-form check finds a fault that the bound misses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-def test_no_companion_is_left_out():
+def test_the_ablation_covers_all_statistical_and_closed_form_checks():
     assert ABLATION.keys() == {*STATISTICS, *CLOSED_FORM}
 
 
@@ -24,8 +24,8 @@ def test_no_companion_is_left_out():
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter runs mutants"
 )
 @pytest.mark.timeout(600)
-def test_each_companion_finds_a_fault_that_the_bound_lets_pass():
-    """In a process of its own: it forks for each fault, and a fork copies one thread alone."""
+def test_each_check_finds_a_fault_that_the_bound_misses():
+    """Runs in a process of its own: it forks for each fault, and a fork copies only one thread."""
     command = [sys.executable, "-m", "tests.mutation.ablation"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Every fault on record that the kernels can express is killed."""
+"""Every recorded fault that the kernels can have is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 )
 @pytest.mark.timeout(900)
 def test_every_fault_on_record_is_killed(tmp_path):
-    """In a process of its own: it forks for each fault, and a fork copies one thread alone."""
+    """Runs in a process of its own: it forks for each fault, and a fork copies only one thread."""
     command = [sys.executable, "-m", "tests.mutation", "faults", "--jobs", "1", "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

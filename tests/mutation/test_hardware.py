@@ -1,4 +1,4 @@
-"""Every mutant that only hardware shows is noticed there: ``pytest --mutation`` on a GPU."""
+"""A GPU kills every mutant that needs one: ``pytest --mutation`` on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("name", [x.mutant.name for x in HARDWARE])
 def test_a_mutant_is_noticed_on_hardware(pytestconfig, name):
-    """In a process of its own, which may lose its GPU."""
+    """Runs in a process of its own, because a mutant can leave its GPU unusable."""
     if not pytestconfig.getoption("--mutation"):
         pytest.skip("--mutation runs it, on a GPU")
     command = [sys.executable, "-m", "tests.mutation.hardware", name]

@@ -1,8 +1,8 @@
-"""What decides about a mutant of the kernels: a fixed list of problems, each with its checks.
+"""The steps that judge a mutant of the kernels: a fixed list of problems with their checks.
 
-The list is in the order in which it is asked: first what most mutants fail, in float64, where any
-fault of logic shows; then masks and padding, the arithmetic of each dtype, strides, and last, after
-the unit tests, what takes a second or more.
+Steps run in the order of the list. The first, in float64, show faults of logic and kill most
+mutants. Masks and padding, the arithmetic of each dtype and strides follow. Steps that take a
+second or more come last, after the unit tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fa_verify.properties.checks.guarantees import (
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
-# In the order in which they are asked of a trial.
+# Checks, in the order in which they run on a trial.
 CHECKS: dict[str, Check] = {
     "T3": GUARANTEES["T3"], **GUARANTEES, **STATISTICS, **CLOSED_FORM, **POOLED, **OF_BIAS
 }  # fmt: skip
@@ -35,7 +35,7 @@ _ALWAYS = ("T3", "G1", "G2")
 
 @dataclass(frozen=True)
 class Step:
-    """One problem, and the checks that are made on it, names in ``CHECKS``."""
+    """A problem and the names in ``CHECKS`` of its checks."""
 
     problem: Problem
     checks: tuple[str, ...]
@@ -59,54 +59,54 @@ _UNEVEN = Mask(causal=True, seqlens_q=(3, 50, 0, 17, 1), seqlens_k=(5, 40, 3, 16
 _RAGGED = Mask(causal=True, seqlens_q=(33, 20), seqlens_k=(20, 37))
 
 QUICK: tuple[Step, ...] = (
-    # Two tiles by three, not square, heads in a group, sizes that are a multiple of nothing.
+    # Two by three tiles that are not square, grouped heads, odd sizes.
     _step(H=2, M=35, N=37, D=5, Dv=3, mask=Mask(causal=True), config="32x16"),
-    # Keys in parts that are uneven, and for some rows empty.
+    # Uneven key splits, some of which are empty for some rows.
     _step("G3", B=2, H=3, M=19, N=70, D=5, Dv=3, config="16x16-split3", dirty="nan",
           mask=Mask(window_left=40, window_right=1, seqlens_q=(19, 18), seqlens_k=(70, 5))),
-    # Every index of its own: batch entries, groups, strides.
+    # Batch entries, groups and strides in one problem.
     _step(B=2, H=4, Hk=2, M=5, N=7, D=3, Dv=2, mask=_SHORT, dirty="nan", layouts=_MIXED),
-    # The same with a gradient of lse, and with that alone.
+    # The same problem with a gradient of lse, and a problem with only that gradient.
     _step("G3", B=2, H=4, Hk=2, M=5, N=7, D=3, Dv=2, mask=_SHORT, dirty="nan", layouts=_MIXED,
           dlse="normal"),
     _step(H=2, M=20, N=18, dout="zero", dlse="large"),
-    # Masks with a predicate, beside a window and lengths: divided, whole and empty tiles, by batch
-    # entry and by head; tiles that differ between the kernels.
+    # Masks with a predicate beside a window and lengths: partial, full and empty tiles, by batch
+    # entry and by head; tiles whose kind differs between the kernels.
     _step(B=2, M=48, N=48, mask=Document(starts=((16,), ()), window_left=20, window_right=9)),
     _step(M=150, N=140, dtype="fp16", config="default", mask=PrefixLM(prefix=100), **_ALIGNED),
     _step(B=2, H=2, M=20, N=35, dirty="nan", layouts=_MIXED,
           mask=BlockSparse(side=12, percent=25, seed=19, seqlens_q=(20, 18), seqlens_k=(20, 35))),
     _step(M=70, N=40, config="16x32", mask=PrefixLM(prefix=16) | Mask(window_right=2)),
-    # dq in the pass of dk and dv: two tiles by three, heads in a group, rows that see nothing; keys
-    # of padding whose P is infinite; a tile that some of its rows divide.
+    # A backward in one pass, with rows without a visible key, padding keys whose P is infinite, and
+    # a tile that a mask divides within its rows.
     _step(B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, config="16x16-one_pass"),
     _step(H=2, M=17, N=35, dtype="fp16", inputs="lse_low_90", config="16x32-one_pass", **_ALIGNED),
     _step("G3", M=40, N=17, mask=Mask(causal=True), dlse="normal", config="32x16-one_pass"),
-    # A map of blocks, of each head and of all, beside lengths and a window; default tiles, of which
-    # a block holds several.
+    # Block masks for each head and for all heads, beside lengths and a window; default tiles, which
+    # are smaller than a block.
     *(_step(B=2, H=2, M=40, N=70, config="16x32", dirty="nan", layouts=_MIXED,
             mask=BlockSparse(side=32, percent=60, seed=seed, per_head=per_head, window_left=40,
                              window_right=12, seqlens_q=(40, 30), seqlens_k=(70, 50)))
       for seed, per_head in ((2, True), (3, False))),
     _step(M=150, N=300, dtype="fp16", config="default", mask=BlockSparse(seed=1), **_ALIGNED),
-    # One of each of what comes after the plain problems: packed sequences, modified scores.
+    # One early step with packed sequences and one with score modifications.
     _step("G3", "G4", B=4, H=2, M=37, N=21, D=5, Dv=3, dirty="nan", dlse="normal",
           config="16x16-packed",
           mask=Mask(causal=True, seqlens_q=(37, 0, 3, 20), seqlens_k=(20, 5, 0, 21))),
     _step("dbias", "G9", B=2, H=2, M=20, N=35, D=5, Dv=3, bias="needles/hmn", alibi="normal",
           softcap=3.0, config="16x16-one_pass", dlse="normal"),
-    # Keys in parts: more parts than tiles; lists of tiles.
+    # Key splits: more splits than tiles; block lists.
     _step(H=4, Hk=2, M=35, N=37, config="32x16-split7", mask=Mask(window_left=20, window_right=3)),
     _step(B=2, H=2, M=20, N=75, config="16x16-split3",
           mask=BlockSparse(side=12, percent=60, seed=19, seqlens_q=(20, 18), seqlens_k=(20, 75))),
-    # Nothing of an fp32 dot may be in TF32.
+    # An fp32 dot must not use TF32.
     _step(M=20, N=40, dtype="fp32"),
-    # The path of wide loads is taken by 16-bit tensors of whole head_dims.
+    # 16-bit tensors with a head_dim that is a multiple of 8 take the path of wide loads.
     _step(M=20, N=35, dtype="fp16", mask=Mask(window_left=18, window_right=3), **_ALIGNED),
     _step(M=18, N=20, dtype="bf16", D=24, Dv=40),
-    # Each tensor alone that wide loads cannot take.
+    # In each problem, one tensor's layout prevents wide loads.
     *(_step(M=18, N=20, dtype="fp16", layouts=layouts, **_ALIGNED) for layouts in _ONE_NARROW),
-    # The largest score comes last; what a row sums lies far below, or above, 1.
+    # The largest score comes last.
     *(_step(M=20, N=50, dtype=dtype, inputs="rising_max", seed=seed)
       for dtype in ("fp64", "fp16") for seed in range(4)),
     # Gradients at and below the smallest normal number.
@@ -116,26 +116,26 @@ QUICK: tuple[Step, ...] = (
     _step(M=20, N=37, dtype="fp16", inputs="lse_high_6e4"),
     _step(M=20, N=37, dtype="fp32", inputs="lse_high_1e5"),
     _step(M=20, N=37, dtype="fp32", inputs="lse_low_1e5"),
-    # The first tile that a row visits is hidden from it, and its scores are low.
+    # A row's first visited tile is hidden from it, and its scores are low.
     _step(M=35, N=60, mask=Mask(window_left=5, window_right=3), inputs="lse_low_6e3"),
-    # Rows that see nothing, no keys, no rows.
+    # Rows without a visible key, no keys, no rows.
     _step("G3", M=40, N=17, mask=Mask(causal=True)),
     _step("G3", M=17, N=0),
     _step("G3", M=0, N=17),
-    # Every axis of every tensor apart; rows in one piece where the seed is odd.
+    # Every axis of every tensor in turn has a stride past 2**31; rows are contiguous for odd seeds.
     *(_step("G12", B=2, H=2, Hk=2, M=3, N=5, seed=seed) for seed in (0, 2, 4, 6)),
-    # Padding keys in a tile that full tiles of queries see; padding that holds anything.
+    # Padding keys in a tile that full query tiles see; arbitrary padding values.
     _step("G4", B=2, M=40, N=40, mask=Mask(seqlens_q=(40, 33), seqlens_k=(37, 0)), dirty="nan_q"),
     _step("G3", "G4", B=2, H=2, M=34, N=50, D=17, Dv=9, mask=_WINDOW, dirty="nan", layouts=_MIXED),
     _step("G3", "G4", B=2, H=2, M=34, N=50, dtype="fp16", mask=_WINDOW, dirty="nan", **_ALIGNED),
     _step("G5", B=2, M=37, N=40, dtype="bf16", mask=_RAGGED, dirty="max"),
-    # Tiles that are not square, and the default ones.
+    # Tiles that are not square, and the default tiles.
     _step(H=2, M=40, N=70, mask=Mask(window_left=9, window_right=2), config="32x16"),
     _step(H=2, M=40, N=70, mask=Mask(causal=True), config="16x32"),
     _step(M=130, N=70, dtype="fp16", mask=Mask(causal=True), config="default", **_ALIGNED),
     _step(M=20, N=40, dtype="fp32", config="16x16-tf32"),
-    # Sequences that follow each other, padding behind the last: some without rows or keys, more
-    # than one tile of scratch, heads in groups; in one pass; in parts; by lists; wide loads.
+    # Packed sequences with padding after the last, some without rows or keys. Features: several
+    # tiles of scratch, grouped heads, one pass, key splits, block lists, wide loads.
     _step("G3", B=2, M=300, N=18, dtype="fp16", config="default-packed", mask=Mask(window_right=3)),
     _step("G3", "G4", B=3, H=4, Hk=2, M=20, N=35, D=5, Dv=3, dirty="nan",
           config="32x16-one_pass-packed",
@@ -144,31 +144,32 @@ QUICK: tuple[Step, ...] = (
           mask=Mask(window_left=40, seqlens_q=(19, 0, 18), seqlens_k=(70, 3, 5))),
     _step(B=2, H=2, M=40, N=40, config="16x16-packed", dirty="nan",
           mask=Document(starts=((16,), ()), seqlens_q=(40, 33), seqlens_k=(37, 20))),
-    # Short ones beside a long one, so that tiles of all stand in a row.
+    # Short sequences beside a long one: the tiles of all sequences are enumerated in one grid axis.
     _step("G3", B=5, H=2, M=50, N=40, config="16x16-packed", dirty="nan", mask=_UNEVEN),
     _step("G3", B=5, H=4, Hk=2, M=50, N=40, config="32x16-one_pass-packed", dirty="nan",
           mask=_UNEVEN),
     _step(B=2, H=2, M=140, N=150, dtype="fp16", config="default-packed",
           mask=Mask(causal=True, seqlens_q=(130, 140), seqlens_k=(150, 70)), **_ALIGNED),
-    # Pooled over few pairs, and over several tiles; of whatever hides a pair.
+    # Pooled over few pairs and over several tiles, with every kind of mask.
     _step("pooled T3", "pooled G6", B=2, H=4, Hk=2, M=20, N=37, seed=51, mask=_WINDOW_OF_20,
           dirty="nan", config="16x32", layouts=_MIXED),
     _step("pooled T3", B=2, M=40, N=50, seed=96, mask=Document(starts=((16,), ()), window_left=20)),
     _step("pooled G1", H=2, M=40, N=50, seed=69, dtype="fp16", config="16x32", **_ALIGNED,
           mask=BlockSparse(side=32, percent=60, seed=2, window_left=40)),
-    # A softcap that some scores reach, and one that none comes near; in one pass, and in parts.
+    # A softcap that some scores reach and one far above all scores; in one pass; with key splits.
     _step("G3", B=2, H=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan", softcap=2.0),
     _step(H=2, Hk=2, M=18, N=35, D=5, Dv=3, softcap=1e6, config="16x16-one_pass"),
     _step(H=2, M=18, N=35, D=5, Dv=3, inputs="times40", softcap=5.0, config="16x16-split3"),
     *(_step(M=18, N=35, dtype=dtype, inputs="times40", softcap=20.0, **_ALIGNED)
       for dtype in ("fp32", "fp16")),
-    # ALiBi, of heads and of entries, beside lengths, in one pass and in parts; a softcap before it.
+    # ALiBi slopes by head and by batch entry, beside lengths; in one pass; with key splits and a
+    # softcap.
     _step("G3", B=2, H=4, Hk=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan",
           alibi="normal"),
     _step("G9", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, alibi="halving", config="16x16-one_pass"),
     _step(B=2, H=2, M=18, N=35, D=5, Dv=3, softcap=3.0, alibi="normal", config="16x16-split3"),
-    # A bias of all axes, and of some, whose gradient is summed over the others; beside a window,
-    # lengths, a predicate, and everything else that is done to scores.
+    # A bias over all axes and over some, whose gradient is summed over the others; beside a window,
+    # lengths and a predicate.
     _step("G3", "dbias", B=2, H=4, Hk=2, M=35, N=37, D=5, Dv=3, mask=_SHORT_OF_ONE, dirty="nan",
           bias="normal/bhmn", config="32x16"),
     *(_step("dbias", B=2, H=2, Hk=2, M=18, N=35, D=5, Dv=3, bias=f"normal/{axes}", seed=seed,
@@ -179,12 +180,12 @@ QUICK: tuple[Step, ...] = (
     _step("dbias", H=2, M=40, N=300, mask=BlockSparse(side=32, percent=50, seed=2, per_head=True),
           bias="normal/m", config="16x32"),
     _step("dbias", M=18, N=35, dtype="fp16", bias="shifted/hn", **_ALIGNED),
-    # Few rows against keys in parts: aligned, of large scores, of which none is seen.
+    # Few rows with key splits: aligned, with large scores, without keys.
     _step(H=3, M=3, N=90, dtype="fp16", config="16x16-split3", **_ALIGNED),
     _step(M=1, N=70, dtype="fp32", inputs="lse_high_1e5", config="32x16-split7"),
     _step(M=2, N=70, dtype="fp32", inputs="lse_low_1e5", config="16x16-split3"),
     _step("G3", M=2, N=0, config="16x16-split3"),
-    # Strides, heads in groups, what lies around.
+    # Layouts with strides and with other tensors around them; grouped heads.
     _step(H=4, Hk=2, M=20, N=35, dtype="bf16", layouts=("bshd", "packed", "padded", "bshd"),
           **_ALIGNED),
 )  # fmt: skip
@@ -194,19 +195,19 @@ STEPS: tuple[Step, ...] = (
     _step("G6", "G7", "G8", B=2, M=18, N=20, dtype="bf16", layouts=_MIXED, **_ALIGNED),
     _step("G6", "G7", "G8", "G9", B=2, H=2, M=18, N=20, D=24, dtype="fp32",
           layouts=("expanded", "offset", "packed", "expanded")),
-    # The wide loads' offset of a tile: more than 512 rows of the longest stride they are taken for.
+    # Offsets of a tile in wide loads: more than 512 rows of the longest stride that allows them.
     *(_step("G12", B=2, M=600, N=600, dtype="fp16", config="64x32", seed=seed,
             mask=Mask(window_left=1, window_right=1), **_ALIGNED) for seed in (1, 3)),
     _step("G6", "G7", "G8", "G9", B=2, H=2, M=5, N=37, D=24, dtype="fp32", config="16x16-split3"),
     *(_step("G10", "G13", M=18, N=20, dtype="fp16", config=config, **_ALIGNED)
       for config in ("16x16", "16x16-one_pass")),
-    # On ordinary data: errors no larger than independent roundings, and no side preferred.
+    # Ordinary data, for the statistical and closed-form checks.
     *(_step(*STATISTICS, *CLOSED_FORM, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")
       for dtype in ("bf16", "fp16")),
 )  # fmt: skip
 
-# Ordinary 16-bit data, for faults that a worst-case bound may pass there: many rows, and a window
-# of which one key in six hundred is a small part.
+# Ordinary 16-bit data, for faults below a worst-case bound: many rows, and a window of six hundred
+# keys, so that one key contributes little.
 ORDINARY: tuple[Step, ...] = (
     *(Step(Problem(dtype=dtype, **fields), ("G1", *STATISTICS, *CLOSED_FORM, "G9"))
       for fields in (
@@ -216,13 +217,13 @@ ORDINARY: tuple[Step, ...] = (
         {"M": 60, "N": 70, "D": 24, "Dv": 24, "inputs": "times8", "config": "16x16"},
       )
       for dtype in ("bf16", "fp16")),
-    # Many heads, whose sums tell of errors that all elements of a row share.
+    # Many heads: sums over them show errors that all elements of a row share.
     Step(Problem(B=2, H=16, Hk=16, M=64, N=64, D=64, Dv=64, dtype="bf16", config="64x32"),
          ("G1", "rms", "bias", "identities")),
-    # As many columns as rows, so that all pairs are read back.
+    # Dv is at least N, so that the check of the mask covers all pairs.
     Step(Problem(M=120, N=120, Dv=128, dtype="bf16", mask=Mask(causal=True), config="64x32"),
          ("G1", "mask")),
-    # Of more keys than the bound on lse counts, even if all weights are the same.
+    # With so many keys of equal weight, one key changes lse by less than its bound.
     Step(Problem(M=16, N=8300, dtype="bf16", mask=Mask(window_left=8200), inputs="zero_k",
                  config="32x64"), ("G1", "counts")),
 )  # fmt: skip

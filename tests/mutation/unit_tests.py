@@ -1,4 +1,4 @@
-"""The unit tests of the kernels' parts, on a copy of the package: ranges, launches, arguments."""
+"""Runs unit tests of the kernels on a mutated copy of the package."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tests.mutation.first_failure import first_failure, unit_test_file
 
 __all__ = ["TESTED_ALONE", "failure_of"]
 
-# Those first that alone see a fault of a kernel.
+# Files that find faults of kernels that no step finds.
 FILES = tuple(
     unit_test_file(f"test_{name}")
     for name in ("launch", "element_mask", "ranges", "attention", "arguments", "block_map")
 )
-# They take longer, and are asked about a kernel only where they are about it.
+# Slower files, which run on a mutant of a kernel only if they test that kernel.
 OF_THE_CALL = tuple(
     unit_test_file(f"test_{name}")
     for name in (
         *("offsets", "block_mask", "splits", "packed", "tokens", "operators", "pooled"),
-        *("remembered", "tiles_in_a_row", "dispatch"),
+        *("call_cache", "tiles_in_a_row", "dispatch"),
     )
 )
-# What they do for nothing where they are emulated.
+# Tests of redundant work of Hopper's kernels in the emulation.
 ON_HOPPER = (unit_test_file("test_hopper_work"),)
 _HOPPER = "fa_kernels/kernels/hopper/"
 
-# Which of them are about a file. They show a fault in it sooner than problems do.
+# Test files by the source file they test. These tests find a fault sooner than problems do.
 _OF_PARTS = {
     "fa_kernels/operators.py": ("operators", "dispatch"),
     "fa_kernels/pooling.py": ("pooled",),
     "fa_kernels/varlen.py": ("packed", "offsets"),
-    "fa_kernels/launch/call_cache.py": ("remembered",),
+    "fa_kernels/launch/call_cache.py": ("call_cache",),
     "fa_kernels/launch/portable.py": ("launch",),
     "fa_kernels/launch/sizes.py": ("packed", "tiles_in_a_row"),
     "fa_kernels/schedule/block_sparse.py": ("block_map",),
@@ -50,7 +50,7 @@ _OF_PARTS = {
     "fa_kernels/kernels/portable/pool.py": ("pooled",),
 }
 TESTED_ALONE = tuple(_OF_PARTS)
-# Of these, problems show a fault sooner.
+# Source files whose faults problems find sooner.
 _OF_KERNELS = {
     "fa_kernels/attention.py": ("attention",),
     "fa_kernels/kernels/common/addressing.py": ("packed",),
@@ -67,13 +67,13 @@ _ABOUT = {**_OF_PARTS, **_OF_KERNELS}
 
 
 def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
-    """The first unit test that fails with a copy in the place of ``fa_kernels``; None if all pass.
+    """The first unit test that fails with a copy in place of ``fa_kernels``; None if all pass.
 
-    Every later import of ``fa_kernels`` in this process gives the copy.
+    Every later import of ``fa_kernels`` in this process returns the copy.
 
     Args:
         package: The copy.
-        edited: What differs in it, such as "fa_kernels/pooling.py": tests about that come first.
+        edited: The mutated files, such as "fa_kernels/pooling.py"; their tests run first.
     """
     about = {unit_test_file(f"test_{name}") for path in edited for name in _ABOUT.get(path, ())}
     copies = {

@@ -1,4 +1,4 @@
-"""One mutant of the kernels before its judges: which check it fails first, or all that it fails."""
+"""Runs the steps on one mutant of the kernels, up to the first failing check or all of them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.mutation.unit_tests import TESTED_ALONE, failure_of
 
 __all__ = ["asked", "judged_kernels", "subject_of", "warmed"]
 
-# Unit tests come before the problems that take long. Of files that they are about, mutants are put
-# before them as soon as the first problems, which most fail, are asked: what only wastes work, or
-# never runs here, they alone see.
+# Unit tests run before the slow steps. On mutants of a file with tests of its own, they run after
+# this many steps, which kill most mutants. Only unit tests find redundant work and code that does
+# not run here.
 _FIRST = 17
 
 
 def asked(steps: Sequence[Step]) -> list[PlannedRun]:
-    """The questions of the steps, with the oracle's answers.
+    """The planned runs of the steps, with the oracle's answers.
 
     Raises:
-        ValueError: A step is out of range, so that it would decide nothing.
+        ValueError: A step is out of range and cannot judge a mutant.
     """
     subject = Subject.of(flash_attention, "flash_attention")
     questions = [plan_run(subject, step.problem) for step in steps]
@@ -42,7 +42,7 @@ def asked(steps: Sequence[Step]) -> list[PlannedRun]:
 
 
 def subject_of(sources: Mapping[str, str], mutant: Mutant, folder: Path) -> Subject:
-    """A mutant of ``fa_kernels``, loaded from files below a folder of its own, as a subject."""
+    """A mutant of ``fa_kernels`` as a subject, loaded from files written below ``folder``."""
     return Subject.of(adapted(_loaded(sources, mutant, folder)), "mutant")
 
 
@@ -51,7 +51,7 @@ def _loaded(sources: Mapping[str, str], mutant: Mutant, folder: Path) -> ModuleT
 
 
 def warmed(questions: Sequence[PlannedRun]) -> None:
-    """Has the original answer one question, so that forks need not import what it takes."""
+    """Runs the unmutated kernel once, so that forks inherit its imports."""
     questions[0].run(Subject.of(flash_attention, "flash_attention"))
 
 
@@ -66,19 +66,19 @@ def judged_kernels(
     units: int = len(QUICK),
     prepare: Callable[[ModuleType], None] | None = None,
 ) -> Verdict:
-    """Loads a mutant of ``fa_kernels`` and asks it the questions.
+    """Loads a mutant of ``fa_kernels`` and runs the steps on it.
 
-    To be called in a process that does nothing else afterwards: the mutant may write anywhere.
+    Call it in a process that does nothing else afterwards: the mutant may write anywhere.
 
     Args:
-        sources: What it is a mutant of.
-        mutant: Its edits.
-        steps: What is checked on each question.
-        questions: Those of the steps.
-        first: The problem of the step that is asked first, as JSON, or "unit tests".
-        full: Go on after the first kill, to know every check that fails.
-        units: Which step the unit tests come before, that are asked where it is alive then; -1: no.
-        prepare: What is done to the package before it is asked.
+        sources: The unmutated package.
+        mutant: The mutant's edits.
+        steps: The steps.
+        questions: The planned run of each step.
+        first: The step to run first: its problem as JSON, or "unit tests".
+        full: Continue after the first kill, to find every check that fails.
+        units: The unit tests run before the step of this index; -1 runs none.
+        prepare: Called with the package before the steps.
     """
     started = time.monotonic()
     verdict = Verdict()
@@ -126,7 +126,7 @@ def _kills(
         try:
             trial = asking.run(subject)
         except (SubjectError, NotImplementedError) as error:
-            # The interpreter's checker of addresses is a check too.
+            # An out-of-bounds address in the interpreter counts as a check of its own.
             wild = isinstance(_root(error), OutOfBoundsError)
             yield Kill("addresses" if wild else "raised", number, str(error)[:500])
             continue
@@ -136,21 +136,21 @@ def _kills(
 
 
 def _of_unit_tests(package: ModuleType, edited: set[str], number: int) -> Iterator[Kill]:
-    """The unit test that fails, if one does."""
+    """The first unit test that fails, if any."""
     failed = failure_of(package, edited)
     if failed is not None:
         yield Kill(UNIT_TESTS, number, f"{failed.check}: {failed.detail}"[:500])
 
 
 def _root(error: BaseException) -> BaseException:
-    """What was raised first."""
+    """The innermost cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _findings(check: str, trial: Trial) -> list[str]:
-    """At most one finding of a check, as text; an exception in a second run is one."""
+    """At most one finding of a check, as text; an exception in a second run is a finding."""
     try:
         found: list[Finding] = CHECKS[check](trial)
     except (SubjectError, NotImplementedError) as error:

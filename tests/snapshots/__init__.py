@@ -1,4 +1,4 @@
-"""Snapshots of what a refactoring must leave as it is: outputs, compiled code, claims, mutants.
+"""Snapshots that a refactoring must not change: outputs, compiled code, test names, mutants.
 
-``python -m tests.snapshots outputs --write FILE`` records one, ``--compare FILE`` compares with it.
+``python -m tests.snapshots outputs --write FILE`` writes one; ``--compare FILE`` compares with it.
 """

@@ -1,4 +1,4 @@
-"""Records what a refactoring must leave as it is, or compares with what was recorded.
+"""Writes a snapshot, or compares the current sources with one.
 
 ``python -m tests.snapshots outputs|compiled|claims|mutants --write FILE | --compare FILE``.
 """
@@ -18,7 +18,7 @@ from tests.snapshots.listings import claims, mutants, renamed
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if a snapshot was written, or is what the file holds."""
+    """Returns 0 if a snapshot was written or equals the file's."""
     options = _options(arguments)
     now = _chosen(_taken(options), options)
     if options.write:
@@ -56,11 +56,11 @@ def _chosen(snapshot: Mapping[str, Any], options: argparse.Namespace) -> dict[st
 
 
 def _taken(options: argparse.Namespace) -> dict[str, Any]:
-    """The snapshot of the sources as they are."""
+    """The snapshot of the current sources."""
     match options.kind:
         case "outputs":
             _choose_device()
-            # Only now: it imports the kernels.
+            # Imported here, after the device is chosen: it imports the kernels.
             from tests.snapshots.outputs import outputs
 
             return outputs(options.only)
@@ -72,8 +72,8 @@ def _taken(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _choose_device() -> None:
-    """Kernels run on the GPU if there is one, else in the interpreter, as in ``conftest``."""
-    # Before torch is imported. Sums of NumPy's products do not follow the number of CPUs then.
+    """Selects the GPU if there is one, else the interpreter, as ``conftest`` does."""
+    # Set before torch is imported, so that NumPy's sums do not depend on the number of CPUs.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import torch

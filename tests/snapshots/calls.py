@@ -1,4 +1,4 @@
-"""The public calls, each in one place, on tensors that a case's key determines."""
+"""Runs the public calls on tensors that a case's key determines."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _LAYOUTS = {
 
 
 class Inputs:
-    """Tensors of a case, by a generator that its key seeds."""
+    """The tensors of a case, drawn by a generator that the key seeds."""
 
     def __init__(self, case: Case, device: str) -> None:
         self.case, self.device = case, device
         self.generator = torch.Generator().manual_seed(zlib.crc32(case.key.encode()))
         self.dtype = _DTYPES[case.dtype]
-        # Of varlen; packed rows begin behind two of no sequence, and end before three more.
+        # Packed sequences start after two rows and end before three rows of no sequence.
         rows, keys = case.of_lengths()
         self.cu_q, self.cu_k = (list(accumulate(x, initial=2)) for x in (rows, keys))
         B, M, N = case.B, case.M, case.N
@@ -65,16 +65,16 @@ class Inputs:
         return torch.randn(shape, generator=self.generator).to(self.device)
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """What gradients are asked of, by the names of these."""
+        """The tensors that require gradients, by the name of the gradient."""
         names = [*self.case.needs, *(["bias"] if self.bias is not None else [])]
         return {f"d{name}": getattr(self, name).requires_grad_() for name in names}
 
 
-# The public calls, each once.
+# Wrappers of the public calls.
 
 
 def _options(case: Case) -> dict[str, Any]:
-    """Those that all calls have."""
+    """The options that all calls share."""
     return {
         "config": case.config, "return_lse": True,
         "deterministic": not case.one_pass,
@@ -86,7 +86,7 @@ def _window(mask: Mask) -> dict[str, Any]:
 
 
 def _masking(x: Inputs) -> dict[str, Any]:
-    """The mask as arguments, without the object where it need not be one."""
+    """The mask as keyword arguments; a mask object only where the plain arguments do not do."""
     case, mask = x.case, x.case.of()
     lengths = {"seqlens_q": mask.seqlens_q, "seqlens_k": mask.seqlens_k}
     if case.lengths == "tensors":
@@ -142,7 +142,7 @@ def _varlen(x: Inputs) -> dict[str, torch.Tensor]:
 
 
 def answer(x: Inputs) -> dict[str, torch.Tensor]:
-    """The outputs of a case and the gradients that it asks for, by their names."""
+    """The outputs and requested gradients of a case, by name."""
     case = x.case
     if case.call.startswith("pooled"):
         return _pooled(x)

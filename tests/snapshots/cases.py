@@ -1,6 +1,6 @@
-"""An attention problem whose outputs are recorded, and the masks that it may have.
+"""Attention problems of snapshots, and their masks.
 
-A case has a key of its own words, which no renaming in the project reaches.
+Keys of cases do not use names of the project, so that a renaming does not change them.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ __all__ = ["MASKS", "Case"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A problem and how it is asked.
+    """A problem, and the form of its call.
 
     Args:
         call: "padded", "varlen", "pooled mean" or "pooled max".
         config: Tile configuration.
-        dtype: Of q, k, v.
+        dtype: Dtype of q, k, v.
         mask: A key of MASKS.
-        one_pass: Whether dq is a sum by atomics.
-        B, H, Hk, M, N, D, Dv: Sizes; of varlen B sequences, the longest M rows and N keys.
+        one_pass: Whether dq is summed by atomics.
+        B, H, Hk, M, N, D, Dv: Sizes; for varlen, B sequences of at most M rows and N keys.
         layout: "rows" is contiguous, "heads inside" (B, M, H, D), "offset" one element past an
             aligned address, "columns" transposed, "wide" rows with 8 elements between them.
-        lengths: "ints", "tensors", or of varlen "longest": tensors beside the longest lengths.
-        softcap: None is none.
-        alibi: Axes of the slopes, "H" or "BH"; empty is none.
-        bias: Axes that the bias has, of "BHMN", and "+" for float32; None is no bias.
+        lengths: "ints", "tensors", or for varlen "longest": tensors and the longest lengths.
+        softcap: The softcap, or None.
+        alibi: Axes of the slopes, "H" or "BH"; empty for no ALiBi.
+        bias: Axes of the bias, out of "BHMN", and "+" for float32; None for no bias.
         dlse: "none", "beside" dout, or "alone".
-        needs: Gradients that are asked for.
+        needs: Requested gradients.
         pool: Rows and keys of a pool block.
-        hopper: Whether Hopper's kernels run it, emulated where there is no GPU.
+        hopper: Whether Hopper's kernels run it, emulated without a GPU.
     """
 
     call: str = "padded"
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Call, configuration, dtype, mask, and whatever differs from the defaults."""
+        """Call, configuration, dtype, mask, sizes, and fields that differ from their defaults."""
         words = [self.call, self.config, self.dtype, self.mask]
         for field in dataclasses.fields(self)[4:]:
             value = getattr(self, field.name)
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def is_of_blocks(self) -> bool:
-        """Whether its mask is asked for as a map of blocks."""
+        """Whether the call passes the mask as a block mask."""
         return self.mask in ("blocks of heads", "causal blocks")
 
     def of(self) -> Mask:
@@ -86,7 +86,7 @@ class Case:
         return MASKS[self.mask](self)
 
     def of_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those of rows and of keys: full ones, short ones and none, in turns."""
+        """Lengths of rows and of keys, cycling through full, short and empty sequences."""
         of = [(size, size // 2 + 3, 1, max(0, size - 5), 0) for size in (self.M, self.N)]
         rows, keys = (
             tuple(min(size, x[b % 5]) for b in range(self.B))

@@ -1,4 +1,4 @@
-"""Snapshots as files, and what differs between two of them."""
+"""Reads, writes and compares snapshots."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 __all__ = ["difference", "read", "write"]
 
 _MOST_LINES = 20
-# Says which kernel an entry is about, whatever it is called.
+# The field with the kernel's name, which may change.
 _KERNEL = "kernel"
 
 
 def write(snapshot: Mapping[str, Any], path: Path) -> None:
-    """A line for each entry, in the order of their names, so that files can be compared too."""
+    """Writes a line for each entry, sorted by name, so that ``diff`` can compare the files."""
     lines = (f"{json.dumps(name)}: {json.dumps(snapshot[name])}" for name in sorted(snapshot))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What ``write`` has written."""
+    """The snapshot in a file that ``write`` wrote."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def difference(
     then: Mapping[str, Any], now: Mapping[str, Any], parts: Collection[str] | None = None
 ) -> list[str]:
-    """Lines that say what is missing, new and different; none where the two are the same.
+    """Lines with the missing, new and different entries; none if the snapshots are equal.
 
     Args:
-        then: What was recorded.
-        now: What there is.
-        parts: Those of an entry that count, if not all do; the name of its kernel never does.
+        then: The recorded snapshot.
+        now: The snapshot of the current sources.
+        parts: Fields of an entry to compare; None for all but the kernel's name.
     """
     different = {name: _said(then[name], now[name], parts) for name in sorted({*then} & {*now})}
     kinds = {
@@ -53,7 +53,7 @@ def difference(
 
 
 def _said(then: Any, now: Any, parts: Collection[str] | None) -> str:
-    """What differs: parts of an entry, or the whole where it has none; empty if nothing does."""
+    """The fields of an entry that differ, or the values if it has no fields; empty if equal."""
     if then == now:
         return ""
     if not (isinstance(then, Mapping) and isinstance(now, Mapping)):

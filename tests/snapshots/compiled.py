@@ -1,7 +1,7 @@
-"""What the kernels' launches are compiled to for a Hopper GPU that need not be there.
+"""Compiles the kernels' launches for a Hopper GPU, on a machine that may have none.
 
-``python -m tests.snapshots.compiled`` prints digests as JSON. It needs a process of its own, in
-which nothing interprets kernels, with ``environment``.
+``python -m tests.snapshots.compiled`` prints digests as JSON. It needs a process of its own without
+Triton's interpreter, started with ``environment``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PROCESSORS = 132
 
 
 def compiled(only: str = "") -> dict[str, Any]:
-    """Digests of each launch's code, by problem and place among its launches.
+    """Digests of each launch's code, by problem and number of the launch.
 
-    "ir" is Triton's code as it is written, "flow" what it does whatever the order, "ptx" what the
-    GPU's driver gets. Beside them the name of the kernel, and under "triton" its version.
+    "ir" is Triton's intermediate code, "flow" its data flow regardless of order, "ptx" the input of
+    the GPU's driver. "kernel" is the kernel's name; the entry "triton" is Triton's version.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -41,7 +41,7 @@ def compiled(only: str = "") -> dict[str, Any]:
 
 
 class _Driver:
-    """Stands for the driver of a GPU on which nothing is launched."""
+    """A stub of the driver of a GPU, for compilation only."""
 
     def get_current_device(self) -> int:
         return 0
@@ -56,7 +56,7 @@ class _Driver:
 
 
 class _Launches:
-    """Compiles what is launched, and keeps digests of the code."""
+    """Compiles kernels in place of launching them, and keeps digests of the code."""
 
     def __init__(self) -> None:
         from triton.runtime.jit import JITFunction
@@ -73,7 +73,7 @@ class _Launches:
 
 
 class _Code:
-    """Compiled code: that it is made counts as one launch, as every further launch does."""
+    """Compiled code; its creation and every further launch are counted as launches."""
 
     def __init__(self, launches: _Launches, digests: dict[str, str]) -> None:
         self.launches, self.digests = launches, digests
@@ -86,7 +86,7 @@ class _Code:
 def _digests(name: str, asm: Any) -> dict[str, str]:
     from tests.snapshots.normalising import flow_of, plain_ir, plain_ptx, sha
 
-    # Gluon has no earlier code whose functions are inlined.
+    # Gluon has no TTIR. TTGIR is its first code with inlined functions.
     ir = asm["ttir"] if "ttir" in asm else asm["ttgir"]
     return {
         "kernel": name, "ir": sha(plain_ir(ir)), "flow": sha(flow_of(ir)),
@@ -96,7 +96,7 @@ def _digests(name: str, asm: Any) -> dict[str, str]:
 
 @contextmanager
 def _for_hopper(launches: _Launches, *, its_own: bool) -> Iterator[None]:
-    """Launches on a CPU compile for Hopper: portable kernels, or those of its own."""
+    """Makes launches on a CPU compile for Hopper: portable kernels, or Hopper's own."""
     import torch
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime import driver

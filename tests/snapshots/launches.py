@@ -1,4 +1,4 @@
-"""The problems whose launches are compiled: every constant that kernels have, in most tiles."""
+"""Problems whose launches are compiled: every constexpr of the kernels, in most tiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMALL = Case(config="16x32", mask="causal", B=2)
 
 
 def _of_tiles() -> Iterator[Case]:
-    """Configurations, dtypes and head_dims, in two passes and in one."""
+    """Cases over configurations, dtypes and head_dims, for two passes and for one."""
     for dtype in ("fp16", "bf16", "fp32", "fp64"):
         yield dataclasses.replace(_DEFAULT, dtype=dtype)
     for D, dtype in ((128, "fp16"), (192, "bf16"), (20, "fp16"), (72, "bf16"), (128, "fp32")):
@@ -27,7 +27,7 @@ def _of_tiles() -> Iterator[Case]:
     yield dataclasses.replace(_SMALL, config="16x16-tf32", dtype="fp32")
     yield dataclasses.replace(_SMALL, dtype="fp64", D=33, Dv=16)
     yield dataclasses.replace(_SMALL, dtype="fp32")
-    # Rows that can be read 16 bytes at a time but not whole, and such that cannot.
+    # Rows that wide loads read with a mask, and layouts that rule out wide loads.
     yield dataclasses.replace(_SMALL, D=24, Dv=24)
     yield dataclasses.replace(_SMALL, layout="columns")
     yield dataclasses.replace(_DEFAULT, layout="offset")
@@ -37,7 +37,7 @@ def _of_tiles() -> Iterator[Case]:
 
 
 def _of_forms() -> Iterator[Case]:
-    """What is asked for in one number of passes."""
+    """Cases that are compiled for a single number of passes."""
     for config, dtype in (("16x16-split3", "bf16"), ("32x16-split7", "fp32"), ("split8", "fp16")):
         like = _DEFAULT if config == "split8" else _SMALL
         yield dataclasses.replace(like, config=config, dtype=dtype, needs="q")
@@ -53,7 +53,7 @@ def _of_forms() -> Iterator[Case]:
     yield dataclasses.replace(_DEFAULT, softcap=1.5, dtype="bf16")
     yield dataclasses.replace(_DEFAULT, bias="HMN", mask="dilated", one_pass=True)
     yield dataclasses.replace(_SMALL, **mods, dtype="fp32", mask="blocks of heads")
-    # Of sums over every axis, or none.
+    # The gradient of a bias is summed over every subset of its axes.
     for axes in product("B ", "H ", "M ", "N "):
         bias = "".join(axes).replace(" ", "")
         if bias != "BHMN":
@@ -82,7 +82,7 @@ def _of_hopper() -> Iterator[Case]:
 
 
 def launches() -> Iterator[Case]:
-    """All of them."""
+    """Every case."""
     for case, one_pass in product(_of_tiles(), (False, True)):
         yield dataclasses.replace(case, one_pass=one_pass)
     yield from _of_forms()

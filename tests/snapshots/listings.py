@@ -1,4 +1,4 @@
-"""The claims that tests make, and the mutants that apply, as sets of names without folders."""
+"""Lists the names of tests and of the mutants that apply, without their folders."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 __all__ = ["claims", "claims_of", "mutants", "renamed"]
 
 _ROOT = Path(__file__).parents[2]
-# A parameter that is a file: of such tests there are as many as there are files.
+# A parameter that is a file. Such tests are counted, because files are added and moved.
 _FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.py\b")
 
 
 def claims() -> dict[str, int]:
-    """How many tests pytest collects of each function and parameter."""
+    """Counts of the tests that pytest collects, by function and parameters."""
     environment = os.environ | {"PYTEST_ADDOPTS": ""}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"],
@@ -29,16 +29,16 @@ def claims() -> dict[str, int]:
 
 
 def claims_of(listed: str) -> dict[str, int]:
-    """Names of functions with parameters to how often pytest lists them."""
+    """Counts of the tests in pytest's list, by function and parameters."""
     names = (line.partition("::")[2] for line in listed.splitlines())
     return dict(Counter(_FILE.sub("*.py", name) for name in names if name))
 
 
 def mutants() -> dict[str, Any]:
-    """The mutants that change the sources as they are.
+    """The mutants that apply to the current sources.
 
-    Written ones are there by name; of those that operators make there is a count for each function
-    and operator, since their names are texts of the source.
+    Written mutants are listed by name. Mechanical mutants are counted by function and operator,
+    because their names contain text of the source.
     """
     from fa_verify.diagnosis.copies import sources_of
     from fa_verify.diagnosis.faults import FAULTS
@@ -73,13 +73,13 @@ def mutants() -> dict[str, Any]:
 
 
 def renamed(snapshot: Mapping[str, Any], names: str) -> dict[str, Any]:
-    """A snapshot with new names; ``names`` has lines "old -> new".
+    """A snapshot with new names, from lines "old -> new".
 
-    A line is about the entry of that name, and about all of a test function or a kind whose name
-    is followed by a parameter or a mutant. Entries that come to have one name are added up.
+    A line renames the entry "old" and all entries that continue it with "[parameter]" or ":
+    mutant". Counts of entries that get the same name are added.
 
     Raises:
-        ValueError: A line has another form, or is about no entry.
+        ValueError: A line has another form or matches no entry.
     """
     pairs = {}
     for line in filter(None, map(str.strip, names.splitlines())):
@@ -101,6 +101,6 @@ def renamed(snapshot: Mapping[str, Any], names: str) -> dict[str, Any]:
 
 
 def _rest(name: str, old: str) -> str | None:
-    """What follows in a name; None where it is no name of this one."""
+    """The part of ``name`` after ``old``; None if a line for ``old`` does not rename it."""
     rest = name.removeprefix(old)
     return rest if name.startswith(old) and (not rest or rest[0] in "[:") else None

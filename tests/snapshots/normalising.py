@@ -1,4 +1,4 @@
-"""Compiled code as text without what a refactoring may change: names, places, numbering."""
+"""Normalises compiled code: removes names, locations and numbering."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LOC_LINE = re.compile(r"^#loc\d* = .*\n?", re.MULTILINE)
 _ALIAS = re.compile(r"^#(\w+) = (.*)\n?", re.MULTILINE)
 _VALUE = re.compile(r"%[\w$.-]+")
 _SYMBOL = re.compile(r'@(?:"[^"]*"|[\w$.-]+)')
-# Names that an operation with regions, or a region, gives to what comes in.
+# Names of the arguments of a region or of an operation with regions.
 _COMES_IN = re.compile(r"(?<=[(, ])(%[\w$.-]+)(?= = |: )")
 _RESULTS = re.compile(r"^((?:%[\w$.-]+(?::\d+)?(?:, )?)+) = ")
-# Operations that change nothing: only who uses their results says when they run.
+# Operations without effects, whose order among each other does not matter.
 _PURE = re.compile(
     r'^"?(?:arith|math)\.|^"?tt\.(?:addptr|bitcast|broadcast|clampf|dot|expand_dims|fp_to_fp|'
     r"get_num_programs|get_program_id|int_to_ptr|join|load|make_range|mulhiui|ptr_to_int|reduce|"
@@ -40,12 +40,12 @@ def _without_places(text: str) -> str:
 
 
 def plain_ir(text: str) -> str:
-    """Triton's intermediate code without places in files, and with numbers in place of names."""
+    """Triton's intermediate code without source locations, its names replaced by numbers."""
     return _VALUE.sub(_numbered("%"), _without_places(text))
 
 
 def plain_ptx(text: str) -> str:
-    """PTX without comments, and with a number in place of the names of its functions."""
+    """PTX without comments, its function names replaced by numbers."""
     lines = (re.sub(r"\s*//.*", "", line).strip() for line in text.splitlines())
     kept = "\n".join(line for line in lines if line and not re.match(r"\.(file|loc)\b", line))
     for number, name in enumerate(re.findall(r"\.(?:entry|func) (?:\(.*?\) )?([\w$]+)", kept)):
@@ -54,10 +54,10 @@ def plain_ptx(text: str) -> str:
 
 
 def flow_of(text: str) -> str:
-    """Triton's intermediate code as what happens, and of what: pure operations in any order.
+    """The data flow of Triton's intermediate code, regardless of the order of pure operations.
 
-    A line for each operation with an effect, in which each operand is the digest of how it came to
-    be. Loads count as pure, so that their order to each other and to stores is not seen.
+    Each operation with an effect has a line, and its operands are digests of their computation.
+    Loads count as pure: their order among each other and relative to stores is not compared.
     """
     text = _without_places(text)
     aliases = {name: sha(value) for name, value in _ALIAS.findall(text)}
@@ -76,7 +76,7 @@ def flow_of(text: str) -> str:
 
 
 class _Region:
-    """A region of an operation: what happened in it so far, and what its names stand for."""
+    """A region of an operation: its lines so far, and digests of its values by name."""
 
     def __init__(self, header: str, values: dict[str, str], results: tuple[str, ...]) -> None:
         self.header, self.results = header, results
@@ -84,11 +84,11 @@ class _Region:
         self.lines: list[str] = []
 
     def put(self, line: str) -> str:
-        """A line with what its names stand for."""
+        """A line with names replaced by the digests of their values."""
         return _VALUE.sub(lambda match: self.values.get(match[0], match[0]), line)
 
     def take_in(self, line: str) -> None:
-        """The names of what comes in: the same for all that come in alike."""
+        """Takes a region's header; its arguments get digests of the header and their position."""
         names = _COMES_IN.findall(line)
         for name in names:
             self.values.pop(name, None)
@@ -98,22 +98,22 @@ class _Region:
         self.values |= {name: f"{of}.{place}" for place, name in enumerate(names)}
 
     def take(self, line: str) -> None:
-        """An operation without regions."""
+        """Takes an operation without regions."""
         results, line = _divided(line)
         self.end(self.put(line), results)
 
     def end(self, line: str, results: tuple[str, ...]) -> None:
-        """An operation that is complete."""
+        """Takes a complete operation, with its regions."""
         of = sha(line)
         if not (results and _PURE.match(line)):
-            # What has an effect is another one each time.
+            # Two equal operations with effects have different results.
             self.lines.append(line)
             of = sha("\n".join(self.lines))
         self.values |= {name: f"{of}:{place}" for place, name in enumerate(results)}
 
 
 def _divided(line: str) -> tuple[tuple[str, ...], str]:
-    """Names of the results, and the operation."""
+    """(names of the results, operation) of a line."""
     match = _RESULTS.match(line)
     if match is None:
         return (), line

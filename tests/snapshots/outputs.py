@@ -1,7 +1,7 @@
-"""Digests of what the kernels return, problem by problem.
+"""Digests of the kernels' outputs for each problem.
 
-On a GPU a dq that is a sum by atomics differs from run to run: recorded is then whether it lies
-within the derived bound.
+On a GPU a dq that is summed by atomics differs from run to run. The snapshot then records whether
+it lies within the derived bound.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tests.snapshots.problems import cases
 
 __all__ = ["digest", "outputs"]
 
-# How many times as long sequences are on a GPU.
+# Factor on the lengths of sequences on a GPU.
 _SCALE = 7
 
 
 def digest(x: torch.Tensor) -> str:
-    """Of dtype, shape and bytes."""
+    """The digest of a tensor's dtype, shape and bytes."""
     found = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode())
     found.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:20]
 
 
 def _is_within_bound(x: Inputs, dq: torch.Tensor) -> bool:
-    """Whether dq is right; of varlen sequence by sequence."""
+    """Whether dq lies within its bound; varlen is judged sequence by sequence."""
     case = x.case
     numerics = Subject.of(ours.flash_attention, "ours").numerics_of(
         Problem(config=case.config, dtype=case.dtype, D=case.D, Dv=case.Dv)
@@ -63,7 +63,7 @@ def _is_within_bound(x: Inputs, dq: torch.Tensor) -> bool:
 
 
 def _sequences(x: Inputs) -> Iterator[tuple[slice, slice, int, Mask]]:
-    """Where rows and keys are that see each other, of which entry, by which mask."""
+    """(rows, keys, batch entry, mask) of each sequence."""
     if x.case.call != "varlen":
         yield slice(None), slice(None), 0, x.case.of()
         return
@@ -77,7 +77,7 @@ def _sequences(x: Inputs) -> Iterator[tuple[slice, slice, int, Mask]]:
 
 @contextmanager
 def _on_hopper(device: str) -> Iterator[None]:
-    """Has calls run Hopper's kernels, emulated where there is no GPU."""
+    """Makes calls run Hopper's kernels, emulated without a GPU."""
     with ExitStack() as stack:
         if device == "cpu":
 
@@ -89,7 +89,7 @@ def _on_hopper(device: str) -> Iterator[None]:
 
 
 def outputs(only: str = "") -> dict[str, dict[str, object]]:
-    """Digests of all outputs by case and name, of the cases whose keys have a text."""
+    """Digests of all outputs by case and name, for cases whose keys contain ``only``."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, dict[str, object]] = {}
     for case in cases(_SCALE if device == "cuda" else 1):
@@ -99,7 +99,7 @@ def outputs(only: str = "") -> dict[str, dict[str, object]]:
         x = Inputs(case, device)
         with _on_hopper(device) if case.hopper else nullcontext():
             got = answer(x)
-        # In one pass dq comes out of the kernel of dk and dv, if that runs.
+        # In one pass the kernel of dk and dv computes dq, if it runs.
         is_summed = case.one_pass and device == "cuda" and case.needs != "q"
         found[case.key] = {
             name: _is_within_bound(x, y) if is_summed and name == "dq" else digest(y)

@@ -1,4 +1,4 @@
-"""The problems whose outputs are recorded: a fixed list, from loops alone."""
+"""Problems whose outputs are recorded: a fixed list without randomness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONFIGS = (
 )  # fmt: skip
 _DTYPES = ("fp16", "bf16", "fp32", "fp64")
 _PLAIN = ("full", "causal", "window", "lengths", "causal lengths", "left", "right")
-# Axes that a bias has.
+# Axes of the bias.
 _BIASES = ("", "H", "M", "N", "BM", "HN", "BN", "MN", "BHM")
 
 
@@ -138,12 +138,12 @@ def _of_hopper() -> Iterator[Case]:
             one_pass=one_pass, lengths="tensors" if one_pass else "ints",
             B=5, M=100, N=150, D=D, Dv=D, H=2,
         )  # fmt: skip
-    # Tiles of fewer rows, and tiles that two programs share.
+    # Tiles with fewer rows, and tiles that two programs share.
     yield Case(hopper=True, config="default", dtype="bf16", H=1, M=570, N=300, D=64, Dv=64)
 
 
 def cases(scale: int = 1) -> Iterator[Case]:
-    """All of them, with lengths ``scale`` times as long, but not beyond 509 for that."""
+    """Every case, with lengths scaled by ``scale`` up to 509."""
 
     def longer(length: int) -> int:
         return length if length < 2 else max(length, min(scale * length, 509))

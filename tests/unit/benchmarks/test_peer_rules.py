@@ -1,4 +1,4 @@
-"""Other projects' rules, as they wrote them: what passes, what fails, where the limit lies."""
+"""Other projects' rules pass, fail and have limits as in the tests that they reimplement."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fa_verify.properties.inputs.tensors import make
 JUDGES = {rule.name: rule.judge for rule in RULES}
 COMPARED = ("out", "dq", "dk", "dv")
 COMPARES_LSE = {"flex_attention", "xformers", "cudnn_frontend", "cudnn_frontend_v2"}
-# Where an empty row is NaN in the references, and what of theirs is NaN with it.
+# Rules whose references are NaN in an empty row, and the outputs that are NaN there.
 NAN_ROWS = {
     "flash_attention_triton": {"out", "dv"},
     "triton_tutorial": {"out", "dv"},
     "xformers": {"out", "dq", "dk", "dv"},
     "cudnn_frontend": {"out", "lse", "dv"},
 }
-# Dtypes of out, lse and gradients.
+# Dtypes of out, lse and gradients in eager references.
 EAGER_DTYPES = {
     UPCAST: ("fp16", "fp32", "fp16"),
     EAGER: ("fp16", "fp16", "fp16"),
@@ -49,7 +49,7 @@ each_output = pytest.mark.parametrize("output", COMPARED)
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Tensors this small gain nothing from more threads, and lose much beside other processes."""
+    """Limits PyTorch to one thread, since small tensors gain nothing from more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -163,7 +163,7 @@ def test_nan_passes_only_where_the_suite_lets_nan_equal_nan(name):
 
 
 def limit(case: Case, name: str, output: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rule's truth, and how far from it each element may lie if all lie equally far."""
+    """A rule's reference and the largest error that it allows if all elements err equally."""
     dtype, first = case.inputs.q.dtype, output == "out"
 
     def of(outputs: Outputs[torch.Tensor]) -> torch.Tensor:
@@ -196,7 +196,7 @@ def limit(case: Case, name: str, output: str) -> tuple[torch.Tensor, torch.Tenso
     truth = of(case.eager(CUDNN if name == "cudnn_frontend" else CUDNN_V2)).double()
     atol = 7e-2 if dtype == torch.bfloat16 and not first and output != "dq" else 2e-2
     allowed = atol + 2e-2 * truth.abs()
-    if name == "cudnn_frontend":  # relative to what was got, which lies farther out
+    if name == "cudnn_frontend":  # its tolerance is relative to the output, not the reference
         allowed = allowed / (1 - 2e-2) * torch.where(truth < 0, -1.0, 1.0)
     return truth, allowed
 
@@ -205,12 +205,12 @@ def limit(case: Case, name: str, output: str) -> tuple[torch.Tensor, torch.Tenso
 @each_rule
 @each_output
 def test_the_limit_lies_where_the_suite_puts_it(name, output, index):
-    one_key = Problem(M=3, N=1, dtype=dtype_of(name))  # where the eager runs err by nothing
+    one_key = Problem(M=3, N=1, dtype=dtype_of(name))  # the eager runs are exact
     case = case_of(one_key) if index is None else plain_case(name, index)
     truth, allowed = (x.double() for x in limit(case, name, output))
     assert JUDGES[name](spoiled(case, **{output: truth + 0.99 * allowed}))[output]
     beyond = 1.01 * allowed.expand_as(truth)
-    if name != "flex_attention":  # it takes the mean; the others see one element
+    if name != "flex_attention":  # it takes the mean; the others take the maximum
         beyond = torch.where(truth.abs() == truth.abs().max(), beyond, 0.0)
     assert not beyond.any() or not JUDGES[name](spoiled(case, **{output: truth + beyond}))[output]
 
@@ -266,7 +266,7 @@ def test_padding_is_compared_as_in_the_suite(name):
 
 
 @each_rule
-def test_dirt_in_padding_does_not_reach_the_references(name):
+def test_padding_values_do_not_reach_the_references(name):
     mask = Mask(causal=True, seqlens_q=(20, 11), seqlens_k=(30, 17))
     problem = Problem(B=2, H=2, M=20, N=30, dtype=dtype_of(name), mask=mask, dirty="nan")
     assert all(JUDGES[name](case_of(problem)).values())
@@ -317,6 +317,6 @@ def test_plain_values_have_the_mean_and_spread_of_the_suite(name, mean, spread, 
 @pytest.mark.parametrize(
     ("rule", "problem"), [("jax", Problem()), ("xformers", Problem(inputs="needle_hidden"))]
 )
-def test_plain_refuses_what_no_suite_feeds(rule, problem):
+def test_plain_refuses_inputs_that_no_suite_has(rule, problem):
     with pytest.raises(ValueError, match="needs"):
         plain(rule, problem)

@@ -1,4 +1,4 @@
-"""Runs in which problems crash, hang and lose the GPU: each is named, and the rest goes on."""
+"""Runs in which problems crash, hang and lose the GPU: each is named, and other tests go on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def watchdog(pytestconfig):
     return pytestconfig.pluginmanager.get_plugin("crashes").watchdog
 """
 
-# A torch whose GPU is lost stands in for the real one, which is slow to import.
+# A stub of torch with a lost GPU, because the real torch is slow to import.
 TESTS = """
 import os, signal, sys, time
 from types import SimpleNamespace
@@ -99,12 +99,12 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parallel(run):
-    """A run with two workers, four of which die one after the other."""
+    """A run with two workers at a time, four of which die one after the other."""
     return run("-n2", "--maxschedchunk=2")
 
 
 def report_of(test: str, output: str) -> str:
-    """What stands in the failures under a test's name, up to the next one or the summary."""
+    """The failure report of a test, up to the next report or the summary."""
     return re.split(r"\n(?:____|====)", output.partition(f" {test} __")[2])[0]
 
 
@@ -151,7 +151,7 @@ def test_the_records_are_removed(parallel):
     ("test", "seed", "code"),
     [("test_hangs", 12, EXIT_HANG), ("test_loses_the_gpu", 13, EXIT_CUDA_ERROR)],
 )
-def test_one_process_says_it_on_stderr(run, test, seed, code):
+def test_a_single_process_reports_a_crash_on_stderr(run, test, seed, code):
     done = run(f"test_it.py::{test}")
     assert done.returncode == code
     assert f"replay: pytest --replay='{Problem(seed=seed).to_json()}'" in done.stderr

@@ -1,4 +1,4 @@
-"""Hypothesis's examples: a drawer for each test, and a server that may go away."""
+"""Hypothesis's example database: a key for each test, and a server that may go away."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEEDS = "needs redis://host:port"
 
 
 def config_with(url: str | None, profile: str | None = "fuzz", **rest: object) -> SimpleNamespace:
-    """What a pytest.Config says of the options, and the plugins that were registered with it."""
+    """A stub of a pytest.Config with options and registered plugins."""
     options = {"--example-db": url, "--hypothesis-profile": profile}
     plugins: list[object] = []
     manager = SimpleNamespace(register=lambda plugin, name: plugins.append(plugin))
@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 def searched(database, name, *, fails, keeps=None) -> int:
-    """How many numbers a search draws that stops at the first of 100 and more."""
+    """The number of draws of a search that stops at the first number of at least 100."""
     drawn = []
 
     @hypothesis.given(st.integers(0, 10_000))
@@ -68,7 +68,7 @@ def test_a_test_tries_first_what_it_failed_on():
     assert searched(database, "one", fails=True) == 1
 
 
-def test_tests_have_drawers_of_their_own():
+def test_each_test_has_a_key_of_its_own():
     database = InMemoryExampleDatabase()
     one, two = (
         of_one_test(hypothesis.settings(draws(1), derandomize=False, database=database), name)
@@ -84,7 +84,7 @@ def test_tests_have_drawers_of_their_own():
     assert [list(two.database.fetch(key)) for key in (b"key", b"other")] == [[], []]
 
 
-def test_what_another_test_failed_on_is_not_tried_nor_thrown_away():
+def test_examples_of_another_test_are_neither_tried_nor_deleted():
     database = InMemoryExampleDatabase()
     searched(database, "one", fails=True)
     searched(database, "two", fails=False)
@@ -92,7 +92,7 @@ def test_what_another_test_failed_on_is_not_tried_nor_thrown_away():
 
 
 @pytest.mark.parametrize(("keeps", "first"), [(True, True), (False, False)])
-def test_what_is_known_to_fail_stays_although_it_counts_as_passing(keeps, first):
+def test_a_known_failure_stays_although_it_counts_as_passing(keeps, first):
     database = InMemoryExampleDatabase()
     searched(database, "one", fails=True)
     searched(database, "one", fails=False, keeps=lambda: keeps)
@@ -104,7 +104,7 @@ def test_without_a_database_settings_stay_as_they_are():
     assert of_one_test(settings, "one") is settings
 
 
-def test_an_outage_is_told_in_one_line_for_all_workers():
+def test_an_outage_is_reported_in_one_line_for_all_workers():
     server, lines = SharedDatabase(LOCAL, "redis://host:1"), []
     for outage in ("redis://host:1 went away (TimeoutError)", "", server.outage):
         server.pytest_testnodedown(SimpleNamespace(workeroutput={"outage": outage}))
@@ -171,7 +171,7 @@ def test_a_server_that_does_not_answer_is_refused_without_its_password():
 
 
 class Server:
-    """A redis-server of the test's own, which keeps nothing on disk."""
+    """A redis-server for one test that keeps nothing on disk."""
 
     def __init__(self, folder, *options: str) -> None:
         self.port = free_port()
@@ -203,7 +203,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def machine():
-    """Makes the database of a machine, which has a folder of its own, and that of its server."""
+    """Makes the database of a machine: a folder of its own and the shared server."""
 
     def of(url):
         config = config_with(url)
@@ -219,7 +219,7 @@ def close(*servers: SharedDatabase) -> None:
 
 
 @pytest.mark.redis
-def test_what_one_machine_fails_on_another_tries_first(server, machine):
+def test_failures_of_one_machine_are_tried_first_on_another(server, machine):
     one, of_one = machine(server.url)
     searched(one, "test", fails=True)
     another, of_another = machine(server.url)
@@ -233,7 +233,7 @@ def test_a_server_that_goes_away_takes_no_find_along(server, machine, monkeypatc
     database, outside = machine(server.url)
     searched(database, "test", fails=True)
     server.stop()
-    # The folder has it too, and an error of the connection is no failure of the test.
+    # The folder has the example too, and a connection error does not fail the test.
     assert searched(database, "test", fails=True) == 1
     assert searched(database, "other", fails=False) >= 200
     assert outside.outage.startswith(f"redis://127.0.0.1:{server.port}/1 went away (")

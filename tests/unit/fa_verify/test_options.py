@@ -1,6 +1,6 @@
-"""The command line: what is verified, what is refused before anything runs, and what fails a run.
+"""The command line: selection of kernels, options that are refused, and runs that fail.
 
-Everything but a replay of the project's own kernels runs as if Triton were not installed.
+Triton is hidden in all runs except a replay of the project's own kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fa_verify.registry import NAMED
 from fa_verify.session import OURS, device_of, is_ours, subject_of
 
 ROOT = Path(__file__).parents[3]
-# Runs pytest on each of several lists of arguments, and says with which code it ended.
+# Runs pytest on each of several lists of arguments and prints the exit codes.
 WITHOUT_TRITON = """
 import json, sys
 sys.modules["triton"] = None
@@ -33,7 +33,7 @@ for arguments in json.loads(sys.argv[1]):
         print(f"\\n<exit code {code}>", file=stream, flush=True)
 sys.exit(code)
 """
-# A user's file: it computes in float64, and imports nothing of this project.
+# A user's file. It computes in float64 and imports nothing of this project.
 KERNELS = """
 import math
 import torch
@@ -98,7 +98,7 @@ def kernels(tmp_path):
 
 
 def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own, without this run's workers and options."""
+    """Runs Python in a process without this run's workers and options."""
     inherited = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, *command],
@@ -111,7 +111,7 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_without_triton(*runs: list[str]) -> subprocess.CompletedProcess[str]:
-    """pytest with each of these lists of arguments, without Triton and without a GPU."""
+    """Runs pytest with each of these lists of arguments, without Triton and without a GPU."""
     return run("-c", WITHOUT_TRITON, json.dumps(runs), CUDA_VISIBLE_DEVICES="")
 
 
@@ -183,7 +183,7 @@ def test_the_kernels_there_are_are_listed_in_place_of_a_run():
     ],
     ids=str,
 )
-def test_what_minutes_do_not_go_together_with_is_refused(options, says):
+def test_options_that_exclude_minutes_are_refused(options, says):
     given = {"--minutes": "1", "--replay": None, "--mutation": False, "--hypothesis-profile": None}
     option = SimpleNamespace(numprocesses=None, dist="no")
     for text in options:
@@ -229,7 +229,7 @@ def test_a_problem_is_replayed_alone(device):
 
 
 def test_a_plain_pytorch_kernel_is_verified_without_triton(kernels):
-    # The last of them is none of the conformance tests.
+    # The last test is not one of the conformance tests.
     tests = "empty_rows_give_zero or hidden_positions_add or test_mask.py"
     options = ["--hypothesis-profile=dev", "-v", f"-k{tests}"]
     done = run_without_triton([f"--kernel={kernels}:attention", *options])
@@ -277,7 +277,7 @@ def test_a_wrong_kernel_fails_with_a_line_that_replays_it(kernels):
 
 
 def configured(kernel: str | None) -> SimpleNamespace:
-    """What a pytest.Config says of --kernel."""
+    """A stub of a pytest.Config with --kernel."""
     return SimpleNamespace(stash=pytest.Stash(), getoption=lambda name, default=None: kernel)
 
 

@@ -1,4 +1,4 @@
-"""The mask that README shows is verified by the command that it gives, and its slip is found."""
+"""The README's command verifies the README's mask, and finds a slip in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def verified(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """The comparison of the forms of the mask in a file, by README's command."""
+    """Compares the forms of the mask in a file, by the README's command."""
     (folder / "prefix.py").write_text(source)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "forms",

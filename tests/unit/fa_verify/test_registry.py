@@ -1,4 +1,4 @@
-"""--kernel=NAME and --list-kernels: which names there are, and which of them can run here."""
+"""--kernel=NAME and --list-kernels: the registered kernels, and their requirements."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def gpu(monkeypatch):
 
 
 def installed(name: str) -> bool:
-    """Whether what a kernel needs beside a GPU is here."""
+    """Whether the packages that a kernel needs are installed."""
     return not any(
         "installed" in (Named("", "", (x,)).missing() or "") for x in NAMED[name].packages
     )
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, as it is imported
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by the import of torch
 @pytest.mark.parametrize("name", [name for name in NAMED if installed(name)])
 def test_a_name_stands_for_a_kernel_that_declares_where_it_runs(name):
     kernel = named(name)

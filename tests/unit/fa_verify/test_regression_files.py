@@ -1,4 +1,4 @@
-"""Which files a run replays, in which order; and tests that cannot run for want of a program."""
+"""The files that a run replays and their order, and tests whose program is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify() gives the verdict of a run as a value."""
+"""verify() returns the verdict of a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_given_problems_are_judged_by_every_guarantee():
     assert {finding.guarantee for finding in report.findings} >= {"G1 accuracy", "G9 independence"}
 
 
-def test_what_is_not_declared_is_said_to_be_unchecked():
+def test_undeclared_features_are_reported_as_unchecked():
     subject = eager()
     subject.masks = ()
     report = verify(subject, problems=2, guarantees=("G1", "G4", "G5"))
@@ -65,7 +65,7 @@ def test_a_configuration_is_drawn_in_the_dtypes_of_its_own():
     assert report.unchecked == {}
 
 
-def test_nothing_judged_is_no_verdict():
+def test_a_run_that_judges_nothing_is_no_pass():
     def refuses(q, k, v, *, mask, sm_scale):
         raise NotImplementedError("not today")
 
@@ -89,6 +89,6 @@ def test_bad_arguments_are_refused_by_name(arguments, says):
         verify(eager(), **arguments)
 
 
-def test_what_the_package_lacks_is_an_attribute_error():
+def test_a_missing_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fa_verify.nothing

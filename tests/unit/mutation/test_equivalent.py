@@ -1,4 +1,4 @@
-"""Mutants that are listed as equivalent: their keys, and how keys follow the code."""
+"""Mutants listed as equivalent: their keys, and the mapping of keys to changed code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_key_names_file_function_operator_and_number():
     assert len(set(keys)) == len(keys)
 
 
-def test_what_is_listed_as_equivalent_exists_once():
+def test_every_equivalent_mutant_exists_once():
     check_listed(version().mutants)
     listed = [key for group in read() for key in group.mutants]
     assert len(set(listed)) == len(listed) == len(EQUIVALENT)
@@ -105,7 +105,7 @@ def test_a_mutant_of_code_that_is_gone_is_not_mapped():
 
 
 def test_the_command_maps_entries_of_another_tree(tmp_path, monkeypatch, capsys):
-    """The entries of the old tree in the groups of the old tree, with what is listed here alone."""
+    """Keeps the groups of the old tree, and adds the entries that only this tree lists."""
     old, new = of(KEPT), of(CHANGES["an earlier change"][0])
     monkeypatch.setattr(equivalent, "FILE", tmp_path / "equivalent.toml")
     monkeypatch.setattr(equivalent, "_ROOT", tmp_path)

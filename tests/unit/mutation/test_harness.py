@@ -1,4 +1,4 @@
-"""Mechanical mutants of the harness: where they are made, what judges them, how many are asked."""
+"""Mechanical mutants of the harness: operators, the tests that judge them, and sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCES = sources_of("oracles", "properties", "simulator", "fa_verify")
 
 
 def made(expression: str) -> set[str]:
-    """What the operators make of an expression in a function."""
+    """The mutants that the operators make of an expression in a function."""
     sources = {"a/b.py": f"\ndef f(got, want, rows, keys):\n    y = {expression}\n    return y\n"}
     return {
         mutated(sources, mutant)["a/b.py"].split("y = ")[1].split("\n")[0]

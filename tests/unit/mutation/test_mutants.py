@@ -1,4 +1,4 @@
-"""Mutants that have gone stale test nothing: each still changes the source that there is."""
+"""Every listed mutant still changes the current sources; a stale mutant would test nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The making and judging of mutants: what is changed, how forks end, what is counted."""
+"""Making and judging mutants: operators, forks and their ends, reports, the kill order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def f(x, mask, M, N):
 
 
 def made(expression: str) -> set[str]:
-    """What the operators make of an expression in a function."""
+    """The mutants that the operators make of an expression in a function."""
     sources = dict.fromkeys(SITES, "") | {SITES[0]: FUNCTION.format(expression)}
     return {
         mutated(sources, mutant)[SITES[0]].split("y = ")[1].split("\n")[0]
@@ -87,7 +87,7 @@ def test_mechanical_mutants_are_several_hundred_valid_changes_of_one_line_each()
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter runs mutants"
 )
 def test_the_command_asks_mutants_of_the_harness(tmp_path):
-    """In a process of its own: nothing of the project may be imported before them."""
+    """Runs in a process of its own, because the harness must not be imported before its mutants."""
     chosen = ["harness", "--every", "0", "--only", "an infinite bound passes"]
     command = [sys.executable, "-m", "tests.mutation", *chosen, "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -138,7 +138,7 @@ def test_a_survivor_without_a_reason_is_named():
     assert "3 mutants, 1 killed, 2 survived; median kill 1.00 s" in summary(found)
 
 
-def test_a_listed_mutant_that_something_notices_is_named():
+def test_a_killed_mutant_that_is_listed_as_equivalent_is_named():
     found = [one("killed", "why", ("G1",)), one("survived", "why"), one("raised", "why")]
     assert [x.refuted for x in found] == [True, False, True]
     assert "LISTED AS EQUIVALENT, BUT KILLED by G1: a killed mutant" in summary(found)
@@ -166,7 +166,7 @@ def test_outcomes_and_kill_order_are_read_under_their_old_names(tmp_path):
     assert kill_order(tmp_path / "kill_order.json") == {"a fault": UNIT_TESTS}
 
 
-def test_a_launch_that_nobody_waits_for_raises(monkeypatch):
+def test_a_launch_of_too_many_programs_raises(monkeypatch):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     run = []
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self: run.append(self.grid))
@@ -176,7 +176,7 @@ def test_a_launch_that_nobody_waits_for_raises(monkeypatch):
         interpreter.GridExecutor(looked_at, [], grid)()
     with pytest.raises(interpreting.EndlessLaunchError, match="has more than 200000 programs"):
         interpreter.GridExecutor(looked_at, [], (2, most // 2 + 1))()
-    # A test that runs few programs of many has the interpreter count them its own way.
+    # A test that runs a few of many programs replaces the interpreter's ``range``.
     monkeypatch.setattr(interpreter, "range", range, raising=False)
     interpreter.GridExecutor(looked_at, [], (2 * most,))()
     assert run == [(most, 1), (2, most // 2), (2 * most,)]
@@ -186,7 +186,7 @@ def looked_at():
     """Never run."""
 
 
-def test_kill_order_names_faults_and_steps_that_there_are():
+def test_kill_order_names_existing_faults_and_steps():
     known = {step.problem.to_json() for step in STEPS} | {UNIT_TESTS}
     firsts = kill_order()
     assert firsts.keys() <= {fault.name for fault in FAULTS}

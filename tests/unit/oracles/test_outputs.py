@@ -1,4 +1,4 @@
-"""What a subject may say of its numerics."""
+"""Declarations of a subject's numerics are validated."""
 
 from __future__ import annotations
 

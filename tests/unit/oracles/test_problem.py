@@ -142,7 +142,7 @@ def test_fields_out_of_range_are_refused(fields, message):
 
 
 @pytest.mark.parametrize("size", ["B", "M", "N"])
-def test_nothing_at_all_is_a_problem(size):
+def test_the_default_problem_is_valid(size):
     assert getattr(Problem(**{size: 0}), size) == 0
 
 
@@ -168,6 +168,6 @@ def test_nothing_at_all_is_a_problem(size):
         ('{"version":1,"H":3,"Hk":2}', "H is 3"),
     ],
 )
-def test_what_is_not_a_problem_is_refused(text, message):
+def test_json_that_is_not_a_problem_is_refused(text, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         Problem.from_json(text)

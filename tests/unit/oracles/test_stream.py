@@ -43,7 +43,7 @@ def test_values_have_the_golden_hash(draw, golden, device):
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31 - 1])
 def test_integers_are_splitmix64(seed):
-    crc_of_name_and_word = 0x9EB7D3B4  # of b"q/0"
+    crc_of_name_and_word = 0x9EB7D3B4  # CRC-32 of b"q/0"
     want = [by_hand(seed, crc_of_name_and_word, index) for index in range(9)]
     got = [value % 2**64 for value in stream.integers(seed, "q", (9,)).tolist()]
     assert got == want
@@ -110,7 +110,7 @@ def test_normal_has_variance_one():
 
 def test_normal_is_symmetric():
     values = stream.normal(3, "q", (SAMPLES,))
-    # Both have expectation 0; E x^6 < 15, the normal distribution's.
+    # Both have expectation 0; E x^6 < 15, the value of the normal distribution.
     assert abs((values**3).mean()) < SPREADS * math.sqrt(15 / SAMPLES)
     assert abs(values.sign().mean()) < SPREADS / math.sqrt(SAMPLES)
 

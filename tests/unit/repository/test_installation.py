@@ -1,4 +1,4 @@
-"""One import name, from a wheel, an editable installation and a checkout: one object a module."""
+"""A wheel, an editable installation and a checkout import each module once, by one name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# Imports each module by its name, and prints which files were imported by two names, which names
-# of folders are taken, and where the suite is.
+# Imports each module by its name. Prints the files that were imported by two names, the names of
+# folders that can be imported, and the place of the suite.
 IMPORTS = """
 import importlib, os, pkgutil, sys
 import fa_verify
@@ -33,7 +33,7 @@ print(fa_verify.__file__)
 
 
 def said_in(folder: Path, *path: Path) -> list[str]:
-    """What the imports print in a process of their own, started in ``folder``."""
+    """The output of the imports in a process started in ``folder``."""
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
     done = subprocess.run(

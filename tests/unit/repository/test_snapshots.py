@@ -1,4 +1,4 @@
-"""Snapshots: what counts as a difference, and what normalised code no longer shows."""
+"""Snapshots: differences between two of them, and normalisation of code."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_names_and_places_do_not_count(old, new):
         ("    tt.store %x_ptr, %r#0 : !tt.ptr<f32> loc(#loc)\n", ""),
     ],
 )
-def test_what_the_code_does_counts(old, new):
+def test_effects_of_code_count(old, new):
     assert old in IR
     other = IR.replace(old, new)
     assert plain_ir(other) != plain_ir(IR)
@@ -117,7 +117,7 @@ def test_claims_are_counted_without_files_and_folders():
     assert claims_of(listed) == {"test_x[1]": 2, "test_y[*.py]": 1}
 
 
-def test_what_was_renamed_is_compared_by_its_new_name():
+def test_a_renamed_entry_is_compared_by_its_new_name():
     then = {"test_x[1]": 2, "test_x[2]": 1, "test_xy": 1, "test_z[2]": 3}
     found = renamed(then, "test_x -> test_z\ntest_xy -> test_y\n")
     assert found == {"test_z[1]": 2, "test_z[2]": 4, "test_y": 1}

@@ -1,4 +1,4 @@
-"""The table of speeds: the numbers of each row, ratios of what was measured, reasons else."""
+"""The table of speeds: numbers, ratios, and reasons for missing numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("ours", "ours, one pass", "cuDNN", "FlexAttention", "SDPA flash")
 
 
 def row(name, ms, rate=100):
-    """One of a forward; ``ms`` may be a reason."""
+    """A row for a forward pass; ``ms`` may be a reason."""
     measured = isinstance(ms, float)
     return {
         "problem": "1x64x2x32", "causal": True, "pass": "forward", "name": name, "median_ms": ms,
@@ -33,7 +33,7 @@ def row(name, ms, rate=100):
 
 
 def cells(*rows):
-    """Of the last line, without blanks."""
+    """The cells of the last line, stripped."""
     line = table(rows, NAMES)[-1]
     return [cell.strip() for cell in line.strip("|").split("|")]
 

@@ -1,4 +1,4 @@
-"""The project's own rules: who imports whom, what a module exports, where tolerances come from."""
+"""The project's rules of structure: imports, exports, names, tolerances, allocations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-# Folders that fa_verify has under a name of its own, behind a link.
+# Folders that fa_verify links to, and the names under which they are imported.
 LINKED = {
     "oracles": "fa_verify.oracles",
     "properties": "fa_verify.properties",
@@ -19,7 +19,7 @@ LINKED = {
     "tests/conformance": "fa_verify.conformance",
     "tests/subjects": "fa_verify.subjects",
 }
-# What each folder may import of others; a folder stands for all below it that has no line.
+# Folders that each folder may import; subfolders without a line belong to their parent.
 ORACLES = ("oracles", "oracles/masks", "oracles/reference", "oracles/bounds")
 PROPERTIES = tuple(
     f"properties/{name}"
@@ -80,7 +80,7 @@ ARROWS = {
     "simulator/interpreter": (),
     "simulator/gluon": (),
     "fa_verify/diagnosis": (*ORACLES, *PROPERTIES),
-    # Forms of a mask are compared with the tiles that kernels visit.
+    # fa_verify compares the forms of a mask with the tiles that kernels visit.
     "fa_verify": (
         *ORACLES,
         *PROPERTIES,
@@ -99,10 +99,10 @@ ARROWS = {
 }
 PACKAGES = ("oracles", "properties", "simulator", "fa_kernels", "benchmarks")
 NAMES_WITHOUT_AN_IDEA = {"utils", "util", "common", "helpers", "helper", "misc"}
-# Nothing but derived bounds decides here.
+# Only derived bounds decide in these folders.
 JUDGES = ("properties", "tests/conformance")
 COMPARISONS = {"allclose", "assert_allclose", "assert_close", "isclose", "approx"}
-# Measures the strategies, on samples of a fixed size: no profile is to change them.
+# A module that measures strategies on samples of a fixed size, which profiles must not change.
 MEASURES_STRATEGIES = "tests/unit/properties/problems/sampling.py"
 
 
@@ -118,7 +118,7 @@ def modules(*folders: str) -> list[str]:
 
 @cache
 def module_names() -> dict[str, str]:
-    """Paths of modules by the names that they are imported under."""
+    """Paths of modules by their import names."""
     names = {}
     for path in modules("fa_kernels", *LINKED, "fa_verify", "tests", "benchmarks"):
         name = path.removesuffix(".py").removesuffix("/__init__")
@@ -143,12 +143,12 @@ def parsed(path: str) -> ast.Module:
 
 
 def is_a_docstring(tree: ast.Module) -> bool:
-    """Whether the module says what its package is, and holds nothing."""
+    """Whether the module is empty except for a docstring."""
     return len(tree.body) <= 1 and all(isinstance(node, ast.Expr) for node in tree.body)
 
 
 def imported(path: str) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, wherever it stands, also by name; not those for types."""
+    """(line, module) of every import, also in functions and by name, except under TYPE_CHECKING."""
     tree = parsed(path)
     for_types = {
         id(inner)
@@ -181,7 +181,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def exported(tree: ast.Module) -> list[str] | None:
-    """The module's ``__all__``, None where there is none."""
+    """The module's ``__all__``, or None."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and [name_of(x) for x in node.targets] == ["__all__"]:
             return ast.literal_eval(node.value)
@@ -189,7 +189,7 @@ def exported(tree: ast.Module) -> list[str] | None:
 
 
 def bound(tree: ast.Module) -> set[str]:
-    """The names that a module's top level binds, those for type checkers alone included."""
+    """The names that a module's top level binds, including those under TYPE_CHECKING."""
     names: set[str] = set()
     typing = [x for node in tree.body if isinstance(node, ast.If) for x in node.body]
     for node in [*tree.body, *typing]:
@@ -206,7 +206,7 @@ def bound(tree: ast.Module) -> set[str]:
 
 
 def tabled(tree: ast.Module, names: list[str]) -> set[str]:
-    """What stands in the tables among ``names``: it is reached there, under the table's key."""
+    """Names in the exported tables, which are reached by a key of the table."""
     found: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -219,7 +219,7 @@ def tabled(tree: ast.Module, names: list[str]) -> set[str]:
 def public_definitions(tree: ast.Module) -> set[str]:
     """The functions and classes of the top level without a leading underscore.
 
-    ``main`` is left out: it is what ``python -m`` runs, not what anybody imports.
+    ``main`` is left out, because ``python -m`` runs it and nothing imports it.
     """
     definitions = (x for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef))
     return {x.name for x in definitions if not x.name.startswith("_") and x.name != "main"}
@@ -241,7 +241,7 @@ def test_imports_follow_the_arrows(folder):
 
 
 def test_imports_have_no_cycles():
-    """Imports inside functions count; those for type checkers alone do not."""
+    """Imports inside functions count; imports under TYPE_CHECKING do not."""
     edges = {
         path: {module_names()[name] for _, name in imported(path) if name in module_names()}
         for path in module_names().values()
@@ -311,7 +311,7 @@ def test_a_module_exports_its_public_definitions_and_nothing_that_it_lacks(path)
 
 
 @pytest.mark.parametrize("folder", ARROWS)
-def test_no_module_is_named_for_no_idea(folder):
+def test_no_module_has_a_name_without_meaning(folder):
     assert [x for x in modules(folder) if Path(x).stem in NAMES_WITHOUT_AN_IDEA] == []
 
 
@@ -319,7 +319,7 @@ def calls(path: str) -> Iterator[ast.Call]:
     return (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
 
 
-def test_what_judges_holds_no_tolerance_of_its_own():
+def test_modules_that_judge_hold_no_tolerances():
     wrong = [
         f"{path}:{call.lineno} {name_of(call.func)}"
         for path in modules(*JUDGES)
@@ -361,7 +361,7 @@ def test_fa_kernels_allocates_in_one_place():
 
 
 def allocates(call: ast.Call) -> bool:
-    """Whether the call makes a tensor of torch that a test could want to surround or to poison."""
+    """Whether the call allocates a tensor, which a test must be able to surround or to poison."""
     name = name_of(call.func)
     if name.startswith("new_") or name.endswith("_like"):
         return True

@@ -1,4 +1,4 @@
-"""What the emulated multiprocessor refuses, says, and decides by its seed."""
+"""The emulated multiprocessor: refused programs, deadlock reports, and schedules by seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def barrier(name: str, count: int = 1) -> Barrier:
 
 
 def ran(*functions, seed: str = "0") -> Machine:
-    """The machine after the functions, which are given it."""
+    """A machine after it ran the functions, which take it as an argument."""
     machine = Machine(seed)
     machine.run([lambda: machine.split([lambda f=f: f(machine) for f in functions])])
     return machine
@@ -74,7 +74,7 @@ def test_what_one_partition_raises_ends_the_program_and_its_threads():
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
-def test_nobody_knows_a_tile_until_its_copy_has_come(seed):
+def test_a_tile_is_undefined_until_its_copy_completes(seed):
     tile, full, seen = np.zeros(4), barrier("tile"), []
 
     def consume(machine):
@@ -89,7 +89,7 @@ def test_nobody_knows_a_tile_until_its_copy_has_come(seed):
     assert (seen[1] == np.arange(4.0)).all()
 
 
-def test_a_copy_that_nobody_waits_for_is_refused():
+def test_a_copy_without_a_wait_is_refused():
     def leave(machine):
         for _ in range(100):
             machine.copy(np.zeros(4), np.zeros(4), 32, barrier("tile", 2))
@@ -123,7 +123,7 @@ def test_products_end_in_order_and_no_more_than_are_waited_for():
     assert [x.result for x in products[:2]] == [0, 2]
 
 
-def test_a_store_without_a_fence_is_not_seen_by_what_is_asynchronous():
+def test_an_asynchronous_read_of_a_store_without_a_fence_is_refused():
     tiles = np.zeros((2, 4))
 
     def store(machine):
@@ -171,7 +171,7 @@ def test_programs_begin_in_order_and_no_more_than_so_many_run_at_a_time():
 
         machine.run([lambda i=i: program(i) for i in range(7)], at_once=3)
         assert sorted(begun) == list(range(7))
-        # Those that are there at once may take their first turns in any order.
+        # Programs that are resident at once may take their first turns in any order.
         assert all(number - i < 3 for i, number in enumerate(begun))
         return max(most)
 
@@ -214,7 +214,7 @@ def spin(machine, memory):
 
 
 @pytest.mark.parametrize("seed", [str(seed) for seed in range(8)])
-def test_what_is_looked_at_until_it_changes_is_waited_for(seed):
+def test_a_load_in_a_loop_waits_for_a_change(seed):
     machine, memory = Machine(seed), [0]
 
     def write():
@@ -222,11 +222,11 @@ def test_what_is_looked_at_until_it_changes_is_waited_for(seed):
             machine.pause()
         memory[0] = 1
 
-    # The younger one is often the first.
+    # The later program often ends first.
     machine.run([write, lambda: spin(machine, memory)], at_once=2)
 
 
-def test_programs_that_wait_for_memory_that_nobody_writes_are_named():
+def test_programs_that_wait_for_unwritten_memory_are_named():
     said = "partition 0 of program 1 waits for memory that nobody writes"
     machine = Machine("0")
     with pytest.raises(DeadlockError, match=f"^{said}$"):

@@ -1,4 +1,4 @@
-"""The repaired interpreter computes what a GPU computes: casts, bf16, dots, undefined lanes."""
+"""The repaired interpreter computes as a GPU does: casts, bf16, dots, undefined lanes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if not INTERPRETED:
 
 
 def language() -> list[dict[str, object]]:
-    """Every namespace that a launch patches, as it is now."""
+    """The current contents of every namespace that a launch patches."""
     core = tl.core
     classes = (core.tensor, core.block_type, core.dtype, core.condition)
     spaces = (tl, core, tl.math, core.tensor_descriptor_base, *classes)
-    # Python makes an empty __annotations__ of a class when somebody looks at it.
+    # Python creates an empty __annotations__ of a class when it is read.
     return [{k: v for k, v in vars(x).items() if k != "__annotations__"} for x in spaces]
 
 
@@ -166,7 +166,7 @@ def atomic_add_kernel(Y):
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of floats, with every NaN the same."""
+    """The bits of floats, with all NaN equal."""
     patterns = x.view(BITS[x.dtype])
     return torch.where(x.isnan(), torch.full_like(patterns, -1), patterns)
 
@@ -186,7 +186,7 @@ def all_values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def magnitudes(dtype: torch.dtype) -> np.ndarray:
-    """The finite magnitudes of a 16-bit type and the one that would follow, indexed by bits."""
+    """The finite magnitudes of a 16-bit type and the next one, indexed by bits."""
     values = all_values(dtype)[: 2**15].double()
     values = values[values.isfinite()]
     return torch.cat([values, 2 * values[-1:] - values[-2:-1]]).numpy()
@@ -196,7 +196,7 @@ def hard_values(source: torch.dtype, target: torch.dtype) -> torch.Tensor:
     """Every value of ``target``, every tie, their neighbours in ``source``, and random bits."""
     grid = magnitudes(target)
     values = np.concatenate([grid, (grid[:-1] + grid[1:]) / 2])
-    with np.errstate(over="ignore"):  # past the largest float32 lies Inf
+    with np.errstate(over="ignore"):  # Inf follows the largest float32
         near = torch.from_numpy(values).to(source).numpy()
         near = np.concatenate([np.nextafter(near, -np.inf), near, np.nextafter(near, np.inf)])
     width = torch.finfo(source).bits
@@ -207,7 +207,7 @@ def hard_values(source: torch.dtype, target: torch.dtype) -> torch.Tensor:
 
 
 def rounded_by_table(x: torch.Tensor, target: torch.dtype, rounding: str) -> torch.Tensor:
-    """Rounds to a 16-bit type by searching the table of its values, so once and exactly."""
+    """Rounds once and exactly to a 16-bit type by a search in the table of its values."""
     grid = magnitudes(target)
     size = x.double().abs().numpy()
     if rounding == "rtz":
@@ -371,7 +371,7 @@ def dot(a, b, acc, precision=None):
 
 @pytest.mark.parametrize(("dtype", "largest"), [(BF16, 255), (FP16, 1000)])
 def test_16_bit_dots_have_exact_products_and_fp32_sums(dtype, largest):
-    # Integers whose products and sums stay below 2**24: any correct order of sums is exact.
+    # Products and sums of integers below 2**24 are exact in any order.
     a, b = (integers(4, name, (16, 16)) % (largest + 1) for name in "ab")
     y = dot(a.to(dtype), b.to(dtype), tl.float32)
     assert torch.equal(y.long(), a @ b + 1)
@@ -380,7 +380,7 @@ def test_16_bit_dots_have_exact_products_and_fp32_sums(dtype, largest):
 @pytest.mark.parametrize("precision", ["ieee", "tf32", "tf32x3", None])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_fp32_dots_truncate_their_operands_in_tf32_only(side, precision):
-    # Against an identity every sum has one term, so the operand can be read off the result.
+    # With the identity matrix every sum has one term, so the result shows the operand.
     x = (integers(5, "x", (16, 16)) & 0x7FFFFF).double() * 2.0**-23 * 64 + 64
     x, one = x.to(FP32), torch.eye(16)
     y = dot(x, one, tl.float32, precision) if side == "left" else dot(one, x, tl.float32, precision)
@@ -508,7 +508,7 @@ def test_the_header_line_says_whether_the_repair_is_on(monkeypatch):
 
 def test_no_call_below_a_launch_maps_memory_for_its_frame():
     def faults(depth):
-        """Page faults of many calls, so many frames further down."""
+        """Page faults of many calls at a stack depth of ``depth`` more frames."""
         if depth:
             return faults(depth - 1)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -516,7 +516,7 @@ def test_no_call_below_a_launch_maps_memory_for_its_frame():
             leaf()
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    # The end of a chunk of frames lies at one of these depths.
+    # At one of these depths a call crosses the end of a chunk of frames.
     assert max(launches.with_room(faults)(depth) for depth in range(300)) < CALLS
 
 
@@ -524,4 +524,4 @@ CALLS = 200
 
 
 def leaf():
-    """A frame, no more."""
+    """A call that only adds a frame."""

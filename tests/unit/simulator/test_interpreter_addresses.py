@@ -1,4 +1,4 @@
-"""Addresses in the interpreter: those of the launch's tensors and no others."""
+"""The interpreter allows addresses within the launch's tensors and no others."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_at(address_ptr):
 
 
 def refused(run) -> str:
-    """What the kernel is refused with."""
+    """The message of the error that a kernel raises."""
     with pytest.raises(Exception, match="OutOfBounds") as info:
         run()
     assert isinstance(info.value.__cause__, OutOfBoundsError)
@@ -68,7 +68,7 @@ def test_every_element_of_a_tensor_can_be_read_and_written():
 def test_a_read_past_the_end_names_the_tensor_and_how_far():
     x = torch.zeros(20)
     said = refused(lambda: copy[(1,)](x, torch.zeros(40), 0, 22, 32))
-    # The other tensor may lie anywhere near.
+    # Another tensor may be nearby in memory.
     assert said.startswith("reads 2 of 22 elements outside of the tensors of its launch")
     said = refused(lambda: load_all[(1,)](x, 32))
     assert said.endswith("the first 0 bytes past the end of x_ptr, shape (20,)")

@@ -1,4 +1,4 @@
-"""Packed sequences by one call, and by a call for each: the same bits."""
+"""Runs packed sequences in one call and in a call for each, to compare the bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fa_kernels import flash_attention, flash_attention_varlen
 
 __all__ = ["WILD", "assert_equal_bits", "in_a_row", "one_by_one"]
 
-# Offsets on the device that nobody should give: of 62 rows and 83 keys.
+# Invalid offsets on the device, for 62 rows and 83 keys.
 WILD = {
     "past the end": ((0, 17, 200), (0, 21, 300)),
     "negative": ((-5, 17, 62), (-9, 21, 83)),
@@ -42,7 +42,7 @@ def one_by_one(
     masks=None,
     **options: object,
 ) -> list[torch.Tensor]:
-    """The same of ``flash_attention``, sequence after sequence; elsewhere 0 and -inf."""
+    """The same outputs by a ``flash_attention`` for each sequence; 0 and -inf in other rows."""
     q, k, v, dout = inputs
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
     found = [torch.zeros_like(dout), lse, *map(torch.zeros_like, (q, k, v))]
@@ -64,7 +64,7 @@ def one_by_one(
 
 
 def assert_equal_bits(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
-    """Of out, lse, dq, dk, dv, the second ones in whatever dtype."""
+    """Compares out, lse, dq, dk and dv; ``want`` is cast to the dtypes of ``got``."""
     for name, x, y in zip(_NAMES, got, want, strict=True):
         assert x.shape == y.shape, name
         assert torch.equal(x, y.to(x.dtype)), name

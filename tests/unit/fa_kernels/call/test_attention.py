@@ -1,4 +1,4 @@
-"""flash_attention as a call: sizes of 0, autograd, lengths, defaults, dtypes, memory."""
+"""The public call flash_attention: sizes of 0, autograd, lengths, defaults, dtypes, memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 def drawn(device: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Inputs:
-    """Normal values of the sizes above, but for those given."""
+    """Normal values, in the default sizes unless given."""
     size = {"B": B, "H": H, "Hk": HK, "M": M, "N": N, "D": D, "Dv": DV, **sizes}
     shapes = {"q": "B H M D", "k": "B Hk N D", "v": "B Hk N Dv", "dout": "B H M Dv"}
     return Inputs(
@@ -59,7 +59,7 @@ def called(inputs: Inputs, **arguments: object) -> Outputs[torch.Tensor]:
 
 @lru_cache(maxsize=1)
 def plain(device: str) -> Outputs[torch.Tensor]:
-    """The outputs of the inputs above, without a mask."""
+    """The outputs of the default inputs, without a mask."""
     return called(drawn(device))
 
 
@@ -70,7 +70,7 @@ def same_bits(got: Outputs[torch.Tensor], want: Outputs[torch.Tensor]) -> list[s
 
 @pytest.fixture
 def allocated(monkeypatch) -> list[torch.Tensor]:
-    """What fa_kernels allocates, in order, and filled with NaN before the kernels see it."""
+    """The allocations of fa_kernels in order, filled with NaN before the kernels run."""
     made = []
     empty = allocation.empty
 
@@ -149,7 +149,7 @@ def test_a_gradient_of_lse_may_have_any_strides(shape, device):
     assert all(map(torch.equal, *found))
 
 
-def test_a_gradient_of_lse_is_ignored_where_a_row_sees_nothing(device):
+def test_a_gradient_of_lse_is_ignored_for_rows_without_a_visible_key(device):
     inputs, found = drawn(device), []
     for value in (1.0, math.nan):
         dlse = torch.ones(B, H, M, device=device)
@@ -173,7 +173,7 @@ def test_a_second_derivative_is_refused(power, device):
     q, k, v, _ = drawn(device)
     out = flash_attention(q.requires_grad_(), k, v, config=CONFIG)
     (dq,) = torch.autograd.grad((out**power).sum(), q, create_graph=True)
-    # A penalty on the gradient beside another term: not to be dropped.
+    # A gradient penalty beside another loss term must not be dropped silently.
     loss = q.sum() + dq.square().sum()
     with pytest.raises(NotImplementedError, match=r"^flash_attention is differentiated twice;"):
         loss.backward()
@@ -197,7 +197,7 @@ def test_any_of_q_k_v_can_be_differentiated_without_the_others(wanted, device):
 
 
 @pytest.mark.parametrize("wanted", [*SUBSETS, ("q", "k", "v")], ids="".join)
-def test_the_backward_computes_what_is_needed_alone(wanted, device, monkeypatch, allocated):
+def test_the_backward_computes_only_needed_gradients(wanted, device, monkeypatch, allocated):
     ran = []
     for name in ("dq", "dkdv"):
         kernel = getattr(portable, f"{name}_kernel")
@@ -209,13 +209,13 @@ def test_the_backward_computes_what_is_needed_alone(wanted, device, monkeypatch,
     out.backward(inputs.dout)
     of_keys = "k" in wanted or "v" in wanted
     assert ran == ["dkdv"] * of_keys + ["dq"] * ("q" in wanted)
-    # Beside two numbers a row, and what has no elements.
+    # Without the two numbers per row and tensors without elements.
     made = [x for x in allocated if x.numel()]
     assert len(made) == 2 + 2 * of_keys + ("q" in wanted)
 
 
 class Recorded:
-    """A kernel that writes down that it was launched."""
+    """A kernel that records its launches."""
 
     def __init__(self, kernel, name, ran):
         self.kernel, self.name, self.ran = kernel, name, ran
@@ -232,7 +232,7 @@ def test_without_a_graph_only_the_forward_runs(device, allocated):
     assert len(allocated) == 2
 
 
-def test_an_expanded_gradient_gives_what_a_stored_one_gives(device):
+def test_an_expanded_dout_equals_a_contiguous_one(device):
     inputs = drawn(device)
     want = called(inputs._replace(dout=torch.ones_like(inputs.dout)))
     leaves = [x.requires_grad_() for x in inputs[:3]]
@@ -251,7 +251,7 @@ def test_lengths_changed_before_the_backward_are_refused(device):
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values, heads innermost but for the columns, as a projection stores them."""
+    """The same values in the layout (B, M, H, D) of a projection's output."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -281,7 +281,7 @@ LENGTHS = [((17, 5), (3, 21)), ((0, 16), (21, 0))]
 
 
 @pytest.mark.parametrize(("rows", "keys"), LENGTHS)
-def test_lengths_in_a_tensor_are_those_in_a_sequence(rows, keys, device):
+def test_lengths_in_a_tensor_equal_lengths_in_a_sequence(rows, keys, device):
     inputs = drawn(device)
     want = called(inputs, causal=True, seqlens_q=rows, seqlens_k=keys)
     tensors = [torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, keys)]
@@ -298,7 +298,7 @@ CLAMPED = [
 
 
 @pytest.mark.parametrize(("given", "meant"), CLAMPED)
-def test_lengths_in_a_tensor_are_clamped_to_what_exists(given, meant, device):
+def test_lengths_in_a_tensor_are_clamped_to_the_tensors(given, meant, device):
     inputs = drawn(device)
     tensors = {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in given.items()}
     got, want = (called(inputs, causal=True, **lengths) for lengths in (tensors, meant))
@@ -340,7 +340,7 @@ MASKS = [
 
 
 @pytest.mark.parametrize(("mask", "arguments"), MASKS)
-def test_a_mask_object_is_the_keyword_arguments(mask, arguments, device):
+def test_a_mask_object_equals_its_keyword_arguments(mask, arguments, device):
     inputs = drawn(device)
     assert same_bits(called(inputs, mask=mask), called(inputs, **arguments)) == list(OUTPUTS)
 
@@ -351,7 +351,7 @@ def test_every_named_config_is_within_the_bound(config, device):
     mask, sm_scale = Mask(causal=True, window_left=40), D**-0.5
     got = called(inputs, mask=mask, config=config)
     want = attention(*inputs, mask=mask, sm_scale=sm_scale)
-    # TF32 only where the name says so.
+    # Only configurations named for it use TF32.
     dots, splits = "tf32" if "tf32" in config else "ieee", CONFIGS[config].splits or 1
     numerics = Numerics(dots=dots, splits=splits)
     judged = judge(*inputs, mask=mask, sm_scale=sm_scale, in_dtype="fp32", numerics=numerics)
@@ -379,11 +379,11 @@ def test_memory_is_that_of_the_outputs_and_three_numbers_a_row(dtype, device, al
     called(inputs, causal=True)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v, dout = (x.shape for x in inputs)
-    # lse as it is returned; lse2 and delta in whole tiles of rows.
+    # lse has M rows; lse2 and delta have whole tiles of rows.
     scratch = torch.Size((*q[:2], -(-q[2] // ROW_PADDING) * ROW_PADDING))
     rows = [(q[:3], wide), (scratch, wide), (scratch, wide)]
     want = [(dout, dtype), *rows, (q, dtype), (k, dtype), (v, dtype)]
-    # In the place of the gradient of a bias stands a tensor without elements.
+    # A tensor without elements replaces the gradient of a bias.
     found = [(x.shape, x.dtype) for x in allocated if x.numel()]
     assert sorted(found, key=str) == sorted(want, key=str)
 

@@ -1,4 +1,4 @@
-"""flash_attention under torch.compile: in one graph, the same bits, compiled once for all sizes."""
+"""flash_attention under torch.compile: one graph, the bits of eager, no recompilation by size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from fa_kernels import Config, Tile, flash_attention, flash_attention_varlen
 
 CONFIG = "16x16"
-# M, N: in one tile and in several.
+# (M, N) of one tile and of several tiles.
 SIZES = [(17, 21), (33, 5), (9, 40)]
 
 
@@ -76,7 +76,7 @@ def test_a_compiled_call_has_the_bits_of_an_eager_one(arguments, dynamic, device
     assert counter.frame_count == 1
 
 
-# Of tensors of 17 rows and of 21.
+# Offsets for tensors of 17 rows and of 21.
 PACKED = {
     "ints": {"cu_seqlens_q": (0, 5, 5, 16), "cu_seqlens_k": (0, 9, 12, 21)},
     "tensors": {
@@ -160,7 +160,7 @@ def test_other_lengths_are_not_compiled_again(name, device):
     for M, N in SIZES:
         given = ARGUMENTS[name]
         if name == "ints":
-            # Other ones, too.
+            # Other lengths in a tensor.
             given = {"seqlens_q": (M, M - 3), "seqlens_k": (N, N - 2)}
         leaves = drawn(device, M, N)
         assert_same(answers(call, leaves, **given), answers(flash_attention, leaves, **given))
@@ -220,7 +220,7 @@ def test_a_call_between_other_code_is_in_its_graph(device):
     assert counter.frame_count == 1
 
 
-# What inductor imports.
+# Warnings of modules that inductor imports.
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a compiler")
 def test_the_default_compiler_takes_a_call(device):
     leaves = drawn(device)
@@ -233,7 +233,7 @@ def test_a_wrong_argument_is_refused_in_its_own_words(device):
     q, k, v = (x.detach() for x in drawn(device))
     with pytest.raises(Exception, match="sm_scale is -1; needs to be finite and > 0"):
         compiled()[0](q, k, v, sm_scale=-1)
-    # Where the graph may break, as in eager code.
+    # With graph breaks, the error is the same as in eager code.
     with pytest.raises(ValueError, match=r"^k has head_dim 7; needs that of q, 8"):
         torch.compile(flash_attention, backend="aot_eager")(q, k[..., :7], v)
 

@@ -1,4 +1,4 @@
-"""Operators are called where something listens to them, and passed by where nothing does."""
+"""Calls go through the operators if a mode or profiler is active, and bypass them otherwise."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def profiled():
         yield
 
 
-# A mode of functions is not there while autograd runs a backward.
+# A function mode is inactive while autograd runs a backward.
 @pytest.mark.parametrize(
     ("listener", "names"), [(OfOperators, OURS), (OfFunctions, OURS[:1]), (profiled, OURS)]
 )
-def test_what_listens_to_operators_hears_of_them(listener, names, device, called):
+def test_modes_and_profilers_receive_the_operators(listener, names, device, called):
     inputs = drawn(device)
     want = both_passes(*inputs)
     assert called == []

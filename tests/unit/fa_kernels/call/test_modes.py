@@ -34,7 +34,7 @@ def drawn(device, *dtypes):
 
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_autocast_casts_what_it_casts_for_attention_of_torch(given, low, device):
+def test_autocast_casts_as_it_does_for_torchs_sdpa(given, low, device):
     leaves = drawn(device, given, torch.float32, given)
     with torch.autocast(device, dtype=low):
         out, lse = flash_attention(*leaves, return_lse=True, config=CONFIG)
@@ -109,7 +109,7 @@ def block(q, k, v):
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """How often the forward kernel was launched."""
+    """A list with an entry for each launch of the forward kernel."""
     kernel, launched = portable.forward_kernel, []
 
     class Counted:
@@ -136,7 +136,7 @@ def test_checkpointing_has_the_same_bits(use_reentrant, device, forwards):
     assert all(map(torch.equal, *found))
 
 
-def test_selective_checkpointing_can_keep_what_the_operator_returns(device, forwards):
+def test_selective_checkpointing_can_save_the_operators_outputs(device, forwards):
     def policy(_ctx, op, *args, **kwargs):
         of_ours = op is operators.forward
         return CheckpointPolicy.MUST_SAVE if of_ours else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""deterministic=False: what it launches, what it shares with two passes, and where dq is summed."""
+"""deterministic=False: its launches, its equality with two passes, and the sums of dq."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gradients(inputs: list[torch.Tensor], backward: str, **arguments: object):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_dk_and_dv_are_those_of_two_passes_and_dq_is_within_its_bound(device, mask, dtype):
+def test_one_pass_has_the_dk_and_dv_of_two_passes_and_dq_within_its_bound(device, mask, dtype):
     inputs = drawn(device, dtype)
     one, two = (gradients(inputs, way, mask=mask) for way in ("one_pass", "two_pass"))
     assert torch.equal(one[1], two[1])
@@ -68,7 +68,7 @@ def test_dk_and_dv_are_those_of_two_passes_and_dq_is_within_its_bound(device, ma
     assert float(ratios(one[0], want, bound).amax()) <= 1
 
 
-def test_sums_start_at_0_whatever_is_in_memory_however_often(device, monkeypatch):
+def test_sums_of_dq_start_at_0_in_every_call(device, monkeypatch):
     q, k, v, dout = drawn(device, torch.float64)
     call = {"mask": Mask(), "sm_scale": D**-0.5}
     want = attention(q, k, v, dout, **call).dq
@@ -88,8 +88,8 @@ SUBSETS = [s for size in (1, 2, 3) for s in itertools.combinations("qkv", size)]
 
 
 @pytest.mark.parametrize("wanted", SUBSETS, ids="".join)
-def test_one_pass_is_made_where_it_makes_all_that_is_needed(wanted, device, monkeypatch):
-    """dq alone takes 3 products, and dk with dv 4."""
+def test_one_pass_runs_only_if_dk_or_dv_is_needed(wanted, device, monkeypatch):
+    """A gradient of q alone takes 3 products in its own kernel; dk and dv alone take 4."""
     ran = []
     for name in ("dq", "dkdv"):
         kernel = getattr(portable, f"{name}_kernel")
@@ -112,7 +112,7 @@ def test_one_pass_is_made_where_it_makes_all_that_is_needed(wanted, device, monk
 
 
 class Recorded:
-    """A kernel that writes down its launches, and whether they were to make dq too."""
+    """A kernel that records its launches and whether they compute dq too."""
 
     def __init__(self, kernel, name, ran):
         self.kernel, self.name, self.ran = kernel, name, ran
@@ -139,14 +139,14 @@ def test_one_pass_has_a_tile_of_its_own(device):
     assert (one.config.dkdv, one.one_pass) == (Tile(64, 16), True)
 
 
-# The second one runs in Hopper's own kernels, where there are any.
+# The second case runs Hopper's kernels on a Hopper GPU.
 @pytest.mark.parametrize(("columns", "of_values"), [(256, 16), (128, 64)])
 def test_rows_of_dq_past_2_to_the_31_elements_are_summed_where_they_lie(device, columns, of_values):
     if device == "cpu":
         pytest.skip("needs sums of 8 GiB")
     if torch.cuda.mem_get_info()[0] < GIB_OF_FAR_ROWS * 2**30:
         pytest.skip(f"needs {GIB_OF_FAR_ROWS} GiB of free GPU memory")
-    # All rows are the same, and each gets one addition: so are the rows of dq.
+    # All rows are equal and each gets one addition, so the rows of dq are equal.
     rows = 2**31 // columns + 64
     q, k = (normal(0, name, (1, 1, 1, columns)).half().to(device) for name in "qk")
     v, dout = (normal(0, name, (1, 1, 1, of_values)).half().to(device) for name in ("v", "dout"))

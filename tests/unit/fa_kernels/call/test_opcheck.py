@@ -15,7 +15,7 @@ from tests.unit.fa_kernels.call.test_operators import drawn, request, stored, su
 
 
 def opcheck(tensors, **arguments):
-    """The forward with its derivative, then the backward, which has none."""
+    """Runs opcheck on the forward with its derivative, and on the backward without one."""
     q, k, v, dout = tensors
     asked = request(tensors, **arguments)
     torch.library.opcheck(operators.forward, (q, k, v, *asked))

@@ -1,4 +1,4 @@
-"""The operators that flash_attention is to PyTorch: fakes, derivatives, copies."""
+"""The PyTorch operators of flash_attention: fakes, derivatives, copies of the package."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SHAPES = {"q": "B H M D", "k": "B Hk N D", "v": "B Hk N Dv", "dout": "B H M Dv"}
 CONFIG = "16x16"
 SUBSETS = [x for size in (1, 2, 3) for x in itertools.combinations("qkv", size)]
 subsets = pytest.mark.parametrize("wanted", SUBSETS, ids="".join)
-# Each tensor in the same layout, and each in one of its own.
+# The same layout for all tensors, and a different layout for each.
 STORED = {**{x: (x,) * 4 for x in LAYOUTS}, "mixed": ("bshd", "padded", "transposed", "strided")}
 stored = pytest.mark.parametrize("layouts", STORED.values(), ids=STORED)
 
 
 def drawn(device, dtype=torch.float32, layouts=STORED["bhsd"], **sizes):
-    """q, k, v, dout; heads of q are all equal, as an expanded tensor's are."""
+    """q, k, v, dout; all heads of q are equal, so that it can be expanded."""
     made = []
     for (name, axes), layout in zip(SHAPES.items(), layouts, strict=True):
         shape = [{**SIZES, **sizes}[axis] for axis in axes.split()]
@@ -61,7 +61,7 @@ def form(x):
 
 
 def all_forms(tensors, wanted, asked):
-    """The forms of everything that the operators return."""
+    """Shape, strides, dtype and device of every tensor that the operators return."""
     q, k, v, dout = tensors
     out, lse = operators.forward(q, k, v, *asked)
     saved = (q, k, v, out, lse, dout, None)
@@ -95,7 +95,7 @@ def test_fakes_have_the_forms_of_real_gradients_that_are_needed(wanted, device):
 
 
 @subsets
-def test_what_is_not_needed_has_no_elements(wanted, device):
+def test_unneeded_gradients_have_no_elements(wanted, device):
     tensors = drawn(device, torch.float64)
     forms = all_forms(tensors, wanted, request(tensors))[2:]
     assert {x[:2] for x in forms} == {(torch.float64, tensors[0].device)}
@@ -221,7 +221,7 @@ def test_a_copy_of_the_package_has_operators_of_its_own(device, tmp_path, monkey
     assert operators.forward.name() == f"{operators.__name__.partition('.')[0]}::forward"
     q, k, v, dout = drawn(device)
     want = flash_attention(q, k, v, config=CONFIG)
-    # The original is not needed.
+    # The copy does not depend on the original.
     monkeypatch.delattr("fa_kernels.launch.portable.forward_kernel")
     monkeypatch.delattr("fa_kernels.launch.portable.dq_kernel")
     out = copy.flash_attention(q.requires_grad_(), k, v, config=CONFIG)

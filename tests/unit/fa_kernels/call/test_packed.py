@@ -1,4 +1,4 @@
-"""flash_attention_varlen: each sequence as alone, rows of none, offsets, and what is refused."""
+"""flash_attention_varlen: equality with separate calls, rows of no sequence, offsets, errors."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def with_lengths(mask: Mask) -> Mask:
 @pytest.mark.parametrize("config", ["16x32", "32x16-split7"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_each_sequence_has_the_bits_that_it_has_alone(device, mask, config):
-    """The mask of one sequence is that of a batch of one, so its predicate is compiled once."""
+    """A sequence's mask is that of a batch of one, so that its predicate is compiled once."""
     inputs = drawn(device)
     got = in_a_row(inputs, mask=with_lengths(mask), config=config)
     assert_equal_bits(got, one_by_one(inputs, with_lengths(mask), config=config))
 
 
 @pytest.mark.parametrize("mod", ["softcap", "alibi_slopes"])
-def test_modified_scores_are_those_of_each_sequence(device, mod):
+def test_varlen_modifies_the_scores_of_each_sequence(device, mod):
     if device != "cpu":
         pytest.skip("kernels that are compiled apart may differ in the last bits of tanh")
     inputs = drawn(device)
@@ -75,23 +75,23 @@ def test_modified_scores_are_those_of_each_sequence(device, mod):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_so_it_has_in_every_dtype(device, dtype):
+def test_varlen_equals_separate_calls_bitwise_in_every_dtype(device, dtype):
     inputs = drawn(device, dtype)
     options = {"causal": True, "config": "16x16"}
     assert_equal_bits(in_a_row(inputs, **options), one_by_one(inputs, **options))
 
 
-def test_in_one_pass_all_but_dq_has_the_same_bits(device):
+def test_varlen_in_one_pass_equals_separate_calls_bitwise_but_for_dq(device):
     inputs = drawn(device)
     got, want = (x(inputs, causal=True, deterministic=False) for x in (in_a_row, one_by_one))
     if device == "cuda":
-        # A sum in an order of chance; the conformance tests hold it to the bound.
+        # Atomics sum in a random order; the conformance tests compare dq with its bound.
         got[2] = want[2] = got[2] * 0
     assert_equal_bits(got, want)
 
 
 @pytest.mark.parametrize("most", [None, 34, 40, 10**6], ids=str)
-def test_offsets_on_the_device_are_those_of_ints(device, most):
+def test_offsets_on_the_device_equal_offsets_as_ints(device, most):
     inputs = drawn(device)
     want = in_a_row(inputs, causal=True)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (CU_Q, CU_K))
@@ -160,7 +160,7 @@ def test_a_loss_on_lse_reaches_its_own_sequence(device):
 
 @pytest.mark.parametrize(("cu_q", "cu_k"), WILD.values(), ids=WILD)
 def test_wild_offsets_on_the_device_reach_nothing_outside(device, cu_q, cu_k):
-    """Each place is clamped to the tensor, each length to what is left of it, or to the longest."""
+    """Offsets are clamped to the tensor, and lengths to the rest of it or to the longest."""
     inputs = [x.nan_to_num(1) for x in drawn(device)]
     around = [torch.full((x.shape[0] + 600, *x.shape[1:]), torch.nan).to(x) for x in inputs]
     for wide, x in zip(around, inputs, strict=True):
@@ -176,13 +176,13 @@ def test_wild_offsets_on_the_device_reach_nothing_outside(device, cu_q, cu_k):
 def test_a_short_sequence_behind_a_long_one_has_scratch_of_its_own_alone(device):
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(x, 1, 16, generator=generator).half().to(device) for x in (601, 2))
-    # Whole numbers, whose sums are exact in any order.
+    # Sums of integers are exact in any order.
     v = torch.randint(-4, 5, (2, 1, 16), generator=generator).half().to(device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = flash_attention_varlen(
         *leaves, cu_seqlens_q=(0, 600, 601), cu_seqlens_k=(0, 1, 2), deterministic=False
     )
-    # Each row sees one key: its p is 1, whatever q is.
+    # Each row sees one key, so its p is 1 for any q.
     assert torch.equal(out, torch.cat([v[:1].expand(600, 1, 16), v[1:]]))
     dq, dk, dv = torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert not dq.any()
@@ -212,7 +212,7 @@ def test_offsets_that_were_changed_before_the_backward_are_refused(device):
         torch.autograd.grad(out, q, dout)
 
 
-def test_nothing_waits_for_offsets_on_the_device(device):
+def test_offsets_on_the_device_cause_no_synchronisation(device):
     if device == "cpu":
         pytest.skip("a CPU has nothing to wait for")
     inputs = drawn(device)
@@ -220,7 +220,7 @@ def test_nothing_waits_for_offsets_on_the_device(device):
     options = {"cu_q": cu_q, "cu_k": cu_k, "causal": True}
     in_a_row(inputs, **options)
     try:
-        with warnings.catch_warnings(action="ignore"):  # it is a prototype
+        with warnings.catch_warnings(action="ignore"):  # PyTorch calls the mode a prototype
             torch.cuda.set_sync_debug_mode("error")
         in_a_row(inputs, **options)
     finally:

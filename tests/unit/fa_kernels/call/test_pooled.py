@@ -1,4 +1,4 @@
-"""flash_attention with ``pool``: the definition, every size, arguments, what compiles it."""
+"""Pooled attention probabilities: definition, sizes, arguments, compilation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPES["fp64"] = torch.float64
 WINDOW = Mask(window_left=9, window_right=3, seqlens_q=(20, 12), seqlens_k=(37, 20))
 MASKS = {"window": WINDOW, "prefix": PrefixLM(prefix=5)}
-# One pair; primes; a tile; between tiles; several tiles; more than there is.
+# One pair; primes; a tile; between tiles; several tiles; more than the sequences have.
 SIZES = ((7, 3), (1, 1), (16, 16), (17, 9), (15, 33), (20, 1), (3, 2), (2**40, 10**6))
 
 
@@ -59,7 +59,7 @@ def worst_ratio(got, inputs, dtype, pool, size, mask):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Whatever fa_kernels allocates holds NaN before the kernels see it."""
+    """Fills the allocations of fa_kernels with NaN before the kernels run."""
     empty = allocation.empty
 
     def filled(*args, **kwargs):
@@ -69,8 +69,8 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(allocation, "empty", filled)
 
 
-def test_blocks_of_equal_scores_hold_what_one_counts_by_hand(device):
-    # Row m sees m + 1 keys alike.
+def test_blocks_of_equal_scores_match_a_count_by_hand(device):
+    # Row m sees m + 1 keys with equal scores.
     q, k, v = (torch.zeros(1, 1, 4, 8, dtype=torch.float64, device=device) for _ in range(3))
     third, quarter = 1 / 3, 1 / 4
     for pool, want in (
@@ -131,7 +131,7 @@ def test_a_block_is_never_larger_than_the_sequence_to_the_kernel(size, device, m
 @pytest.mark.parametrize(
     "mask", [Mask(window_left=3, causal=True), Mask(window_left=2, window_right=25)]
 )
-def test_the_tiles_that_a_window_leaves_are_all_that_matter(mask, size, config, device, poisoned):
+def test_only_tiles_within_the_window_matter(mask, size, config, device, poisoned):
     inputs = drawn(device, M=40, N=70)
     got = pooled_of(inputs, "mean", size, mask=mask, config=config)
     assert worst_ratio(got, inputs, "fp64", "mean", size, mask) <= 1
@@ -149,7 +149,7 @@ def test_no_two_programs_write_to_one_block(size, device, monkeypatch):
 
 
 def launch_pooled_backwards(monkeypatch) -> list[int]:
-    """Has the interpreter run the last program first; how many there are, of each launch."""
+    """Makes the interpreter run the last program first; a list of the launches' program counts."""
     from triton.runtime import interpreter
 
     counts = []
@@ -172,7 +172,7 @@ def test_rows_and_blocks_past_2_to_the_31_lie_where_they_are(monkeypatch):
     heads, M, N, D = 2**11 + 1, 2**20, 1, 3
 
     def last(*bounds):
-        """``range``, but of a grid the last program."""
+        """``range``, reduced to the last program for a grid."""
         steps = builtins.range(*bounds)
         return steps[-1:] if len(steps) > heads else steps
 
@@ -205,7 +205,7 @@ def test_padding_and_hidden_keys_change_no_bit(pool, dirt, device, poisoned):
     want = pooled_of((q, k, v), pool, (6, 7), mask=mask)
     q[1, :, 12:], k[0, :, 25:], k[1, :, 20:] = dirt, dirt, dirt
     assert torch.equal(pooled_of((q, k, v), pool, (6, 7), mask=mask), want)
-    # Of entry 1 the last row alone sees the last key.
+    # In entry 1 only the last row sees the last key.
     k[1, :, 19] = 3e38
     got = pooled_of((q, k, v), pool, (11, 7), mask=mask)[1, :, 0]
     k[1, :, 19] = 0.0
@@ -223,21 +223,21 @@ def test_strides_change_no_bit(layouts, dtype, device):
 
 
 @pytest.mark.parametrize("per_head", [True, False])
-def test_a_map_of_blocks_hides_what_its_predicate_hides(per_head, device):
+def test_a_pooled_block_mask_equals_its_predicate(per_head, device):
     inputs = drawn(device)
     mask = BlockSparse(side=16, percent=50, seed=1, per_head=per_head, window_left=12)
     blocks = mask.blocks(2, 20, 37).to(device)
-    # Strides of the map's own.
+    # The map has unusual strides.
     blocks = blocks.mT.contiguous().mT
     given = {"block_mask": blocks, "block_size": 16, "window_size": (12, None)}
     for pool in POOLS:
         got, want = (pooled_of(inputs, pool, (6, 7), **x) for x in (given, {"mask": mask}))
-        # A GPU runs other code for another predicate.
+        # On a GPU another predicate compiles to other code.
         assert torch.equal(got, want) or device == "cuda"
         assert worst_ratio(got, inputs, "fp64", pool, (6, 7), mask) <= 1
 
 
-def test_a_predicate_is_asked_for_the_sizes_of_the_call(device):
+def test_a_predicate_is_evaluated_for_the_sizes_of_the_call(device):
     asked = []
 
     class Asked(PrefixLM):
@@ -245,11 +245,11 @@ def test_a_predicate_is_asked_for_the_sizes_of_the_call(device):
             asked.append(sizes[:4])
             return super().native(*sizes)
 
-    # Batch, heads, rows and keys are of four sizes.
+    # Batch, heads, rows and keys have four different sizes.
     shapes = ((3, 2, 20, 8), (3, 1, 37, 8), (3, 1, 37, 6))
     inputs = [normal(0, x, shape).to(device) for x, shape in zip("qkv", shapes, strict=True)]
     pooled_of(inputs, "mean", (6, 7), mask=Asked(prefix=5))
-    # Once for both kernels, or for each of them.
+    # The predicate is evaluated once for both kernels, or for each.
     assert set(asked) == {(3, 2, 20, 37)}
 
 
@@ -259,7 +259,7 @@ def test_the_whole_of_a_full_row_pools_to_one(device):
     assert ((got - 1).abs() <= 2**-16).all()
 
 
-def test_strides_of_lse_are_its_own(device):
+def test_lse_may_have_any_strides(device):
     inputs = drawn(device, "bf16")
     call = {"causal": True, "config": CONFIG}
     _, lse = flash_attention(*inputs, return_lse=True, **call)
@@ -310,7 +310,7 @@ def test_pooled_probabilities_are_constants(device):
         pooled.sum().backward()
 
 
-def test_under_autocast_they_are_those_of_the_cast_tensors(device):
+def test_pooled_probabilities_under_autocast_equal_those_of_the_cast_tensors(device):
     inputs = drawn(device, "fp32")
     with torch.autocast(device_type=torch.device(device).type, dtype=torch.bfloat16):
         got = pooled_of(inputs, "mean", (4, 4))

@@ -1,8 +1,8 @@
-"""Code of the kernels for Hopper as calls launch them, compiled for a GPU that need not be there.
+"""Compiles the launches of Hopper's kernels on a machine that may have no GPU.
 
-``python -m tests.unit.fa_kernels.hopper.hopper_code 128`` prints of each kernel at that head_dim,
-as JSON, how much shared memory it takes, which of its tiles and barriers others have the memory of,
-and what ptxas warns of.
+``python -m tests.unit.fa_kernels.hopper.hopper_code 128`` prints JSON for each kernel at that
+head_dim: its shared memory, the tiles and barriers that share memory with others, and the warnings
+of ptxas.
 """
 
 import io
@@ -30,11 +30,11 @@ from fa_kernels.launch import hopper, portable
 from fa_kernels.validation import arguments
 
 _HOPPER = GPUTarget("cuda", 90, 32)
-# Of PTX for it: 8.0.
+# PTX version 8.0.
 _PTX = 80
 _PROCESSORS = 132
-# In the compiler's code: a tile or barrier and what it is made of; and anything else that has
-# memory, of which Triton 3.6 says where it begins alone.
+# In the compiler's code: a tile or barrier with its shape and dtype, and any other allocation.
+# Triton 3.6 gives only the offset of the latter.
 _TILE = re.compile(
     r"%(\w+) = ttg\.local_alloc \{allocation\.offset = (\d+)\b.*?memdesc<([\dx]+)x[a-z]+(\d+),"
 )
@@ -45,7 +45,7 @@ _DTYPES = {
 
 
 def _type(x: object, annotation: object) -> str:
-    """What Triton calls the type of an argument."""
+    """Triton's name of the type of an argument."""
     if isinstance(x, torch.Tensor):
         return f"*{_DTYPES[x.dtype]}"
     if isinstance(x, int):
@@ -55,7 +55,7 @@ def _type(x: object, annotation: object) -> str:
 
 
 def _compiled(kernel, args, named):
-    """A kernel for the types of these arguments and the constants among them."""
+    """Compiles a kernel for the types of these arguments and the constants among them."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | named
     constants = {x.name for x in kernel.params if x.is_constexpr}
     signature = {
@@ -65,12 +65,12 @@ def _compiled(kernel, args, named):
     places = {(kernel.arg_names.index(name),): given[name] for name in constants}
     options = {name: x for name, x in named.items() if name not in signature}
     source = GluonASTSource(kernel, signature, constexprs=places)
-    # ptxas is verbose anyway: the option tells code with a log from the cache's code without.
+    # The option changes Triton's cache key, so that code cached without a log is not used.
     return triton.compile(source, target=_HOPPER, options=options | {"ptx_options": "-v"})
 
 
 def _keep_log(make_cubin):
-    """Has compiled code keep what ptxas says in its metadata, and so in Triton's cache."""
+    """Makes compiled code keep the log of ptxas in its metadata, and so in Triton's cache."""
 
     def make(self, src, metadata, opt, capability):
         with redirect_stdout(io.StringIO()) as said, knobs.nvidia.scope():
@@ -83,14 +83,14 @@ def _keep_log(make_cubin):
 
 
 def _warnings(log: str) -> list[str]:
-    """Those of ptxas."""
-    # It always says what a kernel uses: else the log is not the one it wrote.
+    """The warnings in a log of ptxas."""
+    # A log of ptxas always reports the registers of a kernel.
     assert re.search(r"Used \d+ registers", log), log
     return re.findall(r"\(C\d+\).*", log)
 
 
 def _placed(ttgir: str) -> str:
-    """A kernel's code once the compiler has found places in shared memory for all it needs."""
+    """A kernel's code after the compiler has allocated shared memory."""
     context = ir.context()
     ir.load_dialects(context)
     CUDABackend(_HOPPER).load_dialects(context)
@@ -114,9 +114,9 @@ def _placed(ttgir: str) -> str:
 
 
 def _shared_with_others(ttgir: str) -> list[str]:
-    """Tiles and barriers whose memory something else has too, at another time as it is thought.
+    """Tiles and barriers whose memory the compiler also gives to another allocation.
 
-    What warps are told, and what they exchange, is there for a moment, and may be in one place.
+    Messages to warps and exchanges between warps are short-lived and may share memory.
     """
     code = _placed(ttgir)
     tiles = []
@@ -124,7 +124,7 @@ def _shared_with_others(ttgir: str) -> list[str]:
         size = math.prod(map(int, shape.split("x"))) * int(bits) // 8
         tiles.append((int(start), int(start) + size, name))
     others = [(int(start), int(start) + int(size or 1), "") for start, size in _OTHER.findall(code)]
-    # What warps are told always has a place: else the text is not read as it is.
+    # Messages to warps always have an allocation; without one the pattern no longer matches.
     assert tiles
     assert others
     return [
@@ -140,7 +140,7 @@ def _leaves(*shape: int) -> list[torch.Tensor]:
 
 
 def _described(D: int) -> dict[str, dict[str, object]]:
-    """By kernel, passes of the backward, and whether sequences are packed."""
+    """The description of each kernel, by name, passes of the backward, and packing."""
     found = {}
     offsets = {"cu_seqlens_q": (0, 5, 300), "cu_seqlens_k": (0, 200, 300)}
     forms = {
@@ -162,7 +162,7 @@ def _described(D: int) -> dict[str, dict[str, object]]:
             mock.patch.object(hopper, "is_there", return_value=True),
             mock.patch.object(hopper, "processors", return_value=_PROCESSORS),
             mock.patch.object(hopper, "run", run),
-            # Those of any GPU.
+            # The portable kernels.
             mock.patch.object(portable, "run"),
         ):
             out = call(*leaves, deterministic=backward == "two_pass")

@@ -1,4 +1,4 @@
-"""Which calls run on Hopper's own instructions, and that nothing but speed follows from it."""
+"""The choice of Hopper's kernels, which must change nothing but speed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPE = (2, 4, 300, 128)
 
 
 def tensors(shape=SHAPE, dtype=torch.bfloat16, heads=None):
-    """q, k, v of normal numbers; k and v of so many heads."""
+    """Normal q, k, v; ``heads`` is the number of heads of k and v."""
     generator = torch.Generator("cuda").manual_seed(1)
     of_keys = (shape[0], heads or shape[1], *shape[2:])
     return [
@@ -46,7 +46,7 @@ def tensors(shape=SHAPE, dtype=torch.bfloat16, heads=None):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Names of the passes that run there, in order."""
+    """Names of the passes that run on Hopper's kernels, in order."""
     seen: list[str] = []
 
     def counted(name, original):
@@ -68,7 +68,7 @@ def gradients(inputs, dout, **arguments):
     return torch.autograd.grad(flash_attention(*leaves, **arguments), leaves, dout)
 
 
-def test_a_cpu_has_none():
+def test_a_cpu_does_not_run_hoppers_kernels():
     assert not hopper.is_there(torch.device("cpu"))
 
 
@@ -120,7 +120,7 @@ def test_a_part_of_gluon_that_triton_lacks_is_named(monkeypatch):
         (torch.float16, 128, 127, False),
     ],
 )
-def test_shapes_are_taken_whose_rows_can_be_copied_whole(dtype, D, Dv, taken):
+def test_hopper_takes_shapes_whose_rows_tma_can_copy(dtype, D, Dv, taken):
     assert hopper.takes_shapes(dtype, D, Dv) is taken
 
 
@@ -134,23 +134,23 @@ _WHOLE = (2, 4, 300, 64)
         # (B, N, H, D), and a part of packed q, k, v.
         (_WHOLE, (76800, 64, 256, 1), True),
         (_WHOLE, (230400, 64, 768, 1), True),
-        # What is expanded is counted by steps of 0.
+        # Expanded axes have a stride of 0.
         (_WHOLE, (0, 19200, 64, 1), True),
         (_WHOLE, (76800, 0, 64, 1), True),
         (_WHOLE, (0, 0, 0, 1), True),
-        # Transposed, one number for all, rows that begin anywhere.
+        # Transposed; a single element; rows that start at unaligned addresses.
         (_WHOLE, (76800, 19200, 1, 300), False),
         (_WHOLE, (0, 0, 0, 0), False),
         (_WHOLE, (80400, 20100, 67, 1), False),
         (_WHOLE, (76800, 19201, 64, 1), False),
         (_WHOLE, (76801, 19200, 64, 1), False),
-        # Whatever the step of what is alone.
+        # The stride of an axis of size 1 does not matter.
         ((1, 4, 300, 64), (3, 19200, 64, 1), True),
         ((2, 1, 300, 64), (19200, 5, 64, 1), True),
         ((2, 4, 1, 64), (256, 64, 7, 1), True),
     ],
 )
-def test_what_is_counted_needs_no_copy(shape, strides, counted):
+def test_strides_that_tma_supports_need_no_copy(shape, strides, counted):
     found = hopper._counted(shape, strides, 2)
     assert (found is not None) is counted
     if found is not None:
@@ -181,12 +181,12 @@ def test_query_tiles_have_all_rows_once_and_take_no_more_rounds(consumers, place
 @pytest.mark.parametrize(
     ("of", "alike", "tiles"),
     [
-        # 16 heads of 43 tiles take 6 rounds of 132; so do 49, of which 19 are narrow.
+        # 16 heads of 43 tiles take 6 rounds of 132 programs, and so do 49 tiles, 19 of them narrow.
         ((8192, 16, 3), True, (49, 19)),
         ((8192, 16, 3), False, (43, 1)),
         ((4321, 32, 2), True, (37, 6)),
         ((4096, 32, 2), False, (32, 0)),
-        # As many as there are places for.
+        # One tile for each multiprocessor.
         ((512, 1, 3), True, (4, 4)),
     ],
 )
@@ -195,7 +195,7 @@ def test_tiles_that_take_as_long_fill_the_last_round(of, alike, tiles):
 
 
 def rounds(tiles, places):
-    """How long so many tiles take on so many places, where one takes 1 and is shared or not."""
+    """The makespan of tiles of unit time on ``places`` multiprocessors, with shared tiles."""
     each, shares = hopper.tile_shares(tiles, places)
     free = [0.0] * places
     for program in range(tiles + each * (shares - 1)):
@@ -208,7 +208,7 @@ def rounds(tiles, places):
 def test_tiles_that_are_shared_take_little_more_than_their_share_of_places(places):
     for tiles in [*range(1, 3 * places, 7), 8 * places - 1, 8 * places + 1]:
         each, shares = hopper.tile_shares(tiles, places)
-        # Somebody is left who waits for nobody, whatever comes first.
+        # In any order of programs, at least one running program waits for none.
         assert each * (shares - 1) < min(places, tiles + 1)
         least = tiles / places
         took = rounds(tiles, places)
@@ -220,7 +220,7 @@ def test_tiles_that_are_shared_take_little_more_than_their_share_of_places(place
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_a_config_refuses_what_is_no_bool(value):
+def test_a_config_refuses_values_that_are_not_bool(value):
     with pytest.raises(TypeError, match=f"hopper is {value!r}; needs a bool"):
         Config(hopper=value)
 
@@ -234,7 +234,7 @@ def test_a_configuration_with_a_tile_of_its_own_is_portable(kernel):
 
 
 @on_hopper
-def test_what_it_takes_runs_there_and_nothing_else_does(launches):
+def test_only_supported_forwards_run_on_hoppers_kernels(launches):
     q, k, v = tensors()
     slopes = torch.ones(4, device="cuda")
     flash_attention(q, k, v)
@@ -261,7 +261,7 @@ def test_what_it_takes_runs_there_and_nothing_else_does(launches):
 
 @on_hopper
 @pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
-def test_backwards_that_it_takes_run_there_and_no_others_do(backward, launches):
+def test_only_supported_backwards_run_on_hoppers_kernels(backward, launches):
     q, k, v = tensors()
     passes = ["backward"] if backward == "one_pass" else ["backward", "dq"]
     gradients((q, k, v), q, deterministic=backward == "two_pass")
@@ -305,7 +305,7 @@ def test_two_head_dims_are_right_and_nothing_else_is_written(config, D, Dv):
 
 
 @on_hopper
-def test_what_is_expanded_is_not_copied(launches, monkeypatch):
+def test_expanded_tensors_are_not_copied(launches, monkeypatch):
     q, k, v = tensors((2, 4, 200, 64))
     expanded = [k[:, :1].expand_as(k), v[:1].expand_as(v)]
     wanted = flash_attention(q, *(x.contiguous() for x in expanded), causal=True)
@@ -353,7 +353,7 @@ def test_programs_that_take_turns_have_the_bits_of_those_that_do_not(D, monkeypa
 
 
 @on_hopper
-def test_what_stands_in_padding_is_never_read_into_a_sum(launches):
+def test_padding_never_enters_a_sum(launches):
     q, k, v = tensors()
     lengths = {"seqlens_q": [300, 131], "seqlens_k": [129, 7]}
     wanted = flash_attention(q, k, v, return_lse=True, **lengths)
@@ -391,7 +391,7 @@ def test_packed_sequences_have_the_bits_that_they_have_alone(D, backward, known,
     for _ in range(5):
         got = in_a_row(inputs, cu_q, cu_k, **options)
         if backward == "one_pass":
-            # A sum in an order of chance; the conformance tests hold it to the bound.
+            # Atomics sum in a random order; the conformance tests compare dq with its bound.
             assert got[2].isfinite().all()
             got[2] = want[2]
         assert_equal_bits(got, want)
@@ -447,7 +447,7 @@ def test_tiles_that_are_shared_have_the_bits_of_those_that_are_not(D, lengths, m
     dout = tensors((2, 4, 700, D))[0]
     monkeypatch.setattr(hopper, "tile_shares", lambda *_: (1, 1))
     wanted = gradients(inputs, dout, **lengths)
-    # All programs run at once, so that who goes on has somebody to wait for.
+    # All programs run at once, so that a program that waits for a share cannot starve.
     for each, shares in ((1, 2), (8, 2), (3, 4), (2, 7)):
         monkeypatch.setattr(hopper, "tile_shares", lambda *_, found=(each, shares): found)
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels for Hopper: seen without a GPU, and decisive on one."""
+"""Compiled code of Hopper's kernels, checked without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from tests.unit.fa_kernels.launch.compiling import printed_by
 
-# Bytes of shared memory that a program of a Hopper GPU may have.
+# Bytes of shared memory of a program on a Hopper GPU.
 MOST = 227 * 1024
 KERNELS = {
     f"hopper_{kernel}{form}"
@@ -25,9 +25,9 @@ def test_products_stay_asynchronous_and_tiles_fit_and_have_their_memory_alone(D)
     found = printed_by("tests.unit.fa_kernels.hopper.hopper_code", str(D))
     assert found.keys() == KERNELS
     for name, code in found.items():
-        # ptxas says so where it serialises products, which takes half as long again.
+        # ptxas warns if it serialises products, which then take 1.5 times as long.
         assert not code["warnings"], (name, code["warnings"])
         assert code["shared"] <= MOST, (name, code["shared"])
-        # What is of no use any more, by the compiler's count, is written late nevertheless: of a
-        # barrier that nobody used the initialisation was found in what warps had been told.
+        # The compiler reuses a buffer's memory after its last use, but an asynchronous write may
+        # come later. The initialisation of an unused barrier overwrote a message to warps.
         assert not code["with_others"], (name, code["with_others"])

@@ -1,6 +1,6 @@
-"""The kernels for Hopper from their own sources, on a CPU: results, order of events, faults of it.
+"""Hopper's kernels emulated on a CPU: results, independence of the order of events, faults.
 
-What a GPU does at some moment happens here as late, or in whatever order, it may.
+The emulation delays asynchronous events, or reorders them, as far as the semantics allow.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the i
 
 GUARANTEES = ("G1", "G2", "G3", "G4", "G5")
 SEEDS = 4
-# Tiles are 64 or 128 wide, and of either head_dim or of both.
+# Tiles are 64 or 128 wide, for either head_dim or both.
 HEAD_DIMS = (64, 128, 72)
 DRAWN = 15
 
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Lets Hopper's kernels, or what edits make of them, take the place of the portable ones."""
+    """Replaces the portable kernels by Hopper's, with edits if given, in emulation."""
 
     def replace(*edits: tuple[str, str, str], **options: str) -> None:
         texts = texts_of(fa_kernels)
@@ -65,21 +65,21 @@ def test_the_sources_hold_what_all_configurations_hold(asked, emulated):
     "name", ["two head_dims, narrow keys", "two head_dims, wide values", "padded"]
 )
 @pytest.mark.parametrize("config", ["default", "default-one_pass"])
-def test_everything_is_written_and_nothing_else(name, config, emulated):
+def test_hoppers_kernels_write_every_element_and_nothing_else(name, config, emulated):
     emulated()
     report = checked(dataclasses.replace(PROBLEMS[name], config=config), guarantees=("G6",))
     assert report, str(report)
 
 
 @pytest.mark.parametrize("asked", PROBLEMS.values(), ids=PROBLEMS)
-def test_their_logic_is_right_in_float64(asked, emulated):
+def test_hoppers_kernels_have_right_logic_in_float64(asked, emulated):
     emulated(accumulator="float64")
     report = checked(dataclasses.replace(asked, dtype="fp64"), guarantees=("G1", "G2"))
     assert report, str(report)
 
 
 @pytest.mark.parametrize(("dtype", "config"), [("fp16", "default-one_pass"), ("bf16", "default")])
-def test_drawn_problems_hold(dtype, config, emulated):
+def test_drawn_problems_hold_on_hoppers_kernels(dtype, config, emulated):
     emulated()
     strategy = problems_of(
         Subject.of(flash_attention, "ours"), dtype=dtype, configs=(config,), device="cpu",
@@ -89,7 +89,7 @@ def test_drawn_problems_hold(dtype, config, emulated):
     assert report, str(report)
 
 
-def test_two_passes_have_the_dk_and_dv_of_one(emulated):
+def test_two_passes_equal_one_pass_bitwise_but_for_dq(emulated):
     emulated()
     call = {"mask": Mask(window_left=70, window_right=3), "sm_scale": 0.1}
     one, two = (results(call | {"config": f"default{x}"}) for x in ("-one_pass", ""))
@@ -103,7 +103,7 @@ def test_packed_sequences_have_the_bits_that_they_have_alone(D, backward, known,
     emulated()
     cu_q, cu_k = (0, 3, 293, 293, 363, 364), (0, 10, 310, 330, 397, 402)
     generator = torch.Generator().manual_seed(0)
-    # Behind the last sequence there are rows of none.
+    # Rows of no sequence follow the last sequence.
     sizes = ((380, 4, D), (410, 2, D), (410, 2, D), (380, 4, D))
     inputs = [torch.randn(x, generator=generator).bfloat16() for x in sizes]
     for x, end in zip(inputs, (364, 402, 402, 364), strict=True):
@@ -119,7 +119,7 @@ def test_packed_sequences_have_the_bits_that_they_have_alone(D, backward, known,
 
 
 def results(call: dict[str, object]) -> tuple[torch.Tensor, ...]:
-    """out, lse, dk, dv, and dq of two passes: those that are the same to the bit in any order."""
+    """out, lse, dk, dv, and dq of two passes: the outputs whose bits do not depend on the order."""
     generator = torch.Generator().manual_seed(0)
     call = {"sm_scale": 0.125, "mask": Mask(), **call}
     of_q, of_k = call.pop("shapes", ((2, 2, 150, 64), (2, 1, 200, 64)))
@@ -185,7 +185,7 @@ def test_no_order_of_events_changes_a_bit(config, emulated):
         assert all(map(torch.equal, results(call), want))
 
 
-# By fault: module, text, and its replacement.
+# (module, text, replacement) of each fault.
 FAULTS = {
     "queries are not waited for": (
         "forward", "        mbarrier.wait(shared.q_full.index(consumer), rounds & 1)\n", "",
@@ -389,7 +389,7 @@ SHOWN_BY = (
 
 
 def is_noticed(*edits, emulated) -> bool:
-    """Whether some order of events shows what was edited."""
+    """Whether some order of events detects an edit."""
     for seed in range(SEEDS):
         emulated(*edits, seed=str(seed))
         for asked in SHOWN_BY:
@@ -398,12 +398,12 @@ def is_noticed(*edits, emulated) -> bool:
     return False
 
 
-def test_nothing_is_noticed_where_nothing_is_wrong(emulated):
+def test_unmodified_kernels_raise_no_alarm(emulated):
     assert not is_noticed(emulated=emulated)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_what_is_not_waited_for_is_noticed(fault, emulated):
+def test_missing_waits_and_premature_releases_are_detected(fault, emulated):
     assert is_noticed(fault, emulated=emulated)
 
 
@@ -412,10 +412,10 @@ def test_what_is_not_waited_for_is_noticed(fault, emulated):
     [x for x in HARDWARE if x.mutant.name.startswith("hopper")],
     ids=lambda x: x.mutant.name,
 )
-def test_mutants_of_the_hardware_are_killed_here_too(chosen, emulated):
+def test_mutants_that_a_gpu_kills_are_killed_in_emulation(chosen, emulated):
     emulated(*((Path(x.file).stem, x.old, x.new) for x in chosen.mutant.edits))
     for step in chosen.steps:
-        # Of many heads few are enough, where few programs run at a time.
+        # The emulation runs few programs at a time, so few heads suffice.
         heads = {name: min(getattr(step.problem, name), 8) for name in ("H", "Hk")}
         asked = dataclasses.replace(step.problem, device="cpu", **heads)
         if not checked(asked, guarantees=step.checks):

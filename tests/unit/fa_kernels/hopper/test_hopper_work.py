@@ -36,7 +36,7 @@ each_backward = pytest.mark.parametrize("backward", ["one_pass", "two_pass"])
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Forward, backward and dq, emulated in the place of the portable ones."""
+    """Forward, backward and dq kernels of Hopper, emulated in place of the portable ones."""
     return emulate(fa_kernels, replace=monkeypatch.setattr)
 
 
@@ -133,7 +133,7 @@ def test_no_product_is_waited_for_at_once(D, backward, kernels):
 def test_sums_are_rescaled_where_a_maximum_has_risen_by_more_than_the_threshold(
     D, rise, rescaled, kernels
 ):
-    """A weight of 2^-20 beside the maximum of before is 0 in fp16 beside one that is 2^5 larger."""
+    """A weight of 2^-20 relative to the old maximum underflows in fp16 if the maximum is 2^5."""
     q, k, v = (
         torch.zeros(1, 1, 1, D),
         torch.zeros(1, 1, 2 * KEYS, D),
@@ -142,7 +142,7 @@ def test_sums_are_rescaled_where_a_maximum_has_risen_by_more_than_the_threshold(
     q[..., 0] = 1
     k[0, 0, KEYS : KEYS + 2, 0] = torch.tensor([rise, -20.0])
     v[0, 0, KEYS + 1, 0] = 2.0**14
-    # So that scores are exponents of 2 as they stand.
+    # The scale makes scores exponents of 2.
     out = flash_attention(q.half(), k.half(), v.half(), sm_scale=math.log(2))
     weights = 2 * KEYS - 2 + 2.0**rise
     assert out[0, 0, 0, 0].item() == pytest.approx(0 if rescaled else 2**-6 / weights, rel=1e-3)

@@ -1,4 +1,4 @@
-"""A kernel of ``tanh_dtanh`` alone."""
+"""A kernel that calls ``tanh_dtanh``."""
 
 import triton.language as tl
 
@@ -10,7 +10,7 @@ __all__ = ["tanh_kernel"]
 
 @kernel
 def tanh_kernel(x_ptr, tanh_ptr, slope_ptr, BLOCK: tl.constexpr):
-    """Writes tanh and its derivative of BLOCK numbers."""
+    """Writes tanh and the derivative of tanh for BLOCK numbers."""
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tanh, dtanh = tanh_dtanh(tl.load(x_ptr + places))
     tl.store(tanh_ptr + places, tanh)

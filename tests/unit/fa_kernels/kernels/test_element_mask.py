@@ -29,9 +29,9 @@ def mask_kernel(
     KEYS_FIRST: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Writes the mask of one tile, ROWS queries by COLUMNS keys, or with KEYS_FIRST transposed.
+    """Writes the mask of one tile, ROWS queries by COLUMNS keys, transposed if KEYS_FIRST.
 
-    PAIRS: as of pairs_seen, else of element_mask.
+    PAIRS selects ``pairs_seen``, otherwise ``element_mask``.
     """
     at = views + tl.program_id(0) * 6
     mask = AttentionMask(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), 0, 0, 0)
@@ -59,7 +59,7 @@ def mask_kernel(
 
 
 class View(NamedTuple):
-    """What element_mask is told of a batch entry, and where the tile stands."""
+    """The arguments of element_mask for a batch entry, and the place of the tile."""
 
     seqlen_q: int
     seqlen_k: int
@@ -70,9 +70,9 @@ class View(NamedTuple):
 
 
 def drawn_views(size: int) -> list[View]:
-    """Lengths up to ``size``, windows up to twice that, tiles around the diagonal and anywhere.
+    """Draws lengths up to ``size``, windows up to twice that, tiles at the diagonal and anywhere.
 
-    One window in four is unbounded: the sum of the longest lengths.
+    One window in four is unbounded, given as the sum of the longest lengths.
     """
     words = [integers(0, f"element_mask/{name}", (COUNT,)).abs() for name in View._fields]
     lengths = [(word >> 8) % (size + 1) for word in words[:2]]
@@ -90,7 +90,7 @@ def drawn_views(size: int) -> list[View]:
 
 
 def by_definition(view: View, size: int) -> list[list[bool]]:
-    """The tile by Mask.is_visible; an unbounded window is None there."""
+    """The tile by Mask.is_visible, in which an unbounded window is None."""
     bounds = [None if bound == 2 * size else bound for bound in view[2:4]]
     mask = Mask(
         window_left=bounds[0],
@@ -110,10 +110,10 @@ def by_definition(view: View, size: int) -> list[list[bool]]:
 @pytest.mark.parametrize("keys_first", [False, True])
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("size", [16, 100, MAX_SEQLEN])
-def test_a_kernel_sees_what_the_definition_says(size, pairs, keys_first, device):
+def test_a_kernels_element_mask_equals_the_definition(size, pairs, keys_first, device):
     views = drawn_views(size)
     want = torch.tensor([by_definition(view, size) for view in views])
-    assert 0.05 < want.double().mean() < 0.95  # both answers are drawn often
+    assert 0.05 < want.double().mean() < 0.95  # visible and hidden pairs are both frequent
     arguments = torch.tensor(views, dtype=torch.int32, device=device)
     seen = torch.full((COUNT, ROWS * COLUMNS), -1, dtype=torch.int8, device=device)
     mask_kernel[(COUNT,)](

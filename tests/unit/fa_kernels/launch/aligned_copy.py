@@ -1,6 +1,6 @@
-"""Copies by the acts that kernels share, compiled for a GPU that need not be there.
+"""Kernels that copy tiles by the shared load and store helpers, compiled for a GPU on any machine.
 
-``python -m tests.unit.fa_kernels.launch.aligned_copy`` prints the widths of its accesses, as JSON.
+``python -m tests.unit.fa_kernels.launch.aligned_copy`` prints the widths of accesses as JSON.
 """
 
 import collections
@@ -31,7 +31,7 @@ _HOPPER = GPUTarget("cuda", 90, 32)
 def copy_kernel(
     out_ptr, sums_ptr, in_ptr, stride, rows, D, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """One tile of one head, and a second one to which it is added."""
+    """Copies a tile of one head and adds it to a second tile."""
     start = tl.program_id(0) * 64
     first = tl.program_id(1).to(tl.int64) * rows
     offs_tile = tl.arange(0, 64)
@@ -46,7 +46,7 @@ def copy_kernel(
 
 @triton.jit
 def rows_kernel(out_ptr, in_ptr, D: tl.constexpr):
-    """Rows that lie in blocks, 64 of them, into rows."""
+    """Copies 64 rows in blocks to contiguous rows."""
     first = tl.program_id(0).to(tl.int64) * 64
     places = whole_rows(out_ptr, first, tl.arange(0, 64), tl.arange(0, D), D)
     tl.store(places, rows_of_blocks(in_ptr, first, D))
@@ -54,7 +54,7 @@ def rows_kernel(out_ptr, in_ptr, D: tl.constexpr):
 
 @gluon.jit
 def blocks_kernel(out_ptr, D: gl.constexpr):
-    """Ones that are added to the second of two blocks."""
+    """Adds ones to the second of two blocks."""
     first = gl.program_id(0).to(gl.int64) * 64
     block = gl.full(
         [64, 64], 1.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -63,7 +63,7 @@ def blocks_kernel(out_ptr, D: gl.constexpr):
 
 
 def accesses(ptx: str) -> dict[str, int]:
-    """How often PTX reads, writes and adds to global memory, by kind and width."""
+    """Counts of the accesses of PTX to global memory, by kind and width."""
     found = ("".join(filter(None, match.groups())) for match in _ACCESS.finditer(ptx))
     return dict(collections.Counter(found))
 

@@ -1,4 +1,4 @@
-"""Processes that compile kernels, where this one interprets them."""
+"""Runs modules that compile kernels in a process without the interpreter."""
 
 from __future__ import annotations
 

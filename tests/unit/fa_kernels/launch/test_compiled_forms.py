@@ -1,4 +1,4 @@
-"""A kernel is compiled once for all lengths, strides and alignments that load alike."""
+"""A kernel is compiled once for lengths, strides and alignments with the same width of loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_kernels import flash_attention
 
 
 def backward_of(M: int, N: int, *, first: int, columns_first: bool = False) -> None:
-    """Forward and backward on tensors that start at an element, of a head_dim of narrow loads."""
+    """Runs forward and backward on tensors at an offset, with a head_dim that loads narrowly."""
     tensors = []
     for rows in (M, N, N):
         storage = torch.randn(first + 2 * rows * 24, device="cuda", requires_grad=True)

@@ -1,4 +1,4 @@
-"""Launches of code that is compiled already: it is that which Triton would have chosen."""
+"""The launch cache launches the same code as Triton would."""
 
 from typing import Any, NamedTuple
 
@@ -29,8 +29,9 @@ def nothing_is_compiled(monkeypatch):
 
 def added(x: torch.Tensor, value: int, dtype=torch.float32, **constants: Any) -> torch.Tensor:
     y = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    values = {"y_ptr": y, "x_ptr": x, "count": x.numel(), "value": value}
     constants = {"BLOCK": 16, "TWICE": False, **constants}
-    launch_cache.run(add_kernel, (triton.cdiv(x.numel(), 16),), y, x, x.numel(), value, **constants)
+    launch_cache.run(add_kernel, (triton.cdiv(x.numel(), 16),), {**values, **constants})
     return y
 
 
@@ -52,7 +53,7 @@ def test_each_call_gets_its_code_whatever_came_before(call, of, device):
         assert torch.equal(found, wanted.to(found.dtype))
 
 
-def test_a_second_launch_asks_triton_for_nothing(device, monkeypatch):
+def test_a_second_launch_bypasses_triton(device, monkeypatch):
     if device == "cpu":
         pytest.skip("nothing is compiled in the interpreter")
     x = torch.arange(37, device=device).float()
@@ -63,7 +64,7 @@ def test_a_second_launch_asks_triton_for_nothing(device, monkeypatch):
         triton.JITFunction, "run", lambda *a, **o: (calls.append(o), original(*a, **o))[1]
     )
     assert torch.equal(added(x, 3), wanted)
-    # Where a tensor begins, and how long it is, is not what code follows from.
+    # Code does not depend on the address or the length of a tensor.
     assert torch.equal(added(x[1:], 3), wanted[1:])
     assert not calls
     added(x, 3, TWICE=True)
@@ -71,7 +72,7 @@ def test_a_second_launch_asks_triton_for_nothing(device, monkeypatch):
 
 
 class Code:
-    """What a kernel is compiled to, as Triton has it: it writes down its launches."""
+    """Compiled code with Triton's interface that records its launches."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[object, ...]] = []
@@ -81,14 +82,14 @@ class Code:
 
 
 class Parameter(NamedTuple):
-    """What Triton knows of a kernel's parameter."""
+    """Triton's description of a kernel's parameter."""
 
     name: str
     is_constexpr: bool
 
 
 class Compiled(triton.JITFunction):
-    """A kernel of (x, y, BLOCK, WIDE) that compiles without a GPU; it counts how often."""
+    """A kernel of (x, y, BLOCK, WIDE) that compiles without a GPU and counts compilations."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "fn", lambda: None)
@@ -108,20 +109,19 @@ class Compiled(triton.JITFunction):
         return run
 
 
-def test_what_is_kept_is_found_by_kinds_and_constants_alone(monkeypatch):
+def test_cached_code_is_found_by_types_and_constants_only(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, other = Compiled(), Compiled()
     x, y = torch.zeros(3), torch.zeros(5, dtype=torch.float16)
 
-    def run(kernel, *args, **options):
-        launch_cache.run(
-            kernel, (7,), *args, **{"WIDE": True, "BLOCK": 16, "num_warps": 4, **options}
-        )
+    def run(kernel, x, y, kinds=None, **options):
+        named = {"x": x, "y": y, "WIDE": True, "BLOCK": 16, "num_warps": 4, **options}
+        launch_cache.run(kernel, (7,), named, kinds)
 
     for _ in range(2):
         run(kernel, x, 5)
     (code,) = kernel.made
-    # Constants in the order of the parameters, without options; grids of three axes or more.
+    # Constants are in the order of the parameters, without options; grids have three axes or more.
     assert code.launches == [((7, 1, 1), x, 5, 16, True)]
     run(kernel, x + 1, -6)
     assert len(code.launches) == 2
@@ -147,12 +147,13 @@ def test_named_arguments_are_passed_in_the_order_of_parameters(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, x = Compiled(), torch.zeros(3)
     for _ in range(2):
-        launch_cache.run(kernel, (7,), WIDE=True, y=5, num_warps=4, x=x, BLOCK=16)
+        launch_cache.run(kernel, (7,), {"WIDE": True, "y": 5, "num_warps": 4, "x": x, "BLOCK": 16})
     for _ in range(2):
-        launch_cache.run(kernel, (7,), x, BLOCK=16, y=5, WIDE=True, num_warps=4)
+        launch_cache.run(kernel, (7,), {"x": x, "BLOCK": 16, "y": 5, "WIDE": True, "num_warps": 4})
     (code,) = kernel.made
     assert code.launches == [((7, 1, 1), x, 5, 16, True)] * 3
-    launch_cache.run(kernel, (7,), x=x, y=5, BLOCK=16, WIDE=True, num_warps=4, num_stages=2)
+    named = {"x": x, "y": 5, "BLOCK": 16, "WIDE": True, "num_warps": 4, "num_stages": 2}
+    launch_cache.run(kernel, (7,), named)
     assert len(kernel.made) == 2
 
 
@@ -160,15 +161,16 @@ def test_named_arguments_are_passed_in_the_order_of_parameters(monkeypatch):
 def test_a_name_too_many_or_too_few_is_left_to_triton(named, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, x = Compiled(), torch.zeros(3)
-    launch_cache.run(kernel, (7,), x=x, y=5, BLOCK=16, WIDE=True)
-    launch_cache.run(kernel, (7,), x=x, BLOCK=16, WIDE=True, **named)
+    launch_cache.run(kernel, (7,), {"x": x, "y": 5, "BLOCK": 16, "WIDE": True})
+    launch_cache.run(kernel, (7,), {"x": x, "BLOCK": 16, "WIDE": True, **named})
     assert len(kernel.made) == 2
     assert not kernel.made[0].launches
 
 
-def test_what_another_function_is_part_of_is_left_to_triton(monkeypatch):
+def test_a_kernel_with_a_function_as_argument_is_left_to_triton(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, predicate = Compiled(), Compiled()
+    named = {"x": torch.zeros(1), "y": 5, "BLOCK": 1, "WIDE": True, "PREDICATE": predicate}
     for _ in range(2):
-        launch_cache.run(kernel, (1,), torch.zeros(1), 5, BLOCK=1, WIDE=True, PREDICATE=predicate)
+        launch_cache.run(kernel, (1,), named)
     assert len(kernel.made) == 2

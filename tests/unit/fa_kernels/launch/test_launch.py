@@ -1,4 +1,4 @@
-"""What is launched: grids, strides past 2**31, nothing for sizes of 0; and how programs decode."""
+"""Launches: grids, strides past 2**31, sizes of 0, and programs past 65,535."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fa_kernels.validation.arguments import Arguments
 
 KERNELS = ("forward", "bwd_preprocess", "dkdv", "dq")
 FAR = 2**31
-NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
+NORESERVE = 0x4000  # on Linux; mmap.MAP_NORESERVE since Python 3.13
 APART = Config(forward=Tile(32, 16), dkdv=Tile(16, 64), dq=Tile(64, 128))
 
 
 class Launch(NamedTuple):
-    """One launch: which kernel, on which grid, with which arguments by name."""
+    """One launch: the kernel, the grid, and the arguments by name."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -36,7 +36,7 @@ class Launch(NamedTuple):
 
 
 class Recorder:
-    """Stands in for a kernel: takes down its launches and runs nothing."""
+    """A stub of a kernel that records its launches and runs nothing."""
 
     def __init__(self, name: str, kernel, launches: list[Launch]) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class Recorder:
 
 @pytest.fixture
 def launches(monkeypatch) -> list[Launch]:
-    """The launches to come; no kernel runs."""
+    """The list of later launches; no kernel runs."""
     made: list[Launch] = []
     for name in (*KERNELS, "combine"):
         attribute = f"{name}_kernel"
@@ -74,14 +74,14 @@ class Sizes(NamedTuple):
 
 
 def without_memory(sizes: Sizes, dtype: torch.dtype = torch.bfloat16):
-    """q, k, v, dout as shapes and strides alone."""
+    """q, k, v, dout with shapes and strides but without memory."""
     B, H, Hk, M, N, D, Dv = sizes
     shapes = ((B, H, M, D), (B, Hk, N, D), (B, Hk, N, Dv), (B, H, M, Dv))
     return [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
 
 
 def launch_all(q, k, v, dout, config: Config | str = "16x16", window_right: int | None = None):
-    """Forward and backward; (out, lse, dq, dk, dv)."""
+    """Launches forward and backward; (out, lse, dq, dk, dv)."""
     lengths = (
         torch.full((q.shape[0],), x.shape[2], dtype=torch.int32, device=q.device) for x in (q, k)
     )
@@ -115,7 +115,7 @@ def test_a_grid_has_one_axis_of_a_program_for_each_tile_and_head(sizes, config, 
         "dkdv": (math.ceil(N / chosen.dkdv.block_n) * B * Hk,),
         "dq": (math.ceil(M / chosen.dq.block_m) * B * H,),
     }
-    # What a GPU's first axis can hold; the others end at 65,535.
+    # The limit of the first axis of a GPU's grid; the others end at 65,535.
     assert all(x.grid[0] < 2**31 for x in launches)
 
 
@@ -136,7 +136,7 @@ def test_a_kernel_is_given_the_tile_that_its_grid_counts(config, launches):
 
 
 def strides_of(launched: Launch, letter: str) -> tuple[object, ...]:
-    """The strides that a kernel is given for one tensor."""
+    """The strides in a kernel's arguments for one tensor."""
     axes = "bhnd" if letter in "kv" else "bhmd"
     return tuple(launched.arguments[f"stride_{letter}{axis}"] for axis in axes)
 
@@ -182,7 +182,7 @@ def test_splits_are_programs_of_the_forward_whose_sums_are_combined(splits, laun
     assert [x.kernel for x in launches[1 + len(others) :]] == list(KERNELS[1:])
 
 
-def test_parts_of_nothing_are_not_launched(launches):
+def test_splits_without_rows_launch_no_forward(launches):
     launch_all(*without_memory(Sizes(M=0)), "16x16-split3")
     assert [x.kernel for x in launches] == ["dkdv"]
 
@@ -219,7 +219,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize(("sizes", "launched"), NOTHING.values(), ids=NOTHING)
-def test_a_size_of_0_launches_what_has_something_to_write(sizes, launched, launches):
+def test_a_size_of_0_launches_only_kernels_with_outputs(sizes, launched, launches):
     launch_all(*without_memory(sizes))
     assert tuple(x.kernel for x in launches) == launched
 
@@ -235,7 +235,7 @@ def test_a_size_of_0_gives_outputs_of_the_shapes_and_dtypes_of_any_other(sizes, 
     assert [x.dtype for x in got] == [narrow, wide, narrow, narrow, narrow]
 
 
-MANY, LAST = 2**15, 16  # of programs: of dk/dv the last ones that run
+MANY, LAST = 2**15, 16  # numbers of programs: the last LAST programs run for dk and dv
 
 
 def test_the_last_of_more_than_65535_heads_are_computed_where_they_lie(monkeypatch):
@@ -246,14 +246,14 @@ def test_the_last_of_more_than_65535_heads_are_computed_where_they_lie(monkeypat
     B, H, Hk = 2, 40_000, 20_000
 
     def last(*bounds):
-        """``range``, but of a grid the programs of the last heads: all of them take minutes."""
+        """``range``, reduced to the last heads' programs for a grid: a whole grid takes minutes."""
         steps = builtins.range(*bounds)
         return steps[-(len(steps) * LAST // (B * Hk)) :] if len(steps) > MANY else steps
 
     monkeypatch.setattr(interpreter, "range", last, raising=False)
     empty = allocation.empty
     monkeypatch.setattr(allocation, "empty", lambda *a, **kw: empty(*a, **kw).fill_(math.nan))
-    # Two keys of equal score: p = 1/2 for each, up to rounding, which the comparisons take off.
+    # Two keys of equal score: p is 1/2 for each, up to rounding, which comparisons allow for.
     number = torch.arange(1.0, B * H + 1).view(B, H, 1, 1)
     q, dout = torch.zeros(B, H, 1, 1), number
     k = torch.tensor([0.0, 1.0]).view(2, 1).expand(B, Hk, 2, 1)
@@ -270,7 +270,7 @@ def test_the_last_of_more_than_65535_heads_are_computed_where_they_lie(monkeypat
 
 
 def strided(strides: tuple[int, ...], offset: int = 0, D: int = 16, dtype=torch.float16):
-    """(2, 2, 2, D) with these strides, so many elements behind a multiple of 64 bytes."""
+    """(2, 2, 2, D) with these strides, ``offset`` elements past a multiple of 64 bytes."""
     base = torch.empty(2**12, dtype=dtype)
     start = -base.data_ptr() // base.element_size() % 32 + offset
     return base[start:].as_strided((2, 2, 2, D), strides)
@@ -294,7 +294,7 @@ def test_rows_that_start_at_multiples_of_16_bytes_are_loaded_wide(offset):
 
 
 @pytest.mark.parametrize(("D", "alignment"), [(16, 2), (24, 1), (20, 0), (8, 1)])
-def test_what_is_padded_is_loaded_wide_with_a_mask(D, alignment):
+def test_padded_head_dims_are_loaded_wide_with_a_mask(D, alignment):
     rows = strided((320, 160, 32, 1), D=D)
     assert portable._alignment(rows) == alignment
     assert portable._alignment(strided((320, 160, 32, 1)), rows) == alignment
@@ -326,14 +326,14 @@ def test_rows_are_loaded_wide_only_where_that_is_possible(which):
 
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128, 256])
 def test_scratch_holds_whole_tiles_of_rows_of_every_size(block_m):
-    """256 is the largest: the next power of two is refused."""
+    """256 is the largest size; the next power of two is refused."""
     assert ROW_PADDING % Tile(block_m, 16).block_m == 0
     with pytest.raises(ValueError, match="block_m is 512"):
         Tile(512, 16)
 
 
 def lazily(shape, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that is there only where it is touched."""
+    """A tensor in memory that the system reserves when it is touched."""
     elements = math.prod(shape)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     memory = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
@@ -341,7 +341,7 @@ def lazily(shape, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float16, 16), (torch.float32, 3)])
-def test_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, dtype, D):
+def test_rows_past_2_to_the_31_are_written_in_place(monkeypatch, dtype, D):
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("a GPU runs all of the programs, on memory that is there")
     from triton.runtime import interpreter
@@ -349,7 +349,7 @@ def test_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, dtype, D):
     heads, M, N = 2**11 + 1, 2**20, 16
 
     def last(*bounds):
-        """``range``, but of a grid the first program of the last head, and the last."""
+        """``range``, reduced to the first and the last program of the last head for a grid."""
         steps = builtins.range(*bounds)
         chosen = {steps[len(steps) - len(steps) // heads], steps[-1]} if len(steps) >= heads else ()
         return sorted(chosen) or steps
@@ -359,7 +359,7 @@ def test_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, dtype, D):
     k, v = (torch.randn(1, 1, N, D, dtype=dtype, generator=random) for _ in range(2))
 
     def run(heads: int, M: int) -> list[torch.Tensor]:
-        """Causal: the last N rows see keys, the others none. Their last tile, of the last head."""
+        """The last tile of the last head; under the causal mask only the last N rows see keys."""
         rows = (x.expand(1, heads, M, D) for x in (q, dout))
         keys = (x.expand(1, heads, N, D) for x in (k, v))
         outputs = launch_all(next(rows), *keys, next(rows), window_right=0)
@@ -374,9 +374,9 @@ def test_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, dtype, D):
         assert got.any()
 
 
-# More rows than that in all parts together, and in each.
+# More rows than 2**31 in all splits together, and in each split.
 @pytest.mark.parametrize("heads", [2**10 + 1, 2**11 + 1])
-def test_parts_of_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, heads):
+def test_splits_of_rows_past_2_to_the_31_are_written_in_place(monkeypatch, heads):
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("a GPU runs all of the programs, on memory that is there")
     from triton.runtime import interpreter
@@ -384,7 +384,7 @@ def test_parts_of_rows_past_2_to_the_31_lie_where_they_are(monkeypatch, heads):
     M, N, D, parts, tile = 2**20, 48, 3, 3, 16
 
     def last(*bounds):
-        """``range``, but of a grid the programs of the last rows, of splits and of ``combine``."""
+        """``range``, reduced to the programs of the last rows for the grids of both kernels."""
         steps = builtins.range(*bounds)
         if len(steps) == parts * heads * M // tile:
             return [part * heads * M // tile + (heads - 1) * M // tile for part in range(parts)]

@@ -1,4 +1,4 @@
-"""Aligned rows are read and written 16 bytes at a time, which decides how fast a kernel is."""
+"""Aligned rows are read and written 16 bytes at a time, which the kernels' speed depends on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NARROW = {".b8", ".b16", ".u16"}
 
 
 def test_the_acts_that_kernels_share_are_wide_where_rows_are_aligned():
-    # A tile of 64 x 128 by 128 threads: 8 accesses of 8 numbers each, and of 4 float32 16.
+    # A tile of 64 x 128 and 128 threads: 8 accesses of 8 numbers, or 16 of 4 float32.
     assert printed_by("tests.unit.fa_kernels.launch.aligned_copy") == {
         "2": {"ld.v4.b32": 24, "st.v4.b32": 8},
         "1": {"ld.v4.b32": 8, "st.v4.b32": 8},
         "0": {"ld.b16": 64, "st.b16": 64},
-        # 64 x 128 float32 of 128 threads, and a block of 64 x 64.
+        # 64 x 128 float32 for 128 threads, and a block of 64 x 64.
         "rows": {"ld.v4.b32": 16, "st.v4.b32": 16},
         "blocks": {"add.v4.f32": 8},
     }

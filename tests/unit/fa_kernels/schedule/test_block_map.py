@@ -1,4 +1,4 @@
-"""Block maps: each kernel visits the tiles that a mask divides or leaves whole, and no others."""
+"""Block maps: each kernel visits the partial and the full tiles of a mask, and no others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MASKS = {
 
 
 def test_more_tiles_than_can_be_counted_are_refused(device, monkeypatch):
-    # They are not to be made either: there would be 12 GiB of them.
+    # They must not be allocated either: they would take 12 GiB.
     monkeypatch.setattr(block_sparse.allocation, "empty", pytest.fail)
     lengths = torch.zeros(2, 1, dtype=torch.int32, device=device).unbind()
     window = 2**20, 2**20
@@ -64,7 +64,7 @@ def test_lists_are_of_32_bits_and_as_long_as_there_are_tiles(M, N, device):
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("tiles", [1, 64, 150])
 def test_tiles_that_visit_most_come_first(heads, tiles, device):
-    """Of a group of heads together; of as many the first comes first, whatever stands behind."""
+    """The order is by the tiles of a group of heads; ties keep the order of the tiles."""
     B, H = 2, 4
     visited = (uniform(0, "visited", (B, H, tiles + 3, 2)) * 4).to(torch.int32)
     lists = torch.cat([visited, torch.full((B, H, tiles + 3, 5), 99)], 3).to(torch.int32).to(device)
@@ -87,7 +87,7 @@ def looked_up(b, h, m, n, args):
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp(Mask, uniform=True):
-    """Its tables end with the last row and the last key."""
+    """A mask whose tables end with the last row and the last key."""
 
     def mask_mod(self, b, h, m, n, *, M, N):
         return (torch.as_tensor(m) + torch.as_tensor(n)) % 3 > 0
@@ -98,7 +98,7 @@ class LookedUp(Mask, uniform=True):
 
 
 @pytest.mark.parametrize("lengths", [(0, 20), (33, 0), (40, 20), (33, 20), (16, 16)])
-def test_a_predicate_is_not_asked_about_padding(lengths, device):
+def test_a_predicate_is_not_evaluated_on_padding(lengths, device):
     rows, keys = lengths
     mask = LookedUp(seqlens_q=(40, rows), seqlens_k=(20, keys))
     problem = Problem(B=2, M=40, N=20, mask=mask, device=device)

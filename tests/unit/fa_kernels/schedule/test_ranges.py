@@ -1,6 +1,6 @@
-"""Which tiles are visited, and which without a mask: against the dense mask, for every small size.
+"""Ranges of visited and of unmasked tiles, against the dense mask for every small size.
 
-A direction says whose tile asks: a query tile for key tiles (forward, dq) or a key tile for query
+In one direction a query tile visits key tiles (forward, dq). In the other a key tile visits query
 tiles (dk/dv).
 """
 
@@ -34,7 +34,7 @@ SIZE = 9
 LENGTHS = tuple((q, k) for q in range(SIZE + 1) for k in range(SIZE + 1))
 WINDOWS = (*range(SIZE + 2), None)
 BLOCKS = (1, 2, 3, 4, 8)
-QUERIES, KEYS = 2, 3  # the axes of the dense masks that the asking tile can lie on
+QUERIES, KEYS = 2, 3  # axes of the dense masks, one of which holds the visiting tile
 EVERY_CASE = [
     pytest.param((axis, here, there), id=f"{name}-{here}-{there}")
     for axis, name in ((QUERIES, "keys_of_queries"), (KEYS, "queries_of_keys"))
@@ -45,7 +45,7 @@ EVERY_CASE = [
 
 @lru_cache(maxsize=1)
 def dense() -> np.ndarray:
-    """What is visible: bool (window_left, window_right, lengths, M, N), padding included."""
+    """Dense masks, bool (window_left, window_right, lengths, M, N), with padding."""
     seqlens_q, seqlens_k = zip(*LENGTHS, strict=True)
     masks = [
         Mask(window_left=left, window_right=right, seqlens_q=seqlens_q, seqlens_k=seqlens_k)
@@ -57,7 +57,7 @@ def dense() -> np.ndarray:
 
 
 class Ranges(NamedTuple):
-    """Integers (window_left, window_right, lengths, tiles of the asking sequence)."""
+    """Integers (window_left, window_right, lengths, tiles of the visiting sequence)."""
 
     lo: np.ndarray
     full_lo: np.ndarray
@@ -66,7 +66,7 @@ class Ranges(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Bools (window_left, window_right, lengths, asking tile, tile of the other sequence)."""
+    """Bools (window_left, window_right, lengths, visiting tile, tile of the other sequence)."""
 
     ranges: Ranges
     visited: np.ndarray
@@ -74,15 +74,16 @@ class Case(NamedTuple):
     any_visible: np.ndarray
     all_visible: np.ndarray
     holds_padding: np.ndarray
-    is_padding: np.ndarray  # of the asking tile
+    is_padding: np.ndarray  # whether the visiting tile is padding
 
 
 def tiles_of(block: int) -> int:
-    """Tiles that cover the longest length, and one past it."""
+    """The number of tiles that cover the longest length, plus one."""
     return -(-SIZE // block) + 1
 
 
-# The plain source, with min and max of arrays: one call serves every window and other length.
+# The functions' Python source, with min and max of arrays: one call computes every window and
+# length.
 of_arrays = types.FunctionType(
     visible_tiles.fn.__code__,
     {"min": np.minimum, "max": np.maximum, "TileRange": TileRange},
@@ -91,7 +92,7 @@ of_arrays = types.FunctionType(
 
 
 def ranges(axis: int, block_here: int, block_there: int) -> Ranges:
-    """What the plain source says of every tile, for all windows and lengths."""
+    """The ranges of every tile by the Python source, for all windows and lengths."""
     bounds = np.array([2 * SIZE if bound is None else bound for bound in WINDOWS])
     left, right = bounds[:, None, None], bounds[None, :, None]
     before, after = (left, right) if axis == QUERIES else (right, left)
@@ -129,7 +130,7 @@ def case(request) -> Case:
     there = keys[:, None, :] if axis == QUERIES else rows[:, :, None]
     pairs = (len(LENGTHS), SIZE, SIZE)
     seen = tiled(dense(), *blocks)
-    # Padding of the asking tile asks for nothing.
+    # Padding rows of the visiting tile see nothing.
     asking = tiled(np.broadcast_to(here, pairs), *blocks).any((-1, -2))
     valid_there = tiled(np.broadcast_to(there, pairs), *blocks).any(-3)
     found = ranges(*blocks)
@@ -146,7 +147,7 @@ def case(request) -> Case:
 
 
 def first(wrong: np.ndarray) -> str:
-    """The first place where ``wrong`` is true, in words; empty if it is nowhere."""
+    """A description of the first index where ``wrong`` is true; empty if there is none."""
     if not wrong.any():
         return ""
     places = np.argwhere(wrong)
@@ -184,9 +185,9 @@ def test_a_tile_of_padding_visits_nothing(case):
 
 
 class KernelInt:
-    """An int as a kernel has it: 32 bits, and no // or % of a negative value, where C truncates.
+    """A kernel's int: 32 bits, and no // or % of negative values, because C truncates.
 
-    It knows the arithmetic that the ranges are made of and nothing else.
+    It supports only the arithmetic of the ranges.
     """
 
     def __init__(self, value: int) -> None:
@@ -237,7 +238,7 @@ class KernelInt:
 
 
 class Call(NamedTuple):
-    """One call of visible_tiles but for its block sizes."""
+    """The arguments of a call of visible_tiles without its block sizes."""
 
     start: int
     seqlen_here: int
@@ -247,9 +248,9 @@ class Call(NamedTuple):
 
 
 def drawn_calls(count: int, longest: int, block_here: int) -> list[Call]:
-    """Lengths and windows anywhere in [0, longest], starts of tiles that lie in a tensor.
+    """Draws lengths and windows in [0, longest], and starts of tiles within a tensor.
 
-    One window in four is unbounded: the sum of the longest lengths.
+    One window in four is unbounded, given as the sum of the longest lengths.
     """
     words = [integers(0, f"ranges/{name}", (count,)).abs() for name in Call._fields]
     lengths = [(word >> 8) % (longest + 1) for word in words[1:3]]
@@ -262,13 +263,13 @@ def drawn_calls(count: int, longest: int, block_here: int) -> list[Call]:
 
 
 def on_the_host(call: Call, block_here: int, block_there: int) -> list[int]:
-    """The plain source on integers that behave as a kernel's."""
+    """The result of the Python source on a kernel's ints."""
     results = visible_tiles.fn(*map(KernelInt, call), block_here, block_there)
     return [operator.index(result) for result in results]
 
 
 def elements_seen(call: Call, block_here: int) -> tuple[int, int]:
-    """The elements that the tile pairs with, half-open: the docstring in unbounded integers."""
+    """The half-open range of visible elements, by the definition in unbounded integers."""
     first_position = call.start + call.seqlen_there - call.seqlen_here
     valid = min(block_here, call.seqlen_here - call.start)
     lo = max(first_position - call.before, 0)
@@ -329,7 +330,7 @@ def test_a_kernel_finds_the_tiles_that_the_host_finds(here, there, device):
 def order_kernel(
     calls, edges, full, MOST: tl.constexpr, BLOCK_HERE: tl.constexpr, BLOCK_THERE: tl.constexpr
 ):
-    """Writes the tiles in the order that the backward kernels visit them: the edges, the full."""
+    """Writes tiles in the order in which the backward kernels visit them: edges, then full."""
     call = calls + tl.program_id(0) * 5
     tiles = visible_tiles(
         tl.load(call),
@@ -370,7 +371,7 @@ def test_programs_have_all_tiles_of_all_heads_once_and_the_last_heads_their_firs
 ):
     found = [tile_of_head.fn(i, tiles, heads, together) for i in range(tiles * heads)]
     assert sorted(found) == [(tile, head) for tile in range(tiles) for head in range(heads)]
-    # As many heads as it takes for so many programs, and no more.
+    # The fewest heads for this number of programs.
     alone = max(heads - -(-together // tiles), 0)
     assert found[: alone * tiles] == [
         (tile, head) for head in range(alone) for tile in range(tiles)
@@ -393,8 +394,8 @@ def test_programs_have_all_shares_of_all_tiles_once_in_order_and_long_ones_first
             assert parts == [(0, cut), (cut, shares)]
         else:
             assert parts == [(0, shares)]
-    # Who hands on begins before all others, who goes on behind them: there is nobody to wait for
-    # that has not begun.
+    # Programs that signal partial sums start first and programs that wait for them start last: no
+    # program waits for one that has not started.
     assert all(begin == 0 for _, begin, _ in found[:tiles])
     left = [end - begin for _, begin, end in found[tiles:]]
     assert left == sorted(left, reverse=True)

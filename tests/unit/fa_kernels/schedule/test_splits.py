@@ -1,4 +1,4 @@
-"""Keys in parts: how tiles are shared out, and that parts merge into what one program finds."""
+"""Key splits: the tiles of each split, and the combination of their partial results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tilings() -> list[TileRange]:
 
 
 @pytest.mark.parametrize("parts", range(1, MOST + 3))
-def test_every_tile_is_in_one_part_in_order_and_no_part_is_longer_by_two(parts):
+def test_every_tile_is_in_one_split_in_order_and_splits_differ_by_at_most_one_tile(parts):
     for tiles in tilings():
         found = [split_range.fn(tiles, part, parts) for part in range(parts)]
         shares = [list(range(lo, hi)) for lo, _, _, hi in found]
@@ -56,7 +56,7 @@ def test_every_tile_is_in_one_part_in_order_and_no_part_is_longer_by_two(parts):
 
 
 @pytest.mark.parametrize("parts", range(1, MOST + 3))
-def test_a_tile_needs_a_mask_in_its_part_if_it_does_among_all(parts):
+def test_a_tile_needs_a_mask_in_its_split_if_it_does_without_splits(parts):
     for tiles in tilings():
         full = []
         for part in range(parts):
@@ -66,11 +66,11 @@ def test_a_tile_needs_a_mask_in_its_part_if_it_does_among_all(parts):
         assert full == list(range(tiles[1], tiles[2])), tiles
 
 
-def test_the_last_of_the_most_tiles_and_parts_stay_within_32_bits():
+def test_indices_of_the_most_tiles_and_splits_fit_32_bits():
     tiles, parts = 2**25, MAX_SPLITS
 
     class Narrow(int):
-        """Refuses results that int32 does not hold, and dividends below 0."""
+        """An int that refuses results outside int32 and negative dividends."""
 
         def __mul__(self, other):
             return checked(int(self) * int(other))
@@ -134,7 +134,7 @@ def called(inputs: Inputs, splits: int | None, mask: Mask, tiles: str = "16x16")
 
 @pytest.fixture
 def poisoned(monkeypatch) -> list[torch.Tensor]:
-    """What fa_kernels allocates, in order, and filled with NaN before the kernels see it."""
+    """The allocations of fa_kernels in order, filled with NaN before the kernels run."""
     made = []
     empty = allocation.empty
 
@@ -159,8 +159,8 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_one_part_gives_what_no_part_gives(mask, dtype, device, poisoned):
-    """To the bit in the interpreter; a GPU runs other code for parts, in another order."""
+def test_one_split_equals_no_split(mask, dtype, device, poisoned):
+    """Equal bitwise in the interpreter; a GPU runs other code for splits, in another order."""
     inputs = drawn(device, dtype, 20, 70)
     one, whole = called(inputs, 1, mask), called(inputs, None, mask)
     assert device != "cpu" or all(map(torch.equal, one, whole))
@@ -172,8 +172,8 @@ def test_one_part_gives_what_no_part_gives(mask, dtype, device, poisoned):
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_parts_without_tiles_change_no_bit(mask, device, poisoned):
-    # Five tiles at most, so that each has a part of its own.
+def test_splits_without_tiles_change_no_bit(mask, device, poisoned):
+    # At most five tiles, so that each has a split of its own.
     inputs = drawn(device, torch.float32, 20, 70)
     want = forward(inputs, 5, mask)
     assert want[0].isfinite().all()
@@ -182,7 +182,7 @@ def test_parts_without_tiles_change_no_bit(mask, device, poisoned):
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("splits", [2, 3, 7])
-def test_parts_of_any_number_are_within_the_bound_and_1e_12_of_the_terms(
+def test_any_number_of_splits_is_within_the_bound_and_1e_12_of_the_terms(
     mask, splits, device, poisoned
 ):
     inputs = drawn(device, torch.float64, 20, 70)
@@ -209,7 +209,7 @@ def test_one_query_against_long_keys_is_within_the_bound(tiles, dtype, device):
 
 
 @pytest.mark.parametrize(("M", "N"), [(3, 0), (0, 5), (0, 0), (1, 1)])
-def test_a_size_of_0_or_1_gives_what_no_parts_give(M, N, device, poisoned):
+def test_splits_of_a_size_of_0_or_1_equal_no_split(M, N, device, poisoned):
     inputs = drawn(device, torch.float32, M, N)
     got = called(inputs, 3, Mask())
     assert all(map(torch.equal, got, called(inputs, None, Mask())))
@@ -225,15 +225,15 @@ def test_rows_of_padding_and_rows_that_see_nothing_are_exact(device, poisoned):
     assert not got.dq[empty].any()
 
 
-def test_padding_that_overflows_the_sums_of_a_part_stays_in_padding(device):
-    # A row of padding weighs all keys of a full tile alike: fp32 does not hold their sum.
+def test_padding_that_overflows_the_sums_of_a_split_stays_in_padding(device):
+    # A padding row weights all keys of a full tile equally, and their sum overflows fp32.
     inputs = drawn(device, torch.bfloat16, 20, 70)
     mask = Mask(seqlens_q=(20, 1))
     out, _ = forward(inputs._replace(v=torch.full_like(inputs.v, 3e38)), 3, mask)
     assert not out[1, :, 1:].any()
 
 
-def test_scratch_is_what_the_parts_add_up_to(device, poisoned):
+def test_scratch_holds_partial_results_of_every_split(device, poisoned):
     inputs = drawn(device, torch.bfloat16, 5, 70)
     flash_attention(*inputs[:3], config=dataclasses.replace(CONFIGS["16x16"], splits=3))
     shapes = [(tuple(x.shape), x.dtype) for x in poisoned]
@@ -245,11 +245,11 @@ def test_scratch_is_what_the_parts_add_up_to(device, poisoned):
 
 
 @pytest.mark.parametrize("rows", [1, COMBINE_ROWS, COMBINE_ROWS + 1, 3 * COMBINE_ROWS - 1])
-def test_the_merge_weights_every_part_by_its_maximum(rows, device):
+def test_combine_weights_every_split_by_its_maximum(rows, device):
     parts, Dv = 5, 6
     acc, l_sum = normal(0, "acc", (parts, rows, Dv)), normal(0, "l", (parts, rows)).abs() + 0.1
     m = 40 * normal(0, "m", (parts, rows))
-    # One part saw nothing; of the first row, none did.
+    # One split has no visible key; for the first row, no split has.
     m[1], l_sum[1], acc[1] = -math.inf, 0.0, 0.0
     m[:, 0], l_sum[:, 0], acc[:, 0] = -math.inf, 0.0, 0.0
     acc, m, l_sum = (x.to(device) for x in (acc, m, l_sum))
@@ -269,7 +269,7 @@ def test_the_merge_weights_every_part_by_its_maximum(rows, device):
 
 
 @pytest.mark.parametrize("given", [2.0, "3", True, (2,)])
-def test_splits_that_are_no_number_are_refused(given):
+def test_splits_that_are_not_an_int_are_refused(given):
     with pytest.raises(TypeError, match=r"^splits is .*; needs an int or None$"):
         Config(splits=given)
 

@@ -1,4 +1,4 @@
-"""Where packed sequences have their tiles one behind the other, and when they do."""
+"""Packed sequences whose tiles are enumerated in one grid axis, and the choice to do so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 16
 
 @triton.jit
 def found_kernel(found_ptr, offsets_ptr, entries, rows, BLOCK: tl.constexpr):
-    """Writes (b, tile) of each program's place."""
+    """Writes (b, tile) of each program."""
     b, tile = sequence_of_tile(tl.program_id(0), offsets_ptr, entries, rows, BLOCK)
     tl.store(found_ptr + 2 * tl.program_id(0), b)
     tl.store(found_ptr + 2 * tl.program_id(0) + 1, tile)
@@ -54,7 +54,7 @@ DRAWN = [
 def test_each_tile_of_each_sequence_has_one_place_and_nothing_else_has_rows(lengths, first, device):
     offsets = with_lengths(*lengths, first=first)
     places = offsets[-1] // BLOCK + len(lengths)
-    # Behind the last place nothing has rows either.
+    # Programs past the last tile have no rows either.
     at = found(offsets, offsets[-1] + 3, places + 4, device)
     with_rows = [(b, tile) for b, tile in at[:places] if tile * BLOCK < lengths[b]]
     wanted = [(b, tile) for b, n in enumerate(lengths) for tile in range(-(-n // BLOCK))]
@@ -75,7 +75,7 @@ def test_wild_offsets_give_sequences_that_there_are_and_tiles_whose_rows_can_be_
 
 
 def sizes(lengths: list[int], *, known: bool, longest: bool) -> Sizes:
-    """Of packed queries and as many keys, whose lengths the host knows, or their longest."""
+    """Sizes of packed queries and as many keys; the host has their lengths, or the longest."""
     rows = sum(lengths)
     most = max(lengths) if known or longest else rows
     x = torch.empty(1, 3, rows, 8)
@@ -86,7 +86,7 @@ def sizes(lengths: list[int], *, known: bool, longest: bool) -> Sizes:
     return Sizes.of(x, x[:, :1], x[:, :1], arguments)
 
 
-def test_tiles_stand_in_a_row_where_that_takes_fewer_programs():
+def test_tiles_are_enumerated_in_one_axis_if_that_takes_fewer_programs():
     uneven = [500, *[3] * 31]
     for known, longest in ((True, True), (False, True), (False, False)):
         of = sizes(uneven, known=known, longest=longest)
@@ -96,6 +96,6 @@ def test_tiles_stand_in_a_row_where_that_takes_fewer_programs():
     alike = [40] * 5
     of = sizes(alike, known=True, longest=True)
     assert of.query_tiles(BLOCK) == (3, 0, 3 * 5 * 3)
-    # Of each there are at least as many places as it has tiles.
+    # Each sequence has at least as many programs as tiles.
     for a, b in pairwise(with_lengths(*uneven)):
         assert (b // BLOCK) - (a // BLOCK) + 1 >= -(-(b - a) // BLOCK)

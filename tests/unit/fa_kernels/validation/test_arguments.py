@@ -1,4 +1,4 @@
-"""What flash_attention refuses: by which error, in which words, and before anything happens."""
+"""flash_attention refuses invalid arguments by name, before it allocates or changes anything."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LATER = NotImplementedError
 
 
 class Refusal(NamedTuple):
-    """An error, the pieces of its message (argument, got, needs), and the arguments it is for.
+    """An error, parts of its message (argument, got, needs), and the invalid arguments.
 
-    q, k and v are functions of good ones, and a function among the others takes the device.
+    Values of q, k and v are functions of valid tensors; other functions take the device.
     """
 
     error: type[Exception]
@@ -272,7 +272,7 @@ EVERY_REFUSAL = [
 
 
 def good(device: str) -> dict[str, torch.Tensor]:
-    """q, k, v that nothing is wrong with."""
+    """Valid q, k, v."""
     shapes = {"q": (B, H, M, D), "k": (B, HK, N, D), "v": (B, HK, N, DV)}
     return {
         name: torch.arange(math.prod(shape), dtype=torch.float32, device=device).view(shape)
@@ -281,7 +281,7 @@ def good(device: str) -> dict[str, torch.Tensor]:
 
 
 def changed(case: Refusal, device: str) -> dict[str, object]:
-    """The arguments of the call that is refused."""
+    """The arguments of the refused call."""
     arguments: dict[str, object] = good(device)
     for name, value in case.change.items():
         made = value(arguments.get(name, device)) if callable(value) else value
@@ -290,7 +290,7 @@ def changed(case: Refusal, device: str) -> dict[str, object]:
 
 
 def checked(device: str, **change: object) -> Arguments:
-    """What the launchers are given of a good call."""
+    """The launchers' arguments for a valid call."""
     given = {
         "mask": None,
         "causal": False,
@@ -391,7 +391,7 @@ def test_every_scale_that_float32_holds_is_taken(given, device):
 
 @pytest.mark.parametrize("field", ["block_m", "block_n", "num_warps", "num_stages"])
 @pytest.mark.parametrize("value", [32.0, True, None, "32"])
-def test_tiles_refuse_what_is_no_int(field, value):
+def test_tiles_refuse_values_that_are_not_int(field, value):
     with pytest.raises(TypeError, match=f"^{field} is {value!r}; needs an int$"):
         Tile(**{"block_m": 32, "block_n": 32, field: value})
 
@@ -416,7 +416,7 @@ def test_tiles_refuse_sizes_out_of_range(field, value, needs):
 
 
 @pytest.mark.parametrize("field", ["forward", "dkdv", "dq", "one_pass"])
-def test_configs_refuse_what_is_no_tile(field):
+def test_configs_refuse_values_that_are_not_tiles(field):
     with pytest.raises(TypeError, match=rf"^{field} is \(16, 16\); needs a Tile or None$"):
         Config(**{field: (16, 16)})
 
@@ -429,7 +429,7 @@ def test_configs_refuse_unknown_dots(dots):
 
 @pytest.mark.parametrize("block_d", [16, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_config_is_completed_and_keeps_what_it_says(dtype, block_d):
+def test_a_config_is_completed_and_keeps_given_fields(dtype, block_d):
     said = Tile(32, 16)
     config = resolve(Config(dq=said, dots="tf32", splits=5), dtype, block_d)
     assert all(isinstance(x, Tile) for x in (config.forward, config.dkdv, config.one_pass))

@@ -1,4 +1,4 @@
-"""block_mask: the lists of each kernel, whoever made them, and what is refused."""
+"""block_mask: the kernels' lists of blocks, equality with predicates, and errors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def are_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 
 
 def listed(lists: torch.Tensor) -> list[tuple[list[int], list[int]]]:
-    """(divided tiles, whole tiles) of each row of a map."""
+    """(partial tiles, full tiles) of each row of a map."""
     found = []
     for mixed, full, *tiles in lists.flatten(0, 2).tolist():
         found.append((tiles[:mixed], tiles[mixed : mixed + full]))
@@ -73,7 +73,7 @@ def listed(lists: torch.Tensor) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("config", _LIST_CONFIGS, ids=["16x16", "16x32", "apart"])
 @pytest.mark.parametrize("mask", [BLOCKS, OF_ALL_HEADS], ids=["heads", "all_heads"])
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
-def test_lists_are_those_of_the_predicate_that_says_the_same(device, beside, mask, config):
+def test_a_block_mask_has_the_lists_of_the_equal_predicate(device, beside, mask, config):
     mask = dataclasses.replace(mask, **beside)
     far = M + N
     window = tuple(far if x is None else x for x in (mask.window_left, mask.right))
@@ -86,7 +86,7 @@ def test_lists_are_those_of_the_predicate_that_says_the_same(device, beside, mas
             listed(getattr(got, name).lists),
             listed(getattr(want, name).lists),
         )
-        # The predicate's maps may have rows of tiles past the end, which are empty.
+        # The predicate's maps may have empty rows of tiles past the end.
         rows = getattr(got, name).lists.shape[2]
         kept = [
             row
@@ -97,7 +97,7 @@ def test_lists_are_those_of_the_predicate_that_says_the_same(device, beside, mas
 
 
 def assert_within_the_bound(inputs: list[torch.Tensor], mask: Mask, got: list[torch.Tensor]):
-    """out, lse, dq, dk, dv against the oracle's."""
+    """Compares out, lse, dq, dk and dv with the oracle's."""
     call = {"mask": mask, "sm_scale": D**-0.5}
     bounds = judge(*inputs, **call, in_dtype="fp16", numerics=Numerics()).bound
     for x, want, bound in zip(got, attention(*inputs, **call), bounds, strict=True):
@@ -105,7 +105,7 @@ def assert_within_the_bound(inputs: list[torch.Tensor], mask: Mask, got: list[to
 
 
 def test_more_tiles_than_one_step_takes_are_listed_in_order(device):
-    """A step is 64 tiles: of 200 divided and whole ones none is lost or comes twice."""
+    """A step lists 64 tiles; each of 200 partial and full tiles is listed once."""
     rows, keys = 5, 200 * 16 + 3
     inputs, mask = drawn(device, M=rows, N=keys), BlockSparse(side=16, percent=60, seed=1)
     blocks = mask.blocks(H, rows, keys).to(device)
@@ -115,8 +115,8 @@ def test_more_tiles_than_one_step_takes_are_listed_in_order(device):
 
 @pytest.mark.parametrize("backward", ["two_pass", "one_pass"])
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
-def test_a_map_gives_what_the_predicate_gives(device, beside, backward):
-    """To the bit in the interpreter; a GPU runs other code for another predicate."""
+def test_a_block_mask_equals_its_predicate(device, beside, backward):
+    """Equal bitwise in the interpreter; on a GPU another predicate compiles to other code."""
     inputs = drawn(device)
     blocks = BLOCKS.blocks(H, M, N).to(device)
     mask = dataclasses.replace(BLOCKS, **beside)
@@ -130,7 +130,7 @@ def test_a_map_gives_what_the_predicate_gives(device, beside, backward):
     )
     if device == "cpu":
         for place, (x, y) in enumerate(zip(got, want, strict=True)):
-            # The sum of dq in one pass has another order.
+            # Atomics sum dq of one pass in another order.
             assert torch.equal(x, y) or (backward == "one_pass" and place == 2)
     assert_within_the_bound(inputs, mask, got)
 
@@ -206,14 +206,14 @@ def test_default_tiles_take_blocks_of_128(device):
     assert_within_the_bound(inputs, mask, called(inputs, block_mask=blocks, config="default"))
 
 
-def test_nothing_waits_for_the_map(device):
+def test_a_block_mask_causes_no_synchronisation(device):
     if device == "cpu":
         pytest.skip("a CPU has nothing to wait for")
     inputs = drawn(device)
     blocks = BLOCKS.blocks(H, M, N).to(device)
     called(inputs, block_mask=blocks, block_size=32)
     try:
-        with warnings.catch_warnings(action="ignore"):  # it is a prototype
+        with warnings.catch_warnings(action="ignore"):  # PyTorch calls the mode a prototype
             torch.cuda.set_sync_debug_mode("error")
         called(inputs, block_mask=blocks, block_size=32)
     finally:
@@ -270,7 +270,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("error", "says", "made", "options"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_refused_by_name(device, error, says, made, options):
+def test_wrong_arguments_are_refused_by_name(device, error, says, made, options):
     q, k, v, _ = drawn(device)
     with pytest.raises(error, match=says):
         flash_attention(

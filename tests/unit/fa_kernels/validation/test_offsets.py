@@ -1,4 +1,4 @@
-"""Offsets of packed sequences: what is refused, by name, and how the longest bounds them."""
+"""Offsets of packed sequences: errors by name, and lengths clamped to the longest."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("error", "says", "given"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_refused_by_name(device, error, says, given):
+def test_wrong_arguments_are_refused_by_name(device, error, says, given):
     given = {name: x(device) if callable(x) else x for name, x in given.items()}
     with pytest.raises(error, match=says):
         call(device, **given)
@@ -95,7 +95,7 @@ def test_tensors_have_three_axes(device):
 def test_sequences_on_the_device_are_cut_to_the_longest(longest, device):
     offsets = {"cu_q": int32(*CU_Q)(device), "cu_k": int32(*CU_K)(device)}
     out = call(device, max_seqlen_q=longest, **offsets)
-    # Of ones the average is one; the fourth sequence has no keys.
+    # Lengths of one have an average of one; the fourth sequence has no keys.
     rows = [CU_Q[i] + row for i in (0, 2, 4) for row in range(min(longest, CU_Q[i + 1] - CU_Q[i]))]
     assert out[:, 0, 0].nonzero().flatten().tolist() == rows
 

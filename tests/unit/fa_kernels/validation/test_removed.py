@@ -1,4 +1,4 @@
-"""Options of earlier versions are refused by an error that names what replaces them."""
+"""Options of earlier versions are refused by an error that names their replacement."""
 
 from __future__ import annotations
 

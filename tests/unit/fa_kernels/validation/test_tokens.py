@@ -1,4 +1,4 @@
-"""Tokens: what is one object, which are kept, and what torch.compile makes of them."""
+"""Tokens of opaque handles: equality of objects, eviction, and torch.compile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ values = pytest.mark.parametrize("value", VALUES, ids=repr)
 
 
 def copied(value):
-    """Another object, equal down to its parts."""
+    """A deep copy of an object."""
     if isinstance(value, tuple):
         return tuple([copied(x) for x in value])
     if not dataclasses.is_dataclass(value):
@@ -57,7 +57,7 @@ def test_other_objects_have_other_tokens():
 
 
 class Nameless:
-    """All look the same."""
+    """Objects with equal representations."""
 
     def __repr__(self):
         return "Nameless()"
@@ -69,7 +69,7 @@ def test_objects_that_look_the_same_have_other_tokens():
     assert value_of(token_of(first)) is first
 
 
-def test_those_used_last_are_kept(monkeypatch):
+def test_the_most_recently_used_tokens_are_kept(monkeypatch):
     monkeypatch.setattr(opaque_handles, "MOST", 3)
     for name in ("_tokens", "_values"):
         monkeypatch.setattr(opaque_handles, name, type(getattr(opaque_handles, name))())
@@ -164,7 +164,7 @@ def test_an_object_that_is_made_in_what_is_compiled_has_the_fields_that_it_is_gi
 
 @dataclass(frozen=True)
 class Derived:
-    """One field follows from the other."""
+    """A dataclass in which one field is derived from the other."""
 
     given: int
     twice: int = field(init=False)
@@ -179,13 +179,13 @@ def test_fields_that_are_not_given_follow():
 
 @dataclass(unsafe_hash=True)
 class Changing:
-    """Its fields may change after it was compiled."""
+    """A mutable dataclass."""
 
     given: int
 
 
 class Held(SimpleNamespace):
-    """Hashable, and no dataclass."""
+    """A hashable class that is not a dataclass."""
 
     __hash__ = object.__hash__
 

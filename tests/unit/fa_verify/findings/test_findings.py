@@ -1,4 +1,4 @@
-"""What becomes of a run: its record, the verdict of each guarantee, and FINDINGS.md."""
+"""Records of runs, the verdict of each guarantee, and FINDINGS.md."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_record_that_was_cut_off_is_read_up_to_there(tmp_path):
 
 
 def subject(*tests: dict, ended: str = "finished", **changed: object) -> dict:
-    """What a file holds of a subject."""
+    """The entry of a subject in a file of results."""
     return {
         **collected([SUBJECT, *tests, END]),
         "about": "a kernel",
@@ -229,7 +229,7 @@ def test_the_document_says_what_fails_and_was_never_promised():
         ({"bitwise": ["G4", "G5", "G8"]}, "no promise to the bit of G9, G10: held to the bound"),
     ],
 )
-def test_what_was_never_promised_is_said_in_words(declares, words):
+def test_missing_promises_are_listed_in_words(declares, words):
     assert any(words in clause for clause in unpromised(declares))
 
 
@@ -265,7 +265,7 @@ def test_kernels_stand_in_the_order_of_their_names_list(tmp_path):
 
 
 def damaged(path: Path, *keys: object, value: object) -> None:
-    """Replaces something in a file of results, or takes it out."""
+    """Replaces or removes a value in a file of results."""
     content = json.loads(path.read_text())
     inner = content
     for key in keys[:-1]:
@@ -301,7 +301,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, keys, value, says)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "\udcff"])
-def test_what_is_no_file_of_results_is_named(tmp_path, text):
+def test_a_file_that_holds_no_results_is_named(tmp_path, text):
     path = tmp_path / FILE
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=f"^{path} "):
@@ -392,7 +392,7 @@ def test_an_unknown_kernel_is_refused_before_anything_runs(capsys):
     assert "(did you mean 'sdpa-math'?)" in capsys.readouterr().err
 
 
-def test_what_follows_two_dashes_goes_to_pytest_and_is_told(tmp_path, monkeypatch):
+def test_options_after_two_dashes_go_to_pytest_and_are_recorded(tmp_path, monkeypatch):
     asked = {}
 
     def run(kernel, **options):

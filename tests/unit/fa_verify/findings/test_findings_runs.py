@@ -1,4 +1,4 @@
-"""Runs that are recorded, and that crash, hang or cannot begin."""
+"""Records of runs that finish, crash, hang or cannot start."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_dies(watchdog):
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """By test, what was written of a run with workers, one of which dies."""
+    """The records of a run with workers, one of which dies, by test."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS)
@@ -157,7 +157,7 @@ def test_a_kernel_that_hangs_as_it_is_imported_is_ended(tmp_path):
     assert found["ended"] == "out of time after 6 s"
 
 
-def test_what_a_kernel_breaks_is_collected(tmp_path):
+def test_an_exception_of_a_kernel_is_collected(tmp_path):
     text = "def attention(q, k, v, *, mask, sm_scale): raise KeyError('no')"
     found = run(text, tmp_path, options=["-k", "hundredth"])
     assert (found["ended"], found["tests"]) == (FINISHED, 1)

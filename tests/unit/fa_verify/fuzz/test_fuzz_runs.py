@@ -1,4 +1,4 @@
-"""Runs of --minutes, each in processes of its own, on plain PyTorch with a fault planted."""
+"""Runs with --minutes in processes of their own, on a plain PyTorch kernel with a fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fa_verify.properties.search.corpus import CorpusEntry
 from fa_verify.pytest_plugin.regression_files import FOLDER
 
 ROOT = Path(__file__).parents[4]
-# As if Triton were not installed: that is quicker to import.
+# Hides Triton, because imports without it are faster.
 PYTEST = """
 import sys
 sys.modules["triton"] = None
@@ -51,7 +51,7 @@ TESTS = "test_regression or (lies_within_its_bound and d16)"
 
 
 class Run:
-    """A run under way, and what it has said so far."""
+    """A run in progress and its output so far."""
 
     def __init__(self, folder: Path, *options: str, **environ: str) -> None:
         self.corpus = folder / "corpus"
@@ -77,7 +77,7 @@ class Run:
         return self.output.read_text()
 
     def wait_for(self, what) -> None:
-        """Waits until something is true of the run, which has not ended by then."""
+        """Waits until a condition holds; fails if the run ends first."""
         end = time.monotonic() + 120
         while not what():
             assert self.process.poll() is None, self.said()
@@ -85,7 +85,7 @@ class Run:
             time.sleep(0.05)
 
     def ended(self) -> tuple[int, str]:
-        """The exit status, and all that was said."""
+        """Waits for the end of the run; (exit status, output)."""
         return self.process.wait(timeout=120), self.said()
 
     def workers(self) -> list[int]:
@@ -95,7 +95,7 @@ class Run:
 
 
 class Ended(NamedTuple):
-    """What came of a run: its corpus folder, the files when one was first seen, and the rest."""
+    """A finished run: its corpus folder, the first files in it, its exit status and output."""
 
     corpus: Path
     found: dict[str, str]
@@ -105,7 +105,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of all workers of this run of the tests: what one of them has run, the others look at."""
+    """A folder that the workers of this test run share, with the results of runs."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "fuzzing"
     folder.mkdir(exist_ok=True)
@@ -113,7 +113,7 @@ def folder(tmp_path_factory):
 
 
 def once(folder: Path, name: str, run) -> Ended:
-    """What a run came to that the first who asks starts, and the others wait for."""
+    """The result of a run that one worker starts and the others wait for."""
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         result = folder / f"{name}.result"
@@ -124,13 +124,13 @@ def once(folder: Path, name: str, run) -> Ended:
 
 
 def killed_and_interrupted(folder: Path):
-    """Runs, kills the worker when it has found something, and interrupts its successor."""
+    """Runs, kills the worker after its first finding, and interrupts the next worker."""
     run = Run(folder, "--minutes=10", "-n1")
     try:
         run.wait_for(lambda: [*run.corpus.glob("*.json")])
         found = {path.name: path.read_text() for path in run.corpus.glob("*.json")}
         os.kill(run.workers()[0], signal.SIGKILL)
-        # The next one finds something too.
+        # The next worker has a finding too.
         run.wait_for(lambda: "failed: test_float64" in run.said().partition("replacing")[2])
         run.process.send_signal(signal.SIGINT)
         return found, *run.ended()
@@ -157,7 +157,7 @@ def first(folder):
 
 @pytest.fixture(scope="module")
 def second(first, folder):
-    """A run after it."""
+    """A run after the first one."""
     return once(folder, "second", run_again)
 
 
@@ -192,7 +192,7 @@ def test_corpus_entries_are_of_one_cause_each(entries):
 
 
 def test_a_search_that_came_to_its_end_has_a_minimal_problem(entries):
-    # That of the killed worker need not have.
+    # The search of the killed worker may have stopped early.
     assert 21 in {entry.problem.N for entry in entries.values()}
 
 
@@ -229,7 +229,7 @@ def test_a_mask_that_is_not_registered_is_reported_as_not_replayable(second):
     assert "mask type 'MaskOfAnotherProject' is not replayable" in second.output
 
 
-def test_what_is_not_supported_is_not_kept(second):
+def test_unsupported_problems_are_not_kept(second):
     names = {path.stem for path in FOLDER.glob("*.json")}
     failed = re.findall(r"^failed: test_regression\[(.*)\]$", second.output, re.MULTILINE)
     assert names.isdisjoint(failed)

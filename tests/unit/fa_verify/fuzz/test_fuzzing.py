@@ -1,4 +1,4 @@
-"""The parts of a run that draws for minutes: its clock, its deal of tests, what a turn keeps."""
+"""Parts of a run with --minutes: the clock, the order of tests, and the entries of a turn."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_test_has_two_turns_within_a_second_and_ten(seconds, workers, test
 
 
 class Worker:
-    """A node of xdist that writes down what it is told."""
+    """A stub of an xdist node that records its messages."""
 
     def __init__(self, name: str) -> None:
         self.gateway = SimpleNamespace(id=name)
@@ -82,7 +82,7 @@ class Worker:
 
 @pytest.fixture
 def deal(clock):
-    """A rotation over two workers, which have collected."""
+    """Makes a rotation over two workers that have collected tests."""
     options = {"tx": ["popen", "popen"], "maxschedchunk": 2}
     config = SimpleNamespace(
         getvalue=options.get, getoption=options.get, option=SimpleNamespace(**options)
@@ -101,7 +101,7 @@ def deal(clock):
 
 
 def play(rotation, workers, tests: int) -> list[int]:
-    """The order in which so many tests are run, the workers taking turns."""
+    """The order of the next ``tests`` tests, with workers taking turns."""
     ran = []
     while len(ran) < tests:
         for worker in workers:
@@ -120,7 +120,7 @@ def test_every_test_has_its_turn_before_any_has_a_second(deal):
     rotation, workers = deal(DRAWING)
     ran = play(rotation, workers, 20)
     rounds = [ran[start : start + 5] for start in range(0, 20, 5)]
-    # Workers wait for one another in this play alone, so rounds are as they were dealt.
+    # Only here do workers wait for one another, so that rounds do not overlap.
     assert [sorted(part) for part in rounds] == [[0, 1, 2, 3, 4]] * 4
     assert len({tuple(part) for part in rounds}) > 1
 
@@ -141,7 +141,7 @@ def test_where_all_draw_batched_problems_or_none_does_all_come_round(deal, tests
     assert [sorted(ran[:2]), sorted(ran[2:])] == [[0, 1]] * 2
 
 
-def test_workers_go_home_when_the_time_is_over(deal, clock):
+def test_workers_stop_when_the_time_is_over(deal, clock):
     rotation, workers = deal(DRAWING)
     clock.stop()
     play(rotation, workers, 2)
@@ -200,7 +200,7 @@ def test_a_worker_in_place_of_a_dead_one_is_dealt_to(deal):
 
 @pytest.fixture
 def hunter(tmp_path, clock):
-    """Makes the runner of a turn; all of them are of one run."""
+    """Makes the runner of a turn; all turns belong to one run."""
     (tmp_path / "run").mkdir()
 
     def of(attention=None, seconds=1000.0):
@@ -248,13 +248,13 @@ def test_a_search_holds_to_its_cause_and_keeps_another_as_it_is(hunter):
     assert hunt.findings(LARGER, guarantees.accuracy) == []
     assert hunt.passed_over
     assert kept(hunt) == [LARGER]
-    # Whoever meets it next makes it smaller.
+    # The next turn to fail with that cause minimises its problem.
     assert hunter().findings(PROBLEM, guarantees.accuracy)
     assert kept(hunt) == [PROBLEM]
 
 
 class WrongAt(Eager):
-    """Wrong where there are so many keys."""
+    """A subject that errs for certain numbers of keys."""
 
     def __init__(self, *keys: int) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class WrongAt(Eager):
 
 
 class RaisesAt(WrongAt):
-    """Raises where there are so many keys as in the larger problem."""
+    """A subject that raises for the number of keys of the larger problem."""
 
     def __call__(self, q, k, v, *, mask, sm_scale, config="default"):
         if k.shape[2] == LARGER.N:
@@ -324,7 +324,7 @@ def test_a_search_ends_with_the_run_at_once(hunter, clock):
     assert hunt.judged == 0
 
 
-def test_what_fails_is_made_smaller_beyond_the_end(hunter, clock):
+def test_a_failure_is_minimised_past_the_end_of_the_run(hunter, clock):
     hunt = hunter()
     hunt.findings(LARGER, guarantees.accuracy)
     clock.start(-1)

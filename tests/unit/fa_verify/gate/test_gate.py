@@ -1,4 +1,4 @@
-"""A gate run: what it compares, stops, tells and refuses, and what --update-baseline writes."""
+"""Gate runs: comparisons, alarms, reports, errors, and --update-baseline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
 
 ROOT = Path(__file__).parents[4]
-# A user's file: it computes in float64, and declares so little that a gate run takes seconds.
+# A user's file. It computes in float64 and declares so little that a gate run takes seconds.
 KERNELS = """
 import math
 import torch
@@ -50,7 +50,7 @@ for _each in (attention, coarse, narrow):
     _each.block_n = 64
 narrow.dtypes = ("fp16",)
 """
-# Runs pytest on each of several lists of arguments, and says with which code it ended.
+# Runs pytest on each of several lists of arguments and prints the exit codes.
 RUNS = """
 import json, sys
 sys.modules["triton"] = None
@@ -63,13 +63,13 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def environment() -> dict[str, str]:
-    """That of a process of its own, without this run's workers and options, and without a GPU."""
+    """The environment of a process without a GPU and without this run's workers and options."""
     inherited = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST_")}
     return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def runs(*lists: list[str]) -> list[tuple[str, int]]:
-    """What pytest says, without Triton and without a GPU, and its exit code, for each list."""
+    """(output, exit code) of pytest for each list of arguments, without Triton and a GPU."""
     done = subprocess.run(
         [sys.executable, "-c", RUNS, json.dumps(lists)],
         cwd=ROOT,
@@ -92,7 +92,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def told(folder):
-    """What the runs say, by name, with their exit codes; the baseline is written by the first."""
+    """(output, exit code) of the runs by name; the first run writes the baseline."""
 
     def of(kernel: str) -> list[str]:
         return [f"--kernel={folder}/kernels.py:{kernel}", f"--baseline={folder}/base.json"]
@@ -173,7 +173,7 @@ def test_collecting_compares_nothing(told):
 
 
 def test_workers_measure_what_one_process_does(told, folder):
-    # Workers import the Triton that is installed; a plain PyTorch kernel needs no interpreter.
+    # Workers import the installed Triton; a plain PyTorch kernel needs no interpreter.
     kernel = f"--kernel={folder}/kernels.py:attention"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n2", kernel]
     command += [f"--baseline={folder}/workers.json", "--update-baseline"]
@@ -193,7 +193,7 @@ def test_workers_measure_what_one_process_does(told, folder):
 HERE = Environment("elsewhere", "1.0", "none")
 
 
-def test_what_cannot_be_compared_with_is_refused_in_a_line_before_anything_runs(told, folder):
+def test_incomparable_baselines_are_refused_in_a_line_before_anything_runs(told, folder):
     entries = (Entry(Problem(), "G1", "fp32"),)
     Baseline("attention", HERE, entries).write(folder / "elsewhere.json")
     (folder / "damaged.json").write_text('{"version": 1,')
@@ -233,6 +233,6 @@ def test_other_versions_are_refused_until_the_baseline_is_updated(told, folder):
     assert code == pytest.ExitCode.USAGE_ERROR
     assert f"{path} is of torch 1.0, here {here.environment.torch}: --update-baseline" in refused
     assert fine == 0, updated
-    # Those that it had come first, and nothing of them has moved.
+    # Entries of the old baseline come first and are unchanged.
     assert Baseline.read(path).entries[:3] == here.entries[:3]
     assert Baseline.read(path).environment == here.environment

@@ -1,4 +1,4 @@
-"""The problems of a baseline: what they cover, and that the gate stops what checks let pass."""
+"""The problems of a baseline: their coverage, and an alarm for a fault that checks miss."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_choice_is_the_same_every_time_and_no_two_have_the_same_values(ours)
     assert len({entry.problem.seed for entry in entries}) == len(entries) >= FEWEST["cpu"]
 
 
-def test_ordinary_data_is_what_rms_speaks_of(ours):
+def test_ordinary_data_is_covered_by_the_rms_check(ours):
     of_16_bits = [x.problem for x in chosen(ours, "cuda") if x.arithmetic in ("fp16", "bf16")]
     assert len(of_16_bits) > FEWEST["cuda"] / 3
     assert all(map(is_valid, of_16_bits))
@@ -64,7 +64,7 @@ def test_ordinary_data_is_what_rms_speaks_of(ours):
     ],
     ids=str,
 )
-def test_what_a_subject_declares_is_kept_to_and_there_are_enough(declared):
+def test_gate_problems_are_supported_and_numerous(declared):
     subject = dataclasses.replace(Subject.of(Eager(), "eager"), **declared)
     entries = chosen(subject, "cpu")
     assert len(entries) >= FEWEST["cpu"]
@@ -105,7 +105,7 @@ def entries_of(subject: Subject, device: str) -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def test_delta_of_rounded_products_which_no_check_sees_is_stopped(ours, device, tmp_path):
+def test_the_gate_finds_a_delta_of_rounded_products_that_no_check_finds(ours, device, tmp_path):
     coarser = load("fa_verify.subjects.worse:rounded_products")
     path = tmp_path / "base.json"
     Baseline("ours", Environment("here", "1", "2"), entries_of(ours, device)).write(path)
@@ -115,5 +115,5 @@ def test_delta_of_rounded_products_which_no_check_sees_is_stopped(ours, device, 
     alarms = [change.text for change in differences(then, changed, {}, {}, {}) if change.alarm]
     groups = {text.partition(":")[0] for text in alarms}
     assert "dq bf16" in groups
-    # delta has no part in the others.
+    # Other outputs do not depend on delta.
     assert {group.split()[0] for group in groups} <= {"dq", "dk"}

@@ -1,4 +1,4 @@
-"""The report of a run: a page that stands alone, JSON that says the same, nothing of it markup."""
+"""The report of a run: a self-contained page, JSON with the same facts, and escaped text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VOID = {"meta", "img", "br", "link", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """What a browser would see: texts, attributes, and whether the elements are balanced."""
+    """A parsed page: texts, attributes, and whether the elements are balanced."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_the_page_says_the_verdict_the_findings_and_how_to_replay_them(html, rec
 
 
 @pytest.mark.parametrize("place", ["failure", "finding", "subject", "reason", "command"])
-def test_what_a_subject_says_is_text_and_no_markup(record, place):
+def test_text_of_a_subject_is_escaped(record, place):
     said = '<script>alert(1)</script> & "no" more'
     failure = {"test": "t", "phase": "call", "text": said, "findings": []}
     finding = {**record["failures"][0]["findings"][0], "text": said}
@@ -215,7 +215,7 @@ def test_the_mutants_of_the_last_run_are_shown(record, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"source": 1}'])
-def test_mutants_that_cannot_be_read_are_said_to_be(record, tmp_path, text):
+def test_unreadable_mutation_outcomes_are_reported(record, tmp_path, text):
     path = tmp_path / "outcomes.jsonl"
     path.write_text(text)
     assert (

@@ -1,4 +1,4 @@
-"""A browser shows the page of a report: without a message on its console, and not blank."""
+"""A browser renders a report without console messages, and the page is not blank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RECORD = {
     "baseline": None,
     "mutants": None,
 }  # fmt: skip
-# Says what the browser logged, and how much of the page it has laid out.
+# Reports the browser's log and the extent of the page's layout.
 PROBE = """<script>
 const said = [];
 window.addEventListener("error", e => said.push(String(e.message)), true);
@@ -54,7 +54,7 @@ window.addEventListener("load", () => {
 
 @pytest.fixture
 def browser(tmp_path):
-    """Runs headless Chromium on a file, with a profile of its own and nothing to call home for."""
+    """Runs headless Chromium on a file, with a profile of its own and without network services."""
 
     def run(*options: str) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(
@@ -79,7 +79,7 @@ def test_the_page_is_shown(browser, tmp_path):
     blank = tmp_path / "blank.png"
     path.write_text("")
     browser(f"--screenshot={blank}", path.as_uri())
-    # A PNG of one colour is small, whatever its size.
+    # A PNG of a single colour is a small file at any size.
     assert shown.stat().st_size > 5 * blank.stat().st_size
 
 

@@ -1,4 +1,4 @@
-"""A tiled kernel in NumPy that rounds where kernels round, and the problems it is run on."""
+"""A tiled kernel in NumPy that rounds where kernels round, and problems for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CASTS", "FAMILIES", "Case", "Emulated", "draw", "grouped"]
 LOG2E = math.log2(math.e)
 FP32 = np.float32
 
-# Each rounds to its dtype and gives the values in float32 (fp64: as they are).
+# Functions that round to a dtype and return float32 values; fp64 stays unrounded.
 CASTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "fp16": lambda x: x.astype(np.float16).astype(FP32),
     "bf16": lambda x: widen_bf16(nearest_bf16(x)),
@@ -112,7 +112,7 @@ def grouped(seed: int, dtype: str, mask: Mask | None = None) -> Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Emulated:
-    """A tiled kernel in NumPy, rounding where a kernel rounds; ``fault`` names what it does wrong.
+    """A tiled kernel in NumPy that rounds where kernels round; ``fault`` names a deliberate error.
 
     Exponentials carry a relative error of half an ulp beyond NumPy's own and flush to zero.
     """
@@ -130,7 +130,7 @@ class Emulated:
         return CASTS[self.dtype](x)
 
     def cast(self, x: np.ndarray) -> np.ndarray:
-        """P and dS before their dot."""
+        """Casts P or dS for its dot."""
         if self.numerics.p_dtype == "fp32":
             return x
         if self.fault == "coarse P and dS":
@@ -140,7 +140,7 @@ class Emulated:
         return x
 
     def flush(self, x: np.ndarray) -> np.ndarray:
-        """What elementwise arithmetic leaves of an operand or a result."""
+        """Flushes an operand or result of elementwise arithmetic, if declared."""
         if not self.numerics.flushes:
             return x
         return np.where(np.abs(x) < np.finfo(self.work).tiny, self.work(0), x).astype(self.work)
@@ -167,7 +167,7 @@ class Emulated:
         return np.where(y < info.tiny, self.work(0), y).astype(self.work)
 
     def scores(self, q: np.ndarray, k: np.ndarray, t: float):
-        """Scores in base 2, and the operands as they are used in the dot with their factors."""
+        """Scores in base 2, and the operands of the dot with their factors."""
         scale = t * LOG2E
         of_q, of_k = {"none": (1, 1), "q": (scale, 1), "k": (1, scale), "qk": (scale**0.5,) * 2}[
             self.numerics.prescales
@@ -179,7 +179,7 @@ class Emulated:
         return self.dot(q, k.T) * self.work(scale / of_q / of_k), q, k, of_q, of_k
 
     def forward(self, s2: np.ndarray, v: np.ndarray, seen: np.ndarray):
-        """Softmax over key tiles, in parts; returns out as stored, and lse in base e."""
+        """Softmax over key tiles, in splits; returns out as stored, and lse in base e."""
         parts = np.array_split(
             np.arange(0, s2.shape[1], self.numerics.block_n), self.numerics.splits
         )
@@ -191,7 +191,7 @@ class Emulated:
         return self.store(np.where(live[:, None], out, self.work(0))), lse.astype(self.work)
 
     def merged(self, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]):
-        """(acc, l, m) of all parts, each weighted by its maximum; one part as it is."""
+        """(acc, l, m) combined over splits by their maxima; a single split is unchanged."""
         if len(parts) == 1:
             return parts[0]
         m_i = np.max([m for _, _, m in parts], axis=0)
@@ -204,7 +204,7 @@ class Emulated:
         return acc, l_i, m_i
 
     def attend(self, s2: np.ndarray, v: np.ndarray, seen: np.ndarray, starts: list[int]):
-        """Online softmax over the key tiles that start there: (acc, l, m in base 2)."""
+        """Online softmax over the key tiles at ``starts``: (acc, l, m in base 2)."""
         M, N = s2.shape
         block = self.numerics.block_n
         m_i = np.full(M, -np.inf, self.work)
@@ -234,7 +234,7 @@ class Emulated:
         return acc, l_i, m_i
 
     def in_memory(self, ds: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """ds k, tile by tile by atomic additions, which take subnormal numbers for 0."""
+        """ds k, summed tile by tile by atomic additions, which flush subnormal numbers."""
         least = np.finfo(self.work).tiny
         total = np.zeros((ds.shape[0], k.shape[1]), self.work)
         for start in range(0, k.shape[0], self.numerics.block_n):

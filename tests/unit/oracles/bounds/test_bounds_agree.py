@@ -1,4 +1,4 @@
-"""The two references and the two bounds, written independently, say the same."""
+"""The two references agree, and so do the two bounds; each pair is written independently."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DECLARATIONS = {
         "flushes": True,
     },
 }
-PROBLEMS = range(6)  # of each dtype and declaration
+PROBLEMS = range(6)  # numbers of the problems for each dtype and declaration
 
 
 def a_mask(draw: random.Random, B: int, M: int, N: int) -> Mask:
@@ -145,7 +145,7 @@ def test_bounds_agree_where_a_gradient_of_lse_is_flushed() -> None:
 @pytest.mark.parametrize("small", range(4))
 def test_bounds_agree_where_tf32_truncates_subnormal_operands(small: int) -> None:
     inputs, call, block_n = a_problem("fp32/subnormal/0")
-    # One tensor subnormal, the other operand of its dots large.
+    # One tensor is subnormal, and the other operand of its dots is large.
     scales = [1.0, 1.0, 2.0**30, 1.0]
     scales[small] = 2.0**-130
     if small < 2:
@@ -195,7 +195,7 @@ def test_bounds_agree_where_results_are_flushed(
 def test_bounds_agree_where_the_worst_part_begins_and_ends_within_the_row(
     levels: tuple[float, ...],
 ) -> None:
-    # Tiles of equal scores: their maxima rise, or fall, from the second tile to the last but one.
+    # Tiles have equal scores; the maxima rise or fall from the second tile to the last but one.
     k = torch.tensor(levels, dtype=torch.float64).repeat_interleave(16).view(1, 1, -1, 1)
     one, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), stream.normal(0, "v", k.shape)
     call = {"mask": Mask(), "sm_scale": 1.0, "in_dtype": "fp32", "numerics": Numerics(splits=2)}
@@ -206,7 +206,7 @@ def test_bounds_agree_where_the_worst_part_begins_and_ends_within_the_row(
 
 @pytest.mark.parametrize("in_dtype", ["bf16", "fp32"])
 def test_bounds_agree_where_all_weight_lies_on_values_of_zero(in_dtype: str) -> None:
-    # What is left of out comes from a P that underflows, in its cast and in the accumulator.
+    # The error of out comes only from a P that underflows in its cast and in the accumulator.
     q, k, v, dout = (
         torch.tensor(values, dtype=torch.float64).view(1, 1, -1, 1)
         for values in ([1.0], [0.0, -90.0], [0.0, 1.0], [1.0])

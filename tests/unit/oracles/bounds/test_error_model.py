@@ -34,7 +34,7 @@ def judged(inputs: list[torch.Tensor], mask: Mask = WINDOW, **kwargs: Any) -> Ju
 
 
 def exact_places(mask: Mask) -> dict[str, torch.Tensor]:
-    """Where each output is exact: rows with no key, keys that no row sees."""
+    """Masks of exact outputs: rows without a visible key, and keys that no row sees."""
     seen = mask.dense(B, H, M, N).expand(B, H, M, N)
     empty = ~seen.any(3)
     unseen = ~seen.any(2).view(B, Hk, -1, N).any(2)
@@ -87,7 +87,7 @@ def test_a_correct_kernel_is_within_the_bound(in_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("in_dtype", ["fp16", "bf16"])
-def test_the_bound_is_not_idle(in_dtype: str) -> None:
+def test_the_bound_is_at_most_ten_times_the_error(in_dtype: str) -> None:
     ratios = worst_ratios(in_dtype, 0)
     assert all(ratios[name] > 0.1 for name in ("out", "dq", "dk", "dv")), ratios
 
@@ -116,7 +116,7 @@ def test_chunking_changes_nothing_but_roundings(rows: int, group_sum: str) -> No
 @pytest.mark.parametrize("dirt", [math.nan, math.inf])
 @pytest.mark.parametrize("rows", [None, 16])
 @pytest.mark.parametrize("group_sum", ["fp32", "dtype"])
-def test_dirt_outside_visible_pairs_changes_no_bit(
+def test_values_outside_visible_pairs_change_no_bit(
     dirt: float, rows: int | None, group_sum: str
 ) -> None:
     inputs = tensors()
@@ -130,7 +130,7 @@ def test_dirt_outside_visible_pairs_changes_no_bit(
 
 
 def test_a_hidden_pair_that_overflows_stays_out_of_the_bound() -> None:
-    # Each row sees its own key alone; the products of row 1 with key 0 overflow float64.
+    # Each row sees only its own key; the products of row 1 with key 0 overflow float64.
     diagonal = Mask(window_left=0, window_right=0, seqlens_q=(N, N))
     inputs = tensors("fp64")
     q, k, v, dout = inputs
@@ -210,7 +210,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 def rescales_of(levels: list[float], splits: int) -> float:
-    """R of one row with tiles of equal scores, read off the bound of lse."""
+    """R of one row with tiles of equal scores, derived from the bound of lse."""
     k = torch.tensor(levels, dtype=torch.float64).repeat_interleave(16).view(1, 1, -1, 1)
     one, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.zeros_like(k)
     keys = 16 * len(levels)
@@ -229,8 +229,8 @@ def rescales_of(levels: list[float], splits: int) -> float:
 @pytest.mark.parametrize(
     ("levels", "changes"),
     [
-        ([0.0, 0.0, 0.0, 0.0], 3),  # ties: rounding decides every time
-        ([3.0, 0.0, 0.0, 0.0], 3),  # read from the right: two ties and the peak
+        ([0.0, 0.0, 0.0, 0.0], 3),  # ties: rounding decides whether each rescales
+        ([3.0, 0.0, 0.0, 0.0], 3),  # from the right: two ties and the peak
         ([0.0, 1.0, 2.0, 3.0], 3),
         ([1.0, 2.0, 4.0, 3.0], 2),
         ([3.0, 4.0, 2.0, 1.0], 2),
@@ -245,9 +245,9 @@ def test_rescales_are_counted_from_either_end(levels: list[float], changes: int)
     ("levels", "changes"),
     [
         ([0.0], 0),
-        ([1.0, 0.0], 1),  # each may be a part of its own
-        ([0.0, 1.0, 2.0, 3.0], 3),  # the merge of a part takes the place of a rescale
-        ([3.0, 0.0, 1.0, 2.0], 3),  # the last three are a part: two changes, and the merge
+        ([1.0, 0.0], 1),  # each may be a split of its own
+        ([0.0, 1.0, 2.0, 3.0], 3),  # the combination of a split replaces a rescale
+        ([3.0, 0.0, 1.0, 2.0], 3),  # the last three are a split: two changes and the combination
         ([2.0, 1.0, 0.0, 3.0], 3),
         ([9.0, 0.0, 1.0, 8.0, 0.0, 2.0], 3),
         ([9.0, 0.0, 1.0, 2.0, 0.0, 8.0], 4),
@@ -261,7 +261,7 @@ def test_rescales_of_a_split_row_are_those_of_its_worst_part_and_the_merge(
 
 
 def test_a_maximum_of_before_costs_longer_exponents_where_a_row_has_several_tiles() -> None:
-    """Of lse: 3u r in E, u_log r = 4u r, and 4u r for the maximum itself."""
+    """The bound of lse has 3u r in E, u_log r = 4u r, and 4u r for the maximum."""
     one, k = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.zeros(1, 1, 32, 1)
     bounds = {}
     for threshold in (0, 8):
@@ -277,7 +277,7 @@ def test_a_maximum_of_before_costs_longer_exponents_where_a_row_has_several_tile
 
 
 def test_sums_relative_to_a_maximum_of_before_overflow_sooner() -> None:
-    """Two keys of v = 1e37 that share the weight of a row; alone in their tile they fit."""
+    """Two keys with v = 1e37 share the weight of a row; in a tile of their own they fit."""
     one, k = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.zeros(1, 1, 17, 1)
     v = torch.zeros(1, 1, 17, 1).index_fill(2, torch.tensor([0, 16]), 1e37)
     for threshold, block_n, fits in ((0, 16, True), (8, 16, False), (8, 32, True)):
@@ -291,7 +291,7 @@ def test_sums_relative_to_a_maximum_of_before_overflow_sooner() -> None:
 
 
 def extremes(q: float, k: float, v: float, dout: float) -> list[torch.Tensor]:
-    """Two rows and two keys; the second key and its v have the other sign: dS and dQ are not 0."""
+    """Two rows and two keys. The second k and v have the opposite sign, so dS and dQ are not 0."""
     inputs = [torch.full((1, 1, 2, 16), x, dtype=torch.float64) for x in (q, k, v, dout)]
     inputs[1][:, :, 1] *= -1
     inputs[2][:, :, 1] *= -1
@@ -338,7 +338,7 @@ def test_a_stored_output_that_may_round_to_infinity_is_out_of_range() -> None:
 def test_a_stored_gradient_that_may_round_to_infinity_is_out_of_range(
     name: str, values: tuple[float, float, float, float]
 ) -> None:
-    # The gradient itself is 25600 * 2.558 = 65484.8, an ulp of 32 below the first that overflows.
+    # The gradient is 25600 * 2.558 = 65484.8, an ulp of 32 below the smallest overflow.
     judgement = judge(
         *extremes(*values), mask=Mask(), sm_scale=1.0, in_dtype="fp16", numerics=Numerics()
     )
@@ -384,7 +384,7 @@ def test_ordinary_inputs_are_in_range() -> None:
         assert judged(tensors(in_dtype), in_dtype=in_dtype).out_of_range is None
 
 
-def test_nan_that_is_seen_is_out_of_range() -> None:
+def test_visible_nan_is_out_of_range() -> None:
     inputs = tensors()
     inputs[1][0, 0, 12] = math.nan
     assert judged(inputs).out_of_range is not None
@@ -427,7 +427,7 @@ def test_terms_are_the_outputs_where_every_sign_is_plus() -> None:
 
 
 def test_terms_of_dq_and_dk_count_both_halves_of_ds() -> None:
-    # With every sign plus, dS = p dP - p delta, so that the terms are the sum of the halves.
+    # With positive signs dS = p dP - p delta, so the terms are the sum of both halves.
     q, k, v, dout = (x.abs() for x in tensors("fp64"))
     truth = torch_reference.attention(q, k, v, dout, mask=Mask(), sm_scale=SCALE)
     terms = judged([q, k, v, dout], Mask(), in_dtype="fp64").terms

@@ -1,4 +1,4 @@
-"""The NumPy bound: its shape, what widens it, and emulated kernels inside and outside of it."""
+"""The NumPy bound: its shape, declarations that widen it, and emulated kernels on both sides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bound_of(case: Case, numerics: Numerics | None = None) -> Outputs:
 def worst_shares(
     kernel: Emulated, case: Case, declared: Numerics | None = None
 ) -> dict[str, float]:
-    """Per output, the largest error as a share of the bound; equal infinities are no error."""
+    """The largest error of each output as a share of the bound; equal infinities do not count."""
     got = kernel(case)
     want = attention(*case.arrays, mask=case.mask, sm_scale=case.sm_scale, dlse=case.dlse)
     allowed = bound_of(case, kernel.numerics if declared is None else declared)
@@ -96,7 +96,7 @@ def test_an_emulated_kernel_stays_within_the_bound_of_what_it_declares(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_kernel_that_sums_by_atomics_needs_to_declare_it(dtype: str) -> None:
-    """What each key tile adds to dq is about the smallest normal number."""
+    """Each key tile adds about the smallest normal number to dq."""
     kernel = Emulated(dtype=dtype, numerics=Numerics(atomic=("dq",)))
     undeclared: set[str] = set()
     for seed in range(8):
@@ -114,9 +114,9 @@ def test_a_kernel_that_sums_by_atomics_needs_to_declare_it(dtype: str) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 9])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_kernel_that_flushes_needs_to_declare_it(dtype: str, splits: int) -> None:
-    """Values about the smallest normal number: each rescale, each product of delta loses some.
+    """Values near the smallest normal number lose digits in each rescale and product of delta.
 
-    With a large v the products are no smaller than others, but dout is taken for 0.
+    With a large v the products are normal numbers, but dout is flushed to 0.
     """
     unflushed = Numerics(splits=splits)
     numerics = Numerics(splits=splits, flushes=True)
@@ -124,7 +124,7 @@ def test_a_kernel_that_flushes_needs_to_declare_it(dtype: str, splits: int) -> N
     for seed in range(8):
         case = draw(seed, dtype, "scores times 8")
         q, k, v, dout = case.arrays
-        # A mean of v makes delta a sum of numbers that are lost one by one.
+        # A nonzero mean of v makes delta a sum of numbers that are flushed one by one.
         small = [CASTS[dtype](x).astype(np.float64) for x in (2.0**-126 * v, 2.0**-130 * dout)]
         for arrays in (
             (q, k, small[0], dout),
@@ -144,7 +144,7 @@ def test_a_kernel_that_flushes_needs_to_declare_it(dtype: str, splits: int) -> N
 
 
 def test_truncating_both_operands_of_a_tf32_dot_stays_within_the_bound() -> None:
-    below = 1 + 2.0**-10 - 2.0**-23  # the next smaller TF32 number is 1
+    below = 1 + 2.0**-10 - 2.0**-23  # truncates to the TF32 number 1
     q, k = np.zeros((1, 1, 2, 16)), np.zeros((1, 1, 2, 16))
     q[..., 0], k[:, :, 1, 0] = 1.0, -1.384  # P of the second key loses nearly 2**-10 as well
     values = np.full((1, 1, 2, 16), below)
@@ -154,11 +154,11 @@ def test_truncating_both_operands_of_a_tf32_dot_stays_within_the_bound() -> None
 
 
 def with_a_tiny_operand(tiny: str, sm_scale: float) -> Case:
-    """fp16 q or k of a few of the smallest numbers, whose rounding errors add up in dk or dq."""
+    """A case with tiny fp16 q or k, whose rounding errors add up in dk or dq."""
     rng = np.random.default_rng(0)
     small = np.tile(6e-7 * (1 + rng.random(16)), (1, 1, 48, 1))
     other = np.tile(rng.standard_normal(16), (1, 1, 48, 1))
-    # dS has one sign along a column and either along a row; a tiny k takes over its sign.
+    # dS has one sign along a column and both along a row; a tiny k has the sign of dS.
     sign = np.where(np.arange(48) % 2, 1.0, -1.0)[:, None]
     v = 10 * sign * rng.random(16) + np.zeros((1, 1, 48, 16))
     dout = np.tile(10 * rng.random(16), (1, 1, 48, 1))
@@ -193,7 +193,7 @@ def test_a_prescaled_operand_that_counts_as_zero_stays_within_the_bound(
 ) -> None:
     case = draw(0, dtype, mask=Mask())
     operands, (v, dout) = list(case.arrays[:2]), case.arrays[2:]
-    # All just below the smallest normal number; times the scale they are above it.
+    # All values are just below the smallest normal number; times the scale they are above it.
     operands[tiny] = np.full_like(operands[tiny], 0.9 * 2.0**-126)
     operands[1 - tiny] = 2.0**122 * np.abs(operands[1 - tiny])
     arrays = (*operands, v, 2.0**-10 * dout)
@@ -242,7 +242,7 @@ def test_ignoring_the_gradient_of_lse_leaves_the_bound() -> None:
     assert min(shares["dq"], shares["dk"]) > 1, shares
 
 
-# What widens the bound: dtype, narrower, wider, the outputs it must widen everywhere they count.
+# Declarations: dtype, narrower, wider, and the outputs whose bound must widen everywhere.
 WIDER: dict[str, tuple[str, Numerics, Numerics, set[str]]] = {
     "dots": ("fp32", Numerics(), TF32, set(OUTPUTS)),
     "accumulator": ("fp16", Numerics(), Numerics(accumulator=4), set(OUTPUTS)),

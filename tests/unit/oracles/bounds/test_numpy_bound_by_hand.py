@@ -1,6 +1,6 @@
-"""The NumPy bound of problems small enough to write it out, scalar by scalar, at 50 digits.
+"""The NumPy bound of tiny problems against scalar formulas at 50 digits.
 
-Nothing here is arranged against cancellation, so that the bound's own arrangement is tested too.
+The formulas here do not avoid cancellation, so the bound's own rearrangements are tested too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fa_verify.oracles.bounds.numpy_check import bound
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Numerics
 
-AGREEMENT = 1e-10  # two writings of the bound agree to this, relative
+AGREEMENT = 1e-10  # relative difference allowed between the two implementations
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _fifty_digits() -> Iterator[None]:
 
 
 class Constants(NamedTuple):
-    """What a dtype and its dots give the model; a kernel that runs in float64 errs twice."""
+    """The model's constants of a dtype and its dots; a float64 kernel doubles the errors."""
 
     dtype: str
     u: float
@@ -96,17 +96,17 @@ def test_a_running_maximum_that_changes_less_often_has_a_narrower_bound() -> Non
         k = np.repeat(tile_scores, 16).reshape(1, 1, 48, 1)
         return bound_of("fp32", one, k, zero, one).lse.item()
 
-    # It changes once from either end; twice from the left; twice from the right.
+    # The maximum changes once from both ends; twice from the left; twice from the right.
     once, twice_left, twice_right = (0.0, 10.0, 0.0), (0.0, 0.0, 10.0), (10.0, 0.0, 0.0)
     assert lse_bound(once) < min(lse_bound(twice_left), lse_bound(twice_right))
 
 
-# One row, two keys, two equal heads in a group, D = Dv = 1.
+# The problem has one row, two keys, two equal heads in a group, and D = Dv = 1.
 Q, KS, VS, DOUT = 2.0, (3.0, -1.0), (5.0, 0.25), 7.0
 
 
 class Passes(NamedTuple):
-    """The exact values of one head, a list where there is one for each key."""
+    """The exact values of one head; values for each key are lists."""
 
     s: list[mpmath.mpf]
     m: mpmath.mpf
@@ -129,7 +129,7 @@ def two_keys(t: float) -> Passes:
 
 
 def lost_to_underflow(c: Constants, prescales: str, t: float) -> mpmath.mpf:
-    """What the underflow of a pre-scaled operand is worth in units of q or k."""
+    """The error by underflow of a pre-scaled operand, in units of q or k."""
     whole, root = mpmath.log(2), mpmath.sqrt(t * mpmath.log(2))
     return c.eta * (max(whole, root) if prescales == "qk" else whole)
 
@@ -165,7 +165,7 @@ def bound_by_hand(rung: str, prescales: str, t: float) -> dict[str, list[mpmath.
     E = score_errors(x, c, prescales, t)
     out, lse = forward_by_hand(x, E, c)
     d_delta = DOUT * out + c.chain(5) * DOUT * (x.out + out)
-    # Two heads whose m' is 16: the chain of dk and dv is 2 * 16 + 2 long; that of dq is 16 + 2.
+    # Two heads with m' = 16: the chain of sums is 2 * 16 + 2 long for dk and dv, 16 + 2 for dq.
     per_dq, per_dk = (c.chain(n) * (1 + c.uc) for n in (18, 34))
     reused = lost_to_underflow(c, prescales, t)
     dq, B_dq, B_dk, B_dv = 0, 0, [], []
@@ -193,7 +193,7 @@ def bound_by_hand(rung: str, prescales: str, t: float) -> dict[str, list[mpmath.
     return {name: [c.times * y for y in values] for name, values in each.items()}
 
 
-# Of a large scale each operand carries the square root, of a small one the factor ln 2 is larger.
+# With a large scale each operand has its square root; with a small one the factor ln 2 dominates.
 @pytest.mark.parametrize("t", [0.5, 2.0])
 @pytest.mark.parametrize("prescales", ["none", "q", "k", "qk"])
 @pytest.mark.parametrize("rung", RUNGS)

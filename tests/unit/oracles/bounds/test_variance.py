@@ -1,4 +1,4 @@
-"""The predicted variances are those of a kernel that rounds where they say it does."""
+"""Predicted variances match an emulated kernel that rounds where the model assumes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def emulated(problem: Problem, kernel: Emulated) -> tuple[Outputs, Inputs]:
 
 
 def observed(problem: Problem, kernel: Emulated) -> dict[str, float]:
-    """Observed over predicted root mean square error, of an emulated kernel and several seeds."""
+    """Observed over predicted root mean square error of an emulated kernel, over several seeds."""
     squares = dict.fromkeys(OUTPUTS, 0.0)
     for seed in SEEDS:
         drawn = replace(problem, seed=seed)
@@ -79,7 +79,7 @@ def test_a_correct_kernel_errs_as_predicted_whatever_it_declares(dtype, declared
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("splits", [2, 3, 5])
 def test_a_split_kernel_errs_no_more_than_predicted(dtype, splits):
-    """And a little less: the largest P of every part is 1, which is exact."""
+    """The error is slightly smaller, because the largest P of every split is 1, which is exact."""
     kernel = Emulated(dtype=dtype, numerics=Numerics(splits=splits))
     ratios = observed(replace(PROBLEM, dtype=dtype), kernel)
     assert {name: ratio for name, ratio in ratios.items() if not 0.85 < ratio < 1.05} == {}
@@ -111,7 +111,7 @@ def test_a_correct_kernel_errs_as_predicted_under_masks_and_scales(mask, spread)
 
 
 class TwoCasts(Emulated):
-    """Rounds P and dS a second time, on another grid; 1 lies on both."""
+    """A kernel that rounds P and dS a second time, on another grid; 1 lies on both grids."""
 
     def cast(self, x: np.ndarray) -> np.ndarray:
         other = self.store(x * self.work(1.37)) / self.work(1.37)
@@ -144,14 +144,14 @@ def test_equal_values_feel_no_rounding_of_p_that_its_sum_shares():
 
 
 def differences(got: Outputs, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """How far the sums are off, of two heads a group and no padding."""
+    """The errors of the identities' sums, for two heads per group and no padding."""
     sum_dk, sum_dv = (torch.from_numpy(x).double().sum(2) for x in (got.dk, got.dv))
     sum_dout = inputs.dout.double().sum(2).unflatten(1, (2, 2)).sum(2)
     return {"sum_dk": sum_dk, "sum_dv": sum_dv - sum_dout}
 
 
 def observed_sums(problem: Problem, seeds: int) -> dict[str, float]:
-    """Observed over predicted root mean square of what the identities are off by."""
+    """Observed over predicted root mean square error of the identities."""
     squares: dict[str, list[torch.Tensor]] = {}
     for seed in range(seeds):
         drawn = replace(problem, seed=seed)
@@ -222,7 +222,7 @@ def test_exact_outputs_have_no_variance():
         assert not variance[:, :, ~touched].any(), name
         assert bool((variance[:, :, touched] > 0).all()), name
     assert np.array_equal(predicted.keys_seen[0, 0].numpy(), seen.sum(1))
-    assert np.array_equal(predicted.rows_seen[0, 0].numpy(), 2 * seen.sum(0))  # two heads a group
+    assert np.array_equal(predicted.rows_seen[0, 0].numpy(), 2 * seen.sum(0))  # two heads per group
 
 
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"M": 0}, {"N": 0}], ids=str)

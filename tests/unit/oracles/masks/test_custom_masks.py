@@ -1,4 +1,4 @@
-"""Masks with a predicate: what they mean, how they combine, are drawn, written and refused."""
+"""Masks with a predicate: definition, combination, generation, serialisation, errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_example_is_what_its_picture_shows():
     assert picture(dilated) == ["x . . .", ". x . .", "x . x .", ". x . x"]
     sink = mask_class("SinkWindow")(sinks=1, width=1)
     assert picture(sink) == ["x . . .", "x x . .", "x . x .", "x . . x"]
-    # Four rows of a grid two wide: of a 3 x 3 square what fits.
+    # Four rows of a grid of width two; a 3 x 3 square is cut to fit.
     assert picture(Neighbourhood(width=2, kernel=1)) == [
         "x . . .", ". x . .", ". . x .", ". . . x",
     ]  # fmt: skip
@@ -96,13 +96,13 @@ def test_parts_of_different_lengths_are_refused():
 def test_a_mask_can_be_seen_from_other_entries_and_heads():
     mask = dataclasses.replace(mask_class("BlockSparse")(seed=5), seqlens_q=(250, 256, 200))
     dense = mask.dense(3, 4, 256, 256)
-    # Of its own class, so that a map of blocks is still to be had; and as any class is sliced.
+    # Its own slices keep the class, and so the block mask; the general slices do not.
     for of in (mask.sliced, functools.partial(Mask.sliced, mask)):
         part = of((2, 0), (3, 1))
         assert isinstance(part, Sliced) == (of != mask.sliced)
         assert torch.equal(part.dense(2, 2, 256, 256), dense[[2, 0]][:, [3, 1]])
         assert torch.equal(part.sliced((1,), (0,)).dense(1, 1, 256, 256), dense[[0]][:, [3]])
-    # One that takes no notice of them needs no table.
+    # A mask that depends on neither needs no table.
     assert type(CUSTOM.sliced((1,), (0,))) is PrefixLM
 
 
@@ -136,7 +136,7 @@ def test_the_old_name_of_a_mask_is_still_read():
     assert problem.to_json() == old.replace("Taken", "Sliced")
 
 
-def test_a_mask_that_defines_allows_is_told_the_new_name():
+def test_a_mask_that_defines_allows_is_refused_with_the_new_name():
     with pytest.raises(TypeError, match=r"^Old defines allows; the method is called mask_mod$"):
 
         class Old(Mask):
@@ -180,7 +180,7 @@ def test_a_shipped_mask_is_the_same_one_by_its_file_and_by_its_module():
 
 
 def test_a_mask_that_has_the_name_of_a_shipped_one_is_refused(tmp_path):
-    # Its replay lines would be about the other.
+    # Its replay lines would name the shipped mask.
     file = tmp_path / "prefix_lm.py"
     file.write_text(Path(inspect.getfile(PrefixLM)).read_text())
     with pytest.raises(ValueError, match="a mask named PrefixLM is known already"):
@@ -268,7 +268,7 @@ def test_sizes_below_one_are_refused_by_name(name, field):
         mask_class(name)(**{field: 2.0})
 
 
-def test_entries_keep_what_a_predicate_says_of_them():
+def test_sliced_entries_keep_their_predicate():
     mask = Document(starts=((1,), (2,), (3,)))
     dense = mask.dense(3, 1, 5, 5)
     assert torch.equal(mask.sliced((2, 0)).dense(2, 1, 5, 5), dense[[2, 0]])
@@ -282,7 +282,7 @@ def test_the_definition_and_the_dense_form_say_the_same():
 
 
 class Asked(Mask, uniform=True):
-    """It refuses to be asked about rows and keys from 2 on."""
+    """A mask that raises for rows and keys from 2 on."""
 
     def mask_mod(self, b, h, m, n, *, M, N):
         assert int(m.max()) < 2
@@ -290,6 +290,6 @@ class Asked(Mask, uniform=True):
         return m >= n
 
 
-def test_the_dense_form_asks_about_valid_rows_and_keys_alone():
+def test_the_dense_form_evaluates_only_valid_rows_and_keys():
     seen = Asked(seqlens_q=(2, 0), seqlens_k=(2, 4)).dense(2, 1, 4, 4)
     assert seen.nonzero().tolist() == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]

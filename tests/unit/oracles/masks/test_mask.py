@@ -10,7 +10,7 @@ SIZES = (0, 1, 2, 3, 5)
 
 
 def sees(mask, b, m, n, M, N):
-    """The definition once more: keys as a set of integers around the row's position."""
+    """An independent definition: keys as a set of integers around the row's position."""
     rows = mask.seqlens_q[b] if mask.seqlens_q is not None else M
     keys = mask.seqlens_k[b] if mask.seqlens_k is not None else N
     if m not in range(rows):
@@ -25,7 +25,7 @@ def sees(mask, b, m, n, M, N):
 
 
 def lengths(size):
-    """No lengths, full ones, and two entries of which one is 0, or one short of full."""
+    """No lengths, full lengths, and two entries of which one is 0, or one short of full."""
     return (None, (size, 0), (max(0, size - 1), size))
 
 

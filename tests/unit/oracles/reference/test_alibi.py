@@ -1,4 +1,4 @@
-"""ALiBi: in the oracles, in the call, and of whom it is asked."""
+"""ALiBi: in the oracles, in the call, and in declarations of subjects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ASKED = Problem(
 
 
 class Falling(Eager):
-    """Right; rounds its results alone."""
+    """A correct subject that rounds only its results."""
 
     score_mods = ("softcap", "alibi")
 
@@ -49,7 +49,7 @@ def found(subject, problem, claim):
 
 
 def test_a_score_falls_by_its_slope_with_the_distance_from_the_row():
-    # Row 0 of three stands level with key 2 of five.
+    # Row 0 of three is aligned with key 2 of five.
     mask, slopes = Mask(seqlens_q=(3,), seqlens_k=(5,)), torch.tensor([1.0, -0.5])
     (terms,) = Additions(mask, (1, 2, 4, 5), torch.device("cpu"), slopes).between(1, 3)
     assert terms[0, 0].tolist() == [[-3, -2, -1, 0, -1], [-4, -3, -2, -1, 0]]
@@ -98,7 +98,7 @@ def test_the_largest_score_counts_what_is_added_and_has_a_limit():
 
 
 def test_terms_that_cancel_count_in_the_largest_score():
-    # The row is level with key 1: scores are 3 - 3 and 0 - 0.
+    # The row is aligned with key 1: scores are 3 - 3 and 0 - 0.
     q, k, v = (torch.tensor(x).view(1, 1, -1, 1).double() for x in ([1.0], [3.0, 0.0], [1.0, 1.0]))
     call = {"mask": Mask(), "sm_scale": 1.0, "in_dtype": "fp64", "numerics": Numerics()}
     judged = error_model.judge(q, k, v, q, None, torch.tensor([3.0]), **call)
@@ -135,7 +135,7 @@ def test_a_right_subject_holds_every_guarantee(name):
 
 
 def test_a_distance_from_the_first_key_is_found():
-    # Below the diagonal alone it would be the same for all keys of a row.
+    # Below the diagonal the two distances differ by a constant for each row.
     both_sides = dataclasses.replace(ASKED, mask=Mask())
     findings = found(Falling("ALiBi from the first key"), both_sides, guarantees.accuracy)
     assert {x.output for x in findings} == {"out", "lse", "dq", "dk", "dv"}
@@ -158,7 +158,7 @@ def test_the_spread_follows_what_is_added():
     steep, plain = (
         variances(*x, **call, in_dtype="bf16") for x in (inputs, inputs._replace(alibi_slopes=None))
     )
-    # One key takes a row: its weight is 1, whose cast is exact.
+    # One key takes all weight of a row: its weight is 1, whose cast is exact.
     assert steep.dv.mean() > 2 * plain.dv.mean()
     assert steep.out.mean() > plain.out.mean()
 

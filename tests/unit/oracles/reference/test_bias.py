@@ -1,4 +1,4 @@
-"""A bias and its gradient: in the oracles, in the call, and of whom they are asked."""
+"""A bias and its gradient: in the oracles, in the call, and in declarations of subjects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ AXES = ["".join(axes) for count in range(5) for axes in itertools.combinations("
 
 
 class Biased(Eager):
-    """Right, unless it is given a fault; rounds its results alone."""
+    """A subject that rounds only its results, and is correct unless it has a fault."""
 
     score_mods = ("softcap", "alibi", "bias")
 
@@ -67,7 +67,7 @@ def test_references_and_bounds_agree(dtype, case):
     inputs, call, block_n = a_problem(f"{dtype}/bias/{case}")
     shape = (*inputs[0].shape[:3], inputs[1].shape[2])
     bias, slopes = a_bias(case, shape, ("bhmn", "hn", "bm")[case]), None
-    # What nobody sees may be anything.
+    # Hidden elements of the bias may have any value.
     seen = call["mask"].dense(*shape).expand(shape)
     for axis, size in enumerate(bias.shape):
         seen = seen.any(axis, keepdim=True) if size == 1 else seen

@@ -1,4 +1,4 @@
-"""Losses on lse: what is asked, of whom, and what a subject that is wrong about them fails."""
+"""Losses on lse: problems, declarations of subjects, and the checks that faulty subjects fail."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ASKED = Problem(
     B=2, H=2, M=6, N=4, D=3, Dv=2, dtype="fp64", mask=PADDED, dlse="normal", dirty="nan",
     layouts=("bshd", "padded", "transposed", "strided"),
 )  # fmt: skip
-# Its errors follow the predicted variances.
+# Errors of the subject below follow the predicted variances.
 MEASURED = Problem(H=2, M=40, N=40, D=16, dtype="bf16", dlse="large")
 
 
 class Differentiable(Eager):
-    """Right, lse and its gradient included; rounds its results alone."""
+    """A correct subject with a gradient of lse that rounds only its results."""
 
     lse_grad = True
 
@@ -48,14 +48,14 @@ class Differentiable(Eager):
 
 
 class Ignored(Differentiable):
-    """What is lost of lse reaches nothing."""
+    """A subject that ignores the gradient of lse."""
 
     def spoil(self, out, lse, live, N, config):
         return out, lse.detach() + 0 * out.sum(3)
 
 
 class OfEmptyRows(Differentiable):
-    """The dlse of a row that sees nothing reaches dq of another, too small to show if finite."""
+    """A subject that adds the dlse of an empty row to dq of another, negligibly if it is finite."""
 
     def __call__(self, q, k, v, **arguments):
         out, lse = super().__call__(q, k, v, **arguments)
@@ -167,7 +167,7 @@ def test_a_subject_that_declares_lse_grad_without_having_it_fails():
     assert "declares lse_grad=False" in str(finding)
 
 
-def test_identities_say_nothing_of_it():
+def test_identities_do_not_apply_to_losses_on_lse():
     trial = run_trial(Subject.of(Differentiable(), "right"), MEASURED)
     assert identities(trial) == []
     assert identities(dataclasses.replace(trial, inputs=trial.inputs._replace(dlse=None))) != []

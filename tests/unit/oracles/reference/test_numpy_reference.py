@@ -18,8 +18,8 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.numpy_reference import attention, seen_keys
 
 DIGITS = 50
-# Gradients are central differences of the 50-digit loss's definition, taken at a precision at
-# which their own error (the step, squared; and the digits left) is below the smallest float64.
+# Gradients are central differences of the loss at 50 digits. Their own error (the squared step and
+# the remaining digits) is below the smallest float64.
 DIFFERENCE_DIGITS = 520
 STEP_EXPONENT = -180
 
@@ -42,7 +42,7 @@ def fp64_bound(arrays: Arrays, mask: Mask, sm_scale: float, dlse: np.ndarray | N
 
 
 def mp_forward(q, k, v, mask: Mask, sm_scale: float) -> dict[str, np.ndarray]:
-    """Out and lse from the definition, scalar by scalar, on object arrays of mpf."""
+    """out and lse by the definition, scalar by scalar, on object arrays of mpf."""
     (B, H, M, _), (_, Hk, N, _), Dv = q.shape, k.shape, v.shape[-1]
     out = np.full((B, H, M, Dv), mpmath.mpf(0), dtype=object)
     lse = np.full((B, H, M), mpmath.mpf("-inf"), dtype=object)
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Mask, dict[str, int], float]] = {
     "scores of hundreds": (Mask(), {"M": 3, "N": 4}, 30.0),
     "scores of 1e5": (Mask(causal=True), {"H": 1, "M": 3, "N": 3}, 400.0),
     "tiny scores": (Mask(), {"H": 1, "M": 2, "N": 3}, 1e-9),
-    # A weight taken as exp(s - lse) carries the rounding of lse, and here that is all there is.
+    # A weight exp(s - lse) has the rounding error of lse, and here no other error.
     "ties at 6e4": (Mask(), {"H": 1, "M": 3, "N": 3}, 1.0),
 }
 
@@ -120,7 +120,7 @@ def inputs_of(case: str) -> tuple[Arrays, np.ndarray]:
 
 @functools.cache
 def exact(case: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Out and lse, and the two parts of each gradient: computed once for both tests of a case."""
+    """out and lse, and the two parts of each gradient, computed once for both tests of a case."""
     arrays, dlse = inputs_of(case)
     mask = CASES[case][0]
     with mpmath.workdps(DIGITS):
@@ -137,7 +137,7 @@ def assert_within_half_the_bound(
             a, b = float(getattr(got, name)[index]), want[name][index]
             with mpmath.workdps(DIGITS):
                 error = 0 if mpmath.mpf(a) == b else abs(mpmath.mpf(a) - b)
-            # The bound for float64 counts the reference's error and the kernel's: half is ours.
+            # The bound for float64 counts both reference and kernel, half for each.
             limit = float(getattr(allowed, name)[index]) / 2
             assert error <= limit, (
                 f"{name}{list(index)}: got {a!r}, want {mpmath.nstr(b, 20)}, "
@@ -263,7 +263,7 @@ def test_empty_sequences_give_outputs_of_their_shape(sizes: tuple[int, int]) -> 
     assert np.all(got.lse == -np.inf)
 
 
-# Each identity: what is zero in exact arithmetic, and the same sum over the bounds.
+# Identities: a sum that is zero in exact arithmetic, and the same sum over the bounds.
 Gap = Callable[..., np.ndarray]
 IDENTITIES: dict[str, Gap] = {
     "sum of dk over keys is 0": lambda x, y, live: y.dk.sum(2),

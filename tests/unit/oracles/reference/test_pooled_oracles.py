@@ -1,4 +1,4 @@
-"""Pooled probabilities: both references and both bounds agree, and say what is true."""
+"""Pooled probabilities: both references and both bounds agree, and match 50-digit arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = ((1, 1), (2, 3), (7, 5), (16, 32), (11, 1), (100, 100))
 
 
 def a_pooled_problem(seed: str):
-    """q, k, and what both writings are asked."""
+    """q, k, and the arguments of both implementations."""
     (q, k, *_), call, block_n = a_problem(seed)
     draw = random.Random(f"{seed} pooled")
     return (q, k), call | {"pool": draw.choice(POOLS), "size": draw.choice(SIZES)}, block_n
@@ -39,7 +39,7 @@ def test_both_references_agree(dtype, case):
     inputs, call, _ = a_pooled_problem(f"{dtype}/{case}")
     got = pooled.pooled_probabilities(*inputs, **call)
     want = torch.from_numpy(numpy_pooled.pooled_probabilities(*as_arrays(inputs), **call))
-    # A float64 kernel may err by half of this; so may each of them.
+    # Each reference may err by half of the bound for a float64 kernel.
     allowed = pooled_error.pooled_bound(*inputs, **call, in_dtype="fp64", numerics=Numerics())
     assert got.shape == want.shape
     assert ((got == want) | ((got - want).abs() <= allowed)).all()
@@ -54,7 +54,7 @@ def test_both_bounds_agree(declared, dtype, case):
     asked = call | {"in_dtype": dtype, "numerics": numerics}
     got = pooled_error.pooled_bound(*inputs, **asked)
     want = torch.from_numpy(numpy_pooled.pooled_bound(*as_arrays(inputs), **asked))
-    # A maximum is a small difference of two numbers near P.
+    # The bound of a maximum is a small difference of two numbers near P.
     near = pooled.pooled_probabilities(*inputs, **call)
     room = 1e-9 * want + (16 * EPS * near if call["pool"] == "max" else 0)
     assert ((got - want).abs() <= room).all()
@@ -104,7 +104,7 @@ def exact_dot(a: torch.Tensor, b: torch.Tensor):
 
 @pytest.mark.parametrize("dirt", [math.nan, math.inf])
 @pytest.mark.parametrize("pool", POOLS)
-def test_what_stands_in_padding_changes_no_bit(pool, dirt):
+def test_padding_values_change_no_bit(pool, dirt):
     mask = Mask(window_left=4, seqlens_q=(9, 0), seqlens_k=(6, 11))
     q, k = (stream.normal(1, x, (2, 1, 11, 4)) for x in "qk")
     call = {"mask": mask, "sm_scale": 0.5, "pool": pool, "size": (4, 3)}
@@ -138,7 +138,7 @@ def test_a_probability_and_a_mean_below_the_smallest_normal_number_may_be_flushe
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])
-def test_without_elements_there_is_nothing(size):
+def test_pooling_without_elements_is_empty(size):
     B, M, N = (0 if size == i else 3 for i in range(3))
     q, k = torch.zeros(B, 2, M, 4), torch.zeros(B, 1, N, 4)
     call = {"mask": Mask(), "sm_scale": 1.0, "pool": "max", "size": (2, 2)}
@@ -161,7 +161,7 @@ def test_an_unknown_pooling_is_refused():
 
 
 def emulated(inputs, call, dtype: str, numerics: Numerics, fault: str = "") -> torch.Tensor:
-    """What a kernel pools in float32 (float64 for float64), one addition after the other."""
+    """The result of a kernel that pools in float32 (float64 for float64) sequentially."""
     kernel = Emulated(dtype=dtype, numerics=numerics)
     q, k = (x.numpy().astype(kernel.work) for x in inputs)
     (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
@@ -175,7 +175,7 @@ def emulated(inputs, call, dtype: str, numerics: Numerics, fault: str = "") -> t
         used = seen[b, h].any(axis=0)
         k_nd = np.where(used[:, None], k[b, h // (H // Hk)], 0).astype(kernel.work)
         s2 = kernel.scores(q_md, k_nd, call["sm_scale"])[0]
-        with np.errstate(invalid="ignore"):  # -inf minus -inf in rows that see nothing
+        with np.errstate(invalid="ignore"):  # -inf minus -inf in rows without a visible key
             _, lse = kernel.forward(s2, np.zeros((N, 1), kernel.work), seen[b, h])
         lse2 = np.where(live, lse, 0).astype(kernel.work) * kernel.work(LOG2E)
         p = kernel.exp2(np.where(seen[b, h], s2 - lse2[:, None], kernel.work(-np.inf)))
@@ -194,7 +194,7 @@ def emulated(inputs, call, dtype: str, numerics: Numerics, fault: str = "") -> t
             if call["pool"] == "max":
                 found[b, h, i, j] = block.max()
             else:
-                # One after the other along either axis, the deepest sums that there are.
+                # Sequential along both axes: the sums with the most roundings.
                 columns = np.add.accumulate(block, axis=0)[-1]
                 found[b, h, i, j] = np.add.accumulate(columns)[-1] / kernel.work(count)
     return torch.from_numpy(found.astype(np.float64))

@@ -29,7 +29,7 @@ def seen(mask: Mask) -> torch.Tensor:
 def by_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, visible: torch.Tensor
 ) -> Outputs[torch.Tensor]:
-    """PyTorch's own attention where every row sees a key; lse by its own logsumexp."""
+    """PyTorch's own attention, for masks in which every row sees a key; lse by logsumexp."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = torch.nn.functional.scaled_dot_product_attention(
         *leaves, attn_mask=visible, scale=SCALE, enable_gqa=True
@@ -41,7 +41,7 @@ def by_torch(
 
 
 def assert_close(got: Outputs[torch.Tensor], want: Outputs[torch.Tensor]) -> None:
-    """Float64 rounding apart: sums of up to H M D terms of order 1."""
+    """Compares up to the float64 rounding of sums of up to H M D terms of order 1."""
     for name, a, b in zip(OUTPUTS, got, want, strict=True):
         finite = b.isfinite()
         assert torch.equal(a[~finite], b[~finite]), name
@@ -86,7 +86,7 @@ def test_rows_of_a_mask_are_the_predicate(mask: Mask) -> None:
 
 
 class Checkerboard:
-    """A mask that is not a Mask, and differs by head."""
+    """A mask that is not a ``Mask`` and differs by head."""
 
     def dense(
         self, B: int, H: int, M: int, N: int, device: torch.device | str | None = None
@@ -96,7 +96,7 @@ class Checkerboard:
 
 
 class OneHead:
-    """Each key is seen by one head alone, another one than its neighbours."""
+    """Each key is visible to a single head, which differs from that of its neighbours."""
 
     def dense(
         self, B: int, H: int, M: int, N: int, device: torch.device | str | None = None
@@ -133,7 +133,7 @@ def test_rows_without_a_key_give_zero_and_minus_infinity() -> None:
 
 @pytest.mark.parametrize("dirt", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rows", [None, 6])
-def test_dirt_outside_visible_pairs_changes_no_bit(dirt: float, rows: int | None) -> None:
+def test_values_outside_visible_pairs_change_no_bit(dirt: float, rows: int | None) -> None:
     inputs = tensors()
     clean = attention(*inputs, mask=WINDOW, sm_scale=SCALE, rows=rows)
     empty = ~seen(WINDOW).any(-1)
@@ -147,7 +147,7 @@ def test_dirt_outside_visible_pairs_changes_no_bit(dirt: float, rows: int | None
 
 
 def test_a_hidden_pair_that_overflows_adds_nothing() -> None:
-    # Key 0 is near the largest float64 and visible to row 0 alone, whose gradient is 0.
+    # Key 0 is near the largest float64 and visible only to row 0, whose gradient is 0.
     q, k, v, dout = tensors()
     mask = Mask(window_left=0, window_right=0, seqlens_q=(N, N))
     k[:, :, 0] *= 1e300

@@ -1,4 +1,4 @@
-"""Softcap: c tanh(x / c) in the oracles, in the kernels, in the call, and of whom it is asked."""
+"""Softcap c tanh(x / c): in the oracles, the kernels, the call, and declarations of subjects."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ ASKED = Problem(
     B=2, H=2, M=6, N=4, D=3, Dv=2, dtype="fp64", dirty="nan", softcap=0.7,
     mask=Mask(causal=True, seqlens_q=(5, 0), seqlens_k=(3, 4)),
 )  # fmt: skip
-# Its errors follow the predicted variances.
+# Errors of the subject below follow the predicted variances.
 MEASURED = Problem(H=2, M=40, N=40, D=16, dtype="bf16", softcap=5.0)
-# Of x / c: next to 0, on both sides of where the formulas change, and where tanh is 1.
+# Values of x / c: near 0, on both sides of the change of formulas, and where tanh is 1.
 RATIOS = [0.0, 1e-300, 1e-9, 0.3, 0.4999, 0.5001, 1.0, 3.0, 19.0, 40.0, 300.0, 1e5]
 
 
 class Rounding(Eager):
-    """Right; rounds its results alone."""
+    """A correct subject that rounds only its results."""
 
     score_mods = ("softcap",)
 
@@ -71,7 +71,7 @@ def test_the_oracle_has_every_digit_of_scores_and_slopes(softcap):
             want, want_slope = softcap * mpmath.tanh(y), mpmath.sech(y) ** 2
             assert abs(value - want) <= abs(want) * 2.0**-50
             for got in slopes:
-                # Of exp(-2 |y|), whose argument is rounded.
+                # The error of exp(-2 |y|), whose argument is rounded.
                 assert abs(got - want_slope) <= want_slope * 2.0**-50 * (1 + abs(y)) + 2.0**-1021
 
 
@@ -104,7 +104,7 @@ def test_bounds_agree_where_every_product_underflows(dtype):
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 def test_bounds_agree_where_only_what_is_flushed_errs(dtype):
-    """dS is 0, and f nearly: of e f + FTZ the last term alone is left."""
+    """dS is 0 and f is nearly 0, so that only the last term of e f + FTZ remains."""
     (*inputs, dout), call, block_n = a_problem(f"{dtype}/softcap/0")
     inputs = [*inputs, dout * 0]
     call |= {"in_dtype": dtype, "numerics": Numerics(block_n=block_n), "softcap": 1e-3}
@@ -178,7 +178,7 @@ def test_what_is_allowed_of_a_score_is_contracted_by_its_slope():
     contracted = 1e-3 * slope((x - 1e-3).clamp(min=0), 1.0)
     roundings = 16 * c.u * (cap.s.abs() + cap.s_error)
     assert ((cap.s_error - contracted).abs() <= 1e-3 * contracted + roundings).all()
-    # Where the kernel may be on either side of steep, any slope is allowed.
+    # Near the steep part, where the kernel may be on either side, any slope is allowed.
     wide = cap_error(x, torch.full_like(x, 1e3), 1.0, c)
     assert ((wide.slope_error >= 1 - wide.slope) & (wide.slope_error < 1.1)).all()
     assert cap.slope_error[-1] == 4 * c.ftz
@@ -201,7 +201,7 @@ def test_a_slope_that_is_left_out_is_found_in_dq_and_dk():
     assert found(flat, dataclasses.replace(ASKED, softcap=None), guarantees.accuracy) == []
 
 
-def test_the_sum_of_dk_is_nothing_to_go_by():
+def test_the_sum_of_dk_is_not_checked_with_a_softcap():
     trial = run_trial(Subject.of(Rounding(), "right"), dataclasses.replace(MEASURED, H=4))
     assert trial is not None
     assert identities(trial) == []
@@ -237,7 +237,7 @@ def test_a_softcap_is_drawn_only_when_requested():
 
 
 @pytest.mark.parametrize("wanted", ["q", "qkv"])
-def test_the_call_takes_it_and_differentiates_it(wanted, device):
+def test_the_call_takes_a_softcap_and_differentiates_it(wanted, device):
     pytest.importorskip("triton")
     from fa_kernels import flash_attention
 

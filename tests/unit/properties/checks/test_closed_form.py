@@ -1,4 +1,4 @@
-"""Closed forms: a correct subject gives the known outputs to the bit, faults show."""
+"""Closed-form checks: a correct subject gives the known outputs bitwise, and faults are found."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_rows_are_read_a_chunk_at_a_time(check, monkeypatch):
 
 
 class FirstHead(Mask):
-    """The other heads see nothing."""
+    """A mask under which only the first head sees keys."""
 
     def mask_mod(self, b, h, m, n, *, M, N):
         return h == 0

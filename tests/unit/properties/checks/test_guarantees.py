@@ -1,4 +1,4 @@
-"""Each guarantee's check catches what it guards against, and passes a correct subject."""
+"""Each guarantee's check catches its fault and passes a correct subject."""
 
 from __future__ import annotations
 

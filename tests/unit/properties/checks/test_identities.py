@@ -1,4 +1,4 @@
-"""The sums that are known: a correct kernel's are, and small shared errors break them."""
+"""Identities: a correct kernel's sums satisfy them, and small shared errors break them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.unit.properties.checks.test_statistics import random_problem, run, sh
 
 PROBLEM = Problem(H=4, Hk=2, M=96, N=128, D=32, Dv=24, dtype="bf16", seed=1)
 PADDED = Mask(causal=True, seqlens_q=(70,), seqlens_k=(100,))
-# Of their few values of dout one is 255/256 of a power of two, and the sum of dv lies more than
-# seven spreads away: times it, every P of 8 bits is rounded down.
+# One of the few values of dout is 255/256 of a power of two. Its products round every 8-bit P down,
+# so the sum of dv is off by more than seven standard deviations.
 ONE_ROW = (
     Problem(H=2, Hk=2, M=95, N=119, D=64, Dv=64, dtype="bf16", mask=Mask(seqlens_q=(1,)), seed=1),
     Problem(N=83, dtype="bf16", sm_scale=0.0625),
@@ -28,7 +28,7 @@ ONE_ROW = (
 
 
 def broken(findings: list[Finding]) -> list[str]:
-    """The identities that findings speak of."""
+    """The identities that findings name."""
     return [re.search(r"breaks (.*?)( by more|:)", finding.claim).group(1) for finding in findings]
 
 
@@ -36,7 +36,7 @@ def broken(findings: list[Finding]) -> list[str]:
 def test_roundings_that_all_go_one_way_are_no_fault_where_few_rows_see_a_key(problem):
     trial = run(problem)
     assert identities(trial) == []
-    # That is what happens there.
+    # All roundings do have the same sign in this problem.
     spread = trial.variances.sum_dv.sqrt()
     dout = torch.where(torch.arange(problem.M)[:, None] < 1, trial.inputs.dout.double(), 0.0)
     error = (trial.got.dv.double().sum(2) - dout.sum(2)).abs()
@@ -92,7 +92,7 @@ def test_heads_of_few_keys_are_left_alone(keys):
 
 
 @pytest.mark.parametrize("dirty", ["nan", "inf", "max"])
-def test_what_stands_in_padding_is_not_summed(dirty):
+def test_padding_is_not_summed(dirty):
     problem = replace(PROBLEM, mask=PADDED)
     trial = run(problem)
     dirtied = replace(trial, inputs=make(problem, dirty=dirty))

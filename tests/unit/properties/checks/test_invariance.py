@@ -1,4 +1,4 @@
-"""G8, G9, G10, G13: what is run a second time, and on what, and which faults that shows."""
+"""G8, G9, G10 and G13: the second runs of each check, and the faults that they find."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBLEM = Problem(
     mask=Mask(causal=True, seqlens_q=(5, 6), seqlens_k=(5, 2)),
     layouts=("bshd", "padded", "transposed", "packed"),
 )
-# Small: each is run several times over.
+# The problems are small because each runs several times.
 SMALL = {"dtype": "fp64", "max_seqlen": 20, "max_cost": 8, "head_dims": (16, 3, 5)}
 CHECKS = (guarantees.layout, guarantees.independence)
 
@@ -86,7 +86,7 @@ def test_every_scale_has_a_neighbour(scale):
 
 
 class Stale(Eager):
-    """Answers wrongly after a call that differed in one argument alone."""
+    """A subject that errs after a call that differed in a single argument."""
 
     bitwise = ("G4", "G5", "G8", "G10")
 
@@ -186,7 +186,7 @@ def test_a_slice_alone_has_the_lengths_of_its_batch_entry(seed, monkeypatch):
 
 
 class Crosstalk(Eager):
-    """Adds to one head of one batch entry a little of another, in the output or a gradient."""
+    """A subject that leaks a little of one slice into another, in the output or a gradient."""
 
     bitwise = ("G4", "G5", "G8", "G9", "G10")
 
@@ -241,7 +241,7 @@ def test_layout_runs_on_contiguous_copies_of_the_same_elements(monkeypatch):
 
 
 class Expanded(Eager):
-    """Goes wrong where the gradient of its output has stride 0 in every axis."""
+    """A subject that errs if the gradient of its output has stride 0 in every axis."""
 
     def spoil(self, out, lse, live, N, config):
         return _WrongIfExpanded.apply(out), lse

@@ -1,4 +1,4 @@
-"""G3, G4 and G5: which elements have to be exact, and what is put in place of what hides."""
+"""G3, G4 and G5: elements that must be exact, and extreme values at hidden positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
-# Row 0 of entry 0 is empty by its position; rows 6, 7 of entry 0 and key 4 of entry 1 are padding.
+# Row 0 of entry 0 sees no key; rows 6 and 7 of entry 0 and key 4 of entry 1 are padding.
 PROBLEM = Problem(
     B=2, H=4, Hk=2, M=8, N=5, D=3, Dv=7, dtype="fp64", dirty="nan",
     mask=Mask(causal=True, seqlens_q=(6, 4), seqlens_k=(5, 4)),
@@ -34,7 +34,7 @@ def tried(problem: Problem = PROBLEM) -> Trial:
 
 
 def with_one_element(trial: Trial, name: str, at: tuple[int, ...], value: float) -> Trial:
-    """The trial with another value of one element, in the last of its columns."""
+    """The trial with another value of one element, in the last column."""
     other = getattr(trial.got, name).clone()
     other[at if name == "lse" else (*at, -1)] = value
     return dataclasses.replace(trial, got=trial.got._replace(**{name: other}))
@@ -137,8 +137,8 @@ def test_a_row_and_a_key_that_see_something_too_come_before_those_that_see_nothi
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_only_what_does_not_see_the_extreme_values_has_to_stay(name, monkeypatch):
-    # Every output changed everywhere: what sees the extreme key, or row, does not count.
+def test_only_elements_that_do_not_see_extreme_values_must_stay(name, monkeypatch):
+    # Every output changes everywhere; elements that see the extreme key or row do not count.
     trial = tried()
     changed = trial.got._replace(**{name: getattr(trial.got, name) + 99})
     runs = []

@@ -1,4 +1,4 @@
-"""G6, G7 and G12: far places meet nowhere, what is replaced, and what each check reports."""
+"""G6, G7 and G12: far placement without overlap, replaced memory, and reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEEDS = range(4)
 
 
 def addresses(shape: tuple[int, ...], place: memory._Place) -> torch.Tensor:
-    """Where the elements of a tensor lie, int64 in its shape."""
+    """Addresses of a tensor's elements, int64 in its shape."""
     lie = torch.full(shape, place.start)
     for axis, (size, stride) in enumerate(zip(shape, place.strides, strict=True)):
         lie = lie + (torch.arange(size) * stride).view(-1, *[1] * (len(shape) - 1 - axis))
@@ -43,7 +43,7 @@ def addresses(shape: tuple[int, ...], place: memory._Place) -> torch.Tensor:
 
 
 def far_places(shapes, seed: int):
-    """The places of a problem of that seed, as far_offsets asks for them."""
+    """The places of a problem with this seed, as far_offsets requests them."""
     return memory._far_places(shapes, seed // 2, whole_rows=seed % 2 == 1)
 
 
@@ -102,7 +102,7 @@ def test_far_places_start_where_wide_loads_can(shapes):
 
 
 class Int32(torch.autograd.Function):
-    """The identity, that reads its input or its gradient at offsets that wrap around."""
+    """The identity with 32-bit offsets for its input or its gradient."""
 
     @staticmethod
     def forward(ctx, x, in_backward):
@@ -125,7 +125,7 @@ def gathered_by_int32(x: torch.Tensor) -> torch.Tensor:
 
 
 class WrapsOne(Eager):
-    """Reads one of its tensors at offsets of 32 bits."""
+    """A subject that reads one of its tensors with 32-bit offsets."""
 
     bitwise = ("G4", "G5", "G8", "G10")
 
@@ -171,7 +171,7 @@ def test_too_little_gpu_memory_is_a_memory_error(monkeypatch):
 
 
 def rerun_inputs(check, problem: Problem, monkeypatch, subject=None):
-    """(first, second): the inputs of a trial, and those that a check runs it on."""
+    """The inputs of a trial, and the inputs of a check's second run."""
     trial = run_trial(Subject.of(subject or Eager(), "eager"), problem)
     seen = []
 
@@ -190,7 +190,7 @@ def stored(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_own(x: torch.Tensor) -> torch.Tensor:
-    """Which elements of its storage belong to x."""
+    """A mask of the elements of the storage that belong to x."""
     own = torch.zeros_like(stored(x), dtype=torch.bool)
     own.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
     return own
@@ -217,7 +217,7 @@ def test_far_offsets_changes_no_element(monkeypatch):
 
 
 class Writes(torch.autograd.Function):
-    """A copy of its input, and scratch beside it, one of them overrun."""
+    """A copy of its input with scratch, one of which it overruns."""
 
     @staticmethod
     def forward(ctx, x, what, offset):
@@ -233,14 +233,14 @@ class Writes(torch.autograd.Function):
 
 
 class Overruns(Eager):
-    """Writes beside an output, or beside its scratch."""
+    """A subject that writes past an output, or past its scratch."""
 
     def __init__(self, what: str, offset: int) -> None:
         super().__init__()
         self.written = what, offset
 
     def spoil(self, out, lse, live, N, config):
-        # Only between guard bands is there room for it.
+        # Memory has room for the write only within guard bands.
         room = torch.empty(1).untyped_storage().nbytes() > 4
         return Writes.apply(out, *self.written) if room else out, lse
 

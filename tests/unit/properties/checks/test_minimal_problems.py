@@ -1,4 +1,4 @@
-"""For each guarantee a subject that breaks it: it is caught, and its problem is minimal."""
+"""A subject that breaks a guarantee is caught with a minimal problem, for each guarantee."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import problems_of
 from tests.unit.properties.subjects.broken_subjects import Eager
 
-# guarantee: (fault, its check, what is drawn, the smallest problems that show it)
+# guarantee: (fault, check, problems to draw, the smallest problems that show the fault)
 BROKEN = {
     "G1": ("out scaled", guarantees.accuracy, {}, [Problem()]),
     "G2": (
@@ -66,9 +66,10 @@ BROKEN = {
 
 
 def first_violation(fault, check, drawn):
-    """The findings of the smallest problem that the search comes to."""
+    """The findings of the smallest problem that the search finds."""
     subject = Eager(fault)
-    # Without its promise a second run is held to the bound, in which the first is not.
+    # Without a promise of equal bits a second run would be compared with the bound, which the
+    # faulty first run already exceeds.
     subject.bitwise = ("G4", "G5", "G8", "G10")
     subject.configs = {name: {} for name in ("default", *drawn.get("configs", ()))}
     runner = Runner(Subject.of(subject, "broken"), Tally())

@@ -1,4 +1,4 @@
-"""Each check of pooled probabilities catches what it guards against, and nothing else."""
+"""Each check of pooled probabilities catches its fault and passes a correct subject."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from fa_verify.properties.execution.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
-# Blocks of 7 rows by 3 keys; heads in groups; padding, and rows and keys that see less than all.
+# Blocks of 7 rows by 3 keys; grouped heads; padding; rows and keys that see only a part.
 PROBLEM = Problem(
     B=2, H=4, Hk=2, M=20, N=13, D=5, Dv=3, dtype="fp64", dirty="nan", seed=3,
     layouts=("padded", "bhsd", "bhsd", "bhsd"),
     mask=Mask(causal=True, seqlens_q=(17, 20), seqlens_k=(13, 9)),
 )  # fmt: skip
-# Below a float64 bound, but for what is promised to the bit.
+# An error within a float64 bound, which only a promise of equal bits forbids.
 SLIGHTLY = 1 + 2.0**-50
 
 
 class Pools(Eager):
-    """Eager attention that pools as the oracle does, or wrong in one way."""
+    """Eager attention that pools like the oracle, or with one fault."""
 
     bitwise = ("G4", "G5", "G8", "G9", "G10")
 
@@ -153,7 +153,7 @@ UNPROMISED = [row[:2] for row in FAULTS if row[0].split()[1] in ("G4", "G5", "G8
 
 
 @pytest.mark.parametrize(("check", "fault"), UNPROMISED)
-def test_what_is_not_promised_to_the_bit_is_held_to_the_bound(check, fault, monkeypatch):
+def test_results_without_a_promise_of_bits_are_compared_with_the_bound(check, fault, monkeypatch):
     assert findings(check, fault, bitwise=()) == []
     monkeypatch.setattr(f"{__name__}.SLIGHTLY", 1.001)
     found = findings(check, fault, bitwise=())

@@ -1,4 +1,4 @@
-"""Mean square and mean of errors: silent on a correct kernel, loud on faults within the bound."""
+"""Mean square and mean of errors: faults within the bound are found, a correct kernel passes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DIGITS = {"fp16": 11, "bf16": 8}
 
 
 def truncated(x: np.ndarray, digits: int) -> np.ndarray:
-    """Toward zero to so many binary digits."""
+    """x truncated toward zero to ``digits`` binary digits."""
     mantissa, exponent = np.frexp(x)
     return np.ldexp(np.trunc(np.ldexp(mantissa, digits)), exponent - digits).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Faulty(Emulated):
-    """An emulated kernel with faults that are small: each error stays near, or below, its bound."""
+    """An emulated kernel with small faults: each error is near or below its bound."""
 
     def cast(self, x: np.ndarray) -> np.ndarray:
         if self.fault == "P and dS truncated":
@@ -65,7 +65,7 @@ class Faulty(Emulated):
         return Emulated.scores(replace(self, fault=""), q, k, t)
 
     def forward(self, s2: np.ndarray, v: np.ndarray, seen: np.ndarray):
-        """Without the fault that is the backward pass's alone."""
+        """The forward pass, without a fault that belongs to the backward pass."""
         if self.fault == "low-precision backward":
             return replace(self, fault="").forward(s2, v, seen)
         out, lse = super().forward(s2, v, seen)
@@ -74,7 +74,7 @@ class Faulty(Emulated):
         return out, lse
 
     def head(self, q, k, v, dout, dlse, seen, t: float) -> tuple[np.ndarray, ...]:
-        """Delta's faults come in by way of dlse, which is subtracted from it."""
+        """The head's gradients; faults of delta enter through dlse, which is subtracted from it."""
         if self.fault == "delta summed in 16 bits":
             out, _ = self.forward(self.scores(q, k, t)[0], v, seen)
             delta = np.zeros(len(out), out.dtype)
@@ -85,7 +85,7 @@ class Faulty(Emulated):
 
 
 class _Attention(torch.autograd.Function):
-    """An emulated kernel; it runs both passes at once, so the backward repeats the forward."""
+    """An emulated kernel whose backward repeats the forward."""
 
     @staticmethod
     def forward(ctx, kernel, mask, sm_scale, q, k, v):
@@ -121,7 +121,7 @@ def run(problem: Problem, fault: str = "", **numerics: object) -> Trial:
 
 
 def share_of_bound(trial: Trial) -> float:
-    """The largest error / bound of all outputs: what a comparison with the bound sees."""
+    """The largest error / bound over all outputs."""
     return max(worst(*map(ratios, trial.got, trial.want, trial.judgement.bound)))
 
 
@@ -172,7 +172,7 @@ def test_the_verdict_on_any_claim_holds_the_averages_of_errors_too(fault, guaran
 def test_a_verified_subject_has_the_averages_of_errors_too():
     report = verify(subject(Faulty(dtype="bf16", fault="outputs truncated")), problems=[PROBLEM])
     assert {"RMS", "bias"} <= {finding.guarantee for finding in report.findings}
-    # Beside what the guarantees asked for find.
+    # They are reported beside the findings of the requested guarantees.
     wrong = subject(Faulty(dtype="bf16", fault="delta left out"))
     report = verify(wrong, problems=[PROBLEM], guarantees=("G1",))
     assert {"G1 accuracy", "RMS"} <= {finding.guarantee for finding in report.findings}
@@ -199,7 +199,7 @@ def test_nan_is_flagged():
 def test_rows_and_keys_with_few_pairs_do_not_count():
     trial = run(replace(PROBLEM, M=64, N=64, mask=Mask(causal=True)))
     trial.got.out[:, :, :7] = trial.got.dq[:, :, :7] = 100.0
-    trial.got.dk[:, :, -3:] = trial.got.dv[:, :, -3:] = 100.0  # of two heads: 2, 4, 6 rows
+    trial.got.dk[:, :, -3:] = trial.got.dv[:, :, -3:] = 100.0  # 2, 4 and 6 rows of two heads
     assert rms(trial) + bias(trial) == []
     trial.got.out[0, 0, 7] = trial.got.dk[0, 0, -4] = 100.0
     assert [finding.output for finding in rms(trial)] == ["out", "dk"]
@@ -230,7 +230,7 @@ def test_problems_outside_the_model_are_left_alone(outside):
 
 @pytest.mark.parametrize("samples", [1, 10, 1000])
 def test_the_limit_is_rarely_exceeded_by_squares_of_normal_errors(samples):
-    # One in exp(18) is out of reach of any affordable sample; one in exp(5) is not.
+    # A rate of exp(-18) cannot be measured by an affordable sample; exp(-5) can.
     squares = np.random.default_rng(0).standard_normal((10_000, samples)) ** 2
     x = 5.0
     limit = 1 + 2 * math.sqrt(x / samples) + 2 * x / samples

@@ -1,4 +1,4 @@
-"""Two runs agree: to the bit where that is promised, within the bound elsewhere, NaN never."""
+"""Two runs agree bitwise if that is promised, and otherwise within the bound; NaN never agrees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 PROBLEM = Problem(B=2, H=4, Hk=2, M=6, N=5, D=3, Dv=7, dtype="fp32", mask=Mask(causal=True))
-# Of an element that is not 0, in every output.
+# The index of an element that is not 0 in any output.
 AT = {"out": (1, 2, 3, 4), "lse": (1, 2, 3), "dq": (1, 2, 3, 2), "dk": (1, 1, 1, 2)}
 AT["dv"] = AT["dk"]
 
@@ -33,7 +33,7 @@ def tried(promised: bool) -> Trial:
 
 
 def changed(trial: Trial, name: str, value) -> Outputs[torch.Tensor | None]:
-    """The outputs of a trial with another value of one element of one of them."""
+    """The outputs of a trial with another value of one element of one output."""
     other = getattr(trial.got, name).clone()
     other[AT[name]] = value(other[AT[name]]) if callable(value) else value
     return trial.got._replace(**{name: other})
@@ -69,7 +69,7 @@ def test_one_bit_is_within_the_bound_where_nothing_is_promised(name):
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_what_leaves_the_bound_is_found_where_nothing_is_promised(name):
+def test_a_value_outside_the_bound_is_found_without_a_promise(name):
     trial = tried(False)
     bound, want = (getattr(x, name)[AT[name]] for x in (trial.judgement.bound, trial.want))
     inside, outside = (
@@ -84,12 +84,12 @@ def test_what_leaves_the_bound_is_found_where_nothing_is_promised(name):
 
 @pytest.mark.parametrize("name", OUTPUTS)
 @pytest.mark.parametrize("first", [math.nan, 1e6], ids=str)
-def test_what_left_the_bound_before_is_not_the_second_runs_fault(first, name):
+def test_an_error_of_the_first_run_is_not_a_finding_on_the_second(first, name):
     trial = tried(False)
     wrong = changed(trial, name, first)
     was_wrong = dataclasses.replace(trial, got=wrong)
     assert agree(was_wrong, wrong, "G13 state", "differs") == []
-    # All others leave the bound now; and it was the first run that did.
+    # All other elements exceed the bound in the second run; this one did in the first.
     worse = torch.full_like(getattr(wrong, name), math.nan)
     found = agree(was_wrong, wrong._replace(**{name: worse}), "G13 state", "differs")
     assert [(x.output, x.bad, x.total) for x in found] == [(name, *2 * [worse.numel() - 1])]
@@ -99,7 +99,7 @@ def test_what_left_the_bound_before_is_not_the_second_runs_fault(first, name):
     ]
 
 
-def test_what_is_summed_by_atomics_is_held_to_the_bound_and_the_rest_to_the_bit():
+def test_outputs_summed_by_atomics_are_compared_with_the_bound_and_others_bitwise():
     trial = tried(True)
     subject = dataclasses.replace(trial.subject, configs={"default": {"atomic": ("dq",)}})
     trial = dataclasses.replace(trial, subject=subject)
@@ -160,7 +160,7 @@ def test_a_zero_agrees_with_a_negative_zero():
 
 
 def all_but(axes: tuple[int, ...], where: tuple[int, ...]) -> torch.Tensor:
-    """Bool, True but in one place."""
+    """A bool tensor that is True except in one place."""
     everywhere = torch.ones(axes, dtype=torch.bool)
     everywhere[where] = False
     return everywhere

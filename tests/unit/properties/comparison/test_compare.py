@@ -1,4 +1,4 @@
-"""What counts as an error and how large it is, and what a finding says of it."""
+"""Errors, their ratios to bounds, and the text of findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A heat map keeps the worst of every cell, and where it lies."""
+"""A heat map keeps the worst element of every cell and its position."""
 
 from __future__ import annotations
 

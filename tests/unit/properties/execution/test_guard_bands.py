@@ -1,4 +1,4 @@
-"""Guard bands: what is allocated inside them, and that a write beside it is seen."""
+"""Guard bands surround allocations, and a write outside a tensor is detected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fa_kernels.runtime import allocation  # noqa: E402
 SHAPE = (3, 5)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32)
 FLOATS = (*DTYPES[:4], torch.complex64)
-# Ways to a tensor whose elements mean nothing, from an existing one.
+# Functions that allocate an uninitialised tensor like an existing one.
 UNINITIALISED = {
     "empty": lambda x: torch.empty(SHAPE, dtype=x.dtype, device=x.device),
     "empty_of_no_axis": lambda x: torch.empty((), dtype=x.dtype, device=x.device),
@@ -56,7 +56,7 @@ def source(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def guarded(make, device: str, dtype: torch.dtype = torch.float32):
-    """(guards, tensor), the tensor made inside them."""
+    """(guards, tensor), with the tensor allocated within the guards."""
     x = source(device, dtype)
     with GuardBands() as guards:
         made = make(x)
@@ -64,12 +64,12 @@ def guarded(make, device: str, dtype: torch.dtype = torch.float32):
 
 
 def write(x: torch.Tensor, offset: int) -> None:
-    """Writes one element, counted from the first of x in memory."""
+    """Writes one element at an offset from the first element of x."""
     x.as_strided((), (), x.storage_offset() + offset).fill_(0)
 
 
 def reach(x: torch.Tensor) -> int:
-    """How many elements lie from the first of x in memory to its last."""
+    """The number of elements in memory from the first of x to the last."""
     return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
@@ -166,7 +166,7 @@ def test_each_tensor_has_bands_of_its_own(device):
 
 
 class OneTooMany(torch.autograd.Function):
-    """The identity, whose backward writes beside what it allocates."""
+    """The identity, whose backward writes past its allocation."""
 
     @staticmethod
     def forward(ctx, x):
@@ -180,7 +180,7 @@ class OneTooMany(torch.autograd.Function):
         return made
 
 
-def test_what_a_backward_allocates_lies_between_bands(device):
+def test_allocations_of_a_backward_have_guard_bands(device):
     x = source(device).requires_grad_()
     with GuardBands() as guards:
         out = OneTooMany.apply(x)
@@ -241,7 +241,7 @@ def test_compiled_code_runs_compiled():
 
 
 class Doubled(HigherOrderOperator):
-    """An operator that takes a function, as FlexAttention's does."""
+    """An operator that takes a function, like FlexAttention's."""
 
     def __call__(self, function, x):
         return super().__call__(function, x)
@@ -258,7 +258,7 @@ def test_operators_of_higher_order_are_not_refused():
 
 @pytest.fixture
 def library() -> torch.library.Library:
-    """Operators whose kernels are Python functions; they go with it."""
+    """A library of operators with Python kernels, which are removed with it."""
     made = torch.library.Library("guarded", "DEF")
     for name in ("inner", "outer"):
         made.define(f"{name}(Tensor x) -> Tensor")
@@ -268,7 +268,7 @@ def library() -> torch.library.Library:
     return made
 
 
-def test_what_an_operator_in_python_allocates_is_guarded(library, device):
+def test_allocations_of_a_python_operator_have_guard_bands(library, device):
     x = source(device)
     with GuardBands() as guards:
         made = torch.ops.guarded.outer(x)
@@ -278,7 +278,7 @@ def test_what_an_operator_in_python_allocates_is_guarded(library, device):
 
 @triton.jit
 def fill_kernel(address, start, stop, BLOCK: tl.constexpr):
-    """Writes 1 to x[start:stop]; of an address the interpreter does not know where x ends."""
+    """Writes 1 to x[start:stop]; the interpreter cannot bound an address given as an integer."""
     offs = start + tl.arange(0, BLOCK)
     tl.store(address.to(tl.pointer_type(tl.float32)) + offs, 1.0, mask=offs < stop)
 
@@ -295,7 +295,7 @@ def test_a_store_of_a_kernel_beside_its_tensor_is_an_overrun(start, stop, found,
 
 
 B, H, HK, M, N, D, DV = 1, 2, 1, 3, 5, 4, 6
-# In the order of their allocation.
+# Tensors in the order of their allocation.
 OURS = {
     "out": (B, H, M, DV),
     "lse": (B, H, M),
@@ -308,7 +308,7 @@ OURS = {
 
 
 def forward_and_backward(device: str) -> GuardBands:
-    """Our kernels on the sizes above, inside guard bands."""
+    """Runs this project's kernels within guard bands."""
     shapes = {"q": (B, H, M, D), "k": (B, HK, N, D), "v": (B, HK, N, DV), "dout": (B, H, M, DV)}
     q, k, v, dout = (normal(0, x, shape, device).float() for x, shape in shapes.items())
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -319,13 +319,13 @@ def forward_and_backward(device: str) -> GuardBands:
 
 @pytest.fixture
 def allocated(monkeypatch) -> list[torch.Tensor]:
-    """What fa_kernels allocates, in order."""
+    """The allocations of fa_kernels, in order."""
     made = []
     empty = allocation.empty
 
     def record(*args: object, **kwargs: object) -> torch.Tensor:
         found = empty(*args, **kwargs)
-        # What is not needed has no elements.
+        # Gradients that are not needed have no elements.
         made.extend([found] * (found.numel() > 0))
         return found
 
@@ -357,7 +357,7 @@ def test_a_tensor_one_row_too_short_for_our_kernels_is_overrun(name, device, mon
             return empty(shape, **kwargs)
         row = shape[-1] if len(shape) == 4 else 1
         made.append(empty([math.prod(shape) - row * (name == list(OURS)[len(made)])], **kwargs))
-        # What lies past its end is the guard band.
+        # The guard band follows the end of the tensor.
         strides = torch.empty(shape, device="meta").stride()
         return made[-1].as_strided(shape, strides)
 

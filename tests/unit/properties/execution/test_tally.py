@@ -1,4 +1,4 @@
-"""What was judged is counted once, by problem; the worst is kept; processes add up."""
+"""A tally counts each judged problem once, keeps the worst, and adds up over processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_tf32_is_a_column_of_its_own():
 
 
 def full(seed: int) -> Tally:
-    """A tally with an entry of every kind, which differ by the seed."""
+    """A tally with an entry of every kind, different for each seed."""
     tally = judged((other(seed=seed), {"out": 0.25 + seed / 8, "lse": 0.75 - seed / 8}))
     tally.rejected(other(seed=10 + seed))
     tally.refused(other(seed=20 + seed), "not today")
@@ -93,7 +93,7 @@ def test_tallies_of_several_processes_add_up():
     }
 
 
-def test_what_two_processes_did_alike_counts_once():
+def test_equal_records_of_two_processes_count_once():
     total = full(0)
     total.add(full(0).record())
     assert total.record() == full(0).record()
@@ -126,6 +126,6 @@ def test_the_distribution_counts_each_problem_in_the_bin_of_its_worst_error():
         len(EDGES),
     }
     assert sum(found["out fp64"]) == 3
-    # What equals an edge lies above it.
+    # A value equal to an edge belongs to the bin above it.
     place = found["dq fp64"].index(1)
     assert EDGES[place - 1] == 1.0

@@ -1,4 +1,4 @@
-"""One run of a subject: what it starts from, what it has to give, what leaves no trace."""
+"""One run of a subject: initial memory, required outputs, and restored state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog: what stands in the file, when the watchdog ends a process, what it costs."""
+"""The watchdog: its record file, the end of overdue processes, and its cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHER = Problem(M=1, N=2)
 
 
 class Ended:
-    """Stands in for the end of the process: keeps the exit code and the record left behind."""
+    """A stub for the end of the process that keeps the exit code and the remaining record."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.code, self.record = path, None, None
@@ -193,7 +193,7 @@ def test_no_context_is_lost_without_torch(monkeypatch):
     assert sticky_cuda_error(RuntimeError("whatever")) is False
 
 
-# Summing without end holds Python's lock: no Python thread runs, the watchdog neither.
+# An endless sum holds the global interpreter lock, so that no Python thread runs.
 HOLDS_THE_LOCK = """
 import itertools, sys
 from fa_verify.oracles.problem import Problem
@@ -221,5 +221,5 @@ def test_watching_a_problem_costs_less_than_a_tenth_of_a_millisecond(watchdog_wi
             with watchdog.watching(PROBLEM):
                 pass
         costs.append((time.perf_counter() - start) / 200)
-    # The best of ten: what else runs on the machine only adds.
+    # The best of ten: other processes only add time.
     assert min(costs) < 1e-4

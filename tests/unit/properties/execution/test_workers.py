@@ -1,4 +1,4 @@
-"""Which GPU a worker gets, and how many workers a machine."""
+"""The number of workers of a machine, and the GPU of each worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ THREE = "GPU 0: A (UUID: GPU-a)\nGPU 1: A (UUID: b)\n  MIG 1g Device 0: (UUID: c
 
 @pytest.fixture
 def machine(tmp_path):
-    """Makes a machine's environment: what nvidia-smi prints for -L and for the memory in MiB."""
+    """Makes a machine's environment from nvidia-smi's output for -L and for memory in MiB."""
 
     def make(listed=None, memory="", rc=0, first=""):
         script = tmp_path / "nvidia-smi"
@@ -219,7 +219,7 @@ def test_a_worker_has_one_thread_for_products(worker, alone):
         "print(torch.get_num_threads(), *names, sep='\\n')"
     )
     environ = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
-    # Without CUDA the interpreter is not needed either; its driver has a thread all the same.
+    # Without CUDA the interpreter is not needed, but its driver would start a thread.
     environ |= {"PYTEST_XDIST_WORKER": worker, "PYTHONPATH": ".", "CUDA_VISIBLE_DEVICES": ""}
     environ["TRITON_INTERPRET"] = "0"
     run = subprocess.run(

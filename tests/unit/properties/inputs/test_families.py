@@ -92,7 +92,7 @@ def make(*args, **kwargs):
 
 
 def digest(problem):
-    """A hash of the bits of all four tensors; which NaN a NaN is does not count."""
+    """A hash of the bits of all four tensors, with all NaN equal."""
     total = hashlib.sha256()
     for tensor in make(problem):
         is_nan = tensor.isnan()
@@ -114,7 +114,7 @@ def bits(tensor):
 
 
 def same_bits(left, right):
-    """Equal, signs of zeros and payloads of NaNs included."""
+    """Whether the bits are equal, including signs of zeros and payloads of NaNs."""
     return torch.equal(bits(left), bits(right))
 
 
@@ -188,7 +188,7 @@ def test_heads_that_differ_are_refused_an_overriding_expanded_layout():
 
 
 @pytest.mark.parametrize("around", [math.nan, 3.0])
-def test_what_lies_around_the_elements_can_be_chosen(around):
+def test_the_value_around_the_elements_can_be_chosen(around):
     for laid in make(dataclasses.replace(LONG, inputs="one_hot_v"), around=around):
         storage = torch.empty(0, dtype=laid.dtype).set_(laid.untyped_storage())
         assert same_bits(storage[:8], torch.full((8,), around))

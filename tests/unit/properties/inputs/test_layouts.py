@@ -7,7 +7,7 @@ from fa_verify.oracles.problem import LAYOUTS
 from fa_verify.properties.inputs.layouts import lay_out
 
 SHAPE = (2, 3, 5, 7)
-WIDE = (2, 3, 5, 64)  # rows of more bytes than lie before every tensor
+WIDE = (2, 3, 5, 64)  # rows that are larger than the margin
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EMPTY = ((0, 3, 5, 7), (2, 3, 0, 7), (0, 1, 0, 1))
 MARGIN = 128  # bytes
@@ -15,7 +15,7 @@ ALIGNMENT = 16  # bytes
 
 
 def made(layout, shape=SHAPE, dtype=torch.float32):
-    """Values of a shape, equal over heads where the layout asks for it."""
+    """Values of a shape, equal over heads if the layout requires it."""
     values = torch.arange(1, 1 + math.prod(shape), dtype=torch.float64).view(shape)
     if layout == "expanded":
         values = values[:, :1].expand(shape)
@@ -27,7 +27,7 @@ def storage(tensor):
 
 
 def places(tensor):
-    """Which elements of its storage are the tensor's, each once."""
+    """The indices of the tensor's elements in its storage, each once."""
     index = torch.arange(storage(tensor).numel())
     return index.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).unique()
 

@@ -37,13 +37,13 @@ def make(*args, **kwargs):
 
 
 def same_bits(left, right):
-    """Equal, signs of zeros and payloads of NaNs included."""
+    """Whether the bits are equal, including signs of zeros and payloads of NaNs."""
     word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.itemsize]
     return torch.equal(left.view(word), right.view(word))
 
 
 def padding(problem):
-    """For each tensor a bool (B, 1, rows, 1), True in padding, written row by row."""
+    """A bool (B, 1, rows, 1) for each tensor, True in padding, computed row by row."""
     rows, keys = problem.mask.lengths(problem.B, problem.M, problem.N)
     of_rows = [[m >= rows[b] for m in range(problem.M)] for b in range(problem.B)]
     of_keys = [[n >= keys[b] for n in range(problem.N)] for b in range(problem.B)]

@@ -21,7 +21,7 @@ SHIFTS = {
     "lse_high_6e4": 6e4,
     "lse_high_1e5": 9.9e4,
 }
-# Families that say their scores to a rounding.
+# Families that determine their scores up to a rounding.
 LEVELLED = ("near_ties", "rising_max", "two_level", "p_underflow")
 
 
@@ -41,7 +41,7 @@ def visible_keys(problem, b, m):
 @pytest.mark.parametrize(("inputs", "factor"), [("times8", 8), ("times40", 40)])
 def test_scores_spread_by_the_factor(inputs, factor):
     spread = scores(dataclasses.replace(LONG, inputs=inputs)).std() / scores(LONG).std()
-    # M D values determine the spread of q to a relative 1/sqrt(2 M D) = 0.8 %; the rest is room.
+    # M D values determine the spread of q to a relative 1/sqrt(2 M D) = 0.8 %; the rest is margin.
     assert 0.9 * factor < spread < 1.1 * factor
 
 
@@ -52,8 +52,8 @@ def test_scores_spread_by_the_factor(inputs, factor):
 def test_every_lse_is_near_the_shift(inputs, dtype, D, sm_scale):
     problem = Problem(M=17, N=33, D=D, dtype=dtype, inputs=inputs, sm_scale=sm_scale)
     lse = scores(problem).logsumexp(-1)
-    # q and k of the constant channel are rounded once each; the other channels' scores have a
-    # spread of at most 1, and their log-sum-exp over 33 keys adds log 33 and little more.
+    # q and k of the constant channel are rounded once each. The other channels' scores have a
+    # spread of at most 1, and their log-sum-exp over 33 keys adds little more than log 33.
     rounding = 2 * torch.finfo(TORCH_DTYPES[dtype]).eps * abs(SHIFTS[inputs])
     assert ((lse - SHIFTS[inputs]).abs() < rounding + 2 * math.log(33)).all()
 
@@ -81,7 +81,7 @@ def test_near_ties_lie_a_few_ulps_apart(dtype, sm_scale):
     s = scores(problem)
     spread = s.amax(-1) - s.amin(-1)
     coarse, fine = (16 * torch.finfo(x).eps for x in (TORCH_DTYPES[dtype], torch.float32))
-    # Eight steps of an ulp; the rest is what the roundings of q, k and of this product leave.
+    # Eight steps of an ulp; the rest allows for the roundings of q, k and this product.
     for rows, ulp in ((slice(0, None, 2), coarse), (slice(1, None, 2), fine)):
         assert (spread[:, :, rows] < 10 * ulp).all()
         assert (spread[:, :, rows] > 6 * ulp).all()
@@ -109,7 +109,7 @@ def test_near_ties_of_one_channel_are_close_to_0():
 @pytest.mark.parametrize(("seed", "step"), [(0, 1.0), (1, 4.0), (2, 12.0), (3, 64 / 5), (4, 1.0)])
 def test_the_maximum_rises_from_tile_to_tile_by_what_the_seed_says(seed, step, dtype):
     maxima = tile_maxima(dataclasses.replace(LONG, inputs="rising_max", dtype=dtype, seed=seed))
-    # q and k are rounded once each, at scores of up to four steps.
+    # q and k are rounded once each; scores are up to four steps.
     rounding = 4 * step * 2 * torch.finfo(TORCH_DTYPES[dtype]).eps
     assert maxima.shape[0] == 5
     assert ((maxima.diff(dim=0) - step).abs() <= rounding).all()
@@ -133,7 +133,7 @@ def test_two_level_has_scores_of_0_and_of_about_minus_8_alone(dtype):
 
 def test_two_level_has_half_of_the_keys_at_each_level_of_each_head():
     high = (scores(dataclasses.replace(LONG, inputs="two_level", N=400)) == 0).double().mean((2, 3))
-    # 400 keys: the share has a spread of 0.025.
+    # For 400 keys the share has a standard deviation of 0.025.
     assert ((high - 0.5).abs() < 0.1).all()
 
 
@@ -182,14 +182,14 @@ def test_the_last_visible_key_is_that_of_the_predicate(problem):
 
 
 def needle_weight(problem, key):
-    """The weight that each row (b, m) of every head has at a key of its own, nothing masked."""
+    """The unmasked weight of each row (b, m) at its own key, for every head."""
     weights = scores(problem).softmax(-1)
     rows = [(b, m) for b in range(problem.B) for m in range(problem.M)]
     return {(b, m): weights[b, :, m, key(b, m)].min().item() for b, m in rows}
 
 
 def spread_rows(problem, weights):
-    """Rows with more than 0.9 of their weight at their key, per batch entry, by quarter."""
+    """(batch entry, quarter) of every row with more than 0.9 of its weight at its key."""
     dominated = [(b, m) for (b, m), weight in weights.items() if weight > 0.9]
     return {(b, 4 * m // problem.M) for b, m in dominated}
 

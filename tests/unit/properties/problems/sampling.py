@@ -1,4 +1,4 @@
-"""What a strategy draws, as a list."""
+"""Samples of a strategy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["drawn"]
 
 
 def drawn(strategy, count):
-    """Problems drawn one after the other, the same ones in every run.
+    """Draws ``count`` problems, the same in every run.
 
-    Not as many as the profile says: a share is estimated, and that takes a number of its own.
+    The number does not follow the profile, because tests estimate shares from the sample.
     """
     found = []
 

@@ -1,4 +1,4 @@
-"""Batched problems are their problems one behind the other: to the bit, as counted, as found."""
+"""Batched problems concatenate their problems: same bits, same counts, same findings."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.unit.properties.problems.sampling import drawn
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 SEEDS = (7, 2**31 - 1, 40)
-# Two batch entries each.
+# Problems of two batch entries each.
 BATCHED = Problem(
     B=6, H=3, M=5, N=7, D=5, Dv=3, dtype="fp64", seeds=SEEDS,
     mask=Mask(causal=True, seqlens_q=(5, 0, 3, 1, 5, 4), seqlens_k=(7, 3, 6, 7, 0, 1)),
 )  # fmt: skip
-# One each, of odd sizes: parts begin at odd elements and at even ones.
+# Problems of one entry each and of odd sizes, so that parts start at odd and at even elements.
 ODD = dataclasses.replace(BATCHED, B=3, mask=Mask(seqlens_q=(3, 4, 1), seqlens_k=(2, 5, 6)))
 
 
@@ -158,7 +158,7 @@ def test_every_problem_of_a_batched_problem_is_counted_with_its_own_worst():
 
 
 def test_problems_out_of_range_are_left_out_and_the_others_judged():
-    # Scores of about 1e5 where keys are long: some of these problems are in range, some are not.
+    # Scores reach about 1e5 for long keys: some of these problems are in range, some are not.
     batched = Problem(B=8, D=2, dtype="fp64", sm_scale=4e5, seeds=tuple(range(8)))
     apart = runner_of(Eager())
     assert not any(apart.findings(part, guarantees.accuracy) for part in parts_of(batched))
@@ -178,7 +178,7 @@ def worst_of(tally):
 
 
 class WrongOnPositiveKeys(Eager):
-    """Wrong in batch entries whose first key has a positive first element."""
+    """A subject that errs in batch entries whose first key has a positive first element."""
 
     def __call__(self, q, k, v, **arguments):
         out, lse = super().__call__(q, k, v, **arguments)
@@ -186,7 +186,7 @@ class WrongOnPositiveKeys(Eager):
 
 
 class WrongBeyond(Eager):
-    """Wrong where there are more than two batch entries."""
+    """A subject that errs for more than two batch entries."""
 
     def __call__(self, q, k, v, **arguments):
         out, lse = super().__call__(q, k, v, **arguments)
@@ -194,7 +194,7 @@ class WrongBeyond(Eager):
 
 
 class RaisesOnPositiveKeys(Eager):
-    """Raises where a first key has a positive first element."""
+    """A subject that raises if a first key has a positive first element."""
 
     def __call__(self, q, k, v, **arguments):
         if (k[:, 0, 0, 0] > 0).any():
@@ -212,7 +212,7 @@ def test_a_failing_problem_is_found_alone(subject):
 
 
 class RefusesAlone(WrongBeyond):
-    """Wrong where there are more than two batch entries, and takes no single one."""
+    """A subject that errs for more than two batch entries and refuses a single one."""
 
     def __call__(self, q, k, v, **arguments):
         if len(q) == 1:
@@ -221,7 +221,7 @@ class RefusesAlone(WrongBeyond):
 
 
 class RaisesAlone(WrongBeyond):
-    """Wrong where there are more than two batch entries, and fails with a single one."""
+    """A subject that errs for more than two batch entries and raises for a single one."""
 
     def __call__(self, q, k, v, **arguments):
         if len(q) == 1:
@@ -236,7 +236,7 @@ def test_a_batched_problem_fails_though_its_problems_are_not_computed_alone(subj
     assert (finding.problem, finding.guarantee) == (batched, "G1 accuracy")
 
 
-def test_what_fails_only_together_is_found_and_made_smaller():
+def test_a_failure_of_several_entries_is_found_and_minimised():
     batched = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
     [finding, *_] = runner_of(WrongBeyond()).findings(batched, guarantees.accuracy)
     assert finding.problem == batched

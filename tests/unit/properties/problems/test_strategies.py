@@ -13,9 +13,9 @@ from tests.unit.properties.problems.sampling import drawn
 
 TILE = 16
 DRAWS = 1000
-FORCED = 400  # of a feature that has to be in every one
-SHARE = 0.1  # what every interesting case has to reach
-# The smallest ways to have a row without a key.
+FORCED = 400  # draws of a strategy with a forced feature
+SHARE = 0.1  # least share of every interesting case
+# The smallest problems with a row without a visible key.
 EMPTY_ROWS = (
     Problem(N=0),
     Problem(M=2, mask=Mask(causal=True)),
@@ -33,7 +33,7 @@ def lengths(problem):
 
 
 def first_keys(problem, b):
-    """For each valid row of batch entry b its first visible key, None for an empty row."""
+    """The first visible key of each valid row of batch entry b; None for an empty row."""
     rows, keys = lengths(problem)
     size = {"M": problem.M, "N": problem.N}
     for m in range(rows[b]):
@@ -46,7 +46,7 @@ def has_empty_row(problem):
 
 
 def has_late_row(problem):
-    """A row's first visible key lies past the first key tile that its tile of rows visits."""
+    """Whether a row's first visible key lies past the first key tile that its tile visits."""
     for b in range(problem.B):
         tiles = [None if n is None else n // TILE for n in first_keys(problem, b)]
         for start in range(0, len(tiles), TILE):
@@ -174,7 +174,7 @@ def test_a_small_budget_holds():
 
 @pytest.mark.parametrize("max_cost", [4, 48])
 def test_an_empty_batch_is_rare(max_cost):
-    # So that no budget is kept by leaving out the batch.
+    # Otherwise a budget could be met by an empty batch.
     empty = sum(p.B == 0 for p in drawn(problems(max_cost=max_cost, tile=TILE), FORCED))
     assert empty < SHARE / 2 * FORCED
 

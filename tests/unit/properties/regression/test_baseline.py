@@ -1,10 +1,11 @@
-"""The file of a baseline: what is written is read, and what is damaged is refused by name."""
+"""The file of a baseline: it is read as written, and damaged files are refused by name."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,49 @@ def path(tmp_path):
 
 def test_a_baseline_is_read_as_it_was_written(path):
     assert Baseline.read(path) == BASELINE
+
+
+OLD_NAME = "delta_kernel(bf16 fp32 i32) BLOCK_M=32 HAS_DLSE=False PACKED=True"
+
+
+@pytest.mark.parametrize(
+    ("subject", "name"),
+    [
+        (
+            "flash_attention",
+            "bwd_preprocess_kernel(bf16 fp32 i32) BLOCK_M=32 HAS_DLSE=False VARLEN=True",
+        ),
+        ("other", OLD_NAME),
+    ],
+)
+def test_version_1_has_the_kernels_of_flash_attention_by_their_former_names(
+    subject, name, tmp_path
+):
+    taken = Resources(128, 0, 65536)
+    path = tmp_path / "old.json"
+    Baseline(subject, HERE, (), {OLD_NAME: taken}).write(path)
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    assert Baseline.read(path).kernels == {name: taken}
+
+
+def test_the_committed_baseline_names_kernels_and_constants_that_exist():
+    pytest.importorskip("triton")
+    from fa_kernels.kernels.hopper import backward, dq, forward
+    from fa_kernels.launch import portable
+
+    kernels = {
+        name: kernel
+        for module in (portable, backward, dq, forward)
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel")
+    }
+    read = Baseline.read(Path(__file__).parents[4] / "baselines" / "h200.json")
+    assert len(read.kernels) == 362
+    for name in read.kernels:
+        function, _, constants = name.partition("(")
+        names = [word.partition("=")[0] for word in constants.split(")")[1].split()]
+        order = [x for x in kernels[function].arg_names if x in names]
+        assert names == order, name
 
 
 def test_a_problem_a_kernel_and_a_timed_pass_have_a_line_each(path):
@@ -85,7 +129,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
     ("old", "new", "says"),
     [
         ("{", "", "Extra data"),
-        ('"version": 1,\n"subject"', '"version": 9,\n"subject"', "version is 9; this suite reads"),
+        ('"version": 2,\n"subject"', '"version": 9,\n"subject"', "version is 9; this suite reads"),
         ('"device": "NVIDIA H200"', '"device": 3', "device is '3'; needs a JSON string"),
         ('"torch": "2.11.0",\n', "", "torch is missing"),
         ('"M":3', '"M":"three"', r"problems\[0\]: problem is malformed: M is 'three'"),

@@ -1,4 +1,4 @@
-"""The bootstrap interval of a mean of differences: where it lies, how often it misses."""
+"""The bootstrap interval of a mean of differences: its place and its error rate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_low_end_lies_above_the_truth_no_oftener_than_its_level(skewed):
     generator = np.random.default_rng(2)
     level, trials = 0.05, 400
     drawn = generator.normal(size=(trials, 30))
-    if skewed:  # logarithms of ratios of squares: the long tail to the left
+    if skewed:  # logarithms of ratios of squares, with a long left tail
         drawn = np.log(drawn**2 + 0.05)
         drawn -= np.log(generator.normal(size=1_000_000) ** 2 + 0.05).mean()
     missed = sum(mean_difference(x, level, resamples=FEW).low > 0 for x in drawn)

@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory: how kernels are named, and which rises are alarms."""
+"""Registers, spills and shared memory: names of kernels, and rises that raise an alarm."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ def test_what_a_process_loads_is_noted_once_it_is_known(monkeypatch):
         loading.extra = extra
         for _ in range(2):
             compiler.CompiledKernel._init_handles(loading)
-    # Two variants of one name: the larger of each.
+    # For two variants of one name the larger numbers count.
     assert found == {"forward_kernel(bf16 fp32) BLOCK_M=64 ACC=float32": Resources(105, 2, 4096)}
     compiled_kernels.loaded_kernels.cache_clear()

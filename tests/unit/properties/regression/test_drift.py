@@ -1,4 +1,4 @@
-"""What moved since a baseline: stopped where it is worse, told where it is not, never lost."""
+"""Changes since a baseline: worse results raise an alarm, others are reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fa_verify.properties.regression.drift import (
 )
 
 MASKS = (Mask(), Mask(causal=True))
-# 48 problems: two dtypes, two masks, twelve seeds.
+# The 48 problems have two dtypes, two masks and twelve seeds.
 ENTRIES = tuple(
     Entry(
         Problem(M=9, N=9, dtype=dtype, mask=mask, seed=seed), "G1", dtype,
@@ -33,7 +33,7 @@ SAME = dict(enumerate(ENTRIES))
 
 
 def scaled(factor, which=lambda entry: True, output="dq", noise=0.0):
-    """Pairs of which some have an RMS that is a factor larger, give or take."""
+    """Pairs, some of which have an RMS larger by a factor, with noise."""
     generator = np.random.default_rng(0)
     pairs = []
     for entry in ENTRIES:
@@ -73,7 +73,7 @@ def test_a_smaller_rms_is_told_and_is_no_alarm():
         ("dq causal", lambda x: x.problem.mask.causal),
     ],
 )
-def test_what_is_worse_in_one_dtype_or_mask_alone_is_an_alarm_there(group, which):
+def test_a_loss_in_a_single_dtype_or_mask_is_an_alarm(group, which):
     found = moved_rms(scaled(1.2, which, noise=0.02))
     assert group in [change.text.partition(":")[0] for change in found if change.alarm]
 

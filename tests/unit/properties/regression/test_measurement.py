@@ -1,4 +1,4 @@
-"""What is measured of a run: the largest error, and a mean in the sharpest unit there is."""
+"""Measurements of a run: the largest error, and a mean in units of the predicted spread."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_nan_is_an_infinite_error(dtype):
     assert measured(trial)["dv"] == (math.inf, math.inf)
 
 
-def test_what_is_not_returned_or_has_no_element_is_left_out():
+def test_missing_and_empty_outputs_are_left_out():
     assert set(measured(trial_of("fp32", backward=False))) == {"out", "lse"}
     empty = run_trial(Subject.of(Eager(), "eager"), dataclasses.replace(PROBLEM, M=0))
     assert set(measured(empty)) == {"dk", "dv"}

@@ -1,4 +1,4 @@
-"""The speed of the gate, on measured numbers: a tenth lost is seen, noise is not."""
+"""The gate's speed comparison, on measured numbers: a 10 % loss raises an alarm, noise does not."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from fa_verify.properties.regression.speed_ratio import moved_speed, shift_of
 from fa_verify.pytest_plugin.gate.timing import ROUNDS, timed
 
-# Standard deviations, between rounds and between processes.
+# Standard deviations between rounds and between processes.
 OF_ROUNDS = 0.02
 OF_PROCESSES = 0.007
 
 
 def measured(seed: int, factor: float = 1.0, rounds: int = ROUNDS) -> tuple[float, ...]:
-    """Ratios of a run whose kernel has this part of the speed of 1.4 times SDPA flash."""
+    """Speed ratios of a run whose kernel is ``factor`` * 1.4 times as fast as SDPA flash."""
     generator = np.random.default_rng(seed)
     process = 1 + OF_PROCESSES * generator.standard_normal()
     return tuple(1.4 * factor * process * (1 + OF_ROUNDS * generator.standard_normal(rounds)))
@@ -59,7 +59,7 @@ def test_a_loss_that_the_rounds_spread_explains_is_no_alarm():
     assert [x for x in moved_speed({"f": (1.0,) * 9}, {"f": scattered}) if x.alarm] == []
 
 
-def test_what_is_no_longer_timed_is_an_alarm_with_its_reason():
+def test_a_pass_that_is_no_longer_timed_is_an_alarm_with_its_reason():
     (change,) = moved_speed({"f": (1.0, 1.0)}, {}, "there is no GPU")
     assert change.alarm
     assert change.text == "f: timed in the baseline, not now: there is no GPU"
@@ -71,7 +71,7 @@ def test_a_pass_timed_for_the_first_time_is_told():
 
 
 @pytest.mark.parametrize(("second", "counts"), [(1.0, 1.0), (1 / 1.1, 1 / 1.1)])
-def test_what_seems_to_be_a_loss_is_timed_once_more_and_that_counts(second, counts):
+def test_an_apparent_loss_is_timed_once_more_and_that_counts(second, counts):
     then = {"f": measured(0)}
     runs = [{"f": measured(1, 0.8)}, {"f": measured(2, second)}]
     found, why = timed(None, then, lambda subject: runs.pop(0))
@@ -79,7 +79,7 @@ def test_what_seems_to_be_a_loss_is_timed_once_more_and_that_counts(second, coun
     assert (runs, why) == ([], "")
 
 
-def test_what_is_no_loss_is_timed_once():
+def test_a_speed_without_loss_is_timed_once():
     runs = [{"f": measured(1)}, {"f": measured(2)}]
     timed(None, {"f": measured(0)}, lambda subject: runs.pop(0))
     assert len(runs) == 1

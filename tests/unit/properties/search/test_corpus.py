@@ -1,4 +1,4 @@
-"""The corpus as files: what is kept, what is never touched, and what a damaged file says."""
+"""The files of the corpus: entries, entries that are never overwritten, and damaged files."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_find_that_fails_no_more_stays_beside_the_next(tmp_path):
         b'{"subject": "attention", "guarantee": "G1", "why": "mine", "problem": {"version": 1}}',
     ],
 )
-def test_what_a_person_wrote_or_cannot_be_read_is_not_touched(tmp_path, content):
+def test_entries_that_a_person_wrote_or_that_cannot_be_read_are_kept(tmp_path, content):
     there = tmp_path / "attention-g1-out-ragged-tail.json"
     there.write_bytes(content)
     path = keep(tmp_path, entry(SMALL), fails)
@@ -148,7 +148,7 @@ def test_a_writing_that_is_cut_off_leaves_what_was_there(tmp_path, monkeypatch):
     assert kept(tmp_path) == {"attention-g1-out-ragged-tail.json": LARGE}
 
 
-def test_a_file_is_told_of_before_it_is_there(tmp_path):
+def test_a_file_is_announced_before_it_is_written(tmp_path):
     told = []
     path = keep(tmp_path, entry(SMALL), fails, lambda path: told.append((path, path.exists())))
     keep(tmp_path, entry(LARGE), fails, lambda path: told.append((path, path.exists())))
@@ -184,7 +184,7 @@ def test_a_mask_that_is_not_registered_is_not_replayable(tmp_path):
         CorpusEntry.read(path)
 
 
-def test_what_a_person_wrote_has_no_cause():
+def test_an_entry_that_a_person_wrote_has_no_cause():
     assert {CorpusEntry.read(path).cause for path in FOLDER.glob("*-at-*.json")} == {None}
 
 

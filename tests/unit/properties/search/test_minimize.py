@@ -1,4 +1,4 @@
-"""From a failing problem to the simplest: each step is simpler, and known minima are reached."""
+"""Minimisation of a failing problem: each step is simpler, and known minima are reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fa_verify.properties.search import minimize
 from fa_verify.properties.search.minimize import complexity, minimized, reductions
 
 PLAIN = Problem()
-# Of everything something, to be taken away.
+# A problem with every feature, for the search to remove.
 LARGE = Problem(
     B=3,
     H=12,
@@ -56,7 +56,7 @@ def finding(problem: Problem, guarantee: str = "G1 accuracy") -> Finding:
 
 
 def simplest_of(fails, start: Problem = LARGE) -> Problem:
-    """The problem that the search ends at, from one that fails."""
+    """The problem at which the search ends, from a failing one."""
     assert fails(start)
     found = minimized(start, [finding(start)], lambda p: [finding(p)] if fails(p) else [])
     return found[0].problem
@@ -64,7 +64,7 @@ def simplest_of(fails, start: Problem = LARGE) -> Problem:
 
 @given(problems())
 def test_every_step_is_strictly_simpler(problem):
-    # So there is no way back, and every search ends.
+    # A strict order has no cycles, so every search ends.
     for simpler in reductions(problem):
         assert complexity(simpler) < complexity(problem)
 
@@ -85,7 +85,7 @@ def test_every_step_can_be_replayed(problem):
 
 
 @given(problems())
-def test_what_always_fails_ends_at_the_simplest_problem(problem):
+def test_an_unconditional_failure_ends_at_the_simplest_problem(problem):
     sizes = {name: min(1, getattr(problem, name)) for name in ("B", "M", "N")}
     want = Problem(dtype=problem.dtype, **sizes)
     assert simplest_of(lambda _: True, problem) == want

@@ -1,4 +1,4 @@
-"""The search for a violation: what counts as one, what is counted instead, and when it ends."""
+"""The search for a violation: violations, refusals and counts, and the end of a search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fa_verify.properties.search.search import Runner, attack, peaks
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
-# Little to shrink: how far that goes is tested elsewhere.
+# Small problems, because minimisation is tested elsewhere.
 DRAWN = st.builds(
     Problem,
     M=st.integers(1, 3),
@@ -36,16 +36,16 @@ DRAWN = st.builds(
     dtype=st.just("fp64"),
     mask=st.builds(Mask, causal=st.booleans()),
 )
-# Beyond the range of float32, which is no fault of a kernel.
+# Scores beyond the range of float32, which are no fault of a kernel.
 WIDE = Problem(M=3, N=3, dtype="fp32", sm_scale=1e6)
 GOOD = Problem(M=3, N=4, dtype="fp64")
-# Whatever the profile: what an earlier run found would end the search before it begins.
+# No example database in any profile: an earlier failure would end the search at once.
 REPEATABLE = settings(derandomize=True, database=None)
 OPEN = contextlib.nullcontext()
 
 
 class Long(Eager):
-    """Does something of its own where there are more than 16 keys."""
+    """A subject with a fault for more than 16 keys."""
 
     def __call__(self, q, k, v, *, mask, sm_scale):
         out, lse = super().__call__(q, k, v, mask=mask, sm_scale=sm_scale)
@@ -375,7 +375,7 @@ def test_no_problem_is_run_twice_by_the_draw(monkeypatch):
     assert len(ran) == len(set(ran))
 
 
-def test_what_a_subject_declares_bounds_the_simplest_problem():
+def test_declarations_bound_the_simplest_problem():
     subject = Wrong()
     subject.head_dims = (24,)
     runner = runner_of(subject)
@@ -397,7 +397,7 @@ def test_shrinking_ends_at_its_time_limit_with_a_problem_that_fails(monkeypatch)
     found = attacked(runner_of(Wrong()), claim)
     failed = [problem for problem, findings in ran if findings]
     after = len(ran) - [problem for problem, _ in ran].index(failed[0]) - 1
-    # Ten seconds pass from one look at the clock to the next.
+    # Each reading of the clock is ten seconds after the one before.
     assert after == 3
     assert found[0].problem in failed
 

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: right, or wrong in the one way that a guarantee is there to find."""
+"""Attention in plain PyTorch: correct, or with a single fault for a guarantee to find."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Eager"]
 
 
 class Eager:
-    """Attention by autograd in the dtype of its inputs, right unless it is given a fault."""
+    """Attention by autograd in the dtype of its inputs, correct unless it has a fault."""
 
     returns_lse = True
     lse_grad = False
@@ -80,7 +80,7 @@ class Eager:
         return self.spoil(out, lse, live, N, config)
 
     def alibi(self, slopes, mask, B, M, N):
-        """(B, H, M, N): slopes by distance."""
+        """(B, H, M, N): slopes times distances."""
         rows, keys = (torch.tensor(x).view(-1, 1, 1, 1) for x in mask.lengths(B, M, N))
         ahead = keys - rows
         if self.fault == "ALiBi from the first key":
@@ -89,7 +89,7 @@ class Eager:
         return -slopes.view(-1, slopes.shape[-1], 1, 1).double() * distance
 
     def visible(self, bias, seen):
-        """A bias with zeros where nobody sees it."""
+        """A bias with zeros at hidden pairs."""
         if self.fault == "dbias of the first entry alone":
             bias = torch.cat([bias, bias.detach().expand(len(seen) - 1, -1, -1, -1)])
         if self.fault == "bias of the head before":
@@ -100,7 +100,7 @@ class Eager:
         return torch.where(seen, bias, 0.0)
 
     def misread(self, q, k, v, sm_scale):
-        """What a fault makes of the arguments."""
+        """The arguments changed by a fault."""
         if self.fault == "reads past the end":
             q = q + _after_the_end(q)
         if self.fault == "ignores strides":
@@ -116,7 +116,7 @@ class Eager:
         return q, k, v, sm_scale
 
     def spoil(self, out, lse, live, N, config):
-        """What a fault makes of the results."""
+        """The results changed by a fault."""
         if self.fault == "out scaled":
             out = out * 1.001
         if self.fault == "one element off":
@@ -141,17 +141,17 @@ class Eager:
 
 
 def _after_the_end(x):
-    """The element behind the last one, times 0."""
+    """The element past the end, times 0."""
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return 0 * x.as_strided((), (), x.storage_offset() + last + 1) if x.numel() else 0
 
 
 def _gathered_by_int32(x):
-    """The elements at offsets that wrap around at 2**31, as those of a careless kernel do."""
+    """The elements at offsets that wrap around at 2**31, as in a kernel with 32-bit offsets."""
     offsets = torch.zeros((), dtype=torch.int32)
     for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         steps = torch.arange(size, dtype=torch.int64) * stride
-        steps = steps.to(torch.int32)  # wraps
+        steps = steps.to(torch.int32)  # wraps around
         offsets = offsets + steps.view(-1, *[1] * (3 - axis))
     with torch.no_grad():
         reach = x.untyped_storage().nbytes() // x.element_size()
@@ -161,7 +161,7 @@ def _gathered_by_int32(x):
 
 
 class _Copied(torch.autograd.Function):
-    """A copy into memory of its own, with elements beyond it, or without rows past a number."""
+    """A copy into new memory that writes past the end, or leaves the last rows unwritten."""
 
     @staticmethod
     def forward(ctx, x, extra, rows):

@@ -1,4 +1,4 @@
-"""The decorator declares what attributes declare, and refuses what it does not know."""
+"""The decorator declares the same words as attributes, and refuses unknown words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declarations: all of them are known, and a wrong one is refused by name, value and choice."""
+"""Declarations: all are documented, and a wrong one is refused by name, value and choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from fa_verify.properties.subjects.declarations import WORDS, declared_by
 from fa_verify.properties.subjects.subject import Subject
 
-# What the documentation says there is, each with values that it can have.
+# Documented declarations with valid values.
 VALID = {
     "dtypes": [("fp16", "bf16"), ["fp64"], {"fp32"}],
     "head_dims": [(64, 128), [16], range(8, 257, 8), {64}, None],
@@ -52,7 +52,7 @@ VALID = {
     "pooled": [lambda q, k, v, **asked: q, None],
     "score_mods": [(), ("softcap",), ("bias", "alibi", "softcap")],
 }
-# One value each that it cannot have, and what the message says after the name of the word.
+# An invalid value of each declaration, and the message after the name of the word.
 WRONG = [
     ("dtypes", "fp16", "is 'fp16'; needs a tuple of words out of ('fp16', 'bf16', 'fp32', 'fp64')"),
     ("dtypes", ("fp12",), "has ['fp12']; known are ('fp16', 'bf16', 'fp32', 'fp64')"),
@@ -139,7 +139,7 @@ def function_with(**attributes: object):
     return attention
 
 
-def test_the_documented_declarations_are_all_there_are():
+def test_every_declaration_is_documented():
     assert sorted(WORDS) == sorted(VALID)
 
 
@@ -160,7 +160,7 @@ def test_every_declaration_has_a_wrong_value():
 
 
 @pytest.mark.parametrize(("word", "value", "says"), WRONG)
-def test_a_wrong_value_is_refused_with_what_was_given_and_what_there_is(word, value, says):
+def test_a_wrong_value_is_refused_with_the_value_and_the_choices(word, value, says):
     gap = "" if says.startswith("[") else " "
     with pytest.raises(ValueError, match="^" + re.escape(f"attention.{word}{gap}{says}")):
         Subject.of(function_with(**{word: value}), "attention")
@@ -211,7 +211,7 @@ def test_a_misspelt_declaration_of_a_partial_function_is_refused():
         declared_by(call, "attention")
 
 
-def test_a_declaration_like_none_is_refused_with_what_there_is():
+def test_an_unknown_declaration_is_refused_with_the_choices():
     says = f"attention declares 'waiver'; known are {sorted(WORDS)}"
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
         declared_by(function_with(waiver="G4"), "attention")
@@ -249,11 +249,11 @@ def test_attributes_and_methods_of_an_instance_are_its_own():
     assert subject.tiles(None) == (128, 64)
 
 
-def test_nothing_declared_is_nothing():
+def test_no_declarations_are_no_limits():
     assert declared_by(function_with(), "attention") == {}
 
 
-def test_what_a_caller_declared_stays_as_it_is():
+def test_declarations_of_a_caller_are_not_changed():
     declared = ["bf16", "fp16"]
     Subject.of(function_with(dtypes=declared), "attention")
     assert declared == ["bf16", "fp16"]

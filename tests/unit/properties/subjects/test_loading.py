@@ -1,4 +1,4 @@
-"""--kernel=FILE:NAME: what it finds, and what it says of everything that is no kernel."""
+"""--kernel=FILE:NAME loads kernels, and refuses everything else with one paragraph."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def nothing_stays_imported(monkeypatch, tmp_path):
 
 @pytest.fixture
 def file(tmp_path):
-    """Writes a file of this text, and gives its path."""
+    """Writes a file with this text and returns its path."""
 
     def write(text: str, name: str = "kernels.py") -> str:
         path = tmp_path / name
@@ -78,7 +78,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def refusal(file):
-    """What is said of a name in a file of this text: one paragraph."""
+    """The message that refuses a name in a file with this text: one paragraph."""
 
     def said(text: str, name: str = "attention") -> str:
         with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as caught:
@@ -94,7 +94,7 @@ def refusal(file):
     "name",
     ["attention", "by_position", "of_configs", "adapted", "halved", "instance", "instance.method"],
 )
-def test_what_can_be_called_is_a_subject(file, name):
+def test_a_callable_is_a_subject(file, name):
     subject = load(f"{file(GOOD)}:{name}")
     assert subject.name == name
     assert callable(subject.call)
@@ -131,7 +131,7 @@ def test_declarations_of_a_method_are_its_own(file):
     assert subject.call(None, None, "v", mask=None, sm_scale=1.0) == "v"
 
 
-def test_a_file_can_import_what_lies_beside_it(file):
+def test_a_file_can_import_its_neighbours(file):
     file("answer = 42", "its_sibling.py")
     path = file(
         "from its_sibling import answer\ndef attention(q, k, v, *, mask, sm_scale): return answer\n"
@@ -139,7 +139,7 @@ def test_a_file_can_import_what_lies_beside_it(file):
     assert load(f"{path}:attention").call(None, None, None, mask=None, sm_scale=1.0) == 42
 
 
-def test_what_lies_beside_a_file_hides_no_installed_package(file):
+def test_a_neighbouring_file_hides_no_installed_package(file):
     file("raise RuntimeError", "statistics.py")
     sys.modules.pop("statistics", None)
     path = file("import statistics\n" + GOOD)
@@ -157,7 +157,7 @@ def test_a_file_can_be_loaded_twice(file):
     assert sys.path.count(str(path).removesuffix("/kernels.py")) == 1
 
 
-def test_a_file_can_define_what_looks_up_its_module(file):
+def test_a_file_can_define_classes_that_look_up_their_module(file):
     path = file(
         "from __future__ import annotations\n"
         "from dataclasses import dataclass\n"
@@ -173,7 +173,7 @@ def test_a_file_can_define_what_looks_up_its_module(file):
 @pytest.mark.parametrize(
     "spec", ["", "attention", "kernels.py", ":", "kernels.py:", ":attention", "shop/kernels:f"]
 )
-def test_what_is_no_file_and_name_is_refused(spec):
+def test_a_kernel_without_file_and_name_is_refused(spec):
     says = f"got {spec!r}; needs path/to/file.py:name or package.module:name"
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
         load(spec)
@@ -257,7 +257,7 @@ def test_a_large_module_is_not_listed_whole():
     ("name", "kind"),
     [("Attention", "a class"), ("number", "of type int"), ("torch", "of type module")],
 )
-def test_what_cannot_be_called_is_refused(refusal, tmp_path, name, kind):
+def test_a_value_that_is_not_callable_is_refused(refusal, tmp_path, name, kind):
     assert refusal(f"{GOOD}\nnumber = 3", name) == (
         f"{name!r} in {tmp_path}/kernels.py is {kind}; "
         "needs a function or an instance with __call__"

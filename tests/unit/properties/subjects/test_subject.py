@@ -1,4 +1,4 @@
-"""A subject: its domain, the conventions it is converted from, and what it says of itself."""
+"""A subject: supported problems, conversion of conventions, and the text of declarations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fa_verify.properties.subjects.subject import BITWISE, Subject
 CAUSAL = Mask(causal=True)
 WINDOW = Mask(window_left=3)
 PADDED = Mask(seqlens_k=(5,))
-# Declarations, a problem inside of what they declare, one outside, and what is said of the latter.
+# (declarations, a supported problem, an unsupported problem, the reason for excluding it).
 DOMAINS = [
     ({"dtypes": ("fp16",)}, Problem(dtype="fp16"), Problem(dtype="bf16"), "dtypes ('fp16',)"),
     (
@@ -97,7 +97,7 @@ DOMAINS = [
 
 
 def subject(returned=None, **declared) -> Subject:
-    """A subject that returns this, or q as out, and declares that."""
+    """A subject that returns ``returned``, or q as out, with these declarations."""
 
     def attention(q, k, v, *, mask, sm_scale, config="default"):
         return q if returned is None else returned
@@ -107,7 +107,7 @@ def subject(returned=None, **declared) -> Subject:
 
 
 def run(returned, problem: Problem = Problem(), **declared):  # noqa: B008  # it is frozen
-    """What (out, lse) becomes."""
+    """The converted (out, lse)."""
     q = torch.zeros((problem.B, problem.H, problem.M, problem.D))
     return subject(returned, **declared).run(q, q, q, problem)
 
@@ -153,7 +153,7 @@ def test_a_configuration_is_passed_where_there_is_a_choice(configs):
     assert given == {"mask": CAUSAL, "sm_scale": 0.5, **config}
 
 
-def test_what_is_done_to_scores_is_passed_where_a_problem_has_it():
+def test_score_modifications_of_a_problem_are_passed_to_the_subject():
     given = []
 
     def attention(q, k, v, *, mask, sm_scale, **mods):
@@ -265,7 +265,7 @@ def test_a_result_of_another_form_is_refused(declared, returned, says):
         run(returned, TWO_EMPTY, **declared)
 
 
-def test_nothing_declared_says_nothing():
+def test_no_declarations_list_nothing():
     assert subject().declared() == "nothing"
 
 
@@ -301,12 +301,12 @@ def test_nothing_declared_says_nothing():
         ("configs", {"default": {"block_n": 64}}, "configs=default (block_n=64)"),
     ],
 )
-def test_what_is_declared_is_said(word, value, says):
+def test_declarations_are_listed(word, value, says):
     assert subject(**{word: value}).declared() == says
 
 
 @pytest.mark.parametrize("word", [item.name for item in dataclasses.fields(Numerics)])
-def test_every_numeric_declaration_is_said(word):
+def test_every_numeric_declaration_is_listed(word):
     default = getattr(Numerics(), word)
     other = {"any": "tile", "none": "q", "input": "fp32", "ieee": "tf32", "unrounded": "rounded"}
     other |= {"fp32": "dtype", 0.0: 8.0, 1: 2, 16: 64, (): ("dq",)}
@@ -314,7 +314,7 @@ def test_every_numeric_declaration_is_said(word):
     assert subject(**{word: value}).declared() == f"{word}={value!r}"
 
 
-def test_what_equals_saying_nothing_is_not_said():
+def test_declarations_equal_to_the_default_are_not_listed():
     plain = Subject(name="attention", call=print)
     words = ("dtypes", "gqa", "masks", "lse_base", "empty_lse", "seqlen_multiple", "configs")
     assert subject(**{word: getattr(plain, word) for word in words}).declared() == "nothing"

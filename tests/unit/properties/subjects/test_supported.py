@@ -1,4 +1,4 @@
-"""Problems are drawn inside of what a subject declares, and what it excludes is said."""
+"""Strategies draw supported problems, and exclusions are reported with their declaration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fa_verify.properties.subjects.subject import Subject, score_mods_of
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
 
 LIMITS = {"dtype": "fp16", "device": "cpu", "max_seqlen": 96, "max_cost": 24}
-# What the tests of guarantees force.
+# Features that the tests of guarantees force.
 FORCED = ({}, {"padding": True}, {"hidden": True}, {"empty_rows": True})
 DECLARED = {
     "nothing": {},
@@ -78,7 +78,7 @@ def subject(**declared) -> Subject:
 
 
 def possible(made: Subject) -> st.SearchStrategy:
-    """Problems with and without a forced feature, as far as what is declared allows it."""
+    """Problems with and without a forced feature, as far as the declarations allow."""
     strategies = []
     for forced in FORCED:
         try:
@@ -90,9 +90,9 @@ def possible(made: Subject) -> st.SearchStrategy:
 
 @pytest.mark.parametrize("declared", DECLARED)
 @given(data=st.data())
-def test_what_is_drawn_is_inside_of_what_is_declared(data, declared):
+def test_drawn_problems_are_supported(data, declared):
     made = subject(**DECLARED[declared])
-    # Several at once: a profile of few examples has to see dozens.
+    # Each example draws several problems, so that a profile of few examples has dozens.
     for problem in data.draw(st.lists(possible(made), min_size=6, max_size=6)):
         assert made.excludes(problem) is None
 
@@ -124,7 +124,7 @@ def test_what_is_drawn_is_inside_of_what_is_declared(data, declared):
         ("softcap", lambda p: p.softcap is None),
     ],
 )
-def test_what_is_declared_is_drawn(declared, condition):
+def test_every_declared_value_is_drawn(declared, condition):
     strategy = problems_of(subject(**DECLARED[declared]), **LIMITS)
     find(strategy, condition, random=random.Random(0))
 
@@ -139,14 +139,14 @@ def test_what_is_declared_is_drawn(declared, condition):
         ("bias", lambda p: p.alibi != "none"),
     ],
 )
-def test_what_is_done_to_scores_is_drawn_beside_what_is_forced(mod, condition):
+def test_score_modifications_are_drawn_beside_forced_features(mod, condition):
     strategy = problems_of(subject(score_mods=SCORE_MODS), **LIMITS, score_mods=(mod,))
     find(strategy, condition, random=random.Random(0))
 
 
 @pytest.mark.parametrize("mod", SCORE_MODS)
 @given(data=st.data())
-def test_what_is_done_to_scores_can_be_forced(data, mod):
+def test_score_modifications_can_be_forced(data, mod):
     made = subject(score_mods=SCORE_MODS)
     problem = data.draw(problems_of(made, **LIMITS, score_mods=(mod,)))
     assert mod in score_mods_of(problem)
@@ -158,7 +158,7 @@ def test_what_is_done_to_scores_can_be_forced(data, mod):
 
 
 @given(data=st.data())
-def test_what_is_wanted_is_drawn_within_what_is_declared(data):
+def test_requested_values_are_drawn_within_the_declarations(data):
     made = subject(head_dims=(8, 16, 64), layouts=("bhsd", "bshd"), gqa=False)
     wanted = {"head_dims": (64, 24, 8), "layouts": ("bshd", "offset"), "inputs": "two_level"}
     problem = data.draw(problems_of(made, **LIMITS, **wanted))
@@ -197,6 +197,6 @@ def test_what_is_wanted_is_drawn_within_what_is_declared(data):
         ),
     ],
 )
-def test_what_is_excluded_is_said_by_the_declaration_that_does(declared, wanted, says):
+def test_exclusions_name_their_declaration(declared, wanted, says):
     with pytest.raises(ExcludedError, match=f"^attention declares {re.escape(says)}$"):
         problems_of(subject(**declared), **LIMITS, **wanted)

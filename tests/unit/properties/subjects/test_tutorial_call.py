@@ -1,4 +1,4 @@
-"""Kernels with the signature of Triton's tutorial: recognised, called, verified."""
+"""Kernels with the signature of Triton's tutorial are recognised, called and verified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fa_verify.properties.subjects.tutorial_call import tutorial_call
 from fa_verify.verification import verify
 
 ROOT = Path(__file__).parents[4]
-# A user's file. It takes what the tutorial's kernel takes and asserts what it asserts.
+# A user's file with the arguments and the assertions of the tutorial's kernel.
 KERNEL = """
 import torch
 
@@ -132,11 +132,11 @@ def test_causal_and_scale_arrive_where_they_belong(call, mask, sign):
     ],
     ids=str,
 )
-def test_what_the_signature_cannot_say_is_declared_away(problem):
+def test_features_that_the_signature_lacks_are_declared_unsupported(problem):
     assert Subject.of(plain, "f").excludes(problem).startswith("f declares ")
 
 
-def test_the_kernel_declares_otherwise_where_it_can_more():
+def test_the_kernel_can_declare_more_than_the_signature():
     def attention(q, k, v, causal, sm_scale):
         return q
 
@@ -191,7 +191,7 @@ def test_the_declarations_say_what_was_adapted():
 
 def kernel_of(text: str):
     found: dict[str, object] = {}
-    exec(text, found)  # as another test suite would import it
+    exec(text, found)  # runs the text as another test suite would
     return found["attention"]
 
 
@@ -201,7 +201,7 @@ def test_such_a_kernel_is_verified_inside_another_suite():
     assert report.judged > 5
 
 
-def test_what_it_does_not_declare_is_found():
+def test_undeclared_limitations_of_a_tutorial_kernel_are_found():
     undeclared = kernel_of(KERNEL.replace("_attention.seqlen_multiple = 16", ""))
     report = verify(undeclared, problems=1, guarantees=("G1",), max_seqlen=32)
     assert not report

@@ -1,4 +1,4 @@
-"""Calls that are remembered: what is found again is what would be worked out anew."""
+"""The call cache returns the results of validation, and forgets the oldest."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ OTHER = (
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
-    """Nothing is remembered at first."""
+    """Empties the call cache."""
     for kept in ("_requests", "_arguments"):
         monkeypatch.setattr(call_cache, kept, {})
 
 
 @pytest.fixture
 def worked_out(monkeypatch):
-    """Names of what is worked out, in order."""
+    """Names of the validation steps that run, in order."""
     seen: list[str] = []
     for name in ("check", "prepared"):
         original = getattr(arguments, name)
@@ -54,14 +54,14 @@ def requested(inputs, **options) -> Request:
     return call_cache.check(*inputs, **OPTIONS | options)
 
 
-def test_a_call_like_one_before_is_not_worked_out_again(worked_out):
+def test_a_repeated_call_is_not_validated_again(worked_out):
     first, second = (flash_attention(*tensors(), causal=True) for _ in range(2))
     assert worked_out == ["check", "prepared"]
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("other", OTHER, ids=str)
-def test_a_call_with_another_option_is_worked_out(other, worked_out):
+def test_a_call_with_another_option_is_validated(other, worked_out):
     for options in ({}, other, {}, other):
         inputs = tensors()
         request = requested(inputs, **options)
@@ -74,7 +74,7 @@ def test_a_call_with_another_option_is_worked_out(other, worked_out):
 @pytest.mark.parametrize(
     "other", [((1, 2, 6, 16), {}), ((1, 2, 5, 24), {}), ((), {"dtype": torch.bfloat16})], ids=str
 )
-def test_a_call_of_other_tensors_is_worked_out(other, worked_out):
+def test_a_call_of_other_tensors_is_validated(other, worked_out):
     shape, dtype = other
     for inputs in (tensors(), tensors(*shape, **dtype)):
         request = requested(inputs)
@@ -106,7 +106,7 @@ def test_another_length_of_q_and_another_head_dim_of_v_are_other_calls(place, wo
     ],
     ids=str,
 )
-def test_what_is_wrong_is_refused_whatever_was_right_before(right, wrong):
+def test_a_wrong_option_is_refused_after_a_right_one(right, wrong):
     requested(tensors(), **right)
     for _ in range(2):
         with pytest.raises((TypeError, ValueError)) as failure:
@@ -129,14 +129,14 @@ def test_one_tensor_that_is_wrong_is_refused(place):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU needs no interpreter")
-def test_where_kernels_cannot_run_a_call_is_refused_again(monkeypatch):
+def test_a_cached_call_is_refused_where_kernels_cannot_run(monkeypatch):
     requested(tensors())
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(NotImplementedError, match="needs a CUDA device"):
         requested(tensors())
 
 
-def test_what_brings_tensors_or_a_mask_is_worked_out_each_time(worked_out):
+def test_a_call_with_lengths_or_a_mask_is_validated_each_time(worked_out):
     inputs = tensors()
     lengths = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     for options in ({"seqlens_k": lengths}, {"seqlens_k": (3,)}, {"mask": Mask(causal=True)}):
@@ -145,7 +145,7 @@ def test_what_brings_tensors_or_a_mask_is_worked_out_each_time(worked_out):
     assert worked_out == ["check", "prepared"] * 6
 
 
-def test_as_many_as_were_said_are_kept(monkeypatch, worked_out):
+def test_the_call_cache_keeps_no_more_than_its_limit(monkeypatch, worked_out):
     monkeypatch.setattr(call_cache, "MOST", 3)
     for N in (1, 2, 3, 1, 2, 3, 4, 1):
         inputs = tensors(1, 1, N, 16)

@@ -11,9 +11,9 @@ import sys
 
 import torch
 
-from benchmarks.speed import interleaved
 from benchmarks.spread import spread
 from fa_kernels import flash_attention
+from fa_verify.timing import interleaved
 
 __all__ = ["main", "measure"]
 

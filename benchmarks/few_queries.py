@@ -12,9 +12,9 @@ import sys
 
 import torch
 
-from benchmarks.speed import interleaved
 from benchmarks.spread import spread
 from fa_kernels import Config, Tile, flash_attention
+from fa_verify.timing import interleaved
 
 __all__ = ["CONFIGS", "PROBLEMS", "measure"]
 

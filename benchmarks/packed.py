@@ -14,9 +14,9 @@ from itertools import accumulate
 
 import torch
 
-from benchmarks.speed import interleaved
 from benchmarks.spread import spread
 from fa_kernels import flash_attention, flash_attention_varlen
+from fa_verify.timing import interleaved
 
 __all__ = ["PROBLEMS", "measure"]
 

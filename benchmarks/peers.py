@@ -11,13 +11,12 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from fa_kernels import flash_attention
+from fa_verify.timing import Attention, sdpa, sdpa_flash
 
-__all__ = ["PEERS", "Attention", "ours", "sdpa_flash"]
-
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+__all__ = ["PEERS", "ours"]
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -33,17 +32,6 @@ def _one_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -
 def _portable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
     """Our portable kernels, without instructions of one architecture."""
     return flash_attention(q, k, v, causal=causal, config="portable")
-
-
-def _sdpa(backend: SDPBackend) -> Attention:
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return attention
-
-
-sdpa_flash = _sdpa(SDPBackend.FLASH_ATTENTION)  # FlashAttention-2
 
 
 def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -110,11 +98,11 @@ PEERS: dict[str, Attention] = {
     "ours": ours,
     "ours, one pass": _one_pass,
     "ours, portable": _portable,
-    "cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
     "FlexAttention": _flex,
     "SDPA flash": sdpa_flash,
-    "SDPA efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION),
-    "SDPA math": _sdpa(SDPBackend.MATH),
+    "SDPA efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
+    "SDPA math": sdpa(SDPBackend.MATH),
     "eager": _eager,
     "compiled eager": lambda *asked: _compiled_eager()(*asked),
 }

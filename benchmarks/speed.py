@@ -13,25 +13,23 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 import shlex
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.peers import PEERS, Attention
+from benchmarks.peers import PEERS
 from benchmarks.table import FIELDS, memory_table, table
+from fa_verify.timing import GATE_PROBLEMS, interleaved, measure
 
-__all__ = ["PASSES", "PROBLEMS", "interleaved", "measure"]
+__all__ = ["PASSES", "PROBLEMS"]
 
-# (B, N, H, D, causal); the gate times the first two.
+# (B, N, H, D, causal).
 PROBLEMS = (
-    (1, 4096, 32, 128, False),
-    (1, 4096, 32, 128, True),
+    *GATE_PROBLEMS,
     (1, 4321, 32, 128, False),
     (1, 4321, 32, 128, True),
     (4, 8192, 4, 64, False),
@@ -47,114 +45,11 @@ PROBLEMS = (
 # Floating-point operations of each pass, relative to a forward.
 PASSES = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ROUNDS = 7
-ROUND_MS = 60
 TABLE_ROUNDS = 5
 TABLE_ROUND_MS = 25
 TABLE_LIMIT_S = 1.0
 MATMUL = 8192
 RESULTS = Path(__file__).parents[1] / "results"
-
-
-def _order(names: Sequence[str], turn: int) -> list[str]:
-    """Returns the order of a round, balanced so that no name always follows the same other name.
-
-    The previous function affects the temperature of the GPU, and so the speed of the next one. In
-    rotated rounds, each function would always follow the same one. Here, over n rounds for n names,
-    each follows every other once (over 2n rounds twice, if n is odd).
-
-    Source: Williams 1949, "Experimental designs balanced for the estimation of residual effects".
-    """
-    places = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(len(names))]
-    order = [names[(turn + place) % len(names)] for place in places]
-    return order[::-1] if len(names) % 2 and turn % 2 else order
-
-
-def interleaved(
-    calls: Mapping[str, Callable[[], object]],
-    rounds: int = ROUNDS,
-    round_ms: int = ROUND_MS,
-    limit_s: float = math.inf,
-) -> dict[str, list[float]]:
-    """Returns the milliseconds of each call, one median per round; the calls are timed in turns.
-
-    A call whose rounds have taken ``limit_s`` seconds is not timed again.
-    """
-    from triton.testing import do_bench
-
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    spent = dict.fromkeys(calls, 0.0)
-    names = list(calls)
-    for turn in range(rounds):
-        for name in _order(names, turn):
-            if spent[name] >= limit_s:
-                continue
-            begin = time.perf_counter()
-            ms = do_bench(calls[name], warmup=10, rep=round_ms, return_mode="median")
-            times[name].append(ms)
-            spent[name] += time.perf_counter() - begin
-    return times
-
-
-def measure(
-    attentions: Mapping[str, Attention],
-    B: int,
-    N: int,
-    H: int,
-    D: int,
-    causal: bool,
-    dtype: torch.dtype = torch.bfloat16,
-    rounds: int = ROUNDS,
-    round_ms: int = ROUND_MS,
-    failed: dict[str, str] | None = None,
-    passes: Sequence[str] = ("forward", "backward"),
-    peaks: dict[str, int] | None = None,
-    device: str = "cuda",
-    limit_s: float = math.inf,
-) -> dict[str, dict[str, list[float]]]:
-    """Returns {pass: {name: milliseconds per round}} on N(0,1) data, B x N x H x D.
-
-    A function that raises is omitted, and its reason is added to ``failed``; if that is None, the
-    error propagates. ``peaks`` receives the peak bytes of a forward and backward beyond the inputs.
-    """
-    torch.manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(B, N, H, D, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
-    )
-    for x in (q, k, v):
-        x.requires_grad_()
-
-    def both(attention: Attention) -> object:
-        return torch.autograd.grad(attention(q, k, v, causal), (q, k, v), dout)
-
-    outs = {}
-    for name, attention in attentions.items():
-        try:
-            both(attention)
-            if peaks is not None:
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                both(attention)
-                peaks[name] = torch.cuda.max_memory_allocated() - before
-            out = attention(q, k, v, causal)
-            # Runs the backward twice, as the timing does: some functions do not support this.
-            for _ in range(2):
-                torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-            outs[name] = out
-        except (RuntimeError, NotImplementedError) as error:
-            if failed is None:
-                raise
-            memory = isinstance(error, torch.cuda.OutOfMemoryError)
-            failed[name] = "out of memory" if memory else f"{type(error).__name__}: {error}"
-    calls: dict[str, dict[str, Callable[[], object]]] = {
-        "forward": {name: lambda f=attentions[name]: f(q, k, v, causal) for name in outs},
-        "backward": {
-            name: lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-            for name, out in outs.items()
-        },
-        "both": {name: lambda f=attentions[name]: both(f) for name in outs},
-    }
-    return {name: interleaved(calls[name], rounds, round_ms, limit_s) for name in passes}
 
 
 def _matmul(dtype: torch.dtype) -> float:

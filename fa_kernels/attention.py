@@ -98,9 +98,11 @@ def flash_attention(
             kernel computes dk and dv and another one dq. If False, one kernel computes all three
             with 5 matrix products instead of 7. It sums dq by atomics in no fixed order, so the
             last bits of dq differ from run to run.
-        config: Tile configuration: a ``Config``, a name in ``CONFIGS``, or None for "default". For
-            few queries and long keys, ``Config(splits=16)`` divides the key tiles of each query
-            tile among 16 programs and combines their results.
+        config: Tile configuration: a ``Config``, a name in ``CONFIGS``, or None for "default". Where
+            the kernels for Hopper are absent, "default" runs on the portable kernels; "hopper" is
+            the same configuration and raises a RuntimeError with the reason instead. For few
+            queries and long keys, ``Config(splits=16)`` divides the key tiles of each query tile
+            among 16 programs and combines their results.
         softcap: c, finite and > 0: a scaled score x becomes c tanh(x / c), before masking.
         alibi_slopes: Float32 (H,) or (B, H) on the device of q: slope |p - n| is subtracted from
             each score, after the softcap. It is not differentiable, and not checked to be finite.

@@ -25,6 +25,16 @@ from fa_kernels.launch.portable import (
 )
 from fa_kernels.pooling import prepared_pooling
 from fa_kernels.runtime import allocation
+from fa_kernels.runtime.private import (
+    below_autograd,
+    dispatch_modes,
+    forward_ad_level,
+    function_modes,
+    is_batched_gradient,
+    is_profiled,
+    is_transformed,
+    tracing_state,
+)
 from fa_kernels.validation.arguments import Request
 
 __all__ = ["backward", "forward", "pooled_scores", "run_forward"]
@@ -146,11 +156,11 @@ def _is_watched(*tensors):
     """Whether a compiler, mode, tracer, profiler or tensor subclass has to see the operators."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        or dispatch_modes() > 0
+        or function_modes() > 0
+        or is_transformed()
+        or tracing_state() is not None
+        or is_profiled()
         or not _PLAIN.issuperset(map(type, tensors))
     )
 
@@ -161,7 +171,7 @@ def _of_request(x):
 
 def _is_batched(x):
     """Whether a gradient is batched by ``is_grads_batched``, which pushes no dispatch mode."""
-    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+    return x is not None and is_batched_gradient(x)
 
 
 def run_forward(q, k, v, request):
@@ -175,14 +185,14 @@ def run_forward(q, k, v, request):
 
 def _is_recorded(*tensors):
     """Whether autograd records the call: for gradients, or to refuse forward-mode tangents."""
-    return torch.autograd.forward_ad._current_level >= 0 or (
+    return forward_ad_level() >= 0 or (
         torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     )
 
 
 def _below_autograd(operator, *arguments):
     """Calls an operator below autograd, which has recorded the call already."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return operator(*arguments)
 
 
@@ -251,7 +261,7 @@ def _recorded(name):
     """
 
     def run(*arguments):
-        if torch._C._are_functorch_transforms_active():
+        if is_transformed():
             raise NotImplementedError(
                 "flash_attention is differentiated by torch.func; supported is torch.autograd"
             )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fa_kernels.configs import Config
+from fa_kernels.launch import hopper
 from fa_kernels.validation import arguments
 from fa_kernels.validation.arguments import Arguments, Request
 
@@ -32,6 +33,16 @@ def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     kept[key] = value
 
 
+def _checked(q: Any, k: Any, v: Any, *, config: Any, **options: Any) -> Request:
+    """``arguments.check``, and "hopper" as a config: "default", refused without its kernels."""
+    if not isinstance(config, str) or config != "hopper":
+        return arguments.check(q, k, v, config=config, **options)
+    request = arguments.check(q, k, v, config="default", **options)
+    if not torch.compiler.is_compiling():
+        hopper.require(q.device)
+    return request
+
+
 def check(q: Any, k: Any, v: Any, *, window_size: Any, **options: Any) -> Request:
     """Memoises ``arguments.check``."""
     window = window_size if type(window_size) is tuple else (window_size,)
@@ -42,12 +53,12 @@ def check(q: Any, k: Any, v: Any, *, window_size: Any, **options: Any) -> Reques
         or not _PLAIN.issuperset(types)
         or not _TENSORS.issuperset(map(type, (q, k, v)))
     ):
-        return arguments.check(q, k, v, window_size=window_size, **options)
+        return _checked(q, k, v, window_size=window_size, **options)
     shapes = (q.shape, k.shape, v.shape, q.layout, k.layout, v.layout)
     key = (shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, values, types)
     request = _requests.get(key)
     if request is None:
-        request = arguments.check(q, k, v, window_size=window_size, **options)
+        request = _checked(q, k, v, window_size=window_size, **options)
         _keep(_requests, key, request)
     else:
         # Depends on the environment of the process, not on the call.

@@ -20,6 +20,7 @@ from fa_kernels.validation.arguments import Arguments
 
 __all__ = [
     "RESCALE_THRESHOLD",
+    "absence",
     "forward_tile",
     "is_there",
     "launch_hopper_backward",
@@ -28,6 +29,7 @@ __all__ = [
     "padded",
     "processors",
     "query_tiles",
+    "require",
     "takes",
     "takes_forward",
     "takes_shapes",
@@ -81,26 +83,55 @@ def _descriptors() -> tuple[type, object]:
 
 
 @lru_cache(maxsize=1)
-def _kernels() -> tuple[Any, Any, Any] | None:
-    """Returns the (forward, backward, dq) kernels; None if Triton's Gluon lacks what they need."""
+def _imported() -> tuple[tuple[Any, Any, Any] | None, str]:
+    """Returns the (forward, backward, dq) kernels, or None and the reason why they are absent."""
     # Triton's interpreter does not run Gluon.
     if not isinstance(forward_kernel, triton.JITFunction):
-        return None
+        return None, "Triton's interpreter runs the kernels, and it has no Gluon"
     try:
         forward = importlib.import_module("fa_kernels.kernels.hopper.forward")
         backward = importlib.import_module("fa_kernels.kernels.hopper.backward")
         dq = importlib.import_module("fa_kernels.kernels.hopper.dq")
-    except (ImportError, AttributeError):
-        return None
-    return forward.hopper_forward_kernel, backward.hopper_backward_kernel, dq.hopper_dq_kernel
+    except (ImportError, AttributeError) as error:
+        reason = f"Triton {triton.__version__} lacks a part of Gluon that they need: {error}"
+        return None, reason
+    kernels = forward.hopper_forward_kernel, backward.hopper_backward_kernel, dq.hopper_dq_kernel
+    return kernels, ""
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> tuple[Any, Any, Any] | None:
+    """Forward, backward and dq; None where Triton has no Gluon, or not what the kernels take."""
+    return _imported()[0]
+
+
+def absence(device: torch.device) -> str:
+    """The reason why a device has no kernels for Hopper; empty where it has them."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"q is on {device}; they need an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"{device} has compute capability {major}.{minor}; they need 9.0"
+    return _imported()[1]
 
 
 @lru_cache(maxsize=64)
 def is_there(device: torch.device) -> bool:
     """Whether a device is a Hopper GPU and the installed Triton has what the kernels need."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9 and _kernels() is not None
+    return not absence(device)
+
+
+def require(device: torch.device) -> None:
+    """Refuses a device without kernels for Hopper.
+
+    Raises:
+        RuntimeError: The kernels are absent; the message says why.
+    """
+    if not is_there(device):
+        raise RuntimeError(
+            f"config is 'hopper', but the kernels for Hopper are absent: {absence(device)}; "
+            "config='default' falls back to the portable kernels"
+        )
 
 
 @lru_cache(maxsize=64)

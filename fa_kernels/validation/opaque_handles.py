@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from fa_kernels.runtime.private import traced_as_constant
+
 __all__ = ["token_of", "value_of"]
 
 # Objects that are kept, least recently used out first. The backward pass uses a call's object too.
@@ -117,7 +119,5 @@ def _whole(parts: Any) -> Any:
     return of(**dict(zip(_field_names(of), map(_whole, values), strict=True)))
 
 
-# The compiler calls these functions and treats their results as constants. This is the effect of
-# ``torch.compiler.assume_constant_result``, which takes a second to import.
 for _function in (_field_names, _token_of_parts):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    traced_as_constant(_function)

@@ -12,8 +12,7 @@ import pytest
 from hypothesis.database import ExampleDatabase, MultiplexedDatabase
 
 __all__ = [
-    "Outages",
-    "WithOutages",
+    "SharedDatabase",
     "example_database",
     "of_one_test",
     "shown",
@@ -44,8 +43,8 @@ def example_database(config: pytest.Config, local: ExampleDatabase) -> ExampleDa
             f"--example-db has no effect in the profile {profile}, which draws the same in every "
             "run and keeps no examples; needs --minutes or --hypothesis-profile=fuzz"
         )
-    server = WithOutages(_on_server(url, ask=not hasattr(config, "workerinput")), shown(url))
-    config.pluginmanager.register(Outages(config, server), "outages")
+    server = SharedDatabase(_on_server(url, ask=not hasattr(config, "workerinput")), shown(url))
+    config.pluginmanager.register(server, "shared examples")
     return MultiplexedDatabase(local, server)
 
 
@@ -103,12 +102,14 @@ def _without_secrets(error: Exception, url: str) -> str:
     return type(error).__name__ if any(secret in said for secret in secrets) else said
 
 
-class WithOutages(ExampleDatabase):
-    """A database that may fail: from its first failure on it is left alone, and holds nothing.
+class SharedDatabase(ExampleDatabase):
+    """A database that may fail, and a pytest plugin that says so in one line of the summary.
+
+    After its first failure the database is left alone, and holds nothing.
 
     Args:
-        database: May raise whatever it likes.
-        name: What it is called where its failure is told.
+        database: May raise any exception.
+        name: Its name in the summary.
     """
 
     def __init__(self, database: ExampleDatabase, name: str) -> None:
@@ -116,20 +117,21 @@ class WithOutages(ExampleDatabase):
         self.database = database
         self.name = name
         self.outage = ""
+        self.seen: set[str] = set()
 
-    def _try(self, act: Callable[[], Any], otherwise: Any = None) -> Any:
+    def _try(self, act: Callable[[], Any]) -> Any:
         if self.outage:
-            return otherwise
+            return None
         try:
             return act()
         # A server's client raises its own exceptions and those of sockets; none is the kernel's.
         except Exception as error:
             self.outage = f"{self.name} went away ({type(error).__name__})"
-            return otherwise
+            return None
 
     def fetch(self, key: bytes) -> Iterable[bytes]:
         """All values, or none."""
-        return self._try(lambda: list(self.database.fetch(key)), [])
+        return self._try(lambda: list(self.database.fetch(key))) or []
 
     def save(self, key: bytes, value: bytes) -> None:
         """Saves a value if it can."""
@@ -139,37 +141,21 @@ class WithOutages(ExampleDatabase):
         """Deletes a value if it can."""
         self._try(lambda: self.database.delete(key, value))
 
-
-class Outages:
-    """A pytest plugin: says in one line of the summary that a server went away.
-
-    Args:
-        config: Pytest's.
-        server: Of this process.
-    """
-
-    def __init__(self, config: pytest.Config, server: WithOutages) -> None:
-        self.config = config
-        self.server = server
-        self.seen: list[str] = []
-
     @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """A worker tells the controller."""
-        output = getattr(self.config, "workeroutput", None)
-        if output is not None:
-            output["outage"] = self.server.outage
-        else:
-            self.seen.append(self.server.outage)
+        self.seen.add(self.outage)
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["outage"] = self.outage
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        """The controller listens."""
-        self.seen.append(getattr(node, "workeroutput", {}).get("outage", ""))
+        """The controller gathers what workers tell."""
+        self.seen.add(getattr(node, "workeroutput", {}).get("outage", ""))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """One line, however many workers lost it."""
-        outages = sorted({outage for outage in self.seen if outage})
+        """One line, however many workers lost the server."""
+        outages = sorted(self.seen - {""})
         if outages:
             terminalreporter.write_line(
                 f"--example-db: {', '.join(outages)}; from then on examples were kept in "

@@ -140,7 +140,6 @@ class _Emulation:
         self.processors = processors
         self.launches = 0
         self.work: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
         self.machine = Machine(seed)
 
     def launched(self, programs: Callable[..., None], kernel: Any) -> Callable[..., None]:
@@ -163,7 +162,6 @@ class _Emulation:
         self.machine = Machine(
             f"{self.seed}/{self.launches}", lambda number: builder.set_grid_idx(*places[number])
         )
-        self.work["programs"] += len(places)
         self.machine.run([program] * len(places), self.processors)
 
     def tensor(self, data: Any, dtype: Any) -> Any:
@@ -209,7 +207,6 @@ class _Emulation:
         program = self.machine.now.program.number
         self._allocated[program] += 1
         data = np.empty([int(x) for x in shape], self._interpreter._get_np_dtype(dtype))
-        self.work["shared"] += data.nbytes
         if isinstance(layout, _MBarrierLayout):
             return _Barriers(self._allocated[program], len(data))
         poison(data)
@@ -222,7 +219,6 @@ class _Emulation:
         add = partial(self._tl.atomic_add, pointer, value, *others, sem=sem)
         if pointer.shape:
             # Sums, which nobody reads before the launch has ended.
-            self.work["added"] += int(pointer.handle.data.size)
             self.machine.pause()
             return add()
         place, dtype = int(pointer.handle.data.item()), pointer.dtype.element_ty
@@ -239,11 +235,9 @@ class _Emulation:
         return add()
 
     def _init(self, barrier: Barrier, count: int) -> None:
-        self.waits[barrier.name] += 0
         barrier.init(int(count))
 
     def _wait(self, barrier: Barrier, phase: Any) -> None:
-        self.waits[barrier.name] += 1
         self.machine.wait(barrier, int(phase))
 
     def _expect(self, barrier: Barrier, size: Any) -> None:
@@ -276,7 +270,6 @@ class _Emulation:
                 left, right, before, input_precision="ieee", out_dtype=self.accumulator
             )
 
-        self.work["products"] += 1
         product = Product([x.data for x in shared], make)
         self.machine.issue(product)
         if is_async:
@@ -332,16 +325,13 @@ class Emulated:
     """A kernel that is launched as a compiled one is, by ``[grid]``.
 
     Attributes:
-        work: Of all its launches, the number of "programs", of "products", of "synchronous" ones,
-            of numbers "stored" in shared memory and "added" to memory, bytes of shared memory of
-            all programs ("shared"), and copies by TMA of each of its parameters, by name.
-        waits: How often each barrier was waited for that was initialised, by name.
+        work: Of all its launches, the number of "synchronous" products, of numbers "stored" in
+            shared memory, and of copies by TMA of each of its parameters, by name.
     """
 
     def __init__(self, kernel: Any, emulation: _Emulation) -> None:
         self._kernel, self._emulation = kernel, emulation
         self.work: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, **named: Any) -> None:
@@ -351,7 +341,7 @@ class Emulated:
                 name: self._emulation.described(name, x) if hasattr(x, "block_shape") else x
                 for name, x in named.items()
             }
-            self._emulation.work, self._emulation.waits = self.work, self.waits
+            self._emulation.work = self.work
             program = self._kernel.rewrite()
 
             @wraps(program)

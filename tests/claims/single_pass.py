@@ -13,9 +13,10 @@ from functools import partial
 import torch
 
 from benchmarks.peers import PEERS
-from benchmarks.speed import PROBLEMS, measure
+from benchmarks.speed import PROBLEMS
 from benchmarks.spread import spread
 from fa_kernels import Config, Tile, flash_attention
+from fa_verify.timing import measure
 
 __all__ = ["main"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from fa_verify import timing
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.regression.baseline import digits
@@ -43,16 +44,12 @@ def timed(
 
 
 def _measured(subject: Subject) -> Ratios:
-    """Forward and backward on the first, ordinary problems of ``benchmarks.speed``."""
-    # It needs a GPU and the project's kernels.
-    from benchmarks.peers import sdpa_flash
-    from benchmarks.speed import PROBLEMS, measure
-
+    """Forward and backward on ``timing.GATE_PROBLEMS``."""
     found: Ratios = {}
-    for B, N, H, D, causal in PROBLEMS[:2]:
+    for B, N, H, D, causal in timing.GATE_PROBLEMS:
         attention = _attention(subject, B, N, H, D, causal)
-        calls = {"subject": attention, "SDPA flash": sdpa_flash}
-        for name, times in measure(calls, B, N, H, D, causal, rounds=ROUNDS).items():
+        calls = {"subject": attention, "SDPA flash": timing.sdpa_flash}
+        for name, times in timing.measure(calls, B, N, H, D, causal, rounds=ROUNDS).items():
             rounds = zip(times["SDPA flash"], times["subject"], strict=True)
             mask = "causal" if causal else "full"
             label = f"{B}x{N}x{H}x{D} bf16 {mask} {name}"
@@ -61,7 +58,7 @@ def _measured(subject: Subject) -> Ratios:
 
 
 def _attention(subject: Subject, B: int, N: int, H: int, D: int, causal: bool) -> Callable:
-    """The subject as ``benchmarks.speed`` calls it.
+    """The subject as ``timing.measure`` calls it.
 
     Raises:
         NotImplementedError: It declares that it cannot, or that it has no gradients.

@@ -15,8 +15,7 @@ from hypothesis.database import InMemoryExampleDatabase
 
 from fa_verify.properties.search.search import draws
 from fa_verify.pytest_plugin.example_database import (
-    Outages,
-    WithOutages,
+    SharedDatabase,
     example_database,
     of_one_test,
     shown,
@@ -105,43 +104,14 @@ def test_without_a_database_settings_stay_as_they_are():
     assert of_one_test(settings, "one") is settings
 
 
-class Gone(InMemoryExampleDatabase):
-    """A server that goes away after some calls."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def fetch(self, key):
-        self.calls -= 1
-        if self.calls < 0:
-            raise ConnectionError("no route to the password")
-        return super().fetch(key)
-
-
-def test_an_outage_is_noticed_once_and_raises_nothing():
-    server = WithOutages(Gone(1), "redis://host:1")
-    server.save(b"key", b"value")
-    assert list(server.fetch(b"key")) == [b"value"]
-    assert server.outage == ""
-    assert list(server.fetch(b"key")) == []
-    assert server.outage == "redis://host:1 went away (ConnectionError)"
-    server.save(b"key", b"other")
-    server.delete(b"key", b"value")
-    assert list(server.fetch(b"key")) == []
-    assert server.database.calls == -1
-    assert list(InMemoryExampleDatabase.fetch(server.database, b"key")) == [b"value"]
-
-
 def test_an_outage_is_reported_in_one_line_for_all_workers():
-    server = WithOutages(Gone(0), "redis://host:1")
-    outages, lines = Outages(SimpleNamespace(), server), []
+    server, lines = SharedDatabase(LOCAL, "redis://host:1"), []
     for outage in ("redis://host:1 went away (TimeoutError)", "", server.outage):
-        outages.pytest_testnodedown(SimpleNamespace(workeroutput={"outage": outage}))
-    outages.pytest_testnodedown(SimpleNamespace())
-    outages.pytest_sessionfinish()
+        server.pytest_testnodedown(SimpleNamespace(workeroutput={"outage": outage}))
+    server.pytest_testnodedown(SimpleNamespace())
+    server.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace()))
     terminal = SimpleNamespace(write_line=lambda line, **markup: lines.append(line))
-    outages.pytest_terminal_summary(terminal)
+    server.pytest_terminal_summary(terminal)
     assert lines == [
         "--example-db: redis://host:1 went away (TimeoutError); from then on examples were kept "
         "in .hypothesis alone"
@@ -238,12 +208,12 @@ def machine():
     def of(url):
         config = config_with(url)
         database = example_database(config, InMemoryExampleDatabase())
-        return database, config.plugins[0].server
+        return database, config.plugins[0]
 
     return of
 
 
-def close(*servers: WithOutages) -> None:
+def close(*servers: SharedDatabase) -> None:
     for server in servers:
         server.database.redis.close()
 
@@ -259,7 +229,7 @@ def test_failures_of_one_machine_are_tried_first_on_another(server, machine):
 
 
 @pytest.mark.redis
-def test_no_example_is_lost_when_a_server_goes_away(server, machine):
+def test_a_server_that_goes_away_takes_no_find_along(server, machine, monkeypatch):
     database, outside = machine(server.url)
     searched(database, "test", fails=True)
     server.stop()
@@ -267,6 +237,12 @@ def test_no_example_is_lost_when_a_server_goes_away(server, machine):
     assert searched(database, "test", fails=True) == 1
     assert searched(database, "other", fails=False) >= 200
     assert outside.outage.startswith(f"redis://127.0.0.1:{server.port}/1 went away (")
+    told = SimpleNamespace(workeroutput={})
+    outside.pytest_sessionfinish(SimpleNamespace(config=told))
+    assert told.workeroutput == {"outage": outside.outage}
+    # From the first failure on the server is left alone.
+    monkeypatch.setattr(outside.database, "fetch", lambda key: pytest.fail("asked again"))
+    assert list(outside.fetch(b"key")) == []
     close(outside)
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from benchmarks import host, speed, verification
 from benchmarks.plot import draw
 from benchmarks.table import memory_table, table
+from fa_verify import timing
 
 NAMES = ("ours", "ours, one pass", "cuDNN", "FlexAttention", "SDPA flash")
 
@@ -82,13 +83,13 @@ def test_what_cannot_be_timed_as_the_others_are_is_left_out_with_its_reason(monk
             call()
         return {name: [1.0] for name in calls}
 
-    monkeypatch.setattr(speed, "interleaved", timed)
+    monkeypatch.setattr(timing, "interleaved", timed)
     attentions = {
         "composed": lambda q, k, v, causal: composed(q, k, v, is_causal=causal),
         "once": lambda q, k, v, causal: Once.apply(composed(q, k, v, is_causal=causal)),
     }
     failed: dict[str, str] = {}
-    found = speed.measure(
+    found = timing.measure(
         attentions, 1, 5, 2, 8, True, torch.float32,
         failed=failed, passes=tuple(speed.PASSES), device="cpu",
     )  # fmt: skip
@@ -102,7 +103,7 @@ def test_what_cannot_be_timed_as_the_others_are_is_left_out_with_its_reason(monk
 def test_everybody_follows_everybody_as_often(names, rounds, times, monkeypatch):
     order = []
     monkeypatch.setattr("triton.testing.do_bench", lambda call, **_: order.append(call()) or 1.0)
-    speed.interleaved({name: lambda name=name: name for name in names}, rounds=rounds)
+    timing.interleaved({name: lambda name=name: name for name in names}, rounds=rounds)
     of_rounds = ["".join(x) for x in zip(*[iter(order)] * len(names), strict=True)]
     assert all(sorted(x) == sorted(names) for x in of_rounds)
     followed = Counter(pair for x in of_rounds for pair in pairwise(x))
@@ -119,10 +120,10 @@ def test_a_slow_call_has_one_round_and_the_others_all(monkeypatch):
         return 1.0
 
     monkeypatch.setattr("triton.testing.do_bench", timed)
-    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     calls = {name: lambda name=name: name for name in seconds}
-    assert speed.interleaved(calls, rounds=5) == {"fast": [1.0] * 5, "slow": [1.0] * 5}
-    assert speed.interleaved(calls, rounds=5, limit_s=4) == {"fast": [1.0] * 4, "slow": [1.0]}
+    assert timing.interleaved(calls, rounds=5) == {"fast": [1.0] * 5, "slow": [1.0] * 5}
+    assert timing.interleaved(calls, rounds=5, limit_s=4) == {"fast": [1.0] * 4, "slow": [1.0]}
 
 
 def test_memory_has_a_line_a_problem_and_the_reason_where_there_is_none():

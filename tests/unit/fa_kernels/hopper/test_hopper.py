@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from itertools import accumulate
 
 import pytest
@@ -69,6 +70,39 @@ def gradients(inputs, dout, **arguments):
 
 def test_a_cpu_does_not_run_hoppers_kernels():
     assert not hopper.is_there(torch.device("cpu"))
+
+
+@pytest.mark.skipif(HERE, reason="a Hopper GPU has them")
+def test_hopper_as_a_config_says_why_its_kernels_are_absent(device):
+    q = torch.zeros(1, 1, 16, 64, device=device).half()
+    says = "config is 'hopper', but the kernels for Hopper are absent: "
+    reason = f"q is on {device}; they need" if device == "cpu" else "compute capability"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=says) as info:
+            flash_attention(q, q, q, config="hopper")
+        assert reason in str(info.value)
+    assert torch.equal(flash_attention(q, q, q), q)
+
+
+@on_hopper
+def test_hopper_as_a_config_is_the_default_where_its_kernels_are(launches):
+    q, k, v = tensors()
+    wanted = flash_attention(q, k, v)
+    assert torch.equal(flash_attention(q, k, v, config="hopper"), wanted)
+    assert launches == ["forward", "forward"]
+
+
+def test_a_part_of_gluon_that_triton_lacks_is_named(monkeypatch):
+    monkeypatch.setattr(hopper, "forward_kernel", object.__new__(hopper.triton.JITFunction))
+    for name in [x for x in sys.modules if x.startswith("fa_kernels.kernels.hopper.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    kernels, reason = hopper._imported.__wrapped__()
+    assert kernels is None
+    assert reason.startswith(
+        f"Triton {hopper.triton.__version__} lacks a part of Gluon that they need: "
+    )
+    assert "triton.experimental.gluon" in reason
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Compares all rules in a Markdown table: ``python -m tests.mutation.comparison``."""
+"""Compares all rules in a Markdown table: ``python -m benchmarks.peer_rules``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tests.mutation.interpreting import interpret
 from tests.mutation.operators import mechanical
 from tests.mutation.report import markdown_table
 
+__all__ = ["main"]
+
 # One in so many mechanical mutants takes part.
 EVERY = 20
 SECONDS = 300.0
@@ -26,13 +28,13 @@ SECONDS = 300.0
 
 def main() -> None:
     """Judges mutants by every rule and writes the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation.comparison")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peer_rules")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument("--only", default="", metavar="TEXT", help="rules whose name holds this")
-    parser.add_argument("--out", default="build/mutation/rules.md", metavar="FILE")
+    parser.add_argument("--out", default="results/peer-rules.md", metavar="FILE")
     options = parser.parse_args()
     interpret()
-    from tests.mutation.peers import COLUMNS, JUDGES, asked_of, judged_by_all
+    from benchmarks.peer_rules.judging import COLUMNS, JUDGES, asked_of, judged_by_all
 
     sources = sources_of(PACKAGE)
     mutants = _mutants(sources)

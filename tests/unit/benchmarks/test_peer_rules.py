@@ -12,6 +12,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.peer_rules.case import CUDNN, CUDNN_V2, EAGER, TUTORIAL, UPCAST, XFORMERS, Case
+from benchmarks.peer_rules.inputs import PLAIN, plain
+from benchmarks.peer_rules.rules import RULES
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
@@ -19,9 +22,6 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.comparison.compare import ratios, worst
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import make
-from tests.mutation.peer_case import CUDNN, CUDNN_V2, EAGER, TUTORIAL, UPCAST, XFORMERS, Case
-from tests.mutation.peer_rules import RULES
-from tests.mutation.plain_inputs import PLAIN, plain
 
 JUDGES = {rule.name: rule.judge for rule in RULES}
 COMPARED = ("out", "dq", "dk", "dv")

@@ -212,7 +212,7 @@ def plain(rule: str, problem: Problem) -> Inputs:
     Raises:
         ValueError: There is no such rule, or the problem's inputs are of another family.
 
-    Source: the tests that ``peer_rules`` names.
+    Source: the tests that ``benchmarks.peer_rules.rules`` names.
     """
     if rule not in PLAIN:
         raise ValueError(f"rule is {rule!r}; needs one of {tuple(PLAIN)}")

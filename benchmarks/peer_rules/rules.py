@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fa_verify.oracles.outputs import OUTPUTS, Outputs
-from tests.mutation.peer_case import (
+from benchmarks.peer_rules.case import (
     CUDNN,
     CUDNN_V2,
     EAGER,
@@ -23,6 +22,7 @@ from tests.mutation.peer_case import (
     XFORMERS,
     Case,
 )
+from fa_verify.oracles.outputs import OUTPUTS, Outputs
 
 __all__ = ["RULES", "Rule"]
 

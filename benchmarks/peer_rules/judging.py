@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.peer_rules.case import Case
+from benchmarks.peer_rules.inputs import PLAIN, plain
+from benchmarks.peer_rules.rules import RULES
 from fa_verify.diagnosis.mutant import Mutant
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import closed_form, guarantees, identities, statistics
@@ -23,9 +26,6 @@ from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.subjects.ours import flash_attention
-from tests.mutation.peer_case import Case
-from tests.mutation.peer_rules import RULES
-from tests.mutation.plain_inputs import PLAIN, plain
 from tests.mutation.trials import CHECKS, STEPS
 from tests.mutation.verdict import subject_of
 

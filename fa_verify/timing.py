@@ -1,0 +1,133 @@
+"""Interleaved timing of attentions on a GPU, for the gate and for the benchmarks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+__all__ = ["GATE_PROBLEMS", "Attention", "interleaved", "measure", "sdpa", "sdpa_flash"]
+
+# f(q, k, v, causal) of tensors (B, H, N, D).
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+# (B, N, H, D, causal).
+GATE_PROBLEMS = ((1, 4096, 32, 128, False), (1, 4096, 32, 128, True))
+ROUNDS = 7
+ROUND_MS = 60
+
+
+def sdpa(backend: SDPBackend) -> Attention:
+    """PyTorch's ``scaled_dot_product_attention`` on one backend."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return attention
+
+
+sdpa_flash = sdpa(SDPBackend.FLASH_ATTENTION)  # FlashAttention-2
+
+
+def _order(names: Sequence[str], turn: int) -> list[str]:
+    """The order of a round: over as many as there are names, nobody follows the same one often.
+
+    What comes after a slow one finds a cooler GPU, and what comes after one that keeps the GPU busy
+    a hotter one: in rounds that only begin elsewhere each would always follow the same. Over n
+    rounds each follows each other once (2n, twice, where n is odd).
+
+    Source: Williams 1949, "Experimental designs balanced for the estimation of residual effects".
+    """
+    places = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(len(names))]
+    order = [names[(turn + place) % len(names)] for place in places]
+    return order[::-1] if len(names) % 2 and turn % 2 else order
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int = ROUNDS,
+    round_ms: int = ROUND_MS,
+    limit_s: float = math.inf,
+) -> dict[str, list[float]]:
+    """Milliseconds of each call, one median a round, the calls taking turns.
+
+    A call whose rounds have taken ``limit_s`` has no more of them.
+    """
+    from triton.testing import do_bench
+
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    spent = dict.fromkeys(calls, 0.0)
+    names = list(calls)
+    for turn in range(rounds):
+        for name in _order(names, turn):
+            if spent[name] >= limit_s:
+                continue
+            begin = time.perf_counter()
+            ms = do_bench(calls[name], warmup=10, rep=round_ms, return_mode="median")
+            times[name].append(ms)
+            spent[name] += time.perf_counter() - begin
+    return times
+
+
+def measure(
+    attentions: Mapping[str, Attention],
+    B: int,
+    N: int,
+    H: int,
+    D: int,
+    causal: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    rounds: int = ROUNDS,
+    round_ms: int = ROUND_MS,
+    failed: dict[str, str] | None = None,
+    passes: Sequence[str] = ("forward", "backward"),
+    peaks: dict[str, int] | None = None,
+    device: str = "cuda",
+    limit_s: float = math.inf,
+) -> dict[str, dict[str, list[float]]]:
+    """{pass: {name: milliseconds a round}} on N(0,1) data, B x N x H x D.
+
+    What raises is left out, and put into ``failed`` with its reason; without that it raises.
+    ``peaks`` gets the bytes that a forward and backward takes at most, beyond the inputs.
+    """
+    torch.manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(B, N, H, D, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
+    )
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def both(attention: Attention) -> object:
+        return torch.autograd.grad(attention(q, k, v, causal), (q, k, v), dout)
+
+    outs = {}
+    for name, attention in attentions.items():
+        try:
+            both(attention)
+            if peaks is not None:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                both(attention)
+                peaks[name] = torch.cuda.max_memory_allocated() - before
+            out = attention(q, k, v, causal)
+            # As it is timed: not everything can be run again.
+            for _ in range(2):
+                torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            outs[name] = out
+        except (RuntimeError, NotImplementedError) as error:
+            if failed is None:
+                raise
+            memory = isinstance(error, torch.cuda.OutOfMemoryError)
+            failed[name] = "out of memory" if memory else f"{type(error).__name__}: {error}"
+    calls: dict[str, dict[str, Callable[[], object]]] = {
+        "forward": {name: lambda f=attentions[name]: f(q, k, v, causal) for name in outs},
+        "backward": {
+            name: lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            for name, out in outs.items()
+        },
+        "both": {name: lambda f=attentions[name]: both(f) for name in outs},
+    }
+    return {name: interleaved(calls[name], rounds, round_ms, limit_s) for name in passes}

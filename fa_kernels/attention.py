@@ -98,9 +98,9 @@ def flash_attention(
             kernel computes dk and dv and another one dq. If False, one kernel computes all three
             with 5 matrix products instead of 7. It sums dq by atomics in no fixed order, so the
             last bits of dq differ from run to run.
-        config: Tile configuration: a ``Config``, a name in ``CONFIGS``, or None for "default". Where
-            the kernels for Hopper are absent, "default" runs on the portable kernels; "hopper" is
-            the same configuration and raises a RuntimeError with the reason instead. For few
+        config: Tile configuration: a ``Config``, a name in ``CONFIGS``, or None for "default".
+            Where the kernels for Hopper are absent, "default" runs on the portable kernels, and
+            "hopper", which is the same elsewhere, raises a RuntimeError with the reason. For few
             queries and long keys, ``Config(splits=16)`` divides the key tiles of each query tile
             among 16 programs and combines their results.
         softcap: c, finite and > 0: a scaled score x becomes c tanh(x / c), before masking.

@@ -142,15 +142,15 @@ def test_a_kernel_that_errs_more_within_the_bound_fails_the_run_and_no_test(told
 def test_a_dtype_that_is_no_longer_supported_is_an_alarm_with_the_reason(told):
     said, code = told["narrow"]
     assert code == pytest.ExitCode.TESTS_FAILED
-    assert "ALARM coverage: dtype bf16 has vanished: none of its" in said
-    assert re.search(r"ALARM coverage: \d+ problems were not judged as then: narrow declares", said)
+    assert "ALARM coverage: dtype bf16 is no longer covered: none of its" in said
+    assert re.search(r"ALARM coverage: \d+ problems were judged in the baseline, not now: narrow declares", said)
 
 
 def test_a_part_of_the_problems_is_no_gate(told):
     said, code = told["a part"]
     assert code == pytest.ExitCode.TESTS_FAILED
     assert re.search(
-        r"ALARM coverage: \d+ problems were not judged as then: it did not run, ", said
+        r"ALARM coverage: \d+ problems were judged in the baseline, not now: it did not run, ", said
     )
 
 

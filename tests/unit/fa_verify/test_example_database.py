@@ -125,7 +125,7 @@ def test_an_outage_is_noticed_once_and_raises_nothing():
     assert list(server.fetch(b"key")) == [b"value"]
     assert server.outage == ""
     assert list(server.fetch(b"key")) == []
-    assert server.outage == "redis://host:1 went away (ConnectionError)"
+    assert server.outage == "redis://host:1 stopped answering (ConnectionError)"
     server.save(b"key", b"other")
     server.delete(b"key", b"value")
     assert list(server.fetch(b"key")) == []
@@ -136,15 +136,15 @@ def test_an_outage_is_noticed_once_and_raises_nothing():
 def test_an_outage_is_reported_in_one_line_for_all_workers():
     server = WithOutages(Gone(0), "redis://host:1")
     outages, lines = Outages(SimpleNamespace(), server), []
-    for outage in ("redis://host:1 went away (TimeoutError)", "", server.outage):
+    for outage in ("redis://host:1 stopped answering (TimeoutError)", "", server.outage):
         outages.pytest_testnodedown(SimpleNamespace(workeroutput={"outage": outage}))
     outages.pytest_testnodedown(SimpleNamespace())
     outages.pytest_sessionfinish()
     terminal = SimpleNamespace(write_line=lambda line, **markup: lines.append(line))
     outages.pytest_terminal_summary(terminal)
     assert lines == [
-        "--example-db: redis://host:1 went away (TimeoutError); from then on examples were kept "
-        "in .hypothesis alone"
+        "--example-db: redis://host:1 stopped answering (TimeoutError); later examples were kept "
+        "in .hypothesis only"
     ]
 
 
@@ -165,7 +165,7 @@ def test_a_url_that_is_none_is_refused(url, says):
 
 @pytest.mark.parametrize("profile", [None, "gate", "dev"])
 def test_a_profile_that_keeps_no_examples_is_refused(profile):
-    says = f"--example-db has no effect in the profile {profile or 'gate'}, which draws the same"
+    says = f"--example-db has no effect with the profile {profile or 'gate'}, which draws the same"
     with pytest.raises(pytest.UsageError, match=says):
         example_database(config_with("redis://localhost", profile), LOCAL)
 
@@ -266,7 +266,7 @@ def test_no_example_is_lost_when_a_server_goes_away(server, machine):
     # The folder has the example too, and a connection error does not fail the test.
     assert searched(database, "test", fails=True) == 1
     assert searched(database, "other", fails=False) >= 200
-    assert outside.outage.startswith(f"redis://127.0.0.1:{server.port}/1 went away (")
+    assert outside.outage.startswith(f"redis://127.0.0.1:{server.port}/1 stopped answering (")
     close(outside)
 
 

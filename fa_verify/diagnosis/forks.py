@@ -15,7 +15,7 @@ __all__ = ["Ended", "in_forks"]
 
 
 class Ended(NamedTuple):
-    """How one callable ended.
+    """The end of one callable.
 
     Args:
         number: Index of the callable, in the order given.

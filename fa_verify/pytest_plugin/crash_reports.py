@@ -101,7 +101,7 @@ class CrashReports:
 
 
 def _ending(node: Any) -> str:
-    """Describe how a worker's process ended, with its exit code or signal if xdist knows it."""
+    """Describe how a worker's process ended, with its exit code or signal if available."""
     process = getattr(getattr(node.gateway, "_io", None), "popen", None)
     try:
         code = None if process is None else process.wait(timeout=5)

@@ -20,8 +20,8 @@ from fa_verify.properties.inputs.tensors import make
 __all__ = ["far_offsets", "full_overwrite", "reads_in_bounds"]
 
 # The smallest offset in elements that int32 cannot hold, and the distance from a tensor's first to
-# its last element: larger, so that the offset of a tile that begins before the last row exceeds
-# int32 too.
+# its last element. The distance is larger, so that the offset of a tile that begins before the last
+# row exceeds int32 too.
 _FAR = 2**31
 _REACH = _FAR + _FAR // 8
 # Alignment of tensors and distant rows, in elements.

@@ -148,8 +148,8 @@ def repeatable(trial: Trial) -> list[Finding]:
 def hidden_positions(trial: Trial) -> list[Finding]:
     """G5: the values of a key do not affect blocks whose rows do not see it.
 
-    Of each batch entry, the valid key that is hidden from the most non-empty rows is replaced by
-    the largest finite value.
+    One key of each batch entry is replaced by the largest finite value: the valid key that is
+    hidden from the most non-empty rows.
     """
     problem = trial.problem
     if 0 in (problem.B, problem.M, problem.N):
@@ -256,7 +256,7 @@ def _agree(
         again: Result of the second run.
         guarantee: The guarantee, such as "G8 layout". Its first word is looked up in the subject's
             bitwise promises.
-        claim: What the output does wrong, such as "differs from run to run".
+        claim: Description of the fault, such as "differs from run to run".
         compared: Bool that is expanded to the blocks: where they must agree; None is everywhere.
     """
     limit = torch.zeros_like(first, dtype=torch.float64)
@@ -281,7 +281,7 @@ def _found(
     guarantee: str,
     claim: str,
 ) -> list[Finding]:
-    """Return a finding at the worst bad block, if any; ``values`` are got, want and bound."""
+    """Return a finding at the worst bad block, if any. ``values`` are ``got, want, bound``."""
     if not bad.any():
         return []
     problem, size = trial.problem, pool_size(trial.subject, trial.problem)

@@ -75,9 +75,9 @@ class _Errors:
 def is_valid(problem: Problem) -> bool:
     """Return whether the errors of a problem follow the predicted variances.
 
-    This requires a 16-bit dtype, for which the modelled roundings outweigh all others; continuous
-    values that are independent between heads; scores that are neither equal nor dominated by one
-    key; and dot products over enough columns.
+    This requires a 16-bit dtype, for which the modelled roundings outweigh all others. The values
+    must be continuous and independent between heads, and the scores neither equal nor dominated by
+    one key. The dot products must have enough columns.
     """
     low, high = _SPREADS
     return (

@@ -135,7 +135,7 @@ def agree(
         again: The outputs of the second run.
         guarantee: The guarantee, such as "G8 layout". Its first word is looked up in the subject's
             bitwise promises.
-        claim: What the output does wrong, such as "differs from run to run".
+        claim: Description of the fault, such as "differs from run to run".
         rows: Bool (B, H, M): where out, lse and dq must agree; None is everywhere.
         keys: Bool (B, 1 or Hk, N): where dk and dv must agree; None is everywhere.
         only: The outputs to compare.

@@ -21,7 +21,7 @@ _AXES = {"out": "bhmd", "lse": "bhm", "dq": "bhmd", "dk": "bhnd", "dv": "bhnd", 
 
 
 def ratios(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Return |got - want| / bound in float64; NaN gives infinity, equal infinities give 0."""
+    """Return ``|got - want| / bound`` in float64; NaN gives infinity, equal infinities give 0."""
     got = got.to(torch.float64)
     error = (got - want).abs()
     ratio = torch.where(got == want, 0.0, error / bound)
@@ -54,7 +54,7 @@ class Finding:
 
     Args:
         guarantee: The guarantee, such as "G1 accuracy".
-        claim: What the output does wrong, such as "leaves the derived bound".
+        claim: Description of the fault, such as "leaves the derived bound".
         subject: Name of the subject.
         output: Name of the output.
         where: The worst element, such as "b=0 h=1 m=33 d=5".

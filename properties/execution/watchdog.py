@@ -45,9 +45,9 @@ class Record:
         state: "running"; "hang" or "cuda error" if the process has ended itself.
         problem: The problem as JSON.
         test: The test that runs it; empty outside pytest.
-        note: What the test does with it, in a few words.
+        note: Purpose of the run, in a few words.
         started: ``time.time()`` at its start.
-        detail: What happened; empty while the problem is running.
+        detail: Description of the hang or error; empty while the problem is running.
         stack: Stack of a hanging thread, innermost frame first.
         kernel: Value of --kernel; empty for the project's own kernels.
     """
@@ -78,7 +78,7 @@ class Record:
         return cls(**fields)
 
     def describe(self, heading: str | None = None) -> str:
-        """Return the failure message: what happened or ``heading``, test, replay line and stack."""
+        """Return the failure message: ``heading`` or state and detail, test, replay line, stack."""
         kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
         lines = [
             heading or f"{self.state}: {self.detail}",
@@ -162,7 +162,7 @@ class Watchdog:
 
         Args:
             problem: The problem.
-            note: What is done with it, in a few words.
+            note: Purpose of the run, in a few words.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -1,6 +1,6 @@
 """Families of padding values: the values in padding, of all tensors or of one tensor only.
 
-The families for one tensor exist because a kernel masks the load of each tensor separately, and NaN
+The families for one tensor exist because a kernel masks the load of each tensor separately. NaN
 from one tensor can hide a missing mask of another: NaN from q covers NaN from k. Each docstring
 names the faults that the family detects.
 """

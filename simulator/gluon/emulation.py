@@ -335,8 +335,8 @@ class Emulated:
 
     Attributes:
         work: Counts over all launches: "programs"; "products" and those that are "synchronous";
-            elements "stored" in shared memory and "added" to global memory by atomics; bytes of
-            shared memory ("shared"); and TMA copies by the name of the kernel's parameter.
+            elements "stored" in shared memory and "added" to global memory by atomics. Also the
+            bytes of shared memory ("shared") and TMA copies by the name of the kernel's parameter.
         waits: Number of waits for each initialised barrier, by the barrier's name.
     """
 

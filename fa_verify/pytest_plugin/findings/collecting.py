@@ -38,8 +38,8 @@ def collected(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         * ``tests``: number of tests that ended.
         * ``judged``, ``out_of_range``, ``refusals`` and ``worst``: of the tally, if the run ended.
         * ``guarantees``: for each guarantee the numbers of tests that ``passed``, ``failed`` or
-          were ``undecided`` because another guarantee failed first; the reasons for which tests
-          were ``skipped``; and the ``findings``, smallest problem first.
+          were ``undecided`` because another guarantee failed first. Also the reasons for which
+          tests were ``skipped``, and the ``findings``, smallest problem first.
     """
     found: dict[str, Any] = {
         "tests": 0, "judged": 0, "worst": {}, "declares": {}, "declared": "nothing",

@@ -55,8 +55,8 @@ def arithmetic_of(subject: Subject, problem: Problem) -> str:
 def chosen(subject: Subject, device: str) -> tuple[Entry, ...]:
     """Choose the problems of a baseline, deterministically.
 
-    For each shard (dtype, configuration, head dims) and kind of mask that the subject supports,
-    one or more problems with N(0, 1) inputs that span several ragged tiles, so that their
+    There are one or more problems for each shard (dtype, configuration, head dims) and kind of mask
+    that the subject supports. Their inputs are N(0, 1) and span several ragged tiles, so that their
     root-mean-square error is meaningful. Each problem is assigned the applicable check with the
     fewest problems so far.
 

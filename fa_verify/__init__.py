@@ -1,9 +1,10 @@
 """Differential testing and numerics verification for FlashAttention-style kernels.
 
-``verify`` judges a kernel inside another test suite, ``attention_kernel`` declares what the kernel
-supports and how it rounds; ``pytest_plugin`` is the command line.
-``oracles``, ``properties`` and ``simulator`` are subpackages. In a checkout they are links to the
-folders beside this one, in a wheel they are folders.
+``verify`` checks a kernel from within another test suite. ``attention_kernel`` declares which
+inputs a kernel supports and how it rounds. ``pytest_plugin`` provides the command line.
+
+``oracles``, ``properties`` and ``simulator`` are subpackages: links to the neighbouring folders in
+a checkout, ordinary folders in a wheel.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.metadata.version("fa-verify")
-    # Lazy: the environment has to be set before torch is imported.
+    # Imported lazily: the plugin sets environment variables before torch is imported.
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

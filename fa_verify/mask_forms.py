@@ -1,4 +1,4 @@
-"""The forms of a mask, each compared with the next: definition, dense, in a kernel, block maps."""
+"""Compare the forms of a mask: definition, dense tensor, jit predicate and block maps."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _CONFIGS = (
 
 
 def _dense(problem: Problem) -> torch.Tensor:
-    """(B, H, M, N) on the problem's device."""
+    """Return the dense mask, bool of shape (B, H, M, N), on the problem's device."""
     sizes = problem.B, problem.H, problem.M, problem.N
     return problem.mask.dense(*sizes, device=problem.device).expand(sizes)
 
 
 def _differing(what: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
-    """A line on the first place where two bool tensors (B, H, M, N) differ."""
+    """Describe the first difference of two bool tensors (B, H, M, N); empty if they are equal."""
     places = (got != want).nonzero().tolist()
     if not places:
         return []
@@ -47,7 +47,10 @@ def _differing(what: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
 
 
 def definition_faults(problem: Problem) -> list[str]:
-    """Where the dense form, or its rows as the oracle reads them, is not what ``visible`` says."""
+    """Compare the dense form, and the rows that the oracle reads, with ``Mask.is_visible``.
+
+    Checks a sample of 400 elements of the dense form.
+    """
     B, H, M, N = sizes = problem.B, problem.H, problem.M, problem.N
     dense = _dense(problem)
     if not dense.numel():
@@ -86,7 +89,7 @@ def _seen_kernel(
 
 
 def kernel_faults(problem: Problem) -> list[str]:
-    """Where the jit predicate, evaluated inside a kernel, is not what the dense form says.
+    """Compare the jit predicate, evaluated inside a kernel, with the dense form.
 
     Raises:
         NotImplementedError: The mask has no jit predicate.
@@ -125,7 +128,7 @@ def _window(problem: Problem) -> tuple[int, int]:
 
 
 def block_map_faults(problem: Problem) -> list[str]:
-    """Where the tiles that a kernel would visit are not those that the dense form asks for."""
+    """Compare the tiles that a kernel would visit with the tiles derived from the dense form."""
     B, H, M, N = problem.B, problem.H, problem.M, problem.N
     dense = _dense(problem)
     if not dense.numel() or problem.mask.is_plain:
@@ -145,17 +148,17 @@ def block_map_faults(problem: Problem) -> list[str]:
             for b, h in itertools.product(range(B), range(H)):
                 want = _lists(seen[b, h], valid[b], side)
                 got = [_read(row) for row in getattr(maps, name).lists[b, h].tolist()]
-                # Rows of tiles past the end have none, in any number.
+                # Entries for tiles past the end must be empty; their number does not matter.
                 if got[: len(want)] != want or any(x != ([], []) for x in got[len(want) :]):
                     faults.append(
                         f"the block map of {name}, tiles {tile.block_m}x{tile.block_n}, b={b} "
-                        f"h={h}: (divided, whole) are {got}, needs {want}"
+                        f"h={h}: (partial tiles, full tiles) are {got}, need to be {want}"
                     )
     return faults
 
 
 def _read(row: list[int]) -> tuple[list[int], list[int]]:
-    """(divided tiles, whole tiles) of a row of a block map."""
+    """Return (partial tiles, full tiles) of one row of a block map."""
     mixed, full = row[:2]
     return row[2 : 2 + mixed], row[2 + mixed : 2 + mixed + full]
 
@@ -163,7 +166,15 @@ def _read(row: list[int]) -> tuple[list[int], list[int]]:
 def _lists(
     seen: torch.Tensor, valid: torch.Tensor, side: tuple[int, int]
 ) -> list[tuple[list[int], list[int]]]:
-    """The same by definition: whole where every valid element sees all of a tile that exists."""
+    """Derive (partial tiles, full tiles) per row of tiles from a dense mask of shape (M, N).
+
+    A tile is full if it lies inside the tensor and every valid row sees all of its elements.
+
+    Args:
+        seen: Whether a row sees a column, bool of shape (rows, columns).
+        valid: Whether a row is valid, bool of shape (rows,).
+        side: Rows and columns of a tile.
+    """
     lists = []
     for start in range(0, seen.shape[0], side[0]):
         here = seen[start : start + side[0]]
@@ -182,11 +193,11 @@ def _lists(
 
 
 def relation_faults(problem: Problem) -> list[str]:
-    """Where a mask is not what its JSON, its combinations or its parts of a batch say."""
+    """Check a mask's JSON round trip, its combinations with a window, and slices of its batch."""
     mask, dense = problem.mask, _dense(problem)
     faults = []
     if Problem.from_json(problem.to_json()) != problem:
-        faults.append(f"JSON gives another problem back: {problem.to_json()}")
+        faults.append(f"from_json(to_json()) returns a different problem: {problem.to_json()}")
     window = Mask(window_left=5, window_right=2)
     lengths = {"seqlens_q": mask.seqlens_q, "seqlens_k": mask.seqlens_k}
     other = _dense(dataclasses.replace(problem, mask=dataclasses.replace(window, **lengths)))
@@ -203,6 +214,6 @@ def relation_faults(problem: Problem) -> list[str]:
     if mask.uniform:
         want = dense.flip(0)
         if bool((dense != dense[:, :1]).any()):
-            faults.append("it is uniform, and depends on the head")
+            faults.append("the mask declares uniform=True, and its dense form depends on the head")
     faults += _differing("entries and heads in reverse order", _dense(turned), want)
     return faults + [f"reversed: {fault}" for fault in kernel_faults(turned)]

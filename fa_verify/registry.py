@@ -1,4 +1,4 @@
-"""The kernels that ``--kernel=NAME`` knows, and which of them can run here."""
+"""The kernels that ``--kernel=NAME`` accepts, and whether each can run on this machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ __all__ = ["NAMED", "Named", "kernel_table", "named", "spec_of"]
 
 @dataclass(frozen=True)
 class Named:
-    """A kernel with a name of its own.
+    """A registered kernel.
 
     Args:
         spec: ``package.module:name``, as ``fa_verify.properties.subjects.loading.load`` takes it.
-        about: What it is, in a few words.
-        packages: What has to be installed beside torch, by the names that are imported.
-        capability: The least compute capability of a GPU that it runs on; None runs on a CPU too.
-        distributions: Whose versions matter beside those of torch and Triton, as pip names them.
-        never_promised: Guarantees of this project that its authors do not give, and in words why:
-            where they fail, the kernel breaks nothing that it promised.
+        about: A short description.
+        packages: Import names of the packages that the kernel needs in addition to torch.
+        capability: Lowest compute capability that the kernel supports; None if it also runs on a
+            CPU.
+        distributions: Distribution names (as for pip) of the packages whose versions are recorded
+            in addition to torch and Triton.
+        never_promised: Guarantees of this project that the kernel's authors do not give, each with
+            the reason. A failure of one of them breaks no promise of the kernel.
     """
 
     spec: str
@@ -34,7 +36,7 @@ class Named:
     never_promised: Mapping[str, str] = field(default_factory=dict)
 
     def missing(self) -> str | None:
-        """What it lacks here, None where it can run; imports nothing of it."""
+        """Return why the kernel cannot run here, or None. Does not import the kernel."""
         for package in self.packages:
             if not _installed(package):
                 return f"{package} is not installed"
@@ -55,8 +57,8 @@ class Named:
 _SDPA = "fa_verify.subjects.sdpa"
 _AMPERE, _ANY_GPU = (8, 0), (7, 0)
 _UNDOCUMENTED = {
-    "G3": "PyTorch's documentation says nothing of rows that see no key",
-    "G5": "PyTorch's documentation says nothing of what hidden keys and rows may hold",
+    "G3": "PyTorch's documentation does not mention rows that see no key",
+    "G5": "PyTorch's documentation does not say which values hidden keys and rows may hold",
 }
 NAMED = {
     "ours": Named(
@@ -99,9 +101,9 @@ NAMED = {
         (9, 0),
         ("flash-attn-4", "nvidia-cutlass-dsl"),
         {
-            "G3": "its documentation gives rows that see no key an output of 0, and says nothing "
-            "of what their dout may hold",
-            "G5": "its documentation says nothing of what hidden keys and rows may hold",
+            "G3": "its documentation gives rows that see no key an output of 0, and does not say "
+            "which values their dout may hold",
+            "G5": "its documentation does not say which values hidden keys and rows may hold",
         },
     ),
     "xformers": Named(
@@ -110,24 +112,25 @@ NAMED = {
         ("xformers",),
         _AMPERE,
         ("xformers",),
-        {"G5": "its documentation says nothing of what hidden keys and rows may hold"},
+        {"G5": "its documentation does not say which values hidden keys and rows may hold"},
     ),
 }
 
 
 def _installed(package: str) -> bool:
-    """Whether a package could be imported; only parents of a dotted one are."""
+    """Return whether a package can be found. Imports the parents of a dotted name only."""
     try:
         return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # its parent is missing or broken, or it is None on purpose
+    # The parent is missing or broken, or sys.modules holds None for the package.
+    except (ImportError, ValueError):
         return False
 
 
 def named(name: str) -> Named:
-    """The kernel of a name.
+    """Return the registered kernel with a name.
 
     Raises:
-        ValueError: There is none; the message lists the names, a similar one first.
+        ValueError: The name is unknown. The message lists all names and suggests a similar one.
     """
     if name in NAMED:
         return NAMED[name]
@@ -140,10 +143,10 @@ def named(name: str) -> Named:
 
 
 def spec_of(given: str) -> str:
-    """What --kernel stands for: a name is looked up, ``path:name`` stays as it is.
+    """Resolve the value of --kernel to ``module:name`` or ``path:name``.
 
     Raises:
-        ValueError: It is a name that is not known, or whose kernel cannot run here.
+        ValueError: The name is unknown, or its kernel cannot run here.
     """
     if ":" in given:
         return given
@@ -155,10 +158,10 @@ def spec_of(given: str) -> str:
 
 
 def kernel_table() -> Iterator[str]:
-    """A line for each name: what it is, and whether it can run here or why not."""
+    """Yield a line per kernel: name, description, and whether it is available here."""
     name_width = max(map(len, NAMED))
     about_width = max(len(kernel.about) for kernel in NAMED.values())
     for name, kernel in NAMED.items():
         missing = kernel.missing()
-        state = "available" if missing is None else f"not here: {missing}"
+        state = "available" if missing is None else f"unavailable: {missing}"
         yield f"{name:{name_width}}  {kernel.about:{about_width}}  {state}"

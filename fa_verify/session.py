@@ -1,4 +1,4 @@
-"""What a whole run is about: the subject under test and the device it runs on."""
+"""The subject, mask and device under test in a pytest session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fa_verify.registry import NAMED, spec_of
 
 __all__ = ["CONFORMANCE", "OURS", "device_of", "is_ours", "mask_of", "subject_of"]
 
-# Behind a link in a checkout, whose tests stand in tests/conformance.
+# In a checkout this is a link to tests/conformance.
 CONFORMANCE = (Path(__file__).parent / "conformance").resolve()
 OURS = NAMED["ours"].spec
 _SUBJECT = pytest.StashKey[Subject]()
@@ -24,21 +24,21 @@ _MASK = pytest.StashKey[type[Mask] | None]()
 
 
 def is_ours(config: pytest.Config) -> bool:
-    """Whether the project's own kernels are under test."""
+    """Return whether the project's own kernels are under test."""
     return config.getoption("--kernel", None) in (None, "ours", OURS)
 
 
 def subject_of(config: pytest.Config) -> Subject:
-    """The subject of --kernel, or the project's own kernels.
+    """Return the subject of --kernel, or the project's own kernels without the option.
 
     Raises:
-        pytest.UsageError: It cannot be loaded, or declares what does not exist.
+        pytest.UsageError: The subject cannot be loaded, or its declarations are invalid.
     """
     if _SUBJECT not in config.stash:
         if is_ours(config) and importlib.util.find_spec("triton") is None:
             raise pytest.UsageError(
                 "the project's own kernels need Triton, which is not installed; "
-                "--kernel=path/to/file.py:name verifies kernels that do without"
+                "--kernel=path/to/file.py:name verifies a kernel that does not need Triton"
             )
         given = config.getoption("--kernel", None)
         try:
@@ -54,10 +54,10 @@ def subject_of(config: pytest.Config) -> Subject:
 
 
 def mask_of(config: pytest.Config) -> type[Mask] | None:
-    """The class of masks of --mask, if there is one.
+    """Return the mask class of --mask, or None without the option.
 
     Raises:
-        pytest.UsageError: It cannot be loaded or drawn.
+        pytest.UsageError: The class cannot be loaded, or no mask can be drawn from it.
     """
     if _MASK not in config.stash:
         given = config.getoption("--mask", None)
@@ -69,10 +69,10 @@ def mask_of(config: pytest.Config) -> type[Mask] | None:
 
 
 def device_of(config: pytest.Config) -> str:
-    """Where the subject runs: "cuda" where there is a GPU and it can use one, else "cpu".
+    """Return "cuda" if a GPU is visible and the subject declares "cuda", else "cpu".
 
     Raises:
-        pytest.UsageError: It runs on GPUs alone, and there is none.
+        pytest.UsageError: The subject declares GPUs only, and none is visible.
     """
     declared = config.stash[_SUBJECT].devices if _SUBJECT in config.stash else ("cpu", "cuda")
     if torch.cuda.is_available() and "cuda" in declared:
@@ -80,6 +80,6 @@ def device_of(config: pytest.Config) -> str:
     if "cpu" not in declared:
         raise pytest.UsageError(
             f"--kernel: {config.stash[_SUBJECT].name} declares devices {declared}; "
-            "no GPU is visible here"
+            "needs a GPU, and none is visible"
         )
     return "cpu"

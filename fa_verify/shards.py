@@ -1,7 +1,7 @@
-"""How the conformance tests are cut into pieces that xdist spreads.
+"""Shards: the pieces of a conformance test that pytest-xdist distributes over workers.
 
-A shard fixes dtype, tile configuration and the padded head dims, so that a run on a GPU compiles
-few kernels, and leaves everything else to be drawn.
+A shard fixes the dtype, the tile configuration and the padded head dims, so that a run on a GPU
+compiles few kernels. All other parameters of a problem are drawn.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["Shard", "shards_of"]
 
 @dataclass(frozen=True)
 class Shard:
-    """One piece.
+    """One shard.
 
     Args:
-        dtype: Of the inputs.
+        dtype: Dtype of the inputs.
         config: Name of the tile configuration.
-        head_dims: What D and Dv are drawn from.
-        tile: What sequence lengths gather around: the larger side of the forward's tile.
+        head_dims: Values that D and Dv are drawn from.
+        tile: Larger side of the forward's tile. Drawn sequence lengths cluster around it.
     """
 
     dtype: str
@@ -54,9 +54,9 @@ _OF_CONFIGS = (
     Shard("fp32", "default", (64, 33), 64),
     Shard("fp32", "16x16-tf32", (16, 5, 32, 21), 16),
     Shard("fp32", "tf32", (64, 40), 64),
-    # Tests take every nth: here each kind of test comes by at least one of these.
+    # Tests take every nth shard; this order gives each kind of test at least one of these.
     Shard("fp32", "16x32-one_pass", (32, 17), 32),
-    # On Hopper one tile is as wide as the wider head_dim.
+    # The Hopper kernel's backward uses one tile as wide as the wider of D and Dv.
     Shard("fp16", "default-one_pass", (128, 80, 65, 64, 40), 128),
     Shard("bf16", "32x16-one_pass", (32, 24, 17), 32),
     Shard("fp16", "16x16-one_pass", (16, 2, 13), 16),
@@ -66,7 +66,7 @@ _OF_CONFIGS = (
     Shard("fp16", "default-packed", _LARGE, 128),
     Shard("bf16", "32x16-one_pass-packed", _SMALL, 32),
     Shard("fp32", "16x16-split3-packed", (16, 5, 32, 21), 16),
-    # What a GPU with a kernel of its own for the default runs elsewhere.
+    # The portable kernels, on GPUs whose default configuration selects specialised kernels.
     Shard("bf16", "portable", _LARGE, 128),
     Shard("bf16", "default-one_pass", (64, 128, 72), 128),
     Shard("bf16", "default-one_pass-packed", (128, 72, 64, 40), 128),
@@ -80,15 +80,19 @@ _FLOAT64_OF_CONFIGS = (
     Shard("fp64", "16x16-split3", (16, 3, 8, 13), 16),
     Shard("fp64", "16x16-packed", (16, 3, 8, 13), 16),
 )
-# Of a subject that has one configuration, whose tiles are not known.
+# Stands for the tile size of a subject that does not declare its tiles.
 _TILE = 64
 
 
 def shards_of(subject: Subject, *, float64: bool = False) -> tuple[Shard, ...]:
-    """The pieces of the tests of a subject, those of float64 or all others.
+    """Return the shards for a subject.
 
-    Of the project's own configurations those that compile few kernels; else head dims up to 128,
-    and larger ones where they are declared, in each configuration and dtype.
+    For the project's own kernels, a fixed table that compiles few kernels. For other subjects, a
+    shard per configuration, dtype and group of head dims: up to 128, and larger ones if declared.
+
+    Args:
+        subject: The subject under test.
+        float64: Return the shards with dtype "fp64" if True, all others if False.
     """
     if len(subject.configs) > 1:
         table = _FLOAT64_OF_CONFIGS if float64 else _OF_CONFIGS

@@ -1,4 +1,4 @@
-"""The verdict of the conformance tests as a value, for people who want it in their own tests."""
+"""``verify``: run the conformance checks on a kernel and return the result as a value."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ from fa_verify.properties.subjects.supported import ExcludedError, problems_of
 
 __all__ = ["Report", "verify"]
 
-# What a guarantee has to have in its problems, beside what chance brings.
+# Features that every problem drawn for a guarantee must have: arguments of ``problems_of``.
 _FORCED: dict[str, dict[str, Any]] = {
     "G3": {"empty_rows": True},
     "G4": {"padding": True},
     "G5": {"hidden": True},
-    # Few elements, so that they fit between others that lie 2**31 apart.
+    # G12 places elements 2**31 apart: short sequences keep the buffers small.
     "G12": {"max_seqlen": 32},
 }
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, and on how much.
+    """The result of ``verify``.
 
-    ``bool(report)`` is the verdict; ``str(report)`` is the findings and the summary of a run.
+    ``bool(report)`` is True if at least one problem was judged and there are no findings.
+    ``str(report)`` lists the findings, followed by the summary of the run.
 
     Args:
         subject: Name of the subject.
-        declared: Its declarations, in a line.
-        findings: Of the simplest problem found for each guarantee that is violated.
-        judged: Distinct problems judged on all outputs.
-        out_of_range: Problems drawn that no correct kernel need survive.
-        unsupported: Reason to number of problems refused for it.
-        worst: "output dtype" to the largest error/bound.
-        unchecked: Guarantee to the reason why it was not checked.
-        summary: The table of a run.
+        declared: The subject's declarations, on one line.
+        findings: The findings on the simplest failing problem of each violated guarantee.
+        judged: Number of distinct problems on which all outputs were judged.
+        out_of_range: Number of drawn problems whose results exceed the range of the dtype, so that
+            a correct kernel may fail on them.
+        unsupported: Number of problems that the subject refused, by reason.
+        worst: Largest error divided by its bound, by "output dtype".
+        unchecked: Why a guarantee was not checked, by guarantee.
+        summary: The summary table, one line per output and dtype.
     """
 
     subject: str
@@ -65,7 +67,7 @@ class Report:
         lines += [f"{self.subject} declares {self.declared}", self.summary]
         lines += [f"{name} was not checked: {why}" for name, why in self.unchecked.items()]
         if not self.judged:
-            lines.append("nothing was judged, so nothing is verified")
+            lines.append("no problem was judged, so nothing is verified")
         return "\n".join(lines)
 
 
@@ -78,31 +80,32 @@ def verify(
     max_seqlen: int = 64,
     seed: int = 0,
 ) -> Report:
-    """Checks what a correct kernel guarantees on problems given or drawn.
+    """Check the guarantees of a correct attention kernel on given or drawn problems.
 
     Example::
 
         report = verify(my_attention, device="cuda", problems=50)
         assert report, str(report)
 
-    A Triton kernel on a CPU needs ``TRITON_INTERPRET=1`` before Triton is imported, and
-    ``fa_verify.simulator.interpreter.repair.repair()`` before the kernel is.
+    To run a Triton kernel on a CPU, set ``TRITON_INTERPRET=1`` before Triton is imported and call
+    ``fa_verify.simulator.interpreter.repair.repair()`` before the kernel is imported.
 
     Args:
-        subject: A callable ``f(q, k, v, *, mask, sm_scale)`` whose attributes declare what it can
-            and how it rounds, or a ``Subject``.
-        problems: These, each with every guarantee, or how many to draw for each guarantee, dtype
-            and configuration inside what the subject declares.
-        guarantees: Which to check, names in ``GUARANTEES``.
-        device: Where drawn problems run, "cpu" or "cuda".
-        max_seqlen: Largest drawn length.
-        seed: Of the draw; the same seed draws the same problems.
+        subject: A callable ``f(q, k, v, *, mask, sm_scale)`` whose attributes declare what it
+            supports and how it rounds, or a ``Subject``. Tensors are (B, H, S, D).
+        problems: The problems to check, each with every guarantee; or the number of problems to
+            draw for each guarantee, dtype and configuration that the subject declares.
+        guarantees: Names of the guarantees to check, keys of ``GUARANTEES``.
+        device: Device of drawn problems, "cpu" or "cuda".
+        max_seqlen: Largest sequence length to draw.
+        seed: Seed of the draw. The same seed draws the same problems.
 
     Returns:
-        The report: true if problems were judged and none of the guarantees was violated.
+        A report that is true if at least one problem was judged and no guarantee was violated.
 
     Raises:
-        ValueError: A guarantee, device or declaration is unknown, or problems is less than 1.
+        ValueError: ``guarantees`` is empty or has an unknown name, ``device`` is unknown,
+            ``problems`` is less than 1, or the subject's declarations are invalid.
     """
     if not isinstance(subject, Subject):
         subject = Subject.of(subject, getattr(subject, "__name__", type(subject).__name__))
@@ -115,7 +118,9 @@ def verify(
     unchecked: dict[str, str] = {}
     if isinstance(problems, int):
         if problems < 1:
-            raise ValueError(f"problems is {problems}; needs at least 1, or the problems")
+            raise ValueError(
+                f"problems is {problems}; needs at least 1, or an iterable of problems"
+            )
         found = _drawn(runner, guarantees, problems, device, max_seqlen, seed, unchecked)
     else:
         found = _given(runner, guarantees, problems, unchecked)
@@ -140,7 +145,7 @@ def _given(
     problems: Iterable[Problem],
     unchecked: dict[str, str],
 ) -> Iterator[Finding]:
-    """The findings of every guarantee, and of what every problem is held to, on every problem."""
+    """Yield the findings of the guarantees and of the standing checks on every given problem."""
     checks = {**{name: GUARANTEES[name] for name in guarantees}, **STANDING}
 
     def every(trial: Trial) -> list[Finding]:
@@ -165,7 +170,7 @@ def _drawn(
     seed: int,
     unchecked: dict[str, str],
 ) -> Iterator[Finding]:
-    """The findings of the simplest problem for each guarantee, dtype and configuration."""
+    """Draw problems for each guarantee and yield the findings on the simplest failing one."""
     settings = draws(count)
     for name in guarantees:
         for dtype, config in _variants(runner.subject, name):
@@ -185,13 +190,13 @@ def _drawn(
                 unchecked[name] = str(reason)
             except Violation as violation:
                 yield from violation.findings
-                # Known by now: the others are to show what else there is.
+                # This check has failed and is reported; drop it so that others can show.
                 runner.standing.pop(violation.findings[0].guarantee.split()[0], None)
                 break
 
 
 def _variants(subject: Subject, guarantee: str) -> list[tuple[str, str]]:
-    """The (dtype, configuration) pairs of a subject that a guarantee speaks of."""
+    """Return the (dtype, configuration) pairs of the subject to which a guarantee applies."""
     return [
         (dtype, config)
         for config, replaced in subject.configs.items()

@@ -1,5 +1,5 @@
-"""What must hold of a correct kernel: problems to draw, checks, the search for failures.
+"""The properties of a correct kernel: strategies for problems, checks, and the search for failures.
 
-A kernel is passed in as a ``Subject``; nothing here imports one. ``oracles`` says what is true, and
-``fa_verify.verify`` runs everything and returns a verdict.
+The kernel under test is passed in as a ``Subject``; this package imports none. ``oracles`` computes
+the reference results and bounds. ``fa_verify.verify`` runs all checks.
 """

@@ -1,4 +1,4 @@
-"""Hardware that is not there: Triton's interpreter repaired, and Gluon's Hopper subset on a CPU.
+"""Simulate GPU kernels on a CPU: a repaired Triton interpreter, and Gluon's subset for Hopper.
 
-Nothing here knows about attention. Each repair names the symptom that it removes.
+This package does not depend on attention. Each repair names the symptom that it removes.
 """

@@ -1,5 +1,5 @@
-"""The catalogue of faults, and what applies them to copies of the kernels.
+"""The catalogue of faults, and the tools that apply them to copies of the kernels.
 
-Mutants are values; ``copies`` imports an edited copy of the package. Judges of mutants are in
-``tests/mutation``.
+Mutants are values; ``copies`` imports an edited copy of ``fa_kernels``. The code that runs the
+checks on mutants is in ``tests/mutation``.
 """

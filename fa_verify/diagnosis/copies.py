@@ -1,4 +1,4 @@
-"""Copies of the package ``fa_kernels``, each imported under a name of its own."""
+"""Import edited copies of the package ``fa_kernels`` under new names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def sources_of(*folders: str) -> dict[str, str]:
-    """Every Python file below folders of the repository: path from its root to text."""
+    """Return the text of every Python file below folders, by path from the repository's root."""
     return {
         path.relative_to(_ROOT).as_posix(): path.read_text(encoding="utf-8")
         for folder in folders
@@ -25,22 +25,23 @@ def sources_of(*folders: str) -> dict[str, str]:
 
 
 def load(sources: Mapping[str, str], folder: Path) -> ModuleType:
-    """Imports a copy of ``fa_kernels`` from other sources, as a package of the folder's name.
+    """Import a copy of ``fa_kernels`` from other sources, as a package with the folder's name.
 
-    Every module and file of the copy has its own name, so that Triton compiles its kernels as
-    kernels of their own, and nothing of the original takes part: lines stay where they were.
+    Every module and file of the copy has a new name, so that Triton compiles its kernels
+    separately and the copy imports nothing from the original. Line numbers do not change.
 
     Args:
-        sources: Path from the root of the repository to text, as of ``sources_of(PACKAGE)``.
-        folder: Is made, and holds the files afterwards; its name is the copy's: an identifier that
-            no module has.
+        sources: Path from the root of the repository to text, as ``sources_of(PACKAGE)`` returns
+            it.
+        folder: Folder to create and write the files to. Its name is the name of the package: an
+            identifier that no imported module has.
 
     Raises:
-        ValueError: The name is none, or is taken.
+        ValueError: The folder's name is not an identifier, or a module with the name exists.
     """
     name = folder.name
     if not name.isidentifier() or name in sys.modules:
-        raise ValueError(f"folder is {folder}; needs the name of a module that there is not yet")
+        raise ValueError(f"folder is {folder}; needs a name that is an identifier and no module's")
     for path, text in sources.items():
         file = folder / Path(path).relative_to(PACKAGE)
         file.parent.mkdir(parents=True, exist_ok=True)

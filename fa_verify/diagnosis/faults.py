@@ -1,6 +1,6 @@
-"""Faults on record: each row is an edit of a FlashAttention kernel that somebody once shipped.
+"""Faults that attention kernels have shipped with, as mutants of the project's kernels.
 
-Where they were seen stands in ``origin``: project, and issue, pull request or commit.
+``origin`` names the project and the issue, pull request or commit, or says "independent".
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def _fault(
     hidden: str = "",
     equivalent: str = "",
 ) -> Mutant:
-    """A fault of edits (file, old, new)."""
+    """Return a mutant with edits (file, old, new)."""
     made = tuple(Edit(*edit) for edit in edits)
     return Mutant(name, made, origin, tuple(caught_by.split()), hidden, equivalent)
 
 
 def _top_left(rows: str, keys: str) -> str:
-    """The element mask without the offset between the sequences' ends."""
+    """Return the element mask without the offset between the ends of queries and keys."""
     return (
         f"seen = (({keys} - {rows} >= -mask.window_left) & ({keys} - {rows} <= mask.window_right)"
         f" & ({rows} < mask.seqlen_q) & ({keys} < mask.seqlen_k))"
@@ -377,7 +377,7 @@ _ONE_PASS = (
     ),
     _fault(
         "dq_of_sums: dq is not scaled",
-        "independent: as of what is summed in registers and scaled there",
+        "independent: assumes the sums are scaled in registers, as without atomics",
         "T3 G1",
         (_DQ_POSTPROCESS, "dq = sums * scale_from_bits(sm_scale_bits).to(ACC)", "dq = sums"),
         hidden="where sm_scale is 1",
@@ -474,7 +474,7 @@ _MEMORY = (
             "query_block(program, grid,",
             "query_block(program + tl.program_id(1) * tiles_of_head, grid,",
         ),
-        hidden="up to 65,535 of them, and in the interpreter, whose grids have no end",
+        hidden="up to 65,535 of them, and in the interpreter, which does not limit grids",
     ),
     _fault(
         "tiles: rows past the end are stored",
@@ -618,7 +618,7 @@ _PACKED = (
     ),
     _fault(
         "sizes: tiles in a row are counted as of one sequence",
-        "independent: rows over the block, rounded up, are enough of one sequence",
+        "independent: the rows divided by the block size, rounded up, suffice for one sequence",
         "T3 G1",
         (_SIZES, "self.ends[side] // block + self.B", "cdiv(self.ends[side], block)"),
         hidden="where all sequences have as many tiles",
@@ -632,14 +632,14 @@ _PACKED = (
     ),
     _fault(
         "dq_of_sums: the last tile reaches the next sequence",
-        "independent: whole tiles need no mask, which is true of padded sequences",
+        "independent: assumes that whole tiles need no mask, as for padded sequences",
         "T3 G1",
         (_DQ_POSTPROCESS, "(dq_ptr, first, end,", "(dq_ptr, first, end + BLOCK_M,"),
         hidden="where the last offset is the number of rows, or rows are whole tiles",
     ),
     _fault(
         "dkdv: sums of dq lie where the rows of q do",
-        "independent: as padded sequences have them",
+        "independent: the place of the sums for padded sequences",
         "T3 G1",
         (
             _DKDV,

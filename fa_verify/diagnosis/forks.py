@@ -1,4 +1,4 @@
-"""Work in forks of this process, some at a time, each with a time limit and free to crash."""
+"""Run callables in forks of this process, several at a time, each with a time limit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Ended", "in_forks"]
 
 
 class Ended(NamedTuple):
-    """How one piece of work ended.
+    """The end of one callable.
 
     Args:
-        number: Which one, in the order given.
-        value: What it returned; None where it did not come to that.
+        number: Index of the callable, in the order given.
+        value: Its return value; None if it did not return.
         how: "returned", "crashed" or "timed out".
-        seconds: From the fork to the end.
+        seconds: Seconds from the fork to the end.
     """
 
     number: int
@@ -40,16 +40,16 @@ class _Fork(NamedTuple):
 def in_forks(
     works: Iterable[Callable[[], object]], *, jobs: int, seconds: float
 ) -> Iterator[Ended]:
-    """Runs each callable in a fork of its own and yields how it ended, in the order of the ends.
+    """Run each callable in a fork and yield how it ended, in the order in which they end.
 
-    A fork starts with everything this process has in memory, so it starts at once; what it changes
-    and how it dies is its own affair. Call it where one thread runs: locks that another holds
-    during a fork stay held.
+    A fork inherits the memory of this process, so it starts at once. Its changes and its death do
+    not affect this process. Call this with a single thread running: a lock that another thread
+    holds during a fork stays locked in the child.
 
     Args:
         works: Callables whose results can be pickled.
-        jobs: How many run at a time.
-        seconds: After which one is killed.
+        jobs: Number of forks that run at a time.
+        seconds: Time limit of a callable, after which its fork is killed.
     """
     waiting = enumerate(works)
     running: dict[int, _Fork] = {}
@@ -82,14 +82,14 @@ def _start(number: int, work: Callable[[], object]) -> _Fork:
 
 
 def _run(work: Callable[[], object], here: Connection, there: Connection) -> None:
-    """In the fork: a process group of its own, so that what it starts ends with it."""
+    """Run in the fork, in a new process group, so that its children are killed with it."""
     os.setpgid(0, 0)
     here.close()
     there.send(work())
 
 
 def _poll(running: dict[int, _Fork], seconds: float) -> list[Ended]:
-    """Waits until something can have ended."""
+    """Wait until a fork may have ended, and return those that have."""
     now = time.monotonic()
     first = min(fork.started + seconds for fork in running.values())
     wait([fork.pipe for fork in running.values()], timeout=max(0.0, first - now))
@@ -97,7 +97,7 @@ def _poll(running: dict[int, _Fork], seconds: float) -> list[Ended]:
 
 
 def _end_of(fork: _Fork, seconds: float) -> Ended | None:
-    """How a fork ended; None while it runs."""
+    """Return how a fork ended; None while it runs."""
     value, how = None, "timed out"
     if fork.pipe.poll():
         try:
@@ -112,7 +112,7 @@ def _end_of(fork: _Fork, seconds: float) -> Ended | None:
 
 
 def _kill(process: BaseProcess) -> None:
-    """Ends a fork and what it started."""
+    """Kill a fork and its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""A mutant and its verdict as values; its edits of source text have to match exactly once each."""
+"""Mutants as values: edits of source text, each of which must match exactly once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["Edit", "Kill", "Mutant", "StaleError", "Verdict", "faults_of", "muta
 
 
 class StaleError(ValueError):
-    """The source has changed under a mutant, so that it would test nothing."""
+    """The source has changed, so that a mutant's edits do not apply."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Replaces a piece of a file.
+    """A replacement of text in a file.
 
     Args:
         file: Path from the root of the repository, "fa_kernels/kernels/portable/dq.py".
-        old: Text that occurs in it exactly once; may span lines.
-        new: Text that takes its place.
+        old: Text that occurs in the file exactly once. It may span lines.
+        new: Replacement.
     """
 
     file: str
@@ -30,17 +30,17 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault, written down.
+    """A fault as edits of source text.
 
     Args:
-        name: Says what is wrong, in few words: "dq: no mask on the ragged tail of keys".
-        edits: What makes it.
-        origin: Where somebody shipped it, or which operator made it.
-        caught_by: The guarantees and checks that should catch it ("G1", "G4", "T3", "ranges").
-        hidden: Where no input shows it, a clause: "while a row spans one tile".
-        equivalent: Why no input of the contract shows it at all; empty where one does.
-        missed: Why the suite does not find it although there is something to find.
-        key: Of one that an operator made: file, function, operator and the number of the proposal.
+        name: A short description of the fault: "dq: no mask on the ragged tail of keys".
+        edits: The edits that introduce it.
+        origin: Where the fault was shipped, or the operator that generated the mutant.
+        caught_by: The guarantees and checks that should detect it ("G1", "G4", "T3", "ranges").
+        hidden: The inputs on which the fault has no effect: "while a row spans one tile".
+        equivalent: Why the fault has no effect on any valid input; empty if it has.
+        missed: Why the suite does not detect the fault although it has an effect.
+        key: For a generated mutant, its file, function, operator and the number of the proposal.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Mutant:
 
 
 def faults_of(file: str, caught_by: str, *rows: tuple[str, ...]) -> tuple[Mutant, ...]:
-    """Mutants of one file, of one edit each.
+    """Return mutants of one file with one edit each.
 
     Args:
-        file: Path from the root of the repository; its stem stands before every name.
-        caught_by: Names with blanks between them, for all rows that say nothing of their own.
+        file: Path from the root of the repository. Its stem is prepended to every name.
+        caught_by: Default of the rows' last column: names separated by blanks.
         rows: (name, old text, new text), or (name, old text, new text, caught by).
     """
     stem = file.rpartition("/")[2].removesuffix(".py")
@@ -69,12 +69,12 @@ def faults_of(file: str, caught_by: str, *rows: tuple[str, ...]) -> tuple[Mutant
 
 
 class Kill(NamedTuple):
-    """What ended a mutant, or would have.
+    """A check that detected a mutant.
 
     Args:
         check: The check that failed: "G4", "addresses", a unit test; or "raised".
-        step: Which of the steps.
-        detail: The finding's first lines, or the exception.
+        step: Index of the step.
+        detail: The first lines of the finding, or the exception.
     """
 
     check: str
@@ -84,11 +84,11 @@ class Kill(NamedTuple):
 
 @dataclass
 class Verdict:
-    """What became of a mutant.
+    """The verdict on a mutant.
 
     Args:
-        kills: In order; empty is a survivor. One, unless all were asked for.
-        seconds: Until the first kill, loading included; all of them for a survivor.
+        kills: The kills in order: none for a survivor; only the first unless all checks were run.
+        seconds: Seconds until the first kill, including loading; for a survivor, of all checks.
     """
 
     kills: list[Kill] = field(default_factory=list)
@@ -96,10 +96,11 @@ class Verdict:
 
 
 def mutated(sources: Mapping[str, str], mutant: Mutant) -> dict[str, str]:
-    """The sources by path, with a mutant's edits.
+    """Apply a mutant's edits to sources, given as path to text.
 
     Raises:
-        StaleError: An edit names no file of the sources, or matches not exactly once.
+        StaleError: An edit names a file that is not in ``sources``, or its text does not occur
+            exactly once.
     """
     texts = dict(sources)
     for edit in mutant.edits:

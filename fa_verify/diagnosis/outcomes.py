@@ -1,4 +1,4 @@
-"""What became of a mutant, as a value that reports are made of."""
+"""The outcome of a mutant, as a value for reports."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from fa_verify.diagnosis.mutant import Mutant
 
 __all__ = ["ENDS", "Outcome", "outcome", "read", "write"]
 
-# How a mutant can end, best first: a check said what is wrong; it raised, crashed or hung by
-# itself; nothing noticed.
+# How a mutant can end, best first: a check fails; the mutant raises, crashes or hangs; no check
+# fails.
 ENDS = ("killed", "raised", "crashed", "timed out", "survived")
-# Sources as files call them that were written before.
+# Earlier names of sources, accepted in existing files.
 _RENAMED = {"referee": "harness", "blind": "independent"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One mutant's end.
+    """The outcome of one mutant.
 
     Args:
-        source: Which list it is of.
-        name: Its own.
-        file: What it changes.
-        end: Out of ``ENDS``.
-        checks: That failed, the first first; only one unless all were asked for.
-        step: The number of the problem that decided, -1 where none did.
-        detail: Of the first failure.
-        seconds: Until it.
-        equivalent: The reason why it may survive, empty where it must not.
-        missed: What is known of a fault that is not found.
+        source: The list that the mutant belongs to.
+        name: Name of the mutant.
+        file: The first file that the mutant changes.
+        end: One of ``ENDS``.
+        checks: The checks that failed, in order; only the first unless all checks were run.
+        step: Index of the problem on which the first check failed; -1 if none failed.
+        detail: Message of the first failure.
+        seconds: Seconds until the first failure.
+        equivalent: Why the mutant may survive; empty if it must not.
+        missed: Why the suite does not detect the fault; empty if it must.
     """
 
     source: str
@@ -49,17 +49,17 @@ class Outcome:
 
     @property
     def unexplained(self) -> bool:
-        """Whether it survived, and nothing says why."""
+        """Whether the mutant survived without an explanation."""
         return self.end == "survived" and not (self.equivalent or self.missed)
 
     @property
     def refuted(self) -> bool:
-        """Whether a reason says that nothing notices it, and something does."""
+        """Whether the mutant is listed as equivalent, but a check detected it."""
         return self.end != "survived" and bool(self.equivalent)
 
 
 def outcome(source: str, mutant: Mutant, ended: Ended, equivalent: str = "") -> Outcome:
-    """The outcome of a mutant, judged in a fork."""
+    """Return the outcome of a mutant that was checked in a fork."""
     kills = ended.value.kills if ended.how == "returned" else []
     checks = tuple(dict.fromkeys(kill.check for kill in kills))
     if ended.how != "returned":
@@ -83,14 +83,14 @@ def outcome(source: str, mutant: Mutant, ended: Ended, equivalent: str = "") -> 
 
 
 def write(outcomes: Iterable[Outcome], path: Path) -> None:
-    """Writes outcomes, a line of JSON each."""
+    """Write outcomes to a file, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(x)) + "\n" for x in outcomes]
     path.write_text("".join(lines), encoding="utf-8")
 
 
 def read(path: Path) -> list[Outcome]:
-    """What ``write`` wrote."""
+    """Read the outcomes that ``write`` has written."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)

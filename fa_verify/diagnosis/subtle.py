@@ -1,6 +1,6 @@
-"""Faults within the worst-case bound on ordinary data, which statistics and closed forms detect.
+"""Faults whose errors stay within, or near, the worst-case bound on ordinary data.
 
-Each error lies within what all roundings together could do at their worst, or nearly so.
+Statistics of errors and closed forms detect them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _subtle(name: str, why: str, *edits: tuple[str, str, str], missed: str = "")
 
 
 def _cast(file: str, value: str, dtype: str, new: str) -> tuple[str, str, str]:
-    """A cast of P or dS in front of its dot, replaced."""
+    """Return an edit that replaces the cast of P or dS before its dot product."""
     return file, f"{value}.to({dtype}.dtype), ", f"{new}, "
 
 
@@ -66,8 +66,8 @@ SUBTLE: tuple[Mutant, ...] = (
         "delta: products are rounded to the input dtype",
         "a packed 16-bit multiply, twice as fast",
         (_DELTA, "_row_sums(out.to(ACC) * dout.to(ACC))", "_row_sums((out * dout).to(ACC))"),
-        missed="out, which delta is made of, is rounded as coarsely: on ordinary data this adds "
-        "less to the mean square of dq than its limit allows, and elsewhere it reached 0.4 bounds",
+        missed="out, from which delta is computed, has the same rounding: on ordinary data this "
+        "adds less to the mean square of dq than its limit allows; elsewhere it reached 0.4 bounds",
     ),
     _subtle(
         "dkdv: dk and dv are kept in the input dtype between tiles",

@@ -1,5 +1,5 @@
-"""The pytest plugin: options, profiles and summary of a run, a folder for each larger part.
+"""The pytest plugin: command-line options, Hypothesis profiles and the summary of a run.
 
-``fuzz`` draws for minutes, ``gate`` compares with a baseline, ``report`` writes a page,
-``findings`` records outcomes. Judgement is in ``properties``.
+Larger features have a folder each: ``fuzz`` (--minutes), ``gate`` (--baseline), ``report``
+(--report) and ``findings`` (--findings). The checks themselves are in ``properties``.
 """

@@ -1,6 +1,6 @@
-"""A pytest plugin: a worker that dies names its problem in the report of the test that it ran.
+"""A pytest plugin that reports which problem a pytest-xdist worker was running when it died.
 
-``plugin`` registers it: ``config.pluginmanager.register(CrashReports(config))``.
+``fa_verify.pytest_plugin.plugin`` registers it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DAY = 86_400.0
 
 
 def problem_timeout(config: pytest.Config) -> float:
-    """Seconds that one problem may take: the option --problem-timeout.
+    """Return the option --problem-timeout, in seconds.
 
     Raises:
-        pytest.UsageError: It is no number of seconds from above 0 to a day.
+        pytest.UsageError: The value is not a number, not above 0, or more than a day.
     """
     given = config.getoption("--problem-timeout", DEFAULT_SECONDS)
     try:
@@ -42,18 +42,18 @@ def problem_timeout(config: pytest.Config) -> float:
 
 
 class CrashReports:
-    """Keeps a watchdog in every process, and reads those of workers that died.
+    """Runs a watchdog in every process and reads the records of workers that died.
 
-    The records lie in a temporary directory of the controller, one file a worker. A worker that
-    replaces another has an id of its own, so no record is overwritten. Without xdist there is
-    nobody to read them: hangs and CUDA errors are still said on stderr.
+    The controller creates a temporary directory for the records, one file per worker. A replacement
+    worker has a new id, so it does not overwrite a record. Without xdist no process reads the
+    records, but the watchdog still reports hangs and CUDA errors on stderr.
 
     Attributes:
-        watchdog: The watchdog of this process, for the fixture of that name.
+        watchdog: The watchdog of this process, returned by the fixture ``watchdog``.
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        """Is to be called in ``pytest_configure``, where stderr is not captured."""
+        """Start the watchdog. Call in ``pytest_configure``, where stderr is not captured yet."""
         seconds = problem_timeout(config)
         worker: dict[str, Any] | None = getattr(config, "workerinput", None)
         self._own = None if worker else tempfile.TemporaryDirectory(prefix="watchdog-")
@@ -66,19 +66,19 @@ class CrashReports:
         return self.directory / f"{worker}.json"
 
     def _end(self, code: int) -> None:
-        """Ends the process; without xdist nobody else would remove the directory."""
+        """End the process, after removing the directory if this process created it."""
         if self._own:
             self._own.cleanup()
         os._exit(code)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tells a worker, also one that replaces another, where records lie."""
+        """Send the directory of records to a worker, including replacement workers."""
         node.workerinput["watchdog"] = str(self.directory)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
-        """Puts how the worker ended, the problem and its replay line before xdist's message."""
+        """Prepend how the worker ended, its problem and the replay line to xdist's message."""
         node: Any = report.node  # type: ignore[attr-defined]
         record = Record.read(self._file(node.gateway.id))
         if record is None:
@@ -90,18 +90,18 @@ class CrashReports:
         else:
             said = record.describe()
         report.longrepr = f"{said}\n{report.longrepr}"
-        # The title of the report: xdist gives it the file's name.
+        # Title the report with the test's name; xdist uses the file's name.
         report.location = (*report.location[:2], crashitem.partition("::")[2] or crashitem)
 
     def pytest_unconfigure(self) -> None:
-        """Stops the watchdog; the controller removes the records."""
+        """Stop the watchdog and, in the controller, remove the records."""
         self.watchdog.close()
         if self._own:
             self._own.cleanup()
 
 
 def _ending(node: Any) -> str:
-    """How a worker's process ended, as far as xdist's connection to it lets one know."""
+    """Describe how a worker's process ended, with its exit code or signal if available."""
     process = getattr(getattr(node.gateway, "_io", None), "popen", None)
     try:
         code = None if process is None else process.wait(timeout=5)

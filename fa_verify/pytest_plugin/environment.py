@@ -1,6 +1,6 @@
-"""The process of a run: one GPU and few threads a worker, the interpreter where there is no GPU.
+"""Set up the process of a run: one GPU and one thread per worker; without a GPU, the interpreter.
 
-To be imported before torch, NumPy and Triton are: they read the environment once.
+Import this module before torch, NumPy and Triton, which read the environment only once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["HAS_TRITON", "INTERPRETED", "ON_GPU"]
 workers.pin(os.environ)
 if os.environ.get("PYTEST_XDIST_WORKER"):
     workers.keep_to_one_thread(os.environ)
-# Triton's default for the fusion of multiply and add changes between versions.
+# Triton's default for fusing multiply and add differs between versions.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch

@@ -1,4 +1,4 @@
-"""Hypothesis's examples: one drawer a test, in a folder, and on a server that machines share."""
+"""Hypothesis's example database: one key per test, in a local folder and on a shared server."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = [
 ]
 
 SCHEMES = ("redis", "rediss", "unix")
-# A server that does not answer in this time has gone away.
+# Timeout of the server, in seconds.
 SECONDS = 5.0
 
 
 def example_database(config: pytest.Config, local: ExampleDatabase) -> ExampleDatabase:
-    """The database of the profile fuzz: a local one, and with --example-db a server too.
+    """Return the example database of the profile "fuzz": local, plus the server of --example-db.
 
     Args:
-        config: Pytest's.
-        local: Holds everything, whether there is a server or not.
+        config: The pytest configuration.
+        local: Local database. It holds all examples, with or without a server.
 
     Raises:
-        pytest.UsageError: The server cannot be used, or the profile in force keeps no examples.
+        pytest.UsageError: The server cannot be used, or the profile in use keeps no examples.
     """
     url = config.getoption("--example-db")
     if url is None:
@@ -40,8 +40,8 @@ def example_database(config: pytest.Config, local: ExampleDatabase) -> ExampleDa
     profile = config.getoption("--hypothesis-profile") or "gate"
     if profile != "fuzz":
         raise pytest.UsageError(
-            f"--example-db has no effect in the profile {profile}, which draws the same in every "
-            "run and keeps no examples; needs --minutes or --hypothesis-profile=fuzz"
+            f"--example-db has no effect with the profile {profile}, which draws the same problems "
+            "in every run and keeps no examples; needs --minutes or --hypothesis-profile=fuzz"
         )
     server = SharedDatabase(_on_server(url, ask=not hasattr(config, "workerinput")), shown(url))
     config.pluginmanager.register(server, "shared examples")
@@ -49,7 +49,7 @@ def example_database(config: pytest.Config, local: ExampleDatabase) -> ExampleDa
 
 
 def shown(url: str) -> str:
-    """A URL without what is secret in it."""
+    """Return a URL without user name, password and query."""
     try:
         parts = urllib.parse.urlsplit(url)
     except ValueError:
@@ -59,12 +59,12 @@ def shown(url: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """A text, such as a command line, with what stands before the host of URLs left out."""
+    """Return a text, such as a command line, without the user names and passwords of its URLs."""
     return re.sub(r"://[^\s/]*@", "://", text)
 
 
 def _on_server(url: str, *, ask: bool) -> ExampleDatabase:
-    """The database of a Redis server, which is asked whether it is there."""
+    """Connect to a Redis server, which must answer a ping if ``ask`` is True."""
     if shown(url).partition("://")[0] not in SCHEMES:
         raise pytest.UsageError(
             f"--example-db is {shown(url)}; needs redis://host:port[/number], rediss:// or unix://"
@@ -95,7 +95,7 @@ def _on_server(url: str, *, ask: bool) -> ExampleDatabase:
 
 
 def _without_secrets(error: Exception, url: str) -> str:
-    """What an error says, unless it repeats the password."""
+    """Return an error's type and message; the type alone if the message repeats a secret."""
     said = f"{type(error).__name__}: {error}"
     parts = urllib.parse.urlsplit(url)
     secrets = {parts.netloc.rpartition("@")[0], parts.password, parts.query} - {"", None}
@@ -103,13 +103,13 @@ def _without_secrets(error: Exception, url: str) -> str:
 
 
 class SharedDatabase(ExampleDatabase):
-    """A database that may fail, and a pytest plugin that says so in one line of the summary.
+    """Wraps a database that may fail, and reports its failure in one line of the summary.
 
-    After its first failure the database is left alone, and holds nothing.
+    After its first failure the database is not used and acts as empty.
 
     Args:
-        database: May raise any exception.
-        name: Its name in the summary.
+        database: The wrapped database. It may raise any exception.
+        name: Name of the database in the message about its failure.
     """
 
     def __init__(self, database: ExampleDatabase, name: str) -> None:
@@ -124,53 +124,54 @@ class SharedDatabase(ExampleDatabase):
             return None
         try:
             return act()
-        # A server's client raises its own exceptions and those of sockets; none is the kernel's.
+        # The client raises its own exceptions and those of sockets. None comes from the kernel.
         except Exception as error:
-            self.outage = f"{self.name} went away ({type(error).__name__})"
+            self.outage = f"{self.name} stopped answering ({type(error).__name__})"
             return None
 
     def fetch(self, key: bytes) -> Iterable[bytes]:
-        """All values, or none."""
+        """Return all values of a key, or none after a failure."""
         return self._try(lambda: list(self.database.fetch(key))) or []
 
     def save(self, key: bytes, value: bytes) -> None:
-        """Saves a value if it can."""
+        """Save a value, unless the database has failed."""
         self._try(lambda: self.database.save(key, value))
 
     def delete(self, key: bytes, value: bytes) -> None:
-        """Deletes a value if it can."""
+        """Delete a value, unless the database has failed."""
         self._try(lambda: self.database.delete(key, value))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """A worker tells the controller."""
+        """Send the failure from a worker to the controller."""
         self.seen.add(self.outage)
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["outage"] = self.outage
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        """The controller gathers what workers tell."""
+        """Collect a worker's failure in the controller."""
         self.seen.add(getattr(node, "workeroutput", {}).get("outage", ""))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """One line, however many workers lost the server."""
+        """Print one line, however many workers failed to reach the server."""
         outages = sorted(self.seen - {""})
         if outages:
             terminalreporter.write_line(
-                f"--example-db: {', '.join(outages)}; from then on examples were kept in "
-                ".hypothesis alone",
+                f"--example-db: {', '.join(outages)}; later examples were kept in .hypothesis only",
                 yellow=True,
             )
 
 
 class _OfOneTest(ExampleDatabase):
-    """A database under keys of a test's own: Hypothesis's are those of the one search they share.
+    """A database that appends a test's name to Hypothesis's keys.
+
+    Hypothesis derives its key from the search function, which all tests share.
 
     Args:
-        database: Of all tests.
-        name: The test.
-        keeps: Whether the example that was tried last is to stay.
+        database: The database of all tests.
+        name: Name of the test.
+        keeps: Returns whether to keep the last example although it counts as passing.
     """
 
     def __init__(
@@ -198,12 +199,12 @@ class _OfOneTest(ExampleDatabase):
 def of_one_test(
     settings: hypothesis.settings, name: str, keeps: Callable[[], bool] | None = None
 ) -> hypothesis.settings:
-    """Settings whose examples are those of one test.
+    """Return settings whose database holds the examples of one test.
 
     Args:
-        settings: With the database of all tests.
-        name: Of the test, the same on every machine.
-        keeps: Whether the example that was tried last is to stay although it counts as passing.
+        settings: Settings with the database of all tests.
+        name: Name of the test, the same on every machine.
+        keeps: Returns whether to keep the last example although it counts as passing.
     """
     if settings.database is None:
         return settings

@@ -1,4 +1,4 @@
-"""The options of a run. Those of the gate and of the report stand in their folders."""
+"""The command-line options, except those that ``gate`` and ``report`` define."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ __all__ = ["add_options"]
 
 
 def add_options(group: pytest.OptionGroup) -> None:
-    """Adds the options of the suite to pytest's own."""
+    """Add the options of the suite to pytest's own."""
     group.addoption(
         "--kernel",
         metavar="KERNEL",
-        help="verify this callable f(q, k, v, *, mask, sm_scale), or f(q, k, v, causal, sm_scale), "
-        "path/to/file.py:name, package.module:name or a name of --list-kernels, in place of the "
-        "project's own kernels",
+        help="verify this kernel instead of the project's own: path/to/file.py:name, "
+        "package.module:name, or a name of --list-kernels; the callable is "
+        "f(q, k, v, *, mask, sm_scale) or f(q, k, v, causal, sm_scale)",
     )
     group.addoption(
         "--list-kernels",
         action="store_true",
-        help="print the names that --kernel knows, and which of them can run here",
+        help="print the names that --kernel accepts and whether each kernel can run here",
     )
     group.addoption(
         "--findings",
         metavar="FILE",
-        help="write the outcome of every test and all findings to this file, JSON by line",
+        help="write the outcome of every test and all findings to this file, one JSON object a "
+        "line",
     )
     group.addoption(
         "--mask",
@@ -47,30 +48,30 @@ def add_options(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--mutation",
         action="store_true",
-        help="see that mutants which only a GPU shows are noticed on this one",
+        help="check that this GPU detects the mutants that only a GPU can detect",
     )
     group.addoption(
         "--minutes",
         metavar="NUMBER",
-        help="draw new problems for so long, on all workers, and keep those that fail",
+        help="draw new problems for this many minutes, on all workers, and keep those that fail",
     )
     group.addoption(
         "--corpus",
         metavar="FOLDER",
-        help="folder of problems that failed: replayed first, and --minutes adds to them "
+        help="folder of problems that failed: a run replays them first, and --minutes adds to it "
         "(default: tests/regressions)",
     )
     group.addoption(
         "--example-db",
         metavar="URL",
-        help="share Hypothesis's examples with other machines: redis://host:port[/number], "
-        "rediss:// or unix://; in the profile fuzz",
+        help="share Hypothesis's examples with other machines, in the profile fuzz: "
+        "redis://host:port[/number], rediss:// or unix://",
     )
     group.addoption(
         "--problem-timeout",
         metavar="SECONDS",
         default=DEFAULT_SECONDS,
-        help="end a process that takes longer for one problem, and report it (default: 60)",
+        help="end and report a process that takes longer than this for one problem (default: 60)",
     )
     gate.add_options(group)
     report.add_options(group)

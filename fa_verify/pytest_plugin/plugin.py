@@ -1,6 +1,6 @@
-"""The plugin itself: the hooks that choose what runs, and the fixtures of a run.
+"""The plugin's entry point: the hooks that select the tests of a run, and its fixtures.
 
-A conftest loads it by ``pytest_plugins = ["fa_verify.pytest_plugin.plugin"]``.
+Load it from a conftest with ``pytest_plugins = ["fa_verify.pytest_plugin.plugin"]``.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = [
     "watchdog",
 ]
 
-# Of a checkout: mutants that only a GPU shows.
+# Tests of the mutants that only a GPU can detect; present in a checkout only.
 HARDWARE = CONFORMANCE.parent / "mutation" / "test_hardware.py"
-# What --mask runs.
+# The test files that --mask runs.
 OF_MASKS = tuple(
     f"test_{name}.py"
     for name in (
@@ -65,13 +65,13 @@ OF_MASKS = tuple(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of the suite."""
+    """Add the options of the suite."""
     options.add_options(parser.getgroup("attention verification"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """--list-kernels prints its table in place of a run; what --minutes implies."""
+    """Handle --list-kernels, and apply the settings that --minutes implies."""
     if config.getoption("--list-kernels"):
         print("\n".join(kernel_table()))
         return 0
@@ -81,17 +81,17 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Checks the options before anything runs, and registers the crash reports."""
+    """Check the options before anything runs, and register the plugins of the suite."""
     for old, new in renamed.OPTIONS.items():
         if config.getoption(old) is not None:
-            raise pytest.UsageError(f"{old} is called {new}")
+            raise pytest.UsageError(f"{old} is now called {new}")
     profile = config.getoption("--hypothesis-profile")
     if profile is not None and profile not in profiles.PROFILES:
         raise pytest.UsageError(
             f"--hypothesis-profile is {profile!r}; needs one of {', '.join(profiles.PROFILES)}"
         )
     config.addinivalue_line("markers", "shards(start, step, float64): the shards that a test runs")
-    # Before a problem is read that may be about it.
+    # Loaded first: the problem of --replay may use this mask.
     mask = mask_of(config)
     if mask is not None:
         if profile is None:
@@ -107,7 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--mutation"):
         if not ON_GPU:
             raise pytest.UsageError(
-                "--mutation is about a GPU, and none is visible here; make mutation needs none"
+                "--mutation needs a GPU, and none is visible; make mutation runs without one"
             )
         config.args[:] = [str(HARDWARE)]
     database = example_database(config, profiles.PARENT.database)
@@ -128,28 +128,29 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(
             Recording(config, subject_of(config), summary.tally), "findings"
         )
-    # Its end of the session comes after that of what it reports on.
+    # Registered before the gate, so that its pytest_sessionfinish ends after the gate's.
     config.pluginmanager.register(RunReport(config, summary.tally), "report")
     config.pluginmanager.register(Gate(config), "gate")
-    # Conformance tests are long and come first: xdist would deal them to a few workers in blocks.
+    # xdist deals tests in blocks. The long conformance tests come first and would all go to a few
+    # workers.
     if getattr(config.option, "maxschedchunk", 0) is None:
         config.option.maxschedchunk = 2
-    # A subject that crashes in every test is still to be run to the end.
+    # Run to the end even if the subject crashes in every test.
     if getattr(config.option, "maxworkerrestart", 0) is None:
         config.option.maxworkerrestart = "1000"
-    # A test of this profile takes as long as it takes; each of its problems is watched.
+    # No timeout for a test: the watchdog limits the time of each problem.
     if profile == "fuzz":
         config.option.timeout = 0
 
 
 def _verifies(config: pytest.Config) -> bool:
-    """Whether some of the conformance tests are among those that the command line names."""
+    """Return whether the command line selects any conformance test."""
     named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     return any(CONFORMANCE.is_relative_to(x) or x.is_relative_to(CONFORMANCE) for x in named)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --kernel, collects the conformance tests alone."""
+    """Collect only the conformance tests with --kernel."""
     if is_ours(config) or collection_path in CONFORMANCE.parents:
         return None
     return None if collection_path.is_relative_to(CONFORMANCE) else True
@@ -157,39 +158,39 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """-n auto where there are GPUs."""
+    """Return the number of workers for ``-n auto`` on a GPU."""
     return workers.num_workers() if ON_GPU else None
 
 
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> str:
-    """Where the subject runs: "cuda" or "cpu"."""
+    """The device that the subject runs on, "cuda" or "cpu"."""
     return device_of(pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def tally(pytestconfig: pytest.Config) -> Tally:
-    """What this process has judged."""
+    """The tally of the problems that this process has judged."""
     return pytestconfig.pluginmanager.get_plugin("summary").tally
 
 
 @pytest.fixture(scope="session")
 def watchdog(pytestconfig: pytest.Config) -> Watchdog:
-    """Writes down the problem under way, and ends the process if it takes too long."""
+    """The watchdog, which records the current problem and ends the process if it takes too long."""
     return pytestconfig.pluginmanager.get_plugin("crash-reports").watchdog
 
 
 @pytest.fixture(scope="session")
 def replayed(pytestconfig: pytest.Config) -> Problem | None:
-    """The problem of --replay."""
+    """The problem of --replay, or None."""
     return pytestconfig.stash.get(REPLAY, None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Workers keep at most half of their GPU's memory between tests, each its part of that.
+    """Empty PyTorch's cache if this worker holds more than its share of half of the GPU's memory.
 
-    What PyTorch caches for one process is out of memory for the next.
+    Memory that one process caches is not available to the other processes on the GPU.
     """
     yield
     if ON_GPU and torch.cuda.is_initialized():

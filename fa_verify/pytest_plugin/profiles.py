@@ -1,4 +1,4 @@
-"""Hypothesis profiles: how much a run draws, and whether it draws the same again."""
+"""Hypothesis profiles: how many examples a run draws, and whether every run draws the same."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from fa_verify.pytest_plugin.environment import ON_GPU
 
 __all__ = ["EXAMPLES", "EXAMPLES_OF_A_TURN", "PARENT", "PROFILES", "register"]
 
-# Examples a test and shard; a GPU judges about twenty times as many problems a second.
+# Examples per test and shard. A GPU judges about twenty times as many problems a second as the
+# interpreter.
 EXAMPLES = 60 if ON_GPU else 6
 ALWAYS = {
     "deadline": None,
     "suppress_health_check": list(hypothesis.HealthCheck),
     "print_blob": False,
-    # Explaining traces every line of the interpreter, and searching on for other bugs spends the
-    # time that shrinking the first one needs.
+    # The phase "explain" traces every line of the interpreter. Searching for further bugs takes the
+    # time that is needed to shrink the first one.
     "report_multiple_bugs": False,
     "phases": [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
 }
-# Two that draw the same in every run, and one that remembers what it found and draws anew.
+# All but "fuzz" draw the same problems in every run; "fuzz" keeps its examples and draws new ones.
 PROFILES = {
     "gate": {"max_examples": EXAMPLES, "derandomize": True, "database": None},
     "dev": {"max_examples": EXAMPLES // 3, "derandomize": True, "database": None},
     "fuzz": {"max_examples": 50 * EXAMPLES},
-    # For a mask that is being written: in under a minute.
+    # For --mask: a run takes less than a minute.
     "mask": {"max_examples": EXAMPLES // 2, "derandomize": True, "database": None},
 }
-# With --minutes tests take turns: of each that many examples, then the next.
+# With --minutes tests take turns; the number of examples in one turn.
 EXAMPLES_OF_A_TURN = 3 * EXAMPLES
-# Not those of Hypothesis where CI is set: they would draw the same in every run.
+# Not Hypothesis's profile "ci", its default where CI is set: it draws the same in every run.
 PARENT = hypothesis.settings.get_profile("default")
 
 
 def register(**profiles: Mapping[str, Any]) -> None:
-    """Makes profiles known to Hypothesis, or known anew."""
+    """Register profiles with Hypothesis, replacing earlier ones of the same names."""
     for name, settings in profiles.items():
         hypothesis.settings.register_profile(name, PARENT, **settings, **ALWAYS)
 

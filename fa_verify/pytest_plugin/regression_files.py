@@ -1,6 +1,6 @@
-"""A pytest plugin: problems that once failed, found as files, are the first that a run replays.
+"""A pytest plugin that replays problems that once failed, before all other tests.
 
-``plugin`` registers it: ``config.pluginmanager.register(RegressionFiles(config))``.
+``fa_verify.pytest_plugin.plugin`` registers it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ FOLDER = Path(__file__).resolve().parents[2] / "tests" / "regressions"
 
 
 def is_regression(test: str) -> bool:
-    """Whether the id of a test is that of a regression file's."""
+    """Return whether a test id belongs to a regression file."""
     return "::test_regression[" in test
 
 
 class RegressionFiles:
-    """The files of a run: those of --corpus, then those of the checkout.
+    """The regression files of a run: the folder of --corpus, then tests/regressions.
 
-    The first process lists them and tells its workers, whose tests have to be the same, also where
-    a file has been added when a worker is replaced.
+    The controller lists the files once and sends the list to its workers, so that all workers
+    collect the same tests even if a file is added during the run.
 
     Attributes:
-        folder: Where the corpus is kept.
-        paths: The files.
+        folder: The folder of the corpus.
+        paths: The regression files.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         given = config.getoption("--corpus")
         self.folder = FOLDER if given is None else Path(given).absolute()
         if self.folder.exists() and not self.folder.is_dir():
-            raise pytest.UsageError(f"--corpus is {given!r}; needs a folder, and that is a file")
+            raise pytest.UsageError(f"--corpus is {given!r}, a file; needs a folder")
         worker: dict[str, Any] | None = getattr(config, "workerinput", None)
         if worker:
             self.paths = [Path(path) for path in worker["regressions"]]
@@ -45,10 +45,10 @@ class RegressionFiles:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tells a worker."""
+        """Send the list of files to a worker."""
         node.workerinput["regressions"] = [str(path) for path in self.paths]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Regressions come first."""
+        """Move the regressions to the front."""
         items.sort(key=lambda item: not is_regression(item.nodeid))

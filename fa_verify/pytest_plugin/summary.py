@@ -1,4 +1,4 @@
-"""What a run says of itself: its header, and what it judged, over all workers."""
+"""The header and the terminal summary of a run, with the counts of all workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPLAY = pytest.StashKey[Problem]()
 
 
 class Summary:
-    """Counts what a process judged and compiled, and adds up what its workers send."""
+    """Counts judged problems and compiled kernels, in a process and its workers."""
 
     def __init__(self) -> None:
         self.tally = Tally()
@@ -41,7 +41,7 @@ class Summary:
             self.compiled += 1
 
     def pytest_report_header(self, config: pytest.Config) -> list[str]:
-        """Device, versions, subject, profile, workers, and every variable that steers a run."""
+        """Return device, versions, subject, profile, workers and relevant environment variables."""
         if ON_GPU:
             device = f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} visible"
         else:
@@ -74,7 +74,7 @@ class Summary:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
-        """Workers send what they judged to the controller, where judging nothing is a failure."""
+        """Send a worker's counts to the controller; fail a run whose problems all were refused."""
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
             output["tally"] = self.tally.record()
@@ -85,7 +85,7 @@ class Summary:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        """The controller adds up what its workers judged."""
+        """Add a worker's counts in the controller."""
         output = getattr(node, "workeroutput", {})
         if "tally" in output:
             self.tally.add(output["tally"])
@@ -94,7 +94,7 @@ class Summary:
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
     ) -> None:
-        """What was checked, how close to the bound it came, and what was declared."""
+        """Print the counts, the largest error/bound of each output, and the declarations."""
         if not (self.tally.problems or self.tally.unsupported):
             return
         terminalreporter.section("attention verification")
@@ -104,7 +104,9 @@ class Summary:
         for line in self.tally.lines():
             terminalreporter.write_line(line)
         if not self.tally.problems:
-            terminalreporter.write_line("nothing was supported, so nothing was verified: failed")
+            terminalreporter.write_line(
+                "failed: the subject refused all problems, so nothing was verified"
+            )
         if ON_GPU and HAS_TRITON:
             terminalreporter.write_line(f"{self.compiled} kernels compiled")
 

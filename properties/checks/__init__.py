@@ -1,4 +1,4 @@
-"""The guarantees of a correct kernel, each a function from a trial to its findings.
+"""The checks of the guarantees, each a function from a trial to its findings.
 
-``guarantees`` lists them. A check draws nothing and knows no kernel.
+``guarantees`` lists them. Checks draw no problems (see ``problems``) and import no kernel.
 """

@@ -1,4 +1,4 @@
-"""G1, G2 and T3: how near to the truth, on one run."""
+"""G1, G2 and T3: the accuracy of one run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from fa_verify.properties.execution.trial import Trial
 
 __all__ = ["accuracy", "finite", "logic"]
 
-# Rung T3: what float64 arithmetic may differ by, in units of the sum of |terms|, and the largest
-# |score| up to which exp does not amplify the error of its argument beyond that.
+# T3: the allowed error in float64 arithmetic, in units of the sum of |terms|, and the largest
+# |score| for which exp does not amplify the error of its argument beyond it.
 LOGIC_SHARE = 1e-12
 LOGIC_SCORE = 100.0
-# Terms below the smallest normal number have lost digits, or all of them.
+# The smallest normal float64: smaller terms have lost some or all digits.
 LOGIC_UNDERFLOW = 2.0**-1022
 
 
 def accuracy(trial: Trial) -> list[Finding]:
-    """G1: every element of every output lies within the derived bound of the float64 oracle."""
+    """G1: every element of every output lies within the derived bound around the float64 oracle."""
     return within(
         trial, trial.got, trial.judgement.bound, "G1 accuracy", "leaves the derived bound"
     )
 
 
 def logic(trial: Trial) -> list[Finding]:
-    """T3: in float64, every element within 1e-12 of the sum of |terms| where |s| <= 100."""
+    """T3: in float64, every element is within 1e-12 times the sum of |terms|, if |s| <= 100."""
     if trial.problem.dtype != "fp64" or trial.judgement.max_score > LOGIC_SCORE:
         return []
     limits = Outputs(*(LOGIC_SHARE * terms + LOGIC_UNDERFLOW for terms in trial.judgement.terms))
@@ -33,7 +33,7 @@ def logic(trial: Trial) -> list[Finding]:
 
 
 def finite(trial: Trial) -> list[Finding]:
-    """G2: no NaN and no Inf; lse is -inf on rows without a visible key, and only there."""
+    """G2: there is no NaN and no Inf, except lse = -inf on rows without a visible key."""
     findings: list[Finding] = []
     for name, got, want in zip(OUTPUTS, trial.got, trial.want, strict=True):
         if got is None:

@@ -1,4 +1,4 @@
-"""The gradient of a bias: a sixth output, of problems that have one."""
+"""The gradient of a bias, the sixth output of problems that have a bias."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def bias_gradient(trial: Trial) -> list[Finding]:
-    """G1 and T3 of dbias: each element within the bound of the oracle's; 0 where no row sees it.
+    """G1 and T3 of dbias: each element lies within the bound, and is 0 where no row sees it.
 
-    Nothing is asked where the problem has no bias, or the subject no gradients; nor more than the
-    bound in float64, where scores are larger than T3 looks at.
+    Returns no findings if the problem has no bias or the subject no gradients. T3 applies to a
+    float64 bias and scores up to ``LOGIC_SCORE``.
 
     Raises:
         SubjectError: The subject raises, or dbias has another shape or dtype than the bias.
@@ -58,7 +58,7 @@ def _beyond(
     guarantee: str,
     claim: str,
 ) -> list[Finding]:
-    """A finding if an element is further than ``limit`` from ``want``; NaN is."""
+    """Return a finding if an element is NaN or further than ``limit`` from ``want``."""
     ratio = ratios(got, want, limit)
     bad = ratio > 1
     if not bool(bad.any()):

@@ -1,7 +1,7 @@
-"""Closed forms: inputs made so that the right output is known to the bit, without an oracle.
+"""Closed forms: inputs for which the correct output is known exactly, without an oracle.
 
-With k = 0 all scores are 0, so every visible key has the weight 1 / n exactly, n being how many
-keys the row sees. Every check runs the subject again; padding keeps what the problem put there.
+With k = 0 all scores are 0, so each of the n keys that a row sees has the weight 1 / n exactly.
+Every check runs the subject again. The values in padding are those of the problem.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ __all__ = ["counts", "doubled_values", "mask_read_back", "permuted", "unit_value
 
 _COUNTED = 65_536  # exp(lse) in fp32 is within a half of the count up to here
 _FACTOR = 8.0
-_SMALLEST = 2.0**-126  # normal fp32 number; float64 accumulators reach further down
-_DIGITS = 2.0**-48  # of a product of two fp32 numbers
+_SMALLEST = 2.0**-126  # the smallest normal fp32 number; float64 accumulators have a wider range
+_DIGITS = 2.0**-48  # relative weight of the last digit of a product of two fp32 numbers
 
 
 def counts(trial: Trial) -> list[Finding]:
-    """With k = 0, round(exp(lse)) is the number of keys that a row sees, exactly.
+    """With k = 0, round(exp(lse)) is exactly the number of keys that a row sees.
 
-    The softmax's sum adds n ones, which fp32 does exactly; logarithm, base and storage together
-    stay within a half of n = 65,536, beyond which rows are left out. The bound on lse lets each of
-    the additions err: past some 2,400 keys, or 5,000 if they are added tile by tile, it would let
-    one more or less pass. Skipped where the subject returns no lse.
+    The softmax adds n ones, which is exact in fp32. The errors of logarithm, base conversion and
+    storage together stay below half a key up to n = 65,536; rows with more keys are not compared.
+
+    The bound on lse allows an error in each addition. It therefore misses a key too many or too
+    few beyond some 2,400 keys, or 5,000 if they are added tile by tile.
+
+    Returns no findings if the subject does not return lse.
     """
     if trial.got.lse is None:
         return []
@@ -57,12 +60,12 @@ def counts(trial: Trial) -> list[Finding]:
 
 
 def mask_read_back(trial: Trial) -> list[Finding]:
-    """With k = 0 and one-hot values the zeros of out, and of dv, are the mask.
+    """With k = 0 and one-hot values, the nonzero elements of out and dv reproduce the mask.
 
-    Of Dv consecutive keys, drawn by the problem's seed, the d-th has v = 1 in column d, all others
-    have v = 0: out[m, d] is not 0 exactly where row m sees the d-th of these keys. One-hot dout in
-    Dv consecutive rows of every head reads the mask's rows from dv alike. The weight 1 / n is not 0
-    in any dtype up to n = 65,536 keys (fp16 has 2**-24).
+    The problem's seed selects Dv consecutive keys. The d-th of them has v = 1 in column d, and all
+    other v are 0: out[m, d] is nonzero exactly where row m sees the d-th of these keys. In the same
+    way, one-hot dout in Dv consecutive rows of every head reproduces these rows of the mask in dv.
+    The weight 1 / n is nonzero in every dtype up to n = 65,536 keys (fp16 represents 2**-24).
     """
     problem = trial.problem
     equal = _equal_weights(problem)
@@ -94,8 +97,8 @@ def mask_read_back(trial: Trial) -> list[Finding]:
 def unit_values(trial: Trial) -> list[Finding]:
     """With k = 0 and v = 1, out is exactly 1 on rows that see a key; fp16 and bf16 only.
 
-    n ones added and divided by n, or times a rounded 1 / n, round to 1 in 16 bits. With another k
-    this need not hold: the softmax's sum is taken of weights that are not rounded yet.
+    The sum of n ones, divided by n or multiplied by a rounded 1 / n, rounds to 1 in 16 bits. This
+    need not hold for other k, since the softmax sums the weights before they are rounded.
     """
     problem = trial.problem
     if problem.dtype not in ("fp16", "bf16"):
@@ -113,12 +116,12 @@ def unit_values(trial: Trial) -> list[Finding]:
 
 
 def doubled_values(trial: Trial) -> list[Finding]:
-    """The forward is linear in v to the bit: v times 8 gives out times 8, and the same lse.
+    """The forward is linear in v bitwise: 8 v gives 8 out and the same lse.
 
-    A power of two changes no rounding as long as nothing over- or underflows: the problem counts if
-    8 |v| is finite and the digits of every product of a weight and a value stay above the smallest
-    normal number; an element of out counts if it is above the smallest normal number of its dtype.
-    A subject that does not promise to repeat itself is held to the bound.
+    A power of two changes no rounding without overflow and underflow. The check therefore applies
+    if 8 |v| is finite and all digits of every product of a weight and a value stay above the
+    smallest normal number. Elements of out below the smallest normal number of their dtype are not
+    compared. A subject that does not promise G10 is compared within the bound.
     """
     problem, v = trial.problem, trial.inputs.v
     info = torch.finfo(v.dtype)
@@ -152,9 +155,9 @@ def doubled_values(trial: Trial) -> list[Finding]:
 
 
 def permuted(trial: Trial) -> list[Finding]:
-    """Batch entries and groups of heads in reverse order give the outputs in reverse order.
+    """Reversing the order of batch entries and groups of heads reverses that of the outputs.
 
-    To the bit for a subject that promises G9 and G10, otherwise within the bound.
+    The comparison is bitwise for a subject that promises G9 and G10, otherwise within the bound.
     """
     problem = trial.problem
     entries, heads = range(problem.B)[::-1], _reversed(torch.arange(problem.H)[None], problem.Hk)
@@ -190,16 +193,16 @@ def permuted(trial: Trial) -> list[Finding]:
 
 
 def _equal_weights(problem: Problem) -> Inputs:
-    """The problem's tensors with k = 0, normal values elsewhere, and a loss on out alone.
+    """Return inputs with k = 0, N(0, 1) values elsewhere, and a loss on out only.
 
-    Nothing is added to scores; a softcap leaves those of 0 as they are.
+    There is no ALiBi and no bias. A softcap maps a score of 0 to 0.
     """
     plain = dataclasses.replace(problem, alibi=NO_ALIBI, bias=NO_BIAS)
     return make(dataclasses.replace(plain, inputs="zero_k", dout="normal", dlse=NO_DLSE))
 
 
 def _seen_by_rows(problem: Problem) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, mask (B, H, rows, N)) of a few rows at a time."""
+    """Yield the mask in chunks of rows, as (first row, bool of shape (B, H, rows, N))."""
     B, H, M, N = problem.B, problem.H, problem.M, problem.N
     if 0 in (B, M, N):
         return
@@ -211,19 +214,19 @@ def _seen_by_rows(problem: Problem) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _first(problem: Problem, name: str, size: int) -> int:
-    """Where Dv consecutive rows or keys begin: any place where they fit, 0 if they do not."""
+    """Draw where Dv consecutive rows or keys begin; 0 if there are fewer than Dv."""
     places = max(1, size - problem.Dv + 1)
     return (int(stream.integers(problem.seed, f"read back/{name}", (1,))) & (2**63 - 1)) % places
 
 
 def _one_hot(problem: Problem, size: int, first: int) -> torch.Tensor:
-    """(size, Dv) float64: 1 at (first + d, d)."""
+    """Return a float64 tensor of shape (size, Dv) that is 1 at (first + d, d) and 0 elsewhere."""
     place = torch.arange(size, device=problem.device).unsqueeze(1) - first
     return (place == torch.arange(problem.Dv, device=problem.device)).to(torch.float64)
 
 
 def _valid(problem: Problem, tensor: str) -> torch.Tensor:
-    """Bool (B, 1, M or N, 1), False in padding."""
+    """Return a bool tensor of shape (B, 1, M or N, 1) that is False in padding."""
     rows, keys = length_tensors(problem)
     size, lengths = (problem.M, rows) if tensor in ("q", "dout") else (problem.N, keys)
     index = torch.arange(size, device=problem.device)
@@ -233,13 +236,13 @@ def _valid(problem: Problem, tensor: str) -> torch.Tensor:
 def _with_values(
     problem: Problem, x: torch.Tensor, tensor: str, values: torch.Tensor
 ) -> torch.Tensor:
-    """A tensor with other values outside its padding, stored as the problem says."""
+    """Replace a tensor's values outside padding, keeping the problem's layout."""
     replaced = torch.where(_valid(problem, tensor), values.to(x.dtype), x)
     return lay_out(replaced, problem.layouts[TENSORS.index(tensor)])
 
 
 def _reversed(x: torch.Tensor, Hk: int) -> torch.Tensor:
-    """Batch entries and groups of heads in reverse order; heads of a group stay in order."""
+    """Reverse the order of batch entries and groups of heads, not of the heads in a group."""
     groups = x.reshape(x.shape[0], Hk, x.shape[1] // Hk, *x.shape[2:])
     return groups.flip(0, 1).reshape(x.shape)
 
@@ -253,5 +256,5 @@ def _found(
     claim: str,
     compared: torch.Tensor | None = None,
 ) -> list[Finding]:
-    """A finding if anything is bad."""
+    """Return a finding if any element is bad."""
     return found_where(trial, output, bad, got, want, "exact closed forms", claim, compared)

@@ -47,7 +47,7 @@ __all__ = [
 
 Check = Callable[[Trial], list[Finding]]
 
-# These two see faults that a worst-case bound lets pass; a failure of theirs is replayed as well.
+# STATISTICS and CLOSED_FORM detect faults that the worst-case bound misses. --replay runs them too.
 STATISTICS: dict[str, Check] = {"rms": rms, "bias": bias, "identities": identities}
 CLOSED_FORM: dict[str, Check] = {
     "counts": counts,
@@ -71,7 +71,7 @@ GUARANTEES: dict[str, Check] = {
     "G13": state,
     "T3": logic,
 }
-# The same of pooled probabilities, where a subject has them; a failure is replayed as well.
+# The guarantees of pooled probabilities, for subjects that support them. --replay runs them too.
 POOLED: dict[str, Check] = {
     "pooled G1": pooled.accuracy,
     "pooled G4": pooled.dirty_padding,
@@ -83,7 +83,7 @@ POOLED: dict[str, Check] = {
     "pooled G10": pooled.repeatable,
     "pooled T3": pooled.logic,
 }
-# Of the gradient that only problems with a bias have.
+# The check of dbias, for problems with a bias.
 OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
-# What every problem is held to, whatever else it is drawn for; by the first word of a finding.
+# The standing checks, which run on every problem. The key is the first word of their findings.
 STANDING: dict[str, Check] = {"G1": accuracy, "RMS": rms, "bias": bias}

@@ -1,9 +1,9 @@
-"""Sums of a subject's own gradients that are known in exact arithmetic, without an oracle.
+"""Identities of a subject's own gradients, which hold in exact arithmetic without an oracle.
 
-Per key/value head, over all keys n and all rows m of the group's heads::
+Per key/value head, summed over all keys n and all rows m of the group's heads::
 
-    sum_n dk = 0              a vector added to every key changes no weight
-    sum_n dv = sum_m dout     weights add up to 1
+    sum_n dk = 0              adding a vector to every key changes no weight
+    sum_n dv = sum_m dout     the weights of a row sum to 1
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["identities"]
 
 
 class _Identity(NamedTuple):
-    """What a sum over keys should be, (B, Hk, D or Dv) each.
+    """One identity. All tensors have the shape (B, Hk, D or Dv).
 
     Args:
-        claim: Such as "sum_n dk = 0".
-        output: What is summed.
-        got: The sum.
-        want: What it should be.
-        spread: Predicted standard deviation of the difference; inf where it is not predicted.
-        drift: What roundings that are not independent may add to it.
+        claim: The identity, such as "sum_n dk = 0".
+        output: The output that is summed.
+        got: The sum over keys.
+        want: Its expected value.
+        spread: Predicted standard deviation of the difference; inf where there is no prediction.
+        drift: Largest contribution of roundings that are not independent.
     """
 
     claim: str
@@ -42,36 +42,37 @@ class _Identity(NamedTuple):
 
     @property
     def error(self) -> torch.Tensor:
-        """The difference, but for what drifts; NaN stays NaN."""
+        """The absolute difference minus the drift, at least 0; NaN stays NaN."""
         return ((self.got - self.want).abs() - self.drift).clamp(min=0)
 
 
 def identities(trial: Trial) -> list[Finding]:
-    """Each sum is right as closely as the roundings of a correct kernel let it.
+    """Each identity holds within the error that independent roundings explain.
 
-    Where ``statistics.is_valid``, for heads with a row that sees ``statistics.FEWEST`` keys: with
-    a single key dS is 0, and roundings of rounding errors are all there is.
+    Applies where ``statistics.is_valid``, to heads with a row that sees at least
+    ``statistics.FEWEST`` keys. With a single key dS is 0, and dk consists of rounding errors only.
 
-    The spread of the difference is predicted from the roundings (``bounds.variance``), so it sees
-    errors that all elements share and none shows: one in delta changes every key's dk a little, and
-    their sum as a whole. The largest of c differences, in units of their spreads, stays below
-    sqrt(2 (x + ln 2c)) with probability 1 - exp(-x); their mean square stays below the limit of
-    ``statistics.rms``.
+    The spread of the difference is predicted from the roundings (``bounds.variance``). The check
+    detects errors that all elements share but that are too small in each: an error in delta changes
+    the dk of every key a little and their sum a lot. The largest of c differences, in units of
+    their spreads, stays below sqrt(2 (x + ln 2c)) with probability 1 - exp(-x). Their mean square
+    stays below the limit of ``statistics.rms``.
 
     The gradient of a key that fewer than ``statistics.FEWEST`` rows see is a sum of a few products
-    of short numbers. Its last rounding need not be independent of that of the next key: times
-    1 - 2**-8, every number of 8 bits is rounded down. Such keys may err by u_in each, to one side.
+    of numbers with few bits. Its last rounding may not be independent of the next key's: for
+    example, multiplying by 1 - 2**-8 rounds every 8-bit number down. Each of these keys may
+    therefore add u_in times its gradient as a one-sided error.
     """
     problem = trial.problem
-    # With a gradient of lse dS no longer adds up to 0.
+    # With a gradient of lse, the sum of dS over keys is not 0.
     if not trial.subject.backward or not is_valid(problem) or trial.inputs.dlse is not None:
         return []
     if 0 in (problem.B, problem.M, problem.N):
         return []
-    # A row's errors reach all columns of a sum: neither rows nor columns alone are the samples.
+    # A row's errors affect all columns of a sum, so the samples are neither rows nor columns alone.
     rows = int((trial.variances.keys_seen > 0).sum())
     findings = []
-    # A softcap moves scores by less where they are large: then a vector added to keys counts.
+    # sum_n dk = 0 does not hold with a softcap: its derivative differs between scores.
     for identity in _identities(trial)[0 if problem.softcap is None else 1 :]:
         columns = int(identity.spread.isfinite().sum())
         if not columns:
@@ -86,7 +87,7 @@ def identities(trial: Trial) -> list[Finding]:
 
 
 def _identities(trial: Trial) -> list[_Identity]:
-    """The sums of a trial. Rows that see nothing may have a dout of NaN: it is left out."""
+    """Return the identities of a trial. Excludes rows that see no key, whose dout may be NaN."""
     problem, got, variance = trial.problem, trial.got, trial.variances
     B, Hk = problem.B, problem.Hk
     assert got.dk is not None
@@ -118,7 +119,7 @@ def _identities(trial: Trial) -> list[_Identity]:
 
 
 def _beyond(trial: Trial, identity: _Identity, columns: int) -> list[Finding]:
-    """A finding where a sum is further off than the largest of so many may be; NaN is."""
+    """Return a finding if a sum is NaN or exceeds the limit for the largest of all columns."""
     most = math.sqrt(2 * SLACK * (RARE + math.log(2 * columns)))
     limit = most * identity.spread
     bad = ~(identity.error <= limit)
@@ -129,7 +130,7 @@ def _beyond(trial: Trial, identity: _Identity, columns: int) -> list[Finding]:
     return [
         Finding(
             guarantee="identities",
-            claim=f"breaks {identity.claim} by more than roundings explain",
+            claim=f"violates {identity.claim} by more than roundings explain",
             subject=trial.subject.name,
             output=identity.output,
             where=" ".join(f"{axis}={i}" for axis, i in zip("bhd", index, strict=True)),
@@ -147,10 +148,10 @@ def _beyond(trial: Trial, identity: _Identity, columns: int) -> list[Finding]:
 def _mean_finding(
     trial: Trial, identity: _Identity, mean: float, limit: float, columns: int
 ) -> Finding:
-    """A finding on all sums together."""
+    """Return a finding about the mean square over all sums."""
     return Finding(
         guarantee="identities",
-        claim=f"breaks {identity.claim}: mean square in units of the predicted spread",
+        claim=f"violates {identity.claim}: mean square error in units of the predicted spread",
         subject=trial.subject.name,
         output=identity.output,
         where="all sums together",

@@ -1,4 +1,4 @@
-"""G8, G9, G10 and G13: what must not matter: strides, neighbours, repetition, history."""
+"""G8, G9, G10 and G13: results do not depend on strides, neighbours, repetition or history."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _CONTIGUOUS = ("bhsd", "bhsd", "bhsd", "bhsd")
 
 
 def layout(trial: Trial) -> list[Finding]:
-    """G8: any strides, each tensor its own, give what contiguous copies give.
+    """G8: inputs with any strides, different for each tensor, give the same as contiguous copies.
 
-    And dout of stride 0 in every axis, as ``out.sum().backward()`` makes it, gives what ones give.
+    A dout with stride 0 in every axis, as in ``out.sum().backward()``, gives the same as a
+    contiguous tensor of ones.
     """
     problem, inputs = trial.problem, trial.inputs
     again = run_subject(trial.subject, problem, make(problem, layouts=_CONTIGUOUS))
@@ -43,12 +44,12 @@ def layout(trial: Trial) -> list[Finding]:
     summed = run_subject(
         trial.subject, problem, inputs._replace(dout=ones[:1, :1, :1, :1].expand(ones.shape))
     )
-    claim = "of out.sum().backward() is not what a dout of ones gives"
+    claim = "differs between out.sum().backward() and a contiguous dout of ones"
     return agree(full, summed, "G8 layout", claim)
 
 
 def _judged(trial: Trial, inputs: Inputs) -> Trial | None:
-    """The trial on other inputs, judged as far as ``agree`` needs it; None where out of range."""
+    """Return the trial with other inputs and what ``agree`` needs; None if it is out of range."""
     subject, problem = trial.subject, trial.problem
     got = run_subject(subject, problem, inputs)
     if len(subject.promises("G8", problem.config)) == len(OUTPUTS):
@@ -64,10 +65,10 @@ def _judged(trial: Trial, inputs: Inputs) -> Trial | None:
 
 
 def independence(trial: Trial) -> list[Finding]:
-    """G9: a batch entry and a key/value head with its group, alone, give their part of the whole.
+    """G9: one batch entry and one key/value head with its group give the same result alone.
 
-    One such slice, chosen by the seed, is computed alone on views of the same tensors; the rest of
-    the whole is then as if it were not there.
+    The seed chooses one such slice. It is computed alone, on views of the same tensors, and
+    compared with its part of the whole result.
     """
     problem = trial.problem
     if problem.B == 0 or problem.B * problem.Hk == 1:
@@ -87,23 +88,23 @@ def independence(trial: Trial) -> list[Finding]:
             None if bias is None else bias.expand(problem.B, problem.H, -1, -1)[of_rows],
         )  # fmt: skip
         part = run_subject(trial.subject, alone, inputs)
-    except NotImplementedError:  # of so few heads, say
+    except NotImplementedError:  # for example, too few heads for the subject
         return []
     whole = Outputs(*(None if x is None else x.clone() for x in trial.got))
     for name, into, piece in zip(OUTPUTS, whole, part, strict=True):
         if into is not None and piece is not None:
             into[of_keys if name in ("dk", "dv") else of_rows] = piece
-    claim = f"of b={b}, key/value head {group} alone is not that part of the whole"
+    claim = f"computed for b={b}, key/value head {group} alone differs from the whole result"
     return agree(trial, whole, "G9 independence", claim)
 
 
 def repeatable(trial: Trial) -> list[Finding]:
-    """G10: the same inputs give the same bits, run after run."""
+    """G10: repeated runs on the same inputs give bitwise equal results."""
     for _ in range(_REPEATS):
         try:
             again = run_subject(trial.subject, trial.problem, trial.inputs)
         except NotImplementedError as refusal:
-            raise SubjectError(f"refuses what it has just computed: {refusal}") from refusal
+            raise SubjectError(f"refuses a problem that it has computed: {refusal}") from refusal
         findings = agree(trial, again, "G10 repeatable", "differs from run to run")
         if findings:
             return findings
@@ -111,9 +112,9 @@ def repeatable(trial: Trial) -> list[Finding]:
 
 
 def state(trial: Trial) -> list[Finding]:
-    """G13: a call after calls of other shapes gives what the first call gave.
+    """G13: a call gives the same result after calls with other arguments.
 
-    Between the two come calls that differ from the problem in one thing each: its lengths, heads,
+    Each of the other calls differs from the problem in one property: values, a length, heads,
     head_dim, scale, mask or dtype.
     """
     for neighbour in neighbours(trial.problem):
@@ -131,15 +132,16 @@ def state(trial: Trial) -> list[Finding]:
 
 
 def neighbours(problem: Problem) -> Iterator[Problem]:
-    """Problems that differ in one thing each, of about the same cost."""
+    """Yield problems of similar cost that differ from a problem in one property each."""
     mask, scale = problem.mask, problem.scale
     for change in (
         {"seed": problem.seed ^ 1},
         {"M": problem.M + 1},
-        # Fewer, where no lengths forbid it: what a longer call leaves behind may be cut to size.
+        # Fewer keys, unless the lengths of the mask forbid it: a kernel may reuse the results or
+        # buffers of a longer call.
         {"N": problem.N - 1 if problem.N > 1 and mask.seqlens_k is None else problem.N + 1},
         {"H": problem.Hk if problem.G > 1 else 2 * problem.H},
-        # The next head_dim that is padded to the same power of two, so that nothing compiles.
+        # A head_dim that is padded to the same power of two, so that no kernel is compiled.
         {"D": (problem.D - 1 ^ 1) + 1},
         {"sm_scale": 2 * scale if scale < 1 else scale / 2},
         {"mask": dataclasses.replace(mask, causal=mask.right != 0, window_right=None)},
@@ -149,7 +151,7 @@ def neighbours(problem: Problem) -> Iterator[Problem]:
 
 
 def _difference(problem: Problem, other: Problem) -> str:
-    """What differs between two problems, such as "M=18 mask=..."."""
+    """Format the fields in which another problem differs, such as "M=18, mask=..."."""
     return ", ".join(
         f"{item.name}={getattr(other, item.name)}"
         for item in dataclasses.fields(problem)

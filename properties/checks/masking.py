@@ -1,4 +1,4 @@
-"""G3, G4 and G5: empty rows, padding and hidden pairs take no part."""
+"""G3, G4 and G5: empty rows, padding and hidden pairs do not affect the results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["dirty_padding", "empty_rows", "hidden_positions"]
 
 
 def empty_rows(trial: Trial) -> list[Finding]:
-    """G3: rows without a visible key give out = 0, lse = -inf, dq = 0, and add nothing to dk, dv.
+    """G3: rows without a visible key have out = 0, lse = -inf, dq = 0 and add nothing to dk, dv.
 
-    Their dout is ignored: a second run with NaN in it agrees everywhere.
+    Their dout and dlse are ignored: a second run with NaN there must agree everywhere.
     """
     problem = trial.problem
     empty = ~_seen(problem).any(3)
@@ -42,7 +42,7 @@ def empty_rows(trial: Trial) -> list[Finding]:
 
 
 def dirty_padding(trial: Trial) -> list[Finding]:
-    """G4: whatever stands in padding changes nothing elsewhere, and its gradient is exactly 0."""
+    """G4: values in padding do not affect other elements, and their gradients are exactly 0."""
     problem = trial.problem
     rows, keys = length_tensors(problem)
     row_padding = torch.arange(problem.M, device=problem.device) >= rows.view(-1, 1, 1)
@@ -56,15 +56,16 @@ def dirty_padding(trial: Trial) -> list[Finding]:
         claim = "is not exact on padding"
         findings += exact(trial, name, got, want.to(got.dtype), padding, "G4 dirty padding", claim)
     clean = run_subject(trial.subject, problem, make(problem, dirty="zero"))
-    return findings + agree(trial, clean, "G4 dirty padding", "depends on what stands in padding")
+    return findings + agree(trial, clean, "G4 dirty padding", "depends on values in padding")
 
 
 def hidden_positions(trial: Trial) -> list[Finding]:
-    """G5: a pair that the mask hides adds exactly nothing, to the row nor to the key.
+    """G5: a hidden pair affects neither the results of its row nor those of its key.
 
-    One key of each batch entry is replaced by extreme finite values: rows that do not see it keep
-    out, lse, dq. Then one row: keys that it does not see keep dk, dv. Where the lse of an extreme
-    query overflows, its P is 0 whatever dP is: so every other seed makes dout alone extreme.
+    One key of each batch entry is replaced by extreme finite values: out, lse and dq of rows that
+    do not see it must not change. Then one row is replaced: dk and dv of keys that it does not see
+    must not change. An extreme query may make lse overflow, so that P is 0 for any dP; for every
+    other seed, only dout of the row is extreme.
     """
     problem = trial.problem
     if 0 in (problem.B, problem.M, problem.N):
@@ -93,16 +94,16 @@ def hidden_positions(trial: Trial) -> list[Finding]:
 
 
 def _seen(problem: Problem) -> torch.Tensor:
-    """The dense mask, expanded to (B, H, M, N)."""
+    """Return the dense mask, expanded to (B, H, M, N)."""
     sizes = problem.B, problem.H, problem.M, problem.N
     return problem.mask.dense(*sizes, device=problem.device).expand(*sizes)
 
 
 def _pick(problem: Problem, name: str, seen: torch.Tensor) -> torch.Tensor:
-    """An index of axis 2 of ``seen`` (B, H, size, others) per batch entry, (B,).
+    """Pick an index along axis 2 of ``seen`` (B, H, size, others) for each batch entry, (B,).
 
-    Best one that sees some of the others and not all: of those that see none nothing is read. Next
-    best one from which something is hidden.
+    Prefers an index that sees some but not all of the others, then one that does not see all. A
+    kernel may skip an index that sees none of the others.
     """
     hidden = (~seen).any(3).any(1)
     partly = ((~seen).any(3) & seen.any(3)).any(1)
@@ -111,6 +112,9 @@ def _pick(problem: Problem, name: str, seen: torch.Tensor) -> torch.Tensor:
 
 
 def _extreme(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """x (B, heads, rows, columns) with the largest finite values, signs alternating, at rows."""
+    """Replace rows of x (B, heads, rows, columns) by the largest finite value, signs alternating.
+
+    ``at`` is bool of shape (B, rows).
+    """
     sign = 1 - 2 * (torch.arange(x.shape[3], device=x.device) % 2)
     return torch.where(at[:, None, :, None], torch.finfo(x.dtype).max * sign.to(x.dtype), x)

@@ -1,4 +1,4 @@
-"""G6, G7 and G12: what is written, what is read, and how far apart it may lie."""
+"""G6, G7 and G12: writes, reads, and offsets of more than 2**31 elements."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from fa_verify.properties.inputs.tensors import make
 
 __all__ = ["far_offsets", "full_overwrite", "reads_in_bounds"]
 
-# Offsets that int32 cannot hold, in elements; and how far apart elements lie, so that the offset of
-# a tile that begins before the last row passes it too.
+# The smallest offset in elements that int32 cannot hold, and the distance from a tensor's first to
+# its last element. The distance is larger, so that the offset of a tile that begins before the last
+# row exceeds int32 too.
 _FAR = 2**31
 _REACH = _FAR + _FAR // 8
-# What tensors and far rows start at multiples of, in elements, so that they are aligned.
+# Alignment of tensors and distant rows, in elements.
 _UNIT = 64
-_MAP_NORESERVE = 0x4000  # of Linux; the module names it from Python 3.13 on
+_MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE exists from Python 3.13 on
 
 
 def full_overwrite(trial: Trial) -> list[Finding]:
-    """G6: every element of every output is written, and nothing outside them.
+    """G6: every element of every output is written, and nothing outside of the outputs.
 
-    The problem runs again with every allocation started as NaN and surrounded by guard bands. What
-    a library allocates inside an operator of its own is not seen.
+    Runs the problem again with every allocation filled with NaN and surrounded by guard bands. Does
+    not cover allocations inside a library's own operators.
     """
     with GuardBands() as guards:
         again = run_subject(trial.subject, trial.problem, trial.inputs)
@@ -41,13 +42,13 @@ def full_overwrite(trial: Trial) -> list[Finding]:
         if value is None:
             continue
         unwritten = value.isnan() & ~want.isnan()
-        claim = "is not written everywhere: what was allocated as NaN is still there"
+        claim = "is not written everywhere: elements still hold the NaN of their allocation"
         findings += found_where(trial, name, unwritten, value, want, "G6 full overwrite", claim)
     return findings + [_overrun(trial, again, found) for found in guards.overruns()]
 
 
 def _overrun(trial: Trial, outputs: Outputs[torch.Tensor | None], found: Overrun) -> Finding:
-    """A finding on memory that belongs to nobody."""
+    """Return a finding for a write to a guard band."""
     storage = found.tensor.untyped_storage().data_ptr()
     names = [
         name
@@ -73,30 +74,30 @@ def _overrun(trial: Trial, outputs: Outputs[torch.Tensor | None], found: Overrun
 
 
 def reads_in_bounds(trial: Trial) -> list[Finding]:
-    """G7: nothing outside the tensors' own elements influences a result.
+    """G7: memory outside of the tensors' elements does not affect the results.
 
-    The problem runs with the same strides, but the largest finite values instead of NaN around and
-    between the rows.
+    Runs the problem again with the same strides, but with the largest finite values instead of NaN
+    around and between the rows.
     """
     problem = trial.problem
     largest = torch.finfo(trial.inputs.q.dtype).max
     again = run_subject(trial.subject, problem, make(problem, around=largest))
     return agree(
-        trial, again, "G7 reads in bounds", "depends on what lies outside its inputs' elements"
+        trial, again, "G7 reads in bounds", "depends on memory outside of its inputs' elements"
     )
 
 
 def far_offsets(trial: Trial) -> list[Finding]:
-    """G12: elements 2**31 and more apart are read where they are.
+    """G12: elements that lie 2**31 elements or more apart are addressed correctly.
 
     Each tensor has one axis, chosen by the seed, along which its elements lie that far apart, in
-    memory that no other tensor of the problem uses. An offset that wraps lands in memory that holds
-    NaN (on a CPU 0: there the memory is never touched). Rows stay in one piece, which a kernel may
-    load as wide as it can, for odd seeds, and for a subject that declares to need that.
+    memory that no other tensor of the problem uses. An offset that wraps around reads NaN (on a
+    CPU 0, since that memory is never touched). Rows stay contiguous, so that a kernel may use wide
+    loads, for odd seeds and for subjects that do not declare the layout "strided".
 
     Raises:
-        MemoryError: The device has too little memory: 2**32 elements and some are needed, on a CPU
-            as address space only.
+        MemoryError: The device has too little memory. The check needs somewhat more than 2**32
+            elements; on a CPU this is address space only.
     """
     problem = trial.problem
     shapes = [tuple(x.shape) for x in trial.inputs.tensors]
@@ -118,7 +119,7 @@ def far_offsets(trial: Trial) -> list[Finding]:
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies, in elements."""
+    """The position of a tensor, in elements."""
 
     start: int
     strides: tuple[int, ...]
@@ -127,12 +128,13 @@ class _Place(NamedTuple):
 def _far_places(
     shapes: Sequence[tuple[int, ...]], first: int, *, whole_rows: bool
 ) -> tuple[list[_Place], int]:
-    """A place for each tensor, apart from all others, and how many elements they span.
+    """Return disjoint places for tensors, each with a distant axis, and the number of elements.
 
-    A tensor that has an axis longer than 1 lies far along one: 2**31 elements or more from its
-    first to its last. Counting starts at the axis number ``first``, and passes over the columns
-    where rows stay whole and there is another axis. All far strides are multiples of the room that
-    the tensors take together without their far axes, and each has a part of that room to itself.
+    Along its distant axis a tensor spans 2**31 elements or more. It is an axis longer than 1; the
+    choice starts at the axis number ``first`` and advances with each tensor. With ``whole_rows``
+    the columns are not chosen if there is another axis. All distant strides are multiples of the
+    room that the tensors take together without their distant axes, and each tensor has its own part
+    of that room.
     """
     far, rooms = [], []
     for number, shape in enumerate(shapes):
@@ -160,7 +162,7 @@ def _far_places(
 
 
 def _arena(elements: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that holds nothing yet: NaN on a GPU; on a CPU zeros, and only where it is touched."""
+    """Allocate memory filled with NaN on a GPU; on a CPU zeros, committed only where touched."""
     size = elements * dtype.itemsize
     short = f"offsets past 2**31 need {size / 2**30:.0f} GiB of memory on {device}"
     if device == "cuda":
@@ -168,7 +170,7 @@ def _arena(elements: int, device: str, dtype: torch.dtype) -> torch.Tensor:
         if free < size + 2**30:
             raise MemoryError(short)
         return torch.full((elements,), math.nan, dtype=dtype, device=device)
-    # Address space without memory behind it, as far as the system lets a process reserve it.
+    # Reserve address space without committing memory, as far as the system permits.
     lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
         return torch.frombuffer(mmap.mmap(-1, size, flags=lazily), dtype=dtype)

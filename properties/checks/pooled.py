@@ -1,7 +1,7 @@
-"""Pooled probabilities: what holds of them, each guarantee a function from a trial to its findings.
+"""The guarantees of pooled probabilities, each a function from a trial to its findings.
 
-A subject that pools says so by a call of that name; of others nothing is asked. How large the
-blocks are follows from the problem's seed, so the problem alone replays a failure.
+The checks apply to subjects with a ``pooled`` callable and return no findings for others. The block
+size follows from the problem's seed, so that the problem alone replays a failure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CONTIGUOUS = ("bhsd", "bhsd", "bhsd", "bhsd")
 
 
 def pool_size(subject: Subject, problem: Problem) -> tuple[int, int]:
-    """Rows and keys of a block, of the seed: one pair, primes, tiles, more than there are."""
+    """Return the rows and keys of a block: from 1 to more than M and N, chosen by the seed."""
     seed = problem.all_seeds[0]
     sizes = []
     for length, tile in zip((problem.M, problem.N), subject.tile_of(problem), strict=True):
@@ -49,12 +49,12 @@ def pool_size(subject: Subject, problem: Problem) -> tuple[int, int]:
 
 
 def _pool(problem: Problem) -> str:
-    """The kind of pooling that a second run is about, of the seed."""
+    """Return the kind of pooling for checks of a second run, chosen by the seed."""
     return POOLS[problem.all_seeds[0] % len(POOLS)]
 
 
 def _run(trial: Trial, pool: str, inputs: Inputs | None = None) -> torch.Tensor:
-    """What the subject pools, of the trial's inputs or of others."""
+    """Return the subject's pooled probabilities for the trial's inputs or for others."""
     size = pool_size(trial.subject, trial.problem)
     given = trial.inputs if inputs is None else inputs
     # On a CPU a write out of bounds would corrupt the heap.
@@ -63,7 +63,7 @@ def _run(trial: Trial, pool: str, inputs: Inputs | None = None) -> torch.Tensor:
 
 
 def _want(trial: Trial, pool: str) -> torch.Tensor:
-    """The oracle's pooled probabilities."""
+    """Return the oracle's pooled probabilities."""
     problem = trial.problem
     return pooled_probabilities(
         trial.inputs.q, trial.inputs.k, mask=problem.mask, sm_scale=problem.scale,
@@ -72,7 +72,7 @@ def _want(trial: Trial, pool: str) -> torch.Tensor:
 
 
 def _bound(trial: Trial, pool: str) -> torch.Tensor:
-    """How far a correct kernel's may be from them."""
+    """Return the error bound of the pooled probabilities."""
     problem = trial.problem
     return pooled_bound(
         trial.inputs.q, trial.inputs.k, mask=problem.mask, sm_scale=problem.scale,
@@ -82,25 +82,25 @@ def _bound(trial: Trial, pool: str) -> torch.Tensor:
 
 
 def accuracy(trial: Trial) -> list[Finding]:
-    """G1: every pooled probability lies within the derived bound of the float64 oracle.
+    """G1: every pooled probability lies within the derived bound around the float64 oracle.
 
-    It is 0 where nothing is visible, so that is exact.
+    Without a visible pair the bound is 0, so the result must be exact.
     """
     return _near(trial, "G1 accuracy", "leaves the derived bound", None)
 
 
 def logic(trial: Trial) -> list[Finding]:
-    """T3: in float64, every pooled probability within 1e-12 of its value where |s| <= 100."""
+    """T3: in float64, every pooled probability is within 1e-12 of its value, if |s| <= 100."""
     if trial.problem.dtype != "fp64" or trial.judgement.max_score > LOGIC_SCORE:
         return []
     return _near(trial, "T3 logic in float64", "differs by more than rounding", LOGIC_SHARE)
 
 
 def _near(trial: Trial, guarantee: str, claim: str, share: float | None) -> list[Finding]:
-    """Findings of either pooling where it is further off than its bound, or a share of its value.
+    """Return findings where the error exceeds the bound or, with ``share``, that part of the value.
 
     Raises:
-        RuntimeError: A bound is not finite although the problem is in range: the suite is at fault.
+        RuntimeError: A bound is not finite although the problem is in range, an error of the suite.
     """
     if trial.subject.pooled is None:
         return []
@@ -110,7 +110,7 @@ def _near(trial: Trial, guarantee: str, claim: str, share: float | None) -> list
         limit = _bound(trial, pool) if share is None else share * want + LOGIC_UNDERFLOW
         if not bool(limit.isfinite().all()):
             problem = trial.problem.to_json()
-            raise RuntimeError(f"the bound is not finite, so nothing is judged: {problem}")
+            raise RuntimeError(f"the bound is not finite, so nothing was judged: {problem}")
         got = _run(trial, pool)
         ratio = ratios(got, want, limit)
         findings += _found(trial, pool, ratio > 1, ratio, (got, want, limit), guarantee, claim)
@@ -118,37 +118,38 @@ def _near(trial: Trial, guarantee: str, claim: str, share: float | None) -> list
 
 
 def dirty_padding(trial: Trial) -> list[Finding]:
-    """G4: whatever stands in padding changes nothing."""
+    """G4: values in padding do not affect the result."""
     return _again(
         trial, make(trial.problem, dirty="zero"), "G4 dirty padding",
-        "depends on what stands in padding",
+        "depends on values in padding",
     )  # fmt: skip
 
 
 def layout(trial: Trial) -> list[Finding]:
-    """G8: any strides give what contiguous copies give."""
+    """G8: inputs with any strides give the same as contiguous copies."""
     contiguous = make(trial.problem, layouts=_CONTIGUOUS)
     return _again(trial, contiguous, "G8 layout", "depends on the strides of its inputs")
 
 
 def reads_in_bounds(trial: Trial) -> list[Finding]:
-    """G7: the largest finite values around and between the rows give what NaN there gives."""
+    """G7: memory around and between the rows does not affect the result."""
     largest = torch.finfo(trial.inputs.q.dtype).max
     return _again(
         trial, make(trial.problem, around=largest), "G7 reads in bounds",
-        "depends on what lies outside its inputs' elements",
+        "depends on memory outside of its inputs' elements",
     )  # fmt: skip
 
 
 def repeatable(trial: Trial) -> list[Finding]:
-    """G10: the same inputs give the same bits."""
+    """G10: repeated runs on the same inputs give bitwise equal results."""
     return _again(trial, trial.inputs, "G10 repeatable", "differs from run to run")
 
 
 def hidden_positions(trial: Trial) -> list[Finding]:
-    """G5: a key changes no block whose rows do not see it, whatever finite values it has.
+    """G5: the values of a key do not affect blocks whose rows do not see it.
 
-    Of each batch entry it is the valid key that is hidden from most rows which see something.
+    One key of each batch entry is replaced by the largest finite value: the valid key that is
+    hidden from the most non-empty rows.
     """
     problem = trial.problem
     if 0 in (problem.B, problem.M, problem.N):
@@ -160,7 +161,7 @@ def hidden_positions(trial: Trial) -> list[Finding]:
     k = trial.inputs.k
     extreme = torch.where(at_key[:, None, :, None], torch.finfo(k.dtype).max, k)
     blind = ~(seen & at_key[:, None, None, :]).any(3)
-    # Blocks of rows none of which sees it.
+    # Blocks in which no row sees the key.
     rows = pool_size(trial.subject, problem)[0]
     starts = range(0, problem.M, rows)
     of_blocks = torch.stack([blind[:, :, m : m + rows].all(2) for m in starts], 2).unsqueeze(3)
@@ -171,9 +172,9 @@ def hidden_positions(trial: Trial) -> list[Finding]:
 
 
 def independence(trial: Trial) -> list[Finding]:
-    """G9: a batch entry and a key/value head with its group, alone, give their part of the whole.
+    """G9: one batch entry and one key/value head with its group give the same result alone.
 
-    One such slice, chosen by the seed.
+    The seed chooses the slice.
     """
     problem = trial.problem
     if trial.subject.pooled is None or problem.B == 0 or problem.B * problem.Hk == 1:
@@ -191,18 +192,18 @@ def independence(trial: Trial) -> list[Finding]:
     first = _run(trial, pool)
     again = first.clone()
     again[of_rows] = part
-    claim = f"of b={b}, key/value head {group} alone is not that part of the whole"
+    claim = f"computed for b={b}, key/value head {group} alone differs from the whole result"
     return _agree(trial, pool, first, again, "G9 independence", claim)
 
 
 def full_overwrite(trial: Trial) -> list[Finding]:
-    """G6: every pooled probability is written, and nothing outside: allocations start as NaN."""
+    """G6: every pooled probability is written, and nothing outside of the result."""
     if trial.subject.pooled is None:
         return []
     pool, size = _pool(trial.problem), pool_size(trial.subject, trial.problem)
     with GuardBands() as guards:
         got = run_pooled(trial.subject, trial.problem, trial.inputs, pool, size)
-    claim = "is not written everywhere: what was allocated as NaN is still there"
+    claim = "is not written everywhere: elements still hold the NaN of their allocation"
     zeros = torch.zeros_like(got)
     guarantee = "G6 full overwrite"
     findings = _found(trial, pool, got.isnan(), zeros, (got, zeros, zeros), guarantee, claim)
@@ -227,7 +228,7 @@ def _again(
     claim: str,
     compared: torch.Tensor | None = None,
 ) -> list[Finding]:
-    """Findings where other inputs, of the same meaning, give something else."""
+    """Return findings where equivalent inputs give a different result."""
     if trial.subject.pooled is None:
         return []
     pool = _pool(trial.problem)
@@ -244,18 +245,19 @@ def _agree(
     claim: str,
     compared: torch.Tensor | None = None,
 ) -> list[Finding]:
-    """Findings where two runs differ: in a bit where that is promised, else in leaving the bound.
+    """Return findings where two runs differ, bitwise if promised, else in exceeding the bound.
 
-    What is wrong in both is accuracy's to report.
+    A block that is wrong in both runs is reported by the accuracy check.
 
     Args:
-        trial: What they are runs of.
-        pool: Which pooling.
-        first: Of the trial's own inputs.
-        again: The second run's.
-        guarantee: Such as "G8 layout"; its first word is looked up among the promises.
-        claim: What was expected, a clause.
-        compared: Bool that expands to the blocks: where they must agree; None is everywhere.
+        trial: The trial.
+        pool: Kind of pooling.
+        first: Result for the trial's own inputs.
+        again: Result of the second run.
+        guarantee: The guarantee, such as "G8 layout". Its first word is looked up in the subject's
+            bitwise promises.
+        claim: Description of the fault, such as "differs from run to run".
+        compared: Bool that is expanded to the blocks: where they must agree; None is everywhere.
     """
     limit = torch.zeros_like(first, dtype=torch.float64)
     want, bad = first.to(torch.float64), ~same_bits(first, again)
@@ -279,7 +281,7 @@ def _found(
     guarantee: str,
     claim: str,
 ) -> list[Finding]:
-    """A finding if a block is bad, at the worst of them; ``values`` are got, want and bound."""
+    """Return a finding at the worst bad block, if any. ``values`` are ``got, want, bound``."""
     if not bad.any():
         return []
     problem, size = trial.problem, pool_size(trial.subject, trial.problem)

@@ -1,7 +1,7 @@
-"""Statistics of errors: the mean square and the mean of all errors, for faults too small for it.
+"""Statistics of errors, which detect faults that are too small for the bound.
 
-A bound must let a single error be as large as all roundings together can make it. Over many rows
-the errors of a correct kernel have a known mean square, and no preferred sign.
+The bound must allow a single error to be as large as all roundings together can make it. Over many
+rows the errors of a correct kernel have a known mean square and no preferred sign.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ __all__ = [
     "rms",
 ]
 
-# A correct kernel exceeds a limit once in exp(RARE) times at most: 1e-8.
+# A correct kernel exceeds a limit with a probability of at most exp(-RARE), about 1e-8.
 RARE = 18.0
-# How far the predicted mean square may itself be off: a square of 0.92 to 1.10 was observed on
-# kernels that others wrote.
+# Allowed error of the predicted mean square itself. 0.92 to 1.10 of the prediction was observed on
+# kernels of other projects.
 SLACK = 1.15
-# Below it the errors of a row, or a key, are those of a few products and follow no average.
+# Smallest number of terms in a row or key: the errors of a few products do not average out.
 FEWEST = 8
-# Of head_dim and head_dim_v: a dot of fewer columns has heavy tails, so that a few rows, and the
-# error of their delta, dominate the gradients of all keys alike.
+# Smallest head_dim and head_dim_v. Dot products over fewer columns have heavy tails, so that a few
+# rows and the errors of their delta dominate the gradients of all keys.
 _FEWEST_COLUMNS = 8
-# Scores need a spread: of many equal weights every cast errs alike. With a wide one, a single key
-# takes a row, and its errors with it.
+# Limits of the standard deviation of scores. With equal weights every cast has the same error. With
+# a large spread a single key dominates a row and its error.
 _SPREADS = (0.1, 2.0)
-# Of softcap, in the largest of these spreads: a narrower one makes scores alike again.
+# Smallest softcap in units of the largest spread: a smaller one makes the scores nearly equal.
 _WIDEST = 2.0
-# Of ALiBi: slopes leave a row a few keys.
+# Families of ALiBi slopes without effect: with a slope a few keys dominate a row.
 _FLAT_ALIBI = (NO_ALIBI, "none_at_all")
-# Of a bias: the others leave a row a few keys, or shift its lse far off.
+# Families of biases: with others a few keys dominate a row, or lse is shifted far.
 _FLAT_BIAS = (NO_BIAS, "normal")
-_FEWEST_ROWS = 64  # whose spread is taken from themselves
-_PRODUCTS = 16  # a tensor core adds this many products at a time
+_FEWEST_ROWS = 64  # needed to estimate the spread of the rows' means
+_PRODUCTS = 16  # number of products that a tensor core adds at a time
 
 
 @dataclass(frozen=True)
 class _Errors:
-    """One output's errors in units of their predicted spread.
+    """The errors of one output in units of their predicted spread.
 
     Args:
-        name: Of the output.
-        z: (rows, D or Dv): of the rows (dk, dv: keys) that count; NaN stays NaN.
-        toward: Its sign turned so that negative is toward zero.
-        drift: How far a correct kernel's ``toward`` may be from 0 on average.
-        places: (rows, 3): batch entry, head, row of each.
+        name: Name of the output.
+        z: (rows, D or Dv): the errors in the rows (dk and dv: keys) that count; NaN stays NaN.
+        toward: ``z`` times the sign of the true value, so that negative is toward zero.
+        drift: Largest mean of ``toward`` for a correct kernel, same shape.
+        places: (rows, 3): batch entry, head and row of each.
     """
 
     name: str
@@ -73,11 +73,11 @@ class _Errors:
 
 
 def is_valid(problem: Problem) -> bool:
-    """Whether errors of the problem follow the predicted variances.
+    """Return whether the errors of a problem follow the predicted variances.
 
-    They do for 16-bit dtypes, where the modelled roundings outweigh all others; continuous values
-    that are independent between heads; scores neither all alike nor dominated by one key; dots of
-    enough columns.
+    This requires a 16-bit dtype, for which the modelled roundings outweigh all others. The values
+    must be continuous and independent between heads, and the scores neither equal nor dominated by
+    one key. The dot products must have enough columns.
     """
     low, high = _SPREADS
     return (
@@ -93,9 +93,10 @@ def is_valid(problem: Problem) -> bool:
 
 
 def mean_square_limit(samples: float) -> float:
-    """What the mean square of so many errors, in units of their spreads, exceeds only rarely.
+    """Return the limit for the mean square of ``samples`` errors, in units of their spreads.
 
-    With probability 1 - exp(-x), the mean of n squares stays below 1 + 2 sqrt(x / n) + 2 x / n.
+    With probability 1 - exp(-x), the mean of n squares stays below 1 + 2 sqrt(x / n) + 2 x / n. The
+    limit uses x = ``RARE`` and a factor of ``SLACK``.
 
     Source: Laurent and Massart 2000 (doi 10.1214/aos/1015957395), lemma 1.
     """
@@ -103,63 +104,64 @@ def mean_square_limit(samples: float) -> float:
 
 
 def rms(trial: Trial) -> list[Finding]:
-    """The mean square of error / predicted spread is about 1 in each of out, dq, dk, dv.
+    """RMS: the mean square of error / predicted spread is about 1 in out, dq, dk and dv.
 
-    Only excess counts: rounding less than assumed is no fault. Errors of one row are correlated
-    (they share the casts of P and delta), so a row counts as one sample, as if its errors were all
-    the same.
+    Only a larger value is a finding: a kernel may round less than assumed. The errors of a row are
+    correlated, as they share the casts of P and delta, so a row counts as one sample.
     """
     return [x for errors in _errors(trial) for x in _mean_square(trial, errors)]
 
 
 def mean_squares(trial: Trial) -> dict[str, float]:
-    """What ``rms`` looks at, by output: the mean square of error / predicted spread, about 1.
+    """Return the mean square of error / predicted spread by output, as used by ``rms``.
 
-    Nothing where the model does not speak of the problem.
+    Returns an empty dict if ``is_valid`` is False for the problem.
     """
     return {errors.name: float(errors.z.square().mean()) for errors in _errors(trial)}
 
 
 def bias(trial: Trial) -> list[Finding]:
-    """The mean of error / predicted spread, signed by the true value, is 0 in out, dq, dk, dv.
+    """The mean of error / predicted spread, times the sign of the true value, is 0.
 
-    Negative is toward zero, as truncation errs. The values have both signs, so a correct kernel's
-    errors have none. A row is one sample; the spread of a row's mean is taken from the rows. Two
-    things drift, and widen the limit element by element: a truncating accumulator (tensor cores),
-    by up to 2 u per addition of 16 products, and rounding to nearest itself, by u_in of a spread,
-    where larger values are rarer than smaller ones.
+    Checks out, dq, dk and dv. A negative mean is toward zero, as with truncation. The values have
+    both signs, so the errors of a correct kernel have no preferred direction. A row counts as one
+    sample; the spread of the rows' means is estimated from the rows.
+
+    Two effects of correct kernels widen the limit of each element. The accumulators of tensor cores
+    truncate, by up to 2 u per addition of 16 products. Rounding to nearest itself drifts by u_in of
+    a spread, because larger values are rarer than smaller ones.
     """
     return [x for errors in _errors(trial) for x in _mean(trial, errors)]
 
 
 def _mean_square(trial: Trial, errors: _Errors) -> list[Finding]:
-    """``rms`` of one output."""
+    """Check ``rms`` for one output."""
     rows = errors.z.square().mean(1)
     limit = mean_square_limit(len(rows))
     mean = float(rows.mean())
     if mean <= limit:
         return []
-    claim = "errs more than its roundings explain: mean square in units of the predicted"
+    claim = "has larger errors than its roundings explain: mean square in units of the predicted"
     return [_finding(trial, errors, "RMS", claim, rows, mean, 1.0, limit - 1)]
 
 
 def _mean(trial: Trial, errors: _Errors) -> list[Finding]:
-    """``bias`` of one output."""
+    """Check ``bias`` for one output."""
     rows = errors.toward.mean(1)
     if len(rows) < _FEWEST_ROWS:
         return []
-    # No less than that of independent errors, should the rows agree by chance.
+    # At least the spread of independent errors, in case the rows agree by chance.
     spread = math.sqrt(max(float(rows.var()), 1 / errors.z.shape[1]))
     limit = spread * math.sqrt(2 * SLACK * RARE / len(rows)) + float(errors.drift.mean())
     mean = float(rows.mean())
     if abs(mean) <= limit:
         return []
-    claim = "errs to one side: mean error away from zero in units of the predicted spread,"
+    claim = "has one-sided errors: mean error away from zero in units of the predicted spread,"
     return [_finding(trial, errors, "bias", claim, rows.abs(), mean, 0.0, limit)]
 
 
 def _errors(trial: Trial) -> Iterator[_Errors]:
-    """The errors of the outputs that the model speaks of, if it speaks of the problem at all."""
+    """Yield the errors of out, dq, dk and dv; none if ``is_valid`` is False."""
     problem = trial.problem
     if not is_valid(problem):
         return
@@ -192,7 +194,7 @@ def _finding(
     want: float,
     bound: float,
 ) -> Finding:
-    """A finding on a mean over rows, which names the row that contributes most."""
+    """Return a finding about a mean over rows that names the row which contributes most."""
     worst = int(rows.nan_to_num(nan=torch.inf).argmax())
     axes = "bhm" if errors.name in ("out", "dq") else "bhn"
     place = " ".join(

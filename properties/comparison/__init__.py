@@ -1,5 +1,5 @@
-"""Comparisons of tensors that NaN cannot pass, and the findings that they report.
+"""Comparisons of tensors in which NaN never passes, and the findings that they report.
 
-``agreement`` compares two runs, ``compare`` a run with the oracle. Which runs are compared is
-decided in ``checks``.
+``agreement`` compares two runs, ``compare`` defines ratios and findings. ``checks`` decides which
+runs to compare.
 """

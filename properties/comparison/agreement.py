@@ -1,4 +1,4 @@
-"""Two runs that must agree: to the bit where that is promised, else both within the bound."""
+"""Compare a run with the oracle, or two runs with each other, bitwise or within the bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,16 @@ def within(
     claim: str,
     compared: Outputs[torch.Tensor | None] | None = None,
 ) -> list[Finding]:
-    """A finding for each output with an element further than ``limits`` from the oracle's."""
+    """Return a finding for each output with an element further than its limit from the oracle's.
+
+    Args:
+        trial: The judged run.
+        got: The outputs to compare; None is skipped.
+        limits: Largest error of each element of each output, float64.
+        guarantee: See ``Finding``.
+        claim: See ``Finding``.
+        compared: Bool, elements to compare; None compares all.
+    """
     of_outputs = []
     for place, name in enumerate(OUTPUTS):
         value, want, limit = got[place], trial.want[place], limits[place]
@@ -34,7 +43,7 @@ def within(
         if part is not None:
             bad = bad & part
         of_outputs.append((name, value, want, limit, part, ratio, bad))
-    # One answer from a GPU for all outputs.
+    # Synchronise with the GPU once for all outputs.
     any_bad = torch.stack([bad.any() for *_, bad in of_outputs]).tolist() if of_outputs else []
     return [
         Finding.at(
@@ -66,7 +75,10 @@ def exact(
     guarantee: str,
     claim: str,
 ) -> list[Finding]:
-    """A finding if bits differ anywhere in ``compared``, bool that expands to the output."""
+    """Return a finding if ``got`` and ``want`` differ bitwise where ``compared`` is True.
+
+    ``compared`` is a bool tensor that is expanded to the shape of the output.
+    """
     compared = compared.expand_as(got)
     bad = compared & ~same_bits(got, want)
     return found_where(trial, name, bad, got, want, guarantee, claim, compared)
@@ -82,7 +94,7 @@ def found_where(
     claim: str,
     compared: torch.Tensor | None = None,
 ) -> list[Finding]:
-    """A finding if anything is bad, at the element furthest from ``want``; NaN is furthest."""
+    """Return a finding at the bad element furthest from ``want``, if any; NaN is furthest."""
     if not bad.any():
         return []
     badness = (got.to(torch.float64) - want.to(torch.float64)).abs().nan_to_num(nan=torch.inf)
@@ -112,19 +124,20 @@ def agree(
     keys: torch.Tensor | None = None,
     only: tuple[str, ...] = OUTPUTS,
 ) -> list[Finding]:
-    """Findings where a second run of a trial's problem differs from the first.
+    """Return findings where a second run of a trial's problem differs from the first.
 
-    Of outputs that the subject promises to the bit, bits are compared; others differ where one of
-    them, but not the other, leaves the bound around the oracle's result: what is wrong in both is
-    accuracy's to report.
+    Outputs that the subject promises bitwise are compared bitwise. Other outputs differ where
+    exactly one of the two runs exceeds the bound around the oracle's result. An element that is
+    wrong in both runs is reported by the accuracy check.
 
     Args:
         trial: The first run.
-        again: The outputs of the second.
-        guarantee: Such as "G8 layout"; its first word is looked up among the promises.
-        claim: What was expected, a clause.
-        rows: Bool (B,H,M): where out, lse and dq must agree; None is everywhere.
-        keys: Bool (B, 1 or Hk, N): where dk and dv must; None is everywhere.
+        again: The outputs of the second run.
+        guarantee: The guarantee, such as "G8 layout". Its first word is looked up in the subject's
+            bitwise promises.
+        claim: Description of the fault, such as "differs from run to run".
+        rows: Bool (B, H, M): where out, lse and dq must agree; None is everywhere.
+        keys: Bool (B, 1 or Hk, N): where dk and dv must agree; None is everywhere.
         only: The outputs to compare.
     """
     parts = [_part(rows if name in OF_ROWS else keys, name) for name in OUTPUTS]
@@ -149,14 +162,14 @@ def agree(
 def _outside_in_one(
     trial: Trial, place: int, second: torch.Tensor, part: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Values of whichever run leaves the bound, and where not both do, out of a part."""
+    """Return the values of the run that exceeds the bound, and where at most one of them does."""
     first, want, bound = trial.got[place], trial.want[place], trial.judgement.bound[place]
-    assert first is not None  # a subject returns lse, or has a backward pass, always or never
+    assert first is not None  # a subject returns the same outputs in every run
     was_outside = ratios(first, want, bound) > 1
     one = ~(was_outside & (ratios(second, want, bound) > 1))
     return torch.where(was_outside, first, second), one if part is None else one & part
 
 
 def _part(where: torch.Tensor | None, name: str) -> torch.Tensor | None:
-    """Rows or keys as a mask on an output: one axis more, but for lse."""
+    """Add an axis to a mask of rows or keys, except for lse, to broadcast it to an output."""
     return where if where is None or name == "lse" else where.unsqueeze(3)

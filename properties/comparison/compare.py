@@ -1,4 +1,4 @@
-"""Comparisons that NaN cannot pass, and what they say when they fail."""
+"""Comparisons in which NaN never passes, and the failure messages that they produce."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["TILES", "Finding", "Violation", "ratios", "same_bits", "worst", "worst_of_parts"]
 
-# Kinds of tiles, by what a kernel does differently there.
+# Kinds of tiles that a kernel treats differently.
 TILES = ("padding", "single", "ragged tail", "mask edge", "inner")
 
 _AXES = {"out": "bhmd", "lse": "bhm", "dq": "bhmd", "dk": "bhnd", "dv": "bhnd", "dbias": "bhmn"}
 
 
 def ratios(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """|got - want| / bound in float64; NaN counts as infinite, equal infinities as 0."""
+    """Return ``|got - want| / bound`` in float64; NaN gives infinity, equal infinities give 0."""
     got = got.to(torch.float64)
     error = (got - want).abs()
     ratio = torch.where(got == want, 0.0, error / bound)
@@ -29,17 +29,17 @@ def ratios(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> torch.
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where a and b are equal to the bit: +0 equals -0, any NaN any NaN."""
+    """Return where a and b are bitwise equal, with +0 equal to -0 and any NaN to any NaN."""
     return (a == b) | (a.isnan() & b.isnan())
 
 
 def worst(*of_ratios: torch.Tensor) -> list[float]:
-    """The largest ratio of each tensor, 0 for an empty one; waits for a GPU once."""
+    """Return the largest ratio of each tensor, 0 for an empty one. Synchronises a GPU once."""
     return [largest for (largest,) in worst_of_parts(1, *of_ratios)]
 
 
 def worst_of_parts(parts: int, *of_ratios: torch.Tensor) -> list[list[float]]:
-    """The largest ratios of each tensor, in so many equal parts of its first axis, as ``worst``."""
+    """Return the largest ratio in each of ``parts`` equal parts of every tensor's first axis."""
     largest = [
         ratio.reshape(parts, -1).amax(1) if ratio.numel() else ratio.new_zeros(parts)
         for ratio in of_ratios
@@ -50,26 +50,26 @@ def worst_of_parts(parts: int, *of_ratios: torch.Tensor) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One violated guarantee at its worst element; ``str`` is the failure message.
+    """A violated guarantee, at its worst element. ``str(finding)`` is the failure message.
 
     Args:
-        guarantee: Such as "G1 accuracy".
-        claim: What was expected, a clause.
+        guarantee: The guarantee, such as "G1 accuracy".
+        claim: Description of the fault, such as "leaves the derived bound".
         subject: Name of the subject.
         output: Name of the output.
         where: The worst element, such as "b=0 h=1 m=33 d=5".
-        got: Its value.
-        want: What it should be.
-        bound: The largest error allowed there (0: exact).
-        bad: How many elements violate the claim.
-        total: How many elements were compared.
-        places: In which tile the worst element lies and where the bad ones concentrate.
+        got: Value of the worst element.
+        want: Expected value.
+        bound: Largest allowed error; 0 if the value must be exact.
+        bad: Number of elements that violate the guarantee.
+        total: Number of elements compared.
+        places: The tile of the worst element and the indices at which bad elements concentrate.
         problem: The problem.
-        raised: Instead of all these numbers, what the subject raised.
-        kernel: What --kernel was given, for the replay line.
-        tile: The kind of tile that the worst element lies in, one of ``TILES``; empty where the
-            finding is of no element.
-        heat: Where the errors lie, for a report; None where the finding is about no tensor.
+        raised: The exception that the subject raised; empty if it raised none.
+        kernel: Value of --kernel, for the replay line.
+        tile: Kind of tile of the worst element, one of ``TILES``; empty if the finding is not
+            about an element.
+        heat: Heat map of the errors for a report; None if the finding is not about a tensor.
     """
 
     guarantee: str
@@ -91,7 +91,7 @@ class Finding:
 
     @property
     def replay(self) -> str:
-        """The command that runs every guarantee on the problem."""
+        """The command that checks every guarantee on the problem."""
         kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
         return f"pytest {kernel}--replay='{self.problem.to_json()}'"
 
@@ -112,10 +112,10 @@ class Finding:
 
     @classmethod
     def of_exception(cls, error: Exception, subject: Subject, problem: Problem) -> Finding:
-        """What a subject raised where it should have computed or refused."""
+        """Return a finding for an exception other than NotImplementedError."""
         return cls(
             guarantee="exception",
-            claim="raises where it should compute, or refuse by NotImplementedError",
+            claim="raises an exception; needs a result, or NotImplementedError as a refusal",
             subject=subject.name,
             output="",
             where="",
@@ -145,11 +145,11 @@ class Finding:
         bound: torch.Tensor | None = None,
         compared: torch.Tensor | None = None,
     ) -> Finding:
-        """Walks to the worst bad element and describes where the bad ones lie.
+        """Return a finding at the worst bad element, with a description of where bad ones lie.
 
         Args:
-            bad: Bool, True where the claim is violated; at least one.
-            badness: How bad, same shape; the largest among the bad is the worst.
+            bad: Bool, of the output's shape, True where the guarantee is violated; not all False.
+            badness: Severity, same shape; the worst element is the bad one with the largest value.
             guarantee: See ``Finding``.
             claim: See ``Finding``.
             subject: The subject.
@@ -157,8 +157,8 @@ class Finding:
             output: Name of the output.
             got: Values of the subject, same shape.
             want: Expected values, same shape.
-            bound: Largest error allowed, same shape; None is 0.
-            compared: Bool, which elements the claim speaks of; None is all.
+            bound: Largest allowed error, same shape; None is 0.
+            compared: Bool, elements that were compared; None is all.
         """
         flat = torch.where(bad, badness.to(torch.float64), -torch.inf).flatten()
         index = tuple(int(i) for i in torch.unravel_index(flat.argmax(), bad.shape))
@@ -183,7 +183,7 @@ class Finding:
         )
 
 
-class Violation(AssertionError):  # noqa: N818  # the suite's word, not an error of the program
+class Violation(AssertionError):  # noqa: N818  # a failed check, not an error of the program
     """Raised with the findings of one check."""
 
     def __init__(self, findings: list[Finding]) -> None:
@@ -193,7 +193,7 @@ class Violation(AssertionError):  # noqa: N818  # the suite's word, not an error
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tile of rows (axis "m") or keys ("n"): which of how many, and what is special about it."""
+    """A tile of rows (axis "m") or keys ("n"), its index, and its special properties."""
 
     axis: str
     width: int
@@ -206,7 +206,7 @@ class _Tile:
 
     @classmethod
     def of(cls, index: tuple[int, ...], subject: Subject, problem: Problem, output: str) -> _Tile:
-        """The tile of an element."""
+        """Return the tile that contains an element."""
         axis = _AXES[output][2]
         block_m, block_n = subject.tile_of(problem)
         width, length = (block_m, problem.M) if axis == "m" else (block_n, problem.N)
@@ -226,7 +226,7 @@ class _Tile:
 
     @property
     def kind(self) -> str:
-        """One of ``TILES``, the first that it is."""
+        """The first of ``TILES`` that applies."""
         special = (self.padding, self.single, self.ragged, self.crossed, True)
         return TILES[special.index(True)]
 
@@ -234,7 +234,7 @@ class _Tile:
 def _places(
     bad: torch.Tensor, index: tuple[int, ...], subject: Subject, problem: Problem, output: str
 ) -> str:
-    """The tile of the worst element, and along which axes the bad elements concentrate."""
+    """Describe the tile of the worst element and the indices at which bad elements concentrate."""
     tile = _Tile.of(index, subject, problem, output)
     kind = [f"{tile.axis} tile {tile.number} of {tile.count} (width {tile.width})"]
     if tile.ragged:
@@ -247,7 +247,7 @@ def _places(
 
 
 def _crosses_edge(problem: Problem, b: int, axis: str, start: int, stop: int) -> bool:
-    """Whether some, but not all pairs of the rows (keys) [start, stop) are visible."""
+    """Return whether some but not all pairs of the rows (keys) [start, stop) are visible."""
     seen = problem.mask.dense(problem.B, problem.H, problem.M, problem.N)
     seen = seen[min(b, seen.shape[0] - 1), 0]
     part = seen[start:stop] if axis == "m" else seen[:, start:stop]
@@ -255,7 +255,7 @@ def _crosses_edge(problem: Problem, b: int, axis: str, start: int, stop: int) ->
 
 
 def _concentration(bad: torch.Tensor, position: int, name: str) -> str:
-    """The indices along an axis that hold bad elements, if they are few of many."""
+    """Format the indices with bad elements along an axis; empty if they are over half of it."""
     others = [axis for axis in range(bad.ndim) if axis != position]
     hit = bad.sum(others).nonzero().flatten().tolist()
     size = bad.shape[position]

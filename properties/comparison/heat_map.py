@@ -1,4 +1,4 @@
-"""Where in a tensor the errors lie: one head, coarse enough to be kept and drawn."""
+"""A coarse map of the errors in one head of a tensor, small enough to store and draw."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 
 __all__ = ["HeatMap"]
 
-# Cells across; longer axes are pooled, each cell keeping its largest value.
+# Largest number of cells per axis. Longer axes are max-pooled.
 MOST = 128
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """The badness of one head of an output, the worst element's.
+    """The errors in the head of an output that contains the worst element.
 
     Args:
-        values: A line for each row of cells, three digits; None where it is infinite, or NaN.
-        rows: Of the tensor.
-        columns: Of the tensor; 1 for lse.
-        axis: What rows are: "m" or "n".
-        tile: Rows of a tile.
-        head: Which one, "b=0 h=1".
-        is_ratio: Whether values are error/bound; else they are plain differences.
+        values: The cells by row, rounded to three digits; None for infinity and NaN.
+        rows: Number of rows of the tensor.
+        columns: Number of columns of the tensor; 1 for lse.
+        axis: Axis of the rows, "m" or "n".
+        tile: Rows per tile.
+        head: The head, such as "b=0 h=1".
+        is_ratio: Whether values are error/bound; otherwise they are absolute differences.
     """
 
     values: tuple[tuple[float | None, ...], ...]
@@ -40,11 +40,11 @@ class HeatMap:
     def of(
         cls, badness: torch.Tensor, index: tuple[int, ...], axis: str, tile: int, *, is_ratio: bool
     ) -> HeatMap:
-        """Pools the head of an element.
+        """Return the heat map of the head that contains an element.
 
         Args:
             badness: (B, H, rows) or (B, H, rows, columns), >= 0; NaN counts as infinite.
-            index: Of the element.
+            index: Index of the element.
             axis: See ``HeatMap``.
             tile: See ``HeatMap``.
             is_ratio: See ``HeatMap``.
@@ -61,7 +61,7 @@ class HeatMap:
         return cls(values, rows, columns, axis, tile, f"b={b} h={h}", is_ratio)
 
     def record(self) -> dict[str, Any]:
-        """Plain lists and numbers, to send between processes."""
+        """Convert to plain lists and numbers, to send between processes."""
         return {**vars(self), "values": [list(line) for line in self.values]}
 
 

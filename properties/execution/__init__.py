@@ -1,4 +1,5 @@
-"""One problem through a subject and the oracle, and what watches over it.
+"""Run a problem through a subject and the oracle.
 
-Trials, guard bands, the watchdog, worker processes and the tally. Judgement is in ``checks``.
+Contains trials, guard bands, the watchdog, worker processes and the tally. The checks of the
+results are in ``checks``.
 """

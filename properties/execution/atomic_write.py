@@ -1,4 +1,4 @@
-"""Files that are there in full or not at all."""
+"""Atomic writes: a reader sees the old or the new content of a file, never a part of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["write_atomically"]
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is there in full or not at all, whatever happens to process or machine."""
+    """Write a text file atomically: complete or not at all, even if the process or machine dies."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".writing")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

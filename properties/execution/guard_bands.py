@@ -1,4 +1,4 @@
-"""Allocations inside guard bands, so that a write beside a tensor shows, whoever allocates it."""
+"""Guard bands around new tensors, which detect writes out of bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["GuardBands", "Overrun"]
 
-# On each side; a multiple of every alignment that a kernel may count on.
+# Size on each side, a multiple of every alignment that a kernel may rely on.
 _GUARD_BYTES = 1024
 _GUARD = 0xA5
 _aten = torch.ops.aten
@@ -24,7 +24,7 @@ _UNINITIALISED = (
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )
-# Accumulators start as 0; kernels write to them as to any other.
+# Accumulators start at 0. Kernels write to them as well.
 _OF_ONE_VALUE = (
     _aten.zeros.default,
     _aten.zeros_like.default,
@@ -42,7 +42,7 @@ class Overrun(NamedTuple):
     """A guard band that was written to.
 
     Args:
-        tensor: The allocation beside it.
+        tensor: The tensor between the guard bands.
         offset: The written byte nearest to the tensor: -1 is the last one before it, 0 the first
             one after it.
         before: Whether the band lies before the tensor.
@@ -54,34 +54,34 @@ class Overrun(NamedTuple):
 
 
 class GuardBands(TorchDispatchMode):
-    """Inside the block, new tensors lie between guard bands, and uninitialised ones start as NaN.
+    """Context manager: new tensors lie between guard bands, uninitialised ones hold NaN.
 
-    It sees what Python code, or autograd on its behalf, allocates by ``torch.empty``,
-    ``torch.zeros``, ``torch.full`` and their like; not what a library allocates inside an operator
-    of its own, unless Python functions are its kernels, or what compiled code allocates.
-    Uninitialised integers are the bytes of the guard. Tensors without elements stay as they are.
+    Covers tensors that Python code or autograd allocates with ``torch.empty``, ``torch.zeros``,
+    ``torch.full`` and similar functions. Does not cover allocations inside a library's own
+    operator, unless its kernel is a Python function, nor allocations of compiled code.
+    Uninitialised integer tensors hold the guard's byte. Tensors without elements are not changed.
     """
 
-    # What a subject does by torch.compile, and by its operators, it does here too: in eager code
-    # in its place something else would be verified.
+    # Keep a subject's torch.compile and custom operators, so that the code under test is the code
+    # that its users run.
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets compiled code run as it is."""
+        """Return True, so that the mode does not disable compiled code."""
         return True
 
     def __init__(self) -> None:
-        """Starts without allocations."""
+        """Start without allocations."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
         self._allocations: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # the signature of the base class
-        """Replaces an allocation; lets everything else pass."""
+        """Replace an allocation; dispatch everything else unchanged."""
         if backend := _python_kernel(func, args):
-            # Below the modes nothing that it allocates would be seen.
+            # Modes are inactive below the dispatcher: enable this one inside the Python kernel.
             with self:
                 return func.redispatch(backend, *args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
@@ -92,7 +92,7 @@ class GuardBands(TorchDispatchMode):
         return self._guarded(made, initialised=func in _OF_ONE_VALUE)
 
     def _guarded(self, like: torch.Tensor, *, initialised: bool) -> torch.Tensor:
-        """A tensor of the same form inside guard bands, of the same values if they mean any."""
+        """Return a copy of ``like`` between guard bands; NaN instead of uninitialised values."""
         reach = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
         size = like.element_size()
         band = torch.full(
@@ -108,7 +108,7 @@ class GuardBands(TorchDispatchMode):
         return tensor
 
     def overruns(self) -> Sequence[Overrun]:
-        """The guard bands that were written to, in the order of allocation."""
+        """Return the guard bands that were written to, in the order of allocation."""
         found = []
         for tensor, band in self._allocations:
             before, after = band[:_GUARD_BYTES], band[-_GUARD_BYTES:]
@@ -123,12 +123,12 @@ class GuardBands(TorchDispatchMode):
 
     @property
     def count(self) -> int:
-        """How many allocations were guarded."""
+        """Number of guarded allocations."""
         return len(self._allocations)
 
 
 def _python_kernel(func: Any, args: Sequence[Any]) -> Any:
-    """Where an operator of others has a Python function for its tensors' device; None without."""
+    """Return the dispatch key under which a custom operator has a Python kernel, or None."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prims"):
         return None
     for x in args:
@@ -139,7 +139,7 @@ def _python_kernel(func: Any, args: Sequence[Any]) -> Any:
 
 @lru_cache(maxsize=256)
 def _backend(func: Any, device: str) -> Any:
-    """The key of the device, if a Python function is registered there; None if none is."""
+    """Return the device's dispatch key if a Python function is registered for it, else None."""
     key = torch._C._dispatch_key_for_device(device)
     registered: Any = torch.library._impls
     name = func.name().replace("::", "/")

@@ -1,4 +1,4 @@
-"""What a run has judged: distinct problems, worst error/bound per output and dtype, refusals."""
+"""Count the problems of a run: judged, out of range and refused, with the worst error/bound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["EDGES", "Tally"]
 
-# Of the bins of a distribution of error/bound: four a decade. Below the first all is one bin.
+# Edges of the bins of error/bound, four per decade. Everything below the first edge is one bin.
 EDGES = tuple(10 ** (k / 4) for k in range(-24, 5))
 
 
@@ -22,22 +22,22 @@ def _digest(problem: str) -> str:
 
 
 class Tally:
-    """Collects trials of one process; records of several processes add up."""
+    """Counts the problems of one process; ``add`` merges the counts of other processes."""
 
     def __init__(self) -> None:
-        """Starts empty."""
-        # Digest of a judged problem -> [dtype label, whether it spans several tiles both ways].
+        """Start empty."""
+        # Digest of a judged problem to (dtype label, whether M and N both span several tiles).
         self.problems: dict[str, tuple[str, bool]] = {}
-        # "output dtype" -> [worst error/bound, its problem].
+        # "output dtype" to (worst error/bound, its problem as JSON).
         self.worst: dict[str, tuple[float, str]] = {}
-        # Digest of a judged problem -> output -> the bin that its worst error/bound falls into.
+        # Digest of a judged problem to the bin of its worst error/bound, by output.
         self.bins: dict[str, dict[str, int]] = {}
         self.out_of_range: set[str] = set()
-        # Reason -> digests of the problems refused for it.
+        # Reason to digests of the problems refused for it.
         self.unsupported: dict[str, set[str]] = {}
 
     def judged(self, subject: Subject, problem: Problem, peaks: Mapping[str, float]) -> None:
-        """Takes a problem into account, and the worst error/bound of each of its outputs."""
+        """Add a judged problem with the worst error/bound of each output."""
         dtype, numerics = problem.dtype, subject.numerics_of(problem)
         label = "tf32" if dtype == "fp32" and numerics.dots == "tf32" else dtype
         block_m, block_n = subject.tile_of(problem)
@@ -50,11 +50,11 @@ class Tally:
             self._keep(f"{name} {label}", peak, text)
 
     def rejected(self, problem: Problem) -> None:
-        """Counts a problem that no correct kernel need survive."""
+        """Add a problem that is out of range, on which a correct kernel may fail."""
         self.out_of_range.add(_digest(problem.to_json()))
 
     def refused(self, problem: Problem, reason: str) -> None:
-        """Counts a problem that the subject does not support."""
+        """Add a problem that the subject refused, with the reason."""
         self.unsupported.setdefault(reason, set()).add(_digest(problem.to_json()))
 
     def _keep(self, key: str, ratio: float, problem: str) -> None:
@@ -62,7 +62,7 @@ class Tally:
             self.worst[key] = (ratio, problem)
 
     def record(self) -> dict[str, Any]:
-        """The tally as plain lists, dicts and numbers, to send between processes."""
+        """Return the tally as plain lists, dicts and numbers, to send between processes."""
         return {
             "problems": {key: list(value) for key, value in self.problems.items()},
             "worst": {key: list(value) for key, value in self.worst.items()},
@@ -72,14 +72,14 @@ class Tally:
         }
 
     def hand_over(self) -> dict[str, Any]:
-        """The tally as ``record()`` gives it, which then starts anew."""
+        """Return ``record()`` and reset the tally."""
         record = self.record()
         for part in (self.problems, self.worst, self.bins, self.out_of_range, self.unsupported):
             part.clear()
         return record
 
     def add(self, record: dict[str, Any]) -> None:
-        """Adds another process's ``record()``."""
+        """Add the ``record()`` of another process."""
         self.problems.update({key: tuple(value) for key, value in record["problems"].items()})
         for key, (ratio, problem) in record["worst"].items():
             self._keep(key, ratio, problem)
@@ -89,9 +89,9 @@ class Tally:
             self.unsupported.setdefault(reason, set()).update(digests)
 
     def distribution(self) -> dict[str, list[int]]:
-        """ "output dtype" to how many problems have their worst error/bound in each bin.
+        """Return the number of problems per bin of their worst error/bound, by "output dtype".
 
-        Bin 0 lies below the first of ``EDGES``, bin i from EDGES[i - 1] on, the last one open.
+        Bin 0 lies below EDGES[0], bin i starts at EDGES[i - 1], the last bin has no upper edge.
         """
         found: dict[str, list[int]] = {}
         for digest, bins in self.bins.items():
@@ -103,7 +103,7 @@ class Tally:
         return dict(sorted(found.items()))
 
     def lines(self) -> Iterable[str]:
-        """The summary: a table of worst error/bound, its problems, and the counts."""
+        """Yield the summary: a table of the worst error/bound, the worst problems, the counts."""
         labels = [x for x in ("fp16", "bf16", "fp32", "tf32", "fp64") if self._count(x)]
         yield "worst error/bound".ljust(20) + "".join(label.rjust(9) for label in labels)
         yield "problems".ljust(20) + "".join(str(self._count(x)).rjust(9) for x in labels)

@@ -1,4 +1,4 @@
-"""One problem through a subject and through the oracle: everything that a check looks at."""
+"""Run one problem through a subject and the oracle, and collect the results for the checks."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _LIBRARIES = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A judged run.
+    """A run of a subject with the oracle's outputs and bounds.
 
     Args:
-        subject: What ran.
-        problem: What it ran on.
-        inputs: The tensors it was given.
-        got: Its outputs, detached; lse is None where it returns none.
-        want: The float64 oracle's.
+        subject: The subject.
+        problem: The problem.
+        inputs: The input tensors.
+        got: The subject's outputs, detached; None for outputs that it does not return.
+        want: The outputs of the float64 oracle.
         judgement: Bound, sums of |terms| and range of the problem.
     """
 
@@ -66,7 +66,7 @@ class Trial:
 
     @cached_property
     def variances(self) -> Variances:
-        """How far roundings that are independent let the outputs stray."""
+        """Predicted variances of the outputs' errors for independent roundings."""
         return variances(
             *self.inputs,
             mask=self.problem.mask,
@@ -78,17 +78,17 @@ class Trial:
 
 
 class SubjectError(Exception):
-    """The subject raised something else than NotImplementedError, or broke its form."""
+    """The subject raised an exception other than NotImplementedError, or returned a wrong form."""
 
 
 @contextmanager
 def _poisoned_allocations() -> Iterator[None]:
-    """``torch.empty`` gives NaN inside, so that an element nobody writes shows.
+    """Make ``torch.empty`` return NaN inside the block, so that unwritten elements are detected.
 
-    Torch fills it in its deterministic mode alone. That mode only warns here, so that a library
-    runs the algorithm that its users run; warnings are ignored: results are judged, not words.
+    PyTorch fills new memory only in deterministic mode. The mode is set to "warn", so that a
+    library still runs its default algorithms; the warnings are ignored.
     """
-    fill: Any = torch.utils.deterministic  # its attribute is not in the stubs
+    fill: Any = torch.utils.deterministic  # the attribute is missing in the stubs
     mode = torch.get_deterministic_debug_mode()
     fills = fill.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn")
@@ -103,7 +103,12 @@ def _poisoned_allocations() -> Iterator[None]:
 
 
 def _check_form(name: str, got: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """The contract on shapes and dtypes, which no comparison of values would notice."""
+    """Check the shape and dtype of an output, which comparisons of values do not cover.
+
+    Raises:
+        AssertionError: The shape or dtype is wrong. lse and pooled probabilities are float64 for
+            float64 inputs and float32 otherwise; other outputs have the dtype of the inputs.
+    """
     dtype = like.dtype
     if name in ("lse", "pooled"):
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -114,10 +119,10 @@ def _check_form(name: str, got: torch.Tensor, like: torch.Tensor, shape: tuple[i
 
 
 def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:
-    """Forward and backward, on outputs that start as NaN.
+    """Run forward and backward, with uninitialised memory filled with NaN.
 
     Raises:
-        SubjectError: It raises, or an output has another shape or dtype than the contract says.
+        SubjectError: The subject raises, or an output has a wrong shape or dtype.
         NotImplementedError: The subject refuses the problem.
     """
     with _faults_of_the_subject():
@@ -125,10 +130,10 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
 
 
 def run_bias_gradient(subject: Subject, problem: Problem, inputs: Inputs) -> torch.Tensor:
-    """The bias's gradient, of the same loss as those of ``run_subject``.
+    """Return the gradient of the bias, for the same loss as in ``run_subject``.
 
     Raises:
-        SubjectError: It raises, or the gradient has another shape or dtype than the bias.
+        SubjectError: The subject raises, or the gradient's shape or dtype is not the bias's.
         NotImplementedError: The subject refuses the problem.
     """
     with _faults_of_the_subject():
@@ -138,11 +143,21 @@ def run_bias_gradient(subject: Subject, problem: Problem, inputs: Inputs) -> tor
 def run_pooled(
     subject: Subject, problem: Problem, inputs: Inputs, pool: str, size: tuple[int, int]
 ) -> torch.Tensor:
-    """Probabilities pooled over blocks of ``size`` pairs, on memory that starts as NaN.
+    """Return the subject's pooled probabilities, with uninitialised memory filled with NaN.
+
+    Args:
+        subject: The subject.
+        problem: The problem.
+        inputs: Its tensors.
+        pool: "mean" or "max".
+        size: Rows and keys of a block.
+
+    Returns:
+        A tensor of shape (B, H, ceil(M / size[0]), ceil(N / size[1])).
 
     Raises:
-        SubjectError: It raises, or returns another shape or dtype than the contract says.
-        NotImplementedError: The subject refuses the problem, or pools nothing.
+        SubjectError: The subject raises, or the result has a wrong shape or dtype.
+        NotImplementedError: The subject refuses the problem, or does not support pooling.
     """
     q, k, v = inputs[:3]
     shape = (*q.shape[:2], -(-problem.M // size[0]), -(-problem.N // size[1]))
@@ -155,7 +170,7 @@ def run_pooled(
 
 @contextmanager
 def _faults_of_the_subject() -> Iterator[None]:
-    """Whatever is raised inside is the subject's, but for its refusals."""
+    """Convert exceptions inside the block to SubjectError, except NotImplementedError."""
     try:
         yield
     except NotImplementedError:
@@ -182,8 +197,8 @@ def _run_bias(subject: Subject, problem: Problem, inputs: Inputs) -> torch.Tenso
 
 
 def _told(error: BaseException) -> str:
-    """What was raised, and the last line that is no library's: in a kernel, say."""
-    # The interpreter's own exception holds the kernel's as text.
+    """Describe an exception with the innermost line of code outside of libraries."""
+    # Triton's InterpreterError wraps the exception of the kernel.
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -194,7 +209,7 @@ def _told(error: BaseException) -> str:
 
 
 def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:
-    # A kernel without a backward may refuse inputs that ask for one.
+    # A kernel without a backward pass may refuse inputs that require gradients.
     q, k, v = (x.detach().requires_grad_(subject.backward) for x in inputs[:3])
     with _poisoned_allocations():
         added = {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias}
@@ -213,7 +228,9 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
         gradients = _gradients(problem, (q, k, v), inputs, out, lse)
     for name, gradient, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
         if gradient is None:
-            raise AssertionError(f"out of {subject.name} does not depend on what {name} belongs to")
+            raise AssertionError(
+                f"out of {subject.name} does not depend on the input that {name} is the gradient of"
+            )
         _check_form(name, gradient, x, tuple(x.shape))
     return Outputs(out.detach(), got_lse, *gradients)
 
@@ -225,7 +242,10 @@ def _gradients(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """dq, dk, dv of a loss on out, on out and lse, or where dout is zero on lse alone."""
+    """Return the gradients of a loss on out and, if the problem has dlse, on lse.
+
+    If dout is "zero", the loss is on lse only.
+    """
     if inputs.dlse is None:
         return torch.autograd.grad(out, leaves, inputs.dout, allow_unused=True)
     if lse is None or not lse.requires_grad:
@@ -241,13 +261,13 @@ def _gradients(
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A problem with everything that does not depend on the subject's outputs; it runs many times.
+    """A problem prepared to run many times, with all results that do not depend on the run.
 
     Args:
         problem: The problem.
         inputs: Its tensors.
         judgement: Bound, sums of |terms| and range, for the numerics of a subject.
-        want: The float64 oracle's outputs.
+        want: The outputs of the float64 oracle.
     """
 
     problem: Problem
@@ -256,28 +276,31 @@ class PlannedRun:
     want: Outputs[torch.Tensor]
 
     def run(self, subject: Subject) -> Trial:
-        """Runs a subject of the numerics that the run was planned for.
+        """Run a subject, whose numerics must be those that the run was planned for.
 
         Raises:
-            SubjectError: It raises, or an output has another shape or dtype than the contract says.
+            SubjectError: The subject raises, or an output has a wrong shape or dtype.
             NotImplementedError: The subject refuses the problem.
         """
-        # On a CPU a write out of bounds would corrupt the heap, and end the process elsewhere.
+        # On a CPU a write out of bounds would corrupt the heap and crash the process later.
         with GuardBands() if self.problem.device == "cpu" else nullcontext():
             got = run_subject(subject, self.problem, self.inputs)
         return Trial(subject, self.problem, self.inputs, got, self.want, self.judgement)
 
 
 def plan_run(subject: Subject, problem: Problem, inputs: Inputs | None = None) -> PlannedRun | None:
-    """Makes inputs, bound and reference; None where a correct kernel need not survive the problem.
+    """Make the inputs, the bound and the reference of a problem.
 
     Args:
-        subject: Its numerics choose the bound.
+        subject: The subject, whose numerics determine the bound.
         problem: The problem.
-        inputs: Other tensors than the problem's own, of its shapes and dtype.
+        inputs: Tensors to use instead of the problem's own, of the same shapes and dtype.
+
+    Returns:
+        The planned run; None if the problem is out of range, so that a correct kernel may fail.
 
     Raises:
-        RuntimeError: A bound is not finite although the problem is in range: the suite is at fault.
+        RuntimeError: A bound is not finite although the problem is in range, an error of the suite.
     """
     inputs = make(problem) if inputs is None else inputs
     judgement = error_model.judge(
@@ -290,9 +313,9 @@ def plan_run(subject: Subject, problem: Problem, inputs: Inputs | None = None) -
     )
     if judgement.out_of_range is not None:
         return None
-    # One answer from the GPU instead of five: waiting for it is what a small problem costs.
+    # Synchronise with the GPU once, not five times: this dominates the cost of small problems.
     if not bool(torch.stack([bound.isfinite().all() for bound in judgement.bound]).all()):
-        raise RuntimeError(f"the bound is not finite, so nothing is judged: {problem.to_json()}")
+        raise RuntimeError(f"the bound is not finite, so nothing was judged: {problem.to_json()}")
     want = torch_reference.attention(
         *inputs, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap
     )
@@ -300,12 +323,12 @@ def plan_run(subject: Subject, problem: Problem, inputs: Inputs | None = None) -
 
 
 def run_trial(subject: Subject, problem: Problem) -> Trial | None:
-    """Runs and judges a problem; None where a correct kernel need not survive it.
+    """Plan and run a problem; return None if it is out of range.
 
     Raises:
-        SubjectError: It raises, or an output has another shape or dtype than the contract says.
+        SubjectError: The subject raises, or an output has a wrong shape or dtype.
         NotImplementedError: The subject refuses the problem.
-        RuntimeError: A bound is not finite although the problem is in range: the suite is at fault.
+        RuntimeError: A bound is not finite although the problem is in range, an error of the suite.
     """
     planned = plan_run(subject, problem)
     return None if planned is None else planned.run(subject)

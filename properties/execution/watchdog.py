@@ -1,9 +1,9 @@
-"""Which problem a process was at when it crashed or hung, and the end of one that can only fail.
+"""Record the current problem of a process, and end the process if it hangs or loses its GPU.
 
-A kernel that reads a wild address kills its process, one that never ends holds it, and after some
-CUDA errors every later call fails too. So each problem stands in a file of its process while it is
-under way, for another process to read; a watchdog ends the process when the problem takes too
-long; and an error that leaves the GPU unusable ends it at once.
+A kernel may crash its process, hang, or cause a CUDA error after which every later call fails too.
+Each process therefore writes its current problem to a file, which another process can read after a
+crash. The watchdog ends the process if a problem takes too long, or after an error that leaves the
+CUDA context unusable.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from fa_verify.oracles.problem import Problem
 
 __all__ = ["EXIT_CUDA_ERROR", "EXIT_HANG", "Record", "Watchdog", "sticky_cuda_error"]
 
-# Exit codes of processes that end themselves; pytest's own are 0 to 5, a signal's 128 and more.
+# Exit codes of processes that end themselves. pytest uses 0 to 5, signals 128 and more.
 EXIT_HANG = 91
 EXIT_CUDA_ERROR = 92
-# Frames of a hanging thread that its record keeps, innermost first.
+# Number of frames of a hanging thread in its record, innermost first.
 FRAMES = 8
-# Seconds by which the watchdog may come too late before the process is ended without it: code that
-# never gives up Python's lock stops every Python thread, the watchdog too.
+# Seconds after the deadline at which faulthandler ends the process. Code that never releases the
+# GIL stops every Python thread, including the watchdog.
 GRACE = 60.0
 
 
 @dataclass(frozen=True)
 class Record:
-    """A problem under way, as its process wrote it down.
+    """The current problem of a process.
 
     Args:
-        state: "running"; "hang" or "cuda error" where the process has ended itself.
-        problem: Its JSON.
-        test: The test that runs it, empty outside pytest.
-        note: What is done with it.
-        started: ``time.time()`` of its start.
-        detail: What happened, empty while it is running.
-        stack: Where a hanging thread stands, innermost frame first.
-        kernel: What --kernel was given, empty for the project's own.
+        state: "running"; "hang" or "cuda error" if the process has ended itself.
+        problem: The problem as JSON.
+        test: The test that runs it; empty outside pytest.
+        note: Purpose of the run, in a few words.
+        started: ``time.time()`` at its start.
+        detail: Description of the hang or error; empty while the problem is running.
+        stack: Stack of a hanging thread, innermost frame first.
+        kernel: Value of --kernel; empty for the project's own kernels.
     """
 
     state: str
@@ -62,13 +62,13 @@ class Record:
     kernel: str = ""
 
     def to_json(self) -> str:
-        """One line of JSON, the problem an object in it."""
+        """Return one line of JSON, in which the problem is an object."""
         head = {item: value for item, value in vars(self).items() if item != "problem"}
         return f'{json.dumps(head)[:-1]}, "problem": {self.problem}}}\n'
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Record | None:
-        """The record in a file; None where no problem was under way or the writing was cut off."""
+        """Read a record; return None if no problem was running or the write was interrupted."""
         try:
             fields: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -78,7 +78,7 @@ class Record:
         return cls(**fields)
 
     def describe(self, heading: str | None = None) -> str:
-        """The message: what happened (or ``heading``), the test, the replay line, the stack."""
+        """Return the failure message: ``heading`` or state and detail, test, replay line, stack."""
         kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
         lines = [
             heading or f"{self.state}: {self.detail}",
@@ -90,10 +90,10 @@ class Record:
 
 
 def sticky_cuda_error(error: Exception) -> bool:
-    """Whether the CUDA context is lost, after an illegal access or a failed launch, say.
+    """Return whether the CUDA context is lost, for example after an illegal memory access.
 
-    Asks the GPU and not the error, whose class and text differ between libraries and versions. A
-    process that has not imported torch or not used CUDA has no context to lose.
+    Synchronises the device instead of parsing the error, whose class and text differ between
+    libraries and versions. Returns False if the process has not imported torch or not used CUDA.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -106,7 +106,7 @@ def sticky_cuda_error(error: Exception) -> bool:
 
 
 class _Watched(NamedTuple):
-    """A problem under way, when it is overdue (monotonic seconds), and the thread it runs in."""
+    """A running problem, its deadline in monotonic seconds, and the id of its thread."""
 
     record: Record
     deadline: float
@@ -114,21 +114,21 @@ class _Watched(NamedTuple):
 
 
 class Watchdog:
-    """Keeps the problem under way in a file, and ends the process where nothing else can.
+    """Records the current problem in a file, and ends the process if it hangs or loses its GPU.
 
-    The file is empty between problems and holds one ``Record`` during one. It is written only
-    when empty, so that a write which is cut off leaves the beginning of a JSON object: no JSON,
-    and no mixture of two records.
+    The file holds one ``Record`` while a problem runs and is empty otherwise. It is written only
+    when it is empty, so that an interrupted write leaves invalid JSON and never a mixture of two
+    records.
 
-    Make it where file descriptor 2 is the real stderr, that is, outside of a test whose output is
-    captured: a copy of the descriptor made then takes the last words.
+    Create the watchdog while file descriptor 2 is the real stderr, not inside a test whose output
+    is captured: it duplicates the descriptor to print its last message.
 
     Args:
-        path: The file; made or emptied.
-        seconds: How long a problem may take, compilation included.
-        kernel: What --kernel was given, for replay lines.
-        sticky: Whether an exception leaves the process unable to go on.
-        end: Ends the process with an exit code, without cleaning up: cleaning up would hang too.
+        path: The file, which is created or emptied.
+        seconds: Time limit of a problem in seconds, including compilation.
+        kernel: Value of --kernel, for replay lines.
+        sticky: Returns whether the process cannot continue after an exception.
+        end: Ends the process with an exit code and without cleaning up, which could hang too.
     """
 
     def __init__(
@@ -147,22 +147,22 @@ class Watchdog:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         self._stderr = os.dup(2)
         self._watched: _Watched | None = None
-        # Held while the watched problem or the file changes: no problem ends while it is found to
-        # be overdue.
+        # Held while the watched problem or the file changes, so that a problem cannot end while
+        # the watchdog reports it.
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def watching(self, problem: Problem, note: str = "") -> Iterator[None]:
-        """Records a problem for as long as the block runs, and watches over it.
+        """Record a problem and limit its time while the block runs.
 
-        What the block launches on a GPU it has to wait for, else an error shows in a later block.
-        Inside another block the inner problem stands in the file until it is done.
+        The block must synchronise with the GPU before it ends, or an error is attributed to a later
+        block. In nested blocks the file holds the innermost problem.
 
         Args:
             problem: The problem.
-            note: What is done with it, a few words.
+            note: Purpose of the run, in a few words.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -183,7 +183,7 @@ class Watchdog:
             self._take(outer)
 
     def close(self) -> None:
-        """Stops the watchdog and closes the file; does not remove it."""
+        """Stop the watchdog and close the file without removing it."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -191,7 +191,7 @@ class Watchdog:
         os.close(self._stderr)
 
     def _take(self, watched: _Watched | None) -> None:
-        """Makes a problem, or none, the watched one."""
+        """Set the watched problem; None if no problem runs."""
         with self._lock:
             self._watched = watched
             self._write(watched and watched.record)
@@ -204,21 +204,22 @@ class Watchdog:
     def _crash(
         self, watched: _Watched, code: int, state: str, detail: str, stack: tuple[str, ...] = ()
     ) -> None:
-        """Leaves the record for others to read, says it on the real stderr, ends the process."""
+        """Write the record to the file and to the real stderr, then end the process."""
         record = dataclasses.replace(watched.record, state=state, detail=detail, stack=stack)
         self._write(record)
         os.write(self._stderr, f"\n{record.describe()}\n".encode())
         self._end(code)
 
     def _watch(self) -> None:
-        """Sleeps until a problem can be overdue, so that its start and its end need not wake it.
+        """Wait for an overdue problem, without being woken when problems start and end.
 
-        A problem that starts during a sleep of at most ``seconds`` is not overdue before its end.
+        A problem that starts during a sleep of at most ``seconds`` is not overdue before the sleep
+        ends.
         """
         sleep = self.seconds
         try:
             while True:
-                # A thread of C, which needs no lock of Python's: it prints all stacks and exits.
+                # A C thread that does not need the GIL prints all stacks and exits.
                 faulthandler.dump_traceback_later(sleep + GRACE, exit=True, file=self._stderr)
                 if self._closing.wait(sleep):
                     return
@@ -238,7 +239,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _stack_of(thread: int) -> tuple[str, ...]:
-    """Where a thread stands, innermost frame first; no source lines, which are read from disk."""
+    """Return a thread's stack, innermost frame first, without source lines (read from disk)."""
     frames = traceback.walk_stack(sys._current_frames().get(thread))
     summary = traceback.StackSummary.extract(frames, limit=FRAMES, lookup_lines=False)
     return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in summary)

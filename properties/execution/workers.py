@@ -1,7 +1,7 @@
-"""How many worker processes a machine takes, and which GPU each of them uses.
+"""Choose the number of worker processes, and the GPU and the number of threads of each.
 
-And how many threads each has. Runs before torch and NumPy are imported, and imports nothing that
-would: CUDA and OpenBLAS read their variables once.
+This module runs before torch and NumPy are imported, and must not import them: CUDA and OpenBLAS
+read their environment variables only once.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ __all__ = [
 ]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# The GPUs of the whole run, comma-separated: the first process finds them, its workers inherit it.
+# The GPUs of the run, separated by commas. The first process sets it and its workers inherit it.
 GPUS_OF_THE_RUN = "FA_VERIFY_GPUS"
-# nvidia-smi wakes every GPU that no process holds awake, about a second each.
+# Timeout of nvidia-smi, which takes about a second for each GPU without persistence mode.
 NVIDIA_SMI_SECONDS = 30.0
 
-# Processes on one GPU hardly overlap there: 235 problems/s in one became 302/s in sixteen. But
-# compiling, and drawing problems, is work for CPUs, which more processes do share.
+# Processes on one GPU hardly overlap: 235 problems/s with one, 302/s with sixteen. Compiling and
+# drawing problems is work for the CPUs, which more processes do share.
 WORKERS_PER_GPU = 16
-# A CUDA context takes half a GiB, and a long problem with its float64 reference a few more.
+# A CUDA context takes half a GiB, and a long problem with its float64 reference a few GiB.
 GIB_PER_WORKER = 4.0
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that CUDA would use, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs that CUDA would use, as CUDA_VISIBLE_DEVICES names them.
 
-    They are the variable's entries (numbers, UUIDs, names of MIG instances) up to the first that
-    is none of these, such as -1; an entry given twice makes CUDA see no GPU at all. Without the
-    variable they are 0, 1, ... for what nvidia-smi lists; none where that fails or takes too long.
+    With the variable, these are its entries (numbers, UUIDs, names of MIG instances) up to the
+    first invalid one, such as -1; if an entry occurs twice, CUDA uses no GPU. Without the variable,
+    these are 0, 1, ... for the GPUs that nvidia-smi lists, or none if it fails or times out.
     """
     if VISIBLE in environ:
         return _entries(environ[VISIBLE])
@@ -48,11 +48,11 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def pin(environ: MutableMapping[str, str]) -> None:
-    """Gives worker gwK of a run on n > 1 GPUs the GPU K mod n; else leaves the choice as it is.
+    """Assign GPU K mod n to worker gwK of a run on n > 1 GPUs; otherwise change nothing.
 
-    The first process of a run leaves the list of GPUs in ``environ`` for its workers. A list that
-    no longer names all of them was narrowed on purpose, by an earlier call or by a test that hides
-    the GPUs from its subprocess: it stays.
+    The first process of a run stores the list of GPUs in ``environ`` for its workers. If
+    CUDA_VISIBLE_DEVICES differs from that list, it was narrowed on purpose, by an earlier call or
+    by a test that hides the GPUs from its subprocess, and is not changed.
     """
     if GPUS_OF_THE_RUN not in environ:
         environ[GPUS_OF_THE_RUN] = ",".join(visible_gpus(environ))
@@ -64,28 +64,27 @@ def pin(environ: MutableMapping[str, str]) -> None:
 
 
 def keep_to_one_thread(environ: MutableMapping[str, str]) -> None:
-    """Has a process's products of matrices take one thread, unless the variable says otherwise.
+    """Set OMP_NUM_THREADS to 1 unless it is set, for processes that share a machine's CPUs.
 
-    For processes that share a machine's CPUs: the threads of one would wait, busily, for the CPUs
-    that others have. NumPy's OpenBLAS reads it too, and asks nobody else; both do when they are
-    imported.
+    With more threads, one process would busy-wait for CPUs that other processes use. torch and
+    NumPy's OpenBLAS read the variable when they are imported.
     """
     environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def sharing(environ: Mapping[str, str]) -> int:
-    """How many workers of the run share this one's GPU, itself included; 1 without workers."""
+    """Return the number of workers that share this worker's GPU, including it; 1 without xdist."""
     count = int(environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     return math.ceil(count / max(1, len(_entries(environ.get(GPUS_OF_THE_RUN, "")))))
 
 
 def auto_workers(cpus: int, gpus: int, memory_gib_per_gpu: float) -> int:
-    """Workers for a machine: bounded by its CPUs, and by each GPU's memory and use; at least 1.
+    """Return the number of workers for a machine, limited by its CPUs and GPUs; at least 1.
 
     Args:
-        cpus: CPUs that this process may use.
-        gpus: GPUs; 0 leaves only the bound by the CPUs.
-        memory_gib_per_gpu: Memory of the smallest, in GiB; infinite where unknown.
+        cpus: Number of CPUs that this process may use.
+        gpus: Number of GPUs; with 0 only the CPUs limit the result.
+        memory_gib_per_gpu: Memory of the smallest GPU in GiB; infinite if unknown.
     """
     if not gpus:
         return max(1, cpus)
@@ -94,13 +93,16 @@ def auto_workers(cpus: int, gpus: int, memory_gib_per_gpu: float) -> int:
 
 
 def num_workers(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Workers for ``-n auto``; None leaves it to xdist: there is no GPU, or its variable is set."""
+    """Return the number of workers for ``-n auto``.
+
+    Returns None, so that xdist decides, if there is no GPU or PYTEST_XDIST_AUTO_NUM_WORKERS is set.
+    """
     known = environ.get(GPUS_OF_THE_RUN)
     gpus = visible_gpus(environ) if known is None else _entries(known)
     if not gpus or environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None
     lines = _nvidia_smi(environ, "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    # Some GPUs share the memory of the CPUs and answer "[N/A]".
+    # GPUs that share the CPU's memory report "[N/A]".
     mebibytes = [float(line) for line in lines if re.fullmatch(r"\d+", line.strip())]
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -108,7 +110,7 @@ def num_workers(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _entries(listed: str) -> list[str]:
-    """The entries of a CUDA_VISIBLE_DEVICES that CUDA uses."""
+    """Return the entries of a CUDA_VISIBLE_DEVICES that CUDA uses."""
     entries: list[str] = []
     for entry in (part.strip() for part in listed.split(",")):
         if entry in entries:
@@ -120,7 +122,7 @@ def _entries(listed: str) -> list[str]:
 
 
 def _nvidia_smi(environ: Mapping[str, str], *arguments: str) -> list[str]:
-    """What nvidia-smi prints, line by line; nothing where there is none or where it fails."""
+    """Return the lines that nvidia-smi prints; an empty list if it is missing or fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments],

@@ -1,5 +1,5 @@
-"""Values of tensors: families of q, k, v, gradients and padding, storage layouts, and ``tensors``.
+"""The tensors of a problem: families of values, padding values and storage layouts.
 
-All are made of stream integers by exact arithmetic, so every device gives the same bits. Which
-problem is asked is decided in ``problems``.
+All values are computed from stream integers with exact arithmetic, so that every device gives the
+same bits. ``problems`` decides which problems to draw.
 """

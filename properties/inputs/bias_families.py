@@ -1,7 +1,8 @@
-"""Families of the bias, each in several shapes; "none" stands for scores without one.
+"""Families of the bias, each in several shapes; "none" stands for a problem without a bias.
 
-A name such as "normal/hn" says that heads and keys have elements of their own, and that batch
-entries and rows share them; the rest of it is the family of the values.
+A name such as "normal/hn" consists of the family of the values and the axes along which they vary,
+here heads and keys. The bias is broadcast along the other axes, here batch entries and rows. Each
+docstring names the faults that the family detects.
 """
 
 from __future__ import annotations
@@ -25,56 +26,56 @@ NO_BIAS = "none"
 # All axes first, then fewer of them, then none.
 _AXES = ("bhmn", "hmn", "bmn", "mn", "bn", "hn", "m", "b", "")
 _LARGE = 100.0
-_CLOSED = -30_000.0  # of float16
+_CLOSED = -30_000.0  # representable in float16
 
 
 def normal(draws: torch.Tensor, _uniform: torch.Tensor) -> torch.Tensor:
-    """N(0, 1): a wrong entry, head, row or key, a sign or a scale."""
+    """N(0, 1): detects a wrong batch entry, head, row, key, sign or scale."""
     return draws
 
 
 def shifted(draws: torch.Tensor, _uniform: torch.Tensor) -> torch.Tensor:
-    """N(100, 1), in float32: an offset of LSE that no weight tells of."""
+    """N(100, 1) in float32: shifts LSE without changing the weights."""
     return draws + _LARGE
 
 
 def needles(draws: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """One element in eight is about 20, the others are 0: a pair off by one takes all weight."""
+    """About 20 in one of eight elements, else 0: a pair off by one takes all the weight."""
     return torch.where(uniform < 0.125, draws + 20.0, 0.0)
 
 
 def closing(draws: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Every second element is -30,000, as masks are made of a bias: what is left of P is 0."""
+    """-30,000 in half of the elements, as in masks that are passed as a bias: P is 0 there."""
     return torch.where(uniform < 0.5, _CLOSED, draws)
 
 
 BIAS_FAMILIES = (normal, shifted, needles, closing)
 _FAMILIES = {family.__name__: family for family in BIAS_FAMILIES}
-# All names that problems can give.
+# All values of ``Problem.bias`` other than "none".
 BIASES = tuple(f"{family}/{axes}" for family in _FAMILIES for axes in _AXES)
-# How a bias can lie in memory.
+# Storage layouts of a bias.
 BIAS_LAYOUTS = ("bhsd", "transposed", "strided", "padded", "bshd")
-# Of families that are not in the dtype of q.
+# The dtypes of families that do not have the dtype of q.
 BIAS_DTYPES = {"shifted": torch.float32}
 
 
 def bias_shape(problem: Problem) -> tuple[int, ...]:
-    """(B or 1, H or 1, M or 1, N or 1), by the axes in the name."""
+    """Return the shape (B or 1, H or 1, M or 1, N or 1), from the axes in the name."""
     axes = problem.bias.partition("/")[2]
     sizes = zip("bhmn", (problem.B, problem.H, problem.M, problem.N), strict=True)
     return tuple(size if axis in axes else 1 for axis, size in sizes)
 
 
 def bias_values(problem: Problem) -> torch.Tensor:
-    """Float64 values in ``bias_shape``.
+    """Return float64 values of shape ``bias_shape``.
 
     Raises:
-        ValueError: There is no such name.
+        ValueError: The problem's bias is not in ``BIASES``.
     """
     if problem.bias not in BIASES:
         raise ValueError(f"bias is {problem.bias!r}; needs one of {BIASES}")
     family, shape = problem.bias.partition("/")[0], bias_shape(problem)
-    # What all entries share is the first seed's: ``batched_problems`` makes none of it.
+    # A bias that batch entries share uses the first seed. ``batched_problems`` draws none of these.
     seeds = problem.all_seeds if len(problem.all_seeds) == 1 or shape[0] > 1 else problem.seeds[:1]
     draws = stream.normal(seeds, "bias", shape, problem.device)
     return _FAMILIES[family](draws, stream.uniform(seeds, "bias/uniform", shape, problem.device))

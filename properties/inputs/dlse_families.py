@@ -1,4 +1,7 @@
-"""Families of the gradient of lse; "none" stands for a loss that does not look at lse."""
+"""Families of the gradient of lse; "none" stands for a loss that does not depend on lse.
+
+Each docstring names the faults that the family detects.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ NO_DLSE = "none"
 
 
 def _shape(problem: Problem) -> tuple[int, ...]:
-    """Of what is drawn: (B, heads, M), as of dout."""
+    """Return the shape in which values are drawn, (B, heads, M), with the heads of dout."""
     return drawn_shape(problem, "dout")[:3]
 
 
@@ -23,17 +26,17 @@ def _drawn_normal(problem: Problem) -> torch.Tensor:
 
 
 def normal(problem: Problem) -> torch.Tensor:
-    """N(0, 1): a gradient of lse that is left out, or has the wrong sign, row or head."""
+    """N(0, 1): detects a gradient of lse that is ignored or has a wrong sign, row or head."""
     return _drawn_normal(problem)
 
 
 def constant(problem: Problem) -> torch.Tensor:
-    """All 1, as ``lse.sum().backward()`` makes it."""
+    """All 1, as in ``lse.sum().backward()``."""
     return torch.ones(_shape(problem), dtype=torch.float64, device=problem.device)
 
 
 def large(problem: Problem) -> torch.Tensor:
-    """N(0, 2**12): beside it the rest of delta is small, and lost if rounded to 16 bits."""
+    """N(0, 2**12): the rest of delta is small and is lost if delta is rounded to 16 bits."""
     return _drawn_normal(problem) * 64.0
 
 

@@ -1,8 +1,8 @@
-"""Families of the output's gradient.
+"""Families of the gradient of out. Each docstring names the faults that the family detects.
 
-There is none near the largest finite number: dP, delta, dS, dq and dk depend on dout and v through
-their products alone, so the inputs "near_max" take all of them as far up; only dv is left, whose
-sums run in a wider accumulator.
+There is no family near the largest finite number. dP, delta, dS, dq and dk depend on dout and v
+only through their products, so the inputs "near_max" make all of them as large. Only dv is not
+covered; its sums have a wider accumulator.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ __all__ = ["DOUT_FAMILIES"]
 
 
 def normal(problem: Problem) -> torch.Tensor:
-    """N(0, 1): any fault of the backward."""
+    """N(0, 1): detects any fault of the backward."""
     return drawn_normal(problem, "dout")
 
 
 def zero(problem: Problem) -> torch.Tensor:
-    """All 0: gradients that do not come from dout, such as memory that was never written."""
+    """All 0: detects gradients that do not depend on dout, such as unwritten memory."""
     return filled(problem, "dout", 0.0)
 
 
 def constant(problem: Problem) -> torch.Tensor:
-    """All 1, as ``out.sum().backward()`` makes it: delta wrong where dP hardly varies."""
+    """All 1, as in ``out.sum().backward()``: detects a wrong delta where dP hardly varies."""
     return filled(problem, "dout", 1.0)
 
 
 def tiny(problem: Problem) -> torch.Tensor:
-    """N(0, 1) times 2**-17, about 1e-5: dS and P' dout in the underflow range of fp16."""
+    """N(0, 1) times 2**-17, about 1e-5: dS and P' dout are in the underflow range of fp16."""
     return drawn_normal(problem, "dout", 2.0**-17)
 
 
 def subnormal(problem: Problem) -> torch.Tensor:
-    """Subnormal numbers: dv = P' dout lands in the underflow range of its dtype."""
+    """Subnormal numbers: dv = P' dout is in the underflow range of its dtype."""
     return drawn_normal(problem, "dout", FLOOR[problem.dtype] * 2.0**-4)
 
 
 def one_hot(problem: Problem) -> torch.Tensor:
-    """One 1 in a valid row of each batch entry and head: dv is a row of P, which reads the mask."""
+    """One 1 in a valid row of each batch entry and head: dv is a row of P and shows the mask."""
     B, heads, M, Dv = drawn_shape(problem, "dout")
     rows, _ = length_tensors(problem)
     row = random_bits(problem, "one_hot/row", (B, heads)) % rows.clamp(min=1).view(B, 1)

@@ -1,9 +1,8 @@
-"""The tables of families by the names that problems give them.
+"""The tables of families of values, by the names that problems use.
 
-Four families make a problem's values: of its inputs q, k, v; of dout; of the gradient of lse, if
-there is one; of the values in its padding. Two more make ALiBi's slopes and the bias, if
-there are some.
-Strategies shrink towards the first of each.
+A problem names a family for its inputs q, k, v, for dout, for the gradient of lse (or "none"), and
+for the values in its padding. It may name two more for ALiBi slopes and the bias. Strategies
+shrink towards the first family of each table.
 """
 
 from __future__ import annotations

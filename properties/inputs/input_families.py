@@ -1,6 +1,7 @@
-"""Families of q, k, v by the size of their elements: what stands out, vanishes or overflows.
+"""Families of q, k, v that differ in the sizes of elements: outliers, underflow and overflow.
 
-Gaussian inputs never show half of the faults on record, so each family says which fault it shows.
+Gaussian inputs do not detect half of the faults on record. Each docstring names the faults that the
+family detects.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ _LARGE_MEAN = 50.0
 
 
 def _normal_qk(problem: Problem, v: torch.Tensor) -> Values:
-    """N(0, 1) for q and k."""
+    """N(0, 1) for q and k, with a given v."""
     return Values(drawn_normal(problem, "q"), drawn_normal(problem, "k"), v)
 
 
 def normal(problem: Problem) -> Values:
-    """N(0, 1): wrong indices, masks and scales, on data where nothing else is odd."""
+    """N(0, 1): detects wrong indices, masks and scales, on ordinary data."""
     return _normal_qk(problem, drawn_normal(problem, "v"))
 
 
 def outliers(problem: Problem) -> Values:
-    """N(0, 1) + N(0, 100) Bernoulli(0.001): precision lost where single entries dominate a sum.
+    """N(0, 1) + N(0, 100) Bernoulli(0.001): detects precision lost in sums with a dominant term.
 
-    At least one entry of every tensor is an outlier of 30.
+    At least one element of every tensor is an outlier of 30.
 
     Source: FlashAttention-3 (arXiv:2407.08608), section 4.3.
     """
@@ -66,10 +67,10 @@ def outliers(problem: Problem) -> Values:
 
 
 def massive_channel(problem: Problem) -> Values:
-    """One channel of k is 1000 times larger, of q as much smaller: dq that differ by channel.
+    """One channel of k is 1000 times larger and of q 1000 times smaller: dq differs by channel.
 
     The scores stay moderate. A scale shared by a row or a tensor, or a tolerance relative to its
-    maximum, loses every other channel.
+    maximum, loses all other channels.
     """
     q, k, v = normal(problem)
     channel = of_entries(problem, [seed % problem.D for seed in problem.all_seeds])
@@ -80,21 +81,21 @@ def massive_channel(problem: Problem) -> Values:
 
 
 def large_mean_v(problem: Problem) -> Values:
-    """v = 50 + N(0, 1): dP - delta cancels nearly all digits; a wrong softmax sum stands out."""
+    """v = 50 + N(0, 1): dP - delta cancels nearly all digits. Also detects a wrong softmax sum."""
     return _normal_qk(problem, drawn_normal(problem, "v") + _LARGE_MEAN)
 
 
 def positive_v(problem: Problem) -> Values:
-    """v = |N(0, 1)|: nothing cancels, so the bias of an accumulator that truncates adds up."""
+    """v = |N(0, 1)|: nothing cancels, so errors of a truncating accumulator add up."""
     return _normal_qk(problem, drawn_normal(problem, "v").abs())
 
 
 def near_max(problem: Problem) -> Values:
-    """v near the largest finite number: a product, sum or cast that overflows before it divides.
+    """v near the largest finite number: detects overflow before the division.
 
-    |v| lies between an eighth and a quarter of the largest number in fp16, whose sums run in an
-    accumulator of wider range. In the other dtypes the sums of |dout||v|, unnormalised P|v| and
-    dS'|q| have to stay in range as well, so v is smaller by the length of the longest of them.
+    In fp16, |v| lies between an eighth and a quarter of the largest number, as the accumulator has
+    a wider range. In other dtypes the sums of |dout||v|, unnormalised P|v| and dS'|q| must stay in
+    range too, so v is divided by the length of the longest of these sums.
     """
     limit = torch.finfo(TORCH_DTYPES[problem.dtype]).max / 4
     if problem.dtype != "fp16":
@@ -114,7 +115,7 @@ def near_max(problem: Problem) -> Values:
 
 
 def constant(problem: Problem) -> Values:
-    """One value per tensor: out must be v, so a wrong softmax sum or visible count stands out."""
+    """One value per tensor: out equals v. Detects a wrong softmax sum or count of visible keys."""
 
     def one(tensor: str) -> torch.Tensor:
         seeds = problem.all_seeds
@@ -125,14 +126,14 @@ def constant(problem: Problem) -> Values:
 
 
 def _one_hot(problem: Problem) -> torch.Tensor:
-    """v with a single 1 in each row n, at column n modulo Dv."""
+    """Return v with a single 1 in each row n, at column n modulo Dv."""
     column = places(problem, problem.N) % problem.Dv
     ones = column.view(-1, 1) == places(problem, problem.Dv)
     return ones.to(torch.float64).expand(drawn_shape(problem, "v"))
 
 
 def one_hot_v(problem: Problem) -> Values:
-    """v[n] = 1 at column n % Dv: out holds the weights themselves, so it reads the mask back."""
+    """v[n] = 1 at column n % Dv: out consists of sums of weights and shows the mask."""
     return _normal_qk(problem, _one_hot(problem))
 
 
@@ -148,7 +149,7 @@ def zero_k_one_hot_v(problem: Problem) -> Values:
 
 
 def zero_k_unit_v(problem: Problem) -> Values:
-    """k = 0, v = 1: out is exactly 1 in fp16 and bf16, so any key lost or counted twice shows."""
+    """k = 0, v = 1: out is exactly 1 in fp16 and bf16. Detects a key lost or counted twice."""
     ones = filled(problem, "v", 1.0)
     return Values(drawn_normal(problem, "q"), filled(problem, "k", 0.0), ones)
 
@@ -162,18 +163,18 @@ def tiny(problem: Problem) -> Values:
 
 
 def subnormal(problem: Problem) -> Values:
-    """v of subnormal numbers: inputs or outputs flushed to zero, underflow rounded twice."""
+    """Subnormal v: detects inputs or outputs flushed to zero, and double rounding on underflow."""
     return _normal_qk(problem, drawn_normal(problem, "v", FLOOR[problem.dtype] * 2.0**-4))
 
 
 def tiny_k(problem: Problem) -> Values:
-    """Subnormal k: dq = t dS K lands in the underflow range of its dtype."""
+    """Subnormal k: dq = t dS K is in the underflow range of its dtype."""
     k = drawn_normal(problem, "k", FLOOR[problem.dtype] * 2.0**-4)
     return Values(drawn_normal(problem, "q"), k, drawn_normal(problem, "v"))
 
 
 def tiny_q(problem: Problem) -> Values:
-    """Subnormal q: dk = t dS' Q lands in the underflow range of its dtype."""
+    """Subnormal q: dk = t dS' Q is in the underflow range of its dtype."""
     q = drawn_normal(problem, "q", FLOOR[problem.dtype] * 2.0**-4)
     return Values(q, drawn_normal(problem, "k"), drawn_normal(problem, "v"))
 

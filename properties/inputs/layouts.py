@@ -1,7 +1,7 @@
-"""Storage layouts: one logical tensor (B, heads, rows, columns) under different strides.
+"""Storage layouts: one logical tensor (B, heads, rows, columns) with different strides.
 
-Every layout lives in a larger storage, whose other elements hold a value of the caller's choice:
-NaN, so that a read out of bounds shows.
+Every layout lies in a larger storage, whose other elements hold a value of the caller's choice. NaN
+detects reads out of bounds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fa_verify.oracles.problem import LAYOUTS
 __all__ = ["lay_out"]
 
 _MARGIN = 128  # bytes before the first element and after the last, at least
-_ALIGNMENT = 16  # bytes: what the address of the first element is a multiple of
+_ALIGNMENT = 16  # alignment of the first element in bytes
 _EXTRA_COLUMNS = 8
 _EXTRA_ROWS = 2
-_PACKED = 3  # q, k and v of packed storage; the tensor is the middle one
+_PACKED = 3  # tensors in packed storage (q, k, v); the tensor is the middle one
 
 
 class _Form(NamedTuple):
-    """Where the elements of a layout lie, counted in elements."""
+    """The geometry of a layout, counted in elements."""
 
     strides: tuple[int, int, int, int]
     lead: int  # elements of the larger buffer before the first one
@@ -31,7 +31,7 @@ class _Form(NamedTuple):
 
 
 def _form(layout: str, B: int, heads: int, rows: int, columns: int) -> _Form:
-    """The strides of a layout and the extent of its buffer."""
+    """Return the strides of a layout and the extent of its buffer."""
     elements = B * heads * rows * columns
     match layout:
         case "bhsd" | "offset" | "expanded":
@@ -55,7 +55,7 @@ def _form(layout: str, B: int, heads: int, rows: int, columns: int) -> _Form:
 
 
 def _one_head(values: torch.Tensor) -> torch.Tensor:
-    """The first head, of heads that are all equal."""
+    """Return the first head; raise ValueError if the heads differ."""
     first = values[:, :1]
     if values.shape[1] > 1 and values.stride(1) != 0:
         same = (values == first) | ((values != values) & (first != first))
@@ -65,7 +65,7 @@ def _one_head(values: torch.Tensor) -> torch.Tensor:
 
 
 def lay_out(values: torch.Tensor, layout: str, around: float = math.nan) -> torch.Tensor:
-    """Copies values into new storage with the strides that a layout stands for.
+    """Copy values into new storage with the strides of a layout.
 
     ==========  ==========================================================================
     bhsd        contiguous
@@ -73,18 +73,18 @@ def lay_out(values: torch.Tensor, layout: str, around: float = math.nan) -> torc
     padded      rows in a larger buffer: extra columns, extra rows before and after
     offset      contiguous, but one element past an aligned address
     expanded    stride 0 over the heads, which must be equal; one head is bhsd
-    packed      the middle one of three in (B, rows, 3, heads, columns), as packed qkv is
+    packed      the middle one of three in (B, rows, 3, heads, columns), as in packed qkv
     transposed  a transposed view of (B, heads, columns, rows): columns are not adjacent
     strided     every second row and every second column of a larger buffer
     ==========  ==========================================================================
 
-    At least 128 bytes of the storage lie before the first and after the last element. The first
-    element's address is a multiple of 16 bytes, but for "offset".
+    At least 128 bytes of the storage lie before the first and after the last element. The address
+    of the first element is a multiple of 16 bytes, except for "offset".
 
     Args:
         values: (B, heads, rows, columns), any floating dtype and strides; sizes may be 0.
         layout: One of ``fa_verify.oracles.problem.LAYOUTS``.
-        around: What stands in the storage wherever no element of the tensor does.
+        around: Value of the storage outside of the tensor's elements.
 
     Returns:
         A tensor equal to values (NaN where they are NaN), same shape, dtype and device.

@@ -1,7 +1,8 @@
-"""Families of padding values: what stands in padding, in all tensors at once or in one alone.
+"""Families of padding values: the values in padding, of all tensors or of one tensor only.
 
-In one alone, because the kernel reads each tensor with a mask of its own, and NaN in another one
-can hide that a mask is missing: NaN from q covers NaN from k.
+The families for one tensor exist because a kernel masks the load of each tensor separately. NaN
+from one tensor can hide a missing mask of another: NaN from q covers NaN from k. Each docstring
+names the faults that the family detects.
 """
 
 from __future__ import annotations
@@ -17,39 +18,39 @@ from fa_verify.properties.inputs.sampling import TORCH_DTYPES, drawn_shape, fill
 
 __all__ = ["PADDING_VALUES", "PaddingValues"]
 
-# (problem, tensor) -> what stands in its padding: one number, or values of the drawn shape.
+# Function from (problem, tensor) to the padding values: a number, or values of the drawn shape.
 PaddingValues = Callable[[Problem, str], torch.Tensor | float]
 
 
 def _alternating(problem: Problem, tensor: str, value: float) -> torch.Tensor:
-    """value, -value, value, ... over the elements."""
+    """Return value, -value, value, ... over the elements."""
     values = filled(problem, tensor, value)
     values.view(len(problem.all_seeds), -1)[:, 1::2] = -value
     return values
 
 
 def _zero(problem: Problem, tensor: str) -> float:
-    """0: the clean run that the others are compared with."""
+    """0: the clean run with which the others are compared."""
     return 0.0
 
 
 def _nan(problem: Problem, tensor: str) -> float:
-    """NaN: padding multiplied by 0 instead of left out."""
+    """NaN: detects padding that is multiplied by 0 instead of skipped."""
     return math.nan
 
 
 def _inf(problem: Problem, tensor: str) -> torch.Tensor:
-    """Infinities of alternating sign: the same, and maxima taken before the mask."""
+    """Infinities of alternating sign: as NaN, and detects maxima taken before masking."""
     return _alternating(problem, tensor, math.inf)
 
 
 def _largest(problem: Problem, tensor: str) -> torch.Tensor:
-    """The largest finite numbers, alternating: overflow that a test for NaN inputs excuses."""
+    """The largest finite numbers, alternating: detects overflow that a NaN check misses."""
     return _alternating(problem, tensor, torch.finfo(TORCH_DTYPES[problem.dtype]).max)
 
 
 def _noise(problem: Problem, tensor: str) -> torch.Tensor:
-    """N(0, 1): padding read as if it were valid, unseen by a test for NaN outputs."""
+    """N(0, 1): detects padding that is read as if it were valid, without NaN in outputs."""
     shape = drawn_shape(problem, tensor)
     return stream.normal(problem.all_seeds, f"dirty/{tensor}", shape, problem.device)
 
@@ -58,12 +59,12 @@ _KINDS: dict[str, PaddingValues] = {"nan": _nan, "inf": _inf, "max": _largest, "
 
 
 def _alone(kind: PaddingValues, dirtied: str) -> PaddingValues:
-    """``kind`` in the padding of one tensor, 0 in that of the others."""
+    """Return ``kind`` for the padding of one tensor and 0 for the other tensors."""
     return lambda problem, tensor: kind(problem, tensor) if tensor == dirtied else 0.0
 
 
 def _in_one_tensor() -> Iterator[tuple[str, PaddingValues]]:
-    """Every kind in every tensor alone: "nan_q", "nan_k", ... "noise_dout"."""
+    """Yield every kind for every single tensor: "nan_q", "nan_k", ... "noise_dout"."""
     for name, kind in _KINDS.items():
         for tensor in TENSORS:
             yield f"{name}_{tensor}", _alone(kind, tensor)

@@ -1,6 +1,7 @@
-"""Families of q, k, v by their scores: where the softmax saturates, shifts, ties or underflows.
+"""Families of q, k, v that differ in their scores: saturation, shifts, ties and underflow.
 
-Gaussian inputs never show half of the faults on record, so each family says which fault it shows.
+Gaussian inputs do not detect half of the faults on record. Each docstring names the faults that the
+family detects.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from fa_verify.properties.inputs.sampling import (
 __all__ = ["SCORE_FAMILIES", "last_visible"]
 
 _NEEDLE_SCORE = 20.0
-_TILE = 16  # keys: the narrowest tile
+_TILE = 16  # keys of the narrowest tile
 _RISE = 64.0
 _STEPS = (1.0, 4.0, 12.0, 30.0)
 _TIE_SCORE = 16.0
 _TIE_STEPS = 8
-# How far below the row's maximum exp leaves the normal numbers of the dtype, and then all of them.
+# The distances below a row's maximum at which exp becomes subnormal in the dtype, and then 0.
 _UNDERFLOW = {
     "fp16": (8.0, 20.0),
     "bf16": (80.0, 110.0),
@@ -40,23 +41,24 @@ _UNDERFLOW = {
 
 
 def times8(problem: Problem) -> Values:
-    """Scores multiplied by 8: a missing rescale of the accumulator when the row maximum moves."""
+    """Scores times 8: detects a missing rescale of the accumulator when the row maximum moves."""
     q = drawn_normal(problem, "q", 8.0)
     return Values(q, drawn_normal(problem, "k"), drawn_normal(problem, "v"))
 
 
 def times40(problem: Problem) -> Values:
-    """Scores multiplied by 40, one key takes all: exp overflow, saturated rows, lost gradients."""
+    """Scores times 40, one key has all the weight: detects exp overflow and lost gradients."""
     q = drawn_normal(problem, "q", 40.0)
     return Values(q, drawn_normal(problem, "k"), drawn_normal(problem, "v"))
 
 
 def _shifted(problem: Problem, shift: float) -> Values:
-    """Scores of about ``shift``: channel 0 of q and k is constant, the rest adds N(0, 1) at most.
+    """Return scores of about ``shift``: channel 0 of q and k is constant, the rest adds N(0, 1).
 
-    The factor is split evenly, so |q|, |k| = sqrt(|shift| / sm_scale); in fp16 the cast saturates
-    them once sm_scale < 2e-5. The P of a row is then known to a part in 1e6 / |shift| at most, and
-    what that allows dq and dk, times |k| and |q|, is kept in fp16's range by a smaller v.
+    The factor is split evenly, so |q| = |k| = sqrt(|shift| / sm_scale) in channel 0. In fp16 the
+    cast saturates them if sm_scale < 2e-5. The relative error of a row's P is then up to |shift| /
+    1e6. A smaller v keeps the resulting bounds of dq and dk, which grow with |k| and |q|, in the
+    range of fp16.
     """
     q0 = math.sqrt(abs(shift) / problem.scale)
     rest = min(1.0, 1.0 / math.sqrt(problem.scale * math.sqrt(problem.D)))
@@ -68,45 +70,45 @@ def _shifted(problem: Problem, shift: float) -> Values:
 
 
 def lse_low_90(problem: Problem) -> Values:
-    """LSE near -90: exp(score) without the maximum subtracted is subnormal, or flushed to 0."""
+    """LSE near -90: exp(score) without subtracting the maximum is subnormal or flushed to 0."""
     return _shifted(problem, -90.0)
 
 
 def lse_low_130(problem: Problem) -> Values:
-    """LSE near -130: exp(score) without the maximum subtracted is 0 even as a subnormal."""
+    """LSE near -130: exp(score) without subtracting the maximum is 0."""
     return _shifted(problem, -130.0)
 
 
 def lse_low_6e3(problem: Problem) -> Values:
-    """LSE near -6e3: a finite stand-in for -inf, or a running maximum that starts too high."""
+    """LSE near -6e3: detects a finite value used for -inf or as the first running maximum."""
     return _shifted(problem, -6e3)
 
 
 def lse_low_1e5(problem: Problem) -> Values:
-    """LSE near -9.9e4, the least that is promised: a stand-in for -inf of -1e4 or -65504."""
+    """LSE near -9.9e4, the end of the supported range: detects -1e4 or -65504 used for -inf."""
     return _shifted(problem, -9.9e4)
 
 
 def lse_high_6e4(problem: Problem) -> Values:
-    """LSE near +6e4: an LSE kept in 16 bits, or exp(score - m) with m of another unit."""
+    """LSE near +6e4: detects an LSE in 16 bits, or exp(score - m) with m in another unit."""
     return _shifted(problem, 6e4)
 
 
 def lse_high_1e5(problem: Problem) -> Values:
-    """LSE near +9.9e4, the most that is promised: scores past fp16's largest number, and the same.
+    """LSE near +9.9e4, the end of the supported range: as ``lse_high_6e4``, beyond fp16's range.
 
-    The scores' ulp is 2**-7 in fp32, so the P that the backward recomputes from the stored LSE is
-    off by a percent, and must not be off by more.
+    The ulp of the scores is 2**-7 in fp32. P, which the backward recomputes from the stored LSE, is
+    therefore wrong by a percent and must not be wrong by more.
     """
     return _shifted(problem, 9.9e4)
 
 
 def _levelled(problem: Problem, levels: torch.Tensor, *largest: float) -> Values:
-    """Scores that are ``levels`` (B or 1, heads or 1, N) in every row, but for k's rounding.
+    """Return scores equal to ``levels`` (B or 1, heads or 1, N) in every row, up to k's rounding.
 
-    Channel 0 makes them. Otherwise q lives in the even channels and k in the odd ones, so that
-    nothing else adds to a score although both vary. ``largest`` is about the largest |level|, one
-    for all or one for each seed: its root goes to q, the other root to k.
+    Channel 0 determines the scores. In the other channels q is nonzero in even and k in odd ones,
+    so that they add nothing to a score although both vary. ``largest`` is about the largest
+    |level|, one for all seeds or one for each; its square root scales q, and k is divided by it.
     """
     q, k, v = (drawn_normal(problem, tensor) for tensor in ("q", "k", "v"))
     odd = (places(problem, problem.D) & 1) == 1
@@ -119,11 +121,11 @@ def _levelled(problem: Problem, levels: torch.Tensor, *largest: float) -> Values
 
 
 def near_ties(problem: Problem) -> Values:
-    """Scores that rise by an ulp or two, 16 + ulps: a rescale that is skipped, or not exactly 1.
+    """Scores of 16 plus a few ulps: detects a rescale that is skipped or not exactly 1.
 
-    The ulps are those of the input dtype in even rows, those of fp32 in odd rows. They rise in
-    eight steps along the keys, so the running maximum hardly moves, but does. (Of one channel, the
-    16 is left out.)
+    The ulps are those of the input dtype in even rows and of fp32 in odd rows. They rise in eight
+    steps along the keys, so that the running maximum moves by very little. With one channel the 16
+    is omitted.
     """
     base = torch.full((1, 1, 1), _TIE_SCORE, dtype=torch.float64, device=problem.device)
     q, k, v = _levelled(problem, base, _TIE_SCORE)
@@ -138,10 +140,10 @@ def near_ties(problem: Problem) -> Values:
 
 
 def rising_max(problem: Problem) -> Values:
-    """Scores that rise with every key tile of 16: a rescale that is missing, done twice or put off.
+    """Scores that rise with every 16 keys: detects a rescale that is missing, doubled or delayed.
 
-    By 1, 4, 12 or 30 a tile, as the seed says, or in equal steps to 64 where there are more tiles
-    than that. exp(12) is past fp16: a kernel that rescales only after a larger rise overflows in P.
+    They rise by 1, 4, 12 or 30 per tile, chosen by the seed, but to at most 64 in total. exp(12)
+    exceeds the range of fp16, so P overflows in a kernel that rescales only after a larger rise.
     """
     tiles = max(1, -(-problem.N // _TILE))
     steps = [min(_STEPS[seed % len(_STEPS)], _RISE / tiles) for seed in problem.all_seeds]
@@ -151,9 +153,9 @@ def rising_max(problem: Problem) -> Values:
 
 
 def two_level(problem: Problem) -> Values:
-    """Scores of 0 and -8 alone, half the keys each: a P kept too coarsely loses the lower half.
+    """Scores of 0 and -8, half of the keys each: a P with too few digits loses the lower half.
 
-    All P of a level are rounded alike, so their errors add up instead of averaging out.
+    All P of a level have the same rounding error, so the errors add up instead of averaging out.
     """
     heads = drawn_shape(problem, "k")[1]
     low = random_bits(problem, "two_level/low", (problem.B, heads, problem.N)) & 1
@@ -161,10 +163,10 @@ def two_level(problem: Problem) -> Values:
 
 
 def p_underflow(problem: Problem) -> Values:
-    """P in and below the subnormal numbers, but for one key in 16: flushes, and P rounded twice.
+    """P subnormal or 0 except for one key in 16: detects flushing and double rounding of P.
 
-    Away from the peaks, s - m is even in the range over which exp leaves the dtype that P is cast
-    to: fp16 [-20, -8], bf16 and fp32 [-110, -80], float64 [-760, -690].
+    Away from the peaks, s - m is uniform in the range in which exp underflows in the dtype that P
+    is cast to: fp16 [-20, -8], bf16 and fp32 [-110, -80], float64 [-760, -690].
     """
     near, far = _UNDERFLOW[problem.dtype]
     shape = (problem.B, drawn_shape(problem, "k")[1], problem.N)
@@ -176,10 +178,10 @@ def p_underflow(problem: Problem) -> Values:
 
 
 def duplicated_keys(problem: Problem) -> Values:
-    """Seven different keys in turn, each twice, with values of their own: ties for the maximum.
+    """Seven different keys in turn, each twice, with different values: ties for the maximum.
 
-    A tied key that is lost or counted once takes much of the row's weight with it, because the
-    scores are spread by 4; its copies stand in other tiles, at other places of the tile.
+    The scores have a spread of 4, so a tied key that is lost changes much of the row's weight. The
+    copies of a key lie in different tiles, at different places of the tile.
     """
     source = places(problem, problem.N) // 2 % 7
     k = drawn_normal(problem, "k").index_select(2, source)
@@ -187,7 +189,7 @@ def duplicated_keys(problem: Problem) -> Values:
 
 
 def last_visible(problem: Problem) -> torch.Tensor:
-    """The last visible key of every row, int64 (B, M); -1 in a row without one."""
+    """Return the last visible key of every row, int64 (B, M); -1 in a row without one."""
     mask = problem.mask
     rows, keys = (x.view(-1, 1) for x in length_tensors(problem))
     m = places(problem, problem.M)
@@ -195,15 +197,16 @@ def last_visible(problem: Problem) -> torch.Tensor:
     last = keys - 1 + 0 * m
     if mask.right is not None:
         last = torch.minimum(last, position + mask.right)
-    # A window reaches back from a position, which never lies past the last key.
+    # The window's left bound does not matter: it reaches back from a position, which never lies
+    # past the last key.
     return torch.where((m < rows) & (last >= 0), last, -1)
 
 
 def _needles(problem: Problem, hidden: bool) -> Values:
-    """Every few rows, q = a d and the key that the row aims at k = c d, with d = +-1 per channel.
+    """Give some rows a score of 20 with one target key: q = a d and k = c d, d = +-1 per channel.
 
-    d belongs to the key, so rows that aim at one key agree; |d|^2 = D exactly, so no sum is needed
-    to make the score 20. a keeps the row's other scores within N(0, 1).
+    d belongs to the key, so that rows with the same target agree. |d|^2 = D exactly, so the score
+    is 20 without computing a sum. a keeps the other scores of the row within N(0, 1).
     """
     q, k, v = (drawn_normal(problem, tensor) for tensor in ("q", "k", "v"))
     if 0 in (problem.B, problem.M, problem.N):
@@ -231,7 +234,7 @@ def _needles(problem: Problem, hidden: bool) -> Values:
     if heads > 1:
         aimed = aimed.repeat_interleave(problem.G, dim=1)
     q = torch.where(aims, aimed * a, q)
-    # One slot more than keys takes the rows that aim at nothing.
+    # An extra slot at index N receives the rows without a target.
     hit = torch.zeros(problem.B, problem.N + 1, dtype=torch.bool, device=problem.device)
     hit.scatter_(1, torch.where(target >= 0, target, problem.N), True)
     k = torch.where(hit[:, None, : problem.N, None], direction * c, k)
@@ -239,14 +242,14 @@ def _needles(problem: Problem, hidden: bool) -> Values:
 
 
 def needle_visible(problem: Problem) -> Values:
-    """The last visible key of some rows has nearly all their weight: a mask one key too narrow."""
+    """The last visible key of some rows has nearly all the weight: detects a mask too narrow."""
     return _needles(problem, hidden=False)
 
 
 def needle_hidden(problem: Problem) -> Values:
-    """The first key hidden on the right would take nearly all the weight: a mask too wide.
+    """The first key hidden on the right would have nearly all the weight: detects a mask too wide.
 
-    Rows that hide no valid key on the right have the needle at their last visible key.
+    Rows that hide no valid key on the right target their last visible key.
     """
     return _needles(problem, hidden=True)
 

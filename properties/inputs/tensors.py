@@ -1,4 +1,4 @@
-"""From a problem to its tensors."""
+"""Create the tensors of a problem."""
 
 from __future__ import annotations
 
@@ -31,11 +31,16 @@ Family = TypeVar("Family")
 
 
 class Inputs(NamedTuple):
-    """q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv), dout (B,H,M,Dv), as the problem says them.
+    """The tensors of a problem, in its dtype and on its device unless stated otherwise.
 
-    dlse (B,H,M) is the gradient of lse, float32 (float64 for float64); None where there is none.
-    alibi_slopes (H,) or (B,H) are float32; None where there are none. bias (B or 1, H or 1, M or 1,
-    N or 1) is in the dtype of q or float32; None where there is none.
+    Args:
+        q: (B, H, M, D).
+        k: (B, Hk, N, D).
+        v: (B, Hk, N, Dv).
+        dout: Gradient of out, (B, H, M, Dv).
+        dlse: Gradient of lse, (B, H, M), float32 (float64 for float64 problems); or None.
+        alibi_slopes: (H,) or (B, H), float32; or None.
+        bias: (B or 1, H or 1, M or 1, N or 1), in the dtype of q or float32; or None.
     """
 
     q: torch.Tensor
@@ -48,7 +53,7 @@ class Inputs(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v, dout: what there always is, in the order of ``TENSORS``."""
+        """The tensors that are never None: q, k, v, dout, in the order of ``TENSORS``."""
         return self.q, self.k, self.v, self.dout
 
 
@@ -59,9 +64,10 @@ def _family(families: Mapping[str, Family], field: str, name: str) -> Family:
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounds to the dtype, to its largest finite value where a finite value lies beyond.
+    """Round values to a dtype, saturating finite values at its largest finite value.
 
-    By way of float32 for 16-bit dtypes: PyTorch does so anyway, here it is part of the values.
+    16-bit dtypes are rounded to float32 first. PyTorch does so anyway; the explicit cast makes it
+    part of the definition of the values.
     """
     limit = torch.finfo(dtype).max
     values = values.clamp(-limit, limit)
@@ -69,7 +75,7 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _padding(lengths: tuple[int, ...] | None, size: int, device: str) -> torch.Tensor | None:
-    """Bool (B, 1, size, 1), True in padding; None where there is none, which costs no launch."""
+    """Return a bool mask of padding, (B, 1, size, 1); None without padding, to save a launch."""
     if lengths is None or all(length == size for length in lengths):
         return None
     valid = torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
@@ -82,26 +88,26 @@ def make(
     layouts: tuple[str, str, str, str] | None = None,
     around: float = math.nan,
 ) -> Inputs:
-    """The tensors of a problem: a pure function of it, with the same bits on every device.
+    """Create the tensors of a problem: a pure function with the same bits on every device.
 
-    Values come from the input and dout families in float64 and are rounded once, never to Inf.
-    Then the family of padding values overwrites padding: rows m >= seqlens_q[b] of q and dout, keys
+    The families compute float64 values, which are rounded once and never to Inf. The family of
+    padding values then overwrites padding: rows m >= seqlens_q[b] of q and dout, keys
     n >= seqlens_k[b] of k and v.
 
     Args:
-        problem: What to make; its dtype, device and layouts are those of the result.
-        dirty: A family of padding values to use instead of the problem's; the valid elements stay
-            as they are.
-        layouts: Storage of q, k, v, dout to use instead of the problem's; all values stay as they
-            are, equal heads where the problem says "expanded" among them.
-        around: What stands in the storage wherever no element does.
+        problem: The problem, which determines dtype, device and layouts.
+        dirty: Family of padding values to use instead of the problem's. Valid elements do not
+            change.
+        layouts: Layouts of q, k, v, dout to use instead of the problem's. Values do not change,
+            including the equal heads of a problem with an "expanded" layout.
+        around: Value of the storage outside of the tensors' elements.
 
     Returns:
-        q, k, v, dout, dlse, alibi_slopes, bias.
+        The tensors.
 
     Raises:
-        ValueError: The problem names a family that does not exist, or ``layouts`` says "expanded"
-            where the problem's heads differ.
+        ValueError: The problem names an unknown family, or ``layouts`` has "expanded" for a tensor
+            whose heads differ.
     """
     inputs = _family(INPUTS, "inputs", problem.inputs)(problem)
     dout = _family(DOUT, "dout", problem.dout)(problem)
@@ -131,9 +137,10 @@ def make(
 def _bias(
     problem: Problem, fill: PaddingValues, layouts: tuple[str, str, str, str] | None, around: float
 ) -> torch.Tensor:
-    """The bias, with padding values wherever no row sees a key; stored by seed, or as ``layouts``.
+    """Create the bias, with padding values in elements that no visible pair uses.
 
-    Padding is such a place, and so are pairs that the mask hides from all that share an element.
+    These elements lie in padding, or the mask hides every pair that shares them. The seed chooses
+    the layout; with ``layouts`` the bias is contiguous.
     """
     dtype = BIAS_DTYPES.get(problem.bias.partition("/")[0], TORCH_DTYPES[problem.dtype])
     values = _cast(bias_values(problem), dtype)
@@ -154,7 +161,7 @@ def _bias(
 
 
 def _slopes(problem: Problem, around: float) -> torch.Tensor:
-    """ALiBi's slopes, every second element of a larger storage."""
+    """Create the ALiBi slopes as every second element of a larger storage."""
     values = _cast(_family(ALIBI, "alibi", problem.alibi)(problem), torch.float32)
     others = torch.full(values.shape, around, dtype=torch.float64, device=problem.device)
     return torch.stack([values, _cast(others, torch.float32)], -1)[..., 0]
@@ -167,7 +174,7 @@ def _dlse(
     layouts: tuple[str, str, str, str] | None,
     around: float,
 ) -> torch.Tensor:
-    """The gradient of lse, stored as a dout of one column, whose values it has in padding."""
+    """Create the gradient of lse, with the layout and the padding values of dout."""
     dtype = torch.float64 if problem.dtype == "fp64" else torch.float32
     cast = _cast(_family(DLSE, "dlse", problem.dlse)(problem), dtype).unsqueeze(3)
     if padding is not None:

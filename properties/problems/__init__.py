@@ -1,4 +1,4 @@
-"""Hypothesis strategies for problems: sizes, sequence lengths, masks, and batched problems.
+"""Hypothesis strategies for problems: sizes, sequence lengths, masks and batched problems.
 
-A description is drawn, never a tensor. ``inputs`` makes tensors of it.
+The strategies draw descriptions, never tensors. ``inputs`` creates the tensors of a problem.
 """

@@ -1,7 +1,7 @@
-"""Batched problems: many of one shape, one behind the other along the batch, judged together.
+"""Batched problems: many problems of one shape, concatenated along the batch and judged together.
 
-A small problem keeps a GPU busy for less time than its launches take, and the oracle's are many: a
-batch of 64 costs little more than one of them.
+On a GPU, a small problem takes less time than its launches and the many launches of the oracle. A
+batch of 64 problems costs little more than one problem.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ LARGEST = 64
 def batched_problems(
     draw: Draw, problems: st.SearchStrategy[Problem], *, tile: int, max_cost: int
 ) -> Problem:
-    """Batches of up to 64 problems that differ in their values, and in lengths if they have some.
+    """Strategy for batches of up to 64 problems that differ in values and sequence lengths.
 
-    The first is drawn; what the others have of their own is a function of its seed. Shrinks
-    towards the first alone. Problems without elements, those of a mask that asks which batch entry
-    it is in, and those of a bias that batch entries share, stay alone.
+    The first problem is drawn. The seeds and lengths of the others are derived from its seed.
+    Shrinks towards the first problem alone. Some problems are not batched: those without elements,
+    with a mask that depends on the batch entry, or with a bias that batch entries share.
 
     Args:
-        draw: Of the composite strategy.
-        problems: Of the first.
-        tile: Rows and keys of a tile; cost is counted in them, as by ``strategies.problems``.
-        max_cost: Of all of them.
+        draw: Argument of the composite strategy.
+        problems: Strategy for the first problem.
+        tile: Rows and keys of a tile, the unit of the cost as in ``strategies.problems``.
+        max_cost: Largest cost of the batch.
     """
     first: Problem = draw(problems)
     most = min(LARGEST, max_cost // max(1, _cost(first, tile)))
@@ -47,12 +47,12 @@ def batched_problems(
 
 
 def _cost(problem: Problem, tile: int) -> int:
-    """Pairs of tiles of a problem."""
+    """Return the number of pairs of tiles of a problem."""
     return problem.B * problem.H * -(-problem.M // tile) * -(-problem.N // tile)
 
 
 def _batched(first: Problem, count: int) -> Problem:
-    """The first of so many problems with the others behind it."""
+    """Return a batch of ``count`` problems that begins with the first."""
     further = stream.integers(first.seed, "stack/seeds", (count - 1,))
     seeds = (first.seed, *(x & 2**31 - 1 for x in further.tolist()))
     mask = dataclasses.replace(
@@ -66,7 +66,7 @@ def _batched(first: Problem, count: int) -> Problem:
 def _lengths(
     first: Problem, count: int, name: str, given: tuple[int, ...] | None, size: int
 ) -> tuple[int, ...] | None:
-    """The lengths of a batched problem, of which those of the first are given."""
+    """Return the lengths of a batched problem, starting with those of the first problem."""
     if given is None:
         return None
     words = stream.integers(first.seed, name, (count - 1, 2)) & 2**62 - 1

@@ -1,4 +1,4 @@
-"""Masks of drawn problems: which kind, what bounds and lengths, and what is forced on them."""
+"""Draw the masks of problems: their kind, window and lengths, and forced features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["chosen_lengths", "draw_mask"]
 
 
 class _Kind(NamedTuple):
-    """Which parts a mask has."""
+    """The parts of a mask."""
 
     causal: bool
     window: bool
@@ -25,10 +25,10 @@ class _Kind(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _window_pool(max_seqlen: int, tile: int) -> tuple[tuple[int | None, int | None], ...]:
-    """(window_left, window_right) pairs, one-sided ones first; 0, small, near tiles, past N.
+    """Return (window_left, window_right) pairs, one-sided ones first.
 
-    Small left bounds come three times: they hide the first tile that a tile of rows visits from its
-    later rows.
+    Bounds are 0, small, near tile sizes, or larger than N. Small left bounds occur three times as
+    often: the first key tile that a tile of rows visits is then hidden from its later rows.
     """
     near = (tile // 2, tile - 1, tile, tile + 1, 2 * tile)
     sides = sorted({0, 1, 2, 3, *near, max_seqlen // 3, max_seqlen + 1})
@@ -42,7 +42,7 @@ def _window_pool(max_seqlen: int, tile: int) -> tuple[tuple[int | None, int | No
 
 @lru_cache(maxsize=64)
 def _kinds(masks: tuple[str, ...], lengths: tuple[bool, ...]) -> tuple[_Kind, ...]:
-    """The masks to choose from, simplest first; sliding causal ones most often."""
+    """Return the kinds of masks to draw from, simplest first; sliding causal masks most often."""
     positions = []
     if "full" in masks or set(masks) == {"padding"}:
         positions += [(False, False)] * 2
@@ -56,7 +56,7 @@ def _kinds(masks: tuple[str, ...], lengths: tuple[bool, ...]) -> tuple[_Kind, ..
 
 
 def _mask_kinds(domain: Domain) -> tuple[_Kind, ...]:
-    """Kinds that allow what is forced."""
+    """Return the kinds of masks that are compatible with the forced features."""
     masks = domain.masks
     if domain.hidden or domain.empty_by_position:
         masks = tuple(kind for kind in masks if kind != "full")
@@ -72,7 +72,7 @@ def _mask_kinds(domain: Domain) -> tuple[_Kind, ...]:
 
 
 def chosen_lengths(size: int, even: int, code: int, B: int) -> list[int]:
-    """B lengths in [0, size], one octal digit each: full, an edge, or the evenly drawn one."""
+    """Decode B lengths in [0, size] from octal digits: full, an edge, or the drawn ``even``."""
     edges = (size, size // 2, 1, 0, size - 1, even, even, even)
     return [min(size, max(0, edges[code >> 3 * b & 7])) for b in range(B)]
 
@@ -80,7 +80,7 @@ def chosen_lengths(size: int, even: int, code: int, B: int) -> list[int]:
 def _draw_lengths(
     draw: Draw, B: int, M: int, N: int, given: str
 ) -> tuple[list[int] | None, list[int] | None]:
-    """Lengths of queries and of keys; None for what is not given."""
+    """Draw the lengths of queries and keys; ``given`` is "q", "k" or "both", None for the rest."""
     code = draw(st.sampled_from(range(8 ** (2 * B))))
     queries = keys = None
     if given != "q":
@@ -91,11 +91,11 @@ def _draw_lengths(
 
 
 def draw_mask(draw: Draw, domain: Domain, B: int, H: int, M: int, N: int) -> Mask:
-    """A mask for B sequences of M queries and N keys; batch entry 0 has what is forced.
+    """Draw a mask for B sequences of M queries and N keys. Batch entry 0 has the forced features.
 
     Args:
-        draw: Of a composite strategy.
-        domain: Which kinds of masks there are, or their class, and what is forced.
+        draw: Argument of a composite strategy.
+        domain: The kinds of masks or their class, and the forced features.
         B: Batch entries.
         H: Query heads.
         M: Query rows.
@@ -129,7 +129,7 @@ def draw_mask(draw: Draw, domain: Domain, B: int, H: int, M: int, N: int) -> Mas
 def _force_lengths(
     domain: Domain, queries: list[int] | None, keys: list[int] | None, M: int, N: int
 ) -> tuple[int, int]:
-    """Clamps the lengths of batch entry 0 to what is forced, in place; returns them."""
+    """Adapt the lengths of batch entry 0 to the forced features, in place, and return them."""
     rows = M if not queries else queries[0]
     columns = N if not keys else keys[0]
     if not domain.forced:
@@ -152,12 +152,12 @@ def _force_lengths(
 def _force_window(
     domain: Domain, left: int | None, right: int | None, rows: int, columns: int
 ) -> tuple[int | None, int | None]:
-    """Narrows the window until batch entry 0 has the empty row or hidden key that is forced."""
+    """Narrow the window so that batch entry 0 has a forced empty row or hidden key."""
     if domain.empty_by_position:
         # Row 0 stands at position columns - rows and is empty if that + right < 0.
         right = (left or 0 if right is None else right) % (rows - columns)
     elif domain.hidden:
-        # Row 0 must not see the last key, or the last row not key 0.
+        # Row 0 must not see the last key, or the last row must not see key 0.
         right_hides = right is not None and right <= rows - 2
         left_hides = left is not None and left <= columns - 2
         if not right_hides and not left_hides:

@@ -1,4 +1,4 @@
-"""Masks of a user's class: which parameters they have, and how they are drawn."""
+"""Draw masks from a user's class by the annotations of its fields or its ``draw`` method."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _OF_ALL = frozenset(item.name for item in dataclasses.fields(Mask))
 
 
 def check_mask_class(mask: type[Mask]) -> None:
-    """Sees that masks of a class can be drawn.
+    """Check that masks can be drawn from a class.
 
     Raises:
-        ValueError: It is no frozen dataclass, or a field has no bounds; the message names it.
+        ValueError: The class is not a frozen dataclass, or a field has no bounds. The message names
+            the class and the field.
     """
     if not dataclasses.is_dataclass(mask) or "__hash__" not in vars(mask):
         raise ValueError(f"{mask.__name__} needs @dataclass(frozen=True, kw_only=True)")
@@ -30,20 +31,20 @@ def check_mask_class(mask: type[Mask]) -> None:
 
 
 def bounds_of(mask: type[Mask], name: str) -> range:
-    """The ints that a field may have, nothing where it has no bounds."""
+    """Return the range of an int field; empty if the field has no bounds."""
     bounds = getattr(_hints(mask)[name], "__metadata__", ())
     found = [range(x.low, x.high + 1) for x in bounds if isinstance(x, Between)]
     return found[0] if found else range(0)
 
 
 def _hints(mask: type[Mask]) -> dict[str, object]:
-    """The annotations of the fields that a class adds."""
+    """Return the annotations of the fields that a class adds to ``Mask``."""
     hints = typing.get_type_hints(mask, include_extras=True)
     return {x.name: hints[x.name] for x in dataclasses.fields(mask) if x.name not in _OF_ALL}
 
 
 def _choices(mask: type[Mask], name: str, hint: object) -> typing.Sequence[int | bool]:
-    """The values of a field, from the one it shrinks towards."""
+    """Return the values of a field, starting with the one that it shrinks towards."""
     if hint is bool:
         return (False, True)
     for bound in getattr(hint, "__metadata__", ()):
@@ -51,23 +52,23 @@ def _choices(mask: type[Mask], name: str, hint: object) -> typing.Sequence[int |
             return range(bound.low, bound.high + 1)
     raise ValueError(
         f"{mask.__name__}.{name} is annotated with {hint}; needs bool or Annotated[int, "
-        f"Between(low, high)], or {mask.__name__} a classmethod draw(rng, B, H, M, N)"
+        f"Between(low, high)], or {mask.__name__} needs a classmethod draw(rng, B, H, M, N)"
     )
 
 
 def draw_instance(draw: Draw, mask: type[Mask], B: int, H: int, M: int, N: int) -> Mask:
-    """A mask of a class without lengths: by its ``draw``, or field by field within the bounds.
+    """Draw a mask of a class, without lengths: with its ``draw`` method, else field by field.
 
     Args:
-        draw: Of a composite strategy.
-        mask: The class; its ``draw(rng, B, H, M, N)`` gets a ``random.Random``.
+        draw: Argument of a composite strategy.
+        mask: The class. Its ``draw(rng, B, H, M, N)`` receives a ``random.Random``.
         B: Batch entries.
         H: Query heads.
         M: Query rows.
         N: Keys.
 
     Raises:
-        TypeError: ``draw`` returns something else.
+        TypeError: The class's ``draw`` does not return a Mask.
         ValueError: A field has no bounds.
     """
     if not hasattr(mask, "draw"):

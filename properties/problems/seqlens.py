@@ -1,7 +1,7 @@
-"""Sequence lengths of drawn problems: the domain they are drawn in, and how M and N share its cost.
+"""Draw sequence lengths M and N within a domain and its limit on cost.
 
-Lengths gather around tile edges, and most pairs span two tiles both ways. Bounds are worked out
-before a length is drawn, so nothing is filtered.
+Lengths cluster around tile edges, and in most pairs both M and N span two tiles. Bounds are derived
+before a length is drawn, so no draw is filtered out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 class Regime(NamedTuple):
-    """Inclusive bounds of M and N, how often they are drawn, and whether a size can be 0."""
+    """Inclusive bounds of M and N, their weight in the draw, and whether M or N can be 0."""
 
     weight: int
     m_low: int
@@ -36,7 +36,7 @@ class Regime(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """The arguments of ``strategies.problems``; what is fixed is a choice of one."""
+    """The arguments of ``strategies.problems``; a fixed field is a tuple of one value."""
 
     dtypes: tuple[str, ...]
     configs: tuple[str, ...]
@@ -69,18 +69,18 @@ class Domain:
 
     @property
     def forced(self) -> int:
-        """How many of the three features have to occur."""
+        """Number of forced features among ``padding``, ``hidden`` and ``empty_rows``."""
         return self.padding + self.hidden + self.empty_rows
 
     @property
     def empty_by_position(self) -> bool:
-        """Empty rows come from a right bound and M > N, not from a batch entry without keys."""
+        """Whether forced empty rows result from a right bound and M > N, not from a length of 0."""
         return self.empty_rows and ("causal" in self.masks or "window" in self.masks)
 
 
 @lru_cache(maxsize=64)
 def _seqlen_pool(max_seqlen: int, multiple: int, tile: int) -> tuple[int, ...]:
-    """Ascending positive lengths; tile edges stand in it four times, primes twice."""
+    """Return ascending positive lengths; tile edges occur four times, primes twice."""
     pool = []
     composite = bytearray(max_seqlen + 1)
     for length in range(1, max_seqlen + 1):
@@ -95,30 +95,31 @@ def _seqlen_pool(max_seqlen: int, multiple: int, tile: int) -> tuple[int, ...]:
 
 
 def _smallest(domain: Domain, low: int) -> int:
-    """The smallest sequence length >= low, 0 included."""
+    """Return the smallest multiple of ``seqlen_multiple`` that is >= low, possibly 0."""
     return -(-low // domain.seqlen_multiple) * domain.seqlen_multiple
 
 
 def tile_count(domain: Domain, length: int) -> int:
-    """Tiles of a length, at least 1: what one head costs along that axis."""
+    """Return the number of tiles of a length, at least 1: the cost of a head along the axis."""
     return max(1, -(-length // domain.tile))
 
 
 def _max_length(domain: Domain, other: int) -> int:
-    """The longest sequence that the budget allows beside the other length, one head deep."""
+    """Return the largest length that the limit on cost allows for one head, given the other."""
     return domain.tile * (domain.max_cost // tile_count(domain, other))
 
 
 def seqlen_regimes(domain: Domain) -> tuple[Regime, ...]:
-    """Bounds of (M, N) that can be met, the smallest first; two tiles both ways most often.
+    """Return the satisfiable bounds of (M, N), smallest first; two tiles both ways most often.
 
-    The lopsided ones begin where the smallest does, so that shrinking can change over to it.
+    Regimes with one long side start at the same lengths as the smallest regime, so that shrinking
+    can switch to it.
 
     Args:
-        domain: Limits of the lengths and of their cost, and which features are forced.
+        domain: Limits of the lengths and the cost, and the forced features.
 
     Returns:
-        The regimes; none if no lengths satisfy the domain.
+        The regimes; empty if no lengths satisfy the domain.
     """
     tile, most = domain.tile, domain.max_seqlen
     low = _smallest(domain, 1 + domain.forced)
@@ -151,9 +152,9 @@ def seqlen_regimes(domain: Domain) -> tuple[Regime, ...]:
 def _draw_length(
     draw: Draw, domain: Domain, low: int, high: int, zero: bool, other: int = 0
 ) -> int:
-    """A length in [low, high], or 0 one time in three if that is allowed.
+    """Draw a length in [low, high]; with ``zero``, 0 in one of three draws.
 
-    Past one tile it equals ``other`` one time in twelve.
+    If ``other`` exceeds one tile, the length equals it in one of twelve draws.
     """
     if low >= high and not zero:
         return low
@@ -173,12 +174,12 @@ def _draw_length(
 
 
 def draw_seqlens(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> tuple[int, int]:
-    """(M, N) within the budget for one head.
+    """Draw (M, N) within the limit on cost for one head.
 
     Args:
-        draw: Of a composite strategy.
-        domain: What the lengths are drawn in.
-        regimes: What ``seqlen_regimes`` gives for it, at least one.
+        draw: Argument of a composite strategy.
+        domain: The domain.
+        regimes: The result of ``seqlen_regimes`` for the domain, not empty.
     """
     regime = draw(st.sampled_from([r for r in regimes for _ in range(r.weight)]))
     M = _draw_length(draw, domain, regime.m_low, regime.m_high, regime.m_zero)

@@ -1,11 +1,11 @@
-"""Hypothesis strategies for problems: a description is drawn, never a tensor.
+"""Hypothesis strategies for problems. They draw descriptions, never tensors.
 
-Interesting cases are built, not waited for: nothing is filtered and nothing assumed away, so empty
-rows, lengths of 0 and M > N stay in. Sizes of one problem differ as often as its cost allows,
-because equal sizes hide exchanged ones. About twenty choices make a problem, whatever its size.
+Interesting cases are constructed: nothing is filtered out, and empty rows, lengths of 0 and M > N
+all occur. The sizes of a problem differ as often as its cost allows, because equal sizes hide
+exchanged ones. A problem takes about twenty choices, whatever its size.
 
-Every choice is ``sampled_from`` something of its own: Hypothesis spends five runs of six on copies
-of a problem in which one choice repeats another of the same kind, if there are any.
+Every choice uses ``sampled_from`` with a different sequence. If two choices are of the same kind,
+Hypothesis spends five of six runs on copies of a problem in which one choice repeats the other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCALES: tuple[float | None, ...] = (
     *(1.0,) * 10,
     *(step / 50 for step in range(1, 101)),
 )
-# From one that most scores reach to one that none comes near.
+# From a softcap that most scores reach to one that no score comes near.
 SOFTCAPS = (50.0, 0.5, 1.0, 3.0, 10.0, 20.0, 30.0, 1e3, 1e6)
 
 
@@ -59,7 +59,7 @@ SOFTCAPS = (50.0, 0.5, 1.0, 3.0, 10.0, 20.0, 30.0, 1e3, 1e6)
 def _head_pool(
     max_pairs: int, max_batch: int, max_heads: int, gqa: bool, empty_batch: bool
 ) -> tuple[tuple[int, int, int], ...]:
-    """(B, Hk, G) with B H <= max_pairs, simplest first; pairwise distinct B, H, Hk ten times."""
+    """Return (B, Hk, G) with B H <= max_pairs, simplest first; distinct B, H, Hk ten times."""
     found = [
         (B, Hk, G)
         for B in range(1, max_batch + 1)
@@ -77,7 +77,7 @@ def _head_pool(
 
 
 def _draw_head_dims(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, int]:
-    """(D, Dv), different from the sequence lengths where possible; one time in five equal."""
+    """Draw (D, Dv), different from M and N if possible; equal in one of five draws."""
     others = [d for d in domain.head_dims if d not in (M, N)] or list(domain.head_dims)
     D = draw(st.sampled_from(others))
     if not domain.dv_ne_d:
@@ -87,7 +87,7 @@ def _draw_head_dims(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, in
 
 
 def _draw_layouts(draw: Draw, layouts: tuple[str, ...]) -> tuple[str, str, str, str]:
-    """Four layouts in one choice."""
+    """Draw four layouts with one choice."""
     base = len(layouts)
     code = draw(st.sampled_from(range(base ** len(TENSORS))))
     q, k, v, dout = (layouts[code // base**place % base] for place in range(len(TENSORS)))
@@ -96,7 +96,7 @@ def _draw_layouts(draw: Draw, layouts: tuple[str, ...]) -> tuple[str, str, str, 
 
 @st.composite
 def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> Problem:
-    """Sequence lengths first; batch and heads get what they leave of the budget."""
+    """Draw the sequence lengths first, then batch and heads within the remaining cost."""
     M, N = draw_seqlens(draw, domain, regimes)
     pairs = domain.max_cost // (tile_count(domain, M) * tile_count(domain, N))
     B, Hk, G = draw(
@@ -142,7 +142,7 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
 def _chosen(
     name: str, fixed: str | None, known: tuple[str, ...], first: int = 1
 ) -> tuple[str, ...]:
-    """The fixed value alone, or all known ones, the first of them ``first`` times as often."""
+    """Return the fixed value only, or all known values, the first one ``first`` times."""
     if fixed is None:
         return known[:1] * (first - 1) + known
     if fixed not in known:
@@ -156,7 +156,7 @@ def _check_subset(name: str, given: tuple[Any, ...], known: tuple[Any, ...]) -> 
 
 
 def _check(domain: Domain) -> None:
-    """Raises ValueError for arguments that no problem satisfies."""
+    """Raise ValueError for arguments that no problem satisfies."""
     _check_subset("dtypes", domain.dtypes, DTYPES)
     _check_subset("masks", domain.masks, MASK_KINDS)
     _check_subset("layouts", domain.layouts, LAYOUTS)
@@ -218,53 +218,54 @@ def problems(
     alibis: Sequence[str] = (NO_ALIBI,),
     biases: Sequence[str] = (NO_BIAS,),
 ) -> st.SearchStrategy[Problem]:
-    """Problems of a domain; None draws a field, a value fixes it.
+    """Strategy for problems. A field whose argument is None is drawn; a value fixes it.
 
     Shrinks towards ``Problem()``: B = H = Hk = M = N = 1, D = Dv = 16 (the first of head_dims), no
-    mask, the default scale, contiguous, everything normal, and the first of every sequence given.
-    M > N shrinks to 2 rows and a key, or a row and no key; an empty row to one of these, the first
-    under a causal mask, or to a key length of 0. Forced features raise M and N to 1 more than their
-    number; forced empty rows add one more to M.
+    mask, the default scale, contiguous tensors, "normal" families, and the first element of every
+    sequence. M > N shrinks to 2 rows and 1 key, or 1 row and no key. An empty row shrinks to one of
+    these, the first under a causal mask, or to a key length of 0. With forced features, M and N are
+    at least 1 more than the number of features; forced empty rows add one more to M.
 
-    More than half of the problems span two tiles both ways, where max_seqlen and max_cost allow it.
+    In more than half of the problems both M and N span two tiles, if max_seqlen and max_cost allow
+    it.
 
     Args:
         dtype: The dtype; None draws one of dtypes.
-        dtypes: What to draw it from.
+        dtypes: Dtypes to draw from.
         config: The tile configuration; None draws one of configs.
-        configs: What to draw it from.
-        masks: Kinds of masks, out of MASK_KINDS. "causal" and "window" together also give sliding
-            causal windows; "padding" adds lengths to half of the masks (to all, if alone).
+        configs: Tile configurations to draw from.
+        masks: Kinds of masks, from MASK_KINDS. "causal" and "window" together also allow sliding
+            causal windows. "padding" adds lengths to half of the masks (to all, if alone).
         max_seqlen: Largest M and N.
-        seqlen_multiple: M and N are multiples of this; lengths within them are not.
-        tile: Rows and keys of a tile: sizes gather around its multiples, and cost is counted in it.
-        max_batch: Largest B; B = 0 is rare.
+        seqlen_multiple: M and N are multiples of this; the lengths of the mask need not be.
+        tile: Rows and keys of a tile. Sizes cluster around its multiples, and it is the unit of
+            the cost.
+        max_batch: Largest B. B = 0 is rare.
         max_heads: Largest H.
         gqa: Whether H > Hk may occur.
         m_ne_n: Whether M != N may occur.
         dv_ne_d: Whether Dv != D may occur.
         head_dims: Sizes of D and Dv.
-        scales: Values of sm_scale, drawn evenly; None is the default D**-0.5.
+        scales: Values of sm_scale, drawn uniformly; None is the default D**-0.5.
         layouts: Storage layouts, drawn for each tensor.
         inputs: The input family; None draws one of ``families.INPUTS``.
         dout: The dout family; None draws one of ``families.DOUT``.
-        lse_grad: Whether lse may have a gradient, of one of ``families.DLSE``.
-        dirty: The family of padding values; None draws one of dirties where there is padding.
-        dirties: What to draw it from.
+        lse_grad: Whether lse may have a gradient, from one of ``families.DLSE``.
+        dirty: The family of padding values; None draws one of dirties if there is padding.
+        dirties: Families of padding values to draw from.
         max_cost: Limit on B * H * ceil(M / tile) * ceil(N / tile); the Triton interpreter takes
-            about 0.03 s for each.
-        padding: Batch entry 0 has padding keys; False leaves padding to chance.
-        hidden: Batch entry 0 has a valid row and a valid key that the row does not see; False
-            leaves it to chance.
-        empty_rows: Batch entry 0 has a valid row without a visible key; False leaves it to chance.
+            about 0.03 s per unit.
+        padding: Force padding keys in batch entry 0. False leaves it to the draw, also below.
+        hidden: Force a valid key in batch entry 0 that a valid row does not see.
+        empty_rows: Force a valid row in batch entry 0 without a visible key.
         zero_sizes: Whether B, M or N may be 0.
         device: "cpu" or "cuda".
-        mask: A class of masks to draw from; ``masks`` says then whether they have lengths, out of
+        mask: A class of masks to draw from. ``masks`` then says whether they have lengths, from
             ("full", "padding").
-        softcaps: Values of softcap, drawn evenly; None is none.
-        alibis: Families of ALiBi's slopes, out of ``families.ALIBI`` or "none", drawn evenly.
-        biases: Families of the bias with their axes, out of ``families.BIASES`` or "none", drawn
-            evenly.
+        softcaps: Values of softcap, drawn uniformly; None is no softcap.
+        alibis: Families of ALiBi slopes, from ``families.ALIBI`` or "none", drawn uniformly.
+        biases: Families of the bias with their axes, from ``families.BIASES`` or "none", drawn
+            uniformly.
 
     Raises:
         ValueError: An argument is out of range, or no problem satisfies all of them.

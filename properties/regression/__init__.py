@@ -1,4 +1,4 @@
-"""A kernel now against the same kernel before: baselines, drift of errors, speed, compiled code.
+"""Compare a kernel with its baseline: errors, coverage, speed and compiled code.
 
-Differences are values with a confidence interval; the pytest plugin decides what to stop.
+Differences are values with confidence intervals. The pytest plugin fails the run on alarms.
 """

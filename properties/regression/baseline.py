@@ -1,4 +1,4 @@
-"""A baseline: what a kernel measured once, as a file that a person can read and a diff can show."""
+"""A baseline: stored measurements of a kernel, in a file that is readable and easy to diff."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _T = TypeVar("_T")
 
 
 def digits(value: float) -> float:
-    """Five significant digits: what the file keeps, and what is compared with it."""
+    """Round to five significant digits, the precision of the file and of comparisons with it."""
     return float(f"{value:.5g}")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What results are comparable within.
+    """The environment of a run. Results are comparable only within the same environment.
 
     Args:
-        device: Name of the GPU, or of the CPU's architecture.
-        torch: Version.
-        triton: Version; "none" where it is not installed.
+        device: Name of the GPU or of the CPU's architecture.
+        torch: Version of torch.
+        triton: Version of Triton; "none" if it is not installed.
     """
 
     device: str
@@ -42,7 +42,7 @@ class Environment:
     triton: str
 
     def differences(self, other: Environment) -> list[str]:
-        """What is not the same, a clause each: "torch 2.11.0, here 2.13.0"."""
+        """Return a clause for each difference, such as "torch 2.11.0, here 2.13.0"."""
         return [
             f"{word} {mine}, here {theirs}"
             for word, mine, theirs in (
@@ -56,13 +56,14 @@ class Environment:
 
 @dataclass(frozen=True)
 class Entry:
-    """A problem and what was measured on it.
+    """A problem and its measurements.
 
     Args:
         problem: The problem.
-        check: The guarantee or other check that it is put before, a name.
-        arithmetic: The column that it counts in: its dtype, "tf32" for fp32 of TF32 dots.
-        errors: Output to its largest error/bound and root mean square: ``measurement.measured``.
+        check: Name of the guarantee or other check that runs on it.
+        arithmetic: Its column in the summary: its dtype, or "tf32" for fp32 with TF32 dot products.
+        errors: Output to its largest error/bound and root mean square, see
+            ``measurement.measured``.
     """
 
     problem: Problem
@@ -72,7 +73,7 @@ class Entry:
 
     @property
     def mask(self) -> str:
-        """The parts of the problem's mask, "causal+padding"; "full" where there is none."""
+        """The parts of the problem's mask, such as "causal+padding"; "full" without a mask."""
         mask = self.problem.mask
         parts = (
             ("causal", mask.causal),
@@ -84,14 +85,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a run measured.
+    """The measurements of a run.
 
     Args:
         subject: Name of the subject.
-        environment: Where.
-        entries: The problems.
-        kernels: What each compiled kernel takes; empty where nothing is compiled.
-        speed: Of a timed pass, its ratios to SDPA flash, one a round; empty where none was timed.
+        environment: The environment.
+        entries: The problems with their errors.
+        kernels: Name of a compiled kernel to its resources; empty if nothing is compiled.
+        speed: Name of a timed pass to its ratios to SDPA flash, one per round; empty if none was
+            timed.
     """
 
     subject: str
@@ -102,11 +104,11 @@ class Baseline:
 
     @classmethod
     def read(cls, path: Path) -> Baseline:
-        """Reads ``write``'s form; nothing in it is evaluated or imported.
+        """Read a baseline from a file, without evaluating or importing its content.
 
         Raises:
-            ValueError: There is no such file, it is damaged, or of another version; the message
-                names it and says what is wrong.
+            ValueError: The file does not exist, is damaged or has another version. The message
+                names the file and the problem.
         """
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
@@ -117,12 +119,10 @@ class Baseline:
             raise ValueError(f"{path} is damaged: {error}") from None
 
     def write(self, path: Path) -> None:
-        """Writes the file in one step: whoever reads it meanwhile sees the old one or the new.
-
-        A problem, a kernel and a timed pass have a line each.
+        """Write the baseline atomically, with one line per problem, kernel and timed pass.
 
         Raises:
-            OSError: It cannot be written; what was there is unchanged.
+            OSError: The file cannot be written. An existing file is unchanged.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, self._text())
@@ -234,7 +234,7 @@ def _ratios(record: object, where: str) -> tuple[float, ...]:
 
 
 def _numbers(value: object, where: str, least: int = 0) -> tuple[float, ...]:
-    """Finite numbers, none of them negative."""
+    """Convert a JSON array to a tuple of finite, non-negative numbers."""
     found: Sequence[object] = _typed(value, list, where)
     numbers = [float(x) for x in found if isinstance(x, int | float) and not isinstance(x, bool)]
     if len(numbers) < max(least, len(found)) or any(not 0 <= x < math.inf for x in numbers):

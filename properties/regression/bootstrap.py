@@ -1,4 +1,4 @@
-"""How sure a change is: a bootstrap interval for the mean of paired differences."""
+"""A bootstrap confidence interval for the mean of paired differences."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy.typing as npt
 
 __all__ = ["RESAMPLES", "Interval", "mean_difference"]
 
-# At a level of 1e-4 the end of an interval rests on the ten most extreme of them.
+# With a level of 1e-4, the ten most extreme resamples determine the end of an interval.
 RESAMPLES = 100_000
-# Resamples that are held at a time.
+# Number of resamples in memory at a time.
 _CHUNK = 10_000
 
 
 class Interval(NamedTuple):
-    """A mean, and what it may as well be."""
+    """A mean and its confidence interval."""
 
     mean: float
     low: float
@@ -26,17 +26,17 @@ class Interval(NamedTuple):
 def mean_difference(
     differences: npt.ArrayLike, level: float, *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Interval:
-    """The mean of paired differences, with its bootstrap-t interval.
+    """Return the mean of paired differences with its bootstrap-t interval.
 
-    The differences are drawn again with replacement, and each mean so found is measured in its own
-    standard error: that keeps the ends honest for the few dozen, skewed differences that there are,
-    where percentiles of the means would be too narrow. Equal differences leave no doubt.
+    The differences are resampled with replacement, and the mean of each resample is measured in its
+    own standard error. For a few dozen skewed differences, a percentile interval of the means would
+    be too narrow. If all differences are equal, the interval is a point.
 
     Args:
-        differences: One for each pair, finite.
-        level: Probability that the mean lies below the interval, and that it lies above.
-        resamples: How many.
-        seed: Of the draw: the same differences give the same interval.
+        differences: The differences, one for each pair, finite.
+        level: Probability that the mean lies below the interval; also that it lies above.
+        resamples: Number of resamples.
+        seed: Seed of the resampling. The same differences give the same interval.
 
     Raises:
         ValueError: There are fewer than two differences, one is not finite, or level is not in
@@ -57,7 +57,7 @@ def mean_difference(
     for start in range(0, resamples, _CHUNK):
         again = x[generator.integers(x.size, size=(min(_CHUNK, resamples - start), x.size))]
         errors = again.std(axis=1, ddof=1) / x.size**0.5
-        # A resample of one difference many times has no error of its own, and says nothing.
+        # Drop resamples in which all differences are equal: their standard error is 0.
         varied = errors > 0
         found.append((again.mean(axis=1)[varied] - mean) / errors[varied])
     below, above = np.quantile(np.concatenate(found), [level, 1 - level])

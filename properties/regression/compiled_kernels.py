@@ -1,4 +1,4 @@
-"""What compiled Triton kernels take of a GPU: registers, spills, shared memory."""
+"""The resources of compiled Triton kernels: registers, spills and shared memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fa_verify.properties.regression.difference import Difference
 
 __all__ = ["Resources", "loaded_kernels", "moved_kernels", "name_of"]
 
-# A rise beyond it costs occupancy sooner or later; below it a compiler's choice often varies.
+# A larger rise costs occupancy sooner or later; smaller ones vary with the compiler's choices.
 RISE = 0.10
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes.
+    """The resources of a compiled kernel.
 
     Args:
-        registers: Of a thread.
-        spills: Words of 32 bits of a thread that did not fit into registers.
-        shared: Bytes of shared memory of a program.
+        registers: Registers per thread.
+        spills: 32-bit words per thread that are spilled from registers.
+        shared: Bytes of shared memory per program.
     """
 
     registers: int
@@ -34,7 +34,7 @@ class Resources:
         return f"{self.registers} registers, {self.spills} spills, {self.shared} B shared"
 
     def most(self, other: Resources | None) -> Resources:
-        """The larger of each: of variants that differ in what no name shows, as alignment."""
+        """Return the maxima over variants whose names are equal (they differ in alignment)."""
         if other is None:
             return self
         mine, theirs = vars(self).values(), vars(other).values()
@@ -43,15 +43,15 @@ class Resources:
 
 @functools.cache
 def loaded_kernels() -> dict[str, Resources]:
-    """The kernels that this process loads onto a GPU from the first call on, by name; grows.
+    """Return the kernels that this process loads onto a GPU after the first call, by name.
 
-    A name is that of the function, the types that its pointers have, and its constexpr arguments.
-    Under the interpreter nothing is compiled, so it stays empty.
+    The dict is updated when kernels are loaded. For the names see ``name_of``. It stays empty under
+    the interpreter, which compiles nothing.
     """
     from triton.compiler import CompiledKernel
 
     found: dict[str, Resources] = {}
-    # Registers and spills are known once a kernel is loaded, and no hook of Triton's is told them.
+    # Registers and spills are known once a kernel is loaded, and no hook of Triton receives them.
     load = CompiledKernel._init_handles
 
     @functools.wraps(load)
@@ -68,7 +68,10 @@ def loaded_kernels() -> dict[str, Resources]:
 
 
 def name_of(kernel: Any) -> str:
-    """Function, pointers and constexprs: "dq_kernel(bf16 fp32) BLOCK_M=64 BLOCK_N=64"."""
+    """Return the kernel's name with the types of its pointers and its constexprs.
+
+    For example, "dq_kernel(bf16 fp32) BLOCK_M=64 BLOCK_N=64".
+    """
     source = kernel.src
     signature = getattr(source, "signature", {})
     pointers = dict.fromkeys(re.findall(r"\*k?(\w+)", " ".join(map(str, signature.values()))))
@@ -83,11 +86,11 @@ def name_of(kernel: Any) -> str:
 def moved_kernels(
     then: Mapping[str, Resources], now: Mapping[str, Resources]
 ) -> Iterable[Difference]:
-    """What kernels take more or less of; that spills, or a tenth more of the rest, is an alarm.
+    """Yield the changes of resources. More spills, or 10 % more of the rest, is an alarm.
 
     Args:
-        then: Of the baseline.
-        now: Of this run.
+        then: The kernels of the baseline.
+        now: The kernels of this run.
     """
     for name in sorted({*then, *now}):
         before, after = then.get(name), now.get(name)

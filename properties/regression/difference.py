@@ -1,4 +1,4 @@
-"""What is not as it was, as a value."""
+"""A difference between a run and its baseline, as a value."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Difference"]
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that moved.
+    """A difference between a run and its baseline.
 
     Args:
         part: "coverage", "rms", "maxima", "kernels" or "speed".
-        text: What moved and by how much, a line.
-        alarm: Whether it stops the run; what is better or within chance does not.
+        text: Description of the change, one line.
+        alarm: Whether it fails the run. Improvements and changes within chance do not.
     """
 
     part: str

@@ -1,4 +1,4 @@
-"""What moved between a baseline and a run: coverage, mean square errors, largest errors."""
+"""Differences between a baseline and a run in coverage, mean square errors and largest errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fa_verify.properties.regression.difference import Difference
 
 __all__ = ["FALSE_ALARMS", "grouped", "moved_coverage", "moved_maxima", "moved_rms"]
 
-# Probability of any alarm at all about RMS where nothing but chance moved, shared by all groups.
+# Probability of a false alarm about RMS in any of the groups.
 FALSE_ALARMS = 0.005
-# A ratio of root mean squares beyond it says no more: one of them is about 0.
+# Ratios of root mean squares are clipped to this: beyond it, one of them is about 0.
 _FARTHEST = 1000.0
-# Problems of a group: of fewer, chance cannot be told by drawing them again.
+# Smallest number of problems in a group: with fewer, resampling cannot estimate the variation.
 FEWEST = 6
 
 Pair = tuple[Entry, Entry]
@@ -30,10 +30,10 @@ _KINDS: dict[str, Callable[[Entry], str]] = {
 
 
 def grouped(pairs: Iterable[Pair]) -> dict[str, list[float]]:
-    """Logarithms of RMS now / RMS then by group: each output by dtype, and each output by mask.
+    """Return log(RMS now / RMS then) by group: each output by dtype, and each output by mask.
 
-    A fault of one dtype shows in its groups, one of a mask in those of the mask; larger groups than
-    those of dtype and mask together, so that fewer have to be told from chance.
+    A fault of one dtype appears in the groups of the dtype, one of a mask in those of the mask.
+    Groups by dtype and mask together would be smaller and more numerous.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for then, now in pairs:
@@ -45,10 +45,10 @@ def grouped(pairs: Iterable[Pair]) -> dict[str, list[float]]:
 
 
 def moved_rms(pairs: Iterable[Pair]) -> Iterator[Difference]:
-    """Groups whose RMS of errors moved; one that rose by more than chance is an alarm.
+    """Yield the groups whose RMS of errors changed significantly. An increase is an alarm.
 
-    The paired differences are logarithms of ratios, one for each problem; their mean has a
-    bootstrap interval at a level that all groups share (Bonferroni).
+    The paired differences are logarithms of ratios, one for each problem. Their mean has a
+    bootstrap interval, whose level is divided by the number of groups (Bonferroni).
     """
     groups = grouped(pairs)
     level = FALSE_ALARMS / max(1, len(groups))
@@ -63,7 +63,7 @@ def moved_rms(pairs: Iterable[Pair]) -> Iterator[Difference]:
 
 
 def moved_maxima(pairs: Sequence[Pair]) -> Iterator[Difference]:
-    """The largest error/bound of each output and dtype, where it moved; above 1 is an alarm."""
+    """Yield changes of the largest error/bound of each output and dtype; above 1 is an alarm."""
     then: dict[str, float] = defaultdict(float)
     now: dict[str, float] = defaultdict(float)
     for before, after in pairs:
@@ -80,22 +80,26 @@ def moved_maxima(pairs: Sequence[Pair]) -> Iterator[Difference]:
 def moved_coverage(
     then: Baseline, now: Mapping[int, Entry], reasons: Mapping[int, str]
 ) -> Iterator[Difference]:
-    """What was checked and is not: an alarm, whether all of a kind vanished or a problem.
+    """Yield an alarm for everything that the baseline checked and this run did not.
 
     Args:
         then: The baseline.
-        now: Place among the baseline's entries to what was measured.
-        reasons: Place to why nothing was measured, or the check not made.
+        now: Index in the baseline's entries to the entry measured in this run.
+        reasons: Index to the reason why nothing was measured or the check was not made.
     """
     for kind, word in _KINDS.items():
         had = Counter(word(x) for x in then.entries)
         has = {word(x) for i, x in now.items() if kind != "guarantee" or i not in reasons}
         for name in sorted(had.keys() - has):
-            text = f"{kind} {name} has vanished: none of its {had[name]} problems was judged"
+            text = (
+                f"{kind} {name} is no longer covered: none of its {had[name]} problems was judged"
+            )
             yield Difference("coverage", text, alarm=True)
     for reason, count in Counter(reasons.values()).most_common():
         problems = "1 problem was" if count == 1 else f"{count} problems were"
-        yield Difference("coverage", f"{problems} not judged as then: {reason}", alarm=True)
+        yield Difference(
+            "coverage", f"{problems} judged in the baseline, not now: {reason}", alarm=True
+        )
     lost = Counter(
         output
         for i, entry in now.items()
@@ -103,12 +107,12 @@ def moved_coverage(
     )
     for output, count in sorted(lost.items()):
         yield Difference(
-            "coverage", f"{output} is no longer returned, of {count} problems", alarm=True
+            "coverage", f"{output} is no longer returned for {count} problems", alarm=True
         )
 
 
 def _log_ratio(now: float, then: float) -> float:
-    """log(now / then), between the logarithms of 1 / _FARTHEST and _FARTHEST; of zeros 0."""
+    """Return log(now / then), with the ratio clipped to [1 / _FARTHEST, _FARTHEST]; 0 if equal."""
     if now == then:
         return 0.0
     ratio = now / then if then else math.inf

@@ -1,4 +1,4 @@
-"""The errors of one run, in two numbers an output: the largest, and the root mean square."""
+"""Summarise the errors of a run by the largest and the root mean square of each output."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ __all__ = ["measured"]
 
 
 def measured(trial: Trial) -> dict[str, tuple[float, float]]:
-    """Output to (largest error/bound, root mean square of its errors).
+    """Return (largest error/bound, root mean square of errors) for each output.
 
-    The root mean square is in units of the spread that independent roundings predict, where they
-    do (``checks.statistics``): all elements weigh the same in it, so that it is the sharpest.
-    Elsewhere it is in units of the bound. An output that is None, or has no element, is left out.
+    The root mean square is in units of the spread predicted for independent roundings, if
+    ``checks.statistics`` applies to the problem. All elements then have the same weight, which
+    makes it the most sensitive. Otherwise it is in units of the bound. Outputs that are None or
+    empty are omitted.
     """
     names, found = [], []
     for name, got, want, bound in zip(
@@ -31,7 +32,7 @@ def measured(trial: Trial) -> dict[str, tuple[float, float]]:
             found += [ratio.amax(), ratio.square().mean()]
     if not names:
         return {}
-    # One answer from the GPU.
+    # Synchronise with the GPU once.
     numbers = torch.stack(found).tolist()
     squares = {name: numbers[2 * i + 1] for i, name in enumerate(names)} | mean_squares(trial)
     squares = {name: math.inf if math.isnan(x) else x for name, x in squares.items()}

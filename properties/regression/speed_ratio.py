@@ -1,7 +1,7 @@
-"""Whether a kernel has become slower: its speed as a ratio to another kernel's, then and now.
+"""Detect a slowdown of a kernel by its speed relative to another kernel, then and now.
 
-Both kernels take turns within a run, so that clocks and heat, which drift, reach both alike and
-leave their ratio.
+Both kernels take turns within a run, so that drifting clocks and temperatures affect both and
+cancel in the ratio.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from fa_verify.properties.regression.difference import Difference
 
 __all__ = ["LOSS", "Shift", "moved_speed", "shift_of"]
 
-# Halfway to the loss that has to be seen: a kernel that takes a tenth longer has 0.91 of the ratio.
-# Processes of one kernel differ too (where memory lies, which clocks), beside their rounds.
+# About half of the loss that must be detected: a kernel that takes 10 % longer has 0.91 of the
+# ratio. Separate processes with the same kernel differ too (placement of memory, clocks).
 LOSS = 0.05
-# Probability that the interval ends too high, or too low, by chance.
+# Probability that the true value lies below the interval; also that it lies above.
 LEVEL = 0.005
 _RESAMPLES = 5_000
 
 
 class Shift(NamedTuple):
-    """The median ratio of now over that of then: 0.9 is a tenth slower; and what it may as well be.
+    """The median ratio now divided by the median ratio then, with its interval; 0.9 is 10 % slower.
 
     Args:
-        median: Observed.
-        low: End of the interval.
-        high: End of the interval.
+        median: Observed value.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
     """
 
     median: float
@@ -39,17 +39,17 @@ class Shift(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        """Whether more than LOSS is lost, and by more than the rounds' spread explains."""
+        """Whether the loss exceeds LOSS and the spread of the rounds does not explain it."""
         return self.median < 1 - LOSS and self.high < 1
 
 
 def shift_of(then: Sequence[float], now: Sequence[float], seed: int = 0) -> Shift:
-    """How the median of the rounds moved, with its bootstrap interval.
+    """Return the change of the median over rounds with its bootstrap interval.
 
     Args:
         then: Ratios of the baseline's rounds, > 0.
         now: Ratios of this run's rounds.
-        seed: Of the resampling.
+        seed: Seed of the resampling.
     """
     generator = np.random.default_rng(seed)
     medians = [
@@ -63,12 +63,12 @@ def shift_of(then: Sequence[float], now: Sequence[float], seed: int = 0) -> Shif
 def moved_speed(
     then: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]], why_not: str = ""
 ) -> Iterable[Difference]:
-    """How the ratios moved; a loss beyond LOSS and beyond their spread is an alarm.
+    """Yield the changes of speed. A loss beyond LOSS and the spread of the rounds is an alarm.
 
     Args:
-        then: Timed pass to the ratios of its rounds, of the baseline.
-        now: Those of this run.
-        why_not: Why this run timed nothing.
+        then: Name of a timed pass to the ratios of its rounds in the baseline.
+        now: The same for this run.
+        why_not: Why this run timed nothing; empty if it did.
     """
     for name in sorted({*then, *now}):
         if name not in now:

@@ -1,4 +1,4 @@
-"""The search for a problem that violates a claim: draw, judge, minimise, and keep it.
+"""The search for a problem that violates a check: draw, judge, minimise and save it.
 
-``corpus`` holds problems that failed as JSON files. Verdicts come from ``checks``.
+``corpus`` stores problems that failed as JSON files. The checks are in ``checks``.
 """

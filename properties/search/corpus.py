@@ -1,6 +1,7 @@
-"""Problems that a kernel failed on, kept as JSON files: one a cause, the smallest seen of it.
+"""The corpus: JSON files with the smallest failing problem of each cause of failure.
 
-Nothing in a file is evaluated, executed or imported, and no file that a person wrote is changed.
+Reading a file never evaluates, executes or imports its content. Files that a person has written or
+edited are never changed.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ __all__ = ["Cause", "CorpusEntry", "NotReplayableError", "keep"]
 
 
 class NotReplayableError(ValueError):
-    """A file is as it should be, but this run lacks what its problem is made of."""
+    """A regression file is valid, but its mask class is not registered in this run."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What tells one fault from another, as far as its findings do.
+    """Identifies the cause of a failure by properties of its finding.
 
     Args:
-        guarantee: The first word of what is violated, such as "G1"; or "exception".
-        output: The output that is wrong; the type of an exception.
-        tile: The kind of tile that its worst element lies in, one of ``compare.TILES``; the file
-            and line that raise an exception; empty where neither is known.
+        guarantee: The first word of the violated guarantee, such as "G1"; or "exception".
+        output: The wrong output; for an exception, its type.
+        tile: The kind of tile of the worst element, one of ``compare.TILES``; for an exception, the
+            file and line that raised it; empty if unknown.
     """
 
     guarantee: str
@@ -46,13 +47,13 @@ class Cause:
 
     @classmethod
     def of(cls, finding: Finding) -> Cause:
-        """The cause that a finding speaks of."""
+        """Return the cause of a finding."""
         if finding.raised:
             raised, _, place = finding.raised.rpartition("\n")
             where = re.search(r"([^/\\(]+), line (\d+)\)$", place)
             line = f"{where[1]}:{where[2]}" if where else ""
             return cls("exception", re.split(r"\W", raised or place)[0], line)
-        # Scratch has no name, and its shape is the problem's.
+        # Drop the shape of scratch memory from the name, as it depends on the problem.
         return cls(finding.guarantee.split()[0], finding.output.split(" of ")[0], finding.tile)
 
     def __str__(self) -> str:
@@ -61,17 +62,17 @@ class Cause:
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """A problem that fails, and what was seen of it: the content of a regression file.
+    """A failing problem and its failure: the content of a regression file.
 
     Args:
         problem: The problem.
         subject: Name of the subject that failed.
-        guarantee: What it violated, as a failure message says it.
-        why: The cause in words.
-        cause: What tells it from other entries; None in a file that a person wrote.
+        guarantee: The violated guarantee, as in the failure message.
+        why: Description of the failure.
+        cause: The cause; None in a file that a person wrote.
         message: The failure message.
-        kernel: What --kernel was given, empty for the project's own kernels.
-        versions: Of what was running, by name.
+        kernel: Value of --kernel; empty for the project's own kernels.
+        versions: Versions of the installed packages, by name.
     """
 
     problem: Problem
@@ -85,7 +86,7 @@ class CorpusEntry:
 
     @classmethod
     def of(cls, finding: Finding, versions: Mapping[str, str]) -> CorpusEntry:
-        """The entry that a finding makes."""
+        """Return the entry for a finding."""
         message = str(finding)
         return cls(
             problem=finding.problem,
@@ -100,13 +101,13 @@ class CorpusEntry:
 
     @property
     def name(self) -> str:
-        """What its file is called, without a number and the suffix."""
+        """Name of the file, without a number and the suffix."""
         parts = [self.subject] + ([] if self.cause is None else [*vars(self.cause).values()])
         words = (re.sub(r"[^a-z0-9_]+", "-", part.lower()).strip("-") for part in parts)
         return "-".join(word for word in words if word)[:120]
 
     def to_json(self) -> str:
-        """Indented JSON that ``read`` reads."""
+        """Return indented JSON, as read by ``read``."""
         record: dict[str, Any] = {"subject": self.subject, "guarantee": self.guarantee}
         if self.cause is not None:
             record |= {"output": self.cause.output, "tile": self.cause.tile}
@@ -122,19 +123,17 @@ class CorpusEntry:
 
     @classmethod
     def read(cls, path: Path) -> CorpusEntry:
-        """The entry in a file.
+        """Read an entry from a file.
 
         Raises:
-            NotReplayableError: Its mask is of a type that is not registered in this run.
-            ValueError: It cannot be read, is no JSON object, or lacks a problem; the message names
-                the file.
+            NotReplayableError: The mask's class is not registered in this run.
+            ValueError: The file cannot be read, is not a JSON object, or has no problem. The
+                message names the file.
         """
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(record, dict) or "problem" not in record:
-                raise ValueError(
-                    'needs a JSON object with "problem", the JSON of a failure message'
-                )
+                raise ValueError('needs a JSON object with "problem", the JSON of a replay line')
             problem = _problem(record["problem"])
             message = record.get("message", [])
             lines = message if isinstance(message, list) else [message]
@@ -158,13 +157,13 @@ class CorpusEntry:
         except NotReplayableError as error:
             raise NotReplayableError(f"{path}: {error}") from None
         except RecursionError:
-            raise ValueError(f"{path}: nested too deeply for a problem") from None
+            raise ValueError(f"{path}: the JSON is nested too deeply") from None
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
 
 
 def _problem(record: object) -> Problem:
-    """The problem of a file; a mask that is not known is told from a damaged file."""
+    """Read a problem, with a separate error for an unknown mask class."""
     try:
         return Problem.from_record(record)
     except UnknownMaskError as error:
@@ -177,21 +176,21 @@ def keep(
     still_fails: Callable[[Problem], bool],
     note: Callable[[Path], None] = lambda path: None,
 ) -> Path:
-    """Writes an entry to its file, unless a smaller one of the same cause is there.
+    """Write an entry to its file, unless the file holds a smaller one with the same cause.
 
-    A file is replaced where it is an entry of the same subject and cause that is larger and still
-    fails. One that fails no more stands for a fault of its own that was mended; it stays, as does
-    what a person wrote, a ``why`` alone too, or what cannot be read: the entry gets the name with
-    the next number.
+    An existing file is replaced if it has the same subject and cause, still fails and holds a
+    larger problem. Other files with the same name are kept, and the entry's name gets the next
+    number. These are files whose problem passes now, since they document a different fault that was
+    fixed; files that a person has edited, even if only ``why``; and files that cannot be read.
 
     Args:
-        folder: Where files are; made if it is missing.
-        entry: What was found; it has a cause.
-        still_fails: Whether the problem of an older file fails by the same cause now.
-        note: Is told the file before it is written, so that somebody knows of it whatever happens.
+        folder: Folder of the files. It is created if it is missing.
+        entry: The entry, with a cause.
+        still_fails: Returns whether the problem of an existing file fails now with the same cause.
+        note: Called with the file's path before the file is written.
 
     Returns:
-        The file that holds a problem of this cause now.
+        The path of the file that now holds a problem with this cause.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
@@ -205,7 +204,7 @@ def keep(
 def _place(
     folder: Path, entry: CorpusEntry, still_fails: Callable[[Problem], bool]
 ) -> tuple[Path, CorpusEntry | None]:
-    """The file that an entry belongs in, and the entry of its cause that is there."""
+    """Return the path for an entry, and the existing entry with the same cause at that path."""
     numbers = itertools.count(2)
     path = folder / f"{entry.name}.json"
     while os.path.lexists(path):
@@ -221,7 +220,7 @@ def _place(
 
 
 def _own(path: Path) -> CorpusEntry | None:
-    """The entry in a file, as it was written here; None where a person had a hand in it."""
+    """Read an entry; return None if a person has written or edited the file."""
     try:
         there = CorpusEntry.read(path)
     except ValueError:
@@ -230,18 +229,18 @@ def _own(path: Path) -> CorpusEntry | None:
 
 
 def _in_a_line(message: str) -> str:
-    """Why a problem is kept, in the words of its failure message; others are a person's."""
+    """Return the generated ``why`` of a failure message: its first line without the guarantee."""
     return message.partition("\n")[0].partition(": ")[2]
 
 
 def _identity(entry: CorpusEntry) -> tuple[str, str, Cause | None]:
-    """What two entries of one fault have in common."""
+    """Return the fields that are equal for two entries of the same fault."""
     return entry.subject, entry.kernel, entry.cause
 
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Waits until no other process writes entries to the folder."""
+    """Hold a lock on the folder, so that no other process writes entries to it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
-"""From a problem that fails to a simpler one that still does, one field at a time.
+"""Minimise a failing problem by simplifying one field at a time.
 
-Hypothesis shrinks what was drawn; what depends on what in the drawing (two lengths share a budget,
-a forced feature stays forced) does not bind here.
+This continues where Hypothesis's shrinking ends. Hypothesis shrinks the draw and must respect its
+constraints: for example, lengths share a budget and forced features stay forced.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _PLAIN = (
 def minimized(
     problem: Problem, findings: list[Finding], check: Callable[[Problem], list[Finding]]
 ) -> list[Finding]:
-    """The findings of the simplest problem reached from one that fails, within 20 seconds.
+    """Simplify a failing problem for up to 20 seconds; return the findings of the simplest one.
 
     Args:
-        problem: It fails.
+        problem: The failing problem.
         findings: Its findings.
-        check: Findings of a problem; none where it passes or is not supported.
+        check: Returns the findings of a problem; none if it passes or is not supported.
     """
     deadline = time.monotonic() + _SECONDS
     tried = {problem}
@@ -55,17 +55,17 @@ def minimized(
             continue
         tried.add(candidate)
         found = check(candidate)
-        # Another guarantee that fails is another fault, or none of the kernel's.
+        # If another guarantee fails, this may be another fault.
         if found and found[0].guarantee == findings[0].guarantee:
             findings, candidates = found, reductions(candidate)
     return findings
 
 
 def complexity(problem: Problem) -> tuple[int, ...]:
-    """Orders problems: each of the ``reductions`` has a smaller one.
+    """Return a sort key of problems, which decreases in each of the ``reductions``.
 
-    Sizes count first, then fields that are not at their default, then the mask: its parts, how far
-    its window reaches, how much its lengths leave out.
+    Compares sizes first, then the number of fields that differ from their default, then the mask:
+    its number of parts, the reach of its window, and the amount of padding.
     """
     mask = problem.mask
     sizes = (problem.B, problem.H, problem.Hk, problem.M, problem.N)
@@ -80,7 +80,7 @@ def complexity(problem: Problem) -> tuple[int, ...]:
 
 
 def _weight(mask: Mask) -> int:
-    """What a mask with a predicate adds: the class, its own ints, how many there are in a tuple."""
+    """Return the complexity of a mask's predicate: its class, ints, and lengths of tuples."""
     if mask.is_plain:
         return 0
     own = [
@@ -93,7 +93,7 @@ def _weight(mask: Mask) -> int:
 
 
 def reductions(problem: Problem) -> Iterator[Problem]:
-    """Problems that are simpler in one field, the boldest steps first."""
+    """Yield problems that are simpler in one field, largest steps first."""
     yield from _shorter(problem)
     yield from _valid(problem, _plainer(problem))
     yield from _valid(problem, _smaller(problem))
@@ -101,7 +101,7 @@ def reductions(problem: Problem) -> Iterator[Problem]:
 
 
 def _shorter(batched: Problem) -> Iterator[Problem]:
-    """The halves of a batched problem."""
+    """Yield the halves of a batched problem."""
     count = len(batched.seeds)
     if count:
         yield batched.part(0, count // 2)
@@ -109,7 +109,7 @@ def _shorter(batched: Problem) -> Iterator[Problem]:
 
 
 def _valid(problem: Problem, changes: Iterator[dict[str, Any]]) -> Iterator[Problem]:
-    """The other problems that the changes give, where they make sense together."""
+    """Yield the valid problems that result from the changes, without the problem itself."""
     for change in changes:
         try:
             changed = dataclasses.replace(problem, **change)
@@ -120,7 +120,7 @@ def _valid(problem: Problem, changes: Iterator[dict[str, Any]]) -> Iterator[Prob
 
 
 def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
-    """Fields at their defaults; dtype and configuration stay, they say which kernel it is."""
+    """Yield changes of one field to its default, except dtype and configuration."""
     for name in _PLAIN:
         if getattr(problem, name) != getattr(_DEFAULT, name):
             yield {name: getattr(_DEFAULT, name)}
@@ -131,7 +131,7 @@ def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
 
 
 def _smaller(problem: Problem) -> Iterator[dict[str, Any]]:
-    """Smaller sizes; lengths and batch entries of the mask go with them."""
+    """Yield changes to smaller sizes, with the mask's lengths and batch entries adapted."""
     B, Hk, G = problem.B, problem.Hk, problem.G
     for kept in _fewer(B):
         yield {"B": len(kept), "mask": problem.mask.sliced(kept)}
@@ -139,7 +139,7 @@ def _smaller(problem: Problem) -> Iterator[dict[str, Any]]:
         yield {"H": Hk * size}
     for size in _steps(Hk):
         yield {"H": size * G, "Hk": size}
-    # Together too: a subject may need M = N.
+    # M and N together first: a subject may need M = N.
     for names in (("M", "N"), ("M",), ("N",)):
         if len({getattr(problem, name) for name in names}) == 1:
             for size in _steps(getattr(problem, names[0])):
@@ -150,9 +150,9 @@ def _smaller(problem: Problem) -> Iterator[dict[str, Any]]:
 
 
 def _steps(size: int) -> Iterator[int]:
-    """Smaller positive sizes: 1, then ever closer, by powers of two.
+    """Yield smaller positive sizes: 1, then ``size`` minus decreasing powers of two.
 
-    So the multiples of a power of two, which a subject may need, lead to one another.
+    For a subject that needs multiples of a power of two, each multiple leads to smaller ones.
     """
     if size > 1:
         yield 1
@@ -163,7 +163,7 @@ def _steps(size: int) -> Iterator[int]:
 
 
 def _fewer(B: int) -> Iterator[tuple[int, ...]]:
-    """Batch entries to keep: one of them, then all but one."""
+    """Yield the batch entries to keep: a single one, then all but one."""
     entries = range(B)
     if B > 1:
         yield from ((b,) for b in entries)
@@ -172,9 +172,9 @@ def _fewer(B: int) -> Iterator[tuple[int, ...]]:
 
 
 def _cut(problem: Problem, names: tuple[str, ...], size: int) -> Iterator[Mask]:
-    """Masks of shorter sequences M, N or both: with less of the padding, and with all of it.
+    """Yield masks for shorter M, N or both, removing padding first or keeping all of it.
 
-    What is not empty stays so: an empty sequence is a case of its own.
+    A sequence that is not empty stays so, since an empty one is a separate case.
     """
     less: dict[str, Any] = {}
     all_of_it: dict[str, Any] = {}
@@ -190,7 +190,7 @@ def _cut(problem: Problem, names: tuple[str, ...], size: int) -> Iterator[Mask]:
 
 
 def _plainer_predicates(mask: Mask) -> Iterator[Mask]:
-    """Of a mask with a predicate: without it, a part of it, then its fields nearer to nothing."""
+    """Yield masks without the predicate, with a part of it, then with smaller fields."""
     rows, keys = mask.seqlens_q, mask.seqlens_k
     yield Mask(
         window_left=mask.window_left, window_right=mask.right, seqlens_q=rows, seqlens_k=keys
@@ -214,7 +214,7 @@ def _plainer_predicates(mask: Mask) -> Iterator[Mask]:
 
 
 def _masks(problem: Problem) -> Iterator[Mask]:
-    """Simpler masks: a part less, then a smaller window, then lengths nearer to full."""
+    """Yield simpler masks: without a part, then with a smaller window, then with less padding."""
     mask = problem.mask
     if not mask.is_plain:
         yield from _plainer_predicates(mask)

@@ -1,4 +1,4 @@
-"""The search for a problem that violates a claim: draw, judge, shrink."""
+"""The search for a problem that violates a check: draw, judge and shrink."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SHRINK_SECONDS = 30.0
 
 
 class Runner:
-    """Judges problems of one subject on all of its outputs, and checks claims on them.
+    """Runs problems on a subject, judges all outputs, and runs checks on them.
 
     Args:
-        subject: What is verified.
-        tally: Where it is written down.
-        watching: Takes a problem and gives a context: what goes on while it is being judged.
+        subject: The subject under test.
+        tally: The tally to update.
+        watching: Returns a context manager that is active while a problem is judged.
     """
 
     def __init__(
@@ -44,16 +44,19 @@ class Runner:
         self.subject = subject
         self.tally = tally
         self.watching = watching or (lambda problem: nullcontext())
-        # What every problem is held to beside the claim.
+        # Checks that run on every problem in addition to the claim.
         self.standing = dict(guarantees.STANDING)
         self.judged = 0
         self.out_of_range = 0
         self.refusals: Counter[str] = Counter()
-        # Worst error/bound of the last problem, or batch of problems, that was judged.
+        # Worst error/bound of each output in the last judged problem or batch of problems.
         self.peaks: dict[str, float] = {}
 
     def findings(self, problem: Problem, claim: Check) -> list[Finding]:
-        """What violates the claim, or else accuracy, RMS or bias; nothing where unsupported."""
+        """Return the findings of the claim, else those of the standing checks.
+
+        The list is empty if the problem is out of range or the subject refuses it.
+        """
         found = self._findings(problem, claim)
         source = self.subject.source
         return [dataclasses.replace(x, kernel=source) for x in found] if source else found
@@ -61,7 +64,7 @@ class Runner:
     def _findings(self, problem: Problem, claim: Check) -> list[Finding]:
         self.peaks = {}
         try:
-            # Around everything, so that it sees an exception that leaves a GPU unusable.
+            # Encloses all work, so that the watchdog sees an exception that loses the GPU.
             with self.watching(problem):
                 return self._judge(problem, claim)
         except NotImplementedError as refusal:
@@ -75,7 +78,7 @@ class Runner:
             return alone or [Finding.of_exception(error, self.subject, problem)]
 
     def _judge(self, problem: Problem, claim: Check) -> list[Finding]:
-        """``findings`` of a problem that the subject computes."""
+        """Run and check a problem; raises what the subject raises."""
         trial = run_trial(self.subject, problem)
         if trial is None:
             if problem.seeds:
@@ -92,7 +95,7 @@ class Runner:
         try:
             findings = claim(trial)
             self.judged += len(of_problems)
-        except NotImplementedError as refusal:  # of strides that it does not declare, say
+        except NotImplementedError as refusal:  # for example, of strides that it does not declare
             self.refusals[f"in a second run: {refusal}"] += 1
         findings = findings or [x for check in self._standing() for x in check(trial)]
         if findings and problem.seeds:
@@ -100,7 +103,7 @@ class Runner:
         return findings
 
     def _judge_parts(self, batched: Problem, claim: Check) -> list[Finding]:
-        """``findings`` of the halves of a batched problem: not all of its problems are in range."""
+        """Judge the halves of a batched problem, some of whose problems are out of range."""
         largest: dict[str, float] = {}
         count = len(batched.seeds)
         for start, stop in ((0, count // 2), (count // 2, count)):
@@ -115,9 +118,10 @@ class Runner:
     def _alone(
         self, batched: Problem, of_problems: list[dict[str, float]], claim: Check
     ) -> list[Finding]:
-        """The findings of the first problem of a failing batch that fails alone, likely ones first.
+        """Return the findings of the first problem of a failing batch that fails alone.
 
-        Nothing where all of them pass, or are refused alone: then it is the batch that fails.
+        Tries the problems with the largest error/bound first. Returns an empty list if none of them
+        fails alone, so that the failure is one of the batch.
         """
         order = sorted(
             range(len(of_problems)), key=lambda i: max(of_problems[i].values()), reverse=True
@@ -131,13 +135,13 @@ class Runner:
         return []
 
     def _standing(self) -> list[Check]:
-        """What the last problem is still to be held to: its peaks say whether it is within G1."""
+        """Return the standing checks to run; G1 only if the peaks of the last problem exceed 1."""
         inside = max(self.peaks.values()) <= 1
         return [check for name, check in self.standing.items() if name != "G1" or not inside]
 
 
 def peaks(trial: Trial) -> list[dict[str, float]]:
-    """The worst error/bound of each output that there is, of each problem of a batched problem."""
+    """Return the worst error/bound of each output, for each problem of a batched problem."""
     found = {
         name: ratios(got, want, bound)
         for name, got, want, bound in zip(
@@ -150,7 +154,7 @@ def peaks(trial: Trial) -> list[dict[str, float]]:
 
 
 def draws(count: int) -> hypothesis.settings:
-    """Settings of a draw that depends on its seed alone, outside of pytest's profiles."""
+    """Return Hypothesis settings for a deterministic draw of ``count`` examples."""
     return hypothesis.settings(
         max_examples=count, derandomize=True, database=None, deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck), report_multiple_bugs=False,
@@ -167,21 +171,21 @@ def attack(
     steer: bool = False,
     settings: hypothesis.settings | None = None,
 ) -> None:
-    """Draws problems, as many as the Hypothesis settings say, and checks a claim on each.
+    """Draw as many problems as the Hypothesis settings say, and run a check on each.
 
-    In a deterministic profile the draw is a function of ``seed``; in the others it is new every
-    time.
+    In a deterministic profile the draw depends on ``seed`` only. In other profiles every run draws
+    new problems.
 
     Args:
-        runner: Judges them.
-        claim: What has to hold.
-        strategy: What to draw.
-        seed: Such as the name of the test.
-        steer: Let Hypothesis look for larger error/bound.
-        settings: Of Hypothesis; None takes those of its profile in force.
+        runner: The runner that judges the problems.
+        claim: The check.
+        strategy: Strategy for the problems.
+        seed: Seed of the draw, such as the name of the test.
+        steer: Whether Hypothesis targets larger error/bound.
+        settings: Hypothesis settings; None uses the current profile.
 
     Raises:
-        Violation: With the findings of the smallest problem found.
+        Violation: A problem fails. Holds the findings of the smallest failing problem found.
     """
     outcomes = _Outcomes(lambda problem: runner.findings(problem, claim))
 
@@ -207,17 +211,17 @@ def attack(
 
 
 def _of_supported(runner: Runner, claim: Check) -> Callable[[Problem], list[Finding]]:
-    """Findings, but of what the subject declares alone."""
+    """Return a check that passes problems which the subject's declarations exclude."""
     return lambda problem: (
         [] if runner.subject.excludes(problem) else runner.findings(problem, claim)
     )
 
 
 class _Outcomes:
-    """Findings by problem, so that the search for a smaller failing problem ends in time.
+    """Caches findings by problem and limits the time of shrinking.
 
-    Once SHRINK_SECONDS have passed since the first failure, problems not seen before count as
-    passing: the search then stops at the smallest failure found, which is remembered.
+    Once SHRINK_SECONDS have passed since the first failure, problems that were not seen before
+    count as passing. The search then ends at the smallest failure found.
     """
 
     def __init__(self, check: Callable[[Problem], list[Finding]]) -> None:
@@ -226,7 +230,7 @@ class _Outcomes:
         self.first_failure: float | None = None
 
     def of(self, problem: Problem) -> list[Finding]:
-        """The findings of a problem, computed once."""
+        """Return the findings of a problem, computed once."""
         if problem not in self.seen:
             first = self.first_failure
             if first is not None and time.monotonic() - first > SHRINK_SECONDS:

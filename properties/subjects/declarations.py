@@ -1,4 +1,4 @@
-"""What a subject can declare, and whether it makes sense: the words, their values, the messages."""
+"""The declarations of a subject: their names, allowed values and error messages."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = [
     "without_none",
 ]
 
-# What a subject may do to scores, by the argument that it is asked for with.
+# Score modifications that a subject may support.
 SCORE_MODS = ("softcap", "alibi", "bias")
 BITWISE = ("G4", "G5", "G8", "G9", "G10")
 NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
-# Declarations that hold some of these words.
+# Declarations that are a subset of these values.
 _SUBSETS: dict[str, tuple[str, ...]] = {
     "dtypes": DTYPES,
     "masks": ("causal", "window", "padding", "custom"),
@@ -41,9 +41,9 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "atomic": ("dq",),
     "score_mods": SCORE_MODS,
 }
-# Without any of its words nothing would be left to verify.
+# Subsets that must not be empty, as there would be nothing to verify.
 _NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices")
-# Declarations that are one of these.
+# Declarations that are one of these values.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "gqa": (True, False),
     "m_ne_n": (True, False),
@@ -60,25 +60,24 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "flushes": (False, True),
 }
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
-# Declarations that are code.
+# Declarations that are callables.
 _FUNCTIONS = ("tiles", "pooled")
-# All declarations there are.
+# All declarations.
 WORDS = tuple(
     dict.fromkeys((*_SUBSETS, *_CHOICES, "head_dims", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS))
 )
-# Declarations whose None equals no declaration.
+# Declarations for which None means the same as no declaration.
 _NONE_IS_NOTHING = ("head_dims", "max_seqlen", "layouts", "dirty", "returns_lse", *_FUNCTIONS)
 
 
 def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
-    """The declarations among the attributes of a callable.
+    """Return the declarations among the attributes of a callable.
 
-    An instance may have attributes and methods of its own. So may a class, and a function that
-    wraps another, by its decorator: there, what is nearly a declaration is still taken for a
-    misspelt one.
+    Other attributes are accepted on an instance; and, unless their names resemble a declaration, on
+    a class and on a function that wraps another.
 
     Raises:
-        ValueError: A function has an attribute that is no declaration, which would go unnoticed.
+        ValueError: Another attribute is not a declaration and would have no effect.
     """
     own_words = inspect.isclass(call) or hasattr(call, "__wrapped__")
     if inspect.isclass(call) or isinstance(call, FunctionType | MethodType | functools.partial):
@@ -96,7 +95,7 @@ def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def without_none(declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Declarations without those whose None equals no declaration."""
+    """Drop the declarations that are None and for which None means no declaration."""
     return {
         word: value
         for word, value in declared.items()
@@ -105,27 +104,27 @@ def without_none(declared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_word(name: str, word: str) -> ValueError:
-    """The error of a declaration that does not exist; names the one that was meant."""
+    """Return the error for an unknown declaration, which suggests a similar one."""
     close = _close_match(word)
     hint = f" (did you mean {close!r}?)" if close else ""
     return ValueError(f"{name} declares {word!r}{hint}; known are {sorted(WORDS)}")
 
 
 def _close_match(word: str) -> str | None:
-    """The word that an unknown one is most like, if any."""
+    """Return the declaration most similar to an unknown one, if any."""
     return next(iter(difflib.get_close_matches(word, WORDS, 1)), None)
 
 
 def _is_code(call: object, word: str) -> bool:
-    """Whether an attribute of a class is a function of it: ``backward``, which is a word too."""
+    """Return whether an attribute is a method of a class, such as ``backward``."""
     return inspect.isclass(call) and inspect.isroutine(getattr(call, word))
 
 
 def check_declarations(name: str, declared: dict[str, Any]) -> None:
-    """Checks values, and turns sequences of words and of sizes into tuples in place.
+    """Check the values of declarations, and convert sequences to tuples in place.
 
     Raises:
-        ValueError: A declaration has a value that it cannot have.
+        ValueError: A declaration has an invalid value. The message begins with ``name``.
     """
     for word, known in _SUBSETS.items():
         if word in declared:
@@ -134,7 +133,7 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
                 raise ValueError(f"{name}.{word} is empty; needs some of {known}")
     for word, choices in _CHOICES.items():
         given = declared.get(word, choices[0])
-        # True equals 1 and False 0, which mean something else.
+        # Compare types too, since True == 1 and False == 0.
         if not any(type(given) is type(choice) and given == choice for choice in choices):
             raise ValueError(f"{name}.{word} is {given!r}; needs one of {choices}")
     for word in _COUNTS:
@@ -143,7 +142,7 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
     if declared.get("max_seqlen", math.inf) < declared.get("seqlen_multiple", 1):
         raise ValueError(
             f"{name}.max_seqlen is {declared['max_seqlen']}; "
-            f"needs seqlen_multiple, {declared['seqlen_multiple']}, at least"
+            f"needs at least {declared['seqlen_multiple']}, its seqlen_multiple"
         )
     if "head_dims" in declared:
         declared["head_dims"] = _sizes(f"{name}.head_dims", declared["head_dims"])
@@ -153,7 +152,7 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
         _check_number(f"{name}.rescale_threshold", declared["rescale_threshold"])
     try:
         Numerics(**{word: declared[word] for word in NUMERICS if word in declared})
-    except ValueError as error:  # it begins with the word
+    except ValueError as error:  # the message begins with the name of the declaration
         raise ValueError(f"{name}.{error}") from None
     if "configs" in declared:
         _check_configs(f"{name}.configs", declared["configs"])
@@ -167,7 +166,7 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
 
 
 def _words(where: str, given: object, known: tuple[str, ...]) -> tuple[str, ...]:
-    """A sequence of known words as a tuple; one word alone would be read letter by letter."""
+    """Convert a sequence of known words to a tuple. A str is refused: it would yield letters."""
     if not isinstance(given, list | tuple | set | frozenset):
         raise ValueError(f"{where} is {given!r}; needs a tuple of words out of {known}")
     unknown = [word for word in given if word not in known]
@@ -177,7 +176,7 @@ def _words(where: str, given: object, known: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _sizes(where: str, given: object) -> tuple[int, ...]:
-    """A sequence of sizes as a tuple, in its order if it has one."""
+    """Convert a sequence of sizes to a tuple; sort a set."""
     if not isinstance(given, list | tuple | set | frozenset | range) or not given:
         raise ValueError(f"{where} is {given!r}; needs a sequence of sizes")
     for size in given:
@@ -202,7 +201,7 @@ def _check_number(where: str, given: object) -> None:
 
 
 def _check_configs(where: str, given: object) -> None:
-    """Every configuration replaces dtypes or numerics, by valid values."""
+    """Check that every configuration replaces dtypes or numerics with valid values."""
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f"{where} is {given!r}; needs a dict of names to declarations")
     known = ("dtypes", *NUMERICS)

@@ -1,4 +1,4 @@
-"""From ``--kernel=path/to/file.py:name`` or ``package.module:name`` to a subject, or a mask."""
+"""Load a subject or a mask class from ``path/to/file.py:name`` or ``package.module:name``."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ __all__ = ["load", "load_mask"]
 
 _NEEDS = "needs path/to/file.py:name or package.module:name"
 _MOST_NAMES = 20
-# Frames of the import itself.
+# Files whose frames belong to the import machinery.
 _IMPORTING = (__file__, importlib.__file__, "<frozen importlib")
 
 
 def load(spec: str) -> Subject:
-    """Imports a callable and reads its declarations.
+    """Import a callable and read its declarations.
 
-    A file is run as a module of its own name; its folder is put last on ``sys.path``, so that it
-    can import what lies beside it.
+    A file is executed as a module named ``kernel_under_test_`` and its stem. Its folder is appended
+    to ``sys.path``, so that it can import its neighbours.
 
     Args:
         spec: ``path/to/file.py:name`` or ``package.module:name``; the name may have dots.
 
     Raises:
-        ValueError: There is no such file, module or name, it cannot be imported, is not callable,
-            takes other arguments, or declares what does not exist. The message is one paragraph.
+        ValueError: The file, module or name does not exist, the import fails, the object is not
+            callable or has another signature, or a declaration is invalid. The message is one
+            line.
     """
     try:
         source, name = _split(spec)
@@ -49,19 +50,20 @@ def load(spec: str) -> Subject:
         subject = Subject.of(found, name)
         _check_signature(subject)
     except ValueError as error:
-        # What is quoted of a user's values can have line breaks.
+        # The repr of a user's value may contain line breaks.
         raise ValueError(" ".join(str(error).split())) from None
     return subject
 
 
 def load_mask(spec: str) -> type[Mask]:
-    """Imports a class of masks, sees that it can be drawn, and makes it known by its name.
+    """Import a class of masks, check that masks can be drawn from it, and register it by its name.
 
     Args:
         spec: ``path/to/file.py:Name`` or ``package.module:Name``, imported as by ``load``.
 
     Raises:
-        ValueError: There is no such class, it cannot be imported, is no Mask or cannot be drawn.
+        ValueError: The class does not exist, the import fails, it is not a subclass of Mask, or no
+            mask can be drawn from it.
     """
     try:
         source, name = _split(spec)
@@ -78,7 +80,7 @@ def load_mask(spec: str) -> type[Mask]:
 
 
 def _is_shipped(mask: type[Mask], source: str) -> bool:
-    """Whether a class is one of the suite's own, by its file or by its module."""
+    """Return whether a class is one of the suite's masks, loaded by file or by module."""
     if mask.__name__ not in SHIPPED:
         return False
     shipped = mask_class(mask.__name__)
@@ -86,7 +88,7 @@ def _is_shipped(mask: type[Mask], source: str) -> bool:
 
 
 def _split(spec: str) -> tuple[str, str]:
-    """The file or module, and the name in it."""
+    """Split a spec into the file or module and the name in it."""
     source, _, name = spec.rpartition(":")
     if not source or not name or ("/" in source and not source.endswith(".py")):
         raise ValueError(f"got {spec!r}; {_NEEDS}")
@@ -94,12 +96,12 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 def _kind(found: object) -> str:
-    """What an object is, for a message."""
+    """Describe the type of an object for a message."""
     return "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
 
 
 def _imported(source: str) -> ModuleType:
-    """The module at a path or of a dotted name."""
+    """Import a module by path or by dotted name."""
     is_file = source.endswith(".py")
     path = Path(source).expanduser()
     if is_file and not path.is_file():
@@ -112,7 +114,7 @@ def _imported(source: str) -> ModuleType:
         return importlib.import_module(source)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a user's file raises, SystemExit included
+    except BaseException as error:  # a user's file may raise anything, including SystemExit
         raise ValueError(f"{source} cannot be imported: {_reason(error)}") from None
 
 
@@ -120,7 +122,7 @@ def _run_file(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    # Not its bare name, which may be that of an installed package.
+    # Not the stem alone, which may be the name of an installed package.
     name = f"kernel_under_test_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -132,7 +134,7 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _reason(error: BaseException) -> str:
-    """The exception in a line, with the innermost place it came from."""
+    """Format an exception in one line, with the innermost file and line outside of the import."""
     text = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
     frames = traceback.extract_tb(error.__traceback__)
     places = [frame for frame in frames if not frame.filename.startswith(_IMPORTING)]
@@ -140,12 +142,12 @@ def _reason(error: BaseException) -> str:
 
 
 def _found(module: ModuleType, source: str, name: str) -> Any:
-    """What a dotted name stands for in a module."""
+    """Look up a dotted name in a module."""
     found: Any = module
     parts = name.split(".")
     for depth, part in enumerate(parts):
         if not hasattr(found, part):
-            there = ", ".join(_callables(found, part)) or "no function at all"
+            there = ", ".join(_callables(found, part)) or "no functions"
             owner = f"{'.'.join(parts[:depth])} in {source}" if depth else source
             raise ValueError(f"{owner} has no {part!r}; it has {there}")
         found = getattr(found, part)
@@ -153,7 +155,7 @@ def _found(module: ModuleType, source: str, name: str) -> Any:
 
 
 def _callables(owner: object, wanted: str) -> list[str]:
-    """What could have been meant: similar names, then those that a module defines, or all."""
+    """List callables for a message: similar names first, then those that the module defines."""
     members = {name: getattr(owner, name, None) for name in dir(owner) if not name.startswith("_")}
     calls = {k: v for k, v in members.items() if callable(v) and not inspect.isclass(v)}
     close = difflib.get_close_matches(wanted, calls)
@@ -163,10 +165,10 @@ def _callables(owner: object, wanted: str) -> list[str]:
 
 
 def _check_signature(subject: Subject) -> None:
-    """Whether ``call(q, k, v, mask=..., sm_scale=...)`` fits, as far as that can be seen."""
+    """Check that the signature, if known, accepts ``call(q, k, v, mask=..., sm_scale=...)``."""
     words = ("mask", "sm_scale", *(("config",) if len(subject.configs) > 1 else ()))
     try:
-        # Of what is called, not of what it wraps and may adapt.
+        # The signature of the wrapper itself, which may adapt the function that it wraps.
         signature = inspect.signature(subject.call, follow_wrapped=False)
     except (TypeError, ValueError):
         return

@@ -1,4 +1,4 @@
-"""What is under test: a callable, and what it declares of its domain, conventions and numerics."""
+"""The subject under test: a callable with its declarations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PROMISED_WITH = {"G3": "G10", "G7": "G10", "G12": "G8", "G13": "G10"}
 
 
 def score_mods_of(problem: Problem) -> tuple[str, ...]:
-    """What a problem does to scores, out of ``declarations.SCORE_MODS``."""
+    """Return the score modifications of a problem, from ``declarations.SCORE_MODS``."""
     has = {
         "softcap": problem.softcap is not None,
         "alibi": problem.alibi != NO_ALIBI,
@@ -43,17 +43,18 @@ def score_mods_of(problem: Problem) -> tuple[str, ...]:
 class Subject:
     """A callable ``f(q, k, v, *, mask, sm_scale)`` and its declarations.
 
-    Declarations are attributes of the callable, which ``attention_kernel`` sets and explains; the
-    fields that are not listed here are such words.
+    The fields that are not listed here are declarations, which are documented in
+    ``attention_kernel``.
 
     Args:
-        name: What messages call it.
-        call: Returns out, or (out, lse), differentiable by autograd. With several ``configs`` it
-            also takes ``config=``, one of their names. What it cannot do it refuses with
-            NotImplementedError.
-        numerics: What chooses the error bound.
-        takes: The signature, where it is the one of Triton's tutorial and was adapted; else empty.
-        source: What --kernel was given, for replay lines; empty for the project's own kernels.
+        name: Name of the subject in messages.
+        call: The kernel. Returns out, or (out, lse), differentiable by autograd. With several
+            ``configs`` it also takes ``config=``, one of their names. Raises NotImplementedError
+            for problems that it does not support.
+        numerics: The declarations that determine the error bound.
+        takes: The kernel's signature if it is that of Triton's tutorial and was adapted; else
+            empty.
+        source: Value of --kernel, for replay lines; empty for the project's own kernels.
     """
 
     name: str
@@ -87,14 +88,14 @@ class Subject:
 
     @classmethod
     def of(cls, call: Callable[..., Any], name: str) -> Subject:
-        """Reads the declarations off a callable.
+        """Create a subject from a callable and the declarations among its attributes.
 
-        One that is called as Triton's tutorial calls its kernel, ``attention(q, k, v, causal,
-        sm_scale)``, is adapted; what that signature cannot say counts as declared away.
+        A kernel with the signature of Triton's tutorial, ``attention(q, k, v, causal, sm_scale)``,
+        is adapted. Inputs that this signature cannot express count as declared unsupported.
 
         Raises:
-            ValueError: A declaration is unknown, or has a value that it cannot have; the message
-                names it, what was given and what there is.
+            ValueError: A declaration is unknown or has an invalid value. The message names the
+                declaration, the value and the allowed values.
         """
         tutorial = tutorial_call(call)
         declared = declared_by(tutorial.owner if tutorial else call, name)
@@ -106,11 +107,11 @@ class Subject:
         return cls(name=name, call=call, numerics=Numerics(**numerics), **declared)
 
     def promises(self, guarantee: str, config: str) -> tuple[str, ...]:
-        """The outputs of which a guarantee is promised to the bit, in a configuration.
+        """Return the outputs for which a guarantee is promised bitwise in a configuration.
 
-        What is summed by atomics has an order of chance, and is held to the bound. G3, G7 and G13
-        compare runs on the same strides, so they are as sharp as the promise to repeat; G12 moves
-        elements apart, as G8 does.
+        Outputs summed by atomics are excluded, as the order of their additions varies. G3, G7 and
+        G13 compare runs with the same strides, so they are promised with G10; G12 changes strides
+        and is promised with G8.
         """
         if _PROMISED_WITH.get(guarantee, guarantee) not in self.bitwise:
             return ()
@@ -118,7 +119,7 @@ class Subject:
         return tuple(name for name in OUTPUTS if name not in atomic)
 
     def declarations(self) -> dict[str, Any]:
-        """What differs from saying nothing, by word: strings, numbers, tuples and dicts."""
+        """Return the declarations that differ from their defaults, as plain values by name."""
         found: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
@@ -134,7 +135,7 @@ class Subject:
         return found
 
     def declared(self) -> str:
-        """``declarations`` in one line: each of them widens something."""
+        """Format ``declarations`` in one line; "nothing" if all have their defaults."""
         parts = [
             f"configs={', '.join(map(self._of_config, value))}"
             if word == "configs"
@@ -144,21 +145,21 @@ class Subject:
         return ", ".join(parts) or "nothing"
 
     def _of_config(self, config: str) -> str:
-        """A configuration's name, with what it replaces."""
+        """Format a configuration's name with the declarations that it replaces."""
         replaced = ", ".join(f"{word}={value!r}" for word, value in self.configs[config].items())
         return f"{config} ({replaced})" if replaced else config
 
     def numerics_of(self, problem: Problem) -> Numerics:
-        """The numerics that hold for a problem's configuration."""
+        """Return the numerics of a problem's configuration."""
         replaced = {k: v for k, v in self.configs.get(problem.config, {}).items() if k in NUMERICS}
         return dataclasses.replace(self.numerics, **replaced)
 
     def tile_of(self, problem: Problem) -> tuple[int, int]:
-        """(block_m, block_n) of the forward; 16 x 16 where unknown."""
+        """Return (block_m, block_n) of the forward; (16, 16) if unknown."""
         return self.tiles(problem) if self.tiles else (16, 16)
 
     def excludes(self, problem: Problem) -> str | None:
-        """The declaration that excludes a problem, as a sentence; None where it is supported."""
+        """Return the declaration that excludes a problem as a sentence; None if it is supported."""
         M, N, mask = problem.M, problem.N, problem.mask
         dtypes = self.configs.get(problem.config, {}).get("dtypes", self.dtypes)
         rows, keys = mask.lengths(problem.B, M, N)
@@ -202,13 +203,22 @@ class Subject:
         problem: Problem,
         **tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) in this project's conventions; lse is None where the subject returns none.
+        """Call the kernel and convert its result to this project's conventions.
 
-        ``tensors`` are what else the call takes by name, but for those that are None.
+        Args:
+            q: Queries (B, H, M, D).
+            k: Keys (B, Hk, N, D).
+            v: Values (B, Hk, N, Dv).
+            problem: The problem.
+            tensors: Further keyword arguments of the call. Those that are None are not passed.
+
+        Returns:
+            (out, lse) with shapes (B, H, M, Dv) and (B, H, M). lse is natural and -inf on rows
+            without a visible key; None if the subject does not return it.
 
         Raises:
-            NotImplementedError: The subject refuses the problem, or its declarations do.
-            AssertionError: It returns something else than it should.
+            NotImplementedError: The subject refuses the problem, or its declarations exclude it.
+            AssertionError: The kernel does not return out or (out, lse) as tensors.
         """
         reason = self.excludes(problem)
         if reason is not None:
@@ -244,19 +254,19 @@ class Subject:
         pool: str,
         size: tuple[int, int],
     ) -> torch.Tensor:
-        """The pooled probabilities.
+        """Return the pooled probabilities, (B, H, blocks of rows, blocks of keys).
 
         Raises:
-            NotImplementedError: The subject refuses the problem, or its declarations do, or the
-                problem modifies scores.
-            AssertionError: It returns something else than a tensor.
+            NotImplementedError: The subject has no ``pooled``, it refuses the problem, its
+                declarations exclude it, or the problem modifies scores.
+            AssertionError: ``pooled`` does not return a tensor.
         """
         if self.pooled is None:
             raise NotImplementedError(f"{self.name} declares no pooled")
         if reason := self.excludes(problem):
             raise NotImplementedError(reason)
         if score_mods_of(problem):
-            raise NotImplementedError("pooled probabilities are of scores that nothing modifies")
+            raise NotImplementedError("pooled probabilities do not support score modifications")
         found: object = self.pooled(q, k, v, pool=pool, pool_size=size, **self._asked(problem))
         if not isinstance(found, torch.Tensor):
             raise AssertionError(
@@ -265,15 +275,15 @@ class Subject:
         return found
 
     def _asked(self, problem: Problem) -> dict[str, Any]:
-        """The keywords of a call."""
+        """Return the keyword arguments of a call."""
         config = {"config": problem.config} if len(self.configs) > 1 else {}
         return dict(mask=problem.mask, sm_scale=problem.scale, **config)
 
     def _natural(self, lse: torch.Tensor, problem: Problem) -> torch.Tensor:
-        """Lse as a natural logarithm that is -inf on rows without a visible key.
+        """Convert lse to a natural logarithm that is -inf on rows without a visible key.
 
-        A row that does not hold what was declared for such rows stays as it is, to be found; so
-        does an lse of the wrong shape.
+        Empty rows whose value is not the declared ``empty_lse`` are not converted, so that a check
+        finds them. An lse of the wrong shape is returned unchanged.
         """
         if self.lse_base == "2":
             lse = (lse.to(torch.float64) * math.log(2)).to(lse.dtype)

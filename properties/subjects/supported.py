@@ -1,4 +1,4 @@
-"""Problems inside what a subject declares, and why there are none."""
+"""Strategies for the problems that a subject's declarations support."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fa_verify.properties.subjects.subject import Subject
 __all__ = ["ExcludedError", "problems_of"]
 
 
-# How much more often a problem lacks a modification of scores than it has one.
+# Ratio of problems without to problems with a score modification.
 _PLAIN = 5
 
 
 class ExcludedError(ValueError):
-    """What is wanted lies outside what a subject declares; the message says which declaration."""
+    """A subject's declarations exclude all requested problems; the message names a declaration."""
 
 
 def problems_of(
@@ -39,29 +39,31 @@ def problems_of(
     score_mods: tuple[str, ...] = (),
     **wanted: Any,
 ) -> st.SearchStrategy[Problem]:
-    """``strategies.problems`` with everything that a subject declares.
+    """Return ``strategies.problems`` restricted to the declarations of a subject.
 
     Args:
         subject: The subject.
-        dtype: Of the inputs.
+        dtype: Dtype of the inputs.
         device: "cpu" or "cuda".
-        max_seqlen: Largest M and N; the declaration may say less, or need more.
+        max_seqlen: Largest M and N. Limited by the subject's max_seqlen, and raised to two times
+            its seqlen_multiple.
         tile: See ``problems``.
-        max_cost: See ``problems``; raised where two tiles of a declared multiple cost more.
-        head_dims: Sizes of D and Dv; those that are declared are drawn, and where none of them is,
-            the declared ones.
-        layouts: Storage layouts; those that are declared are drawn.
-        dirty: The family of padding values; None draws those that are declared.
+        max_cost: See ``problems``. Raised to the cost of two times seqlen_multiple.
+        head_dims: Sizes of D and Dv. Undeclared sizes are dropped; if none remains, the declared
+            sizes are used.
+        layouts: Storage layouts. Undeclared layouts are dropped; if none remains, the declared
+            layouts are used.
+        dirty: The family of padding values; None draws from the declared families.
         padding: See ``problems``.
         hidden: See ``problems``.
         empty_rows: See ``problems``.
-        score_mods: What is done to the scores of every problem, out of
-            ``declarations.SCORE_MODS``; the rest of what is declared, of some. Where it is empty
-            nothing is done to any: each combination is another kernel to compile.
+        score_mods: Score modifications of every problem, from ``declarations.SCORE_MODS``; other
+            declared ones are drawn for some problems. If it is empty, no problem has one, because
+            each combination compiles another kernel.
         wanted: Further arguments of ``problems``.
 
     Raises:
-        ExcludedError: No problem of this kind is declared as supported.
+        ExcludedError: The declarations exclude all problems of this kind.
     """
     configs = tuple(
         name
@@ -76,7 +78,7 @@ def problems_of(
         raise _excluded(subject, "dirty")
     allowed = subject.layouts or LAYOUTS
     dims = subject.head_dims
-    # Two multiples at least, or there is nothing to be seen of several tiles.
+    # At least two multiples, so that a problem can span several tiles.
     multiple = subject.seqlen_multiple
     most = max(max_seqlen, 2 * multiple)
     drawn: dict[str, Any] = {
@@ -101,7 +103,7 @@ def problems_of(
     if drawn.get("mask") is not None:
         if "custom" not in subject.masks:
             raise _excluded(subject, "masks")
-        # What a predicate hides cannot be forced.
+        # A hidden key cannot be forced for a mask with a predicate.
         hidden = False
     positions = tuple(kind for kind in subject.masks if kind in ("causal", "window"))
     if drawn.get("mask") is not None:
@@ -113,22 +115,22 @@ def problems_of(
         raise _excluded(subject, "masks")
     bottom_right = subject.causal_alignment == "bottom-right"
     if empty_rows and not lengths:
-        # Then they come from M > N under a right bound, or from N = 0.
+        # Empty rows then require M > N with a right bound, or N = 0.
         if not subject.m_ne_n:
             raise _excluded(subject, "m_ne_n")
         if not subject.zero_sizes and not (positions and bottom_right):
             raise _excluded(subject, "zero_sizes")
     least = _up(1 + padding + hidden + empty_rows, multiple)
     if empty_rows and positions and subject.m_ne_n and bottom_right:
-        least = _up(least + 1, multiple)  # of M > N
+        least = _up(least + 1, multiple)  # M > N
     if subject.max_seqlen is not None and subject.max_seqlen < least:
         raise _excluded(subject, "max_seqlen")
     forced: dict[str, Any] = {"padding": padding, "hidden": hidden, "empty_rows": empty_rows}
     if bottom_right or not positions:
         masks = ("full", *positions, *lengths)
         return problems(**drawn, **forced, masks=masks, m_ne_n=subject.m_ne_n)
-    # The alignments agree where M = N and nothing is padded: positional masks are drawn there, and
-    # everything else without them.
+    # The alignments agree if M = N and there is no padding. Positional masks are drawn with these
+    # restrictions, all other problems without positional masks.
     apart = []
     if not padding and not empty_rows:
         apart.append(problems(**drawn, **forced, masks=positions, m_ne_n=False))
@@ -141,7 +143,7 @@ def problems_of(
 
 
 def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
-    """What the scores' modifications are drawn from, by the arguments of ``problems``."""
+    """Return the arguments of ``problems`` for score modifications."""
     if not {*forced} <= {*subject.score_mods}:
         raise _excluded(subject, "score_mods")
     drawn: dict[str, tuple[Any, ...]] = {}
@@ -156,12 +158,12 @@ def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[An
 
 
 def _up(size: int, multiple: int) -> int:
-    """The smallest multiple that is not below a size."""
+    """Return the smallest multiple that is >= size."""
     return -(-size // multiple) * multiple
 
 
 def _some(wanted: tuple[Any, ...], declared: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    """What is wanted and declared, in the order of the wanted."""
+    """Return the wanted items that are declared, in their order."""
     return tuple(item for item in wanted if declared is None or item in declared)
 
 

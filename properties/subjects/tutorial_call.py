@@ -1,6 +1,6 @@
-"""Kernels that are called as that of Triton's tutorial, ``attention(q, k, v, causal, sm_scale)``.
+"""Kernels with the signature of Triton's tutorial, ``attention(q, k, v, causal, sm_scale)``.
 
-Its ``causal`` is the only mask, and it takes contiguous tensors of one shape.
+``causal`` is the only mask. The tensors are contiguous and have one shape.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 __all__ = ["TutorialCall", "tutorial_call"]
 
-# What such a kernel declares unless it says something else. Row m stands at position m; where M
-# and N differ that is no causal mask of this project's.
+# Declarations of these kernels, which their own declarations override. Row m is at position m: for
+# M != N this is not the bottom-right causal mask of this project.
 _DECLARED = {
     "masks": ("causal",),
     "causal_alignment": "top-left",
@@ -31,12 +31,14 @@ _TENSORS = 3
 
 @dataclass(frozen=True)
 class TutorialCall:
-    """A kernel of the tutorial's signature, called as a subject is.
+    """Adapts a kernel with the tutorial's signature to the signature of a subject.
 
     Args:
-        call: Takes (q, k, v, causal, sm_scale), or sm_scale first, by position.
-        owner: Whose attributes declare: the callable, or the class behind ``_attention.apply``.
-        signature: Its own, as text.
+        call: The kernel, which takes (q, k, v, causal, sm_scale), or sm_scale before causal, by
+            position.
+        owner: The object whose attributes are declarations: the callable, or the class behind
+            ``_attention.apply``.
+        signature: The kernel's signature as text.
         causal_first: Whether causal comes before sm_scale.
     """
 
@@ -48,22 +50,23 @@ class TutorialCall:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Any, sm_scale: float
     ) -> Any:
-        """What the kernel returns."""
+        """Call the kernel and return its result."""
         last = (mask.causal, sm_scale) if self.causal_first else (sm_scale, mask.causal)
         return self.call(q, k, v, *last)
 
     def declarations(self, name: str, own: Mapping[str, Any]) -> dict[str, Any]:
-        """What the signature says, and over it what the kernel declares.
+        """Return the declarations implied by the signature, overridden by the kernel's own.
 
         Raises:
-            ValueError: It declares masks, or configurations, that its signature cannot be given.
+            ValueError: The kernel declares masks or configurations that its signature does not
+                accept.
         """
         declared = {**_DECLARED, **own}
         more = [kind for kind in declared["masks"] if kind != "causal"]
         if more:
             raise ValueError(
                 f"{name} declares masks {more}, but takes {self.signature}: causal is the only "
-                "mask that it can be given"
+                "mask that this signature accepts"
             )
         if len(declared.get("configs", ())) > 1:
             raise ValueError(f"{name} declares configs, but takes {self.signature}: no config")
@@ -71,10 +74,11 @@ class TutorialCall:
 
 
 def tutorial_call(call: Callable[..., Any]) -> TutorialCall | None:
-    """The callable as a subject's, if its signature is the tutorial's; else None.
+    """Adapt a callable with the tutorial's signature; return None for other signatures.
 
-    That is: three tensors, then causal and sm_scale in either order, by position; whatever follows
-    has defaults. The ``apply`` of an autograd function has the signature of its ``forward``.
+    The signature is three tensors, then causal and sm_scale in either order, all by position, then
+    any parameters with defaults. The ``apply`` of an autograd function has the signature of its
+    ``forward``.
     """
     owner: Any = call
     try:
@@ -84,7 +88,7 @@ def tutorial_call(call: Callable[..., Any]) -> TutorialCall | None:
             if function.setup_context == torch.autograd.Function.setup_context:
                 given = given[1:]  # ctx
         else:
-            # Of what is called, not of what it wraps and may adapt.
+            # The signature of the wrapper itself, which may adapt the function that it wraps.
             given = [*inspect.signature(call, follow_wrapped=False).parameters.values()]
     except (TypeError, ValueError):
         return None
@@ -99,6 +103,6 @@ def tutorial_call(call: Callable[..., Any]) -> TutorialCall | None:
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
-    """Whether a call has to give it."""
+    """Return whether a call must pass the parameter."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return parameter.default is inspect.Parameter.empty and parameter.kind not in variable

@@ -1,5 +1,5 @@
-"""Gluon kernels for Hopper, run from their own sources on a CPU.
+"""Run Gluon kernels for Hopper from their sources on a CPU.
 
-``machine`` is a multiprocessor with partitions, barriers and asynchronous copies; ``emulation``
-translates a module of kernels to it.
+``machine`` simulates programs, partitions, barriers and asynchronous copies. ``emulation`` provides
+Gluon's modules on top of it.
 """

@@ -1,8 +1,8 @@
-"""Gluon kernels for Hopper from their own sources, in Triton's interpreter.
+"""Run Gluon kernels for Hopper from their sources in Triton's interpreter.
 
-``load`` reads sources with stand-ins for Gluon's modules: layouts mean nothing there, tiles of
-shared memory are NumPy arrays, and what is asynchronous is left to ``gluon_machine``. The rest of
-the language is Triton's, as the interpreter has it.
+``load`` executes sources with replacements of Gluon's modules. They ignore layouts, represent tiles
+of shared memory as NumPy arrays, and delegate asynchronous operations to ``machine``. The rest of
+the language is that of Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _HOPPER = f"{_LANGUAGE}.nvidia.hopper"
 
 
 class _Layout:
-    """Stands for any layout: which thread has what is nobody's business here."""
+    """Stands for any layout. The emulation does not assign elements to threads."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
 
 class _Tile:
-    """A tensor in shared memory, or a part of one."""
+    """A tensor in shared memory, or a view of one."""
 
     def __init__(self, emulation: _Emulation, data: Any, dtype: Any) -> None:
         self._emulation, self.data, self.dtype = emulation, data, dtype
@@ -94,7 +94,7 @@ class _Barriers:
 
 
 class _Described:
-    """A tensor in global memory as TMA sees it: in blocks, with zeros past its end."""
+    """A TMA descriptor: a tensor in global memory, read in blocks and padded with zeros."""
 
     def __init__(self, name: str, descriptor: Any, dtype: Any) -> None:
         self.name = name
@@ -115,7 +115,7 @@ class _Described:
         )
 
     def block(self, place: Sequence[Any]) -> Any:
-        """Its bits, as the interpreter has them."""
+        """Return the block at a position, in the interpreter's representation (bf16 as uint16)."""
         part = self._base[self._inside(place)]
         whole = torch.zeros(self.block_type.shape, dtype=self._base.dtype)
         whole[tuple(slice(0, size) for size in part.shape)] = part
@@ -127,7 +127,7 @@ def _is_bf16(x: torch.Tensor) -> bool:
 
 
 class _Emulation:
-    """Gluon's modules, for the machine of the launch that runs."""
+    """Gluon's modules, connected to the machine of the current launch."""
 
     def __init__(self, accumulator: str, seed: str, processors: int) -> None:
         import triton.language as tl
@@ -143,21 +143,21 @@ class _Emulation:
         self.machine = Machine(seed)
 
     def launched(self, programs: Callable[..., None], kernel: Any) -> Callable[..., None]:
-        """A call of them all, as the interpreter launches the only program of a kernel."""
+        """Wrap all programs of a launch as the only program of an interpreted kernel."""
         executor: Callable[..., None] = self._interpreter.GridExecutor(
             programs, kernel.arg_names, (1,), kernel.pre_run_hooks
         )
         return executor
 
     def run(self, program: Callable[[], None], grid: Sequence[int]) -> None:
-        """Runs a program for each place of a grid, as many at a time as there are processors."""
+        """Run a program for each position of a grid, ``processors`` at a time."""
         builder = self._interpreter.interpreter_builder
         sizes = (*grid, 1, 1)[:3]
         builder.set_grid_dim(*sizes)
         places = list(np.ndindex(*sizes))
         self.launches += 1
         self._allocated: Counter[int] = Counter()
-        # By place in memory, whether what was added there last is behind what was stored before.
+        # Address of a scalar to whether the last atomic addition to it had release semantics.
         self._released: dict[int, bool] = {}
         self.machine = Machine(
             f"{self.seed}/{self.launches}", lambda number: builder.set_grid_idx(*places[number])
@@ -174,7 +174,7 @@ class _Emulation:
         return _Described(name, descriptor, dtype)
 
     def modules(self) -> dict[str, ModuleType]:
-        """By the names that kernels import."""
+        """Return the modules by the names that kernels import."""
         import triton
 
         language = _Language(self)
@@ -194,14 +194,14 @@ class _Emulation:
 
         gluon = _module(_GLUON, jit=jit, language=language)
         return {
-            # Whose attribute the real one may be by now.
+            # The real ``triton.experimental`` may already have the real gluon as an attribute.
             "triton.experimental": _module("triton.experimental", gluon=gluon),
             _GLUON: gluon,
             _LANGUAGE: language,
             _HOPPER: hopper,
         }
 
-    # What follows is called by kernels.
+    # The methods below are called by kernels.
 
     def allocate(self, dtype: Any, shape: Sequence[Any], layout: object) -> Any:
         program = self.machine.now.program.number
@@ -218,7 +218,7 @@ class _Emulation:
     def atomic_add(self, pointer: Any, value: Any, *others: Any, sem: str = "acq_rel") -> Any:
         add = partial(self._tl.atomic_add, pointer, value, *others, sem=sem)
         if pointer.shape:
-            # Sums, which nobody reads before the launch has ended.
+            # Sums of tiles, which no program reads before the launch has ended.
             self.machine.pause()
             return add()
         place, dtype = int(pointer.handle.data.item()), pointer.dtype.element_ty
@@ -231,7 +231,9 @@ class _Emulation:
         held = (ctypes.c_char * (dtype.primitive_bitwidth // 8)).from_address(place)
         self.machine.look(place, lambda: held.raw)
         if sem not in ("acquire", "acq_rel") or not self._released.get(place, True):
-            raise RaceError(f"{self.machine.now.name} reads what is not released, or not acquired")
+            raise RaceError(
+                f"{self.machine.now.name} reads memory without acquire, or that was not released"
+            )
         return add()
 
     def _init(self, barrier: Barrier, count: int) -> None:
@@ -287,7 +289,7 @@ class _Emulation:
 def _value(x: Any) -> Any:
     if not isinstance(x, Product):
         return x
-    assert x.is_done, "a product is used that nothing has waited for"
+    assert x.is_done, "the result of a product is used before the product was waited for"
     return x.result
 
 
@@ -296,7 +298,7 @@ class _MBarrierLayout:
 
 
 class _Language(ModuleType):
-    """``gl``: what has to do with layouts and shared memory; the rest is ``tl``'s of the moment."""
+    """The module ``gl``: layouts and shared memory; other names are looked up in ``tl``."""
 
     def __init__(self, emulation: _Emulation) -> None:
         super().__init__(_LANGUAGE)
@@ -322,11 +324,11 @@ class _Language(ModuleType):
 
 
 class Emulated:
-    """A kernel that is launched as a compiled one is, by ``[grid]``.
+    """An emulated kernel, launched as a compiled one with ``kernel[grid](...)``.
 
     Attributes:
-        work: Of all its launches, the number of "synchronous" products, of numbers "stored" in
-            shared memory, and of copies by TMA of each of its parameters, by name.
+        work: Counts over all launches: "synchronous" products, elements "stored" in shared memory,
+            and TMA copies by the name of the kernel's parameter.
     """
 
     def __init__(self, kernel: Any, emulation: _Emulation) -> None:
@@ -336,7 +338,7 @@ class Emulated:
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, **named: Any) -> None:
             named |= zip(self._kernel.arg_names, arguments, strict=False)
-            # Descriptors alone have blocks.
+            # Only descriptors have a block shape.
             given = {
                 name: self._emulation.described(name, x) if hasattr(x, "block_shape") else x
                 for name, x in named.items()
@@ -368,17 +370,22 @@ def load(
     seed: str = "0",
     processors: int = 1,
 ) -> list[Emulated]:
-    """Kernels out of modules that import Gluon, to be launched on tensors of the CPU.
+    """Load kernels from modules that import Gluon, to be launched on CPU tensors.
 
-    Call ``simulator.interpreter.repair`` before. The modules see each other and nothing else does:
-    they are not left in ``sys.modules``.
+    Call ``simulator.interpreter.repair.repair()`` first. The modules can import each other, and are
+    removed from ``sys.modules`` afterwards.
 
     Args:
-        sources: Text of each module by its full name, in an order in which they can be imported.
-        kernels: Names of kernels.
-        accumulator: What stands for float32 in them: "float32", or "float64" for the logic alone.
-        seed: Of the order in which partitions run and copies come.
-        processors: How many programs run at a time.
+        sources: Source text of each module by its full name, in an order in which they can be
+            imported.
+        kernels: Names of the kernels to return.
+        accumulator: Dtype that replaces float32 in the kernels: "float32", or "float64" to test
+            the logic without rounding.
+        seed: Seed of the order in which partitions run and copies arrive.
+        processors: Number of programs that run at a time.
+
+    Returns:
+        The kernels, in the order of ``kernels``.
     """
     emulation = _Emulation(accumulator, seed, processors)
     found: dict[str, Any] = {}
@@ -399,7 +406,7 @@ def _module(name: str, **attributes: object) -> ModuleType:
 
 
 def _executed(name: str, text: str) -> ModuleType:
-    """The module of a text; the interpreter asks for lines of its functions."""
+    """Execute a module's source; register it with linecache, from which the interpreter reads."""
     import linecache
 
     path = f"<emulated {name} {id(text)}>"
@@ -412,7 +419,7 @@ def _executed(name: str, text: str) -> ModuleType:
 
 @contextmanager
 def _replaced(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """``sys.modules`` with these, and afterwards as it was."""
+    """Add modules to ``sys.modules`` inside the block and restore it afterwards."""
     before = dict(sys.modules)
     sys.modules.update(modules)
     try:

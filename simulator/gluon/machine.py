@@ -1,9 +1,9 @@
-"""A GPU as far as warp-specialised kernels can tell: programs, partitions, barriers, copies.
+"""A simulated GPU for warp-specialised kernels: programs, partitions, barriers and copies.
 
-Partitions of programs run one at a time and change places wherever they synchronise, in an order
-that a seed decides. What is asynchronous happens as late as it may: a copy when the order says so,
-a product when it is waited for, with the bytes of its operands looked at twice. So what a kernel
-relies on without having waited for it is missing, or is noticed as a race.
+One partition runs at a time. Partitions switch wherever they synchronise, in an order that a seed
+determines. Asynchronous operations complete late: a copy at a random time, a product when it is
+waited for, at which time its operands are compared with their bytes at the time of issue. A result
+that a kernel uses without waiting for it is therefore missing, or is reported as a race.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ import numpy.typing as npt
 __all__ = ["Barrier", "DeadlockError", "Machine", "Product", "RaceError", "poison"]
 
 Array = npt.NDArray[Any]
-# How often, in turns, those who go first change, and a copy comes. Whoever goes first stays first
-# for a while, so that others fall as far behind as barriers let them. Which programs do changes
-# seldom, so that one that begins last may end first.
+# Probabilities per turn that the order of partitions changes and that a copy arrives. The order
+# stays for a while, so that some partitions fall as far behind as barriers permit. The order of
+# programs changes rarely, so that a program that begins last may end first.
 _CHANGES, _COPIES = 0.1, 0.05
 _PROGRAM_CHANGES = 0.001
 
 
 class DeadlockError(RuntimeError):
-    """Every partition waits, and nothing is under way that could end it."""
+    """Every partition waits, and no pending operation can end a wait."""
 
 
 class RaceError(RuntimeError):
-    """Something reads what is not ordered behind, or before, what writes it."""
+    """A read and a write of the same memory are not ordered."""
 
 
 class Barrier:
-    """An mbarrier: it ends a phase when all have arrived and all bytes have come."""
+    """An mbarrier. A phase ends when all arrivals and all expected bytes have been counted."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = self.left = self.bytes = self.phase = 0
 
     def init(self, count: int) -> None:
-        """So many arrivals end a phase."""
+        """Set the number of arrivals that end a phase."""
         self.count = self.left = count
 
     def arrive(self, count: int = 1) -> None:
-        """Of so many at once.
+        """Count ``count`` arrivals.
 
         Raises:
-            RaceError: They are more than it counts, or it counts none yet.
+            RaceError: The barrier is not initialised, or there are more arrivals than it expects.
         """
         if not self.count:
             raise RaceError(f"{self.name} is used before it is initialised")
         self.left -= count
         if self.left < 0:
-            raise RaceError(f"{self.name}: more arrive than the {self.count} it counts")
+            raise RaceError(f"{self.name}: more than the {self.count} expected arrivals")
         self._end()
 
     def expect(self, size: int) -> None:
-        """Bytes that will come, and an arrival."""
+        """Add bytes to expect, and count one arrival."""
         self.bytes += size
         self.arrive()
 
     def come(self, size: int) -> None:
-        """Bytes that were expected."""
+        """Count expected bytes that have been copied."""
         self.bytes -= size
         self._end()
 
@@ -74,12 +74,12 @@ class Barrier:
             self.left = self.count
 
     def has_ended(self, phase: int) -> bool:
-        """Whether the phase of that parity is over: the one before the first counts as such."""
+        """Return whether the phase with a parity has ended; phase 1 has before the first phase."""
         return self.phase != phase
 
 
 class Product:
-    """One asynchronous product: its operands in shared memory, and how it is made of them."""
+    """An asynchronous matrix product with operands in shared memory."""
 
     def __init__(self, operands: Sequence[Array], make: Callable[..., Any]) -> None:
         self._operands = operands
@@ -89,10 +89,10 @@ class Product:
         self.is_done = False
 
     def finish(self) -> None:
-        """Makes the result.
+        """Compute the result.
 
         Raises:
-            RaceError: An operand is no longer what it was.
+            RaceError: An operand has changed since the product was issued.
         """
         for now, then in zip(self._operands, self._seen, strict=True):
             if now.tobytes() != then.tobytes():
@@ -102,17 +102,17 @@ class Product:
 
 
 class _Program:
-    """One that runs, and those of its partitions that have begun."""
+    """A running program and its partitions."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number, self.name = number, name
-        # The lowest goes first.
+        # Programs with a lower rank run first.
         self.rank = 0.0
         self.partitions: list[_Partition] = []
 
 
 class _Partition:
-    """One of the groups of warps of a program: a thread, and what it has under way."""
+    """A partition (group of warps) of a program: a thread and its pending operations."""
 
     def __init__(self, number: int, program: _Program) -> None:
         self.name = f"partition {number}{program.name}"
@@ -123,18 +123,23 @@ class _Partition:
         self.is_over = False
         self.products: list[Product] = []
         self.unfenced: list[Array] = []
-        # What it has seen of memory, and where, when it last looked.
+        # Address and value of the partition's last ``look``.
         self.looked: tuple[int, object] | None = None
 
 
 class Machine:
-    """What a launch has: programs, their partitions, what they wrote last, copies under way."""
+    """Runs the programs of a launch: schedules their partitions and the pending copies.
+
+    Args:
+        seed: Seed of the schedule.
+        resumed: Called with the number of a program before one of its partitions runs.
+    """
 
     def __init__(self, seed: str, resumed: Callable[[int], None] = lambda program: None) -> None:
-        """``resumed`` is told which program it is that goes on."""
+        """Start without programs."""
         self._random = random.Random(seed)
         self._resumed = resumed
-        # Who goes first stands first.
+        # In the order of their priority.
         self._running: list[_Partition] = []
         self._copies: list[tuple[_Program, Callable[[], None]]] = []
         self._threads: list[threading.Thread] = []
@@ -144,16 +149,16 @@ class Machine:
 
     @property
     def now(self) -> _Partition:
-        """The partition that runs."""
+        """The running partition."""
         assert self._now is not None, "outside of a program"
         return self._now
 
     def run(self, programs: Sequence[Callable[[], None]], at_once: int = 1) -> None:
-        """Runs all programs to their ends, begun in their order, so many at a time.
+        """Run all programs to their ends, started in their order, ``at_once`` at a time.
 
         Raises:
-            DeadlockError: They, or their partitions, wait for each other.
-            RaceError: What they do is not ordered.
+            DeadlockError: Programs or partitions wait for each other.
+            RaceError: Accesses to memory are not ordered.
         """
         named = len(programs) > 1
         left = [_Program(i, f" of program {i}" if named else "") for i in range(len(programs))]
@@ -171,13 +176,13 @@ class Machine:
             raise self._error
 
     def _rank(self, programs: Sequence[_Program]) -> None:
-        """Decides which of them go first: all alike, in some order, or the youngest."""
+        """Choose the order of programs: all equal, random, or youngest first."""
         kind = self._random.randrange(3)
         for program in programs:
             program.rank = (0.0, self._random.random(), -program.number)[kind]
 
     def _turn(self) -> None:
-        """Has a partition run until it pauses, or a copy come."""
+        """Run a partition until it pauses, or complete a copy."""
         if self._random.random() < _PROGRAM_CHANGES:
             self._rank([x.program for x in self._running])
         if self._random.random() < _CHANGES:
@@ -199,7 +204,7 @@ class Machine:
         return sorted(self._running, key=lambda x: (x.program.number, x.name))
 
     def _begin(self, program: _Program, run: Callable[[], None]) -> _Partition:
-        """One more partition of a program; the first one is the program until it splits."""
+        """Start a partition of a program. The first one runs the program until it splits."""
         partition = _Partition(len(program.partitions), program)
         program.partitions.append(partition)
         self._running.insert(self._random.randrange(len(self._running) + 1), partition)
@@ -211,7 +216,7 @@ class Machine:
     def _thread(self, partition: _Partition, run: Callable[[], None]) -> None:
         partition.turn.acquire()
         try:
-            # NumPy's is of the thread.
+            # NumPy's error state is per thread.
             with np.errstate(all="ignore"):
                 if self._error is None:
                     run()
@@ -228,16 +233,16 @@ class Machine:
         program = partition.program
         copies = sum(x is program for x, _ in self._copies)
         if copies and partition is program.partitions[0]:
-            raise RaceError(f"{copies} copies into shared memory outlive the program")
+            raise RaceError(f"{copies} copies into shared memory are pending as the program ends")
 
     def split(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Runs them side by side to their ends: the first here, the others as partitions."""
+        """Run functions concurrently to their ends: the first here, the others as partitions."""
         others = [self._begin(self.now.program, run) for run in functions[1:]]
         functions[0]()
         self.pause(lambda: all(x.is_over for x in others), "the others' ends")
 
     def pause(self, until: Callable[[], bool] = lambda: True, reason: str = "a turn") -> None:
-        """Lets others run, at least until something holds."""
+        """Let other partitions run, at least until a condition holds."""
         partition = self.now
         partition.waits_for, partition.reason = until, reason
         self._main.release()
@@ -246,30 +251,30 @@ class Machine:
             raise self._error
 
     def look(self, place: int, read: Callable[[], object]) -> None:
-        """Before memory is read that others write: lets them run.
+        """Let other partitions run before a read of memory that they write.
 
-        Who finds there what it found when it last looked waits until that changes, so that a loop
-        that nobody will end is noticed.
+        If the value equals that of the partition's last look at the same place, wait until it
+        changes. This detects polling loops that no write will end.
         """
         self.pause()
         partition = self.now
         before = read()
         if partition.looked == (place, before):
-            self.pause(lambda: read() != before, "memory that nobody writes")
+            self.pause(lambda: read() != before, "memory that no partition writes")
         partition.looked = place, read()
 
     def wait(self, barrier: Barrier, phase: int) -> None:
-        """Until the phase of that parity is over.
+        """Wait until the phase with a parity has ended.
 
         Raises:
-            RaceError: It is no parity.
+            RaceError: ``phase`` is not 0 or 1.
         """
         if phase not in (0, 1):
             raise RaceError(f"phase {phase} of {barrier.name} is waited for; needs 0 or 1")
         self.pause(lambda: barrier.has_ended(phase), f"phase {phase} of {barrier.name}")
 
     def copy(self, target: Array, values: Array, size: int, barrier: Barrier) -> None:
-        """Writes a tile some time, and then tells the barrier; until then nobody knows it."""
+        """Write a tile at a later time, then signal the barrier; until then the tile is NaN."""
         poison(target)
 
         def arrive() -> None:
@@ -280,29 +285,31 @@ class Machine:
         self.pause()
 
     def wrote(self, target: Array) -> None:
-        """By ordinary stores: seen by what is asynchronous behind a fence alone."""
+        """Record an ordinary store, which asynchronous operations see only after a fence."""
         self.now.unfenced.append(target)
 
     def fence(self) -> None:
-        """What was stored before is seen by what is asynchronous."""
+        """Make earlier stores of the partition visible to asynchronous operations."""
         self.now.unfenced.clear()
 
     def check_fenced(self, source: Array) -> None:
-        """Before something asynchronous reads it.
+        """Check that an asynchronous operation may read a tile.
 
         Raises:
-            RaceError: Somebody has stored there, and no fence since.
+            RaceError: A partition has stored to the tile without a fence since.
         """
         for partition in self.now.program.partitions:
             if any(np.may_share_memory(source, x) for x in partition.unfenced):
-                raise RaceError(f"{partition.name} has no fence behind a store that is read then")
+                raise RaceError(
+                    f"{partition.name} has no fence between a store and an asynchronous read of it"
+                )
 
     def issue(self, product: Product) -> None:
-        """Behind those under way."""
+        """Append a product to the partition's pending products."""
         self.now.products.append(product)
 
     def finish_products(self, left: int) -> None:
-        """All but the last ones, in order."""
+        """Finish the pending products in order, except the last ``left``."""
         self.pause()
         products = self.now.products
         while len(products) > left:
@@ -310,5 +317,5 @@ class Machine:
 
 
 def poison(target: Array) -> None:
-    """NaN, of any type, in place of what is there."""
+    """Fill an array with NaN of any type (bytes 0xFF)."""
     target.view(np.uint8)[...] = 0xFF

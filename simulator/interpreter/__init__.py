@@ -1,4 +1,5 @@
-"""Triton's interpreter made to compute the bits that a GPU computes.
+"""Repairs of Triton's interpreter, so that it computes the same bits as a GPU.
 
-``repair`` installs the patches; a launch, addresses and type rules have a module each.
+``repair`` installs the patches. ``launches``, ``addresses``, ``rounding`` and ``types`` implement
+parts of them.
 """

@@ -1,7 +1,7 @@
-"""The interpreter made to refuse what a memory checker reports on a GPU: a wild address.
+"""Check addresses in the interpreter, as a memory checker does on a GPU.
 
-The interpreter reads and writes whatever a pointer holds. Memory beside a tensor is nearly always
-there, so that a row too many goes unseen, or corrupts what another part of the process owns.
+The interpreter of Triton 3.9 reads and writes at any address. The memory beside a tensor is usually
+mapped, so an access out of bounds goes undetected or corrupts other data of the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OutOfBoundsError(IndexError):
 
 
 class _Extent(NamedTuple):
-    """From the first byte of a tensor's elements to past the last."""
+    """The address range of a tensor's elements, end exclusive."""
 
     start: int
     end: int
@@ -33,9 +33,9 @@ class _Launch:
 
     def __init__(self, arguments: Iterable[tuple[str, Any]]) -> None:
         self.extents = sorted(_extents(arguments))
-        # A pointer made of an integer may point anywhere.
+        # A pointer cast from an integer may point anywhere.
         self.casts_pointers = False
-        # Tensors may be parts of one another, or lie between each other's rows.
+        # Merge overlapping ranges: tensors may share or interleave their storage.
         merged: list[list[int]] = []
         for start, end, _ in self.extents:
             if merged and start <= merged[-1][1]:
@@ -46,7 +46,7 @@ class _Launch:
         self.ends = np.array([end for _, end in merged], dtype=np.uint64)
 
     def check(self, what: str, pointers: Any, mask: Any) -> None:
-        """Raises where a lane that is not masked off touches no tensor."""
+        """Raise OutOfBoundsError if a lane that is not masked off is outside of all tensors."""
         if self.casts_pointers:
             return
         addresses: npt.NDArray[np.uint64] = pointers.data[
@@ -66,9 +66,9 @@ class _Launch:
             )
 
     def _nearest(self, address: int) -> str:
-        """Where an address lies, in terms of the nearest tensor below it, or above."""
+        """Describe an address relative to the nearest tensor below it, else above it."""
         if not self.extents:
-            return "where there is none"
+            return "in a launch without tensors"
         below = bisect.bisect_right([extent.start for extent in self.extents], address)
         if below:
             extent = max(self.extents[:below], key=lambda extent: extent.end)
@@ -78,7 +78,7 @@ class _Launch:
 
 
 def _extents(arguments: Iterable[tuple[str, Any]]) -> Iterator[_Extent]:
-    """Those of all tensors among arguments, in tuples and descriptors too."""
+    """Yield the extents of all tensors in arguments, including tuples and descriptors."""
     for name, value in arguments:
         if isinstance(value, tuple | list):
             yield from _extents((f"{name}[{i}]", part) for i, part in enumerate(value))
@@ -93,7 +93,7 @@ def _extents(arguments: Iterable[tuple[str, Any]]) -> Iterator[_Extent]:
 
 
 def watch_addresses(interpreter: Any) -> None:
-    """Makes loads, stores and atomics raise ``OutOfBoundsError`` outside of a launch's tensors.
+    """Make loads, stores and atomics raise ``OutOfBoundsError`` outside of a launch's tensors.
 
     Args:
         interpreter: The module ``triton.runtime.interpreter``.

@@ -1,4 +1,4 @@
-"""How the repaired interpreter launches kernels: the language patched once, idle work left out."""
+"""Speed up the interpreter's launches: patch the language once, and skip work without effect."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fa_verify.simulator.interpreter.types import call_builtins_directly, work_t
 __all__ = ["repair_launches", "skip_idle_work", "with_room"]
 
 _ABSENT = object()
-_ROOM = 2**16  # slots of a frame, eight bytes each
+_ROOM = 2**16  # stack slots of a frame, 8 bytes each
 
 
 class _LanguagePatch:
-    """The interpreter's replacements in triton.language, put in and taken out as one."""
+    """The interpreter's replacements in triton.language, installed and removed together."""
 
     def __init__(self) -> None:
         self.active = 0
@@ -24,15 +24,15 @@ class _LanguagePatch:
         self._changes: dict[tuple[int, str], tuple[Any, str, object, object]] = {}
 
     def set_attr(self, owner: Any, name: str, value: object) -> None:
-        """Replaces one attribute and records it; what the interpreter's own scope offers."""
+        """Replace an attribute and record it, with the interface of the interpreter's own scope."""
         key = id(owner), name
-        # The object's own attribute: an inherited one must not become its own on the way back.
+        # Only the object's own attribute: restoring must not copy an inherited one to it.
         before = self._changes[key][2] if key in self._changes else vars(owner).get(name, _ABSENT)
         self._changes[key] = owner, name, before, value
         setattr(owner, name, value)
 
     def enter(self) -> _LanguagePatch:
-        """Puts the replacements in, unless a launch that is under way has done so."""
+        """Install the replacements, unless an enclosing launch has done so."""
         if not self.active:
             for owner, name, _, value in self._changes.values():
                 setattr(owner, name, value)
@@ -42,14 +42,14 @@ class _LanguagePatch:
         return self
 
     def restore(self) -> None:
-        """Takes the replacements out when the outermost launch ends."""
+        """Remove the replacements when the outermost launch ends."""
         self.active -= 1
         if not self.active:
             self._quiet.__exit__(None, None, None)
             self.take_out()
 
     def take_out(self) -> None:
-        """Puts every attribute back, and removes those that were not there."""
+        """Restore every attribute, and delete those that did not exist."""
         for owner, name, before, _ in self._changes.values():
             if before is _ABSENT:
                 delattr(owner, name)
@@ -58,7 +58,7 @@ class _LanguagePatch:
 
 
 def repair_launches(interpreter: Any) -> None:
-    """Patches the language once for a launch and all of its nested calls.
+    """Patch the language once for a launch and all of its nested calls.
 
     Args:
         interpreter: The module ``triton.runtime.interpreter``.
@@ -71,7 +71,7 @@ def repair_launches(interpreter: Any) -> None:
     interpreter._LangPatchScope = lambda: patch
     interpreter._patch_attr = call_builtins_directly(interpreter)
     try:
-        # Kernels see the language as tl, and tl's own jit functions as core.
+        # Kernels access the language as tl, the jit functions of tl as core.
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         work_types_out_once(interpreter, patch.set_attr)
     finally:
@@ -105,12 +105,11 @@ def repair_launches(interpreter: Any) -> None:
 
 
 def with_room(function: Any) -> Any:
-    """A function whose calls have half a mebibyte of Python's stack to themselves.
+    """Return a copy of a function whose frame reserves 512 KiB of Python's data stack.
 
-    Python keeps frames in chunks of 16 KiB. Where a loop stands near the end of one, each call that
-    crosses it maps a chunk and each return gives it back, which takes longer than the call. A frame
-    that asks for more than a chunk gets one that is large enough, and what is left of it is for the
-    calls below.
+    CPython allocates frames in chunks of 16 KiB. If a loop runs near the end of a chunk, each call
+    maps a new chunk and each return unmaps it, which takes longer than the call itself. A frame
+    that needs more than a chunk gets a chunk of its size, and nested calls use the rest of it.
     """
     code = function.__code__.replace(co_stacksize=_ROOM)
     return FunctionType(
@@ -119,7 +118,7 @@ def with_room(function: Any) -> Any:
 
 
 def skip_idle_work(interpreter: Any) -> None:
-    """Leaves out work without a result: checks that nobody reads, a table built at each look-up.
+    """Skip work without effect: overflow checks without debug mode, and repeated type look-ups.
 
     Args:
         interpreter: The module ``triton.runtime.interpreter``.

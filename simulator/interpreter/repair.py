@@ -1,9 +1,9 @@
-"""Triton's interpreter made to compute what a GPU computes, for every kernel that runs in it.
+"""Repair Triton's interpreter, so that every interpreted kernel computes the bits of a GPU.
 
-The interpreter of Triton 3.9 stores bfloat16 as uint16 and computes with those integers, truncates
-where it should round, fills the masked-off lanes of a load with zeros, which hides the fault of
-relying on them, and spends two thirds of its time on patching the language anew at every call of
-a nested function, on overflow checks that check nothing, and on building equal types.
+The interpreter of Triton 3.9 stores bfloat16 as uint16 and computes with these integers. It
+truncates instead of rounding. It fills the masked-off lanes of a load with zeros, which hides
+kernels that rely on them. It spends two thirds of its time on patching the language at every call
+of a nested function, on overflow checks without effect, and on building equal types.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fa_verify.simulator.interpreter.rounding import (
 
 __all__ = ["describe", "repair"]
 
-# Arrays of any element type: what an array holds follows from the Triton type beside it.
+# Arrays of any element type. The Triton type of the handle determines the meaning of the elements.
 Array = npt.NDArray[Any]
 
 _NARROW_FLOATS = ("fp16", "bf16")
@@ -36,29 +36,29 @@ _repaired = False
 
 
 def repair() -> None:
-    """Repairs the interpreter of the installed Triton; later calls do nothing.
+    """Repair the interpreter of the installed Triton. Later calls do nothing.
 
-    Call it with TRITON_INTERPRET=1 in the environment, before Triton is imported and so before any
-    kernel is loaded. What holds afterwards:
+    Call this with TRITON_INTERPRET=1 in the environment, before Triton is imported and before any
+    kernel is loaded. Afterwards:
 
     - Casts between fp16, bf16, fp32 and fp64, and from integers, round once: to nearest, ties to
-      even, or toward zero where the kernel asks for it. bf16 widens exactly.
-    - Elementwise operations on bf16 are those of fp32, rounded to bf16; ``fma`` rounds once.
-    - ``tl.sum`` and the scans over fp16 and bf16 round after every addition, the sum along a tree.
-    - ``tl.dot`` multiplies bf16 operands as fp32 (their products are exact), as it did fp16 ones.
+      even, or toward zero if the kernel requests it. bf16 widens exactly.
+    - Elementwise operations on bf16 compute in fp32 and round to bf16. ``fma`` rounds once.
+    - ``tl.sum`` and the scans over fp16 and bf16 round after every addition. The sum is a tree.
+    - ``tl.dot`` multiplies bf16 operands as fp32 (their products are exact), as it does for fp16.
       With TF32, the default for fp32, it truncates each operand to 10 bits of mantissa. "tf32x3"
       runs as "ieee".
     - A masked-off lane of ``tl.load`` without ``other`` is NaN, or 0x5A in every byte.
     - A load, store or atomic outside of the tensors of its launch raises OutOfBoundsError.
-    - NotImplementedError leaves a launch as itself, and so do atomic additions and scaled dots of
-      bf16, which are refused; every other exception is an InterpreterError as before.
-    - NumPy's floating-point warnings are off inside a launch, as on a GPU.
-    - The language is patched once per launch, and afterwards it is what it was.
-    - Integer overflow is looked for only in debug mode; elsewhere nothing read the result.
+    - A launch raises a kernel's NotImplementedError unchanged. Atomic additions and scaled dot
+      products of bf16 raise it. Every other exception is an InterpreterError, as before.
+    - NumPy's floating-point warnings are disabled inside a launch.
+    - The language is patched once per launch and restored afterwards.
+    - Integer overflow is checked only in debug mode; otherwise the result was unused.
 
     Raises:
-        RuntimeError: The interpreter is off, or the installed Triton lacks something that the
-            repair replaces.
+        RuntimeError: The interpreter is disabled, or the installed Triton lacks an attribute that
+            the repair replaces.
     """
     global _repaired
     if _repaired:
@@ -90,7 +90,7 @@ def repair() -> None:
 
 
 def describe() -> str:
-    """One line for the header of a test run: whether the repair is on, and what it covers."""
+    """Return one line for the header of a test run, which says whether the repair is installed."""
     if not _repaired:
         return "interpreter not repaired"
     return (
@@ -124,7 +124,7 @@ _USED = (
 
 
 def _check_attributes(version: str, interpreter: Any) -> None:
-    """Names what the installed interpreter lacks before anything in it is replaced."""
+    """Raise RuntimeError if the interpreter lacks an attribute, before any is replaced."""
     needed = [f"{owner}.{name}" for owner, names in _REPLACED.items() for name in names.split()]
     for path in [*_USED.split(), *needed]:
         place = interpreter
@@ -138,18 +138,18 @@ def _check_attributes(version: str, interpreter: Any) -> None:
 
 
 def _is_bf16(handle: Any) -> bool:
-    """Whether the handle holds bfloat16 bits."""
+    """Return whether a handle holds bfloat16 bits."""
     return bool(handle.dtype.scalar.name == "bf16" and handle.data.dtype == np.uint16)
 
 
 def _values(handle: Any) -> Array:
-    """The handle's data as numbers that NumPy computes with."""
+    """Return a handle's data as NumPy numbers, bfloat16 as float32."""
     data: Array = handle.data
     return widen_bf16(data) if _is_bf16(handle) else data
 
 
 def _repair_casts(interpreter: Any) -> None:
-    """Rounds every cast between the standard types once."""
+    """Make every cast between the standard types round once."""
     import triton.language as tl
 
     builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -183,7 +183,7 @@ def _repair_casts(interpreter: Any) -> None:
 
 
 def _repair_elementwise(interpreter: Any) -> None:
-    """Computes bfloat16 in float32 and rounds the result."""
+    """Compute elementwise bfloat16 operations in float32 and round the result."""
     import triton.language as tl
 
     builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -194,7 +194,7 @@ def _repair_elementwise(interpreter: Any) -> None:
         return handle_of(widen_bf16(handle.data), tl.float32) if _is_bf16(handle) else handle
 
     def narrowed(handle: Any) -> Any:
-        # What a comparison gives is not a float.
+        # The result of a comparison is not a float.
         if handle.data.dtype != np.float32:
             return handle
         return handle_of(nearest_bf16(handle.data), tl.bfloat16)
@@ -210,7 +210,7 @@ def _repair_elementwise(interpreter: Any) -> None:
         return original_unary(self, arg, op)
 
     def ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Callable[..., Array]) -> Any:
-        # A selection moves bits, whatever they mean.
+        # A selection copies bits, so it needs no conversion.
         if op is np.where or not _is_bf16(other):
             return original_ternary(self, lhs, rhs, other, op)
         return narrowed(original_ternary(self, widened(lhs), widened(rhs), widened(other), op))
@@ -227,7 +227,7 @@ def _repair_elementwise(interpreter: Any) -> None:
 
 
 def _repair_reductions(interpreter: Any) -> None:
-    """Reduces and scans bfloat16 as numbers, and rounds 16-bit sums at every addition."""
+    """Reduce and scan bfloat16 as numbers, and round 16-bit sums after every addition."""
     import triton.language as tl
 
     handle_of = interpreter.TensorHandle
@@ -270,7 +270,7 @@ def _repair_reductions(interpreter: Any) -> None:
 
 
 def _repair_dots(interpreter: Any) -> None:
-    """Multiplies what the tensor cores multiply."""
+    """Convert the operands of dot products as tensor cores do."""
     import triton.language as tl
 
     builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -283,20 +283,20 @@ def _repair_dots(interpreter: Any) -> None:
         elif a.data.dtype == np.float32 and input_precision == tf32:
             a, b = (handle_of(truncate_to_tf32(x.data), tl.float32) for x in (a, b))
         elif a.data.dtype == np.float16 and d.data.dtype == np.float32:
-            # The same products and sums; NumPy has no fast path for mixed dtypes.
+            # The same products and sums, but faster: NumPy has no fast path for mixed dtypes.
             a, b = (handle_of(x.data.astype(np.float32), tl.float32) for x in (a, b))
         return original_dot(self, a, b, d, input_precision, *rest)
 
     def create_dot_scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, handle_of) and _is_bf16(x) for x in (*args, *kwargs.values())):
-            raise NotImplementedError("tl.dot_scaled of bf16 operands in the interpreter")
+            raise NotImplementedError("the interpreter does not support tl.dot_scaled of bf16")
         return original_scaled(self, *args, **kwargs)
 
     builder.create_dot = create_dot
     builder.create_dot_scaled = create_dot_scaled
 
 
-# What a masked-off lane holds: NaN where the type has one. Integers are 0x5A in every byte.
+# The value of a masked-off lane: NaN if the type has one. Integers are 0x5A in every byte.
 _POISON: dict[str, float] = {
     **dict.fromkeys(("fp16", "fp32", "fp64"), np.nan),
     "bf16": 0x7FC0,
@@ -308,7 +308,7 @@ _WILD = 0x5A5A5A5A5A5A5A5A
 
 
 def _repair_memory(interpreter: Any) -> None:
-    """Poisons the lanes that nothing defines; refuses what would add bfloat16 bits."""
+    """Poison masked-off lanes without ``other``, and refuse atomic additions of bfloat16."""
     builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
     original_load, original_rmw = builder.create_masked_load, builder.create_atomic_rmw
     semantic = interpreter.interpreter_semantic
@@ -318,7 +318,7 @@ def _repair_memory(interpreter: Any) -> None:
 
     def load(ptr: Any, mask: Any, other: Any, *rest: Any) -> Any:
         nonlocal other_given
-        # The language drops a one-element `other` that is false, because it asks `if other`.
+        # Triton 3.9's load tests `if other`, and so drops a one-element `other` that is false.
         other_given = other is not None
         try:
             return original_semantic_load(ptr, mask, other, *rest)
@@ -335,7 +335,7 @@ def _repair_memory(interpreter: Any) -> None:
 
     def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, *rest: Any) -> Any:
         if op == add and _is_bf16(val):
-            raise NotImplementedError("tl.atomic_add of bf16 in the interpreter")
+            raise NotImplementedError("the interpreter does not support tl.atomic_add of bf16")
         return original_rmw(self, op, ptr, val, *rest)
 
     semantic.load = load

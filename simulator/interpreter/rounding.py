@@ -1,4 +1,4 @@
-"""Rounding in pure NumPy to formats that NumPy lacks: bfloat16 as uint16 bits, TF32, to odd."""
+"""Rounding in NumPy to bfloat16 (as uint16 bits), to TF32, and to odd."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = [
     "widen_bf16",
 ]
 
-# Arrays of any element type, which each function names.
+# Arrays of any element type. The docstrings name the types.
 Array = npt.NDArray[Any]
 
 
 def widen_bf16(bits: Array) -> Array:
-    """Returns bfloat16 bits (uint16) as the same values in float32."""
+    """Convert bfloat16 bits (uint16) to the same values in float32."""
     values: Array = (bits.astype(np.uint32) << 16).view(np.float32)
     return values
 
 
 def to_odd_fp32(values: Array) -> Array:
-    """Returns float64 as float32, an inexact value as the neighbour whose last bit is 1.
+    """Round float64 to float32, an inexact value to the neighbour whose last bit is 1.
 
-    Rounding the result again, to fewer bits, then gives what rounding the float64 once gives.
+    Rounding the result again to fewer bits gives the same as rounding the float64 once.
 
     Source: Boldo and Melquiond 2008 (doi 10.1109/TC.2007.70819).
     """
@@ -43,7 +43,7 @@ def to_odd_fp32(values: Array) -> Array:
 
 
 def nearest_bf16(values: Array) -> Array:
-    """Returns the bits (uint16) of the bfloat16 nearest to each value.
+    """Round to the nearest bfloat16 and return its bits (uint16).
 
     Args:
         values: Floats, or integers below 2**53 in magnitude. Each is rounded once, ties to even;
@@ -59,7 +59,7 @@ def nearest_bf16(values: Array) -> Array:
 
 
 def step_toward_zero(values: Array, nearest: Array, widened: Array) -> Array:
-    """Returns values rounded toward zero, from the same values rounded to nearest.
+    """Return values rounded toward zero, given the same values rounded to nearest.
 
     Args:
         values: Floats.
@@ -68,42 +68,44 @@ def step_toward_zero(values: Array, nearest: Array, widened: Array) -> Array:
     """
     bits = nearest.view(f"u{nearest.itemsize}")
     beyond = np.abs(widened.astype(values.dtype)) > np.abs(values)
-    # Below Inf stands the largest finite value, which is what truncation overflows to.
+    # The bits below Inf are the largest finite value, the result of truncating an overflow.
     truncated: Array = bits - beyond
     return truncated.view(nearest.dtype)
 
 
 def truncate_to_tf32(values: Array) -> Array:
-    """Returns float32 with the low 13 bits of the mantissa cleared, as an H200 reads TF32."""
+    """Clear the low 13 bits of the mantissa of float32, as an H200 does for TF32."""
     truncated = (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
     return np.where(np.isnan(values), values, truncated)
 
 
 def fma_bf16(x: Array, y: Array, z: Array) -> Array:
-    """Returns the bits of x * y + z rounded once to bfloat16.
+    """Return the bits of x * y + z, rounded once to bfloat16.
 
-    The product is exact in float64; the sum is rounded to odd, as in ``to_odd_fp32``.
+    The product is exact in float64. The sum is rounded to odd, as in ``to_odd_fp32``.
 
     Args:
-        x: Float32 holding bfloat16 values; y and z likewise.
-        y: The other factor.
-        z: The addend.
+        x: First factor, float32 that holds bfloat16 values.
+        y: Second factor, as x.
+        z: Addend, as x.
     """
     product = np.multiply(x, y, dtype=np.float64)
     total = product + z
     addend = total - product
-    lost = (product - (total - addend)) + (z - addend)  # TwoSum: exactly what the sum dropped
+    lost = (product - (total - addend)) + (
+        z - addend
+    )  # TwoSum: the exact rounding error of the sum
     inexact = np.isfinite(total) & (lost != 0) & ((total.view(np.int64) & 1) == 0)
     return nearest_bf16(np.where(inexact, np.nextafter(total, np.copysign(np.inf, lost)), total))
 
 
 def tree_sum_16_bit(data: Array, axis: int | None, keep_dims: bool) -> Array:
-    """Returns the sum along an axis in halves, rounded to the type after every addition.
+    """Return the sum along an axis, as a tree of halves with a rounding after every addition.
 
     Args:
-        data: Float16, or bfloat16 bits (uint16); a power of two of them along the axis.
-        axis: The axis; None sums everything.
-        keep_dims: Whether summed axes stay, of length 1.
+        data: Float16 or bfloat16 bits (uint16); its length along the axis is a power of two.
+        axis: The axis; None sums all elements.
+        keep_dims: Whether summed axes stay, with length 1.
     """
     rank = data.ndim
     data = data.ravel() if axis is None else np.moveaxis(data, axis, 0)

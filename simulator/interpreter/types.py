@@ -1,7 +1,7 @@
-"""What the language works out from the types of operands, worked out once for each pair of types.
+"""Cache the interpreter's work on types for each pair of operand types.
 
-An operation on two tiles takes NumPy a microsecond and the language fifty: it compares types by
-their parts, builds new ones, and writes the same shape into every tensor.
+For an operation on two tiles, NumPy takes a microsecond and the language fifty: it compares types
+by their parts, builds new types, and writes the same shape into every tensor.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import Any, NamedTuple
 
 __all__ = ["call_builtins_directly", "work_types_out_once"]
 
-# Scalar operands that are kept as tensors, at most.
+# Largest number of scalar operands that are cached as tensors.
 _MOST_CONSTANTS = 1024
 
 
 def work_types_out_once(interpreter: Any, set_attr: Callable[[Any, str, object], None]) -> None:
-    """Has operations look their types up; what they compute, and refuse, stays as it was.
+    """Make operations look up their types. Results and errors do not change.
 
     Args:
         interpreter: The module ``triton.runtime.interpreter``.
-        set_attr: Replaces an attribute of the language inside launches: owner, name, value.
+        set_attr: Function (owner, name, value) that replaces an attribute of the language inside
+            launches.
     """
     import triton.language as tl
 
-    # Before constructors are replaced: a block type is built with what its tensors share.
+    # Created before the constructors are replaced, since it calls the original ones.
     tensors = _Attributes(tl)
     set_attr(tl.block_type, "__init__", _block_types_built_once(tl, tensors))
     tensor_init = _tensors_built_by_type(tl, tensors)
@@ -40,9 +41,10 @@ def work_types_out_once(interpreter: Any, set_attr: Callable[[Any, str, object],
 
 
 def call_builtins_directly(interpreter: Any) -> Callable[..., None]:
-    """In place of the interpreter's ``_patch_attr``: one call in place of three.
+    """Return a replacement of the interpreter's ``_patch_attr`` that saves two of three calls.
 
-    The interpreter's own gives every builtin its semantic, which the builtin's wrapper asks for.
+    The interpreter's ``_patch_attr`` passes its semantic to the builtin's wrapper, which only
+    checks that it is present. The replacement calls the wrapped function directly.
     """
     import triton.language as tl
 
@@ -62,7 +64,7 @@ def call_builtins_directly(interpreter: Any) -> Callable[..., None]:
 
 
 class _Attributes:
-    """What all tensors of a type have in common, by type."""
+    """The attributes that all tensors of a type share, by type."""
 
     def __init__(self, tl: Any) -> None:
         self._build, self._tensor = tl.tensor.__init__, tl.tensor
@@ -70,7 +72,7 @@ class _Attributes:
         self._scalar, self._block = tl.dtype, tl.block_type
 
     def of(self, kind: Any) -> dict[str, object] | None:
-        """shape, numel and dtype; None for a type that is not looked up, such as a pointer."""
+        """Return shape, numel and dtype; None for a type that is not cached, such as a pointer."""
         if kind.__class__ is self._block:
             found: dict[str, object] | None = kind.__dict__.get("_of_tensors")
             return found
@@ -81,20 +83,20 @@ class _Attributes:
         return self._of_scalars[kind.name]
 
     def built(self, kind: Any) -> dict[str, object]:
-        """The same, as the language's constructor makes it."""
+        """Return the shared attributes, as computed by the language's constructor."""
         tensor = object.__new__(self._tensor)
         self._build(tensor, None, kind)
         return {name: x for name, x in vars(tensor).items() if name not in ("handle", "type")}
 
 
 def _block_types_built_once(tl: Any, tensors: _Attributes) -> Callable[..., None]:
-    """The constructor of block types, copying the attributes of an equal one built before."""
+    """Return a constructor of block types that copies the attributes of an equal earlier type."""
     original, scalar_type, pointer_type = tl.block_type.__init__, tl.dtype, tl.pointer_type
     known: dict[tuple[object, ...], dict[str, object]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = [getattr(size, "value", size) for size in shape]
-        # Sizes that only equal ints are of another key.
+        # The types of sizes are part of the key: values of other types may equal ints.
         key = (_plain(element_ty, scalar_type, pointer_type), *sizes, *map(type, sizes))
         if key not in known or key[0] is None:
             original(self, element_ty, shape)
@@ -106,9 +108,9 @@ def _block_types_built_once(tl: Any, tensors: _Attributes) -> Callable[..., None
 
 
 def _plain(element: Any, scalar_type: Any, pointer_type: Any) -> object:
-    """What tells a type without parts, or a pointer to such, from all others; None for the rest.
+    """Return a key that identifies a scalar type or a pointer to one; None for other types.
 
-    The name of a pointer omits its address space.
+    A pointer's name alone does not suffice, as it omits the address space.
     """
     if element.__class__ is scalar_type:
         return element.name
@@ -134,7 +136,7 @@ def _tensors_built_by_type(tl: Any, tensors: _Attributes) -> Callable[..., None]
 
 
 def _tensors_made(tensor: Any, init: Callable[..., None]) -> Callable[[Any, Any], Any]:
-    """The semantic's constructor of tensors, with one call less."""
+    """Return the semantic's constructor of tensors, with one call less."""
     new = object.__new__
 
     def make_tensor(handle: Any, type: Any) -> Any:
@@ -146,7 +148,7 @@ def _tensors_made(tensor: Any, init: Callable[..., None]) -> Callable[[Any, Any]
 
 
 def _check_sizes_once(handle_of: Any) -> None:
-    """Has the interpreter check the width of elements once for each pair of types."""
+    """Make the interpreter check the width of elements once for each pair of types."""
     original = handle_of.__post_init__
     checked: set[tuple[int, str]] = set()
 
@@ -171,7 +173,8 @@ def _equality(scalar_type: Any) -> Callable[[Any, object], bool]:
     return equal
 
 
-# Between these the language asks its builder for one cast; its name tells a GPU alone how.
+# Pairs of types for which the language requests one cast from its builder. The different names of
+# the builder's casts matter only on a GPU.
 _WIDE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp32", "fp64")
 _NARROW = ("fp16", "bf16")
 _ONE_CAST = {
@@ -202,7 +205,7 @@ def _casts(semantic: Any, tl: Any) -> Callable[..., Any]:
 
 
 def _unwrapping(tl: Any) -> Callable[[Any], Any]:
-    """What takes values out of constexprs, asking first for what most arguments are."""
+    """Return a function that unwraps constexprs and tests for the most common types first."""
     original, constexpr = tl.core._unwrap_if_constexpr, tl.constexpr
     values = frozenset((tl.tensor, int, float, bool, str, type(None)))
 
@@ -216,7 +219,7 @@ def _unwrapping(tl: Any) -> Callable[[Any], Any]:
 
 
 class _Plan(NamedTuple):
-    """What becomes of an operand: its new type, as the language and as the interpreter has it."""
+    """The conversion of an operand: its new type in the language and in the interpreter."""
 
     type: Any
     ir_type: Any
@@ -276,7 +279,7 @@ def _operands(semantic: Any, tl: Any) -> Callable[..., Any]:
         right = _plain(rhs.dtype, scalar_type, pointer_type)
         if left is None or right is None:
             return original(lhs, rhs, *rest)
-        # Whatever their shapes, which the broadcast is about.
+        # Shapes are not part of the key; the broadcast handles them.
         key = (left, right, *rest)
         if key not in known:
             made = original(lhs, rhs, *rest)
@@ -295,7 +298,7 @@ def _operands(semantic: Any, tl: Any) -> Callable[..., Any]:
         rest = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
         left, right = lhs.__class__ is tensor, rhs.__class__ is tensor
         if left and right:
-            # Division of narrow floats is in fp32.
+            # Division of 16-bit floats converts to fp32.
             if (
                 not div_or_mod
                 and lhs.type.name == rhs.type.name
@@ -308,7 +311,7 @@ def _operands(semantic: Any, tl: Any) -> Callable[..., Any]:
             return original(lhs, rhs, *rest)
         if kept.dtype.__class__ is not scalar_type:
             return original(lhs, rhs, *rest)
-        # Not the number itself: 0.0 and -0.0 are equal, and so are 1 and 1.0.
+        # The repr, since 0.0 == -0.0 and 1 == 1.0.
         key = (kept.type.name, repr(number), left, arithmetic_check, div_or_mod)
         constant = constants.get(key)
         if constant is not None:
@@ -318,7 +321,7 @@ def _operands(semantic: Any, tl: Any) -> Callable[..., Any]:
         if same is kept:
             if len(constants) >= _MOST_CONSTANTS:
                 constants.clear()
-            # Nothing writes to the data of a tensor; if something did, it would raise.
+            # Data of tensors is never written; read-only arrays make a write raise.
             constant.handle.data.flags.writeable = False
             constants[key] = constant
         return made

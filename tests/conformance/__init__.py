@@ -1,5 +1,5 @@
-"""The conformance tests: a correct kernel passes them, whoever wrote it.
+"""The conformance tests, which every correct attention kernel passes.
 
-Each file asks for one guarantee or one kind of problem. Nothing here imports from ``tests``: in a
-wheel this folder is ``fa_verify.conformance``.
+Each file tests one guarantee or one kind of problem. This folder must not import from ``tests``,
+because it is ``fa_verify.conformance`` in a wheel.
 """

@@ -1,4 +1,4 @@
-"""What the conformance tests share: their shards, and the draw of problems for a claim."""
+"""Fixtures of the conformance tests: shards, and checks on drawn problems."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER
 from fa_verify.session import mask_of, subject_of
 from fa_verify.shards import Shard, shards_of
 
-# Tile pairs of one problem: what the interpreter, or a GPU, does in about a second. A large tile
-# costs the interpreter its elements too.
+# Largest number of tile pairs of a problem, which take the interpreter or a GPU about a second. In
+# the interpreter the cost of a large tile grows with its elements.
 MAX_COST = {"cpu": 20, "cuda": 400}
 MAX_COST_OF_LARGE_TILES = {"cpu": 8, "cuda": 400}
 LARGE_TILE = 64
-# What two tiles both ways take.
+# Tile pairs of a problem with two tiles both ways.
 LEAST_COST = 4
 TILES_ACROSS = {"cpu": 3, "cuda": 6}
-# Past this the oracle, which is dense, costs more on a CPU than the kernels.
+# For longer sequences the dense oracle takes longer than the kernels on a CPU.
 MAX_SEQLEN = {"cpu": 200, "cuda": 1024}
-# Of batched problems: the longest sequence; tile pairs of one, in the interpreter; pairs of rows
-# and keys of one, all heads counted, on a GPU.
+# Limits of batched problems: the longest sequence; tile pairs in the interpreter; pairs of rows and
+# keys over all heads on a GPU.
 BATCHED_SEQLEN = {"cpu": 48, "cuda": 512}
 BATCHED_COST = 12
 BATCHED_SCORES = 2**25
-# Of the shards that a run about one mask takes.
+# Largest head dim of the shards that a run with --mask uses.
 SMALL_DIM = 32
-# What a test has to have judged to have tested anything, where its profile draws that many.
+# Smallest number of judged problems for a test to pass, if its profile draws at least twice as
+# many.
 LEAST_JUDGED = 20
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Gives tests their shards, the configurations of the subject, or its dtypes.
+    """Parametrize tests with shards or with the configurations of the subject.
 
-    ``@pytest.mark.shards(start, step)`` takes a part of the shards, ``float64=True`` those of
-    float64.
+    ``@pytest.mark.shards(start, step)`` selects every step-th shard from start on; ``float64=True``
+    selects from the float64 shards.
     """
     subject = subject_of(metafunc.config)
     if "shard" in metafunc.fixturenames:
@@ -55,10 +56,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         float64 = bool(marker and marker.kwargs.get("float64"))
         shards = shards_of(subject, float64=float64)
         if mask_of(metafunc.config) is not None:
-            # A mask's own part does not depend on what the others vary: one shard a test.
+            # Masks do not depend on dtype, configuration and head dims: one shard per test.
             small = tuple(shard for shard in shards if max(shard.head_dims) <= SMALL_DIM) or shards
             shards, start, step = small, start % len(small), len(small)
-        # A subject with few shards gets the first where its share is empty.
+        # If a subject has too few shards for start and step, use its first shard.
         metafunc.parametrize("shard", shards[start::step] or shards[:1], ids=str)
     if "config" in metafunc.fixturenames:
         metafunc.parametrize("config", sorted(subject.configs))
@@ -66,19 +67,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def subject(pytestconfig: pytest.Config) -> Subject:
-    """What is verified."""
+    """The subject under test."""
     return subject_of(pytestconfig)
 
 
 @pytest.fixture
 def runner(subject: Subject, tally: Tally, watchdog: Watchdog) -> Runner:
-    """Judges problems of the subject; a crash or a hang is reported with the problem under way."""
+    """The runner of the subject, with a watchdog that reports the problem of a crash or hang."""
     return Runner(subject, tally, watchdog.watching)
 
 
 @pytest.fixture
 def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
-    """Checks a claim on one problem; skips where the subject declares or says that it cannot."""
+    """A function that runs a check on one problem, and skips if the subject refuses it."""
 
     def check(problem: Problem, claim: Check) -> None:
         __tracebackhide__ = True
@@ -93,10 +94,11 @@ def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
 
 @pytest.fixture
 def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Callable[..., None]:
-    """Draws problems of a shard, as many as the profile says, and checks a claim on each.
+    """A function that draws problems of a shard and runs a check on each.
 
-    ``runs`` is how often the claim runs a problem, which may cost the less for it. ``batched``
-    draws many at a time, up to a length of 512, and checks the claim on them together.
+    The profile determines the number of problems. ``runs`` is the number of times that the check
+    runs a problem; the cost of a problem is divided by it. ``batched`` draws batches of problems
+    with sequence lengths of up to 512, and checks each batch at once.
     """
 
     def run(
@@ -136,14 +138,14 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
         attack(judge, claim, strategy, seed=seed, steer=fuzzing, settings=settings)
         check_that_problems_were_judged(judge)
         if plugin:
-            # What a test asks of all its problems together is not asked of a turn's few.
+            # A turn draws too few problems for the assertions that follow in some tests.
             pytest.skip(TURN_OVER)
 
     return run
 
 
 def check_that_problems_were_judged(runner: Runner) -> None:
-    """Fails a test whose problems were refused, or out of range, until too few were left."""
+    """Fail a test if too few problems were judged, as they were refused or out of range."""
     __tracebackhide__ = True
     least = min(LEAST_JUDGED, hypothesis.settings().max_examples // 2)
     if runner.judged >= least:
@@ -153,7 +155,7 @@ def check_that_problems_were_judged(runner: Runner) -> None:
     pytest.fail(
         f"only {runner.judged} problems were judged, needs {least}: {refused} were refused by "
         f"{runner.subject.name}, {runner.out_of_range} were out of range.{reasons}\n"
-        "What a subject cannot do it can declare, so that it is not drawn."
+        "Declare what the subject does not support, so that it is not drawn."
         if refused
         else f"only {runner.judged} problems were judged, needs {least}: "
         f"{runner.out_of_range} were out of range",

@@ -1,4 +1,4 @@
-"""Runs problems in a process of its own; prints a digest of each output of the last, as JSON.
+"""Run problems in a fresh process; print a digest of each output of the last one as JSON.
 
 ``python -m fa_verify.conformance.fresh_process SUBJECT PROBLEM [PROBLEM ...]``
 """
@@ -17,7 +17,7 @@ __all__ = ["digests", "main"]
 
 
 def digests(outputs: Outputs) -> dict[str, str]:
-    """A hash of the bits of each output; which NaN a NaN is, and the sign of 0, do not count."""
+    """Hash the bits of each output. All NaN are equal, and +0 equals -0."""
     found = {}
     for name, x in zip(OUTPUTS, outputs, strict=True):
         if x is not None:
@@ -27,8 +27,8 @@ def digests(outputs: Outputs) -> dict[str, str]:
 
 
 def main(kernel: str, *texts: str) -> None:
-    """Runs problems one after the other and prints the digests of the last one's outputs."""
-    # Sets up the process as a run does, before kernels are loaded.
+    """Run problems one after the other and print the digests of the last one's outputs."""
+    # Set up the process as the plugin does, before kernels are loaded.
     import fa_verify.pytest_plugin.environment  # noqa: F401
     from fa_verify.oracles.problem import Problem
     from fa_verify.properties.execution.trial import run_subject

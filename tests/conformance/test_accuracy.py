@@ -1,4 +1,4 @@
-"""G1, G2: accuracy of every element, and no NaN or Inf; batched, of many problems at once."""
+"""G1 and G2: accuracy of every element, and no NaN or Inf; for single and batched problems."""
 
 from __future__ import annotations
 

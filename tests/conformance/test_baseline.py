@@ -1,4 +1,4 @@
-"""The problems of --baseline: each is judged, measured, and put before the check of its line."""
+"""The problems of --baseline: judge and measure each, and run the check that its entry names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Closed forms: inputs whose outputs say, to the last bit, what was seen and summed."""
+"""Closed forms: inputs whose exact outputs show which keys were visible and summed."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ NAMES = ("mask", "ones", "doubled", "permuted")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.shards(0, 8)
 def test_closed_form_outputs_show_what_was_seen_and_summed(for_all, shard, name):
-    # Padding may hold anything; the check replaces the rest.
+    # The check replaces all values outside of padding.
     for_all(CLOSED_FORM[name], shard, runs=2, inputs="normal", dout="normal")

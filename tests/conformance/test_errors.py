@@ -1,4 +1,4 @@
-"""G14: bad arguments raise, and the message names the argument."""
+"""G14: invalid arguments raise an error that names the argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_verify.session import is_ours
 
 
 def arguments(device: str, **changed: object) -> dict[str, object]:
-    """Valid arguments of a subject, some of them replaced."""
+    """Return valid arguments of a subject, with some of them replaced."""
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=torch.float32, device=device)
@@ -52,7 +52,7 @@ BAD = {
 @pytest.fixture(autouse=True)
 def of_our_own_call(pytestconfig):
     if not is_ours(pytestconfig):
-        pytest.skip("G14 speaks of the public call, which an adapter stands in front of")
+        pytest.skip("G14 is about the project's own call; this subject is called by an adapter")
 
 
 def call(subject, device, changed):

@@ -1,4 +1,4 @@
-"""G8, G9, G10, G13: what must not matter: strides, neighbours, repetition, what ran before."""
+"""G8, G9, G10 and G13: results do not depend on strides, neighbours, repetition or history."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_any_strides_give_what_contiguous_copies_give(for_all, shard):
 
 @pytest.mark.shards(0, 3)
 def test_batch_entries_and_heads_do_not_influence_each_other(for_all, shard):
-    # One tile leaves the budget to batch entries and heads.
+    # Lengths of one tile leave the limit on cost to batch entries and heads.
     for_all(guarantees.independence, shard, max_seqlen=shard.tile)
 
 

@@ -1,4 +1,4 @@
-"""Rung T3: the kernels' own source in float64, where rounding is gone and logic shows."""
+"""T3: the kernels in float64, where only errors of logic are larger than roundings."""
 
 from __future__ import annotations
 

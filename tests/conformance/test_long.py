@@ -1,4 +1,4 @@
-"""Long sequences, judged in chunks: 65,536 on a GPU, what the interpreter can do on a CPU."""
+"""Long sequences, judged in chunks of rows: 65,536 on a GPU, shorter ones on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import CLOSED_FORM
 
 LENGTH = {"cpu": 700, "cuda": 65_536}
-# Past some 5,000 the bound on lse lets one key more or less pass.
+# Beyond some 5,000 keys the bound on lse misses a key too many or too few.
 COUNTED = {"cpu": 8_192, "cuda": 65_536}
 
 

@@ -1,6 +1,6 @@
-"""Masks with a predicate: their forms agree, and kernels that evaluate them hold their guarantees.
+"""Masks with a predicate: their forms agree, and kernels that evaluate them are accurate.
 
-With --mask its class alone, and then every guarantee in the other files too.
+With --mask, only its class; the other files then run with masks of this class too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""G6, G7: what is written and what is read."""
+"""G6 and G7: writes and reads stay within the tensors, and every output is written."""
 
 from __future__ import annotations
 

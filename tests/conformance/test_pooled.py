@@ -1,4 +1,4 @@
-"""Probabilities pooled over blocks of pairs: within their bound, and of nothing that is hidden."""
+"""Guarantees of the probabilities pooled over blocks of pairs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import POOLED
 
-# (dtype, seed, batch entries, heads, mask): windows with rows that see nothing; what a predicate
-# hides, and a map of blocks. The seeds are for small blocks, for several tiles, for all there is.
+# (dtype, seed, batch entries, heads, mask): windows with empty rows, a predicate, and a map of
+# blocks. The seeds give small blocks, blocks of several tiles, and a single block.
 MASKS = {
     "window": ("fp32", 93, 2, 1, Mask(window_left=20, window_right=3, seqlens_k=(50, 5))),
     "causal": ("fp16", 4, 2, 1, Mask(causal=True, seqlens_q=(20, 9), seqlens_k=(12, 50))),
@@ -21,7 +21,7 @@ MASKS = {
 
 @pytest.fixture(autouse=True)
 def pools(subject):
-    """Skips a subject that pools nothing."""
+    """Skip subjects without pooled probabilities."""
     if subject.pooled is None:
         pytest.skip(f"{subject.name} declares no pooled")
 
@@ -63,5 +63,5 @@ def test_pooled_probabilities_keep_every_guarantee(check_one, subject, device, m
 
 
 def every_guarantee(trial):
-    """Findings of all that is asked of pooled probabilities."""
+    """Return the findings of all guarantees of pooled probabilities."""
     return [finding for check in POOLED.values() for finding in check(trial)]

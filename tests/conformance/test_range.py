@@ -1,4 +1,4 @@
-"""G12: offsets past 2**31 elements, and more heads than a grid's second axis has programs."""
+"""G12: offsets beyond 2**31 elements, and more heads than the second axis of a grid allows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.inputs.tensors import Inputs
 
-# Small enough that the near elements of a tensor fit between its far ones.
+# Small enough for all tensors to fit between the distant elements of one tensor.
 SMALL = {"max_seqlen": 48, "max_cost": 12, "tile": 16}
 TAIL = 4096
 GIB_OF_LARGE_TENSORS = 40
@@ -48,7 +48,7 @@ def test_tensors_of_more_than_2_to_the_31_elements_are_right(check_one, device, 
         pytest.skip("needs tensors of 4 GiB each")
     if torch.cuda.mem_get_info()[0] < GIB_OF_LARGE_TENSORS * 2**30:
         pytest.skip(f"needs {GIB_OF_LARGE_TENSORS} GiB of free GPU memory")
-    # The last rows see the last keys alone, so a small problem has the same numbers.
+    # The last rows see only the last keys, so that a small problem has the same results.
     mask = Mask(causal=True, window_left=TAIL // 2) if long == "keys" else Mask()
     sizes = {"M": 16, "N": TAIL} if long == "keys" else {"M": TAIL, "N": 16}
     sizes |= {"H": heads, "Hk": heads, "D": D, "Dv": D}
@@ -57,10 +57,10 @@ def test_tensors_of_more_than_2_to_the_31_elements_are_right(check_one, device, 
 
 
 def at_the_end_of_large_tensors(trial):
-    """Findings where the trial's rows and keys give something else with zeros in front of them.
+    """Return findings where rows and keys give different results with zeros in front of them.
 
-    Queries (or keys) in front make their tensors longer than 2**31 elements; they have dout = 0 (or
-    are hidden by the window), so they add exactly nothing.
+    The queries (or keys) in front make their tensors longer than 2**31 elements. They have dout = 0
+    (or are hidden by the window), so they contribute exactly 0.
     """
     small = trial.problem
     longer = "M" if small.M == TAIL else "N"

@@ -1,4 +1,4 @@
-"""Problems that once failed, and the problem of --replay: every guarantee on each."""
+"""Check every guarantee on the regression files and on the problem of --replay."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 
 
 def pytest_generate_tests(metafunc):
-    """One test a regression file."""
+    """Parametrize with the regression files."""
     if "path" in metafunc.fixturenames:
         files = metafunc.config.pluginmanager.get_plugin("regression-files")
         metafunc.parametrize("path", files.paths, ids=lambda path: path.stem)
 
 
 def every_guarantee(trial):
-    """Findings of all guarantees, of statistics and of closed forms."""
+    """Return the findings of all guarantees, statistics and closed forms."""
     findings, unchecked = [], []
     for name, check in {**GUARANTEES, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}.items():
         try:
@@ -50,7 +50,7 @@ def test_replay(check_one, subject, device, replayed):
 
 def test_regression(check_one, subject, device, replayed, path):
     if replayed is not None:
-        pytest.skip("--replay runs its problem alone")
+        pytest.skip("--replay runs only its own problem")
     try:
         problem = CorpusEntry.read(path).problem
     except NotReplayableError as reason:

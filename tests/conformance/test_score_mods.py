@@ -1,4 +1,4 @@
-"""What is done to scores beside scaling and masking them: every guarantee holds of that too."""
+"""Score modifications (softcap, ALiBi, bias): every guarantee holds with them too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_verify.properties.checks.guarantees import GUARANTEES, OF_BIAS
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.subjects.declarations import SCORE_MODS
 
-# Several tiles, padding, rows that see nothing, and a tile that the window divides.
+# Several tiles, padding, empty rows, and a tile that the window's edge crosses.
 SOME = Problem(
     B=2, H=2, M=19, N=21, D=24, Dv=17, dtype="fp16", dirty="nan", seed=1,
     mask=Mask(window_left=9, window_right=3, seqlens_q=(19, 8), seqlens_k=(12, 21)),
@@ -34,7 +34,7 @@ def test_modified_scores_have_the_logic_of_float64(for_all, shard, mod):
     for_all(guarantees.logic, shard, score_mods=(mod,))
 
 
-# A bias alone, and tiles that compile soon: each set of axes that share one is another kernel.
+# A bias only, as each combination of score modifications compiles another kernel.
 ALONE = {"score_mods": ("bias",), "softcaps": (None,), "alibis": (NO_ALIBI,)}
 
 

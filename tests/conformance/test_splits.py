@@ -1,4 +1,4 @@
-"""Keys in parts: few queries against long keys keep every guarantee."""
+"""Split keys: every guarantee holds for few queries and many keys."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import GUARANTEES
 
-# As many keys as give every part several tiles; the interpreter takes its time for each.
+# Enough keys for several tiles in every split; fewer in the interpreter, which is slow.
 KEYS = {"cpu": 120, "cuda": 20_000}
-# (dtype, rows, mask): parts of many tiles; of one and of none, where a window or lengths leave few;
-# rows of which some see nothing.
+# (dtype, rows, mask): splits with many tiles; with one or none, where a window or lengths leave
+# few; and empty rows.
 FEW = {
     "one row": ("bf16", 1, Mask()),
     "one row, a window": ("fp32", 1, Mask(window_left=9)),
@@ -35,7 +35,7 @@ def test_few_rows_against_long_keys_keep_every_guarantee(
 
 
 def a_split_of(subject, few: str) -> str:
-    """One of the configurations that split, another for the next problem."""
+    """Return a configuration with splits, a different one for each problem."""
     found = [name for name, declared in subject.configs.items() if declared.get("splits", 1) > 1]
     if not found:
         pytest.skip(f"{subject.name} declares no configuration with splits")

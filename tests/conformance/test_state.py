@@ -1,4 +1,4 @@
-"""G13: the first call equals the hundredth, and a call after others one in a fresh process."""
+"""G13: the 100th call equals the first, and a call after others equals one in a fresh process."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_a_call_after_others_gives_what_it_gives_in_a_fresh_process(
     )  # fmt: skip
     repeated = subject.promises("G10", shard.config)
     if not repeated:
-        pytest.skip(f"{subject.name} does not promise the same bits run after run")
+        pytest.skip(f"{subject.name} does not promise G10, bitwise equal results in every run")
 
     def as_in_a_fresh_process(trial):
-        # Other lengths first: what they leave behind must not be taken for the problem's own.
+        # Problems with other lengths first, whose results must not be reused for this problem.
         before = sorted(
             (x for x in neighbours(problem) if subject.excludes(x) is None),
             key=lambda x: (x.N == problem.N, x.M == problem.M),
@@ -71,7 +71,7 @@ def test_a_call_after_others_gives_what_it_gives_in_a_fresh_process(
 
 
 def outputs_in_fresh_processes(config, *runs):
-    """Digests of the last problem of each run, the runs side by side."""
+    """Run lists of problems in concurrent processes; return the digests of each last problem."""
     kernel = config.getoption("--kernel") or OURS
     command = [sys.executable, "-m", "fa_verify.conformance.fresh_process", kernel]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -1,4 +1,4 @@
-"""RMS, bias and the identities: what a worst-case bound, which small faults pass, cannot see."""
+"""RMS, bias and the identities, which detect faults that are too small for the bound."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import identities, statistics
 
-# Rows enough for a sharp threshold.
+# Enough rows for a sharp threshold.
 LENGTH = {"cpu": 192, "cuda": 2048}
 ORDINARY = {"inputs": "normal", "dout": "normal", "layouts": ("bhsd", "bshd", "padded")}
 
 
 def as_by_independent_roundings(trial):
-    """Findings of RMS, bias and the identities."""
+    """Return the findings of RMS, bias and the identities."""
     return [*statistics.rms(trial), *statistics.bias(trial), *identities.identities(trial)]
 
 

@@ -1,4 +1,4 @@
-"""G11: every tile configuration is within the bound."""
+"""G11: results are within the bound for every tile configuration."""
 
 from __future__ import annotations
 

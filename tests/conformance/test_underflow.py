@@ -1,6 +1,6 @@
-"""The bound is attained: where everything underflows, a correct kernel comes close to it.
+"""The bound is nearly attained: a correct kernel comes close to it where results underflow.
 
-A bound that is too wide would let small faults pass; here its idle room would show.
+This test fails if the bound becomes so wide that it misses small faults.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from fa_verify.properties.comparison.compare import ratios, worst
 from fa_verify.session import is_ours
 from fa_verify.shards import Shard
 
-# Fewer than the default profile draws on a CPU need not contain one that comes close.
+# With fewer problems than the default profile draws on a CPU, none may come close.
 ENOUGH = 6
 AT_LEAST = {"out": 0.9, "dq": 0.2, "dk": 0.9, "dv": 0.9}
-# Which (inputs, dout) families drive which outputs into underflow.
+# Output to the families (inputs, dout) with which it underflows.
 UNDERFLOWS = {
     "out": ("subnormal", "normal"),
     "dq": ("tiny_k", "normal"),
@@ -29,7 +29,7 @@ UNDERFLOWS = {
 @pytest.mark.parametrize("output", UNDERFLOWS)
 def test_fp16_comes_close_to_the_bound_where_it_underflows(for_all, pytestconfig, output):
     if not is_ours(pytestconfig):
-        pytest.skip("a kernel that rounds less than the bound allows is no worse for it")
+        pytest.skip("other kernels may round less than the bound allows")
     drawn = hypothesis.settings().max_examples
     if drawn < ENOUGH:
         pytest.skip(f"{drawn} problems are too few to come close to the bound, needs {ENOUGH}")

@@ -1,4 +1,4 @@
-"""Ours with the kernels for Hopper, emulated from their sources, in place of the portable ones."""
+"""Run the project's Hopper kernels, emulated on a CPU, instead of the portable kernels."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fa_verify.simulator.gluon.emulation import Emulated, load
 
 __all__ = ["MODULES", "emulate", "texts_of"]
 
-# In an order in which they can be imported.
+# The modules of the kernels, in an order in which they can be imported.
 MODULES = ("pipeline", "forward", "backward", "dq")
-# So few that programs of what has more tiles take turns.
+# Few enough for the programs of a problem with more tiles to take turns.
 _PROCESSORS = 4
 _KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel", "hopper_dq_kernel")
 
 
 def texts_of(package: ModuleType) -> dict[str, str]:
-    """The sources of the kernels by the names of their modules."""
+    """Return the sources of a package's Hopper kernels by the names of their modules."""
     assert package.__file__ is not None
     folder = Path(package.__file__).parent / "kernels" / "hopper"
     return {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in MODULES}
@@ -35,17 +35,17 @@ def emulate(
     seed: str = "0",
     replace: Callable[[Any, str, Any], None] = setattr,
 ) -> list[Emulated]:
-    """Has calls of a package, ``fa_kernels`` or a copy of it, run there what would run on Hopper.
+    """Make calls of ``fa_kernels``, or of a copy of it, run the emulated Hopper kernels.
 
     Args:
-        package: Which; it runs in the repaired interpreter.
-        texts: Sources in place of its own.
-        accumulator: "float64" has float64 inputs run there, and nothing else.
-        seed: Of the order of events.
-        replace: Sets an attribute.
+        package: The package, which runs in the repaired interpreter.
+        texts: Sources by the names of modules, instead of the package's own.
+        accumulator: "float32"; or "float64", with which only float64 inputs run on these kernels.
+        seed: Seed of the order of events.
+        replace: Function that sets an attribute.
 
     Returns:
-        Its kernels: forward, backward, dq.
+        The kernels: forward, backward, dq.
     """
     hopper = importlib.import_module(f"{package.__name__}.launch.hopper")
     prefix = f"{package.__name__}.kernels.hopper"

@@ -1,6 +1,6 @@
 """FlashAttention-4, ``flash_attn.cute``, which takes (B, M, H, D) and returns (out, lse).
 
-Lengths have a call of their own, on tensors without padding: padding is not declared.
+Sequence lengths need another function, on tensors without padding, so padding is not declared.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def attention(q, k, v, *, mask, sm_scale):
 
 attention.devices = ("cuda",)
 attention.dtypes = ("fp16", "bf16")
-# Each pair of head_dims is compiled for itself.
+# Each pair of head_dims is compiled separately.
 attention.head_dims = (64, 128)
-# With 64 and 128 CUDA refuses its launch on an H200.
+# For D = 64 and Dv = 128, CUDA refuses the launch on an H200.
 attention.dv_ne_d = False
 attention.masks = ("causal", "window")
 attention.returns_lse = True

@@ -7,10 +7,12 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 __all__ = ["attention"]
 
-# Every dtype and head_dim is compiled for itself; past this PyTorch falls back to eager code.
+# Every dtype and head_dim is compiled separately. Beyond this limit PyTorch falls back to eager
+# code.
 torch._dynamo.config.recompile_limit = 512
 _compiled = torch.compile(flex_attention, dynamic=True)
-# Fewer rows go to a kernel that takes those of a group as one tile, of as many rows at most.
+# With fewer rows PyTorch uses a decoding kernel, whose one tile holds the rows of a whole group and
+# has at most this many rows.
 _DECODED = 128
 
 
@@ -21,7 +23,7 @@ def attention(q, k, v, *, mask, sm_scale):
         raise NotImplementedError("FlexAttention: no kernel for so few rows of so many heads")
     lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int32, device=q.device)
     seqlens_q, seqlens_k = lengths.unbind()
-    # Wide enough to bound nothing. Tensors, because captured ints are compiled in.
+    # M + N does not restrict the window. Tensors, because captured ints are compiled in.
     left = M + N if mask.window_left is None else mask.window_left
     right = M + N if mask.right is None else mask.right
     lowest, highest = torch.tensor([-left, right], device=q.device).unbind()
@@ -40,14 +42,14 @@ def attention(q, k, v, *, mask, sm_scale):
 
 
 attention.devices = ("cuda",)
-# Each pair of these is compiled for itself, for minutes.
+# Each pair of dtype and head_dim takes minutes to compile.
 attention.dtypes = ("fp16", "bf16")
 attention.head_dims = (64, 128)
 attention.dv_ne_d = False
-# Predicates of other masks are no mask_mod.
+# The predicates of other masks cannot be passed as a mask_mod.
 attention.masks = ("causal", "window", "padding")
 attention.zero_sizes = False
-# Hidden keys have weight 0, and 0 times the NaN, or the infinite dP, of padding is NaN.
+# Hidden keys have weight 0, and 0 times NaN (or an infinite dP) in padding is NaN.
 attention.dirty = ("zero", "noise", "noise_q", "noise_k", "noise_v", "noise_dout")
 attention.returns_lse = True
 attention.ds_scaled = True

@@ -1,4 +1,4 @@
-"""The default subject: ``fa_kernels.flash_attention``, with what it declares."""
+"""The default subject: ``fa_kernels.flash_attention`` with its declarations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fa_verify.subjects.packing import Packing
 
 __all__ = ["adapted", "flash_attention"]
 
-# What follows a configuration's name of calls with deterministic=False, and behind it where
-# the valid rows and keys are packed.
+# Suffixes of a configuration's name: for calls with deterministic=False, and then for packed
+# sequences.
 _ONE_PASS = "-one_pass"
 _PACKED = "-packed"
 _IN_ONE_PASS = ("default", "16x16", "16x32", "32x16")
@@ -26,12 +26,12 @@ _PACKED_OF = ("default", "default-one_pass", "16x16", "32x16-one_pass", "16x16-s
 
 
 def adapted(package: ModuleType):
-    """``flash_attention`` of the package, or of a copy of it, as a subject with declarations."""
+    """Wrap ``flash_attention`` of ``fa_kernels``, or of a copy, as a subject with declarations."""
     resolve = importlib.import_module(f"{package.__name__}.configs").resolve
     hopper = importlib.import_module(f"{package.__name__}.launch.hopper")
 
     def flash_attention(q, k, v, *, mask, sm_scale, config="default", **beside):
-        """Returns (out, lse)."""
+        """Return (out, lse)."""
         of_padded = config.removesuffix(_PACKED)
         options = {
             "sm_scale": sm_scale, "return_lse": True,
@@ -43,7 +43,7 @@ def adapted(package: ModuleType):
         return package.flash_attention(q, k, v, **_masking(q, k, v, mask, options), **options)
 
     def _masking(q, k, v, mask, options) -> dict[str, object]:
-        """The mask, as a map of blocks where it is one of whole tiles."""
+        """Return the mask arguments; a block_mask for a BlockSparse mask of whole tiles."""
         if not isinstance(mask, BlockSparse) or mask.side % _largest_tile(q, v, options):
             return {"mask": mask}
         beside = Mask(
@@ -54,7 +54,7 @@ def adapted(package: ModuleType):
         return {"mask": beside, "block_mask": blocks, "block_size": mask.side}
 
     def _in_a_row(q, k, v, mask, options):
-        """Of the valid rows and keys, sequence by sequence; padding stands behind the last."""
+        """Call the varlen function on packed sequences, with padding after the last one."""
         if "bias" in options:
             raise NotImplementedError("packed sequences take no bias")
         lengths = mask.lengths(q.shape[0], q.shape[2], k.shape[2])
@@ -67,9 +67,9 @@ def adapted(package: ModuleType):
         return of_q.padded(out), of_q.padded(lse.mT)
 
     def pooled(q, k, v, *, pool, pool_size, mask, sm_scale, config="default", **beside):
-        """Returns the pooled probabilities; of packed sequences there are none."""
+        """Return the pooled probabilities. For packed sequences, computes the padded problem."""
         if beside:
-            raise NotImplementedError("probabilities of modified scores are not pooled")
+            raise NotImplementedError("pooled probabilities do not support score modifications")
         name = config.removesuffix(_PACKED)
         _, lse = flash_attention(q, k, v, mask=mask, sm_scale=sm_scale, config=name)
         options = {
@@ -82,18 +82,18 @@ def adapted(package: ModuleType):
         )  # fmt: skip
 
     def _largest_tile(q, v, options) -> int:
-        """Of blocks that are a multiple of it there is a map; others are asked for by predicate."""
+        """Return the side of the largest tile; a block_mask needs multiples of it as block size."""
         tiles = tiles_of(options["config"], q.dtype, q.shape[3], v.shape[3])
         if not options["deterministic"]:
             tiles = dataclasses.replace(tiles, dkdv=tiles.one_pass)
         return max(max(x.block_m, x.block_n) for x in (tiles.forward, tiles.dkdv, tiles.dq))
 
     def tiles_of(config: str, dtype: torch.dtype, D: int, Dv: int):
-        """The complete configuration."""
+        """Return the resolved tile configuration."""
         return resolve(config, dtype, 1 << (max(D, Dv, 16) - 1).bit_length())
 
     def declared(config) -> dict[str, object]:
-        """What a configuration replaces."""
+        """Return the declarations that a configuration replaces."""
         dots = {"dots": "tf32", "dtypes": ("fp32",)} if config.dots == "tf32" else {}
         splits = {} if config.splits in (None, 1) else {"splits": config.splits}
         on_hopper = resolve(config, torch.bfloat16, 128).hopper and not dots | splits
@@ -101,7 +101,7 @@ def adapted(package: ModuleType):
         return dots | splits | put_off
 
     def tiles(problem: Problem) -> tuple[int, int]:
-        """(block_m, block_n) of the forward kernel."""
+        """Return (block_m, block_n) of the forward kernel."""
         name = problem.config.removesuffix(_PACKED).removesuffix(_ONE_PASS)
         dtype = TORCH_DTYPES[problem.dtype]
         config = tiles_of(name, dtype, problem.D, problem.Dv)

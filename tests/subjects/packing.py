@@ -1,4 +1,4 @@
-"""Padded problems, asked of a call that takes packed sequences: the same rows in another order."""
+"""Convert padded tensors to packed sequences and back, to test a varlen function."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Packing"]
 
 
 class Packing(NamedTuple):
-    """Of rows (B, H, M, D): all valid ones, sequence by sequence, and padding behind the last.
+    """A permutation of rows: the valid rows of each sequence in turn, then all padding.
 
     Args:
-        order: (B M,) where each packed row stands in (B, M).
-        back: (B M,) where each row of (B, M) stands when packed.
-        offsets: B + 1 ints; rows from the last on belong to no sequence.
+        order: (B M,), index in the flattened (B, M) of each packed row.
+        back: (B M,), index of each row of the flattened (B, M) in the packed order.
+        offsets: B + 1 ints, cu_seqlens. Rows from the last offset on belong to no sequence.
         shape: (B, M).
     """
 
@@ -26,7 +26,7 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], longest: int, device: torch.device) -> Packing:
-        """Of sequences of these lengths, padded to ``longest``."""
+        """Create the packing of sequences with these lengths, padded to ``longest``."""
         place = torch.arange(longest)
         valid = place < torch.tensor(lengths, dtype=torch.int64).view(-1, 1)
         order = torch.cat([kind.flatten().nonzero()[:, 0] for kind in (valid, ~valid)])
@@ -34,9 +34,9 @@ class Packing(NamedTuple):
         return cls(order.to(device), order.argsort().to(device), tuple(offsets), valid.shape)
 
     def packed(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, H, M, D) as (B M, H, D)."""
+        """Pack (B, H, M, D) to (B M, H, D)."""
         return x.transpose(1, 2).flatten(0, 1)[self.order]
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """(B M, H, ...) as (B, H, M, ...)."""
+        """Unpack (B M, H, ...) to (B, H, M, ...)."""
         return x[self.back].unflatten(0, self.shape).transpose(1, 2)

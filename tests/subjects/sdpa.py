@@ -1,6 +1,6 @@
 """PyTorch's scaled_dot_product_attention, one subject for each of its backends.
 
-A mask that the backend does not know by itself is passed as a dense bool tensor. There are no
+A mask without a native form is passed as a dense bool tensor. The function takes no sequence
 lengths, so padding is not declared.
 """
 
@@ -15,14 +15,16 @@ __all__ = ["cudnn", "efficient", "flash", "math"]
 
 
 def _attention(backend, q, k, v, mask, sm_scale, *, dense=True):
-    """``scaled_dot_product_attention`` on one backend alone."""
+    """Call ``scaled_dot_product_attention`` with a single backend enabled."""
     sizes = (*q.shape[:3], k.shape[2])
     square = q.shape[2] == k.shape[2]
     bounded = mask.window_left is not None or mask.window_right is not None
     given, is_causal = None, mask.causal and square and not bounded
     if (mask.causal or bounded) and not is_causal:
         if not dense:
-            raise NotImplementedError("scaled_dot_product_attention: no dense mask here")
+            raise NotImplementedError(
+                "scaled_dot_product_attention: this backend accepts no dense mask"
+            )
         given = mask.dense(*sizes, device=q.device)
     with sdpa_kernel(backend), warnings.catch_warnings(record=True, action="always") as told:
         try:
@@ -38,16 +40,16 @@ def _attention(backend, q, k, v, mask, sm_scale, *, dense=True):
 
 
 def _refusal(error, told):
-    """Why a backend does not take a problem, from an error and warnings; None for a fault."""
+    """Return why a backend refuses a problem, from an error and warnings; None for other errors."""
     if "No available kernel" not in error and "No viable backend" not in error:
         return None
-    # One warning introduces those of a backend; those of the others say that they are disabled.
+    # Skip the warning that introduces a backend's reasons, and those of disabled backends.
     reasons = [x for x in told if "kernel not used" not in x and "disabled" not in x]
     return reasons[0].partition(" (Triggered")[0] if reasons else "no available kernel"
 
 
 def math(q, k, v, *, mask, sm_scale):
-    """Composed of matrix products and a softmax, in float32 for 16-bit inputs."""
+    """The math backend: matrix products and a softmax, in float32 for 16-bit inputs."""
     return _attention(SDPBackend.MATH, q, k, v, mask, sm_scale)
 
 
@@ -57,22 +59,22 @@ def flash(q, k, v, *, mask, sm_scale):
 
 
 def efficient(q, k, v, *, mask, sm_scale):
-    """Memory-efficient attention, of xformers' descent."""
+    """Memory-efficient attention, derived from xformers."""
     return _attention(SDPBackend.EFFICIENT_ATTENTION, q, k, v, mask, sm_scale)
 
 
 def cudnn(q, k, v, *, mask, sm_scale):
-    """The attention of cuDNN; rows that see nothing, which it gives the mean of v, are set to 0."""
+    """cuDNN's attention. Empty rows, for which it returns the mean of v, are set to 0."""
     if 0 in q.stride() and q.shape[3] != v.shape[3]:
-        raise NotImplementedError("cuDNN: a q of stride 0 beside Dv != D is a segmentation fault")
+        raise NotImplementedError("cuDNN: a q of stride 0 with Dv != D is a segmentation fault")
     if k.shape[2] % 64 == 0:
-        raise NotImplementedError("cuDNN: gradients are NaN where N is a multiple of 64")
+        raise NotImplementedError("cuDNN: gradients are NaN if N is a multiple of 64")
     if q.shape[0] * q.shape[1] > 65_535:
         raise NotImplementedError("cuDNN: B * H is more than 65,535")
     out = _attention(SDPBackend.CUDNN_ATTENTION, q, k, v, mask, sm_scale)
     if out.requires_grad:
-        # PyTorch keeps the backward's graph by the strides of q, k and v: a dout of other strides
-        # than the first would be misread.
+        # PyTorch caches the backward's graph by the strides of q, k and v. A dout whose strides
+        # differ from the first one's would be misread.
         out.register_hook(lambda dout: dout.contiguous())
     seen = mask.dense(*q.shape[:3], k.shape[2], device=q.device).any(3, keepdim=True)
     return out.where(seen, 0)
@@ -85,21 +87,20 @@ for _subject in (math, flash, efficient, cudnn):
 
 math.p_dtype = "fp32"
 math.p_normalised = True
-# It forms the matrix of scores, several times over; the others are given a dense mask.
+# math stores the matrix of scores several times; the others receive a dense mask.
 math.max_seqlen = efficient.max_seqlen = cudnn.max_seqlen = 8192
 
-# Their loads are 16 bytes wide: a storage offset of one element, which PyTorch passes on, ends in a
-# misaligned address.
-# Columns that are not adjacent they refuse.
+# Their loads are 16 bytes wide. PyTorch does not check a storage offset of one element, which
+# results in a misaligned address. They refuse columns that are not adjacent.
 ALIGNED = ("bhsd", "bshd", "padded", "expanded", "packed")
-# Grouped heads: dk and dv are stored for each query head, and then added.
+# With grouped heads, dk and dv are stored for each query head and then added.
 flash.group_sum = cudnn.group_sum = "dtype"
 
 flash.devices = efficient.devices = cudnn.devices = ("cuda",)
 flash.layouts = efficient.layouts = cudnn.layouts = ALIGNED
 flash.dtypes = cudnn.dtypes = ("fp16", "bf16")
 flash.masks = ("causal",)
-# is_causal means top-left, and is refused where M != N.
+# is_causal is aligned to the top left; it is used for M = N only.
 flash.causal_alignment = "top-left"
 flash.head_dims = tuple(range(8, 257, 8))
 flash.dv_ne_d = False
@@ -109,7 +110,7 @@ efficient.dtypes = ("fp16", "bf16", "fp32")
 efficient.gqa = False
 efficient.head_dims = tuple(range(8, 257, 8))
 efficient.ds_scaled = True
-# It multiplies dP - delta by the P that it has rounded for dV.
+# dS is (dP - delta) times the P that was rounded for dV.
 efficient.ds_from = "rounded"
 
 cudnn.head_dims = tuple(range(8, 129, 8))

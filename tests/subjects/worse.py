@@ -1,7 +1,7 @@
-"""The project's kernels made worse on purpose, within every bound: what the gate has to stop.
+"""Degraded copies of the project's kernels, within every bound, which the gate must detect.
 
-``--kernel=fa_verify.subjects.worse:rounded_products`` errs a little more, ``:delayed`` takes a
-tenth longer.
+``--kernel=fa_verify.subjects.worse:rounded_products`` has slightly larger errors; ``:delayed``
+takes 10 % longer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fa_verify.subjects import ours
 __all__ = ["delayed", "rounded_products"]
 
 DELAY = 0.10
-# Holds the sources of the copy as long as the process lives.
+# Keeps the sources of the copy until the process ends.
 _FOLDER = tempfile.TemporaryDirectory(prefix="worse-")
 
 
@@ -34,7 +34,7 @@ rounded_products = _mutant("delta: products are rounded to the input dtype")
 
 
 def delayed(q, k, v, *, mask, sm_scale, config="default"):
-    """The same, and each pass keeps the GPU for a tenth of its time longer."""
+    """Run the project's kernels, and occupy the GPU for 10 % longer in each pass."""
 
     def forward():
         return ours.flash_attention(q, k, v, mask=mask, sm_scale=sm_scale, config=config)
@@ -59,7 +59,7 @@ _KNOWN: dict[tuple, int] = {}
 
 
 def _cycles(key: tuple, name: str, call) -> int:
-    """A tenth of what a call takes, in clock cycles; measured once for each kind."""
+    """Return 10 % of a call's time in clock cycles, measured once per key and name."""
     if (key, name) not in _KNOWN:
         for _ in range(3):
             call()

@@ -1,6 +1,6 @@
-"""xformers' memory_efficient_attention on its CUTLASS kernels, which takes (B, M, H, D).
+"""xformers' memory_efficient_attention with its CUTLASS kernels, which takes (B, M, H, D).
 
-It has a causal mask at the bottom right. Windows, lengths and grouped heads have no gradient there.
+It supports bottom-right causal masks. Windows, sequence lengths and grouped heads have no gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _OPERATORS = (fmha.cutlass.FwOp, fmha.cutlass.BwOp)
 
 
 def attention(q, k, v, *, mask, sm_scale):
-    """The memory-efficient attention of xformers; what no operator takes is refused."""
+    """xformers' memory-efficient attention. Raises NotImplementedError if no operator fits."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     bias = LowerTriangularFromBottomRightMask() if mask.causal else None
     try:
@@ -31,12 +31,12 @@ attention.dtypes = ("fp16", "bf16", "fp32")
 attention.head_dims = tuple(range(8, 257, 8))
 attention.masks = ("causal",)
 attention.gqa = False
-# With more queries than keys the first rows see nothing, and get what other rows see.
+# With M > N the first rows see no key, and receive the results of other rows.
 attention.m_ne_n = False
 attention.zero_sizes = False
 # Loads are 16 bytes wide.
 attention.layouts = ("bhsd", "bshd", "padded", "expanded", "packed")
 attention.returns_lse = False
-# The kernels are those of PyTorch's memory-efficient attention, and round as they do.
+# These kernels are the ones of PyTorch's memory-efficient attention, with the same roundings.
 attention.ds_scaled = True
 attention.ds_from = "rounded"

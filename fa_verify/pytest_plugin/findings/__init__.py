@@ -1,4 +1,4 @@
-"""Findings: runs of the conformance tests on every named kernel, recorded and put into words.
+"""Findings: the results of the conformance tests on every registered kernel.
 
-``python -m fa_verify.pytest_plugin.findings`` runs them and writes FINDINGS.md.
+``python -m fa_verify.pytest_plugin.findings`` runs the tests and writes FINDINGS.md.
 """

@@ -1,8 +1,8 @@
-"""Runs the conformance tests of every kernel there is, and writes down what they find.
+"""Run the conformance tests on every registered kernel and write the results.
 
 ``python -m fa_verify.pytest_plugin.findings [NAME ...] [-- OPTION ...]`` writes
-results/DEVICE/findings.json, and FINDINGS.md from all such files. What follows ``--`` goes to
-pytest, such as ``-k hidden``.
+results/DEVICE/findings.json, and FINDINGS.md from all such files. Options after ``--``, such as
+``-k hidden``, are passed to pytest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECONDS = 600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs and writes; 0 if everything could be run and read, whatever was found."""
+    """Run and write; return 0 if all kernels ran and all files were read, whatever was found."""
     options = _options(arguments)
     try:
         bad = not options.document_only and _run(options)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for why in damaged:
         print(why, file=sys.stderr)
     options.document.write_text(document(results, damaged), encoding="utf-8")
-    print(f"wrote {options.document}, of {len(results)} devices")
+    print(f"wrote {options.document} for {len(results)} devices")
     return int(bad or bool(damaged))
 
 
@@ -45,16 +45,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fa_verify.pytest_plugin.findings", description=__doc__
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="kernels; without: all there are")
-    parser.add_argument("--profile", default="dev", help="of Hypothesis (default: dev)")
-    parser.add_argument("--workers", default="auto", help="processes of a run (default: auto)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="kernels (default: all)")
+    parser.add_argument("--profile", default="dev", help="Hypothesis profile (default: dev)")
+    parser.add_argument("--workers", default="auto", help="worker processes (default: auto)")
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="for one kernel (default: %(default)g)"
+        "--seconds", type=float, default=SECONDS, help="time per kernel (default: %(default)g)"
     )
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of results")
-    parser.add_argument("--document", type=Path, default=ROOT / "FINDINGS.md", help="what to write")
+    parser.add_argument("--document", type=Path, default=ROOT / "FINDINGS.md", help="file to write")
     parser.add_argument(
-        "--document-only", action="store_true", help="run nothing, write what the results say"
+        "--document-only", action="store_true", help="run no tests, write the document only"
     )
     given = list(sys.argv[1:] if arguments is None else arguments)
     ours = given.index("--") if "--" in given else len(given)
@@ -69,14 +69,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> bool:
-    """Runs kernel after kernel, writing after each; whether one that was asked for is not here."""
+    """Run the kernels, writing after each; return whether a requested kernel is unavailable."""
     device = device_name()
-    # Before anything runs: a file that cannot be read is not overwritten.
+    # Writing nothing first raises before any test runs if the existing file cannot be read.
     write(options.results, device, {}, {})
     missing = {name: why for name, kernel in NAMED.items() if (why := kernel.missing())}
     for name in options.names or NAMED:
         if name in missing:
-            print(f"{name}: not here, {missing[name]}")
+            print(f"{name}: unavailable, {missing[name]}")
             continue
         started = time.monotonic()
         subject = _subject(name, options)
@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> bool:
 
 
 def _subject(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One kernel's entry in the file of results."""
+    """Run the tests on one kernel and return its entry in the file of results."""
     kernel = NAMED[name]
     found = conformance_of(
         name,

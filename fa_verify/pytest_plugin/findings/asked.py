@@ -1,10 +1,10 @@
-"""Which guarantee each conformance test asks for, and what the guarantees are called."""
+"""The titles of the guarantees, and the guarantee that each conformance test checks."""
 
 from __future__ import annotations
 
 __all__ = ["ASKED", "GUARANTEES", "guarantee_of"]
 
-# In the order of the document; by the first word of a finding.
+# First word of a finding's guarantee to the rest of its title, in the order of the document.
 GUARANTEES = {
     "G1": "accuracy",
     "G2": "finite",
@@ -29,7 +29,7 @@ GUARANTEES = {
     "forms": "of a mask agree",
     "exception": "computes or refuses",
 }
-# By the name of the test; None where it asks for all of them.
+# Name of a test to the guarantee that it checks; None if it checks all of them.
 ASKED: dict[str, str | None] = {
     "test_every_element_lies_within_the_derived_bound": "G1",
     "test_batched_problems_lie_within_the_derived_bound": "G1",
@@ -83,5 +83,5 @@ ASKED: dict[str, str | None] = {
 
 
 def guarantee_of(finding: str) -> str:
-    """The key of a finding's guarantee, such as "G1 accuracy": one of ``GUARANTEES``, or new."""
+    """Return a guarantee's key, "G1" for "G1 accuracy". ``GUARANTEES`` may lack it."""
     return finding.partition(" ")[0]

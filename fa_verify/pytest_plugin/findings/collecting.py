@@ -1,4 +1,4 @@
-"""From the outcomes of tests to what a subject holds: a plain dict, which goes into a JSON file."""
+"""Summarise the recorded outcomes of tests as a dict that is written to JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fa_verify.pytest_plugin.findings.asked import ASKED, GUARANTEES, guarantee_
 
 __all__ = ["collected", "recorded"]
 
-# Findings of a guarantee that are kept, each of another output or claim.
+# Number of findings kept per guarantee; findings that say the same count once.
 MOST_FINDINGS = 3
 
 
 def recorded(path: Path) -> list[dict[str, Any]]:
-    """The records of ``Recording``, up to the first that was not written to its end."""
+    """Read the records of ``Recording``, up to the first that is incomplete."""
     records: list[dict[str, Any]] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -29,15 +29,17 @@ def recorded(path: Path) -> list[dict[str, Any]]:
 
 
 def collected(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the records of a run say of its subject.
+    """Summarise the records of a run.
 
     Returns:
-        ``declares``, ``declared`` and ``profile`` of the subject; ``tests``, how many ended;
-        ``judged``, ``out_of_range``, ``refusals`` and ``worst`` of the tally, which only a run
-        that ended has;
-        ``guarantees``: by their keys, how many tests ``passed``, ``failed``, or were ``undecided``
-        because another guarantee failed first, why tests were ``skipped``, and the ``findings``,
-        smallest problem first.
+        A dict with the keys
+
+        * ``declares``, ``declared`` and ``profile``: of the subject.
+        * ``tests``: number of tests that ended.
+        * ``judged``, ``out_of_range``, ``refusals`` and ``worst``: of the tally, if the run ended.
+        * ``guarantees``: for each guarantee the numbers of tests that ``passed``, ``failed`` or
+          were ``undecided`` because another guarantee failed first. Also the reasons for which
+          tests were ``skipped``, and the ``findings``, smallest problem first.
     """
     found: dict[str, Any] = {
         "tests": 0, "judged": 0, "worst": {}, "declares": {}, "declared": "nothing",
@@ -64,7 +66,7 @@ def collected(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _count(record: Mapping[str, Any], of: Any) -> None:
-    """Adds a test's outcome to the guarantees that it speaks of."""
+    """Add a test's outcome to the counts of the guarantees that it checks or violates."""
     name = record["test"].rpartition("::")[2].partition("[")[0]
     asked = ASKED.get(name, name)
     if record["outcome"] == "passed":
@@ -74,7 +76,7 @@ def _count(record: Mapping[str, Any], of: Any) -> None:
         if asked is not None:
             of(asked)["skipped"][record["said"]] += 1
     else:
-        # A crash breaks no guarantee but that to compute or to refuse.
+        # A crash violates one guarantee only: that the kernel computes or refuses a problem.
         of_no_finding = "exception" if record["outcome"] == "crashed" else asked or "exception"
         said = {"guarantee": of_no_finding, "message": record["said"], "problem": ""}
         failed: dict[str, list[Mapping[str, str]]] = {}
@@ -91,10 +93,10 @@ def _count(record: Mapping[str, Any], of: Any) -> None:
 
 
 def _simplest(findings: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Of findings that say the same the one with the smallest problem; smallest first."""
+    """Keep one finding, with the smallest problem, of those with equal messages; smallest first."""
     smallest: dict[str, dict[str, str]] = {}
     for finding in sorted(findings, key=lambda x: (len(x["problem"]), x["problem"], x["test"])):
         first, second = (*finding["message"].splitlines(), "", "")[:2]
-        # The second line is numbers, or else it is what was raised.
+        # The second line holds numbers, or describes the exception.
         smallest.setdefault(first if "worst at" in second else f"{first}\n{second}", finding)
     return [*smallest.values()][:MOST_FINDINGS]

@@ -1,4 +1,4 @@
-"""FINDINGS.md, a function of the files results/DEVICE/findings.json and of nothing else."""
+"""The text of FINDINGS.md, derived from the files results/DEVICE/findings.json alone."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ __all__ = ["document", "verdict"]
 
 _HEAD = """# Findings
 
-What the conformance tests say of every kernel that the suite knows by name. Made by `make findings`
-from `results/*/findings.json`; a change by hand is lost.
+Results of the conformance tests on every registered kernel. `make findings` generates this file
+from `results/*/findings.json`; edits by hand are lost.
 
-A guarantee **holds** where every test that asked for it passed. Where it **fails**, the smallest
-problem found stands below, with the line that runs it again. It is *undecided* where a test ended
-early because another guarantee failed first, *unsupported* where the kernel declares or refuses
-everything that the guarantee speaks of, and *not asked* where no test was of this kernel. Marked †
-is what the kernel never promised: to fail there breaks no word of its authors. `README.md` says
-what the guarantees are.
+| cell | meaning |
+|---|---|
+| holds | Every test of the guarantee passed. |
+| **fails** | A test failed. The smallest failing problem and its replay line are listed below. |
+| *undecided* | A test ended early because another guarantee failed first. |
+| unsupported | The kernel declares or refuses every input to which the guarantee applies. |
+| not tested | No test of the guarantee applies to this kernel. |
+| † | The kernel's authors do not promise this guarantee. |
+
+`README.md` describes the guarantees.
 """
 
 _FAILS = "**fails**"
 
 
 def document(results: Sequence[Mapping[str, Any]], damaged: Sequence[str] = ()) -> str:
-    """The text of FINDINGS.md.
+    """Return the text of FINDINGS.md.
 
     Args:
         results: Contents of the files, in the order of the sections.
-        damaged: Why files could not be read, a sentence each; they are told of.
+        damaged: For each file that could not be read, a sentence that says why. The document
+            lists them.
     """
     parts = [_HEAD]
     if damaged:
-        parts.append("**Not in here:**\n\n" + "".join(f"- {why}\n" for why in damaged))
+        parts.append("**Not included:**\n\n" + "".join(f"- {why}\n" for why in damaged))
     if not results:
-        parts.append("Nothing has been run yet.\n")
+        parts.append("There are no results yet.\n")
     for result in results:
         parts.append(f"## {result['device']}\n")
         parts.append("".join(f"{line}\n" for line in _table(result["subjects"])))
@@ -49,14 +54,14 @@ def document(results: Sequence[Mapping[str, Any]], damaged: Sequence[str] = ()) 
 
 
 def verdict(guarantee: Mapping[str, Any] | None, refusals: Mapping[str, Any]) -> str:
-    """What became of a guarantee, in a word or two.
+    """Return the verdict on a guarantee, such as "holds".
 
     Args:
-        guarantee: Its counts, see ``collected``; None where no test asked for it.
+        guarantee: The counts of the guarantee, see ``collected``; None if no test checks it.
         refusals: Reasons for which the kernel refused problems.
     """
     if guarantee is None:
-        return "not asked"
+        return "not tested"
     if guarantee["failed"]:
         return _FAILS
     if guarantee["undecided"]:
@@ -64,27 +69,27 @@ def verdict(guarantee: Mapping[str, Any] | None, refusals: Mapping[str, Any]) ->
     if guarantee["passed"]:
         return "holds"
     declared = any(" declares " in why or why in refusals for why in guarantee["skipped"])
-    return "unsupported" if declared else "not asked"
+    return "unsupported" if declared else "not tested"
 
 
 def _table(subjects: Mapping[str, Any]) -> Iterator[str]:
-    """Guarantees by kernels."""
+    """Yield the lines of the table of guarantees by kernels."""
     yield f"| guarantee | {' | '.join(subjects)} |"
     yield "|---" * (1 + len(subjects)) + "|"
     cut = [name for name, subject in subjects.items() if subject["ended"] != FINISHED]
     met = dict.fromkeys(key for subject in subjects.values() for key in subject["guarantees"])
     for key in dict.fromkeys((*GUARANTEES, *met)):
-        # Some rows are there only if something failed.
+        # A guarantee that no test checks by itself has a row only if it failed.
         if key in met or (cut and key in ASKED.values()):
             cells = (_cell(key, subject) for subject in subjects.values())
             yield f"| {_title(key)} | {' | '.join(cells)} |"
     if cut:
         yield ""
-        yield f"\\* as far as it came: the run of {', '.join(cut)} did not finish."
+        yield f"\\* in an incomplete run: {', '.join(cut)} did not finish."
 
 
 def _cell(key: str, subject: Mapping[str, Any]) -> str:
-    """A verdict, and what has to be known about it."""
+    """Return a verdict with its marks: † for unpromised, * for an incomplete run."""
     said = verdict(subject["guarantees"].get(key), subject["refusals"])
     if said == _FAILS and key in subject["never_promised"]:
         return f"{said} †"
@@ -101,7 +106,7 @@ def _title(key: str) -> str:
 
 
 def _section(name: str, subject: Mapping[str, Any]) -> str:
-    """What there is to say of one kernel."""
+    """Return the section of one kernel."""
     there = ", ".join(f"{package} {version}" for package, version in subject["versions"].items())
     judged = f", {subject['judged']:,} problems judged" if subject["judged"] else ""
     lines = [
@@ -111,7 +116,7 @@ def _section(name: str, subject: Mapping[str, Any]) -> str:
         "",
     ]
     if subject["ended"] != FINISHED:
-        lines += [f"**The run did not finish: {subject['ended']}.** It said last:", ""]
+        lines += [f"**The run did not finish: {subject['ended']}.** Its last output:", ""]
         lines += [*_quoted(subject["said"] or "nothing"), ""]
     if subject["worst"]:
         lines += [f"- worst error/bound: {_worst(subject['worst'])}"]
@@ -120,7 +125,7 @@ def _section(name: str, subject: Mapping[str, Any]) -> str:
     lines += [f"- never promised: {clause}" for clause in unpromised(subject["declares"])]
     for key, guarantee in subject["guarantees"].items():
         said = verdict(guarantee, subject["refusals"])
-        if said in ("unsupported", "not asked"):
+        if said in ("unsupported", "not tested"):
             lines.append(f"- {_title(key)} is {said}: {'; '.join(guarantee['skipped'])}")
     lines.append("")
     for key, guarantee in subject["guarantees"].items():
@@ -138,7 +143,7 @@ def _section(name: str, subject: Mapping[str, Any]) -> str:
 
 
 def _worst(ratios: Mapping[str, float]) -> str:
-    """Of each output the largest error/bound, and in which dtype."""
+    """Format each output's largest error/bound over all dtypes."""
     largest: dict[str, tuple[float, str]] = {}
     for key, ratio in ratios.items():
         output, _, dtype = key.partition(" ")
@@ -149,10 +154,10 @@ def _worst(ratios: Mapping[str, float]) -> str:
 
 
 def _by_count(subject: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Refusals, the most frequent first."""
+    """Return the refusals, most frequent first."""
     return sorted(subject["refusals"].items(), key=lambda item: (-item[1], item[0]))
 
 
 def _quoted(text: str) -> list[str]:
-    """As preformatted lines."""
+    """Indent a text as a block of preformatted lines."""
     return [f"    {line}".rstrip() for line in text.splitlines()]

@@ -1,4 +1,4 @@
-"""Where a run takes place: the device, a name for its folder, and the versions of what matters."""
+"""The environment of a run: the device, the name of its folder, and package versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["device_name", "slug", "versions"]
 
 
 def device_name() -> str:
-    """The first GPU's name, or the processor's where there is none."""
+    """Return the name of the first GPU; without a GPU, of the processor."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     try:
@@ -26,16 +26,16 @@ def device_name() -> str:
 
 
 def slug(name: str) -> str:
-    """A device's name as that of a folder: lower case, words and numbers with hyphens between."""
+    """Return a folder name for a device: lower-case words and numbers joined by hyphens."""
     words = re.sub(r"\((?:r|tm)\)", " ", name.lower())
     return "-".join(re.findall(r"[a-z0-9.]+", words)) or "device"
 
 
 def versions(packages: Iterable[str] = ()) -> dict[str, str]:
-    """Versions of Python, torch, Triton, and on a GPU of CUDA, cuDNN and the driver.
+    """Return the versions of Python, torch and Triton; on a GPU also of CUDA, cuDNN and the driver.
 
     Args:
-        packages: Further packages, by the names under which they are installed.
+        packages: Distribution names of further packages.
     """
     found = {"Python": platform.python_version(), "torch": torch.__version__}
     found |= {name: _installed(name) for name in ("triton", *packages)}
@@ -55,7 +55,7 @@ def _installed(package: str) -> str:
 
 
 def _driver() -> str:
-    """The driver's version, "unknown" where nvidia-smi does not say."""
+    """Return the driver's version, or "unknown" if nvidia-smi fails."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

@@ -1,4 +1,4 @@
-"""The conformance tests of one kernel in processes of their own, whatever becomes of them."""
+"""Run the conformance tests of one kernel in separate processes, which may crash or hang."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fa_verify.pytest_plugin.findings.recording import ROOT, plain
 __all__ = ["FINISHED", "conformance_of"]
 
 FINISHED = "finished"
-# Exit codes of pytest for runs that went to their end: all passed, some failed.
+# pytest's exit codes for complete runs: all tests passed, some tests failed.
 _TO_THE_END = (0, 1)
-# Seconds that a run has to write down what it has, once its time is over.
+# Seconds that an interrupted run has to write its results.
 GRACE = 20.0
 LAST_LINES = 12
 
@@ -28,18 +28,18 @@ LAST_LINES = 12
 def conformance_of(
     kernel: str, *, profile: str, workers: str, seconds: float, options: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Runs ``pytest --kernel=KERNEL tests/conformance`` and reads what it found.
+    """Run ``pytest --kernel=KERNEL tests/conformance`` and return a summary of its results.
 
     Args:
-        kernel: What --kernel takes.
-        profile: Of Hypothesis.
-        workers: For -n; each is a process, so that a crash is a finding like others.
-        seconds: After so many the run is ended; what it had by then counts.
+        kernel: Value of --kernel.
+        profile: Name of the Hypothesis profile.
+        workers: Value of -n. Each worker is a process, so that a crash is reported as a finding.
+        seconds: Time limit in seconds. The results up to the limit count.
         options: Further options of pytest.
 
     Returns:
-        ``collected`` of the run; how it ``ended``, "finished" or what happened instead; and what
-        it ``said`` last, if it did not finish.
+        The dict of ``collected`` with two more keys: ``ended``, "finished" or a description of how
+        the run ended; and ``said``, the last lines of output of a run that did not finish.
     """
     with tempfile.TemporaryDirectory(prefix="findings-") as folder:
         records, log = Path(folder) / "records.jsonl", Path(folder) / "log"
@@ -63,7 +63,7 @@ def conformance_of(
 
 
 def _ending(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Waits for a process, or ends it with all that it has started; says what became of it."""
+    """Wait for a process and return how it ended. After ``seconds``, end it and its children."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -80,6 +80,6 @@ def _ending(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 def _signal_all(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signals a process and its children, those that outlived it too."""
+    """Send a signal to a process group, including children that outlived the process."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)

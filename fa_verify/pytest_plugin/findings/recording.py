@@ -1,7 +1,7 @@
-"""A pytest plugin: the outcome of every test in a file, with the findings as values.
+"""A pytest plugin that writes the outcome of every test, with its findings, to a file.
 
-The file has a JSON object a line, so that a run which is cut off leaves what it had: first the
-subject, then the tests as they end, last what was judged in all.
+The file holds one JSON object per line: first the subject, then the tests as they end, last the
+totals. An interrupted run leaves a readable file.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fa_verify.properties.subjects.subject import Subject
 __all__ = ["Recording", "plain"]
 
 ROOT = Path(__file__).parents[3]
-# What a message may hold of a failure that is no finding, an assertion with its diff for one.
+# Number of lines kept of a failure message, such as an assertion with its diff.
 MOST_LINES = 12
 _FINDINGS, _SAID = "findings", "said"
 
 
 def plain(text: str) -> str:
-    """A message without the folders of this machine, and not longer than can be read."""
+    """Return a message without the paths of this machine, cut to ``MOST_LINES`` lines."""
     installed = sorted({sys.prefix, sys.base_prefix}, key=len, reverse=True)
     searched = sorted(
         {entry for entry in sys.path if Path(entry).is_absolute()}, key=len, reverse=True
@@ -42,12 +42,13 @@ def plain(text: str) -> str:
 
 
 class Recording:
-    """Writes the file of --findings; in a worker, only sends along what the controller writes.
+    """Writes the file of --findings. In a worker, attaches the findings to the reports of tests.
 
     Args:
-        config: Of the run; its option names the file, which is made or emptied.
-        subject: What is verified.
-        tally: Where the run counts what was judged.
+        config: The pytest configuration. Its option --findings names the file, which is created or
+            emptied.
+        subject: The subject under test.
+        tally: The tally of the run.
 
     Raises:
         pytest.UsageError: The file cannot be written.
@@ -63,7 +64,7 @@ class Recording:
                 raise pytest.UsageError(f"--findings: {error}") from None
 
     def pytest_sessionstart(self) -> None:
-        """Says what the tests are about."""
+        """Write the record of the subject."""
         self._write(
             kind="subject",
             name=self.subject.name,
@@ -76,7 +77,7 @@ class Recording:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Iterator[None]:
-        """Puts the findings of a failure, or what else it says, into its report."""
+        """Attach the findings or the message of a failure to its report."""
         report = yield
         error = call.excinfo.value if call.excinfo else None
         if isinstance(error, Violation):
@@ -95,14 +96,14 @@ class Recording:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Writes down the end of a test."""
+        """Write the record of a test."""
         if report.when != "call" and report.passed:
             return
         properties: dict[str, Any] = dict(report.user_properties)
         said = properties.get(_SAID, "")
         if report.skipped and isinstance(report.longrepr, tuple):
             said = report.longrepr[2].removeprefix("Skipped: ")
-        crashed = report.failed and not properties  # reported by xdist, in place of its worker
+        crashed = report.failed and not properties  # a report by xdist for a worker that died
         if crashed:
             said = plain(str(report.longrepr))
         self._write(
@@ -116,7 +117,7 @@ class Recording:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Writes down what was judged in all."""
+        """Write the record of the totals."""
         record = self.tally.record()
         self._write(
             kind="end",
@@ -127,7 +128,7 @@ class Recording:
             worst={
                 key: round(ratio, 3)
                 for key, (ratio, _) in record["worst"].items()
-                if math.isfinite(ratio)  # which JSON has no number for, and is a finding anyhow
+                if math.isfinite(ratio)  # JSON has no infinity; an infinite ratio is a finding
             },
         )
 

@@ -1,4 +1,4 @@
-"""The files results/DEVICE/findings.json: read, checked, and written so that nothing is lost."""
+"""Read, validate and update the files results/DEVICE/findings.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["FILE", "VERSION", "read", "read_all", "write"]
 VERSION = 1
 FILE = "findings.json"
 
-# A dict of these names, or of any under "", a list of one, or a type.
+# Schema: a type; a list with the schema of its elements; a dict with the schema of each key, where
+# the key "" stands for any key.
 _FINDING = {"message": str, "problem": str, "test": str}
 _GUARANTEE = {
     "passed": int, "failed": int, "undecided": int, "skipped": {"": int}, "findings": [_FINDING],
@@ -31,11 +32,11 @@ _FORM = {"version": int, "device": str, "missing": {"": str}, "subjects": {"": _
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a file.
+    """Read a file of results.
 
     Raises:
-        ValueError: It is no such file, or of another version; the message names the file, what is
-            wrong and where.
+        ValueError: The file cannot be read, does not match the schema, or has another version. The
+            message names the file and the offending entry.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -51,7 +52,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_all(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """All files below a folder, by name; and of those that cannot be read, why."""
+    """Read all files of results below a folder.
+
+    Returns:
+        The contents of the files, sorted by path, and a message for each file that cannot be read.
+    """
     good, bad = [], []
     for path in sorted(folder.glob(f"*/{FILE}")):
         try:
@@ -64,10 +69,19 @@ def read_all(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 def write(
     folder: Path, device: str, subjects: Mapping[str, Any], missing: Mapping[str, str]
 ) -> Path:
-    """Adds subjects to the file of a device: those that were run again are replaced.
+    """Add subjects to the file of a device, replacing earlier results of the same subjects.
+
+    Args:
+        folder: Folder of the results.
+        device: Name of the device.
+        subjects: Name of a subject to its results.
+        missing: Name of a subject that cannot run on this device to the reason.
+
+    Returns:
+        The path of the file.
 
     Raises:
-        ValueError: There is a file that cannot be read, and is not overwritten.
+        ValueError: The existing file cannot be read. It is not overwritten.
     """
     path = folder / slug(device) / FILE
     before = read(path) if path.exists() else {"subjects": {}}
@@ -87,7 +101,7 @@ def write(
 
 
 def _wrong(found: Any, form: Any, where: str) -> str:
-    """What does not have the form, and where; empty if everything has."""
+    """Describe the first mismatch between a value and a schema; empty if they match."""
     if isinstance(form, type):
         right = isinstance(found, form) and not (form is int and isinstance(found, bool))
         return "" if right else f"{where} is {found!r:.60}; needs {form.__name__}"

@@ -1,4 +1,4 @@
-"""What a kernel never promised, in words: what is not asked of it, or asked in a weaker form."""
+"""Describe what a kernel's declarations exclude from the guarantees, or weaken in them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PADDING = {"nan": "NaN", "inf": "Inf", "max": "the largest finite values", "noi
 _MASKS = {
     "causal": "causal masks",
     "window": "sliding windows",
-    "padding": "lengths, so neither padding nor what stands in it",
+    "padding": "sequence lengths (so G4, dirty padding, does not apply)",
 }
-# Declarations that say no, in words.
+# Declaration that is False to the inputs or outputs that it excludes.
 _REFUSED = {
     "gqa": "grouped heads",
     "m_ne_n": "M other than N",
@@ -26,7 +26,7 @@ _REFUSED = {
 
 
 def unpromised(declares: Mapping[str, Any]) -> list[str]:
-    """Clauses about what the declarations of a kernel take away from the guarantees.
+    """Return a clause for each way in which declarations exclude or weaken guarantees.
 
     Args:
         declares: ``Subject.declarations``, as read from JSON.
@@ -36,36 +36,36 @@ def unpromised(declares: Mapping[str, Any]) -> list[str]:
     away += [words for word, words in _REFUSED.items() if declares.get(word) is False]
     if "layouts" in declares:
         away.append(f"layouts other than {', '.join(_words(declares, 'layouts'))}")
-    found = [f"not asked for {', '.join(away)}"] if away else []
+    found = [f"not tested with {', '.join(away)}"] if away else []
     if "padding" in masks and "dirty" in declares:
         values = [
             words for kind, words in _PADDING.items() if kind not in _words(declares, "dirty")
         ]
         if values:
             found.append(
-                f"{' and '.join(values)} in padding may reach valid results: not asked (G4), and "
-                "padding holds nothing of the kind in any test"
+                f"{' and '.join(values)} in padding may reach valid results: no test fills padding "
+                "with them (G4)"
             )
     if declares.get("causal_alignment") == "top-left":
-        found.append("causal masks start at the top left: asked where M = N, where both agree")
+        found.append("causal masks start at the top left: tested with M = N, where both agree")
     if declares.get("empty_lse", "-inf") != "-inf":
         found.append(
-            f"the log-sum-exp of a row that sees no key is {declares['empty_lse']} where ours is "
-            "-inf: taken for it"
+            f"the log-sum-exp of a row that sees no key is {declares['empty_lse']}, not -inf: "
+            "accepted in its place"
         )
     if declares.get("lse_base", "e") != "e":
         found.append(f"the log-sum-exp has base {declares['lse_base']}: converted")
     if declares.get("flushes"):
-        found.append("subnormal numbers may count as 0: the bound allows for it")
+        found.append("subnormal numbers may be flushed to 0: the bound allows for it")
     loose = [name for name in _TO_THE_BIT if name not in _words(declares, "bitwise")]
     if loose:
-        found.append(f"no promise to the bit of {', '.join(loose)}: held to the bound")
+        found.append(f"not promised bitwise: {', '.join(loose)}; compared within the bound")
     return found
 
 
 def _words(
     declares: Mapping[str, Any], word: str, undeclared: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """A declaration that is a sequence of words."""
+    """Return a declaration that is a sequence of words, or ``undeclared``."""
     given = declares.get(word, undeclared)
     return tuple(map(str, given)) if isinstance(given, list | tuple) else undeclared

@@ -1,1 +1,1 @@
-"""A run that draws problems until its time is over, on all workers, and keeps what it finds."""
+"""--minutes: draw problems on all workers until the time is over, and keep those that fail."""

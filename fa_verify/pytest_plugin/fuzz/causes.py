@@ -1,4 +1,4 @@
-"""Which causes of failure a run has found, as all its processes know it."""
+"""The causes of failure found in a run, shared by its processes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ __all__ = ["Causes"]
 
 
 class Causes:
-    """Files in a folder of the run: a cause belongs to the search that claims it first.
+    """Causes of failure, stored as files in a folder of the run.
 
-    The others pass it over, so that one fault does not keep all workers shrinking.
+    A cause belongs to the search that claims it first. The other searches ignore failures with
+    this cause, so that one fault does not occupy all workers with shrinking.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def claim(self, cause: Cause) -> bool:
-        """Whether nobody had found the cause before."""
+        """Claim a cause. Returns False if another search has claimed it."""
         try:
             os.close(os.open(self._file(cause, "claimed"), os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -30,15 +31,15 @@ class Causes:
         return True
 
     def claimed(self, cause: Cause) -> bool:
-        """Whether somebody has."""
+        """Return whether any search has claimed a cause."""
         return self._file(cause, "claimed").exists()
 
     def note(self, cause: Cause, path: Path) -> None:
-        """Says which regression file holds a problem of the cause, or will in a moment."""
+        """Record the path of the cause's regression file, which may not be written yet."""
         write_atomically(self._file(cause, "entry"), str(path))
 
     def files(self) -> list[Path]:
-        """The regression files of the run's corpus entries."""
+        """Return the regression files that the run has written."""
         noted = {Path(note.read_text()) for note in self.folder.glob("*.entry")}
         return sorted(path for path in noted if path.exists())
 

@@ -1,4 +1,4 @@
-"""When drawing ends, for all processes of a run at once: by the clock, or because somebody asks."""
+"""The common deadline of all processes of a fuzzing run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from fa_verify.properties.execution.atomic_write import write_atomically
 
 __all__ = ["Clock", "seconds_of_a_turn"]
 
-# What a search that has found something may take beyond the end to make it smaller.
+# Seconds after the deadline in which a search may still shrink a failing problem.
 TO_SHRINK = 50.0
-# Every claim and shard is to have this many turns in a run.
+# Number of turns that every test should have in a run.
 TURNS = 2
-# In less than the first a turn draws little but what every turn begins with; longer than the second
-# nobody is to wait for the next.
+# Limits of a turn, in seconds. A shorter turn draws little more than the examples with which every
+# turn begins; a longer one delays the turns of other tests.
 SHORTEST, LONGEST = 1.0, 10.0
 
 
 class Clock:
-    """A deadline in a file, in seconds of the monotonic clock, which the processes of a host share.
+    """A deadline in a file, in seconds of the monotonic clock, shared by processes of one host.
 
     Args:
-        path: The file. Until it is there, nothing ends.
+        path: The file. There is no deadline until it exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,30 +31,30 @@ class Clock:
         self._started: float | None = None
 
     def start(self, seconds: float) -> None:
-        """Lets the time run, unless it does or was stopped."""
+        """Set the deadline to ``seconds`` from now, unless the clock was started or stopped."""
         if not self.path.exists():
             self._started = time.monotonic()
             write_atomically(self.path, repr(self._started + seconds))
 
     def passed(self) -> float:
-        """Seconds since the start, in the process that started it."""
+        """Return the seconds since ``start`` in the process that called it, 0 in the others."""
         return 0.0 if self._started is None else time.monotonic() - self._started
 
     def stop(self) -> None:
-        """Ends the time now, also what is left to make a corpus entry smaller."""
+        """Set the deadline to the past, leaving no time to shrink a failing problem either."""
         write_atomically(self.path, repr(-math.inf))
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody ended it."""
+        """Whether ``stop`` was called in any process."""
         return self._end() == -math.inf
 
     def over(self) -> bool:
-        """Whether nothing new is to be begun."""
+        """Return whether the deadline has passed, so that no new search starts."""
         return time.monotonic() >= self._end()
 
     def hurried(self) -> bool:
-        """Whether what is under way is to end as it is."""
+        """Return whether the time to shrink has passed too, so that running searches end."""
         return time.monotonic() >= self._end() + TO_SHRINK
 
     def _end(self) -> float:
@@ -65,11 +65,11 @@ class Clock:
 
 
 def seconds_of_a_turn(seconds: float, workers: int, tests: int) -> float:
-    """How long one test may draw before the next has its turn.
+    """Return how long a test may draw before the next test's turn, in seconds.
 
     Args:
-        seconds: Of the whole run.
-        workers: Processes that draw.
-        tests: How many there are to take turns.
+        seconds: Duration of the run.
+        workers: Number of worker processes.
+        tests: Number of tests that take turns.
     """
     return min(LONGEST, max(SHORTEST, seconds * workers / (TURNS * max(1, tests))))

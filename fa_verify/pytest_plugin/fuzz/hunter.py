@@ -1,4 +1,4 @@
-"""A runner that ends in time, holds to one cause, and writes down at once what fails."""
+"""A runner with a deadline that follows one cause of failure and saves failing problems at once."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from fa_verify.pytest_plugin.fuzz.clock import Clock
 __all__ = ["FEWEST", "TURN_OVER", "Hunter"]
 
 TURN_OVER = "the turn is over"
-# Problems of a turn, however long they take: the first that Hypothesis draws is always the same.
+# Minimum number of problems in a turn: the first one that Hypothesis draws is always the same.
 FEWEST = 6
 
 
 class Hunter(Runner):
     """Judges problems for one turn of one test.
 
-    The first cause of failure that nobody in the run has found is this turn's: a problem that fails
-    by it counts, and the smallest is on disk all the time. One that fails by another cause counts
-    as passing, else the search for a smaller problem would wander from fault to fault; it is kept
-    as it is, where nobody has that cause.
+    A turn follows the first cause of failure that no other search in the run has claimed. A problem
+    that fails with this cause counts as failing, and the smallest one so far is always on disk.
+
+    A problem that fails with another cause counts as passing: otherwise shrinking would drift from
+    one fault to another. It is saved without shrinking if no search has claimed its cause.
 
     Args:
-        runner: Its subject, tally and watchdog are used.
-        folder: Where the corpus is kept.
-        causes: What the run has found.
-        clock: When the run ends.
-        seconds: How long the turn is, but for the fewest problems of any.
+        runner: Provides the subject, the tally and the watchdog.
+        folder: The folder of the corpus.
+        causes: The causes claimed in this run.
+        clock: The deadline of the run.
+        seconds: Duration of the turn in seconds. A turn tries at least ``FEWEST`` problems.
     """
 
     def __init__(
@@ -52,15 +53,15 @@ class Hunter(Runner):
         self.end = time.monotonic() + seconds
         self.tried = 0
         self.cause: Cause | None = None
-        # Whether the last problem failed by a cause that is known.
+        # Whether the last problem failed with a cause other than this turn's.
         self.passed_over = False
         self._failed: set[tuple[Cause, Problem]] = set()
 
     def findings(self, problem: Problem, claim: Check) -> list[Finding]:
-        """``Runner.findings`` where they are of this turn's cause.
+        """Return the findings of ``Runner.findings`` if they have this turn's cause.
 
         Raises:
-            pytest.skip.Exception: The turn is over, and nothing was found; a search ends by it.
+            pytest.skip.Exception: The turn is over and has found nothing. This ends the search.
         """
         late = time.monotonic() >= self.end and self.tried >= FEWEST
         if self.cause is None and (late or self.clock.over()):
@@ -83,11 +84,11 @@ class Hunter(Runner):
         return []
 
     def _keep(self, cause: Cause, finding: Finding, claim: Check) -> None:
-        """Writes the finding's problem down, if it is the smallest so far."""
+        """Save the finding's problem if it is the smallest one with its cause so far."""
         self._failed.add((cause, finding.problem))
 
         def still_fails(problem: Problem) -> bool:
-            # A kernel that fails now and then has failed.
+            # A problem that failed once counts as failing, even if the kernel fails only sometimes.
             if (cause, problem) in self._failed:
                 return True
             here = dataclasses.replace(problem, device=finding.problem.device)
@@ -98,7 +99,7 @@ class Hunter(Runner):
 
 
 def _versions() -> dict[str, str]:
-    """Of what may decide whether a problem fails."""
+    """Return the versions of packages that can affect whether a problem fails."""
     packages = [name for name in ("torch", "triton") if importlib.util.find_spec(name)]
     return {
         "python": platform.python_version(),

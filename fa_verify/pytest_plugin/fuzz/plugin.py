@@ -1,6 +1,6 @@
-"""A pytest plugin: ``--minutes`` makes a run draw new problems until the time is over.
+"""A pytest plugin for ``--minutes``: draw new problems until the time is over.
 
-``plugin`` adds its options, and registers it where the option is given.
+``fa_verify.pytest_plugin.plugin`` registers it if the option is given.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fa_verify.pytest_plugin.regression_files import is_regression
 
 __all__ = ["PROFILE", "Fuzzing", "choose_workers", "minutes_of"]
 
-# Of Hypothesis: it draws anew every time.
+# The Hypothesis profile of a fuzzing run, which draws new examples every time.
 PROFILE = "fuzz"
 WEEK = 7 * 24 * 60.0
-# Seconds between lines of progress, on a terminal and in a log.
+# Seconds between lines of progress, on a terminal and in a log file.
 ON_A_TERMINAL, IN_A_LOG = 3.0, 10.0
-# So xdist calls the phase of a test that its worker died in.
+# xdist's name for the phase of a test whose worker died.
 DIED = "???"
-# A test that died so often is dealt no more.
+# Number of dead workers after which a test is no longer scheduled.
 DEATHS = 3
 
 
 def minutes_of(config: pytest.Config) -> float | None:
-    """The option --minutes; None where it is not given.
+    """Return the option --minutes, or None if it is not given.
 
     Raises:
-        pytest.UsageError: It is no number of minutes from above 0 to a week, or does not go
-            together with another option.
+        pytest.UsageError: The value is not a number, not above 0, or more than a week; or
+            another option contradicts it.
     """
     given = config.getoption("--minutes")
     if given is None:
@@ -57,20 +57,21 @@ def minutes_of(config: pytest.Config) -> float | None:
         )
     for option in ("--replay", "--mutation"):
         if config.getoption(option):
-            raise pytest.UsageError(f"--minutes draws new problems; {option} names what to run")
+            raise pytest.UsageError(f"--minutes and {option} exclude each other: pass one of them")
     profile = config.getoption("--hypothesis-profile")
     if profile not in (None, PROFILE):
         raise pytest.UsageError(
-            f"--minutes draws by the profile {PROFILE}; --hypothesis-profile is {profile!r}"
+            f"--minutes needs the profile {PROFILE}; --hypothesis-profile is {profile!r}"
         )
     return minutes
 
 
 def choose_workers(config: pytest.Config, conformance: Path) -> None:
-    """What --minutes implies, before xdist reads its options: its profile, tests, and workers.
+    """Set the profile, tests and workers that --minutes implies, before xdist reads its options.
 
     Raises:
-        pytest.UsageError: There are to be no workers, or as ``minutes_of``.
+        pytest.UsageError: There are no workers, another scheduler is requested, or --minutes is
+            invalid, see ``minutes_of``.
     """
     if minutes_of(config) is None:
         return
@@ -78,23 +79,25 @@ def choose_workers(config: pytest.Config, conformance: Path) -> None:
     option.hypothesis_profile = PROFILE
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args[:] = [str(conformance)]
-    # A worker has read the same command line.
+    # Only the controller starts workers.
     if hasattr(config, "workerinput"):
         return
     if not hasattr(option, "numprocesses") or option.numprocesses == 0:
-        raise pytest.UsageError("--minutes needs workers of pytest-xdist; give -n auto or -n 1")
+        raise pytest.UsageError("--minutes needs pytest-xdist workers; pass -n auto or -n 1")
     if option.dist not in ("no", "load"):
-        raise pytest.UsageError(f"--minutes deals tests itself; --dist is {option.dist!r}")
+        raise pytest.UsageError(
+            f"--minutes schedules the tests and needs --dist=load; --dist is {option.dist!r}"
+        )
     if option.numprocesses is None:
         option.numprocesses = "auto"
 
 
 class Fuzzing:
-    """Keeps the time and the causes found, in the controller and in its workers.
+    """Holds the deadline and the causes found, in the controller and in its workers.
 
     Args:
-        config: Pytest's.
-        tally: Of this process.
+        config: The pytest configuration.
+        tally: The tally of this process.
         corpus: The folder of the corpus.
     """
 
@@ -108,19 +111,19 @@ class Fuzzing:
         folder = Path(worker["fuzzing"] if worker else self._own.name)
         self.clock = Clock(folder / "end")
         self.causes = Causes(folder)
-        # Tests of this process that draw.
+        # Number of tests in this process that draw problems.
         self._drawing = 1
         self._rotation: Any = None
         self._summarising = False
         self._deaths: dict[str, int] = {}
         self._done = threading.Event()
         if worker:
-            # Ctrl-C on a terminal goes to a whole group: the controller tells its workers, and the
-            # compilers that they call are not to die in the middle of a problem.
+            # Ctrl-C on a terminal signals the whole process group. A group of its own protects a
+            # worker's compiler processes; the controller stops the worker through the clock.
             os.setpgid(0, 0)
 
     def hunter(self, runner: Runner) -> Hunter:
-        """The runner of one turn of a test."""
+        """Return the runner for one turn of a test."""
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         return Hunter(
             runner,
@@ -136,7 +139,7 @@ class Fuzzing:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leaves out the tests that would do the same every time; the regressions stay, once."""
+        """Deselect the tests that do not draw problems, except the regressions."""
         drawn = [item for item in items if "for_all" in getattr(item, "fixturenames", ())]
         self._drawing = len(drawn)
         kept = [item for item in items if is_regression(item.nodeid)] + drawn
@@ -145,19 +148,19 @@ class Fuzzing:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
-        """A test whose next turn follows at once is torn down in between all the same."""
+        """Tear a test down between two turns, even if its next turn follows immediately."""
         if nextitem is not item:
             return None
         return item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
-        """Puts what was violated into the report, and what was judged since the last one.
+        """Attach the findings, and the counts since the last report, to a test's report.
 
-        So a worker that dies takes the counts of one turn with it at most.
+        A worker that dies therefore loses the counts of at most one turn.
         """
         report = yield
-        # Pytest's own list is the test's, and would grow from turn to turn.
+        # pytest's list belongs to the test item and would grow from turn to turn.
         report.user_properties = []
         if report.when == "call":
             report.user_properties.append(("tally", self.tally.hand_over()))
@@ -170,12 +173,12 @@ class Fuzzing:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Takes over what a worker judged, says what failed, and who gets no more turns."""
+        """Add a worker's counts, print failures, and drop a test that gets no more turns."""
         if self._own is None:
             return
         told = dict(report.user_properties)
-        # The terminal keeps all reports to the end, and there are many: those of setups and
-        # teardowns, which have no name in its counts, are of no use to it.
+        # The terminal reporter keeps all reports to the end, and there are many. Drop those of
+        # setups and teardowns, which it stores under the name "" and never prints.
         report.user_properties = []
         if terminal := self._terminal():
             terminal.stats.get("", []).clear()
@@ -183,7 +186,7 @@ class Fuzzing:
             self.tally.add(told["tally"])
         if report.failed:
             self._say(f"failed: {report.nodeid.rpartition('::')[2]}")
-            # What a worker died in was put there by the crash reports.
+            # The crash reports have put the problem of a dead worker into its report.
             died = [str(report.longrepr)] if report.when == DIED else []
             for message in [*told.get("found", []), *died][:1]:
                 self._say(f"  {_in_short(message)}")
@@ -191,8 +194,8 @@ class Fuzzing:
             self._rotation.leave_out(report.nodeid)
 
     def _is_at_its_end(self, report: pytest.TestReport, found: bool) -> bool:
-        """Whether another turn of a test is of no use."""
-        # What was found is known from now on, and passed over.
+        """Return whether a test gets no more turns."""
+        # After a finding a test goes on: its next turns ignore the cause that it found.
         if is_regression(report.nodeid) or report.passed or found or _is_turn(report):
             return False
         if report.when != DIED:
@@ -202,12 +205,12 @@ class Fuzzing:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tells a worker where time and causes are kept."""
+        """Send the folder of the deadline and the causes to a worker."""
         node.workerinput["fuzzing"] = self._own.name
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """Deals tests for as long as there is time."""
+        """Schedule tests until the time is over."""
         from fa_verify.pytest_plugin.fuzz.rotation import Rotation
 
         self._rotation = Rotation(config, log, self.clock, self.seconds)
@@ -215,7 +218,7 @@ class Fuzzing:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self) -> Iterator[None]:
-        """In the controller a first Ctrl-C ends the drawing, a second one the run."""
+        """Handle Ctrl-C in the controller: the first ends the drawing, the second the run."""
         if self._own is None:
             return (yield)
         before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
@@ -225,7 +228,8 @@ class Fuzzing:
                 signal.signal(name, handler)
             self.clock.stop()
             self._say(
-                "stopping: workers finish the problem they are at; again to end without a summary"
+                "stopping: workers finish their current problem; interrupt again to end without a "
+                "summary"
             )
 
         for name in before:
@@ -242,7 +246,7 @@ class Fuzzing:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
-        """Prints no letter a turn: there are many, and lines of progress say more."""
+        """Print nothing for a turn: there are many, and the progress line counts problems."""
         if getattr(report, "when", None) in ("setup", "teardown") and report.passed:
             return "", "", ""
         drawn = not is_regression(report.nodeid)
@@ -252,7 +256,7 @@ class Fuzzing:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """What was found, and where it is kept."""
+        """Print what was found and the regression files that hold it."""
         self._summarising = True
         terminalreporter.section("fuzzing")
         terminalreporter.write_line(self._progress())
@@ -267,27 +271,25 @@ class Fuzzing:
             terminalreporter.write_line(f"corpus: {shown} ({entry.cause})")
             terminalreporter.write_line(f"  {_in_short(entry.message)}")
         if files:
-            terminalreporter.write_line(
-                "every run replays these first: commit them with the repair"
-            )
+            terminalreporter.write_line("every run replays these first: commit them with the fix")
 
     def pytest_unconfigure(self) -> None:
-        """Removes what processes told one another."""
+        """Remove the files that the processes shared."""
         if self._own:
             self._own.cleanup()
 
     def _report(self) -> None:
-        """Says how it goes, until it is over."""
+        """Print progress lines until the run is over."""
         terminal = self._terminal()
         seconds = ON_A_TERMINAL if terminal and terminal.isatty else IN_A_LOG
         while not self._done.wait(seconds):
             self._say(self._progress())
 
     def _progress(self) -> str:
-        """How it goes, in one line."""
+        """Return the progress line."""
         if not self.clock.path.exists():
-            return "starting workers, and replaying what was found before"
-        # Past the end, corpus entries are still made smaller.
+            return "starting workers and replaying earlier failures"
+        # Shrinking continues after the deadline.
         passed = min(self.clock.passed(), self.seconds)
         problems = len(self.tally.problems)
         worst = max((ratio for ratio, _ in [*self.tally.worst.values()]), default=0.0)
@@ -310,12 +312,12 @@ class Fuzzing:
 
 
 def _is_turn(report: Any) -> bool:
-    """Whether a test was skipped because its turn was over, and not for good."""
+    """Return whether a test was skipped because its turn was over."""
     return report.skipped and TURN_OVER in str(report.longrepr)
 
 
 def _in_short(message: str) -> str:
-    """What a failure message says first, and how it is replayed."""
+    """Return the first line of a failure message and its replay line."""
     first, *rest = message.splitlines()
     return "\n  ".join([first, *(line.strip() for line in rest if "replay: " in line)])
 

@@ -1,4 +1,4 @@
-"""Deals tests to xdist's workers in random order, again and again, until the time is over."""
+"""An xdist scheduler that repeats the tests in random order until the time is over."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from fa_verify.pytest_plugin.regression_files import is_regression
 
 __all__ = ["Rotation"]
 
-# In the names of tests that draw batched problems.
+# Part of the names of tests that draw batched problems.
 BATCHED = "::test_batched_"
-# xdist's workers run a test when they know which comes next.
+# Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
 AHEAD = 2
 
 
 class Rotation(LoadScheduling):
-    """First the regressions, once; then rounds of all other tests, each round in a new order.
+    """Schedules the regressions once, then rounds of all other tests, each in a new random order.
 
     Args:
-        config: Pytest's.
-        log: xdist's.
-        clock: Starts when all regressions have been dealt.
-        seconds: How long the other tests are dealt from then on.
+        config: The pytest configuration.
+        log: xdist's log.
+        clock: The deadline, which this class starts when all regressions have been sent.
+        seconds: Duration of the rounds in seconds.
     """
 
     def __init__(self, config: pytest.Config, log: Any, clock: Clock, seconds: float) -> None:
         super().__init__(config, log)
         self.clock = clock
         self.seconds = seconds
-        # Indices of the tests that come round, those left out since included.
+        # Indices of the tests that take turns.
         self.rotating: list[int] = []
 
     def schedule(self) -> None:
-        """Starts when all workers have collected; later, when a new one has."""
+        """Send the first tests once all workers have collected; again for a replacement worker."""
         if self.collection is None:
             if not self._check_nodes_have_same_collection():
                 return
             self.collection = next(iter(self.node2collection.values()))
             for index, test in enumerate(self.collection):
                 (self.pending if is_regression(test) else self.rotating).append(index)
-        # One each, so that long ones at the start do not all go to one worker.
+        # One test per worker at a time, so that the long tests at the start spread over workers.
         for ahead in range(1, AHEAD + 1):
             for node in self.nodes:
                 self._fill(node, ahead)
 
     def check_schedule(self, node: Any, duration: float = 0) -> None:
-        """Sends a worker its next test, or home."""
+        """Send a worker its next test, or shut it down after the deadline."""
         self._fill(node, AHEAD)
 
     def _fill(self, node: Any, ahead: int) -> None:
@@ -66,9 +66,10 @@ class Rotation(LoadScheduling):
             node.shutdown()
 
     def _round(self) -> list[int]:
-        """All tests in random order, and one that draws batched problems before each of the others.
+        """Return all tests in random order, alternating batched problems with the others.
 
-        A problem in a batched problem costs a fraction of one alone, so they get half of the time.
+        Batched problems get half of the turns, as a problem in a batch costs a fraction of a
+        problem alone.
         """
         tests = random.sample(self.rotating, len(self.rotating))
         batched = [index for index in tests if BATCHED in (self.collection or [])[index]]
@@ -78,14 +79,14 @@ class Rotation(LoadScheduling):
         return [index for pair in zip(cycle(batched), others) for index in pair]
 
     def leave_out(self, test: str) -> None:
-        """Deals a test no more."""
+        """Stop scheduling a test."""
         index = (self.collection or []).index(test)
         for dealt in (self.rotating, self.pending):
             if index in dealt:
                 dealt.remove(index)
 
     def remove_node(self, node: Any) -> str | None:
-        """Takes a worker's tests back; the name of the one it was at, where it died."""
+        """Take back a worker's tests; return the test that it was running if it died."""
         pending = self.node2pending.pop(node)
         if not pending or self.collection is None:
             return None
@@ -97,7 +98,7 @@ class Rotation(LoadScheduling):
 
     @property
     def tests_finished(self) -> bool:
-        """Whether nothing more is dealt."""
+        """Whether no more tests are scheduled."""
         if not self.collection_is_completed or self.collection is None:
             return False
         return self.clock.over() or not (self.pending or self.rotating)

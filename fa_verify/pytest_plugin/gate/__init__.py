@@ -1,1 +1,1 @@
-"""The gate: a run compared with a baseline."""
+"""The gate (--baseline): compare a run with a stored baseline."""

@@ -1,4 +1,4 @@
-"""A run against its baseline: everything that moved, as a list."""
+"""List the differences between a run and its baseline."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def differences(
     speed: Mapping[str, Sequence[float]],
     why_not: str = "",
 ) -> list[Difference]:
-    """What moved.
+    """Return all differences of a run from its baseline.
 
     Args:
         then: The baseline.
-        now: Place among its entries to what was measured.
-        reasons: Place to why nothing was measured, or the check not made.
-        kernels: What was compiled.
-        speed: What was timed.
-        why_not: Why nothing was.
+        now: Index in the baseline's entries to the entry measured in this run.
+        reasons: Index to the reason why nothing was measured or the check was not made.
+        kernels: Name of a compiled kernel to its resources.
+        speed: Name of a timed pass to its ratios to SDPA flash, one per round.
+        why_not: Why nothing was timed; empty if something was.
     """
     pairs = [(then.entries[i], _rounded(now[i])) for i in sorted(now)]
     return [
@@ -42,12 +42,12 @@ def differences(
 
 
 def combined(kept: Sequence[Entry], made: Sequence[Entry]) -> tuple[Entry, ...]:
-    """The entries of a file and, after them, the new ones of problems that it lacks."""
+    """Return the kept entries, followed by the entries of problems that are new."""
     known = {entry.problem for entry in kept}
     return (*kept, *(entry for entry in made if entry.problem not in known))
 
 
 def _rounded(entry: Entry) -> Entry:
-    """To the digits that a file keeps, so that what has not changed is equal."""
+    """Round an entry to the digits stored in a file, so that unchanged values compare equal."""
     errors = {name: (digits(a), digits(b)) for name, (a, b) in entry.errors.items()}
     return Entry(entry.problem, entry.check, entry.arithmetic, errors)

@@ -1,4 +1,4 @@
-"""Where a run measures: what numbers can be compared within."""
+"""The environment of a run. Numbers of a baseline are comparable only within one environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["compiles", "environment_of"]
 
 
 def environment_of(device: str) -> Environment:
-    """Device and versions of this run; ``device`` is "cpu" or "cuda"."""
+    """Return the name of the device ("cpu" or "cuda") and the versions of torch and Triton."""
     has_triton = importlib.util.find_spec("triton") is not None
     if device == "cuda":
         name = torch.cuda.get_device_name()
@@ -27,7 +27,7 @@ def environment_of(device: str) -> Environment:
 
 
 def compiles(device: str) -> bool:
-    """Whether Triton kernels are compiled for a GPU here."""
+    """Return whether Triton kernels are compiled for a GPU, not interpreted."""
     return device == "cuda" and importlib.util.find_spec("triton") is not None and not _interprets()
 
 

@@ -1,7 +1,8 @@
-"""A pytest plugin: ``--baseline=FILE`` runs the problems of a file and says what moved since.
+"""A pytest plugin for ``--baseline=FILE``: run a baseline's problems and report differences.
 
-``plugin`` registers it. Tests measure (``tests/conformance/test_baseline.py``); the
-controller, when its workers have ended, times the subject alone on the GPU, and compares.
+``fa_verify.pytest_plugin.plugin`` registers it. The tests in ``tests/conformance/test_baseline.py``
+measure errors. When the workers have ended, the controller times the subject alone on the GPU and
+compares the run with the baseline.
 """
 
 from __future__ import annotations
@@ -24,39 +25,39 @@ from fa_verify.session import CONFORMANCE, device_of, subject_of
 
 __all__ = ["Gate", "add_options"]
 
-ABSENT = "it did not run, or to no end"
+ABSENT = "it did not run or did not finish"
 TESTS = CONFORMANCE / "test_baseline.py"
 
 
 def add_options(group: pytest.OptionGroup) -> None:
-    """The options of the gate."""
+    """Add the options of the gate."""
     group.addoption(
         "--baseline",
         metavar="FILE",
-        help="run the problems of this file, and fail where errors, kernels, speed or coverage "
-        "are worse than it says",
+        help="run the problems of this file, and fail if errors, kernels, speed or coverage are "
+        "worse than recorded in it",
     )
     group.addoption(
         "--update-baseline",
         action="store_true",
-        help="write what this run measures to the file of --baseline, instead of failing",
+        help="write the results of this run to the file of --baseline instead of comparing",
     )
 
 
 class Gate:
-    """Measures in every process; compares in the one that has no controller.
+    """Collects measurements in every process and compares them in the controller.
 
     Attributes:
-        differences: What moved, once the run has ended.
-        verdict: In a line; empty as long as there is none.
+        differences: The differences from the baseline, once the run has ended.
+        verdict: The result in one line; empty until the run has ended.
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        """Is to be called in ``pytest_configure``.
+        """Read the baseline. Call in ``pytest_configure``.
 
         Raises:
-            pytest.UsageError: The options contradict each other, or the file is not one to compare
-                with.
+            pytest.UsageError: The options contradict each other, or the file cannot be compared
+                with this run.
         """
         given = config.getoption("--baseline")
         self.config = config
@@ -66,10 +67,12 @@ class Gate:
         self.path: Path | None = None
         if given is None:
             if self.updates:
-                raise pytest.UsageError("--update-baseline needs --baseline=FILE, to be written")
+                raise pytest.UsageError(
+                    "--update-baseline needs --baseline=FILE, the file to write"
+                )
             return
         if config.getoption("--replay") is not None:
-            raise pytest.UsageError("--baseline and --replay exclude each other: give one of them")
+            raise pytest.UsageError("--baseline and --replay exclude each other: pass one of them")
         self.path = Path(given)
         self.subject = subject_of(config)
         self.device = device_of(config)
@@ -79,7 +82,7 @@ class Gate:
         if self.updates:
             self.entries = combined(self.entries, chosen(self.subject, self.device))
         if not self.entries:
-            raise pytest.UsageError(f"--baseline: {given} holds no problems, nothing to compare")
+            raise pytest.UsageError(f"--baseline: {given} has no problems; needs at least one")
         self.now: dict[int, Entry] = {}
         self.reasons: dict[int, str] = {}
         self.kernels: dict[str, Resources] = {}
@@ -91,38 +94,38 @@ class Gate:
         return not hasattr(self.config, "workerinput")
 
     def _read(self, path: Path) -> Baseline | None:
-        """The file, None where it is still to be written.
+        """Read the baseline; return None if --update-baseline creates it.
 
         Raises:
-            pytest.UsageError: It is of another device; to be compared with, of another torch or
-                Triton; damaged; not there.
+            pytest.UsageError: The file is missing or damaged; it was measured on another device;
+                or, without --update-baseline, with another version of torch or Triton.
         """
         if self.updates and not path.exists():
             return None
         try:
             then = Baseline.read(path)
         except ValueError as error:
-            hint = "" if path.exists() else "; --update-baseline writes it"
+            hint = "" if path.exists() else "; --update-baseline creates it"
             raise pytest.UsageError(f"--baseline: {error}{hint}") from None
         different = then.environment.differences(self.environment)
-        # Other versions are why a baseline is updated; another device has a file of its own.
+        # An update may change the versions. Each device has its own file.
         if different and not (self.updates and not different[0].startswith("device")):
             raise pytest.UsageError(
-                f"--baseline: {path} is of {'; '.join(different)}: "
-                + ("choose another file for this device" if different[0].startswith("device")
-                   else "--update-baseline makes it one of these versions")
+                f"--baseline: {path} differs from this run: {'; '.join(different)}; "
+                + ("needs a file of this device" if different[0].startswith("device")
+                   else "--update-baseline measures it again with these versions")
             )  # fmt: skip
         return then
 
     def _choose_tests(self) -> None:
-        """The problems of the file alone, unless the command line names tests: then those too."""
+        """Select the baseline's problems, in addition to tests named on the command line."""
         if self.config.args_source is not pytest.Config.ArgsSource.ARGS:
             self.config.args[:] = [str(TESTS)]
         else:
             self.config.args.append(str(TESTS))
 
     def pytest_report_header(self) -> str | None:
-        """Which baseline, of what."""
+        """Return a line with the baseline's file, subject and number of problems."""
         if self.path is None:
             return None
         of = f"of {self.then.subject}, " if self.then else ""
@@ -130,17 +133,17 @@ class Gate:
         return f"attention: baseline {self.path}, {of}{len(self.entries)} problems{update}"
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Its tests are collected where there is a baseline alone."""
+        """Ignore the baseline's tests without --baseline."""
         return True if self.path is None and collection_path == TESTS else None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Gives a test its problem."""
+        """Parametrize the baseline's test with its entries."""
         if self.path is not None and metafunc.definition.path == TESTS:
             ids = [f"{x.arithmetic}-{x.mask}-{i}" for i, x in enumerate(self.entries)]
             metafunc.parametrize(("place", "entry"), [*enumerate(self.entries)], ids=ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Takes what a test has measured."""
+        """Collect the measurements of a test."""
         if report.when != "call":
             return
         for name, found in report.user_properties:
@@ -158,13 +161,13 @@ class Gate:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """The controller takes what kernels took in a worker."""
+        """Collect the resources of the kernels that a worker compiled."""
         for name, taken in getattr(node, "workeroutput", {}).get("kernels", {}).items():
             self.kernels[name] = Resources(*taken).most(self.kernels.get(name))
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
-        """Compares, after the workers have ended and before the summary is printed."""
+        """Compare after the workers have ended and before the summary is printed."""
         if self.path is None or self.config.option.collectonly:
             yield
             return
@@ -177,7 +180,7 @@ class Gate:
         self.kernels |= self._loaded
         yield
         if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            self.verdict = "not compared: the run did not come to its end"
+            self.verdict = "not compared: the run did not finish"
         elif self.updates:
             self._update(session)
         else:
@@ -202,7 +205,7 @@ class Gate:
         absent = sum(reason == ABSENT for reason in missing.values())
         if session.exitstatus != pytest.ExitCode.OK or absent or not self.now:
             ran = f", and {_counted(absent, 'problem')} did not run" if absent else ""
-            self.verdict = f"not written: a baseline is of a whole run that passes{ran}"
+            self.verdict = f"not written: a baseline needs a complete run that passes{ran}"
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             return
         speed, why_not = self._timed({})
@@ -212,7 +215,7 @@ class Gate:
                 {i: x for i, x in missing.items() if i < len(self.then.entries)},
                 self.kernels, speed, why_not,
             )  # fmt: skip
-            # What is accepted is none.
+            # An update accepts all differences, so none is an alarm.
             self.differences = [dataclasses.replace(change, alarm=False) for change in found]
         entries = tuple(self.now[i] for i in sorted(self.now) if i not in missing)
         baseline = Baseline(self.subject.name, self.environment, entries, self.kernels, speed)
@@ -229,20 +232,20 @@ class Gate:
         )
 
     def _timed(self, then: Mapping[str, Sequence[float]]) -> tuple[Any, str]:
-        """The speed, where kernels are compiled; and why there is none."""
+        """Return the speed ratios, and the reason if there are none (nothing is compiled here)."""
         return (
             timed(self.subject, then) if compiles(self.device) else ({}, "nothing is compiled here")
         )
 
     def _missing(self) -> dict[int, str]:
-        """Why a problem was not measured, or its check not made."""
+        """Return, by index, why a problem was not measured or its check was not made."""
         places = range(len(self.entries))
         return {
-            i: "it did not run, or to no end" for i in places if i not in self.now
+            i: "it did not run or did not finish" for i in places if i not in self.now
         } | self.reasons
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """What moved and by how much; alarms first."""
+        """Print the differences, alarms first, and the verdict."""
         if not self.verdict:
             return
         terminalreporter.section(f"baseline {self.path}")

@@ -1,4 +1,4 @@
-"""The problems that a new baseline holds: ordinary data, of every dtype, mask and guarantee."""
+"""Choose the problems of a new baseline: N(0, 1) data, with every dtype, mask and guarantee."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fa_verify.shards import Shard, shards_of
 
 __all__ = ["CHECKS", "arithmetic_of", "chosen"]
 
-# Each problem is put before one of these, beside what every problem is held to.
+# Each problem is checked with one of these, in addition to the standing checks.
 CHECKS: dict[str, Check] = {**GUARANTEES, **STATISTICS, **CLOSED_FORM}
-# Problems of all shards and masks at least: they are drawn again with other values until then.
+# Minimum number of problems. The shards and masks are repeated with other values to reach it.
 FEWEST = {"cpu": 60, "cuda": 340}
-# Rows: tiles and a few more, at least, at most. The interpreter takes seconds where a GPU takes
-# milliseconds; a mean over many rows is the sharper one.
+# Number of rows: this many tiles and a few rows, within the limits below. A mean over more rows is
+# more precise, but the interpreter takes seconds where a GPU takes milliseconds.
 TILES = {"cpu": 2, "cuda": 5}
 LEAST_ROWS = {"cpu": 0, "cuda": 384}
 MOST_ROWS = {"cpu": 140, "cuda": 700}
 LARGE_TILE = {"cpu": 64, "cuda": 1024}
 LARGEST_HEAD_DIM = {"cpu": 128, "cuda": 1024}
-# Dots of fewer columns have heavy tails.
+# Dot products over fewer elements have errors with heavy tails.
 LEAST_HEAD_DIM = 8
-# Elements that lie 2**31 apart take gigabytes, and leave little room between them.
+# G12 places elements 2**31 apart, which takes gigabytes and leaves little room in between.
 SMALL = 48
 
 _APPLIES: dict[str, Callable[[Problem], bool]] = {
@@ -47,20 +47,21 @@ _APPLIES: dict[str, Callable[[Problem], bool]] = {
 
 
 def arithmetic_of(subject: Subject, problem: Problem) -> str:
-    """The column of a summary that a problem counts in: its dtype, or "tf32"."""
+    """Return the column of the summary for a problem: its dtype, or "tf32"."""
     dots = subject.numerics_of(problem).dots
     return "tf32" if problem.dtype == "fp32" and dots == "tf32" else problem.dtype
 
 
 def chosen(subject: Subject, device: str) -> tuple[Entry, ...]:
-    """The problems, each with the check that has the fewest so far; the same ones every time.
+    """Choose the problems of a baseline, deterministically.
 
-    Of each shard (dtype, configuration, head dims) one or more with every kind of mask, as far as
-    the subject declares to support them: N(0, 1) throughout, of several ragged tiles, for what the
-    mean square of errors tells.
+    There are one or more problems for each shard (dtype, configuration, head dims) and kind of mask
+    that the subject supports. Their inputs are N(0, 1) and span several ragged tiles, so that their
+    root-mean-square error is meaningful. Each problem is assigned the applicable check with the
+    fewest problems so far.
 
     Args:
-        subject: The subject.
+        subject: The subject under test.
         device: "cpu" or "cuda".
     """
     counts: Counter[str] = Counter()
@@ -74,7 +75,7 @@ def chosen(subject: Subject, device: str) -> tuple[Entry, ...]:
 
 
 def _supported(subject: Subject, device: str) -> Iterator[Problem]:
-    """The problems inside what the subject declares; no two have the same values."""
+    """Yield the supported problems, each with a different seed."""
     every = (*shards_of(subject), *shards_of(subject, float64=True))
     largest = LARGEST_HEAD_DIM[device]
     shards = [shard for shard in every if min(shard.head_dims) <= largest] or every
@@ -84,7 +85,7 @@ def _supported(subject: Subject, device: str) -> Iterator[Problem]:
             break
         made = _of_shard(subject, shard, device, turn // len(shards))
         fields += [x for x in made if subject.excludes(Problem(**x)) is None]
-    # One of each 16-bit dtype is small enough to be laid far apart.
+    # One problem of each 16-bit dtype is small enough for G12.
     far = {shard.dtype: shard for shard in reversed(shards) if shard.dtype in ("fp16", "bf16")}
     for shard in far.values():
         ordinary = next(_of_shard(subject, shard, device, 0))
@@ -97,9 +98,10 @@ def _supported(subject: Subject, device: str) -> Iterator[Problem]:
 
 
 def _of_shard(subject: Subject, shard: Shard, device: str, again: int) -> Iterator[dict[str, Any]]:
-    """Fields of a problem for each kind of mask, inside what the subject declares."""
+    """Yield the fields of a problem for each kind of mask."""
     dims = [d for d in shard.head_dims if d >= LEAST_HEAD_DIM] or list(shard.head_dims)
-    # Few, so that few kernels are compiled: two with a ragged one; the largest; the first.
+    # Few pairs of D and Dv, so that few kernels are compiled: the first two (one of them ragged),
+    # the largest twice, the first twice.
     D, Dv = ((dims[0], dims[1 % len(dims)]), (max(dims),) * 2, (dims[0],) * 2)[again % 3]
     Dv = Dv if subject.dv_ne_d else D
     wide = max(TILES[device] * shard.tile, LEAST_ROWS[device])
@@ -118,7 +120,7 @@ def _of_shard(subject: Subject, shard: Shard, device: str, again: int) -> Iterat
 
 
 def _masks(M: int, N: int, tile: int, B: int) -> Iterator[Mask]:
-    """One of each kind; the last has rows that see nothing, by position and by lengths."""
+    """Yield one mask of each kind. In the last, some rows see no key by position or by length."""
     yield Mask()
     yield Mask(causal=True)
     yield Mask(window_left=tile // 2 + 3, window_right=tile // 3)
@@ -128,7 +130,7 @@ def _masks(M: int, N: int, tile: int, B: int) -> Iterator[Mask]:
 
 
 def _multiple(size: int, subject: Subject) -> int:
-    """The size, rounded up to what the subject declares, and no more than that."""
+    """Round a size up to the subject's ``seqlen_multiple``, limited by its ``max_seqlen``."""
     multiple = subject.seqlen_multiple
     most = subject.max_seqlen or size + multiple
     return min(-(-size // multiple) * multiple, most // multiple * multiple)

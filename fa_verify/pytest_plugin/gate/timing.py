@@ -1,4 +1,4 @@
-"""The speed of a subject beside SDPA flash, for the gate."""
+"""Measure the speed of a subject relative to SDPA flash, for the gate."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ def timed(
     then: Mapping[str, Sequence[float]],
     measure: Callable[[Subject], Ratios] | None = None,
 ) -> tuple[Ratios, str]:
-    """Ratios to SDPA flash by timed pass, one a round; and, where there are none, why.
+    """Measure a subject's speed relative to SDPA flash.
 
-    What seems to be a loss is timed once more, and the second time counts: something else that ran
-    on the GPU for a while is no loss.
+    An apparent loss is measured once more and the second measurement counts, so that another
+    program on the GPU does not cause an alarm.
 
     Args:
-        subject: The subject; nothing else may run on the GPU meanwhile.
+        subject: The subject. Nothing else may run on the GPU during the measurement.
         then: The ratios of the baseline.
-        measure: What times a subject; None does, on the GPU.
+        measure: Function that returns the ratios; None measures on the GPU.
+
+    Returns:
+        For each timed pass, SDPA flash's time divided by the subject's, one ratio per round; and
+        the reason why there are none, or an empty string.
     """
     measure = measure or _measured
     try:
@@ -44,7 +48,7 @@ def timed(
 
 
 def _measured(subject: Subject) -> Ratios:
-    """Forward and backward on ``timing.GATE_PROBLEMS``."""
+    """Time forward and backward on ``timing.GATE_PROBLEMS``."""
     found: Ratios = {}
     for B, N, H, D, causal in timing.GATE_PROBLEMS:
         attention = _attention(subject, B, N, H, D, causal)
@@ -58,10 +62,11 @@ def _measured(subject: Subject) -> Ratios:
 
 
 def _attention(subject: Subject, B: int, N: int, H: int, D: int, causal: bool) -> Callable:
-    """The subject as ``timing.measure`` calls it.
+    """Wrap the subject for ``timing.measure``.
 
     Raises:
-        NotImplementedError: It declares that it cannot, or that it has no gradients.
+        NotImplementedError: The subject declares that it does not support the problem, or that it
+            has no gradients.
     """
     mask = Mask(causal=causal)
     config = "default" if "default" in subject.configs else next(iter(subject.configs))
@@ -76,7 +81,7 @@ def _attention(subject: Subject, B: int, N: int, H: int, D: int, causal: bool) -
     chosen = {"config": config} if len(subject.configs) > 1 else {}
 
     def attention(q, k, v, causal):
-        """Out alone, of the callable itself: what ``Subject.run`` adds is not its time."""
+        """Call the kernel directly, without the overhead of ``Subject.run``; return out."""
         result = subject.call(q, k, v, mask=mask, sm_scale=problem.scale, **chosen)
         return result[0] if isinstance(result, tuple | list) else result
 

@@ -1,1 +1,1 @@
-"""The report of a run: one page and its JSON."""
+"""The report of a run (--report): an HTML page and a JSON file with the same content."""

@@ -1,4 +1,4 @@
-"""What a report says, as plain values: the JSON, of which the page is another form."""
+"""The content of a report as plain values, written to report.json and rendered as a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["OUTCOMES", "VERSION", "mutants", "record"]
 
 VERSION = 1
 OUTCOMES = Path(__file__).resolve().parents[3] / "build" / "mutation" / "outcomes.jsonl"
-# Of a failure's text; a subject's traceback has no end of its own.
+# Number of characters kept of a failure's text: a subject's traceback can be of any length.
 MOST_TEXT = 20_000
 
 
@@ -34,14 +34,14 @@ def record(
     exit_code: int,
     started: float,
 ) -> dict[str, Any]:
-    """Everything: numbers are finite, or None where they were not.
+    """Return the content of a report. Numbers that are not finite become None.
 
     Args:
-        config: Of the run.
-        reports: Of all phases of all tests.
-        tally: What was judged.
-        exit_code: What the run will end with.
-        started: ``time.time()`` of its start.
+        config: The pytest configuration.
+        reports: The reports of all phases of all tests.
+        tally: The tally of the run.
+        exit_code: Exit code of the run.
+        started: ``time.time()`` at the start of the run.
     """
     counted = _results(reports)
     gate = config.pluginmanager.get_plugin("gate")
@@ -72,7 +72,7 @@ def record(
 
 
 def _subject(config: pytest.Config) -> dict[str, str] | None:
-    """Name and declarations; None where the project's own kernels cannot be loaded."""
+    """Return the subject's name, declarations and source; None if it cannot be loaded."""
     try:
         subject = subject_of(config)
     except pytest.UsageError:
@@ -81,14 +81,14 @@ def _subject(config: pytest.Config) -> dict[str, str] | None:
 
 
 def _header(config: pytest.Config) -> list[str]:
-    """The lines that the run began with."""
+    """Return the header lines of the run."""
     said = config.hook.pytest_report_header(config=config, start_path=config.invocation_params.dir)
     lines = [line for x in said for line in ([x] if isinstance(x, str) else x)]
     return [x.removeprefix("attention: ") for x in lines if x.startswith("attention: ")]
 
 
 def _results(reports: Sequence[pytest.TestReport]) -> dict[str, str]:
-    """Test to "passed", "failed" or "not run": its worst phase."""
+    """Map each test to "passed", "failed" or "not run", the worst of its phases."""
     found: dict[str, str] = {}
     for report in reports:
         if report.failed:
@@ -101,7 +101,7 @@ def _results(reports: Sequence[pytest.TestReport]) -> dict[str, str]:
 
 
 def _checked(results: dict[str, str]) -> list[dict[str, Any]]:
-    """Of each claim on a kernel, how many tests of each dtype ended how."""
+    """Count the results of each conformance test by dtype."""
     found: dict[tuple[str, str], dict[str, Counter[str]]] = {}
     for nodeid, result in results.items():
         match = re.match(r"(?:.*/)?conformance/(\w+)\.py::(\w+)(?:\[(.*)\])?$", nodeid)
@@ -118,7 +118,7 @@ def _checked(results: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _not_run(reports: Sequence[pytest.TestReport]) -> list[dict[str, Any]]:
-    """Reasons for which tests did not run, and how many."""
+    """Count the tests that did not run by reason."""
     reasons: Counter[str] = Counter()
     for report in reports:
         if report.skipped:
@@ -138,7 +138,7 @@ def _problems(tally: Tally) -> dict[str, Any]:
 
 
 def _worst(config: pytest.Config, tally: Tally) -> list[dict[str, Any]]:
-    """The largest error/bound of each output and dtype, with the line that replays it."""
+    """Return the largest error/bound of each output and dtype, with its replay line."""
     source = "" if is_ours(config) else f"--kernel={shlex.quote(config.getoption('--kernel'))} "
     return [
         {
@@ -161,10 +161,14 @@ def _failure(report: pytest.TestReport) -> dict[str, Any]:
 
 
 def mutants(path: Path) -> dict[str, Any] | None:
-    """What ``make mutation`` found last, where it did: ends by source, and the matrix if asked for.
+    """Return the results of the last ``make mutation``, or None if there are none.
 
     Args:
-        path: The outcomes.
+        path: The file of outcomes.
+
+    Returns:
+        The counts of outcomes by source of mutants, the survivors, and the matrix of mutants and
+        failing checks if it was computed. If the file is damaged, the reason.
     """
     if not path.is_file():
         return None
@@ -183,7 +187,7 @@ def mutants(path: Path) -> dict[str, Any] | None:
 
 
 def _matrix(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Mutants with the checks that fail on them, where every check was asked; else nothing."""
+    """Return each mutant with its failing checks, if all checks were run; else an empty list."""
     asked = [x for x in outcomes if x.checks and x.source != "harness"]
     if all(len(x.checks) == 1 for x in asked):
         return []

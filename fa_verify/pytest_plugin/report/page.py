@@ -1,4 +1,4 @@
-"""The page of a report: one file that needs no other, and no script."""
+"""Render a report as one self-contained HTML file without scripts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fa_verify.pytest_plugin.report import pictures
 
 __all__ = ["page"]
 
-# Failures that are shown in full; report.json has all of them.
+# Number of failures shown on the page; report.json has all of them.
 FAILURES = 30
 MAPS = 6
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
@@ -43,10 +43,10 @@ details > summary { cursor: pointer; margin: 6px 0; }
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """HTML of a report; whatever a subject said is text in it, never markup.
+    """Return the HTML of a report. All text from subjects is escaped.
 
     Args:
-        record: Of ``content.record``.
+        record: The content of the report, as returned by ``content.record``.
     """
     subject = record["subject"] or {"name": "no kernel", "declares": "", "source": ""}
     title = f"Verification of {subject['name']}"
@@ -85,8 +85,8 @@ def _head(record: Mapping[str, Any], subject: Mapping[str, str]) -> Iterator[str
     yield f"<pre>{escape(chr(10).join(lines))}</pre>\n<p class=muted>{escape(when)}</p>"
     if not pictures.can_draw():
         yield (
-            "<p class=muted>Without pictures: matplotlib, which draws them, is not installed "
-            "(the extra <code>report</code>).</p>"
+            "<p class=muted>There are no pictures: matplotlib is not installed "
+            "(install the extra <code>report</code>).</p>"
         )
 
 
@@ -116,7 +116,7 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _baseline(baseline: Mapping[str, Any] | None) -> Iterator[str]:
     if baseline is None:
         return
-    yield f"<h2>Beside the baseline {escape(baseline['file'])}</h2>"
+    yield f"<h2>Compared with the baseline {escape(baseline['file'])}</h2>"
     yield f"<p>{escape(baseline['verdict'])}</p>"
     changes = sorted(baseline["changes"], key=lambda change: not change["alarm"])
     if changes:
@@ -124,7 +124,7 @@ def _baseline(baseline: Mapping[str, Any] | None) -> Iterator[str]:
             (_Raw('<span class="alarm">alarm</span>') if x["alarm"] else "", x["part"], x["text"])
             for x in changes
         ]
-        yield _table(("", "part", "what moved"), rows)
+        yield _table(("", "part", "difference"), rows)
 
 
 def _worst(record: Mapping[str, Any]) -> Iterator[str]:
@@ -186,7 +186,7 @@ def _checked(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ends(counts: Mapping[str, int] | None) -> str | _Raw:
-    """ "12", or what did not pass among them."""
+    """Format counts: "12" if all passed, else the number of each outcome."""
     if not counts:
         return ""
     if set(counts) == {"passed"}:
@@ -201,7 +201,7 @@ def _ends(counts: Mapping[str, int] | None) -> str | _Raw:
 def _mutants(mutants: Mapping[str, Any] | None) -> Iterator[str]:
     if mutants is None:
         return
-    yield "<h2>What the suite would catch</h2>"
+    yield "<h2>Mutation testing</h2>"
     if "damaged" in mutants:
         yield f"<p>{escape(mutants['file'])} cannot be read: {escape(mutants['damaged'])}</p>"
         return
@@ -210,19 +210,19 @@ def _mutants(mutants: Mapping[str, Any] | None) -> Iterator[str]:
     yield _table(("mutants", *ends), rows, numbers=True)
     if mutants["survivors"]:
         names = "".join(f"<li>{escape(name)}</li>" for name in mutants["survivors"])
-        yield f"<p>Not killed, and nothing says why:</p><ul>{names}</ul>"
+        yield f"<p>Survivors without an explanation:</p><ul>{names}</ul>"
     if mutants["matrix"] and pictures.can_draw():
         yield _image(pictures.kill_matrix(mutants["matrix"]), "Which check fails on which mutant")
 
 
 class _Raw(str):
-    """Markup that is made here, with its text escaped."""
+    """Markup built in this module, whose text is already escaped."""
 
 
 def _table(
     head: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> str:
-    """A table; with ``numbers``, all but its first column are."""
+    """Return an HTML table. With ``numbers``, all columns but the first are numeric."""
 
     def line(tag: str, cells: Sequence[object]) -> str:
         return "".join(

@@ -1,4 +1,4 @@
-"""Pictures of a report, as PNG in base64: matplotlib draws them, without it there are none."""
+"""Draw the pictures of a report with matplotlib, as base64-encoded PNG."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ COLOURS = {
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def _figure(width: float, height: float) -> Any:
-    """A figure of its own, which changes nothing of a user's settings and needs no display."""
+    """Create a figure without pyplot: it needs no display and leaves global settings alone."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -37,11 +37,11 @@ def _png(figure: Any) -> str:
 
 
 def distribution(edges: Sequence[float], counts: Mapping[str, Sequence[int]]) -> str:
-    """How close to their bound problems come: for each output a line a dtype, on log axes.
+    """Draw the distribution of error/bound: axes per output, a line per dtype, logarithmic x.
 
     Args:
-        edges: Of the bins, see ``Tally.distribution``.
-        counts: "output dtype" to how many problems fall into each.
+        edges: Edges of the bins, see ``Tally.distribution``.
+        counts: "output dtype" to the number of problems in each bin.
     """
     names = list(dict.fromkeys(key.split()[0] for key in ("out", "lse", "dq", "dk", "dv")))
     outputs = [x for x in names if any(key.split()[0] == x for key in counts)]
@@ -76,11 +76,11 @@ def distribution(edges: Sequence[float], counts: Mapping[str, Sequence[int]]) ->
 
 
 def heat_map(heat: Mapping[str, Any], output: str) -> str:
-    """One head of a tensor, with a line between its tiles.
+    """Draw the heat map of one head of a tensor, with lines between tiles.
 
     Args:
         heat: A record of ``HeatMap``.
-        output: Of which output.
+        output: Name of the output.
     """
     import numpy as np
     from matplotlib import colormaps
@@ -92,7 +92,7 @@ def heat_map(heat: Mapping[str, Any], output: str) -> str:
     positive = values[np.isfinite(values) & (values > 0)]
     least, most = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
     if heat["is_ratio"]:
-        # White is the bound: what lies within it is blue, what leaves it red.
+        # White is the bound, blue is within it, red exceeds it.
         most = min(max(most, 1 / max(least, 1e-3), 10.0), 1e6)
         least, palette = 1 / most, colormaps["RdBu_r"]
     else:
@@ -120,10 +120,10 @@ def heat_map(heat: Mapping[str, Any], output: str) -> str:
 
 
 def kill_matrix(matrix: Sequence[Mapping[str, Any]]) -> str:
-    """Mutants across, checks down, a mark where a check fails.
+    """Draw a matrix of mutants (columns) and checks (rows), marked where a check fails.
 
     Args:
-        matrix: Of ``content.mutants``.
+        matrix: The entry "matrix" of ``content.mutants``.
     """
     killed = sorted(matrix, key=lambda x: (x["source"], x["checks"]))
     checks = list(dict.fromkeys(check for x in killed for check in x["checks"]))
@@ -140,5 +140,5 @@ def kill_matrix(matrix: Sequence[Mapping[str, Any]]) -> str:
         names.append(source)
         at += count
     axis.set_xticks(ticks, names)
-    axis.set_xlabel(f"{len(killed)} mutants that a check fails on", color=INK)
+    axis.set_xlabel(f"{len(killed)} mutants on which a check fails", color=INK)
     return _png(figure)

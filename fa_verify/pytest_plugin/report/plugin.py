@@ -1,7 +1,7 @@
-"""A pytest plugin: ``--report=DIR`` writes what a run checked and found, as a page and as JSON.
+"""A pytest plugin for ``--report=DIR``: write the results of a run as a page and as JSON.
 
-``plugin`` registers it. Workers attach findings to the reports of their tests; the
-controller writes when all is known, the comparison with a baseline included.
+``fa_verify.pytest_plugin.plugin`` registers it. Workers attach findings to the reports of their
+tests. The controller writes the files after the comparison with a baseline.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fa_verify.pytest_plugin.report.page import page
 
 __all__ = ["RunReport", "add_options"]
 
-# Of one process: failing tests of which a heat map travels to the report, one each.
+# Number of failing tests per process that send a heat map to the report.
 MAPS = 4
 
 
 def add_options(group: pytest.OptionGroup) -> None:
-    """The option of the report."""
+    """Add the option of the report."""
     group.addoption(
         "--report",
         metavar="DIR",
@@ -36,16 +36,16 @@ def add_options(group: pytest.OptionGroup) -> None:
 
 
 class RunReport:
-    """Collects in the controller what tests say, and writes the report.
+    """Collects the reports of tests in the controller and writes the report of the run.
 
-    Registered before what it reports on, so that its end of the session comes after theirs.
+    Register it before the gate, so that its ``pytest_sessionfinish`` ends after the gate's.
     """
 
     def __init__(self, config: pytest.Config, tally: Tally) -> None:
-        """Is to be called in ``pytest_configure``.
+        """Create the folder. Call in ``pytest_configure``.
 
         Raises:
-            pytest.UsageError: The folder is a file, or cannot be made.
+            pytest.UsageError: The folder is a file or cannot be created.
         """
         given = config.getoption("--report")
         self.config = config
@@ -63,7 +63,7 @@ class RunReport:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> Iterator[None]:
-        """Attaches the findings to the report of a test that fails with some."""
+        """Attach the findings of a failing test to its report."""
         report = yield
         error = call.excinfo.value if call.excinfo else None
         if self.folder is not None and isinstance(error, Violation):
@@ -76,13 +76,13 @@ class RunReport:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keeps what the report is made of."""
+        """Keep the reports of all tests in the controller."""
         if self.folder is not None and not hasattr(self.config, "workerinput"):
             self.reports.append(report)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
-        """Writes, after everything else has come to its end."""
+        """Write the report after all other plugins have finished."""
         yield
         if (
             self.folder is None
@@ -96,7 +96,7 @@ class RunReport:
         text = json.dumps(record, indent=1, allow_nan=False)
         try:
             (self.folder / "report.json").write_text(text + "\n", encoding="utf-8")
-            # What matplotlib warns of is no verdict on a kernel.
+            # A warning of matplotlib must not fail the run.
             with warnings.catch_warnings(action="ignore"):
                 (self.folder / "report.html").write_text(page(record), encoding="utf-8")
         except OSError as error:
@@ -106,13 +106,13 @@ class RunReport:
             self.said = f"report: {self.folder / 'report.html'}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Says where it is."""
+        """Print the path of the report."""
         if self.said:
             terminalreporter.write_line(self.said)
 
 
 def _record(finding: Finding) -> dict[str, Any]:
-    """A finding as plain values, which xdist can send."""
+    """Convert a finding to plain values, which xdist can serialise."""
     return {
         "guarantee": finding.guarantee,
         "output": finding.output,

@@ -106,15 +106,15 @@ def test_without_a_database_settings_stay_as_they_are():
 
 def test_an_outage_is_reported_in_one_line_for_all_workers():
     server, lines = SharedDatabase(LOCAL, "redis://host:1"), []
-    for outage in ("redis://host:1 went away (TimeoutError)", "", server.outage):
+    for outage in ("redis://host:1 stopped answering (TimeoutError)", "", server.outage):
         server.pytest_testnodedown(SimpleNamespace(workeroutput={"outage": outage}))
     server.pytest_testnodedown(SimpleNamespace())
     server.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace()))
     terminal = SimpleNamespace(write_line=lambda line, **markup: lines.append(line))
     server.pytest_terminal_summary(terminal)
     assert lines == [
-        "--example-db: redis://host:1 went away (TimeoutError); from then on examples were kept "
-        "in .hypothesis alone"
+        "--example-db: redis://host:1 stopped answering (TimeoutError); later examples were kept "
+        "in .hypothesis only"
     ]
 
 
@@ -135,7 +135,7 @@ def test_a_url_that_is_none_is_refused(url, says):
 
 @pytest.mark.parametrize("profile", [None, "gate", "dev"])
 def test_a_profile_that_keeps_no_examples_is_refused(profile):
-    says = f"--example-db has no effect in the profile {profile or 'gate'}, which draws the same"
+    says = f"--example-db has no effect with the profile {profile or 'gate'}, which draws the same"
     with pytest.raises(pytest.UsageError, match=says):
         example_database(config_with("redis://localhost", profile), LOCAL)
 
@@ -236,7 +236,7 @@ def test_a_server_that_goes_away_takes_no_find_along(server, machine, monkeypatc
     # The folder has the example too, and a connection error does not fail the test.
     assert searched(database, "test", fails=True) == 1
     assert searched(database, "other", fails=False) >= 200
-    assert outside.outage.startswith(f"redis://127.0.0.1:{server.port}/1 went away (")
+    assert outside.outage.startswith(f"redis://127.0.0.1:{server.port}/1 stopped answering (")
     told = SimpleNamespace(workeroutput={})
     outside.pytest_sessionfinish(SimpleNamespace(config=told))
     assert told.workeroutput == {"outage": outside.outage}

@@ -126,10 +126,11 @@ def test_bad_options_are_refused_in_a_line_before_anything_runs(kernels):
         "--minutes=soon": "--minutes is 'soon'; needs a number of minutes > 0, at most 10080",
         "--minutes=0": "--minutes is '0'; needs a number of minutes > 0",
         "--minutes=nan": "--minutes is 'nan'; needs a number of minutes > 0",
-        "--finds=elsewhere": "--finds is called --corpus",
-        f"--corpus={kernels}": f"--corpus is '{kernels}'; needs a folder, and that is a file",
+        "--finds=elsewhere": "--finds is now called --corpus",
+        f"--corpus={kernels}": f"--corpus is '{kernels}', a file; needs a folder",
         "--example-db=redis://localhost": (
-            "--example-db has no effect in the profile gate, which draws the same in every run"
+            "--example-db has no effect with the profile gate, which draws the same problems in "
+            "every run"
         ),
         "--hypothesis-profile=quick": (
             "--hypothesis-profile is 'quick'; needs one of gate, dev, fuzz"
@@ -164,7 +165,7 @@ def test_the_kernels_there_are_are_listed_in_place_of_a_run():
     assert done.returncode == pytest.ExitCode.OK
     *lines, ending = done.stdout.strip().splitlines()
     assert [line.split()[0] for line in lines if line] == [*NAMED]
-    assert lines[0].endswith("not here: triton is not installed")
+    assert lines[0].endswith("unavailable: triton is not installed")
     assert ending == "<exit code 0>"
     assert done.stderr.split() == ["<exit", "code", "0>"]
 
@@ -172,13 +173,16 @@ def test_the_kernels_there_are_are_listed_in_place_of_a_run():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["-n0"], "--minutes needs workers of pytest-xdist; give -n auto or -n 1"),
-        (["-pno:xdist"], "--minutes needs workers of pytest-xdist; give -n auto or -n 1"),
-        (["--dist=loadfile", "-n1"], "--minutes deals tests itself; --dist is 'loadfile'"),
-        (["--replay={}"], "--minutes draws new problems; --replay names what to run"),
+        (["-n0"], "--minutes needs pytest-xdist workers; pass -n auto or -n 1"),
+        (["-pno:xdist"], "--minutes needs pytest-xdist workers; pass -n auto or -n 1"),
+        (
+            ["--dist=loadfile", "-n1"],
+            "--minutes schedules the tests and needs --dist=load; --dist is 'loadfile'",
+        ),
+        (["--replay={}"], "--minutes and --replay exclude each other: pass one of them"),
         (
             ["--hypothesis-profile=dev"],
-            "--minutes draws by the profile fuzz; --hypothesis-profile is 'dev'",
+            "--minutes needs the profile fuzz; --hypothesis-profile is 'dev'",
         ),
     ],
     ids=str,
@@ -247,7 +251,7 @@ def test_a_plain_pytorch_kernel_is_verified_without_triton(kernels):
 def test_a_kernel_that_refuses_everything_fails_the_run(kernels):
     done = run_without_triton([f"--kernel={kernels}:refusing", f"--replay={Problem().to_json()}"])
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "nothing was supported, so nothing was verified: failed" in done.stdout
+    assert "failed: the subject refused all problems, so nothing was verified" in done.stdout
     assert "1 unsupported (100 %)\n  unsupported, 1: not today" in done.stdout
 
 
@@ -322,7 +326,7 @@ def test_a_kernel_for_gpus_alone_is_refused_where_there_is_none(tmp_path, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "kernels.py"
     path.write_text(f"{KERNELS}\nattention.devices = ('cuda',)")
-    says = r"^--kernel: attention declares devices \('cuda',\); no GPU is visible here$"
+    says = r"^--kernel: attention declares devices \('cuda',\); needs a GPU, and none is visible$"
     with pytest.raises(pytest.UsageError, match=says):
         subject_of(configured(f"{path}:attention"))
 

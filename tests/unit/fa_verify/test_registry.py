@@ -92,4 +92,4 @@ def test_the_table_says_of_every_name_whether_it_can_run_here(gpu):
     lines = dict(zip(NAMED, kernel_table(), strict=True))
     assert all(line.startswith(f"{name} ") for name, line in lines.items())
     assert lines["sdpa-math"].endswith("  available")
-    assert lines["flex"].endswith("  not here: needs a CUDA GPU; none is visible")
+    assert lines["flex"].endswith("  unavailable: needs a CUDA GPU; none is visible")

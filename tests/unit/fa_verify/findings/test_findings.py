@@ -109,7 +109,7 @@ def test_of_findings_that_say_the_same_the_smallest_problem_stays():
 
 
 def test_different_exceptions_are_different_findings():
-    raised = "exception: it raises where it should compute\n  {}: no\n  replay: x"
+    raised = "exception: it raises an exception\n  {}: no\n  replay: x"
     found = guarantees_of(
         *(
             of_test(ACCURACY, "failed", ("exception", raised.format(error), "{}"))
@@ -131,7 +131,7 @@ def test_a_regression_that_passes_says_nothing_of_one_guarantee():
         (["passed", "skipped: it declares masks=()"], "holds"),
         (["skipped: it declares masks=()"], "unsupported"),
         (["skipped: not today"], "unsupported"),
-        (["skipped: needs tensors of 4 GiB each"], "not asked"),
+        (["skipped: needs tensors of 4 GiB each"], "not tested"),
     ],
 )
 def test_the_verdict_is_of_all_tests(tests, word):
@@ -140,7 +140,7 @@ def test_the_verdict_is_of_all_tests(tests, word):
 
 
 def test_a_guarantee_without_outcomes_is_reported_as_not_asked():
-    assert verdict(None, {}) == "not asked"
+    assert verdict(None, {}) == "not tested"
 
 
 def test_a_record_that_was_cut_off_is_read_up_to_there(tmp_path):
@@ -174,7 +174,7 @@ def test_the_document_has_guarantees_by_kernels():
     lines = document([result(first=first, second=second)]).splitlines()
     assert "| guarantee | first | second |" in lines
     assert "| G1 accuracy | holds | **fails** |" in lines
-    assert "| G5 hidden positions | **fails** | not asked |" in lines
+    assert "| G5 hidden positions | **fails** | not tested |" in lines
 
 
 def test_the_document_quotes_the_finding_with_its_replay_line():
@@ -189,7 +189,7 @@ def test_the_document_says_what_is_declared_refused_and_never_promised():
     assert "\n- declares masks=('causal',)\n" in said
     assert "\n- refuses: not today (2 problems)\n" in said
     assert "\n- worst error/bound: out 0.750 (bf16), dq 0.125 (fp16)\n" in said
-    assert "\n- never promised: not asked for sliding windows, lengths" in said
+    assert "\n- never promised: not tested with sliding windows, sequence lengths" in said
     assert "\n- G5 hidden positions is unsupported: it declares masks=()\n" in said
     assert "\n- flex was not run: no GPU\n" in said
 
@@ -200,7 +200,7 @@ def test_the_document_says_which_run_did_not_finish_and_what_it_said():
     assert "| G1 accuracy | holds\\* |" in said
     assert "| G3 empty rows | not reached\\* |" in said
     assert "| bias of errors |" not in said
-    assert "the run of it did not finish" in said
+    assert "in an incomplete run: it did not finish" in said
     assert "**The run did not finish: died of signal 11.**" in said
     assert "\n    Segmentation fault\n" in said
 
@@ -219,14 +219,17 @@ def test_the_document_says_what_fails_and_was_never_promised():
     ("declares", "words"),
     [
         ({"dirty": ["zero", "noise", "max"]}, "NaN and Inf in padding may reach valid results"),
-        ({"empty_lse": 0}, "the log-sum-exp of a row that sees no key is 0 where ours is -inf"),
+        ({"empty_lse": 0}, "the log-sum-exp of a row that sees no key is 0, not -inf"),
         ({"causal_alignment": "top-left"}, "causal masks start at the top left"),
-        ({"returns_lse": False}, "not asked for a log-sum-exp"),
-        ({"gqa": False, "m_ne_n": False}, "not asked for grouped heads, M other than N"),
-        ({"masks": ["causal", "window"]}, "not asked for lengths, so neither padding nor"),
-        ({"layouts": ["bhsd"]}, "not asked for layouts other than bhsd"),
-        ({"flushes": True}, "subnormal numbers may count as 0"),
-        ({"bitwise": ["G4", "G5", "G8"]}, "no promise to the bit of G9, G10: held to the bound"),
+        ({"returns_lse": False}, "not tested with a log-sum-exp"),
+        ({"gqa": False, "m_ne_n": False}, "not tested with grouped heads, M other than N"),
+        ({"masks": ["causal", "window"]}, "not tested with sequence lengths (so G4"),
+        ({"layouts": ["bhsd"]}, "not tested with layouts other than bhsd"),
+        ({"flushes": True}, "subnormal numbers may be flushed to 0"),
+        (
+            {"bitwise": ["G4", "G5", "G8"]},
+            "not promised bitwise: G9, G10; compared within the bound",
+        ),
     ],
 )
 def test_missing_promises_are_listed_in_words(declares, words):
@@ -413,7 +416,7 @@ def test_a_kernel_that_is_not_here_is_named_and_fails_the_command(tmp_path, monk
     made = tmp_path / "F.md"
     arguments = ["flex", "--results", str(tmp_path / "r"), "--document", str(made)]
     assert command.main(arguments) == 1
-    assert "flex: not here, needs a CUDA GPU" in capsys.readouterr().out
+    assert "flex: unavailable, needs a CUDA GPU" in capsys.readouterr().out
 
 
 def test_a_problem_is_kept_as_it_can_be_replayed():

@@ -202,7 +202,7 @@ def test_an_interrupted_run_has_the_status_of_its_corpus(first):
 
 
 def test_an_interrupted_run_sums_up(first, entries):
-    assert "stopping: workers finish the problem they are at" in first.output
+    assert "stopping: workers finish their current problem" in first.output
     assert re.search(r"\n[1-9]\d* distinct problems judged on all outputs", first.output)
     for path in entries:
         assert f"corpus: {os.path.relpath(path, ROOT)} (" in first.output

@@ -142,15 +142,17 @@ def test_a_kernel_that_errs_more_within_the_bound_fails_the_run_and_no_test(told
 def test_a_dtype_that_is_no_longer_supported_is_an_alarm_with_the_reason(told):
     said, code = told["narrow"]
     assert code == pytest.ExitCode.TESTS_FAILED
-    assert "ALARM coverage: dtype bf16 has vanished: none of its" in said
-    assert re.search(r"ALARM coverage: \d+ problems were not judged as then: narrow declares", said)
+    assert "ALARM coverage: dtype bf16 is no longer covered: none of its" in said
+    assert re.search(
+        r"ALARM coverage: \d+ problems were judged in the baseline, not now: narrow declares", said
+    )
 
 
 def test_a_part_of_the_problems_is_no_gate(told):
     said, code = told["a part"]
     assert code == pytest.ExitCode.TESTS_FAILED
     assert re.search(
-        r"ALARM coverage: \d+ problems were not judged as then: it did not run, ", said
+        r"ALARM coverage: \d+ problems were judged in the baseline, not now: it did not run ", said
     )
 
 
@@ -159,7 +161,7 @@ def test_a_part_of_the_problems_is_not_written(told, folder):
     count = len(Baseline.read(folder / "base.json").entries)
     assert code == pytest.ExitCode.TESTS_FAILED
     absent = re.fullmatch(
-        r"not written: a baseline is of a whole run that passes, and (\d+) problems did not run",
+        r"not written: a baseline needs a complete run that passes, and (\d+) problems did not run",
         verdict(said),
     )
     assert 0 < int(absent[1]) < count
@@ -201,17 +203,18 @@ def test_incomparable_baselines_are_refused_in_a_line_before_anything_runs(told,
     refused = {
         f"--baseline={folder}/none.json": (
             f"--baseline: {folder}/none.json cannot be read: No such file or directory; "
-            "--update-baseline writes it"
+            "--update-baseline creates it"
         ),
         f"--baseline={folder}/damaged.json": f"--baseline: {folder}/damaged.json is damaged: ",
         f"--baseline={folder}/elsewhere.json": (
-            f"--baseline: {folder}/elsewhere.json is of device elsewhere, here CPU ("
+            f"--baseline: {folder}/elsewhere.json differs from this run: "
+            "device elsewhere, here CPU ("
         ),
-        f"--baseline={folder}/elsewhere.json --update-baseline": "choose another file for this",
+        f"--baseline={folder}/elsewhere.json --update-baseline": "needs a file of this device",
         f"--baseline={folder}/damaged.json --update-baseline": "is damaged: ",
-        "--update-baseline": "--update-baseline needs --baseline=FILE, to be written",
+        "--update-baseline": "--update-baseline needs --baseline=FILE, the file to write",
         f'--baseline={folder}/none.json --replay={{"version":1}}': (
-            "--baseline and --replay exclude each other: give one of them"
+            "--baseline and --replay exclude each other: pass one of them"
         ),
     }
     said = runs(*([kernel, *options.split()] for options in refused))
@@ -231,7 +234,7 @@ def test_other_versions_are_refused_until_the_baseline_is_updated(told, folder):
     options = [f"--kernel={folder}/kernels.py:attention", f"--baseline={path}"]
     (refused, code), (updated, fine) = runs(options, [*options, "--update-baseline"])
     assert code == pytest.ExitCode.USAGE_ERROR
-    assert f"{path} is of torch 1.0, here {here.environment.torch}: --update-baseline" in refused
+    assert f"{path} differs from this run: torch 1.0, here {here.environment.torch}; " in refused
     assert fine == 0, updated
     # Entries of the old baseline come first and are unchanged.
     assert Baseline.read(path).entries[:3] == here.entries[:3]

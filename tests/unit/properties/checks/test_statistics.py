@@ -242,7 +242,9 @@ def test_a_finding_names_the_row_that_contributes_most():
     trial = run(PROBLEM)
     trial.got.dq[0, 3, 17] += 10.0
     (finding,) = rms(trial)
-    assert str(finding).startswith("RMS: dq of emulated errs more than its roundings explain")
+    assert str(finding).startswith(
+        "RMS: dq of emulated has larger errors than its roundings explain"
+    )
     assert "worst at b=0 h=3 m=17" in str(finding)
     assert "1 of 384 elements are bad" in str(finding)
 

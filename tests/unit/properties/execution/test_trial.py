@@ -88,7 +88,9 @@ def test_an_output_that_ignores_an_input_is_refused(tensor, gradient):
             read[tensor] = read[tensor].detach()
             return *read.values(), sm_scale
 
-    with pytest.raises(SubjectError, match=f"does not depend on what {gradient} belongs to"):
+    with pytest.raises(
+        SubjectError, match=f"does not depend on the input that {gradient} is the gradient of"
+    ):
         run_subject(Subject.of(Ignores(), "ignores"), PROBLEM, make(PROBLEM))
 
 

@@ -127,28 +127,28 @@ def test_a_kind_of_which_nothing_is_judged_has_vanished(kind, name, is_it):
     now = {i: entry for i, entry in SAME.items() if not is_it(entry)}
     reasons = {i: "refused" for i in SAME if i not in now}
     assert told(moved_coverage(THEN, now, reasons)) == [
-        (f"{kind} {name} has vanished: none of its 24 problems was judged", True),
-        ("24 problems were not judged as then: refused", True),
+        (f"{kind} {name} is no longer covered: none of its 24 problems was judged", True),
+        ("24 problems were judged in the baseline, not now: refused", True),
     ]
 
 
 def test_a_guarantee_whose_check_is_not_made_has_vanished():
     reasons = dict.fromkeys(SAME, "there is no guarantee 'G1'")
     assert told(moved_coverage(THEN, SAME, reasons)) == [
-        ("guarantee G1 has vanished: none of its 48 problems was judged", True),
-        ("48 problems were not judged as then: there is no guarantee 'G1'", True),
+        ("guarantee G1 is no longer covered: none of its 48 problems was judged", True),
+        ("48 problems were judged in the baseline, not now: there is no guarantee 'G1'", True),
     ]
 
 
 def test_one_problem_that_is_not_judged_any_more_is_an_alarm():
     now = {i: entry for i, entry in SAME.items() if i}
     assert told(moved_coverage(THEN, now, {0: "out of range"})) == [
-        ("1 problem was not judged as then: out of range", True)
+        ("1 problem was judged in the baseline, not now: out of range", True)
     ]
 
 
 def test_an_output_that_is_no_longer_returned_is_an_alarm():
     without = {i: dataclasses.replace(x, errors={"out": x.errors["out"]}) for i, x in SAME.items()}
     assert told(moved_coverage(THEN, without, {})) == [
-        ("dq is no longer returned, of 48 problems", True)
+        ("dq is no longer returned for 48 problems", True)
     ]

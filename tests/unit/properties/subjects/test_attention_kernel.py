@@ -96,11 +96,11 @@ def test_the_class_behind_apply_can_be_decorated():
     assert subject.dtypes == ("fp16",)
     assert subject.seqlen_multiple == 128
     with pytest.raises(
-        TypeError, match=r"^Attention\.backward is a method; it cannot be declared$"
+        TypeError, match=r"^Attention\.backward is a method and cannot be declared; rename it$"
     ):
         attention_kernel(backward=False)(Attention)
 
 
 def test_a_kernel_without_attributes_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"^len takes no attributes; wrap it in a function$"):
+    with pytest.raises(TypeError, match=r"^len accepts no attributes; wrap it in a function$"):
         attention_kernel(gqa=False)(len)

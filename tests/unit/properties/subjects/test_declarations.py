@@ -178,7 +178,7 @@ def test_a_wrong_value_of_an_instance_is_refused():
 
 
 def test_lengths_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match=r"^f.max_seqlen is 64; needs seqlen_multiple, 128, at"):
+    with pytest.raises(ValueError, match=r"^f.max_seqlen is 64; needs at least 128, its seqlen"):
         Subject.of(function_with(max_seqlen=64, seqlen_multiple=128), "f")
 
 

@@ -238,7 +238,7 @@ def test_an_unknown_name_is_refused_with_what_is_imported_if_there_is_nothing_el
 
 
 def test_an_unknown_name_in_an_empty_file_is_refused(refusal):
-    assert refusal("").endswith("has no 'attention'; it has no function at all")
+    assert refusal("").endswith("has no 'attention'; it has no functions")
 
 
 def test_an_unknown_method_is_refused_with_the_methods_there_are(refusal, tmp_path):

@@ -95,7 +95,7 @@ def _on_server(url: str, *, ask: bool) -> ExampleDatabase:
 
 
 def _without_secrets(error: Exception, url: str) -> str:
-    """What an error says, unless it repeats the password."""
+    """The message of an error, or its type alone if the message repeats the password."""
     said = f"{type(error).__name__}: {error}"
     parts = urllib.parse.urlsplit(url)
     secrets = {parts.netloc.rpartition("@")[0], parts.password, parts.query} - {"", None}

@@ -31,7 +31,7 @@ def timed(
     Args:
         subject: The subject; nothing else may run on the GPU meanwhile.
         then: The ratios of the baseline.
-        measure: What times a subject; None does, on the GPU.
+        measure: Times a subject; None times it on the GPU.
     """
     measure = measure or _measured
     try:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the i
 KEYS = 128
 # Query rows of a tile of the backward.
 ROWS = {64: 128, 128: 64}
-# Of unequal tiles, so that no two programs share one.
+# Their tiles are unequal, so that no two programs share one.
 MASKS = {
     "causal": Mask(causal=True),
     "window": Mask(window_left=20, window_right=30),

@@ -35,9 +35,9 @@ sdpa_flash = sdpa(SDPBackend.FLASH_ATTENTION)  # FlashAttention-2
 def _order(names: Sequence[str], turn: int) -> list[str]:
     """The order of a round: over as many as there are names, nobody follows the same one often.
 
-    What comes after a slow one finds a cooler GPU, and what comes after one that keeps the GPU busy
-    a hotter one: in rounds that only begin elsewhere each would always follow the same. Over n
-    rounds each follows each other once (2n, twice, where n is odd).
+    A call after a slow one finds a cooler GPU, and a call after a busy one a hotter GPU. In rounds
+    that differ only by their beginning, each call would always follow the same one. Over n rounds
+    each follows each other once; if n is odd, over 2n rounds twice.
 
     Source: Williams 1949, "Experimental designs balanced for the estimation of residual effects".
     """
@@ -90,7 +90,8 @@ def measure(
 ) -> dict[str, dict[str, list[float]]]:
     """{pass: {name: milliseconds a round}} on N(0,1) data, B x N x H x D.
 
-    What raises is left out, and put into ``failed`` with its reason; without that it raises.
+    An attention that raises is left out, and ``failed`` gets its reason. Without ``failed`` the
+    exception passes on.
     ``peaks`` gets the bytes that a forward and backward takes at most, beyond the inputs.
     """
     torch.manual_seed(0)

@@ -47,7 +47,7 @@ class _ScoreGrads(NamedTuple):
     """dS by the scores before a softcap, and its errors, (Z, R, N); 0 on hidden pairs."""
 
     ds: torch.Tensor
-    ds_reach: torch.Tensor  # |dS| + e, the largest |dS| of a correct kernel
+    ds_reach: torch.Tensor  # |dS| + e, the largest |dS| that a correct kernel has
     ds_errors: torch.Tensor  # W: its error as an operand
     ds_terms: torch.Tensor  # p (|dout|.|v| + |dout|.|out|)
     dp_reach: torch.Tensor
@@ -151,9 +151,10 @@ def backward_error(
         dv: (p expm1(F) + uc p exp(F) + (eta + FTZ)(1 + u_x))'|dout| + g (1 + uc) (p exp F)'|dout|
 
     TF32 adds eta_x for each subnormal operand of a dot. A kernel that flushes loses FTZ with each
-    sum, product and operand of a product of delta, with dP - D, with dS times a scale, and with
-    each tile added to dq, dk or dv. Atomics lose 2 FTZ with each tile of dq. The caller adds the g
-    terms and flushed sums of dk and dv, which depend on the number of rows that see a key.
+    sum, product and operand of a product of delta, and with dP - D. It loses as much with dS times
+    a scale and with each tile added to dq, dk or dv. Atomics lose 2 FTZ with each tile of dq. The
+    caller adds the g terms and flushed sums of dk and dv, which depend on the number of rows that
+    see a key.
 
     Args:
         x: The chunk.

@@ -130,7 +130,8 @@ def prescale_underflow(numerics: Numerics, sm_scale: float, units: Units) -> flo
     """Returns the error in a score or gradient from a loss of eta in a prescaled operand.
 
     If one operand carries the whole factor t log2(e), dividing by log2(e) multiplies the loss by
-    ln 2: in the score, which is in base 2, and in the gradient that reads the operand again. If
+    ln 2. This holds for the score, which is in base 2, and for the gradient that reads the operand
+    again. If
     both are prescaled, each may carry a square root of the factor. The loss in the score is then
     also multiplied by the other operand's factor, sqrt(t / ln 2) ln 2, and the loss in the gradient
     by t / sqrt(t / ln 2)::

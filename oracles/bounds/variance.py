@@ -80,7 +80,7 @@ class _Forward:
     lse: torch.Tensor  # variance of the log-sum-exp, (B, H, m, 1)
     out: torch.Tensor
     out_errors: torch.Tensor
-    slope: torch.Tensor  # of the scores by t q.k; the scalar 1 without a softcap
+    slope: torch.Tensor  # d(score)/d(t q.k); the scalar 1 without a softcap
 
 
 def rounding(x: torch.Tensor, u: float, eta: float) -> torch.Tensor:

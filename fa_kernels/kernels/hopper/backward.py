@@ -62,8 +62,9 @@ from fa_kernels.kernels.hopper.pipeline import (
 
 __all__ = ["hopper_backward_kernel"]
 
-# Kinds of query tiles, in the order of the loop: tiles with hidden pairs; tiles whose only hidden
-# pairs have keys past the end, which affect dq but no other rows of dk and dv; and 0, all others.
+# Kinds of query tiles, in the order of the loop. Tiles with hidden pairs come first. Tiles whose
+# only hidden pairs have keys past the end come next: these pairs affect dq but no other rows of dk
+# and dv. All other tiles are of kind 0.
 _EDGES: gl.constexpr = gl.constexpr(2)
 _PAST_END: gl.constexpr = gl.constexpr(1)
 # Buffers of dS: one is read, one has been written by both consumers, and one is being written by

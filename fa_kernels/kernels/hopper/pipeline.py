@@ -92,7 +92,7 @@ _IN_FOURS: gl.constexpr = gl.constexpr(
 
 
 class Mask(NamedTuple):
-    """Which pairs of one batch entry are visible: valid lengths and the window."""
+    """The visible pairs of one batch entry: valid lengths and the window."""
 
     seqlen_q: Any
     seqlen_k: Any

@@ -184,7 +184,7 @@ def pool_kernel(
     key_block = (key_span * keys_each + offs_tile_n).to(tl.int64)
     keys_of = tl.minimum((key_block + 1) * pool_keys, seqlen_k) - key_block * pool_keys
     inside = (offs_tile_n < keys_each) & (key_block < key_blocks)
-    # (BLOCK_N, BLOCK_N): which keys of the tile belong to which block.
+    # (BLOCK_N, BLOCK_N): whether a key of the tile belongs to a block.
     of_block = (offs_tile_n // pool_keys)[:, None] == offs_tile_n[None, :]
     for i in range(0, tl.minimum(rows_each, row_blocks - row_span * rows_each)):
         of_rows = (offs_tile_m // pool_rows == i)[:, None]

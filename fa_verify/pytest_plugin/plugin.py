@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fa_verify.pytest_plugin.environment import HAS_TRITON, ON_GPU  # isort: skip  # before torch
 
@@ -41,6 +42,7 @@ __all__ = [
     "pytest_ignore_collect",
     "pytest_runtest_teardown",
     "pytest_xdist_auto_num_workers",
+    "pytest_xdist_make_scheduler",
     "replayed",
     "tally",
     "watchdog",
@@ -131,10 +133,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Registered before the gate, so that its pytest_sessionfinish ends after the gate's.
     config.pluginmanager.register(RunReport(config, summary.tally), "report")
     config.pluginmanager.register(Gate(config), "gate")
-    # xdist deals tests in blocks. The long conformance tests come first and would all go to a few
-    # workers.
-    if getattr(config.option, "maxschedchunk", 0) is None:
-        config.option.maxschedchunk = 2
     # Run to the end even if the subject crashes in every test.
     if getattr(config.option, "maxworkerrestart", 0) is None:
         config.option.maxworkerrestart = "1000"
@@ -160,6 +158,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_xdist_auto_num_workers() -> int | None:
     """Return the number of workers for ``-n auto`` on a GPU."""
     return workers.num_workers() if ON_GPU else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deals tests one by one, unless options say how xdist deals them."""
+    if config.option.dist != "load" or config.option.maxschedchunk is not None:
+        return None
+    from fa_verify.pytest_plugin.dealing import Dealing
+
+    return Dealing(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -125,6 +126,24 @@ class GuardBands(TorchDispatchMode):
     def count(self) -> int:
         """Number of guarded allocations."""
         return len(self._allocations)
+
+
+# PyTorch wraps the method so that torch.compile leaves it alone. The wrapper imports
+# torch._dynamo, which takes 2 s and is of use only if something else has imported it too.
+_without_dynamo = GuardBands.__torch_dispatch__
+
+
+def _dispatch(
+    self: GuardBands, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:  # the signature of the base class
+    """Calls the method itself until torch._dynamo is imported, then PyTorch's wrapper of it."""
+    method = _without_dynamo
+    if "torch._dynamo" not in sys.modules:
+        method = getattr(method, "__wrapped__", method)
+    return method(self, func, types, args, kwargs)
+
+
+GuardBands.__torch_dispatch__ = _dispatch  # type: ignore[method-assign]
 
 
 def _python_kernel(func: Any, args: Sequence[Any]) -> Any:

@@ -8,13 +8,14 @@ the language is that of Triton's interpreter.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from types import ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ __all__ = ["Emulated", "load"]
 _GLUON = "triton.experimental.gluon"
 _LANGUAGE = f"{_GLUON}.language"
 _HOPPER = f"{_LANGUAGE}.nvidia.hopper"
+# By file and line of a function: its code as the interpreter rewrites it.
+_REWRITTEN: dict[tuple[str, int], CodeType] = {}
 
 
 class _Layout:
@@ -190,7 +193,9 @@ class _Emulation:
         )  # fmt: skip
 
         def jit(function: Any = None, **_: object) -> Any:
-            return jit if function is None else triton.jit(function)
+            if function is None:
+                return jit
+            return _rewritten_once(triton.jit(function), self._interpreter)
 
         gluon = _module(_GLUON, jit=jit, language=language)
         return {
@@ -409,12 +414,35 @@ def _executed(name: str, text: str) -> ModuleType:
     """Execute a module's source; register it with linecache, from which the interpreter reads."""
     import linecache
 
-    path = f"<emulated {name} {id(text)}>"
+    path = f"<emulated {name} {hashlib.sha256(text.encode()).hexdigest()}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     module = ModuleType(name)
     module.__file__ = path
     exec(compile(text, path, "exec"), module.__dict__)
     return module
+
+
+def _rewritten_once(kernel: Any, interpreter: Any) -> Any:
+    """The kernel, which the interpreter does not rewrite again if it has the same text."""
+    function, rewrite = kernel.fn, kernel.rewriter.rewrite_ast
+    place = function.__code__.co_filename, function.__code__.co_firstlineno
+
+    def rewritten() -> Any:
+        if place not in _REWRITTEN:
+            made = rewrite()
+            _REWRITTEN[place] = made.__code__
+            return made
+        # The interpreter adds its names to those of a module whose functions it rewrites.
+        names = function.__globals__
+        for name, x in vars(interpreter).items():
+            names.setdefault(name, x)
+        made = FunctionType(_REWRITTEN[place], names, function.__name__, function.__defaults__)
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__annotations__ = function.__annotations__
+        return made
+
+    kernel.rewriter.rewrite_ast = rewritten
+    return kernel
 
 
 @contextmanager

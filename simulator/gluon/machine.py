@@ -101,6 +101,13 @@ class Product:
         self.is_done = True
 
 
+def _closed() -> threading.Lock:
+    """A lock that a thread waits at until another one releases it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class _Program:
     """A running program and its partitions."""
 
@@ -117,7 +124,7 @@ class _Partition:
     def __init__(self, number: int, program: _Program) -> None:
         self.name = f"partition {number}{program.name}"
         self.program = program
-        self.turn = threading.Semaphore(0)
+        self.turn = _closed()
         self.waits_for: Callable[[], bool] = lambda: True
         self.reason = "its first turn"
         self.is_over = False
@@ -143,7 +150,8 @@ class Machine:
         self._running: list[_Partition] = []
         self._copies: list[tuple[_Program, Callable[[], None]]] = []
         self._threads: list[threading.Thread] = []
-        self._main = threading.Semaphore(0)
+        self._main = _closed()
+        self._has_ended = False
         self._error: BaseException | None = None
         self._now: _Partition | None = None
 
@@ -167,7 +175,10 @@ class Machine:
         while self._error is None and (left or self._running):
             while left and len({x.program.number for x in self._running}) < at_once:
                 self._begin(left[-1], programs[left.pop().number])
-            self._turn()
+            if ready := self._next():
+                ready.turn.release()
+                self._main.acquire()
+        self._has_ended = True
         for partition in self._running:
             partition.turn.release()
         for thread in self._threads:
@@ -181,24 +192,25 @@ class Machine:
         for program in programs:
             program.rank = (0.0, self._random.random(), -program.number)[kind]
 
-    def _turn(self) -> None:
-        """Run a partition until it pauses, or complete a copy."""
-        if self._random.random() < _PROGRAM_CHANGES:
-            self._rank([x.program for x in self._running])
-        if self._random.random() < _CHANGES:
-            self._random.shuffle(self._running)
-        self._running.sort(key=lambda x: x.program.rank)
-        ready = next((x for x in self._running if x.waits_for()), None)
-        if self._copies and (ready is None or self._random.random() < _COPIES):
-            self._copies.pop(self._random.randrange(len(self._copies)))[1]()
-        elif ready is not None:
-            self._now = ready
-            self._resumed(ready.program.number)
-            ready.turn.release()
-            self._main.acquire()
-        else:
-            waits = (f"{x.name} waits for {x.reason}" for x in self._by_name())
-            self._error = DeadlockError("; ".join(waits))
+    def _next(self) -> _Partition | None:
+        """Return the partition that runs next; complete copies until then; None on a deadlock."""
+        while True:
+            if self._random.random() < _PROGRAM_CHANGES:
+                self._rank([x.program for x in self._running])
+            if self._random.random() < _CHANGES:
+                self._random.shuffle(self._running)
+            self._running.sort(key=lambda x: x.program.rank)
+            ready = next((x for x in self._running if x.waits_for()), None)
+            if self._copies and (ready is None or self._random.random() < _COPIES):
+                self._copies.pop(self._random.randrange(len(self._copies)))[1]()
+            elif ready is not None:
+                self._now = ready
+                self._resumed(ready.program.number)
+                return ready
+            else:
+                waits = (f"{x.name} waits for {x.reason}" for x in self._by_name())
+                self._error = DeadlockError("; ".join(waits))
+                return None
 
     def _by_name(self) -> list[_Partition]:
         return sorted(self._running, key=lambda x: (x.program.number, x.name))
@@ -227,7 +239,8 @@ class Machine:
         partition.is_over = True
         if self._error is None:
             self._running.remove(partition)
-        self._main.release()
+        if not self._has_ended:
+            self._main.release()
 
     def _check_end(self, partition: _Partition) -> None:
         program = partition.program
@@ -245,7 +258,10 @@ class Machine:
         """Let other partitions run, at least until a condition holds."""
         partition = self.now
         partition.waits_for, partition.reason = until, reason
-        self._main.release()
+        ready = self._next()
+        if ready is partition:
+            return
+        (self._main if ready is None else ready.turn).release()
         partition.turn.acquire()
         if self._error is not None:
             raise self._error

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -89,10 +90,10 @@ misspelt.head_dim = (64,)
 """
 
 
-@pytest.fixture
-def kernels(tmp_path):
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
     """The path of the user's file."""
-    path = tmp_path / "kernels.py"
+    path = tmp_path_factory.mktemp("kernels") / "kernels.py"
     path.write_text(KERNELS)
     return path
 
@@ -110,14 +111,28 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_without_triton(*runs: list[str]) -> subprocess.CompletedProcess[str]:
+class Ended(NamedTuple):
+    """One of several runs of pytest in a process."""
+
+    stdout: str
+    stderr: str
+    returncode: int
+
+
+def run_without_triton(*runs: list[str]) -> list[Ended]:
     """Runs pytest with each of these lists of arguments, without Triton and without a GPU."""
-    return run("-c", WITHOUT_TRITON, json.dumps(runs), CUDA_VISIBLE_DEVICES="")
+    done = run("-c", WITHOUT_TRITON, json.dumps(runs), CUDA_VISIBLE_DEVICES="")
+    out, err = (re.split(r"\n<exit code (\d+)>\n", x) for x in (done.stdout, done.stderr))
+    # Nothing follows the last exit code.
+    assert len(out) == len(err) == 2 * len(runs) + 1
+    assert out[-1] == err[-1] == ""
+    return [Ended(out[i], err[i], int(out[i + 1])) for i in range(0, 2 * len(runs), 2)]
 
 
-def test_bad_options_are_refused_in_a_line_before_anything_runs(kernels):
+def refused(kernels: Path) -> dict[str, str]:
+    """By option that is refused, what is said of it."""
     here = str(kernels.parent)
-    refused = {
+    return {
         "--replay={M: 1}": "--replay: problem is not JSON",
         '--replay={"version":99}': "--replay: problem has version 99; this suite reads version 1",
         '--replay={"version":1,"mask":{"type":"os.system"}}': (
@@ -151,23 +166,50 @@ def test_bad_options_are_refused_in_a_line_before_anything_runs(kernels):
         "tests": "the project's own kernels need Triton, which is not installed",
         "tests/conformance/test_accuracy.py::test_x": "the project's own kernels need Triton",
     }
-    done = run_without_triton(*([option] for option in refused))
-    *said, rest = done.stderr.split(f"<exit code {int(pytest.ExitCode.USAGE_ERROR)}>")
-    assert rest.strip() == ""
-    assert len(said) == len(refused)
-    for line, says in zip(said, refused.values(), strict=True):
-        assert re.fullmatch(f"ERROR: {re.escape(says)}.*", line.strip())
-    assert "Traceback" not in done.stdout
 
 
-def test_the_kernels_there_are_are_listed_in_place_of_a_run():
-    done = run_without_triton(["--list-kernels", "--kernel=spda-math"])
+LISTED = ["--list-kernels", "--kernel=spda-math"]
+BOUND = "test_every_element_lies_within_the_derived_bound"
+# By kernel of the user's file, with which options it is run.
+OF_KERNELS = {
+    # The last of them is none of the conformance tests.
+    "attention": [
+        "--hypothesis-profile=dev",
+        "-v",
+        "-kempty_rows_give_zero or hidden_positions_add or test_mask.py",
+    ],
+    "refusing": [f"--replay={Problem().to_json()}"],
+    "tiring": ["--hypothesis-profile=gate", f"-k{BOUND} and fp16-default-d16"],
+    "wrong": ["--hypothesis-profile=dev", f"-k{BOUND} and fp32-default-d16"],
+}
+
+
+@pytest.fixture(scope="module")
+def told(kernels):
+    """By kernel, or option that comes first, what a run without Triton says; all in a process."""
+    lists = {
+        **{option: [option] for option in refused(kernels)},
+        "--list-kernels": LISTED,
+        **{name: [f"--kernel={kernels}:{name}", *options] for name, options in OF_KERNELS.items()},
+    }
+    return dict(zip(lists, run_without_triton(*lists.values()), strict=True))
+
+
+def test_bad_options_are_refused_in_a_line_before_anything_runs(told, kernels):
+    for option, says in refused(kernels).items():
+        done = told[option]
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR
+        assert re.fullmatch(f"ERROR: {re.escape(says)}.*", done.stderr.strip())
+        assert "Traceback" not in done.stdout
+
+
+def test_the_kernels_there_are_are_listed_in_place_of_a_run(told):
+    done = told["--list-kernels"]
     assert done.returncode == pytest.ExitCode.OK
-    *lines, ending = done.stdout.strip().splitlines()
+    lines = done.stdout.strip().splitlines()
     assert [line.split()[0] for line in lines if line] == [*NAMED]
     assert lines[0].endswith("unavailable: triton is not installed")
-    assert ending == "<exit code 0>"
-    assert done.stderr.split() == ["<exit", "code", "0>"]
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -232,11 +274,8 @@ def test_a_problem_is_replayed_alone(device):
     assert "1 passed" in done.stdout
 
 
-def test_a_plain_pytorch_kernel_is_verified_without_triton(kernels):
-    # The last test is not one of the conformance tests.
-    tests = "empty_rows_give_zero or hidden_positions_add or test_mask.py"
-    options = ["--hypothesis-profile=dev", "-v", f"-k{tests}"]
-    done = run_without_triton([f"--kernel={kernels}:attention", *options])
+def test_a_plain_pytorch_kernel_is_verified_without_triton(told):
+    done = told["attention"]
     assert done.returncode == 0, done.stdout
     assert "Triton none" in done.stdout
     header = "subject attention, declares dtypes=('bf16', 'fp32'), block_n=64"
@@ -248,17 +287,15 @@ def test_a_plain_pytorch_kernel_is_verified_without_triton(kernels):
     assert set(collected) == {"tests/conformance/test_rows_and_padding.py"}
 
 
-def test_a_kernel_that_refuses_everything_fails_the_run(kernels):
-    done = run_without_triton([f"--kernel={kernels}:refusing", f"--replay={Problem().to_json()}"])
+def test_a_kernel_that_refuses_everything_fails_the_run(told):
+    done = told["refusing"]
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "failed: the subject refused all problems, so nothing was verified" in done.stdout
     assert "1 unsupported (100 %)\n  unsupported, 1: not today" in done.stdout
 
 
-def test_a_kernel_that_refuses_too_much_fails_with_the_counts(kernels):
-    one = "test_every_element_lies_within_the_derived_bound and fp16-default-d16"
-    kernel = f"--kernel={kernels}:tiring"
-    done = run_without_triton([kernel, "--hypothesis-profile=gate", f"-k{one}"])
+def test_a_kernel_that_refuses_too_much_fails_with_the_counts(told):
+    done = told["tiring"]
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     drawn = int(re.search(r"(\d+) examples a test and shard", done.stdout).group(1))
     refused = drawn - 1
@@ -270,10 +307,8 @@ def test_a_kernel_that_refuses_too_much_fails_with_the_counts(kernels):
     assert f"\n  unsupported, {refused}: once is enough" in done.stdout
 
 
-def test_a_wrong_kernel_fails_with_a_line_that_replays_it(kernels):
-    one = "test_every_element_lies_within_the_derived_bound and fp32-default-d16"
-    kernel = f"--kernel={kernels}:wrong"
-    done = run_without_triton([kernel, "--hypothesis-profile=dev", f"-k{one}"])
+def test_a_wrong_kernel_fails_with_a_line_that_replays_it(told):
+    done = told["wrong"]
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "G1 accuracy: out of wrong leaves the derived bound" in done.stdout
     replay = re.search(r"replay: pytest .*--replay='(.*)'", done.stdout).group(1)

@@ -83,10 +83,36 @@ def runs(*lists: list[str]) -> list[tuple[str, int]]:
     return [(out[i] + err[i], int(out[i + 1])) for i in range(0, 2 * len(lists), 2)]
 
 
+HERE = Environment("elsewhere", "1.0", "none")
+
+
+def refused(folder) -> dict[str, str]:
+    """Refused options and the error that each gets."""
+    return {
+        f"--baseline={folder}/none.json": (
+            f"--baseline: {folder}/none.json cannot be read: No such file or directory; "
+            "--update-baseline creates it"
+        ),
+        f"--baseline={folder}/damaged.json": f"--baseline: {folder}/damaged.json is damaged: ",
+        f"--baseline={folder}/elsewhere.json": (
+            f"--baseline: {folder}/elsewhere.json differs from this run: "
+            "device elsewhere, here CPU ("
+        ),
+        f"--baseline={folder}/elsewhere.json --update-baseline": "needs a file of this device",
+        f"--baseline={folder}/damaged.json --update-baseline": "is damaged: ",
+        "--update-baseline": "--update-baseline needs --baseline=FILE, the file to write",
+        f'--baseline={folder}/none.json --replay={{"version":1}}': (
+            "--baseline and --replay exclude each other: pass one of them"
+        ),
+    }
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gate")
     (folder / "kernels.py").write_text(KERNELS)
+    Baseline("attention", HERE, (Entry(Problem(), "G1", "fp32"),)).write(folder / "elsewhere.json")
+    (folder / "damaged.json").write_text('{"version": 1,')
     return folder
 
 
@@ -106,6 +132,8 @@ def told(folder):
         "a part, written": [*of("attention"), "-kcausal", "--update-baseline"],
         "listed": [*of("attention"), "--collect-only", "-q"],
     }  # fmt: skip
+    kernel, _ = of("attention")
+    lists |= {options: [kernel, *options.split()] for options in refused(folder)}
     return dict(zip(lists, runs(*lists.values()), strict=True))
 
 
@@ -192,33 +220,9 @@ def test_workers_measure_what_one_process_does(told, folder):
     assert report["results"] == {"passed": len(alone)}
 
 
-HERE = Environment("elsewhere", "1.0", "none")
-
-
 def test_incomparable_baselines_are_refused_in_a_line_before_anything_runs(told, folder):
-    entries = (Entry(Problem(), "G1", "fp32"),)
-    Baseline("attention", HERE, entries).write(folder / "elsewhere.json")
-    (folder / "damaged.json").write_text('{"version": 1,')
-    kernel = f"--kernel={folder}/kernels.py:attention"
-    refused = {
-        f"--baseline={folder}/none.json": (
-            f"--baseline: {folder}/none.json cannot be read: No such file or directory; "
-            "--update-baseline creates it"
-        ),
-        f"--baseline={folder}/damaged.json": f"--baseline: {folder}/damaged.json is damaged: ",
-        f"--baseline={folder}/elsewhere.json": (
-            f"--baseline: {folder}/elsewhere.json differs from this run: "
-            "device elsewhere, here CPU ("
-        ),
-        f"--baseline={folder}/elsewhere.json --update-baseline": "needs a file of this device",
-        f"--baseline={folder}/damaged.json --update-baseline": "is damaged: ",
-        "--update-baseline": "--update-baseline needs --baseline=FILE, the file to write",
-        f'--baseline={folder}/none.json --replay={{"version":1}}': (
-            "--baseline and --replay exclude each other: pass one of them"
-        ),
-    }
-    said = runs(*([kernel, *options.split()] for options in refused))
-    for (text, code), says in zip(said, refused.values(), strict=True):
+    for options, says in refused(folder).items():
+        text, code = told[options]
         assert code == pytest.ExitCode.USAGE_ERROR
         assert says in text
         assert text.strip().startswith("ERROR: --")

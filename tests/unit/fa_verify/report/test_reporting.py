@@ -180,7 +180,7 @@ def test_without_matplotlib_there_is_a_page_that_says_so(record, monkeypatch):
     monkeypatch.setattr(pictures, "can_draw", lambda: False)
     read = Page(page(record))
     assert read.images() == []
-    assert "Without pictures: matplotlib" in read.text
+    assert "There are no pictures: matplotlib is not installed" in read.text
 
 
 def test_the_page_shows_the_baseline_alarms_first(record):

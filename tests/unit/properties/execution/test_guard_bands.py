@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -225,6 +226,14 @@ def test_outside_the_block_nothing_changes(raises, device):
     made = torch.empty(SHAPE, device=device)
     assert guards.count == 0
     assert made.untyped_storage().nbytes() == made.numel() * made.element_size()
+
+
+def test_an_allocation_does_not_import_dynamo(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    with GuardBands() as bands:
+        torch.empty(3)
+    assert bands.count == 1
+    assert "torch._dynamo" not in sys.modules
 
 
 def test_compiled_code_runs_compiled():

@@ -1,0 +1,123 @@
+"""The order in which tests are dealt to workers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from fa_verify.pytest_plugin.dealing import AHEAD, MANY_AHEAD, Dealing
+from fa_verify.pytest_plugin.plugin import pytest_xdist_make_scheduler
+from tests.unit.fa_verify.fuzz.test_fuzzing import Worker
+
+ALONE = [f"test_alone.py::test[{i}]" for i in range(20)]
+TOGETHER = [f"test_together.py::test[{i}]" for i in range(7)]
+
+
+def configured(folder, **options):
+    options = {"tx": ["popen", "popen"], "dist": "load", "maxschedchunk": None} | options
+    return SimpleNamespace(
+        getvalue=options.get,
+        getoption=options.get,
+        option=SimpleNamespace(**options),
+        rootpath=folder,
+    )
+
+
+@pytest.fixture
+def deal(tmp_path):
+    """A dealing to two workers, which have collected."""
+    (tmp_path / "test_alone.py").write_text("")
+    (tmp_path / "test_together.py").write_text('@pytest.fixture(scope="module")')
+
+    def of(tests):
+        dealing = pytest_xdist_make_scheduler(
+            configured(tmp_path), SimpleNamespace(loadsched=print)
+        )
+        workers = [Worker("gw0"), Worker("gw1")]
+        for worker in workers:
+            dealing.add_node(worker)
+            dealing.add_node_collection(worker, tests)
+        dealing.schedule()
+        return dealing, workers
+
+    return of
+
+
+def test_the_first_tests_are_dealt_by_turns(deal):
+    _, (first, second) = deal(ALONE)
+    assert (first.dealt, second.dealt) == ([0, 2], [1, 3])
+
+
+def test_a_worker_has_two_tests_before_it_while_they_are_long(deal):
+    dealing, (first, _) = deal(ALONE)
+    for index in (0, 2):
+        dealing.mark_test_complete(first, index, duration=1.0)
+        assert len(dealing.node2pending[first]) == AHEAD
+
+
+def test_a_worker_has_some_more_tests_before_it_while_they_are_short(deal):
+    dealing, (first, _) = deal(ALONE * 3)
+    dealing.mark_test_complete(first, 0, duration=0.001)
+    assert len(dealing.node2pending[first]) == MANY_AHEAD
+
+
+def test_tests_that_share_fixtures_go_to_one_worker(deal):
+    _, (first, second) = deal([*TOGETHER, *ALONE])
+    assert first.dealt == [*range(7)]
+    assert second.dealt == [7, 8]
+
+
+def test_a_file_that_cannot_be_read_shares_nothing(deal):
+    _, (first, second) = deal(["gone.py::test[0]", "gone.py::test[1]", *ALONE])
+    assert (first.dealt, second.dealt) == ([0, 2], [1, 3])
+
+
+def test_every_test_is_run_once_and_workers_go_home(deal):
+    tests = [*ALONE, *TOGETHER, *ALONE[:1]]
+    dealing, workers = deal(tests)
+    ran = []
+    while dealing.has_pending:
+        for worker in workers:
+            if dealing.node2pending[worker]:
+                ran.append(dealing.node2pending[worker][0])
+                dealing.mark_test_complete(worker, ran[-1], duration=1.0)
+    assert sorted(ran) == [*range(len(tests))]
+    assert sorted(workers[0].dealt + workers[1].dealt) == sorted(ran)
+    assert all(worker.shutting_down for worker in workers)
+
+
+def test_a_worker_without_a_test_goes_home(deal):
+    dealing, (first, second) = deal(ALONE[:1])
+    assert (first.dealt, second.dealt) == ([0], [])
+    assert second.shutting_down
+    assert dealing.tests_finished
+
+
+def test_the_tests_of_a_worker_that_dies_are_dealt_to_another(deal):
+    dealing, (first, second) = deal(ALONE)
+    assert dealing.remove_node(first) == ALONE[0]
+    for index in (1, 3):
+        dealing.mark_test_complete(second, index)
+    third = Worker("gw2")
+    dealing.add_node(third)
+    dealing.add_node_collection(third, ALONE)
+    dealing.schedule()
+    assert {*second.dealt, *third.dealt} >= {*range(1, 20)}
+
+
+def test_workers_that_collected_other_tests_get_none(tmp_path):
+    config = configured(tmp_path)
+    config.hook = SimpleNamespace(pytest_collectreport=lambda report: None)
+    dealing = Dealing(config, SimpleNamespace(loadsched=print))
+    for name, tests in (("gw0", ALONE), ("gw1", TOGETHER)):
+        worker = Worker(name)
+        dealing.add_node(worker)
+        dealing.add_node_collection(worker, tests)
+    dealing.schedule()
+    assert not dealing.has_pending
+
+
+@pytest.mark.parametrize("options", [{"dist": "loadfile"}, {"maxschedchunk": 5}])
+def test_options_of_xdist_are_left_to_it(tmp_path, options):
+    assert pytest_xdist_make_scheduler(configured(tmp_path, **options), None) is None

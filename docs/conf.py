@@ -27,6 +27,8 @@ exclude_patterns = ["images"]
 myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_show_sourcelink = False
 html_copy_source = False
 # The site loads nothing from elsewhere, neither fonts nor scripts.

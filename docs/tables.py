@@ -59,7 +59,8 @@ def _speed(name: str) -> list[str]:
     def cell(of: Mapping[Any, Any], pass_: str, attention: str) -> str:
         ours, other = of[pass_, attention], of[pass_, "cuDNN"]
         ratio = float(other["median_ms"]) / float(ours["median_ms"])
-        return f"{ms(ours)} ({ratio:.2f}; {ours['TF']})"
+        # Spaces that do not break: a cell is one line.
+        return f"{ms(ours)}\N{NO-BREAK SPACE}({ratio:.2f};\N{NO-BREAK SPACE}{ours['TF']})"
 
     rows = [
         (

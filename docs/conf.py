@@ -26,6 +26,7 @@ extensions = [
 exclude_patterns = ["images"]
 myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3
+smartquotes = False  # -- is the beginning of an option
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ def speed(path: Path) -> None:
         rows = [
             row
             | {
+                "problem": re.sub(r"^(\d+x\d+)x", r"\1x\n", row["problem"]),
                 "name": ATTENTIONS[row["name"]],
                 "causal": row["causal"] == "True",
                 "TF": float(row["TF"]),
@@ -116,7 +118,7 @@ def speed(path: Path) -> None:
             for row in csv.DictReader(file)
             if row["name"] in ATTENTIONS and row["pass"] != "both" and row["TF"]
         ]
-    draw(rows, path)
+    draw(rows, path, width=10.0)
 
 
 if __name__ == "__main__":

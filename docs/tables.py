@@ -94,7 +94,7 @@ def _ratios(name: str) -> list[str]:
             ]
             cells.append(f"{min(found):.2f} to {max(found):.2f}")
         rows.append((title, *cells))
-    return _markdown(("times as fast as", *others), rows)
+    return _markdown(("speed relative to", *others), rows)
 
 
 def _memory() -> list[str]:

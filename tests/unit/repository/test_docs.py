@@ -303,3 +303,8 @@ def test_every_claim_has_a_test_and_every_test_of_a_claim_a_section():
     assert set(shown.values()) <= tested
     assert all(name.startswith(f"test_k{int(number):02d}_") for number, name in shown.items())
     assert {name[:8] for name in tested} == {name[:8] for name in shown.values()}
+
+
+def test_the_workflow_on_the_page_is_the_one_that_runs():
+    (shown,) = blocks("docs/ci.md", "yaml")
+    assert shown in (ROOT / ".github" / "workflows" / "gpu.yml").read_text(encoding="utf-8")

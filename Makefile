@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help verify test gate baseline sanitize mutation fuzz findings lint format bench clean
+.PHONY: help verify test gate baseline sanitize mutation fuzz findings lint docs format bench clean
 
 MINUTES ?= 10
 # Portable kernels in small tiles, Hopper's in both passes, and more programs than calls often have.
@@ -60,6 +60,9 @@ lint: $(environment) ## ruff check, ruff format --check, mypy, prose
 	$(python) -m mypy
 	$(python) -m tests.prose
 
+docs: $(environment) ## build the documentation, build/docs/html/index.html; warnings are errors
+	$(python) -m sphinx -b html -W -n --keep-going -q docs build/docs/html
+
 format: $(environment) ## format and fix what ruff can
 	$(python) -m ruff check --fix .
 	$(python) -m ruff format .
@@ -80,7 +83,7 @@ done; echo 'make: no Python 3.11 or later found as python3 or python3.1x' >&2; e
 @rm -f .venv/installed-*
 endef
 
-install = .venv/bin/python -m pip install --disable-pip-version-check -c $(1) -e '.[test,dev]'
+install = .venv/bin/python -m pip install --disable-pip-version-check -c $(1) -e '.[test,dev,docs]'
 
 .venv/installed-cpu: constraints/cpu.txt constraints/cuda.txt pyproject.toml
 	$(make_environment)

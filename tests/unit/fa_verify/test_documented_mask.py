@@ -1,4 +1,4 @@
-"""The README's command verifies the README's mask, and finds a slip in it."""
+"""The command of docs/verify-a-mask.md verifies the mask of that page, and finds a slip in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def verified(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """Compares the forms of the mask in a file, by the README's command."""
+    """Compares the forms of the mask in a file, by the command of the page."""
     (folder / "prefix.py").write_text(source)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "forms",
@@ -27,12 +27,11 @@ def verified(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def example() -> str:
-    text = (ROOT / "README.md").read_text()
-    _, _, section = text.partition("## Verify a mask")
-    return section.partition("```python\n")[2].partition("```")[0]
+    page = (ROOT / "docs" / "verify-a-mask.md").read_text(encoding="utf-8")
+    return page.partition("```python\n")[2].partition("```")[0]
 
 
-def test_the_mask_of_the_readme_is_verified(tmp_path, example):
+def test_the_documented_mask_is_verified(tmp_path, example):
     done = verified(tmp_path, example)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout

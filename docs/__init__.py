@@ -1,0 +1,1 @@
+"""The pages of the documentation, and the commands that write their tables and pictures."""

@@ -1,0 +1,221 @@
+"""Writes the tables that come from results, versions and code into the pages.
+
+``python -m docs.tables`` names the pages that are stale, ``--write`` rewrites them. A table stands
+between ``<!-- begin table NAME -->`` and ``<!-- end table -->``; NAME is a key of ``TABLES``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TABLES", "main", "pages", "rewritten"]
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results" / "nvidia-h200"
+_TABLE = re.compile(r"(<!-- begin table (\S+) -->\n\n?).*?(\n?<!-- end table -->)", re.DOTALL)
+_YES_NO = {"True": "yes", "False": "no"}
+# The guarantee of each kernel that the README shows.
+_SHORT = (
+    ("sdpa-cudnn", "G5"),
+    ("sdpa-efficient", "G12"),
+    ("flex", "G3"),
+    ("flash-attn-4", "G3"),
+    ("xformers", "G12"),
+)
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return lines + [f"| {' | '.join(map(str, row))} |" for row in rows]
+
+
+def _findings() -> Mapping[str, Any]:
+    return json.loads((RESULTS / "findings.json").read_text(encoding="utf-8"))["subjects"]
+
+
+def _speeds(name: str) -> dict[tuple[str, str], dict[tuple[str, str], dict[str, str]]]:
+    """(problem, causal) to (pass, attention) to a row of the file."""
+    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
+        found: dict[Any, Any] = {}
+        for row in csv.DictReader(file):
+            of_problem = found.setdefault((row["problem"], row["causal"]), {})
+            of_problem[row["pass"], row["name"]] = row
+    return found
+
+
+def _speed(name: str) -> list[str]:
+    """Milliseconds; cuDNN's time over ours, and TF."""
+
+    def ms(row: Mapping[str, str]) -> str:
+        return f"{float(row['median_ms']):.3f}"
+
+    def cell(of: Mapping[Any, Any], pass_: str, attention: str) -> str:
+        ours, other = of[pass_, attention], of[pass_, "cuDNN"]
+        ratio = float(other["median_ms"]) / float(ours["median_ms"])
+        # Spaces that do not break: a cell is one line.
+        return f"{ms(ours)}\N{NO-BREAK SPACE}({ratio:.2f};\N{NO-BREAK SPACE}{ours['TF']})"
+
+    rows = [
+        (
+            problem, _YES_NO[causal],
+            cell(of, "forward", "ours"), ms(of["forward", "cuDNN"]),
+            cell(of, "backward", "ours"), cell(of, "backward", "ours, one pass"),
+            ms(of["backward", "cuDNN"]),
+        )
+        for (problem, causal), of in _speeds(name).items()
+    ]  # fmt: skip
+    backward = ("backward, deterministic", "backward, deterministic=False", "cuDNN")
+    return _markdown(("B x N x H x D", "causal", "forward", "cuDNN", *backward), rows)
+
+
+def _ratios(name: str) -> list[str]:
+    """The least and the largest ratio over the problems, against each other attention."""
+    speeds = _speeds(name).values()
+    others = ("cuDNN", "FlexAttention", "SDPA flash")
+    others = tuple(x for x in others if any(("forward", x) in of for of in speeds))
+    rows = []
+    for title, pass_, attention in (
+        ("forward", "forward", "ours"),
+        ("backward, deterministic", "backward", "ours"),
+        ("backward, `deterministic=False`", "backward", "ours, one pass"),
+    ):
+        cells = []
+        for other in others:
+            found = [
+                float(of[pass_, other]["median_ms"]) / float(of[pass_, attention]["median_ms"])
+                for of in speeds
+            ]
+            cells.append(f"{min(found):.2f} to {max(found):.2f}")
+        rows.append((title, *cells))
+    return _markdown(("speed relative to", *others), rows)
+
+
+def _memory() -> list[str]:
+    attentions = ("ours", "ours, one pass", "cuDNN", "FlexAttention", "SDPA flash", "eager")
+
+    def peak(row: Mapping[str, str]) -> str:
+        return row["peak_MiB"] or row["median_ms"]
+
+    rows = [
+        (
+            problem,
+            _YES_NO[causal],
+            *(peak(of["both", x]) for x in attentions),
+        )
+        for (problem, causal), of in _speeds("speed.csv").items()
+    ]
+    return _markdown(("B x N x H x D, MiB", "causal", *attentions), rows)
+
+
+def _short() -> list[str]:
+    rows = []
+    for name, guarantee in _SHORT:
+        subject = _findings()[name]
+        finding = subject["guarantees"][guarantee]["findings"][0]
+        first, _, rest = finding["message"].partition("\n")
+        worst = re.search(r"got (\S+), want (\S+),", rest)
+        assert worst is not None
+        got, want = (f"{float(x):.4g}" for x in worst.groups())
+        what = first.partition(": ")[2].replace(f" of {name}", "").partition(", and")[0]
+        problem = finding["problem"].replace('"version":1,', "").replace(',"device":"cuda"', "")
+        rows.append((subject["about"], what, got, want, f"`{problem}`"))
+    return _markdown(("kernel", "finding", "got", "want", "smallest problem"), rows)
+
+
+def _versions() -> list[str]:
+    files = {}
+    for name in ("cpu", "cuda"):
+        text = (ROOT / "constraints" / f"{name}.txt").read_text(encoding="utf-8")
+        files[name] = dict(re.findall(r"^([a-z-]+)==(\S+)$", text, re.MULTILINE))
+    packages = [x for x in files["cpu"] if x in files["cuda"]]
+    rows = [(f"`{x}`", files["cpu"][x], files["cuda"][x]) for x in packages]
+    return _markdown(("package", "`constraints/cpu.txt`", "`constraints/cuda.txt`"), rows)
+
+
+def _mutants() -> list[str]:
+    from fa_verify.diagnosis.faults import FAULTS
+    from fa_verify.diagnosis.independent import INDEPENDENT
+    from fa_verify.diagnosis.subtle import SUBTLE
+    from tests.mutation.harness_mutants import HARNESS
+
+    rows = (
+        ("faults on record", len(FAULTS), "`fa_verify/diagnosis/faults.py`"),
+        ("independent mutants", len(INDEPENDENT), "`fa_verify/diagnosis/independent.py`"),
+        ("subtle faults", len(SUBTLE), "`fa_verify/diagnosis/subtle.py`"),
+        ("harness mutants written by hand", len(HARNESS), "`tests/mutation/harness_mutants.py`"),
+    )
+    return _markdown(("mutants", "number", "file"), rows)
+
+
+def _options() -> list[str]:
+    import pytest
+
+    from fa_verify.pytest_plugin.options import add_options
+
+    group = pytest.Parser(_ispytest=True).getgroup("attention")
+    add_options(group)
+    rows = []
+    for option in group.options:
+        attributes = option.attrs()
+        if attributes["help"] == argparse.SUPPRESS:
+            continue
+        value = f"={attributes['metavar']}" if attributes.get("metavar") else ""
+        rows.append((f"`{option.names()[0]}{value}`", attributes["help"]))
+    return _markdown(("option", "effect"), rows)
+
+
+TABLES: Mapping[str, Callable[[], list[str]]] = {
+    "speed-bf16": lambda: _speed("speed.csv"),
+    "speed-fp16": lambda: _speed("speed-fp16.csv"),
+    "ratios-bf16": lambda: _ratios("speed.csv"),
+    "ratios-fp16": lambda: _ratios("speed-fp16.csv"),
+    "memory": _memory,
+    "findings-short": _short,
+    "versions": _versions,
+    "mutants": _mutants,
+    "options": _options,
+}
+
+
+def pages() -> list[Path]:
+    """The README and every page of the documentation."""
+    return [ROOT / "README.md", *sorted(Path(__file__).parent.rglob("*.md"))]
+
+
+def rewritten(text: str) -> str:
+    """The text of a page with its tables as they are now."""
+
+    def table(match: re.Match[str]) -> str:
+        return "\n".join(
+            (f"<!-- begin table {match[2]} -->\n", *TABLES[match[2]](), "\n<!-- end table -->")
+        )
+
+    return _TABLE.sub(table, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 where nothing is stale, or everything was written."""
+    parser = argparse.ArgumentParser(prog="python -m docs.tables", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="rewrite the pages that are stale")
+    options = parser.parse_args(arguments)
+    stale = False
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        new = rewritten(text)
+        if new != text:
+            stale = True
+            if options.write:
+                page.write_text(new, encoding="utf-8")
+            print(f"{page.relative_to(ROOT)}: {'written' if options.write else 'stale'}")
+    return int(stale and not options.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

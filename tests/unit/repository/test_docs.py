@@ -1,0 +1,310 @@
+"""The documentation: it builds, loads nothing from elsewhere, is not stale, and its code runs.
+
+Every command on a page is in ``RUN``, and runs as written, or in ``PARSED`` with the reason why it
+is only parsed. Python of a page runs here, or in the tests that ``ELSEWHERE`` names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import fa_verify
+from docs import tables
+from fa_verify import attention_kernel
+from fa_verify.oracles.problem import Problem
+from fa_verify.pytest_plugin.findings.asked import GUARANTEES
+
+ROOT = Path(__file__).parents[3]
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in tables.pages()}
+PAGES["CONTRIBUTING.md"] = ROOT / "CONTRIBUTING.md"
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
+RUN = (
+    "python -m pytest --list-kernels",
+    "python -m pytest tests/unit/oracles/masks/test_mask.py -k dense",
+    "python -m tests.mutation --help",
+    "python -m tests.mutation equivalents",
+    "python -m fa_verify.pytest_plugin.findings --help",
+)
+# Only parsed: options are known to pytest, targets to make, modules to Python.
+PARSED = {
+    ".ci/run": "runs everything",
+    "make bench": "needs a GPU",
+    "make docs": "the fixture site runs its command",
+    "make format": "changes files",
+    "make lint": "runs over everything",
+    "make mutation": "takes a quarter of an hour",
+    "make test": "runs everything",
+    "make verify": "takes minutes",
+    "make baseline BASELINE=baselines/local.json": "takes minutes",
+    "make gate BASELINE=baselines/local.json": "takes minutes",
+    "make findings KERNELS=NAME": "has a placeholder",
+    "make findings KERNELS='flex ours'": "needs a GPU",
+    "make fuzz MINUTES=10": "takes minutes",
+    "make fuzz MINUTES=10 KERNEL=path/to/file.py:name": "has a placeholder",
+    "make fuzz MINUTES=10 MASK=path/to/file.py:Name": "has a placeholder",
+    "pip install -e '.[test]'": "changes the environment",
+    "pip install -e '.[report]'": "changes the environment",
+    "python -m benchmarks.memory": "needs a GPU",
+    "python -m benchmarks.host": "needs a GPU",
+    "python -m benchmarks.packed": "needs a GPU",
+    "python -m benchmarks.density": "needs a GPU",
+    "python -m benchmarks.few_queries": "needs a GPU",
+    "python -m docs.tables --write": "changes files",
+    "python -m tests.mutation.ablation": "is part of tests/mutation/test_ablation.py",
+    "python -m tests.snapshots outputs --write build/outputs.json": "takes minutes",
+    "python -m tests.snapshots outputs --compare build/outputs.json": "takes minutes",
+    "python -m pytest -n auto --baseline=baselines/local.json": "takes minutes",
+    "python -m pytest -n auto --baseline=baselines/local.json --update-baseline": "takes minutes",
+    "python -m pytest -n auto --kernel=path/to/attention.py:attention": "has a placeholder",
+    "python -m pytest -n auto --mask=path/to/prefix.py:Prefix": "runs in test_documented_mask.py",
+    "python -m pytest -n auto --minutes=600 --example-db=redis://host:6379/0": "takes hours",
+    "python -m pytest tests/conformance -n auto --minutes=10": "takes minutes",
+    "python -m pytest tests/conformance -n auto --report=build/report": "takes minutes",
+    "python -m pytest tests/conformance -n auto --kernel=path/to/attention.py:attention "
+    "--minutes=60 --corpus=corpus": "takes an hour",
+    "python -m pytest --replay="
+    """'{"version":1,"M":7,"N":34,"D":32,"dtype":"fp16","config":"16x32"}'""": (
+        "tests/unit/fa_verify/test_options.py replays problems"
+    ),
+}
+ELSEWHERE = {
+    "docs/adding.md": "tests/unit/repository/test_adding.py",
+    "docs/verify-a-mask.md": "tests/unit/fa_verify/test_documented_mask.py",
+}
+# Small enough for the interpreter.
+SIZES = {"1000": "20", "1200": "24", "770": "15", 'device="cuda"': 'device="cpu"'}
+
+
+def blocks(name: str, *languages: str) -> list[str]:
+    """The blocks of a page in one of the languages."""
+    found = re.findall(r"^```(\w+)\n(.*?)^```", TEXTS[name], re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def commands() -> set[str]:
+    """Every command of every page, without prompt and comment."""
+    lines = [
+        line
+        for name in PAGES
+        for block in blocks(name, "console", "sh")
+        for line in block.splitlines()
+    ]
+    return {re.sub(r"\s+# .*$", "", line.removeprefix("$ ")).strip() for line in lines} - {""}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built by the command of ``make docs``."""
+    for package in ("sphinx", "furo", "myst_parser"):
+        pytest.importorskip(package)
+    _, _, rules = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndocs:")
+    (command,) = re.findall(r"^\t\$\(python\) (.*)$", rules.partition("\n\n")[0], re.MULTILINE)
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[:-1], str(folder)],
+        cwd=ROOT, capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_pages_load_nothing_from_elsewhere(site):
+    loads = re.compile(
+        r"<(?:script|img|iframe|source|embed|object|link)\b[^>]*?(?:src|href|data)=[\"']?"
+        r"((?:https?:)?//[^\"'\s>]+)|(?:@import|url\()\s*[\"']?((?:https?:)?//[^\"')\s]+)"
+    )
+    found = {
+        (path.relative_to(site).as_posix(), *match.groups())
+        for path in site.rglob("*")
+        if path.suffix in (".html", ".css") and "mathjax" not in path.parts
+        for match in loads.finditer(path.read_text(encoding="utf-8"))
+    }
+    assert found == set()
+    formulas = (site / "error-bound.html").read_text(encoding="utf-8")
+    (script,) = re.findall(r'<script[^>]* src="([^"]*mathjax[^"]*?)(?:\?[^"]*)?"', formulas)
+    assert (site / script).is_file()
+
+
+def test_absolute_values_of_docstrings_are_not_substitutions(site):
+    assert r"\|" not in (site / "api" / "oracles.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_table_is_stale(name):
+    assert tables.rewritten(TEXTS[name]) == TEXTS[name], "python -m docs.tables --write"
+
+
+@pytest.mark.parametrize(("name", "lines"), [("README.md", 200), ("CONTRIBUTING.md", 90)])
+def test_the_first_pages_are_short(name, lines):
+    assert TEXTS[name].count("\n") < lines
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_files(name):
+    links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", TEXTS[name])
+    local = [link for link in links if "://" not in link]
+    assert [x for x in local if not (PAGES[name].parent / x).exists()] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_a_page_names_exist(name):
+    named = re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|toml|json|yml|txt|csv))`", TEXTS[name])
+    assert [x for x in named if not x.startswith("path/") and not re.search("[A-Z]{4}", x)
+            and not (ROOT / x).exists()] == []  # fmt: skip
+
+
+def test_every_command_is_run_or_parsed():
+    assert commands() == {*RUN, *PARSED}
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_the_command_runs(command):
+    words = shlex.split(command)
+    words[0] = sys.executable
+    if words[1:3] == ["-m", "pytest"]:
+        words += ["-p", "no:cacheprovider"]
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", PARSED)
+def test_the_command_is_valid(command, pytestconfig):
+    words = shlex.split(command)
+    if words[0] == "make":
+        done = subprocess.run(
+            ["make", "-n", f"PYTHON={sys.executable}", *words[1:]],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        for variable in words[2:]:
+            assert f"$({variable.partition('=')[0]})" in (ROOT / "Makefile").read_text()
+    elif words[0] == "pip":
+        (extra,) = re.findall(r"\[(\w+)\]", command)
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert extra in project["optional-dependencies"]
+    elif words[:3] == ["python", "-m", "pytest"]:
+        # Unknown options are an error.
+        options = pytestconfig._parser.parse(words[3:])
+        assert all((ROOT / file).exists() for file in options.file_or_dir)
+        if options.replay:
+            Problem.from_json(options.replay)
+    elif words[:2] == ["python", "-m"]:
+        assert find_spec(words[2]) is not None
+    else:
+        assert os.access(ROOT / command, os.X_OK)
+
+
+def _run(block: str, namespace: dict[str, object]) -> str:
+    """Returns the output of a block of Python."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block, "<page>", "exec"), namespace)
+    return printed.getvalue()
+
+
+def _shown(text: str, printed: str) -> None:
+    """Asserts that the lines of a page, but for its last one, begin what was printed."""
+    *lines, last = text.splitlines()
+    assert last == "..."
+    assert printed.splitlines()[: len(lines)] == lines
+
+
+def test_the_first_example_prints_what_the_page_shows():
+    verified, text = blocks("README.md", "python")[0], blocks("README.md", "text")
+    _shown(text[0], _run(verified, {}))
+    assert verified.count("gqa=False") == 1
+    declared = verified.replace("gqa=False", 'gqa=False, causal_alignment="top-left"')
+    # A CPU's own attention rounds as its instructions do.
+    numbers = re.compile(r"0\.\d+")
+    _shown(numbers.sub("0.", text[1]), numbers.sub("0.", _run(declared, {})))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PAGES if blocks(name, "python") and name not in ELSEWHERE]
+)
+def test_the_python_of_a_page_runs(name, device, monkeypatch):
+    pytest.importorskip("triton")
+    verify = inspect.signature(fa_verify.verify)
+    calls = []
+
+    def bound(*args, **options):
+        calls.append(verify.bind(*args, **options))
+        return True
+
+    # It takes minutes; the first example of the README runs in the test above.
+    monkeypatch.setattr(fa_verify, "verify", bound)
+    namespace: dict[str, object] = {"_attention": type("_attention", (), {})}
+    for block in blocks(name, "python"):
+        if device == "cpu":
+            for old, new in SIZES.items():
+                block = block.replace(old, new)
+        elif "repair()" in block:
+            compile(block, name, "exec")  # of the interpreter, which is off
+            continue
+        _run(block, namespace)
+    assert len(calls) == sum("verify(" in block for block in blocks(name, "python"))
+
+
+def test_python_that_runs_elsewhere_is_read_there():
+    for name, test in ELSEWHERE.items():
+        assert blocks(name, "python")
+        assert Path(name).name in (ROOT / test).read_text(encoding="utf-8")
+
+
+def test_every_target_of_make_is_on_the_page_of_options():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z]+):.*## ", makefile, re.MULTILINE)
+    missing = [x for x in targets if f"`make {x}`" not in TEXTS["docs/options.md"]]
+    assert missing == ["help"]
+
+
+def test_every_declaration_is_on_its_page():
+    words = [
+        word for word, parameter in inspect.signature(attention_kernel).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]  # fmt: skip
+    assert [x for x in words if f"`{x}`" not in TEXTS["docs/declarations.md"]] == []
+
+
+def test_every_guarantee_is_on_its_page_with_tests_that_exist():
+    page = TEXTS["docs/guarantees.md"]
+    assert [x for x in GUARANTEES if re.match(r"[GT]\d", x) and f"| {x} |" not in page] == []
+    files = set(re.findall(r"`(test_\w+\.py)`", page))
+    there = {path.name for path in (ROOT / "tests" / "conformance").glob("test_*.py")}
+    assert files
+    assert files <= there
+
+
+def test_every_claim_has_a_test_and_every_test_of_a_claim_a_section():
+    page = TEXTS["docs/claims.md"]
+    tested = {
+        name
+        for path in (ROOT / "tests" / "claims").glob("test_*.py")
+        for name in re.findall(r"^def (test_k\d+_\w+)", path.read_text(encoding="utf-8"), re.M)
+    }
+    shown = dict(re.findall(r"^## K(\d+): .*?^`(test_\w+)`$", page, re.MULTILINE | re.DOTALL))
+    assert sorted(map(int, shown)) == list(range(1, 19))
+    assert set(shown.values()) <= tested
+    assert all(name.startswith(f"test_k{int(number):02d}_") for number, name in shown.items())
+    assert {name[:8] for name in tested} == {name[:8] for name in shown.values()}
+
+
+def test_the_workflow_on_the_page_is_the_one_that_runs():
+    (shown,) = blocks("docs/ci.md", "yaml")
+    assert shown in (ROOT / ".github" / "workflows" / "gpu.yml").read_text(encoding="utf-8")

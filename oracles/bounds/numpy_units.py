@@ -131,10 +131,9 @@ def prescale_underflow(numerics: Numerics, sm_scale: float, units: Units) -> flo
 
     If one operand carries the whole factor t log2(e), dividing by log2(e) multiplies the loss by
     ln 2. This holds for the score, which is in base 2, and for the gradient that reads the operand
-    again. If
-    both are prescaled, each may carry a square root of the factor. The loss in the score is then
-    also multiplied by the other operand's factor, sqrt(t / ln 2) ln 2, and the loss in the gradient
-    by t / sqrt(t / ln 2)::
+    again. If both are prescaled, each may carry a square root of the factor. The loss in the score
+    is then also multiplied by the other operand's factor, sqrt(t / ln 2) ln 2, and the loss in the
+    gradient by t / sqrt(t / ln 2)::
 
         eta ln 2                            "q", "k"
         eta max(ln 2, sqrt(t ln 2))         "qk"

@@ -11,16 +11,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = ["GATE_PROBLEMS", "Attention", "interleaved", "measure", "sdpa", "sdpa_flash"]
 
-# f(q, k, v, causal) of tensors (B, H, N, D).
+# f(q, k, v, causal) on tensors (B, H, N, D), which returns out.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
-# (B, N, H, D, causal).
+# (B, N, H, D, causal) of the passes that the gate times.
 GATE_PROBLEMS = ((1, 4096, 32, 128, False), (1, 4096, 32, 128, True))
 ROUNDS = 7
 ROUND_MS = 60
 
 
 def sdpa(backend: SDPBackend) -> Attention:
-    """PyTorch's ``scaled_dot_product_attention`` on one backend."""
+    """Return PyTorch's ``scaled_dot_product_attention`` on one backend."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
         with sdpa_kernel(backend):
@@ -33,11 +33,11 @@ sdpa_flash = sdpa(SDPBackend.FLASH_ATTENTION)  # FlashAttention-2
 
 
 def _order(names: Sequence[str], turn: int) -> list[str]:
-    """The order of a round: over as many as there are names, nobody follows the same one often.
+    """Return the order of calls in a round, balanced so that no call follows another one often.
 
-    A call after a slow one finds a cooler GPU, and a call after a busy one a hotter GPU. In rounds
-    that differ only by their beginning, each call would always follow the same one. Over n rounds
-    each follows each other once; if n is odd, over 2n rounds twice.
+    A call finds a cooler GPU after a slow call, and a hotter one after a busy call. In rounds that
+    differ only by their beginning, each call would always follow the same one. Here each of n calls
+    follows each other once in n rounds; if n is odd, twice in 2n rounds.
 
     Source: Williams 1949, "Experimental designs balanced for the estimation of residual effects".
     """
@@ -52,9 +52,17 @@ def interleaved(
     round_ms: int = ROUND_MS,
     limit_s: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, one median a round, the calls taking turns.
+    """Time calls that take turns.
 
-    A call whose rounds have taken ``limit_s`` has no more of them.
+    Args:
+        calls: The calls by name.
+        rounds: Number of rounds.
+        round_ms: Duration of a call's repetitions in a round, in ms.
+        limit_s: Time limit of a call in seconds. A call that exceeds it is left out of later
+            rounds.
+
+    Returns:
+        Name of a call to its medians in ms, one per round.
     """
     from triton.testing import do_bench
 
@@ -88,11 +96,28 @@ def measure(
     device: str = "cuda",
     limit_s: float = math.inf,
 ) -> dict[str, dict[str, list[float]]]:
-    """{pass: {name: milliseconds a round}} on N(0,1) data, B x N x H x D.
+    """Time passes of attentions on N(0, 1) data of shape (B, H, N, D), stored as (B, N, H, D).
 
-    An attention that raises is left out, and ``failed`` gets its reason. Without ``failed`` the
-    exception passes on.
-    ``peaks`` gets the bytes that a forward and backward takes at most, beyond the inputs.
+    Args:
+        attentions: The attentions by name.
+        B: Batch size.
+        N: Number of queries and keys.
+        H: Number of heads.
+        D: Head dim.
+        causal: Whether the mask is causal.
+        dtype: Dtype of the inputs.
+        rounds: See ``interleaved``.
+        round_ms: See ``interleaved``.
+        failed: Receives the reason for an attention that raises, by name. If None, its exception
+            is raised.
+        passes: Passes to time, from "forward", "backward" and "both".
+        peaks: Receives the peak memory of a forward and backward beyond the inputs, in bytes, by
+            name.
+        device: Device of the inputs.
+        limit_s: See ``interleaved``.
+
+    Returns:
+        Name of a pass to the result of ``interleaved``, without attentions that raised.
     """
     torch.manual_seed(0)
     q, k, v, dout = (
@@ -114,7 +139,7 @@ def measure(
                 both(attention)
                 peaks[name] = torch.cuda.max_memory_allocated() - before
             out = attention(q, k, v, causal)
-            # As it is timed: not everything can be run again.
+            # Run the backward twice, as the timing does: not every attention permits it.
             for _ in range(2):
                 torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
             outs[name] = out

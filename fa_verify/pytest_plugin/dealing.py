@@ -1,4 +1,4 @@
-"""Deals the tests of a run to xdist's workers, so that all workers end at about the same time."""
+"""An xdist scheduler with which all workers end at about the same time."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from xdist.scheduler import LoadScheduling
 
 __all__ = ["Dealing"]
 
-# Tests that a worker has before it: one that it runs, and one more, without which it runs none.
+# Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
 AHEAD = 2
-# The same while tests take less than so many seconds: a worker waits for each that it is sent.
+# The same number while tests take less than SHORT seconds, to save waits for the next test.
 MANY_AHEAD, SHORT = 16, 0.1
 SHARED = 'scope="module"'
 
 
 class Dealing(LoadScheduling):
-    """The next test goes to the worker that has almost none left.
+    """Sends the next test to the worker that has almost none left.
 
-    xdist itself sends a worker more and more tests while they are short. A worker that has
-    hundreds of tests before it when it comes to long ones runs them alone at the end.
+    xdist's own scheduler sends a worker more and more tests while they are short. If long tests are
+    among hundreds of tests that one worker has received, it runs them alone at the end.
 
-    Tests of a file with fixtures of module scope go to one worker: another worker would set the
-    fixtures up again.
+    Tests of a file with fixtures of module scope go to one worker, because another worker would set
+    the fixtures up again.
 
     Args:
-        config: Pytest's.
-        log: xdist's.
+        config: The pytest configuration.
+        log: xdist's log.
     """
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
@@ -36,19 +36,19 @@ class Dealing(LoadScheduling):
         self._shares: dict[str, bool] = {}
 
     def schedule(self) -> None:
-        """Starts when all workers have collected; later, when a new one has."""
+        """Send the first tests once all workers have collected; again for a replacement worker."""
         if self.collection is None:
             if not self._check_nodes_have_same_collection():
                 return
             self.collection = next(iter(self.node2collection.values()))
             self.pending[:] = range(len(self.collection))
-        # One each, so that long ones at the start do not all go to one worker.
+        # One test per worker at a time, so that the long tests at the start spread over workers.
         for ahead in range(1, AHEAD + 1):
             for node in self.nodes:
                 self._fill(node, ahead)
 
     def check_schedule(self, node: Any, duration: float = 0.0) -> None:
-        """Sends a worker its next tests, or home."""
+        """Send a worker its next tests, or shut it down if there are none."""
         self._fill(node, AHEAD if duration >= SHORT else MANY_AHEAD)
 
     def _fill(self, node: Any, ahead: int) -> None:
@@ -60,7 +60,7 @@ class Dealing(LoadScheduling):
             node.shutdown()
 
     def _together(self) -> int:
-        """Returns how many of the next tests go to one worker."""
+        """Return the number of next tests that go to one worker together."""
         tests = self.collection or []
         file = tests[self.pending[0]].partition("::")[0]
         if file not in self._shares:

@@ -162,7 +162,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deals tests one by one, unless options say how xdist deals them."""
+    """Schedule tests with ``Dealing``, unless options choose how xdist schedules them."""
     if config.option.dist != "load" or config.option.maxschedchunk is not None:
         return None
     from fa_verify.pytest_plugin.dealing import Dealing

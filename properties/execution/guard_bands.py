@@ -128,15 +128,15 @@ class GuardBands(TorchDispatchMode):
         return len(self._allocations)
 
 
-# PyTorch wraps the method so that torch.compile leaves it alone. The wrapper imports
-# torch._dynamo, which takes 2 s and is of use only if something else has imported it too.
+# PyTorch wraps the method to hide it from torch.compile. The wrapper imports torch._dynamo, which
+# takes 2 s and is needed only if other code has imported it.
 _without_dynamo = GuardBands.__torch_dispatch__
 
 
 def _dispatch(
     self: GuardBands, func: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:  # the signature of the base class
-    """Calls the method itself until torch._dynamo is imported, then PyTorch's wrapper of it."""
+    """Call the method itself until torch._dynamo is imported, then PyTorch's wrapper of it."""
     method = _without_dynamo
     if "torch._dynamo" not in sys.modules:
         method = getattr(method, "__wrapped__", method)

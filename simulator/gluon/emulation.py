@@ -35,7 +35,7 @@ __all__ = ["Emulated", "load"]
 _GLUON = "triton.experimental.gluon"
 _LANGUAGE = f"{_GLUON}.language"
 _HOPPER = f"{_LANGUAGE}.nvidia.hopper"
-# By file and line of a function: its code as the interpreter rewrites it.
+# File and line of a function to its code as rewritten by the interpreter.
 _REWRITTEN: dict[tuple[str, int], CodeType] = {}
 
 
@@ -423,7 +423,7 @@ def _executed(name: str, text: str) -> ModuleType:
 
 
 def _rewritten_once(kernel: Any, interpreter: Any) -> Any:
-    """The kernel, which the interpreter does not rewrite again if it has the same text."""
+    """Make a kernel reuse the code of an earlier kernel with the same file and line."""
     function, rewrite = kernel.fn, kernel.rewriter.rewrite_ast
     place = function.__code__.co_filename, function.__code__.co_firstlineno
 
@@ -432,7 +432,7 @@ def _rewritten_once(kernel: Any, interpreter: Any) -> Any:
             made = rewrite()
             _REWRITTEN[place] = made.__code__
             return made
-        # The interpreter adds its names to those of a module whose functions it rewrites.
+        # The interpreter adds its names to the globals of a function that it rewrites.
         names = function.__globals__
         for name, x in vars(interpreter).items():
             names.setdefault(name, x)

@@ -102,7 +102,7 @@ class Product:
 
 
 def _closed() -> threading.Lock:
-    """A lock that a thread waits at until another one releases it."""
+    """Return an acquired lock, which another thread releases."""
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -193,7 +193,7 @@ class Machine:
             program.rank = (0.0, self._random.random(), -program.number)[kind]
 
     def _next(self) -> _Partition | None:
-        """Return the partition that runs next; complete copies until then; None on a deadlock."""
+        """Complete copies until a partition can run and return it; None on a deadlock."""
         while True:
             if self._random.random() < _PROGRAM_CHANGES:
                 self._rank([x.program for x in self._running])

@@ -130,7 +130,7 @@ def _beyond(trial: Trial, identity: _Identity, columns: int) -> list[Finding]:
     return [
         Finding(
             guarantee="identities",
-            claim=f"violates {identity.claim} by more than roundings explain",
+            claim=f"breaks {identity.claim} by more than roundings explain",
             subject=trial.subject.name,
             output=identity.output,
             where=" ".join(f"{axis}={i}" for axis, i in zip("bhd", index, strict=True)),
@@ -151,7 +151,7 @@ def _mean_finding(
     """Return a finding about the mean square over all sums."""
     return Finding(
         guarantee="identities",
-        claim=f"violates {identity.claim}: mean square error in units of the predicted spread",
+        claim=f"breaks {identity.claim}: mean square error in units of the predicted spread",
         subject=trial.subject.name,
         output=identity.output,
         where="all sums together",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import signal
 import subprocess
@@ -80,7 +79,8 @@ def test_mechanical_mutants_are_several_hundred_valid_changes_of_one_line_each()
         changed = mutated(SOURCES, mutant)
         differing = [file for file in SOURCES if changed[file] != SOURCES[file]]
         assert differing == [mutant.edits[0].file]
-        ast.parse(changed[differing[0]])
+        # Quicker than ast.parse, which makes an object of every node.
+        compile(changed[differing[0]], differing[0], "exec")
 
 
 @pytest.mark.skipif(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 
 import pytest
@@ -67,19 +68,48 @@ class Page(HTMLParser):
         return [attributes["alt"] for tag, attributes in self.elements if tag == "img"]
 
 
+def once(draw: Callable[..., str]) -> Callable[..., str]:
+    """A function of JSON that remembers what it has drawn."""
+    drawn: dict[str, str] = {}
+
+    def of(*given: object) -> str:
+        key = json.dumps(given)
+        if key not in drawn:
+            drawn[key] = draw(*given)
+        return drawn[key]
+
+    return of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _draw_once():
+    """Most pages here have the same pictures, which take a second to draw."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("distribution", "heat_map"):
+            patch.setattr(pictures, name, once(getattr(pictures, name)))
+        yield
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The report of the kernel above."""
+def told(tmp_path_factory):
+    """The folder of the report of the kernel above, and what a run says that has a file for it."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "kernels.py").write_text(KERNELS)
     kernel = f"--kernel={folder}/kernels.py:attention"
     test = "tests/conformance/test_accuracy.py"
-    ((said, code),) = runs(
-        [kernel, test, "-kelement or low_130", f"--report={folder}/made/failing"]
+    made = folder / "made" / "failing"
+    (said, code), refused = runs(
+        [kernel, test, "-kelement or low_130", f"--report={made}"],
+        [kernel, f"--report={made}/report.json"],
     )
     assert code == pytest.ExitCode.TESTS_FAILED, said
-    assert f"report: {folder}/made/failing/report.html" in said
-    return folder / "made" / "failing"
+    assert f"report: {made}/report.html" in said
+    return made, refused
+
+
+@pytest.fixture(scope="module")
+def folder(told):
+    return told[0]
 
 
 @pytest.fixture(scope="module")
@@ -225,8 +255,7 @@ def test_unreadable_mutation_outcomes_are_reported(record, tmp_path, text):
     assert content.mutants(tmp_path / "none.jsonl") is None
 
 
-def test_a_folder_that_is_none_is_refused(folder):
-    kernel = f"--kernel={folder.parents[1]}/kernels.py:attention"
-    ((said, code),) = runs([kernel, f"--report={folder}/report.json"])
+def test_a_folder_that_is_none_is_refused(told):
+    folder, (said, code) = told
     assert code == pytest.ExitCode.USAGE_ERROR
     assert f"--report: {folder}/report.json: File exists" in said

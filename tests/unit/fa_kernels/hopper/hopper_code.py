@@ -54,16 +54,15 @@ def _type(x: object, annotation: object) -> str:
     return f"tensordesc<{_DTYPES[x.base.dtype]}[{block}],{x.layout!r}>"
 
 
-def _compiled(kernel, args, named):
+def _compiled(kernel, given):
     """Compiles a kernel for the types of these arguments and the constants among them."""
-    given = dict(zip(kernel.arg_names, args, strict=False)) | named
     constants = {x.name for x in kernel.params if x.is_constexpr}
     signature = {
         x.name: "constexpr" if x.is_constexpr else _type(given[x.name], x.annotation)
         for x in kernel.params
     }
     places = {(kernel.arg_names.index(name),): given[name] for name in constants}
-    options = {name: x for name, x in named.items() if name not in signature}
+    options = {name: x for name, x in given.items() if name not in signature}
     source = GluonASTSource(kernel, signature, constexprs=places)
     # The option changes Triton's cache key, so that code cached without a log is not used.
     return triton.compile(source, target=_HOPPER, options=options | {"ptx_options": "-v"})
@@ -149,8 +148,8 @@ def _described(D: int) -> dict[str, dict[str, object]]:
     }
     for (form, (call, leaves)), backward in product(forms.items(), ("one_pass", "two_pass")):
 
-        def run(kernel, _grid, *args, kinds, of=f"{backward}{form}", **named):
-            code = _compiled(kernel, args, named)
+        def run(kernel, _grid, named, kinds, of=f"{backward}{form}"):
+            code = _compiled(kernel, named)
             found[f"{kernel.__name__}, {of}"] = {
                 "shared": code.metadata.shared, "warnings": _warnings(code.metadata.ptxas_log),
                 "with_others": _shared_with_others(code.asm["ttgir"]),

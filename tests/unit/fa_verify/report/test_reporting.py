@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
 
 def once(draw: Callable[..., str]) -> Callable[..., str]:
-    """A function of JSON that remembers what it has drawn."""
+    """Caches a drawing function by its arguments as JSON."""
     drawn: dict[str, str] = {}
 
     def of(*given: object) -> str:

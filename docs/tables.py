@@ -143,13 +143,13 @@ def _mutants() -> list[str]:
     from fa_verify.diagnosis.faults import FAULTS
     from fa_verify.diagnosis.independent import INDEPENDENT
     from fa_verify.diagnosis.subtle import SUBTLE
-    from tests.mutation.harness_mutants import HARNESS
+    from tests.mutation.harness.mutants import HARNESS
 
     rows = (
         ("faults on record", len(FAULTS), "`fa_verify/diagnosis/faults.py`"),
         ("independent mutants", len(INDEPENDENT), "`fa_verify/diagnosis/independent.py`"),
         ("subtle faults", len(SUBTLE), "`fa_verify/diagnosis/subtle.py`"),
-        ("harness mutants written by hand", len(HARNESS), "`tests/mutation/harness_mutants.py`"),
+        ("harness mutants written by hand", len(HARNESS), "`tests/mutation/harness/mutants.py`"),
     )
     return _markdown(("mutants", "number", "file"), rows)
 

@@ -14,9 +14,9 @@ from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.forks import Ended, in_forks
 from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.mutant import Mutant
-from tests.mutation.equivalent import EQUIVALENT
-from tests.mutation.interpreting import interpret
-from tests.mutation.operators import mechanical
+from tests.mutation.judging.interpreting import interpret
+from tests.mutation.mutants.equivalent import EQUIVALENT
+from tests.mutation.mutants.operators import mechanical
 from tests.mutation.report import markdown_table
 
 __all__ = ["main"]

@@ -26,8 +26,8 @@ from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.subjects.ours import flash_attention
-from tests.mutation.trials import CHECKS, STEPS
-from tests.mutation.verdict import subject_of
+from tests.mutation.judging.trials import CHECKS, STEPS
+from tests.mutation.judging.verdict import subject_of
 
 __all__ = ["COLUMNS", "JUDGES", "Asked", "asked_of", "judged_by_all"]
 

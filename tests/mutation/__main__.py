@@ -23,16 +23,17 @@ from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.mutant import Mutant
 from fa_verify.diagnosis.outcomes import Outcome, outcome, write
 from fa_verify.diagnosis.subtle import SUBTLE
-from tests.mutation import equivalent, harness
-from tests.mutation.changes import change_of
-from tests.mutation.equivalent import EQUIVALENT
-from tests.mutation.interpreting import interpret
-from tests.mutation.operators import HOPPER_SITES, mechanical
+from tests.mutation.harness import sites
+from tests.mutation.judging.interpreting import interpret
+from tests.mutation.mutants import equivalent
+from tests.mutation.mutants.changes import change_of
+from tests.mutation.mutants.equivalent import EQUIVALENT
+from tests.mutation.mutants.operators import HOPPER_SITES, mechanical
 from tests.mutation.report import summary, tables
 
 if TYPE_CHECKING:
     from fa_verify.properties.execution.trial import PlannedRun
-    from tests.mutation.trials import Step
+    from tests.mutation.judging.trials import Step
 
 SOURCES = ("harness", "faults", "independent", "subtle", "mechanical", "hopper")
 # A surviving mutant takes 100 to 300 s, depending on the machine and its load.
@@ -121,14 +122,14 @@ def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[
 
 def _harness(options: argparse.Namespace) -> list[Outcome]:
     """Runs the harness mutants written by hand and a sample of the mechanical ones."""
-    from tests.mutation.harness_mutants import HARNESS
-    from tests.mutation.harness_verdict import judged_harness, warm_up
+    from tests.mutation.harness.mutants import HARNESS
+    from tests.mutation.harness.verdict import judged_harness, warm_up
 
     warm_up()
     chosen = [("harness", x) for x in HARNESS]
     if options.every:
         sources = sources_of("oracles", "properties", "simulator", "fa_verify")
-        sampled = harness.sample(sources, options.every, options.seed)
+        sampled = sites.sample(sources, options.every, options.seed)
         chosen += [("sampled", x) for x in sampled]
     chosen = [(source, x) for source, x in chosen if options.only in x.name]
     return _judged(chosen, [partial(judged_harness, mutant) for _, mutant in chosen], options)
@@ -139,10 +140,10 @@ def _kernels(
 ) -> list[Outcome]:
     interpret()
     from fa_verify.subjects.emulation import emulate
-    from tests.mutation.hopper import ON_HOPPER
+    from tests.mutation.judging.hopper import ON_HOPPER
+    from tests.mutation.judging.trials import ORDINARY, QUICK, STEPS
+    from tests.mutation.judging.verdict import asked, judged_kernels, warmed
     from tests.mutation.kill_order import kill_order, remember
-    from tests.mutation.trials import ORDINARY, QUICK, STEPS
-    from tests.mutation.verdict import asked, judged_kernels, warmed
 
     # Subtle faults lie below the bound: only the steps on ordinary data can find them.
     of_sources = {"subtle": ORDINARY, "hopper": ON_HOPPER}
@@ -175,8 +176,8 @@ def _spots(
     questions: dict[tuple[Step, ...], list[PlannedRun]],
 ) -> dict[str, tuple[list[Step], list[PlannedRun]]]:
     """The few steps to run for each mutant listed as equivalent, by its key."""
-    from tests.mutation.spot_checks import lines_run, steps_of
-    from tests.mutation.trials import QUICK
+    from tests.mutation.judging.spot_checks import lines_run, steps_of
+    from tests.mutation.judging.trials import QUICK
 
     listed = [(source, mutant) for source, mutant in chosen if mutant.key in EQUIVALENT]
     run = {"hopper": [frozenset()] * len(lists["hopper"])} if "hopper" in lists else {}

@@ -13,7 +13,7 @@ from functools import partial
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.forks import in_forks
 from fa_verify.diagnosis.subtle import SUBTLE
-from tests.mutation.interpreting import interpret
+from tests.mutation.judging.interpreting import interpret
 
 __all__ = ["ABLATION"]
 
@@ -40,8 +40,8 @@ ABLATION: dict[str, tuple[str, int]] = {
 def main() -> int:
     """Prints the checks that find each fault; returns 0 if only its own check finds it."""
     interpret()
-    from tests.mutation.trials import ORDINARY
-    from tests.mutation.verdict import asked, judged_kernels, warmed
+    from tests.mutation.judging.trials import ORDINARY
+    from tests.mutation.judging.verdict import asked, judged_kernels, warmed
 
     sources = sources_of(PACKAGE)
     mutants = {mutant.name: mutant for mutant in SUBTLE}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fa_verify.diagnosis.outcomes import Outcome
-from tests.mutation.trials import Step
+from tests.mutation.judging.trials import Step
 
 __all__ = ["FILE", "UNIT_TESTS", "kill_order", "remember"]
 

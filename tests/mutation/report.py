@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fa_verify.diagnosis.outcomes import ENDS, Outcome
-from tests.mutation.harness import rate_interval
+from tests.mutation.harness.sites import rate_interval
 
 __all__ = ["markdown_table", "summary", "tables"]
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.mutation.hardware import HARDWARE
+from tests.mutation.mutants.hardware import HARDWARE
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +20,7 @@ def test_a_mutant_is_noticed_on_hardware(pytestconfig, name):
     """Runs in a process of its own, because a mutant can leave its GPU unusable."""
     if not pytestconfig.getoption("--mutation"):
         pytest.skip("--mutation runs it, on a GPU")
-    command = [sys.executable, "-m", "tests.mutation.hardware", name]
+    command = [sys.executable, "-m", "tests.mutation.mutants.hardware", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     survived = done.returncode == 0 and '"kills": []' in done.stdout
     assert not survived, f"{name}\n{done.stdout}{done.stderr}"

@@ -45,9 +45,9 @@ def mutants() -> dict[str, Any]:
     from fa_verify.diagnosis.independent import INDEPENDENT
     from fa_verify.diagnosis.mutant import StaleError, mutated
     from fa_verify.diagnosis.subtle import SUBTLE
-    from tests.mutation.hardware import HARDWARE
-    from tests.mutation.harness_mutants import HARNESS
-    from tests.mutation.operators import HOPPER_SITES, mechanical
+    from tests.mutation.harness.mutants import HARNESS
+    from tests.mutation.mutants.hardware import HARDWARE
+    from tests.mutation.mutants.operators import HOPPER_SITES, mechanical
 
     sources = sources_of("fa_kernels", "oracles", "properties", "simulator", "fa_verify")
     found: dict[str, Any] = {}

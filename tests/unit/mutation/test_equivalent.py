@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.diagnosis.mutant import StaleError
-from tests.mutation import equivalent
-from tests.mutation.changes import change_of
-from tests.mutation.equivalent import EQUIVALENT, Group, check_listed, read, version, write
-from tests.mutation.operators import mechanical
-from tests.mutation.rekey import Version, rekeyed
+from tests.mutation.mutants import equivalent
+from tests.mutation.mutants.changes import change_of
+from tests.mutation.mutants.equivalent import EQUIVALENT, Group, check_listed, read, version, write
+from tests.mutation.mutants.operators import mechanical
+from tests.mutation.mutants.rekey import Version, rekeyed
 
 FILE = "fa_kernels/kernels/portable/dq.py"
 KEPT = """

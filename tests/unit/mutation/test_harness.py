@@ -8,10 +8,10 @@ import pytest
 
 from fa_verify.diagnosis.copies import sources_of
 from fa_verify.diagnosis.mutant import mutated
-from tests.mutation.first_failure import unit_test_file
-from tests.mutation.harness import FOLDERS, TESTS, rate_interval, sample
-from tests.mutation.harness_operators import HARNESS_OPERATORS
-from tests.mutation.operators import mechanical
+from tests.mutation.harness.first_failure import unit_test_file
+from tests.mutation.harness.operators import HARNESS_OPERATORS
+from tests.mutation.harness.sites import FOLDERS, TESTS, rate_interval, sample
+from tests.mutation.mutants.operators import mechanical
 
 SOURCES = sources_of("oracles", "properties", "simulator", "fa_verify")
 

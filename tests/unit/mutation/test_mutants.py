@@ -13,9 +13,9 @@ from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.mutant import Edit, Mutant, StaleError, mutated
 from fa_verify.diagnosis.subtle import SUBTLE
-from tests.mutation.first_failure import unit_test_file
-from tests.mutation.hardware import HARDWARE
-from tests.mutation.harness_mutants import HARNESS
+from tests.mutation.harness.first_failure import unit_test_file
+from tests.mutation.harness.mutants import HARNESS
+from tests.mutation.mutants.hardware import HARDWARE
 
 LISTS: dict[str, tuple[Mutant, ...]] = {
     "faults": FAULTS,

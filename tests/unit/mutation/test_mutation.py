@@ -17,11 +17,11 @@ from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.forks import Ended, in_forks
 from fa_verify.diagnosis.mutant import Edit, Mutant, mutated
 from fa_verify.diagnosis.outcomes import Outcome, outcome, read, write
-from tests.mutation import interpreting
+from tests.mutation.judging import interpreting
+from tests.mutation.judging.trials import STEPS
 from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, kill_order
-from tests.mutation.operators import OPERATORS, SITES, mechanical
+from tests.mutation.mutants.operators import OPERATORS, SITES, mechanical
 from tests.mutation.report import summary, tables
-from tests.mutation.trials import STEPS
 
 ROOT = Path(__file__).parents[3]
 SOURCES = sources_of(PACKAGE)

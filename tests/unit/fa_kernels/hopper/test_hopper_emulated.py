@@ -22,8 +22,8 @@ from fa_verify.properties.subjects.supported import problems_of
 from fa_verify.subjects.emulation import emulate, texts_of
 from fa_verify.subjects.ours import flash_attention
 from fa_verify.verification import verify
-from tests.mutation.hardware import HARDWARE
-from tests.mutation.hopper import PROBLEMS
+from tests.mutation.judging.hopper import PROBLEMS
+from tests.mutation.mutants.hardware import HARDWARE
 from tests.unit.fa_kernels.call.packed_calls import assert_equal_bits, in_a_row, one_by_one
 from tests.unit.properties.problems.sampling import drawn
 
@@ -361,8 +361,8 @@ FAULTS = {
         "backward",
         "            zero_rows(matrix(shared.k_tiles, half), "
         "start_n + offs.wide < mask.seqlen_k, WIDE)\n"
-        "        # Counts as the dS before the first: no consumer multiplies the other's keys "
-        "earlier.\n"
+        "        # Stands for the dS before the first: no consumer multiplies the other's keys "
+        "before this.\n"
         "        mbarrier.arrive(shared.ds_full.index(0), count=1)\n",
         "            mbarrier.arrive(shared.ds_full.index(0), count=1)\n"
         "            zero_rows(matrix(shared.k_tiles, half), "

@@ -23,8 +23,8 @@ from types import ModuleType
 
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.mutant import Mutant, StaleError
-from tests.mutation import operators
-from tests.mutation.rekey import Found, Version, rekeyed
+from tests.mutation.mutants import operators
+from tests.mutation.mutants.rekey import Found, Version, rekeyed
 
 __all__ = ["EQUIVALENT", "FILE", "Group", "check_listed", "main", "read", "version", "write"]
 
@@ -152,7 +152,7 @@ def _list() -> int:
 
 
 def _rekey(root: Path, *, apply: bool) -> int:
-    old_groups, old, new = read(root / FILE.relative_to(_ROOT)), version(root), version()
+    old_groups, old, new = read(next((root / "tests").rglob(FILE.name))), version(root), version()
     of_old = {x.key: x for x in old.mutants}
     wanted = [key for group in old_groups for key in group.mutants]
     found = {x.old.key: x for x in rekeyed(wanted, old, new)}
@@ -197,6 +197,3 @@ def _merged(old: Sequence[Group], mapped: dict[str, str], made: set[str]) -> lis
         elif more:
             groups.append(replace(group, mutants=more))
     return [group for group in groups if group.mutants]
-
-
-_ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from difflib import SequenceMatcher
 from functools import cached_property
 
 from fa_verify.diagnosis.mutant import Mutant
-from tests.mutation.changes import Change, change_of
+from tests.mutation.mutants.changes import Change, change_of
 
 __all__ = ["Found", "Version", "rekeyed"]
 

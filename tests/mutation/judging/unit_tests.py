@@ -8,7 +8,7 @@ from types import ModuleType
 
 from fa_verify.diagnosis.copies import PACKAGE
 from fa_verify.diagnosis.mutant import Kill
-from tests.mutation.first_failure import first_failure, unit_test_file
+from tests.mutation.harness.first_failure import first_failure, unit_test_file
 
 __all__ = ["TESTED_ALONE", "failure_of"]
 

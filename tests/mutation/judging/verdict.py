@@ -15,9 +15,9 @@ from fa_verify.properties.execution.trial import PlannedRun, SubjectError, Trial
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
 from fa_verify.subjects.ours import adapted, flash_attention
+from tests.mutation.judging.trials import CHECKS, QUICK, Step
+from tests.mutation.judging.unit_tests import TESTED_ALONE, failure_of
 from tests.mutation.kill_order import UNIT_TESTS
-from tests.mutation.trials import CHECKS, QUICK, Step
-from tests.mutation.unit_tests import TESTED_ALONE, failure_of
 
 __all__ = ["asked", "judged_kernels", "subject_of", "warmed"]
 

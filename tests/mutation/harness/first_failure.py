@@ -14,7 +14,7 @@ from fa_verify.diagnosis.mutant import Kill
 
 __all__ = ["first_failure", "unit_test_file"]
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _OPTIONS = (
     *("-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--hypothesis-profile=gate"),
     # Plugins that were imported before pytest could rewrite their assertions.

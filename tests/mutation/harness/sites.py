@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fa_verify.diagnosis.mutant import Mutant
-from tests.mutation.harness_operators import HARNESS_OPERATORS
-from tests.mutation.operators import mechanical
+from tests.mutation.harness.operators import HARNESS_OPERATORS
+from tests.mutation.mutants.operators import mechanical
 
 __all__ = ["FOLDERS", "TESTS", "rate_interval", "sample"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from tests.mutation.trials import Step
+from tests.mutation.judging.trials import Step
 
 __all__ = ["ON_HOPPER", "PROBLEMS"]
 

@@ -20,8 +20,8 @@ from fa_verify.diagnosis.copies import PACKAGE, load
 from fa_verify.properties.execution.trial import PlannedRun
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.subjects.ours import adapted
-from tests.mutation.changes import Change
-from tests.mutation.trials import CHECKS, Step
+from tests.mutation.judging.trials import CHECKS, Step
+from tests.mutation.mutants.changes import Change
 
 __all__ = ["MOST", "Lines", "lines_run", "steps_of"]
 

@@ -16,11 +16,11 @@ from types import ModuleType
 
 from fa_verify.diagnosis.copies import sources_of
 from fa_verify.diagnosis.mutant import Mutant, Verdict, mutated
-from tests.mutation.first_failure import first_failure, unit_test_file
+from tests.mutation.harness.first_failure import first_failure, unit_test_file
 
 __all__ = ["judged_harness", "warm_up"]
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 # Dependencies that the tests import; Triton if it is installed. The first ``detach`` takes a second
 # because torch imports modules lazily.
 _NEEDED = ("torch", "torch._dynamo", "numpy", "mpmath", "hypothesis", "hypothesis.strategies")

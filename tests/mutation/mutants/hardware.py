@@ -16,8 +16,8 @@ from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.mutant import Edit, Mutant
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from tests.mutation.trials import Step
-from tests.mutation.verdict import asked, judged_kernels
+from tests.mutation.judging.trials import Step
+from tests.mutation.judging.verdict import asked, judged_kernels
 
 __all__ = ["HARDWARE", "OnHardware"]
 

@@ -108,11 +108,10 @@ def test_the_command_maps_entries_of_another_tree(tmp_path, monkeypatch, capsys)
     """Keeps the groups of the old tree, and adds the entries that only this tree lists."""
     old, new = of(KEPT), of(CHANGES["an earlier change"][0])
     monkeypatch.setattr(equivalent, "FILE", tmp_path / "equivalent.toml")
-    monkeypatch.setattr(equivalent, "_ROOT", tmp_path)
     monkeypatch.setattr(equivalent, "version", lambda root=None: new if root is None else old)
-    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "tests").mkdir(parents=True)
     listed = "portable/dq.py:_accumulate compare 1"
-    write([Group("equivalent", "why", (listed,))], tmp_path / "old" / "equivalent.toml")
+    write([Group("equivalent", "why", (listed,))], tmp_path / "old" / "tests" / "equivalent.toml")
     more = "portable/dq.py:_rest arithmetic 1"
     write([Group("hardware", "else", (more,))], tmp_path / "equivalent.toml")
     assert equivalent.main(["--rekey", str(tmp_path / "old"), "--apply"]) == 0

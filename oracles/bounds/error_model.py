@@ -84,6 +84,7 @@ def gather(
     dlse: torch.Tensor | None,
     seen: torch.Tensor,
     added: tuple[torch.Tensor, ...],
+    any_order: bool,
 ) -> Chunk:
     """Returns the inputs of a chunk of rows in float64, with a group's heads folded into rows.
 
@@ -95,6 +96,7 @@ def gather(
         dlse: (B, H, R), or None.
         seen: Bool (B or 1, H or 1, R, N).
         added: Terms that are added to scores, (B, H, R, N) each.
+        any_order: Whether a kernel may visit the key tiles of a row in any order.
     """
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
     Z, R = B * Hk, H // Hk * M
@@ -116,6 +118,7 @@ def gather(
         empty=empty,
         query_tiles=query_tiles,
         added=tuple(x.reshape(Z, R, N).masked_fill(~seen, 0.0) for x in added),
+        any_order=any_order,
     )
 
 
@@ -314,7 +317,9 @@ def judge(
         of_lse = None if dlse is None else dlse[:, :, here].detach()
         seen = masks.between(here.start, here.stop)
         added = additions.between(here.start, here.stop)
-        chunk = gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added)
+        chunk = gather(
+            q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added, masks.has_predicate
+        )
         exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
         part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))

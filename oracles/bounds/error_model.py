@@ -151,7 +151,9 @@ def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _K
     """Returns the bounds of dk and dv.
 
     ``apart`` is 1 if one chain of additions runs through a group's heads. Otherwise it is the
-    number of heads whose rounded gradients are added; Z then counts query heads.
+    number of heads whose rounded gradients are added; Z then counts query heads. Each of the
+    ``apart - 1`` additions rounds to the dtype, so each loses u_in of a partial sum, and eta_in if
+    it underflows.
     """
     per_product = (c.g(_QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
     unseen = (sums.query_tiles == 0).unsqueeze(2)
@@ -164,7 +166,8 @@ def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _K
         bound = _finish(errors + per_product * products + flushed, value, u, c.eta_in)
         bound.masked_fill_(unseen, 0.0)
         if apart > 1:
-            added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1) + c.eta_in
+            added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1)
+            added += (apart - 1) * c.eta_in
             added.masked_fill_(_by_group(unseen, apart).all(1), 0.0)
             bound = _by_group(bound, apart).sum(1) + added
             value, terms = (_by_group(x, apart).sum(1) for x in (value, terms))

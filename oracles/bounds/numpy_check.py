@@ -367,7 +367,7 @@ def _group_sum(
         finished = _stored(head_bound + flushed, value, u_result, eta)
         total += finished
         largest += np.abs(value) + finished
-    return total + len(bounds) * units.u_stored * largest + eta
+    return total + len(bounds) * units.u_stored * largest + (len(bounds) - 1) * eta
 
 
 def _group_bound(

@@ -124,6 +124,24 @@ def test_under_a_predicate_each_key_counts_the_tiles_above_its_own(
         assert grown * 2.0**22 == pytest.approx(p @ changes, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.parametrize("heads", [2, 5, 17])
+@pytest.mark.parametrize("in_dtype", ["fp16", "bf16"])
+def test_each_addition_of_stored_heads_may_underflow(in_dtype: str, heads: int) -> None:
+    """Where all gradients are 0, only underflow is left: once a head, and once an addition."""
+    zeros = [np.zeros((1, h, 1, 1)) for h in (heads, 1, 1, heads)]
+    call = {"mask": Mask(), "sm_scale": 1.0, "in_dtype": in_dtype}
+    bounds = {}
+    for group_sum in ("fp32", "dtype"):
+        numerics = Numerics(group_sum=group_sum)
+        of_numpy = numpy_check.bound(*zeros, **call, numerics=numerics).dk.item()
+        of_torch = judge(*map(torch.from_numpy, zeros), **call, numerics=numerics).bound.dk.item()
+        bounds[group_sum] = of_numpy, of_torch
+    eta = {"fp16": 2.0**-25, "bf16": 2.0**-126}[in_dtype]
+    for chain, apart in zip(*bounds.values(), strict=True):
+        # One chain stores once; heads apart store once each, and add heads - 1 times.
+        assert apart - chain == pytest.approx((2 * heads - 2) * eta, rel=2e-2)
+
+
 def _gamma(n: int) -> float:
     return n * U / (1 - n * U)
 

@@ -65,9 +65,12 @@ def bias_error(
     zeros = torch.zeros(bias.shape, dtype=torch.float64, device=q.device)
     if 0 in (B, M, N):
         return BiasBound(zeros, zeros, None)
-    seen = RowMasks(mask, B, H, M, N, q.device).between(0, M)
+    masks = RowMasks(mask, B, H, M, N, q.device)
+    seen = masks.between(0, M)
     added = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias.detach()).between(0, M)
-    x = gather(q.detach(), k.detach(), v.detach(), dout.detach(), dlse, seen, added)
+    x = gather(
+        q.detach(), k.detach(), v.detach(), dout.detach(), dlse, seen, added, masks.has_predicate
+    )
     fwd = forward_error(
         x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=True, softcap=softcap
     )

@@ -84,6 +84,7 @@ def gather(
     dlse: torch.Tensor | None,
     seen: torch.Tensor,
     added: tuple[torch.Tensor, ...],
+    any_order: bool,
 ) -> Chunk:
     """Returns the inputs of a chunk of rows in float64, with a group's heads folded into rows.
 
@@ -95,6 +96,7 @@ def gather(
         dlse: (B, H, R), or None.
         seen: Bool (B or 1, H or 1, R, N).
         added: Terms that are added to scores, (B, H, R, N) each.
+        any_order: Whether a kernel may visit the key tiles of a row in any order.
     """
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
     Z, R = B * Hk, H // Hk * M
@@ -116,6 +118,7 @@ def gather(
         empty=empty,
         query_tiles=query_tiles,
         added=tuple(x.reshape(Z, R, N).masked_fill(~seen, 0.0) for x in added),
+        any_order=any_order,
     )
 
 
@@ -148,7 +151,9 @@ def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _K
     """Returns the bounds of dk and dv.
 
     ``apart`` is 1 if one chain of additions runs through a group's heads. Otherwise it is the
-    number of heads whose rounded gradients are added; Z then counts query heads.
+    number of heads whose rounded gradients are added; Z then counts query heads. Each of the
+    ``apart - 1`` additions rounds to the dtype, so each loses u_in of a partial sum, and eta_in if
+    it underflows.
     """
     per_product = (c.g(_QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
     unseen = (sums.query_tiles == 0).unsqueeze(2)
@@ -161,7 +166,8 @@ def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _K
         bound = _finish(errors + per_product * products + flushed, value, u, c.eta_in)
         bound.masked_fill_(unseen, 0.0)
         if apart > 1:
-            added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1) + c.eta_in
+            added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1)
+            added += (apart - 1) * c.eta_in
             added.masked_fill_(_by_group(unseen, apart).all(1), 0.0)
             bound = _by_group(bound, apart).sum(1) + added
             value, terms = (_by_group(x, apart).sum(1) for x in (value, terms))
@@ -314,7 +320,9 @@ def judge(
         of_lse = None if dlse is None else dlse[:, :, here].detach()
         seen = masks.between(here.start, here.stop)
         added = additions.between(here.start, here.stop)
-        chunk = gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added)
+        chunk = gather(
+            q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added, masks.has_predicate
+        )
         exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
         part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))

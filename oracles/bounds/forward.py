@@ -34,6 +34,7 @@ class Chunk(NamedTuple):
     empty: torch.Tensor  # bool (Z, R): rows with no visible key
     query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key, over the group's heads
     added: tuple[torch.Tensor, ...]  # (Z, R, N) each: terms added to scores, 0 on hidden pairs
+    any_order: bool  # whether a kernel may visit the key tiles of a row in any order
 
 
 class Scores(NamedTuple):
@@ -94,6 +95,25 @@ def _rescales(
     return most.to(torch.float64)
 
 
+def _tiles_above(
+    tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor
+) -> torch.Tensor:
+    """Returns the most rescales after each tile, (Z, R, tiles), for any order of the tiles.
+
+    Once a tile is visited, the running maximum is at least the tile's maximum. It then changes only
+    at tiles with a larger maximum, so the number of other tiles whose maximum may be larger bounds
+    the rescales of the tile's keys. The ascending order attains the bound for every tile at once.
+
+    Splits and wider tiles need no further count. The combination of a split rescales its keys only
+    if a tile of another split has a larger maximum. A wider tile with a larger maximum contains a
+    tile with a larger maximum.
+    """
+    ascending = tile_max.masked_fill(~live_tiles, -math.inf).sort(2).values
+    below = torch.searchsorted(ascending, (tile_max - slack.unsqueeze(2)).contiguous())
+    above = tile_max.shape[2] - below - 1
+    return above.masked_fill_(~live_tiles, 0).to(torch.float64)
+
+
 def _dot_error(
     x: Chunk, reach: torch.Tensor, t: float, c: Constants, prescales: str
 ) -> torch.Tensor:
@@ -126,7 +146,9 @@ def _scores(
     the row are in one tile, else the declared ``rescale_threshold``.
 
     R is the largest number of rescales, counted from the data. It is at most the number of tiles
-    and usually far smaller, which keeps the bound sharp for long rows.
+    and usually far smaller, which keeps the bound sharp for long rows. Without a predicate, kernels
+    visit the tiles of a row from either end. With one, they may visit the edge tiles first; R then
+    holds for any order, and is counted for each key.
     """
     # 1. Scores and their reach |q|.|k|.
     s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
@@ -158,8 +180,13 @@ def _scores(
     tiles = live_tiles.sum(2, dtype=torch.float64)
     lag = numerics.rescale_threshold * math.log(2) * (tiles > 1).to(tiles.dtype)
     error.add_((3 * c.u * lag).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
-    changes = _rescales(tile_max, live_tiles, 2 * error.amax(2), numerics.splits)
-    error.add_(changes.mul_(c.u_exp).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
+    slack = 2 * error.amax(2)
+    if x.any_order:
+        above = _tiles_above(tile_max, live_tiles, slack)
+        changes = above.repeat_interleave(numerics.block_n, dim=2)[:, :, : s.shape[2]]
+    else:
+        changes = _rescales(tile_max, live_tiles, slack, numerics.splits).unsqueeze(2)
+    error.add_(changes * c.u_exp).masked_fill_(x.hidden, 0.0)
     return Scores(s, reach, p, error, m, m + log_l, log_l, lag, tiles, slope, slope_error, parts)
 
 

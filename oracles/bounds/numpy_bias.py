@@ -63,7 +63,9 @@ def bias_gradient(
                     q[b, h], k[b, g], v[b, g], dout[b, h], np.zeros(M), seen_bmn[b], sm_scale,
                     softcap, tuple(term_bhmn[b, h] for term_bhmn in added),
                 )  # fmt: skip
-                of_head = head_bound(head, sm_scale, numerics, units, np.ones(N), False, softcap)
+                of_head = head_bound(
+                    head, sm_scale, numerics, units, np.ones(N), False, not mask.is_plain, softcap
+                )
                 for m, n in np.argwhere(seen_bmn[b]):
                     pair = zip((b, h, m, n), bias.shape, strict=True)
                     place = tuple(i % length for i, length in pair)

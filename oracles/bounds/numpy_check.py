@@ -116,7 +116,12 @@ def _sum_error(head: Head, units: Units) -> FloatArray:
 
 
 def score_error(
-    head: Head, sm_scale: float, numerics: Numerics, units: Units, softcap: float | None = None
+    head: Head,
+    sm_scale: float,
+    numerics: Numerics,
+    units: Units,
+    any_order: bool,
+    softcap: float | None = None,
 ) -> FloatArray:
     """Returns E, the error of s - running maximum and of its exponential, on visible pairs.
 
@@ -125,6 +130,7 @@ def score_error(
         sm_scale: t, the factor on q.k.
         numerics: The kernel's declared numerics.
         units: The constants of the model.
+        any_order: Whether a kernel may visit the key tiles of a row in any order.
         softcap: c, where a scaled score x becomes c tanh(x / c); None without a softcap.
 
     Returns:
@@ -144,8 +150,8 @@ def score_error(
         + 3 * u * lag_of(head, numerics)[:, None]
         + units.u_exp
     )
-    rescales_m = rescales(head, error_mn, numerics)
-    return np.where(head.seen_mn, error_mn + rescales_m[:, None] * units.u_exp, 0.0)
+    rescales_mn = rescales(head, error_mn, numerics, any_order)
+    return np.where(head.seen_mn, error_mn + rescales_mn * units.u_exp, 0.0)
 
 
 def _forward(
@@ -249,6 +255,7 @@ def head_bound(
     units: Units,
     chain_n: FloatArray,
     with_dlse: bool,
+    any_order: bool,
     softcap: float | None,
 ) -> _HeadBound:
     """Returns all bounds of one head, before results are stored.
@@ -260,6 +267,7 @@ def head_bound(
         units: The constants of the model.
         chain_n: (N,), the length of the sums for dk and dv.
         with_dlse: Whether the kernel was given a gradient of lse.
+        any_order: Whether a kernel may visit the key tiles of a row in any order.
         softcap: As in ``numpy_reference.attention``.
     """
     t, u, uc = sm_scale, units.u, units.u_cast_dot
@@ -267,7 +275,7 @@ def head_bound(
     q_md, k_nd, dout_me = np.abs(head.q_md), np.abs(head.k_nd), np.abs(head.dout_me)
 
     # 1: scores, forward
-    error_mn = score_error(head, t, numerics, units, softcap)
+    error_mn = score_error(head, t, numerics, units, any_order, softcap)
     bound_out_me, bound_lse_m = _forward(head, error_mn, numerics, units)
 
     # 2: F, the error of P recomputed from the stored LSE
@@ -359,7 +367,7 @@ def _group_sum(
         finished = _stored(head_bound + flushed, value, u_result, eta)
         total += finished
         largest += np.abs(value) + finished
-    return total + len(bounds) * units.u_stored * largest + eta
+    return total + len(bounds) * units.u_stored * largest + (len(bounds) - 1) * eta
 
 
 def _group_bound(
@@ -368,6 +376,7 @@ def _group_bound(
     numerics: Numerics,
     units: Units,
     with_dlse: bool,
+    any_order: bool,
     softcap: float | None,
 ) -> Outputs[FloatArray]:
     """Returns bounds of the heads of a group: out, lse and dq stacked, dk and dv summed."""
@@ -377,7 +386,10 @@ def _group_bound(
     per_head = numerics.group_sum == "dtype" and len(heads) > 1
     rows_n = _ROW_TILE * seen_tiles(seen_mn.T, _ROW_TILE)
     chain_n = rows_n if per_head else len(heads) * rows_n
-    bounds = [head_bound(x, sm_scale, numerics, units, chain_n, with_dlse, softcap) for x in heads]
+    bounds = [
+        head_bound(x, sm_scale, numerics, units, chain_n, with_dlse, any_order, softcap)
+        for x in heads
+    ]
 
     flushed = units.flush_op * (max(sm_scale, 1.0) * chain_n / _ROW_TILE + 1)[:, None]
     u_scaled = units.u_stored + 4 * units.u  # dq and dk are multiplied by t after the dot
@@ -487,7 +499,9 @@ def bound(
                         )
                     )
                 ]
-                one = _group_bound(heads, sm_scale, numerics, units, dlse is not None, softcap)
+                one = _group_bound(
+                    heads, sm_scale, numerics, units, dlse is not None, not mask.is_plain, softcap
+                )
                 result.out[b, hs], result.lse[b, hs], result.dq[b, hs] = one.out, one.lse, one.dq
                 result.dk[b, g], result.dv[b, g] = one.dk, one.dv
     if in_dtype == "fp64":

@@ -101,13 +101,18 @@ def pooled_probabilities(
 
 
 def _probability_error(
-    head: Head, bound_lse_m: FloatArray, sm_scale: float, numerics: Numerics, units: Units
+    head: Head,
+    bound_lse_m: FloatArray,
+    sm_scale: float,
+    numerics: Numerics,
+    units: Units,
+    any_order: bool,
 ) -> FloatArray:
     """Returns the error of P recomputed from the stored lse, (M, N); 0 on hidden pairs."""
     lse_m = np.where(head.seen_mn.any(axis=1), head.lse_m, 0.0)
     # 1: the errors of the score, the lse, their scaling and difference, and the exponential
     exponent_mn = (
-        score_error(head, sm_scale, numerics, units)
+        score_error(head, sm_scale, numerics, units, any_order)
         + bound_lse_m[:, None]
         + 3 * units.u * (np.abs(head.scores_mn) + np.abs(lse_m)[:, None])
         + units.u_exp
@@ -160,7 +165,9 @@ def pooled_bound(
         for place in _heads(q, k, mask, sm_scale):
             head = place.head
             bound_lse_m = of_outputs.lse[place.b, place.h] / times
-            error_mn = _probability_error(head, bound_lse_m, sm_scale, numerics, units)
+            error_mn = _probability_error(
+                head, bound_lse_m, sm_scale, numerics, units, not mask.is_plain
+            )
             for i, j, pairs in _blocks(M, N, size, place):
                 visible = [pair for pair in pairs if head.seen_mn[pair]]
                 if not visible:

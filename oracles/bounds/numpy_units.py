@@ -194,30 +194,49 @@ def _possible_changes_of_parts(tile_max: list[float], slack: float) -> int:
     return min(most + 1, tiles - 1)
 
 
-def rescales(head: Head, error_mn: FloatArray, numerics: Numerics) -> FloatArray:
-    """Returns R, the most changes of a row's running maximum, (M,).
+def _possibly_larger(tile_max: list[float], slack: float) -> list[int]:
+    """Returns, for each tile, how many others may have a larger maximum.
 
-    The count is the larger one of visiting the tiles from either end. A score that nearly reaches
-    the maximum counts as a change, because each score has an error.
+    Whatever the order of the tiles and their division into splits, only these change the running
+    maximum, or that of the combined splits, once the tile is visited.
+    """
+    return [
+        sum(other >= here - slack for place, other in enumerate(tile_max) if place != own)
+        for own, here in enumerate(tile_max)
+    ]
+
+
+def rescales(head: Head, error_mn: FloatArray, numerics: Numerics, any_order: bool) -> FloatArray:
+    """Returns R, the most changes of the running maximum after each key is visited, (M, N).
+
+    The count is the larger one of visiting the tiles from either end, for all keys of a row; or,
+    in any order, the number of other tiles that may have a larger maximum than the key's. A score
+    that nearly reaches the maximum counts as a change, because each score has an error.
 
     Args:
         head: The passes of the reference.
         error_mn: (M, N) errors of the scores, >= 0.
         numerics: The kernel's declared numerics: ``block_n`` and ``splits`` are used.
+        any_order: Whether a kernel may visit the tiles of a row in any order.
     """
     block_n = numerics.block_n
     changes = _possible_changes if numerics.splits == 1 else _possible_changes_of_parts
     M, N = head.seen_mn.shape
-    count_m = np.zeros(M)
+    count_mn = np.zeros((M, N))
     for m in range(M):
         seen_n = head.seen_mn[m]
         if not seen_n.any():
             continue
         slack = 2 * float(error_mn[m, seen_n].max())
-        tile_max = []
+        tiles, tile_max = [], []
         for start in range(0, N, block_n):
             tile = slice(start, start + block_n)
             if seen_n[tile].any():
+                tiles.append(tile)
                 tile_max.append(float(head.scores_mn[m, tile][seen_n[tile]].max()))
-        count_m[m] = max(changes(tile_max, slack), changes(tile_max[::-1], slack))
-    return count_m
+        if any_order:
+            for tile, larger in zip(tiles, _possibly_larger(tile_max, slack), strict=True):
+                count_mn[m, tile] = larger
+        else:
+            count_mn[m] = max(changes(tile_max, slack), changes(tile_max[::-1], slack))
+    return count_mn

@@ -19,6 +19,7 @@ def _probabilities(
     q: torch.Tensor,
     k: torch.Tensor,
     seen: torch.Tensor,
+    any_order: bool,
     sm_scale: float,
     c: Constants,
     numerics: Numerics,
@@ -28,7 +29,7 @@ def _probabilities(
     N = k.shape[2]
     # P does not depend on values or gradients: one column of zeros replaces each.
     v, dout = k.new_zeros((*k.shape[:3], 1)), q.new_zeros((B, H, R, 1))
-    x = gather(q, k, v, dout, None, seen, ())
+    x = gather(q, k, v, dout, None, seen, (), any_order)
     fwd = forward_error(x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False)
     scores = fwd.scores
     # P is recomputed from the stored lse.
@@ -99,7 +100,9 @@ def pooled_bound(
     for start in range(0, M, height):
         stop = min(start + height, M)
         seen = masks.between(start, stop)
-        p, e = _probabilities(q[:, :, start:stop], k, seen, sm_scale, c, numerics)
+        p, e = _probabilities(
+            q[:, :, start:stop], k, seen, masks.has_predicate, sm_scale, c, numerics
+        )
         for into, part in ((p_of, p), (e_of, e), (largest, p + e)):
             row_blocks(into, key_blocks(part, keys, pool), start, rows, pool)
     if pool == "max":

@@ -52,19 +52,25 @@ class Head(NamedTuple):
 
 
 def seen_keys(mask: Mask, B: int, M: int, N: int) -> BoolArray:
-    """Returns the keys that each row sees, bool (B, M, N): one inclusive range of keys per row.
+    """Returns the keys that each row sees, bool (B, M, N).
 
+    They are one inclusive range of keys per row, of which a predicate may hide some.
     The last valid row is level with the last valid key, and the row i rows above it with the key i
     keys before. A row sees valid keys from ``window_left`` keys before its level to
     ``window_right`` keys after it (0 if causal). This implementation of the definition is
     independent: it calls no other form of the mask.
 
     Args:
-        mask: The mask: a window and lengths.
+        mask: The mask: a window, lengths, and a predicate that does not depend on the head.
         B: Batch entries.
         M: Query rows.
         N: Keys.
+
+    Raises:
+        ValueError: The predicate depends on the head.
     """
+    if not mask.uniform:
+        raise ValueError(f"mask is {mask!r}; needs one that is the same for all heads")
     seen_bmn = np.zeros((B, M, N), dtype=np.bool_)
     for b in range(B):
         rows = M if mask.seqlens_q is None else mask.seqlens_q[b]
@@ -80,7 +86,7 @@ def seen_keys(mask: Mask, B: int, M: int, N: int) -> BoolArray:
             if mask.window_right is not None:
                 last = min(last, level + mask.window_right)
             for n in range(first, last + 1):
-                seen_bmn[b, m, n] = True
+                seen_bmn[b, m, n] = bool(mask.mask_mod(b, 0, m, n, M=M, N=N))
     return seen_bmn
 
 

@@ -39,6 +39,8 @@ class RowMasks:
         """Takes a ``Mask`` or any object with ``dense``, the sizes, and the device of the bools."""
         self.shape = (B, H, M, N)
         self.device = device
+        # Whether lengths and window do not describe the mask completely.
+        self.has_predicate = not (isinstance(mask, Mask) and mask.is_plain)
         self._dense: torch.Tensor | None = None
         self._beyond: Mask | None = None
         if isinstance(mask, Mask) and type(mask).dense is Mask.dense:

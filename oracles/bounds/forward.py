@@ -15,7 +15,16 @@ from fa_verify.oracles.bounds.constants import Constants
 from fa_verify.oracles.bounds.softcap import cap_error
 from fa_verify.oracles.outputs import Numerics
 
-__all__ = ["Chunk", "Forward", "Scores", "forward_error"]
+__all__ = [
+    "Chunk",
+    "Forward",
+    "Logits",
+    "Scores",
+    "forward_error",
+    "live_tiles",
+    "logits",
+    "put_off",
+]
 
 _GAPS = 2**21  # elements of |v - out| in memory at a time, on a CPU: they fit its cache
 _GAPS_CUDA = 2**27
@@ -34,6 +43,17 @@ class Chunk(NamedTuple):
     empty: torch.Tensor  # bool (Z, R): rows with no visible key
     query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key, over the group's heads
     added: tuple[torch.Tensor, ...]  # (Z, R, N) each: terms added to scores, 0 on hidden pairs
+
+
+class Logits(NamedTuple):
+    """The scores of a chunk, (Z, R, N), before a softmax; s and reach are 0 on hidden pairs."""
+
+    s: torch.Tensor
+    reach: torch.Tensor  # |q|.|k|, unscaled
+    error: torch.Tensor  # of dots, prescaling, softcap and added terms, not of 5u |s|
+    slope: torch.Tensor | None  # of s by sm_scale q.k; None if it is 1 everywhere
+    slope_error: torch.Tensor | None  # the largest error of a kernel's slope
+    parts: torch.Tensor  # |s|, or the sum of its |terms|
 
 
 class Scores(NamedTuple):
@@ -112,6 +132,34 @@ def _dot_error(
     return error
 
 
+def logits(
+    x: Chunk, sm_scale: float, c: Constants, numerics: Numerics, softcap: float | None
+) -> Logits:
+    """Returns the scores of a chunk and the error of their dots, softcap and added terms."""
+    s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
+    reach = (x.q.abs() @ x.k.abs().mT).masked_fill_(x.hidden, 0.0)
+    error = _dot_error(x, reach * sm_scale, sm_scale, c, numerics.prescales)
+    slope, slope_error = None, None
+    if softcap is not None:
+        s, error, slope, slope_error = cap_error(s, error, softcap, c)
+    parts = s.abs()
+    if x.added:
+        s, parts = sum(x.added, s), sum(map(torch.abs, x.added), parts)
+        error = error + (3 + len(x.added)) * c.u * parts
+    return Logits(s, reach, error, slope, slope_error, parts)
+
+
+def live_tiles(x: Chunk, block_n: int) -> torch.Tensor:
+    """Returns the key tiles with a visible key of each row, bool (Z, R, tiles)."""
+    short = -x.seen.shape[2] % block_n
+    return pad(x.seen, (0, short)).view(*x.seen.shape[:2], -1, block_n).any(3)
+
+
+def put_off(tiles: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+    """Returns r, the largest distance of the maximum in use below the row's, of rows of tiles."""
+    return numerics.rescale_threshold * math.log(2) * (tiles > 1).to(tiles.dtype)
+
+
 def _scores(
     x: Chunk, sm_scale: float, c: Constants, numerics: Numerics, softcap: float | None
 ) -> Scores:
@@ -129,22 +177,13 @@ def _scores(
     and usually far smaller, which keeps the bound sharp for long rows.
     """
     # 1. Scores and their reach |q|.|k|.
-    s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
-    reach = (x.q.abs() @ x.k.abs().mT).masked_fill_(x.hidden, 0.0)
-    error = _dot_error(x, reach * sm_scale, sm_scale, c, numerics.prescales)
-    slope, slope_error = None, None
-    if softcap is not None:
-        s, error, slope, slope_error = cap_error(s, error, softcap, c)
-    parts = s.abs()
-    if x.added:
-        s, parts = sum(x.added, s), sum(map(torch.abs, x.added), parts)
-        error = error + (3 + len(x.added)) * c.u * parts
+    s, reach, error, slope, slope_error, parts = logits(x, sm_scale, c, numerics, softcap)
     # 2. Maxima of tiles and rows: -inf for a hidden tile, 0 for an empty row.
     short = -s.shape[2] % numerics.block_n
     tiled = (*s.shape[:2], -1, numerics.block_n)
     visible_s = pad(s.masked_fill(x.hidden, -math.inf), (0, short), value=-math.inf)
     tile_max = visible_s.view(tiled).amax(3)
-    live_tiles = pad(x.seen, (0, short)).view(tiled).any(3)
+    live = live_tiles(x, numerics.block_n)
     m = tile_max.amax(2).masked_fill_(x.empty, 0.0)
     # 3. Softmax.
     p = (s - m.unsqueeze(2)).exp_().masked_fill_(x.hidden, 0.0)
@@ -155,10 +194,10 @@ def _scores(
     error.add_((s - m.unsqueeze(2)).abs_().mul_(3 * c.u))
     error.add_(s.abs(), alpha=5 * c.u).add_(c.u_exp)
     error.masked_fill_(x.hidden, 0.0)
-    tiles = live_tiles.sum(2, dtype=torch.float64)
-    lag = numerics.rescale_threshold * math.log(2) * (tiles > 1).to(tiles.dtype)
+    tiles = live.sum(2, dtype=torch.float64)
+    lag = put_off(tiles, numerics)
     error.add_((3 * c.u * lag).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
-    changes = _rescales(tile_max, live_tiles, 2 * error.amax(2), numerics.splits)
+    changes = _rescales(tile_max, live, 2 * error.amax(2), numerics.splits)
     error.add_(changes.mul_(c.u_exp).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
     return Scores(s, reach, p, error, m, m + log_l, log_l, lag, tiles, slope, slope_error, parts)
 

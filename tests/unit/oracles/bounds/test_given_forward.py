@@ -18,6 +18,7 @@ from fa_verify.oracles.bounds.constants import constants
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.reference import torch_reference
+from tests.unit.oracles.bounds.emulated_kernel import CASTS, FAMILIES, Case, Emulated, draw
 from tests.unit.oracles.bounds.test_bounds_agree import (
     DECLARATIONS,
     DTYPES,
@@ -25,6 +26,8 @@ from tests.unit.oracles.bounds.test_bounds_agree import (
     as_arrays,
     assert_within,
 )
+from tests.unit.oracles.bounds.test_numpy_bound import DECLARATIONS as EMULATED
+from tests.unit.oracles.bounds.test_numpy_bound import RUNGS
 
 READS = [(), ("out",), ("lse",), ("out", "lse"), ("m_and_l",), ("out", "m_and_l")]
 ADDED = ["", "softcap", "alibi", "bias", "dlse", "softcap alibi bias dlse"]
@@ -177,6 +180,43 @@ def test_the_bounds_of_forward_and_backward_imply_the_bound_of_the_whole(
         terms = getattr(drawn.judged.terms, name)
         implied = (value - want).abs() + limit
         assert (implied <= most * (1 + 1e-12) + 1e-14 * terms).all(), name
+
+
+def worst_shares(kernel: Emulated, case: Case) -> list[float]:
+    """The largest error of dq, dk and dv as shares of their bounds given out and lse."""
+    got = kernel(case)
+    value, limit = numpy_given_forward.backward(
+        *case.arrays, out=got.out.astype(float), lse=got.lse.astype(float), mask=case.mask,
+        sm_scale=case.sm_scale, in_dtype=case.dtype, numerics=kernel.numerics, dlse=case.dlse,
+    )  # fmt: skip
+    shares = []
+    for x, y, most in zip(got[2:], value[2:], limit[2:], strict=True):
+        error = np.abs(x - y)
+        assert np.isfinite(most).all()
+        assert ((error == 0) | (most > 0)).all()
+        shares.append(float((error / np.where(most > 0, most, 1)).max(initial=0.0)))
+    return shares
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_an_emulated_backward_stays_within_the_bound_given_its_forward(rung, family):
+    dtype, numerics = RUNGS[rung]
+    for seed in range(4):
+        case = draw(100 + seed, dtype, family)
+        if seed % 2:
+            dlse = np.random.default_rng(seed).standard_normal(case.arrays[0].shape[:3])
+            case = case._replace(dlse=CASTS["fp32"](10 * dlse) * 1.0)
+        kernel = Emulated(dtype=dtype, numerics=numerics, reverse=seed >= 2)
+        assert max(worst_shares(kernel, case)) <= 1, seed
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("declaration", EMULATED)
+def test_an_emulated_backward_stays_within_the_bound_of_what_it_declares(declaration, dtype):
+    kernel = Emulated(dtype=dtype, numerics=EMULATED[declaration])
+    for seed, family in enumerate(("normal", "scores times 8", "tiny values", "low lse")):
+        assert max(worst_shares(kernel, draw(200 + seed, dtype, family))) <= 1, family
 
 
 def test_a_row_and_a_key_without_a_partner_are_exact() -> None:

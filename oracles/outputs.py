@@ -54,6 +54,10 @@ class Numerics:
             sums stay relative to the earlier maximum. 0 rescales at every rise.
         flushes: Elementwise float32 operands and results below 2**-126 count as 0, as in code
             compiled with fast-math flags (``.ftz``). Operands and sums of dots do not.
+        backward_reads: The results of the forward that the backward reads as they were returned,
+            out of "out" and "lse". It computes delta from out, and P from lse, or from the maximum
+            and the sum, "m_and_l", that lse was computed from. () if it reads neither, as in
+            automatic differentiation of a softmax. Gradients are judged given what is read.
 
     Raises:
         ValueError: A declaration is out of range.
@@ -75,6 +79,7 @@ class Numerics:
     atomic: tuple[str, ...] = ()
     rescale_threshold: float = 0.0
     flushes: bool = False
+    backward_reads: tuple[str, ...] = ("out", "lse")
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -101,4 +106,12 @@ _CHOICES = {
     "l_from": ("unrounded", "rounded"),
     "group_sum": ("fp32", "dtype"),
     "atomic": ((), ("dq",)),
+    "backward_reads": (
+        (),
+        ("out",),
+        ("lse",),
+        ("out", "lse"),
+        ("m_and_l",),
+        ("out", "m_and_l"),
+    ),
 }

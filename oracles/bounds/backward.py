@@ -13,7 +13,15 @@ from fa_verify.oracles.bounds.constants import Constants
 from fa_verify.oracles.bounds.forward import Chunk, Forward
 from fa_verify.oracles.outputs import Numerics
 
-__all__ = ["Backward", "KeySums", "ScoreGradient", "backward_error", "score_gradient"]
+__all__ = [
+    "Backward",
+    "KeySums",
+    "Read",
+    "ScoreGradient",
+    "backward_error",
+    "read_of",
+    "score_gradient",
+]
 
 
 class KeySums(NamedTuple):
@@ -43,6 +51,23 @@ class Backward(NamedTuple):
     dp_reach: torch.Tensor  # |dout|.|v|
 
 
+class Read(NamedTuple):
+    """The results of a forward pass that the backward starts from, with their largest errors.
+
+    ``read_of`` gives the true ones. ``given_forward`` puts in those that a kernel returned, which
+    have no error.
+    """
+
+    p: torch.Tensor  # (Z, R, N): exp(s - lse), 0 on hidden pairs
+    exponent_error: torch.Tensor  # F, (Z, R, N): of the exponent of the recomputed P
+    out: torch.Tensor  # (Z, R, Dv)
+    out_bound: torch.Tensor
+    tiles: torch.Tensor  # T, as in ``Scores``, like slope and slope_error
+    slope: torch.Tensor | None
+    slope_error: torch.Tensor | None
+    dlse_roundings: int  # of the gradient of lse, until it is subtracted
+
+
 class _ScoreGrads(NamedTuple):
     """dS by the scores before a softcap, and its errors, (Z, R, N); 0 on hidden pairs."""
 
@@ -66,42 +91,50 @@ class ScoreGradient(NamedTuple):
     p_grown: torch.Tensor
 
 
-def score_gradient(x: Chunk, fwd: Forward, c: Constants, p_rounded: bool) -> ScoreGradient:
+def read_of(fwd: Forward, c: Constants) -> Read:
+    """Returns the true results of the forward pass, with F = E + B_lse + 3u (|s| + |L|) + u_exp."""
+    scores = fwd.scores
+    per_row = fwd.lse_bound.unsqueeze(2) + 3 * c.u * scores.lse.unsqueeze(2).abs() + c.u_exp
+    exponent_error = scores.s.abs().mul_(3 * c.u).add_(scores.error).add_(per_row)
+    return Read(
+        scores.p, exponent_error, fwd.out, fwd.out_bound, scores.tiles, scores.slope,
+        scores.slope_error, dlse_roundings=1,
+    )  # fmt: skip
+
+
+def score_gradient(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> ScoreGradient:
     """Returns dS = p (dP - D), its sum of |terms|, and the bound of its error before casts.
 
     Args:
         x: The chunk.
-        fwd: Its forward pass.
+        read: The results of its forward pass.
         c: The constants of the bound.
         p_rounded: Whether dS is computed from P after its cast.
     """
-    scores, abs_dout = fwd.scores, x.dout.abs()
-    lse = scores.lse.unsqueeze(2)
+    p, out, abs_dout = read.p, read.out, x.dout.abs()
     # 1. dP and its reach.
     dp = (x.dout @ x.v.mT).masked_fill_(x.hidden, 0.0)
     dp_reach = (abs_dout @ x.v.abs().mT).masked_fill_(x.hidden, 0.0)
     # 2. delta and its error: the kernel computes it from the stored out.
-    delta = (x.dout * fwd.out).sum(2, keepdim=True)
-    delta_terms = (abs_dout * fwd.out.abs()).sum(2, keepdim=True)
-    out_error = (abs_dout * fwd.out_bound).sum(2, keepdim=True)
+    delta = (x.dout * out).sum(2, keepdim=True)
+    delta_terms = (abs_dout * out.abs()).sum(2, keepdim=True)
+    out_error = (abs_dout * read.out_bound).sum(2, keepdim=True)
     delta_error = out_error + c.gamma(float(x.v.shape[2] + 4)) * (delta_terms + out_error)
     # Flushes of each product, each sum, and either operand of a product.
-    operands = abs_dout + fwd.out.abs() + fwd.out_bound
+    operands = abs_dout + out.abs() + read.out_bound
     delta_error += c.eta_op * (2 * x.v.shape[2] + operands.sum(2, keepdim=True))
     if x.dlse is not None:
         # One more subtraction: flushes of its operand and its result.
         dlse = x.dlse.unsqueeze(2)
         delta -= dlse
         delta_terms += dlse.abs()
-        delta_error += c.u * (delta.abs() + dlse.abs()) + 2 * c.eta_op
-    # 3. P, recomputed from the stored LSE: F.
-    per_row = fwd.lse_bound.unsqueeze(2) + 3 * c.u * lse.abs() + c.u_exp
-    p_growth = scores.s.abs().mul_(3 * c.u).add_(scores.error).add_(per_row).expm1_()
-    p_growth.mul_(scores.p)
-    p_grown = scores.p + p_growth
+        delta_error += c.u * (delta.abs() + read.dlse_roundings * dlse.abs()) + 2 * c.eta_op
+    # 3. P, recomputed from the stored LSE.
+    p_growth = read.exponent_error.expm1().mul_(p)
+    p_grown = p + p_growth
     # 4. dS, its error e before the cast, and W after it.
     gap = dp - delta
-    ds = scores.p * gap
+    ds = p * gap
     flushed = dp.abs_().add_(delta.abs())  # |dP| + |D|
     subtrahends = dp_reach * c.short_dot(x.v.shape[2]) + delta_error + c.eta_op
     if c.eta_dot:
@@ -112,22 +145,19 @@ def score_gradient(x: Chunk, fwd: Forward, c: Constants, p_rounded: bool) -> Sco
     e.addcmul_(p_growth, gap.abs_()).add_(flushed.add_(1.0), alpha=c.ftz)
     if p_rounded:
         e.addcmul_(p_grown * c.u_p + c.eta_p, gap_error.add_(gap))
-    ds_terms = scores.p * (dp_reach + delta_terms)
+    ds_terms = p * (dp_reach + delta_terms)
     e.masked_fill_(x.hidden, 0.0)
     return ScoreGradient(ds, e, ds_terms, dp_reach, p_growth, p_grown)
 
 
-def _score_grads(
-    x: Chunk, fwd: Forward, c: Constants, eta_ds: float, p_rounded: bool
-) -> _ScoreGrads:
+def _score_grads(x: Chunk, read: Read, c: Constants, eta_ds: float, p_rounded: bool) -> _ScoreGrads:
     """Multiplies ``score_gradient`` by the slope f of a softcap, and adds the errors of casts."""
-    scores = fwd.scores
-    ds, e, ds_terms, dp_reach, p_growth, p_grown = score_gradient(x, fwd, c, p_rounded)
-    if scores.slope is not None and scores.slope_error is not None:
+    ds, e, ds_terms, dp_reach, p_growth, p_grown = score_gradient(x, read, c, p_rounded)
+    if read.slope is not None and read.slope_error is not None:
         # The gradient by the scaled dots, before the softcap.
-        grown = scores.slope + scores.slope_error
-        e = e * grown * (1 + c.u) + ds.abs() * (scores.slope_error + c.u * grown) + c.ftz
-        ds, ds_terms = ds * scores.slope, ds_terms * scores.slope
+        grown = read.slope + read.slope_error
+        e = e * grown * (1 + c.u) + ds.abs() * (read.slope_error + c.u * grown) + c.ftz
+        ds, ds_terms = ds * read.slope, ds_terms * read.slope
     e.masked_fill_(x.hidden, 0.0)
     ds_reach = ds.abs() + e
     ds_errors = e.add_(ds_reach, alpha=c.u_cast).add_(eta_ds).masked_fill_(x.hidden, 0.0)
@@ -135,7 +165,7 @@ def _score_grads(
 
 
 def backward_error(
-    x: Chunk, fwd: Forward, *, sm_scale: float, c: Constants, numerics: Numerics
+    x: Chunk, read: Read, *, sm_scale: float, c: Constants, numerics: Numerics
 ) -> Backward:
     """Returns dq, dk, dv of a chunk, their sums of |terms|, and bounds before the last rounding.
 
@@ -158,7 +188,7 @@ def backward_error(
 
     Args:
         x: The chunk.
-        fwd: Its forward pass.
+        read: The results of its forward pass.
         sm_scale: Factor on q.k.
         c: The constants of the bound.
         numerics: The subject's declared numerics.
@@ -168,13 +198,13 @@ def backward_error(
     # dS loses eta if it underflows, or eta / scale if it is scaled before its cast.
     lost_ds = (c.eta_p + c.eta_op) * (1 + c.u_x)
     eta_ds = lost_ds * (max(1.0, 1 / sm_scale) if numerics.ds_scaled else 1.0)
-    grads = _score_grads(x, fwd, c, eta_ds, numerics.ds_from == "rounded")
+    grads = _score_grads(x, read, c, eta_ds, numerics.ds_from == "rounded")
     abs_q, abs_k, abs_dout = x.q.abs(), x.k.abs(), x.dout.abs()
     # The dot of the other operand's gradient reads a prescaled operand again, still rounded. Its
     # underflow does not scale with its size: eta per product.
     again_q = c.u_in if numerics.prescales in ("q", "qk") else 0.0
     again_k = c.u_in if numerics.prescales in ("k", "qk") else 0.0
-    tiles = fwd.scores.tiles
+    tiles = read.tiles
     per_product = c.g((numerics.block_n + 2) * tiles) * (1 + c.u_cast) + again_k
     dq_weights = grads.ds_errors + per_product.unsqueeze(2) * grads.ds_reach
     dk_weights = grads.ds_errors + again_q * grads.ds_reach if again_q else grads.ds_errors
@@ -208,10 +238,10 @@ def backward_error(
             dk_products=(grads.ds_reach.mT @ abs_q).mul_(sm_scale),
             dk_terms=(grads.ds_terms.mT @ abs_q).mul_(sm_scale),
             dk_reach=abs_ds.mT @ abs_q,
-            dv=fwd.scores.p.mT @ x.dout,
+            dv=read.p.mT @ x.dout,
             dv_errors=dv_errors,
             dv_products=grads.p_grown.mT @ abs_dout,
-            dv_terms=fwd.scores.p.mT @ abs_dout,
+            dv_terms=read.p.mT @ abs_dout,
             query_tiles=x.query_tiles,
         ),
         ds_reach=grads.ds_reach,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fa_verify.oracles.bounds.backward import score_gradient
+from fa_verify.oracles.bounds.backward import read_of, score_gradient
 from fa_verify.oracles.bounds.constants import constants
 from fa_verify.oracles.bounds.error_model import gather
 from fa_verify.oracles.bounds.forward import forward_error
+from fa_verify.oracles.bounds.given_forward import Returned, read_given
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks
@@ -20,6 +21,7 @@ __all__ = ["BiasBound", "bias_error"]
 class BiasBound(NamedTuple):
     """The bound of each element of dbias, float64 in the shape of the bias."""
 
+    dbias: torch.Tensor  # the exact gradient, or that given a forward
     bound: torch.Tensor
     terms: torch.Tensor  # the sum of |terms| of each element
     out_of_range: str | None  # as in ``error_model.Judgement``
@@ -46,6 +48,7 @@ def bias_error(
     bias_dtype: str,
     numerics: Numerics,
     softcap: float | None = None,
+    given: Returned | None = None,
 ) -> BiasBound:
     """Returns the largest error of a correct kernel's dbias against ``reference.bias_gradient``.
 
@@ -57,24 +60,32 @@ def bias_error(
     The bound is 0 where no row sees a key. The slope of a softcap does not enter, because the bias
     is added after it.
 
-    The arguments are those of ``error_model.judge``, and the dtype of the bias. All rows are in
-    memory at once.
+    If ``given`` holds the forward's results that the backward reads, the gradient and the error are
+    those given the forward; see ``given_forward``.
+
+    The other arguments are those of ``error_model.judge``, and the dtype of the bias. All rows are
+    in memory at once.
     """
     c, stored = constants(in_dtype, numerics), constants(bias_dtype, Numerics())
     (B, H, M, _), N = q.shape, k.shape[2]
     zeros = torch.zeros(bias.shape, dtype=torch.float64, device=q.device)
     if 0 in (B, M, N):
-        return BiasBound(zeros, zeros, None)
+        return BiasBound(zeros, zeros, zeros, None)
     masks = RowMasks(mask, B, H, M, N, q.device)
     seen = masks.between(0, M)
     added = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias.detach()).between(0, M)
     x = gather(
         q.detach(), k.detach(), v.detach(), dout.detach(), dlse, seen, added, masks.has_predicate
     )
-    fwd = forward_error(
-        x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=True, softcap=softcap
-    )
-    gradient = score_gradient(x, fwd, c, numerics.ds_from == "rounded")
+    options: dict[str, Any] = {
+        "sm_scale": sm_scale, "c": c, "numerics": numerics, "exact_spread": True,
+        "softcap": softcap,
+    }  # fmt: skip
+    if given is None:
+        read = read_of(forward_error(x, **options), c)
+    else:
+        read = read_given(x, given, **options)
+    gradient = score_gradient(x, read, c, numerics.ds_from == "rounded")
     ds, error, reach, terms, count = (
         _shared(y.reshape(B, H, M, N), bias.shape)
         for y in (
@@ -89,4 +100,4 @@ def bias_error(
     reason = None
     if not largest <= stored.max_in:  # NaN fails
         reason = f"|dbias| + bound reaches {largest:.6g}; needs to be at most {stored.max_in:.6g}"
-    return BiasBound(bound, terms, reason)
+    return BiasBound(ds, bound, terms, reason)

@@ -6,23 +6,24 @@ log, and from underflow, along the steps of a kernel like FlashAttention-2.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from fa_verify.oracles.bounds.backward import Backward, KeySums, backward_error
+from fa_verify.oracles.bounds.backward import Backward, KeySums, backward_error, read_of
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks, chunk_height
 
-__all__ = ["Judgement", "gather", "judge"]
+__all__ = ["EXACT_SPREAD", "Judgement", "chunks", "finish_dq", "finish_keys", "gather", "judge"]
 
 _QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
-_EXACT_SPREAD = 2**28  # largest M * N * Dv for which |v - out| is formed element by element
+EXACT_SPREAD = 2**28  # largest M * N * Dv for which |v - out| is formed element by element
 _LARGEST_LSE = 1e5
 # Largest terms of a score: a rounding of larger ones exceeds the error that an exponent may have.
 _LARGEST_TERMS = 1e7
@@ -66,6 +67,8 @@ class _Keys(NamedTuple):
     terms_dk: torch.Tensor
     terms_dv: torch.Tensor
     peaks: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
 
 
 class _Part(NamedTuple):
@@ -127,15 +130,20 @@ def _finish(bound: torch.Tensor, value: torch.Tensor, u: float, eta: float) -> t
     return bound + u * (value.abs() + bound) + eta
 
 
+def finish_dq(x: Chunk, bwd: Backward, c: Constants) -> torch.Tensor:
+    """Returns the bound of a chunk's dq, rounded to its dtype; empty rows are exact."""
+    bound = _finish(bwd.dq_bound, bwd.dq, c.u_in + 4 * c.u, c.eta_in)
+    return (c.times * bound).masked_fill_(x.empty.unsqueeze(2), 0.0)
+
+
 def _finish_rows(x: Chunk, fwd: Forward, bwd: Backward, c: Constants) -> _Rows:
     """Returns bounds and terms of a chunk's rows; empty rows are exact."""
     empty = x.empty.unsqueeze(2)
     scores = fwd.scores
-    dq_bound = _finish(bwd.dq_bound, bwd.dq, c.u_in + 4 * c.u, c.eta_in)
     return _Rows(
         bound_out=(c.times * fwd.out_bound).masked_fill_(empty, 0.0),
         bound_lse=(c.times * fwd.lse_bound).masked_fill_(x.empty, 0.0),
-        bound_dq=(c.times * dq_bound).masked_fill_(empty, 0.0),
+        bound_dq=finish_dq(x, bwd, c),
         terms_out=fwd.out_terms,
         terms_lse=1 + scores.m.abs() + scores.log_l.abs(),
         terms_dq=bwd.dq_terms,
@@ -147,8 +155,8 @@ def _by_group(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.view(-1, heads, *x.shape[1:])
 
 
-def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _Keys:
-    """Returns the bounds of dk and dv.
+def finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _Keys:
+    """Returns dk and dv with their bounds.
 
     ``apart`` is 1 if one chain of additions runs through a group's heads. Otherwise it is the
     number of heads whose rounded gradients are added; Z then counts query heads. Each of the
@@ -175,7 +183,7 @@ def _finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _K
     (dk, bound_dk, terms_dk), (dv, bound_dv, terms_dv) = finished
     peaks = (sums.dk_reach, dk.abs() + bound_dk, dv.abs() + bound_dv)
     peaks_of_keys = torch.stack([peak.amax() for peak in peaks])
-    return _Keys(bound_dk, bound_dv, terms_dk, terms_dv, peaks_of_keys)
+    return _Keys(bound_dk, bound_dv, terms_dk, terms_dv, peaks_of_keys, dk, dv)
 
 
 def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
@@ -201,7 +209,7 @@ def _judge_chunk(
 ) -> _Part:
     """Runs both passes over a chunk and returns the results to keep."""
     fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact, softcap=softcap)
-    bwd = backward_error(x, fwd, sm_scale=t, c=c, numerics=numerics)
+    bwd = backward_error(x, read_of(fwd, c), sm_scale=t, c=c, numerics=numerics)
     rows = _finish_rows(x, fwd, bwd, c)
     return _Part(rows, bwd.keys, _row_peaks(fwd, bwd, rows))
 
@@ -247,6 +255,43 @@ def _all_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Judgement:
     )
     terms.lse.fill_(1.0)
     return Judgement(bound, terms, 0.0, None)
+
+
+def chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    mask: DenseMask,
+    apart: int,
+    rows: int | None,
+) -> Iterator[tuple[slice, Chunk]]:
+    """Yields the rows of each chunk and its inputs; the arguments are those of ``judge``.
+
+    ``apart`` is the number of copies of each key/value head: that of heads whose gradients are
+    rounded before they are added.
+    """
+    q, k, v, dout = (x.detach() for x in (q, k, v, dout))
+    if apart > 1:
+        k, v = (x.repeat_interleave(apart, dim=1) for x in (k, v))
+    (B, H, M, _), N = q.shape, k.shape[2]
+    masks = RowMasks(mask, B, H, M, N, q.device)
+    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
+    height = chunk_height(rows, B, H, N)
+    height += -height % _QUERY_TILE
+    for start in range(0, M, height):
+        here = slice(start, min(start + height, M))
+        of_lse = None if dlse is None else dlse[:, :, here].detach()
+        seen = masks.between(here.start, here.stop)
+        added = additions.between(here.start, here.stop)
+        yield (
+            here,
+            gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added, masks.has_predicate),
+        )
 
 
 def judge(
@@ -304,33 +349,20 @@ def judge(
     (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
     if 0 in (B, M, N):
         return _all_exact(q, k, v)
-    q, k, v, dout = (x.detach() for x in (q, k, v, dout))
     apart = H // Hk if numerics.group_sum == "dtype" else 1
-    if apart > 1:
-        k, v = (x.repeat_interleave(apart, dim=1) for x in (k, v))
-    masks = RowMasks(mask, B, H, M, N, q.device)
-    height = chunk_height(rows, B, H, N)
-    height += -height % _QUERY_TILE
-    additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
+    exact_spread = M * N * v.shape[3] <= EXACT_SPREAD
+    given = (q, k, v, dout, dlse, alibi_slopes, bias)
     parts: list[_Rows] = []
     peaks: list[torch.Tensor] = []
     sums: KeySums | None = None
-    for start in range(0, M, height):
-        here = slice(start, min(start + height, M))
-        of_lse = None if dlse is None else dlse[:, :, here].detach()
-        seen = masks.between(here.start, here.stop)
-        added = additions.between(here.start, here.stop)
-        chunk = gather(
-            q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added, masks.has_predicate
-        )
-        exact_spread = M * N * v.shape[3] <= _EXACT_SPREAD
+    for _, chunk in chunks(*given, mask=mask, apart=apart, rows=rows):
         part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))
         peaks.append(part.peaks)
         sums = part.keys if sums is None else KeySums(*map(torch.Tensor.add_, sums, part.keys))
     assert sums is not None  # M > 0
     of_rows = _Rows(*(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)))
-    of_keys = _finish_keys(sums, sm_scale, c, apart)
+    of_keys = finish_keys(sums, sm_scale, c, apart)
     bound_dk, bound_dv, terms_dk, terms_dv = (x.view(B, Hk, N, -1) for x in of_keys[:4])
     # One transfer: a small problem spends most of its time on waiting for the GPU.
     of_all = torch.cat([torch.stack(peaks).amax(0), of_keys.peaks]).tolist()
@@ -341,5 +373,5 @@ def judge(
         terms=Outputs(of_rows.terms_out, of_rows.terms_lse, of_rows.terms_dq, terms_dk, terms_dv),
         max_score=max_score,
         out_of_range=_range(row_peaks, key_peaks, c)
-        or _range_of_terms(max_score if additions else 0.0),
+        or _range_of_terms(0.0 if alibi_slopes is None and bias is None else max_score),
     )

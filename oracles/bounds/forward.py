@@ -15,7 +15,16 @@ from fa_verify.oracles.bounds.constants import Constants
 from fa_verify.oracles.bounds.softcap import cap_error
 from fa_verify.oracles.outputs import Numerics
 
-__all__ = ["Chunk", "Forward", "Scores", "forward_error"]
+__all__ = [
+    "Chunk",
+    "Forward",
+    "Logits",
+    "Scores",
+    "forward_error",
+    "live_tiles",
+    "logits",
+    "put_off",
+]
 
 _GAPS = 2**21  # elements of |v - out| in memory at a time, on a CPU: they fit its cache
 _GAPS_CUDA = 2**27
@@ -35,6 +44,17 @@ class Chunk(NamedTuple):
     query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key, over the group's heads
     added: tuple[torch.Tensor, ...]  # (Z, R, N) each: terms added to scores, 0 on hidden pairs
     any_order: bool  # whether a kernel may visit the key tiles of a row in any order
+
+
+class Logits(NamedTuple):
+    """The scores of a chunk, (Z, R, N), before a softmax; s and reach are 0 on hidden pairs."""
+
+    s: torch.Tensor
+    reach: torch.Tensor  # |q|.|k|, unscaled
+    error: torch.Tensor  # the error of dots, prescaling, softcap and added terms, without 5u |s|
+    slope: torch.Tensor | None  # ds / d(sm_scale q.k); None if it is 1 everywhere
+    slope_error: torch.Tensor | None  # the largest error of a kernel's slope
+    parts: torch.Tensor  # |s|, or the sum of its |terms|
 
 
 class Scores(NamedTuple):
@@ -132,6 +152,34 @@ def _dot_error(
     return error
 
 
+def logits(
+    x: Chunk, sm_scale: float, c: Constants, numerics: Numerics, softcap: float | None
+) -> Logits:
+    """Returns the scores of a chunk and the error of their dots, softcap and added terms."""
+    s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
+    reach = (x.q.abs() @ x.k.abs().mT).masked_fill_(x.hidden, 0.0)
+    error = _dot_error(x, reach * sm_scale, sm_scale, c, numerics.prescales)
+    slope, slope_error = None, None
+    if softcap is not None:
+        s, error, slope, slope_error = cap_error(s, error, softcap, c)
+    parts = s.abs()
+    if x.added:
+        s, parts = sum(x.added, s), sum(map(torch.abs, x.added), parts)
+        error = error + (3 + len(x.added)) * c.u * parts
+    return Logits(s, reach, error, slope, slope_error, parts)
+
+
+def live_tiles(x: Chunk, block_n: int) -> torch.Tensor:
+    """Returns the key tiles with a visible key of each row, bool (Z, R, tiles)."""
+    short = -x.seen.shape[2] % block_n
+    return pad(x.seen, (0, short)).view(*x.seen.shape[:2], -1, block_n).any(3)
+
+
+def put_off(tiles: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+    """Returns r, the largest distance of the maximum in use below the row's, of rows of tiles."""
+    return numerics.rescale_threshold * math.log(2) * (tiles > 1).to(tiles.dtype)
+
+
 def _scores(
     x: Chunk, sm_scale: float, c: Constants, numerics: Numerics, softcap: float | None
 ) -> Scores:
@@ -151,22 +199,13 @@ def _scores(
     holds for any order, and is counted for each key.
     """
     # 1. Scores and their reach |q|.|k|.
-    s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
-    reach = (x.q.abs() @ x.k.abs().mT).masked_fill_(x.hidden, 0.0)
-    error = _dot_error(x, reach * sm_scale, sm_scale, c, numerics.prescales)
-    slope, slope_error = None, None
-    if softcap is not None:
-        s, error, slope, slope_error = cap_error(s, error, softcap, c)
-    parts = s.abs()
-    if x.added:
-        s, parts = sum(x.added, s), sum(map(torch.abs, x.added), parts)
-        error = error + (3 + len(x.added)) * c.u * parts
+    s, reach, error, slope, slope_error, parts = logits(x, sm_scale, c, numerics, softcap)
     # 2. Maxima of tiles and rows: -inf for a hidden tile, 0 for an empty row.
     short = -s.shape[2] % numerics.block_n
     tiled = (*s.shape[:2], -1, numerics.block_n)
     visible_s = pad(s.masked_fill(x.hidden, -math.inf), (0, short), value=-math.inf)
     tile_max = visible_s.view(tiled).amax(3)
-    live_tiles = pad(x.seen, (0, short)).view(tiled).any(3)
+    live = live_tiles(x, numerics.block_n)
     m = tile_max.amax(2).masked_fill_(x.empty, 0.0)
     # 3. Softmax.
     p = (s - m.unsqueeze(2)).exp_().masked_fill_(x.hidden, 0.0)
@@ -177,15 +216,15 @@ def _scores(
     error.add_((s - m.unsqueeze(2)).abs_().mul_(3 * c.u))
     error.add_(s.abs(), alpha=5 * c.u).add_(c.u_exp)
     error.masked_fill_(x.hidden, 0.0)
-    tiles = live_tiles.sum(2, dtype=torch.float64)
-    lag = numerics.rescale_threshold * math.log(2) * (tiles > 1).to(tiles.dtype)
+    tiles = live.sum(2, dtype=torch.float64)
+    lag = put_off(tiles, numerics)
     error.add_((3 * c.u * lag).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
     slack = 2 * error.amax(2)
     if x.any_order:
-        above = _tiles_above(tile_max, live_tiles, slack)
+        above = _tiles_above(tile_max, live, slack)
         changes = above.repeat_interleave(numerics.block_n, dim=2)[:, :, : s.shape[2]]
     else:
-        changes = _rescales(tile_max, live_tiles, slack, numerics.splits).unsqueeze(2)
+        changes = _rescales(tile_max, live, slack, numerics.splits).unsqueeze(2)
     error.add_(changes * c.u_exp).masked_fill_(x.hidden, 0.0)
     return Scores(s, reach, p, error, m, m + log_l, log_l, lag, tiles, slope, slope_error, parts)
 

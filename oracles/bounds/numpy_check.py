@@ -10,6 +10,7 @@ from the stored output.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,17 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.reference.numpy_reference import Head, added_terms, attend_head, seen_keys
 
-__all__ = ["bound", "head_bound", "score_error"]
+__all__ = [
+    "HeadBound",
+    "backward_bound",
+    "bound",
+    "group_bound",
+    "groups",
+    "head_bound",
+    "logit_error",
+    "recomputed_error",
+    "score_error",
+]
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -36,7 +47,7 @@ _ROW_TILE = 16
 _SHORTEST_DOT = 16
 
 
-class _HeadBound(NamedTuple):
+class HeadBound(NamedTuple):
     """One head's bounds; bounds of gradients exclude the rounding of the stored result."""
 
     out_me: FloatArray
@@ -115,6 +126,18 @@ def _sum_error(head: Head, units: Units) -> FloatArray:
     return error_mn
 
 
+def logit_error(
+    head: Head, sm_scale: float, numerics: Numerics, units: Units, softcap: float | None
+) -> FloatArray:
+    """Returns the error of a score's dot, softcap and added terms, on all pairs."""
+    error_mn = _dot_error(head, sm_scale, numerics, units)
+    if softcap is not None:
+        error_mn, _ = _capped_error(head, error_mn, softcap, units)
+    if head.added_mn:
+        error_mn = error_mn + _sum_error(head, units)
+    return error_mn
+
+
 def score_error(
     head: Head,
     sm_scale: float,
@@ -138,13 +161,8 @@ def score_error(
     """
     u = units.u
     s_mn = head.scores_mn
-    error_mn = _dot_error(head, sm_scale, numerics, units)
-    if softcap is not None:
-        error_mn, _ = _capped_error(head, error_mn, softcap, units)
-    if head.added_mn:
-        error_mn = error_mn + _sum_error(head, units)
     error_mn = (
-        error_mn
+        logit_error(head, sm_scale, numerics, units, softcap)
         + 5 * u * np.abs(s_mn)
         + 3 * u * np.abs(s_mn - head.row_max_m[:, None])
         + 3 * u * lag_of(head, numerics)[:, None]
@@ -215,10 +233,14 @@ def _dscore_error(
     bound_out_me: FloatArray,
     prob_error_mn: FloatArray,
     units: Units,
-    with_dlse: bool,
+    of_dlse: int,
     from_rounded: bool,
 ) -> FloatArray:
-    """Returns e, the error of dS before its cast; with ``from_rounded``, P is rounded first."""
+    """Returns e, the error of dS before its cast.
+
+    ``of_dlse`` is the number of roundings of the gradient of lse, 0 if the kernel got none. With
+    ``from_rounded``, P is rounded first.
+    """
     u, u_dot = units.u, units.u_dot
     Dv = head.v_ne.shape[1]
     dout_me, dprobs_mn, p_mn = np.abs(head.dout_me), head.dprobs_mn, head.probs_mn
@@ -232,8 +254,9 @@ def _dscore_error(
     error_delta_m += units.gamma(Dv + 4) * (dout_me * (np.abs(head.out_me) + bound_out_me)).sum(1)
     operands_me = dout_me + np.abs(head.out_me) + bound_out_me
     error_delta_m += units.flush_op * (operands_me + 2).sum(axis=1)  # operands, products, sums
-    if with_dlse:
-        error_delta_m += u * (np.abs(head.delta_m) + np.abs(head.dlse_m)) + 2 * units.flush_op
+    if of_dlse:
+        error_delta_m += u * (np.abs(head.delta_m) + of_dlse * np.abs(head.dlse_m))
+        error_delta_m += 2 * units.flush_op
 
     inputs_mn = error_dprobs_mn + error_delta_m[:, None] + units.flush_op  # flush of dP - delta
     terms_mn = np.abs(dprobs_mn) + np.abs(delta_m1)
@@ -257,7 +280,7 @@ def head_bound(
     with_dlse: bool,
     any_order: bool,
     softcap: float | None,
-) -> _HeadBound:
+) -> HeadBound:
     """Returns all bounds of one head, before results are stored.
 
     Args:
@@ -270,23 +293,60 @@ def head_bound(
         any_order: Whether a kernel may visit the key tiles of a row in any order.
         softcap: As in ``numpy_reference.attention``.
     """
+    # 1: scores, forward
+    error_mn = score_error(head, sm_scale, numerics, units, any_order, softcap)
+    bound_out_me, bound_lse_m = _forward(head, error_mn, numerics, units)
+
+    # 2: P recomputed from the stored LSE
+    prob_error_mn = recomputed_error(head, error_mn, bound_lse_m, units)
+    bounds = backward_bound(
+        head, bound_out_me, prob_error_mn, sm_scale, numerics, units, chain_n, int(with_dlse),
+        softcap,
+    )  # fmt: skip
+    return bounds._replace(out_me=bound_out_me, lse_m=bound_lse_m)
+
+
+def recomputed_error(
+    head: Head, error_mn: FloatArray, bound_lse_m: FloatArray, units: Units
+) -> FloatArray:
+    """Returns F, the error of the exponent of P, recomputed from the stored LSE."""
+    lse_m = np.where(head.seen_mn.any(axis=1), head.lse_m, 0.0)
+    magnitudes_mn = np.abs(head.scores_mn) + np.abs(lse_m)[:, None]
+    prob_error_mn = error_mn + bound_lse_m[:, None] + 3 * units.u * magnitudes_mn + units.u_exp
+    return np.where(head.seen_mn, prob_error_mn, 0.0)
+
+
+def backward_bound(
+    head: Head,
+    bound_out_me: FloatArray,
+    prob_error_mn: FloatArray,
+    sm_scale: float,
+    numerics: Numerics,
+    units: Units,
+    chain_n: FloatArray,
+    of_dlse: int,
+    softcap: float | None,
+) -> HeadBound:
+    """Returns the bounds of one head's gradients before they are stored; out and lse get 0.
+
+    Args:
+        head: The passes, with the probabilities and the output that the backward reads.
+        bound_out_me: The error of that output.
+        prob_error_mn: The error of the exponent of the probabilities.
+        sm_scale: Factor on q.k, > 0.
+        numerics: The kernel's declared numerics.
+        units: The constants of the model.
+        chain_n: (N,), the length of the sums for dk and dv.
+        of_dlse: The number of roundings of the gradient of lse; 0 if the kernel got none.
+        softcap: As in ``numpy_reference.attention``.
+    """
     t, u, uc = sm_scale, units.u, units.u_cast_dot
     seen_mn, p_mn = head.seen_mn, head.probs_mn
     q_md, k_nd, dout_me = np.abs(head.q_md), np.abs(head.k_nd), np.abs(head.dout_me)
 
-    # 1: scores, forward
-    error_mn = score_error(head, t, numerics, units, any_order, softcap)
-    bound_out_me, bound_lse_m = _forward(head, error_mn, numerics, units)
-
-    # 2: F, the error of P recomputed from the stored LSE
-    lse_m = np.where(seen_mn.any(axis=1), head.lse_m, 0.0)
-    magnitudes_mn = np.abs(head.scores_mn) + np.abs(lse_m)[:, None]
-    prob_error_mn = error_mn + bound_lse_m[:, None] + 3 * u * magnitudes_mn + units.u_exp
-    prob_error_mn = np.where(seen_mn, prob_error_mn, 0.0)
-
     # 3: dS before and after its cast
     from_rounded = numerics.ds_from == "rounded"
-    e_mn = _dscore_error(head, bound_out_me, prob_error_mn, units, with_dlse, from_rounded)
+    e_mn = _dscore_error(head, bound_out_me, prob_error_mn, units, of_dlse, from_rounded)
     dscores_error_mn = e_mn
     dscaled_mn = head.dscores_mn * head.slope_mn
     if softcap is not None:
@@ -336,9 +396,8 @@ def head_bound(
     lost = units.eta_x * (1 + units.u_dot)
     bound_dv_ne += lost * np.where(seen_mn, largest_mn, 0.0).sum(axis=0)[:, None]
 
-    return _HeadBound(
-        bound_out_me, bound_lse_m, bound_dq_md, bound_dk_nd, bound_dv_ne, dscores_error_mn
-    )
+    nothing = np.zeros_like(head.out_me), np.zeros_like(head.lse_m)
+    return HeadBound(*nothing, bound_dq_md, bound_dk_nd, bound_dv_ne, dscores_error_mn)
 
 
 def _stored(bound: FloatArray, value: FloatArray, u_result: float, eta: float) -> FloatArray:
@@ -370,26 +429,25 @@ def _group_sum(
     return total + len(bounds) * units.u_stored * largest + (len(bounds) - 1) * eta
 
 
-def _group_bound(
+def group_bound(
     heads: list[Head],
     sm_scale: float,
     numerics: Numerics,
     units: Units,
-    with_dlse: bool,
-    any_order: bool,
-    softcap: float | None,
+    bound_of: Callable[[int, FloatArray], HeadBound],
 ) -> Outputs[FloatArray]:
-    """Returns bounds of the heads of a group: out, lse and dq stacked, dk and dv summed."""
+    """Returns bounds of the heads of a group: out, lse and dq stacked, dk and dv summed.
+
+    ``bound_of`` returns the bounds of a head by its place in the group and the lengths of the sums
+    for dk and dv.
+    """
     seen_mn = heads[0].seen_mn
     live_m: BoolArray = np.any(seen_mn, axis=1)
     used_n: BoolArray = np.any(seen_mn, axis=0)
     per_head = numerics.group_sum == "dtype" and len(heads) > 1
     rows_n = _ROW_TILE * seen_tiles(seen_mn.T, _ROW_TILE)
     chain_n = rows_n if per_head else len(heads) * rows_n
-    bounds = [
-        head_bound(x, sm_scale, numerics, units, chain_n, with_dlse, any_order, softcap)
-        for x in heads
-    ]
+    bounds = [bound_of(i, chain_n) for i in range(len(heads))]
 
     flushed = units.flush_op * (max(sm_scale, 1.0) * chain_n / _ROW_TILE + 1)[:, None]
     u_scaled = units.u_stored + 4 * units.u  # dq and dk are multiplied by t after the dot
@@ -415,6 +473,38 @@ def _group_bound(
         dk=np.where(used_n[:, None], dk_nd, 0.0),
         dv=np.where(used_n[:, None], dv_ne, 0.0),
     )
+
+
+def groups(
+    q: FloatArray,
+    k: FloatArray,
+    v: FloatArray,
+    dout: FloatArray,
+    mask: Mask,
+    sm_scale: float,
+    dlse: FloatArray | None,
+    softcap: float | None,
+    alibi_slopes: FloatArray | None,
+    bias: FloatArray | None,
+) -> Iterator[tuple[int, int, slice, list[Head]]]:
+    """Yields batch entry, key/value head, its query heads, and their passes, group by group."""
+    B, H, M, _ = q.shape
+    Hk, N = k.shape[1:3]
+    group = H // Hk
+    seen_bmn = seen_keys(mask, B, M, N)
+    dlse_bhm = np.zeros((B, H, M)) if dlse is None else dlse
+    added = added_terms(mask, (B, H, M, N), alibi_slopes, bias)
+    for b in range(B):
+        for g in range(Hk):
+            hs = slice(g * group, (g + 1) * group)
+            heads = [
+                attend_head(
+                    q[b, h], k[b, g], v[b, g], dout[b, h], dlse_bhm[b, h], seen_bmn[b], sm_scale,
+                    softcap, tuple(term_bhmn[b, h] for term_bhmn in added),
+                )
+                for h in range(hs.start, hs.stop)
+            ]  # fmt: skip
+            yield b, g, hs, heads
 
 
 def bound(
@@ -463,47 +553,26 @@ def bound(
     Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.
     """
     units = units_of(in_dtype, numerics)
-    B, H, M, _ = q.shape
-    Hk, N = k.shape[1:3]
-    group = H // Hk
-    seen_bmn = seen_keys(mask, B, M, N)
-    dlse_bhm = np.zeros((B, H, M)) if dlse is None else dlse
-    added = added_terms(mask, (B, H, M, N), alibi_slopes, bias)
     result = Outputs(
         out=np.zeros(dout.shape),
-        lse=np.zeros((B, H, M)),
+        lse=np.zeros(q.shape[:3]),
         dq=np.zeros(q.shape),
         dk=np.zeros(k.shape),
         dv=np.zeros(v.shape),
     )
+    passes = groups(q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias)
     with np.errstate(over="ignore", invalid="ignore"):
-        for b in range(B):
-            for g in range(Hk):
-                hs = slice(g * group, (g + 1) * group)
-                heads = [
-                    attend_head(
-                        *inputs,
-                        seen_bmn[b],
-                        sm_scale,
-                        softcap,
-                        tuple(term_bhmn[b, g * group + i] for term_bhmn in added),
-                    )
-                    for i, inputs in enumerate(
-                        zip(
-                            q[b, hs],
-                            [k[b, g]] * group,
-                            [v[b, g]] * group,
-                            dout[b, hs],
-                            dlse_bhm[b, hs],
-                            strict=True,
-                        )
-                    )
-                ]
-                one = _group_bound(
-                    heads, sm_scale, numerics, units, dlse is not None, not mask.is_plain, softcap
-                )
-                result.out[b, hs], result.lse[b, hs], result.dq[b, hs] = one.out, one.lse, one.dq
-                result.dk[b, g], result.dv[b, g] = one.dk, one.dv
+        for b, g, hs, heads in passes:
+
+            def bound_of(i: int, chain_n: FloatArray, heads: list[Head] = heads) -> HeadBound:
+                return head_bound(
+                    heads[i], sm_scale, numerics, units, chain_n, dlse is not None,
+                    not mask.is_plain, softcap,
+                )  # fmt: skip
+
+            one = group_bound(heads, sm_scale, numerics, units, bound_of)
+            result.out[b, hs], result.lse[b, hs], result.dq[b, hs] = one.out, one.lse, one.dq
+            result.dk[b, g], result.dv[b, g] = one.dk, one.dv
     if in_dtype == "fp64":
         return Outputs(*(2 * x for x in result))
     return result

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fa_verify.oracles.bounds.bias import bias_error
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
+from fa_verify.properties.checks.backward import GIVEN_FORWARD, OUTSIDE, forward_read
 from fa_verify.properties.comparison.compare import Finding, ratios
 from fa_verify.properties.execution.trial import Trial, run_bias_gradient
 from fa_verify.properties.inputs.families import TORCH_DTYPES
@@ -20,7 +23,8 @@ def bias_gradient(trial: Trial) -> list[Finding]:
     """G1 and T3 of dbias: each element lies within the bound, and is 0 where no row sees it.
 
     Returns no findings if the problem has no bias or the subject no gradients. T3 applies to a
-    float64 bias and scores up to ``LOGIC_SCORE``.
+    float64 bias and scores up to ``LOGIC_SCORE``. dbias also lies within the bound given the
+    forward, as the other gradients do; see ``backward``.
 
     Raises:
         SubjectError: The subject raises, or dbias has another shape or dtype than the bias.
@@ -30,23 +34,29 @@ def bias_gradient(trial: Trial) -> list[Finding]:
     if bias is None or not subject.backward:
         return []
     given = (q, k, v, dout, dlse, slopes, bias)
-    judged = bias_error(
-        *given, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap,
-        in_dtype=problem.dtype, bias_dtype=_NAMES[bias.dtype],
-        numerics=subject.numerics_of(problem),
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "mask": problem.mask, "sm_scale": problem.scale, "softcap": problem.softcap,
+        "in_dtype": problem.dtype, "bias_dtype": _NAMES[bias.dtype],
+        "numerics": subject.numerics_of(problem),
+    }  # fmt: skip
+    judged = bias_error(*given, **options)
     if judged.out_of_range is not None:
         return []
     want = torch_reference.bias_gradient(
         *given, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap
     )
-    got = run_bias_gradient(subject, problem, inputs)
+    out, lse, got = run_bias_gradient(subject, problem, inputs)
     found = _beyond(trial, got, want, judged.bound, "G1 accuracy", "leaves the derived bound")
     is_sharp = bias.dtype == torch.float64 and trial.judgement.max_score <= LOGIC_SCORE
     if not found and is_sharp:
         limit = LOGIC_SHARE * judged.terms + LOGIC_UNDERFLOW
         claim = "differs by more than rounding"
         found = _beyond(trial, got, want, limit, "T3 logic in float64", claim)
+    read = forward_read(trial, out, lse)
+    if not found and read is not None:
+        judged = bias_error(*given, **options, given=read)
+        claim = OUTSIDE.format("its forward's results as returned")
+        found = _beyond(trial, got, judged.dbias, judged.bound, GIVEN_FORWARD, claim)
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from fa_verify.properties.checks import pooled
 from fa_verify.properties.checks.accuracy import accuracy, finite, logic
+from fa_verify.properties.checks.backward import backward
 from fa_verify.properties.checks.bias_gradient import bias_gradient
 from fa_verify.properties.checks.closed_form import (
     counts,
@@ -24,6 +25,7 @@ from fa_verify.properties.execution.trial import Trial
 
 __all__ = [
     "CLOSED_FORM",
+    "GIVEN",
     "GUARANTEES",
     "OF_BIAS",
     "POOLED",
@@ -31,6 +33,7 @@ __all__ = [
     "STATISTICS",
     "Check",
     "accuracy",
+    "backward",
     "dirty_padding",
     "empty_rows",
     "far_offsets",
@@ -83,6 +86,8 @@ POOLED: dict[str, Check] = {
     "pooled G10": pooled.repeatable,
     "pooled T3": pooled.logic,
 }
+# The check of gradients given the subject's own forward. --replay runs it too.
+GIVEN: dict[str, Check] = {"backward": backward}
 # The check of dbias, for problems with a bias.
 OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
 # The standing checks, which run on every problem. The key is the first word of their findings.

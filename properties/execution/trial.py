@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [
+    "BiasRun",
     "PlannedRun",
     "SubjectError",
     "Trial",
@@ -129,7 +130,15 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
         return _run(subject, problem, inputs)
 
 
-def run_bias_gradient(subject: Subject, problem: Problem, inputs: Inputs) -> torch.Tensor:
+class BiasRun(NamedTuple):
+    """A gradient of the bias, and the results of the forward that came before it."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    dbias: torch.Tensor
+
+
+def run_bias_gradient(subject: Subject, problem: Problem, inputs: Inputs) -> BiasRun:
     """Return the gradient of the bias, for the same loss as in ``run_subject``.
 
     Raises:
@@ -179,7 +188,7 @@ def _faults_of_the_subject() -> Iterator[None]:
         raise SubjectError(_told(error)) from error
 
 
-def _run_bias(subject: Subject, problem: Problem, inputs: Inputs) -> torch.Tensor:
+def _run_bias(subject: Subject, problem: Problem, inputs: Inputs) -> BiasRun:
     assert inputs.bias is not None
     bias = inputs.bias.detach().requires_grad_()
     added = {"alibi_slopes": inputs.alibi_slopes, "bias": bias}
@@ -193,7 +202,7 @@ def _run_bias(subject: Subject, problem: Problem, inputs: Inputs) -> torch.Tenso
             f"dbias has shape {tuple(found.shape)} and dtype {found.dtype}; needs "
             f"{tuple(bias.shape)} and {bias.dtype}"
         )
-    return found
+    return BiasRun(out.detach(), None if lse is None else lse.detach(), found)
 
 
 def _told(error: BaseException) -> str:

@@ -56,6 +56,7 @@ def attention_kernel(
     atomic: Sequence[str] = _UNSET,
     rescale_threshold: float = _UNSET,
     flushes: bool = _UNSET,
+    backward_reads: Sequence[str] = _UNSET,
     bitwise: Sequence[str] = _UNSET,
     pooled: Callable[..., Any] | None = _UNSET,
     tiles: Callable[[Any], tuple[int, int]] | None = _UNSET,
@@ -118,13 +119,16 @@ def attention_kernel(
         rescale_threshold: How far a row's maximum may rise, in powers of 2 and up to 15, before
             its sums are rescaled.
         flushes: Whether elementwise float32 numbers below 2**-126 are flushed to 0.
+        backward_reads: Results of the forward that the backward reads as they were returned:
+            "out", and "lse" or "m_and_l" (the maximum and the sum of a row); () for automatic
+            differentiation. Gradients are judged given these results too.
         bitwise: Guarantees promised bitwise, from "G4", "G5", "G8", "G9", "G10". The others are
             compared within the bound.
         pooled: A function with the kernel's arguments, ``pool="mean"`` or "max", and
             ``pool_size=(rows, keys)``, that returns the probabilities pooled over blocks of pairs.
         tiles: Function from a problem to (block_m, block_n) of the forward, for reports.
         configs: Name of a tile configuration to the declarations that it replaces: "dtypes" or
-            those from ``dots`` to ``flushes``. With several, the kernel takes ``config=``.
+            those from ``dots`` to ``backward_reads``. With several, the kernel takes ``config=``.
 
     Returns:
         The decorator, which returns the kernel itself.

@@ -39,6 +39,7 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "devices": ("cpu", "cuda"),
     "bitwise": BITWISE,
     "atomic": ("dq",),
+    "backward_reads": ("out", "lse", "m_and_l"),
     "score_mods": SCORE_MODS,
 }
 # Subsets that must not be empty, as there would be nothing to verify.

@@ -8,6 +8,7 @@ import pytest
 
 from fa_verify.properties.checks.guarantees import (
     CLOSED_FORM,
+    GIVEN,
     GUARANTEES,
     OF_BIAS,
     POOLED,
@@ -26,7 +27,8 @@ def pytest_generate_tests(metafunc):
 def every_guarantee(trial):
     """Return the findings of all guarantees, statistics and closed forms."""
     findings, unchecked = [], []
-    for name, check in {**GUARANTEES, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}.items():
+    checks = {**GUARANTEES, **GIVEN, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
+    for name, check in checks.items():
         try:
             findings += check(trial)
         except (MemoryError, NotImplementedError) as error:

@@ -87,6 +87,7 @@ for _subject in (math, flash, efficient, cudnn):
 
 math.p_dtype = "fp32"
 math.p_normalised = True
+math.backward_reads = ()
 # math stores the matrix of scores several times; the others receive a dense mask.
 math.max_seqlen = efficient.max_seqlen = cudnn.max_seqlen = 8192
 

@@ -23,6 +23,7 @@ GUARANTEES = {
     "T3": "logic in float64",
     "RMS": "of errors",
     "bias": "of errors",
+    "backward": "given the forward",
     "identities": "of dk and dv",
     "exact": "exact closed forms",
     "attained": "bound attained",

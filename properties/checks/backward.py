@@ -1,0 +1,63 @@
+"""The backward given the forward's results: the accuracy of gradients on what the backward read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from fa_verify.oracles.bounds.given_forward import Returned, given_forward, returned
+from fa_verify.oracles.outputs import Outputs
+from fa_verify.properties.comparison.agreement import within
+from fa_verify.properties.comparison.compare import Finding, ratios
+from fa_verify.properties.execution.trial import Trial
+
+__all__ = ["GIVEN_FORWARD", "OUTSIDE", "backward", "forward_read"]
+
+GIVEN_FORWARD = "backward given the forward"
+OUTSIDE = "leaves the bound of a backward that reads {}; else declare backward_reads"
+
+
+def backward(trial: Trial) -> list[Finding]:
+    """dq, dk and dv lie within the bound of a backward that reads out and lse as returned.
+
+    The gradients are compared with those that follow in float64 from the subject's own out and
+    lse, which ``backward_reads`` declares to be read. Applies if out and lse lie within their own
+    bounds. Otherwise G1 fails.
+
+    Raises:
+        RuntimeError: A bound is not finite, an error of the suite.
+    """
+    problem, got, numerics = trial.problem, trial.got, trial.subject.numerics_of(trial.problem)
+    given = forward_read(trial, got.out, got.lse)
+    if given is None or not trial.subject.backward:
+        return []
+    found = given_forward(
+        *trial.inputs, given=given, mask=problem.mask, sm_scale=problem.scale,
+        in_dtype=problem.dtype, numerics=numerics, softcap=problem.softcap,
+    )  # fmt: skip
+    if not bool(torch.stack([bound.isfinite().all() for bound in found[3:]]).all()):
+        raise RuntimeError(f"the bound given the forward is not finite: {problem.to_json()}")
+    want = trial.want._replace(dq=found.dq, dk=found.dk, dv=found.dv)
+    limits = trial.judgement.bound._replace(dq=found.dq_bound, dk=found.dk_bound, dv=found.dv_bound)
+    gradients = Outputs(None, None, got.dq, got.dk, got.dv)
+    judged = dataclasses.replace(trial, want=want)
+    return within(judged, gradients, limits, GIVEN_FORWARD, OUTSIDE.format(_named(given)))
+
+
+def forward_read(
+    trial: Trial, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> Returned | None:
+    """Return the outputs that the backward reads; None if none, or if one leaves its bound."""
+    assert out is not None  # every subject returns it
+    given = returned(out, lse, trial.subject.numerics_of(trial.problem))
+    pairs = zip((out, lse), trial.want[:2], trial.judgement.bound[:2], strict=True)
+    inside = [(ratios(x, want, bound) <= 1).all() for x, want, bound in pairs if x is not None]
+    if given == (None, None) or not bool(torch.stack(inside).all()):
+        return None
+    return given
+
+
+def _named(given: Returned) -> str:
+    names = [name for name, x in given._asdict().items() if x is not None]
+    return f"{' and '.join(names)} as returned"

@@ -36,7 +36,7 @@ class GivenHead(NamedTuple):
     """The passes of a head given its forward, and the errors of what its backward reads."""
 
     head: Head
-    prob_error_mn: FloatArray  # the error of the exponent of P
+    prob_error_mn: FloatArray  # error of the exponent of P
     out_error_me: FloatArray
 
 

@@ -126,7 +126,7 @@ def _short() -> list[str]:
         what = first.partition(": ")[2].replace(f" of {name}", "").partition(", and")[0]
         problem = finding["problem"].replace('"version":1,', "").replace(',"device":"cuda"', "")
         rows.append((subject["about"], what, got, want, f"`{problem}`"))
-    return _markdown(("kernel", "finding", "got", "want", "smallest problem"), rows)
+    return _markdown(("kernel", "finding", "`got`", "`want`", "smallest problem"), rows)
 
 
 def _versions() -> list[str]:

@@ -154,6 +154,12 @@ def _mutants() -> list[str]:
     return _markdown(("mutants", "number", "file"), rows)
 
 
+def _failures() -> list[str]:
+    from docs import failures
+
+    return failures.lines()
+
+
 def _options() -> list[str]:
     import pytest
 
@@ -181,6 +187,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "versions": _versions,
     "mutants": _mutants,
     "options": _options,
+    "failures": _failures,
 }
 
 

@@ -126,7 +126,7 @@ def _short() -> list[str]:
         what = first.partition(": ")[2].replace(f" of {name}", "").partition(", and")[0]
         problem = finding["problem"].replace('"version":1,', "").replace(',"device":"cuda"', "")
         rows.append((subject["about"], what, got, want, f"`{problem}`"))
-    return _markdown(("kernel", "finding", "got", "want", "smallest problem"), rows)
+    return _markdown(("kernel", "finding", "`got`", "`want`", "smallest problem"), rows)
 
 
 def _versions() -> list[str]:
@@ -152,6 +152,12 @@ def _mutants() -> list[str]:
         ("harness mutants written by hand", len(HARNESS), "`tests/mutation/harness/mutants.py`"),
     )
     return _markdown(("mutants", "number", "file"), rows)
+
+
+def _failures() -> list[str]:
+    from docs import failures
+
+    return failures.lines()
 
 
 def _options() -> list[str]:
@@ -181,6 +187,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "versions": _versions,
     "mutants": _mutants,
     "options": _options,
+    "failures": _failures,
 }
 
 

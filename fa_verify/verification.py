@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +125,8 @@ def verify(
         found = _drawn(runner, guarantees, problems, device, max_seqlen, seed, unchecked)
     else:
         found = _given(runner, guarantees, problems, unchecked)
-    findings = tuple(found)
+    # A kernel that was passed as an object has no name on a command line.
+    findings = tuple(x if x.kernel else dataclasses.replace(x, call=subject.name) for x in found)
     tally = runner.tally
     return Report(
         subject=subject.name,

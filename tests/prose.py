@@ -79,13 +79,13 @@ class Sentence(NamedTuple):
 
 
 def paragraphs(line: int, text: str, *, docstring: bool) -> Iterator[tuple[int, str]]:
-    """(first line, text) of paragraphs, entries of lists and cells; not of code and headings."""
+    """(first line, text) of paragraphs, entries and cells; not of code, formulas and headings."""
     start, parts = line, []
     fence, literal, table = "", -1, False
     for number, whole in enumerate(f"{text}\n".expandtabs().split("\n"), line):
         part, indent = whole.strip(), len(whole) - len(whole.lstrip())
         opening = BULLET.match(whole) or (ENTRY.match(whole) if docstring else None)
-        mark = re.match(r"`{3,}|~{3,}", part)
+        mark = re.match(r"`{3,}|~{3,}|\$\$$", part)
         skipped = bool(mark or fence or not part or part.startswith(NOT_PROSE))
         if literal >= 0 and part:
             skipped = skipped or indent > literal

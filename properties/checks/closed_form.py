@@ -54,7 +54,7 @@ def counts(trial: Trial) -> list[Finding]:
     compared = want <= _COUNTED
     bad = compared & ~(got == want)
     return _found(
-        trial, "lse", bad, got, want, "exp(lse) with k = 0 does not count the visible keys",
+        trial, "lse", bad, got, want, "does not count the visible keys, as exp(lse) with k = 0",
         compared=compared,
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def mask_read_back(trial: Trial) -> list[Finding]:
         if x is None:  # a subject without gradients
             continue
         bad = ((x != 0) != seen) | ~x.isfinite()
-        claim = f"with k = 0 does not read the mask back (from key {first_key}, row {first_row})"
+        claim = f"does not show the mask with k = 0 (from key {first_key}, row {first_row})"
         findings += _found(trial, name, bad, x, seen, claim)
     return findings
 

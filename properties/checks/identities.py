@@ -141,6 +141,7 @@ def _beyond(trial: Trial, identity: _Identity, columns: int) -> list[Finding]:
             total=bad.numel(),
             places="h is a key/value head",
             problem=trial.problem,
+            unit="sums",
         )
     ]
 
@@ -151,15 +152,16 @@ def _mean_finding(
     """Return a finding about the mean square over all sums."""
     return Finding(
         guarantee="identities",
-        claim=f"breaks {identity.claim}: mean square error in units of the predicted spread",
+        claim=f"breaks {identity.claim}: the mean square of error/spread is too large",
         subject=trial.subject.name,
         output=identity.output,
-        where="all sums together",
+        where=f"mean over {columns} sums",
         got=mean,
         want=1.0,
         bound=limit - 1,
-        bad=columns,
+        bad=0,
         total=columns,
-        places="none of them alone",
+        places="no sum exceeds its limit alone",
         problem=trial.problem,
+        unit="sums",
     )

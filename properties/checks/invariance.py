@@ -104,7 +104,7 @@ def repeatable(trial: Trial) -> list[Finding]:
         try:
             again = run_subject(trial.subject, trial.problem, trial.inputs)
         except NotImplementedError as refusal:
-            raise SubjectError(f"refuses a problem that it has computed: {refusal}") from refusal
+            raise SubjectError(f"NotImplementedError in a second run: {refusal}") from refusal
         findings = agree(trial, again, "G10 repeatable", "differs from run to run")
         if findings:
             return findings

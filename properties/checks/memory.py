@@ -56,13 +56,12 @@ def _overrun(trial: Trial, outputs: Outputs[torch.Tensor | None], found: Overrun
         if x is not None and x.untyped_storage().data_ptr() == storage
     ]
     shape = tuple(found.tensor.shape)
-    side = "before its first element" if found.before else "after its last element"
     return Finding(
         guarantee="G6 full overwrite",
         claim="is written outside its elements",
         subject=trial.subject.name,
         output=names[0] if names else f"scratch of shape {shape}",
-        where=f"{abs(found.offset)} bytes {side}",
+        where=found.place,
         got=math.nan,
         want=math.nan,
         bound=0.0,

@@ -208,13 +208,12 @@ def full_overwrite(trial: Trial) -> list[Finding]:
     guarantee = "G6 full overwrite"
     findings = _found(trial, pool, got.isnan(), zeros, (got, zeros, zeros), guarantee, claim)
     for found in guards.overruns():
-        side = "before its first element" if found.before else "after its last element"
         shape = tuple(found.tensor.shape)
         findings.append(
             Finding(
                 guarantee=guarantee, claim="is written outside its elements",
                 subject=trial.subject.name, output=f"a tensor of pooled {pool}",
-                where=f"{abs(found.offset)} bytes {side}", got=math.nan, want=math.nan, bound=0.0,
+                where=found.place, got=math.nan, want=math.nan, bound=0.0,
                 bad=1, total=found.tensor.numel(), places=f"shape {shape}", problem=trial.problem,
             )
         )  # fmt: skip

@@ -141,7 +141,7 @@ def _mean_square(trial: Trial, errors: _Errors) -> list[Finding]:
     mean = float(rows.mean())
     if mean <= limit:
         return []
-    claim = "has larger errors than its roundings explain: mean square in units of the predicted"
+    claim = "has larger errors than its roundings explain, by the mean square of error/spread"
     return [_finding(trial, errors, "RMS", claim, rows, mean, 1.0, limit - 1)]
 
 
@@ -156,7 +156,7 @@ def _mean(trial: Trial, errors: _Errors) -> list[Finding]:
     mean = float(rows.mean())
     if abs(mean) <= limit:
         return []
-    claim = "has one-sided errors: mean error away from zero in units of the predicted spread,"
+    claim = "has one-sided errors, by the mean of error/spread away from zero"
     return [_finding(trial, errors, "bias", claim, rows.abs(), mean, 0.0, limit)]
 
 
@@ -203,15 +203,16 @@ def _finding(
     bad = ~(rows <= abs(want) + bound)
     return Finding(
         guarantee=guarantee,
-        claim=f"{claim} over {len(rows)} rows",
+        claim=claim,
         subject=trial.subject.name,
         output=errors.name,
-        where=place,
+        where=f"mean over {len(rows)} rows",
         got=got,
         want=want,
         bound=bound,
         bad=int(bad.sum()),
         total=len(rows),
-        places=f"that row alone has {float(rows[worst]):.4g}",
+        places=f"the worst, {place}, has {float(rows[worst]):.4g}",
         problem=trial.problem,
+        unit="rows",
     )

@@ -57,16 +57,20 @@ class Finding:
         claim: Description of the fault, such as "leaves the derived bound".
         subject: Name of the subject.
         output: Name of the output.
-        where: The worst element, such as "b=0 h=1 m=33 d=5".
+        where: The worst element, such as "b=0 h=1 m=33 d=5"; or the judged mean, such as "mean over
+            96 rows".
         got: Value of the worst element.
-        want: Expected value.
+        want: Expected value. It and ``got`` are NaN if the finding is not about a value.
         bound: Largest allowed error; 0 if the value must be exact.
-        bad: Number of elements that violate the guarantee.
+        bad: Number of elements that violate the guarantee; 0 if none does alone.
         total: Number of elements compared.
         places: The tile of the worst element and the indices at which bad elements concentrate.
         problem: The problem.
         raised: The exception that the subject raised; empty if it raised none.
         kernel: Value of --kernel, for the replay line.
+        mask: Value of --mask, for the replay line.
+        call: Name of the subject if ``verify`` was called with it, for the replay line.
+        unit: The plural of what ``bad`` and ``total`` count.
         tile: Kind of tile of the worst element, one of ``TILES``; empty if the finding is not
             about an element.
         heat: Heat map of the errors for a report; None if the finding is not about a tensor.
@@ -86,36 +90,58 @@ class Finding:
     problem: Problem
     raised: str = ""
     kernel: str = ""
+    mask: str = ""
+    call: str = ""
+    unit: str = "elements"
     tile: str = ""
     heat: HeatMap | None = field(default=None, compare=False, repr=False)
 
     @property
     def replay(self) -> str:
-        """The command that checks every guarantee on the problem."""
-        kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
-        return f"pytest {kernel}--replay='{self.problem.to_json()}'"
+        """The command, or the call of ``verify``, that checks every guarantee on the problem."""
+        if self.call:
+            problem = f"Problem.from_json({self.problem.to_json()!r})"
+            return f"verify({self.call}, problems=[{problem}])"
+        given = {"--kernel": self.kernel, "--mask": self.mask}
+        options = [f"{name}={shlex.quote(value)}" for name, value in given.items() if value]
+        return " ".join(["pytest", *options, f"--replay='{self.problem.to_json()}'"])
 
     def __str__(self) -> str:
-        replay = f"  replay: {self.replay}"
+        of = f"{self.output} of " if self.output else ""
+        lines = [f"{self.guarantee}: {of}{self.subject} {self.claim}"]
         if self.raised:
-            raised = self.raised.replace("\n", "\n  ")
-            return f"{self.guarantee}: {self.subject} {self.claim}\n  {raised}\n{replay}"
+            lines += self.raised.split("\n")
+        elif math.isnan(self.got) and math.isnan(self.want):
+            lines.append(f"{self.where}; {self.places}")
+        else:
+            lines += [self._values(), self._count()]
+        return "\n  ".join([*lines, f"replay: {self.replay}"])
+
+    def _values(self) -> str:
+        """Format the value, the expected value and the allowed error."""
         error = abs(self.got - self.want)
-        ratio = error / self.bound if self.bound else float("inf")
-        return (
-            f"{self.guarantee}: {self.output} of {self.subject} {self.claim}\n"
-            f"  worst at {self.where}: got {self.got!r}, want {self.want!r}, "
-            f"error {error:.4g}, bound {self.bound:.4g}, ratio {ratio:.4g}\n"
-            f"  {self.bad:,} of {self.total:,} elements are bad "
-            f"({100 * self.bad / self.total:.2g} %); {self.places}\n{replay}"
-        )
+        allowed = "must be exact"
+        if self.bound:
+            ratio = math.inf if math.isnan(error) else error / self.bound
+            allowed = f"bound {self.bound:.4g}, ratio {ratio:.4g}"
+        place = f"worst at {self.where}" if "=" in self.where else self.where
+        return f"{place}: got {self.got!r}, want {self.want!r}, error {error:.4g}, {allowed}"
+
+    def _count(self) -> str:
+        """Format the number of bad elements and where they lie."""
+        if not self.bad:
+            return self.places
+        percent = 100 * self.bad / self.total
+        share = f"{percent:.0f}" if percent >= 10 else f"{percent:.2g}"
+        are = "is" if self.bad == 1 else "are"
+        return f"{self.bad:,} of {self.total:,} {self.unit} {are} bad ({share} %); {self.places}"
 
     @classmethod
     def of_exception(cls, error: Exception, subject: Subject, problem: Problem) -> Finding:
         """Return a finding for an exception other than NotImplementedError."""
         return cls(
             guarantee="exception",
-            claim="raises an exception; needs a result, or NotImplementedError as a refusal",
+            claim="returns no valid result; needs one, or NotImplementedError as a refusal",
             subject=subject.name,
             output="",
             where="",

@@ -53,6 +53,13 @@ class Overrun(NamedTuple):
     offset: int
     before: bool
 
+    @property
+    def place(self) -> str:
+        """The written byte, for a message."""
+        if self.before:
+            return f"writes byte {-self.offset} before its first element"
+        return f"writes byte {self.offset + 1} after its last element"
+
 
 class GuardBands(TorchDispatchMode):
     """Context manager: new tensors lie between guard bands, uninitialised ones hold NaN.

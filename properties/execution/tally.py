@@ -11,10 +11,15 @@ from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["EDGES", "Tally"]
+__all__ = ["EDGES", "Tally", "ratio_text"]
 
 # Edges of the bins of error/bound, four per decade. Everything below the first edge is one bin.
 EDGES = tuple(10 ** (k / 4) for k in range(-24, 5))
+
+
+def ratio_text(value: float) -> str:
+    """Format error/bound for a table of columns that are 9 characters wide."""
+    return f"{value:.3f}" if value < 1e4 else f"{value:.3g}"
 
 
 def _digest(problem: str) -> str:
@@ -110,7 +115,7 @@ class Tally:
         for name in OUTPUTS:
             cells = (self.worst.get(f"{name} {label}") for label in labels)
             yield name.ljust(20) + "".join(
-                ("-" if cell is None else f"{cell[0]:.3f}").rjust(9) for cell in cells
+                ("-" if cell is None else ratio_text(cell[0])).rjust(9) for cell in cells
             )
         for name in OUTPUTS:
             found = [value for key, value in self.worst.items() if key.split()[0] == name]

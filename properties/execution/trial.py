@@ -214,6 +214,8 @@ def _told(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     frame = (own or frames)[-1]
+    if frame.filename.startswith(_LIBRARIES[0]):  # the suite itself found the fault
+        return text
     return f"{text}\n({frame.filename}, line {frame.lineno})"
 
 

@@ -91,9 +91,9 @@ def moved_coverage(
         had = Counter(word(x) for x in then.entries)
         has = {word(x) for i, x in now.items() if kind != "guarantee" or i not in reasons}
         for name in sorted(had.keys() - has):
-            text = (
-                f"{kind} {name} is no longer covered: none of its {had[name]} problems was judged"
-            )
+            none = f"none of its {had[name]} problems was judged"
+            none = none if had[name] > 1 else "its problem was not judged"
+            text = f"{kind} {name} is no longer covered: {none}"
             yield Difference("coverage", text, alarm=True)
     for reason, count in Counter(reasons.values()).most_common():
         problems = "1 problem was" if count == 1 else f"{count} problems were"

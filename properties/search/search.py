@@ -33,6 +33,7 @@ class Runner:
         subject: The subject under test.
         tally: The tally to update.
         watching: Returns a context manager that is active while a problem is judged.
+        mask: Value of --mask, for replay lines.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Runner:
         subject: Subject,
         tally: Tally,
         watching: Callable[[Problem], AbstractContextManager[object]] | None = None,
+        mask: str = "",
     ) -> None:
         self.subject = subject
+        self.mask = mask
         self.tally = tally
         self.watching = watching or (lambda problem: nullcontext())
         # Checks that run on every problem in addition to the claim.
@@ -58,8 +61,10 @@ class Runner:
         The list is empty if the problem is out of range or the subject refuses it.
         """
         found = self._findings(problem, claim)
-        source = self.subject.source
-        return [dataclasses.replace(x, kernel=source) for x in found] if source else found
+        source, mask = self.subject.source, self.mask
+        if not source and not mask:
+            return found
+        return [dataclasses.replace(x, kernel=source, mask=mask) for x in found]
 
     def _findings(self, problem: Problem, claim: Check) -> list[Finding]:
         self.peaks = {}

@@ -72,9 +72,12 @@ def subject(pytestconfig: pytest.Config) -> Subject:
 
 
 @pytest.fixture
-def runner(subject: Subject, tally: Tally, watchdog: Watchdog) -> Runner:
+def runner(
+    subject: Subject, tally: Tally, watchdog: Watchdog, pytestconfig: pytest.Config
+) -> Runner:
     """The runner of the subject, with a watchdog that reports the problem of a crash or hang."""
-    return Runner(subject, tally, watchdog.watching)
+    mask = pytestconfig.getoption("--mask") or ""
+    return Runner(subject, tally, watchdog.watching, mask)
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ With --mask, only its class; the other files then run with masks of this class t
 
 from __future__ import annotations
 
+import shlex
+
 import hypothesis
 import pytest
 
@@ -30,6 +32,8 @@ def test_the_forms_of_a_mask_agree(masks, form, device, pytestconfig):
         pytest.skip("compares the forms in the project's own kernels")
     from fa_verify import mask_forms
 
+    given = pytestconfig.getoption("--mask")
+    mask = f"--mask={shlex.quote(given)} " if given else ""
     faults_of = getattr(mask_forms, f"{form}_faults")
     drawn = problems(
         mask=masks, masks=("full", "padding"), max_seqlen=72, max_batch=2, max_heads=2, max_cost=25,
@@ -40,7 +44,7 @@ def test_the_forms_of_a_mask_agree(masks, form, device, pytestconfig):
     def agree(problem):
         __tracebackhide__ = True
         faults = faults_of(problem)
-        assert not faults, f"{faults[0]}\n  replay: pytest --replay='{problem.to_json()}'"
+        assert not faults, f"{faults[0]}\n  replay: pytest {mask}--replay='{problem.to_json()}'"
 
     agree()
 

@@ -63,8 +63,9 @@ def test_a_call_after_others_gives_what_it_gives_in_a_fresh_process(
         )
         kernel = f"--kernel={subject.source} " if subject.source else ""
         replay = f"replay: pytest {kernel}--replay='{problem.to_json()}'"
-        assert after == alone, f"differs after calls of other shapes; {replay}"
-        assert here == alone, f"differs from a fresh process; {replay}"
+        head = f"G13 state: {subject.name} differs"
+        assert after == alone, f"{head} after calls of other shapes\n  {replay}"
+        assert here == alone, f"{head} from a fresh process\n  {replay}"
         return guarantees.accuracy(trial)
 
     check_one(problem, as_in_a_fresh_process)

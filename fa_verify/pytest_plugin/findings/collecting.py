@@ -98,5 +98,6 @@ def _simplest(findings: list[dict[str, str]]) -> list[dict[str, str]]:
     for finding in sorted(findings, key=lambda x: (len(x["problem"]), x["problem"], x["test"])):
         first, second = (*finding["message"].splitlines(), "", "")[:2]
         # The second line holds numbers, or describes the exception.
-        smallest.setdefault(first if "worst at" in second else f"{first}\n{second}", finding)
+        has_numbers = second.lstrip().startswith(("worst at ", "mean over ", "writes byte "))
+        smallest.setdefault(first if has_numbers else f"{first}\n{second}", finding)
     return [*smallest.values()][:MOST_FINDINGS]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.tally import Tally, ratio_text
 from fa_verify.properties.search.corpus import CorpusEntry
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
@@ -296,7 +296,7 @@ class Fuzzing:
         entries = len(self.causes.files())
         return (
             f"{_clock(passed)} of {_clock(self.seconds)}: {problems:,} problems, "
-            f"{problems / max(passed, 1.0):.1f}/s; worst error/bound {worst:.3f}; "
+            f"{problems / max(passed, 1.0):.1f}/s; worst error/bound {ratio_text(worst)}; "
             f"{entries} corpus entr{'y' if entries == 1 else 'ies'}"
         )
 

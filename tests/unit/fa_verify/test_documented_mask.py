@@ -46,4 +46,5 @@ def test_a_slip_in_the_jit_predicate_is_found(tmp_path, example, device):
     assert "the jit predicate, rows by keys, says hidden at b=0 h=0 m=0 n=0" in done.stdout
     on = "" if device == "cpu" else ',"device":"cuda"'
     problem = f'{{"version":1,"mask":{{"type":"Prefix"}}{on}}}'
-    assert f"replay: pytest --replay='{problem}'" in done.stdout
+    mask = f"--mask={tmp_path / 'prefix.py'}:Prefix"
+    assert f"replay: pytest {mask} --replay='{problem}'" in done.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import fa_verify
@@ -37,7 +39,16 @@ def test_a_wrong_subject_is_reported_with_its_simplest_problem():
     assert not report
     assert report.findings[0].guarantee == "G1 accuracy"
     assert report.findings[0].problem == Problem(dtype="fp64")
-    assert "replay: pytest --replay=" in str(report)
+
+
+def test_the_replay_line_of_verify_is_a_call_of_verify():
+    attention = eager("out scaled")
+    report = verify(attention, problems=3, guarantees=("G1",))
+    call, *others = re.findall(r"^  replay: (.*)$", str(report), re.MULTILINE)
+    assert {*others} <= {call}
+    again = eval(call, {"verify": verify, "Eager": attention, "Problem": Problem})
+    assert [x.problem for x in again.findings] == [Problem(dtype="fp64")] * len(again.findings)
+    assert not again
 
 
 def test_given_problems_are_judged_by_every_guarantee():

@@ -73,8 +73,15 @@ def test_code_is_not_prose():
         ```
 
         The option `--remember` writes it.
+
+        $$
+        What dirt \\mathrel{+}= a
+        $$
+
+        A formula ends.
         """
     assert rules("page.md", page) == []
+    assert rules("page.md", f"{page}\n        What follows a formula is read.") == ["free-relative"]
     module = '''
         """A module::
 

@@ -78,7 +78,7 @@ def test_a_finding_says_where_what_and_how_to_replay():
     assert "G1 accuracy: out of eager leaves the derived bound" in message
     assert "worst at b=1 h=2 m=19 d=1" in message
     assert re.search(r"got -?\d.*, want -?\d.*, error 1e-11, bound \S+, ratio \d", message)
-    assert "1 of 480 elements are bad" in message
+    assert "1 of 480 elements is bad" in message
     assert "m tile 1 of 2 (width 16), the ragged tail, crossed by the mask's edge" in message
     assert "bad only at b=1, h=2, m=19" in message
     replayed = re.search(r"--replay='(.*)'", message).group(1)

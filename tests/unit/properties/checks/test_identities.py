@@ -78,7 +78,7 @@ def test_sums_that_are_all_a_little_too_large_are_caught_together(output):
     gradient = getattr(trial.got, output)
     gradient[:, :, 5] += (3 * spread).to(gradient.dtype)
     (finding,) = identities(trial)
-    assert (finding.output, finding.where) == (output, "all sums together")
+    assert (finding.output, finding.where[:10]) == (output, "mean over ")
     assert "mean square" in finding.claim
 
 

@@ -297,7 +297,7 @@ def test_a_refusal_of_what_was_computed_is_no_refusal(monkeypatch):
     trial = tried(Eager())
     monkeypatch.setattr(invariance, "run_subject", refuse)
     with pytest.raises(
-        SubjectError, match=r"^refuses a problem that it has computed: once is enough$"
+        SubjectError, match=r"^NotImplementedError in a second run: once is enough$"
     ):
         guarantees.repeatable(trial)
 

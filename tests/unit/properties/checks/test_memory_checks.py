@@ -248,9 +248,9 @@ class Overruns(Eager):
 @pytest.mark.parametrize(
     ("what", "offset", "output", "where"),
     [
-        ("out", 480, "out", "0 bytes after its last element"),
-        ("out", -1, "out", "1 bytes before its first element"),
-        ("scratch", 8, "scratch of shape (7,)", "4 bytes after its last element"),
+        ("out", 480, "out", "writes byte 1 after its last element"),
+        ("out", -1, "out", "writes byte 1 before its first element"),
+        ("scratch", 8, "scratch of shape (7,)", "writes byte 5 after its last element"),
     ],
 )
 def test_an_overrun_names_the_tensor_and_the_place(what, offset, output, where):

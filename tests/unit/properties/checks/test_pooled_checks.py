@@ -118,7 +118,7 @@ FAULTS = [
     ("pooled G4", "reads padding", "pooled max", "m="),
     ("pooled G5", "of a hidden key", "pooled max", "b=1"),
     ("pooled G6", "not written", "pooled max", "m=0..6"),
-    ("pooled G6", "written past its end", "a tensor of pooled max", "0 bytes after its last"),
+    ("pooled G6", "written past its end", "a tensor of pooled max", "byte 1 after its last"),
     ("pooled G7", "of what lies around", "pooled max", "m="),
     ("pooled G8", "of strides", "pooled max", "m="),
     ("pooled G9", "of other heads", "pooled max", "m="),

@@ -245,8 +245,10 @@ def test_a_finding_names_the_row_that_contributes_most():
     assert str(finding).startswith(
         "RMS: dq of emulated has larger errors than its roundings explain"
     )
-    assert "worst at b=0 h=3 m=17" in str(finding)
-    assert "1 of 384 elements are bad" in str(finding)
+    assert "mean over 384 rows: got " in str(finding)
+    assert "the worst, b=0 h=3 m=17, has " in str(finding)
+    assert f"\n  {finding.bad} of 384 rows are bad (" in str(finding)
+    assert 1 < finding.bad < 20
 
 
 def test_a_truncating_accumulator_drifts_no_further_than_it_declares():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -87,6 +88,51 @@ def test_every_finding_ends_with_the_line_that_replays_it(raised, kernel, words)
     made = finding(problem, "dk", (0, 0, 2, 1))
     said = str(Finding(**{**vars(made), "raised": raised, "kernel": kernel}))
     assert said.endswith(f"\n  replay: {words}'{problem.to_json()}'")
+
+
+def test_the_replay_line_has_the_file_of_the_mask():
+    made = dataclasses.replace(finding(Problem(), "out", (0, 0, 0, 1)), mask="my mask.py:Prefix")
+    assert made.replay.startswith("pytest --mask='my mask.py:Prefix' --replay=")
+
+
+@pytest.mark.parametrize(
+    ("bad", "total", "share"),
+    [
+        (16, 16, "are bad (100 %)"),
+        (1, 3, "is bad (33 %)"),
+        (2, 60, "are bad (3.3 %)"),
+        (1, 3000, "is bad (0.033 %)"),
+    ],
+)
+def test_the_share_of_bad_elements_is_a_plain_number(bad, total, share):
+    made = dataclasses.replace(finding(Problem(), "out", (0, 0, 0, 1)), bad=bad, total=total)
+    assert f"  {bad} of {total:,} elements {share}; " in str(made)
+
+
+def test_a_value_without_tolerance_must_be_exact():
+    made = finding(Problem(), "out", (0, 0, 0, 1))
+    assert "got 3.0, want 1.0, error 2, must be exact\n" in str(made)
+    bounded = dataclasses.replace(made, bound=0.5)
+    assert "got 3.0, want 1.0, error 2, bound 0.5, ratio 4\n" in str(bounded)
+
+
+def test_a_finding_about_no_value_shows_none():
+    made = dataclasses.replace(
+        finding(Problem(), "out", (0, 0, 0, 1)), got=math.nan, want=math.nan,
+        where="writes byte 1 after its last element", places="shape (3,)",
+    )  # fmt: skip
+    _, said, replay = str(made).splitlines()
+    assert said == "  writes byte 1 after its last element; shape (3,)"
+    assert replay.startswith("  replay: ")
+
+
+def test_a_finding_about_a_mean_has_no_worst_element():
+    made = dataclasses.replace(
+        finding(Problem(), "out", (0, 0, 0, 1)), bad=0, where="mean over 96 sums", places="rare"
+    )
+    _, value, places, _ = str(made).splitlines()
+    assert value.startswith("  mean over 96 sums: got 3.0, ")
+    assert places == "  rare"
 
 
 @pytest.mark.parametrize(("b", "crossed"), [(0, False), (1, True)])

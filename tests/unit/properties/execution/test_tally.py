@@ -63,6 +63,14 @@ def test_several_tiles_both_ways_are_more_than_one_of_rows_and_of_keys(sizes, se
     assert f", {several} of them spanning several tiles both ways" in said(tally)
 
 
+@pytest.mark.parametrize("peak", [0.5, 9999.9994, 1e4, 1e200, math.inf])
+def test_columns_stay_apart_however_large_a_ratio_is(peak):
+    lines = said(judged((GOOD, {"out": peak}), (other(dtype="fp32"), {"out": peak}))).splitlines()
+    row = next(line for line in lines if line.startswith("out "))
+    assert len(row) == len(lines[0])
+    assert [float(x) for x in row.split()[1:]] == 2 * [pytest.approx(peak, rel=1e-2)]
+
+
 def test_tf32_is_a_column_of_its_own():
     subject = Eager()
     subject.dots = "tf32"

@@ -262,7 +262,7 @@ class Tires(Eager):
 def test_a_refusal_of_what_was_computed_is_a_finding():
     (finding,) = runner_of(Tires()).findings(GOOD, guarantees.repeatable)
     assert finding.guarantee == "exception"
-    assert finding.raised.startswith("refuses a problem that it has computed: once is enough")
+    assert finding.raised.startswith("NotImplementedError in a second run: once is enough")
 
 
 def test_a_refused_second_run_leaves_the_claim_unjudged():

@@ -1,0 +1,897 @@
+"""Plants faults in small subjects, and takes the failure messages for docs/failure-messages.md.
+
+``python -m docs.tables --write`` writes the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import guarantees, identities
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.execution.watchdog import Watchdog
+from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
+from fa_verify.properties.regression.compiled_kernels import Resources
+from fa_verify.properties.search.corpus import CorpusEntry
+from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.pytest_plugin.crash_reports import CrashReports, problem_timeout
+from fa_verify.pytest_plugin.example_database import example_database
+from fa_verify.pytest_plugin.fuzz.plugin import minutes_of
+from fa_verify.pytest_plugin.gate.comparison import differences
+from fa_verify.pytest_plugin.gate.plugin import Gate
+from fa_verify.pytest_plugin.regression_files import RegressionFiles
+from fa_verify.session import mask_of, subject_of
+from fa_verify.verification import verify
+from tests.unit.properties.checks import (
+    test_closed_form,
+    test_memory_checks,
+    test_pooled_checks,
+)
+from tests.unit.properties.subjects.broken_subjects import Eager
+
+__all__ = ["SECTIONS", "Kind", "lines"]
+
+_CHECKS = {
+    **guarantees.GUARANTEES,
+    **guarantees.STATISTICS,
+    **guarantees.CLOSED_FORM,
+    **guarantees.OF_BIAS,
+    **guarantees.POOLED,
+}
+_FP64 = Problem(dtype="fp64")
+_MANY = Problem(
+    B=2, H=4, Hk=2, M=20, N=13, D=5, Dv=3, dtype="fp64", dirty="nan",
+    mask=Mask(causal=True, seqlens_q=(17, 20), seqlens_k=(13, 9)),
+)  # fmt: skip
+_ROWS = Problem(H=4, Hk=2, M=96, N=128, D=32, Dv=24, dtype="bf16", seed=1)
+
+
+class Kind(NamedTuple):
+    """A kind of failure message.
+
+    Args:
+        title: The heading.
+        meaning: The meaning of the message, and the place to look at first.
+        message: Plants the fault and returns the message.
+    """
+
+    title: str
+    meaning: str
+    message: Callable[[], str]
+
+
+class Attention(Eager):
+    """A correct subject, or one with a fault that ``Eager`` does not have."""
+
+    score_mods = ("softcap", "alibi", "bias")
+
+    def __call__(self, q, k, v, **arguments):  # type: ignore[no-untyped-def]
+        if self.fault == "refuses the second run" and self.calls:
+            raise NotImplementedError("a buffer of this size is in use")
+        if self.fault == "refuses":
+            raise NotImplementedError("N is 1; needs a multiple of 128")
+        out, lse = super().__call__(q.double(), k.double(), v.double(), **arguments)
+        if self.fault == "truncates":
+            out = out + (_in_digits(8, torch.trunc, out) - out).detach()
+        if self.fault == "rounds to 6 digits":
+            out = out + (_in_digits(6, torch.round, out) - out).detach()
+        if self.fault == "two values":
+            return out, lse, None
+        if self.fault == "no gradient":
+            out = out.detach()
+        is_wide = q.dtype == torch.float64 or self.fault == "returns float64"
+        out = out if is_wide else out.to(q.dtype)
+        return out, lse if q.dtype == torch.float64 else lse.float()
+
+    def spoil(self, out, lse, live, N, config):  # type: ignore[no-untyped-def]
+        if self.fault == "writes to padding":
+            out = torch.where(live, out, 0.001)
+        if self.fault == "misreads an expanded dout":
+            out = _Expanded.apply(out)
+        return super().spoil(out, lse, live, N, config)
+
+
+class _Expanded(torch.autograd.Function):
+    """The identity, whose backward doubles a gradient with strides of 0."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient * (2 if 0 in gradient.stride() else 1)
+
+
+def _in_digits(
+    count: int, cut: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
+    """``x`` rounded or truncated to so many binary digits; bf16 has 8."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(cut(torch.ldexp(mantissa, torch.tensor(count))), exponent - count)
+
+
+def _trial(fault: str, problem: Problem, subject: type = Attention, **declared: object) -> Trial:
+    of = subject(fault)
+    for word, value in declared.items():
+        setattr(of, word, value)
+    trial = run_trial(Subject.of(of, "attention"), problem)
+    assert trial is not None
+    return trial
+
+
+def _first(findings: list[Finding], claim: str) -> str:
+    """The message of the first finding whose claim contains some words."""
+    return str(next(x for x in findings if claim in x.claim))
+
+
+def _found(
+    check: str,
+    fault: str,
+    problem: Problem,
+    claim: str = "",
+    subject: type = Attention,
+    **declared: object,
+) -> Callable[[], str]:
+    return lambda: _first(_CHECKS[check](_trial(fault, problem, subject, **declared)), claim)
+
+
+def _closed_form(check: str, fault: str) -> Callable[[], str]:
+    problem = dataclasses.replace(test_closed_form.PROBLEM, dtype="fp64")
+    if check == "ones":  # holds in 16 bits alone
+        problem = test_closed_form.PROBLEM
+    return _found(check, fault, problem, subject=test_closed_form.Eager)
+
+
+def _scratch() -> str:
+    subject = Subject.of(test_memory_checks.Overruns("scratch", 8), "attention")
+    trial = run_trial(subject, test_memory_checks.PROBLEM)
+    assert trial is not None
+    return str(guarantees.full_overwrite(trial)[0])
+
+
+def _pooled(check: str, fault: str) -> Callable[[], str]:
+    return _found(check, fault, test_pooled_checks.PROBLEM, subject=test_pooled_checks.Pools)
+
+
+def _judged(fault: str, check: str = "G1", problem: Problem = _FP64) -> Callable[[], str]:
+    """The message of a subject that raises or returns a wrong form."""
+    return lambda: _first(_runner(Attention(fault)).findings(problem, _CHECKS[check]), "")
+
+
+def _runner(call: Callable[..., Any]) -> Runner:
+    return Runner(Subject.of(call, "attention"), Tally())
+
+
+def _raises() -> str:
+    code = "def attention(q, k, v, *, mask, sm_scale):\n    raise ValueError('N must be even')\n"
+    return _first(_runner(_defined(code)).findings(_FP64, _CHECKS["G1"]), "")
+
+
+def _defined(code: str, name: str = "attention") -> Any:
+    """A function of a file ``attention.py``."""
+    names: dict[str, Any] = {}
+    exec(compile(code, "attention.py", "exec"), names)
+    return names[name]
+
+
+def _wrong_sums(output: str, spreads: float, columns: slice) -> str:
+    """The message of identities after a shift of sums by so many of their spreads."""
+    trial = _trial("", _ROWS)
+    gradient = getattr(trial.got, output)
+    spread = getattr(trial.variances, f"sum_{output}").sqrt()
+    gradient[:, :, 5, columns] += (spreads * spread[:, :, columns]).to(gradient.dtype)
+    return str(identities.identities(trial)[0])
+
+
+# Crashes and hangs.
+
+
+# The test that a message about a crash names.
+_TEST = mock.patch.dict(os.environ, PYTEST_CURRENT_TEST="test_accuracy.py::test_it (call)")
+
+
+def _crash(seconds: float, fault: Callable[[], object], **options: Any) -> str:
+    """The message that a watchdog prints while ``fault`` runs."""
+    with tempfile.TemporaryFile() as stderr, tempfile.TemporaryDirectory() as folder:
+        before = os.dup(2)
+        os.dup2(stderr.fileno(), 2)
+        try:
+            watchdog = Watchdog(Path(folder) / "record.json", seconds, **options)
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        with contextlib.suppress(RuntimeError), _TEST, watchdog.watching(_FP64):
+            fault()
+        watchdog.close()
+        stderr.seek(0)
+        said = stderr.read().decode().strip()
+    first, _, _ = said.partition("\n  at " + __file__)
+    return first if first == said else f"{first}\n  ..."
+
+
+def _hang() -> str:
+    ended: list[int] = []
+    attention = _defined("import time\ndef attention(x):\n    while not x: time.sleep(0.005)\n")
+    said = _crash(0.05, lambda: attention(ended), end=ended.append)
+    return said.replace("over 0.05 s", "over 60 s")
+
+
+def _lost_gpu() -> str:
+    def fault() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    return _crash(60, fault, sticky=lambda error: True, end=lambda code: None)
+
+
+def _died(problem: Problem | None) -> str:
+    """The message of xdist's controller about a worker that died."""
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 11)"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    gateway = SimpleNamespace(id="gw0", _io=SimpleNamespace(popen=process))
+    report: Any = SimpleNamespace(
+        node=SimpleNamespace(gateway=gateway), location=("", 0, ""), longrepr=""
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gw0.json"
+        watchdog = Watchdog(path)
+        reports: Any = SimpleNamespace(_file=lambda worker: path)
+
+        def read() -> None:
+            CrashReports.pytest_handlecrashitem(reports, "test_accuracy.py::test_it", report)
+
+        if problem is None:
+            read()
+        else:
+            with _TEST, watchdog.watching(problem):
+                read()
+        watchdog.close()
+    said = re.sub(r"after \d+\.\d s", "after 1.3 s", str(report.longrepr).strip())
+    assert process.returncode == -signal.SIGSEGV
+    return said
+
+
+# Options and files.
+
+
+def _config(**options: object) -> Any:
+    """As much of pytest's configuration as the plugins read."""
+    named = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    return SimpleNamespace(getoption=lambda name, default=None: named.get(name, default), stash={})
+
+
+@contextlib.contextmanager
+def _folder(files: Mapping[str, str]) -> Iterator[None]:
+    """Changes to a new folder with some files, and forgets what they import."""
+    modules, path = set(sys.modules), list(sys.path)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name, text in files.items():
+            Path(name).write_text(text, encoding="utf-8")
+        try:
+            yield
+        finally:
+            sys.path[:] = path
+            for name in set(sys.modules) - modules:
+                if name.startswith("kernel_under_test_"):
+                    del sys.modules[name]
+
+
+def _error(
+    call: Callable[[], object],
+    prefix: str | None = None,
+    files: Mapping[str, str] | None = None,
+) -> Callable[[], str]:
+    """The line in which pytest prints a refusal, or an exception after its type or a prefix."""
+
+    def message() -> str:
+        with _folder(files or {}):
+            try:
+                call()
+            except pytest.UsageError as error:
+                return f"ERROR: {error}".replace(f"{os.getcwd()}{os.sep}", "")
+            except (ValueError, TypeError) as error:
+                return (f"{type(error).__name__}: " if prefix is None else prefix) + str(error)
+        raise AssertionError("no error was raised")
+
+    return message
+
+
+def _kernel(given: str, source: str = "") -> Callable[[], str]:
+    return _error(lambda: subject_of(_config(kernel=given)), files={"attention.py": source})
+
+
+def _declared(**words: object) -> Callable[[], str]:
+    def call() -> None:
+        attention = _defined("def attention(q, k, v, *, mask, sm_scale):\n    pass\n")
+        vars(attention).update(words)
+        Subject.of(attention, "attention")
+
+    return _error(call)
+
+
+_SIGNATURE = "def attention(q, k, v, *, mask, sm_scale):\n    raise NotImplementedError\n"
+
+
+def _arguments() -> None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    from fa_kernels import flash_attention
+
+    q, k = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 32)
+    flash_attention(q, k, k)
+
+
+class _Doubtful(Mask):
+    """A mask whose predicate differs between one pair and many."""
+
+    def mask_mod(self, b, h, m, n, *, M, N):  # type: ignore[no-untyped-def]
+        return n <= (m if isinstance(m, torch.Tensor) and m.numel() > 1 else m - 1)
+
+
+def _mask_forms() -> str:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    from fa_verify.mask_forms import definition_faults
+
+    return definition_faults(Problem(M=4, N=4, mask=_Doubtful()))[0]
+
+
+# The gate.
+
+
+def _gate(part: str) -> Callable[[], str]:
+    """The alarm of one part of the gate."""
+
+    def message() -> str:
+        problems = [Problem(dtype="fp16", seed=seed) for seed in range(8)]
+        problems += [dataclasses.replace(_FP64, seed=9)]
+        entries = tuple(Entry(x, "G1", x.dtype, {"out": (0.5, 0.1)}) for x in problems)
+        then = Baseline(
+            "attention", Environment("CPU", "2.13.0", "3.9.0"), entries,
+            {"dq_kernel(bf16 fp32) BLOCK_M=64": Resources(128, 0, 49_152)},
+            {"forward causal": (1.0, 1.01, 0.99, 1.0, 1.0)},
+        )  # fmt: skip
+        now = {i: Entry(x, "G1", "fp16", {"out": (1.25, 0.12)}) for i, x in enumerate(problems[:8])}
+        found = differences(
+            then, now, {8: "it did not run or did not finish"},
+            {"dq_kernel(bf16 fp32) BLOCK_M=64": Resources(168, 16, 49_152)},
+            {"forward causal": (0.9, 0.91, 0.9, 0.89, 0.9)},
+        )  # fmt: skip
+        return "\n".join(str(x) for x in found if x.part == part)
+
+    return message
+
+
+def _report(
+    *said: str, fault: str = "", guarantees: tuple[str, ...], **declared: object
+) -> Callable[[], str]:
+    """The lines of a report of ``verify`` that contain one of some words."""
+
+    def message() -> str:
+        call = Attention(fault)
+        vars(call).update(dtypes=("fp64",), **declared)
+        subject = Subject.of(call, "attention")
+        text = str(verify(subject, problems=2, guarantees=guarantees))
+        return "\n".join(x for x in text.splitlines() if any(word in x for word in said))
+
+    return message
+
+
+SECTIONS: Mapping[str, tuple[Kind, ...]] = {
+    "Accuracy": (
+        Kind(
+            "G1: outside the bound",
+            "The error exceeds the derived bound. Look at the tile and the indices of the bad "
+            "elements first: they say which part of the kernel computed them. A ratio just above 1 "
+            "asks for a declaration: another rounding, or another accumulator.",
+            _found("G1", "sees one key more", _MANY),
+        ),
+        Kind(
+            "G1: the gradient of a bias",
+            "`dbias` is wrong, while the other outputs are checked apart. Look at the axes along "
+            "which the kernel sums the gradient.",
+            _found(
+                "dbias",
+                "dbias of the first entry alone",
+                Problem(B=2, M=3, N=2, dtype="fp64", bias="normal/mn"),
+            ),
+        ),
+        Kind(
+            "G2: NaN or infinity",
+            "Finite inputs in range gave NaN or infinity. Look for an exponential without its "
+            "maximum, 0 / 0, and an infinity minus an infinity.",
+            _found("G2", "NaN in lse", _MANY),
+        ),
+        Kind(
+            "G11: a tile configuration",
+            "Accuracy fails in one configuration, which the replay line names. Compare the tile "
+            "sizes with those of a configuration that passes.",
+            _found(
+                "G1",
+                "another tile past 16 keys",
+                Problem(N=17, dtype="fp64", config="wide"),
+                configs={"default": {}, "wide": {}},
+            ),
+        ),
+        Kind(
+            "T3: wrong in float64",
+            "In float64 rounding is negligible, so this is a fault of logic: a wrong index, mask, "
+            "factor or constant.",
+            _found("T3", "one element off", _MANY),
+        ),
+    ),
+    "Rows, padding and hidden pairs": (
+        Kind(
+            "G3: a row without a visible key",
+            "Such a row gives out = 0, lse = -inf and dq = 0. Look at the division by the softmax "
+            "sum, which is 0 there.",
+            _found("G3", "lse of empty rows is 0", _MANY, "is not exact"),
+        ),
+        Kind(
+            "G3: its gradient",
+            "A row without a visible key contributes to a gradient. Look for a product of 0 and "
+            "NaN: select the row out, do not multiply it by 0.",
+            _found(
+                "G3",
+                "dout of empty rows",
+                Problem(M=6, N=3, dtype="fp64", mask=Mask(causal=True)),
+                "depends on",
+            ),
+        ),
+        Kind(
+            "G4: padding is not zero",
+            "The kernel writes something other than zeros to padding, or does not write it.",
+            _found("G4", "writes to padding", _MANY, "is not exact"),
+        ),
+        Kind(
+            "G4: padding is read",
+            "A value beyond the length of a sequence reaches a result. Look at the loads of the "
+            "last tile: the mask of a load needs the length, not the size of the tensor.",
+            _found("G4", "reads padding", _MANY, "depends on"),
+        ),
+        Kind(
+            "G5: a hidden key",
+            "A key that the mask hides from a row changes the row. Look at the mask of the tiles "
+            "that its edge crosses.",
+            _found("G5", "sees one key more", _MANY, "depends on a key"),
+        ),
+        Kind(
+            "G5: a hidden row",
+            "A row that does not see a key changes the gradients of the key. Look at the mask in "
+            "the backward kernel.",
+            _found("G5", "sees one key more", _MANY, "depends on a row"),
+        ),
+    ),
+    "Memory": (
+        Kind(
+            "G6: unwritten elements",
+            "The kernel returns memory that it did not write. Look at the grid and at the masks of "
+            "stores.",
+            _found("G6", "last row not written", _MANY, "is not written"),
+        ),
+        Kind(
+            "G6: a write out of bounds",
+            "The kernel writes next to an allocation, whose guard band changed. Look at the mask "
+            "of the last tile's store.",
+            _found("G6", "writes past the end", _MANY, "is written outside"),
+        ),
+        Kind(
+            "G6: a write out of bounds of scratch",
+            "The allocation is no output. Its shape and dtype say which one it is.",
+            _scratch,
+        ),
+        Kind(
+            "G7: a read out of bounds",
+            "Memory between or around the rows of an input reaches a result. Look for a load "
+            "without a mask, and for a mask that lets one element too many pass.",
+            _found("G7", "reads past the end", _MANY),
+        ),
+        Kind(
+            "G8: strides",
+            "A tensor with other strides gives another result. The replay line has the layouts. "
+            "Look for a stride of one tensor that is used for another.",
+            _found(
+                "G8",
+                "ignores strides",
+                dataclasses.replace(_FP64, N=2, layouts=("bhsd", "bhsd", "padded", "bhsd")),
+                "depends on the strides",
+            ),
+        ),
+        Kind(
+            "G8: the gradient of a sum",
+            "`out.sum().backward()` passes a `dout` whose strides are 0, and the kernel misreads "
+            "it. Copy such a tensor, or use its strides.",
+            _found("G8", "misreads an expanded dout", _FP64, "out.sum().backward()"),
+        ),
+        Kind(
+            "G12: offsets",
+            "An offset of 2**31 elements or more wraps around. Compute offsets with 64 bits.",
+            _found("G12", "offsets of 32 bits", dataclasses.replace(_MANY, seed=1)),
+        ),
+    ),
+    "Runs": (
+        Kind(
+            "G9: independence",
+            "A batch entry or a head depends on its neighbours. Look at the strides of the batch "
+            "and of the heads.",
+            _found("G9", "v of the first batch entry for all", dataclasses.replace(_MANY, seed=1)),
+        ),
+        Kind(
+            "G10: repeatability",
+            "Two runs on the same inputs differ. Look for a race, or for sums by atomics: "
+            "`atomic` declares outputs that are summed so.",
+            _found("G10", "another result every call", _FP64),
+        ),
+        Kind(
+            "G10: a refused second run",
+            "The subject computes a problem once and refuses it later. Look for state that a call "
+            "leaves behind.",
+            _judged("refuses the second run", "G10"),
+        ),
+        Kind(
+            "G13: state",
+            "A call depends on an earlier call, here with another value of the named field. Look "
+            "for a cache whose key lacks that argument.",
+            _found("G13", "scale of the call before", _FP64),
+        ),
+        Kind(
+            "Outside the bound in one of two runs",
+            "The subject does not promise equal bits for this guarantee, so both runs are compared "
+            "with the bound. One of them leaves it. The same words end the messages of G3 to G13.",
+            _found("G4", "reads padding", _MANY, "and leaves the bound", bitwise=()),
+        ),
+    ),
+    "Checks beside the bound": (
+        Kind(
+            "RMS: errors that are too large",
+            "No element leaves its bound, but the errors together exceed the prediction for "
+            "independent roundings. Look for one more rounding, or one of fewer digits.",
+            _found("rms", "rounds to 6 digits", _ROWS),
+        ),
+        Kind(
+            "Bias: errors on one side",
+            "The errors prefer a sign; a negative mean is toward zero. Look for a cast that "
+            "truncates.",
+            _found("bias", "truncates", _ROWS),
+        ),
+        Kind(
+            "Identities: one sum",
+            "In each column, `dk` sums to 0 over the keys, and `dv` to the sum of `dout`. One "
+            "column is wrong: look for a tile that is lost or added twice.",
+            lambda: _wrong_sums("dv", 16.0, slice(3, 4)),
+        ),
+        Kind(
+            "Identities: all sums",
+            "No column is wrong alone, but all of them err by a little. Look for a small error "
+            "that many elements share, as in delta.",
+            lambda: _wrong_sums("dk", 3.0, slice(None)),
+        ),
+        Kind(
+            "Closed form: the count of keys",
+            "With k = 0, exp(lse) is the number of keys that a row sees. The kernel counts others.",
+            _closed_form("counts", "sees one key more"),
+        ),
+        Kind(
+            "Closed form: the mask read back",
+            "With k = 0 and one-hot values, nonzero elements show which pairs the kernel sees. "
+            "`want` is 1 for a visible pair.",
+            _closed_form("mask", "sees one key more"),
+        ),
+        Kind(
+            "Closed form: weights that sum to 1",
+            "With k = 0 and v = 1, out is 1. Look at the normalisation: the sum and the product "
+            "may use different weights.",
+            _closed_form("ones", "divides by one too few"),
+        ),
+        Kind(
+            "Closed form: linearity",
+            "The forward is linear in v, to the bit for a power of two. Look for a clamp, or a "
+            "format with too small a range.",
+            _closed_form("doubled", "clips large values"),
+        ),
+        Kind(
+            "Closed form: order of heads",
+            "Reversing batch entries and heads reverses the outputs. One entry or head is treated "
+            "differently.",
+            _closed_form("permuted", "last head differs"),
+        ),
+    ),
+    "Pooled probabilities": (
+        Kind(
+            "Pooled: the same guarantees",
+            "The guarantees G1, G4 to G10 and T3 hold for pooled probabilities too. The place is a "
+            "block of rows and keys.",
+            _pooled("pooled G1", "one block off"),
+        ),
+        Kind(
+            "Pooled: a hidden key",
+            "A key that no row of the block sees changes the block.",
+            _pooled("pooled G5", "of a hidden key"),
+        ),
+        Kind(
+            "Pooled: a write out of bounds",
+            "The kernel writes next to the result or next to scratch. The shape says which.",
+            _pooled("pooled G6", "written past its end"),
+        ),
+    ),
+    "Exceptions and wrong forms": (
+        Kind(
+            "An exception",
+            "The subject raised something other than `NotImplementedError`. The line below the "
+            "exception is the innermost one outside of libraries.",
+            _raises,
+        ),
+        Kind(
+            "A wrong dtype or shape",
+            "An output has another form than the inputs ask for.",
+            _judged("returns float64", problem=Problem(dtype="fp32")),
+        ),
+        Kind(
+            "A wrong number of values",
+            "A subject returns `out`, or `(out, lse)`. Wrap a kernel that returns more.",
+            _judged("two values"),
+        ),
+        Kind(
+            "No gradient",
+            "The output is not connected to the inputs. Return the output of an "
+            "`autograd.Function`, or declare `backward=False`.",
+            _judged("no gradient"),
+        ),
+    ),
+    "Crashes and hangs": (
+        Kind(
+            "A hang",
+            "A problem took longer than `--problem-timeout`. The stack begins at the innermost "
+            "frame. A kernel that waits for itself shows the frame of its launch.",
+            _hang,
+        ),
+        Kind(
+            "A lost GPU",
+            "After this error every later call on the GPU fails, so the process ends and another "
+            "worker continues.",
+            _lost_gpu,
+        ),
+        Kind(
+            "A dead process",
+            "The kernel ended its process in this problem. Replay it under compute-sanitizer or "
+            "gdb.",
+            lambda: _died(_FP64),
+        ),
+        Kind(
+            "A process that died elsewhere",
+            "No problem was running: the process died while it imported, compiled or ended.",
+            lambda: _died(None),
+        ),
+    ),
+    "The report of `verify`": (
+        Kind(
+            "A call in place of a command",
+            "`verify` receives a function, which has no name on a command line. Its replay line is "
+            "a call. `Problem` comes from `fa_verify.oracles.problem`.",
+            _report("leaves", "replay:", fault="out scaled", guarantees=("G1",)),
+        ),
+        Kind(
+            "A guarantee that was not checked",
+            "The declarations exclude every problem that the guarantee needs.",
+            _report("not checked", masks=(), guarantees=("G1", "G4")),
+        ),
+        Kind(
+            "Nothing was verified",
+            "The subject refused all problems, so the report is false. The reason is the text of "
+            "its `NotImplementedError`.",
+            _report("no problem", "unsupported", fault="refuses", guarantees=("G1",)),
+        ),
+        Kind(
+            "A wrong argument",
+            "Arguments of `verify` are checked by name.",
+            _error(lambda: verify(Attention(), guarantees=("G1", "G99"))),
+        ),
+    ),
+    "Masks": (
+        Kind(
+            "The forms of a mask",
+            "The dense form, the predicate in a kernel, and the tiles that it visits have to agree "
+            "with `is_visible`. The first words name the form that differs.",
+            _mask_forms,
+        ),
+        Kind(
+            "A class that is no mask",
+            "`--mask` takes a subclass of `Mask`.",
+            _error(
+                lambda: mask_of(_config(mask="attention.py:Prefix")),
+                files={"attention.py": "class Prefix:\n    pass\n"},
+            ),
+        ),
+    ),
+    "The gate": (
+        Kind(
+            "Coverage",
+            "The baseline checked something that this run did not.",
+            _gate("coverage"),
+        ),
+        Kind(
+            "RMS of errors",
+            "The errors grew, by more than chance explains, although they may lie within their "
+            "bounds. The brackets hold the interval of the mean.",
+            _gate("rms"),
+        ),
+        Kind(
+            "Largest error",
+            "The largest error/bound changed. It is an alarm above 1.",
+            _gate("maxima"),
+        ),
+        Kind(
+            "Compiled kernels",
+            "A kernel spills registers, or takes a tenth more of them or of shared memory.",
+            _gate("kernels"),
+        ),
+        Kind(
+            "Speed",
+            "The kernel lost 5 % or more against SDPA flash on the same GPU. The brackets hold the "
+            "rounds' range, then the interval of the change.",
+            _gate("speed"),
+        ),
+    ),
+    "Arguments and declarations": (
+        Kind(
+            "G14: an argument of the kernels",
+            "The kernels of this repository name the argument, its value, and the value that it "
+            "needs.",
+            _error(_arguments),
+        ),
+        Kind(
+            "An unknown declaration",
+            "A misspelled declaration would have no effect, so it is refused.",
+            _declared(head_dim=(64,)),
+        ),
+        Kind(
+            "A wrong declaration",
+            "The value of a declaration is not one of the known ones.",
+            _declared(dtypes=("fp16", "fp8")),
+        ),
+        Kind(
+            "A kernel without a file",
+            "The path is relative to the current directory.",
+            _kernel("kernels.py:attention"),
+        ),
+        Kind(
+            "A kernel without its name",
+            "The file has no such function. The message lists those that it has.",
+            _kernel("attention.py:attn", _SIGNATURE),
+        ),
+        Kind(
+            "A kernel that cannot be imported",
+            "The file raised an exception; the message has its file and line.",
+            _error(
+                lambda: subject_of(_config(kernel="attention.py:attention")),
+                files={"attention.py": "import flash_attn_9\n"},
+            ),
+        ),
+        Kind(
+            "A kernel with another signature",
+            "Write an adapter with the signature that the message names.",
+            _kernel("attention.py:attention", "def attention(q, k):\n    pass\n"),
+        ),
+        Kind(
+            "A kernel without such a name",
+            "`--list-kernels` prints the names.",
+            _kernel("sdpa-flsh"),
+        ),
+    ),
+    "Options": (
+        Kind(
+            "Minutes",
+            "A fuzzing run needs a positive number of minutes.",
+            _error(lambda: minutes_of(_config(minutes="0"))),
+        ),
+        Kind(
+            "Options that exclude each other",
+            "The two options ask for different runs.",
+            _error(lambda: minutes_of(_config(minutes="5", replay="{}"))),
+        ),
+        Kind(
+            "The time limit of a problem",
+            "The limit is in seconds.",
+            _error(lambda: problem_timeout(_config(problem_timeout="1h"))),
+        ),
+        Kind(
+            "A baseline without a file",
+            "`--update-baseline` needs the file to write.",
+            _error(lambda: Gate(_config(update_baseline=True, baseline=None))),
+        ),
+        Kind(
+            "A corpus that is no folder",
+            "`--corpus` names a folder, which may not exist yet.",
+            _error(
+                lambda: RegressionFiles(_config(corpus="corpus.json")), files={"corpus.json": ""}
+            ),
+        ),
+        Kind(
+            "A shared database without effect",
+            "Only the profile `fuzz` keeps examples.",
+            _error(lambda: example_database(_config(example_db="redis://host:6379"), None)),
+        ),
+    ),
+    "Damaged files": (
+        Kind(
+            "A replay line",
+            "Part of the JSON is missing: quote it as one word of the shell.",
+            _error(lambda: Problem.from_json('{"version":1,"M"'), "ERROR: --replay: "),
+        ),
+        Kind(
+            "A problem with an unknown field",
+            "Another version of the suite wrote the problem, or the field is misspelled.",
+            _error(lambda: Problem.from_json('{"version":1,"seqlen":7}'), "ERROR: --replay: "),
+        ),
+        Kind(
+            "A regression file",
+            "The test of this file fails. Restore the file, or delete it.",
+            _error(
+                lambda: CorpusEntry.read(Path("attention-g1.json")),
+                "",
+                {"attention-g1.json": '{"subject": "attention"}'},
+            ),
+        ),
+        Kind(
+            "A regression file of another mask",
+            "The test of this file is skipped. Pass its class by `--mask`.",
+            _error(
+                lambda: CorpusEntry.read(Path("attention-g1.json")),
+                "",
+                {
+                    "attention-g1.json": json.dumps(
+                        {"problem": {"version": 1, "mask": {"type": "Prefix"}}}
+                    )
+                },
+            ),
+        ),
+        Kind(
+            "A baseline",
+            "The file is damaged. `--update-baseline` cannot repair it: restore it, or delete it "
+            "and write it again.",
+            _error(
+                lambda: Baseline.read(Path("baseline.json")),
+                "ERROR: --baseline: ",
+                {"baseline.json": '{"version": 2, "subject": "attention"}'},
+            ),
+        ),
+    ),
+}
+
+
+def _rounded(message: str) -> str:
+    """A message with 10 digits of each number, which are the same on every CPU."""
+    long = r"-?\d+\.\d{10,}(?:e-?\d+)?"
+    return re.sub(long, lambda x: repr(float(f"{float(x[0]):.10g}")), message)
+
+
+def lines() -> list[str]:
+    """The sections of the page."""
+    found: list[str] = []
+    for section, kinds in SECTIONS.items():
+        found += [f"## {section}", ""]
+        for kind in kinds:
+            message = _rounded(kind.message()).strip()
+            found += [f"### {kind.title}", "", "```text", message, "```", "", kind.meaning, ""]
+    return found[:-1]

@@ -40,6 +40,8 @@ class Numerics:
         ds_roundings: Number of times that dS (and P) is rounded to its dtype.
         p_normalised: P is normalised before its cast.
         l_order: The softmax sum runs in "any" order, or "tile" by tile.
+        l_tile: Keys of a tile whose weights one sum adds, where the softmax sum runs tile by tile.
+            0 means ``block_n``.
         ds_from: dS is computed from the "unrounded" P, or from P "rounded" to its dtype, if a
             kernel keeps one P for both of its dots.
         l_from: l is summed from the "unrounded" or the "rounded" P.
@@ -72,6 +74,7 @@ class Numerics:
     ds_roundings: int = 1
     p_normalised: bool = False
     l_order: str = "any"
+    l_tile: int = 0
     ds_from: str = "unrounded"
     l_from: str = "unrounded"
     group_sum: str = "fp32"
@@ -88,6 +91,8 @@ class Numerics:
         for name in ("accumulator", "block_n", "ds_roundings", "splits"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; needs a number >= 1")
+        if not self.l_tile >= 0:
+            raise ValueError(f"l_tile is {self.l_tile!r}; needs a number >= 0")
         if not 0 <= self.rescale_threshold <= MOST_PUT_OFF:
             raise ValueError(
                 f"rescale_threshold is {self.rescale_threshold!r}; needs a number from 0 to "

@@ -265,6 +265,10 @@ def forward_error(
         out:  core + u_in (|out| + core) + eta_in
         lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l| + r) + 4u (max(|m|, |L|) + r)
 
+    gamma_l is the error of the softmax sum: n_l + 2 T + 4 additions and products. If the sum runs
+    tile by tile, n_l is the number of keys that a tile adds at once, in any order. This is at most
+    its width, and at most the keys that the row sees, because adding a hidden key's 0 is exact.
+
     Args:
         x: The chunk.
         sm_scale: Factor on q.k.
@@ -297,7 +301,10 @@ def forward_error(
         steps = steps + 2 * scores.tiles.clamp(max=numerics.splits)
     core = core + c.eta_op * steps.unsqueeze(2)
     # The softmax sum.
-    added = numerics.block_n if numerics.l_order == "tile" else keys
+    added = keys
+    if numerics.l_order == "tile":
+        widest = max(numerics.block_n, numerics.l_tile)
+        added = x.seen.sum(2, dtype=keys.dtype).clamp_(min=numerics.block_n, max=widest)
     gamma_l = c.gamma(added + 2 * scores.tiles + 4)
     if numerics.l_from == "rounded":
         gamma_l = gamma_l + c.u_p * (1 + gamma_l)

@@ -192,7 +192,11 @@ def _forward(
         keys = numerics.block_n * tiles
 
         # 1: the softmax sum
-        depth = numerics.block_n if numerics.l_order == "tile" else keys
+        depth = keys
+        if numerics.l_order == "tile":
+            # A tile adds the weights of its keys; those of hidden keys are 0, which is exact.
+            most = min(float(seen_n.sum()), float(numerics.l_tile))
+            depth = max(float(numerics.block_n), most)
         gamma_l = units.gamma(depth + 2 * tiles + 4)
         if numerics.l_from == "rounded":
             gamma_l = gamma_l + units.u_cast * (1 + gamma_l)

@@ -50,6 +50,7 @@ def attention_kernel(
     ds_roundings: int = _UNSET,
     ds_from: str = _UNSET,
     l_order: str = _UNSET,
+    l_tile: int = _UNSET,
     l_from: str = _UNSET,
     group_sum: str = _UNSET,
     splits: int = _UNSET,
@@ -111,6 +112,8 @@ def attention_kernel(
         ds_roundings: Number of times that dS and P are rounded to their dtype.
         ds_from: Whether dS is computed from the "unrounded" P or from P "rounded" to its dtype.
         l_order: Whether the softmax sum runs in "any" order or "tile" by tile.
+        l_tile: Keys that a tile adds at once to the softmax sum, where it runs tile by tile; 0
+            takes the width of ``tiles``, or ``block_n``.
         l_from: Whether the softmax sum adds the "unrounded" or the "rounded" P.
         group_sum: Whether dk and dv are summed over a group of heads in "fp32" or in their
             "dtype".
@@ -126,7 +129,8 @@ def attention_kernel(
             compared within the bound.
         pooled: A function with the kernel's arguments, ``pool="mean"`` or "max", and
             ``pool_size=(rows, keys)``, that returns the probabilities pooled over blocks of pairs.
-        tiles: Function from a problem to (block_m, block_n) of the forward, for reports.
+        tiles: Function from a problem to (block_m, block_n) of the forward, for reports and
+            ``l_tile``.
         configs: Name of a tile configuration to the declarations that it replaces: "dtypes" or
             those from ``dots`` to ``backward_reads``. With several, the kernel takes ``config=``.
 

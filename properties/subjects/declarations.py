@@ -147,6 +147,8 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
         )
     if "head_dims" in declared:
         declared["head_dims"] = _sizes(f"{name}.head_dims", declared["head_dims"])
+    if "l_tile" in declared:
+        _check_positive(f"{name}.l_tile is", declared["l_tile"], least=0)
     if "accumulator" in declared:
         _check_accumulator(f"{name}.accumulator", declared["accumulator"])
     if "rescale_threshold" in declared:
@@ -185,9 +187,9 @@ def _sizes(where: str, given: object) -> tuple[int, ...]:
     return tuple(sorted(given) if isinstance(given, set | frozenset) else given)
 
 
-def _check_positive(where: str, given: object) -> None:
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"{where} {given!r}; needs an int >= 1")
+def _check_positive(where: str, given: object, least: int = 1) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+        raise ValueError(f"{where} {given!r}; needs an int >= {least}")
 
 
 def _check_accumulator(where: str, given: object) -> None:

@@ -150,9 +150,16 @@ class Subject:
         return f"{config} ({replaced})" if replaced else config
 
     def numerics_of(self, problem: Problem) -> Numerics:
-        """Return the numerics of a problem's configuration."""
+        """Return the numerics of a problem's configuration.
+
+        A softmax sum that runs tile by tile gets the width of the declared ``tiles``, unless
+        ``l_tile`` is declared.
+        """
         replaced = {k: v for k, v in self.configs.get(problem.config, {}).items() if k in NUMERICS}
-        return dataclasses.replace(self.numerics, **replaced)
+        numerics = dataclasses.replace(self.numerics, **replaced)
+        if numerics.l_order == "tile" and not numerics.l_tile and self.tiles:
+            numerics = dataclasses.replace(numerics, l_tile=self.tiles(problem)[1])
+        return numerics
 
     def tile_of(self, problem: Problem) -> tuple[int, int]:
         """Return (block_m, block_n) of the forward; (16, 16) if unknown."""

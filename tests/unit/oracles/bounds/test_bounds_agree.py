@@ -34,6 +34,7 @@ DECLARATIONS = {
     "ds rounded twice": {"ds_roundings": 2},
     "p normalised": {"p_normalised": True},
     "l by tile": {"l_order": "tile"},
+    "l by wide tile": {"l_order": "tile", "l_tile": 48},
     "rounded l": {"l_from": "rounded"},
     "ds of rounded p": {"ds_from": "rounded"},
     "dtype group sum": {"group_sum": "dtype"},

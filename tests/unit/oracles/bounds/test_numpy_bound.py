@@ -254,6 +254,12 @@ WIDER: dict[str, tuple[str, Numerics, Numerics, set[str]]] = {
     "ds_roundings": ("bf16", Numerics(), Numerics(ds_roundings=2), set(OUTPUTS) - {"lse"}),
     "p_normalised": ("fp16", Numerics(), Numerics(p_normalised=True), {"out"}),
     "l_order": ("fp32", Numerics(l_order="tile"), Numerics(), {"out", "lse"}),
+    "l_tile": (
+        "fp32",
+        Numerics(l_order="tile"),
+        Numerics(l_order="tile", l_tile=32),
+        {"out", "lse"},
+    ),
     "l_from": ("fp16", Numerics(), Numerics(l_from="rounded"), {"out", "lse"}),
     "ds_from": ("fp16", Numerics(), Numerics(ds_from="rounded"), {"dq", "dk"}),
     "group_sum": ("fp16", Numerics(), Numerics(group_sum="dtype"), {"dk", "dv"}),

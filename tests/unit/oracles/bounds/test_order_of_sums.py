@@ -124,6 +124,40 @@ def test_under_a_predicate_each_key_counts_the_tiles_above_its_own(
         assert grown * 2.0**22 == pytest.approx(p @ changes, rel=1e-4, abs=1e-4)
 
 
+WIDE = 256  # a tile, whose weights are added one after the other
+
+
+def _lost_weights() -> np.ndarray:
+    """Scores whose weights beside the first one, 1, are just below half of its spacing."""
+    middle = np.abs(np.arange(1, WIDE) - WIDE / 2) / (WIDE / 2)
+    return np.concatenate([[0.0], math.log(U) - 0.02 + 0.01 * middle]).astype(F).astype(np.float64)
+
+
+def test_a_wide_tile_whose_weights_are_added_in_turn_is_within_the_bound() -> None:
+    scores = _lost_weights()
+    total = F(0)
+    for score in scores:
+        total += F(math.exp(score))
+    # The kernel's exponentials, logarithm and maximum are exact here.
+    error = abs(math.log(total) - np.logaddexp.reduce(scores))
+    narrow, wide = (Numerics(l_order="tile", l_tile=width) for width in (0, WIDE))
+    assert max(_bounds_of_lse(scores, Mask(), narrow)) < error
+    assert error < min(_bounds_of_lse(scores, Mask(), wide))
+
+
+@pytest.mark.parametrize(
+    ("keys", "l_tile", "added"), [(5, 64, 16), (40, 64, 40), (80, 64, 64), (80, 0, 16), (80, 8, 16)]
+)
+def test_a_tile_adds_its_visible_keys_at_once(keys: int, l_tile: int, added: int) -> None:
+    scores = np.zeros(keys)
+    by_tile = _bounds_of_lse(scores, Mask(), Numerics(l_order="tile", l_tile=l_tile))
+    in_any_order = _bounds_of_lse(scores, Mask(), Numerics())
+    tiles = -(-keys // TILE)
+    expected = _gamma(TILE * tiles + 2 * tiles + 4) - _gamma(added + 2 * tiles + 4)
+    for wider, narrower in zip(in_any_order, by_tile, strict=True):
+        assert wider - narrower == pytest.approx(expected, rel=1e-6, abs=1e-15)
+
+
 @pytest.mark.parametrize("heads", [2, 5, 17])
 @pytest.mark.parametrize("in_dtype", ["fp16", "bf16"])
 def test_each_addition_of_stored_heads_may_underflow(in_dtype: str, heads: int) -> None:

@@ -309,7 +309,7 @@ def test_declarations_are_listed(word, value, says):
 def test_every_numeric_declaration_is_listed(word):
     default = getattr(Numerics(), word)
     other = {"any": "tile", "none": "q", "input": "fp32", "ieee": "tf32", "unrounded": "rounded"}
-    other |= {"fp32": "dtype", 0.0: 8.0, 1: 2, 16: 64, (): ("dq",), ("out", "lse"): ()}
+    other |= {"fp32": "dtype", 0: 8, 1: 2, 16: 64, (): ("dq",), ("out", "lse"): ()}
     value = not default if isinstance(default, bool) else other[default]
     assert subject(**{word: value}).declared() == f"{word}={value!r}"
 
@@ -326,6 +326,15 @@ def test_a_configuration_replaces_numerics_and_keeps_the_others():
     made = subject(block_n=64, configs={"default": {}, "tf32": {"dots": "tf32"}})
     assert made.numerics_of(Problem()) == Numerics(block_n=64)
     assert made.numerics_of(Problem(config="tf32")) == Numerics(block_n=64, dots="tf32")
+
+
+@pytest.mark.parametrize(
+    ("declared", "l_tile"),
+    [({}, 0), ({"l_order": "tile"}, 32), ({"l_order": "tile", "l_tile": 8}, 8)],
+)
+def test_a_sum_by_tile_has_the_width_of_the_declared_tiles(declared, l_tile):
+    made = subject(tiles=lambda problem: (64, 32), **declared)
+    assert made.numerics_of(Problem()).l_tile == l_tile
 
 
 def test_nothing_is_promised_unless_it_is_declared():

@@ -49,6 +49,7 @@ from tests.unit.properties.checks import (
     test_pooled_checks,
 )
 from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.subjects.flash_attention_2 import FlashAttention2
 
 __all__ = ["SECTIONS", "Kind", "lines"]
 
@@ -194,6 +195,16 @@ def _defined(code: str, name: str = "attention") -> Any:
     names: dict[str, Any] = {}
     exec(compile(code, "attention.py", "exec"), names)
     return names[name]
+
+
+def _wrong_backward() -> str:
+    """The message about a backward that errs within the bound of forward and backward together."""
+    problem = Problem(M=64, N=2048, D=64, Dv=64, dtype="bf16")
+    subject = Subject.of(FlashAttention2("dq times 1.1"), "attention")
+    trial = run_trial(subject, problem)
+    assert trial is not None
+    assert guarantees.accuracy(trial) == []
+    return str(guarantees.backward(trial)[0])
 
 
 def _wrong_sums(output: str, spreads: float, columns: slice) -> str:
@@ -586,6 +597,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "No column is wrong alone, but all of them err by a little. Look for a small error "
             "that many elements share, as in delta.",
             lambda: _wrong_sums("dk", 3.0, slice(None)),
+        ),
+        Kind(
+            "The backward given the forward",
+            "dq, dk or dv do not follow from the out and lse that the same call returned. The bound "
+            "of forward and backward together allows the error. Look at the backward alone.",
+            _wrong_backward,
         ),
         Kind(
             "Closed form: the count of keys",

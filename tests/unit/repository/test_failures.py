@@ -26,6 +26,9 @@ LEFT_OUT = {
     "offsets past 2**31 need ": "needs a machine with little memory",
     " GiB of memory on ": "needs a machine with little memory",
     "the bound is not finite, so nothing was judged: ": "needs a fault of the suite",
+    "the bound given the forward is not finite: ": "needs a fault of the suite",
+    "leaves the bound of a backward that reads {}; else declare backward_reads": "a part is {}",
+    "its forward's results as returned": "stands in the message about dq too",
 }
 
 

@@ -196,6 +196,13 @@ def _defined(code: str, name: str = "attention") -> Any:
     return names[name]
 
 
+def _wrong_backward() -> str:
+    trial = _trial("", Problem(M=3, N=2, dtype="fp64"), backward_reads=("out", "lse"))
+    assert trial.got.dq is not None
+    trial.got.dq.mul_(1.1)
+    return _first(guarantees.backward(trial), "")
+
+
 def _wrong_sums(output: str, spreads: float, columns: slice) -> str:
     """The message of identities after a shift of sums by so many of their spreads."""
     trial = _trial("", _ROWS)
@@ -416,6 +423,13 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
                 "dbias of the first entry alone",
                 Problem(B=2, M=3, N=2, dtype="fp64", bias="normal/mn"),
             ),
+        ),
+        Kind(
+            "Backward: gradients that do not follow from the forward",
+            "The gradients do not follow from the results that the forward returned, although they "
+            "may lie within the bound of the whole. Look at the backward kernel. If it reads other "
+            "results, declare `backward_reads`.",
+            _wrong_backward,
         ),
         Kind(
             "G2: NaN or infinity",

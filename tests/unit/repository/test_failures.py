@@ -26,6 +26,8 @@ LEFT_OUT = {
     "offsets past 2**31 need ": "needs a machine with little memory",
     " GiB of memory on ": "needs a machine with little memory",
     "the bound is not finite, so nothing was judged: ": "needs a fault of the suite",
+    "the bound given the forward is not finite: ": "needs a fault of the suite",
+    "its forward's results as returned": "names the results for dbias in a message shown for dq",
 }
 
 
@@ -43,7 +45,8 @@ def texts(module: str) -> set[str]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_text_of_a_finding_is_on_the_page(module):
-    assert {x for x in texts(module) if x.strip() not in PAGE} <= {*LEFT_OUT}
+    missing = {x for x in texts(module) if any(part.strip() not in PAGE for part in x.split("{}"))}
+    assert missing <= {*LEFT_OUT}
 
 
 def test_texts_that_are_left_out_are_texts():

@@ -27,8 +27,7 @@ LEFT_OUT = {
     " GiB of memory on ": "needs a machine with little memory",
     "the bound is not finite, so nothing was judged: ": "needs a fault of the suite",
     "the bound given the forward is not finite: ": "needs a fault of the suite",
-    "leaves the bound of a backward that reads {}; else declare backward_reads": "a part is {}",
-    "its forward's results as returned": "stands in the message about dq too",
+    "its forward's results as returned": "names the results for dbias in a message shown for dq",
 }
 
 
@@ -46,7 +45,8 @@ def texts(module: str) -> set[str]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_text_of_a_finding_is_on_the_page(module):
-    assert {x for x in texts(module) if x.strip() not in PAGE} <= {*LEFT_OUT}
+    missing = {x for x in texts(module) if any(part.strip() not in PAGE for part in x.split("{}"))}
+    assert missing <= {*LEFT_OUT}
 
 
 def test_texts_that_are_left_out_are_texts():

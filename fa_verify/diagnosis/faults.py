@@ -750,6 +750,71 @@ _SCORE_MODS = (
     ),
 )  # fmt: skip
 
+_LARGE_SIZES = (
+    _fault(
+        "dkdv: the fifth head of a group is left out",
+        "independent: a loop over the heads of a group, unrolled by 4 with its remainder lost",
+        "T3 G1",
+        (
+            _DKDV,
+            "        for g in range(0, G):\n            h = h_k * G + g\n",
+            "        for place in range(0, tl.where(G > 4, G - 1, G)):\n"
+            "            g = tl.where(place > 3, place + 1, place)\n"
+            "            h = h_k * G + g\n",
+        ),
+        hidden="in groups of at most 4 heads",
+    ),
+    _fault(
+        "tiles: the index of a head has four bits",
+        "independent: batch entry, head and tile packed into one int",
+        "T3 G1",
+        (
+            _ADDRESSING,
+            "h.to(tl.int64) * tensor.stride_head",
+            "(h % 16).to(tl.int64) * tensor.stride_head",
+        ),
+        hidden="while there are at most 16 heads",
+    ),
+    _fault(
+        "launch: heads beyond a multiple of eight get no programs",
+        "independent: a grid of clusters of eight heads, rounded down",
+        "T3 G1 G6",
+        (
+            _SIZES,
+            "        return Tiles(tiles, 0, tiles * self.B * heads)\n",
+            "        heads = heads if heads < 8 else heads // 8 * 8\n"
+            "        return Tiles(tiles, 0, tiles * self.B * heads)\n",
+        ),
+        hidden="while there are fewer than 8 heads, or a multiple of 8",
+    ),
+    _fault(
+        "launch: dots of long float32 rows are in TF32",
+        "independent: a table of dots by head_dim that was made for 16-bit inputs",
+        "G1",
+        (
+            _LAUNCH,
+            '"DOTS": arguments.config.dots if dtype == torch.float32 else "ieee",',
+            '"DOTS": ("tf32" if D > 64 else arguments.config.dots)\n'
+            '        if dtype == torch.float32 else "ieee",',
+        ),
+        hidden="up to a head_dim of 64",
+    ),
+    _fault(
+        "forward: the scale of long float64 rows is in single precision",
+        "independent: a scale that is passed in a register of 32 bits",
+        "T3",
+        (
+            _FORWARD,
+            "    sm_scale = scale_from_bits(sm_scale_bits)\n",
+            "    sm_scale = scale_from_bits(sm_scale_bits)\n"
+            "    if BLOCK_D > 64:\n"
+            "        sm_scale = sm_scale.to(tl.float32).to(tl.float64)\n",
+        ),
+        hidden="up to a head_dim of 64, and for scales that float32 holds",
+    ),
+)  # fmt: skip
+
 FAULTS: tuple[Mutant, ...] = (
-    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_PACKED, *_SCORE_MODS
+    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_PACKED, *_SCORE_MODS,
+    *_LARGE_SIZES,
 )  # fmt: skip

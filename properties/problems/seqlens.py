@@ -46,6 +46,7 @@ class Domain:
     tile: int
     max_batch: int
     max_heads: int
+    max_pairs: int
     gqa: bool
     m_ne_n: bool
     dv_ne_d: bool

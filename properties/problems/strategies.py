@@ -76,6 +76,39 @@ def _head_pool(
     return (*pool, *[(0, 1, 1)] * (1 + len(pool) // 60)) if empty_batch else tuple(pool)
 
 
+# Limits of the rare problems with many heads: batch entries, query heads, query heads of a group.
+_MOST_ENTRIES, _MOST_HEADS, _LARGEST_GROUP = 9, 40, 17
+# Among problems of one tile both ways, one in so many has many heads.
+_FEW = 3
+
+
+@lru_cache(maxsize=256)
+def _large_head_pool(
+    few: tuple[tuple[int, int, int], ...], max_pairs: int, gqa: bool
+) -> tuple[tuple[int, int, int], ...]:
+    """Return ``few``, the pool of small (B, Hk, G), with a share of those of B H <= max_pairs."""
+    many = [
+        (B, Hk, G)
+        for B in range(1, _MOST_ENTRIES + 1)
+        for G in range(1, (_LARGEST_GROUP if gqa else 1) + 1)
+        for Hk in range(1, min(_MOST_HEADS, max_pairs // B) // G + 1)
+    ]
+    many = sorted(set(many) - set(few), key=lambda sizes: (math.prod(sizes), sizes))
+    # Simplest first, so that a problem shrinks to few heads.
+    times = -(-(_FEW - 1) * len(many) // len(few))
+    return tuple(sizes for sizes in few for _ in range(max(1, times))) + tuple(many)
+
+
+def _draw_heads(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, int, int]:
+    """Draw (B, Hk, G) within the remaining cost; rarely many, where M and N are one tile each."""
+    pairs = domain.max_cost // (tile_count(domain, M) * tile_count(domain, N))
+    empty = domain.zero_sizes and not domain.forced
+    pool = _head_pool(pairs, domain.max_batch, domain.max_heads, domain.gqa, empty)
+    if domain.max_pairs and 0 < min(M, N) and max(M, N) <= domain.tile:
+        pool = _large_head_pool(pool, domain.max_pairs, domain.gqa)
+    return draw(st.sampled_from(pool))
+
+
 def _draw_head_dims(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, int]:
     """Draw (D, Dv), different from M and N if possible; equal in one of five draws."""
     others = [d for d in domain.head_dims if d not in (M, N)] or list(domain.head_dims)
@@ -98,18 +131,7 @@ def _draw_layouts(draw: Draw, layouts: tuple[str, ...]) -> tuple[str, str, str, 
 def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> Problem:
     """Draw the sequence lengths first, then batch and heads within the remaining cost."""
     M, N = draw_seqlens(draw, domain, regimes)
-    pairs = domain.max_cost // (tile_count(domain, M) * tile_count(domain, N))
-    B, Hk, G = draw(
-        st.sampled_from(
-            _head_pool(
-                pairs,
-                domain.max_batch,
-                domain.max_heads,
-                domain.gqa,
-                domain.zero_sizes and not domain.forced,
-            )
-        )
-    )
+    B, Hk, G = _draw_heads(draw, domain, M, N)
     D, Dv = _draw_head_dims(draw, domain, M, N)
     mask = draw_mask(draw, domain, B, Hk * G, M, N)
     rows, keys = mask.lengths(B, M, N)
@@ -170,6 +192,8 @@ def _check(domain: Domain) -> None:
     for name in ("max_seqlen", "seqlen_multiple", "tile", "max_batch", "max_heads", "max_cost"):
         if getattr(domain, name) < 1:
             raise ValueError(f"{name} is {getattr(domain, name)}; needs at least 1")
+    if domain.max_pairs < 0:
+        raise ValueError(f"max_pairs is {domain.max_pairs}; needs at least 0")
     if any(dim < 1 for dim in domain.head_dims):
         raise ValueError(f"head_dims is {domain.head_dims}; needs sizes of at least 1")
     if domain.mask is not None:
@@ -196,6 +220,7 @@ def problems(
     tile: int = 16,
     max_batch: int = 3,
     max_heads: int = 4,
+    max_pairs: int = 0,
     gqa: bool = True,
     m_ne_n: bool = True,
     dv_ne_d: bool = True,
@@ -242,6 +267,9 @@ def problems(
             the cost.
         max_batch: Largest B. B = 0 is rare.
         max_heads: Largest H.
+        max_pairs: Largest B * H of a few problems with M and N of one tile each, whatever
+            max_batch, max_heads and max_cost are. They have up to 9 batch entries, 40 heads and
+            17 heads in a group. 0 draws none of them.
         gqa: Whether H > Hk may occur.
         m_ne_n: Whether M != N may occur.
         dv_ne_d: Whether Dv != D may occur.
@@ -279,6 +307,7 @@ def problems(
         tile=tile,
         max_batch=max_batch,
         max_heads=max_heads,
+        max_pairs=max_pairs,
         gqa=gqa,
         m_ne_n=m_ne_n,
         dv_ne_d=dv_ne_d,

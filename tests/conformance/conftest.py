@@ -26,6 +26,9 @@ from fa_verify.shards import Shard, shards_of
 MAX_COST = {"cpu": 20, "cuda": 400}
 MAX_COST_OF_LARGE_TILES = {"cpu": 8, "cuda": 400}
 LARGE_TILE = 64
+# Largest B * H of the few problems with many heads and one tile both ways.
+MAX_PAIRS = {"cpu": 40, "cuda": 400}
+MAX_PAIRS_OF_LARGE_TILES = {"cpu": 17, "cuda": 400}
 # Tile pairs of a problem with two tiles both ways.
 LEAST_COST = 4
 TILES_ACROSS = {"cpu": 3, "cuda": 6}
@@ -108,18 +111,23 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
         claim: Check, shard: Shard, *, runs: int = 1, batched: bool = False, **wanted: object
     ) -> None:
         __tracebackhide__ = True
-        most = (MAX_COST_OF_LARGE_TILES if shard.tile >= LARGE_TILE else MAX_COST)[device]
+        large = shard.tile >= LARGE_TILE
+        most = (MAX_COST_OF_LARGE_TILES if large else MAX_COST)[device]
+        pairs = (MAX_PAIRS_OF_LARGE_TILES if large else MAX_PAIRS)[device]
         of_batched = BATCHED_COST if device == "cpu" else BATCHED_SCORES // shard.tile**2
         if batched:
             most = min(most, max(LEAST_COST, of_batched // 3))
-            wanted = {"max_seqlen": BATCHED_SEQLEN[device], "zero_sizes": False, **wanted}
+            wanted = {
+                "max_seqlen": BATCHED_SEQLEN[device], "zero_sizes": False, "max_pairs": 0, **wanted
+            }  # fmt: skip
         limits = {
             "dtype": shard.dtype,
             "configs": (shard.config,),
-            "head_dims": shard.head_dims,
+            "head_dims": shard.weighted_head_dims,
             "tile": shard.tile,
             "max_seqlen": min(TILES_ACROSS[device] * shard.tile, MAX_SEQLEN[device]),
             "max_cost": max(LEAST_COST, most // runs),
+            "max_pairs": pairs // runs,
             "device": device,
             "mask": mask_of(request.config),
         }

@@ -16,7 +16,7 @@ from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.inputs.tensors import Inputs
 
 # Small enough for all tensors to fit between the distant elements of one tensor.
-SMALL = {"max_seqlen": 48, "max_cost": 12, "tile": 16}
+SMALL = {"max_seqlen": 48, "max_cost": 12, "max_pairs": 0, "tile": 16}
 TAIL = 4096
 GIB_OF_LARGE_TENSORS = 40
 

@@ -201,6 +201,9 @@ STEPS: tuple[Step, ...] = (
     _step("G6", "G7", "G8", "G9", B=2, H=2, M=5, N=37, D=24, dtype="fp32", config="16x16-split3"),
     *(_step("G10", "G13", M=18, N=20, dtype="fp16", config=config, **_ALIGNED)
       for config in ("16x16", "16x16-one_pass")),
+    # Many heads in large groups, and head dims of dtypes that usually have smaller ones.
+    _step(H=20, Hk=2, M=3, N=5, D=3, Dv=2),
+    *(_step(M=20, N=21, D=65, Dv=8, dtype=dtype) for dtype in ("fp32", "fp64")),
     # Ordinary data, for the statistical and closed-form checks.
     *(_step(*STATISTICS, *CLOSED_FORM, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")
       for dtype in ("bf16", "fp16")),

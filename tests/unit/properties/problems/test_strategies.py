@@ -179,6 +179,41 @@ def test_an_empty_batch_is_rare(max_cost):
     assert empty < SHARE / 2 * FORCED
 
 
+@lru_cache(maxsize=1)
+def many_heads():
+    """Problems with many heads, out of a sample that allows B H of up to 40."""
+    found = drawn(problems(tile=TILE, max_cost=20, max_pairs=40), 2 * DRAWS)
+    return [p for p in found if p.B > 3 or p.H > 4], len(found)
+
+
+def test_few_problems_have_many_heads_and_those_have_one_tile():
+    found, of = many_heads()
+    assert 0.01 * of < len(found) < 0.08 * of
+    assert all(0 < p.M <= TILE and 0 < p.N <= TILE and p.B * p.H <= 40 for p in found)
+    assert max(p.B for p in found) <= 9
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        lambda p: p.G > 4,
+        lambda p: p.G > 8 and p.G & (p.G - 1),
+        lambda p: p.H > 16,
+        lambda p: p.H > 32,
+        lambda p: p.H in (11, 13, 17, 19, 23, 29, 31, 37),
+        lambda p: p.B > 4,
+    ],
+)
+def test_many_heads_are_of_every_kind(case):
+    assert any(map(case, many_heads()[0]))
+
+
+def test_heads_are_not_grouped_where_they_may_not_be():
+    found = drawn(problems(tile=TILE, max_pairs=40, gqa=False), FORCED)
+    assert {p.G for p in found if p.B} == {1}
+    assert max(p.H for p in found) > 4
+
+
 def test_no_size_is_zero_where_none_may_be():
     found = drawn(problems(zero_sizes=False, tile=TILE), FORCED)
     assert all(0 not in (p.B, p.M, p.N) for p in found)
@@ -366,6 +401,7 @@ def test_forced_problems_shrink_to_the_smallest(forced, smallest):
         ({"max_batch": 0}, "max_batch is 0; needs at least 1"),
         ({"max_heads": 0}, "max_heads is 0; needs at least 1"),
         ({"max_cost": 0}, "max_cost is 0; needs at least 1"),
+        ({"max_pairs": -1}, "max_pairs is -1; needs at least 0"),
         ({"head_dims": ()}, "head_dims is empty; needs at least one"),
         ({"head_dims": (0, 16)}, "head_dims is .*; needs sizes of at least 1"),
         ({"scales": ()}, "scales is empty; needs at least one"),

@@ -106,7 +106,8 @@ def _draw_heads(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, int, i
     pool = _head_pool(pairs, domain.max_batch, domain.max_heads, domain.gqa, empty)
     if domain.max_pairs and 0 < min(M, N) and max(M, N) <= domain.tile:
         pool = _large_head_pool(pool, domain.max_pairs, domain.gqa)
-    return draw(st.sampled_from(pool))
+    sizes: tuple[int, int, int] = draw(st.sampled_from(pool))
+    return sizes
 
 
 def _draw_head_dims(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, int]:

@@ -50,8 +50,8 @@ class Logits(NamedTuple):
 
     s: torch.Tensor
     reach: torch.Tensor  # |q|.|k|, unscaled
-    error: torch.Tensor  # of dots, prescaling, softcap and added terms, not of 5u |s|
-    slope: torch.Tensor | None  # of s by sm_scale q.k; None if it is 1 everywhere
+    error: torch.Tensor  # dots, prescaling, softcap and added terms, without 5u |s|
+    slope: torch.Tensor | None  # ds / d(sm_scale q.k); None if it is 1 everywhere
     slope_error: torch.Tensor | None  # the largest error of a kernel's slope
     parts: torch.Tensor  # |s|, or the sum of its |terms|
 

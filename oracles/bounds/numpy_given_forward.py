@@ -33,10 +33,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class GivenHead(NamedTuple):
-    """The passes of a head given its forward, and the errors of what its backward reads."""
+    """The passes of a head given its forward, and the errors of the results that it reads."""
 
     head: Head
-    prob_error_mn: FloatArray  # of the exponent of P
+    prob_error_mn: FloatArray  # the error of P's exponent
     out_error_me: FloatArray
 
 
@@ -44,7 +44,7 @@ def _exponent_error(
     head: Head, lse_m: FloatArray, sm_scale: float, numerics: Numerics, units: Units,
     softcap: float | None,
 ) -> FloatArray:  # fmt: skip
-    """Returns the error of the exponent of P = exp(s - lse), where lse_m is what was returned."""
+    """Returns the error of the exponent of P = exp(s - lse), for a returned lse_m."""
     error_mn = logit_error(head, sm_scale, numerics, units, softcap) + units.u_exp
     error_mn = error_mn + 5 * units.u * np.abs(head.scores_mn)
     error_m = 3 * units.u * np.abs(lse_m)
@@ -67,7 +67,7 @@ def given_head(
 ) -> GivenHead:
     """Runs the backward of a head on the output and lse that the kernel returned.
 
-    What the kernel does not read stays the true one, with its error.
+    A result that the kernel does not read stays the true one, with its error.
 
     Args:
         head: The passes of the reference.

@@ -23,7 +23,7 @@ bound of lse::
 
     exp(B) (exp(F0) - 1) + (exp(B) - 1) = exp(B + F0) - 1
 
-|dS - dS'| of the true dS' is at most p [(exp(B) - 1) |dP - D| + exp(B) |dout|.B_out]. So the
+The true dS differs from this dS by at most p [(exp(B) - 1) |dP - D| + exp(B) |dout|.B_out]. So the
 distance of these gradients from the true ones, plus the bound around them, is at most the bound of
 ``error_model.judge``. Three terms may exceed it: 3u B in the exponent, because 3u |L| reads the
 returned lse; FTZ |dout|.B_out in e, because FTZ |D| reads the returned out; and 3u |dlse|.

@@ -54,8 +54,8 @@ class Backward(NamedTuple):
 class Read(NamedTuple):
     """The results of a forward pass that the backward starts from, with their largest errors.
 
-    ``read_of`` gives the true ones. ``given_forward`` puts in those that a kernel returned, which
-    have no error.
+    ``read_of`` returns the true results. ``given_forward`` replaces them by the results that a
+    kernel returned, which have no error.
     """
 
     p: torch.Tensor  # (Z, R, N): exp(s - lse), 0 on hidden pairs

@@ -23,9 +23,10 @@ bound of lse::
 
     exp(B) (exp(F0) - 1) + (exp(B) - 1) = exp(B + F0) - 1
 
-so that the distance of these gradients from the true ones, and the bound around them, add up to the
-bound of ``error_model.judge``. They exceed it by 3u B in the exponent, as |L| is that of the
-returned lse, by FTZ |dout|.B_out in e, as D is that of the returned out, and by 3u |dlse|.
+The true dS differs from this dS by at most p [(exp(B) - 1) |dP - D| + exp(B) |dout|.B_out]. So the
+distance of these gradients from the true ones, plus the bound around them, is at most the bound of
+``error_model.judge``. Three terms may exceed it: 3u B in the exponent, because 3u |L| reads the
+returned lse; FTZ |dout|.B_out in e, because FTZ |D| reads the returned out; and 3u |dlse|.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Returned(NamedTuple):
     lse: torch.Tensor | None  # (B, H, M), natural
 
     def rows(self, here: slice) -> Returned:
-        """Returns those of a chunk of rows."""
+        """Returns the results of a chunk of rows."""
         return Returned(*(None if x is None else x[:, :, here] for x in self))
 
 

@@ -33,7 +33,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class GivenHead(NamedTuple):
-    """The passes of a head given its forward, and the errors of what its backward reads."""
+    """The passes of a head given its forward, and the errors of the results that it reads."""
 
     head: Head
     prob_error_mn: FloatArray  # error of the exponent of P
@@ -44,7 +44,7 @@ def _exponent_error(
     head: Head, lse_m: FloatArray, sm_scale: float, numerics: Numerics, units: Units,
     softcap: float | None,
 ) -> FloatArray:  # fmt: skip
-    """Returns the error of the exponent of P = exp(s - lse), where lse_m is what was returned."""
+    """Returns the error of the exponent of P = exp(s - lse), for a returned lse_m."""
     error_mn = logit_error(head, sm_scale, numerics, units, softcap) + units.u_exp
     error_mn = error_mn + 5 * units.u * np.abs(head.scores_mn)
     error_m = 3 * units.u * np.abs(lse_m)

@@ -226,6 +226,7 @@ def test_the_document_says_what_fails_and_was_never_promised():
         ({"masks": ["causal", "window"]}, "not tested with sequence lengths (so G4"),
         ({"layouts": ["bhsd"]}, "not tested with layouts other than bhsd"),
         ({"flushes": True}, "subnormal numbers may be flushed to 0"),
+        ({"backward_reads": []}, "gradients are not judged given out"),
         (
             {"bitwise": ["G4", "G5", "G8"]},
             "not promised bitwise: G9, G10; compared within the bound",

@@ -197,8 +197,8 @@ def _possible_changes_of_parts(tile_max: list[float], slack: float) -> int:
 def _possibly_larger(tile_max: list[float], slack: float) -> list[int]:
     """Returns, for each tile, how many others may have a larger maximum.
 
-    Whatever the order of the tiles and their division into splits, only these change the running
-    maximum, or that of the combined splits, once the tile is visited.
+    Once the tile is visited, only these change the running maximum or that of the combined splits.
+    This holds for every order of the tiles and every division into splits.
     """
     return [
         sum(other >= here - slack for place, other in enumerate(tile_max) if place != own)
@@ -209,9 +209,9 @@ def _possibly_larger(tile_max: list[float], slack: float) -> list[int]:
 def rescales(head: Head, error_mn: FloatArray, numerics: Numerics, any_order: bool) -> FloatArray:
     """Returns R, the most changes of the running maximum after each key is visited, (M, N).
 
-    The count is the larger one of visiting the tiles from either end, for all keys of a row; or,
-    in any order, the number of other tiles that may have a larger maximum than the key's. A score
-    that nearly reaches the maximum counts as a change, because each score has an error.
+    From either end, all keys of a row have the larger count of both directions. In any order, a
+    key counts the other tiles that may have a larger maximum than its own tile. A score that nearly
+    reaches the maximum counts as a change, because each score has an error.
 
     Args:
         head: The passes of the reference.

@@ -1,4 +1,4 @@
-"""G12: offsets beyond 2**31 elements, and more heads than the second axis of a grid allows."""
+"""G12: offsets beyond 2**31 elements, many heads, and more than an axis of a grid allows."""
 
 from __future__ import annotations
 
@@ -29,6 +29,22 @@ def test_elements_2_to_the_31_apart_are_read_where_they_are(for_all, shard, subj
         for_all(guarantees.far_offsets, shard, **SMALL)
     except MemoryError as error:
         pytest.skip(str(error))
+
+
+# Batch entries, query heads and key/value heads.
+HEADS = {"a prime": (1, 37, 37), "a group of 17": (1, 34, 2), "nine entries": (9, 5, 1)}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_many_heads_and_entries_are_right(check_one, subject, device, heads):
+    B, H, Hk = HEADS[heads]
+    config = "16x16" if "16x16" in subject.configs else next(iter(subject.configs))
+    size, D = subject.seqlen_multiple, min(subject.head_dims or (16,))
+    problem = Problem(
+        B=B, H=H, Hk=Hk, M=5 * size, N=7 * size if subject.m_ne_n else 5 * size, D=D, Dv=D,
+        dtype=subject.dtypes[0], seed=1, config=config, device=device,
+    )  # fmt: skip
+    check_one(problem, guarantees.accuracy)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])

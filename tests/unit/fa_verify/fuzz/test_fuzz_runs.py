@@ -210,7 +210,7 @@ def test_an_interrupted_run_sums_up(first, entries):
 
 
 def test_a_run_says_how_it_goes(first):
-    line = r"\n\d:\d\d of 10:00: \d+ problems, [\d.]+/s; worst error/bound [\d.]+; \d corpus entr"
+    line = r"\n\d:\d\d of 10:00: \d+ problems, [\d.]+/s; worst error/bound [\d.e+]+; \d corpus entr"
     assert re.search(line, first.output)
 
 

@@ -99,14 +99,13 @@ def _imported() -> tuple[tuple[Any, Any, Any] | None, str]:
     return kernels, ""
 
 
-@lru_cache(maxsize=1)
 def _kernels() -> tuple[Any, Any, Any] | None:
-    """Forward, backward and dq; None where Triton has no Gluon, or not what the kernels take."""
+    """Returns the (forward, backward, dq) kernels, or None if they are absent."""
     return _imported()[0]
 
 
 def absence(device: torch.device) -> str:
-    """The reason why a device has no kernels for Hopper; empty where it has them."""
+    """Returns the reason why a device has no kernels for Hopper; empty if it has them."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"q is on {device}; they need an NVIDIA GPU"
     major, minor = torch.cuda.get_device_capability(device)
@@ -341,10 +340,10 @@ def launch_hopper_backward(
     run(
         kernels[1], (programs,), {
             "num_warps": _WARPS,
-            "q_desc": _described(q, rows, columns), "k_desc": _described(k, _WARPGROUP_ROWS,
-            columns),
-            "v_desc": _described(v, _WARPGROUP_ROWS, columns), "dout_desc": _described(dout, rows,
-            columns),
+            "q_desc": _described(q, rows, columns),
+            "k_desc": _described(k, _WARPGROUP_ROWS, columns),
+            "v_desc": _described(v, _WARPGROUP_ROWS, columns),
+            "dout_desc": _described(dout, rows, columns),
             "lse2_ptr": lse2, "delta_ptr": delta, "dk_ptr": dk, "dv_ptr": dv,
             "dq_ptr": lse2 if sums is None else sums,
             "tiles_of_head": tiles.of_head, "entries": tiles.entries, **partition,
@@ -381,8 +380,8 @@ def launch_hopper_dq(
         kernels[2], (programs,), {
             "num_warps": _WARPS,
             "q_desc": _described(q, _WARPGROUP_ROWS, of_k), "k_desc": _described(k, _KEYS, of_k),
-            "v_desc": _described(v, _KEYS, of_v), "dout_desc": _described(dout, _WARPGROUP_ROWS,
-            of_v),
+            "v_desc": _described(v, _KEYS, of_v),
+            "dout_desc": _described(dout, _WARPGROUP_ROWS, of_v),
             "lse2_ptr": lse2, "delta_ptr": delta, "dq_ptr": dq,
             "tiles_of_head": tiles.of_head, "entries": tiles.entries, **partition,
             **_sizes(sizes), "M_padded": lse2.shape[2], "D": sizes.D,

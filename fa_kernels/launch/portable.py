@@ -245,10 +245,9 @@ def launch_forward(
                 {
                     "q_ptr": q, "k_ptr": k, "v_ptr": v,
                     "out_ptr": written[0], "lse_ptr": written[1], "l_ptr": written[2],
-                    **_lengths(arguments), **tiles.in_kernels(), **_strides(arguments, q=q, k=k,
-                    v=v),
-                    **sizes.in_kernels(), **_window(arguments), "num_splits": num_splits or 1,
-                    "rows": rows,
+                    **_lengths(arguments), **tiles.in_kernels(),
+                    **_strides(arguments, q=q, k=k, v=v), **sizes.in_kernels(),
+                    **_window(arguments), "num_splits": num_splits or 1, "rows": rows,
                     **_predicate(arguments, "forward"), **_score_args(arguments),
                     "ALIGNED": _alignment(q, k, v, out), "IS_SPLIT": num_splits is not None,
                     "VARLEN": arguments.longest is not None, **constants, **_tile(tile),
@@ -259,9 +258,8 @@ def launch_forward(
                     combine_kernel, (cdiv(rows, COMBINE_ROWS),),
                     {
                         "acc_ptr": written[0], "m_ptr": written[1], "l_ptr": written[2],
-                        "out_ptr": out,
-                        "lse_ptr": lse, "num_splits": num_splits, "rows": rows, "Dv": sizes.Dv,
-                        "BLOCK_R": COMBINE_ROWS, "BLOCK_DV": constants["BLOCK_DV"],
+                        "out_ptr": out, "lse_ptr": lse, "num_splits": num_splits, "rows": rows,
+                        "Dv": sizes.Dv, "BLOCK_R": COMBINE_ROWS, "BLOCK_DV": constants["BLOCK_DV"],
                         "ACC": constants["ACC"],
                     },
                 )  # fmt: skip
@@ -339,14 +337,11 @@ def launch_backward(
                 bwd_preprocess_kernel, (tiles.number * (ROW_PADDING // PREPROCESS_ROWS),),
                 {
                     "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlses,
-                    "lse2_ptr": lse2,
-                    "delta_ptr": delta, "sums_ptr": sums, **tiles.in_kernels(),
+                    "lse2_ptr": lse2, "delta_ptr": delta, "sums_ptr": sums, **tiles.in_kernels(),
                     **_strides(arguments, dout=dout, dlse=dlses), **of_rows, "Dv": sizes.Dv,
                     "BLOCK_M": PREPROCESS_ROWS, "BLOCK_DV": _padded(sizes.Dv), "ACC": acc,
                     "ALIGNED": _alignment(out, dout), "HAS_DLSE": dlse is not None,
-                    "COLUMNS": columns,
-                    "enable_fp_fusion": False,
-                    **places,
+                    "COLUMNS": columns, "enable_fp_fusion": False, **places,
                 }, kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype),
             )  # fmt: skip
         if on_hopper:
@@ -371,8 +366,7 @@ def launch_backward(
                 {
                     "sums_ptr": sums, "dq_ptr": dq, **tiles.in_kernels(), **of_rows, "D": sizes.D,
                     "sm_scale_bits": bits, "BLOCK_M": rows, "BLOCK_D": columns, "ACC": acc,
-                    "ALIGNED": aligned,
-                    "IN_BLOCKS": on_hopper, **places,
+                    "ALIGNED": aligned, "IN_BLOCKS": on_hopper, **places,
                 }, kinds=(dq.dtype,),
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
@@ -498,8 +492,7 @@ def launch_pooled(
             {
                 "q_ptr": q, "k_ptr": k, "lse_ptr": lse, "pooled_ptr": pooled, **_lengths(arguments),
                 **_strides(arguments, q=q, k=k), "H": H, "G": H // k.shape[1], "M": M, "N": N,
-                "D": D,
-                "pool_rows": rows, "pool_keys": keys, **_window(arguments),
+                "D": D, "pool_rows": rows, "pool_keys": keys, **_window(arguments),
                 "mask_args": (0,) if predicate is None else predicate.args,
                 "ALIGNED": _alignment(q, k), "MAX": pool == "max", **constants, **_tile(tile),
             },

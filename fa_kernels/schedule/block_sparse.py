@@ -253,11 +253,9 @@ def _map_of_blocks(
                 {
                     "lists_ptr": lists, "blocks_ptr": blocks, "seqlens_here_ptr": seqlens_here,
                     "seqlens_there_ptr": seqlens_there, "stride_head": strides[0],
-                    "stride_here": strides[1],
-                    "stride_there": strides[2], "H": H, "here": here, "there": there,
-                    "before": before, "after": after,
-                    "side": side, "BLOCK_HERE": tile.block_m, "BLOCK_THERE": tile.block_n,
-                    "CHUNK": _CHUNK,
+                    "stride_here": strides[1], "stride_there": strides[2], "H": H, "here": here,
+                    "there": there, "before": before, "after": after, "side": side,
+                    "BLOCK_HERE": tile.block_m, "BLOCK_THERE": tile.block_n, "CHUNK": _CHUNK,
                 },
             )  # fmt: skip
     return _ordered(lists, heads, here, tile)
@@ -276,8 +274,8 @@ def _ordered(lists: torch.Tensor, heads: int, here: int, tile: Tile) -> BlockMap
                 lpt_order_kernel, (cdiv(tiles, _CHUNK) * B * heads,),
                 {
                     "order_ptr": order, "lists_ptr": lists, "stride_lb": strides[0],
-                    "stride_lh": strides[1],
-                    "stride_lt": strides[2], "Hk": heads, "G": H // heads, "tiles": tiles,
+                    "stride_lh": strides[1], "stride_lt": strides[2], "Hk": heads,
+                    "G": H // heads, "tiles": tiles,
                     "BLOCK": _CHUNK,
                 },
             )  # fmt: skip

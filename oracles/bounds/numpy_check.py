@@ -32,6 +32,7 @@ __all__ = [
     "HeadBound",
     "backward_bound",
     "bound",
+    "forward_bound",
     "group_bound",
     "groups",
     "head_bound",
@@ -172,7 +173,7 @@ def score_error(
     return np.where(head.seen_mn, error_mn + rescales_mn * units.u_exp, 0.0)
 
 
-def _forward(
+def forward_bound(
     head: Head, error_mn: FloatArray, numerics: Numerics, units: Units
 ) -> tuple[FloatArray, FloatArray]:
     """Returns bounds of out (M, Dv) and lse (M,), over the visible keys; 0 on empty rows."""
@@ -299,7 +300,7 @@ def head_bound(
     """
     # 1: scores, forward
     error_mn = score_error(head, sm_scale, numerics, units, any_order, softcap)
-    bound_out_me, bound_lse_m = _forward(head, error_mn, numerics, units)
+    bound_out_me, bound_lse_m = forward_bound(head, error_mn, numerics, units)
 
     # 2: P recomputed from the stored LSE
     prob_error_mn = recomputed_error(head, error_mn, bound_lse_m, units)

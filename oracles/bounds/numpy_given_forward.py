@@ -14,9 +14,9 @@ import numpy.typing as npt
 from fa_verify.oracles.bounds.numpy_check import (
     HeadBound,
     backward_bound,
+    forward_bound,
     group_bound,
     groups,
-    head_bound,
     logit_error,
     recomputed_error,
     score_error,
@@ -30,6 +30,7 @@ __all__ = ["GivenHead", "backward", "bias_backward", "given_head"]
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
+_DLSE_ROUNDINGS = 4  # one of its subtraction, three of its way through base 2
 
 
 class GivenHead(NamedTuple):
@@ -81,9 +82,8 @@ def given_head(
         softcap: As in ``numpy_reference.attention``.
     """
     live_m: BoolArray = np.any(head.seen_mn, axis=1)
-    true = head_bound(
-        head, sm_scale, numerics, units, np.ones(head.seen_mn.shape[1]), False, any_order, softcap
-    )
+    error_mn = score_error(head, sm_scale, numerics, units, any_order, softcap)
+    true_out_error_me, true_lse_error_m = forward_bound(head, error_mn, numerics, units)
 
     # P, from the lse that was returned or from the true one
     probs_mn = head.probs_mn
@@ -93,11 +93,10 @@ def given_head(
         probs_mn = np.where(head.seen_mn, np.exp(exponent_mn), 0.0)
         prob_error_mn = _exponent_error(head, lse_m, sm_scale, numerics, units, softcap)
     else:
-        error_mn = score_error(head, sm_scale, numerics, units, any_order, softcap)
-        prob_error_mn = recomputed_error(head, error_mn, true.lse_m, units)
+        prob_error_mn = recomputed_error(head, error_mn, true_lse_error_m, units)
 
     # delta, from the output that was returned or from the true one
-    used_me, out_error_me = head.out_me, true.out_me
+    used_me, out_error_me = head.out_me, true_out_error_me
     if "out" in numerics.backward_reads:
         used_me = np.where(live_m[:, None], out_me, 0.0)
         out_error_me = np.zeros_like(used_me)
@@ -164,24 +163,15 @@ def backward(
     with np.errstate(over="ignore", invalid="ignore"):
         for b, g, hs, heads in passes:
             given = [
-                given_head(
-                    head,
-                    out[b, h],
-                    lse[b, h],
-                    sm_scale,
-                    numerics,
-                    units,
-                    not mask.is_plain,
-                    softcap,
-                )
-                for h, head in enumerate(heads, hs.start)
+                given_head(*one, sm_scale, numerics, units, not mask.is_plain, softcap)
+                for one in zip(heads, out[b, hs], lse[b, hs], strict=True)
             ]
 
             def bound_of(i: int, chain_n: FloatArray, given: list[GivenHead] = given) -> HeadBound:
                 one = given[i]
                 return backward_bound(
                     one.head, one.out_error_me, one.prob_error_mn, sm_scale, numerics, units,
-                    chain_n, 0 if dlse is None else 4, softcap,
+                    chain_n, 0 if dlse is None else _DLSE_ROUNDINGS, softcap,
                 )  # fmt: skip
 
             finished = group_bound([x.head for x in given], sm_scale, numerics, units, bound_of)
@@ -225,18 +215,12 @@ def bias_backward(
         for b, _, hs, heads in passes:
             for h, head in enumerate(heads, hs.start):
                 one = given_head(
-                    head,
-                    out[b, h],
-                    lse[b, h],
-                    sm_scale,
-                    numerics,
-                    units,
-                    not mask.is_plain,
+                    head, out[b, h], lse[b, h], sm_scale, numerics, units, not mask.is_plain,
                     softcap,
-                )
+                )  # fmt: skip
                 e_mn = backward_bound(
                     one.head, one.out_error_me, one.prob_error_mn, sm_scale, numerics, units,
-                    np.ones(N), 0 if dlse is None else 4, softcap,
+                    np.ones(N), 0 if dlse is None else _DLSE_ROUNDINGS, softcap,
                 ).dscores_mn  # fmt: skip
                 for m, n in np.argwhere(seen_bmn[b]):
                     place = tuple(

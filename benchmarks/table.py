@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["FIELDS", "memory_table", "table"]
+__all__ = ["FIELDS", "markdown", "memory_table", "table"]
 
 FIELDS = (
     "problem",
@@ -28,6 +28,12 @@ _RATIOS = (
 )
 
 
+def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Returns the lines of a table in Markdown."""
+    lines = [f"| {' | '.join(map(str, head))} |", "|---" * len(head) + "|"]
+    return lines + [f"| {' | '.join(map(str, row))} |" for row in rows]
+
+
 def _cell(row: Mapping[str, object]) -> str:
     if row["TF"] == "":
         return str(row["median_ms"])
@@ -46,7 +52,7 @@ def _ratios(times: Mapping[str, object]) -> list[str]:
 def table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> list[str]:
     """Returns a table with one line per problem and pass: ms (TF) of each function, and ratios."""
     titles = ["B x N x H x D", "causal", "pass", *names, *_RATIOS, "of a matmul"]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = []
     for start in range(0, len(rows), len(names)):
         here = {str(row["name"]): row for row in rows[start : start + len(names)]}
         times = {name: row["median_ms"] for name, row in here.items() if row["TF"] != ""}
@@ -55,8 +61,8 @@ def table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> list[st
             first["problem"], "yes" if first["causal"] else "no", first["pass"],
             *map(_cell, here.values()), *_ratios(times), here["ours"]["of_matmul"],
         ]  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+        lines.append(cells)
+    return markdown(titles, lines)
 
 
 def memory_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> list[str]:
@@ -65,12 +71,12 @@ def memory_table(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> 
     Peaks exclude the inputs.
     """
     titles = ["B x N x H x D, MiB", "causal", *names]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     found: dict[tuple[object, object], dict[str, object]] = {}
     for row in rows:
         of = found.setdefault((row["problem"], row["causal"]), {})
         of[str(row["name"])] = row["peak_MiB"] if row["TF"] != "" else row["median_ms"]
-    for (problem, causal), of in found.items():
-        cells = [problem, "yes" if causal else "no", *(of[name] for name in names)]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+    lines = [
+        [problem, "yes" if causal else "no", *(of[name] for name in names)]
+        for (problem, causal), of in found.items()
+    ]
+    return markdown(titles, lines)

@@ -11,9 +11,11 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.table import markdown
 
 __all__ = ["TABLES", "main", "pages", "rewritten"]
 
@@ -29,11 +31,6 @@ _SHORT = (
     ("flash-attn-4", "G3"),
     ("xformers", "G12"),
 )
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    return lines + [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 
 def _findings() -> Mapping[str, Any]:
@@ -72,7 +69,7 @@ def _speed(name: str) -> list[str]:
         for (problem, causal), of in _speeds(name).items()
     ]  # fmt: skip
     backward = ("backward, deterministic", "backward, deterministic=False", "cuDNN")
-    return _markdown(("B x N x H x D", "causal", "forward", "cuDNN", *backward), rows)
+    return markdown(("B x N x H x D", "causal", "forward", "cuDNN", *backward), rows)
 
 
 def _ratios(name: str) -> list[str]:
@@ -94,7 +91,7 @@ def _ratios(name: str) -> list[str]:
             ]
             cells.append(f"{min(found):.2f} to {max(found):.2f}")
         rows.append((title, *cells))
-    return _markdown(("speed relative to", *others), rows)
+    return markdown(("speed relative to", *others), rows)
 
 
 def _memory() -> list[str]:
@@ -111,7 +108,7 @@ def _memory() -> list[str]:
         )
         for (problem, causal), of in _speeds("speed.csv").items()
     ]
-    return _markdown(("B x N x H x D, MiB", "causal", *attentions), rows)
+    return markdown(("B x N x H x D, MiB", "causal", *attentions), rows)
 
 
 def _short() -> list[str]:
@@ -126,7 +123,7 @@ def _short() -> list[str]:
         what = first.partition(": ")[2].replace(f" of {name}", "").partition(", and")[0]
         problem = finding["problem"].replace('"version":1,', "").replace(',"device":"cuda"', "")
         rows.append((subject["about"], what, got, want, f"`{problem}`"))
-    return _markdown(("kernel", "finding", "`got`", "`want`", "smallest problem"), rows)
+    return markdown(("kernel", "finding", "`got`", "`want`", "smallest problem"), rows)
 
 
 def _versions() -> list[str]:
@@ -136,7 +133,7 @@ def _versions() -> list[str]:
         files[name] = dict(re.findall(r"^([a-z-]+)==(\S+)$", text, re.MULTILINE))
     packages = [x for x in files["cpu"] if x in files["cuda"]]
     rows = [(f"`{x}`", files["cpu"][x], files["cuda"][x]) for x in packages]
-    return _markdown(("package", "`constraints/cpu.txt`", "`constraints/cuda.txt`"), rows)
+    return markdown(("package", "`constraints/cpu.txt`", "`constraints/cuda.txt`"), rows)
 
 
 def _mutants() -> list[str]:
@@ -151,7 +148,7 @@ def _mutants() -> list[str]:
         ("subtle faults", len(SUBTLE), "`fa_verify/diagnosis/subtle.py`"),
         ("harness mutants written by hand", len(HARNESS), "`tests/mutation/harness/mutants.py`"),
     )
-    return _markdown(("mutants", "number", "file"), rows)
+    return markdown(("mutants", "number", "file"), rows)
 
 
 def _failures() -> list[str]:
@@ -174,7 +171,7 @@ def _options() -> list[str]:
             continue
         value = f"={attributes['metavar']}" if attributes.get("metavar") else ""
         rows.append((f"`{option.names()[0]}{value}`", attributes["help"]))
-    return _markdown(("option", "effect"), rows)
+    return markdown(("option", "effect"), rows)
 
 
 TABLES: Mapping[str, Callable[[], list[str]]] = {

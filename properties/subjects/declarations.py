@@ -139,7 +139,7 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
             raise ValueError(f"{name}.{word} is {given!r}; needs one of {choices}")
     for word in _COUNTS:
         if word in declared:
-            _check_positive(f"{name}.{word} is", declared[word])
+            _check_int(f"{name}.{word} is", declared[word])
     if declared.get("max_seqlen", math.inf) < declared.get("seqlen_multiple", 1):
         raise ValueError(
             f"{name}.max_seqlen is {declared['max_seqlen']}; "
@@ -148,7 +148,7 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
     if "head_dims" in declared:
         declared["head_dims"] = _sizes(f"{name}.head_dims", declared["head_dims"])
     if "l_tile" in declared:
-        _check_positive(f"{name}.l_tile is", declared["l_tile"], least=0)
+        _check_int(f"{name}.l_tile is", declared["l_tile"], least=0)
     if "accumulator" in declared:
         _check_accumulator(f"{name}.accumulator", declared["accumulator"])
     if "rescale_threshold" in declared:
@@ -183,11 +183,11 @@ def _sizes(where: str, given: object) -> tuple[int, ...]:
     if not isinstance(given, list | tuple | set | frozenset | range) or not given:
         raise ValueError(f"{where} is {given!r}; needs a sequence of sizes")
     for size in given:
-        _check_positive(f"{where} has", size)
+        _check_int(f"{where} has", size)
     return tuple(sorted(given) if isinstance(given, set | frozenset) else given)
 
 
-def _check_positive(where: str, given: object, least: int = 1) -> None:
+def _check_int(where: str, given: object, least: int = 1) -> None:
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
         raise ValueError(f"{where} {given!r}; needs an int >= {least}")
 

@@ -343,7 +343,6 @@ _SIGNATURE = "def attention(q, k, v, *, mask, sm_scale):\n    raise NotImplement
 
 
 def _arguments() -> None:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
     from fa_kernels import flash_attention
 
     q, k = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 32)
@@ -358,7 +357,6 @@ class _Doubtful(Mask):
 
 
 def _mask_forms() -> str:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
     from fa_verify.mask_forms import definition_faults
 
     return definition_faults(Problem(M=4, N=4, mask=_Doubtful()))[0]

@@ -19,7 +19,7 @@ from fa_verify.properties.subjects.supported import ExcludedError, problems_of
 from fa_verify.pytest_plugin.example_database import of_one_test
 from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER
 from fa_verify.session import mask_of, subject_of
-from fa_verify.shards import Shard, shards_of
+from fa_verify.shards import Shard, larger_shards_of, shards_of
 
 # Largest number of tile pairs of a problem, which take the interpreter or a GPU about a second. In
 # the interpreter the cost of a large tile grows with its elements.
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize tests with shards or with the configurations of the subject.
 
     ``@pytest.mark.shards(start, step)`` selects every step-th shard from start on; ``float64=True``
-    selects from the float64 shards.
+    selects from the float64 shards. A parameter ``larger`` is a shard of larger head dims.
     """
     subject = subject_of(metafunc.config)
     if "shard" in metafunc.fixturenames:
@@ -64,6 +64,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             shards, start, step = small, start % len(small), len(small)
         # If a subject has too few shards for start and step, use its first shard.
         metafunc.parametrize("shard", shards[start::step] or shards[:1], ids=str)
+    if "larger" in metafunc.fixturenames:
+        metafunc.parametrize("larger", larger_shards_of(subject), ids=str)
     if "config" in metafunc.fixturenames:
         metafunc.parametrize("config", sorted(subject.configs))
 
@@ -123,7 +125,7 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
         limits = {
             "dtype": shard.dtype,
             "configs": (shard.config,),
-            "head_dims": shard.weighted_head_dims,
+            "head_dims": shard.head_dims,
             "tile": shard.tile,
             "max_seqlen": min(TILES_ACROSS[device] * shard.tile, MAX_SEQLEN[device]),
             "max_cost": max(LEAST_COST, most // runs),

@@ -21,6 +21,10 @@ def test_batched_problems_lie_within_the_derived_bound(for_all, shard):
     for_all(accurate, shard, batched=True)
 
 
+def test_larger_head_dims_lie_within_the_derived_bound(for_all, larger):
+    for_all(accurate, larger)
+
+
 @pytest.mark.parametrize(
     "family",
     [

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.shards import Shard, shards_of
+from fa_verify.shards import Shard, larger_shards_of, shards_of
 
 pytest.importorskip("triton")
 
 
 def _classes(shards: list[Shard]) -> set[int]:
     """The powers of two that the head dims are padded to."""
-    dims = {D for shard in shards for D in shard.weighted_head_dims}
+    dims = {D for shard in shards for D in shard.head_dims}
     return {max(16, 1 << (D - 1).bit_length()) for D in dims}
 
 
@@ -23,18 +23,11 @@ def test_every_dtype_has_head_dims_of_every_class(dtype: str) -> None:
     subject = Subject.of(flash_attention, "flash_attention")
     shards = [
         shard
-        for shard in (*shards_of(subject), *shards_of(subject, float64=True))
+        for shard in (
+            *shards_of(subject),
+            *shards_of(subject, float64=True),
+            *larger_shards_of(subject),
+        )
         if dtype == ("tf32" if "tf32" in shard.config else shard.dtype)
     ]
     assert _classes(shards) == {16, 32, 64, 128, 256}
-
-
-def test_rare_head_dims_are_one_in_about_nine() -> None:
-    shard = Shard("fp32", "default", (64, 33), 64, (128, 65))
-    dims = shard.weighted_head_dims
-    assert 1 / 12 < sum(D in shard.rare for D in dims) / len(dims) < 1 / 8
-    assert dims[: len(shard.head_dims)] == shard.head_dims
-
-
-def test_a_shard_without_rare_head_dims_draws_its_head_dims_alone() -> None:
-    assert Shard("fp32", "default", (64, 33), 64).weighted_head_dims == (64, 33)

@@ -5,15 +5,25 @@ Axes: z is batch entry and key/value head, r a row of any of the group's query h
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from fa_verify.oracles.bounds.constants import Constants
 from fa_verify.oracles.bounds.forward import Chunk, Forward
+from fa_verify.oracles.bounds.replay import (
+    SEGMENT,
+    Format,
+    additions,
+    cast_format,
+    lost_of_running,
+    running_sums,
+)
 from fa_verify.oracles.outputs import Numerics
 
 __all__ = [
+    "QUERY_TILE",
     "Backward",
     "KeySums",
     "Read",
@@ -22,6 +32,8 @@ __all__ = [
     "read_of",
     "score_gradient",
 ]
+
+QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
 
 
 class KeySums(NamedTuple):
@@ -37,6 +49,10 @@ class KeySums(NamedTuple):
     dv_products: torch.Tensor  # (p exp(F))'|dout|
     dv_terms: torch.Tensor
     query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key
+    # As returned by ``running_sums``; infinite where rows may be added in any order.
+    dk_running: torch.Tensor
+    dv_running: torch.Tensor
+    additions: torch.Tensor  # float64 (): the number of additions of rows
 
 
 class Backward(NamedTuple):
@@ -72,8 +88,8 @@ class _ScoreGrads(NamedTuple):
     """dS by the scores before a softcap, and its errors, (Z, R, N); 0 on hidden pairs."""
 
     ds: torch.Tensor
+    ds_error: torch.Tensor  # e, before its cast
     ds_reach: torch.Tensor  # |dS| + e, the largest |dS| that a correct kernel has
-    ds_errors: torch.Tensor  # W: its error as an operand
     ds_terms: torch.Tensor  # p (|dout|.|v| + |dout|.|out|)
     dp_reach: torch.Tensor
     p_growth: torch.Tensor  # p expm1(F)
@@ -150,8 +166,8 @@ def score_gradient(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> Score
     return ScoreGradient(ds, e, ds_terms, dp_reach, p_growth, p_grown)
 
 
-def _score_grads(x: Chunk, read: Read, c: Constants, eta_ds: float, p_rounded: bool) -> _ScoreGrads:
-    """Multiplies ``score_gradient`` by the slope f of a softcap, and adds the errors of casts."""
+def _score_grads(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> _ScoreGrads:
+    """Multiplies ``score_gradient`` by the slope f of a softcap."""
     ds, e, ds_terms, dp_reach, p_growth, p_grown = score_gradient(x, read, c, p_rounded)
     if read.slope is not None and read.slope_error is not None:
         # The gradient by the scaled dots, before the softcap.
@@ -159,13 +175,46 @@ def _score_grads(x: Chunk, read: Read, c: Constants, eta_ds: float, p_rounded: b
         e = e * grown * (1 + c.u) + ds.abs() * (read.slope_error + c.u * grown) + c.ftz
         ds, ds_terms = ds * read.slope, ds_terms * read.slope
     e.masked_fill_(x.hidden, 0.0)
-    ds_reach = ds.abs() + e
-    ds_errors = e.add_(ds_reach, alpha=c.u_cast).add_(eta_ds).masked_fill_(x.hidden, 0.0)
-    return _ScoreGrads(ds, ds_reach, ds_errors, ds_terms, dp_reach, p_growth, p_grown)
+    return _ScoreGrads(ds, e, ds.abs() + e, ds_terms, dp_reach, p_growth, p_grown)
+
+
+def _cast_ds(
+    x: Chunk, grads: _ScoreGrads, t: float, c: Constants, scaled: bool, cast: Format | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dS as an operand, and W, its error; with ``cast`` its rounding is replayed."""
+    if cast is None:
+        # dS loses eta if it underflows, or eta / scale if it is scaled before its cast.
+        lost = (c.eta_p + c.eta_op) * (1 + c.u_x) * (max(1.0, 1 / t) if scaled else 1.0)
+        error = (grads.ds_error + c.u_cast * grads.ds_reach).add_(lost)
+        return grads.ds, error.masked_fill_(x.hidden, 0.0)
+    factor = t if scaled else 1.0
+    error = grads.ds_error
+    if scaled:
+        error = error + 2 * c.u * grads.ds_reach + c.eta_op / min(t, 1.0)
+    ds, error = cast.between(grads.ds * factor, error * factor)
+    return ds.div_(factor), error.div_(factor).masked_fill_(x.hidden, 0.0)
+
+
+def _cast_p(
+    x: Chunk, p: torch.Tensor, grads: _ScoreGrads, c: Constants, cast: Format | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the recomputed P as an operand, and its error, as ``_cast_ds`` does."""
+    if cast is None:
+        error = (grads.p_growth + c.u_cast * grads.p_grown).add_((c.eta_p + c.ftz) * (1 + c.u_x))
+    else:
+        p, error = cast.between(p, grads.p_growth + c.ftz)
+    return p, error.masked_fill_(x.hidden, 0.0)
 
 
 def backward_error(
-    x: Chunk, read: Read, *, sm_scale: float, c: Constants, numerics: Numerics
+    x: Chunk,
+    read: Read,
+    *,
+    sm_scale: float,
+    c: Constants,
+    numerics: Numerics,
+    in_dtype: str | None = None,
+    before: KeySums | None = None,
 ) -> Backward:
     """Returns dq, dk, dv of a chunk, their sums of |terms|, and bounds before the last rounding.
 
@@ -186,29 +235,44 @@ def backward_error(
     caller adds the g terms and flushed sums of dk and dv, which depend on the number of rows that
     see a key.
 
+    With ``in_dtype``, casts to 16 bits are replayed: dS and P are the middle of what dS - e and
+    dS + e are rounded to, and W is half the distance. The g terms of sums over consecutive tiles
+    are also bounded by their running sums.
+
     Args:
         x: The chunk.
         read: The results of its forward pass.
         sm_scale: Factor on q.k.
         c: The constants of the bound.
         numerics: The subject's declared numerics.
+        in_dtype: The dtype of the inputs, if roundings are replayed.
+        before: The sums of earlier rows, if any.
 
     Source: the steps of FlashAttention-2 (arXiv:2307.08691), algorithm 2.
     """
-    # dS loses eta if it underflows, or eta / scale if it is scaled before its cast.
-    lost_ds = (c.eta_p + c.eta_op) * (1 + c.u_x)
-    eta_ds = lost_ds * (max(1.0, 1 / sm_scale) if numerics.ds_scaled else 1.0)
-    grads = _score_grads(x, read, c, eta_ds, numerics.ds_from == "rounded")
+    replays = in_dtype is not None
+    cast = cast_format(in_dtype, numerics) if in_dtype is not None else None
+    grads = _score_grads(x, read, c, numerics.ds_from == "rounded")
+    ds, ds_errors = _cast_ds(x, grads, sm_scale, c, numerics.ds_scaled, cast)
+    p, p_errors = _cast_p(x, read.p, grads, c, cast)
     abs_q, abs_k, abs_dout = x.q.abs(), x.k.abs(), x.dout.abs()
     # The dot of the other operand's gradient reads a prescaled operand again, still rounded. Its
     # underflow does not scale with its size: eta per product.
     again_q = c.u_in if numerics.prescales in ("q", "qk") else 0.0
     again_k = c.u_in if numerics.prescales in ("k", "qk") else 0.0
     tiles = read.tiles
-    per_product = c.g((numerics.block_n + 2) * tiles) * (1 + c.u_cast) + again_k
-    dq_weights = grads.ds_errors + per_product.unsqueeze(2) * grads.ds_reach
-    dk_weights = grads.ds_errors + again_q * grads.ds_reach if again_q else grads.ds_errors
-    dq_bound = (dq_weights @ abs_k).mul_(sm_scale)
+    per_product = c.g((numerics.block_n + 2) * tiles) * (1 + c.u_cast)
+    dq_size = grads.ds_reach @ abs_k
+    dq_added = per_product.unsqueeze(2) * dq_size
+    in_order = replays and not x.any_order and numerics.block_n <= SEGMENT
+    if in_order and not numerics.atomic:
+        lost_in_order = lost_of_running(
+            ds @ x.k, running_sums(ds, x.k, numerics.block_n), ds_errors @ abs_k, dq_size,
+            count=additions(ds.shape[2], numerics.block_n), tile=numerics.block_n, hu=c.h * c.u,
+        )  # fmt: skip
+        dq_added = torch.minimum(dq_added, lost_in_order.mul_(1 + c.u_cast))
+    dq_bound = (ds_errors @ abs_k).add_(dq_added).add_(dq_size, alpha=again_k).mul_(sm_scale)
+    dk_weights = ds_errors + again_q * grads.ds_reach if again_q else ds_errors
     dk_errors = (dk_weights.mT @ abs_q).mul_(sm_scale)
     # Each sum of tiles may be flushed, before or after it is scaled; atomics also flush addends.
     lost_sum = max(1.0, sm_scale) * (c.eta_op + (2 * c.ftz if "dq" in numerics.atomic else 0.0))
@@ -223,26 +287,36 @@ def backward_error(
     if again_k:
         dq_bound += eta_again * grads.ds_reach.sum(2).unsqueeze(2)
     abs_ds = grads.ds.abs()
-    dv_weights = (grads.p_growth + c.u_cast * grads.p_grown).add_((c.eta_p + c.ftz) * (1 + c.u_x))
-    dv_weights.masked_fill_(x.hidden, 0.0)
-    dv_errors = dv_weights.mT @ abs_dout
+    dv_errors = p_errors.mT @ abs_dout
     dv_errors += c.eta_dot * grads.p_grown.sum(1).unsqueeze(2)
+    # A group's heads may be summed in any order.
+    dk_running = dv_running = x.q.new_full((), math.inf)
+    if in_order and x.one_head:
+        dk_running, dv_running = (
+            running_sums(weights.mT, y, QUERY_TILE, earlier)
+            for weights, y, earlier in (
+                (ds, x.q * sm_scale, before and before.dk), (p, x.dout, before and before.dv),
+            )
+        )  # fmt: skip
     return Backward(
-        dq=(grads.ds @ x.k).mul_(sm_scale),
+        dq=(ds @ x.k).mul_(sm_scale),
         dq_bound=dq_bound,
         dq_terms=(grads.ds_terms @ abs_k).mul_(sm_scale),
         dq_reach=abs_ds @ abs_k,
         keys=KeySums(
-            dk=(grads.ds.mT @ x.q).mul_(sm_scale),
+            dk=(ds.mT @ x.q).mul_(sm_scale),
             dk_errors=dk_errors,
             dk_products=(grads.ds_reach.mT @ abs_q).mul_(sm_scale),
             dk_terms=(grads.ds_terms.mT @ abs_q).mul_(sm_scale),
             dk_reach=abs_ds.mT @ abs_q,
-            dv=read.p.mT @ x.dout,
+            dv=p.mT @ x.dout,
             dv_errors=dv_errors,
             dv_products=grads.p_grown.mT @ abs_dout,
             dv_terms=read.p.mT @ abs_dout,
             query_tiles=x.query_tiles,
+            dk_running=dk_running,
+            dv_running=dv_running,
+            additions=x.q.new_full((), additions(x.q.shape[1], QUERY_TILE)),
         ),
         ds_reach=grads.ds_reach,
         dp_reach=grads.dp_reach,

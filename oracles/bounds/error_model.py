@@ -13,16 +13,22 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from fa_verify.oracles.bounds.backward import Backward, KeySums, backward_error, read_of
+from fa_verify.oracles.bounds.backward import (
+    QUERY_TILE,
+    Backward,
+    KeySums,
+    backward_error,
+    read_of,
+)
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error
+from fa_verify.oracles.bounds.replay import Format, lost_of_running
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks, chunk_height
 
 __all__ = ["EXACT_SPREAD", "Judgement", "chunks", "finish_dq", "finish_keys", "gather", "judge"]
 
-_QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
 EXACT_SPREAD = 2**28  # largest M * N * Dv for which |v - out| is formed element by element
 _LARGEST_LSE = 1e5
 # Largest terms of a score: a rounding of larger ones exceeds the error that an exponent may have.
@@ -104,7 +110,7 @@ def gather(
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
     Z, R = B * Hk, H // Hk * M
     seen = seen.expand(B, H, M, N)
-    tiled = pad(seen, (0, 0, 0, -M % _QUERY_TILE)).reshape(Z, -1, _QUERY_TILE, N)
+    tiled = pad(seen, (0, 0, 0, -M % QUERY_TILE)).reshape(Z, -1, QUERY_TILE, N)
     query_tiles = tiled.any(2).sum(1, dtype=torch.float64)
     seen = seen.reshape(Z, R, N)
     empty = ~seen.any(2)
@@ -122,6 +128,7 @@ def gather(
         query_tiles=query_tiles,
         added=tuple(x.reshape(Z, R, N).masked_fill(~seen, 0.0) for x in added),
         any_order=any_order,
+        one_head=H == Hk,
     )
 
 
@@ -130,10 +137,24 @@ def _finish(bound: torch.Tensor, value: torch.Tensor, u: float, eta: float) -> t
     return bound + u * (value.abs() + bound) + eta
 
 
-def finish_dq(x: Chunk, bwd: Backward, c: Constants) -> torch.Tensor:
-    """Returns the bound of a chunk's dq, rounded to its dtype; empty rows are exact."""
-    bound = _finish(bwd.dq_bound, bwd.dq, c.u_in + 4 * c.u, c.eta_in)
-    return (c.times * bound).masked_fill_(x.empty.unsqueeze(2), 0.0)
+def _store(
+    value: torch.Tensor, bound: torch.Tensor, u: float, c: Constants, stored: Format | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a gradient and its bound once it is rounded to its dtype.
+
+    ``u`` is the error of the operations before. With ``stored`` the rounding is replayed.
+    """
+    if stored is None:
+        return value, _finish(bound, value, c.u_in + u, c.eta_in)
+    return stored.between(value, _finish(bound, value, u, 0.0))
+
+
+def finish_dq(
+    x: Chunk, bwd: Backward, c: Constants, stored: Format | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a chunk's dq and its bound, rounded to its dtype; empty rows are exact."""
+    dq, bound = _store(bwd.dq, bwd.dq_bound, 4 * c.u, c, stored)
+    return dq, (c.times * bound).masked_fill_(x.empty.unsqueeze(2), 0.0)
 
 
 def _finish_rows(x: Chunk, fwd: Forward, bwd: Backward, c: Constants) -> _Rows:
@@ -143,7 +164,7 @@ def _finish_rows(x: Chunk, fwd: Forward, bwd: Backward, c: Constants) -> _Rows:
     return _Rows(
         bound_out=(c.times * fwd.out_bound).masked_fill_(empty, 0.0),
         bound_lse=(c.times * fwd.lse_bound).masked_fill_(x.empty, 0.0),
-        bound_dq=finish_dq(x, bwd, c),
+        bound_dq=finish_dq(x, bwd, c)[1],
         terms_out=fwd.out_terms,
         terms_lse=1 + scores.m.abs() + scores.log_l.abs(),
         terms_dq=bwd.dq_terms,
@@ -155,23 +176,31 @@ def _by_group(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.view(-1, heads, *x.shape[1:])
 
 
-def finish_keys(sums: KeySums, sm_scale: float, c: Constants, apart: int) -> _Keys:
+def finish_keys(
+    sums: KeySums, sm_scale: float, c: Constants, apart: int, stored: Format | None = None
+) -> _Keys:
     """Returns dk and dv with their bounds.
 
     ``apart`` is 1 if one chain of additions runs through a group's heads. Otherwise it is the
     number of heads whose rounded gradients are added; Z then counts query heads. Each of the
     ``apart - 1`` additions rounds to the dtype, so each loses u_in of a partial sum, and eta_in if
-    it underflows.
+    it underflows. With ``stored`` the one rounding to the dtype is replayed.
     """
-    per_product = (c.g(_QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
+    count = float(sums.additions)
+    per_product = (c.g(QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
     unseen = (sums.query_tiles == 0).unsqueeze(2)
     flushed = c.eta_op * (max(1.0, sm_scale) * sums.query_tiles + 1).unsqueeze(2)
     finished = []
-    for value, errors, products, terms, u in (
-        (sums.dk, sums.dk_errors, sums.dk_products, sums.dk_terms, c.u_in + 4 * c.u),
-        (sums.dv, sums.dv_errors, sums.dv_products, sums.dv_terms, c.u_in),
+    for value, errors, products, running, terms, u in (
+        (sums.dk, sums.dk_errors, sums.dk_products, sums.dk_running, sums.dk_terms, 4 * c.u),
+        (sums.dv, sums.dv_errors, sums.dv_products, sums.dv_running, sums.dv_terms, 0.0),
     ):
-        bound = _finish(errors + per_product * products + flushed, value, u, c.eta_in)
+        lost = lost_of_running(
+            value, running, errors, products, count=count, tile=QUERY_TILE, hu=c.h * c.u
+        )
+        added = torch.minimum(per_product * products, lost.mul_(1 + c.u_cast))
+        once = None if apart > 1 else stored
+        value, bound = _store(value, errors + added + flushed, u, c, once)
         bound.masked_fill_(unseen, 0.0)
         if apart > 1:
             added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1)
@@ -282,7 +311,7 @@ def chunks(
     masks = RowMasks(mask, B, H, M, N, q.device)
     additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
     height = chunk_height(rows, B, H, N)
-    height += -height % _QUERY_TILE
+    height += -height % QUERY_TILE
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))
         of_lse = None if dlse is None else dlse[:, :, here].detach()

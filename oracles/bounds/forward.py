@@ -44,6 +44,7 @@ class Chunk(NamedTuple):
     query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key, over the group's heads
     added: tuple[torch.Tensor, ...]  # (Z, R, N) each: terms added to scores, 0 on hidden pairs
     any_order: bool  # whether a kernel may visit the key tiles of a row in any order
+    one_head: bool  # whether the rows are those of one query head
 
 
 class Logits(NamedTuple):

@@ -18,6 +18,10 @@ it, which 3u |L| covers as well. A kernel that keeps the maximum m and the sum l
 (u_log + 3u)(1 + |ln l| + r) + u |L|: by m + ln l in what it returns, and by s - m and the division
 by l in P. A gradient of lse that passes through base 2 errs by 3u |dlse|.
 
+Casts to 16 bits and the last rounding are replayed, and sums over consecutive tiles are bounded by
+their running sums (``replay``). dq, dk and dv are then the middle of what a correct kernel may
+store, and their bounds half the width of it.
+
 Both bounds, of the forward and of the backward given it, imply the bound of the whole. With B the
 bound of lse::
 
@@ -40,6 +44,7 @@ from fa_verify.oracles.bounds.backward import KeySums, Read, backward_error, rea
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.error_model import EXACT_SPREAD, chunks, finish_dq, finish_keys
 from fa_verify.oracles.bounds.forward import Chunk, forward_error, live_tiles, logits, put_off
+from fa_verify.oracles.bounds.replay import stored_format
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.torch_reference import DenseMask
 
@@ -162,7 +167,7 @@ def given_forward(
 
     Source: the steps of FlashAttention-2 (arXiv:2307.08691), algorithm 2.
     """
-    c = constants(in_dtype, numerics)
+    c, stored = constants(in_dtype, numerics), stored_format(in_dtype)
     (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
     if 0 in (B, M, N):
         return Gradients(*(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v) * 2))
@@ -176,13 +181,15 @@ def given_forward(
             x, given.rows(here), sm_scale=sm_scale, c=c, numerics=numerics,
             exact_spread=exact_spread, softcap=softcap,
         )  # fmt: skip
-        bwd = backward_error(x, read, sm_scale=sm_scale, c=c, numerics=numerics)
-        dq, bound = (y.view(B, H, -1, y.shape[2]) for y in (bwd.dq, finish_dq(x, bwd, c)))
+        bwd = backward_error(
+            x, read, sm_scale=sm_scale, c=c, numerics=numerics, in_dtype=in_dtype, before=sums
+        )
+        dq, bound = (y.view(B, H, -1, y.shape[2]) for y in finish_dq(x, bwd, c, stored))
         of_rows.append((dq, bound))
         sums = bwd.keys if sums is None else KeySums(*map(torch.Tensor.add_, sums, bwd.keys))
     assert sums is not None  # M > 0
     dq, dq_bound = (torch.cat(parts, 2) for parts in zip(*of_rows, strict=True))
-    keys = finish_keys(sums, sm_scale, c, apart)
+    keys = finish_keys(sums, sm_scale, c, apart, stored)
     dk, dv, dk_bound, dv_bound = (
         y.view(B, Hk, N, -1) for y in (keys.dk, keys.dv, keys.bound_dk, keys.bound_dv)
     )

@@ -18,8 +18,10 @@ import numpy.typing as npt
 
 from fa_verify.oracles.bounds.numpy_units import (
     Units,
+    in_order_error,
     lag_of,
     prescale_underflow,
+    replayed,
     rescales,
     seen_tiles,
     units_of,
@@ -30,6 +32,7 @@ from fa_verify.oracles.reference.numpy_reference import Head, added_terms, atten
 
 __all__ = [
     "HeadBound",
+    "Replay",
     "backward_bound",
     "bound",
     "forward_bound",
@@ -57,6 +60,21 @@ class HeadBound(NamedTuple):
     dk_nd: FloatArray
     dv_ne: FloatArray
     dscores_mn: FloatArray  # bound of dS before a softcap's slope and before its cast
+    # dS and P as operands of their dots, if their casts were replayed
+    ds_mn: FloatArray | None = None
+    p_mn: FloatArray | None = None
+
+
+class Replay(NamedTuple):
+    """Says which roundings are replayed, and which sums run in the order of their tiles."""
+
+    cast: str | None  # the dtype that P and dS are cast to once, "fp16" or "bf16"
+    stored: str | None  # the same of the gradients
+    keys_in_order: bool
+    rows_in_order: bool
+
+
+_NO_REPLAY = Replay(None, None, False, False)
 
 
 def _prescale_error(
@@ -331,6 +349,7 @@ def backward_bound(
     chain_n: FloatArray,
     of_dlse: int,
     softcap: float | None,
+    replay: Replay = _NO_REPLAY,
 ) -> HeadBound:
     """Returns the bounds of one head's gradients before they are stored; out and lse get 0.
 
@@ -344,6 +363,7 @@ def backward_bound(
         chain_n: (N,), the length of the sums for dk and dv.
         of_dlse: The number of roundings of the gradient of lse; 0 if the kernel got none.
         softcap: As in ``numpy_reference.attention``.
+        replay: The roundings to replay; none by default.
     """
     t, u, uc = sm_scale, units.u, units.u_cast_dot
     seen_mn, p_mn = head.seen_mn, head.probs_mn
@@ -365,15 +385,26 @@ def backward_bound(
     if numerics.ds_scaled:
         eta_ds *= max(1.0, 1 / t)
     cast_mn = np.where(seen_mn, e_mn + uc * top_mn + eta_ds, 0.0)
+    ds_mn = dscaled_mn
+    if replay.cast is not None and numerics.ds_scaled:
+        known_mn = e_mn + 2 * u * top_mn + units.flush_op / min(t, 1.0)
+        ds_mn, cast_mn = (x / t for x in replayed(t * ds_mn, t * known_mn, replay.cast))
+    elif replay.cast is not None:
+        ds_mn, cast_mn = replayed(ds_mn, e_mn, replay.cast)
+    cast_mn = np.where(seen_mn, cast_mn, 0.0)
 
     # 4: dQ = t dS K
     tiles_m = seen_tiles(seen_mn, numerics.block_n)
     sum_m = units.g(numerics.block_n * tiles_m + 2 * tiles_m)[:, None]
-    bound_dq_md = t * (cast_mn @ k_nd + sum_m * (1 + uc) * (top_mn @ k_nd))
+    added_md = sum_m * (1 + uc) * (top_mn @ k_nd)
+    if replay.keys_in_order:
+        args = ds_mn, head.k_nd, cast_mn @ k_nd, top_mn @ k_nd, numerics.block_n, units
+        added_md = np.minimum(added_md, in_order_error(*args))
+    bound_dq_md = t * (cast_mn @ k_nd + added_md)
 
     # 5: dK = t dS' Q
     sum_n = units.g(chain_n + 2)[:, None]
-    bound_dk_nd = t * (cast_mn.T @ q_md + sum_n * (1 + uc) * (top_mn.T @ q_md))
+    bound_dk_nd = t * (cast_mn.T @ q_md)
 
     # errors of subnormal k and q as operands of these dots
     lost = t * units.eta_x * (1 + units.u_dot)
@@ -391,23 +422,45 @@ def backward_bound(
         bound_dk_nd += t * units.u_stored * (top_mn.T @ q_md) + reused * top_mn.sum(0)[:, None]
     if numerics.prescales in ("k", "qk"):
         bound_dq_md += t * units.u_stored * (top_mn @ k_nd) + reused * top_mn.sum(1)[:, None]
+    added_nd = sum_n * (1 + uc) * t * (top_mn.T @ q_md)
+    if replay.rows_in_order:
+        args = t * ds_mn.T, head.q_md, bound_dk_nd, t * top_mn.T @ q_md, _ROW_TILE, units
+        added_nd = np.minimum(added_nd, in_order_error(*args))
+    bound_dk_nd = bound_dk_nd + added_nd
 
     # 7: dV = P' dO
     largest_mn = p_mn * np.exp(prob_error_mn)
     underflow = (units.eta_cast + units.flush) * (1 + units.u_x)
     cast_p_mn = p_mn * np.expm1(prob_error_mn) + uc * largest_mn + underflow
+    if replay.cast is not None:
+        grown_mn = p_mn * np.expm1(prob_error_mn) + units.flush
+        p_mn, cast_p_mn = replayed(p_mn, grown_mn, replay.cast)
     cast_p_mn = np.where(seen_mn, cast_p_mn, 0.0)
-    bound_dv_ne = cast_p_mn.T @ dout_me + sum_n * (1 + uc) * (largest_mn.T @ dout_me)
+    bound_dv_ne = cast_p_mn.T @ dout_me
     lost = units.eta_x * (1 + units.u_dot)
     bound_dv_ne += lost * np.where(seen_mn, largest_mn, 0.0).sum(axis=0)[:, None]
+    added_ne = sum_n * (1 + uc) * (largest_mn.T @ dout_me)
+    if replay.rows_in_order:
+        args = p_mn.T, head.dout_me, bound_dv_ne, largest_mn.T @ dout_me, _ROW_TILE, units
+        added_ne = np.minimum(added_ne, in_order_error(*args))
+    bound_dv_ne = bound_dv_ne + added_ne
 
     nothing = np.zeros_like(head.out_me), np.zeros_like(head.lse_m)
-    return HeadBound(*nothing, bound_dq_md, bound_dk_nd, bound_dv_ne, dscores_error_mn)
+    return HeadBound(*nothing, bound_dq_md, bound_dk_nd, bound_dv_ne, dscores_error_mn, ds_mn, p_mn)
 
 
 def _stored(bound: FloatArray, value: FloatArray, u_result: float, eta: float) -> FloatArray:
     """Adds the rounding of a result to its bound: B + u(|x| + B) + eta."""
     return bound + u_result * (np.abs(value) + bound) + eta
+
+
+def _stored_value(
+    bound: FloatArray, value: FloatArray, u_result: float, units: Units, stored: str | None
+) -> tuple[FloatArray, FloatArray]:
+    """Returns a result and its bound once it is stored; see ``_group_sum``."""
+    if stored is None:
+        return value, _stored(bound, value, u_result, units.eta_stored)
+    return replayed(value, _stored(bound, value, u_result - units.u_stored, 0.0), stored)
 
 
 def _group_sum(
@@ -417,21 +470,23 @@ def _group_sum(
     per_head: bool,
     units: Units,
     flushed: FloatArray,
-) -> FloatArray:
-    """Returns the bound of a sum over a group's heads, in one fp32 chain or stored head by head.
+    stored: str | None,
+) -> tuple[FloatArray, FloatArray]:
+    """Returns a sum over a group's heads, in one fp32 chain or stored head by head, and its bound.
 
-    ``flushed`` is the most that a chain of additions loses to flushes.
+    ``flushed`` is the most that a chain of additions loses to flushes. ``u_result`` includes the
+    rounding to the dtype, which is replayed if ``stored`` names the dtype.
     """
-    eta = units.eta_stored
+    eta, value = units.eta_stored, sum(values[1:], values[0])
     if not per_head:
-        return _stored(sum(bounds, flushed), sum(values[1:], values[0]), u_result, eta)
+        return _stored_value(sum(bounds, flushed), value, u_result, units, stored)
     total = np.zeros_like(bounds[0])
     largest = np.zeros_like(bounds[0])
-    for head_bound, value in zip(bounds, values, strict=True):
-        finished = _stored(head_bound + flushed, value, u_result, eta)
+    for head_bound, of_head in zip(bounds, values, strict=True):
+        finished = _stored(head_bound + flushed, of_head, u_result, eta)
         total += finished
-        largest += np.abs(value) + finished
-    return total + len(bounds) * units.u_stored * largest + (len(bounds) - 1) * eta
+        largest += np.abs(of_head) + finished
+    return value, total + len(bounds) * units.u_stored * largest + (len(bounds) - 1) * eta
 
 
 def group_bound(
@@ -440,11 +495,12 @@ def group_bound(
     numerics: Numerics,
     units: Units,
     bound_of: Callable[[int, FloatArray], HeadBound],
-) -> Outputs[FloatArray]:
-    """Returns bounds of the heads of a group: out, lse and dq stacked, dk and dv summed.
+    stored: str | None = None,
+) -> tuple[Outputs[FloatArray], Outputs[FloatArray]]:
+    """Returns the values and bounds of a group: out, lse and dq stacked, dk and dv summed.
 
     ``bound_of`` returns the bounds of a head by its place in the group and the lengths of the sums
-    for dk and dv.
+    for dk and dv. ``stored`` is the dtype of gradients whose last rounding is replayed.
     """
     seen_mn = heads[0].seen_mn
     live_m: BoolArray = np.any(seen_mn, axis=1)
@@ -456,28 +512,34 @@ def group_bound(
 
     flushed = units.flush_op * (max(sm_scale, 1.0) * chain_n / _ROW_TILE + 1)[:, None]
     u_scaled = units.u_stored + 4 * units.u  # dq and dk are multiplied by t after the dot
+    # gradients of operands whose casts were replayed
+    dq_heads, dk_heads, dv_heads = [], [], []
+    for x, head in zip(bounds, heads, strict=True):
+        ds_mn = head.dscores_mn * head.slope_mn if x.ds_mn is None else x.ds_mn
+        p_mn = head.probs_mn if x.p_mn is None else x.p_mn
+        dq_heads.append(sm_scale * (ds_mn @ head.k_nd))
+        dk_heads.append(sm_scale * (ds_mn.T @ head.q_md))
+        dv_heads.append(p_mn.T @ head.dout_me)
     dq = [
-        np.where(live_m[:, None], _stored(x.dq_md, head.dq_md, u_scaled, units.eta_stored), 0.0)
-        for x, head in zip(bounds, heads, strict=True)
+        _stored_value(x.dq_md, dq_md, u_scaled, units, stored)
+        for x, dq_md in zip(bounds, dq_heads, strict=True)
     ]
-    dk_nd = _group_sum(
-        [x.dk_nd for x in bounds], [x.dk_nd for x in heads], u_scaled, per_head, units, flushed
+    dk_nd, bound_dk_nd = _group_sum(
+        [x.dk_nd for x in bounds], dk_heads, u_scaled, per_head, units, flushed, stored
     )
-    dv_ne = _group_sum(
-        [x.dv_ne for x in bounds],
-        [x.dv_ne for x in heads],
-        units.u_stored,
-        per_head,
-        units,
-        flushed,
+    dv_ne, bound_dv_ne = _group_sum(
+        [x.dv_ne for x in bounds], dv_heads, units.u_stored, per_head, units, flushed, stored
     )
-    return Outputs(
-        out=np.stack([x.out_me for x in bounds]),
-        lse=np.stack([x.lse_m for x in bounds]),
-        dq=np.stack(dq),
-        dk=np.where(used_n[:, None], dk_nd, 0.0),
-        dv=np.where(used_n[:, None], dv_ne, 0.0),
+    out, lse = np.stack([x.out_me for x in bounds]), np.stack([x.lse_m for x in bounds])
+    value = Outputs(out, lse, np.stack([x for x, _ in dq]), dk_nd, dv_ne)
+    bound = Outputs(
+        out=out,
+        lse=lse,
+        dq=np.stack([np.where(live_m[:, None], x, 0.0) for _, x in dq]),
+        dk=np.where(used_n[:, None], bound_dk_nd, 0.0),
+        dv=np.where(used_n[:, None], bound_dv_ne, 0.0),
     )
+    return value, bound
 
 
 def groups(
@@ -575,7 +637,7 @@ def bound(
                     not mask.is_plain, softcap,
                 )  # fmt: skip
 
-            one = group_bound(heads, sm_scale, numerics, units, bound_of)
+            _, one = group_bound(heads, sm_scale, numerics, units, bound_of)
             result.out[b, hs], result.lse[b, hs], result.dq[b, hs] = one.out, one.lse, one.dq
             result.dk[b, g], result.dv[b, g] = one.dk, one.dv
     if in_dtype == "fp64":

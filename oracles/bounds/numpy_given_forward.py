@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from fa_verify.oracles.bounds.numpy_check import (
     HeadBound,
+    Replay,
     backward_bound,
     forward_bound,
     group_bound,
@@ -30,6 +31,7 @@ __all__ = ["GivenHead", "backward", "bias_backward", "given_head"]
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
+_WIDEST_TILE = 256
 _DLSE_ROUNDINGS = 4  # one of its subtraction, three of its way through base 2
 
 
@@ -157,6 +159,15 @@ def backward(
         for "fp64", because the gradients have an error of the same size.
     """
     units = units_of(in_dtype, numerics)
+    narrow = in_dtype if in_dtype in ("fp16", "bf16") else None
+    cast_once = numerics.p_dtype == "input" and numerics.ds_roundings == 1
+    in_order = mask.is_plain and numerics.block_n <= _WIDEST_TILE
+    replay = Replay(
+        cast=narrow if cast_once else None,
+        stored=narrow,
+        keys_in_order=in_order and not numerics.atomic,
+        rows_in_order=in_order and (q.shape[1] == k.shape[1] or numerics.group_sum == "dtype"),
+    )
     value = Outputs(out, lse, np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape))
     limit = Outputs(*(np.zeros_like(x) for x in value))
     passes = groups(q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias)
@@ -171,14 +182,14 @@ def backward(
                 one = given[i]
                 return backward_bound(
                     one.head, one.out_error_me, one.prob_error_mn, sm_scale, numerics, units,
-                    chain_n, 0 if dlse is None else _DLSE_ROUNDINGS, softcap,
+                    chain_n, 0 if dlse is None else _DLSE_ROUNDINGS, softcap, replay,
                 )  # fmt: skip
 
-            finished = group_bound([x.head for x in given], sm_scale, numerics, units, bound_of)
-            value.dq[b, hs] = np.stack([x.head.dq_md for x in given])
-            value.dk[b, g] = sum(x.head.dk_nd for x in given)
-            value.dv[b, g] = sum(x.head.dv_ne for x in given)
-            limit.dq[b, hs], limit.dk[b, g], limit.dv[b, g] = finished[2:]
+            values, limits = group_bound(
+                [x.head for x in given], sm_scale, numerics, units, bound_of, replay.stored
+            )
+            value.dq[b, hs], value.dk[b, g], value.dv[b, g] = values[2:]
+            limit.dq[b, hs], limit.dk[b, g], limit.dv[b, g] = limits[2:]
     if in_dtype == "fp64":
         limit = Outputs(*(2 * x for x in limit))
     return value, limit

@@ -16,7 +16,16 @@ import numpy.typing as npt
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.numpy_reference import Head
 
-__all__ = ["Units", "lag_of", "prescale_underflow", "rescales", "seen_tiles", "units_of"]
+__all__ = [
+    "Units",
+    "in_order_error",
+    "lag_of",
+    "prescale_underflow",
+    "replayed",
+    "rescales",
+    "seen_tiles",
+    "units_of",
+]
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -240,3 +249,51 @@ def rescales(head: Head, error_mn: FloatArray, numerics: Numerics, any_order: bo
         else:
             count_mn[m] = max(changes(tile_max, slack), changes(tile_max[::-1], slack))
     return count_mn
+
+
+def _rounded(x: FloatArray, dtype: str) -> FloatArray:
+    """Returns float64 values rounded to fp16 or bf16, to nearest with ties to even."""
+    if dtype == "fp16":
+        return np.asarray(x.astype(np.float16), dtype=np.float64)
+    # bf16 has 8 binary digits down to 2**-126, and a spacing of 2**-133 below.
+    exponent = np.maximum(np.frexp(x)[1], -125)
+    return np.asarray(np.ldexp(np.rint(np.ldexp(x, 8 - exponent)), exponent - 8))
+
+
+def replayed(x: FloatArray, e: FloatArray, dtype: str) -> tuple[FloatArray, FloatArray]:
+    """Returns the middle of what [x - e, x + e] is rounded to in "fp16" or "bf16", and the rest.
+
+    A subnormal bf16 result may be flushed to zero.
+    """
+    low, high = _rounded(x - e, dtype), _rounded(x + e, dtype)
+    if dtype == "bf16":
+        low = np.where((0 < low) & (low <= 2.0**-126), 0.0, low)
+        high = np.where((-(2.0**-126) <= high) & (high < 0), 0.0, high)
+    return (low + high) / 2, (high - low) / 2
+
+
+_SEGMENT = 256  # the widest tile of a kernel whose sums run in order
+
+
+def in_order_error(
+    weights_rt: FloatArray, y_td: FloatArray, error_rd: FloatArray, size_rd: FloatArray, tile: int,
+    units: Units,
+) -> FloatArray:  # fmt: skip
+    """Returns the error of the additions of weights @ y over consecutive tiles from either end.
+
+    The sum passes through at most |S| + |T - S| + the |terms| around a segment. S is the sum before
+    the segment, T the whole sum. ``error_rd`` is the error of its terms, ``size_rd`` the largest
+    sum of |terms|.
+    """
+    total_rd, before_rd = weights_rt @ y_td, np.zeros_like(error_rd)
+    count, passed_rd = 0.0, 3 * np.ceil(_SEGMENT / tile) * (tile + 2) * size_rd
+    for start in range(0, weights_rt.shape[1], _SEGMENT):
+        part = slice(start, start + _SEGMENT)
+        additions = np.ceil(y_td[part].shape[0] / tile) * (tile + 2)
+        passed_rd = passed_rd + additions * np.abs(before_rd)
+        before_rd = before_rd + weights_rt[:, part] @ y_td[part]
+        count += additions
+    passed_rd = passed_rd + count * (np.abs(total_rd) + 2 * error_rd)
+    lost = units.accumulator * units.u
+    error: FloatArray = passed_rd * lost / (1 - count * lost) * (1 + units.u_cast_dot)
+    return error

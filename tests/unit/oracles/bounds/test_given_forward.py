@@ -12,7 +12,7 @@ import torch
 
 from fa_verify.oracles import stream
 from fa_verify.oracles.bounds import backward as backward_module
-from fa_verify.oracles.bounds import error_model, given_forward, numpy_given_forward
+from fa_verify.oracles.bounds import error_model, given_forward, numpy_given_forward, replay
 from fa_verify.oracles.bounds.bias import bias_error
 from fa_verify.oracles.bounds.constants import constants
 from fa_verify.oracles.masks.mask import Mask
@@ -81,7 +81,7 @@ class Drawn:
 
 
 def assert_both_agree(drawn: Drawn) -> None:
-    got = drawn.conditioned(rows=32)
+    got = drawn.conditioned()
     bias = None if drawn.bias is None else drawn.bias.numpy()
     value, limit = numpy_given_forward.backward(
         *as_arrays(drawn.inputs), bias=bias, **drawn.arrays()
@@ -131,6 +131,62 @@ def test_both_implementations_agree_on_the_gradient_of_a_bias(in_dtype, reads, c
     assert ((got.bound - torch.from_numpy(limit)).abs() <= 1e-10 * torch.from_numpy(limit)).all()
 
 
+def of_many_keys(
+    in_dtype: str, rows: int | None = None, block_n: int = 16
+) -> given_forward.Gradients:
+    """Gradients of 700 rows and 600 keys given a forward, by PyTorch; NumPy's must agree."""
+    inputs = [stream.normal(i, "many", (1, 2, (700, 600, 600, 700)[i], 3)) for i in range(4)]
+    call = {"mask": Mask(causal=True), "sm_scale": 0.7}
+    truth = torch_reference.attention(*inputs, **call)
+    call |= {"in_dtype": in_dtype, "numerics": Numerics(block_n=block_n)}
+    given = given_forward.Returned(truth.out, truth.lse)
+    got = given_forward.given_forward(*inputs, given=given, rows=rows, **call)
+    if rows is None:
+        _, limit = numpy_given_forward.backward(
+            *as_arrays(inputs), out=truth.out.numpy(), lse=truth.lse.numpy(), **call
+        )
+        for x, want in zip(got[3:], limit[2:], strict=True):
+            assert ((x - torch.from_numpy(want)).abs() <= 1e-9 * torch.from_numpy(want)).all()
+    return got
+
+
+@pytest.mark.parametrize("in_dtype", DTYPES)
+def test_both_implementations_agree_on_running_sums(in_dtype: str) -> None:
+    got = of_many_keys(in_dtype)
+    if in_dtype == "fp32":
+        apart = of_many_keys(in_dtype, block_n=2 * replay.SEGMENT)
+        assert (got.dq_bound[:, :, 650:] < apart.dq_bound[:, :, 650:]).all()
+
+
+@pytest.mark.parametrize("rows", [32, 256])
+def test_chunks_of_rows_change_the_running_sums_by_little(rows: int) -> None:
+    whole, chunked = of_many_keys("fp32"), of_many_keys("fp32", rows)
+    for x, y in zip(whole, chunked, strict=True):
+        assert ((x - y).abs() <= 0.1 * x.abs() + 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_are_rounded_as_a_cast_rounds_them(dtype: torch.dtype) -> None:
+    of = replay.stored_format({torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype])
+    assert of is not None
+    # Exact in float32, whose casts round once: ties, subnormal numbers, both signs.
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0))
+    x = bits.to(torch.int32).view(torch.float32)
+    ties = torch.arange(-4000, 4000).to(torch.float32) * of.smallest / 2
+    x = torch.cat([x[x.abs() < torch.finfo(dtype).max / 2], ties])
+    got = replay.nearest(x.to(torch.float64), of.u, of.smallest)
+    assert torch.equal(got, x.to(dtype).to(torch.float64))
+
+
+def test_a_rounding_is_known_unless_two_neighbours_are_as_near() -> None:
+    of = replay.stored_format("bf16")
+    assert of is not None
+    x = torch.tensor([1.0, 1 + 2.0**-8, 1 + 2.0**-9, 2.0**-127, -(2.0**-130)], dtype=torch.float64)
+    middle, half = of.between(x, torch.full_like(x, 2.0**-12).minimum(x.abs() / 64))
+    assert middle.tolist() == [1.0, 1 + 2.0**-8, 1.0, 65 * 2.0**-134, -(2.0**-131)]
+    assert half.tolist() == [0.0, 2.0**-8, 0.0, 65 * 2.0**-134, 2.0**-131]
+
+
 @pytest.mark.parametrize("added", ["", "softcap", "alibi", "bias"])
 @pytest.mark.parametrize("in_dtype", DTYPES)
 def test_given_the_true_forward_the_gradients_are_the_true_ones(in_dtype, added):
@@ -138,7 +194,10 @@ def test_given_the_true_forward_the_gradients_are_the_true_ones(in_dtype, added)
     got = drawn.conditioned()
     for name in ("dq", "dk", "dv"):
         want, terms = (getattr(x, name) for x in (drawn.truth, drawn.judged.terms))
-        assert ((getattr(got, name) - want).abs() <= 1e-12 * terms + 1e-300).all(), name
+        # Casts to 16 bits are replayed.
+        most = getattr(drawn.judged.bound, name) if in_dtype in ("fp16", "bf16") else 0.0
+        error = (getattr(got, name) - want).abs()
+        assert (error <= most + 1e-12 * terms + 1e-300).all(), name
 
 
 def whole_bound(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> Outputs[torch.Tensor]:
@@ -234,7 +293,8 @@ def test_a_row_and_a_key_without_a_partner_are_exact() -> None:
         assert (x[:, :, 30:] == 0).all()
     for x in (got.dk_bound, got.dv_bound):
         assert (x[:, :, 20:] == 0).all()
-        assert (x[:, :, :20] > 0).all()
+    for x in (got.dk, got.dv):
+        assert (x[:, :, :20] != 0).all()
 
 
 def test_the_sum_and_the_maximum_cost_the_roundings_of_a_logarithm() -> None:

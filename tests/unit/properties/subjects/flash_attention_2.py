@@ -10,10 +10,10 @@ __all__ = ["FAULTS", "FlashAttention2"]
 
 LOG2E = math.log2(math.e)
 FAULTS = (
-    "dq times 1.1",
+    "dq times 1.01",
     "delta of rounded products",
     "dS cast twice",
-    "one tile of dq times 1.03",
+    "one tile of dq times 1.003",
     "dS cast to fp16",
     "P cast to fp16",
 )
@@ -85,10 +85,10 @@ class _Attention(torch.autograd.Function):
             p = _cast(p, torch.float16)
         p, ds = (_cast(x, q.dtype) for x in (p, ds))
         dq = ds @ keys * sm_scale
-        if fault == "dq times 1.1":
-            dq = dq * 1.1
-        if fault == "one tile of dq times 1.03":
-            dq[:, :, 64:128] *= 1.03
+        if fault == "dq times 1.01":
+            dq = dq * 1.01
+        if fault == "one tile of dq times 1.003":
+            dq[:, :, 64:128] *= 1.003
         dk, dv = (
             x.view(B, Hk, H // Hk, N, -1).sum(2)
             for x in (ds.mT @ q.float() * sm_scale, p.mT @ dout)

@@ -1,0 +1,142 @@
+"""Roundings that are computed instead of being bounded, and additions bounded by running sums.
+
+Let a value be known up to an error e that is small against the spacing of a format. Its rounding is
+known too, unless the value lies near the middle of two neighbours. There it is one of both.
+
+An addition errs by u of its result. The results of a sum over consecutive tiles are its running
+sums, which are far smaller than the sums of |terms| that an arbitrary order could reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fa_verify.oracles.outputs import Numerics
+
+__all__ = [
+    "SEGMENT",
+    "Format",
+    "additions",
+    "cast_format",
+    "lost_of_running",
+    "nearest",
+    "running_sums",
+    "stored_format",
+]
+
+# Rows or keys between two running sums. The tiles of a kernel are at most as wide.
+SEGMENT = 256
+
+
+@dataclass(frozen=True)
+class Format:
+    """A 16-bit format to which values are rounded to nearest, with ties to even.
+
+    Args:
+        u: Its unit roundoff.
+        smallest: Spacing of its subnormal numbers.
+        flushed: Results of at most this magnitude may count as 0.
+    """
+
+    u: float
+    smallest: float
+    flushed: float
+
+    def between(self, x: torch.Tensor, e: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the middle and half the width of what values within e of x are rounded to."""
+        low, high = (nearest(y, self.u, self.smallest) for y in (x - e, x + e))
+        if self.flushed:
+            low = torch.where((low > 0) & (low <= self.flushed), 0.0, low)
+            high = torch.where((high < 0) & (high >= -self.flushed), 0.0, high)
+        return (low + high) / 2, (high - low) / 2
+
+
+# Subnormal bfloat16 numbers are subnormal as float32, which arithmetic may flush.
+_FORMATS = {
+    "fp16": Format(2.0**-11, 2.0**-24, 0.0),
+    "bf16": Format(2.0**-8, 2.0**-133, 2.0**-126),
+}
+
+
+def stored_format(in_dtype: str) -> Format | None:
+    """Returns the format of stored gradients, or None: fp32 and fp64 are that of the sums."""
+    return _FORMATS.get(in_dtype)
+
+
+def cast_format(in_dtype: str, numerics: Numerics) -> Format | None:
+    """Returns the format that P and dS are rounded to once before their dots, or None."""
+    if numerics.p_dtype != "input" or numerics.ds_roundings != 1:
+        return None
+    return _FORMATS.get(in_dtype)
+
+
+def nearest(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
+    """Returns float64 values rounded to nearest, with ties to even.
+
+    Args:
+        x: Values, float64, any shape.
+        u: Unit roundoff of the format.
+        smallest: Spacing of the format's subnormal numbers.
+    """
+    power = torch.where(x == 0, 1.0, x / torch.frexp(x).mantissa).abs_()
+    spacing = power.mul_(u).clamp_(min=smallest)
+    return (x / spacing).round_().mul_(spacing)
+
+
+def additions(terms: int, tile: int) -> float:
+    """Returns the number of additions of a sum of ``terms`` by tiles, two of them for each tile."""
+    return -(-terms // tile) * (tile + 2.0)
+
+
+def running_sums(
+    weights: torch.Tensor, y: torch.Tensor, tile: int, before: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns |the sum before a segment| times its additions, added up over the segments.
+
+    The sum is ``weights @ y``, (Z, R, D), by tiles of its terms.
+
+    Args:
+        weights: (Z, R, N).
+        y: (Z, N, D).
+        tile: Width of a tile.
+        before: (Z, R, D), the sum of earlier terms, if any.
+    """
+    result = y.new_zeros(*weights.shape[:2], y.shape[2])
+    for start in range(0, weights.shape[2], SEGMENT):
+        here = slice(start, min(start + SEGMENT, weights.shape[2]))
+        if before is not None:
+            result += additions(here.stop - here.start, tile) * before.abs()
+        part = weights[:, :, here] @ y[:, here]
+        before = part if before is None else before + part
+    return result
+
+
+def lost_of_running(
+    total: torch.Tensor,
+    running: torch.Tensor,
+    errors: torch.Tensor,
+    sizes: torch.Tensor,
+    *,
+    count: float,
+    tile: int,
+    hu: float,
+) -> torch.Tensor:
+    """Returns the error of a sum over consecutive tiles, from either end.
+
+    At any time such a sum T holds at most |S| + |T| + the |terms| around it: S is the sum before a
+    segment, and a tile of up to ``SEGMENT`` terms reaches into the next segment.
+
+    Args:
+        total: T.
+        running: ``running_sums``.
+        errors: The sum of the terms' errors.
+        sizes: The sum of the largest |terms| of a correct kernel.
+        count: Number of additions of the whole sum.
+        tile: Width of a tile.
+        hu: Error of one addition, relative to its result.
+    """
+    around = 3 * additions(SEGMENT, tile)
+    largest = running + count * (total.abs() + 2 * errors) + around * sizes
+    return largest * (hu / (1 - count * hu))

@@ -119,7 +119,7 @@ def version(root: Path | None = None) -> Version:
 def _operators_of(root: Path) -> ModuleType:
     """The module ``operators`` of another tree, which numbers mutants as that tree does."""
     spec = importlib.util.spec_from_file_location(
-        "operators_of_another_tree", root / "tests" / "mutation" / "operators.py"
+        "operators_of_another_tree", root / "tests" / "mutation" / "mutants" / "operators.py"
     )
     assert spec is not None
     assert spec.loader is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fa_verify.diagnosis.mutant import StaleError
@@ -119,4 +121,11 @@ def test_the_command_maps_entries_of_another_tree(tmp_path, monkeypatch, capsys)
     assert read(tmp_path / "equivalent.toml") == [
         Group("equivalent", "why", ("portable/dq.py:_accumulate compare 2",)),
         Group("hardware", "else", (more,)),
+    ]
+
+
+def test_another_tree_is_read_with_its_own_operators():
+    tree = Path(equivalent.__file__).parents[3]
+    assert [x.key for x in equivalent.version(tree).mutants] == [
+        x.key for x in equivalent.version().mutants
     ]

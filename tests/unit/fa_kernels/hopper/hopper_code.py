@@ -1,8 +1,8 @@
 """Compiles the launches of Hopper's kernels on a machine that may have no GPU.
 
 ``python -m tests.unit.fa_kernels.hopper.hopper_code 128`` prints JSON for each kernel at that
-head_dim: its shared memory, the tiles and barriers that share memory with others, and the warnings
-of ptxas.
+head_dim: its shared memory, the tiles and barriers that share memory with others, the warnings of
+ptxas, and the instructions that flush float32 numbers below 2**-126 to zero.
 """
 
 import io
@@ -39,6 +39,8 @@ _TILE = re.compile(
     r"%(\w+) = ttg\.local_alloc \{allocation\.offset = (\d+)\b.*?memdesc<([\dx]+)x[a-z]+(\d+),"
 )
 _OTHER = re.compile(r"(?<!alloc \{)allocation\.offset = (\d+) : i32(?:, allocation\.size = (\d+))?")
+# In PTX: an instruction that flushes to zero.
+_FLUSHES = re.compile(r"\w[\w.]*\.ftz\b[\w.]*")
 _DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
 }  # fmt: skip
@@ -153,6 +155,7 @@ def _described(D: int) -> dict[str, dict[str, object]]:
             found[f"{kernel.__name__}, {of}"] = {
                 "shared": code.metadata.shared, "warnings": _warnings(code.metadata.ptxas_log),
                 "with_others": _shared_with_others(code.asm["ttgir"]),
+                "flushes": sorted(set(_FLUSHES.findall(code.asm["ptx"]))),
             }  # fmt: skip
 
         with (

@@ -25,7 +25,6 @@ from fa_verify.properties.execution.trial import Trial
 
 __all__ = [
     "CLOSED_FORM",
-    "GIVEN",
     "GUARANTEES",
     "OF_BIAS",
     "POOLED",
@@ -86,9 +85,9 @@ POOLED: dict[str, Check] = {
     "pooled G10": pooled.repeatable,
     "pooled T3": pooled.logic,
 }
-# The check of gradients given the subject's own forward. --replay runs it too.
-GIVEN: dict[str, Check] = {"backward": backward}
 # The check of dbias, for problems with a bias.
 OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
 # The standing checks, which run on every problem. The key is the first word of their findings.
-STANDING: dict[str, Check] = {"G1": accuracy, "RMS": rms, "bias": bias}
+STANDING: dict[str, Check] = {
+    "G1": accuracy, "backward": backward, "RMS": rms, "bias": bias
+}  # fmt: skip

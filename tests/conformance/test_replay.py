@@ -8,10 +8,10 @@ import pytest
 
 from fa_verify.properties.checks.guarantees import (
     CLOSED_FORM,
-    GIVEN,
     GUARANTEES,
     OF_BIAS,
     POOLED,
+    STANDING,
     STATISTICS,
 )
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc):
 def every_guarantee(trial):
     """Return the findings of all guarantees, statistics and closed forms."""
     findings, unchecked = [], []
-    checks = {**GUARANTEES, **GIVEN, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
+    checks = {**GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
     for name, check in checks.items():
         try:
             findings += check(trial)

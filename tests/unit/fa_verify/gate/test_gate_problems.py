@@ -105,7 +105,7 @@ def entries_of(subject: Subject, device: str) -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def test_the_gate_finds_a_delta_of_rounded_products_that_no_check_finds(ours, device, tmp_path):
+def test_the_gate_finds_a_delta_of_rounded_products(ours, device, tmp_path):
     coarser = load("fa_verify.subjects.worse:rounded_products")
     path = tmp_path / "base.json"
     Baseline("ours", Environment("here", "1", "2"), entries_of(ours, device)).write(path)

@@ -166,7 +166,7 @@ def test_a_fault_within_the_bound_is_caught(fault, check, outputs, dtype):
 def test_the_verdict_on_any_claim_holds_the_averages_of_errors_too(fault, guarantee):
     runner = Runner(subject(Faulty(dtype="bf16", fault=fault)), Tally())
     found = runner.findings(PROBLEM, lambda trial: [])
-    assert found[0].guarantee == guarantee if guarantee else found == []
+    assert guarantee in {x.guarantee for x in found} if guarantee else found == []
 
 
 def test_a_verified_subject_has_the_averages_of_errors_too():

@@ -24,6 +24,8 @@ _DBIAS = "fa_kernels/kernels/portable/dbias.py"
 _RANGES = "fa_kernels/kernels/common/tile_ranges.py"
 _LAUNCH = "fa_kernels/launch/portable.py"
 _SIZES = "fa_kernels/launch/sizes.py"
+_ARGUMENTS = "fa_kernels/validation/arguments.py"
+_CALL_CACHE = "fa_kernels/launch/call_cache.py"
 _SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)"
 _CAPPED = (
     "            scores, _ = apply_score_mods(\n"
@@ -814,7 +816,73 @@ _LARGE_SIZES = (
     ),
 )  # fmt: skip
 
+_KEY = "key = (q.shape, v.shape, q.dtype, q.device, request, kernels)"
+_KEEPS = ("\n\ndef prepared(\n", "\n\n_kept = {}\n\n\ndef prepared(\n")
+_SEQUENCES = (
+    *(
+        _fault(
+            f"calls: the key of prepared calls lacks {argument}",
+            "independent: a cache of launches whose key forgets an argument",
+            "sequence",
+            (_CALL_CACHE, _KEY, _KEY.replace("request", f"request._replace({forgotten})")),
+            hidden=f"until calls differ in {argument} alone",
+        )
+        for argument, forgotten in (
+            ("the softcap", "softcap=None"),
+            ("the order of sums", "one_pass=False"),
+        )
+    ),
+    _fault(
+        "calls: a block map is kept for any number of keys",
+        "independent: a cache of block maps whose key forgets a length",
+        "sequence",
+        (_ARGUMENTS, *_KEEPS),
+        (
+            _ARGUMENTS,
+            "            maps = block_maps(mask, *sizes, window, lengths, config)\n",
+            "            maps = block_maps(mask, *sizes, window, lengths, config)\n"
+            "            widths = request.window_left, request.window_right\n"
+            "            key = (mask, B, H, k.shape[1], M, D, q.dtype, *widths, config)\n"
+            "            maps = _kept.setdefault(key, maps)\n",
+        ),
+        hidden="until calls with a predicate differ in N alone",
+    ),
+    _fault(
+        "calls: a predicate is kept for any parameter of its mask",
+        "independent: a cache of predicates by the class of the mask",
+        "sequence",
+        (_ARGUMENTS, *_KEEPS),
+        (
+            _ARGUMENTS,
+            "        mask = value_of(request.mask)\n",
+            "        mask = value_of(request.mask)\n"
+            "        named = str(request._replace(mask=\"\"))\n"
+            "        key = type(mask), q.shape, v.shape, q.dtype, named\n"
+            "        mask = _kept.setdefault(key, mask)\n",
+        ),
+        hidden="until calls differ in a parameter of the mask alone",
+    ),
+    _fault(
+        "launch: wide loads are decided once for a shape",
+        "independent: a cache of alignments whose key forgets the strides",
+        "sequence",
+        (
+            _LAUNCH,
+            "        least = min(least, _alignment_of_rows(x.shape[3], x.stride(), "
+            "x.element_size()))\n",
+            "        found = _alignment_of_rows(x.shape[3], x.stride(), x.element_size())\n"
+            "        least = min(least, _kept.setdefault((x.shape, x.dtype), found))\n",
+        ),
+        (
+            _LAUNCH,
+            "\n\ndef _alignment(*tensors",
+            "\n\n_kept = {}\n\n\ndef _alignment(*tensors",
+        ),
+        hidden="until calls differ in strides alone, contiguous tensors first",
+    ),
+)  # fmt: skip
+
 FAULTS: tuple[Mutant, ...] = (
     *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_PACKED, *_SCORE_MODS,
-    *_LARGE_SIZES,
+    *_LARGE_SIZES, *_SEQUENCES,
 )  # fmt: skip

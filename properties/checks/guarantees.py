@@ -16,7 +16,13 @@ from fa_verify.properties.checks.closed_form import (
     unit_values,
 )
 from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.checks.invariance import independence, layout, repeatable, state
+from fa_verify.properties.checks.invariance import (
+    independence,
+    layout,
+    repeatable,
+    sequence,
+    state,
+)
 from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidden_positions
 from fa_verify.properties.checks.memory import far_offsets, full_overwrite, reads_in_bounds
 from fa_verify.properties.checks.statistics import bias, rms
@@ -29,6 +35,7 @@ __all__ = [
     "GUARANTEES",
     "OF_BIAS",
     "POOLED",
+    "SEQUENCES",
     "STANDING",
     "STATISTICS",
     "Check",
@@ -45,6 +52,7 @@ __all__ = [
     "logic",
     "reads_in_bounds",
     "repeatable",
+    "sequence",
     "state",
 ]
 
@@ -88,6 +96,8 @@ POOLED: dict[str, Check] = {
 }
 # The check of gradients given the subject's own forward. --replay runs it too.
 GIVEN: dict[str, Check] = {"backward": backward}
+# The check of calls that differ in one argument each. --replay runs it too.
+SEQUENCES: dict[str, Check] = {"sequence": sequence}
 # The check of dbias, for problems with a bias.
 OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
 # The standing checks, which run on every problem. The key is the first word of their findings.

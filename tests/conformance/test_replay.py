@@ -12,6 +12,7 @@ from fa_verify.properties.checks.guarantees import (
     GUARANTEES,
     OF_BIAS,
     POOLED,
+    SEQUENCES,
     STATISTICS,
 )
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
@@ -27,7 +28,7 @@ def pytest_generate_tests(metafunc):
 def every_guarantee(trial):
     """Return the findings of all guarantees, statistics and closed forms."""
     findings, unchecked = [], []
-    checks = {**GUARANTEES, **GIVEN, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
+    checks = {**GUARANTEES, **GIVEN, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED, **SEQUENCES}
     for name, check in checks.items():
         try:
             findings += check(trial)

@@ -20,6 +20,7 @@ from fa_verify.properties.checks.guarantees import (
     GUARANTEES,
     OF_BIAS,
     POOLED,
+    SEQUENCES,
     STATISTICS,
     Check,
 )
@@ -28,7 +29,8 @@ __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # Checks, in the order in which they run on a trial.
 CHECKS: dict[str, Check] = {
-    "T3": GUARANTEES["T3"], **GUARANTEES, **STATISTICS, **CLOSED_FORM, **POOLED, **OF_BIAS
+    "T3": GUARANTEES["T3"], **GUARANTEES, **STATISTICS, **CLOSED_FORM, **POOLED, **OF_BIAS,
+    **SEQUENCES,
 }  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 
@@ -201,6 +203,9 @@ STEPS: tuple[Step, ...] = (
     _step("G6", "G7", "G8", "G9", B=2, H=2, M=5, N=37, D=24, dtype="fp32", config="16x16-split3"),
     *(_step("G10", "G13", M=18, N=20, dtype="fp16", config=config, **_ALIGNED)
       for config in ("16x16", "16x16-one_pass")),
+    # Calls that differ in one argument each.
+    *(_step("sequence", H=2, M=20, N=20, mask=mask, dtype=dtype)
+      for mask, dtype in ((Mask(), "fp16"), (PrefixLM(prefix=5), "fp64"))),
     # Many heads in large groups, and head dims of dtypes that usually have smaller ones.
     _step(H=20, Hk=2, M=3, N=5, D=3, Dv=2),
     *(_step(M=20, N=21, D=65, Dv=8, dtype=dtype) for dtype in ("fp32", "fp64")),

@@ -58,7 +58,7 @@ _CHECKS = {
     **guarantees.CLOSED_FORM,
     **guarantees.OF_BIAS,
     **guarantees.POOLED,
-    **guarantees.SEQUENCES,
+    **guarantees.CALLS,
 }
 _FP64 = Problem(dtype="fp64")
 _MANY = Problem(
@@ -96,6 +96,8 @@ class Attention(Eager):
             raise NotImplementedError("a buffer of this size is in use")
         if self.fault == "refuses":
             raise NotImplementedError("N is 1; needs a multiple of 128")
+        if self.fault == "half of dq alone" and not (k.requires_grad or v.requires_grad):
+            q = (q + q.detach()) / 2
         if self.fault == "softcap of the first call":
             shapes = q.shape, k.shape, v.shape
             arguments["softcap"] = self.softcaps.setdefault(shapes, arguments.get("softcap"))
@@ -511,6 +513,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "The kernel returns memory that it did not write. Look at the grid and at the masks of "
             "stores.",
             _found("G6", "last row not written", _MANY, "is not written"),
+        ),
+        Kind(
+            "G6: a set of gradients",
+            "A gradient depends on which others are needed. Look at the launches of the backward "
+            "that are left out where an input requires no gradient.",
+            _found("sets", "half of dq alone", _MANY),
         ),
         Kind(
             "G6: a write out of bounds",

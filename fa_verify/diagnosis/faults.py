@@ -25,6 +25,7 @@ _RANGES = "fa_kernels/kernels/common/tile_ranges.py"
 _LAUNCH = "fa_kernels/launch/portable.py"
 _SIZES = "fa_kernels/launch/sizes.py"
 _ARGUMENTS = "fa_kernels/validation/arguments.py"
+_OPERATORS = "fa_kernels/operators.py"
 _CALL_CACHE = "fa_kernels/launch/call_cache.py"
 _SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)"
 _CAPPED = (
@@ -882,7 +883,74 @@ _SEQUENCES = (
     ),
 )  # fmt: skip
 
+_GRADIENT_SETS = (
+    _fault(
+        "launch: one pass leaves out dq where no other gradient is needed",
+        "independent: a flag of one pass that counts on a kernel for dk and dv",
+        "sets",
+        (
+            _LAUNCH,
+            "    of_rows = needed[0] and not (one_pass and of_keys)\n",
+            "    of_rows = needed[0] and not one_pass\n",
+        ),
+        hidden="while dk or dv is needed too",
+    ),
+    _fault(
+        "launch: lse in base 2 and delta are left out for dk and dv alone",
+        "independent: a kernel that is left out where its first reader is",
+        "sets",
+        (
+            _LAUNCH,
+            "        tiles = sizes.query_tiles(ROW_PADDING)\n        if tiles.number:\n",
+            "        tiles = sizes.query_tiles(ROW_PADDING)\n"
+            "        if tiles.number and (needed[0] or dbias is not None):\n",
+        ),
+        hidden="while dq or the gradient of a bias is needed",
+    ),
+    _fault(
+        "operators: dbias has no block map where dq has none",
+        "independent: maps that are made for the kernels of dq, dk and dv",
+        "sets",
+        (
+            _OPERATORS,
+            "backward_kernels(needed, request.one_pass) + (\"dq\",) * needs_dbias",
+            "backward_kernels(needed, request.one_pass)",
+        ),
+        hidden="without a block mask beside the bias",
+    ),
+)  # fmt: skip
+
+_SKIPS = (
+    *(
+        _fault(
+            f"forward: tiles {bits} bits below the maximum are skipped",
+            "independent: a skip of tiles whose weights are below the last bit of l",
+            "G1",
+            (
+                _FORWARD,
+                "        p = tl.exp2(scores * mods.qk_scale - m_pivot[:, None])\n",
+                "        p = tl.exp2(scores * mods.qk_scale - m_pivot[:, None])\n"
+                f"        p = tl.where((tl.max(p, 1) < 2.0**-{bits})[:, None], 0.0, p)\n",
+            ),
+            hidden="unless the values of heavier keys are tiny too",
+        )
+        for bits in (24, 40)
+    ),
+    _fault(
+        "dq: weights 24 bits below those that count are skipped in tiles",
+        "independent: a skip of tiles whose weights are below the last bit of their sum",
+        "G1",
+        (
+            _DQ,
+            "        ds = p * (dp - rows.delta[:, None])\n",
+            "        p = tl.where((tl.max(p, 1) < 2.0**-24)[:, None], 0.0, p)\n"
+            "        ds = p * (dp - rows.delta[:, None])\n",
+        ),
+        hidden="unless dP - delta of heavier keys is tiny too",
+    ),
+)  # fmt: skip
+
 FAULTS: tuple[Mutant, ...] = (
     *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_PACKED, *_SCORE_MODS,
-    *_LARGE_SIZES, *_SEQUENCES,
+    *_LARGE_SIZES, *_SEQUENCES, *_GRADIENT_SETS, *_SKIPS,
 )  # fmt: skip

@@ -24,18 +24,23 @@ from fa_verify.properties.checks.invariance import (
     state,
 )
 from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidden_positions
-from fa_verify.properties.checks.memory import far_offsets, full_overwrite, reads_in_bounds
+from fa_verify.properties.checks.memory import (
+    far_offsets,
+    full_overwrite,
+    gradient_sets,
+    reads_in_bounds,
+)
 from fa_verify.properties.checks.statistics import bias, rms
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import Trial
 
 __all__ = [
+    "CALLS",
     "CLOSED_FORM",
     "GIVEN",
     "GUARANTEES",
     "OF_BIAS",
     "POOLED",
-    "SEQUENCES",
     "STANDING",
     "STATISTICS",
     "Check",
@@ -46,6 +51,7 @@ __all__ = [
     "far_offsets",
     "finite",
     "full_overwrite",
+    "gradient_sets",
     "hidden_positions",
     "independence",
     "layout",
@@ -96,8 +102,9 @@ POOLED: dict[str, Check] = {
 }
 # The check of gradients given the subject's own forward. --replay runs it too.
 GIVEN: dict[str, Check] = {"backward": backward}
-# The check of calls that differ in one argument each. --replay runs it too.
-SEQUENCES: dict[str, Check] = {"sequence": sequence}
+# Checks of many calls: those that differ in one argument each, and those of any set of gradients.
+# --replay runs them too.
+CALLS: dict[str, Check] = {"sequence": sequence, "sets": gradient_sets}
 # The check of dbias, for problems with a bias.
 OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
 # The standing checks, which run on every problem. The key is the first word of their findings.

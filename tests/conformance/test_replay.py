@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from fa_verify.properties.checks.guarantees import (
+    CALLS,
     CLOSED_FORM,
     GIVEN,
     GUARANTEES,
     OF_BIAS,
     POOLED,
-    SEQUENCES,
     STATISTICS,
 )
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc):
 def every_guarantee(trial):
     """Return the findings of all guarantees, statistics and closed forms."""
     findings, unchecked = [], []
-    checks = {**GUARANTEES, **GIVEN, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED, **SEQUENCES}
+    checks = {**GUARANTEES, **GIVEN, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED, **CALLS}
     for name, check in checks.items():
         try:
             findings += check(trial)

@@ -16,11 +16,11 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import (
+    CALLS,
     CLOSED_FORM,
     GUARANTEES,
     OF_BIAS,
     POOLED,
-    SEQUENCES,
     STATISTICS,
     Check,
 )
@@ -30,7 +30,7 @@ __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 # Checks, in the order in which they run on a trial.
 CHECKS: dict[str, Check] = {
     "T3": GUARANTEES["T3"], **GUARANTEES, **STATISTICS, **CLOSED_FORM, **POOLED, **OF_BIAS,
-    **SEQUENCES,
+    **CALLS,
 }  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 
@@ -111,6 +111,8 @@ QUICK: tuple[Step, ...] = (
     # The largest score comes last.
     *(_step(M=20, N=50, dtype=dtype, inputs="rising_max", seed=seed)
       for dtype in ("fp64", "fp16") for seed in range(4)),
+    # All values where weights are tiny.
+    _step(M=20, N=70, dtype="fp32", inputs="values_of_light_keys"),
     # Gradients at and below the smallest normal number.
     *(_step(M=20, N=37, D=64, dtype="fp16", dout=dout) for dout in ("tiny", "subnormal")),
     _step(M=20, N=37, dtype="fp16", inputs="p_underflow", dout="constant"),
@@ -203,6 +205,10 @@ STEPS: tuple[Step, ...] = (
     _step("G6", "G7", "G8", "G9", B=2, H=2, M=5, N=37, D=24, dtype="fp32", config="16x16-split3"),
     *(_step("G10", "G13", M=18, N=20, dtype="fp16", config=config, **_ALIGNED)
       for config in ("16x16", "16x16-one_pass")),
+    # Any set of gradients, that of a bias included.
+    *(_step("sets", H=2, M=20, N=20, config=config, bias=bias, mask=mask)
+      for config in ("16x16", "16x16-one_pass")
+      for bias, mask in (("none", Mask()), ("normal/hmn", BlockSparse(side=16, seed=2)))),
     # Calls that differ in one argument each.
     *(_step("sequence", H=2, M=20, N=20, mask=mask, dtype=dtype)
       for mask, dtype in ((Mask(), "fp16"), (PrefixLM(prefix=5), "fp64"))),

@@ -58,6 +58,7 @@ _CHECKS = {
     **guarantees.CLOSED_FORM,
     **guarantees.OF_BIAS,
     **guarantees.POOLED,
+    **guarantees.CALLS,
 }
 _FP64 = Problem(dtype="fp64")
 _MANY = Problem(
@@ -86,11 +87,20 @@ class Attention(Eager):
 
     score_mods = ("softcap", "alibi", "bias")
 
+    def __init__(self, fault: str = "") -> None:
+        super().__init__(fault)
+        self.softcaps: dict[tuple[torch.Size, ...], float | None] = {}
+
     def __call__(self, q, k, v, **arguments):  # type: ignore[no-untyped-def]
         if self.fault == "refuses the second run" and self.calls:
             raise NotImplementedError("a buffer of this size is in use")
         if self.fault == "refuses":
             raise NotImplementedError("N is 1; needs a multiple of 128")
+        if self.fault == "half of dq alone" and not (k.requires_grad or v.requires_grad):
+            q = (q + q.detach()) / 2
+        if self.fault == "softcap of the first call":
+            shapes = q.shape, k.shape, v.shape
+            arguments["softcap"] = self.softcaps.setdefault(shapes, arguments.get("softcap"))
         out, lse = super().__call__(q.double(), k.double(), v.double(), **arguments)
         if self.fault == "truncates":
             out = out + (_in_digits(8, torch.trunc, out) - out).detach()
@@ -503,6 +513,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             _found("G6", "last row not written", _MANY, "is not written"),
         ),
         Kind(
+            "G6: a set of gradients",
+            "A gradient depends on which others are needed. Look at the launches of the backward "
+            "that are left out where an input requires no gradient.",
+            _found("sets", "half of dq alone", _MANY),
+        ),
+        Kind(
             "G6: a write out of bounds",
             "The kernel writes next to an allocation, whose guard band changed. Look at the mask "
             "of the last tile's store.",
@@ -566,6 +582,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "A call depends on an earlier call, here with another value of the named field. Look "
             "for a cache whose key lacks that argument.",
             _found("G13", "scale of the call before", _FP64),
+        ),
+        Kind(
+            "G13: a call after one that differs in one argument",
+            "A call has the result of an earlier call with another value of the named field. Look "
+            "for a cache whose key lacks that argument. The check runs on a few fixed problems.",
+            _found("sequence", "softcap of the first call", _FP64),
         ),
         Kind(
             "Outside the bound in one of two runs",

@@ -24,6 +24,9 @@ _DBIAS = "fa_kernels/kernels/portable/dbias.py"
 _RANGES = "fa_kernels/kernels/common/tile_ranges.py"
 _LAUNCH = "fa_kernels/launch/portable.py"
 _SIZES = "fa_kernels/launch/sizes.py"
+_ARGUMENTS = "fa_kernels/validation/arguments.py"
+_OPERATORS = "fa_kernels/operators.py"
+_CALL_CACHE = "fa_kernels/launch/call_cache.py"
 _SEEN = "seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)"
 _CAPPED = (
     "            scores, _ = apply_score_mods(\n"
@@ -814,7 +817,140 @@ _LARGE_SIZES = (
     ),
 )  # fmt: skip
 
+_KEY = "key = (q.shape, v.shape, q.dtype, q.device, request, kernels)"
+_KEEPS = ("\n\ndef prepared(\n", "\n\n_kept = {}\n\n\ndef prepared(\n")
+_SEQUENCES = (
+    *(
+        _fault(
+            f"calls: the key of prepared calls lacks {argument}",
+            "independent: a cache of launches whose key forgets an argument",
+            "sequence",
+            (_CALL_CACHE, _KEY, _KEY.replace("request", f"request._replace({forgotten})")),
+            hidden=f"until calls differ in {argument} alone",
+        )
+        for argument, forgotten in (
+            ("the softcap", "softcap=None"),
+            ("the order of sums", "one_pass=False"),
+        )
+    ),
+    _fault(
+        "calls: a block map is kept for any number of keys",
+        "independent: a cache of block maps whose key forgets a length",
+        "sequence",
+        (_ARGUMENTS, *_KEEPS),
+        (
+            _ARGUMENTS,
+            "            maps = block_maps(mask, *sizes, window, lengths, config)\n",
+            "            maps = block_maps(mask, *sizes, window, lengths, config)\n"
+            "            widths = request.window_left, request.window_right\n"
+            "            key = (mask, B, H, k.shape[1], M, D, q.dtype, *widths, config)\n"
+            "            maps = _kept.setdefault(key, maps)\n",
+        ),
+        hidden="until calls with a predicate differ in N alone",
+    ),
+    _fault(
+        "calls: a predicate is kept for any parameter of its mask",
+        "independent: a cache of predicates by the class of the mask",
+        "sequence",
+        (_ARGUMENTS, *_KEEPS),
+        (
+            _ARGUMENTS,
+            "        mask = value_of(request.mask)\n",
+            "        mask = value_of(request.mask)\n"
+            "        named = str(request._replace(mask=\"\"))\n"
+            "        key = type(mask), q.shape, v.shape, q.dtype, named\n"
+            "        mask = _kept.setdefault(key, mask)\n",
+        ),
+        hidden="until calls differ in a parameter of the mask alone",
+    ),
+    _fault(
+        "launch: wide loads are decided once for a shape",
+        "independent: a cache of alignments whose key forgets the strides",
+        "sequence",
+        (
+            _LAUNCH,
+            "        least = min(least, _alignment_of_rows(x.shape[3], x.stride(), "
+            "x.element_size()))\n",
+            "        found = _alignment_of_rows(x.shape[3], x.stride(), x.element_size())\n"
+            "        least = min(least, _kept.setdefault((x.shape, x.dtype), found))\n",
+        ),
+        (
+            _LAUNCH,
+            "\n\ndef _alignment(*tensors",
+            "\n\n_kept = {}\n\n\ndef _alignment(*tensors",
+        ),
+        hidden="until calls differ in strides alone, contiguous tensors first",
+    ),
+)  # fmt: skip
+
+_GRADIENT_SETS = (
+    _fault(
+        "launch: one pass leaves out dq where no other gradient is needed",
+        "independent: a flag of one pass that counts on a kernel for dk and dv",
+        "sets",
+        (
+            _LAUNCH,
+            "    of_rows = needed[0] and not (one_pass and of_keys)\n",
+            "    of_rows = needed[0] and not one_pass\n",
+        ),
+        hidden="while dk or dv is needed too",
+    ),
+    _fault(
+        "launch: lse in base 2 and delta are left out for dk and dv alone",
+        "independent: a kernel that is left out where its first reader is",
+        "sets",
+        (
+            _LAUNCH,
+            "        tiles = sizes.query_tiles(ROW_PADDING)\n        if tiles.number:\n",
+            "        tiles = sizes.query_tiles(ROW_PADDING)\n"
+            "        if tiles.number and (needed[0] or dbias is not None):\n",
+        ),
+        hidden="while dq or the gradient of a bias is needed",
+    ),
+    _fault(
+        "operators: dbias has no block map where dq has none",
+        "independent: maps that are made for the kernels of dq, dk and dv",
+        "sets",
+        (
+            _OPERATORS,
+            "backward_kernels(needed, request.one_pass) + (\"dq\",) * needs_dbias",
+            "backward_kernels(needed, request.one_pass)",
+        ),
+        hidden="without a block mask beside the bias",
+    ),
+)  # fmt: skip
+
+_SKIPS = (
+    *(
+        _fault(
+            f"forward: tiles {bits} bits below the maximum are skipped",
+            "independent: a skip of tiles whose weights are below the last bit of l",
+            "G1",
+            (
+                _FORWARD,
+                "        p = tl.exp2(scores * mods.qk_scale - m_pivot[:, None])\n",
+                "        p = tl.exp2(scores * mods.qk_scale - m_pivot[:, None])\n"
+                f"        p = tl.where((tl.max(p, 1) < 2.0**-{bits})[:, None], 0.0, p)\n",
+            ),
+            hidden="unless the values of heavier keys are tiny too",
+        )
+        for bits in (24, 40)
+    ),
+    _fault(
+        "dq: weights 24 bits below those that count are skipped in tiles",
+        "independent: a skip of tiles whose weights are below the last bit of their sum",
+        "G1",
+        (
+            _DQ,
+            "        ds = p * (dp - rows.delta[:, None])\n",
+            "        p = tl.where((tl.max(p, 1) < 2.0**-24)[:, None], 0.0, p)\n"
+            "        ds = p * (dp - rows.delta[:, None])\n",
+        ),
+        hidden="unless dP - delta of heavier keys is tiny too",
+    ),
+)  # fmt: skip
+
 FAULTS: tuple[Mutant, ...] = (
     *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_PACKED, *_SCORE_MODS,
-    *_LARGE_SIZES,
+    *_LARGE_SIZES, *_SEQUENCES, *_GRADIENT_SETS, *_SKIPS,
 )  # fmt: skip

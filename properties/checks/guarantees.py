@@ -16,14 +16,26 @@ from fa_verify.properties.checks.closed_form import (
     unit_values,
 )
 from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.checks.invariance import independence, layout, repeatable, state
+from fa_verify.properties.checks.invariance import (
+    independence,
+    layout,
+    repeatable,
+    sequence,
+    state,
+)
 from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidden_positions
-from fa_verify.properties.checks.memory import far_offsets, full_overwrite, reads_in_bounds
+from fa_verify.properties.checks.memory import (
+    far_offsets,
+    full_overwrite,
+    gradient_sets,
+    reads_in_bounds,
+)
 from fa_verify.properties.checks.statistics import bias, rms
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import Trial
 
 __all__ = [
+    "CALLS",
     "CLOSED_FORM",
     "GUARANTEES",
     "OF_BIAS",
@@ -38,12 +50,14 @@ __all__ = [
     "far_offsets",
     "finite",
     "full_overwrite",
+    "gradient_sets",
     "hidden_positions",
     "independence",
     "layout",
     "logic",
     "reads_in_bounds",
     "repeatable",
+    "sequence",
     "state",
 ]
 
@@ -85,6 +99,9 @@ POOLED: dict[str, Check] = {
     "pooled G10": pooled.repeatable,
     "pooled T3": pooled.logic,
 }
+# Checks of many calls: those that differ in one argument each, and those of any set of gradients.
+# --replay runs them too.
+CALLS: dict[str, Check] = {"sequence": sequence, "sets": gradient_sets}
 # The check of dbias, for problems with a bias.
 OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
 # The standing checks, which run on every problem. The key is the first word of their findings.

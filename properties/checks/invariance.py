@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from fa_verify.oracles.bounds import error_model
+from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
-from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.oracles.reference import torch_reference
+from fa_verify.properties.checks.accuracy import accuracy, logic
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import SubjectError, Trial, run_subject
+from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, run_subject
+from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_DLSE
 from fa_verify.properties.inputs.tensors import Inputs, make
 
-__all__ = ["independence", "layout", "neighbours", "repeatable", "state"]
+__all__ = [
+    "independence",
+    "layout",
+    "neighbours",
+    "one_change_each",
+    "repeatable",
+    "sequence",
+    "state",
+]
 
 _REPEATS = 3
 _OTHER_DTYPE = {"fp16": "bf16", "bf16": "fp16", "fp32": "fp64", "fp64": "fp32"}
@@ -129,6 +140,105 @@ def state(trial: Trial) -> list[Finding]:
         if findings:
             return findings
     return []
+
+
+def sequence(trial: Trial) -> list[Finding]:
+    """G13: a call is right after one that differs from it in one argument, whichever it is.
+
+    A call errs itself if it takes what an earlier one left behind, and ``state`` judges only the
+    problem's own calls. So each other call is held to its own bound, and in float64 to the logic.
+    """
+    problem, subject = trial.problem, trial.subject
+    for other in one_change_each(problem, subject.configs):
+        planned = None if subject.excludes(other) else plan_run(subject, other)
+        if planned is None:
+            continue
+        try:
+            called = planned.run(subject)
+        except NotImplementedError:
+            continue
+        changed = _difference(problem, other)
+        findings = [
+            dataclasses.replace(
+                found, guarantee="G13 state", problem=problem,
+                claim=f"{found.claim} in a call with {changed}, which follows one without",
+            )
+            for found in accuracy(called) or logic(called)
+        ]  # fmt: skip
+        # The next call follows one of the problem again.
+        again = run_subject(subject, problem, trial.inputs)
+        findings += agree(trial, again, "G13 state", f"differs after a call with {changed}")
+        if findings:
+            return findings
+    return []
+
+
+def one_change_each(problem: Problem, configs: Iterable[str]) -> Iterator[Problem]:
+    """Yield problems that differ from a problem in one field: every field, and each of the mask.
+
+    Args:
+        problem: The problem.
+        configs: The configurations to change to.
+    """
+    layouts = ("bshd", "padded", "transposed", "bshd")
+    others: dict[str, Iterable[Any]] = {
+        "B": (problem.B + 1,),
+        "H": (2 * problem.H,),
+        "Hk": (problem.H if problem.Hk == 1 else 1,),
+        # By one in the same tiles, and to more tiles.
+        "M": (problem.M + 1, 2 * problem.M),
+        "N": (problem.N - 1, 2 * problem.N),
+        # A head_dim that is padded to the same power of two, so that no kernel is compiled.
+        "D": ((problem.D - 1 ^ 1) + 1,),
+        "Dv": ((problem.Dv - 1 ^ 1) + 1,),
+        "dtype": DTYPES,
+        "mask": _changed_masks(problem.mask, problem),
+        "sm_scale": (2 * problem.scale,),
+        "layouts": (layouts,),
+        "dlse": ("normal" if problem.dlse == NO_DLSE else NO_DLSE,),
+        "config": configs,
+        "softcap": (None, 0.5, 1.0),
+        "alibi": ("normal" if problem.alibi == NO_ALIBI else NO_ALIBI,),
+        "bias": ("normal/hmn" if problem.bias == NO_BIAS else NO_BIAS,),
+        "seed": (problem.seed ^ 1,),
+        # They change the contents of tensors alone, as the seed does.
+        **dict.fromkeys(("inputs", "dout", "dirty"), ()),
+        # A run has one device and no batches of problems.
+        **dict.fromkeys(("device", "seeds"), ()),
+    }
+    for item in dataclasses.fields(problem):
+        for value in others[item.name]:
+            if value == getattr(problem, item.name):
+                continue
+            try:
+                yield dataclasses.replace(problem, **{item.name: value})
+            except ValueError:  # the lengths of the mask forbid this size
+                continue
+
+
+def _changed_masks(mask: Mask, problem: Problem) -> Iterator[Mask]:
+    """Yield masks that differ from a mask in one field, for each field that holds plain values."""
+    lengths = mask.lengths(problem.B, problem.M, problem.N)
+    shorter = [tuple(max(0, x - 1 - place) for place, x in enumerate(of)) for of in lengths]
+    others: dict[str, tuple[Any, ...]] = {
+        "window_left": (3, 7), "window_right": (3, 7),
+        "seqlens_q": (shorter[0],), "seqlens_k": (shorter[1],),
+    }  # fmt: skip
+    for item in dataclasses.fields(mask):
+        value = getattr(mask, item.name)
+        own: tuple[Any, ...] = ()
+        if isinstance(value, bool):
+            own = (not value,)
+        elif isinstance(value, int):
+            own = (2 * value, value + 7, value // 2)
+        for other in others.get(item.name, own):
+            try:
+                changed = dataclasses.replace(mask, **{item.name: other})
+            except ValueError:  # out of the range of this field
+                continue
+            if changed != mask:
+                yield changed
+                break
 
 
 def neighbours(problem: Problem) -> Iterator[Problem]:

@@ -1,7 +1,9 @@
-"""G6, G7 and G12: writes, reads, and offsets of more than 2**31 elements."""
+"""G6, G7 and G12: writes, sets of gradients, reads, and offsets of more than 2**31 elements."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import mmap
 from collections.abc import Sequence
@@ -12,12 +14,12 @@ import torch
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import TENSORS
 from fa_verify.properties.comparison.agreement import agree, found_where
-from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.comparison.compare import Finding, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands, Overrun
-from fa_verify.properties.execution.trial import Trial, run_subject
+from fa_verify.properties.execution.trial import Trial, run_gradients, run_subject
 from fa_verify.properties.inputs.tensors import make
 
-__all__ = ["far_offsets", "full_overwrite", "reads_in_bounds"]
+__all__ = ["far_offsets", "full_overwrite", "gradient_sets", "reads_in_bounds"]
 
 # The smallest offset in elements that int32 cannot hold, and the distance from a tensor's first to
 # its last element. The distance is larger, so that the offset of a tile that begins before the last
@@ -45,6 +47,36 @@ def full_overwrite(trial: Trial) -> list[Finding]:
         claim = "is not written everywhere: elements still hold the NaN of their allocation"
         findings += found_where(trial, name, unwritten, value, want, "G6 full overwrite", claim)
     return findings + [_overrun(trial, again, found) for found in guards.overruns()]
+
+
+def gradient_sets(trial: Trial) -> list[Finding]:
+    """G6: any set of the gradients is what all of them together are, and is written in bounds.
+
+    The gradient of a bias is one of them. Gradients that are promised in every run are compared to
+    the bit.
+    """
+    problem, inputs, subject = trial.problem, trial.inputs, trial.subject
+    if not subject.backward:
+        return []
+    names = ["dq", "dk", "dv"] + ["dbias"] * (inputs.bias is not None)
+    promised = bool(subject.promises("G10", problem.config))
+    dbias = run_gradients(subject, problem, inputs, names).get("dbias")
+    sets = [x for size in range(1, len(names)) for x in itertools.combinations(names, size)]
+    for wanted in sets:
+        with GuardBands() as guards:
+            found = run_gradients(subject, problem, inputs, wanted)
+        got = Outputs(None, None, *(found.get(name) for name in names[:3]))
+        claim = f"differs between a backward of {', '.join(wanted)} alone and one of all gradients"
+        findings = agree(trial, got, "G10 repeatable", claim)
+        if dbias is not None and "dbias" in found and promised:
+            bad = ~same_bits(found["dbias"], dbias)
+            findings += found_where(
+                trial, "dbias", bad, found["dbias"], dbias, "G10 repeatable", claim
+            )
+        findings += [_overrun(trial, got, run) for run in guards.overruns()]
+        if findings:
+            return [dataclasses.replace(x, guarantee="G6 full overwrite") for x in findings]
+    return []
 
 
 def _overrun(trial: Trial, outputs: Outputs[torch.Tensor | None], found: Overrun) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +31,7 @@ __all__ = [
     "Trial",
     "plan_run",
     "run_bias_gradient",
+    "run_gradients",
     "run_pooled",
     "run_subject",
     "run_trial",
@@ -146,7 +147,21 @@ def run_bias_gradient(subject: Subject, problem: Problem, inputs: Inputs) -> Bia
         NotImplementedError: The subject refuses the problem.
     """
     with _faults_of_the_subject():
-        return _run_bias(subject, problem, inputs)
+        out, lse, found = _run_gradients(subject, problem, inputs, ("dbias",))
+        return BiasRun(out.detach(), None if lse is None else lse.detach(), found["dbias"])
+
+
+def run_gradients(
+    subject: Subject, problem: Problem, inputs: Inputs, wanted: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Return some gradients, out of "dq", "dk", "dv" and "dbias"; no other input requires one.
+
+    Raises:
+        SubjectError: The subject raises, or a gradient is missing or has a wrong shape or dtype.
+        NotImplementedError: The subject refuses the problem.
+    """
+    with _faults_of_the_subject():
+        return _run_gradients(subject, problem, inputs, wanted)[2]
 
 
 def run_pooled(
@@ -188,21 +203,29 @@ def _faults_of_the_subject() -> Iterator[None]:
         raise SubjectError(_told(error)) from error
 
 
-def _run_bias(subject: Subject, problem: Problem, inputs: Inputs) -> BiasRun:
-    assert inputs.bias is not None
-    bias = inputs.bias.detach().requires_grad_()
-    added = {"alibi_slopes": inputs.alibi_slopes, "bias": bias}
+def _run_gradients(
+    subject: Subject, problem: Problem, inputs: Inputs, wanted: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Return out, lse and the wanted gradients by name."""
+    tensors = inputs._asdict()
+    leaves = {name: tensors[name[1:]].detach().requires_grad_() for name in wanted}
+    given = inputs._replace(**{name[1:]: leaf for name, leaf in leaves.items()})
+    if [*wanted] == ["dv"]:
+        # lse does not depend on v.
+        inputs = inputs._replace(dlse=None)
     with _poisoned_allocations():
-        out, lse = subject.run(inputs.q, inputs.k, inputs.v, problem, **added)
-        (found,) = _gradients(problem, (bias,), inputs, out, lse)
-    if found is None:
-        raise AssertionError(f"out of {subject.name} does not depend on the bias")
-    if found.shape != bias.shape or found.dtype != bias.dtype:
-        raise AssertionError(
-            f"dbias has shape {tuple(found.shape)} and dtype {found.dtype}; needs "
-            f"{tuple(bias.shape)} and {bias.dtype}"
-        )
-    return BiasRun(out.detach(), None if lse is None else lse.detach(), found)
+        added = {"alibi_slopes": given.alibi_slopes, "bias": given.bias}
+        out, lse = subject.run(given.q, given.k, given.v, problem, **added)
+        found = _gradients(problem, tuple(leaves.values()), inputs, out, lse)
+    gradients: dict[str, torch.Tensor] = {}
+    for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
+        if gradient is None:
+            raise AssertionError(
+                f"out of {subject.name} does not depend on the input that {name} is the gradient of"
+            )
+        _check_form(name, gradient, leaf, tuple(leaf.shape))
+        gradients[name] = gradient
+    return out, lse, gradients
 
 
 def _told(error: BaseException) -> str:
@@ -264,9 +287,12 @@ def _gradients(
     losses = [(out, inputs.dout), (lse, inputs.dlse)][problem.dout == "zero" :]
     of, gradients = zip(*losses, strict=True)
     found = torch.autograd.grad(of, leaves, gradients, allow_unused=True)
-    if len(losses) == 1 and len(found) == 3 and found[2] is None:
+    if len(losses) == 1:
         # lse does not depend on v.
-        found = (*found[:2], torch.zeros_like(leaves[2]))
+        found = tuple(
+            torch.zeros_like(leaf) if x is None and leaf.shape == inputs.v.shape else x
+            for leaf, x in zip(leaves, found, strict=True)
+        )
     return found
 
 

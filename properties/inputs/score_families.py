@@ -31,6 +31,8 @@ _RISE = 64.0
 _STEPS = (1.0, 4.0, 12.0, 30.0)
 _TIE_SCORE = 16.0
 _TIE_STEPS = 8
+# The distances below a row's maximum of keys of tiny weight, 43 to 58 bits.
+_LIGHT = (30.0, 40.0)
 # The distances below a row's maximum at which exp becomes subnormal in the dtype, and then 0.
 _UNDERFLOW = {
     "fp16": (8.0, 20.0),
@@ -177,6 +179,25 @@ def p_underflow(problem: Problem) -> Values:
     return _levelled(problem, torch.where(peak, 0.0, depth * (near - far) - near), far)
 
 
+def values_of_light_keys(problem: Problem) -> Values:
+    """v = 0 on a third of the keys, which has all the weight: detects key tiles that are skipped.
+
+    The scores of the other keys lie 30 to 40 below, more than 24 bits. out and the gradients come
+    from these keys alone. The seed chooses the first or the last third, as tiles that follow the
+    maximum are those that a kernel can skip.
+    """
+    shape = (problem.B, drawn_shape(problem, "k")[1], problem.N)
+    depth = drawn_uniform(problem, "values_of_light_keys/depth", shape)
+    near, far = _LIGHT
+    from_end = of_entries(problem, [seed & 1 for seed in problem.all_seeds]).squeeze(3)
+    place = places(problem, problem.N)
+    place = torch.where(from_end == 1, problem.N - 1 - place, place)
+    heavy = place <= problem.N // 3
+    levels = torch.where(heavy, 0.0, depth * (near - far) - near)
+    values = _levelled(problem, levels, far)
+    return values._replace(v=torch.where(heavy.unsqueeze(3), 0.0, values.v))
+
+
 def duplicated_keys(problem: Problem) -> Values:
     """Seven different keys in turn, each twice, with different values: ties for the maximum.
 
@@ -267,6 +288,7 @@ SCORE_FAMILIES = (
     rising_max,
     two_level,
     p_underflow,
+    values_of_light_keys,
     duplicated_keys,
     needle_visible,
     needle_hidden,

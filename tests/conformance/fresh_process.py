@@ -1,4 +1,4 @@
-"""Run problems in a fresh process; print a digest of each output of the last one as JSON.
+"""Run problems in a fresh process; print a digest of each output of each problem as JSON.
 
 ``python -m fa_verify.conformance.fresh_process SUBJECT PROBLEM [PROBLEM ...]``
 """
@@ -27,7 +27,7 @@ def digests(outputs: Outputs) -> dict[str, str]:
 
 
 def main(kernel: str, *texts: str) -> None:
-    """Run problems one after the other and print the digests of the last one's outputs."""
+    """Run problems one after the other and print their digests, null for a refused problem."""
     # Set up the process as the plugin does, before kernels are loaded.
     import fa_verify.pytest_plugin.environment  # noqa: F401
     from fa_verify.oracles.problem import Problem
@@ -37,9 +37,13 @@ def main(kernel: str, *texts: str) -> None:
     from fa_verify.registry import spec_of
 
     subject = load(spec_of(kernel))
+    found: list[dict[str, str] | None] = []
     for problem in map(Problem.from_json, texts):
-        outputs = run_subject(subject, problem, make(problem))
-    print(json.dumps(digests(outputs)))
+        try:
+            found.append(digests(run_subject(subject, problem, make(problem))))
+        except NotImplementedError:
+            found.append(None)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

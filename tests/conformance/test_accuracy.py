@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 
 
@@ -34,3 +35,17 @@ def test_larger_head_dims_lie_within_the_derived_bound(for_all, larger):
 @pytest.mark.shards(0, 6)
 def test_outputs_are_finite_however_far_the_logits_are_shifted(for_all, shard, family):
     for_all(guarantees.finite, shard, inputs=family)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_keys_of_tiny_weight_are_not_skipped(check_one, subject, device, seed):
+    dtype = next((x for x in ("fp32", "bf16") if x in subject.dtypes), subject.dtypes[0])
+    config = "16x16" if "16x16" in subject.configs else next(iter(subject.configs))
+    D, size = min(subject.head_dims or (16,)), subject.seqlen_multiple
+    # The lighter keys fill several tiles of the largest width.
+    size *= -(-(100 if config == "16x16" else 400) // size)
+    problem = Problem(
+        M=size, N=size, D=D, Dv=D, dtype=dtype, inputs="values_of_light_keys", config=config,
+        seed=seed, device=device,
+    )  # fmt: skip
+    check_one(problem, accurate)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from fa_verify.properties.checks.guarantees import (
+    CALLS,
     CLOSED_FORM,
     GUARANTEES,
     OF_BIAS,
@@ -27,7 +28,9 @@ def pytest_generate_tests(metafunc):
 def every_guarantee(trial):
     """Return the findings of all guarantees, statistics and closed forms."""
     findings, unchecked = [], []
-    checks = {**GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
+    checks = {
+        **GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED, **CALLS
+    }  # fmt: skip
     for name, check in checks.items():
         try:
             findings += check(trial)

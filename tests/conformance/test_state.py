@@ -1,7 +1,8 @@
-"""G13: the 100th call equals the first, and a call after others equals one in a fresh process."""
+"""G13: the 100th call equals the first, and calls in two fresh processes do not depend on order."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,17 +10,23 @@ from pathlib import Path
 
 import pytest
 
+from fa_verify.conformance.conftest import LARGE_TILE
 from fa_verify.conformance.fresh_process import digests
+from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.invariance import neighbours
+from fa_verify.properties.checks.invariance import neighbours, one_change_each
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.execution.trial import run_subject
 from fa_verify.session import OURS
+from fa_verify.shards import shards_of
 
 ROOT = Path(__file__).parents[2]
 CALLS = 100
+# Masks of the problems whose calls change in one argument each; shards take turns.
+MASKS = (Mask(), PrefixLM(prefix=5), BlockSparse(side=32, percent=60, seed=2))
 
 
 def test_the_hundredth_call_gives_what_the_first_gave(check_one, subject, device):
@@ -35,44 +42,68 @@ def test_the_hundredth_call_gives_what_the_first_gave(check_one, subject, device
     check_one(problem, hundred_calls)
 
 
-@pytest.mark.shards(0, 5)
-def test_a_call_after_others_gives_what_it_gives_in_a_fresh_process(
+@pytest.mark.shards(1, 5)
+def test_calls_that_differ_in_one_argument_do_not_depend_on_their_order(
     check_one, subject, device, shard, pytestconfig
 ):
-    D = shard.head_dims[0]
-    size = 2 * subject.seqlen_multiple if subject.seqlen_multiple > 1 else 21
-    problem = Problem(
-        M=size, N=size, D=D, Dv=D, dtype=shard.dtype, config=shard.config, device=device,
-        mask=Mask(causal="causal" in subject.masks), seed=3,
-    )  # fmt: skip
     repeated = subject.promises("G10", shard.config)
     if not repeated:
         pytest.skip(f"{subject.name} does not promise G10, bitwise equal results in every run")
+    problem, *others = calls_of(subject, shard, device)
 
-    def as_in_a_fresh_process(trial):
-        # Problems with other lengths first, whose results must not be reused for this problem.
-        before = sorted(
-            (x for x in neighbours(problem) if subject.excludes(x) is None),
-            key=lambda x: (x.N == problem.N, x.M == problem.M),
-        )
-        alone, after = outputs_in_fresh_processes(pytestconfig, [problem], [*before, problem])
-        here = digests(run_subject(subject, problem, trial.inputs))
-        alone, after, here = (
-            {name: x for name, x in found.items() if name in repeated}
-            for found in (alone, after, here)
-        )
-        kernel = f"--kernel={subject.source} " if subject.source else ""
-        replay = f"replay: pytest {kernel}--replay='{problem.to_json()}'"
-        head = f"G13 state: {subject.name} differs"
-        assert after == alone, f"{head} after calls of other shapes\n  {replay}"
-        assert here == alone, f"{head} from a fresh process\n  {replay}"
+    def in_two_orders(trial):
+        # In the first process, each call follows one that differs from it in one argument. In the
+        # second, no call has such a call before it, except the last.
+        first = [problem, *(x for other in others for x in (other, problem))]
+        second = [*others[::-1], problem]
+        digested = outputs_in_fresh_processes(pytestconfig, first, second)
+        want = dict(zip(second, digested[1], strict=True))
+        # The first call of all is that of the problem.
+        want[problem] = digested[0][0]
+        runs = [*zip(first, digested[0], strict=True), (problem, digested[1][-1])]
+        runs.append((problem, digests(run_subject(subject, problem, trial.inputs))))
+        for called, found in runs:
+            names = subject.promises("G10", called.config)
+            bad = [name for name in names if found and found.get(name) != want[called].get(name)]
+            kernel = f"--kernel={subject.source} " if subject.source else ""
+            assert not bad, (
+                f"G13 state: {', '.join(bad)} of {subject.name} depends on the calls before\n"
+                f"  the call: {called.to_json()}\n"
+                f"  replay: pytest {kernel}--replay='{problem.to_json()}'"
+            )
         return guarantees.accuracy(trial)
 
-    check_one(problem, as_in_a_fresh_process)
+    check_one(problem, in_two_orders)
+
+
+def calls_of(subject, shard, device):
+    """Return a problem of a shard, and the supported problems that differ from it in one field."""
+    mask = MASKS[shards_of(subject).index(shard) // 5 % len(MASKS)]
+    if "custom" not in subject.masks:
+        mask = MASKS[0]
+    # Several blocks of a BlockSparse mask; else two tiles at most.
+    size = 37 if isinstance(mask, BlockSparse) else 20
+    if subject.seqlen_multiple > 1:
+        size = 2 * subject.seqlen_multiple
+    # Packed sequences with a predicate need lengths.
+    lengths = (size - 3,) if "packed" in shard.config else None
+    D = shard.head_dims[0]
+    problem = Problem(
+        H=2 if subject.gqa else 1, M=size, N=size, D=D, Dv=D, dtype=shard.dtype,
+        config=shard.config, seed=3, device=device,
+        mask=dataclasses.replace(mask, seqlens_q=lengths, seqlens_k=lengths),
+    )  # fmt: skip
+    # The configurations of the same tiles, and the first one.
+    tiles = shard.config.partition("-")[0]
+    configs = [x for x in subject.configs if x.partition("-")[0] == tiles]
+    others = one_change_each(problem, (*configs, *[*subject.configs][:1]))
+    if device == "cpu" and shard.tile >= LARGE_TILE:
+        others = neighbours(problem)
+    return [problem, *(x for x in others if subject.excludes(x) is None)]
 
 
 def outputs_in_fresh_processes(config, *runs):
-    """Run lists of problems in concurrent processes; return the digests of each last problem."""
+    """Run lists of problems in concurrent processes; return the digests of each problem."""
     kernel = config.getoption("--kernel") or OURS
     command = [sys.executable, "-m", "fa_verify.conformance.fresh_process", kernel]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -43,7 +43,15 @@ def adapted(package: ModuleType):
         return package.flash_attention(q, k, v, **_masking(q, k, v, mask, options), **options)
 
     def _masking(q, k, v, mask, options) -> dict[str, object]:
-        """Return the mask arguments; a block_mask for a BlockSparse mask of whole tiles."""
+        """Return the mask arguments: a plain mask's fields, or a BlockSparse mask's block_mask.
+
+        Other masks, and BlockSparse masks that are not made of whole tiles, are passed as ``mask``.
+        """
+        if type(mask) is Mask:
+            return {
+                "causal": mask.causal, "window_size": (mask.window_left, mask.window_right),
+                "seqlens_q": mask.seqlens_q, "seqlens_k": mask.seqlens_k,
+            }  # fmt: skip
         if not isinstance(mask, BlockSparse) or mask.side % _largest_tile(q, v, options):
             return {"mask": mask}
         beside = Mask(
@@ -58,6 +66,9 @@ def adapted(package: ModuleType):
         if "bias" in options:
             raise NotImplementedError("packed sequences take no bias")
         lengths = mask.lengths(q.shape[0], q.shape[2], k.shape[2])
+        if not mask.is_plain:
+            # A predicate needs the lengths that offsets leave to the device.
+            mask = dataclasses.replace(mask, seqlens_q=lengths[0], seqlens_k=lengths[1])
         of_q = Packing.of(lengths[0], q.shape[2], q.device)
         of_k = Packing.of(lengths[1], k.shape[2], q.device)
         out, lse = package.flash_attention_varlen(

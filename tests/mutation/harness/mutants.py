@@ -210,8 +210,13 @@ _CHECKS = (
         ),
         (
             "the first refusal ends the check",
-            "        except NotImplementedError:\n            continue\n",
-            "        except NotImplementedError:\n            return []\n",
+            "        except NotImplementedError:\n            continue\n        again",
+            "        except NotImplementedError:\n            return []\n        again",
+        ),
+        (
+            "calls that differ are not judged",
+            "for found in accuracy(called) or logic(called)",
+            "for found in ()",
         ),
         (
             "a subject that refuses what it computed is excused",

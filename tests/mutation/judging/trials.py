@@ -16,6 +16,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import (
+    CALLS,
     CLOSED_FORM,
     GUARANTEES,
     OF_BIAS,
@@ -30,7 +31,7 @@ __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 # Checks, in the order in which they run on a trial.
 CHECKS: dict[str, Check] = {
     "T3": GUARANTEES["T3"], **GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **POOLED,
-    **OF_BIAS,
+    **OF_BIAS, **CALLS,
 }  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 
@@ -111,6 +112,8 @@ QUICK: tuple[Step, ...] = (
     # The largest score comes last.
     *(_step(M=20, N=50, dtype=dtype, inputs="rising_max", seed=seed)
       for dtype in ("fp64", "fp16") for seed in range(4)),
+    # All values where weights are tiny.
+    _step(M=20, N=70, dtype="fp32", inputs="values_of_light_keys"),
     # Gradients at and below the smallest normal number.
     *(_step(M=20, N=37, D=64, dtype="fp16", dout=dout) for dout in ("tiny", "subnormal")),
     _step(M=20, N=37, dtype="fp16", inputs="p_underflow", dout="constant"),
@@ -203,6 +206,13 @@ STEPS: tuple[Step, ...] = (
     _step("G6", "G7", "G8", "G9", B=2, H=2, M=5, N=37, D=24, dtype="fp32", config="16x16-split3"),
     *(_step("G10", "G13", M=18, N=20, dtype="fp16", config=config, **_ALIGNED)
       for config in ("16x16", "16x16-one_pass")),
+    # Any set of gradients, that of a bias included.
+    *(_step("sets", H=2, M=20, N=20, config=config, bias=bias, mask=mask)
+      for config in ("16x16", "16x16-one_pass")
+      for bias, mask in (("none", Mask()), ("normal/hmn", BlockSparse(side=16, seed=2)))),
+    # Calls that differ in one argument each.
+    *(_step("sequence", H=2, M=20, N=20, mask=mask, dtype=dtype)
+      for mask, dtype in ((Mask(), "fp16"), (PrefixLM(prefix=5), "fp64"))),
     # Many heads in large groups, and head dims of dtypes that usually have smaller ones.
     _step(H=20, Hk=2, M=3, N=5, D=3, Dv=2),
     *(_step(M=20, N=21, D=65, Dv=8, dtype=dtype) for dtype in ("fp32", "fp64")),

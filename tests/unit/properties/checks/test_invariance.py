@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 
 from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees, invariance
-from fa_verify.properties.checks.invariance import neighbours
+from fa_verify.properties.checks.invariance import neighbours, one_change_each
 from fa_verify.properties.execution.trial import SubjectError, run_subject, run_trial
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.subjects.subject import Subject
@@ -131,6 +132,51 @@ def test_a_neighbour_that_the_subject_refuses_is_passed_over():
 
     square = dataclasses.replace(PROBLEM, M=5, mask=Mask())
     assert guarantees.state(tried(OneLength("sm_scale"), square)) != []
+
+
+class First(Eager):
+    """A subject that keeps an argument of its first call for all later calls of these shapes."""
+
+    dtypes = ("fp64", "fp32")
+    score_mods = ("softcap", "alibi", "bias")
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.kept: dict[tuple[object, ...], object] = {}
+
+    def __call__(self, q, k, v, **arguments):
+        key = (q.dtype, q.shape, k.shape, v.shape)
+        if self.what != "mask" or arguments["mask"].seqlens_q is None:
+            kept = self.kept.setdefault(key, arguments.get(self.what))
+            arguments[self.what] = kept
+        return super().__call__(q, k, v, **arguments)
+
+
+@pytest.mark.parametrize("what", ["softcap", "alibi_slopes", "bias", "sm_scale", "mask"])
+def test_a_call_that_takes_an_argument_of_the_call_before_is_caught(what):
+    found = guarantees.sequence(tried(First(what), Problem(M=5, N=6, dtype="fp64")))
+    assert found[0].guarantee == "G13 state"
+    assert "in a call with" in found[0].claim
+    assert found[0].problem == Problem(M=5, N=6, dtype="fp64")
+
+
+def test_a_sequence_changes_every_field_of_a_problem_and_of_its_mask():
+    problem = Problem(B=2, H=4, Hk=2, M=9, N=13, mask=PrefixLM(prefix=3))
+    others = list(one_change_each(problem, ["other"]))
+    changed = [changed_fields(problem, other) for other in others]
+    contents = {"inputs", "dout", "dirty", "device", "seeds"}
+    fields = {item.name for item in dataclasses.fields(Problem)}
+    assert {name for (name,) in changed} == fields - contents
+    masks = [changed_fields(problem.mask, x.mask) for x in others if x.mask != problem.mask]
+    assert sorted(masks) == sorted([item.name] for item in dataclasses.fields(PrefixLM))
+
+
+def test_a_new_field_of_a_problem_needs_a_change():
+    fields = [("temperature", float, 1.0)]
+    wider = dataclasses.make_dataclass("Wider", fields, bases=(Problem,), frozen=True, kw_only=True)
+    with pytest.raises(KeyError, match="temperature"):
+        list(one_change_each(wider(), []))
 
 
 def recorded(check, trial, monkeypatch):

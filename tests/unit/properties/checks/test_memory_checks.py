@@ -101,6 +101,37 @@ def test_far_places_start_where_wide_loads_can(shapes):
         assert all(stride % 64 == 0 for stride in place.strides if stride > FAR // 1024)
 
 
+class LosesAlone(Eager):
+    """A subject that halves the gradient of one input, where it alone requires one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __call__(self, q, k, v, **arguments):
+        given = {"q": q, "k": k, "v": v}
+        if [name for name, x in given.items() if x.requires_grad] == [self.name]:
+            given[self.name] = given[self.name] * 0.5 + given[self.name].detach() * 0.5
+        return super().__call__(**given, **arguments)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_gradient_that_is_wrong_alone_is_found(name):
+    trial = run_trial(Subject.of(LosesAlone(name), "alone"), PROBLEM)
+    assert guarantees.full_overwrite(trial) == []
+    (finding,) = guarantees.gradient_sets(trial)
+    assert (finding.guarantee, finding.output) == ("G6 full overwrite", f"d{name}")
+    assert f"a backward of d{name} alone" in finding.claim
+
+
+@pytest.mark.parametrize("bias", ["none", "normal/hmn"])
+def test_any_set_of_gradients_of_a_correct_subject_passes(bias):
+    subject = Eager()
+    subject.score_mods = ("bias",)
+    problem = dataclasses.replace(PROBLEM, bias=bias)
+    assert guarantees.gradient_sets(run_trial(Subject.of(subject, "eager"), problem)) == []
+
+
 class Int32(torch.autograd.Function):
     """The identity with 32-bit offsets for its input or its gradient."""
 

@@ -66,6 +66,7 @@ GOLDEN = {
     ("inputs", "rising_max"): "01bb1754",
     ("inputs", "two_level"): "c7cf4cbe",
     ("inputs", "p_underflow"): "782b9367",
+    ("inputs", "values_of_light_keys"): "fdb9014c",
     ("inputs", "duplicated_keys"): "5d632f29",
     ("dirty", "nan_q"): "5d896bc3",
     ("dirty", "nan_k"): "07c8342d",

@@ -20,6 +20,14 @@ from fa_verify.properties.checks.invariance import independence, layout, repeata
 from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidden_positions
 from fa_verify.properties.checks.memory import far_offsets, full_overwrite, reads_in_bounds
 from fa_verify.properties.checks.statistics import bias, rms
+from fa_verify.properties.checks.streams import (
+    beside_other_kernels,
+    first_captured,
+    on_a_side_stream,
+    on_another_device,
+    on_two_streams,
+    replayed,
+)
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import Trial
 
@@ -31,6 +39,7 @@ __all__ = [
     "POOLED",
     "STANDING",
     "STATISTICS",
+    "STREAMS",
     "Check",
     "accuracy",
     "backward",
@@ -90,5 +99,14 @@ POOLED: dict[str, Check] = {
 GIVEN: dict[str, Check] = {"backward": backward}
 # The check of dbias, for problems with a bias.
 OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
+# G15, on a GPU. --replay runs them there too.
+STREAMS: dict[str, Check] = {
+    "replayed": replayed,
+    "first captured": first_captured,
+    "side stream": on_a_side_stream,
+    "two streams": on_two_streams,
+    "other kernels": beside_other_kernels,
+    "other device": on_another_device,
+}
 # The standing checks, which run on every problem. The key is the first word of their findings.
 STANDING: dict[str, Check] = {"G1": accuracy, "RMS": rms, "bias": bias}

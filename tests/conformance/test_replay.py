@@ -13,6 +13,7 @@ from fa_verify.properties.checks.guarantees import (
     OF_BIAS,
     POOLED,
     STATISTICS,
+    STREAMS,
 )
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 
@@ -28,6 +29,8 @@ def every_guarantee(trial):
     """Return the findings of all guarantees, statistics and closed forms."""
     findings, unchecked = [], []
     checks = {**GUARANTEES, **GIVEN, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
+    if trial.problem.device == "cuda":
+        checks |= STREAMS
     for name, check in checks.items():
         try:
             findings += check(trial)

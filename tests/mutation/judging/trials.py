@@ -21,6 +21,7 @@ from fa_verify.properties.checks.guarantees import (
     OF_BIAS,
     POOLED,
     STATISTICS,
+    STREAMS,
     Check,
 )
 
@@ -28,7 +29,8 @@ __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # Checks, in the order in which they run on a trial.
 CHECKS: dict[str, Check] = {
-    "T3": GUARANTEES["T3"], **GUARANTEES, **STATISTICS, **CLOSED_FORM, **POOLED, **OF_BIAS
+    "T3": GUARANTEES["T3"], **GUARANTEES, **STATISTICS, **CLOSED_FORM, **POOLED,
+    **OF_BIAS, **STREAMS,
 }  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 

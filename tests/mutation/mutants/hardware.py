@@ -512,6 +512,10 @@ HARDWARE: tuple[OnHardware, ...] = (
         OnHardware(mutant, (_step(check, H=4, Hk=4, **_WIDE, **fields),))
         for mutant, check, fields in _STREAMS
     ),
+    *(
+        OnHardware(fault, (_step(M=64, N=40_000, **_WIDE),))
+        for fault in _named("at most 256 others")
+    ),
     OnHardware(
         _PLAIN_DELTA,
         tuple(_step("G8", M=96, N=64, layouts=_LAYOUTS, seed=seed, **_WIDE) for seed in range(4)),

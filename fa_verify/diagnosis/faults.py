@@ -813,6 +813,20 @@ _LARGE_SIZES = (
         hidden="up to a head_dim of 64, and for scales that float32 holds",
     ),
     _fault(
+        "dq: a tile past the last is visited, and all of it is hidden",
+        "independent: a range of tiles that ends late",
+        "visited_tiles",
+        (
+            _DQ,
+            "    for i in range(0, tile_count(tiles, MASKED)):\n",
+            "    count = tile_count(tiles, MASKED)\n"
+            "    if MASKED and CONFIG.PREDICATE is None:\n"
+            "        count += 1\n"
+            "    for i in range(0, count):\n",
+        ),
+        hidden="as results go: the tile adds exactly nothing",
+    ),
+    _fault(
         "ranges: a tile visits at most 256 others",
         "independent: the place in a list of tiles is one byte",
         "T3 G1",

@@ -317,8 +317,7 @@ class Machine:
         self.now.stored["shared"] = False
 
     def thread_barrier(self) -> None:
-        """Let the warps of the partition wait for each other, and other partitions run."""
-        self.pause()
+        """Let the warps of the partition wait for each other."""
         self.now.stored = dict.fromkeys(self.now.stored, False)
 
     def check_announced(self, space: str) -> None:

@@ -38,7 +38,10 @@ gate: $(environment) ## compare with BASELINE=FILE: errors, kernels, speed, cove
 baseline: $(environment) ## write BASELINE=FILE
 	$(python) -m pytest -n auto --baseline=$(BASELINE) --update-baseline
 
-sanitize: $(environment) ## compute-sanitizer memcheck over a short run; needs a GPU
+sanitize: $(environment) ## sanitizers of NVIDIA and Triton over a short run; needs a GPU
+	@command -v compute-sanitizer >/dev/null || { \
+	  echo 'make sanitize needs compute-sanitizer, of the CUDA toolkit, on PATH' >&2; exit 1; }
+	$(python) -m tests.sanitizers
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 7 \
 	  $(python) -m pytest tests/conformance/test_memory.py tests/conformance/test_range.py \
 	  tests/unit/fa_kernels/hopper/test_hopper.py -p no:xdist --hypothesis-profile=dev --problem-timeout=300 \

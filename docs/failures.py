@@ -47,6 +47,7 @@ from tests.unit.properties.checks import (
     test_closed_form,
     test_memory_checks,
     test_pooled_checks,
+    test_streams,
 )
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -183,6 +184,18 @@ def _scratch() -> str:
 
 def _pooled(check: str, fault: str) -> Callable[[], str]:
     return _found(check, fault, test_pooled_checks.PROBLEM, subject=test_pooled_checks.Pools)
+
+
+def _streams(check: str, fault: str, problem: Problem = test_streams.PROBLEM) -> Callable[[], str]:
+    """The message of a check of streams and graphs, with stand-ins for both."""
+    return lambda: str(test_streams.found(check, fault, problem)[0])
+
+
+def _not_captured() -> str:
+    with test_streams.standing_in():
+        runner = _runner(test_streams.Standing("has no graphs"))
+        said = _first(runner.findings(test_streams.PROBLEM, guarantees.STREAMS["replayed"]), "")
+    return re.sub(r"\(\S+, line \d+\)", "(attention.py, line 12)", said)
 
 
 def _judged(fault: str, check: str = "G1", problem: Problem = _FP64) -> Callable[[], str]:
@@ -667,6 +680,55 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "Pooled: a write out of bounds",
             "The kernel writes next to the result or next to scratch. The shape says which.",
             _pooled("pooled G6", "written past its end"),
+        ),
+    ),
+    "Streams and CUDA graphs": (
+        Kind(
+            "G15: other contents",
+            "The graph holds a number, or an address, that a call computes anew: on the host, or "
+            "from a tensor that is copied once.",
+            _streams("replayed", "holds the first contents"),
+        ),
+        Kind(
+            "G15: other calls",
+            "A tensor that the graph reads was dropped from a cache, and another one has its "
+            "memory.",
+            _streams("replayed", "reads freed memory"),
+        ),
+        Kind(
+            "G15: a first call in a capture",
+            "The captured call cached what no kernel has computed yet.",
+            _streams("first captured", "kept in a capture", test_streams.PREDICATE),
+        ),
+        Kind(
+            "G15: a side stream",
+            "A kernel runs on another stream than the current one, or on none that waits for it.",
+            _streams("side stream", "its own stream"),
+        ),
+        Kind(
+            "G15: two streams",
+            "Two calls share scratch or a counter.",
+            _streams("two streams", "its own stream"),
+        ),
+        Kind(
+            "G15: the tensors of another stream",
+            "The second call reads a cached tensor that a kernel of the first has yet to write.",
+            _streams("two streams", "its own stream", test_streams.PREDICATE),
+        ),
+        Kind(
+            "G15: other kernels",
+            "Programs wait for each other, or rely on running together.",
+            _streams("other kernels", "another result every call"),
+        ),
+        Kind(
+            "G15: another device",
+            "A kernel, or its scratch, goes to the current device, not to that of the tensors.",
+            _streams("other device", "its own device"),
+        ),
+        Kind(
+            "No graph",
+            "The subject synchronises or copies from the host in a capture.",
+            _not_captured,
         ),
     ),
     "Exceptions and wrong forms": (

@@ -117,6 +117,7 @@ CONFIGS: dict[str, Config] = {
     "16x16-split1": _square(16, 16, splits=1),
     "16x16-split3": _square(16, 16, splits=3),
     "32x16-split7": _square(32, 16, splits=7),
+    "16x16-split64": _square(16, 16, splits=64),
     "split8": Config(splits=8),
 }
 

@@ -13,6 +13,7 @@ import torch
 
 from fa_kernels.configs import Config
 from fa_kernels.launch import hopper
+from fa_kernels.runtime.device_cache import forget, is_capturing, keep_for_graphs
 from fa_kernels.validation import arguments
 from fa_kernels.validation.arguments import Arguments, Request
 
@@ -29,7 +30,7 @@ _arguments: dict[Hashable, Arguments] = {}
 
 def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     if len(kept) >= MOST:
-        kept.clear()
+        forget(kept)
     kept[key] = value
 
 
@@ -82,4 +83,6 @@ def prepared(
     if found is None:
         found = arguments.prepared(q, k, v, request, kernels)
         _keep(_arguments, key, found)
+    elif is_capturing():
+        keep_for_graphs(found)
     return found

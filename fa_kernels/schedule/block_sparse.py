@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from fa_kernels.kernels.portable.classify_blocks import classify_blocks_kernel
 from fa_kernels.kernels.portable.lpt_order import lpt_order_kernel
 from fa_kernels.runtime import allocation
 from fa_kernels.runtime.device import on_device
+from fa_kernels.runtime.device_cache import cached_on_device
 from fa_kernels.runtime.launch_cache import cdiv, run
 
 __all__ = [
@@ -73,7 +73,7 @@ VISIBLE = Predicate(everywhere, (0,))
 _CHUNK = 64
 
 
-@lru_cache(maxsize=64)
+@cached_on_device(most=64)
 def predicate_of(
     mask: Any, B: int, H: int, M: int, N: int, device: torch.device
 ) -> Predicate | None:
@@ -100,7 +100,7 @@ def _widened(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(widened)
 
 
-@lru_cache(maxsize=64)
+@cached_on_device(most=64)
 def block_maps(
     mask: Any,
     B: int,

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from fa_kernels.configs import CONFIGS, Config, resolve
+from fa_kernels.runtime.device_cache import cached_on_device
 from fa_kernels.schedule.block_sparse import (
     VISIBLE,
     BlockMaps,
@@ -254,7 +255,7 @@ def _checked_window(
     return left, 0 if causal else right
 
 
-@lru_cache(maxsize=256)
+@cached_on_device(most=256)
 def _lengths_on_device(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     # A cached tensor outlives the call, so it must not be an inference tensor.
     with torch.inference_mode(False):

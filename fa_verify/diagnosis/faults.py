@@ -815,6 +815,42 @@ _LARGE_SIZES = (
         ),
         hidden="up to a head_dim of 64, and for scales that float32 holds",
     ),
+    _fault(
+        "dq: a tile past the last is visited, and all of it is hidden",
+        "independent: a range of tiles that ends late",
+        "visited_tiles",
+        (
+            _DQ,
+            "    for i in range(0, tile_count(tiles, MASKED)):\n",
+            "    count = tile_count(tiles, MASKED)\n"
+            "    if MASKED and CONFIG.PREDICATE is None:\n"
+            "        count += 1\n"
+            "    for i in range(0, count):\n",
+        ),
+        hidden="as results go: the tile adds exactly nothing",
+    ),
+    _fault(
+        "ranges: a tile visits at most 256 others",
+        "independent: the place in a list of tiles is one byte",
+        "T3 G1",
+        (
+            _RANGES,
+            "    hi = max((any_hi + BLOCK_THERE - 1) // BLOCK_THERE, lo)\n",
+            "    hi = min(max((any_hi + BLOCK_THERE - 1) // BLOCK_THERE, lo), lo + 256)\n",
+        ),
+        hidden="up to 256 tiles in a row",
+    ),
+    _fault(
+        "combine: the sums of splits beyond the eighth are left out",
+        "independent: a loop over splits, unrolled by 8",
+        "T3 G1",
+        (
+            _COMBINE,
+            "    for split in range(0, num_splits):\n        offs_split",
+            "    for split in range(0, min(num_splits, 8)):\n        offs_split",
+        ),
+        hidden="up to 8 splits",
+    ),
 )  # fmt: skip
 
 _KEY = "key = (q.shape, v.shape, q.dtype, q.device, request, kernels)"

@@ -31,6 +31,14 @@ from fa_verify.properties.checks.memory import (
     reads_in_bounds,
 )
 from fa_verify.properties.checks.statistics import bias, rms
+from fa_verify.properties.checks.streams import (
+    beside_other_kernels,
+    first_captured,
+    on_a_side_stream,
+    on_another_device,
+    on_two_streams,
+    replayed,
+)
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import Trial
 
@@ -42,6 +50,7 @@ __all__ = [
     "POOLED",
     "STANDING",
     "STATISTICS",
+    "STREAMS",
     "Check",
     "accuracy",
     "backward",
@@ -104,6 +113,15 @@ POOLED: dict[str, Check] = {
 CALLS: dict[str, Check] = {"sequence": sequence, "sets": gradient_sets}
 # The check of dbias, for problems with a bias.
 OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
+# G15, on a GPU. --replay runs them there too.
+STREAMS: dict[str, Check] = {
+    "replayed": replayed,
+    "first captured": first_captured,
+    "side stream": on_a_side_stream,
+    "two streams": on_two_streams,
+    "other kernels": beside_other_kernels,
+    "other device": on_another_device,
+}
 # The standing checks, which run on every problem. The key is the first word of their findings.
 STANDING: dict[str, Check] = {
     "G1": accuracy, "backward": backward, "RMS": rms, "bias": bias

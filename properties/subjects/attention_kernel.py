@@ -36,6 +36,7 @@ def attention_kernel(
     devices: Sequence[str] = _UNSET,
     returns_lse: bool | None = _UNSET,
     lse_grad: bool = _UNSET,
+    cuda_graphs: bool = _UNSET,
     lse_base: str = _UNSET,
     empty_lse: str | int = _UNSET,
     causal_alignment: str = _UNSET,
@@ -93,6 +94,7 @@ def attention_kernel(
         devices: Devices that the kernel runs on, from "cpu", "cuda".
         returns_lse: Whether the kernel returns (out, lse); None accepts either.
         lse_grad: Whether lse is differentiable, so that losses on lse are checked too.
+        cuda_graphs: Whether a call can be captured in a CUDA graph, after one that is not.
         lse_base: Base of the logarithm in lse, "e" or "2".
         empty_lse: lse of a row without a visible key: "-inf", "+inf" or 0.
         causal_alignment: "bottom-right"; or "top-left", where row m is at position m. For

@@ -53,6 +53,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "backward": (True, False),
     "returns_lse": (True, False),
     "lse_grad": (True, False),
+    "cuda_graphs": (True, False),
     "lse_base": ("e", "2"),
     "empty_lse": ("-inf", "+inf", 0),
     "causal_alignment": ("bottom-right", "top-left"),

@@ -26,7 +26,7 @@ from fa_verify.properties.subjects.tutorial_call import tutorial_call
 
 __all__ = ["BITWISE", "Subject", "score_mods_of"]
 
-_PROMISED_WITH = {"G3": "G10", "G7": "G10", "G12": "G8", "G13": "G10"}
+_PROMISED_WITH = {"G3": "G10", "G7": "G10", "G12": "G8", "G13": "G10", "G15": "G10"}
 
 
 def score_mods_of(problem: Problem) -> tuple[str, ...]:
@@ -85,6 +85,7 @@ class Subject:
     takes: str = ""
     source: str = ""
     score_mods: tuple[str, ...] = ()
+    cuda_graphs: bool = True
 
     @classmethod
     def of(cls, call: Callable[..., Any], name: str) -> Subject:
@@ -109,9 +110,9 @@ class Subject:
     def promises(self, guarantee: str, config: str) -> tuple[str, ...]:
         """Return the outputs for which a guarantee is promised bitwise in a configuration.
 
-        Outputs summed by atomics are excluded, as the order of their additions varies. G3, G7 and
-        G13 compare runs with the same strides, so they are promised with G10; G12 changes strides
-        and is promised with G8.
+        Outputs summed by atomics are excluded, as the order of their additions varies. G3, G7, G13
+        and G15 compare runs with the same strides, so they are promised with G10; G12 changes
+        strides and is promised with G8.
         """
         if _PROMISED_WITH.get(guarantee, guarantee) not in self.bitwise:
             return ()

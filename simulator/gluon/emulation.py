@@ -220,6 +220,10 @@ class _Emulation:
     def warp_specialize(self, parts: Sequence[Any], *_: object) -> None:
         self.machine.split([partial(function, *given) for function, given in parts])
 
+    def store(self, pointer: Any, value: Any, **others: Any) -> None:
+        self.machine.wrote_globally()
+        self._tl.store(pointer, value, **others)
+
     def atomic_add(self, pointer: Any, value: Any, *others: Any, sem: str = "acq_rel") -> Any:
         add = partial(self._tl.atomic_add, pointer, value, *others, sem=sem)
         if pointer.shape:
@@ -229,6 +233,8 @@ class _Emulation:
         place, dtype = int(pointer.handle.data.item()), pointer.dtype.element_ty
         if np.any(value.handle.data if hasattr(value, "handle") else value):
             self.machine.pause()
+            if sem in ("release", "acq_rel"):
+                self.machine.check_announced("global")
             before = add()
             self._released[place] = sem in ("release", "acq_rel")
             self.machine.pause()
@@ -252,6 +258,7 @@ class _Emulation:
 
     def _arrive(self, barrier: Barrier, *, count: int = 1) -> None:
         self.machine.pause()
+        self.machine.check_announced("shared")
         barrier.arrive(int(count))
 
     def _async_load(self, source: _Described, place: Any, barrier: Barrier, target: _Tile) -> None:
@@ -317,7 +324,8 @@ class _Language(ModuleType):
         self.full = lambda shape, value, dtype, _layout=None: tl.full(shape, value, dtype)
         self.zeros = lambda shape, dtype, _layout=None: tl.zeros(shape, dtype)
         self.convert_layout = lambda x, _layout, assert_trivial=False: x
-        self.thread_barrier = lambda: None
+        self.thread_barrier = lambda: emulation.machine.thread_barrier()
+        self.store = emulation.store
         self.atomic_add = emulation.atomic_add
         self.allocate_shared_memory = emulation.allocate
         self.warp_specialize = emulation.warp_specialize

@@ -130,6 +130,8 @@ class _Partition:
         self.is_over = False
         self.products: list[Product] = []
         self.unfenced: list[Array] = []
+        # Whether warps have stored to shared or global memory since the last thread barrier.
+        self.stored = {"shared": False, "global": False}
         # Address and value of the partition's last ``look``.
         self.looked: tuple[int, object] | None = None
 
@@ -303,10 +305,35 @@ class Machine:
     def wrote(self, target: Array) -> None:
         """Record an ordinary store, which asynchronous operations see only after a fence."""
         self.now.unfenced.append(target)
+        self.now.stored["shared"] = True
+
+    def wrote_globally(self) -> None:
+        """Record a store of a tile to global memory."""
+        self.now.stored["global"] = True
 
     def fence(self) -> None:
         """Make earlier stores of the partition visible to asynchronous operations."""
         self.now.unfenced.clear()
+        self.now.stored["shared"] = False
+
+    def thread_barrier(self) -> None:
+        """Let the warps of the partition wait for each other."""
+        self.now.stored = dict.fromkeys(self.now.stored, False)
+
+    def check_announced(self, space: str) -> None:
+        """Check that the warps have stored all that one of them announces.
+
+        One warp arrives on a barrier or sets a flag. Without a thread barrier, another warp of the
+        partition may be behind, with its part of a tile still to store.
+
+        Raises:
+            RaceError: The partition has stored to this space without a thread barrier since.
+        """
+        if self.now.stored[space]:
+            raise RaceError(
+                f"{self.now.name} has no thread barrier between a store to {space} memory and the "
+                "announcement of it"
+            )
 
     def check_fenced(self, source: Array) -> None:
         """Check that an asynchronous operation may read a tile.

@@ -48,4 +48,4 @@ def test_keys_of_tiny_weight_are_not_skipped(check_one, subject, device, seed):
         M=size, N=size, D=D, Dv=D, dtype=dtype, inputs="values_of_light_keys", config=config,
         seed=seed, device=device,
     )  # fmt: skip
-    check_one(problem, accurate)
+    check_one(problem, guarantees.accuracy)

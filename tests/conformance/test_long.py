@@ -1,17 +1,53 @@
-"""Long sequences, judged in chunks of rows: 65,536 on a GPU, shorter ones on a CPU."""
+"""Long sequences, judged in chunks or samples of rows; shorter ones on a CPU."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+from fa_verify.conformance.sampled_rows import findings_in_rows, sampled
+from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import CLOSED_FORM
+from fa_verify.properties.comparison.compare import Violation
 
 LENGTH = {"cpu": 700, "cuda": 65_536}
 # Beyond some 5,000 keys the bound on lse misses a key too many or too few.
 COUNTED = {"cpu": 8_192, "cuda": 65_536}
+LENGTHS = {"cpu": (90,), "cuda": (4_096, 16_384, 65_536)}
+ROWS = {"cpu": 12, "cuda": 400}
+MANY_TILES = 16 * 257
+MILLION = 2**20
+GIB_OF_ROWS = 60
+
+SMALL = {"D": 16, "Dv": 16}
+# Every path of the kernels: the portable ones and Hopper's, in one pass and two, for packed
+# sequences, lists of tiles, splits and groups.
+PATHS = {
+    "portable": {"dtype": "bf16", "config": "portable", "mask": Mask(causal=True)},
+    "portable, wide": {"D": 128, "Dv": 128, "dtype": "fp16", "config": "portable"},
+    "portable, one pass": {"D": 32, "Dv": 32, "dtype": "fp16", "config": "default-one_pass"},
+    "float32": {"dtype": "fp32", "D": 32, "Dv": 32, "mask": Mask(window_left=900)},
+    "default": {"dtype": "fp16", "mask": Mask(causal=True)},
+    "default, wide": {"D": 128, "Dv": 128, "dtype": "bf16", "mask": Mask(causal=True)},
+    "default, no mask": {"dtype": "bf16"},
+    "one pass": {"dtype": "bf16", "config": "default-one_pass", "mask": Mask(causal=True)},
+    "one pass, wide": {"D": 128, "Dv": 128, "dtype": "fp16", "config": "default-one_pass"},
+    "a group": {"H": 4, "Hk": 1, "dtype": "bf16", "mask": Mask(causal=True)},
+    "packed": {"B": 2, "dtype": "bf16", "config": "default-packed", "mask": "lengths"},
+    "packed, one pass": {
+        "B": 2, "dtype": "fp16", "config": "default-one_pass-packed", "mask": "lengths",
+    },
+    "a predicate": {"dtype": "bf16", "mask": PrefixLM(prefix=70)},
+    "a block mask": {"D": 32, "Dv": 32, "dtype": "fp16", "mask": BlockSparse(percent=30, seed=1)},
+    "8 splits": {"dtype": "bf16", "config": "split8", "mask": Mask(causal=True)},
+    "64 splits": {**SMALL, "dtype": "fp16", "config": "16x16-split64"},
+}  # fmt: skip
+# On a CPU, where the default tiles are slow.
+ON_A_CPU = ("packed", "64 splits", "a predicate")
 
 
 @pytest.mark.parametrize(
@@ -30,3 +66,73 @@ def test_long_rows_count_their_keys(check_one, device):
     N = COUNTED[device]
     problem = Problem(M=64, N=N, dtype="fp16", mask=Mask(causal=True), seed=1, device=device)
     check_one(problem, CLOSED_FORM["counts"])
+
+
+@pytest.mark.parametrize("long", ["rows", "keys"])
+def test_more_than_256_tiles_in_a_row_are_visited(check_one, subject, device, long):
+    config = "16x16" if "16x16" in subject.configs else next(iter(subject.configs))
+    size = subject.seqlen_multiple
+    short, length = 7 * size, MANY_TILES // size * size
+    problem = Problem(
+        M=short if long == "keys" else length, N=length if long == "keys" else short,
+        dtype=subject.dtypes[-1], D=min(subject.head_dims or (3,)),
+        Dv=min(subject.head_dims or (3,)), config=config, seed=1, device=device,
+    )  # fmt: skip
+    check_one(problem, guarantees.accuracy)
+
+
+@pytest.fixture
+def check_rows(runner):
+    """A function that judges sampled rows of a problem, and skips if the subject refuses it."""
+
+    def check(problem: Problem, rows: list[int], **options: object) -> None:
+        __tracebackhide__ = True
+        try:
+            if reason := runner.subject.excludes(problem):
+                pytest.skip(reason)
+            with runner.watching(problem):
+                findings = findings_in_rows(runner.subject, problem, rows, **options)
+        except NotImplementedError as refusal:
+            pytest.skip(str(refusal))
+        if findings:
+            raise Violation(findings)
+
+    return check
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("place", range(3), ids=["short", "middle", "long"])
+def test_sampled_rows_of_every_path_lie_within_the_bound(check_rows, subject, device, path, place):
+    if device == "cpu" and (place or path not in ON_A_CPU):
+        pytest.skip("one length of few paths on a CPU")
+    N = LENGTHS[device][place]
+    fields = {"H": 2, "Hk": 2, "D": 64, "Dv": 64, **PATHS[path]}
+    if device == "cpu":
+        fields |= SMALL | {"config": fields.get("config", "16x16").replace("default", "16x16")}
+    if fields.get("mask") == "lengths":
+        fields["mask"] = Mask(causal=True, seqlens_q=(N // 3, N), seqlens_k=(N // 2, N - 5))
+    problem = Problem(M=N, N=N, seed=1, device=device, **fields)
+    check_rows(problem, sampled(N, ROWS[device]))
+
+
+def test_a_million_rows_and_keys_are_right(check_rows, device):
+    if device == "cpu":
+        pytest.skip("takes days without a GPU")
+    problem = Problem(
+        M=MILLION, N=MILLION, D=64, Dv=64, dtype="bf16", mask=Mask(causal=True), seed=1,
+        device=device,
+    )  # fmt: skip
+    # Tensor cores truncate sums, by as much as the roundings here: the statistics do not apply.
+    check_rows(problem, sampled(MILLION, 60), with_rms=False)
+
+
+def test_more_than_2_to_the_31_rows_are_right(check_rows, device):
+    if device == "cpu":
+        pytest.skip("needs tensors of 4 GiB and more")
+    if torch.cuda.mem_get_info()[0] < GIB_OF_ROWS * 2**30:
+        pytest.skip(f"needs {GIB_OF_ROWS} GiB of free GPU memory")
+    H, M = 4097, 2**19
+    assert H * M > 2**31
+    problem = Problem(H=H, Hk=H, M=M, N=16, D=1, Dv=1, dtype="bf16", seed=1, device=device)
+    check_rows(problem, [0, 1000, M // 2, M - 130, M - 1], is_sparse=True)
+    torch.cuda.empty_cache()

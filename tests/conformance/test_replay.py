@@ -14,6 +14,7 @@ from fa_verify.properties.checks.guarantees import (
     POOLED,
     STANDING,
     STATISTICS,
+    STREAMS,
 )
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 
@@ -31,6 +32,8 @@ def every_guarantee(trial):
     checks = {
         **GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED, **CALLS
     }  # fmt: skip
+    if trial.problem.device == "cuda":
+        checks |= STREAMS
     for name, check in checks.items():
         try:
             findings += check(trial)

@@ -51,5 +51,7 @@ attention.masks = ("causal", "window", "padding")
 attention.zero_sizes = False
 # Hidden keys have weight 0, and 0 times NaN (or an infinite dP) in padding is NaN.
 attention.dirty = ("zero", "noise", "noise_q", "noise_k", "noise_v", "noise_dout")
+# The adapter copies lengths from the host.
+attention.cuda_graphs = False
 attention.returns_lse = True
 attention.ds_scaled = True

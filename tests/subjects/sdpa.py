@@ -115,5 +115,7 @@ efficient.ds_scaled = True
 efficient.ds_from = "rounded"
 
 cudnn.head_dims = tuple(range(8, 129, 8))
+# The adapter copies lengths from the host.
+cudnn.cuda_graphs = False
 cudnn.ds_scaled = True
 cudnn.flushes = True

@@ -77,6 +77,7 @@ TESTS: dict[str, str] = {
     "properties/checks/memory.py": "test_memory_checks test_guarantees",
     "properties/checks/pooled.py": "test_pooled_checks",
     "properties/checks/statistics.py": "test_statistics test_bias test_alibi test_softcap",
+    "properties/checks/streams.py": "test_streams",
     "properties/comparison/agreement.py": "test_agreement",
     "properties/comparison/compare.py": "test_compare test_agreement test_guarantees test_search",
     "properties/comparison/heat_map.py": "test_heat_map",

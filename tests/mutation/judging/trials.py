@@ -23,6 +23,7 @@ from fa_verify.properties.checks.guarantees import (
     POOLED,
     STANDING,
     STATISTICS,
+    STREAMS,
     Check,
 )
 
@@ -31,7 +32,7 @@ __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 # Checks, in the order in which they run on a trial.
 CHECKS: dict[str, Check] = {
     "T3": GUARANTEES["T3"], **GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **POOLED,
-    **OF_BIAS, **CALLS,
+    **OF_BIAS, **CALLS, **STREAMS,
 }  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 
@@ -216,6 +217,9 @@ STEPS: tuple[Step, ...] = (
     # Many heads in large groups, and head dims of dtypes that usually have smaller ones.
     _step(H=20, Hk=2, M=3, N=5, D=3, Dv=2),
     *(_step(M=20, N=21, D=65, Dv=8, dtype=dtype) for dtype in ("fp32", "fp64")),
+    # More than 8 splits, and more than 256 tiles in a row and in a column.
+    _step(N=1040, config="16x16-split64"),
+    _step(M=4120, N=7, D=3, Dv=3),
     # Ordinary data, for the statistical and closed-form checks.
     *(_step(*STATISTICS, *CLOSED_FORM, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")
       for dtype in ("bf16", "fp16")),

@@ -21,8 +21,8 @@ FILES = tuple(
 OF_THE_CALL = tuple(
     unit_test_file(f"test_{name}")
     for name in (
-        *("offsets", "block_mask", "splits", "packed", "tokens", "operators", "pooled"),
-        *("call_cache", "tiles_in_a_row", "dispatch"),
+        *("visited_tiles", "offsets", "block_mask", "splits", "packed", "tokens", "operators"),
+        *("pooled", "call_cache", "tiles_in_a_row", "dispatch"),
     )
 )
 # Tests of redundant work of Hopper's kernels in the emulation.
@@ -57,10 +57,14 @@ _OF_KERNELS = {
     "fa_kernels/kernels/common/block_info.py": ("packed", "tiles_in_a_row"),
     "fa_kernels/kernels/common/mask.py": ("element_mask",),
     "fa_kernels/kernels/common/seqlen_info.py": ("packed", "tiles_in_a_row"),
-    "fa_kernels/kernels/portable/forward.py": ("splits", "packed"),
+    "fa_kernels/kernels/portable/forward.py": ("splits", "packed", "visited_tiles"),
     **{
         f"fa_kernels/kernels/portable/{name}.py": ("packed",)
-        for name in ("bwd_preprocess", "dkdv", "dq", "dq_postprocess")
+        for name in ("bwd_preprocess", "dq_postprocess")
+    },
+    **{
+        f"fa_kernels/kernels/portable/{name}.py": ("packed", "visited_tiles")
+        for name in ("dkdv", "dq")
     },
 }
 _ABOUT = {**_OF_PARTS, **_OF_KERNELS}

@@ -15,6 +15,7 @@ from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.mutant import Edit, Mutant
 from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from tests.mutation.judging.trials import Step
 from tests.mutation.judging.verdict import asked, judged_kernels
@@ -71,6 +72,60 @@ _UNMASKED = Mutant(
     (Edit(_LAUNCH, "min(_alignment(dq), 1 + (columns == sizes.D))", "_alignment(dq)"),),
 )
 _LAYOUTS = ("bhsd", "bhsd", "bhsd", "transposed")
+
+
+_CACHE = "fa_kernels/runtime/device_cache.py"
+_NO_WAIT = Edit(
+    _CACHE,
+    "torch.cuda.current_stream(device).synchronize()",
+    "torch.cuda.current_stream(device)",
+)
+_PREDICATE: dict[str, Any] = {"M": 256, "N": 256, "mask": PrefixLM(prefix=40)}
+# Faults of streams and graphs, with the check of ``STREAMS`` and the problem that show them.
+_STREAMS: tuple[tuple[Mutant, str, dict[str, Any]], ...] = (
+    (
+        Mutant(
+            "streams: tensors that a graph reads are dropped from the caches",
+            (Edit(_CACHE, "_of_graphs[id(value)] = value", "_of_graphs[id(value)] = None"),),
+        ),
+        "replayed",
+        {"M": 256, "N": 256},
+    ),
+    (
+        Mutant("streams: another stream reads a block map before it is written", (_NO_WAIT,)),
+        "two streams",
+        _PREDICATE,
+    ),
+    (
+        Mutant(
+            "streams: a captured call caches a block map that is not written yet",
+            (
+                _NO_WAIT,
+                Edit(
+                    _CACHE,
+                    "            if is_capturing():\n                raise",
+                    "            if is_capturing() and most < 0:\n                raise",
+                ),
+            ),
+        ),
+        "first captured",
+        _PREDICATE,
+    ),
+    (
+        Mutant(
+            "streams: kernels run on the default stream",
+            (
+                Edit(
+                    "fa_kernels/runtime/launch_cache.py",
+                    "code[(*grid, 1, 1)](*values, *constants)",
+                    "code[(*grid, 1, 1)](*values, *constants, stream=0)",
+                ),
+            ),
+        ),
+        "side stream",
+        {"M": 256, "N": 256},
+    ),
+)
 
 
 def _on_hopper(name: str, old: str, new: str, kernel: str = "forward") -> Mutant:
@@ -452,6 +507,14 @@ HARDWARE: tuple[OnHardware, ...] = (
     *(
         OnHardware(fault, (_step(B=2, H=32_769, Hk=32_769, M=3, N=5, dtype="fp16"),))
         for fault in _named("axis 1 of the grid")
+    ),
+    *(
+        OnHardware(mutant, (_step(check, H=4, Hk=4, **_WIDE, **fields),))
+        for mutant, check, fields in _STREAMS
+    ),
+    *(
+        OnHardware(fault, (_step(M=64, N=40_000, **_WIDE),))
+        for fault in _named("at most 256 others")
     ),
     OnHardware(
         _PLAIN_DELTA,

@@ -251,3 +251,25 @@ def test_a_program_that_splits_waits_for_the_others():
 
     machine = Machine("0")
     machine.run([lambda: program(machine)])
+
+
+@pytest.mark.parametrize("space", ["shared", "global"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_store_is_announced_after_a_thread_barrier(space, ordered):
+    tile = np.zeros(2)
+
+    def program():
+        if space == "shared":
+            machine.wrote(tile)
+        else:
+            machine.wrote_globally()
+        if ordered:
+            machine.thread_barrier()
+        machine.check_announced(space)
+
+    machine = Machine("0")
+    if ordered:
+        machine.run([program])
+    else:
+        with pytest.raises(RaceError, match=f"no thread barrier between a store to {space} memory"):
+            machine.run([program])

@@ -17,8 +17,10 @@ import fa_kernels
 from fa_kernels.launch import hopper
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import problems_of
+from fa_verify.subjects.emulated import spec_of_order
 from fa_verify.subjects.emulation import emulate, texts_of
 from fa_verify.subjects.ours import flash_attention
 from fa_verify.verification import verify
@@ -51,7 +53,29 @@ def emulated(monkeypatch):
 
 
 def checked(*asked: Problem, guarantees=GUARANTEES):
-    return verify(flash_attention, problems=asked, guarantees=guarantees)
+    # Its source makes findings print a line that replays them in the emulation.
+    subject = dataclasses.replace(
+        Subject.of(flash_attention, "emulated"), source=spec_of_order("0")
+    )
+    return verify(subject, problems=asked, guarantees=guarantees)
+
+
+def test_a_finding_of_the_emulation_replays_in_the_emulation(emulated):
+    emulated(("pipeline", "    thread_barrier()\n    gl.atomic_add", "    gl.atomic_add"))
+    report = checked(SHARED, guarantees=("G1",))
+    assert "has no thread barrier between a store to global memory and the announcement" in str(
+        report
+    )
+    spec = "fa_verify.subjects.emulated:order_0"
+    assert f"replay: pytest --kernel={spec} --replay='{SHARED.to_json()}'" in str(report)
+    replayed = load(spec)
+    assert verify(replayed, problems=[SHARED], guarantees=("G1",))
+    tiles = replayed.tiles(SHARED)
+    assert tiles == hopper.forward_tile(SHARED.Dv) != portable_tiles(SHARED)
+
+
+def portable_tiles(asked: Problem) -> tuple[int, int]:
+    return flash_attention.tiles(dataclasses.replace(asked, config="portable"))
 
 
 @pytest.mark.parametrize("asked", PROBLEMS.values(), ids=PROBLEMS)
@@ -301,6 +325,19 @@ FAULTS = {
         "        signal(dk_sums)\n"
         "        gl.store(partial_rows(dv_sums, SHAPE, SUMS), state.dv)\n",
     ),
+    "sums are signalled before all warps have written them": (
+        "pipeline", "    thread_barrier()\n    gl.atomic_add", "    gl.atomic_add",
+    ),
+    "the work-tile index is announced before it is written": (
+        "forward",
+        "    thread_barrier()\n    mbarrier.arrive(barrier, count=1)\n",
+        "    mbarrier.arrive(barrier, count=1)\n",
+    ),
+    "a row of lse is announced before all lanes have written it": (
+        "backward",
+        "    thread_barrier()\n    mbarrier.arrive(barrier, count=1)\n",
+        "    mbarrier.arrive(barrier, count=1)\n",
+    ),
     "the signal is waited for, and not acquired": (
         "pipeline",
         'add(sums.signal_ptr, 0, sem="acquire")', 'add(sums.signal_ptr, 0, sem="relaxed")',
@@ -376,13 +413,14 @@ FAULTS = {
     ),
 }  # fmt: skip
 _KEYS = Mask(seqlens_k=(150, 100))
+# Programs share tiles.
+SHARED = dataclasses.replace(PROBLEMS["full"], M=300, N=600, H=2, config="default")
 SHOWN_BY = (
     dataclasses.replace(PROBLEMS["full"], N=700),
     dataclasses.replace(PROBLEMS["full"], M=300, N=1000, D=128, Dv=128, config="default"),
     dataclasses.replace(PROBLEMS["full"], B=2, M=400, N=150, mask=_KEYS, dirty="nan"),
     dataclasses.replace(PROBLEMS["full"], B=2, N=150, mask=_KEYS, dirty="nan", config="default"),
-    # Programs share tiles.
-    dataclasses.replace(PROBLEMS["full"], M=300, N=600, H=2, config="default"),
+    SHARED,
     # Programs take turns.
     dataclasses.replace(PROBLEMS["full"], H=8, Hk=8, M=70, config="default"),
 )

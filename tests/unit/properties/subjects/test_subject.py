@@ -126,7 +126,17 @@ def test_nothing_declared_excludes_nothing(problem):
 def test_everything_that_limits_the_domain_is_tried():
     limits = {word for row in DOMAINS for word in row[0]}
     conventions = {"returns_lse", "lse_grad", "score_mods", "lse_base", "empty_lse", "backward"}
-    judged = {"name", "source", "takes", "call", "bitwise", "numerics", "tiles", "pooled"}
+    judged = {
+        "cuda_graphs",
+        "name",
+        "source",
+        "takes",
+        "call",
+        "bitwise",
+        "numerics",
+        "tiles",
+        "pooled",
+    }
     assert {item.name for item in dataclasses.fields(Subject)} == limits | conventions | judged
 
 

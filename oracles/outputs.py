@@ -59,7 +59,8 @@ class Numerics:
         backward_reads: The results of the forward that the backward reads as they were returned,
             out of "out" and "lse". It computes delta from out, and P from lse, or from the maximum
             and the sum, "m_and_l", that lse was computed from. () if it reads neither, as in
-            automatic differentiation of a softmax. Gradients are judged given what is read.
+            automatic differentiation of a softmax, or if nothing is known. Gradients are judged
+            given what is read.
 
     Raises:
         ValueError: A declaration is out of range.
@@ -82,7 +83,7 @@ class Numerics:
     atomic: tuple[str, ...] = ()
     rescale_threshold: float = 0.0
     flushes: bool = False
-    backward_reads: tuple[str, ...] = ("out", "lse")
+    backward_reads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():

@@ -132,6 +132,7 @@ def adapted(package: ModuleType):
     flash_attention.lse_grad = True
     flash_attention.score_mods = ("softcap", "alibi", "bias")
     flash_attention.l_order = "tile"
+    flash_attention.backward_reads = ("out", "lse")
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
     configs = {name: declared(x) for name, x in package.CONFIGS.items()}
     configs |= {f"{name}{_ONE_PASS}": configs[name] | {"atomic": ("dq",)} for name in _IN_ONE_PASS}

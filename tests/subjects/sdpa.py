@@ -106,6 +106,7 @@ flash.causal_alignment = "top-left"
 flash.head_dims = tuple(range(8, 257, 8))
 flash.dv_ne_d = False
 flash.flushes = True
+flash.backward_reads = ("out", "lse")
 
 efficient.dtypes = ("fp16", "bf16", "fp32")
 efficient.gqa = False

@@ -46,7 +46,6 @@ attention.dtypes = ("fp64",)
 attention.masks = ()
 attention.zero_sizes = False
 attention.p_normalised = True
-attention.backward_reads = ()
 '''
 TESTS = "test_regression or (lies_within_its_bound and d16)"
 

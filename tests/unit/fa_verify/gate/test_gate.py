@@ -48,7 +48,6 @@ for _each in (attention, coarse, narrow):
     _each.masks = ("causal",)
     _each.m_ne_n = _each.gqa = _each.dv_ne_d = _each.zero_sizes = False
     _each.block_n = 64
-    _each.backward_reads = ()
 narrow.dtypes = ("fp16",)
 """
 # Runs pytest on each of several lists of arguments and prints the exit codes.

@@ -31,7 +31,6 @@ def attention(q, k, v, *, mask, sm_scale):
 
 attention.dtypes = ("fp16",)
 attention.head_dims = (16,)
-attention.backward_reads = ()
 attention.masks = ("causal",)
 attention.m_ne_n = attention.gqa = attention.zero_sizes = False
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
@@ -28,6 +29,12 @@ from tests.unit.oracles.bounds.test_bounds_agree import (
 )
 from tests.unit.oracles.bounds.test_numpy_bound import DECLARATIONS as EMULATED
 from tests.unit.oracles.bounds.test_numpy_bound import RUNGS
+
+
+def reading(**numerics: Any) -> Numerics:
+    """Numerics of a backward that reads out and lse."""
+    return Numerics(**{"backward_reads": ("out", "lse"), **numerics})
+
 
 READS = [(), ("out",), ("lse",), ("out", "lse"), ("m_and_l",), ("out", "m_and_l")]
 ADDED = ["", "softcap", "alibi", "bias", "dlse", "softcap alibi bias dlse"]
@@ -138,7 +145,7 @@ def of_many_keys(
     inputs = [stream.normal(i, "many", (1, 2, (700, 600, 600, 700)[i], 3)) for i in range(4)]
     call = {"mask": Mask(causal=True), "sm_scale": 0.7}
     truth = torch_reference.attention(*inputs, **call)
-    call |= {"in_dtype": in_dtype, "numerics": Numerics(block_n=block_n)}
+    call |= {"in_dtype": in_dtype, "numerics": reading(block_n=block_n)}
     given = given_forward.Returned(truth.out, truth.lse)
     got = given_forward.given_forward(*inputs, given=given, rows=rows, **call)
     if rows is None:
@@ -190,7 +197,7 @@ def test_a_rounding_is_known_unless_two_neighbours_are_as_near() -> None:
 @pytest.mark.parametrize("added", ["", "softcap", "alibi", "bias"])
 @pytest.mark.parametrize("in_dtype", DTYPES)
 def test_given_the_true_forward_the_gradients_are_the_true_ones(in_dtype, added):
-    drawn = Drawn(f"{in_dtype}/true {added}/0", Numerics(), added, share=0.0)
+    drawn = Drawn(f"{in_dtype}/true {added}/0", reading(), added, share=0.0)
     got = drawn.conditioned()
     for name in ("dq", "dk", "dv"):
         want, terms = (getattr(x, name) for x in (drawn.truth, drawn.judged.terms))
@@ -228,7 +235,7 @@ def test_the_bounds_of_forward_and_backward_imply_the_bound_of_the_whole(
     in_dtype, declared, case, monkeypatch
 ):
     added = ("", "softcap", "alibi", "bias")[case % 4]
-    numerics = Numerics(**DECLARATIONS[declared])
+    numerics = reading(**DECLARATIONS[declared])
     # A float64 bound is doubled: one half is the error of the oracle.
     share = 0.5 if in_dtype == "fp64" else 1.0
     drawn = Drawn(f"{in_dtype}/{declared} whole/{case}", numerics, added, share)
@@ -244,9 +251,10 @@ def test_the_bounds_of_forward_and_backward_imply_the_bound_of_the_whole(
 def worst_shares(kernel: Emulated, case: Case) -> list[float]:
     """The largest error of dq, dk and dv as shares of their bounds given out and lse."""
     got = kernel(case)
+    numerics = dataclasses.replace(kernel.numerics, backward_reads=("out", "lse"))
     value, limit = numpy_given_forward.backward(
         *case.arrays, out=got.out.astype(float), lse=got.lse.astype(float), mask=case.mask,
-        sm_scale=case.sm_scale, in_dtype=case.dtype, numerics=kernel.numerics, dlse=case.dlse,
+        sm_scale=case.sm_scale, in_dtype=case.dtype, numerics=numerics, dlse=case.dlse,
     )  # fmt: skip
     shares = []
     for x, y, most in zip(got[2:], value[2:], limit[2:], strict=True):
@@ -279,7 +287,7 @@ def test_an_emulated_backward_stays_within_the_bound_of_what_it_declares(declara
 
 
 def test_a_row_and_a_key_without_a_partner_are_exact() -> None:
-    drawn = Drawn("fp16/empty/0", Numerics())
+    drawn = Drawn("fp16/empty/0", reading())
     mask = Mask(causal=True, seqlens_q=(30,), seqlens_k=(20,))
     inputs = [stream.normal(i, "x", (1, 2, 40, 8)) for i in range(4)]
     call = drawn.call | {"mask": mask}
@@ -308,7 +316,7 @@ def test_the_sum_and_the_maximum_cost_the_roundings_of_a_logarithm() -> None:
             one, 3 * one, one, one, given=given, mask=Mask(), sm_scale=1.0, in_dtype="fp32",
             numerics=numerics,
         ).dv_bound.item()  # fmt: skip
-    c = constants("fp32", Numerics())
+    c = constants("fp32", reading())
     assert bounds["m_and_l"] - bounds["lse"] == pytest.approx(c.u_log + 6 * c.u, rel=1e-4)
 
 

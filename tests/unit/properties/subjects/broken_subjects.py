@@ -17,7 +17,6 @@ class Eager:
     score_mods: tuple[str, ...] = ()
     bitwise = ("G4", "G5", "G10")
     devices = ("cpu",)
-    backward_reads = ()
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault

@@ -24,6 +24,7 @@ class FlashAttention2:
 
     returns_lse = True
     devices = ("cpu",)
+    backward_reads = ("out", "lse")
 
     def __init__(self, fault: str = "", keeps_sums: bool = False) -> None:
         """With ``keeps_sums``, the backward reads a row's maximum and sum in place of lse."""

@@ -53,7 +53,6 @@ attention = _attention.apply
 _attention.seqlen_multiple = 16
 _attention.dtypes = ("bf16", "fp32")
 _attention.p_normalised = True
-_attention.backward_reads = ()
 """
 
 

@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help verify test gate baseline sanitize mutation fuzz findings lint docs format bench clean
+.PHONY: help verify test gate baseline sanitize mutation fuzz findings lint docs format bench power clean
 
 MINUTES ?= 10
 # Portable kernels in small tiles, Hopper's in both passes, and more programs than calls often have.
@@ -72,6 +72,9 @@ format: $(environment) ## format and fix what ruff can
 
 bench: $(environment) ## speed beside cuDNN, FlexAttention and SDPA; needs a GPU
 	$(python) -m benchmarks.speed
+
+power: $(environment) ## detection limits of the checks: build/power.json; WRITE=1: to results/
+	$(python) -m benchmarks.power $(if $(QUICK),--quick) $(if $(WRITE),--write)
 
 clean: ## remove .venv, caches and build leftovers
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build fa_verify.egg-info

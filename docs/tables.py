@@ -11,7 +11,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,68 @@ def _failures() -> list[str]:
     return failures.lines()
 
 
+def _limits() -> Mapping[str, Any]:
+    """The detection limits that a GPU measured; without them, those that a CPU measured."""
+    places = (RESULTS, ROOT / "results" / "cpu")
+    found = next(x for x in (place / "power.json" for place in places) if x.exists())
+    return json.loads(found.read_text(encoding="utf-8"))
+
+
+def _percent(sizes: Iterable[float]) -> str:
+    """The least size in percent; a dash without one."""
+    least = min(sizes, default=None)
+    return "-" if least is None else f"{float(f'{100 * least:.2g}'):g}"
+
+
+def _power_run() -> list[str]:
+    run = _limits()
+    device = "the CPU" if run["subject"] == "benchmarks.emulated" else run["device"]
+    return [
+        f"Measured on {device}: `{run['subject']}`, {run['seeds']} seeds, at most {run['rows']} "
+        f"rows, head_dim {run['head_dim']}. Of {run['problems']:,} problems, "
+        f"{run['false_alarms']} raised a false alarm."
+    ]
+
+
+def _power(output: str) -> list[str]:
+    """A line for each fault and dtype; columns of each N: bound, given the forward, statistics."""
+    of_dtypes = _limits()["limits"]["normal"]
+    lengths = [*next(iter(of_dtypes.values()))]
+    given = () if output == "out" else ("backward",)
+    columns = ("bound", *given, "statistics")
+    head = [
+        f"N = {int(N):,}: {columns[0]}" if not place else column
+        for N in lengths
+        for place, column in enumerate(columns)
+    ]
+    rows = []
+    for fault in next(iter(of_dtypes.values()))[lengths[0]]:
+        for dtype, of_lengths in of_dtypes.items():
+            cells = []
+            for N in lengths:
+                sizes = dict(of_lengths[N][fault][output])
+                cells += [_percent([sizes.pop(x)] if x in sizes else ()) for x in columns[:-1]]
+                cells.append(_percent(sizes.values()))
+            rows.append((fault, dtype, *cells))
+    return markdown(("fault, %", "dtype", *head), rows)
+
+
+def _power_families() -> list[str]:
+    """A line for each family and dtype: the least limit of dq of any check, by fault."""
+    limits = _limits()["limits"]
+    rows = []
+    faults: Sequence[str] = ()
+    for family, of_dtypes in limits.items():
+        for dtype, of_lengths in of_dtypes.items():
+            N, table = [*of_lengths.items()][-1]
+            if table is None:
+                rows.append((family, dtype, "out of range", *[""] * (len(faults) - 1)))
+                continue
+            faults = [*table]
+            rows.append((family, dtype, *(_percent(x["dq"].values()) for x in table.values())))
+    return markdown((f"family, N = {int(N):,}, %", "dtype", *faults), rows)
+
+
 def _options() -> list[str]:
     import pytest
 
@@ -183,6 +245,10 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "findings-short": _short,
     "versions": _versions,
     "mutants": _mutants,
+    "power-run": _power_run,
+    "power-dq": lambda: _power("dq"),
+    "power-out": lambda: _power("out"),
+    "power-families": _power_families,
     "options": _options,
     "failures": _failures,
 }

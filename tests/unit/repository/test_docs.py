@@ -45,6 +45,8 @@ PARSED = {
     "make format": "changes files",
     "make lint": "runs over everything",
     "make mutation": "takes a quarter of an hour",
+    "make power": "takes minutes",
+    "make power WRITE=1": "takes minutes",
     "make test": "runs everything",
     "make verify": "takes minutes",
     "make baseline BASELINE=baselines/local.json": "takes minutes",

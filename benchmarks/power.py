@@ -1,0 +1,332 @@
+"""The detection limits of the checks: ``python -m benchmarks.power [--quick | --write]``.
+
+A correct kernel computes the outputs of a problem. A fault multiplies part of a stored output by
+1 + r, and each check is asked about the changed outputs. The limit is the smallest r of a grid that
+the check finds in 99 % of the seeds, of one problem with one head. A check that finds anything in
+the unchanged outputs raises a false alarm: the command prints its replay line and returns 1.
+
+On a GPU the kernel is ours; elsewhere it is ``benchmarks.emulated``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import emulated
+from fa_verify.oracles.outputs import Outputs
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import GIVEN, STATISTICS, Check, accuracy
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.pytest_plugin.findings.environment import device_name, slug, versions
+
+__all__ = [
+    "CHECKS",
+    "DTYPES",
+    "FAMILIES",
+    "FAULTS",
+    "GRID",
+    "Case",
+    "Limits",
+    "cases",
+    "changed",
+    "main",
+    "measured",
+    "subject_of",
+]
+
+ROOT = Path(__file__).parents[1]
+# Relative sizes of faults: four to a power of ten.
+GRID = tuple(10 ** (step / 4) for step in range(-28, 5))
+HEAD_DIM = 64
+TILE = 64  # rows of a tile
+# The outputs that faults change. The backward reads out, so a check of gradients given the forward
+# judges no fault of out.
+OUTPUTS = ("out", "dq", "dk", "dv")
+CHECKS: Mapping[str, Check] = {"bound": accuracy, **GIVEN, **STATISTICS}
+# Input family and sm_scale.
+FAMILIES: Mapping[str, tuple[str, float | None]] = {
+    "normal": ("normal", None),
+    "peaked": ("normal", 1.0),
+    "rising_max": ("rising_max", None),
+    "needle": ("needle_visible", None),
+    "lse_high": ("lse_high_6e4", None),
+}
+DTYPES = ("bf16", "fp16", "fp32", "tf32")
+LENGTHS = {"cpu": (128, 1024, 4096), "cuda": (128, 1024, 4096, 16_384, 65_536)}
+SEEDS = {"cpu": 5, "cuda": 100}
+# Rows of a problem, or N where that is less: the oracle's float64 matrices have rows x N elements.
+ROWS = 256
+
+
+class Case(NamedTuple):
+    """The problems that differ in their seeds only."""
+
+    family: str
+    dtype: str
+    N: int
+
+    def problem(self, seed: int, device: str, rows: int = ROWS) -> Problem:
+        """Returns the problem of a seed."""
+        inputs, sm_scale = FAMILIES[self.family]
+        tf32 = self.dtype == "tf32"
+        return Problem(
+            M=min(self.N, rows), N=self.N, D=HEAD_DIM, Dv=HEAD_DIM, sm_scale=sm_scale,
+            dtype="fp32" if tf32 else self.dtype, inputs=inputs, seed=seed, device=device,
+            config="tf32" if tf32 and device == "cuda" else "default",
+        )  # fmt: skip
+
+
+def _everything(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(x, dtype=torch.bool)
+
+
+def _rows(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Chooses from consecutive groups of ``count`` rows the one whose RMS is nearest to all's."""
+
+    def group(x: torch.Tensor) -> torch.Tensor:
+        squares = x.double().square().mean(3).flatten()
+        sizes = torch.stack([part.mean() for part in squares.split(count)]).sqrt()
+        chosen = _nearest(sizes, x)
+        place = torch.arange(x.shape[2], device=x.device).view(-1, 1)
+        return (place // count == chosen).expand_as(x)
+
+    return group
+
+
+def _element(x: torch.Tensor) -> torch.Tensor:
+    """Chooses the element whose absolute value is nearest to the RMS of all."""
+    chosen = _nearest(x.double().abs().flatten(), x)
+    return (torch.arange(x.numel(), device=x.device) == chosen).view(x.shape)
+
+
+def _nearest(sizes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (sizes - x.double().square().mean().sqrt()).abs().argmin()
+
+
+# The part of an output of one head that a fault changes. Rows of dk and dv are keys.
+FAULTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "everything": _everything,
+    "one tile": _rows(TILE),
+    "one row": _rows(1),
+    "one element": _element,
+}
+
+
+def changed(trial: Trial, fault: str, sizes: Mapping[str, float]) -> Trial:
+    """Returns the trial with a fault in its stored outputs.
+
+    Args:
+        trial: The run of a correct kernel.
+        fault: One of ``FAULTS``.
+        sizes: Relative size of the fault by the name of an output.
+    """
+    got = trial.got._asdict()
+    for name, size in sizes.items():
+        x = got[name]
+        where = FAULTS[fault](x)
+        got[name] = torch.where(where, (x.double() * (1 + size)).to(x.dtype), x)
+    found = dataclasses.replace(trial, got=Outputs(**got))
+    if "variances" in vars(trial):  # computed once: they do not depend on the outputs
+        vars(found)["variances"] = trial.variances
+    return found
+
+
+class Limits:
+    """The limits of one check and fault over the seeds of a case, by output.
+
+    Args:
+        seeds: The number of seeds, of which one in a hundred may miss the fault.
+    """
+
+    def __init__(self, check: str, fault: str, seeds: int) -> None:
+        self.check, self.fault = check, fault
+        self.kept = 1 + seeds // 100
+        # The largest places in the grid that seeds needed, in falling order.
+        self.largest: dict[str, list[int]] = {
+            name: [] for name in OUTPUTS if name != "out" or check not in GIVEN
+        }
+
+    def add(self, trial: Trial) -> None:
+        """Asks the check about the faults of a trial, for all outputs at a time."""
+        least = dict.fromkeys(self.largest, 0)
+        most = dict.fromkeys(self.largest, len(GRID))
+        # A seed that needs no more than the smallest kept place does not change the limit.
+        full = {name: x[-1] for name, x in self.largest.items() if len(x) == self.kept}
+        asked = {name: place for name, place in full.items() if place < len(GRID)}
+        for name in full.keys() - asked:
+            least[name] = len(GRID)
+        while True:
+            found = self._found(trial, asked)
+            for name, place in asked.items():
+                if name not in found:
+                    least[name] = place + 1
+                else:
+                    most[name] = place
+                    if full.get(name) == place:
+                        least[name] = place
+            open_ = [name for name in least if least[name] < most[name]]
+            if not open_:
+                break
+            asked = {name: (least[name] + most[name]) // 2 for name in open_}
+        for name, places in self.largest.items():
+            places.append(most[name])
+            places.sort(reverse=True)
+            del places[self.kept :]
+
+    def _found(self, trial: Trial, places: Mapping[str, int]) -> set[str]:
+        sizes = {name: GRID[place] for name, place in places.items()}
+        if not sizes:
+            return set()
+        return {x.output for x in CHECKS[self.check](changed(trial, self.fault, sizes))}
+
+    def found(self) -> dict[str, float]:
+        """The limit by output, without outputs whose largest faults are missed."""
+        return {
+            name: float(f"{GRID[places[-1]]:.3g}")
+            for name, places in self.largest.items()
+            if places and places[-1] < len(GRID)
+        }
+
+
+def subject_of(case: Case, device: str) -> Subject:
+    """Returns the correct kernel."""
+    if device == "cuda":
+        from fa_verify.subjects.ours import flash_attention
+
+        return Subject.of(flash_attention, "ours")
+    name = "attention_tf32" if case.dtype == "tf32" else "attention"
+    call = getattr(emulated, name)
+    return dataclasses.replace(
+        Subject.of(call, "emulated"), source=f"benchmarks/emulated.py:{name}"
+    )
+
+
+def measured(
+    case: Case, seeds: int, device: str = "cpu", rows: int = ROWS, faults: Iterable[str] = FAULTS
+) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """Returns the limits by fault, output and check, and the false alarms.
+
+    The limits are None where the problems are out of range.
+    """
+    subject = subject_of(case, device)
+    limits = [Limits(check, fault, seeds) for check in CHECKS for fault in faults]
+    alarms: list[Finding] = []
+    for seed in range(seeds):
+        trial = run_trial(subject, case.problem(seed, device, rows))
+        if trial is None:
+            return None, alarms
+        false = [x for check in CHECKS.values() for x in check(trial)]
+        if false:
+            alarms += [dataclasses.replace(x, kernel=subject.source) for x in false]
+            continue
+        for of in limits:
+            of.add(trial)
+    table: dict[str, Any] = {fault: {name: {} for name in OUTPUTS} for fault in faults}
+    for of in limits:
+        for name, size in of.found().items():
+            table[of.fault][name][of.check] = size
+    return table, alarms
+
+
+def cases(lengths: Sequence[int], families: Iterable[str]) -> Iterator[Case]:
+    """Yields every case, the shortest first."""
+    for N in lengths:
+        for family in families:
+            for dtype in DTYPES:
+                yield Case(family, dtype, N)
+
+
+def _each(one: Callable[[Case], Any], asked: Sequence[Case], workers: int) -> Iterator[Any]:
+    """Yields the result of each case, in order."""
+    if workers == 1:
+        yield from map(one, asked)
+        return
+    with ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),  # CUDA does not survive a fork
+        initializer=torch.set_num_threads,
+        initargs=(1,),
+    ) as pool:
+        yield from pool.map(one, asked)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 after a false alarm."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.power")
+    parser.add_argument("--quick", action="store_true", help="N = 128 and 1,024; N(0,1)")
+    parser.add_argument("--seeds", type=int, help="seeds of a case (default: 5, on a GPU 100)")
+    parser.add_argument("--rows", type=int, default=ROWS, help="most rows (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help="write to results/ instead of build/")
+    parser.add_argument("--workers", type=int, help="processes (default: all CPUs, at most 8)")
+    options = parser.parse_args(arguments)
+    if options.quick and options.write:
+        parser.error("--write needs every length and family; --quick leaves some out")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    seeds = options.seeds or SEEDS[device]
+    workers = options.workers or min(8, os.cpu_count() or 1)
+    lengths, families = LENGTHS[device], tuple(FAMILIES)
+    if options.quick:
+        lengths, families = lengths[:2], families[:1]
+    started = time.perf_counter()
+    limits: dict[str, Any] = {}
+    alarms: list[Finding] = []
+    asked = tuple(cases(lengths, families))
+    one = functools.partial(measured, seeds=seeds, device=device, rows=options.rows)
+    for case, (table, false) in zip(asked, _each(one, asked, workers), strict=True):
+        alarms += false
+        limits.setdefault(case.family, {}).setdefault(case.dtype, {})[str(case.N)] = table
+        print(_line(case, table), flush=True)
+    for alarm in alarms:
+        print(f"false alarm: {alarm}")
+    alarmed = {alarm.problem for alarm in alarms}
+    ran = sum(x is not None for of in limits.values() for y in of.values() for x in y.values())
+    record = {
+        "device": device_name(), "versions": versions(),
+        "subject": "fa_kernels" if device == "cuda" else "benchmarks.emulated",
+        "seeds": seeds, "rows": options.rows, "head_dim": HEAD_DIM,
+        "problems": ran * seeds, "false_alarms": len(alarmed),
+        "limits": limits,
+    }  # fmt: skip
+    folder = ROOT / ("results" if options.write else "build")
+    if options.write:
+        folder /= slug(device_name()) if device == "cuda" else "cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "power.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(
+        f"{ran * seeds} problems, {len(alarmed)} with a false alarm, "
+        f"{time.perf_counter() - started:.0f} s; wrote {path.relative_to(ROOT)}"
+    )
+    return int(bool(alarms))
+
+
+def _line(case: Case, table: Mapping[str, Any] | None) -> str:
+    """Formats the limits of dq: the bound's, then the least of all checks."""
+    if table is None:
+        return f"{case.family} {case.dtype} N={case.N}: out of range"
+    cells = []
+    for fault, of in table.items():
+        found = of["dq"]
+        bound, best = found.get("bound", math.inf), min(found.values(), default=math.inf)
+        cells.append(f"{fault} {bound:.2g} {best:.2g}")
+    return f"{case.family} {case.dtype} N={case.N}, dq (bound, best): {'; '.join(cells)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

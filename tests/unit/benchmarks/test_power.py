@@ -1,0 +1,101 @@
+"""Detection limits: they reproduce known ones, and a false alarm fails the command."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import power
+from fa_verify.properties.checks.accuracy import accuracy
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.trial import Trial, run_trial
+
+CASE = power.Case("normal", "fp32", 128)
+
+
+def trial_of(case: power.Case = CASE, seed: int = 1) -> Trial:
+    trial = run_trial(power.subject_of(case, "cpu"), case.problem(seed, "cpu", rows=96))
+    assert trial is not None
+    return trial
+
+
+# In 16 bits the rounding of out is a large part of its bound.
+@pytest.mark.parametrize("dtype", ["fp32", "tf32"])
+def test_the_limit_of_the_bound_follows_from_the_bound(dtype: str) -> None:
+    case = CASE._replace(dtype=dtype)
+    limits, alarms = power.measured(case, 1, rows=96, faults=["everything", "one row"])
+    assert alarms == []
+    assert limits is not None
+    trial = trial_of(case, seed=0)
+    for fault in limits:
+        for name in power.OUTPUTS:
+            where = power.FAULTS[fault](getattr(trial.got, name))
+            want, bound = (getattr(x, name)[where] for x in (trial.want, trial.judgement.bound))
+            known = float((bound / want.abs()).min())
+            assert known / 1.5 <= limits[fault][name]["bound"] <= 2 * known
+
+
+@pytest.mark.parametrize(
+    ("fault", "elements"), [("everything", 96 * 64), ("one tile", 64 * 64), ("one row", 64),
+                            ("one element", 1)]
+)  # fmt: skip
+def test_a_fault_changes_its_part_alone(fault: str, elements: int) -> None:
+    trial = trial_of()
+    found = power.changed(trial, fault, {"dq": 0.5})
+    assert trial.got.dq is not None
+    assert found.got.dq is not None
+    differs = found.got.dq != trial.got.dq
+    assert int(differs.sum()) == elements
+    torch.testing.assert_close(found.got.dq[differs], 1.5 * trial.got.dq[differs])
+    assert all(found.got[i] is trial.got[i] for i in (0, 1, 3, 4))
+    rms = trial.got.dq.square().mean().sqrt()
+    assert 0.8 < float(trial.got.dq[differs].square().mean().sqrt() / rms) < 1.25
+
+
+@pytest.mark.parametrize(("seeds", "missed"), [(5, 0), (100, 1)])
+def test_a_limit_is_found_in_99_of_100_seeds(
+    seeds: int, missed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(len(power.GRID) + 1, (seeds, 4), generator=generator)
+    sharp = dict(zip(power.OUTPUTS, places.mT.tolist(), strict=True))
+    grid = (*power.GRID, float("inf"))
+
+    def changed(seed, fault, sizes):
+        return {name: x >= grid[sharp[name][seed]] for name, x in sizes.items()}
+
+    monkeypatch.setattr(power, "changed", changed)
+    monkeypatch.setattr(
+        power, "CHECKS",
+        {"stub": lambda found: [SimpleNamespace(output=name) for name in found if found[name]]},
+    )  # fmt: skip
+    limits = power.Limits("stub", "everything", seeds)
+    for seed in range(seeds):
+        limits.add(seed)
+    want = {name: sorted(x)[seeds - 1 - missed] for name, x in sharp.items()}
+    kept = {name: float(f"{grid[i]:.3g}") for name, i in want.items() if i < len(power.GRID)}
+    assert limits.found() == kept
+
+
+def test_a_false_alarm_fails_the_command_and_prints_its_replay_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path
+) -> None:
+    def too_sharp(trial: Trial) -> list[Finding]:
+        return accuracy(power.changed(trial, "everything", {"dq": 1.0}))
+
+    monkeypatch.setattr(power, "ROOT", tmp_path)
+    monkeypatch.setattr(power, "DTYPES", ("bf16",))
+    monkeypatch.setattr(power, "LENGTHS", {"cpu": (64,)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert power.main(["--quick", "--seeds=1", "--workers=1"]) == 0
+    assert json.loads((tmp_path / "build/power.json").read_text())["false_alarms"] == 0
+    monkeypatch.setattr(power, "CHECKS", {"bound": too_sharp})
+    assert power.main(["--quick", "--seeds=2", "--workers=1"]) == 1
+    record = json.loads((tmp_path / "build/power.json").read_text())
+    assert (record["problems"], record["false_alarms"]) == (2, 2)
+    said = capsys.readouterr().out
+    assert "false alarm: G1 accuracy: dq of emulated leaves the derived bound" in said
+    assert "replay: pytest --kernel=benchmarks/emulated.py:attention --replay='" in said

@@ -18,7 +18,13 @@ DTYPES = ("fp16", "bf16", "fp32")
 
 
 @attention_kernel(
-    dtypes=DTYPES, masks=(), gqa=False, zero_sizes=False, returns_lse=True, devices=("cpu",)
+    dtypes=DTYPES,
+    masks=(),
+    gqa=False,
+    zero_sizes=False,
+    returns_lse=True,
+    devices=("cpu",),
+    backward_reads=("out", "lse"),
 )
 def attention(q, k, v, *, mask, sm_scale):
     """Returns (out, lse)."""
@@ -27,7 +33,7 @@ def attention(q, k, v, *, mask, sm_scale):
 
 @attention_kernel(
     dtypes=("fp32",), masks=(), gqa=False, zero_sizes=False, returns_lse=True, devices=("cpu",),
-    dots="tf32",
+    dots="tf32", backward_reads=("out", "lse"),
 )  # fmt: skip
 def attention_tf32(q, k, v, *, mask, sm_scale):
     """Returns (out, lse); the operands of every dot are rounded to TF32."""

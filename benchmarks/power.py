@@ -29,7 +29,7 @@ import torch
 from benchmarks import emulated
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import GIVEN, STATISTICS, Check, accuracy
+from fa_verify.properties.checks.guarantees import STATISTICS, Check, accuracy, backward
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
@@ -58,7 +58,9 @@ TILE = 64  # rows of a tile
 # The outputs that faults change. The backward reads out, so a check of gradients given the forward
 # judges no fault of out.
 OUTPUTS = ("out", "dq", "dk", "dv")
-CHECKS: Mapping[str, Check] = {"bound": accuracy, **GIVEN, **STATISTICS}
+CHECKS: Mapping[str, Check] = {
+    "bound": accuracy, "backward": backward, **STATISTICS
+}  # fmt: skip
 # Input family and sm_scale.
 FAMILIES: Mapping[str, tuple[str, float | None]] = {
     "normal": ("normal", None),
@@ -159,7 +161,7 @@ class Limits:
         self.kept = 1 + seeds // 100
         # The largest places in the grid that seeds needed, in falling order.
         self.largest: dict[str, list[int]] = {
-            name: [] for name in OUTPUTS if name != "out" or check not in GIVEN
+            name: [] for name in OUTPUTS if name != "out" or check != "backward"
         }
 
     def add(self, trial: Trial) -> None:

@@ -1,6 +1,6 @@
 """FlashAttention-2 in PyTorch, untiled: float32 between casts, as on a GPU.
 
-``benchmarks.power`` measures with it where there is no GPU.
+``benchmarks.power`` measures with it, because it tells the values before their last rounding.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import torch
 
 from fa_verify.properties.subjects.attention_kernel import attention_kernel
 
-__all__ = ["attention", "attention_tf32"]
+__all__ = ["UNROUNDED", "attention", "attention_tf32"]
 
+# The float32 results of the last call and its gradients, by output.
+UNROUNDED: dict[str, torch.Tensor] = {}
 LOG2E = math.log2(math.e)
 DTYPES = ("fp16", "bf16", "fp32")
 
@@ -23,7 +25,6 @@ DTYPES = ("fp16", "bf16", "fp32")
     gqa=False,
     zero_sizes=False,
     returns_lse=True,
-    devices=("cpu",),
     backward_reads=("out", "lse"),
 )
 def attention(q, k, v, *, mask, sm_scale):
@@ -32,7 +33,7 @@ def attention(q, k, v, *, mask, sm_scale):
 
 
 @attention_kernel(
-    dtypes=("fp32",), masks=(), gqa=False, zero_sizes=False, returns_lse=True, devices=("cpu",),
+    dtypes=("fp32",), masks=(), gqa=False, zero_sizes=False, returns_lse=True,
     dots="tf32", backward_reads=("out", "lse"),
 )  # fmt: skip
 def attention_tf32(q, k, v, *, mask, sm_scale):
@@ -56,7 +57,8 @@ class _Attention(torch.autograd.Function):
         m = scores.amax(3, keepdim=True)
         p = torch.exp2(scores - m)
         total = p.sum(3, keepdim=True)
-        out = (cast(p) @ cast(v) / total).to(q.dtype)
+        UNROUNDED["out"] = (cast(p) @ cast(v) / total).detach()
+        out = UNROUNDED["out"].to(q.dtype)
         lse = ((m + total.log2()) / LOG2E).squeeze(3)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.given = cast, sm_scale
@@ -71,4 +73,5 @@ class _Attention(torch.autograd.Function):
         delta = (out.float() * dout.float()).sum(3, keepdim=True)
         ds, p = (cast(x) for x in (p * (cast(dout) @ cast(v).mT - delta), p))
         dq, dk, dv = ds @ cast(k) * sm_scale, ds.mT @ cast(q) * sm_scale, p.mT @ cast(dout)
+        UNROUNDED.update(dq=dq, dk=dk, dv=dv)
         return None, None, *(x.to(q.dtype) for x in (dq, dk, dv))

@@ -1,11 +1,10 @@
 """The detection limits of the checks: ``python -m benchmarks.power [--quick | --write]``.
 
-A correct kernel computes the outputs of a problem. A fault multiplies part of a stored output by
-1 + r, and each check is asked about the changed outputs. The limit is the smallest r of a grid that
-the check finds in 99 % of the seeds, of one problem with one head. A check that finds anything in
-the unchanged outputs raises a false alarm: the command prints its replay line and returns 1.
-
-On a GPU the kernel is ours; elsewhere it is ``benchmarks.emulated``.
+A correct kernel, ``benchmarks.emulated``, computes the outputs of a problem. A fault multiplies
+part of an output by 1 + r before its last rounding. Each check is asked about the changed outputs.
+The limit is the smallest r of a grid that the check finds in 99 % of the seeds. A problem has one
+head. A check that finds anything in the unchanged outputs raises a false alarm: the command prints
+its replay line and returns 1.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ class Case(NamedTuple):
         return Problem(
             M=min(self.N, rows), N=self.N, D=HEAD_DIM, Dv=HEAD_DIM, sm_scale=sm_scale,
             dtype="fp32" if tf32 else self.dtype, inputs=inputs, seed=seed, device=device,
-            config="tf32" if tf32 and device == "cuda" else "default",
         )  # fmt: skip
 
 
@@ -131,7 +129,7 @@ FAULTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def changed(trial: Trial, fault: str, sizes: Mapping[str, float]) -> Trial:
-    """Returns the trial with a fault in its stored outputs.
+    """Returns the trial with a fault in its outputs, before their last rounding.
 
     Args:
         trial: The run of a correct kernel.
@@ -141,8 +139,8 @@ def changed(trial: Trial, fault: str, sizes: Mapping[str, float]) -> Trial:
     got = trial.got._asdict()
     for name, size in sizes.items():
         x = got[name]
-        where = FAULTS[fault](x)
-        got[name] = torch.where(where, (x.double() * (1 + size)).to(x.dtype), x)
+        faulty = emulated.UNROUNDED[name].detach().double() * (1 + size)
+        got[name] = torch.where(FAULTS[fault](x), faulty.to(x.dtype), x)
     found = dataclasses.replace(trial, got=Outputs(**got))
     if "variances" in vars(trial):  # computed once: they do not depend on the outputs
         vars(found)["variances"] = trial.variances
@@ -206,12 +204,8 @@ class Limits:
         }
 
 
-def subject_of(case: Case, device: str) -> Subject:
+def subject_of(case: Case) -> Subject:
     """Returns the correct kernel."""
-    if device == "cuda":
-        from fa_verify.subjects.ours import flash_attention
-
-        return Subject.of(flash_attention, "ours")
     name = "attention_tf32" if case.dtype == "tf32" else "attention"
     call = getattr(emulated, name)
     return dataclasses.replace(
@@ -226,7 +220,7 @@ def measured(
 
     The limits are None where the problems are out of range.
     """
-    subject = subject_of(case, device)
+    subject = subject_of(case)
     limits = [Limits(check, fault, seeds) for check in CHECKS for fault in faults]
     alarms: list[Finding] = []
     for seed in range(seeds):

@@ -17,7 +17,7 @@ CASE = power.Case("normal", "fp32", 128)
 
 
 def trial_of(case: power.Case = CASE, seed: int = 1) -> Trial:
-    trial = run_trial(power.subject_of(case, "cpu"), case.problem(seed, "cpu", rows=96))
+    trial = run_trial(power.subject_of(case), case.problem(seed, "cpu", rows=96))
     assert trial is not None
     return trial
 

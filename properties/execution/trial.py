@@ -26,6 +26,7 @@ from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [
     "BiasRun",
+    "ChangedInputError",
     "PlannedRun",
     "SubjectError",
     "Trial",
@@ -79,7 +80,22 @@ class Trial:
 
 
 class SubjectError(Exception):
-    """The subject raised an exception other than NotImplementedError, or returned a wrong form."""
+    """The subject raised an exception other than NotImplementedError, or returned no valid result.
+
+    Attributes:
+        guarantee: See ``Finding``.
+        claim: See ``Finding``.
+    """
+
+    guarantee = "exception"
+    claim = "returns no valid result; needs one, or NotImplementedError as a refusal"
+
+
+class ChangedInputError(SubjectError):
+    """The subject wrote to an input."""
+
+    guarantee = "inputs"
+    claim = "changes its inputs in place; needs to leave them as they are"
 
 
 @contextmanager
@@ -126,7 +142,7 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
         SubjectError: The subject raises, or an output has a wrong shape or dtype.
         NotImplementedError: The subject refuses the problem.
     """
-    with _faults_of_the_subject():
+    with _faults_of_the_subject(inputs):
         return _run(subject, problem, inputs)
 
 
@@ -145,7 +161,7 @@ def run_bias_gradient(subject: Subject, problem: Problem, inputs: Inputs) -> Bia
         SubjectError: The subject raises, or the gradient's shape or dtype is not the bias's.
         NotImplementedError: The subject refuses the problem.
     """
-    with _faults_of_the_subject():
+    with _faults_of_the_subject(inputs):
         return _run_bias(subject, problem, inputs)
 
 
@@ -170,7 +186,7 @@ def run_pooled(
     """
     q, k, v = inputs[:3]
     shape = (*q.shape[:2], -(-problem.M // size[0]), -(-problem.N // size[1]))
-    with _faults_of_the_subject():
+    with _faults_of_the_subject(inputs):
         with _poisoned_allocations():
             pooled = subject.run_pooled(q, k, v, problem, pool, size)
         _check_form("pooled", pooled, q, shape)
@@ -178,14 +194,39 @@ def run_pooled(
 
 
 @contextmanager
-def _faults_of_the_subject() -> Iterator[None]:
-    """Convert exceptions inside the block to SubjectError, except NotImplementedError."""
+def _faults_of_the_subject(inputs: Inputs) -> Iterator[None]:
+    """Convert exceptions inside the block to SubjectError, except NotImplementedError.
+
+    Raises:
+        ChangedInputError: The block changes a bit of an input.
+    """
+    given = {name: x for name, x in inputs._asdict().items() if x is not None}
+    before = [x.clone(memory_format=torch.contiguous_format) for x in given.values()]
     try:
         yield
     except NotImplementedError:
         raise
     except Exception as error:
         raise SubjectError(_told(error)) from error
+    changed = [
+        (_bits(x) != _bits(old)).sum() for x, old in zip(given.values(), before, strict=True)
+    ]
+    # Synchronise with the GPU once for all inputs.
+    counts = torch.stack(changed).tolist()
+    if any(counts):
+        raise ChangedInputError(
+            "\n".join(
+                f"{name} differs from its value before the call in {count:,} of "
+                f"{x.numel():,} elements"
+                for (name, x), count in zip(given.items(), counts, strict=True)
+                if count
+            )
+        )
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of floats as integers, so that NaN equals itself."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _run_bias(subject: Subject, problem: Problem, inputs: Inputs) -> BiasRun:

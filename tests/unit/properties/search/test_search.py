@@ -282,6 +282,33 @@ def test_a_refused_second_run_does_not_hide_a_wrong_first():
     assert finding.guarantee == "G1 accuracy"
 
 
+class Writes(Eager):
+    """Writes to an input, in the forward or, for dout, in the backward."""
+
+    score_mods = ("bias",)
+
+    def __call__(self, q, k, v, **rest):
+        out, lse = super().__call__(q, k, v, **rest)
+        given = {"q": q, "k": k, "v": v, "bias": rest.get("bias")}
+        if self.fault == "dout":
+            out.register_hook(negate_the_last_row)
+        else:
+            negate_the_last_row(given[self.fault])
+        return out, lse
+
+
+def negate_the_last_row(x):
+    x.data[0, 0, -1].neg_()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "bias"])
+def test_a_changed_input_is_named(name):
+    problem = dataclasses.replace(GOOD, bias="normal/mn")
+    (finding,) = runner_of(Writes(name)).findings(problem, guarantees.independence)
+    assert (finding.guarantee, finding.raised.split()[0]) == ("inputs", name)
+    assert str(finding).startswith("inputs: subject changes its inputs in place; needs to")
+
+
 def test_an_output_of_another_shape_is_a_finding():
     class Flat(Long):
         def of_many_keys(self, out, lse):

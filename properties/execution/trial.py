@@ -30,6 +30,7 @@ __all__ = [
     "PlannedRun",
     "SubjectError",
     "Trial",
+    "WrongFormError",
     "plan_run",
     "run_bias_gradient",
     "run_pooled",
@@ -91,6 +92,13 @@ class SubjectError(Exception):
     claim = "returns no valid result; needs one, or NotImplementedError as a refusal"
 
 
+class WrongFormError(SubjectError):
+    """An output has a wrong shape or dtype."""
+
+    guarantee = "form"
+    claim = "returns an output of a wrong shape or dtype"
+
+
 class ChangedInputError(SubjectError):
     """The subject wrote to an input."""
 
@@ -123,14 +131,14 @@ def _check_form(name: str, got: torch.Tensor, like: torch.Tensor, shape: tuple[i
     """Check the shape and dtype of an output, which comparisons of values do not cover.
 
     Raises:
-        AssertionError: The shape or dtype is wrong. lse and pooled probabilities are float64 for
+        WrongFormError: The shape or dtype is wrong. lse and pooled probabilities are float64 for
             float64 inputs and float32 otherwise; other outputs have the dtype of the inputs.
     """
     dtype = like.dtype
     if name in ("lse", "pooled"):
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
     if tuple(got.shape) != shape or got.dtype != dtype:
-        raise AssertionError(
+        raise WrongFormError(
             f"{name} has shape {tuple(got.shape)} and dtype {got.dtype}; needs {shape} and {dtype}"
         )
 
@@ -204,7 +212,7 @@ def _faults_of_the_subject(inputs: Inputs) -> Iterator[None]:
     before = [x.clone(memory_format=torch.contiguous_format) for x in given.values()]
     try:
         yield
-    except NotImplementedError:
+    except (NotImplementedError, SubjectError):
         raise
     except Exception as error:
         raise SubjectError(_told(error)) from error
@@ -239,7 +247,7 @@ def _run_bias(subject: Subject, problem: Problem, inputs: Inputs) -> BiasRun:
     if found is None:
         raise AssertionError(f"out of {subject.name} does not depend on the bias")
     if found.shape != bias.shape or found.dtype != bias.dtype:
-        raise AssertionError(
+        raise WrongFormError(
             f"dbias has shape {tuple(found.shape)} and dtype {found.dtype}; needs "
             f"{tuple(bias.shape)} and {bias.dtype}"
         )

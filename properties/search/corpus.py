@@ -36,7 +36,7 @@ class Cause:
 
     Args:
         guarantee: The first word of the violated guarantee, such as "G1"; or "exception".
-        output: The wrong output; for an exception, its type; or the changed input.
+        output: The wrong output; for an exception, its type.
         tile: The kind of tile of the worst element, one of ``compare.TILES``; for an exception, the
             file and line that raised it; empty if unknown.
     """

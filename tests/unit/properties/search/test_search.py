@@ -315,6 +315,7 @@ def test_an_output_of_another_shape_is_a_finding():
             return out.flatten(2), lse
 
     (finding,) = attacked(runner_of(Flat()))
+    assert str(finding).startswith("form: subject returns an output of a wrong shape or dtype\n")
     assert finding.problem == Problem(N=17, dtype="fp64")
     assert "out has shape (1, 1, 16) and dtype torch.float64; needs (1, 1, 1, 16)" in str(finding)
 

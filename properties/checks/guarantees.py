@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fa_verify.properties.checks import pooled
 from fa_verify.properties.checks.accuracy import accuracy, finite, logic
@@ -21,7 +21,7 @@ from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidde
 from fa_verify.properties.checks.memory import far_offsets, full_overwrite, reads_in_bounds
 from fa_verify.properties.checks.statistics import bias, rms
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import Trial
+from fa_verify.properties.execution.trial import SubjectError, Trial
 
 __all__ = [
     "CLOSED_FORM",
@@ -40,6 +40,7 @@ __all__ = [
     "finite",
     "full_overwrite",
     "hidden_positions",
+    "in_turn",
     "independence",
     "layout",
     "logic",
@@ -92,3 +93,26 @@ GIVEN: dict[str, Check] = {"backward": backward}
 OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
 # The standing checks, which run on every problem. The key is the first word of their findings.
 STANDING: dict[str, Check] = {"G1": accuracy, "RMS": rms, "bias": bias}
+
+
+def in_turn(checks: Mapping[str, Check], unchecked: dict[str, str]) -> Check:
+    """Return a check that makes several checks, and goes on after an exception of the subject.
+
+    Args:
+        checks: The checks, by name.
+        unchecked: Receives the reason why a check was not made, by name.
+    """
+
+    def every(trial: Trial) -> list[Finding]:
+        findings: list[Finding] = []
+        for name, check in checks.items():
+            try:
+                findings += check(trial)
+            except (MemoryError, NotImplementedError) as reason:
+                unchecked[name] = str(reason)
+            except SubjectError as error:
+                raised = Finding.of_exception(error, trial.subject, trial.problem)
+                findings += [raised] * (raised not in findings)
+        return findings
+
+    return every

@@ -83,13 +83,23 @@ class Trial:
 class SubjectError(Exception):
     """The subject raised an exception other than NotImplementedError, or returned no valid result.
 
+    Args:
+        message: Description of the fault.
+        forward: The outputs of the forward, if the fault lies in the backward.
+
     Attributes:
         guarantee: See ``Finding``.
         claim: See ``Finding``.
+        trial: The run without the gradients, if the fault lies in the backward of a planned run.
     """
 
     guarantee = "exception"
     claim = "returns no valid result; needs one, or NotImplementedError as a refusal"
+
+    def __init__(self, message: str, forward: Outputs[torch.Tensor | None] | None = None) -> None:
+        super().__init__(message)
+        self.forward = forward
+        self.trial: Trial | None = None
 
 
 class WrongFormError(SubjectError):
@@ -210,12 +220,8 @@ def _faults_of_the_subject(inputs: Inputs) -> Iterator[None]:
     """
     given = {name: x for name, x in inputs._asdict().items() if x is not None}
     before = [x.clone(memory_format=torch.contiguous_format) for x in given.values()]
-    try:
+    with _exceptions_of_the_subject():
         yield
-    except (NotImplementedError, SubjectError):
-        raise
-    except Exception as error:
-        raise SubjectError(_told(error)) from error
     changed = [
         (_bits(x) != _bits(old)).sum() for x, old in zip(given.values(), before, strict=True)
     ]
@@ -230,6 +236,22 @@ def _faults_of_the_subject(inputs: Inputs) -> Iterator[None]:
                 if count
             )
         )
+
+
+@contextmanager
+def _exceptions_of_the_subject(
+    forward: Outputs[torch.Tensor | None] | None = None,
+) -> Iterator[None]:
+    """Convert exceptions to SubjectError, except NotImplementedError; add forward's outputs."""
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except SubjectError as error:
+        error.forward = error.forward or forward
+        raise
+    except Exception as error:
+        raise SubjectError(_told(error), forward) from error
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -277,22 +299,24 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
         _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
         if lse is not None:
             _check_form("lse", lse, q, tuple(q.shape[:3]))
-        got_lse = None if lse is None else lse.detach()
+        forward = Outputs(out.detach(), None if lse is None else lse.detach(), None, None, None)
         if not subject.backward:
-            return Outputs(out.detach(), got_lse, None, None, None)
-        if not out.requires_grad:
-            raise AssertionError(
-                f"out of {subject.name} has no gradient; a subject without one declares "
-                "backward=False"
-            )
-        gradients = _gradients(problem, (q, k, v), inputs, out, lse)
-    for name, gradient, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
-        if gradient is None:
-            raise AssertionError(
-                f"out of {subject.name} does not depend on the input that {name} is the gradient of"
-            )
-        _check_form(name, gradient, x, tuple(x.shape))
-    return Outputs(out.detach(), got_lse, *gradients)
+            return forward
+        with _exceptions_of_the_subject(forward):
+            if not out.requires_grad:
+                raise AssertionError(
+                    f"out of {subject.name} has no gradient; a subject without one declares "
+                    "backward=False"
+                )
+            gradients = _gradients(problem, (q, k, v), inputs, out, lse)
+            for name, gradient, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
+                if gradient is None:
+                    raise AssertionError(
+                        f"out of {subject.name} does not depend on the input that {name} is the "
+                        "gradient of"
+                    )
+                _check_form(name, gradient, x, tuple(x.shape))
+    return Outputs(forward.out, forward.lse, *gradients)
 
 
 def _gradients(
@@ -344,7 +368,14 @@ class PlannedRun:
         """
         # On a CPU a write out of bounds would corrupt the heap and crash the process later.
         with GuardBands() if self.problem.device == "cpu" else nullcontext():
-            got = run_subject(subject, self.problem, self.inputs)
+            try:
+                got = run_subject(subject, self.problem, self.inputs)
+            except SubjectError as error:
+                error.trial = error.forward and self._trial(subject, error.forward)
+                raise
+        return self._trial(subject, got)
+
+    def _trial(self, subject: Subject, got: Outputs[torch.Tensor | None]) -> Trial:
         return Trial(subject, self.problem, self.inputs, got, self.want, self.judgement)
 
 

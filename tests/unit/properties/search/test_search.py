@@ -250,6 +250,32 @@ def test_an_exception_in_the_second_run_of_a_check_is_a_finding():
     assert finding.raised.startswith("ValueError: once is enough")
 
 
+class WrongAndTires(Eager):
+    """Wrong in its first run, and raises in the next."""
+
+    def spoil(self, out, lse, live, N, config):
+        if self.calls > 1:
+            raise ValueError("once is enough")
+        return out * 1.001, lse
+
+
+@pytest.mark.parametrize("claim", [guarantees.repeatable, guarantees.layout])
+def test_an_exception_in_a_second_run_does_not_hide_a_wrong_first(claim):
+    found = runner_of(WrongAndTires()).findings(GOOD, claim)
+    assert (found[0].guarantee, found[-1].guarantee) == ("G1 accuracy", "exception")
+
+
+def test_an_exception_in_the_backward_does_not_hide_a_wrong_forward():
+    class Halts(Eager):
+        def spoil(self, out, lse, live, N, config):
+            out.register_hook(lambda gradient: 1 / 0)
+            return out + 1e-3, lse
+
+    found = runner_of(Halts()).findings(GOOD, nothing)
+    assert [x.guarantee for x in found] == ["G1 accuracy", "exception"]
+    assert found[1].raised.startswith("ZeroDivisionError: ")
+
+
 class Tires(Eager):
     """Refuses all calls but the first."""
 

@@ -111,6 +111,8 @@ class Attention(Eager):
             return out, lse, None
         if self.fault == "no gradient":
             out = out.detach()
+        if self.fault == "scales q":
+            q.data.mul_(2)
         is_wide = q.dtype == torch.float64 or self.fault == "returns float64"
         out = out if is_wide else out.to(q.dtype)
         return out, lse if q.dtype == torch.float64 else lse.float()
@@ -742,6 +744,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "A wrong dtype or shape",
             "An output has another form than the inputs ask for.",
             _judged("returns float64", problem=Problem(dtype="fp32")),
+        ),
+        Kind(
+            "A changed input",
+            "The kernel writes to a tensor that its caller owns. Every result after that call is "
+            "of other inputs, so it is not judged.",
+            _judged("scales q"),
         ),
         Kind(
             "A wrong number of values",

@@ -10,10 +10,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import GUARANTEES, STANDING
+from fa_verify.properties.checks.guarantees import GUARANTEES, STANDING, in_turn
 from fa_verify.properties.comparison.compare import Finding, Violation
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import Trial
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
@@ -149,18 +148,8 @@ def _given(
 ) -> Iterator[Finding]:
     """Yield the findings of the guarantees and of the standing checks on every given problem."""
     checks = {**{name: GUARANTEES[name] for name in guarantees}, **STANDING}
-
-    def every(trial: Trial) -> list[Finding]:
-        found = []
-        for name, check in checks.items():
-            try:
-                found += check(trial)
-            except (MemoryError, NotImplementedError) as error:
-                unchecked[name] = str(error)
-        return found
-
     for problem in problems:
-        yield from runner.findings(problem, every)
+        yield from runner.findings(problem, in_turn(checks, unchecked))
 
 
 def _drawn(

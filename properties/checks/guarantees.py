@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fa_verify.properties.checks import pooled
 from fa_verify.properties.checks.accuracy import accuracy, finite, logic
@@ -40,7 +40,7 @@ from fa_verify.properties.checks.streams import (
     replayed,
 )
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import Trial
+from fa_verify.properties.execution.trial import SubjectError, Trial
 
 __all__ = [
     "CALLS",
@@ -61,6 +61,7 @@ __all__ = [
     "full_overwrite",
     "gradient_sets",
     "hidden_positions",
+    "in_turn",
     "independence",
     "layout",
     "logic",
@@ -126,3 +127,26 @@ STREAMS: dict[str, Check] = {
 STANDING: dict[str, Check] = {
     "G1": accuracy, "backward": backward, "RMS": rms, "bias": bias
 }  # fmt: skip
+
+
+def in_turn(checks: Mapping[str, Check], unchecked: dict[str, str]) -> Check:
+    """Return a check that makes several checks, and goes on after an exception of the subject.
+
+    Args:
+        checks: The checks, by name.
+        unchecked: Receives the reason why a check was not made, by name.
+    """
+
+    def every(trial: Trial) -> list[Finding]:
+        findings: list[Finding] = []
+        for name, check in checks.items():
+            try:
+                findings += check(trial)
+            except (MemoryError, NotImplementedError) as reason:
+                unchecked[name] = str(reason)
+            except SubjectError as error:
+                raised = Finding.of_exception(error, trial.subject, trial.problem)
+                findings += [raised] * (raised not in findings)
+        return findings
+
+    return every

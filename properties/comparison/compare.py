@@ -10,6 +10,7 @@ import torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.heat_map import HeatMap
+from fa_verify.properties.execution.trial import SubjectError
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["TILES", "Finding", "Violation", "ratios", "same_bits", "worst", "worst_of_parts"]
@@ -137,11 +138,11 @@ class Finding:
         return f"{self.bad:,} of {self.total:,} {self.unit} {are} bad ({share} %); {self.places}"
 
     @classmethod
-    def of_exception(cls, error: Exception, subject: Subject, problem: Problem) -> Finding:
-        """Return a finding for an exception other than NotImplementedError."""
+    def of_exception(cls, error: SubjectError, subject: Subject, problem: Problem) -> Finding:
+        """Return a finding for a fault that shows before outputs are compared."""
         return cls(
-            guarantee="exception",
-            claim="returns no valid result; needs one, or NotImplementedError as a refusal",
+            guarantee=error.guarantee,
+            claim=error.claim,
             subject=subject.name,
             output="",
             where="",

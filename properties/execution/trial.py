@@ -26,9 +26,11 @@ from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [
     "BiasRun",
+    "ChangedInputError",
     "PlannedRun",
     "SubjectError",
     "Trial",
+    "WrongFormError",
     "plan_run",
     "run_bias_gradient",
     "run_gradients",
@@ -80,7 +82,39 @@ class Trial:
 
 
 class SubjectError(Exception):
-    """The subject raised an exception other than NotImplementedError, or returned a wrong form."""
+    """The subject raised an exception other than NotImplementedError, or returned no valid result.
+
+    Args:
+        message: Description of the fault.
+        forward: The outputs of the forward, if the fault lies in the backward.
+
+    Attributes:
+        guarantee: See ``Finding``.
+        claim: See ``Finding``.
+        trial: The run without the gradients, if the fault lies in the backward of a planned run.
+    """
+
+    guarantee = "exception"
+    claim = "returns no valid result; needs one, or NotImplementedError as a refusal"
+
+    def __init__(self, message: str, forward: Outputs[torch.Tensor | None] | None = None) -> None:
+        super().__init__(message)
+        self.forward = forward
+        self.trial: Trial | None = None
+
+
+class WrongFormError(SubjectError):
+    """An output has a wrong shape or dtype."""
+
+    guarantee = "form"
+    claim = "returns an output of a wrong shape or dtype"
+
+
+class ChangedInputError(SubjectError):
+    """The subject wrote to an input."""
+
+    guarantee = "inputs"
+    claim = "changes its inputs in place; needs to leave them as they are"
 
 
 @contextmanager
@@ -108,14 +142,14 @@ def _check_form(name: str, got: torch.Tensor, like: torch.Tensor, shape: tuple[i
     """Check the shape and dtype of an output, which comparisons of values do not cover.
 
     Raises:
-        AssertionError: The shape or dtype is wrong. lse and pooled probabilities are float64 for
+        WrongFormError: The shape or dtype is wrong. lse and pooled probabilities are float64 for
             float64 inputs and float32 otherwise; other outputs have the dtype of the inputs.
     """
     dtype = like.dtype
     if name in ("lse", "pooled"):
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
     if tuple(got.shape) != shape or got.dtype != dtype:
-        raise AssertionError(
+        raise WrongFormError(
             f"{name} has shape {tuple(got.shape)} and dtype {got.dtype}; needs {shape} and {dtype}"
         )
 
@@ -127,7 +161,7 @@ def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[t
         SubjectError: The subject raises, or an output has a wrong shape or dtype.
         NotImplementedError: The subject refuses the problem.
     """
-    with _faults_of_the_subject():
+    with _faults_of_the_subject(inputs):
         return _run(subject, problem, inputs)
 
 
@@ -146,7 +180,7 @@ def run_bias_gradient(subject: Subject, problem: Problem, inputs: Inputs) -> Bia
         SubjectError: The subject raises, or the gradient's shape or dtype is not the bias's.
         NotImplementedError: The subject refuses the problem.
     """
-    with _faults_of_the_subject():
+    with _faults_of_the_subject(inputs):
         out, lse, found = _run_gradients(subject, problem, inputs, ("dbias",))
         return BiasRun(out.detach(), None if lse is None else lse.detach(), found["dbias"])
 
@@ -160,7 +194,7 @@ def run_gradients(
         SubjectError: The subject raises, or a gradient is missing or has a wrong shape or dtype.
         NotImplementedError: The subject refuses the problem.
     """
-    with _faults_of_the_subject():
+    with _faults_of_the_subject(inputs):
         return _run_gradients(subject, problem, inputs, wanted)[2]
 
 
@@ -185,22 +219,67 @@ def run_pooled(
     """
     q, k, v = inputs[:3]
     shape = (*q.shape[:2], -(-problem.M // size[0]), -(-problem.N // size[1]))
-    with _faults_of_the_subject():
+    with _faults_of_the_subject(inputs):
         with _poisoned_allocations():
             pooled = subject.run_pooled(q, k, v, problem, pool, size)
         _check_form("pooled", pooled, q, shape)
         return pooled.detach()
 
 
+# Elements of the inputs that are copied to be compared after a call. More would take gigabytes.
+_MOST_COMPARED = 2**28
+
+
 @contextmanager
-def _faults_of_the_subject() -> Iterator[None]:
-    """Convert exceptions inside the block to SubjectError, except NotImplementedError."""
+def _faults_of_the_subject(inputs: Inputs) -> Iterator[None]:
+    """Convert exceptions inside the block to SubjectError, except NotImplementedError.
+
+    Raises:
+        ChangedInputError: The block changes a bit of an input.
+    """
+    given = {name: x for name, x in inputs._asdict().items() if x is not None}
+    if sum(x.numel() for x in given.values()) > _MOST_COMPARED:
+        given = {}
+    before = [x.clone(memory_format=torch.contiguous_format) for x in given.values()]
+    with _exceptions_of_the_subject():
+        yield
+    if not given:
+        return
+    changed = [
+        (_bits(x) != _bits(old)).sum() for x, old in zip(given.values(), before, strict=True)
+    ]
+    # Synchronise with the GPU once for all inputs.
+    counts = torch.stack(changed).tolist()
+    if any(counts):
+        raise ChangedInputError(
+            "\n".join(
+                f"{name} differs from its value before the call in {count:,} of "
+                f"{x.numel():,} elements"
+                for (name, x), count in zip(given.items(), counts, strict=True)
+                if count
+            )
+        )
+
+
+@contextmanager
+def _exceptions_of_the_subject(
+    forward: Outputs[torch.Tensor | None] | None = None,
+) -> Iterator[None]:
+    """Convert exceptions to SubjectError, except NotImplementedError; add forward's outputs."""
     try:
         yield
     except NotImplementedError:
         raise
+    except SubjectError as error:
+        error.forward = error.forward or forward
+        raise
     except Exception as error:
-        raise SubjectError(_told(error)) from error
+        raise SubjectError(_told(error), forward) from error
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of floats as integers, so that NaN equals itself."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _run_gradients(
@@ -251,22 +330,24 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
         _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
         if lse is not None:
             _check_form("lse", lse, q, tuple(q.shape[:3]))
-        got_lse = None if lse is None else lse.detach()
+        forward = Outputs(out.detach(), None if lse is None else lse.detach(), None, None, None)
         if not subject.backward:
-            return Outputs(out.detach(), got_lse, None, None, None)
-        if not out.requires_grad:
-            raise AssertionError(
-                f"out of {subject.name} has no gradient; a subject without one declares "
-                "backward=False"
-            )
-        gradients = _gradients(problem, (q, k, v), inputs, out, lse)
-    for name, gradient, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
-        if gradient is None:
-            raise AssertionError(
-                f"out of {subject.name} does not depend on the input that {name} is the gradient of"
-            )
-        _check_form(name, gradient, x, tuple(x.shape))
-    return Outputs(out.detach(), got_lse, *gradients)
+            return forward
+        with _exceptions_of_the_subject(forward):
+            if not out.requires_grad:
+                raise AssertionError(
+                    f"out of {subject.name} has no gradient; a subject without one declares "
+                    "backward=False"
+                )
+            gradients = _gradients(problem, (q, k, v), inputs, out, lse)
+            for name, gradient, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
+                if gradient is None:
+                    raise AssertionError(
+                        f"out of {subject.name} does not depend on the input that {name} is the "
+                        "gradient of"
+                    )
+                _check_form(name, gradient, x, tuple(x.shape))
+    return Outputs(forward.out, forward.lse, *gradients)
 
 
 def _gradients(
@@ -321,7 +402,14 @@ class PlannedRun:
         """
         # On a CPU a write out of bounds would corrupt the heap and crash the process later.
         with GuardBands() if self.problem.device == "cpu" else nullcontext():
-            got = run_subject(subject, self.problem, self.inputs)
+            try:
+                got = run_subject(subject, self.problem, self.inputs)
+            except SubjectError as error:
+                error.trial = error.forward and self._trial(subject, error.forward)
+                raise
+        return self._trial(subject, got)
+
+    def _trial(self, subject: Subject, got: Outputs[torch.Tensor | None]) -> Trial:
         return Trial(subject, self.problem, self.inputs, got, self.want, self.judgement)
 
 

@@ -52,7 +52,7 @@ class Cause:
             raised, _, place = finding.raised.rpartition("\n")
             where = re.search(r"([^/\\(]+), line (\d+)\)$", place)
             line = f"{where[1]}:{where[2]}" if where else ""
-            return cls("exception", re.split(r"\W", raised or place)[0], line)
+            return cls(finding.guarantee, re.split(r"\W", raised or place)[0], line)
         # Drop the shape of scratch memory from the name, as it depends on the problem.
         return cls(finding.guarantee.split()[0], finding.output.split(" of ")[0], finding.tile)
 

@@ -80,7 +80,9 @@ class Runner:
         except SubjectError as error:
             parts = (problem.part(i, i + 1) for i in range(len(problem.seeds)))
             alone = next(filter(None, (self._findings(part, claim) for part in parts)), None)
-            return alone or [Finding.of_exception(error, self.subject, problem)]
+            # The exception may come after a forward that is wrong.
+            before = [] if error.trial is None else guarantees.accuracy(error.trial)
+            return alone or [*before, Finding.of_exception(error, self.subject, problem)]
 
     def _judge(self, problem: Problem, claim: Check) -> list[Finding]:
         """Run and check a problem; raises what the subject raises."""
@@ -97,12 +99,16 @@ class Runner:
             one = problem.part(i, i + 1) if problem.seeds else problem
             self.tally.judged(self.subject, one, of_one)
         findings: list[Finding] = []
+        raised: list[Finding] = []
         try:
             findings = claim(trial)
             self.judged += len(of_problems)
         except NotImplementedError as refusal:  # for example, of strides that it does not declare
             self.refusals[f"in a second run: {refusal}"] += 1
+        except SubjectError as error:
+            raised = [Finding.of_exception(error, self.subject, problem)]
         findings = findings or [x for check in self._standing() for x in check(trial)]
+        findings += raised
         if findings and problem.seeds:
             return self._alone(problem, of_problems, claim) or findings
         return findings

@@ -113,9 +113,9 @@ def watch_addresses(interpreter: Any) -> None:
         launch = _Launch([*zip(self.arg_names, hosted, strict=False), *hosted_kwargs.items()])
         return hosted, hosted_kwargs
 
-    def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    def load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         launch.check("reads", pointers, mask.data)
-        return originals["create_masked_load"](self, pointers, mask, *rest)
+        return originals["create_masked_load"](self, pointers, mask, *rest, **named)
 
     def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         launch.check("writes", pointers, mask.data)

@@ -325,13 +325,16 @@ def _repair_memory(interpreter: Any) -> None:
         finally:
             other_given = False
 
-    def create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
+    # Triton 3.9 passes keywords from the load of a tensor descriptor.
+    def create_masked_load(
+        self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **named: Any
+    ) -> Any:
         if other is None and not other_given:
             element = ptrs.get_element_ty()
             dtype = interpreter._get_np_dtype(element)
             poison = np.array(_POISON.get(element.name, _WILD)).astype(dtype)
             other = handle_of(np.full(ptrs.data.shape, poison), element)
-        return original_load(self, ptrs, mask, other, *rest)
+        return original_load(self, ptrs, mask, other, *rest, **named)
 
     def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, *rest: Any) -> Any:
         if op == add and _is_bf16(val):

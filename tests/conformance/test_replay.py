@@ -15,6 +15,7 @@ from fa_verify.properties.checks.guarantees import (
     STANDING,
     STATISTICS,
     STREAMS,
+    in_turn,
 )
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 
@@ -28,19 +29,16 @@ def pytest_generate_tests(metafunc):
 
 def every_guarantee(trial):
     """Return the findings of all guarantees, statistics and closed forms."""
-    findings, unchecked = [], []
+    unchecked = {}
     checks = {
         **GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED, **CALLS
     }  # fmt: skip
     if trial.problem.device == "cuda":
         checks |= STREAMS
-    for name, check in checks.items():
-        try:
-            findings += check(trial)
-        except (MemoryError, NotImplementedError) as error:
-            unchecked.append(f"{name} was not checked: {error}")
+    findings = in_turn(checks, unchecked)(trial)
     if unchecked and not findings:
-        raise NotImplementedError("; ".join(unchecked))
+        reasons = (f"{name} was not checked: {why}" for name, why in unchecked.items())
+        raise NotImplementedError("; ".join(reasons))
     return findings
 
 

@@ -30,6 +30,8 @@ GUARANTEES = {
     "attained": "bound attained",
     "forms": "of a mask agree",
     "exception": "computes or refuses",
+    "form": "of outputs",
+    "inputs": "are not changed",
 }
 # Name of a test to the guarantee that it checks; None if it checks all of them.
 ASKED: dict[str, str | None] = {

@@ -58,6 +58,19 @@ def test_given_problems_are_judged_by_every_guarantee():
     assert {finding.guarantee for finding in report.findings} >= {"G1 accuracy", "G9 independence"}
 
 
+def test_an_exception_in_a_check_hides_no_other_finding():
+    class Tires(Eager):
+        def spoil(self, out, lse, live, N, config):
+            if self.calls > 1:
+                raise ValueError("once is enough")
+            return out * 1.001, lse
+
+    report = verify(Tires(), problems=[Problem(M=2, N=3, dtype="fp64")])
+    found = [finding.guarantee for finding in report.findings]
+    assert {"G1 accuracy", "T3 logic in float64", "exception"} <= {*found}
+    assert found.count("exception") == 1
+
+
 def test_undeclared_features_are_reported_as_unchecked():
     subject = eager()
     subject.masks = ()

@@ -49,6 +49,14 @@ def cast_kernel(X, Y, N: tl.constexpr, ROUNDING: tl.constexpr):
 
 
 @triton.jit
+def descriptor_kernel(X, Y, N, D: tl.constexpr, BLOCK: tl.constexpr):
+    x = tl.make_tensor_descriptor(X, [N, D], [D, 1], [BLOCK, D])
+    y = tl.make_tensor_descriptor(Y, [N, D], [D, 1], [BLOCK, D])
+    for start in range(0, N, BLOCK):
+        y.store([start, 0], x.load([start, 0]))
+
+
+@triton.jit
 def fill_kernel(Y, VALUE: tl.constexpr):
     tl.store(Y + tl.arange(0, 16), tl.full((16,), VALUE, Y.dtype.element_ty))
 
@@ -434,6 +442,14 @@ def test_masked_off_atomic_loads_are_nan_after_a_load_with_other():
     masked_atomic_load_kernel[(1,)](torch.ones(16), y)
     assert y[:5].tolist() == [1.0] * 5
     assert y[5:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+def test_tensor_descriptors_load_and_store_the_rows_of_their_tensor(dtype):
+    x = torch.arange(5 * 16, dtype=dtype).view(5, 16)
+    y = torch.zeros_like(x)
+    descriptor_kernel[(1,)](x, y, 5, D=16, BLOCK=4)
+    assert torch.equal(y, x)
 
 
 @pytest.mark.parametrize("fail", [False, True])

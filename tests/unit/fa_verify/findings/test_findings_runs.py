@@ -45,6 +45,7 @@ import pytest
 import torch
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Finding, Violation
+from fa_verify.properties.execution.trial import SubjectError
 from fa_verify.properties.subjects.subject import Subject
 
 def test_holds():
@@ -55,7 +56,7 @@ def test_is_skipped():
 
 def test_is_violated():
     subject = Subject.of(lambda q, k, v, *, mask, sm_scale: q, "it")
-    finding = Finding.of_exception(ValueError("no"), subject, Problem(M=3))
+    finding = Finding.of_exception(SubjectError("no"), subject, Problem(M=3))
     raise Violation([finding])
 
 def test_says_no():

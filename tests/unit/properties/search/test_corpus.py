@@ -197,7 +197,8 @@ def test_an_entry_that_a_person_wrote_has_no_cause():
     ],
 )
 def test_the_cause_of_an_exception_is_its_type_and_line(raised, cause):
-    assert Cause.of(finding(SMALL, raised=raised)) == Cause("exception", *cause)
+    found = finding(SMALL, guarantee="exception", raised=raised)
+    assert Cause.of(found) == Cause("exception", *cause)
 
 
 def test_the_shape_of_scratch_is_no_cause():

@@ -250,6 +250,32 @@ def test_an_exception_in_the_second_run_of_a_check_is_a_finding():
     assert finding.raised.startswith("ValueError: once is enough")
 
 
+class WrongAndTires(Eager):
+    """Wrong in its first run, and raises in the next."""
+
+    def spoil(self, out, lse, live, N, config):
+        if self.calls > 1:
+            raise ValueError("once is enough")
+        return out * 1.001, lse
+
+
+@pytest.mark.parametrize("claim", [guarantees.repeatable, guarantees.layout])
+def test_an_exception_in_a_second_run_does_not_hide_a_wrong_first(claim):
+    found = runner_of(WrongAndTires()).findings(GOOD, claim)
+    assert (found[0].guarantee, found[-1].guarantee) == ("G1 accuracy", "exception")
+
+
+def test_an_exception_in_the_backward_does_not_hide_a_wrong_forward():
+    class Halts(Eager):
+        def spoil(self, out, lse, live, N, config):
+            out.register_hook(lambda gradient: 1 / 0)
+            return out + 1e-3, lse
+
+    found = runner_of(Halts()).findings(GOOD, nothing)
+    assert [x.guarantee for x in found] == ["G1 accuracy", "exception"]
+    assert found[1].raised.startswith("ZeroDivisionError: ")
+
+
 class Tires(Eager):
     """Refuses all calls but the first."""
 
@@ -282,12 +308,40 @@ def test_a_refused_second_run_does_not_hide_a_wrong_first():
     assert finding.guarantee == "G1 accuracy"
 
 
+class Writes(Eager):
+    """Writes to an input, in the forward or, for dout, in the backward."""
+
+    score_mods = ("bias",)
+
+    def __call__(self, q, k, v, **rest):
+        out, lse = super().__call__(q, k, v, **rest)
+        given = {"q": q, "k": k, "v": v, "bias": rest.get("bias")}
+        if self.fault == "dout":
+            out.register_hook(negate_the_last_row)
+        else:
+            negate_the_last_row(given[self.fault])
+        return out, lse
+
+
+def negate_the_last_row(x):
+    x.data[0, 0, -1].neg_()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "bias"])
+def test_a_changed_input_is_named(name):
+    problem = dataclasses.replace(GOOD, bias="normal/mn")
+    (finding,) = runner_of(Writes(name)).findings(problem, guarantees.independence)
+    assert (finding.guarantee, finding.raised.split()[0]) == ("inputs", name)
+    assert str(finding).startswith("inputs: subject changes its inputs in place; needs to")
+
+
 def test_an_output_of_another_shape_is_a_finding():
     class Flat(Long):
         def of_many_keys(self, out, lse):
             return out.flatten(2), lse
 
     (finding,) = attacked(runner_of(Flat()))
+    assert str(finding).startswith("form: subject returns an output of a wrong shape or dtype\n")
     assert finding.problem == Problem(N=17, dtype="fp64")
     assert "out has shape (1, 1, 16) and dtype torch.float64; needs (1, 1, 1, 16)" in str(finding)
 

@@ -6,6 +6,7 @@ These checks need a GPU. Where a subject or a problem does not allow one, it has
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -48,6 +49,8 @@ _BLOCKS = 4096
 
 _REPLAYED = "replayed in a CUDA graph differs from a call"
 _Run = Callable[[], Outputs[torch.Tensor | None]]
+# No call may wait for the GPU: a capture forbids it, and it would order the streams.
+_run = functools.partial(run_subject, asynchronous=True)
 
 
 def replayed(trial: Trial) -> list[Finding]:
@@ -58,7 +61,7 @@ def replayed(trial: Trial) -> list[Finding]:
     other = run_trial(subject, dataclasses.replace(problem, seed=problem.seed ^ 1))
     buffers = make(problem)
     try:
-        replay, found = captured(lambda: run_subject(subject, problem, buffers))
+        replay, found = captured(lambda: _run(subject, problem, buffers))
     except SubjectError as error:
         raise SubjectError(
             f"a call cannot be captured in a CUDA graph: {error}; a subject that does not support "
@@ -89,7 +92,7 @@ def first_captured(trial: Trial) -> list[Finding]:
     inputs = make(fresh)
     replay = None
     try:
-        replay, found = captured(lambda: run_subject(subject, fresh, inputs), warm_ups=0)
+        replay, found = captured(lambda: _run(subject, fresh, inputs), warm_ups=0)
     except SubjectError:
         cuda.synchronize()
     after = run_trial(subject, fresh)
@@ -118,7 +121,7 @@ def on_a_side_stream(trial: Trial) -> list[Finding]:
     with cuda.stream(cuda.Stream()):
         cuda._sleep(_CYCLES)
         _copy(trial.inputs, buffers)
-        found = run_subject(subject, problem, buffers)
+        found = _run(subject, problem, buffers)
     cuda.synchronize()
     claim = "on a side stream whose producer still runs differs from a call on the default stream"
     return agree(trial, found, "G15 stream", claim)
@@ -140,7 +143,7 @@ def on_two_streams(trial: Trial) -> list[Finding]:
             with cuda.stream(stream):
                 if stream is streams[0]:
                     cuda._sleep(_CYCLES)
-                founds.append(run_subject(subject, fresh, made))
+                founds.append(_run(subject, fresh, made))
         cuda.synchronize()
         if (after := run_trial(subject, fresh)) is not None:
             claim = "on a stream that does not wait for the first call, on another, differs"
@@ -150,7 +153,7 @@ def on_two_streams(trial: Trial) -> list[Finding]:
         founds = []
         for of, stream in zip(both, streams, strict=True):
             with cuda.stream(stream):
-                founds.append(run_subject(subject, of.problem, of.inputs))
+                founds.append(_run(subject, of.problem, of.inputs))
         cuda.synchronize()
         for of, found in zip(both, founds, strict=True):
             if findings := agree(
@@ -170,7 +173,7 @@ def beside_other_kernels(trial: Trial) -> list[Finding]:
             with cuda.stream(stream):
                 for _ in range(_PRODUCTS):
                     left @ left
-        found = run_subject(trial.subject, trial.problem, trial.inputs)
+        found = _run(trial.subject, trial.problem, trial.inputs)
         claim = "beside kernels that compete for the multiprocessors differs"
         if findings := agree(trial, found, "G15 stream", claim):
             return findings
@@ -184,7 +187,7 @@ def on_another_device(trial: Trial) -> list[Finding]:
         return []
     here = trial.inputs.q.device.index or 0
     with cuda.device((here + 1) % cuda.device_count()):
-        found = run_subject(trial.subject, trial.problem, trial.inputs)
+        found = _run(trial.subject, trial.problem, trial.inputs)
     return agree(trial, found, "G15 stream", "while another GPU is current differs")
 
 
@@ -234,7 +237,7 @@ def _in_another_config(subject: Subject, problem: Problem) -> Problem | None:
         shorter = dataclasses.replace(fresh, M=problem.M - 1)
         if config == problem.config or subject.excludes(fresh) or subject.excludes(shorter):
             continue
-        run_subject(subject, shorter, make(shorter))
+        _run(subject, shorter, make(shorter))
         return fresh
     return None
 

@@ -154,13 +154,25 @@ def _check_form(name: str, got: torch.Tensor, like: torch.Tensor, shape: tuple[i
         )
 
 
-def run_subject(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:
+def run_subject(
+    subject: Subject, problem: Problem, inputs: Inputs, *, asynchronous: bool = False
+) -> Outputs[torch.Tensor | None]:
     """Run forward and backward, with uninitialised memory filled with NaN.
 
+    Args:
+        subject: The subject.
+        problem: The problem.
+        inputs: Its inputs.
+        asynchronous: Do not wait for the GPU, as in a CUDA graph's capture. Inputs that the call
+            changes are not noticed then.
+
     Raises:
-        SubjectError: The subject raises, or an output has a wrong shape or dtype.
+        SubjectError: The subject raises, changes an input, or an output has a wrong shape or dtype.
         NotImplementedError: The subject refuses the problem.
     """
+    if asynchronous:
+        with _exceptions_of_the_subject():
+            return _run(subject, problem, inputs)
     with _faults_of_the_subject(inputs):
         return _run(subject, problem, inputs)
 

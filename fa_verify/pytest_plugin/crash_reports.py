@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ class CrashReports:
         name = worker["workerid"] if worker else "main"
         kernel = config.getoption("--kernel", None) or ""
         self.watchdog = Watchdog(self._file(name), seconds, kernel=kernel, end=self._end)
+        # The process that reports ends as after Ctrl-C, with the failures so far.
+        self._handler: Any = None
+        if self._own and threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, _interrupt)
 
     def _file(self, worker: str) -> Path:
         return self.directory / f"{worker}.json"
@@ -98,6 +103,12 @@ class CrashReports:
         self.watchdog.close()
         if self._own:
             self._own.cleanup()
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
 def _ending(node: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sysconfig
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -277,16 +279,42 @@ def _faults_of_the_subject(inputs: Inputs) -> Iterator[None]:
 def _exceptions_of_the_subject(
     forward: Outputs[torch.Tensor | None] | None = None,
 ) -> Iterator[None]:
-    """Convert exceptions to SubjectError, except NotImplementedError; add forward's outputs."""
+    """Convert exceptions to SubjectError, except NotImplementedError; add forward's outputs.
+
+    A KeyboardInterrupt is converted unless a signal raises it.
+    """
+    with _interrupts() as interrupts:
+        try:
+            yield
+        except NotImplementedError:
+            raise
+        except SubjectError as error:
+            error.forward = error.forward or forward
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if interrupts:
+                raise KeyboardInterrupt from error
+            raise SubjectError(_told(error), forward) from error
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collect the interrupts that the process receives in the block, and handle them as before."""
+    received: list[int] = []
+    before: Any = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
     try:
-        yield
-    except NotImplementedError:
-        raise
-    except SubjectError as error:
-        error.forward = error.forward or forward
-        raise
-    except Exception as error:
-        raise SubjectError(_told(error), forward) from error
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

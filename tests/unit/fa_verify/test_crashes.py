@@ -69,6 +69,17 @@ def test_after(k, watchdog):
         pass
 """
 
+TERMINATED = """
+import os, signal, time
+
+def test_fails():
+    assert 1 == 2, "a failure before the end"
+
+def test_is_terminated():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(100)
+"""
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -76,6 +87,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crashes")
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS)
+    (folder / "test_terminated.py").write_text(TERMINATED)
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     (folder / "tmp").mkdir()
     environ = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST_")}
@@ -100,7 +112,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def parallel(run):
     """A run with two workers at a time, four of which die one after the other."""
-    return run("-n2", "--maxschedchunk=2")
+    return run("test_it.py", "-n2", "--maxschedchunk=2")
 
 
 def report_of(test: str, output: str) -> str:
@@ -145,6 +157,13 @@ def test_the_other_tests_run_once(parallel):
 
 def test_the_records_are_removed(parallel):
     assert parallel.left_behind == []
+
+
+def test_a_terminated_run_reports_its_failures(run):
+    done = run("test_terminated.py")
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert "AssertionError: a failure before the end" in done.stdout
+    assert done.left_behind == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import re
+import signal
 import time
 from types import SimpleNamespace
 
@@ -248,6 +249,29 @@ def test_an_exception_in_the_second_run_of_a_check_is_a_finding():
     (finding,) = runner_of(Tires()).findings(GOOD, guarantees.repeatable)
     assert finding.guarantee == "exception"
     assert finding.raised.startswith("ValueError: once is enough")
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, RecursionError])
+def test_a_kernel_that_raises_more_than_an_exception_has_a_replay_line(error):
+    class Ends(Long):
+        def of_many_keys(self, out, lse):
+            raise error("no more")
+
+    (finding,) = runner_of(Ends()).findings(Problem(N=17, dtype="fp64"), nothing)
+    assert finding.raised.startswith(f"{error.__name__}: no more\n(")
+    assert "replay: pytest" in str(finding)
+
+
+def test_an_interrupt_from_outside_ends_the_run():
+    class Interrupted(Long):
+        def of_many_keys(self, out, lse):
+            signal.raise_signal(signal.SIGINT)
+            return out, lse
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        runner_of(Interrupted()).findings(Problem(N=17, dtype="fp64"), nothing)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 class WrongAndTires(Eager):

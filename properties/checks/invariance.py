@@ -90,10 +90,8 @@ def independence(trial: Trial) -> list[Finding]:
         parts = [q[of_rows], k[of_keys], v[of_keys], dout[of_rows]]
         if trial.subject.layouts is not None:
             parts = [lay_out(x, name) for x, name in zip(parts, problem.layouts, strict=True)]
-        inputs = Inputs(
-            *parts, of_dlse, of_slopes,
-            None if bias is None else bias.expand(problem.B, problem.H, -1, -1)[of_rows],
-        )  # fmt: skip
+        of_bias = None if bias is None else bias.expand(problem.B, problem.H, -1, -1)[of_rows]
+        inputs = Inputs(*parts)._replace(dlse=of_dlse, alibi_slopes=of_slopes, bias=of_bias)
         part = run_subject(trial.subject, alone, inputs)
     except NotImplementedError:  # for example, too few heads for the subject
         return []

@@ -117,7 +117,7 @@ class Runner:
         return findings
 
     def _in_range_by_default(self, problem: Problem) -> bool:
-        """Return whether the subject's numerics, and not the defaults, put a problem out of range."""
+        """Return whether a problem out of range is in range for the default numerics."""
         if self.subject.numerics_of(problem) == Numerics():
             return False
         plain = dataclasses.replace(self.subject, numerics=Numerics(), configs={})

@@ -45,7 +45,7 @@ class Report:
             a correct kernel may fail on them.
         unsupported: Number of problems that the subject refused, by reason.
         worst: Largest error divided by its bound, by "output dtype".
-        unchecked: Why a guarantee was not checked, by guarantee.
+        unchecked: Why a guarantee was not checked or is not applicable, by guarantee.
         summary: The summary table, one line per output and dtype.
     """
 
@@ -164,7 +164,13 @@ def _drawn(
     """Draw problems for each guarantee and yield the findings on the simplest failing one."""
     settings = draws(count)
     for name in guarantees:
-        for dtype, config in _variants(runner.subject, name):
+        variants = _variants(runner.subject, name)
+        if not variants:
+            unchecked[name] = (
+                f"not applicable without fp64: {runner.subject.name} declares "
+                f"dtypes={runner.subject.dtypes}"
+            )
+        for dtype, config in variants:
             wanted = {"max_seqlen": max_seqlen, **_FORCED.get(name, {})}
             try:
                 strategy: st.SearchStrategy[Problem] = problems_of(

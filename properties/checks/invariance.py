@@ -18,6 +18,7 @@ from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, run_subject
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_DLSE
+from fa_verify.properties.inputs.layouts import lay_out
 from fa_verify.properties.inputs.tensors import Inputs, make
 
 __all__ = [
@@ -42,10 +43,12 @@ def layout(trial: Trial) -> list[Finding]:
     contiguous tensor of ones.
     """
     problem, inputs = trial.problem, trial.inputs
-    again = run_subject(trial.subject, problem, make(problem, layouts=_CONTIGUOUS))
-    findings = agree(trial, again, "G8 layout", "depends on the strides of its inputs")
     declared = trial.subject.layouts
-    summable = trial.subject.backward and (declared is None or "expanded" in declared)
+    findings: list[Finding] = []
+    if declared is None or "bhsd" in declared:
+        again = run_subject(trial.subject, problem, make(problem, layouts=_CONTIGUOUS))
+        findings = agree(trial, again, "G8 layout", "depends on the strides of its inputs")
+    summable = trial.subject.backward and (declared is None or {"bhsd", "expanded"} <= {*declared})
     if findings or not summable or 0 in inputs.dout.shape:
         return findings
     ones = torch.ones_like(inputs.dout, memory_format=torch.contiguous_format)
@@ -79,7 +82,8 @@ def independence(trial: Trial) -> list[Finding]:
     """G9: one batch entry and one key/value head with its group give the same result alone.
 
     The seed chooses one such slice. It is computed alone, on views of the same tensors, and
-    compared with its part of the whole result.
+    compared with its part of the whole result. A subject that declares layouts gets copies in the
+    layouts of the problem, because the strides of a view may be of no declared layout.
     """
     problem = trial.problem
     if problem.B == 0 or problem.B * problem.Hk == 1:
@@ -94,10 +98,11 @@ def independence(trial: Trial) -> list[Finding]:
     try:
         of_dlse = None if dlse is None else dlse[of_rows]
         of_slopes = None if slopes is None else slopes[of_rows[-slopes.ndim :]]
-        inputs = Inputs(
-            q[of_rows], k[of_keys], v[of_keys], dout[of_rows], of_dlse, of_slopes,
-            None if bias is None else bias.expand(problem.B, problem.H, -1, -1)[of_rows],
-        )  # fmt: skip
+        parts = [q[of_rows], k[of_keys], v[of_keys], dout[of_rows]]
+        if trial.subject.layouts is not None:
+            parts = [lay_out(x, name) for x, name in zip(parts, problem.layouts, strict=True)]
+        of_bias = None if bias is None else bias.expand(problem.B, problem.H, -1, -1)[of_rows]
+        inputs = Inputs(*parts)._replace(dlse=of_dlse, alibi_slopes=of_slopes, bias=of_bias)
         part = run_subject(trial.subject, alone, inputs)
     except NotImplementedError:  # for example, too few heads for the subject
         return []

@@ -127,12 +127,17 @@ def far_offsets(trial: Trial) -> list[Finding]:
     loads, for odd seeds and for subjects that do not declare the layout "strided".
 
     Raises:
+        NotImplementedError: The subject declares layouts without gaps.
         MemoryError: The device has too little memory. The check needs somewhat more than 2**32
             elements; on a CPU this is address space only.
     """
     problem = trial.problem
     shapes = [tuple(x.shape) for x in trial.inputs.tensors]
     layouts = trial.subject.layouts
+    if layouts is not None and not {"padded", "strided"} & {*layouts}:
+        raise NotImplementedError(
+            f"{trial.subject.name} declares layouts={layouts}, which have no gaps"
+        )
     whole = problem.seed % 2 == 1 or (layouts is not None and "strided" not in layouts)
     places, elements = _far_places(shapes, problem.seed // 2, whole_rows=whole)
     arena = _arena(_FAR + elements, problem.device, trial.inputs.q.dtype)

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import hypothesis
 from hypothesis import strategies as st
 
-from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.oracles.outputs import OUTPUTS, Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import SubjectError, Trial, run_trial
+from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, run_trial
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.subject import Subject
 
@@ -51,6 +51,8 @@ class Runner:
         self.standing = dict(guarantees.STANDING)
         self.judged = 0
         self.out_of_range = 0
+        # Those that are in range for the default numerics, but not for the declared ones.
+        self.out_by_numerics = 0
         self.refusals: Counter[str] = Counter()
         # Worst error/bound of each output in the last judged problem or batch of problems.
         self.peaks: dict[str, float] = {}
@@ -91,6 +93,7 @@ class Runner:
             if problem.seeds:
                 return self._judge_parts(problem, claim)
             self.out_of_range += 1
+            self.out_by_numerics += self._in_range_by_default(problem)
             self.tally.rejected(problem)
             return []
         of_problems = peaks(trial)
@@ -112,6 +115,13 @@ class Runner:
         if findings and problem.seeds:
             return self._alone(problem, of_problems, claim) or findings
         return findings
+
+    def _in_range_by_default(self, problem: Problem) -> bool:
+        """Return whether a problem out of range is in range for the default numerics."""
+        if self.subject.numerics_of(problem) == Numerics():
+            return False
+        plain = dataclasses.replace(self.subject, numerics=Numerics(), configs={})
+        return plan_run(plain, problem) is not None
 
     def _judge_parts(self, batched: Problem, claim: Check) -> list[Finding]:
         """Judge the halves of a batched problem, some of whose problems are out of range."""

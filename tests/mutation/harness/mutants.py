@@ -272,7 +272,11 @@ _RUNS = (
             "        numerics=subject.numerics_of(problem),\n        softcap",
             "        numerics=subject.numerics,\n        softcap",
         ),
-        ("a refusal is an error", "    except NotImplementedError:\n        raise\n", ""),
+        (
+            "a refusal is an error",
+            "        except NotImplementedError:\n            raise\n",
+            "",
+        ),
     ),
     *faults_of(
         "properties/subjects/subject.py",

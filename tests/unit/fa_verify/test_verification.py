@@ -80,6 +80,15 @@ def test_undeclared_features_are_reported_as_unchecked():
     assert "G4 was not checked: Eager declares masks=()" in str(report)
 
 
+def test_logic_in_float64_is_not_applicable_without_float64():
+    subject = eager()
+    subject.dtypes = ("fp32",)
+    report = verify(subject, problems=1, guarantees=("G1", "T3"))
+    why = "not applicable without fp64: Eager declares dtypes=('fp32',)"
+    assert report.unchecked == {"T3": why}
+    assert f"T3 was not checked: {why}" in str(report)
+
+
 def test_a_configuration_is_drawn_in_the_dtypes_of_its_own():
     subject = eager()
     subject.configs = {"default": {}, "narrow": {"dtypes": ("fp32",)}}

@@ -119,3 +119,24 @@ def test_a_declaration_with_an_unknown_word_is_refused():
     subject.dtypes = ("fp16", "fp12")
     with pytest.raises(ValueError, match=r"eager.dtypes has \['fp12'\]"):
         Subject.of(subject, "eager")
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_every_check_keeps_to_the_declared_layouts(layout):
+    class Contiguous(Eager):
+        layouts = (layout,)
+
+        def __call__(self, *tensors, **rest):
+            rows = [x if layout == "bhsd" else x.transpose(1, 2) for x in tensors]
+            assert all(x.is_contiguous() for x in rows), [x.stride() for x in rows]
+            return super().__call__(*tensors, **rest)
+
+    unchecked = {}
+    problem = Problem(
+        B=2, H=4, Hk=2, M=5, N=6, D=5, Dv=3, dtype="fp64", layouts=(layout,) * 4, seed=1
+    )
+    trial = run_trial(Subject.of(Contiguous(), "contiguous"), problem)
+    checks = {**guarantees.GUARANTEES, **guarantees.CLOSED_FORM}
+    assert guarantees.in_turn(checks, unchecked)(trial) == []
+    gaps = f"contiguous declares layouts=('{layout}',), which have no gaps"
+    assert unchecked == {"G12": gaps}

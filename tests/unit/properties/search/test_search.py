@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from fa_verify.conformance.conftest import check_that_problems_were_judged
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
@@ -39,6 +40,7 @@ DRAWN = st.builds(
 )
 # Scores beyond the range of float32, which are no fault of a kernel.
 WIDE = Problem(M=3, N=3, dtype="fp32", sm_scale=1e6)
+FAR = Problem(M=5, N=7, dtype="fp16", inputs="lse_high_6e4")
 GOOD = Problem(M=3, N=4, dtype="fp64")
 # No example database in any profile: an earlier failure would end the search at once.
 REPEATABLE = settings(derandomize=True, database=None)
@@ -178,6 +180,25 @@ def test_a_problem_out_of_range_is_counted_and_not_run():
     assert (runner.judged, runner.out_of_range, subject.calls) == (0, 1, 0)
     assert len(runner.tally.out_of_range) == 1
     assert runner.tally.problems == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "ending"),
+    [
+        ({"prescales": "q"}, FAR, pytest.skip.Exception),
+        ({"configs": {"default": {"prescales": "q"}}}, FAR, pytest.skip.Exception),
+        ({"prescales": "q"}, WIDE, pytest.fail.Exception),
+        ({}, WIDE, pytest.fail.Exception),
+    ],
+)
+def test_a_family_that_the_declared_numerics_put_out_of_range_is_not_asked(words, problem, ending):
+    call = Eager()
+    vars(call).update(words)
+    runner = runner_of(call)
+    for seed in range(20):
+        assert not runner.findings(dataclasses.replace(problem, seed=seed), nothing)
+    with pytest.raises(ending, match="out of range"):
+        check_that_problems_were_judged(runner)
 
 
 def test_peaks_are_those_of_the_last_problem_alone():

@@ -856,33 +856,30 @@ _LARGE_SIZES = (
 _KEY = "key = (q.shape, v.shape, q.dtype, q.device, request, kernels)"
 _KEEPS = ("\n\ndef prepared(\n", "\n\n_kept = {}\n\n\ndef prepared(\n")
 _SEQUENCES = (
+    _fault(
+        "calls: the key of prepared calls lacks the softcap",
+        "independent: a cache of launches whose key forgets an argument",
+        "sequence",
+        (_CALL_CACHE, _KEY, _KEY.replace("request", "request._replace(softcap=None)")),
+        hidden="until calls differ in the softcap alone",
+    ),
     *(
         _fault(
-            f"calls: the key of prepared calls lacks {argument}",
-            "independent: a cache of launches whose key forgets an argument",
+            f"calls: a block map is kept for any number of {things}",
+            "independent: a cache of block maps whose key forgets a size",
             "sequence",
-            (_CALL_CACHE, _KEY, _KEY.replace("request", f"request._replace({forgotten})")),
-            hidden=f"until calls differ in {argument} alone",
+            (_ARGUMENTS, *_KEEPS),
+            (
+                _ARGUMENTS,
+                "            maps = block_maps(mask, *sizes, window, lengths, config)\n",
+                "            maps = block_maps(mask, *sizes, window, lengths, config)\n"
+                "            widths = request.window_left, request.window_right\n"
+                f"            key = (mask, B, H, {size}, M, D, q.dtype, *widths, config)\n"
+                "            maps = _kept.setdefault(key, maps)\n",
+            ),
+            hidden=f"until calls with a predicate differ in {name} alone",
         )
-        for argument, forgotten in (
-            ("the softcap", "softcap=None"),
-            ("the order of sums", "one_pass=False"),
-        )
-    ),
-    _fault(
-        "calls: a block map is kept for any number of keys",
-        "independent: a cache of block maps whose key forgets a length",
-        "sequence",
-        (_ARGUMENTS, *_KEEPS),
-        (
-            _ARGUMENTS,
-            "            maps = block_maps(mask, *sizes, window, lengths, config)\n",
-            "            maps = block_maps(mask, *sizes, window, lengths, config)\n"
-            "            widths = request.window_left, request.window_right\n"
-            "            key = (mask, B, H, k.shape[1], M, D, q.dtype, *widths, config)\n"
-            "            maps = _kept.setdefault(key, maps)\n",
-        ),
-        hidden="until calls with a predicate differ in N alone",
+        for things, name, size in (("keys", "N", "k.shape[1]"), ("key/value heads", "Hk", "N"))
     ),
     _fault(
         "calls: a predicate is kept for any parameter of its mask",
@@ -898,24 +895,6 @@ _SEQUENCES = (
             "        mask = _kept.setdefault(key, mask)\n",
         ),
         hidden="until calls differ in a parameter of the mask alone",
-    ),
-    _fault(
-        "launch: wide loads are decided once for a shape",
-        "independent: a cache of alignments whose key forgets the strides",
-        "sequence",
-        (
-            _LAUNCH,
-            "        least = min(least, _alignment_of_rows(x.shape[3], x.stride(), "
-            "x.element_size()))\n",
-            "        found = _alignment_of_rows(x.shape[3], x.stride(), x.element_size())\n"
-            "        least = min(least, _kept.setdefault((x.shape, x.dtype), found))\n",
-        ),
-        (
-            _LAUNCH,
-            "\n\ndef _alignment(*tensors",
-            "\n\n_kept = {}\n\n\ndef _alignment(*tensors",
-        ),
-        hidden="until calls differ in strides alone, contiguous tensors first",
     ),
 )  # fmt: skip
 

@@ -146,7 +146,8 @@ def _store(
     """
     if stored is None:
         return value, _finish(bound, value, c.u_in + u, c.eta_in)
-    return stored.between(value, _finish(bound, value, u, 0.0))
+    # Sums of subnormal numbers err by up to FTZ, however small their terms are.
+    return stored.between(value, _finish(bound, value, u, c.ftz))
 
 
 def finish_dq(

@@ -460,7 +460,7 @@ def _stored_value(
     """Returns a result and its bound once it is stored; see ``_group_sum``."""
     if stored is None:
         return value, _stored(bound, value, u_result, units.eta_stored)
-    return replayed(value, _stored(bound, value, u_result - units.u_stored, 0.0), stored)
+    return replayed(value, _stored(bound, value, u_result - units.u_stored, units.flush), stored)
 
 
 def _group_sum(

@@ -172,12 +172,16 @@ def peak(attention: Attention, N: int) -> tuple[int, int]:
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.cuda.synchronize()
-    gc.collect()  # memory freed during the call would lower the peak
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.autograd.grad(attention(*leaves), leaves, dout)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, 2 * N**2
+    peaks = []
+    for _ in range(2):
+        # Memory that is freed during a call lowers its peak: that of garbage, or of a full cache.
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(attention(*leaves), leaves, dout)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return max(peaks), 2 * N**2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, to measure its memory")

@@ -27,12 +27,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("path", files.paths, ids=lambda path: path.stem)
 
 
-def every_guarantee(trial):
-    """Return the findings of all guarantees, statistics and closed forms."""
+def every_guarantee(trial, beside=()):
+    """Return the findings of all guarantees, statistics and closed forms, and of more checks."""
     unchecked = {}
-    checks = {
-        **GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED, **CALLS
-    }  # fmt: skip
+    checks = {**GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
+    checks |= dict(beside)
     if trial.problem.device == "cuda":
         checks |= STREAMS
     findings = in_turn(checks, unchecked)(trial)
@@ -42,16 +41,18 @@ def every_guarantee(trial):
     return findings
 
 
-def check(check_one, subject, problem, device):
+def check(check_one, subject, problem, device, beside=()):
     __tracebackhide__ = True
     config = problem.config if problem.config in subject.configs else next(iter(subject.configs))
-    check_one(dataclasses.replace(problem, device=device, config=config), every_guarantee)
+    problem = dataclasses.replace(problem, device=device, config=config)
+    check_one(problem, lambda trial: every_guarantee(trial, beside))
 
 
 def test_replay(check_one, subject, device, replayed):
     if replayed is None:
         pytest.skip("no --replay given")
-    check(check_one, subject, replayed, device)
+    # On a GPU, the kernels of many calls take minutes to compile beside other tests.
+    check(check_one, subject, replayed, device, CALLS)
 
 
 def test_regression(check_one, subject, device, replayed, path):
@@ -63,4 +64,4 @@ def test_regression(check_one, subject, device, replayed, path):
         pytest.skip(str(reason))
     except ValueError as damage:
         pytest.fail(str(damage), pytrace=False)
-    check(check_one, subject, problem, device)
+    check(check_one, subject, problem, device, CALLS if device == "cpu" else ())

@@ -42,6 +42,7 @@ TESTS: dict[str, str] = {
     "oracles/bounds/numpy_pooled.py": "test_pooled_oracles",
     "oracles/bounds/numpy_units.py": "test_numpy_bound_by_hand test_bounds_agree",
     "oracles/bounds/pooled.py": "test_pooled_oracles",
+    "oracles/bounds/replay.py": "test_given_forward test_backward_check",
     "oracles/bounds/softcap.py": "test_softcap",
     "oracles/bounds/variance.py": "test_variance test_softcap test_alibi test_lse_gradient",
     "oracles/masks/block_sparse.py": f"{_MASKS} test_block_mask",

@@ -289,10 +289,14 @@ def test_an_interrupt_from_outside_ends_the_run():
             signal.raise_signal(signal.SIGINT)
             return out, lse
 
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        runner_of(Interrupted()).findings(Problem(N=17, dtype="fp64"), nothing)
-    assert signal.getsignal(signal.SIGINT) is before
+    # A worker of pytest-xdist ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            runner_of(Interrupted()).findings(Problem(N=17, dtype="fp64"), nothing)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class WrongAndTires(Eager):

@@ -27,7 +27,9 @@ def digests(outputs: Outputs) -> dict[str, str]:
     found = {}
     for name, x in zip(OUTPUTS, outputs, strict=True):
         if x is not None:
-            same = torch.where(x.isnan(), torch.nan, x + 0.0).contiguous().cpu()
+            same = torch.where(x.isnan(), torch.nan, x + 0.0).cpu()
+            # An axis of one element may have any stride, which a view as bytes refuses.
+            same = same.clone(memory_format=torch.contiguous_format)
             found[name] = hashlib.sha256(same.view(torch.uint8).numpy().tobytes()).hexdigest()
     return found
 

@@ -75,10 +75,12 @@ def test_a_capture_makes_nothing_keeps_what_it_reads_and_empties_no_cache(made, 
     assert seen == [1, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("asked", [{}, {"seqlens_k": (3,)}, {"mask": PrefixLM(prefix=3)}], ids=str)
+@pytest.mark.parametrize(
+    "asked", [{}, {"seqlens_k": (3, 1, 4, 1, 5)}, {"mask": PrefixLM(prefix=3)}], ids=str
+)
 def test_a_captured_call_needs_one_before_and_keeps_its_tensors(asked, capturing, device):
     # Lengths that no other test has.
-    q = torch.zeros(1, 1, 43, 16, device=device)
+    q = torch.zeros(5, 1, 43, 16, device=device)
     capturing(True)
     with pytest.raises(RuntimeError, match=SAYS):
         flash_attention(q, q, q, **asked)
@@ -88,7 +90,7 @@ def test_a_captured_call_needs_one_before_and_keeps_its_tensors(asked, capturing
     device_cache._of_graphs.clear()
     assert torch.equal(flash_attention(q, q, q, **asked), first)
     kept = [x for value in device_cache._of_graphs.values() for x in _of(value)]
-    lengths = asked.get("seqlens_k", (43,))
+    lengths = asked.get("seqlens_k", (43,) * 5)
     assert any(x.tolist() == [*lengths] for x in kept)
     assert ("mask" in asked) == any(x.ndim == 4 for x in kept)
 

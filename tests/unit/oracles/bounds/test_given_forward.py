@@ -194,6 +194,19 @@ def test_a_rounding_is_known_unless_two_neighbours_are_as_near() -> None:
     assert half.tolist() == [0.0, 2.0**-8, 0.0, 65 * 2.0**-134, 2.0**-131]
 
 
+def test_sums_of_subnormal_numbers_may_err_by_more_than_their_roundings() -> None:
+    """An H200 stored dv 3 x 2**-133 off, where u times the terms is 2**-150."""
+    inputs = [stream.normal(i, "tiny", (1, 1, 40, 8)) for i in range(4)]
+    inputs[3] *= 2.0**-133
+    call = {"mask": Mask(), "sm_scale": 0.3}
+    truth = torch_reference.attention(*inputs, **call)
+    got = given_forward.given_forward(
+        *inputs, given=given_forward.Returned(truth.out, truth.lse), in_dtype="bf16",
+        numerics=reading(), **call,
+    )  # fmt: skip
+    assert (got.dv_bound >= 3 * 2.0**-133).all()
+
+
 @pytest.mark.parametrize("added", ["", "softcap", "alibi", "bias"])
 @pytest.mark.parametrize("in_dtype", DTYPES)
 def test_given_the_true_forward_the_gradients_are_the_true_ones(in_dtype, added):

@@ -15,6 +15,8 @@ AHEAD = 2
 # The same number while tests take less than SHORT seconds, to save waits for the next test.
 MANY_AHEAD, SHORT = 16, 0.1
 SHARED = 'scope="module"'
+# Tests that compile kernels for up to 150 s each on a GPU, first. In order of names they end last.
+LONGEST = "conformance/test_score_mods.py"
 
 
 class Dealing(LoadScheduling):
@@ -41,7 +43,8 @@ class Dealing(LoadScheduling):
             if not self._check_nodes_have_same_collection():
                 return
             self.collection = next(iter(self.node2collection.values()))
-            self.pending[:] = range(len(self.collection))
+            tests = self.collection
+            self.pending[:] = sorted(range(len(tests)), key=lambda i: LONGEST not in tests[i])
         # One test per worker at a time, so that the long tests at the start spread over workers.
         for ahead in range(1, AHEAD + 1):
             for node in self.nodes:

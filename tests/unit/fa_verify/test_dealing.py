@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fa_verify.pytest_plugin.dealing import AHEAD, MANY_AHEAD, Dealing
+from fa_verify.pytest_plugin.dealing import AHEAD, LONGEST, MANY_AHEAD, Dealing
 from fa_verify.pytest_plugin.plugin import pytest_xdist_make_scheduler
 from tests.unit.fa_verify.fuzz.test_fuzzing import Worker
 
@@ -47,6 +47,13 @@ def deal(tmp_path):
 def test_the_first_tests_are_dealt_by_turns(deal):
     _, (first, second) = deal(ALONE)
     assert (first.dealt, second.dealt) == ([0, 2], [1, 3])
+
+
+def test_the_tests_that_take_longest_are_dealt_first(deal, tmp_path):
+    (tmp_path / "conformance").mkdir()
+    (tmp_path / LONGEST).write_text("")
+    _, (first, second) = deal([*ALONE, f"{LONGEST}::test[0]", f"{LONGEST}::test[1]"])
+    assert (first.dealt[0], second.dealt[0]) == (20, 21)
 
 
 def test_a_worker_has_two_tests_before_it_while_they_are_long(deal):

@@ -26,7 +26,8 @@ def digests(outputs: Outputs) -> dict[str, str]:
     found = {}
     for name, x in zip(OUTPUTS, outputs, strict=True):
         if x is not None:
-            same = torch.where(x.isnan(), torch.nan, x + 0.0).contiguous().cpu()
+            # Flat, as a view as bytes needs a last stride of 1 even where an axis has one element.
+            same = torch.where(x.isnan(), torch.nan, x + 0.0).contiguous().cpu().flatten()
             found[name] = hashlib.sha256(same.view(torch.uint8).numpy().tobytes()).hexdigest()
     return found
 

@@ -27,6 +27,7 @@ LEFT_OUT = {
     " GiB of memory on ": "needs a machine with little memory",
     "the bound is not finite, so nothing was judged: ": "needs a fault of the suite",
     "the bound given the forward is not finite: ": "needs a fault of the suite",
+    ", which have no gaps": "is the reason why a check is not made, and no finding",
     "its forward's results as returned": "names the results for dbias in a message shown for dq",
 }
 

@@ -250,7 +250,6 @@ def backward_error(
 
     Source: the steps of FlashAttention-2 (arXiv:2307.08691), algorithm 2.
     """
-    replays = in_dtype is not None
     cast = cast_format(in_dtype, numerics) if in_dtype is not None else None
     grads = _score_grads(x, read, c, numerics.ds_from == "rounded")
     ds, ds_errors = _cast_ds(x, grads, sm_scale, c, numerics.ds_scaled, cast)
@@ -262,16 +261,16 @@ def backward_error(
     again_k = c.u_in if numerics.prescales in ("k", "qk") else 0.0
     tiles = read.tiles
     per_product = c.g((numerics.block_n + 2) * tiles) * (1 + c.u_cast)
-    dq_size = grads.ds_reach @ abs_k
+    dq, dq_errors, dq_size = ds @ x.k, ds_errors @ abs_k, grads.ds_reach @ abs_k
     dq_added = per_product.unsqueeze(2) * dq_size
-    in_order = replays and not x.any_order and numerics.block_n <= SEGMENT
+    in_order = in_dtype is not None and not x.any_order and numerics.block_n <= SEGMENT
     if in_order and not numerics.atomic:
         lost_in_order = lost_of_running(
-            ds @ x.k, running_sums(ds, x.k, numerics.block_n), ds_errors @ abs_k, dq_size,
+            dq, running_sums(ds, x.k, numerics.block_n), dq_errors, dq_size,
             count=additions(ds.shape[2], numerics.block_n), tile=numerics.block_n, hu=c.h * c.u,
         )  # fmt: skip
         dq_added = torch.minimum(dq_added, lost_in_order.mul_(1 + c.u_cast))
-    dq_bound = (ds_errors @ abs_k).add_(dq_added).add_(dq_size, alpha=again_k).mul_(sm_scale)
+    dq_bound = (dq_errors + dq_added).add_(dq_size, alpha=again_k).mul_(sm_scale)
     dk_weights = ds_errors + again_q * grads.ds_reach if again_q else ds_errors
     dk_errors = (dk_weights.mT @ abs_q).mul_(sm_scale)
     # Each sum of tiles may be flushed, before or after it is scaled; atomics also flush addends.
@@ -299,7 +298,7 @@ def backward_error(
             )
         )  # fmt: skip
     return Backward(
-        dq=(ds @ x.k).mul_(sm_scale),
+        dq=dq.mul_(sm_scale),
         dq_bound=dq_bound,
         dq_terms=(grads.ds_terms @ abs_k).mul_(sm_scale),
         dq_reach=abs_ds @ abs_k,

@@ -104,12 +104,14 @@ def running_sums(
         before: (Z, R, D), the sum of earlier terms, if any.
     """
     result = y.new_zeros(*weights.shape[:2], y.shape[2])
-    for start in range(0, weights.shape[2], SEGMENT):
-        here = slice(start, min(start + SEGMENT, weights.shape[2]))
+    terms = weights.shape[2]
+    for start in range(0, terms, SEGMENT):
+        if start > 0:
+            last = slice(start - SEGMENT, start)
+            part = weights[:, :, last] @ y[:, last]
+            before = part if before is None else before + part
         if before is not None:
-            result += additions(here.stop - here.start, tile) * before.abs()
-        part = weights[:, :, here] @ y[:, here]
-        before = part if before is None else before + part
+            result += additions(min(SEGMENT, terms - start), tile) * before.abs()
     return result
 
 

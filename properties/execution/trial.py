@@ -335,15 +335,7 @@ def _run_gradients(
     with _poisoned_allocations():
         added = {"alibi_slopes": given.alibi_slopes, "bias": given.bias}
         out, lse = subject.run(given.q, given.k, given.v, problem, **added)
-        found = _gradients(problem, tuple(leaves.values()), inputs, out, lse)
-    gradients: dict[str, torch.Tensor] = {}
-    for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
-        if gradient is None:
-            raise AssertionError(
-                f"out of {subject.name} does not depend on the input that {name} is the gradient of"
-            )
-        _check_form(name, gradient, leaf, tuple(leaf.shape))
-        gradients[name] = gradient
+        gradients = _gradients(subject, problem, leaves, inputs, out, lse)
     return out, lse, gradients
 
 
@@ -379,42 +371,43 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
                     f"out of {subject.name} has no gradient; a subject without one declares "
                     "backward=False"
                 )
-            gradients = _gradients(problem, (q, k, v), inputs, out, lse)
-            for name, gradient, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
-                if gradient is None:
-                    raise AssertionError(
-                        f"out of {subject.name} does not depend on the input that {name} is the "
-                        "gradient of"
-                    )
-                _check_form(name, gradient, x, tuple(x.shape))
-    return Outputs(forward.out, forward.lse, *gradients)
+            leaves = {"dq": q, "dk": k, "dv": v}
+            gradients = _gradients(subject, problem, leaves, inputs, out, lse)
+    return forward._replace(**gradients)
 
 
 def _gradients(
+    subject: Subject,
     problem: Problem,
-    leaves: tuple[torch.Tensor, ...],
+    leaves: dict[str, torch.Tensor],
     inputs: Inputs,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of a loss on out and, if the problem has dlse, on lse.
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of a loss on out and, if the problem has dlse, on lse, by name.
 
     If dout is "zero", the loss is on lse only.
     """
-    if inputs.dlse is None:
-        return torch.autograd.grad(out, leaves, inputs.dout, allow_unused=True)
-    if lse is None or not lse.requires_grad:
-        raise AssertionError("lse has no gradient; a subject without one declares lse_grad=False")
-    losses = [(out, inputs.dout), (lse, inputs.dlse)][problem.dout == "zero" :]
-    of, gradients = zip(*losses, strict=True)
-    found = torch.autograd.grad(of, leaves, gradients, allow_unused=True)
-    if len(losses) == 1:
-        # lse does not depend on v.
-        found = tuple(
-            torch.zeros_like(leaf) if x is None and leaf.shape == inputs.v.shape else x
-            for leaf, x in zip(leaves, found, strict=True)
-        )
-    return found
+    losses = [(out, inputs.dout)]
+    if inputs.dlse is not None:
+        if lse is None or not lse.requires_grad:
+            raise AssertionError(
+                "lse has no gradient; a subject without one declares lse_grad=False"
+            )
+        losses = [*losses, (lse, inputs.dlse)][problem.dout == "zero" :]
+    of, given = zip(*losses, strict=True)
+    found = torch.autograd.grad(of, tuple(leaves.values()), given, allow_unused=True)
+    gradients: dict[str, torch.Tensor] = {}
+    for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
+        if gradient is None and name == "dv" and of[0] is lse:
+            gradient = torch.zeros_like(leaf)  # lse does not depend on v
+        if gradient is None:
+            raise AssertionError(
+                f"out of {subject.name} does not depend on the input that {name} is the gradient of"
+            )
+        _check_form(name, gradient, leaf, tuple(leaf.shape))
+        gradients[name] = gradient
+    return gradients
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from fa_verify.properties.checks.guarantees import (
     GUARANTEES,
     OF_BIAS,
     POOLED,
-    STANDING,
     STATISTICS,
     STREAMS,
+    backward,
     in_turn,
 )
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
@@ -30,7 +30,8 @@ def pytest_generate_tests(metafunc):
 def every_guarantee(trial, beside=()):
     """Return the findings of all guarantees, statistics and closed forms, and of more checks."""
     unchecked = {}
-    checks = {**GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
+    beyond = {"backward": backward, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
+    checks = {**GUARANTEES, **beyond}
     checks |= dict(beside)
     if trial.problem.device == "cuda":
         checks |= STREAMS

@@ -21,18 +21,18 @@ from fa_verify.properties.checks.guarantees import (
     GUARANTEES,
     OF_BIAS,
     POOLED,
-    STANDING,
     STATISTICS,
     STREAMS,
     Check,
+    backward,
 )
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # Checks, in the order in which they run on a trial.
 CHECKS: dict[str, Check] = {
-    "T3": GUARANTEES["T3"], **GUARANTEES, **STANDING, **STATISTICS, **CLOSED_FORM, **POOLED,
-    **OF_BIAS, **CALLS, **STREAMS,
+    "T3": GUARANTEES["T3"], **GUARANTEES, "backward": backward, **STATISTICS, **CLOSED_FORM,
+    **POOLED, **OF_BIAS, **CALLS, **STREAMS,
 }  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 

@@ -267,7 +267,7 @@ def _hang() -> str:
     ended: list[int] = []
     attention = _defined("import time\ndef attention(x):\n    while not x: time.sleep(0.005)\n")
     said = _crash(0.05, lambda: attention(ended), end=ended.append)
-    return said.replace("over 0.05 s", "over 60 s")
+    return re.sub(r"over 0.25 s (.*) in \d+ s, and", r"over 300 s \1 in 300 s, and", said)
 
 
 def _lost_gpu() -> str:
@@ -766,8 +766,10 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
     "Crashes and hangs": (
         Kind(
             "A hang",
-            "A problem took longer than `--problem-timeout`. The stack begins at the innermost "
-            "frame. A kernel that waits for itself shows the frame of its launch.",
+            "A problem used more CPU time than `--problem-timeout`, took 5 times as long by the "
+            "clock, or compiled 10 times as long. The stack begins at the innermost frame. A "
+            "kernel that waits for itself shows the frame of its launch, and a compilation the "
+            "frame of the compiler.",
             _hang,
         ),
         Kind(

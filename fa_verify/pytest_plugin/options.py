@@ -71,7 +71,8 @@ def add_options(group: pytest.OptionGroup) -> None:
         "--problem-timeout",
         metavar="SECONDS",
         default=DEFAULT_SECONDS,
-        help="end and report a process that takes longer than this for one problem (default: 60)",
+        help="end and report a process that uses more CPU time than this for one problem, 5 times "
+        "as long by the clock, or 10 times as long to compile its kernels (default: 60)",
     )
     gate.add_options(group)
     report.add_options(group)

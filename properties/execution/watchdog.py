@@ -2,8 +2,13 @@
 
 A kernel may crash its process, hang, or cause a CUDA error after which every later call fails too.
 Each process therefore writes its current problem to a file, which another process can read after a
-crash. The watchdog ends the process if a problem takes too long, or after an error that leaves the
-CUDA context unusable.
+crash. The watchdog ends the process if a problem hangs, or after an error that leaves the CUDA
+context unusable.
+
+A problem hangs if it makes no progress; a problem on a busy machine only waits for its turn. The
+watchdog therefore compares its limit with the CPU time of the process. A deadlock uses no CPU time,
+so time by the clock has a limit too, ``WALL`` times as high. Compilation counts towards neither and
+has its own limit.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 from fa_verify.oracles.problem import Problem
 
@@ -32,9 +38,25 @@ EXIT_HANG = 91
 EXIT_CUDA_ERROR = 92
 # Number of frames of a hanging thread in its record, innermost first.
 FRAMES = 8
-# Seconds after the deadline at which faulthandler ends the process. Code that never releases the
-# GIL stops every Python thread, including the watchdog.
+# Limit of time by the clock, as a multiple of the limit of CPU time. With four processes per core,
+# each gets a quarter of the time.
+WALL = 5
+# Limit of the time of compilation, as a multiple of the limit of CPU time. A kernel compiles in
+# seconds, but 32 processes may compile at once, and an autotuner compiles many kernels.
+COMPILATION = 10
+# Looks of the watchdog in the time of the limit, and the most seconds between two of them.
+LOOKS = 20
+PERIOD = 1.0
+# Seconds that faulthandler adds to the limit by the clock before it ends the process. Code that
+# never releases the GIL stops every Python thread, including the watchdog.
 GRACE = 60.0
+# A thread compiles if one of these functions is on its stack: end of the file's name, and name.
+COMPILERS = (
+    ("triton/compiler/compiler.py", "compile"),
+    ("triton/runtime/build.py", "_build"),
+    ("torch/_dynamo/convert_frame.py", "_compile"),
+    ("torch/_inductor/compile_fx.py", "compile_fx_inner"),
+)
 
 
 @dataclass(frozen=True)
@@ -105,12 +127,39 @@ def sticky_cuda_error(error: Exception) -> bool:
     return False
 
 
-class _Watched(NamedTuple):
-    """A running problem, its deadline in monotonic seconds, and the id of its thread."""
+@dataclass
+class _Watched:
+    """A running problem, the id of its thread, and its seconds so far.
+
+    Args:
+        record: The record of the problem.
+        thread: The id of the thread that runs it.
+        wall: Seconds by the clock, without compilation.
+        cpu: Seconds of CPU time of the process, without compilation.
+        compilation: Seconds of compilation by the clock.
+    """
 
     record: Record
-    deadline: float
     thread: int
+    wall: float = 0.0
+    cpu: float = 0.0
+    compilation: float = 0.0
+
+    def overdue(self, limit: float) -> str:
+        """Return which limit the problem exceeds; empty if none."""
+        if min(self.wall, self.cpu) > limit:
+            # Several threads may use more CPU time than the clock shows.
+            exceeded = f"{limit:g} s of CPU time"
+        elif self.wall > WALL * limit:
+            exceeded = f"{WALL * limit:g} s"
+        elif self.compilation > COMPILATION * limit:
+            exceeded = f"{COMPILATION * limit:g} s of compilation"
+        else:
+            return ""
+        return (
+            f"over {exceeded} in one problem ({self.cpu:.0f} s of CPU time in {self.wall:.0f} s, "
+            f"and {self.compilation:.0f} s of compilation)"
+        )
 
 
 class Watchdog:
@@ -125,7 +174,8 @@ class Watchdog:
 
     Args:
         path: The file, which is created or emptied.
-        seconds: Time limit of a problem in seconds, including compilation.
+        seconds: Limit of the CPU time of a problem in seconds. The limits of its time by the clock
+            and of its compilation are multiples.
         kernel: Value of --kernel, for replay lines.
         sticky: Returns whether the process cannot continue after an exception.
         end: Ends the process with an exit code and without cleaning up, which could hang too.
@@ -158,7 +208,8 @@ class Watchdog:
         """Record a problem and limit its time while the block runs.
 
         The block must synchronise with the GPU before it ends, or an error is attributed to a later
-        block. In nested blocks the file holds the innermost problem.
+        block. In nested blocks the file holds the innermost problem, and time counts towards that
+        problem alone.
 
         Args:
             problem: The problem.
@@ -169,7 +220,7 @@ class Watchdog:
             self._thread.start()
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         record = Record("running", problem.to_json(), test, note, time.time(), kernel=self.kernel)
-        watched = _Watched(record, time.monotonic() + self.seconds, threading.get_ident())
+        watched = _Watched(record, threading.get_ident())
         outer = self._watched
         self._take(watched)
         try:
@@ -194,7 +245,7 @@ class Watchdog:
         """Set the watched problem; None if no problem runs."""
         with self._lock:
             self._watched = watched
-            self._write(watched and watched.record)
+            self._write(None if watched is None else watched.record)
 
     def _write(self, record: Record | None) -> None:
         os.ftruncate(self._file, 0)
@@ -211,24 +262,38 @@ class Watchdog:
         self._end(code)
 
     def _watch(self) -> None:
-        """Wait for an overdue problem, without being woken when problems start and end.
+        """Add up the time of the problem under way until it exceeds a limit.
 
-        A problem that starts during a sleep of at most ``seconds`` is not overdue before the sleep
-        ends.
+        Looks at intervals instead of being woken when problems start and end, which would slow
+        every problem. Time since the last look counts if the problem was under way then. It counts
+        as compilation if a thread compiles now.
         """
-        sleep = self.seconds
+        period = min(PERIOD, self.seconds / LOOKS)
+        before: _Watched | None = None
+        wall, cpu = time.monotonic(), time.process_time()
         try:
             while True:
                 # A C thread that does not need the GIL prints all stacks and exits.
-                faulthandler.dump_traceback_later(sleep + GRACE, exit=True, file=self._stderr)
-                if self._closing.wait(sleep):
+                faulthandler.dump_traceback_later(
+                    WALL * self.seconds + GRACE, exit=True, file=self._stderr
+                )
+                if self._closing.wait(period):
                     return
                 with self._lock:
-                    now, watched = time.monotonic(), self._watched
-                    sleep = self.seconds if watched is None else watched.deadline - now
-                    if watched is not None and sleep <= 0:
-                        detail = f"over {self.seconds:g} s in one problem"
-                        self._crash(watched, EXIT_HANG, "hang", detail, _stack_of(watched.thread))
+                    last_wall, last_cpu = wall, cpu
+                    wall, cpu = time.monotonic(), time.process_time()
+                    last, before = before, self._watched
+                    if before is None or before is not last:
+                        continue
+                    compiling = _compiling()
+                    if compiling is None:
+                        before.wall += wall - last_wall
+                        before.cpu += cpu - last_cpu
+                    else:
+                        before.compilation += wall - last_wall
+                    if detail := before.overdue(self.seconds):
+                        frame = compiling or sys._current_frames().get(before.thread)
+                        self._crash(before, EXIT_HANG, "hang", detail, _stack_of(frame))
                         return
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -238,8 +303,18 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _stack_of(thread: int) -> tuple[str, ...]:
-    """Return a thread's stack, innermost frame first, without source lines (read from disk)."""
-    frames = traceback.walk_stack(sys._current_frames().get(thread))
+def _compiling() -> FrameType | None:
+    """Return the frame of a compiler, in any thread: autograd and pools start threads too."""
+    for innermost in sys._current_frames().values():
+        for frame, _ in traceback.walk_stack(innermost):
+            file, name = frame.f_code.co_filename, frame.f_code.co_name
+            if any(file.endswith(end) and name == function for end, function in COMPILERS):
+                return frame
+    return None
+
+
+def _stack_of(frame: FrameType | None) -> tuple[str, ...]:
+    """Return a frame and its callers, innermost first, without source lines (read from disk)."""
+    frames = traceback.walk_stack(frame)
     summary = traceback.StackSummary.extract(frames, limit=FRAMES, lookup_lines=False)
     return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in summary)

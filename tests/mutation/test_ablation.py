@@ -23,7 +23,6 @@ def test_the_ablation_covers_all_statistical_and_closed_form_checks():
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter runs mutants"
 )
-@pytest.mark.timeout(600)
 def test_each_check_finds_a_fault_that_the_bound_misses():
     """Runs in a process of its own: it forks for each fault, and a fork copies only one thread."""
     command = [sys.executable, "-m", "tests.mutation.ablation"]

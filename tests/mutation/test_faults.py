@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="the interpreter runs mutants where there is no GPU; --mutation, what only a GPU shows",
 )
-@pytest.mark.timeout(900)
 def test_every_fault_on_record_is_killed(tmp_path):
     """Runs in a process of its own: it forks for each fault, and a fork copies only one thread."""
     command = [sys.executable, "-m", "tests.mutation", "faults", "--jobs", "1", "--out", tmp_path]

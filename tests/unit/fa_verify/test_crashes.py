@@ -99,7 +99,7 @@ def run(tmp_path_factory):
 
     def go(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider"]
-        command += ["--problem-timeout=1", *arguments]
+        command += ["--problem-timeout=0.2", *arguments]
         done = subprocess.run(
             command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120
         )

@@ -5,8 +5,9 @@ Load it from a conftest with ``pytest_plugins = ["fa_verify.pytest_plugin.plugin
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from fa_verify.oracles import renamed
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution import workers
+from fa_verify.properties.execution.large_memory import large_memory
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.pytest_plugin import options, profiles
@@ -174,6 +176,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def device(pytestconfig: pytest.Config) -> str:
     """The device that the subject runs on, "cuda" or "cpu"."""
     return device_of(pytestconfig)
+
+
+@pytest.fixture
+def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
+    """A function that reserves GiB of the GPU for the test, and skips the test if fewer are free.
+
+    One worker at a time has such memory. The GPU's memory that the test no longer uses is freed.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def reserve(gib: int) -> None:
+            stack.enter_context(large_memory(device))
+            stack.callback(torch.cuda.empty_cache)
+            if torch.cuda.mem_get_info()[0] < gib * 2**30:
+                pytest.skip(f"needs {gib} GiB of free GPU memory")
+
+        yield reserve
 
 
 @pytest.fixture(scope="session")

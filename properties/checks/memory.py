@@ -16,6 +16,7 @@ from fa_verify.oracles.problem import TENSORS
 from fa_verify.properties.comparison.agreement import agree, found_where
 from fa_verify.properties.comparison.compare import Finding, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands, Overrun
+from fa_verify.properties.execution.large_memory import large_memory
 from fa_verify.properties.execution.trial import Trial, run_gradients, run_subject
 from fa_verify.properties.inputs.tensors import make
 
@@ -140,17 +141,17 @@ def far_offsets(trial: Trial) -> list[Finding]:
         )
     whole = problem.seed % 2 == 1 or (layouts is not None and "strided" not in layouts)
     places, elements = _far_places(shapes, problem.seed // 2, whole_rows=whole)
-    arena = _arena(_FAR + elements, problem.device, trial.inputs.q.dtype)
-    moved = [
-        arena[_FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
-        for x, place in zip(trial.inputs.tensors, places, strict=True)
-    ]
-    inputs = trial.inputs._replace(**dict(zip(TENSORS, moved, strict=True)))
-    again = run_subject(trial.subject, problem, inputs)
-    del inputs
-    del arena, moved
-    if problem.device == "cuda":
-        torch.cuda.empty_cache()
+    with large_memory(problem.device):
+        arena = _arena(_FAR + elements, problem.device, trial.inputs.q.dtype)
+        moved = [
+            arena[_FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
+            for x, place in zip(trial.inputs.tensors, places, strict=True)
+        ]
+        inputs = trial.inputs._replace(**dict(zip(TENSORS, moved, strict=True)))
+        again = run_subject(trial.subject, problem, inputs)
+        del inputs, arena, moved
+        if problem.device == "cuda":
+            torch.cuda.empty_cache()
     return agree(trial, again, "G12 range", "is wrong where offsets pass 2**31 elements")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from fa_verify.conformance.sampled_rows import findings_in_rows, sampled
 from fa_verify.oracles.masks.block_sparse import BlockSparse
@@ -126,13 +125,11 @@ def test_a_million_rows_and_keys_are_right(check_rows, device):
     check_rows(problem, sampled(MILLION, 60), with_rms=False)
 
 
-def test_more_than_2_to_the_31_rows_are_right(check_rows, device):
+def test_more_than_2_to_the_31_rows_are_right(check_rows, device, gpu_memory):
     if device == "cpu":
         pytest.skip("needs tensors of 4 GiB and more")
-    if torch.cuda.mem_get_info()[0] < GIB_OF_ROWS * 2**30:
-        pytest.skip(f"needs {GIB_OF_ROWS} GiB of free GPU memory")
+    gpu_memory(GIB_OF_ROWS)
     H, M = 4097, 2**19
     assert H * M > 2**31
     problem = Problem(H=H, Hk=H, M=M, N=16, D=1, Dv=1, dtype="bf16", seed=1, device=device)
     check_rows(problem, [0, 1000, M // 2, M - 130, M - 1], is_sparse=True)
-    torch.cuda.empty_cache()

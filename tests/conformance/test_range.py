@@ -59,11 +59,12 @@ def test_more_heads_than_65535_are_right(check_one, device, dtype):
 
 @pytest.mark.parametrize("long", ["queries", "keys"])
 @pytest.mark.parametrize(("heads", "D"), [(2, 256), (1, 128)])
-def test_tensors_of_more_than_2_to_the_31_elements_are_right(check_one, device, heads, D, long):
+def test_tensors_of_more_than_2_to_the_31_elements_are_right(
+    check_one, device, gpu_memory, heads, D, long
+):
     if device == "cpu":
         pytest.skip("needs tensors of 4 GiB each")
-    if torch.cuda.mem_get_info()[0] < GIB_OF_LARGE_TENSORS * 2**30:
-        pytest.skip(f"needs {GIB_OF_LARGE_TENSORS} GiB of free GPU memory")
+    gpu_memory(GIB_OF_LARGE_TENSORS)
     # The last rows see only the last keys, so that a small problem has the same results.
     mask = Mask(causal=True, window_left=TAIL // 2) if long == "keys" else Mask()
     sizes = {"M": 16, "N": TAIL} if long == "keys" else {"M": TAIL, "N": 16}

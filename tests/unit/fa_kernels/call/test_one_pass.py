@@ -141,11 +141,12 @@ def test_one_pass_has_a_tile_of_its_own(device):
 
 # The second case runs Hopper's kernels on a Hopper GPU.
 @pytest.mark.parametrize(("columns", "of_values"), [(256, 16), (128, 64)])
-def test_rows_of_dq_past_2_to_the_31_elements_are_summed_where_they_lie(device, columns, of_values):
+def test_rows_of_dq_past_2_to_the_31_elements_are_summed_where_they_lie(
+    device, gpu_memory, columns, of_values
+):
     if device == "cpu":
         pytest.skip("needs sums of 8 GiB")
-    if torch.cuda.mem_get_info()[0] < GIB_OF_FAR_ROWS * 2**30:
-        pytest.skip(f"needs {GIB_OF_FAR_ROWS} GiB of free GPU memory")
+    gpu_memory(GIB_OF_FAR_ROWS)
     # All rows are equal and each gets one addition, so the rows of dq are equal.
     rows = 2**31 // columns + 64
     q, k = (normal(0, name, (1, 1, 1, columns)).half().to(device) for name in "qk")
@@ -156,5 +157,3 @@ def test_rows_of_dq_past_2_to_the_31_elements_are_summed_where_they_lie(device, 
     dq, *_ = torch.autograd.grad(out, leaves, dout.expand(1, 1, rows, of_values))
     assert (dq[0, 0, 0] != 0).any()
     assert all((part == dq[:, :, :1]).all() for part in dq.split(2**20, 2))
-    del dq, out
-    torch.cuda.empty_cache()

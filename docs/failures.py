@@ -277,33 +277,43 @@ def _lost_gpu() -> str:
     return _crash(60, fault, sticky=lambda error: True, end=lambda code: None)
 
 
-def _died(problem: Problem | None) -> str:
-    """The message of xdist's controller about a worker that died."""
-    process = subprocess.Popen(
-        [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 11)"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    gateway = SimpleNamespace(id="gw0", _io=SimpleNamespace(popen=process))
-    report: Any = SimpleNamespace(
-        node=SimpleNamespace(gateway=gateway), location=("", 0, ""), longrepr=""
-    )
+# A kernel that ends its process, with the log that a worker keeps.
+_DIES = """
+import faulthandler, sys
+faulthandler.enable(open(sys.argv[1], "w"), all_threads=False)
+kernel = "import os\\ndef attention():\\n    os.kill(os.getpid(), 11)\\nattention()"
+exec(compile(kernel, "attention.py", "exec"))
+"""
+
+
+def _died(problem: Problem | None, times: int = 1) -> str:
+    """The message of xdist's controller about workers that died; why it stops, after the second."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gw0.json"
+        path, log = Path(folder) / "gw0.json", Path(folder) / "gw0.log"
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", _DIES, str(log)],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert process.wait() == -signal.SIGSEGV
+        gateway = SimpleNamespace(id="gw0", _io=SimpleNamespace(popen=process))
+        report: Any = SimpleNamespace(
+            node=SimpleNamespace(gateway=gateway), location=("", 0, ""), longrepr=""
+        )
         watchdog = Watchdog(path)
-        reports: Any = SimpleNamespace(_file=lambda worker: path)
-
-        def read() -> None:
-            CrashReports.pytest_handlecrashitem(reports, "test_accuracy.py::test_it", report)
-
-        if problem is None:
-            read()
-        else:
-            with _TEST, watchdog.watching(problem):
-                read()
+        reports: Any = SimpleNamespace(
+            _file=lambda worker: path, _log=lambda worker: log, _restarts=None, _frame="", _stop=""
+        )
+        running = contextlib.nullcontext() if problem is None else watchdog.watching(problem)
+        with _TEST, running:
+            for _ in range(times):
+                report.longrepr = ""
+                CrashReports.pytest_handlecrashitem(reports, "test_accuracy.py::test_it", report)
         watchdog.close()
+    if times > 1:
+        return str(reports._stop)
     said = re.sub(r"after \d+\.\d s", "after 1.3 s", str(report.longrepr).strip())
-    assert process.returncode == -signal.SIGSEGV
-    return said
+    first, _, _ = said.partition("\n  at attention.py:4")
+    return f"{first}\n  ..."
 
 
 # Options and files.
@@ -788,6 +798,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "A process that died elsewhere",
             "No problem was running: the process died while it imported, compiled or ended.",
             lambda: _died(None),
+        ),
+        Kind(
+            "Two processes that died in one line",
+            "The kernel would end one worker after the other, so the run stops. Replay the "
+            "problem, or run the other tests with the option.",
+            lambda: _died(_FP64, times=2),
         ),
     ),
     "The report of `verify`": (

@@ -41,6 +41,7 @@ from fa_verify.pytest_plugin.fuzz.plugin import minutes_of
 from fa_verify.pytest_plugin.gate.comparison import differences
 from fa_verify.pytest_plugin.gate.plugin import Gate
 from fa_verify.pytest_plugin.regression_files import RegressionFiles
+from fa_verify.repaired_fork import in_repaired_fork
 from fa_verify.session import mask_of, subject_of
 from fa_verify.verification import verify
 from tests.unit.properties.checks import (
@@ -341,6 +342,27 @@ def _folder(files: Mapping[str, str]) -> Iterator[None]:
                     del sys.modules[name]
 
 
+class _Locked:
+    """Cannot be pickled."""
+
+    def __repr__(self) -> str:
+        return "Report()"
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle a lock")
+
+
+def _unrepaired(call: Callable[[], object]) -> Callable[[], str]:
+    """The exception of a call in a process that has loaded, and not repaired, the interpreter."""
+
+    def message() -> str:
+        needed = mock.patch("fa_verify.verification.is_needed", return_value=True)
+        with needed, mock.patch("fa_verify.repaired_fork.repair"):
+            return _error(call)()
+
+    return message
+
+
 def _error(
     call: Callable[[], object],
     prefix: str | None = None,
@@ -354,7 +376,7 @@ def _error(
                 call()
             except pytest.UsageError as error:
                 return f"ERROR: {error}".replace(f"{os.getcwd()}{os.sep}", "")
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RuntimeError) as error:
                 return (f"{type(error).__name__}: " if prefix is None else prefix) + str(error)
         raise AssertionError("no error was raised")
 
@@ -828,6 +850,22 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "A wrong argument",
             "Arguments of `verify` are checked by name.",
             _error(lambda: verify(Attention(), guarantees=("G1", "G99"))),
+        ),
+        Kind(
+            "A process that died with the repaired interpreter",
+            "Under Triton's interpreter `verify` runs in a fork that repairs it. The kernel ended "
+            "this process.",
+            _unrepaired(lambda: in_repaired_fork(lambda: os._exit(1))),
+        ),
+        Kind(
+            "A report that cannot be returned from a fork",
+            "The report refers to an object that cannot be pickled.",
+            _unrepaired(lambda: in_repaired_fork(_Locked)),
+        ),
+        Kind(
+            "An interpreter that no fork can repair",
+            "A fork cannot use CUDA if its parent has.",
+            _unrepaired(lambda: verify(Attention(), device="cuda")),
         ),
     ),
     "Masks": (

@@ -41,6 +41,7 @@ from fa_verify.pytest_plugin.fuzz.plugin import minutes_of
 from fa_verify.pytest_plugin.gate.comparison import differences
 from fa_verify.pytest_plugin.gate.plugin import Gate
 from fa_verify.pytest_plugin.regression_files import RegressionFiles
+from fa_verify.repaired_fork import in_repaired_fork
 from fa_verify.session import mask_of, subject_of
 from fa_verify.verification import verify
 from tests.unit.properties.checks import (
@@ -277,33 +278,43 @@ def _lost_gpu() -> str:
     return _crash(60, fault, sticky=lambda error: True, end=lambda code: None)
 
 
-def _died(problem: Problem | None) -> str:
-    """The message of xdist's controller about a worker that died."""
-    process = subprocess.Popen(
-        [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 11)"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    gateway = SimpleNamespace(id="gw0", _io=SimpleNamespace(popen=process))
-    report: Any = SimpleNamespace(
-        node=SimpleNamespace(gateway=gateway), location=("", 0, ""), longrepr=""
-    )
+# A kernel that ends its process, with the log that a worker keeps.
+_DIES = """
+import faulthandler, sys
+faulthandler.enable(open(sys.argv[1], "w"), all_threads=False)
+kernel = "import os\\ndef attention():\\n    os.kill(os.getpid(), 11)\\nattention()"
+exec(compile(kernel, "attention.py", "exec"))
+"""
+
+
+def _died(problem: Problem | None, times: int = 1) -> str:
+    """The message of xdist's controller about workers that died; why it stops, after the second."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gw0.json"
+        path, log = Path(folder) / "gw0.json", Path(folder) / "gw0.log"
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", _DIES, str(log)],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert process.wait() == -signal.SIGSEGV
+        gateway = SimpleNamespace(id="gw0", _io=SimpleNamespace(popen=process))
+        report: Any = SimpleNamespace(
+            node=SimpleNamespace(gateway=gateway), location=("", 0, ""), longrepr=""
+        )
         watchdog = Watchdog(path)
-        reports: Any = SimpleNamespace(_file=lambda worker: path)
-
-        def read() -> None:
-            CrashReports.pytest_handlecrashitem(reports, "test_accuracy.py::test_it", report)
-
-        if problem is None:
-            read()
-        else:
-            with _TEST, watchdog.watching(problem):
-                read()
+        reports: Any = SimpleNamespace(
+            _file=lambda worker: path, _log=lambda worker: log, _restarts=None, _frame="", _stop=""
+        )
+        running = contextlib.nullcontext() if problem is None else watchdog.watching(problem)
+        with _TEST, running:
+            for _ in range(times):
+                report.longrepr = ""
+                CrashReports.pytest_handlecrashitem(reports, "test_accuracy.py::test_it", report)
         watchdog.close()
+    if times > 1:
+        return str(reports._stop)
     said = re.sub(r"after \d+\.\d s", "after 1.3 s", str(report.longrepr).strip())
-    assert process.returncode == -signal.SIGSEGV
-    return said
+    first, _, _ = said.partition("\n  at attention.py:4")
+    return f"{first}\n  ..."
 
 
 # Options and files.
@@ -331,6 +342,27 @@ def _folder(files: Mapping[str, str]) -> Iterator[None]:
                     del sys.modules[name]
 
 
+class _Locked:
+    """Cannot be pickled."""
+
+    def __repr__(self) -> str:
+        return "Report()"
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle a lock")
+
+
+def _unrepaired(call: Callable[[], object]) -> Callable[[], str]:
+    """The exception of a call in a process that has loaded, and not repaired, the interpreter."""
+
+    def message() -> str:
+        needed = mock.patch("fa_verify.verification.is_needed", return_value=True)
+        with needed, mock.patch("fa_verify.repaired_fork.repair"):
+            return _error(call)()
+
+    return message
+
+
 def _error(
     call: Callable[[], object],
     prefix: str | None = None,
@@ -344,7 +376,7 @@ def _error(
                 call()
             except pytest.UsageError as error:
                 return f"ERROR: {error}".replace(f"{os.getcwd()}{os.sep}", "")
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RuntimeError) as error:
                 return (f"{type(error).__name__}: " if prefix is None else prefix) + str(error)
         raise AssertionError("no error was raised")
 
@@ -789,6 +821,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "No problem was running: the process died while it imported, compiled or ended.",
             lambda: _died(None),
         ),
+        Kind(
+            "Two processes that died in one line",
+            "The kernel would end one worker after the other, so the run stops. Replay the "
+            "problem, or run the other tests with the option.",
+            lambda: _died(_FP64, times=2),
+        ),
     ),
     "The report of `verify`": (
         Kind(
@@ -812,6 +850,22 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "A wrong argument",
             "Arguments of `verify` are checked by name.",
             _error(lambda: verify(Attention(), guarantees=("G1", "G99"))),
+        ),
+        Kind(
+            "A process that died with the repaired interpreter",
+            "Under Triton's interpreter `verify` runs in a fork that repairs it. The kernel ended "
+            "this process.",
+            _unrepaired(lambda: in_repaired_fork(lambda: os._exit(1))),
+        ),
+        Kind(
+            "A report that cannot be returned from a fork",
+            "The report refers to an object that cannot be pickled.",
+            _unrepaired(lambda: in_repaired_fork(_Locked)),
+        ),
+        Kind(
+            "An interpreter that no fork can repair",
+            "A fork cannot use CUDA if its parent has.",
+            _unrepaired(lambda: verify(Attention(), device="cuda")),
         ),
     ),
     "Masks": (

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 from fa_verify.oracles.problem import Problem
@@ -16,6 +17,8 @@ from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
+from fa_verify.repaired_fork import REPAIR_FIRST, in_repaired_fork
+from fa_verify.simulator.interpreter.repair import is_needed
 
 __all__ = ["Report", "verify"]
 
@@ -87,8 +90,9 @@ def verify(
         report = verify(my_attention, device="cuda", problems=50)
         assert report, str(report)
 
-    To run a Triton kernel on a CPU, set ``TRITON_INTERPRET=1`` before Triton is imported and call
-    ``fa_verify.simulator.interpreter.repair.repair()`` before the kernel is imported.
+    To run a Triton kernel on a CPU, set ``TRITON_INTERPRET=1`` before Triton is imported. The
+    checks then run in a fork of this process, which repairs the interpreter. They run in this
+    process if it has called ``fa_verify.simulator.interpreter.repair.repair()``.
 
     Args:
         subject: A callable ``f(q, k, v, *, mask, sm_scale)`` whose attributes declare what it
@@ -106,6 +110,7 @@ def verify(
     Raises:
         ValueError: ``guarantees`` is empty or has an unknown name, ``device`` is unknown,
             ``problems`` is less than 1, or the subject's declarations are invalid.
+        RuntimeError: The interpreter is not repaired, and no fork can repair it.
     """
     if not isinstance(subject, Subject):
         subject = Subject.of(subject, getattr(subject, "__name__", type(subject).__name__))
@@ -114,13 +119,41 @@ def verify(
         raise ValueError(f"guarantees has {unknown}; needs some of {tuple(GUARANTEES)}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; needs 'cpu' or 'cuda'")
-    runner = Runner(subject, Tally())
-    unchecked: dict[str, str] = {}
     if isinstance(problems, int):
         if problems < 1:
             raise ValueError(
                 f"problems is {problems}; needs at least 1, or an iterable of problems"
             )
+        devices = {device}
+    else:
+        problems = tuple(problems)
+        devices = {problem.device for problem in problems}
+
+    def run() -> Report:
+        return _verify(subject, problems, guarantees, device, max_seqlen, seed)
+
+    if not is_needed():
+        return run()
+    if "cuda" in devices or torch.cuda.is_initialized():
+        raise RuntimeError(
+            "Triton's interpreter is not repaired, and a fork that repairs it cannot use the GPU; "
+            f"{REPAIR_FIRST}"
+        )
+    return in_repaired_fork(run)
+
+
+def _verify(
+    subject: Subject,
+    problems: tuple[Problem, ...] | int,
+    guarantees: Sequence[str],
+    device: str,
+    max_seqlen: int,
+    seed: int,
+) -> Report:
+    """Return the report of ``verify`` for valid arguments."""
+    runner = Runner(subject, Tally())
+    unchecked: dict[str, str] = {}
+    if isinstance(problems, int):
         found = _drawn(runner, guarantees, problems, device, max_seqlen, seed, unchecked)
     else:
         found = _given(runner, guarantees, problems, unchecked)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.forks import Ended, in_forks
 from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.mutant import Mutant
+from fa_verify.forks import Ended, in_forks
 from tests.mutation.judging.interpreting import interpret
 from tests.mutation.mutants.equivalent import EQUIVALENT
 from tests.mutation.mutants.operators import mechanical

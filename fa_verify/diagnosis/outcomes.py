@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fa_verify.diagnosis.forks import Ended
 from fa_verify.diagnosis.mutant import Mutant
+
+if TYPE_CHECKING:
+    from fa_verify.forks import Ended
 
 __all__ = ["ENDS", "Outcome", "outcome", "read", "write"]
 

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import faulthandler
 import os
+import re
 import signal
 import subprocess
+import sysconfig
 import tempfile
 import threading
 import time
@@ -16,12 +20,21 @@ from typing import Any
 
 import pytest
 
-from fa_verify.properties.execution.watchdog import Record, Watchdog
+from fa_verify.properties.execution.watchdog import FRAMES, Record, Watchdog
 
 __all__ = ["DEFAULT_SECONDS", "CrashReports", "problem_timeout"]
 
 DEFAULT_SECONDS = 60.0
 DAY = 86_400.0
+# A kernel that ends every worker does not end the run, if its frames differ.
+MOST_RESTARTS = "1000"
+_SUITE = Path(__file__).parents[1]
+_LIBRARIES = (
+    str(_SUITE),
+    str((_SUITE / "conformance").resolve()),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("stdlib"),
+)
 
 
 def problem_timeout(config: pytest.Config) -> float:
@@ -45,9 +58,13 @@ def problem_timeout(config: pytest.Config) -> float:
 class CrashReports:
     """Runs a watchdog in every process and reads the records of workers that died.
 
-    The controller creates a temporary directory for the records, one file per worker. A replacement
-    worker has a new id, so it does not overwrite a record. Without xdist no process reads the
-    records, but the watchdog still reports hangs and CUDA errors on stderr.
+    The controller creates a temporary directory for the records and logs, one file of each per
+    worker. A replacement worker has a new id, so it does not overwrite a record. Without xdist no
+    process reads the records, but the watchdog still reports hangs and CUDA errors on stderr.
+
+    The controller stops the run when the same frame ends two workers in a row, unless
+    --max-worker-restart is given. xdist ignores deaths of workers in ``-x`` and ``--maxfail``; the
+    controller counts them.
 
     Attributes:
         watchdog: The watchdog of this process, returned by the fixture ``watchdog``.
@@ -61,7 +78,19 @@ class CrashReports:
         self.directory = Path(worker["watchdog"] if worker else self._own.name)
         name = worker["workerid"] if worker else "main"
         kernel = config.getoption("--kernel", None) or ""
-        self.watchdog = Watchdog(self._file(name), seconds, kernel=kernel, end=self._end)
+        log = self._log(name) if worker else None
+        self.watchdog = Watchdog(self._file(name), seconds, kernel=kernel, log=log, end=self._end)
+        self._is_worker = worker is not None
+        self._maxfail: int = config.getoption("maxfail", None) or 0
+        self._failures = 0
+        # Whether a worker has died, the frame that ended the last one, and why the run stops.
+        self._died = False
+        self._frame = ""
+        self._stop = ""
+        # None without xdist.
+        self._restarts = getattr(config.option, "maxworkerrestart", MOST_RESTARTS)
+        if self._restarts is None:
+            config.option.maxworkerrestart = MOST_RESTARTS
         # The process that reports ends as after Ctrl-C, with the failures so far.
         self._handler: Any = None
         if self._own and threading.current_thread() is threading.main_thread():
@@ -69,6 +98,9 @@ class CrashReports:
 
     def _file(self, worker: str) -> Path:
         return self.directory / f"{worker}.json"
+
+    def _log(self, worker: str) -> Path:
+        return self.directory / f"{worker}.log"
 
     def _end(self, code: int) -> None:
         """End the process, after removing the directory if this process created it."""
@@ -81,13 +113,23 @@ class CrashReports:
         """Send the directory of records to a worker, including replacement workers."""
         node.workerinput["watchdog"] = str(self.directory)
 
+    def pytest_sessionstart(self) -> None:
+        """Send the stack of a crash to the log of a worker, after pytest chose the real stderr."""
+        if self._is_worker:
+            faulthandler.enable(self.watchdog.log, all_threads=False)
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         """Prepend how the worker ended, its problem and the replay line to xdist's message."""
         node: Any = report.node  # type: ignore[attr-defined]
         record = Record.read(self._file(node.gateway.id))
+        stack = (record and record.stack) or _dumped(self._log(node.gateway.id))
+        if record is not None:
+            record = dataclasses.replace(record, stack=stack)
         if record is None:
-            said = f"{_ending(node)} between problems"
+            said = "\n".join(
+                (f"{_ending(node)} between problems", *(f"  at {line}" for line in stack))
+            )
         elif record.state == "running":
             said = record.describe(
                 f"{_ending(node)} after {time.time() - record.started:.1f} s in one problem"
@@ -97,6 +139,23 @@ class CrashReports:
         report.longrepr = f"{said}\n{report.longrepr}"
         # Title the report with the test's name; xdist uses the file's name.
         report.location = (*report.location[:2], crashitem.partition("::")[2] or crashitem)
+        own = [line for line in stack if not line.startswith(_LIBRARIES)]
+        before, self._frame = self._frame, next(iter([*own, *stack]), "")
+        self._died = True
+        if self._restarts is None and self._frame and self._frame == before:
+            self._stop = (
+                f"two workers in a row ended at {self._frame}; "
+                f"--max-worker-restart={MOST_RESTARTS} runs the other tests"
+            )
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count failures, and stop the run once the last one is reported."""
+        self._failures += report.failed
+        if self._died and 0 < self._maxfail <= self._failures:
+            self._stop = f"stopping after {self._failures} failures"
+        if self._stop:
+            pytest.exit(self._stop)
 
     def pytest_unconfigure(self) -> None:
         """Stop the watchdog and, in the controller, remove the records."""
@@ -109,6 +168,17 @@ class CrashReports:
 
 def _interrupt(number: int, frame: object) -> None:
     signal.raise_signal(signal.SIGINT)
+
+
+def _dumped(log: Path) -> tuple[str, ...]:
+    """Return the stack of the main thread, or of the only thread, that faulthandler wrote."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    _, _, last = text.rpartition("(most recent call first):")
+    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', last, re.MULTILINE)
+    return tuple(f"{file}:{line} in {name}" for file, line, name in frames[:FRAMES])
 
 
 def _ending(node: Any) -> str:

@@ -135,9 +135,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Registered before the gate, so that its pytest_sessionfinish ends after the gate's.
     config.pluginmanager.register(RunReport(config, summary.tally), "report")
     config.pluginmanager.register(Gate(config), "gate")
-    # Run to the end even if the subject crashes in every test.
-    if getattr(config.option, "maxworkerrestart", 0) is None:
-        config.option.maxworkerrestart = "1000"
     # No timeout for a test: the watchdog limits the time of each problem.
     if profile == "fuzz":
         config.option.timeout = 0

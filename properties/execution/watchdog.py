@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,8 @@ __all__ = ["EXIT_CUDA_ERROR", "EXIT_HANG", "Record", "Watchdog", "sticky_cuda_er
 # Exit codes of processes that end themselves. pytest uses 0 to 5, signals 128 and more.
 EXIT_HANG = 91
 EXIT_CUDA_ERROR = 92
-# Number of frames of a hanging thread in its record, innermost first.
-FRAMES = 8
+# Number of frames in a record, innermost first.
+FRAMES = 10
 # Limit of time by the clock, as a multiple of the limit of CPU time. With four processes per core,
 # each gets a quarter of the time.
 WALL = 5
@@ -70,7 +70,7 @@ class Record:
         note: Purpose of the run, in a few words.
         started: ``time.time()`` at its start.
         detail: Description of the hang or error; empty while the problem is running.
-        stack: Stack of a hanging thread, innermost frame first.
+        stack: Stack of a hanging thread or of the error, innermost frame first.
         kernel: Value of --kernel; empty for the project's own kernels.
     """
 
@@ -170,13 +170,14 @@ class Watchdog:
     records.
 
     Create the watchdog while file descriptor 2 is the real stderr, not inside a test whose output
-    is captured: it duplicates the descriptor to print its last message.
+    is captured: without ``log`` it duplicates the descriptor to print its last message.
 
     Args:
         path: The file, which is created or emptied.
         seconds: Limit of the CPU time of a problem in seconds. The limits of its time by the clock
             and of its compilation are multiples.
         kernel: Value of --kernel, for replay lines.
+        log: The file for its last message and the stacks of faulthandler; stderr if None.
         sticky: Returns whether the process cannot continue after an exception.
         end: Ends the process with an exit code and without cleaning up, which could hang too.
     """
@@ -187,6 +188,7 @@ class Watchdog:
         seconds: float = 60.0,
         *,
         kernel: str = "",
+        log: str | os.PathLike[str] | None = None,
         sticky: Callable[[Exception], bool] = sticky_cuda_error,
         end: Callable[[int], object] = os._exit,
     ) -> None:
@@ -195,7 +197,7 @@ class Watchdog:
         self._sticky = sticky
         self._end = end
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._stderr = os.dup(2)
+        self.log = os.dup(2) if log is None else os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
         self._watched: _Watched | None = None
         # Held while the watched problem or the file changes, so that a problem cannot end while
         # the watchdog reports it.
@@ -228,7 +230,8 @@ class Watchdog:
         except Exception as error:
             if self._sticky(error):
                 with self._lock:
-                    self._crash(watched, EXIT_CUDA_ERROR, "cuda error", _first_line(error))
+                    stack = _stack_of(traceback.walk_tb(error.__traceback__))
+                    self._crash(watched, EXIT_CUDA_ERROR, "cuda error", _first_line(error), stack)
             raise
         finally:
             self._take(outer)
@@ -239,7 +242,7 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
         os.close(self._file)
-        os.close(self._stderr)
+        os.close(self.log)
 
     def _take(self, watched: _Watched | None) -> None:
         """Set the watched problem; None if no problem runs."""
@@ -253,12 +256,12 @@ class Watchdog:
             os.pwrite(self._file, record.to_json().encode(), 0)
 
     def _crash(
-        self, watched: _Watched, code: int, state: str, detail: str, stack: tuple[str, ...] = ()
+        self, watched: _Watched, code: int, state: str, detail: str, stack: tuple[str, ...]
     ) -> None:
-        """Write the record to the file and to the real stderr, then end the process."""
+        """Write the record to the file and to the log, then end the process."""
         record = dataclasses.replace(watched.record, state=state, detail=detail, stack=stack)
         self._write(record)
-        os.write(self._stderr, f"\n{record.describe()}\n".encode())
+        os.write(self.log, f"\n{record.describe()}\n".encode())
         self._end(code)
 
     def _watch(self) -> None:
@@ -275,7 +278,7 @@ class Watchdog:
             while True:
                 # A C thread that does not need the GIL prints all stacks and exits.
                 faulthandler.dump_traceback_later(
-                    WALL * self.seconds + GRACE, exit=True, file=self._stderr
+                    WALL * self.seconds + GRACE, exit=True, file=self.log
                 )
                 if self._closing.wait(period):
                     return
@@ -293,7 +296,8 @@ class Watchdog:
                         before.compilation += wall - last_wall
                     if detail := before.overdue(self.seconds):
                         frame = compiling or sys._current_frames().get(before.thread)
-                        self._crash(before, EXIT_HANG, "hang", detail, _stack_of(frame))
+                        stack = _stack_of(reversed([*traceback.walk_stack(frame)]))
+                        self._crash(before, EXIT_HANG, "hang", detail, stack)
                         return
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -313,8 +317,7 @@ def _compiling() -> FrameType | None:
     return None
 
 
-def _stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """Return a frame and its callers, innermost first, without source lines (read from disk)."""
-    frames = traceback.walk_stack(frame)
-    summary = traceback.StackSummary.extract(frames, limit=FRAMES, lookup_lines=False)
-    return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in summary)
+def _stack_of(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, ...]:
+    """Return the last frames, innermost first, without source lines (read from disk)."""
+    summary = traceback.StackSummary.extract(iter(frames), limit=-FRAMES, lookup_lines=False)
+    return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(summary))

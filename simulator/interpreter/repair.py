@@ -9,6 +9,7 @@ of a nested function, on overflow checks without effect, and on building equal t
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from fa_verify.simulator.interpreter.rounding import (
     widen_bf16,
 )
 
-__all__ = ["describe", "repair"]
+__all__ = ["describe", "is_needed", "repair"]
 
 # Arrays of any element type. The Triton type of the handle determines the meaning of the elements.
 Array = npt.NDArray[Any]
@@ -87,6 +88,12 @@ def repair() -> None:
     repair_launches(interpreter)
     skip_idle_work(interpreter)
     _repaired = True
+
+
+def is_needed() -> bool:
+    """Return whether this process has loaded Triton for the interpreter without a repair."""
+    triton = sys.modules.get("triton")
+    return triton is not None and not _repaired and bool(triton.knobs.runtime.interpret)
 
 
 def describe() -> str:

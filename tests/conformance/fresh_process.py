@@ -42,7 +42,7 @@ def main(kernel: str, *texts: str) -> None:
     """
     # Set up the process as the plugin does, before kernels are loaded.
     import fa_verify.pytest_plugin.environment  # noqa: F401
-    from fa_verify.diagnosis.forks import in_forks
+    from fa_verify.forks import in_forks
     from fa_verify.oracles.masks.mask import Mask
     from fa_verify.oracles.problem import Problem
     from fa_verify.properties.execution.trial import run_subject

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.forks import in_forks
 from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.mutant import Mutant
 from fa_verify.diagnosis.outcomes import Outcome, outcome, write
 from fa_verify.diagnosis.subtle import SUBTLE
+from fa_verify.forks import in_forks
 from tests.mutation.harness import sites
 from tests.mutation.judging.interpreting import interpret
 from tests.mutation.mutants import equivalent

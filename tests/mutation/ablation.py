@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
-from fa_verify.diagnosis.forks import in_forks
 from fa_verify.diagnosis.subtle import SUBTLE
+from fa_verify.forks import in_forks
 from tests.mutation.judging.interpreting import interpret
 
 __all__ = ["ABLATION"]

@@ -46,6 +46,8 @@ def conformance_of(
         command = [
             sys.executable, "-m", "pytest", "tests/conformance", f"--kernel={kernel}",
             f"--findings={records}", f"--hypothesis-profile={profile}", "-n", workers,
+            # All crashes are findings.
+            "--max-worker-restart=1000",
             "-p", "no:cacheprovider", "-q", "--tb=no", "--no-header", *options,
         ]  # fmt: skip
         with log.open("w", encoding="utf-8") as output:

@@ -28,7 +28,7 @@ TESTS: dict[str, str] = {
     "fa_verify/pytest_plugin/gate/plugin.py": "test_gate",
     "fa_verify/pytest_plugin/gate/problems.py": "test_gate_problems test_gate",
     "fa_verify/pytest_plugin/gate/timing.py": "test_speed_ratio test_gate",
-    "fa_verify/verification.py": "test_verification test_statistics",
+    "fa_verify/verification.py": "test_verification test_repaired_fork test_statistics",
     "oracles/bounds/backward.py": f"{_BOUNDS} test_softcap test_lse_gradient",
     "oracles/bounds/bias.py": "test_bias",
     "oracles/bounds/constants.py": _BOUNDS,

@@ -69,6 +69,24 @@ def test_after(k, watchdog):
         pass
 """
 
+# A kernel that ends every process in one line, called by different tests.
+KERNEL = """
+import os, signal
+
+def attention():
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+ALWAYS_DIES = """
+import pytest
+from fa_verify.oracles.problem import Problem
+from kernel import attention
+
+@pytest.mark.parametrize("k", range(8))
+def test_dies(k, watchdog):
+    with watchdog.watching(Problem(seed=k)):
+        attention()
+"""
+
 TERMINATED = """
 import os, signal, time
 
@@ -88,6 +106,8 @@ def run(tmp_path_factory):
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS)
     (folder / "test_terminated.py").write_text(TERMINATED)
+    (folder / "kernel.py").write_text(KERNEL)
+    (folder / "test_always_dies.py").write_text(ALWAYS_DIES)
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     (folder / "tmp").mkdir()
     environ = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST_")}
@@ -144,6 +164,17 @@ def test_the_report_says_where_it_hangs(parallel):
     assert "test_it.py:18 in test_hangs" in report_of("test_hangs", parallel.stdout)
 
 
+def test_the_report_says_where_it_dies(parallel):
+    assert "  at " in report_of("test_dies", parallel.stdout)
+    assert "test_it.py:14 in test_dies" in report_of("test_dies", parallel.stdout)
+    assert "Segmentation fault" not in parallel.stderr
+
+
+def test_a_stack_has_ten_lines(parallel):
+    report = report_of("test_dies", parallel.stdout)
+    assert sum(line.startswith("  at ") for line in report.splitlines()) == 10
+
+
 def test_a_death_outside_of_problems_blames_none(parallel):
     report = report_of("test_dies_outside", parallel.stdout)
     assert "died with exit code 7 between problems" in report
@@ -157,6 +188,34 @@ def test_the_other_tests_run_once(parallel):
 
 def test_the_records_are_removed(parallel):
     assert parallel.left_behind == []
+
+
+def test_a_frame_that_ends_two_workers_in_a_row_ends_the_run(run):
+    done = run("test_always_dies.py", "-n2", "--maxschedchunk=1")
+    assert "2 failed" in done.stdout
+    assert re.search(
+        r"two workers in a row ended at \S*kernel.py:5 in attention; "
+        r"--max-worker-restart=1000 runs the other tests",
+        done.stdout,
+    )
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert done.left_behind == []
+
+
+def test_workers_are_restarted_as_often_as_the_option_says(run):
+    done = run("test_always_dies.py", "-n1", "--max-worker-restart=3")
+    assert "4 failed" in done.stdout
+    assert "two workers in a row" not in done.stdout
+
+
+@pytest.mark.parametrize(("option", "failures"), [("-x", 1), ("--maxfail=2", 2)])
+def test_a_death_counts_as_a_failure(run, option, failures):
+    """Different frames end the workers."""
+    done = run("test_it.py", "-n1", option)
+    assert f"{failures} failed" in done.stdout
+    assert f"stopping after {failures} failures" in done.stdout
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert done.left_behind == []
 
 
 def test_a_terminated_run_reports_its_failures(run):

@@ -14,9 +14,9 @@ import pytest
 
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.forks import Ended, in_forks
 from fa_verify.diagnosis.mutant import Edit, Mutant, mutated
 from fa_verify.diagnosis.outcomes import Outcome, outcome, read, write
+from fa_verify.forks import Ended, in_forks
 from tests.mutation.judging import interpreting
 from tests.mutation.judging.trials import STEPS
 from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, kill_order

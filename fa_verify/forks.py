@@ -113,6 +113,7 @@ def _end_of(fork: _Fork, seconds: float) -> Ended | None:
 
 def _kill(process: BaseProcess) -> None:
     """Kill a fork and its children."""
+    assert process.pid is not None  # it has started
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

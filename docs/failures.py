@@ -384,7 +384,7 @@ class _Doubtful(Mask):
 def _mask_forms() -> str:
     from fa_verify.mask_forms import definition_faults
 
-    return definition_faults(Problem(M=4, N=4, mask=_Doubtful()))[0]
+    return str(definition_faults(Problem(M=4, N=4, mask=_Doubtful()))[0])
 
 
 # The gate.
@@ -816,7 +816,8 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
         Kind(
             "The forms of a mask",
             "The dense form, the predicate in a kernel, and the tiles that it visits have to agree "
-            "with `is_visible`. The first words name the form that differs.",
+            "with `is_visible`. The message names the two forms, and the first pair on which they "
+            "differ. No kernel computed attention: mend the mask first.",
             _mask_forms,
         ),
         Kind(

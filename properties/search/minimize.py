@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import LAYOUTS, TENSORS, Problem
-from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.problems.mask_classes import bounds_of
 
 __all__ = ["complexity", "minimized", "reductions"]
@@ -34,9 +33,20 @@ _PLAIN = (
 )
 
 
+class _Failure(Protocol):
+    """A failure, such as a ``Finding``."""
+
+    @property
+    def guarantee(self) -> str:
+        """The violated guarantee."""
+
+
+_Found = TypeVar("_Found", bound=_Failure)
+
+
 def minimized(
-    problem: Problem, findings: list[Finding], check: Callable[[Problem], list[Finding]]
-) -> list[Finding]:
+    problem: Problem, findings: list[_Found], check: Callable[[Problem], list[_Found]]
+) -> list[_Found]:
     """Simplify a failing problem for up to 20 seconds; return the findings of the simplest one.
 
     Args:

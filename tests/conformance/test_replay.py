@@ -18,6 +18,7 @@ from fa_verify.properties.checks.guarantees import (
     in_turn,
 )
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
+from fa_verify.session import is_ours
 
 
 def pytest_generate_tests(metafunc):
@@ -49,9 +50,21 @@ def check(check_one, subject, problem, device, beside=()):
     check_one(problem, lambda trial: every_guarantee(trial, beside))
 
 
-def test_replay(check_one, subject, device, replayed):
+def check_the_mask(problem):
+    """Fail if two forms of the problem's mask disagree, so that no kernel is blamed for it."""
+    from fa_verify.mask_forms import FORMS
+
+    __tracebackhide__ = True
+    faults = [fault for compare in FORMS.values() for fault in compare(problem)]
+    if faults:
+        pytest.fail(str(faults[0]), pytrace=False)
+
+
+def test_replay(check_one, subject, device, replayed, pytestconfig):
     if replayed is None:
         pytest.skip("no --replay given")
+    if is_ours(pytestconfig) and not replayed.mask.is_plain:
+        check_the_mask(dataclasses.replace(replayed, device=device))
     # On a GPU, the kernels of many calls take minutes to compile beside other tests.
     check(check_one, subject, replayed, device, CALLS)
 

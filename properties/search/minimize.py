@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 from fa_verify.oracles.masks.mask import Mask
@@ -45,7 +46,10 @@ _Found = TypeVar("_Found", bound=_Failure)
 
 
 def minimized(
-    problem: Problem, findings: list[_Found], check: Callable[[Problem], list[_Found]]
+    problem: Problem,
+    findings: list[_Found],
+    check: Callable[[Problem], list[_Found]],
+    first: Sequence[dict[str, Any]] = (),
 ) -> list[_Found]:
     """Simplify a failing problem for up to 20 seconds; return the findings of the simplest one.
 
@@ -53,10 +57,11 @@ def minimized(
         problem: The failing problem.
         findings: Its findings.
         check: Returns the findings of a problem; none if it passes or is not supported.
+        first: Changes of fields to try before the ``reductions``.
     """
     deadline = time.monotonic() + _SECONDS
     tried = {problem}
-    candidates = reductions(problem)
+    candidates = chain(_valid(problem, iter(first)), reductions(problem))
     while time.monotonic() < deadline:
         candidate = next(candidates, None)
         if candidate is None:
@@ -67,7 +72,8 @@ def minimized(
         found = check(candidate)
         # If another guarantee fails, this may be another fault.
         if found and found[0].guarantee == findings[0].guarantee:
-            findings, candidates = found, reductions(candidate)
+            changes = _valid(candidate, iter(first))
+            findings, candidates = found, chain(changes, reductions(candidate))
     return findings
 
 

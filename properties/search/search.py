@@ -21,7 +21,7 @@ from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, 
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["Runner", "attack", "draws", "peaks"]
+__all__ = ["Runner", "attack", "draws", "peaks", "plainest"]
 
 SHRINK_SECONDS = 30.0
 
@@ -229,6 +229,22 @@ def attack(
         __tracebackhide__ = True
         first = violation.findings
         raise Violation(minimized(first[0].problem, first, _of_supported(runner, claim))) from None
+
+
+def plainest(runner: Runner, findings: list[Finding], claim: Check) -> list[Finding]:
+    """Shrink a stored problem that fails, and return the findings on the simplest one.
+
+    A stored problem has the inputs, dtype and configuration of the fault for which it was stored.
+    Those of the default problem are tried first.
+
+    Args:
+        runner: The runner that judges the problems.
+        findings: The findings of the stored problem.
+        claim: A check that gives the first of them.
+    """
+    config = next(iter(runner.subject.configs))
+    plain: list[dict[str, object]] = [{"dtype": Problem().dtype}, {"config": config}]
+    return minimized(findings[0].problem, findings, _of_supported(runner, claim), plain)
 
 
 def _of_supported(runner: Runner, claim: Check) -> Callable[[Problem], list[Finding]]:

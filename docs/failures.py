@@ -96,6 +96,8 @@ class Attention(Eager):
     def __call__(self, q, k, v, **arguments):  # type: ignore[no-untyped-def]
         if self.fault == "refuses the second run" and self.calls:
             raise NotImplementedError("a buffer of this size is in use")
+        if self.fault == "needs two heads" and q.shape[1] != 2:
+            raise NotImplementedError(f"H is {q.shape[1]}; needs 2")
         if self.fault == "refuses":
             raise NotImplementedError("N is 1; needs a multiple of 128")
         if self.fault == "half of dq alone" and not (k.requires_grad or v.requires_grad):
@@ -416,7 +418,7 @@ class _Doubtful(Mask):
 def _mask_forms() -> str:
     from fa_verify.mask_forms import definition_faults
 
-    return definition_faults(Problem(M=4, N=4, mask=_Doubtful()))[0]
+    return str(definition_faults(Problem(M=4, N=4, mask=_Doubtful()))[0])
 
 
 # The gate.
@@ -458,6 +460,23 @@ def _report(
         return "\n".join(x for x in text.splitlines() if any(word in x for word in said))
 
     return message
+
+
+def _not_applicable() -> str:
+    """The reasons of reports on problems, or on a subject, to which guarantees say nothing."""
+    plain, two = Problem(), Problem(H=2, Hk=2)
+    said = []
+    for fault, problem, names in (
+        ("", plain, ("G3", "G4", "G5", "G9", "T3")),
+        ("", Problem(dtype="fp64", N=0), ("G5",)),
+        ("", Problem(dtype="fp64", sm_scale=1e3), ("T3",)),
+        ("needs two heads", two, ("G9", "G13")),
+    ):
+        call = Attention(fault)
+        vars(call).update(dtypes=("fp32", "fp64"))
+        report = verify(Subject.of(call, "attention"), problems=[problem], guarantees=names)
+        said += [x for x in str(report).splitlines() if "not checked" in x]
+    return "\n".join(said)
 
 
 SECTIONS: Mapping[str, tuple[Kind, ...]] = {
@@ -841,6 +860,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             _report("not checked", masks=(), guarantees=("G1", "G4")),
         ),
         Kind(
+            "A guarantee that is not applicable",
+            "It says nothing about any of the problems, or the subject refuses the calls that it "
+            "needs. The reason is the text of its `NotImplementedError`.",
+            _not_applicable,
+        ),
+        Kind(
             "Nothing was verified",
             "The subject refused all problems, so the report is false. The reason is the text of "
             "its `NotImplementedError`.",
@@ -872,7 +897,8 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
         Kind(
             "The forms of a mask",
             "The dense form, the predicate in a kernel, and the tiles that it visits have to agree "
-            "with `is_visible`. The first words name the form that differs.",
+            "with `is_visible`. The message names the two forms, and the first pair on which they "
+            "differ. No kernel computed attention: mend the mask first.",
             _mask_forms,
         ),
         Kind(

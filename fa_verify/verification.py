@@ -48,7 +48,8 @@ class Report:
             a correct kernel may fail on them.
         unsupported: Number of problems that the subject refused, by reason.
         worst: Largest error divided by its bound, by "output dtype".
-        unchecked: Why a guarantee was not checked or is not applicable, by guarantee.
+        unchecked: Why a guarantee, or a part of it, was checked on no problem, by guarantee. It was
+            applicable to none, or the subject refuses the calls that it needs.
         summary: The summary table, one line per output and dtype.
     """
 
@@ -160,6 +161,7 @@ def _verify(
     # A kernel that was passed as an object has no name on a command line.
     findings = tuple(x if x.kernel else dataclasses.replace(x, call=subject.name) for x in found)
     tally = runner.tally
+    unchecked = runner.not_applicable() | unchecked
     return Report(
         subject=subject.name,
         declared=subject.declared(),

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScheduling
 
+from fa_verify.pytest_plugin.regression_files import FORMS
+
 __all__ = ["Dealing"]
 
 # Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
@@ -15,7 +17,8 @@ AHEAD = 2
 # The same number while tests take less than SHORT seconds, to save waits for the next test.
 MANY_AHEAD, SHORT = 16, 0.1
 SHARED = 'scope="module"'
-# Tests that compile kernels for up to 150 s each on a GPU, first. In order of names they end last.
+# Tests that compile kernels for up to 150 s each on a GPU, before all but the forms of masks. In
+# order of names they end last.
 LONGEST = "conformance/test_score_mods.py"
 
 
@@ -44,7 +47,9 @@ class Dealing(LoadScheduling):
                 return
             self.collection = next(iter(self.node2collection.values()))
             tests = self.collection
-            self.pending[:] = sorted(range(len(tests)), key=lambda i: LONGEST not in tests[i])
+            self.pending[:] = sorted(
+                range(len(tests)), key=lambda i: (FORMS not in tests[i], LONGEST not in tests[i])
+            )
         # One test per worker at a time, so that the long tests at the start spread over workers.
         for ahead in range(1, AHEAD + 1):
             for node in self.nodes:

@@ -1,4 +1,4 @@
-"""A pytest plugin that replays problems that once failed, before all other tests.
+"""A pytest plugin that replays problems that once failed, before the tests of drawn problems.
 
 ``fa_verify.pytest_plugin.plugin`` registers it.
 """
@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-__all__ = ["FOLDER", "RegressionFiles", "is_regression"]
+__all__ = ["FOLDER", "FORMS", "RegressionFiles", "is_regression"]
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "regressions"
+
+# The test of a mask alone, before kernels that evaluate it.
+FORMS = "::test_the_forms_of_a_mask_agree["
 
 
 def is_regression(test: str) -> bool:
@@ -50,5 +53,5 @@ class RegressionFiles:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Move the regressions to the front."""
-        items.sort(key=lambda item: not is_regression(item.nodeid))
+        """Move the forms of masks to the front, then the regressions."""
+        items.sort(key=lambda item: (FORMS not in item.nodeid, not is_regression(item.nodeid)))

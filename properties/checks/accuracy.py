@@ -26,8 +26,13 @@ def accuracy(trial: Trial) -> list[Finding]:
 
 def logic(trial: Trial) -> list[Finding]:
     """T3: in float64, every element is within 1e-12 times the sum of |terms|, if |s| <= 100."""
-    if trial.problem.dtype != "fp64" or trial.judgement.max_score > LOGIC_SCORE:
+    if trial.problem.dtype != "fp64":
+        trial.not_applicable("T3", f"without fp64: the problem is in {trial.problem.dtype}")
         return []
+    if trial.judgement.max_score > LOGIC_SCORE:
+        trial.not_applicable("T3", f"to scores above {LOGIC_SCORE:g}")
+        return []
+    trial.applies("T3")
     limits = Outputs(*(LOGIC_SHARE * terms + LOGIC_UNDERFLOW for terms in trial.judgement.terms))
     return within(trial, trial.got, limits, "T3 logic in float64", "differs by more than rounding")
 

@@ -87,6 +87,7 @@ def independence(trial: Trial) -> list[Finding]:
     """
     problem = trial.problem
     if problem.B == 0 or problem.B * problem.Hk == 1:
+        trial.not_applicable("G9", "to one batch entry and one key/value head")
         return []
     b, group = problem.seed % problem.B, problem.seed // problem.B % problem.Hk
     heads = slice(group * problem.G, (group + 1) * problem.G)
@@ -104,8 +105,11 @@ def independence(trial: Trial) -> list[Finding]:
         of_bias = None if bias is None else bias.expand(problem.B, problem.H, -1, -1)[of_rows]
         inputs = Inputs(*parts)._replace(dlse=of_dlse, alibi_slopes=of_slopes, bias=of_bias)
         part = run_subject(trial.subject, alone, inputs)
-    except NotImplementedError:  # for example, too few heads for the subject
+    except NotImplementedError as refusal:  # for example, too few heads for the subject
+        why = f"to {trial.subject.name}, which refuses one batch entry and head alone: {refusal}"
+        trial.not_applicable("G9", why)
         return []
+    trial.applies("G9")
     whole = Outputs(*(None if x is None else x.clone() for x in trial.got))
     for name, into, piece in zip(OUTPUTS, whole, part, strict=True):
         if into is not None and piece is not None:
@@ -137,8 +141,10 @@ def state(trial: Trial) -> list[Finding]:
         inputs = make(neighbour)
         try:
             run_subject(trial.subject, neighbour, inputs)
-        except NotImplementedError:
+        except NotImplementedError as refusal:
+            _refused(trial, neighbour, str(refusal))
             continue
+        trial.applies(_part(trial.problem, neighbour))
         again = run_subject(trial.subject, trial.problem, trial.inputs)
         changed = _difference(trial.problem, neighbour)
         findings = agree(trial, again, "G13 state", f"differs after a call with {changed}")
@@ -160,8 +166,10 @@ def sequence(trial: Trial) -> list[Finding]:
             continue
         try:
             called = planned.run(subject)
-        except NotImplementedError:
+        except NotImplementedError as refusal:
+            _refused(trial, other, str(refusal))
             continue
+        trial.applies(_part(problem, other))
         changed = _difference(problem, other)
         findings = [
             dataclasses.replace(
@@ -265,10 +273,23 @@ def neighbours(problem: Problem) -> Iterator[Problem]:
         yield dataclasses.replace(problem, **change)
 
 
+def _refused(trial: Trial, other: Problem, refusal: str) -> None:
+    """Note that the subject refuses another call, so that none can follow it."""
+    why = f"to {trial.subject.name}, which refuses it: {refusal}"
+    trial.not_applicable(_part(trial.problem, other), why)
+
+
+def _part(problem: Problem, other: Problem) -> str:
+    """Name the part of G13 that another problem checks, such as "G13 after another H"."""
+    return f"G13 after another {' and '.join(_changed(problem, other))}"
+
+
 def _difference(problem: Problem, other: Problem) -> str:
     """Format the fields in which another problem differs, such as "M=18, mask=..."."""
-    return ", ".join(
-        f"{item.name}={getattr(other, item.name)}"
-        for item in dataclasses.fields(problem)
-        if getattr(problem, item.name) != getattr(other, item.name)
-    )
+    return ", ".join(f"{name}={getattr(other, name)}" for name in _changed(problem, other))
+
+
+def _changed(problem: Problem, other: Problem) -> list[str]:
+    """Return the names of the fields in which another problem differs."""
+    names = (item.name for item in dataclasses.fields(problem))
+    return [name for name in names if getattr(problem, name) != getattr(other, name)]

@@ -30,7 +30,9 @@ def empty_rows(trial: Trial) -> list[Finding]:
             claim = "is not exact on a row without a visible key"
             findings += exact(trial, name, got, want.to(got.dtype), rows, "G3 empty rows", claim)
     if not empty.any():
+        trial.not_applicable("G3", "where every row sees a key")
         return findings
+    trial.applies("G3")
     inputs = trial.inputs
     poisoned = inputs._replace(dout=torch.where(empty.unsqueeze(3), torch.nan, inputs.dout))
     if inputs.dlse is not None:
@@ -55,6 +57,10 @@ def dirty_padding(trial: Trial) -> list[Finding]:
         padding = padding if name == "lse" else padding.unsqueeze(3)
         claim = "is not exact on padding"
         findings += exact(trial, name, got, want.to(got.dtype), padding, "G4 dirty padding", claim)
+    if row_padding.any() or key_padding.any():
+        trial.applies("G4")
+    else:
+        trial.not_applicable("G4", "without padding")
     clean = run_subject(trial.subject, problem, make(problem, dirty="zero"))
     return findings + agree(trial, clean, "G4 dirty padding", "depends on values in padding")
 
@@ -69,8 +75,13 @@ def hidden_positions(trial: Trial) -> list[Finding]:
     """
     problem = trial.problem
     if 0 in (problem.B, problem.M, problem.N):
+        trial.not_applicable("G5", "without a query and a key")
         return []
     seen = _seen(problem)
+    if seen.all():
+        trial.not_applicable("G5", "where every row sees every key")
+    else:
+        trial.applies("G5")
     key = _pick(problem, "key", seen.transpose(2, 3))
     row = _pick(problem, "row", seen)
     inputs = trial.inputs

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +61,8 @@ class Trial:
         got: The subject's outputs, detached; None for outputs that it does not return.
         want: The outputs of the float64 oracle.
         judgement: Bound, sums of |terms| and range of the problem.
+        asked: The guarantees, or parts of them, that checks have asked for: why one is not
+            applicable to the problem, or an empty text.
     """
 
     subject: Subject
@@ -69,6 +71,15 @@ class Trial:
     got: Outputs[torch.Tensor | None]
     want: Outputs[torch.Tensor]
     judgement: Judgement
+    asked: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def applies(self, guarantee: str) -> None:
+        """Note that a guarantee, or a part of it, was checked."""
+        self.asked[guarantee] = ""
+
+    def not_applicable(self, guarantee: str, why: str) -> None:
+        """Note why a guarantee, or a part of it, says nothing about the problem."""
+        self.asked.setdefault(guarantee, f"not applicable {why}")
 
     @cached_property
     def variances(self) -> Variances:

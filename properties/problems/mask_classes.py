@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import random
 import typing
+from typing import Any
 
 from hypothesis import strategies as st
 
 from fa_verify.oracles.masks.mask import Between, Mask
 from fa_verify.properties.problems.seqlens import Draw
 
-__all__ = ["bounds_of", "check_mask_class", "draw_instance"]
+__all__ = ["bounds_of", "check_mask_class", "draw_instance", "instance_near"]
 
 _OF_ALL = frozenset(item.name for item in dataclasses.fields(Mask))
 
@@ -74,7 +75,30 @@ def draw_instance(draw: Draw, mask: type[Mask], B: int, H: int, M: int, N: int) 
     if not hasattr(mask, "draw"):
         choices = {name: _choices(mask, name, hint) for name, hint in _hints(mask).items()}
         return mask(**{name: draw(st.sampled_from(values)) for name, values in choices.items()})
-    drawn = mask.draw(random.Random(draw(st.integers(0, 2**31 - 1))), B, H, M, N)
+    return _by_its_method(mask, random.Random(draw(st.integers(0, 2**31 - 1))), B, H, M, N)
+
+
+def instance_near(rng: random.Random, mask: type[Mask], B: int, H: int, M: int, N: int) -> Mask:
+    """Draw a mask of a class, without lengths, whose ints most often lie near an edge.
+
+    Edges are the bounds of a field, 0, M, N, and their difference. Arguments and exceptions are
+    those of ``draw_instance``.
+    """
+    if hasattr(mask, "draw"):
+        return _by_its_method(mask, rng, B, H, M, N)
+    edges = {at + more for at in (0, M, N, abs(N - M)) for more in (-1, 0, 1)} | {2, 3}
+    values: dict[str, Any] = {}
+    for name, hint in _hints(mask).items():
+        choices = _choices(mask, name, hint)
+        ends = {*choices[:2], *choices[-1:]}
+        near = sorted(ends | {x for x in edges if x in choices})
+        values[name] = rng.choice(near if rng.random() < 0.75 else choices)
+    return mask(**values)
+
+
+def _by_its_method(mask: type[Mask], rng: random.Random, B: int, H: int, M: int, N: int) -> Mask:
+    """Draw a mask with the method ``draw`` of its class."""
+    drawn = mask.draw(rng, B, H, M, N)  # type: ignore[attr-defined]
     if not isinstance(drawn, Mask):
         raise TypeError(f"{mask.__name__}.draw returns {drawn!r}; needs a Mask")
     return drawn

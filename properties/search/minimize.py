@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Protocol, TypeVar
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import LAYOUTS, TENSORS, Problem
-from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.problems.mask_classes import bounds_of
 
 __all__ = ["complexity", "minimized", "reductions"]
@@ -34,19 +34,34 @@ _PLAIN = (
 )
 
 
+class _Failure(Protocol):
+    """A failure, such as a ``Finding``."""
+
+    @property
+    def guarantee(self) -> str:
+        """The violated guarantee."""
+
+
+_Found = TypeVar("_Found", bound=_Failure)
+
+
 def minimized(
-    problem: Problem, findings: list[Finding], check: Callable[[Problem], list[Finding]]
-) -> list[Finding]:
+    problem: Problem,
+    findings: list[_Found],
+    check: Callable[[Problem], list[_Found]],
+    first: Sequence[dict[str, Any]] = (),
+) -> list[_Found]:
     """Simplify a failing problem for up to 20 seconds; return the findings of the simplest one.
 
     Args:
         problem: The failing problem.
         findings: Its findings.
         check: Returns the findings of a problem; none if it passes or is not supported.
+        first: Changes of fields to try before the ``reductions``.
     """
     deadline = time.monotonic() + _SECONDS
     tried = {problem}
-    candidates = reductions(problem)
+    candidates = chain(_valid(problem, iter(first)), reductions(problem))
     while time.monotonic() < deadline:
         candidate = next(candidates, None)
         if candidate is None:
@@ -57,7 +72,8 @@ def minimized(
         found = check(candidate)
         # If another guarantee fails, this may be another fault.
         if found and found[0].guarantee == findings[0].guarantee:
-            findings, candidates = found, reductions(candidate)
+            changes = _valid(candidate, iter(first))
+            findings, candidates = found, chain(changes, reductions(candidate))
     return findings
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import hypothesis
@@ -21,7 +21,7 @@ from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, 
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["Runner", "attack", "draws", "peaks"]
+__all__ = ["Runner", "attack", "draws", "peaks", "plainest"]
 
 SHRINK_SECONDS = 30.0
 
@@ -54,6 +54,9 @@ class Runner:
         # Those that are in range for the default numerics, but not for the declared ones.
         self.out_by_numerics = 0
         self.refusals: Counter[str] = Counter()
+        # The guarantees and parts of them that claims have checked, and the reasons of others.
+        self.applied: set[str] = set()
+        self._inapplicable: dict[str, str] = {}
         # Worst error/bound of each output in the last judged problem or batch of problems.
         self.peaks: dict[str, float] = {}
 
@@ -110,11 +113,23 @@ class Runner:
             self.refusals[f"in a second run: {refusal}"] += 1
         except SubjectError as error:
             raised = [Finding.of_exception(error, self.subject, problem)]
+        self._note(trial.asked)
         findings = findings or [x for check in self._standing() for x in check(trial)]
         findings += raised
         if findings and problem.seeds:
             return self._alone(problem, of_problems, claim) or findings
         return findings
+
+    def _note(self, asked: Mapping[str, str]) -> None:
+        for name, why in asked.items():
+            if why:
+                self._inapplicable.setdefault(name, why)
+            else:
+                self.applied.add(name)
+
+    def not_applicable(self) -> dict[str, str]:
+        """Return why guarantees, or parts of them, were applicable to no problem."""
+        return {k: why for k, why in self._inapplicable.items() if k not in self.applied}
 
     def _in_range_by_default(self, problem: Problem) -> bool:
         """Return whether a problem out of range is in range for the default numerics."""
@@ -229,6 +244,22 @@ def attack(
         __tracebackhide__ = True
         first = violation.findings
         raise Violation(minimized(first[0].problem, first, _of_supported(runner, claim))) from None
+
+
+def plainest(runner: Runner, findings: list[Finding], claim: Check) -> list[Finding]:
+    """Shrink a stored problem that fails, and return the findings on the simplest one.
+
+    A stored problem has the inputs, dtype and configuration of the fault for which it was stored.
+    Those of the default problem are tried first.
+
+    Args:
+        runner: The runner that judges the problems.
+        findings: The findings of the stored problem.
+        claim: A check that gives the first of them.
+    """
+    config = next(iter(runner.subject.configs))
+    plain: list[dict[str, object]] = [{"dtype": Problem().dtype}, {"config": config}]
+    return minimized(findings[0].problem, findings, _of_supported(runner, claim), plain)
 
 
 def _of_supported(runner: Runner, claim: Check) -> Callable[[Problem], list[Finding]]:

@@ -71,10 +71,17 @@ class _Launch:
             return "in a launch without tensors"
         below = bisect.bisect_right([extent.start for extent in self.extents], address)
         if below:
-            extent = max(self.extents[:below], key=lambda extent: extent.end)
-            return f"{address - extent.end} bytes past the end of {extent.name}"
-        extent = self.extents[0]
-        return f"{extent.start - address} bytes before {extent.name}"
+            end = max(extent.end for extent in self.extents[:below])
+            return f"{address - end} bytes past the end of {self._named('end', end)}"
+        start = self.extents[0].start
+        return f"{start - address} bytes before {self._named('start', start)}"
+
+    def _named(self, side: str, address: int) -> str:
+        """Name the tensors that start or end at an address, one of which the kernel means.
+
+        A launch may pass one tensor as several arguments, for example for those that it lacks.
+        """
+        return " or ".join(x.name for x in self.extents if getattr(x, side) == address)
 
 
 def _extents(arguments: Iterable[tuple[str, Any]]) -> Iterator[_Extent]:

@@ -160,9 +160,12 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
 def check_that_problems_were_judged(runner: Runner) -> None:
     """Fail a test if too few problems were judged, as they were refused or out of range.
 
-    Skip it if the declared numerics, and not the defaults, put them out of range.
+    Skip it if the declared numerics, and not the defaults, put them out of range, or if the claim
+    is applicable to none.
     """
     __tracebackhide__ = True
+    if runner.not_applicable() and not runner.applied:
+        pytest.skip("; ".join(f"{name}: {why}" for name, why in runner.not_applicable().items()))
     least = min(LEAST_JUDGED, hypothesis.settings().max_examples // 2)
     if runner.judged >= least:
         return

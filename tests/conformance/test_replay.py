@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -17,7 +18,13 @@ from fa_verify.properties.checks.guarantees import (
     backward,
     in_turn,
 )
+from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
+from fa_verify.properties.search.search import plainest
+from fa_verify.session import is_ours
+
+# Largest number of pairs on which a replay compares all elements of two forms of a mask.
+MOST_PAIRS = 2**22
 
 
 def pytest_generate_tests(metafunc):
@@ -27,14 +34,19 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("path", files.paths, ids=lambda path: path.stem)
 
 
-def every_guarantee(trial, beside=()):
-    """Return the findings of all guarantees, statistics and closed forms, and of more checks."""
+def every_guarantee(trial, beside=(), failing=None):
+    """Return the findings of all guarantees, statistics and closed forms, and of more checks.
+
+    ``failing`` receives the check that gives the findings of each guarantee.
+    """
     unchecked = {}
     beyond = {"backward": backward, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
     checks = {**GUARANTEES, **beyond}
     checks |= dict(beside)
     if trial.problem.device == "cuda":
         checks |= STREAMS
+    failing = {} if failing is None else failing
+    checks = {name: noting(check, failing) for name, check in checks.items()}
     findings = in_turn(checks, unchecked)(trial)
     if unchecked and not findings:
         reasons = (f"{name} was not checked: {why}" for name, why in unchecked.items())
@@ -42,21 +54,71 @@ def every_guarantee(trial, beside=()):
     return findings
 
 
-def check(check_one, subject, problem, device, beside=()):
+def noting(check, failing):
+    """Return a check that enters itself into ``failing``, by the guarantee of a finding."""
+
+    def noted(trial):
+        findings = check(trial)
+        for finding in findings:
+            failing.setdefault(finding.guarantee, check)
+        return findings
+
+    return noted
+
+
+def check(runner, problem, device, beside=(), shrink=False):
+    """Check every guarantee on a problem.
+
+    With ``shrink``, a failure is shown on the simplest problem on which it occurs.
+    """
     __tracebackhide__ = True
-    config = problem.config if problem.config in subject.configs else next(iter(subject.configs))
+    configs = runner.subject.configs
+    config = problem.config if problem.config in configs else next(iter(configs))
     problem = dataclasses.replace(problem, device=device, config=config)
-    check_one(problem, lambda trial: every_guarantee(trial, beside))
+    failing = {}
+
+    def claim(trial):
+        return every_guarantee(trial, beside, failing)
+
+    findings = runner.findings(problem, claim)
+    if findings and shrink:
+        found = plainest(runner, findings, failing.get(findings[0].guarantee, claim))
+        found = runner.findings(found[0].problem, claim) or found
+        # Guarantees that hold on the simplest problem may have another cause.
+        named = {finding.guarantee for finding in found}
+        findings = [*found, *(x for x in findings if x.guarantee not in named)]
+    if findings:
+        raise Violation(findings)
+    if runner.refusals:
+        pytest.skip(", ".join(runner.refusals))
 
 
-def test_replay(check_one, subject, device, replayed):
+def check_the_mask(problem):
+    """Fail if two forms of the problem's mask disagree, so that no kernel is blamed for it."""
+    from fa_verify.mask_forms import FORMS
+
+    __tracebackhide__ = True
+    pairs = problem.B * problem.H * problem.M * problem.N
+    for form, compare in FORMS.items():
+        # Block maps take the interpreter longer than the kernels.
+        if pairs > (MOST_PAIRS if form in ("definition", "kernel") else MOST_PAIRS // 256):
+            continue
+        # Without a jit form, the kernels refuse the mask.
+        with contextlib.suppress(NotImplementedError):
+            if faults := compare(problem):
+                pytest.fail(str(faults[0]), pytrace=False)
+
+
+def test_replay(runner, device, replayed, pytestconfig):
     if replayed is None:
         pytest.skip("no --replay given")
+    if is_ours(pytestconfig) and not replayed.mask.is_plain:
+        check_the_mask(dataclasses.replace(replayed, device=device))
     # On a GPU, the kernels of many calls take minutes to compile beside other tests.
-    check(check_one, subject, replayed, device, CALLS)
+    check(runner, replayed, device, CALLS)
 
 
-def test_regression(check_one, subject, device, replayed, path):
+def test_regression(runner, device, replayed, path):
     if replayed is not None:
         pytest.skip("--replay runs only its own problem")
     try:
@@ -65,4 +127,5 @@ def test_regression(check_one, subject, device, replayed, path):
         pytest.skip(str(reason))
     except ValueError as damage:
         pytest.fail(str(damage), pytrace=False)
-    check(check_one, subject, problem, device, CALLS if device == "cpu" else ())
+    # Its inputs and dtype show the fault for which it was stored, and may have no part in this one.
+    check(runner, problem, device, CALLS if device == "cpu" else (), shrink=True)

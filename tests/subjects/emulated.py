@@ -1,7 +1,8 @@
 """The project's Hopper kernels on a CPU: ``--kernel=fa_verify.subjects.emulated:order_0``.
 
-The number is the seed of the order of events. Calls that these kernels do not take run on the
-portable ones, in the interpreter.
+The number is the seed of the order of events. ``order_0_float64`` accumulates in float64, and its
+kernels take float64 inputs only. Calls that the kernels do not take run on the portable ones, in
+the interpreter.
 """
 
 from __future__ import annotations
@@ -18,27 +19,29 @@ from fa_verify.subjects.emulation import emulate
 
 __all__ = ["spec_of_order"]
 
-_ORDER = re.compile(r"order_(\d+)")
+_ORDER = re.compile(r"order_(\d+)(?:_(float64))?")
 # Keeps the sources of the copies until the process ends.
 _FOLDER = tempfile.TemporaryDirectory(prefix="emulated-")
 
 
-def spec_of_order(seed: str) -> str:
-    """Return the value of --kernel for the seed of an order of events."""
-    return f"{__name__}:order_{seed}"
+def spec_of_order(seed: str = "0", accumulator: str = "float32") -> str:
+    """Return the value of --kernel for the seed of an order of events and the accumulator."""
+    wide = "_float64" if accumulator == "float64" else ""
+    return f"{__name__}:order_{seed}{wide}"
 
 
 @functools.cache
-def _in_order(seed: str) -> Any:
-    package = load(sources_of(PACKAGE), Path(_FOLDER.name) / f"in_order_{seed}")
-    emulate(package, seed=seed)
+def _in_order(seed: str, accumulator: str) -> Any:
+    folder = Path(_FOLDER.name) / f"in_order_{seed}_{accumulator}"
+    package = load(sources_of(PACKAGE), folder)
+    emulate(package, accumulator=accumulator, seed=seed)
     call = ours.adapted(package)
     call.devices = ("cpu",)
     return call
 
 
 def __getattr__(name: str) -> Any:
-    """Make the kernels with the seed in a name, ``order_0`` and so on."""
+    """Make the kernels of a name: ``order_0``, ``order_1_float64`` and so on."""
     if found := _ORDER.fullmatch(name):
-        return _in_order(found[1])
+        return _in_order(found[1], found[2] or "float32")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

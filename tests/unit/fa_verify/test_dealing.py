@@ -56,6 +56,14 @@ def test_the_tests_that_take_longest_are_dealt_first(deal, tmp_path):
     assert (first.dealt[0], second.dealt[0]) == (20, 21)
 
 
+def test_the_forms_of_masks_are_dealt_before_all_others(deal, tmp_path):
+    (tmp_path / "conformance").mkdir()
+    (tmp_path / LONGEST).write_text("")
+    forms = "test_masks.py::test_the_forms_of_a_mask_agree[Tree-kernel]"
+    _, (first, second) = deal([*ALONE, f"{LONGEST}::test[0]", forms])
+    assert (first.dealt[0], second.dealt[0]) == (21, 20)
+
+
 def test_a_worker_has_two_tests_before_it_while_they_are_long(deal):
     dealing, (first, _) = deal(ALONE)
     for index in (0, 2):

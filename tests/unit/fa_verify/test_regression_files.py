@@ -41,11 +41,12 @@ def test_workers_replay_what_the_first_process_has_listed(tmp_path):
     assert files_of(str(tmp_path), workerinput=node.workerinput).paths == files.paths
 
 
-def test_regressions_come_first_and_the_rest_stays_in_order():
+def test_masks_come_first_then_regressions_and_the_rest_stays_in_order():
     names = ["x.py::test_b", "r.py::test_regression[z]", "x.py::test_a", "r.py::test_regression[y]"]
+    names += ["m.py::test_the_forms_of_a_mask_agree[Tree-kernel]"]
     items = [SimpleNamespace(nodeid=name) for name in names]
     files_of(None).pytest_collection_modifyitems(items)
-    assert [names.index(item.nodeid) for item in items] == [1, 3, 0, 2]
+    assert [names.index(item.nodeid) for item in items] == [4, 1, 3, 0, 2]
 
 
 @pytest.fixture

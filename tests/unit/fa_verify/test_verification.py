@@ -8,6 +8,7 @@ import pytest
 
 import fa_verify
 from fa_verify import verify
+from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -87,6 +88,48 @@ def test_logic_in_float64_is_not_applicable_without_float64():
     why = "not applicable without fp64: Eager declares dtypes=('fp32',)"
     assert report.unchecked == {"T3": why}
     assert f"T3 was not checked: {why}" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("G3", "not applicable where every row sees a key"),
+        ("G4", "not applicable without padding"),
+        ("G5", "not applicable where every row sees every key"),
+        ("G9", "not applicable to one batch entry and one key/value head"),
+        ("T3", "not applicable without fp64: the problem is in fp32"),
+    ],
+)
+def test_a_guarantee_that_is_applicable_to_no_problem_is_reported(name, why):
+    plain, subject = Problem(M=3, N=2), eager()
+    subject.dtypes = ("fp32", "fp64")
+    report = verify(subject, problems=[plain], guarantees=(name,))
+    assert report
+    assert report.unchecked == {name: why}
+    assert f"{name} was not checked: {why}" in str(report)
+    every = Problem(
+        B=2, M=3, N=2, dtype="fp64", mask=Mask(causal=True, seqlens_q=(3, 2), seqlens_k=(2, 1))
+    )
+    assert verify(subject, problems=[plain, every, plain], guarantees=(name,)).unchecked == {}
+
+
+class OfTwoHeads(Eager):
+    """It refuses every number of heads but two."""
+
+    def __call__(self, q, k, v, **rest):
+        if q.shape[1] != 2:
+            raise NotImplementedError(f"needs 2 heads, got {q.shape[1]}")
+        return super().__call__(q, k, v, **rest)
+
+
+def test_a_slice_that_the_subject_refuses_is_reported_with_its_reason():
+    report = verify(OfTwoHeads(), problems=[Problem(H=2, Hk=2, M=3, N=2)], guarantees=("G9", "G13"))
+    assert report
+    why = "not applicable to OfTwoHeads, which refuses"
+    assert report.unchecked == {
+        "G9": f"{why} one batch entry and head alone: needs 2 heads, got 1",
+        "G13 after another H": f"{why} it: needs 2 heads, got 4",
+    }
 
 
 def test_a_configuration_is_drawn_in_the_dtypes_of_its_own():

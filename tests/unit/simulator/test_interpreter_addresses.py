@@ -42,6 +42,11 @@ def load_all(x_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_lengths(bias_ptr, seqlens_ptr, at):
+    tl.load(seqlens_ptr + at)
+
+
+@triton.jit
 def load_of_tuple(pointers, at):
     tl.load(pointers[1] + at)
 
@@ -74,11 +79,24 @@ def test_a_read_past_the_end_names_the_tensor_and_how_far():
     assert said.endswith("the first 0 bytes past the end of x_ptr, shape (20,)")
 
 
+def test_a_tensor_that_is_several_arguments_has_all_of_their_names():
+    """A launch without a bias passes the lengths for it; only the lengths are read."""
+    lengths = torch.zeros(4, dtype=torch.int32)
+    said = refused(lambda: load_lengths[(1,)](lengths, lengths, 4))
+    assert said.endswith(
+        "the first 0 bytes past the end of bias_ptr, shape (4,) or seqlens_ptr, shape (4,)"
+    )
+    said = refused(lambda: load_lengths[(1,)](lengths, lengths, -3))
+    assert said.endswith(
+        "the first 12 bytes before bias_ptr, shape (4,) or seqlens_ptr, shape (4,)"
+    )
+
+
 def test_a_read_before_the_start_is_refused():
     base = torch.zeros(64)
     said = refused(lambda: copy[(1,)](base[32:], base[32:], -3, 8, 16))
     assert said.startswith("reads 3 of 11 elements")
-    assert said.endswith("the first 12 bytes before x_ptr, shape (32,)")
+    assert said.endswith("the first 12 bytes before x_ptr, shape (32,) or y_ptr, shape (32,)")
 
 
 def test_a_write_past_the_end_is_refused_and_not_made():

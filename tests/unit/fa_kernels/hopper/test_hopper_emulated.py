@@ -36,6 +36,8 @@ SEEDS = 4
 # Tiles are 64 or 128 wide, for either head_dim or both.
 HEAD_DIMS = (64, 128, 72)
 DRAWN = 15
+# The value of --kernel for the emulation that calls run.
+EMULATION: dict[str, str] = {}
 
 
 @pytest.fixture
@@ -48,15 +50,14 @@ def emulated(monkeypatch):
             assert texts[module].count(old) == 1, old
             texts[module] = texts[module].replace(old, new)
         emulate(fa_kernels, texts, **options, replace=monkeypatch.setattr)
+        # Its source makes findings print a line that replays them in this emulation.
+        monkeypatch.setitem(EMULATION, "spec", spec_of_order(**options))
 
     return replace
 
 
 def checked(*asked: Problem, guarantees=GUARANTEES):
-    # Its source makes findings print a line that replays them in the emulation.
-    subject = dataclasses.replace(
-        Subject.of(flash_attention, "emulated"), source=spec_of_order("0")
-    )
+    subject = dataclasses.replace(Subject.of(flash_attention, "emulated"), source=EMULATION["spec"])
     return verify(subject, problems=asked, guarantees=guarantees)
 
 
@@ -72,6 +73,24 @@ def test_a_finding_of_the_emulation_replays_in_the_emulation(emulated):
     assert verify(replayed, problems=[SHARED], guarantees=("G1",))
     tiles = replayed.tiles(SHARED)
     assert tiles == hopper.forward_tile(SHARED.Dv) != portable_tiles(SHARED)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"accumulator": "float64"}, "order_0_float64"), ({"seed": "2"}, "order_2")],
+)
+def test_a_finding_replays_with_its_accumulator_and_order(options, name, emulated):
+    emulated(
+        ("pipeline", "    thread_barrier()\n    gl.atomic_add", "    gl.atomic_add"), **options
+    )
+    dtype = "fp64" if "accumulator" in options else SHARED.dtype
+    asked = dataclasses.replace(SHARED, dtype=dtype)
+    report = checked(asked, guarantees=("G1",))
+    spec = f"fa_verify.subjects.emulated:{name}"
+    assert f"replay: pytest --kernel={spec} --replay='{asked.to_json()}'" in str(report)
+    # Kernels that do not take the dtype would leave the problem to the portable ones.
+    tiles = load(spec).tiles(asked)
+    assert tiles == hopper.forward_tile(asked.Dv) != portable_tiles(asked)
 
 
 def portable_tiles(asked: Problem) -> tuple[int, int]:

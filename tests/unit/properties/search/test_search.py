@@ -201,6 +201,17 @@ def test_a_family_that_the_declared_numerics_put_out_of_range_is_not_asked(words
         check_that_problems_were_judged(runner)
 
 
+def test_a_claim_that_is_applicable_to_no_problem_is_skipped_with_the_reason():
+    runner = runner_of(Eager())
+    for seed in range(20):
+        runner.findings(dataclasses.replace(GOOD, seed=seed), guarantees.independence)
+    with pytest.raises(pytest.skip.Exception, match="G9: not applicable to one batch entry"):
+        check_that_problems_were_judged(runner)
+    runner.findings(dataclasses.replace(GOOD, B=2), guarantees.independence)
+    check_that_problems_were_judged(runner)
+    assert runner.not_applicable() == {}
+
+
 def test_peaks_are_those_of_the_last_problem_alone():
     runner = runner_of(Eager())
     runner.findings(GOOD, guarantees.accuracy)

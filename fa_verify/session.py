@@ -14,7 +14,7 @@ from fa_verify.properties.subjects.loading import load, load_mask
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.registry import NAMED, spec_of
 
-__all__ = ["CONFORMANCE", "OURS", "device_of", "is_ours", "mask_of", "subject_of"]
+__all__ = ["CONFORMANCE", "OURS", "device_of", "is_ours", "is_whole", "mask_of", "subject_of"]
 
 # In a checkout this is a link to tests/conformance.
 CONFORMANCE = (Path(__file__).parent / "conformance").resolve()
@@ -26,6 +26,14 @@ _MASK = pytest.StashKey[type[Mask] | None]()
 def is_ours(config: pytest.Config) -> bool:
     """Return whether the project's own kernels are under test."""
     return config.getoption("--kernel", None) in (None, "ours", OURS)
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Return whether the command line selects all conformance tests."""
+    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    option = config.option
+    selects = option.keyword or option.markexpr or option.deselect or getattr(option, "lf", False)
+    return not selects and any(CONFORMANCE.is_relative_to(x) for x in named)
 
 
 def subject_of(config: pytest.Config) -> Subject:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.execution.coverage import coverage_lines, possible_cells
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.pytest_plugin.environment import HAS_TRITON, INTERPRETED, ON_GPU
 from fa_verify.pytest_plugin.example_database import without_passwords
-from fa_verify.session import is_ours, mask_of, subject_of
+from fa_verify.session import device_of, is_ours, is_whole, mask_of, subject_of
 
 __all__ = ["REPLAY", "Summary"]
 
@@ -103,6 +104,10 @@ class Summary:
             terminalreporter.write_line(f"{subject.name} declares {subject.declared()}")
         for line in self.tally.lines():
             terminalreporter.write_line(line)
+        if is_whole(config) and not config.option.collectonly:
+            possible = possible_cells(subject_of(config), device_of(config))
+            for line in coverage_lines(self.tally.coverage(possible)):
+                terminalreporter.write_line(line)
         if not self.tally.problems:
             terminalreporter.write_line(
                 "failed: the subject refused all problems, so nothing was verified"

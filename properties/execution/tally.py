@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.execution.coverage import (
+    COLUMNS,
+    Cell,
+    cells_of,
+    describe_empty,
+    label_of,
+    rows,
+)
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["EDGES", "Tally", "ratio_text"]
@@ -35,6 +44,8 @@ class Tally:
         self.problems: dict[str, tuple[str, bool]] = {}
         # "output dtype" to (worst error/bound, its problem as JSON).
         self.worst: dict[str, tuple[float, str]] = {}
+        # Digest of a problem, judged whole or in sampled rows, to the cells that it counts in.
+        self.cells: dict[str, tuple[Cell, ...]] = {}
         # Digest of a judged problem to the bin of its worst error/bound, by output.
         self.bins: dict[str, dict[str, int]] = {}
         self.out_of_range: set[str] = set()
@@ -43,16 +54,20 @@ class Tally:
 
     def judged(self, subject: Subject, problem: Problem, peaks: Mapping[str, float]) -> None:
         """Add a judged problem with the worst error/bound of each output."""
-        dtype, numerics = problem.dtype, subject.numerics_of(problem)
-        label = "tf32" if dtype == "fp32" and numerics.dots == "tf32" else dtype
+        label = label_of(subject, problem)
         block_m, block_n = subject.tile_of(problem)
         several = problem.M > block_m and problem.N > block_n and problem.B > 0
         text = problem.to_json()
         digest = _digest(text)
         self.problems[digest] = (label, several)
+        self.cells[digest] = cells_of(subject, problem)
         self.bins[digest] = {x: bisect_right(EDGES, peak) for x, peak in peaks.items()}
         for name, peak in peaks.items():
             self._keep(f"{name} {label}", peak, text)
+
+    def sampled(self, subject: Subject, problem: Problem) -> None:
+        """Add a problem of which some rows are judged: it counts in the coverage alone."""
+        self.cells[_digest(problem.to_json())] = cells_of(subject, problem)
 
     def rejected(self, problem: Problem) -> None:
         """Add a problem that is out of range, on which a correct kernel may fail."""
@@ -70,6 +85,7 @@ class Tally:
         """Return the tally as plain lists, dicts and numbers, to send between processes."""
         return {
             "problems": {key: list(value) for key, value in self.problems.items()},
+            "cells": dict(self.cells),
             "worst": {key: list(value) for key, value in self.worst.items()},
             "bins": dict(self.bins),
             "out_of_range": sorted(self.out_of_range),
@@ -79,19 +95,35 @@ class Tally:
     def hand_over(self) -> dict[str, Any]:
         """Return ``record()`` and reset the tally."""
         record = self.record()
-        for part in (self.problems, self.worst, self.bins, self.out_of_range, self.unsupported):
+        for part in vars(self).values():
             part.clear()
         return record
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the ``record()`` of another process."""
         self.problems.update({key: tuple(value) for key, value in record["problems"].items()})
+        self.cells.update(
+            {key: tuple(Cell(*cell) for cell in cells) for key, cells in record["cells"].items()}
+        )
         for key, (ratio, problem) in record["worst"].items():
             self._keep(key, ratio, problem)
         self.bins.update(record["bins"])
         self.out_of_range.update(record["out_of_range"])
         for reason, digests in record["unsupported"].items():
             self.unsupported.setdefault(reason, set()).update(digests)
+
+    def coverage(self, possible: Iterable[Cell]) -> dict[str, Any]:
+        """Return the counts of problems by path, dtype and column, and the names of empty cells.
+
+        Args:
+            possible: The cells of problems that the declarations of the subject allow.
+        """
+        counts = Counter(cell for cells in self.cells.values() for cell in cells)
+        return {
+            "columns": [" ".join(column) for column in COLUMNS],
+            "rows": [[path, dtype, *numbers] for path, dtype, numbers in rows(counts, possible)],
+            "empty": describe_empty(counts, possible),
+        }
 
     def distribution(self) -> dict[str, list[int]]:
         """Return the number of problems per bin of their worst error/bound, by "output dtype".

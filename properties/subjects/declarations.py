@@ -63,7 +63,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
 # Declarations that are callables.
-_FUNCTIONS = ("tiles", "pooled")
+_FUNCTIONS = ("tiles", "paths", "pooled")
 # All declarations.
 WORDS = tuple(
     dict.fromkeys((*_SUBSETS, *_CHOICES, "head_dims", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS))
@@ -160,8 +160,9 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
         raise ValueError(f"{name}.{error}") from None
     if "configs" in declared:
         _check_configs(f"{name}.configs", declared["configs"])
-    if "tiles" in declared and not callable(declared["tiles"]):
-        raise ValueError(f"{name}.tiles is {declared['tiles']!r}; needs a function of a problem")
+    for word in ("tiles", "paths"):
+        if word in declared and not callable(declared[word]):
+            raise ValueError(f"{name}.{word} is {declared[word]!r}; needs a function of a problem")
     if "pooled" in declared and not callable(declared["pooled"]):
         raise ValueError(
             f"{name}.pooled is {declared['pooled']!r}; needs a function that returns the pooled "

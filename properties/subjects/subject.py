@@ -81,6 +81,7 @@ class Subject:
     bitwise: tuple[str, ...] = ()
     numerics: Numerics = field(default_factory=Numerics)
     tiles: Callable[[Problem], tuple[int, int]] | None = None
+    paths: Callable[[Problem], tuple[str, ...]] | None = None
     pooled: Callable[..., torch.Tensor] | None = None
     takes: str = ""
     source: str = ""
@@ -124,7 +125,7 @@ class Subject:
         found: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if item.name in ("name", "call", "tiles", "pooled", "numerics", "source"):
+            if item.name in ("name", "call", "tiles", "paths", "pooled", "numerics", "source"):
                 continue
             default: Any = {"default": {}} if item.name == "configs" else item.default
             if value != default:

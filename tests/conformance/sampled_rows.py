@@ -65,7 +65,7 @@ def findings_in_rows(
     *,
     is_sparse: bool = False,
     with_rms: bool = True,
-) -> list[Finding]:
+) -> list[Finding] | None:
     """Run a problem and judge some of its rows, and dk and dv of the same rows.
 
     Args:
@@ -74,6 +74,9 @@ def findings_in_rows(
         rows: The rows.
         is_sparse: Whether q is 0 outside of the rows, for a q that is too large to be drawn.
         with_rms: Whether to check the mean square of the errors too.
+
+    Returns:
+        The findings; None if the problem is out of range.
     """
     place = torch.tensor(rows, device=problem.device)
     few = dataclasses.replace(problem, M=len(rows), mask=Mask())
@@ -93,7 +96,7 @@ def findings_in_rows(
     scores = {"mask": mask, "sm_scale": problem.scale}
     judgement = judge(*part, **scores, in_dtype=problem.dtype, numerics=numerics)
     if judgement.out_of_range is not None:
-        return []
+        return None
     want = torch_reference.attention(*part, **scores)
     trial = Trial(subject, few, part, found, want, judgement)
     vars(trial)["variances"] = variances(*part, **scores, in_dtype=problem.dtype, numerics=numerics)

@@ -95,6 +95,10 @@ def check_rows(runner):
             pytest.skip(str(refusal))
         if findings:
             raise Violation(findings)
+        if findings is None:
+            runner.tally.rejected(problem)
+        else:
+            runner.tally.sampled(runner.subject, problem)
 
     return check
 

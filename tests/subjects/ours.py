@@ -111,22 +111,48 @@ def adapted(package: ModuleType):
         put_off = {"rescale_threshold": hopper.RESCALE_THRESHOLD} if on_hopper else {}
         return dots | splits | put_off
 
-    def tiles(problem: Problem) -> tuple[int, int]:
-        """Return (block_m, block_n) of the forward kernel."""
+    def config_of(problem: Problem):
+        """Return the resolved tile configuration of a problem."""
         name = problem.config.removesuffix(_PACKED).removesuffix(_ONE_PASS)
-        dtype = TORCH_DTYPES[problem.dtype]
-        config = tiles_of(name, dtype, problem.D, problem.Dv)
-        on_hopper = (
-            config.hopper
-            and config.splits is None
+        return tiles_of(name, TORCH_DTYPES[problem.dtype], problem.D, problem.Dv)
+
+    def modifies_scores(problem: Problem) -> bool:
+        return (problem.softcap, problem.alibi, problem.bias) != (None, NO_ALIBI, NO_BIAS)
+
+    def is_on_hopper(problem: Problem) -> bool:
+        """Whether the backward, and without splits the forward, runs on Hopper's kernels."""
+        return (
+            config_of(problem).hopper
             and type(problem.mask) is Mask
-            and (problem.softcap, problem.alibi, problem.bias) == (None, NO_ALIBI, NO_BIAS)
-            and hopper.takes_shapes(dtype, problem.D, problem.Dv)
+            and not modifies_scores(problem)
+            and hopper.takes_shapes(TORCH_DTYPES[problem.dtype], problem.D, problem.Dv)
             and hopper.is_there(torch.device(problem.device))
         )
-        if on_hopper:
+
+    def tiles(problem: Problem) -> tuple[int, int]:
+        """Return (block_m, block_n) of the forward kernel."""
+        config = config_of(problem)
+        if config.splits is None and is_on_hopper(problem):
             return hopper.forward_tile(problem.Dv)
         return config.forward.block_m, config.forward.block_n
+
+    def paths(problem: Problem) -> tuple[str, ...]:
+        """Return the kernels that a problem runs on, once for each of their features."""
+        is_split = config_of(problem).splits is not None
+        backward = "portable"
+        if is_on_hopper(problem):
+            backward = f"hopper-{hopper.padded(problem.D, problem.Dv)}"
+        forward = "portable" if is_split else backward
+        passes = "one-pass" if _ONE_PASS in problem.config else "two-pass"
+        features = {
+            "packed": problem.config.endswith(_PACKED),
+            "block map": type(problem.mask) is not Mask,
+            "score mods": modifies_scores(problem),
+        }
+        found = [f"{backward} {passes}", *[f"{forward} split"] * is_split]
+        for kernel in dict.fromkeys((forward, backward)):
+            found += [f"{kernel} {feature}" for feature, has in features.items() if has]
+        return tuple(found)
 
     flash_attention.returns_lse = True
     flash_attention.lse_grad = True
@@ -138,6 +164,7 @@ def adapted(package: ModuleType):
     configs |= {f"{name}{_ONE_PASS}": configs[name] | {"atomic": ("dq",)} for name in _IN_ONE_PASS}
     flash_attention.configs = configs | {f"{name}{_PACKED}": configs[name] for name in _PACKED_OF}
     flash_attention.tiles = tiles
+    flash_attention.paths = paths
     flash_attention.pooled = pooled
     return flash_attention
 

@@ -16,8 +16,9 @@ import pytest
 
 from fa_verify.diagnosis.outcomes import ENDS, Outcome, read
 from fa_verify.oracles.problem import DTYPES
+from fa_verify.properties.execution.coverage import possible_cells
 from fa_verify.properties.execution.tally import EDGES, Tally
-from fa_verify.session import is_ours, subject_of
+from fa_verify.session import device_of, is_ours, is_whole, subject_of
 
 __all__ = ["OUTCOMES", "VERSION", "mutants", "record"]
 
@@ -58,6 +59,7 @@ def record(
         "not_run": _not_run(reports),
         "problems": _problems(tally),
         "worst": _worst(config, tally),
+        "coverage": _coverage(config, tally),
         "distribution": {"edges": [*EDGES], "counts": tally.distribution()},
         "failures": [_failure(x) for x in reports if x.failed],
         "baseline": None
@@ -135,6 +137,13 @@ def _problems(tally: Tally) -> dict[str, Any]:
         "out_of_range": len(tally.out_of_range),
         "unsupported": {reason: len(x) for reason, x in sorted(tally.unsupported.items())},
     }
+
+
+def _coverage(config: pytest.Config, tally: Tally) -> dict[str, Any] | None:
+    """Return the coverage; None unless the run selected all conformance tests."""
+    if not is_whole(config):
+        return None
+    return tally.coverage(possible_cells(subject_of(config), device_of(config)))
 
 
 def _worst(config: pytest.Config, tally: Tally) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ def page(record: Mapping[str, Any]) -> str:
         *_baseline(record["baseline"]),
         *_worst(record),
         *_distribution(record["distribution"]),
+        *_coverage(record.get("coverage")),
         *_checked(record),
         *_mutants(record["mutants"]),
     ]
@@ -166,6 +167,15 @@ def _distribution(distribution: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>Distribution of error / bound</h2>"
     drawn = pictures.distribution(distribution["edges"], distribution["counts"])
     yield _image(drawn, "Number of problems by their largest error / bound, for each output")
+
+
+def _coverage(coverage: Mapping[str, Any] | None) -> Iterator[str]:
+    if coverage is None:
+        return
+    yield "<h2>Problems by path of the kernel</h2>"
+    yield _table(("path", "dtype", *coverage["columns"]), coverage["rows"])
+    if coverage["empty"]:
+        yield f"<p>No problem has {escape(coverage['empty'])}.</p>"
 
 
 def _checked(record: Mapping[str, Any]) -> Iterator[str]:

@@ -83,6 +83,7 @@ TESTS: dict[str, str] = {
     "properties/comparison/compare.py": "test_compare test_agreement test_guarantees test_search",
     "properties/comparison/heat_map.py": "test_heat_map",
     "properties/execution/atomic_write.py": "test_corpus",
+    "properties/execution/coverage.py": "test_coverage",
     "properties/execution/guard_bands.py": "test_guard_bands",
     "properties/execution/tally.py": "test_tally",
     "properties/execution/trial.py": "test_trial test_lse_gradient test_search test_guarantees",

@@ -20,7 +20,7 @@ import torch
 from fa_verify.oracles.problem import Problem
 from fa_verify.pytest_plugin.fuzz.plugin import choose_workers
 from fa_verify.registry import NAMED
-from fa_verify.session import OURS, device_of, is_ours, subject_of
+from fa_verify.session import OURS, device_of, is_ours, is_whole, subject_of
 
 ROOT = Path(__file__).parents[3]
 # Runs pytest on each of several lists of arguments and prints the exit codes.
@@ -263,6 +263,26 @@ def test_a_worker_chooses_no_workers():
     )
     choose_workers(config, ROOT)
     assert vars(option) == {"numprocesses": None, "hypothesis_profile": "fuzz"}
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "is_all"),
+    [
+        (["tests/conformance"], {}, True),
+        (["tests/unit", "tests"], {}, True),
+        (["tests/conformance/test_long.py"], {}, False),
+        (["tests/unit"], {}, False),
+        (["tests/conformance"], {"keyword": "long"}, False),
+        (["tests/conformance"], {"lf": True}, False),
+    ],
+)
+def test_the_coverage_is_that_of_all_conformance_tests(args, given, is_all, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    option = SimpleNamespace(
+        **{"keyword": "", "markexpr": "", "deselect": None, "lf": False} | given
+    )
+    config = SimpleNamespace(args=args, option=option)
+    assert is_whole(config) == is_all
 
 
 def test_a_problem_is_replayed_alone(device):

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from fa_verify.properties.execution.coverage import COLUMNS
 from fa_verify.pytest_plugin.report import content, pictures
 from fa_verify.pytest_plugin.report.page import page
 from tests.unit.fa_verify.gate.test_gate import runs
@@ -221,6 +222,18 @@ def test_the_page_shows_the_baseline_alarms_first(record):
     baseline = {"file": "b.json", "verdict": "1 alarm: failed", "changes": changes}
     text = Page(page({**record, "baseline": baseline})).text
     assert text.index("<b>slower</b>") < text.index("out fp16: -1 %")
+
+
+def test_the_page_shows_the_coverage_of_a_whole_run(record):
+    assert record["coverage"] is None
+    cells = ["1", "0", *["-"] * (len(COLUMNS) - 2)]
+    coverage = {
+        "columns": [" ".join(x) for x in COLUMNS], "rows": [["one-pass", "fp16", *cells]],
+        "empty": "D <= 64 N < 256: one-pass (fp16)",
+    }  # fmt: skip
+    text = Page(page({**record, "coverage": coverage})).text
+    assert "one-pass" in text
+    assert "No problem has D <= 64 N < 256: one-pass (fp16)." in text
 
 
 OUTCOME = {

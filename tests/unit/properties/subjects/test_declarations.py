@@ -52,6 +52,7 @@ VALID = {
     "backward_reads": [(), ("out",), ["out", "lse"], {"m_and_l", "out"}],
     "configs": [{"default": {}}, {"a": {"dots": "tf32", "dtypes": ("fp32",)}, "b": {}}],
     "tiles": [lambda problem: (16, 16), None],
+    "paths": [lambda problem: ("forward",), None],
     "pooled": [lambda q, k, v, **asked: q, None],
     "score_mods": [(), ("softcap",), ("bias", "alibi", "softcap")],
 }
@@ -136,6 +137,7 @@ WRONG = [
     ("configs", {"a": {"dots": "fp8"}}, "['a'].dots is 'fp8'; needs one of ('ieee', 'tf32')"),
     ("configs", {"a": {"block_n": 0}}, "['a'].block_n is 0; needs an int >= 1"),
     ("tiles", (16, 16), "is (16, 16); needs a function of a problem"),
+    ("paths", "forward", "is 'forward'; needs a function of a problem"),
     ("pooled", True, "is True; needs a function that returns the pooled probabilities"),
 ]
 

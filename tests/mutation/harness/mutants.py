@@ -210,8 +210,8 @@ _CHECKS = (
         ),
         (
             "the first refusal ends the check",
-            "        except NotImplementedError:\n            continue\n        again",
-            "        except NotImplementedError:\n            return []\n        again",
+            "_refused(trial, neighbour, str(refusal))\n            continue",
+            "_refused(trial, neighbour, str(refusal))\n            return []",
         ),
         (
             "calls that differ are not judged",
@@ -405,8 +405,8 @@ _VERDICTS = (
         ),
         (
             "a smaller size starts from the problem before",
-            "findings, candidates = found, reductions(candidate)",
-            "findings, candidates = found, reductions(problem)",
+            "findings, candidates = found, chain(changes, reductions(candidate))",
+            "findings, candidates = found, chain(changes, reductions(problem))",
         ),
     ),
     *faults_of(

@@ -217,6 +217,17 @@ def _raises() -> str:
     return _first(_runner(_defined(code)).findings(_FP64, _CHECKS["G1"]), "")
 
 
+def _autotuned() -> str:
+    """The message of a kernel in which Triton's autotuner finds no GPU."""
+    code = "def run(): raise RuntimeError('0 active drivers ([]). There should only be one.')"
+    names: dict[str, Any] = {}
+    exec(compile(code, "triton/runtime/autotuner.py", "exec"), names)
+    attention = _defined("def attention(q, k, v, *, mask, sm_scale):\n    kernel()\n")
+    attention.__globals__["kernel"] = names["run"]
+    said = _first(_runner(attention).findings(_FP64, _CHECKS["G1"]), "")
+    return said.replace("(triton/runtime/autotuner.py, line 1)", "(attention.py, line 2)")
+
+
 def _defined(code: str, name: str = "attention") -> Any:
     """A function of a file ``attention.py``."""
     names: dict[str, Any] = {}
@@ -792,6 +803,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             _raises,
         ),
         Kind(
+            "An autotuned kernel without a GPU",
+            "The last line says what to change; see [A kernel on a machine without a "
+            "GPU](verify-a-kernel.md#a-kernel-on-a-machine-without-a-gpu).",
+            _autotuned,
+        ),
+        Kind(
             "A wrong dtype or shape",
             "An output has another form than the inputs ask for.",
             _judged("returns float64", problem=Problem(dtype="fp32")),
@@ -972,6 +989,17 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             _error(
                 lambda: subject_of(_config(kernel="attention.py:attention")),
                 files={"attention.py": "import flash_attn_9\n"},
+            ),
+        ),
+        Kind(
+            "A kernel that asks for a GPU at import",
+            "There is no GPU, so the file runs in Triton's interpreter.",
+            _error(
+                lambda: subject_of(_config(kernel="attention.py:attention")),
+                files={
+                    "attention.py": "raise RuntimeError('0 active drivers ([]). "
+                    "There should only be one.')\n"
+                },
             ),
         ),
         Kind(

@@ -25,6 +25,7 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.without_gpu import advice
 
 __all__ = [
     "BiasRun",
@@ -361,7 +362,8 @@ def _told(error: BaseException) -> str:
     frame = (own or frames)[-1]
     if frame.filename.startswith(_LIBRARIES[0]):  # the suite itself found the fault
         return text
-    return f"{text}\n({frame.filename}, line {frame.lineno})"
+    told = (text, f"({frame.filename}, line {frame.lineno})", advice(error))
+    return "\n".join(filter(None, told))
 
 
 def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:

@@ -16,6 +16,7 @@ from fa_verify.oracles.masks.codec import SHIPPED, mask_class, register
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.problems.mask_classes import check_mask_class
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.without_gpu import advice
 
 __all__ = ["load", "load_mask"]
 
@@ -138,7 +139,8 @@ def _reason(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
     frames = traceback.extract_tb(error.__traceback__)
     places = [frame for frame in frames if not frame.filename.startswith(_IMPORTING)]
-    return f"{text} ({places[-1].filename}, line {places[-1].lineno})" if places else text
+    text = f"{text} ({places[-1].filename}, line {places[-1].lineno})" if places else text
+    return "; ".join(filter(None, (text, advice(error))))
 
 
 def _found(module: ModuleType, source: str, name: str) -> Any:

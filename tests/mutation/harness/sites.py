@@ -123,6 +123,7 @@ TESTS: dict[str, str] = {
     "properties/subjects/subject.py": "test_subject test_pooled_checks",
     "properties/subjects/supported.py": "test_supported",
     "properties/subjects/tutorial_call.py": "test_tutorial_call",
+    "properties/subjects/without_gpu.py": "test_without_gpu",
     "simulator/interpreter/addresses.py": "test_interpreter_addresses",
     "simulator/interpreter/launches.py": "test_interpreter",
     "simulator/interpreter/repair.py": "test_interpreter",

@@ -85,14 +85,17 @@ def test_a_script_without_a_repair_is_judged_by_the_repaired_interpreter(tmp_pat
     assert done.stdout.endswith("interpreter not repaired\n")
 
 
-def test_the_report_is_the_same_as_in_one_process(monkeypatch):
+def test_a_report_survives_the_way_from_a_fork():
+    """Its findings, problems and numbers are those of a run in this process."""
     problems = [Problem(M=5, N=7, dtype="fp64"), Problem(B=2, dtype="fp64")]
-    subject = Eager("out scaled")
-    here = verify(subject, problems=problems)
-    monkeypatch.setattr(verification, "is_needed", lambda: True)
-    before = subject.calls
-    assert verify(subject, problems=problems) == here
-    assert subject.calls == before
+    report = verify(Eager("out scaled"), problems=problems)
+    assert in_repaired_fork(lambda: report) == report
+
+
+def test_a_fork_changes_nothing_here():
+    changed = []
+    assert in_repaired_fork(lambda: changed.append(1)) is None
+    assert changed == []
 
 
 def test_no_fork_shares_a_gpu(monkeypatch):
@@ -109,6 +112,12 @@ def raises():
     raise LookupError("as here")
 
 
+@pytest.fixture(autouse=True)
+def no_repair(monkeypatch):
+    """Forks of this process do not repair: it runs the interpreter or a GPU."""
+    monkeypatch.setattr("fa_verify.repaired_fork.repair", lambda: None)
+
+
 @pytest.mark.parametrize(
     ("work", "error", "says"),
     [
@@ -118,7 +127,6 @@ def raises():
     ],
     ids=["raised", "died", "not pickled"],
 )
-def test_the_end_of_a_fork_is_told(monkeypatch, work, error, says):
-    monkeypatch.setattr("fa_verify.repaired_fork.repair", lambda: None)
+def test_the_end_of_a_fork_is_told(work, error, says):
     with pytest.raises(error, match=says):
         in_repaired_fork(work)

@@ -1,0 +1,29 @@
+"""Advice for kernels that ask for a GPU where there is none."""
+
+from __future__ import annotations
+
+import traceback
+
+__all__ = ["advice"]
+
+# Parts of the messages of Triton and PyTorch.
+_NO_GPU = (
+    "active drivers (",
+    "Torch not compiled with CUDA enabled",
+    "Found no NVIDIA driver",
+    "No CUDA GPUs are available",
+)
+_AUTOTUNER = "triton/runtime/autotuner.py"
+
+
+def advice(error: BaseException) -> str:
+    """Return what to change in a kernel that raised ``error``; empty unless it asked for a GPU."""
+    if not any(text in str(error) for text in _NO_GPU):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.endswith(_AUTOTUNER) for frame in frames):
+        return (
+            "autotune times kernels on a GPU, and there is none: keep one configuration in "
+            "Triton's interpreter, configs[:1] if triton.knobs.runtime.interpret else configs"
+        )
+    return "the kernel asks for a GPU, and there is none: take the device of the inputs, q.device"

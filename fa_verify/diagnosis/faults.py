@@ -851,6 +851,116 @@ _LARGE_SIZES = (
         ),
         hidden="up to 8 splits",
     ),
+    _fault(
+        "lengths: entries beyond the fourth have those of the fourth",
+        "independent: lengths of four entries, kept in registers",
+        "T3 G1",
+        (
+            _SEQLEN_INFO,
+            "tl.maximum(tl.load(seqlens_ptr + b), 0), length)",
+            "tl.maximum(tl.load(seqlens_ptr + tl.minimum(b, 3)), 0), length)",
+        ),
+        hidden="up to 4 entries",
+    ),
+    _fault(
+        "scores: slopes repeat after the eighth head",
+        "independent: a table of slopes made for eight heads",
+        "T3 G1",
+        (
+            _SCORES,
+            "h.to(tl.int64) * args.slopes_stride_head",
+            "(h % 8).to(tl.int64) * args.slopes_stride_head",
+        ),
+        hidden="up to 8 heads",
+    ),
+    _fault(
+        "forward: scores of long rows in TF32 have operands in bf16",
+        "independent: a dot that is too large for shared memory in float32",
+        "G1",
+        (
+            _FORWARD,
+            "        scores = tl.dot(q, k_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)\n",
+            "        if CONFIG.DOTS == \"tf32\" and CONFIG.BLOCK_D > 64:\n"
+            "            k_t = k_t.to(tl.bfloat16).to(q.dtype)\n"
+            "        scores = tl.dot(q, k_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)\n",
+        ),
+        hidden="in other dtypes, and up to a head_dim of 64",
+    ),
+    _fault(
+        "dkdv: dP of the longest rows in bf16 is kept in 16 bits",
+        "independent: a tile of dP that is too large for registers",
+        "rms",
+        (
+            _DKDV,
+            "        # Loaded where they are used:",
+            "        if CONFIG.BLOCK_DV > 128 and dout.dtype == tl.bfloat16:\n"
+            "            dp = dp.to(tl.bfloat16).to(CONFIG.ACC)\n"
+            "        # Loaded where they are used:",
+        ),
+        hidden="in other dtypes, and up to a head_dim of 128",
+    ),
+    _fault(
+        "blocks: the place of a tile in a list has eight bits",
+        "independent: lists of tiles in uint8",
+        "T3 G1",
+        (
+            _RANGES.replace("tile_ranges", "block_info"),
+            "        place = tl.load(list_ptr + place)\n",
+            "        place = tl.load(list_ptr + place) & 255\n",
+        ),
+        hidden="without a list, and up to 256 tiles in a row",
+    ),
+    _fault(
+        "tiles: the first row of a head is 32-bit",
+        "independent: a product of two ints that is widened too late",
+        "far_rows",
+        (
+            _ADDRESSING,
+            "first, end = (b * H + h).to(tl.int64) * length, length",
+            "first, end = ((b * H + h) * length).to(tl.int64), length",
+        ),
+        hidden="up to 2**31 rows of all heads",
+    ),
+    _fault(
+        "tiles: the first row of a head's scratch is 32-bit",
+        "independent: a product of two ints that is widened too late",
+        "far_rows",
+        (
+            _ADDRESSING,
+            "row = (b * H + h).to(tl.int64) * M_padded",
+            "row = ((b * H + h) * M_padded).to(tl.int64)",
+        ),
+        hidden="up to 2**31 rows of all heads",
+    ),
+    _fault(
+        "forward: the index of a split has five bits",
+        "independent: split and tile packed into one int",
+        "T3 G1",
+        (
+            _FORWARD,
+            "first += split.to(tl.int64) * rows",
+            "first += (split % 32).to(tl.int64) * rows",
+        ),
+        hidden="up to 32 splits",
+    ),
+    _fault(
+        "ranges: a window begins a tile early where it begins with a tile",
+        "independent: a lower end that is off by one",
+        "ranges visited_tiles",
+        (_RANGES, "lo = any_lo // BLOCK_THERE", "lo = max(any_lo - 1, 0) // BLOCK_THERE"),
+        hidden="as results go: the tile adds exactly nothing",
+    ),
+    _fault(
+        "block lists: a tile past the last is listed, and all of it is hidden",
+        "independent: a range of tiles that ends late",
+        "block_mask visited_tiles",
+        (
+            "fa_kernels/kernels/portable/block_lists.py",
+            "inside = tile < tiles.hi\n",
+            "inside = (tile <= tiles.hi) & (tile < tiles_there)\n",
+        ),
+        hidden="as results go: the tile adds exactly nothing",
+    ),
 )  # fmt: skip
 
 _KEY = "key = (q.shape, v.shape, q.dtype, q.device, request, kernels)"
@@ -896,6 +1006,38 @@ _SEQUENCES = (
         ),
         hidden="until calls differ in a parameter of the mask alone",
     ),
+    _fault(
+        "calls: lengths are kept by their number and their sum",
+        "independent: a key that hashes what it should hold",
+        "sequence",
+        (_ARGUMENTS, *_KEEPS),
+        (
+            _ARGUMENTS,
+            "    return _lengths_on_device("
+            "(size,) * B if lengths is None else tuple(lengths), device)",
+            "    lengths = (size,) * B if lengths is None else tuple(lengths)\n"
+            "    key = B, size, sum(lengths), device\n"
+            "    return _kept.setdefault(key, _lengths_on_device(lengths, device))",
+        ),
+        hidden="until calls differ in the order of lengths alone",
+    ),
+    _fault(
+        "calls: the map of a block_mask is kept for any contents",
+        "independent: a cache of block maps by the shape of the tensor",
+        "sequence",
+        (_ARGUMENTS, *_KEEPS),
+        (
+            _ARGUMENTS,
+            "            request.block_mask, request.block_size, *sizes[1:], window, lengths, "
+            "config, kernels\n        )\n",
+            "            request.block_mask, request.block_size, *sizes[1:], window, lengths, "
+            "config, kernels\n        )\n"
+            "        key = request.block_mask.shape, request.block_size, *sizes, window, config, "
+            "tuple(kernels), *(tuple(x.tolist()) for x in lengths)\n"
+            "        maps = _kept.setdefault(key, maps)\n",
+        ),
+        hidden="until calls differ in the contents of a block_mask alone",
+    ),
 )  # fmt: skip
 
 _GRADIENT_SETS = (
@@ -933,6 +1075,20 @@ _GRADIENT_SETS = (
         ),
         hidden="without a block mask beside the bias",
     ),
+    _fault(
+        "launch: dlse is left out where dq is not needed",
+        "independent: a gradient of lse that is added where dq is computed",
+        "sets",
+        (_LAUNCH, '"HAS_DLSE": dlse is not None,', '"HAS_DLSE": dlse is not None and needed[0],'),
+        hidden="while dq is needed too, and without a gradient of lse",
+    ),
+    _fault(
+        "launch: the sums of dq do not start at 0 where dv is not needed",
+        "independent: a flag of one pass that counts on a call for all gradients",
+        "sets",
+        (_LAUNCH, '"COLUMNS": columns, "enable', '"COLUMNS": columns * needed[2], "enable'),
+        hidden="while dv is needed too",
+    ),
 )  # fmt: skip
 
 _SKIPS = (
@@ -962,6 +1118,30 @@ _SKIPS = (
             "        ds = p * (dp - rows.delta[:, None])\n",
         ),
         hidden="unless dP - delta of heavier keys is tiny too",
+    ),
+    _fault(
+        "forward: sums 24 bits below a new maximum are dropped",
+        "independent: a rescale by less than the last bit of l, taken for 0",
+        "G1",
+        (
+            _FORWARD,
+            "        alpha = tl.exp2(m_i - m_pivot)\n",
+            "        alpha = tl.exp2(m_i - m_pivot)\n"
+            "        alpha = tl.where(alpha < 2.0**-24, 0.0, alpha)\n",
+        ),
+        hidden="unless the values of heavier keys are tiny too, and the heavier keys come later",
+    ),
+    _fault(
+        "combine: splits 24 bits below the largest are left out",
+        "independent: a skip of splits whose weight is below the last bit of l",
+        "G1",
+        (
+            _COMBINE,
+            "        weight = tl.exp2(m_split - m_i)\n",
+            "        weight = tl.exp2(m_split - m_i)\n"
+            "        weight = tl.where(weight < 2.0**-24, 0.0, weight)\n",
+        ),
+        hidden="unless the values of heavier keys are tiny too",
     ),
 )  # fmt: skip
 

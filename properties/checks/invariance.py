@@ -233,9 +233,11 @@ def _changed_masks(mask: Mask, problem: Problem) -> Iterator[Mask]:
     """Yield masks that differ from a mask in one field, for each field that holds plain values."""
     lengths = mask.lengths(problem.B, problem.M, problem.N)
     shorter = [tuple(max(0, x - 1 - place) for place, x in enumerate(of)) for of in lengths]
+    # The same lengths in another order too.
+    of_q, of_k = (tuple(dict.fromkeys((x, x[::-1]))) for x in shorter)
     others: dict[str, tuple[Any, ...]] = {
         "window_left": (3, 7), "window_right": (3, 7),
-        "seqlens_q": (shorter[0],), "seqlens_k": (shorter[1],),
+        "seqlens_q": of_q, "seqlens_k": of_k,
     }  # fmt: skip
     for item in dataclasses.fields(mask):
         value = getattr(mask, item.name)
@@ -251,7 +253,8 @@ def _changed_masks(mask: Mask, problem: Problem) -> Iterator[Mask]:
                 continue
             if changed != mask:
                 yield changed
-                break
+                if isinstance(other, int):
+                    break
 
 
 def neighbours(problem: Problem) -> Iterator[Problem]:

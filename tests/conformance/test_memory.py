@@ -10,6 +10,7 @@ from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
+from fa_verify.properties.inputs.dlse_families import NO_DLSE
 
 SURROUNDED = ("padded", "strided", "packed", "bshd")
 
@@ -51,4 +52,5 @@ def of_sets(subject, dtype, config, D, device):
     return Problem(
         H=2 if subject.gqa else 1, M=size * (20 // size + 1), N=size * (20 // size + 1), D=D, Dv=D,
         dtype=dtype, config=config, device=device, seed=5,
+        dlse="normal" if subject.lse_grad else NO_DLSE,
     )  # fmt: skip

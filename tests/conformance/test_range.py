@@ -13,6 +13,7 @@ from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.execution.trial import run_subject
+from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.tensors import Inputs
 
 # Small enough for all tensors to fit between the distant elements of one tensor.
@@ -40,9 +41,15 @@ def test_many_heads_and_entries_are_right(check_one, subject, device, heads):
     B, H, Hk = HEADS[heads]
     config = "16x16" if "16x16" in subject.configs else next(iter(subject.configs))
     size, D = subject.seqlen_multiple, min(subject.head_dims or (16,))
+    M, N = 5 * size, 7 * size if subject.m_ne_n else 5 * size
+    mask = Mask()
+    if "padding" in subject.masks and B > 1:
+        # Neighbours and distant entries differ in their lengths.
+        lengths = tuple(1 + 3 * b % N for b in range(B))
+        mask = Mask(seqlens_q=tuple(min(x, M) for x in lengths[::-1]), seqlens_k=lengths)
     problem = Problem(
-        B=B, H=H, Hk=Hk, M=5 * size, N=7 * size if subject.m_ne_n else 5 * size, D=D, Dv=D,
-        dtype=subject.dtypes[0], seed=1, config=config, device=device,
+        B=B, H=H, Hk=Hk, M=M, N=N, D=D, Dv=D, mask=mask, dtype=subject.dtypes[0], seed=1,
+        config=config, device=device, alibi="normal" if "alibi" in subject.score_mods else NO_ALIBI,
     )  # fmt: skip
     check_one(problem, guarantees.accuracy)
 

@@ -92,10 +92,10 @@ def calls_of(subject, shard, device):
     if subject.seqlen_multiple > 1:
         size = 2 * subject.seqlen_multiple
     # Packed sequences with a predicate need lengths.
-    lengths = (size - 3,) if "packed" in shard.config else None
+    lengths = (size - 3, size) if "packed" in shard.config else None
     D = shard.head_dims[0]
     problem = Problem(
-        H=2 if subject.gqa else 1, M=size, N=size, D=D, Dv=D, dtype=shard.dtype,
+        B=2, H=2 if subject.gqa else 1, M=size, N=size, D=D, Dv=D, dtype=shard.dtype,
         config=shard.config, seed=3, device=device,
         mask=dataclasses.replace(mask, seqlens_q=lengths, seqlens_k=lengths),
     )  # fmt: skip

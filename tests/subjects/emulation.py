@@ -34,6 +34,7 @@ def emulate(
     accumulator: str = "float32",
     seed: str = "0",
     replace: Callable[[Any, str, Any], None] = setattr,
+    places: int = _PROCESSORS,
 ) -> list[Emulated]:
     """Make calls of ``fa_kernels``, or of a copy of it, run the emulated Hopper kernels.
 
@@ -43,6 +44,7 @@ def emulate(
         accumulator: "float32"; or "float64", with which only float64 inputs run on these kernels.
         seed: Seed of the order of events.
         replace: Function that sets an attribute.
+        places: Programs that run at a time. The host counts on more, where other kernels compete.
 
     Returns:
         The kernels: forward, backward, dq.
@@ -50,7 +52,7 @@ def emulate(
     hopper = importlib.import_module(f"{package.__name__}.launch.hopper")
     prefix = f"{package.__name__}.kernels.hopper"
     sources = {f"{prefix}.{name}": text for name, text in (texts or texts_of(package)).items()}
-    kernels = load(sources, _KERNELS, accumulator, seed, _PROCESSORS)
+    kernels = load(sources, _KERNELS, accumulator, seed, places)
     replace(hopper, "_kernels", lambda: kernels)
     replace(hopper, "is_there", lambda _device: True)
     replace(hopper, "processors", lambda _device: _PROCESSORS)

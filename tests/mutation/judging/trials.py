@@ -114,7 +114,8 @@ QUICK: tuple[Step, ...] = (
     *(_step(M=20, N=50, dtype=dtype, inputs="rising_max", seed=seed)
       for dtype in ("fp64", "fp16") for seed in range(4)),
     # All values where weights are tiny.
-    _step(M=20, N=70, dtype="fp32", inputs="values_of_light_keys"),
+    *(_step(M=20, N=70, dtype="fp32", inputs="values_of_light_keys", seed=seed, config=config)
+      for seed, config in enumerate(("16x16", "16x16", "16x16-split3"))),
     # Gradients at and below the smallest normal number.
     *(_step(M=20, N=37, D=64, dtype="fp16", dout=dout) for dout in ("tiny", "subnormal")),
     _step(M=20, N=37, dtype="fp16", inputs="p_underflow", dout="constant"),
@@ -208,17 +209,25 @@ STEPS: tuple[Step, ...] = (
     *(_step("G10", "G13", M=18, N=20, dtype="fp16", config=config, **_ALIGNED)
       for config in ("16x16", "16x16-one_pass")),
     # Any set of gradients, that of a bias included.
-    *(_step("sets", H=2, M=20, N=20, config=config, bias=bias, mask=mask)
+    *(_step("sets", H=2, M=20, N=20, config=config, bias=bias, mask=mask, dlse="normal")
       for config in ("16x16", "16x16-one_pass")
       for bias, mask in (("none", Mask()), ("normal/hmn", BlockSparse(side=16, seed=2)))),
     # Calls that differ in one argument each.
-    *(_step("sequence", H=2, M=20, N=20, mask=mask, dtype=dtype)
-      for mask, dtype in ((Mask(), "fp16"), (PrefixLM(prefix=5), "fp64"))),
+    *(_step("sequence", B=B, H=2, M=size, N=size, mask=mask, dtype=dtype)
+      for B, size, mask, dtype in (
+        (2, 20, Mask(), "fp16"), (1, 20, PrefixLM(prefix=5), "fp64"),
+        (1, 37, BlockSparse(side=32, percent=60, seed=2), "fp64"),
+      )),
     # Many heads in large groups, and head dims of dtypes that usually have smaller ones.
     _step(H=20, Hk=2, M=3, N=5, D=3, Dv=2),
+    _step(B=5, H=10, Hk=10, M=3, N=5, D=3, Dv=2, alibi="normal",
+          mask=Mask(seqlens_q=(3, 2, 3, 1, 2), seqlens_k=(5, 4, 3, 2, 1))),
     *(_step(M=20, N=21, D=65, Dv=8, dtype=dtype) for dtype in ("fp32", "fp64")),
-    # More than 8 splits, and more than 256 tiles in a row and in a column.
+    _step(M=20, N=21, D=65, Dv=8, dtype="fp32", inputs="lse_low_130", config="16x16-tf32"),
+    _step("backward", M=40, N=40, D=16, Dv=144, dtype="bf16"),
+    # More than 8 splits, and more than 256 tiles in a row, in a list, and in a column.
     _step(N=1040, config="16x16-split64"),
+    _step(N=4120, M=7, D=3, Dv=3, mask=PrefixLM(prefix=5)),
     _step(M=4120, N=7, D=3, Dv=3),
     # Ordinary data, for the statistical and closed-form checks.
     *(_step(*STATISTICS, *CLOSED_FORM, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")

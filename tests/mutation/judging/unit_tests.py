@@ -22,7 +22,7 @@ OF_THE_CALL = tuple(
     unit_test_file(f"test_{name}")
     for name in (
         *("visited_tiles", "offsets", "block_mask", "splits", "packed", "tokens", "operators"),
-        *("pooled", "call_cache", "tiles_in_a_row", "dispatch"),
+        *("pooled", "call_cache", "tiles_in_a_row", "dispatch", "far_rows"),
     )
 )
 # Tests of redundant work of Hopper's kernels in the emulation.
@@ -53,13 +53,13 @@ TESTED_ALONE = tuple(_OF_PARTS)
 # Source files whose faults problems find sooner.
 _OF_KERNELS = {
     "fa_kernels/attention.py": ("attention",),
-    "fa_kernels/kernels/common/addressing.py": ("packed",),
+    "fa_kernels/kernels/common/addressing.py": ("packed", "far_rows"),
     "fa_kernels/kernels/common/block_info.py": ("packed", "tiles_in_a_row"),
     "fa_kernels/kernels/common/mask.py": ("element_mask",),
     "fa_kernels/kernels/common/seqlen_info.py": ("packed", "tiles_in_a_row"),
     "fa_kernels/kernels/portable/forward.py": ("splits", "packed", "visited_tiles"),
     **{
-        f"fa_kernels/kernels/portable/{name}.py": ("packed",)
+        f"fa_kernels/kernels/portable/{name}.py": ("packed", "far_rows")
         for name in ("bwd_preprocess", "dq_postprocess")
     },
     **{

@@ -19,6 +19,7 @@ from fa_verify.diagnosis.outcomes import Outcome, outcome, read, write
 from fa_verify.forks import Ended, in_forks
 from tests.mutation.judging import interpreting
 from tests.mutation.judging.trials import STEPS
+from tests.mutation.judging.unit_tests import FILES, OF_THE_CALL
 from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, kill_order
 from tests.mutation.mutants.operators import OPERATORS, SITES, mechanical
 from tests.mutation.report import summary, tables
@@ -184,6 +185,12 @@ def test_a_launch_of_too_many_programs_raises(monkeypatch):
 
 def looked_at():
     """Never run."""
+
+
+@pytest.mark.parametrize("file", [*FILES, *OF_THE_CALL], ids=lambda file: Path(file).stem)
+def test_unit_tests_of_mutants_do_not_run_the_original_kernels(file):
+    """A subject that was imported before a mutant calls the original package."""
+    assert "ours import flash_attention" not in (ROOT / file).read_text()
 
 
 def test_kill_order_names_existing_faults_and_steps():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ EMULATION: dict[str, str] = {}
 def emulated(monkeypatch):
     """Replaces the portable kernels by Hopper's, with edits if given, in emulation."""
 
-    def replace(*edits: tuple[str, str, str], **options: str) -> None:
+    def replace(*edits: tuple[str, str, str], **options: Any) -> None:
         texts = texts_of(fa_kernels)
         for module, old, new in edits:
             assert texts[module].count(old) == 1, old
@@ -365,6 +366,18 @@ FAULTS = {
         "pipeline",
         'add(sums.signal_ptr, 1, sem="release")', 'add(sums.signal_ptr, 1, sem="relaxed")',
     ),
+    "partial sums of dv are read before the signal": (
+        "backward",
+        "        wait_for_signal(dk_sums)\n"
+        "        dk = gl.load(partial_rows(dk_sums, SHAPE, SUMS))\n"
+        "        dv = gl.load(partial_rows(dv_sums, SHAPE, SUMS))\n",
+        "        dv = gl.load(partial_rows(dv_sums, SHAPE, SUMS))\n"
+        "        wait_for_signal(dk_sums)\n"
+        "        dk = gl.load(partial_rows(dk_sums, SHAPE, SUMS))\n",
+    ),
+    "one signal serves both consumers": (
+        "pipeline", "signal_ptr = sums.signal_ptr + consumer\n", "signal_ptr = sums.signal_ptr\n",
+    ),
     "two programs have a work tile": (
         "forward", "gl.atomic_add(counter_ptr, 1,", "gl.atomic_add(counter_ptr, 0,",
     ),
@@ -453,6 +466,23 @@ def is_noticed(*edits, emulated) -> bool:
             if not checked(asked, guarantees=("G1",)):
                 return True
     return False
+
+
+# A program waits for the sums of a later one.
+LATE_FIRST = (
+    "pipeline", "share_of(program, tiles,", "share_of(programs - 1 - program, tiles,",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["default", "default-one_pass"])
+@pytest.mark.parametrize("places", [1, 2])
+def test_programs_end_where_other_kernels_take_most_processors(places, config, emulated):
+    emulated(places=places)
+    asked = dataclasses.replace(SHARED, config=config)
+    report = checked(asked, guarantees=("G1",))
+    assert report, str(report)
+    emulated(LATE_FIRST, places=places)
+    assert "waits for memory that no partition writes" in str(checked(asked, guarantees=("G1",)))
 
 
 def test_unmodified_kernels_raise_no_alarm(emulated):

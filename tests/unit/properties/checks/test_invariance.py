@@ -169,7 +169,12 @@ def test_a_sequence_changes_every_field_of_a_problem_and_of_its_mask():
     fields = {item.name for item in dataclasses.fields(Problem)}
     assert {name for (name,) in changed} == fields - contents
     masks = [changed_fields(problem.mask, x.mask) for x in others if x.mask != problem.mask]
-    assert sorted(masks) == sorted([item.name] for item in dataclasses.fields(PrefixLM))
+    # Lengths also change their order.
+    names = [item.name for item in dataclasses.fields(PrefixLM)]
+    assert sorted(masks) == sorted([name] for name in (*names, "seqlens_q", "seqlens_k"))
+    orders = [x.mask.seqlens_k for x in others if x.mask.seqlens_k is not None]
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert orders[0] != orders[1]
 
 
 def test_a_new_field_of_a_problem_needs_a_change():

@@ -56,8 +56,8 @@ GRID = tuple(10 ** (step / 4) for step in range(-28, 5))
 HEAD_DIM = 64
 TILE = 64  # rows of a tile
 OUTPUTS = ("out", "dq", "dk", "dv")
-# The outputs that faults change at a time. The backward reads out, so a check of gradients given the
-# forward needs a right out.
+# The outputs that faults change at a time. The backward reads out: a check of gradients given the
+# forward needs a right one.
 _GRADIENTS = OUTPUTS[1:]
 _TOGETHER = {"backward": (_GRADIENTS,), "limit": (("out",), _GRADIENTS)}
 CHECKS: Mapping[str, Check] = {

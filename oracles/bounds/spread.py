@@ -1,4 +1,4 @@
-"""The random and the systematic errors of a correct kernel: limits of elements, and of weighted sums.
+"""The random and the systematic errors of a correct kernel, of elements and of weighted sums.
 
 The bound adds the largest error of every rounding. Most roundings are independent of each other, so
 that their sum stays far below. Let every error before the last rounding be a sum of
@@ -30,7 +30,6 @@ spacing. Those of the forward are relative to an unknown pivot, and uniform: u_p
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -161,7 +160,7 @@ def _of_out(
     numerics: Numerics, truncates: bool,
 ) -> Spread:  # fmt: skip
     """Returns the errors of out."""
-    scores, out, v2 = fwd.scores, fwd.out, x.v.square()
+    scores, out, v2, empty = fwd.scores, fwd.out, x.v.square(), x.empty.unsqueeze(2)
     p, p2 = scores.p, scores.p.square()
     # 1. Scores. E without the dots is an upper limit of everything else.
     dots = scores.reach * (t * (c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot))
@@ -190,12 +189,14 @@ def _of_out(
         value=out,
         variance=variance + dot.variance + of_l * out.square(),
         shapes=shapes,
-        along=dot.along + lost_v + c.ftz * (2 + scores.tiles).unsqueeze(2),
+        along=(dot.along + lost_v + c.ftz * (2 + scores.tiles).unsqueeze(2)).masked_fill_(
+            empty, 0.0
+        ),
         across=dot.across,
         of_sums=of_sums + of_l.squeeze(2) * along_out.square(),
         shared=torch.zeros_like(of_sums),
         alone=dot.variance,
-        peaked=((scores.m - scores.lse).exp() > 1 - _PEAKED * c.u_in).unsqueeze(2),
+        peaked=((scores.m - scores.lse).exp() > 1 - _PEAKED * c.u_in).unsqueeze(2) & ~empty,
     )
 
 
@@ -215,7 +216,8 @@ def _backward(
     truncates: bool,
 ) -> tuple[Spread, _Keys, _Keys]:  # fmt: skip
     """Returns the errors of dq, and the contributions to those of dk and dv, given the forward."""
-    assert given.out is not None and given.lse is not None
+    assert given.out is not None
+    assert given.lse is not None
     Z, R = x.empty.shape
     cast = cast_format(in_dtype, numerics)
     q2, k2, dout2 = x.q.square(), x.k.square(), x.dout.square()
@@ -263,12 +265,13 @@ def _backward(
     along_k = t * (of_dq @ x.k.mT)
     tiles = x.seen.sum(2, True, dtype=torch.float64).div_(numerics.block_n).ceil_() + 1
     of_flushes = t * (flushed @ x.k.abs())
+    of_tiles = (c.ftz * (tiles + 2)).masked_fill_(x.empty.unsqueeze(2), 0.0)
     dot = _dot(dq, t * t * (ds_cast.square() @ k2), (numerics.block_n + 2) * tiles, c, truncates)
     rows = Spread(
         value=dq,
         variance=t * t * (ds_random @ k2) + by_delta.square() + dot.variance,
         shapes=torch.stack([t * (y @ x.k) for y in directions]),
-        along=dot.along + (of_lse + 4 * c.u) * dq.abs() + of_flushes + c.ftz * (tiles + 2),
+        along=(dot.along + (of_lse + 4 * c.u) * dq.abs() + of_flushes).add_(of_tiles),
         across=dot.across,
         of_sums=(ds_random * along_k.square()).sum(2) + (of_dq * by_delta).sum(2).square(),
         shared=torch.zeros_like(x.empty, dtype=torch.float64),
@@ -368,9 +371,7 @@ def spreads(
         fwd = forward_error(
             x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False, softcap=None
         )
-        of_rows["out"].append(
-            _of_out(x, fwd, pairs, of_out, sm_scale, c, numerics, truncates)
-        )
+        of_rows["out"].append(_of_out(x, fwd, pairs, of_out, sm_scale, c, numerics, truncates))
         if given is not None:
             dq, dk, dv = _backward(
                 x, given.rows(here), pairs, of_dq, of_dk, of_dv, sm_scale, c, numerics, in_dtype,

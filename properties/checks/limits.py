@@ -1,7 +1,7 @@
 """Every element, and sums over rows, tiles and outputs, against the spread of their roundings.
 
-The bound G1 adds the largest error of every rounding. These checks hold a kernel to what independent
-roundings add up to, which is far less for a sum of many terms.
+The bound G1 adds the largest error of every rounding. Independent roundings add up to far less in a
+sum of many terms.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-from fa_verify.oracles.bounds.given_forward import returned
 from fa_verify.oracles.bounds.replay import stored_format
 from fa_verify.oracles.bounds.spread import LAMBDA, Spread, Weights, spreads
 from fa_verify.oracles.bounds.variance import rounding
@@ -24,9 +23,9 @@ from fa_verify.properties.inputs.bias_families import NO_BIAS
 
 __all__ = ["FAMILIES", "TILE", "applies", "limits"]
 
-# Families of continuous scores and values that differ from pair to pair, so that no roundings agree.
-# Rows of needles agree with each other. With values of one sign, the elements of out are nearly
-# equal and share their last rounding.
+# Families of continuous scores and values that differ from pair to pair, so that no roundings
+# agree. Rows of needles agree with each other. With values of one sign, the elements of out are
+# nearly equal and share their last rounding.
 FAMILIES = frozenset({
     "normal", "times8", "times40", "outliers", "massive_channel", "lse_low_90", "lse_low_130",
     "lse_low_6e3", "lse_low_1e5", "lse_high_6e4", "lse_high_1e5",
@@ -114,13 +113,12 @@ def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
         ratio = ratios(got, value, limit)
         bad = ratio > 1
         if bool(bad.any()):
-            findings.append(
-                Finding.at(
-                    bad, ratio, guarantee="limit of elements", claim=_OUTSIDE.format(_given(name)),
-                    subject=trial.subject, problem=trial.problem, output=name, got=got, want=value,
-                    bound=limit,
-                )  # fmt: skip
-            )
+            found = Finding.at(
+                bad, ratio, guarantee="limit of elements", claim=_OUTSIDE.format(_given(name)),
+                subject=trial.subject, problem=trial.problem, output=name, got=got, want=value,
+                bound=limit,
+            )  # fmt: skip
+            findings.append(found)
     return findings
 
 
@@ -128,11 +126,11 @@ def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     """Check the sums; one finding for each output."""
     findings = []
     for name, spread in spreads.items():
-        for unit, factor, limit in _factors(trial, name, spread):
-            found = _worst(trial, name, unit, factor, limit)
-            if found is not None:
-                findings.append(found)
-                break
+        worst = [_worst(trial, name, *of) for of in _factors(trial, name, spread)]
+        found = [x for x in worst if x is not None]
+        if found:
+            # The unit that the fault covers exceeds its limit the most.
+            findings.append(max(found, key=lambda x: abs(x.got - x.want) / max(x.bound, 1e-300)))
     return findings
 
 
@@ -161,7 +159,7 @@ def _factors(
         last = torch.where(known, half.square(), uniform).masked_fill(spread.peaked, 0.0)
         along = along + half.masked_fill(~spread.peaked, 0.0)
     alone = spread.alone + spread.across.square() + last
-    # (terms, B, heads, rows): sums over the columns. Those of errors in known directions are signed.
+    # (terms, B, heads, rows): sums over the columns, signed for errors in known directions.
     sums = torch.stack([
         (want * error).sum(3), want.square().sum(3),
         spread.of_sums + (want.square() * alone).sum(3), spread.shared.sqrt(),
@@ -188,7 +186,9 @@ def _worst(
         return None
     at = int(ratio.argmax())
     b, h, place = (int(x) for x in torch.unravel_index(ratio.argmax(), ratio.shape))
-    axis, (lower, upper) = ("n", ("key", "keys")) if name in ("dk", "dv") else ("m", ("row", "rows"))
+    axis, (lower, upper) = (
+        ("n", ("key", "keys")) if name in ("dk", "dv") else ("m", ("row", "rows"))
+    )
     where = {
         "output": "all elements",
         "tile": f"b={b} h={h} {axis}={place * TILE}..{place * TILE + TILE - 1}",

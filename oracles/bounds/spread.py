@@ -67,8 +67,8 @@ class Spread(NamedTuple):
         value: The result without them, shaped as the output.
         variance: The variances of the random errors.
         shapes: (shapes, ...): errors up to a factor of at most 1.
-        along: The largest one-sided error that may have the sign of the value everywhere, as of a
-            sum that is truncated.
+        along: The largest one-sided error that may have the sign of the value everywhere,
+            such as the truncation of a sum.
         across: The largest one-sided error whose sign differs from element to element.
         of_sums: The variance of the sum of random errors times weights over the last axis, without
             the errors of each element alone.
@@ -130,13 +130,13 @@ class _Keys(NamedTuple):
     """The contributions of a chunk's rows to dk or dv; they add up over chunks."""
 
     value: torch.Tensor  # (Z, N, D)
-    squares: torch.Tensor  # of the terms
+    squares: torch.Tensor  # the sum of the squares of terms
     variance: torch.Tensor
     shapes: torch.Tensor  # (shapes, Z, N, D)
     of_sums: torch.Tensor  # (Z, N)
     shared: torch.Tensor
     additions: torch.Tensor  # (Z, N, 1)
-    flushed: torch.Tensor  # what terms below the smallest normal number lose, (Z, N, D)
+    flushed: torch.Tensor  # the loss of terms below the smallest normal number, (Z, N, D)
     weight: torch.Tensor  # the sum of P, (Z, N, 1)
     light: torch.Tensor  # the part of it from P < 1/2
 
@@ -145,7 +145,7 @@ class _Pairs(NamedTuple):
     """Quantities of pairs of rows and keys, (Z, R, N); 0 where hidden."""
 
     s: torch.Tensor
-    sign: torch.Tensor  # of s
+    sign: torch.Tensor  # the sign of s
     dot: _Dot  # the errors of the scores from their dots
 
 

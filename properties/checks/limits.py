@@ -20,8 +20,9 @@ from fa_verify.properties.comparison.compare import Finding, ratios
 from fa_verify.properties.execution.trial import Trial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
+from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["FAMILIES", "TILE", "applies", "limits"]
+__all__ = ["FAMILIES", "TILE", "applies", "judged_elements", "limits"]
 
 # Families of continuous scores and values that differ from pair to pair, so that no roundings
 # agree. Rows of needles agree with each other. With values of one sign, the elements of out are
@@ -34,6 +35,7 @@ FAMILIES = frozenset({
 _FLATTEST = 0.1
 _FEWEST_COLUMNS = 8
 TILE = 64  # rows or keys of a tile
+_MEANING = "the errors are weighted by the true values"
 _OUTSIDE = "leaves the limit of independent roundings{}"
 
 
@@ -61,6 +63,21 @@ def applies(problem: Problem, numerics: Numerics) -> bool:
     )
 
 
+def judged_elements(subject: Subject, problem: Problem) -> int:
+    """Return the number of elements that ``limits`` judges if the forward lies within its bound."""
+    numerics = subject.numerics_of(problem)
+    if not applies(problem, numerics):
+        return 0
+    names = ("out", *(("dq", "dk", "dv") if _reads_forward(subject, problem, numerics) else ()))
+    return sum(problem.elements[name] for name in names)
+
+
+def _reads_forward(subject: Subject, problem: Problem, numerics: Numerics) -> bool:
+    """Return whether the gradients are judged given the forward."""
+    apart = numerics.group_sum == "dtype" and problem.H > problem.Hk
+    return subject.backward and numerics.backward_reads == ("out", "lse") and not apart
+
+
 def _spreads_of(trial: Trial) -> dict[str, Spread]:
     """Return the errors of the outputs that are judged; empty if none is.
 
@@ -72,8 +89,7 @@ def _spreads_of(trial: Trial) -> dict[str, Spread]:
     if not applies(problem, numerics) or 0 in (problem.B, problem.M, problem.N):
         return {}
     given = None
-    apart = numerics.group_sum == "dtype" and problem.H > problem.Hk
-    if trial.subject.backward and numerics.backward_reads == ("out", "lse") and not apart:
+    if _reads_forward(trial.subject, problem, numerics):
         given = forward_read(trial, got.out, got.lse)
     return spreads(
         *trial.inputs[:5], given=given, weights=_weights(trial),
@@ -186,12 +202,11 @@ def _worst(
         return None
     at = int(ratio.argmax())
     b, h, place = (int(x) for x in torch.unravel_index(ratio.argmax(), ratio.shape))
-    axis, (lower, upper) = (
-        ("n", ("key", "keys")) if name in ("dk", "dv") else ("m", ("row", "rows"))
-    )
+    axis, upper = ("n", "keys") if name in ("dk", "dv") else ("m", "rows")
+    rows = getattr(trial.want, name).shape[2]
     where = {
         "output": "all elements",
-        "tile": f"b={b} h={h} {axis}={place * TILE}..{place * TILE + TILE - 1}",
+        "tile": f"b={b} h={h} {axis}={place * TILE}..{min(place * TILE + TILE, rows) - 1}",
         "row": f"b={b} h={h} {axis}={place}",
     }[unit]
     units = {"output": "outputs", "tile": f"tiles of {TILE} {upper}", "row": upper}[unit]
@@ -200,6 +215,6 @@ def _worst(
     return Finding(
         guarantee="limit of sums", claim=claim, subject=trial.subject.name, output=name,
         where=where, got=1 + size, want=1.0, bound=float(limit.flatten()[at]), bad=int(bad.sum()),
-        total=bad.numel(), places=f"the worst {lower if unit == 'row' else unit}, {where}",
+        total=bad.numel(), places=_MEANING,
         problem=trial.problem, unit=units,
     )  # fmt: skip

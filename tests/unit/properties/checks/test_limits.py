@@ -11,7 +11,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import accuracy, backward, limits
-from fa_verify.properties.checks.limits import FAMILIES, applies
+from fa_verify.properties.checks.limits import FAMILIES, applies, judged_elements
 from fa_verify.properties.checks.statistics import bias, rms
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
@@ -183,6 +183,16 @@ def test_problems_whose_roundings_may_agree_are_not_judged(change):
 )  # fmt: skip
 def test_kernels_with_other_roundings_are_not_judged(declared):
     assert not applies(PROBLEM, Numerics(**declared))
+
+
+def test_the_elements_that_are_judged_are_counted():
+    of = Subject.of(FlashAttention2(), "emulated")
+    counts = PROBLEM.elements
+    assert judged_elements(of, PROBLEM) == sum(counts.values()) - counts["lse"]
+    assert judged_elements(of, dataclasses.replace(PROBLEM, inputs="constant")) == 0
+    assert judged_elements(dataclasses.replace(of, backward=False), PROBLEM) == counts["out"]
+    trial = trial_of()
+    assert sum(x.numel() for x in trial.got if x is not None) == sum(counts.values())
 
 
 def test_nan_is_outside_every_limit():

@@ -21,15 +21,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from benchmarks import emulated
+from fa_verify.oracles.bounds.spread import Spread
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import limits
 from fa_verify.properties.checks.guarantees import STATISTICS, Check, accuracy, backward
-from fa_verify.properties.checks.limits import limits as spread_limits
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
@@ -61,7 +62,7 @@ OUTPUTS = ("out", "dq", "dk", "dv")
 _GRADIENTS = OUTPUTS[1:]
 _TOGETHER = {"backward": (_GRADIENTS,), "limit": (("out",), _GRADIENTS)}
 CHECKS: Mapping[str, Check] = {
-    "bound": accuracy, "backward": backward, "limit": spread_limits, **STATISTICS
+    "bound": accuracy, "backward": backward, "limit": limits.limits, **STATISTICS
 }  # fmt: skip
 # Input family and sm_scale.
 FAMILIES: Mapping[str, tuple[str, float | None]] = {
@@ -158,6 +159,9 @@ class Limits:
         outputs: The outputs that are changed at a time.
     """
 
+    # The last trial and its spreads, for all checks and faults.
+    of_trial: ClassVar[tuple[Trial | None, dict[str, Spread]]] = (None, {})
+
     def __init__(self, check: str, fault: str, seeds: int, outputs: Sequence[str]) -> None:
         self.check, self.fault = check, fault
         self.kept = 1 + seeds // 100
@@ -195,7 +199,16 @@ class Limits:
         sizes = {name: GRID[place] for name, place in places.items()}
         if not sizes:
             return set()
-        return {x.output for x in CHECKS[self.check](changed(trial, self.fault, sizes))}
+        faulty = changed(trial, self.fault, sizes)
+        if self.check == "limit":  # computed once: faults of gradients do not change the spreads
+            spreads = {x: y for x, y in self._spreads(trial).items() if x in sizes}
+            return {x.output for x in limits.outside(faulty, spreads)}
+        return {x.output for x in CHECKS[self.check](faulty)}
+
+    def _spreads(self, trial: Trial) -> dict[str, Spread]:
+        if Limits.of_trial[0] is not trial:
+            Limits.of_trial = trial, limits.spreads_of(trial)
+        return Limits.of_trial[1]
 
     def found(self) -> dict[str, float]:
         """The limit by output, without outputs whose largest faults are missed."""

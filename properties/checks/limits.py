@@ -22,7 +22,7 @@ from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["FAMILIES", "TILE", "applies", "judged_elements", "limits"]
+__all__ = ["FAMILIES", "TILE", "applies", "judged_elements", "limits", "outside", "spreads_of"]
 
 # Families of continuous scores and values that differ from pair to pair, so that no roundings
 # agree. Rows of needles agree with each other. With values of one sign, the elements of out are
@@ -78,7 +78,7 @@ def _reads_forward(subject: Subject, problem: Problem, numerics: Numerics) -> bo
     return subject.backward and numerics.backward_reads == ("out", "lse") and not apart
 
 
-def _spreads_of(trial: Trial) -> dict[str, Spread]:
+def spreads_of(trial: Trial) -> dict[str, Spread]:
     """Return the errors of the outputs that are judged; empty if none is.
 
     The gradients are judged if the backward reads out and lse as they were returned, and the
@@ -111,7 +111,11 @@ def limits(trial: Trial) -> list[Finding]:
     A sum weights the errors by the true values. Divided by the sum of their squares, it is the
     factor by which an output is too large.
     """
-    spreads = _spreads_of(trial)
+    return outside(trial, spreads_of(trial))
+
+
+def outside(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
+    """Return the findings of ``limits``, given the spreads of the outputs to judge."""
     return _elements(trial, spreads) + _sums(trial, spreads)
 
 

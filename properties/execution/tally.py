@@ -186,8 +186,9 @@ class Tally:
         shares = ", ".join(f"{x} {part / n:.0%}" for x, (n, part) in by_family.items() if part)
         if by_family:
             yield (
-                f"{sum(n for n, _ in by_family.values()):,} elements held to the bound, {limited:,} of "
-                f"them to limits of independent roundings{': ' if shares else ''}{shares}"
+                f"{sum(n for n, _ in by_family.values()):,} elements held to the bound, "
+                f"{limited:,} of them to limits of independent roundings"
+                f"{': ' if shares else ''}{shares}"
             )
 
     def _count(self, label: str) -> int:

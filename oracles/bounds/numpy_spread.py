@@ -93,7 +93,8 @@ def _out(
         systematic_n = rest_n + scores.one_sided_mn[m, seen_n]
         var_n = p_n**2 * (scores.variance_mn[m, seen_n] + systematic_n**2)
         top = np.exp(head.row_max_m[m] - head.lse_m[m])
-        cast_n = ((p_n * units.u_cast) ** 2 + (units.eta_cast * top) ** 2) / 3
+        lost = units.eta_cast * (1.0 if numerics.p_normalised else top)
+        cast_n = ((p_n * units.u_cast) ** 2 + lost**2) / 3
         gaps_ne = v_ne - head.out_me[m]
         through_ne = gaps_ne if numerics.l_from == "rounded" else v_ne
         additions = (numerics.block_n + 2) * tiles_m[m]

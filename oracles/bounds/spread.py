@@ -168,7 +168,9 @@ def _of_out(
     systematic.masked_fill_(x.hidden, 0.0)
     centred = p2 * (pairs.dot.variance + systematic.square())
     # 2. The cast of P, relative to the row's maximum. A sum of the rounded P cancels it in part.
-    lost = c.eta_p * (scores.m - scores.lse).exp().unsqueeze(2)
+    lost = torch.full_like(scores.m, c.eta_p).unsqueeze(2)
+    if not numerics.p_normalised:
+        lost *= (scores.m - scores.lse).exp().unsqueeze(2)
     cast = (p2 * c.u_p**2 + torch.where(x.seen, lost.square(), 0.0)) / 3
     lost_v = c.ftz * (x.seen.to(x.v.dtype) @ x.v.abs())
     if numerics.l_from == "rounded":

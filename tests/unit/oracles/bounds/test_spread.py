@@ -18,6 +18,7 @@ DECLARATIONS = {
     "fp32 p": {"p_dtype": "fp32"},
     "ds scaled": {"ds_scaled": True, "flushes": True},
     "rounded l": {"l_from": "rounded"},
+    "p normalised": {"p_normalised": True},
     "rescales put off": {"rescale_threshold": 8.0},
 }
 

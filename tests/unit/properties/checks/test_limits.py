@@ -177,7 +177,6 @@ def test_problems_whose_roundings_may_agree_are_not_judged(change):
     "declared",
     [
         {"dots": "tf32"}, {"prescales": "q"}, {"ds_roundings": 2}, {"ds_from": "rounded"},
-        {"p_normalised": True},
     ],
     ids=str,
 )  # fmt: skip

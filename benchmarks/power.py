@@ -21,13 +21,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from benchmarks import emulated
+from fa_verify.oracles.bounds.spread import Spread
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import limits
 from fa_verify.properties.checks.guarantees import STATISTICS, Check, accuracy, backward
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import Trial, run_trial
@@ -54,11 +56,13 @@ ROOT = Path(__file__).parents[1]
 GRID = tuple(10 ** (step / 4) for step in range(-28, 5))
 HEAD_DIM = 64
 TILE = 64  # rows of a tile
-# The outputs that faults change. The backward reads out, so a check of gradients given the forward
-# judges no fault of out.
 OUTPUTS = ("out", "dq", "dk", "dv")
+# The outputs that faults change at a time. The backward reads out: a check of gradients given the
+# forward needs a right one.
+_GRADIENTS = OUTPUTS[1:]
+_TOGETHER = {"backward": (_GRADIENTS,), "limit": (("out",), _GRADIENTS)}
 CHECKS: Mapping[str, Check] = {
-    "bound": accuracy, "backward": backward, **STATISTICS
+    "bound": accuracy, "backward": backward, "limit": limits.limits, **STATISTICS
 }  # fmt: skip
 # Input family and sm_scale.
 FAMILIES: Mapping[str, tuple[str, float | None]] = {
@@ -152,15 +156,17 @@ class Limits:
 
     Args:
         seeds: The number of seeds, of which one in a hundred may miss the fault.
+        outputs: The outputs that are changed at a time.
     """
 
-    def __init__(self, check: str, fault: str, seeds: int) -> None:
+    # The last trial and its spreads, for all checks and faults.
+    of_trial: ClassVar[tuple[Trial | None, dict[str, Spread]]] = (None, {})
+
+    def __init__(self, check: str, fault: str, seeds: int, outputs: Sequence[str]) -> None:
         self.check, self.fault = check, fault
         self.kept = 1 + seeds // 100
         # The largest places in the grid that seeds needed, in falling order.
-        self.largest: dict[str, list[int]] = {
-            name: [] for name in OUTPUTS if name != "out" or check != "backward"
-        }
+        self.largest: dict[str, list[int]] = {name: [] for name in outputs}
 
     def add(self, trial: Trial) -> None:
         """Asks the check about the faults of a trial, for all outputs at a time."""
@@ -193,7 +199,16 @@ class Limits:
         sizes = {name: GRID[place] for name, place in places.items()}
         if not sizes:
             return set()
-        return {x.output for x in CHECKS[self.check](changed(trial, self.fault, sizes))}
+        faulty = changed(trial, self.fault, sizes)
+        if self.check == "limit":  # computed once: faults of gradients do not change the spreads
+            spreads = {x: y for x, y in self._spreads(trial).items() if x in sizes}
+            return {x.output for x in limits.outside(faulty, spreads)}
+        return {x.output for x in CHECKS[self.check](faulty)}
+
+    def _spreads(self, trial: Trial) -> dict[str, Spread]:
+        if Limits.of_trial[0] is not trial:
+            Limits.of_trial = trial, limits.spreads_of(trial)
+        return Limits.of_trial[1]
 
     def found(self) -> dict[str, float]:
         """The limit by output, without outputs whose largest faults are missed."""
@@ -221,7 +236,12 @@ def measured(
     The limits are None where the problems are out of range.
     """
     subject = subject_of(case)
-    limits = [Limits(check, fault, seeds) for check in CHECKS for fault in faults]
+    limits = [
+        Limits(check, fault, seeds, outputs)
+        for check in CHECKS
+        for outputs in _TOGETHER.get(check, (OUTPUTS,))
+        for fault in faults
+    ]
     alarms: list[Finding] = []
     for seed in range(seeds):
         trial = run_trial(subject, case.problem(seed, device, rows))

@@ -242,6 +242,14 @@ def _wrong_backward() -> str:
     return _first(guarantees.backward(trial), "")
 
 
+def _outside_limits(word: str, change: Callable[[torch.Tensor], object]) -> str:
+    """The message about elements or sums after a change of out."""
+    trial = _trial("", dataclasses.replace(_ROWS, dtype="fp32"))
+    assert trial.got.out is not None
+    change(trial.got.out)
+    return str(next(x for x in guarantees.limits(trial) if word in x.guarantee))
+
+
 def _wrong_sums(output: str, spreads: float, columns: slice) -> str:
     """The message of identities after a shift of sums by so many of their spreads."""
     trial = _trial("", _ROWS)
@@ -685,6 +693,20 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "The errors prefer a sign; a negative mean is toward zero. Look for a cast that "
             "truncates.",
             _found("bias", "truncates", _ROWS),
+        ),
+        Kind(
+            "Limit: an element",
+            "An element lies within its bound, which adds the largest error of every rounding, and "
+            "outside of what independent roundings add up to. Look for an operand of too few "
+            "digits, and for a term that is lost.",
+            lambda: _outside_limits("elements", lambda out: out[0, 0, 5, 3].add_(1e-5)),
+        ),
+        Kind(
+            "Limit: a row, a tile or an output",
+            "`got` is the factor by which the values are too large. Every element may lie within "
+            "its limit. Look for a scale or a constant of too few digits, and for a rescale that "
+            "is lost.",
+            lambda: _outside_limits("sums", lambda out: out[0, 0, 64:128].mul_(1.00001)),
         ),
         Kind(
             "Identities: one sum",

@@ -181,11 +181,11 @@ def _power_run() -> list[str]:
 
 
 def _power(output: str) -> list[str]:
-    """A line for each fault and dtype; columns of each N: bound, given the forward, statistics."""
+    """A line for each fault and dtype; columns of each N are checks, the last all others."""
     of_dtypes = _limits()["limits"]["normal"]
     lengths = [*next(iter(of_dtypes.values()))]
     given = () if output == "out" else ("backward",)
-    columns = ("bound", *given, "statistics")
+    columns = ("bound", *given, "limit", "statistics")
     head = [
         f"N = {int(N):,}: {columns[0]}" if not place else column
         for N in lengths

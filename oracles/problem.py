@@ -134,6 +134,15 @@ class Problem:
         return self.H // self.Hk
 
     @property
+    def elements(self) -> dict[str, int]:
+        """The number of elements of each output."""
+        rows, keys = self.B * self.H * self.M, self.B * self.Hk * self.N
+        return {
+            "out": rows * self.Dv, "lse": rows, "dq": rows * self.D, "dk": keys * self.D,
+            "dv": keys * self.Dv,
+        }  # fmt: skip
+
+    @property
     def all_seeds(self) -> tuple[int, ...]:
         """The seeds of a batched problem, or the one seed."""
         return self.seeds or (self.seed,)

@@ -156,6 +156,17 @@ SUBTLE: tuple[Mutant, ...] = (
         ),
     ),
     _subtle(
+        "forward: P has 17 digits in fp32",
+        "a product of split operands whose smallest part is left out",
+        _cast(
+            _FORWARD,
+            "p",
+            "v",
+            "((p.to(tl.int32, bitcast=True) & -128).to(tl.float32, bitcast=True) "
+            "if v.dtype == tl.float32 else p.to(v.dtype))",
+        ),
+    ),
+    _subtle(
         "forward: acc is kept in 16 bits between tiles",
         "half the registers",
         (

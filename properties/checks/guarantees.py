@@ -23,6 +23,7 @@ from fa_verify.properties.checks.invariance import (
     sequence,
     state,
 )
+from fa_verify.properties.checks.limits import limits
 from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidden_positions
 from fa_verify.properties.checks.memory import (
     far_offsets,
@@ -64,6 +65,7 @@ __all__ = [
     "in_turn",
     "independence",
     "layout",
+    "limits",
     "logic",
     "reads_in_bounds",
     "repeatable",
@@ -125,7 +127,7 @@ STREAMS: dict[str, Check] = {
 }
 # The standing checks, which run on every problem. The key is the first word of their findings.
 STANDING: dict[str, Check] = {
-    "G1": accuracy, "backward": backward, "RMS": rms, "bias": bias
+    "G1": accuracy, "backward": backward, "limit": limits, "RMS": rms, "bias": bias
 }  # fmt: skip
 
 

@@ -48,12 +48,20 @@ class Tally:
         self.cells: dict[str, tuple[Cell, ...]] = {}
         # Digest of a judged problem to the bin of its worst error/bound, by output.
         self.bins: dict[str, dict[str, int]] = {}
+        # Digest of a judged problem to its family of inputs, the number of elements of its outputs,
+        # and the number of these that limits of independent roundings judge.
+        self.elements: dict[str, tuple[str, int, int]] = {}
         self.out_of_range: set[str] = set()
         # Reason to digests of the problems refused for it.
         self.unsupported: dict[str, set[str]] = {}
 
-    def judged(self, subject: Subject, problem: Problem, peaks: Mapping[str, float]) -> None:
-        """Add a judged problem with the worst error/bound of each output."""
+    def judged(
+        self, subject: Subject, problem: Problem, peaks: Mapping[str, float], limited: int = 0
+    ) -> None:
+        """Add a judged problem with the worst error/bound of each output.
+
+        ``limited`` is the number of elements that limits of independent roundings judge.
+        """
         label = label_of(subject, problem)
         block_m, block_n = subject.tile_of(problem)
         several = problem.M > block_m and problem.N > block_n and problem.B > 0
@@ -62,6 +70,7 @@ class Tally:
         self.problems[digest] = (label, several)
         self.cells[digest] = cells_of(subject, problem)
         self.bins[digest] = {x: bisect_right(EDGES, peak) for x, peak in peaks.items()}
+        self.elements[digest] = (problem.inputs, sum(problem.elements[x] for x in peaks), limited)
         for name, peak in peaks.items():
             self._keep(f"{name} {label}", peak, text)
 
@@ -88,6 +97,7 @@ class Tally:
             "cells": dict(self.cells),
             "worst": {key: list(value) for key, value in self.worst.items()},
             "bins": dict(self.bins),
+            "elements": {key: list(value) for key, value in self.elements.items()},
             "out_of_range": sorted(self.out_of_range),
             "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
         }
@@ -108,6 +118,7 @@ class Tally:
         for key, (ratio, problem) in record["worst"].items():
             self._keep(key, ratio, problem)
         self.bins.update(record["bins"])
+        self.elements.update({key: tuple(value) for key, value in record["elements"].items()})
         self.out_of_range.update(record["out_of_range"])
         for reason, digests in record["unsupported"].items():
             self.unsupported.setdefault(reason, set()).update(digests)
@@ -139,6 +150,14 @@ class Tally:
                 counts[place] += 1
         return dict(sorted(found.items()))
 
+    def by_limits(self) -> dict[str, tuple[int, int]]:
+        """Return the elements of each family of inputs, and those that limits judge."""
+        found: dict[str, tuple[int, int]] = {}
+        for family, count, limited in self.elements.values():
+            before = found.get(family, (0, 0))
+            found[family] = (before[0] + count, before[1] + limited)
+        return dict(sorted(found.items()))
+
     def lines(self) -> Iterable[str]:
         """Yield the summary: a table of the worst error/bound, the worst problems, the counts."""
         labels = [x for x in ("fp16", "bf16", "fp32", "tf32", "fp64") if self._count(x)]
@@ -162,6 +181,15 @@ class Tally:
         )
         for reason, digests in sorted(self.unsupported.items()):
             yield f"  unsupported, {len(digests)}: {reason}"
+        by_family = self.by_limits()
+        limited = sum(part for _, part in by_family.values())
+        shares = ", ".join(f"{x} {part / n:.0%}" for x, (n, part) in by_family.items() if part)
+        if by_family:
+            yield (
+                f"{sum(n for n, _ in by_family.values()):,} elements held to the bound, "
+                f"{limited:,} of them to limits of independent roundings"
+                f"{': ' if shares else ''}{shares}"
+            )
 
     def _count(self, label: str) -> int:
         return sum(found == label for found, _ in self.problems.values())

@@ -15,6 +15,7 @@ from fa_verify.oracles.outputs import OUTPUTS, Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import Check
+from fa_verify.properties.checks.limits import judged_elements
 from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, run_trial
@@ -103,7 +104,7 @@ class Runner:
         self.peaks = {name: max(x[name] for x in of_problems) for name in of_problems[0]}
         for i, of_one in enumerate(of_problems):
             one = problem.part(i, i + 1) if problem.seeds else problem
-            self.tally.judged(self.subject, one, of_one)
+            self.tally.judged(self.subject, one, of_one, judged_elements(self.subject, one))
         findings: list[Finding] = []
         raised: list[Finding] = []
         try:

@@ -21,6 +21,7 @@ _SECONDS = 120.0
 # (fault, index of its problem in ``trials.ORDINARY``) by check.
 ABLATION: dict[str, tuple[str, int]] = {
     "backward": ("delta: products are rounded to the input dtype", 0),
+    "limit": ("forward: P has 17 digits in fp32", 11),
     "rms": ("dkdv: dS is made from the rounded P", 2),
     "bias": ("dq: dq is too large by one part in a thousand", 0),
     "identities": ("delta: it is truncated to the input dtype", 8),

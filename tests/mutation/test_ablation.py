@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_ablation_covers_all_statistical_and_closed_form_checks():
-    assert ABLATION.keys() == {"backward", *STATISTICS, *CLOSED_FORM}
+    assert ABLATION.keys() == {"backward", "limit", *STATISTICS, *CLOSED_FORM}
 
 
 @pytest.mark.skipif(

@@ -248,6 +248,30 @@ _CHECKS = (
         ),
     ),
     *faults_of(
+        "properties/checks/limits.py",
+        "test_limits",
+        (
+            "sums are not weighted",
+            "(want * error).sum(3),",
+            "error.sum(3),",
+        ),
+        (
+            "a tile is a row",
+            'for unit, of in (("output", whole), ("tile", tiles)',
+            'for unit, of in (("output", whole), ("tile", sums)',
+        ),
+        (
+            "values of one sign are judged",
+            '    "normal", "times8",',
+            '    "large_mean_v", "normal", "times8",',
+        ),
+        (
+            "a forward out of its bound is read",
+            "given = forward_read(trial, got.out, got.lse)",
+            "given = Returned(got.out, got.lse)",
+        ),
+    ),
+    *faults_of(
         "properties/checks/statistics.py",
         "test_statistics",
         (

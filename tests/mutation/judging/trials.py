@@ -25,14 +25,15 @@ from fa_verify.properties.checks.guarantees import (
     STREAMS,
     Check,
     backward,
+    limits,
 )
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # Checks, in the order in which they run on a trial.
 CHECKS: dict[str, Check] = {
-    "T3": GUARANTEES["T3"], **GUARANTEES, "backward": backward, **STATISTICS, **CLOSED_FORM,
-    **POOLED, **OF_BIAS, **CALLS, **STREAMS,
+    "T3": GUARANTEES["T3"], **GUARANTEES, "backward": backward, "limit": limits, **STATISTICS,
+    **CLOSED_FORM, **POOLED, **OF_BIAS, **CALLS, **STREAMS,
 }  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 
@@ -237,7 +238,7 @@ STEPS: tuple[Step, ...] = (
 # Ordinary 16-bit data, for faults below a worst-case bound: many rows, and a window of six hundred
 # keys, so that one key contributes little.
 ORDINARY: tuple[Step, ...] = (
-    *(Step(Problem(dtype=dtype, **fields), ("G1", *STATISTICS, *CLOSED_FORM, "G9"))
+    *(Step(Problem(dtype=dtype, **fields), ("G1", "limit", *STATISTICS, *CLOSED_FORM, "G9"))
       for fields in (
         {"H": 2, "Hk": 2, "M": 192, "N": 160, "D": 32, "Dv": 32, "config": "64x32"},
         {"H": 6, "M": 32, "N": 700, "mask": Mask(window_left=600), "config": "32x64"},
@@ -254,4 +255,5 @@ ORDINARY: tuple[Step, ...] = (
     # With so many keys of equal weight, one key changes lse by less than its bound.
     Step(Problem(M=16, N=8300, dtype="bf16", mask=Mask(window_left=8200), inputs="zero_k",
                  config="32x64"), ("G1", "counts")),
+    Step(Problem(H=2, Hk=2, M=192, N=160, D=32, Dv=32, config="64x32"), ("G1", "limit")),
 )  # fmt: skip

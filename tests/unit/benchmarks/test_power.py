@@ -72,7 +72,7 @@ def test_a_limit_is_found_in_99_of_100_seeds(
         power, "CHECKS",
         {"stub": lambda found: [SimpleNamespace(output=name) for name in found if found[name]]},
     )  # fmt: skip
-    limits = power.Limits("stub", "everything", seeds)
+    limits = power.Limits("stub", "everything", seeds, power.OUTPUTS)
     for seed in range(seeds):
         limits.add(seed)
     want = {name: sorted(x)[seeds - 1 - missed] for name, x in sharp.items()}

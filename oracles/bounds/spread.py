@@ -1,0 +1,410 @@
+"""The random and the systematic errors of a correct kernel, of elements and of weighted sums.
+
+The bound adds the largest error of every rounding. Most roundings are independent of each other, so
+that their sum stays far below. Let every error before the last rounding be a sum of
+
+* random errors, centred and independent, with variances that add up (sub-Gaussian: an error within
+  a has a variance of at most a**2, a uniform one of a**2 / 3),
+* shapes: errors in a known direction, such as that of a constant that is rounded once for all
+  scores, whose factor is unknown but at most 1,
+* one-sided errors, such as truncation, which add up.
+
+With |x| <= LAMBDA sqrt(variance), an element errs by at most ::
+
+    LAMBDA sqrt(variance) + sum of |shapes| + one-sided
+
+with a probability of error of 2 exp(-LAMBDA**2 / 2) = 2e-20: 1e-9 for 5e10 elements. A sum of
+errors, weighted by the true values of a row, a tile or all rows, obeys the same limit, with the
+variances of its sources. It shows an output that is too large or too small by a small factor.
+
+The sources are those of ``error_model`` and ``given_forward``. A dot of n products keeps a partial
+sum T. In random order, its mean square is at most that of the terms plus the square of the sum::
+
+    variance  (h u)**2 n (sum of |terms|**2 + sum**2)
+    one-sided 2 h u (n / 16) (|sum| + 4 sqrt(sum of |terms|**2))    on tensor cores, which add 16
+              products at a time and truncate
+
+Casts of P and dS in the backward are replayed. Those near a tie count as random, with half a
+spacing. Those of the forward are relative to an unknown pivot, and uniform: u_p**2 / 3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fa_verify.oracles.bounds.backward import QUERY_TILE
+from fa_verify.oracles.bounds.constants import Constants, constants
+from fa_verify.oracles.bounds.error_model import chunks
+from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error
+from fa_verify.oracles.bounds.given_forward import Returned
+from fa_verify.oracles.bounds.replay import Format, cast_format, stored_format
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.reference.torch_reference import DenseMask
+
+__all__ = ["LAMBDA", "Spread", "Weights", "spreads"]
+
+LAMBDA = 9.6
+_STEP = 16  # products that a tensor core adds at a time
+_PEAKED = 16.0  # least weight of other keys, in units of u_in, that spreads out over its spacing
+_PEAK = 4.0  # largest partial sum of centred terms, in units of the root of their squares
+
+
+class Weights(NamedTuple):
+    """Weights of the errors in sums over a row or key: the true values."""
+
+    out: torch.Tensor  # (B, H, M, Dv)
+    dq: torch.Tensor  # (B, H, M, D)
+    dk: torch.Tensor  # (B, Hk, N, D)
+    dv: torch.Tensor  # (B, Hk, N, Dv)
+
+
+class Spread(NamedTuple):
+    """The errors of one output before its last rounding, float64.
+
+    Args:
+        value: The result without them, shaped as the output.
+        variance: The variances of the random errors.
+        shapes: (shapes, ...): errors up to a factor of at most 1.
+        along: The largest one-sided error that may have the sign of the value everywhere,
+            such as the truncation of a sum.
+        across: The largest one-sided error whose sign differs from element to element.
+        of_sums: The variance of the sum of random errors times weights over the last axis, without
+            the errors of each element alone.
+        shared: The part of it from sources that rows or keys share.
+        alone: The variances of the errors of each element alone.
+        peaked: (..., 1): whether weights near 1 make up nearly all of an element, so that it is
+            nearly a value of v, or a sum of values of dout, and its last rounding is not uniform.
+    """
+
+    value: torch.Tensor
+    variance: torch.Tensor
+    shapes: torch.Tensor
+    along: torch.Tensor
+    across: torch.Tensor
+    of_sums: torch.Tensor
+    shared: torch.Tensor
+    alone: torch.Tensor
+    peaked: torch.Tensor
+
+    @property
+    def limit(self) -> torch.Tensor:
+        """The largest error of each element before its last rounding."""
+        one_sided = self.along + self.across
+        return self.shapes.abs().sum(0) + one_sided + LAMBDA * self.variance.sqrt()
+
+
+class _Dot(NamedTuple):
+    """The errors of dots: random ones, and one-sided ones along the sum and across it."""
+
+    variance: torch.Tensor
+    along: torch.Tensor
+    across: torch.Tensor
+
+    @property
+    def one_sided(self) -> torch.Tensor:
+        return self.along + self.across
+
+
+def _dot(
+    value: torch.Tensor, squares: torch.Tensor, terms: torch.Tensor | float, c: Constants,
+    truncates: bool,
+) -> _Dot:  # fmt: skip
+    """Returns the errors of sums of products.
+
+    Args:
+        value: The sums.
+        squares: The sums of the squares of their products.
+        terms: The number of additions.
+        c: The constants of the bound.
+        truncates: Whether tensor cores add the products.
+    """
+    hu = c.h * c.u
+    variance = hu**2 * terms * (value.square() + squares)
+    lost = 2 * hu * (terms / _STEP + 1) if truncates else 0.0
+    return _Dot(variance, lost * value.abs(), lost * _PEAK * squares.sqrt())
+
+
+class _Keys(NamedTuple):
+    """The contributions of a chunk's rows to dk or dv; they add up over chunks."""
+
+    value: torch.Tensor  # (Z, N, D)
+    squares: torch.Tensor  # the sum of the squares of terms
+    variance: torch.Tensor
+    shapes: torch.Tensor  # (shapes, Z, N, D)
+    of_sums: torch.Tensor  # (Z, N)
+    shared: torch.Tensor
+    additions: torch.Tensor  # (Z, N, 1)
+    flushed: torch.Tensor  # the loss of terms below the smallest normal number, (Z, N, D)
+    weight: torch.Tensor  # the sum of P, (Z, N, 1)
+    light: torch.Tensor  # the part of it from P < 1/2
+
+
+class _Pairs(NamedTuple):
+    """Quantities of pairs of rows and keys, (Z, R, N); 0 where hidden."""
+
+    s: torch.Tensor
+    sign: torch.Tensor  # the sign of s
+    dot: _Dot  # the errors of the scores from their dots
+
+
+def _pairs(x: Chunk, t: float, c: Constants, truncates: bool) -> _Pairs:
+    s = (x.q @ x.k.mT).mul_(t).masked_fill_(x.hidden, 0.0)
+    squares = (x.q.square() @ x.k.square().mT).mul_(t * t).masked_fill_(x.hidden, 0.0)
+    return _Pairs(s, s.sign(), _dot(s, squares, float(x.q.shape[2]), c, truncates))
+
+
+def _of_out(
+    x: Chunk, fwd: Forward, pairs: _Pairs, weights: torch.Tensor, t: float, c: Constants,
+    numerics: Numerics, truncates: bool,
+) -> Spread:  # fmt: skip
+    """Returns the errors of out."""
+    scores, out, v2, empty = fwd.scores, fwd.out, x.v.square(), x.empty.unsqueeze(2)
+    p, p2 = scores.p, scores.p.square()
+    # 1. Scores. E without the dots is an upper limit of everything else.
+    dots = scores.reach * (t * (c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot))
+    systematic = (scores.error - dots).clamp_(min=0).add_(pairs.dot.one_sided)
+    systematic.masked_fill_(x.hidden, 0.0)
+    centred = p2 * (pairs.dot.variance + systematic.square())
+    # 2. The cast of P, relative to the row's maximum. A sum of the rounded P cancels it in part.
+    lost = torch.full_like(scores.m, c.eta_p).unsqueeze(2)
+    if not numerics.p_normalised:
+        lost *= (scores.m - scores.lse).exp().unsqueeze(2)
+    cast = (p2 * c.u_p**2 + torch.where(x.seen, lost.square(), 0.0)) / 3
+    lost_v = c.ftz * (x.seen.to(x.v.dtype) @ x.v.abs())
+    if numerics.l_from == "rounded":
+        centred, cast = centred + cast, torch.zeros_like(cast)
+    variance = (centred @ v2) - 2 * out * (centred @ x.v) + out.square() * centred.sum(2, True)
+    variance = variance.clamp_(min=0) + cast @ v2
+    gaps = (weights @ x.v.mT) - (weights * out).sum(2, True)
+    of_sums = (centred * gaps.square()).sum(2) + (cast * (weights @ x.v.mT).square()).sum(2)
+    shapes = torch.stack(
+        [y @ x.v - out * y.sum(2, True) for y in (p * systematic, p * systematic * pairs.sign)]
+    )
+    # 3. The sums of P v and of P.
+    additions = ((numerics.block_n + 2) * scores.tiles).unsqueeze(2)
+    dot = _dot(out, p2 @ v2, additions, c, truncates)
+    of_l = c.u**2 * (additions + 2 * scores.tiles.unsqueeze(2) + 16)
+    along_out = (weights * out).sum(2)
+    return Spread(
+        value=out,
+        variance=variance + dot.variance + of_l * out.square(),
+        shapes=shapes,
+        along=(dot.along + lost_v + c.ftz * (2 + scores.tiles).unsqueeze(2)).masked_fill_(
+            empty, 0.0
+        ),
+        across=dot.across,
+        of_sums=of_sums + of_l.squeeze(2) * along_out.square(),
+        shared=torch.zeros_like(of_sums),
+        alone=dot.variance,
+        peaked=((scores.m - scores.lse).exp() > 1 - _PEAKED * c.u_in).unsqueeze(2) & ~empty,
+    )
+
+
+def _window(
+    x: torch.Tensor, variance: torch.Tensor, systematic: torch.Tensor, cast: Format | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns values after a cast, and the variances of their errors."""
+    if cast is None:
+        return x, variance
+    middle, half = cast.between(x, systematic + LAMBDA * variance.sqrt())
+    return middle, half.square_()
+
+
+def _backward(
+    x: Chunk, given: Returned, pairs: _Pairs, of_dq: torch.Tensor, of_dk: torch.Tensor,
+    of_dv: torch.Tensor, t: float, c: Constants, numerics: Numerics, in_dtype: str,
+    truncates: bool,
+) -> tuple[Spread, _Keys, _Keys]:  # fmt: skip
+    """Returns the errors of dq, and the contributions to those of dk and dv, given the forward."""
+    assert given.out is not None
+    assert given.lse is not None
+    Z, R = x.empty.shape
+    cast = cast_format(in_dtype, numerics)
+    q2, k2, dout2 = x.q.square(), x.k.square(), x.dout.square()
+    out = given.out.to(torch.float64).reshape(Z, R, -1).masked_fill(x.empty.unsqueeze(2), 0.0)
+    lse = given.lse.to(torch.float64).reshape(Z, R).masked_fill(x.empty, 0.0).unsqueeze(2)
+    # 1. P, from the returned lse.
+    p = (pairs.s - lse).exp_().masked_fill_(x.hidden, 0.0)
+    systematic = pairs.dot.one_sided + 5 * c.u * pairs.s.abs() + c.u_exp
+    of_lse = 3 * c.u * lse.abs()
+    p_systematic = p * systematic
+    p_variance = p.square() * (pairs.dot.variance + systematic.square())
+    p_cast, p_random = _window(p, p_variance, p * (systematic + of_lse) + c.ftz, cast)
+    # 2. dP and delta.
+    dp = (x.dout @ x.v.mT).masked_fill_(x.hidden, 0.0)
+    dp_squares = (dout2 @ x.v.square().mT).masked_fill_(x.hidden, 0.0)
+    of_dp = _dot(dp, dp_squares, float(x.v.shape[2]), c, truncates)
+    delta = (x.dout * out).sum(2, True)
+    of_delta = (dout2 * out.square()).sum(2, True) + delta.square()
+    if x.dlse is not None:
+        dlse = x.dlse.unsqueeze(2)
+        delta = delta - dlse
+        of_delta = of_delta + delta.square() + 16 * dlse.square()
+    of_delta = of_delta * (c.u**2 * (x.v.shape[2] + 4))
+    # 3. dS before and after its cast.
+    gap = dp - delta
+    ds = p * gap
+    gap_systematic = of_dp.one_sided + 3 * c.u * (dp.abs() + delta.abs())
+    gap_random = of_dp.variance + gap_systematic.square()
+    ds_variance = p_variance * gap.square() + p.square() * gap_random
+    factor = t if numerics.ds_scaled else 1.0
+    flushed = (c.ftz * (1 + dp.abs() + delta.abs())).masked_fill_(x.hidden, 0.0)
+    e = ds.abs() * (systematic + of_lse) + p * (gap_systematic + LAMBDA * of_delta.sqrt()) + flushed
+    if numerics.ds_scaled:
+        e += 2 * c.u * ds.abs() + c.eta_op / min(t, 1.0)
+    ds_cast, ds_random = _window(ds * factor, ds_variance * factor**2, e * factor, cast)
+    ds_cast, ds_random = (ds_cast / factor).masked_fill_(x.hidden, 0.0), ds_random / factor**2
+    ds_random.masked_fill_(x.hidden, 0.0)
+    p_cast.masked_fill_(x.hidden, 0.0)
+    p_random.masked_fill_(x.hidden, 0.0)
+    # 4. Errors in known directions. Errors of lse and delta belong to a row: dq has them in full.
+    of_scores = ds * systematic
+    of_gaps = p * gap_systematic
+    directions = (of_scores, of_scores * pairs.sign, of_gaps, of_gaps * dp.sign())
+    dq, by_delta = t * (ds_cast @ x.k), t * of_delta.sqrt() * (p @ x.k)
+    along_k = t * (of_dq @ x.k.mT)
+    tiles = x.seen.sum(2, True, dtype=torch.float64).div_(numerics.block_n).ceil_() + 1
+    of_flushes = t * (flushed @ x.k.abs())
+    of_tiles = (c.ftz * (tiles + 2)).masked_fill_(x.empty.unsqueeze(2), 0.0)
+    dot = _dot(dq, t * t * (ds_cast.square() @ k2), (numerics.block_n + 2) * tiles, c, truncates)
+    rows = Spread(
+        value=dq,
+        variance=t * t * (ds_random @ k2) + by_delta.square() + dot.variance,
+        shapes=torch.stack([t * (y @ x.k) for y in directions]),
+        along=(dot.along + (of_lse + 4 * c.u) * dq.abs() + of_flushes).add_(of_tiles),
+        across=dot.across,
+        of_sums=(ds_random * along_k.square()).sum(2) + (of_dq * by_delta).sum(2).square(),
+        shared=torch.zeros_like(x.empty, dtype=torch.float64),
+        alone=dot.variance,
+        peaked=torch.zeros_like(x.empty).unsqueeze(2),
+    )
+    # 5. dk and dv: errors of lse and delta differ from row to row, but keys share them.
+    additions = (x.query_tiles * (QUERY_TILE + 2)).unsqueeze(2)
+    ds_shared = ds.square() * of_lse.square() + p.square() * of_delta
+    along_q = t * (x.q @ of_dk.mT)
+    dk = _Keys(
+        value=t * (ds_cast.mT @ x.q),
+        squares=t * t * (ds_cast.square().mT @ q2),
+        variance=t * t * ((ds_random + ds_shared).mT @ q2),
+        shapes=torch.stack([t * (y.mT @ x.q) for y in (*directions, ds * of_lse)]),
+        of_sums=(ds_random * along_q.square()).sum(1),
+        shared=(ds_shared * along_q.square()).sum(1),
+        additions=additions,
+        flushed=t * (flushed.mT @ x.q.abs()),
+        weight=additions,
+        light=additions,
+    )
+    p_shared = p.square() * of_lse.square()
+    # Weights that are nearly 1 are equal, and so are their roundings.
+    of_ones = p_random.sqrt().masked_fill(p < 1 - _PEAKED * c.u_in, 0.0)
+    along_dout = x.dout @ of_dv.mT
+    dv = _Keys(
+        value=p_cast.mT @ x.dout,
+        squares=p_cast.square().mT @ dout2,
+        variance=(p_random + p_shared).mT @ dout2,
+        shapes=torch.stack(
+            [y.mT @ x.dout for y in (p_systematic, p_systematic * pairs.sign, p * of_lse, of_ones)]
+        ),
+        of_sums=(p_random * along_dout.square()).sum(1),
+        shared=(p_shared * along_dout.square()).sum(1),
+        additions=additions,
+        flushed=c.ftz * (x.seen.to(x.dout.dtype).mT @ x.dout.abs()),
+        weight=p.sum(1).unsqueeze(2),
+        light=p.masked_fill(p >= 0.5, 0.0).sum(1).unsqueeze(2),
+    )
+    return rows, dk, dv
+
+
+def _finished(keys: _Keys, c: Constants, truncates: bool) -> Spread:
+    dot = _dot(keys.value, keys.squares, keys.additions, c, truncates)
+    return Spread(
+        value=keys.value, variance=keys.variance + dot.variance, shapes=keys.shapes,
+        along=dot.along + 4 * c.u * keys.value.abs() + keys.flushed + c.ftz * (keys.additions + 2),
+        across=dot.across,
+        of_sums=keys.of_sums, shared=keys.shared, alone=dot.variance,
+        peaked=keys.light < _PEAKED * c.u_in * keys.weight,
+    )  # fmt: skip
+
+
+def spreads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *,
+    given: Returned | None,
+    weights: Weights,
+    mask: DenseMask,
+    sm_scale: float,
+    in_dtype: str,
+    numerics: Numerics,
+    rows: int | None = None,
+) -> dict[str, Spread]:
+    """Returns the errors of out, and, given the forward, of dq, dk and dv.
+
+    Args:
+        q: (B, H, M, D), the kernel's inputs, any float dtype and strides.
+        k: (B, Hk, N, D).
+        v: (B, Hk, N, Dv).
+        dout: (B, H, M, Dv).
+        dlse: (B, H, M), or None.
+        given: The results of the forward that the backward reads; None skips the gradients.
+        weights: Weights of sums.
+        mask: The mask.
+        sm_scale: Factor on q.k, > 0.
+        in_dtype: "fp16", "bf16" or "fp32".
+        numerics: The subject's declared numerics.
+        rows: Height of a chunk; None limits its memory.
+    """
+    c, truncates = constants(in_dtype, numerics), stored_format(in_dtype) is not None
+    (B, H), (Hk, N) = q.shape[:2], k.shape[1:3]
+    of_rows: dict[str, list[Spread]] = {"out": [], "dq": []}
+    of_keys: list[tuple[_Keys, _Keys]] = []
+    of_dk, of_dv = (y.reshape(B * Hk, N, -1) for y in (weights.dk, weights.dv))
+    inputs = (q, k, v, dout, dlse, None, None)
+    for here, x in chunks(*inputs, mask=mask, apart=1, rows=rows):
+        pairs = _pairs(x, sm_scale, c, truncates)
+        of_out, of_dq = (
+            y[:, :, here].reshape(*x.empty.shape, -1) for y in (weights.out, weights.dq)
+        )
+        fwd = forward_error(
+            x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False, softcap=None
+        )
+        of_rows["out"].append(_of_out(x, fwd, pairs, of_out, sm_scale, c, numerics, truncates))
+        if given is not None:
+            dq, dk, dv = _backward(
+                x, given.rows(here), pairs, of_dq, of_dk, of_dv, sm_scale, c, numerics, in_dtype,
+                truncates,
+            )  # fmt: skip
+            of_rows["dq"].append(dq)
+            of_keys.append((dk, dv))
+
+    def rows_of(parts: list[Spread]) -> Spread:
+        pieces = zip(*parts, strict=True)
+        joined = []
+        for name, piece in zip(Spread._fields, pieces, strict=True):
+            lead = piece[0].shape[:1] if name == "shapes" else ()
+            tail = piece[0].shape[len(lead) + 2 :]
+            joined.append(torch.cat([y.view(*lead, B, H, -1, *tail) for y in piece], len(lead) + 2))
+        return Spread(*joined)
+
+    found = {name: rows_of(parts) for name, parts in of_rows.items() if parts}
+    if given is None:
+        return found
+    for place, name in enumerate(("dk", "dv")):
+        parts = [pair[place] for pair in of_keys]
+        total = parts[0]
+        for part in parts[1:]:
+            total = _Keys(*map(torch.add, total, part))
+        finished = _finished(total, c, truncates)
+        found[name] = Spread(
+            *(
+                y.view(*y.shape[:1], B, Hk, *y.shape[2:]) if field == "shapes"
+                else y.view(B, Hk, *y.shape[1:])
+                for field, y in zip(Spread._fields, finished, strict=True)
+            )
+        )  # fmt: skip
+    return found

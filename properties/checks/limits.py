@@ -1,0 +1,223 @@
+"""Every element, and sums over rows, tiles and outputs, against the spread of their roundings.
+
+The bound G1 adds the largest error of every rounding. Independent roundings add up to far less in a
+sum of many terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fa_verify.oracles.bounds.replay import stored_format
+from fa_verify.oracles.bounds.spread import LAMBDA, Spread, Weights, spreads
+from fa_verify.oracles.bounds.variance import rounding
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.backward import forward_read
+from fa_verify.properties.comparison.compare import Finding, ratios
+from fa_verify.properties.execution.trial import Trial
+from fa_verify.properties.inputs.alibi_families import NO_ALIBI
+from fa_verify.properties.inputs.bias_families import NO_BIAS
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["FAMILIES", "TILE", "applies", "judged_elements", "limits", "outside", "spreads_of"]
+
+# Families of continuous scores and values that differ from pair to pair, so that no roundings
+# agree. Rows of needles agree with each other. With values of one sign, the elements of out are
+# nearly equal and share their last rounding.
+FAMILIES = frozenset({
+    "normal", "times8", "times40", "outliers", "massive_channel", "lse_low_90", "lse_low_130",
+    "lse_low_6e3", "lse_low_1e5", "lse_high_6e4", "lse_high_1e5",
+})  # fmt: skip
+# Smallest standard deviation of N(0, 1) scores: weights that are nearly equal share their rounding.
+_FLATTEST = 0.1
+_FEWEST_COLUMNS = 8
+TILE = 64  # rows or keys of a tile
+_MEANING = "the errors are weighted by the true values"
+_OUTSIDE = "leaves the limit of independent roundings{}"
+
+
+def applies(problem: Problem, numerics: Numerics) -> bool:
+    """Return whether the roundings of a problem are independent, and all of them are modelled.
+
+    The values must be continuous and differ between heads, the weights must not be nearly equal,
+    and the kernel must round P and dS once or not at all.
+    """
+    return (
+        problem.dtype in ("fp16", "bf16", "fp32")
+        and problem.inputs in FAMILIES
+        and problem.dout == "normal"
+        and "expanded" not in problem.layouts
+        and min(problem.D, problem.Dv) >= _FEWEST_COLUMNS
+        and problem.scale * problem.D**0.5 >= _FLATTEST
+        and problem.softcap is None
+        and problem.alibi == NO_ALIBI
+        and problem.bias == NO_BIAS
+        and numerics.dots == "ieee"
+        and numerics.prescales == "none"
+        and numerics.ds_roundings == 1
+        and numerics.ds_from == "unrounded"
+    )
+
+
+def judged_elements(subject: Subject, problem: Problem) -> int:
+    """Return the number of elements that ``limits`` judges if the forward lies within its bound."""
+    numerics = subject.numerics_of(problem)
+    if not applies(problem, numerics):
+        return 0
+    names = ("out", *(("dq", "dk", "dv") if _reads_forward(subject, problem, numerics) else ()))
+    return sum(problem.elements[name] for name in names)
+
+
+def _reads_forward(subject: Subject, problem: Problem, numerics: Numerics) -> bool:
+    """Return whether the gradients are judged given the forward."""
+    apart = numerics.group_sum == "dtype" and problem.H > problem.Hk
+    return subject.backward and numerics.backward_reads == ("out", "lse") and not apart
+
+
+def spreads_of(trial: Trial) -> dict[str, Spread]:
+    """Return the errors of the outputs that are judged; empty if none is.
+
+    The gradients are judged if the backward reads out and lse as they were returned, and the
+    forward lies within its bound.
+    """
+    problem, got = trial.problem, trial.got
+    numerics = trial.subject.numerics_of(problem)
+    if not applies(problem, numerics) or 0 in (problem.B, problem.M, problem.N):
+        return {}
+    given = None
+    if _reads_forward(trial.subject, problem, numerics):
+        given = forward_read(trial, got.out, got.lse)
+    return spreads(
+        *trial.inputs[:5], given=given, weights=_weights(trial),
+        mask=problem.mask, sm_scale=problem.scale, in_dtype=problem.dtype, numerics=numerics,
+    )  # fmt: skip
+
+
+def _weights(trial: Trial) -> Weights:
+    """Return the true values, or 0 below the smallest normal float32 number."""
+    want = trial.want
+    return Weights(
+        *(x.masked_fill(x.abs() < 2.0**-126, 0.0) for x in (want.out, want.dq, want.dk, want.dv))
+    )
+
+
+def limits(trial: Trial) -> list[Finding]:
+    """No element, and no sum over a row, a tile or an output, errs by more than its roundings do.
+
+    A sum weights the errors by the true values. Divided by the sum of their squares, it is the
+    factor by which an output is too large.
+    """
+    return outside(trial, spreads_of(trial))
+
+
+def outside(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
+    """Return the findings of ``limits``, given the spreads of the outputs to judge."""
+    return _elements(trial, spreads) + _sums(trial, spreads)
+
+
+def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
+    """Check every element."""
+    stored = stored_format(trial.problem.dtype)
+    findings = []
+    for name, spread in spreads.items():
+        value, limit = spread.value, spread.limit
+        if stored is None:
+            limit = limit + _U * (value.abs() + limit)
+        else:
+            value, limit = stored.between(value, limit)
+        got = getattr(trial.got, name)
+        ratio = ratios(got, value, limit)
+        bad = ratio > 1
+        if bool(bad.any()):
+            found = Finding.at(
+                bad, ratio, guarantee="limit of elements", claim=_OUTSIDE.format(_given(name)),
+                subject=trial.subject, problem=trial.problem, output=name, got=got, want=value,
+                bound=limit,
+            )  # fmt: skip
+            findings.append(found)
+    return findings
+
+
+def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
+    """Check the sums; one finding for each output."""
+    findings = []
+    for name, spread in spreads.items():
+        worst = [_worst(trial, name, *of) for of in _factors(trial, name, spread)]
+        found = [x for x in worst if x is not None]
+        if found:
+            # The unit that the fault covers exceeds its limit the most.
+            findings.append(max(found, key=lambda x: abs(x.got - x.want) / max(x.bound, 1e-300)))
+    return findings
+
+
+_U = 2.0**-24
+
+
+def _given(name: str) -> str:
+    return "" if name == "out" else ", given out and lse as returned"
+
+
+def _factors(
+    trial: Trial, name: str, spread: Spread
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the factors of the whole output, of its tiles and of its rows, with their limits."""
+    want, got = getattr(_weights(trial), name), getattr(trial.got, name)
+    got = got.to(torch.float64)
+    stored = stored_format(trial.problem.dtype)
+    error, last = got - spread.value, spread.value.square() * _U**2
+    along = spread.along
+    if stored is not None:
+        # The last rounding is known but near a tie, or uniform.
+        uniform = rounding(spread.value, stored.u, stored.smallest / 2)
+        middle, half = stored.between(spread.value, spread.limit)
+        known = half.square() <= 3 * uniform
+        error = torch.where(known | spread.peaked, got - middle, error)
+        last = torch.where(known, half.square(), uniform).masked_fill(spread.peaked, 0.0)
+        along = along + half.masked_fill(~spread.peaked, 0.0)
+    alone = spread.alone + spread.across.square() + last
+    # (terms, B, heads, rows): sums over the columns, signed for errors in known directions.
+    sums = torch.stack([
+        (want * error).sum(3), want.square().sum(3),
+        spread.of_sums + (want.square() * alone).sum(3), spread.shared.sqrt(),
+        (want.abs() * along).sum(3), *(want * spread.shapes).sum(4),
+    ])  # fmt: skip
+    whole = sums.sum((1, 2, 3), keepdim=True)
+    short = -sums.shape[3] % TILE
+    tiles = torch.nn.functional.pad(sums, (0, short)).unflatten(3, (-1, TILE)).sum(4)
+    for unit, of in (("output", whole), ("tile", tiles), ("row", sums)):
+        found, weight, variance, shared, along = of[:5]
+        largest = LAMBDA * (variance + shared.square()).sqrt() + along + of[5:].abs().sum(0)
+        # A row without a visible pair is exactly 0.
+        weight = torch.where(weight > 0, weight, torch.inf)
+        yield unit, found / weight, largest / weight
+
+
+def _worst(
+    trial: Trial, name: str, unit: str, factor: torch.Tensor, limit: torch.Tensor
+) -> Finding | None:
+    """Return a finding at the factor that is furthest beyond its limit."""
+    ratio = torch.where(factor.isnan(), torch.inf, factor.abs() / limit.clamp(min=1e-300))
+    bad = ratio > 1
+    if not bool(bad.any()):
+        return None
+    at = int(ratio.argmax())
+    b, h, place = (int(x) for x in torch.unravel_index(ratio.argmax(), ratio.shape))
+    axis, upper = ("n", "keys") if name in ("dk", "dv") else ("m", "rows")
+    rows = getattr(trial.want, name).shape[2]
+    where = {
+        "output": "all elements",
+        "tile": f"b={b} h={h} {axis}={place * TILE}..{min(place * TILE + TILE, rows) - 1}",
+        "row": f"b={b} h={h} {axis}={place}",
+    }[unit]
+    units = {"output": "outputs", "tile": f"tiles of {TILE} {upper}", "row": upper}[unit]
+    size = float(factor.flatten()[at])
+    claim = f"is too {'large' if size > 0 else 'small'} by a factor{_given(name)}"
+    return Finding(
+        guarantee="limit of sums", claim=claim, subject=trial.subject.name, output=name,
+        where=where, got=1 + size, want=1.0, bound=float(limit.flatten()[at]), bad=int(bad.sum()),
+        total=bad.numel(), places=_MEANING,
+        problem=trial.problem, unit=units,
+    )  # fmt: skip

@@ -1,0 +1,203 @@
+"""Elements and sums held to the spread of independent roundings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import accuracy, backward, limits
+from fa_verify.properties.checks.limits import FAMILIES, applies, judged_elements
+from fa_verify.properties.checks.statistics import bias, rms
+from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.subjects.subject import Subject
+from tests.unit.properties.subjects.flash_attention_2 import FlashAttention2
+
+PROBLEM = Problem(M=192, N=160, D=64, Dv=64, dtype="bf16", seed=3)
+OTHERS = (accuracy, backward, rms, bias)
+
+
+def trial_of(problem: Problem = PROBLEM, **options: object) -> Trial:
+    trial = run_trial(Subject.of(FlashAttention2(**options), "emulated"), problem)
+    assert trial is not None
+    return trial
+
+
+def faulty(trial: Trial, name: str, change) -> Trial:
+    """The trial with a change of an output, which gets the unrounded one or a close value."""
+    changed = change(getattr(trial.got, name).double()).to(getattr(trial.got, name).dtype)
+    return dataclasses.replace(trial, got=trial.got._replace(**{name: changed}))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_correct_kernel_keeps_the_limits(family, dtype):
+    for seed, mask in enumerate((Mask(), Mask(causal=True), Mask(window_left=30))):
+        problem = Problem(
+            H=2, M=97, N=130, D=40, Dv=24, dtype=dtype, inputs=family, mask=mask, seed=seed
+        )
+        trial = run_trial(Subject.of(FlashAttention2(), "emulated"), problem)
+        assert trial is None or not limits(trial)
+
+
+def test_grouped_heads_keep_the_limits():
+    problem = Problem(B=2, H=6, Hk=2, M=64, N=70, D=32, Dv=32, dtype="fp16", seed=5)
+    trial = run_trial(Subject.of(FlashAttention2(), "emulated"), problem)
+    assert trial is not None
+    assert not limits(trial)
+
+
+class Forward:
+    """The forward alone. P and out are changed before they are rounded."""
+
+    returns_lse = True
+    devices = ("cpu",)
+
+    def __init__(self, of_p=lambda p: p, of_out=lambda out: out) -> None:
+        self.of_p, self.of_out = of_p, of_out
+
+    def __call__(self, q, k, v, *, mask, sm_scale):
+        scores = q.float() @ k.float().mT * sm_scale
+        m = scores.amax(3, keepdim=True)
+        p = (scores - m).exp()
+        total = p.sum(3, keepdim=True)
+        out = self.of_p(p).to(q.dtype).float() @ v.float() / total
+        return self.of_out(out).to(q.dtype), (m + total.log()).squeeze(3)
+
+
+def forward_trial(dtype: str, **changes) -> Trial:
+    subject = dataclasses.replace(Subject.of(Forward(**changes), "changed"), backward=False)
+    trial = run_trial(subject, dataclasses.replace(PROBLEM, dtype=dtype))
+    assert trial is not None
+    return trial
+
+
+def found(trial: Trial) -> list[str]:
+    return [finding.guarantee for finding in limits(trial)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "rows", "unit"),
+    [
+        ("fp16", 1.0015, slice(70, 71), "m=70"),
+        ("bf16", 1.01, slice(70, 71), "m=70"),
+        ("fp32", 1.00001, slice(None), "all elements"),
+        ("fp32", 1.00001, slice(64, 128), "m=64..127"),
+        ("fp32", 1.00001, slice(70, 71), "m=70"),
+    ],
+)
+def test_a_small_factor_of_out_is_found_where_no_other_check_finds_it(dtype, factor, rows, unit):
+
+    def scaled(out: torch.Tensor) -> torch.Tensor:
+        out[:, :, rows] *= factor
+        return out
+
+    trial = forward_trial(dtype, of_out=scaled)
+    (finding,) = limits(trial)
+    assert finding.guarantee == "limit of sums"
+    assert unit in finding.where
+    assert finding.got == pytest.approx(factor, abs=0.5 * (factor - 1))
+    assert "out of changed is too large by a factor" in str(finding)
+    assert not [x for check in OTHERS for x in check(trial)]
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_one_element_outside_its_limit_is_found_where_the_bound_does_not_find_it(name):
+    trial = trial_of(dataclasses.replace(PROBLEM, dtype="fp32"))
+    bound = getattr(trial.judgement.bound, name)
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        x[0, 0, 5, 3] = getattr(trial.want, name)[0, 0, 5, 3] + 0.9 * bound[0, 0, 5, 3]
+        return x
+
+    (finding,) = [x for x in limits(faulty(trial, name, moved)) if "elements" in x.guarantee]
+    assert (finding.output, finding.where, finding.bad) == (name, "b=0 h=0 "
+        f"{'m' if name in ('out', 'dq') else 'n'}=5 d=3", 1)  # fmt: skip
+    assert not accuracy(faulty(trial, name, moved))
+
+
+def test_digits_that_a_split_dot_drops_are_found():
+    """P keeps 17 of its 24 bits in an fp32 kernel, as where a small product is left out."""
+
+    def cut(p: torch.Tensor) -> torch.Tensor:
+        return (p.view(torch.int32) & ~0x7F).view(torch.float32)
+
+    trial = forward_trial("fp32", of_p=cut)
+    assert found(trial) == ["limit of sums"]
+    assert not [x for check in OTHERS for x in check(trial)]
+
+
+def test_gradients_are_judged_only_given_a_forward_within_its_bound():
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    both = faulty(faulty(trial_of(), "out", doubled), "dq", doubled)
+    assert {finding.output for finding in limits(both)} == {"out"}
+
+
+def test_a_backward_that_reads_nothing_is_not_judged():
+    class Unread(FlashAttention2):
+        backward_reads = ()
+
+    trial = run_trial(Subject.of(Unread(), "unread"), PROBLEM)
+    assert trial is not None
+    wrong = faulty(trial, "dq", lambda x: 2 * x)
+    assert not limits(wrong)
+    assert accuracy(wrong)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "fp64"},
+        {"inputs": "constant"},
+        {"inputs": "large_mean_v"},
+        {"inputs": "needle_visible"},
+        {"dout": "constant"},
+        {"layouts": ("expanded", "bhsd", "bhsd", "bhsd")},
+        {"D": 4},
+        {"Dv": 4},
+        {"sm_scale": 0.001},
+        {"softcap": 10.0},
+        {"alibi": "halving"},
+        {"bias": "normal/bn"},
+    ],
+    ids=str,
+)
+def test_problems_whose_roundings_may_agree_are_not_judged(change):
+    assert applies(PROBLEM, Numerics())
+    assert not applies(dataclasses.replace(PROBLEM, **change), Numerics())
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"dots": "tf32"}, {"prescales": "q"}, {"ds_roundings": 2}, {"ds_from": "rounded"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kernels_with_other_roundings_are_not_judged(declared):
+    assert not applies(PROBLEM, Numerics(**declared))
+
+
+def test_the_elements_that_are_judged_are_counted():
+    of = Subject.of(FlashAttention2(), "emulated")
+    counts = PROBLEM.elements
+    assert judged_elements(of, PROBLEM) == sum(counts.values()) - counts["lse"]
+    assert judged_elements(of, dataclasses.replace(PROBLEM, inputs="constant")) == 0
+    assert judged_elements(dataclasses.replace(of, backward=False), PROBLEM) == counts["out"]
+    trial = trial_of()
+    assert sum(x.numel() for x in trial.got if x is not None) == sum(counts.values())
+
+
+def test_nan_is_outside_every_limit():
+    def with_nan(x: torch.Tensor) -> torch.Tensor:
+        x[0, 0, 1, 1] = torch.nan
+        return x
+
+    guarantees = found(faulty(trial_of(), "out", with_nan))
+    assert guarantees == ["limit of elements", "limit of sums"]

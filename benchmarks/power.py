@@ -21,16 +21,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import emulated
-from fa_verify.oracles.bounds.spread import Spread
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import limits
-from fa_verify.properties.checks.guarantees import STATISTICS, Check, accuracy, backward
+from fa_verify.properties.checks import backward, limits
+from fa_verify.properties.checks.guarantees import STATISTICS, Check, accuracy
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
@@ -62,7 +61,7 @@ OUTPUTS = ("out", "dq", "dk", "dv")
 _GRADIENTS = OUTPUTS[1:]
 _TOGETHER = {"backward": (_GRADIENTS,), "limit": (("out",), _GRADIENTS)}
 CHECKS: Mapping[str, Check] = {
-    "bound": accuracy, "backward": backward, "limit": limits.limits, **STATISTICS
+    "bound": accuracy, "backward": backward.backward, "limit": limits.limits, **STATISTICS
 }  # fmt: skip
 # Input family and sm_scale.
 FAMILIES: Mapping[str, tuple[str, float | None]] = {
@@ -151,6 +150,21 @@ def changed(trial: Trial, fault: str, sizes: Mapping[str, float]) -> Trial:
     return found
 
 
+# The last trial, and results that do not depend on a fault of gradients.
+_LAST: dict[str, Any] = {}
+
+
+def _computed(function: Callable[[Trial], Any], trial: Trial) -> Any:
+    """Returns ``function(trial)``, computed once for each trial."""
+    if _LAST.get("trial") is not trial:
+        _LAST.clear()
+        _LAST["trial"] = trial
+    name = function.__qualname__
+    if name not in _LAST:
+        _LAST[name] = function(trial)
+    return _LAST[name]
+
+
 class Limits:
     """The limits of one check and fault over the seeds of a case, by output.
 
@@ -158,9 +172,6 @@ class Limits:
         seeds: The number of seeds, of which one in a hundred may miss the fault.
         outputs: The outputs that are changed at a time.
     """
-
-    # The last trial and its spreads, for all checks and faults.
-    of_trial: ClassVar[tuple[Trial | None, dict[str, Spread]]] = (None, {})
 
     def __init__(self, check: str, fault: str, seeds: int, outputs: Sequence[str]) -> None:
         self.check, self.fault = check, fault
@@ -200,15 +211,15 @@ class Limits:
         if not sizes:
             return set()
         faulty = changed(trial, self.fault, sizes)
-        if self.check == "limit":  # computed once: faults of gradients do not change the spreads
-            spreads = {x: y for x, y in self._spreads(trial).items() if x in sizes}
-            return {x.output for x in limits.outside(faulty, spreads)}
+        # Computed once for a trial: a fault of gradients does not change them.
+        if self.check == "limit":
+            spreads = _computed(limits.spreads_of, trial)
+            of_changed = {name: x for name, x in spreads.items() if name in sizes}
+            return {x.output for x in limits.outside(faulty, of_changed)}
+        if self.check == "backward":
+            gradients = _computed(backward.gradients_of, trial)
+            return {x.output for x in backward.outside(faulty, gradients)}
         return {x.output for x in CHECKS[self.check](faulty)}
-
-    def _spreads(self, trial: Trial) -> dict[str, Spread]:
-        if Limits.of_trial[0] is not trial:
-            Limits.of_trial = trial, limits.spreads_of(trial)
-        return Limits.of_trial[1]
 
     def found(self) -> dict[str, float]:
         """The limit by output, without outputs whose largest faults are missed."""

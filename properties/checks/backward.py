@@ -6,13 +6,20 @@ import dataclasses
 
 import torch
 
-from fa_verify.oracles.bounds.given_forward import Returned, given_forward, returned
+from fa_verify.oracles.bounds.given_forward import Gradients, Returned, given_forward, returned
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.properties.comparison.agreement import within
 from fa_verify.properties.comparison.compare import Finding, ratios
 from fa_verify.properties.execution.trial import Trial
 
-__all__ = ["GIVEN_FORWARD", "OUTSIDE", "backward", "forward_read"]
+__all__ = [
+    "GIVEN_FORWARD",
+    "OUTSIDE",
+    "backward",
+    "forward_read",
+    "gradients_of",
+    "outside",
+]
 
 GIVEN_FORWARD = "backward given the forward"
 OUTSIDE = "leaves the bound of a backward that reads {}; else declare backward_reads"
@@ -28,21 +35,37 @@ def backward(trial: Trial) -> list[Finding]:
     Raises:
         RuntimeError: A bound is not finite, an error of the suite.
     """
+    found = gradients_of(trial)
+    return [] if found is None else outside(trial, found)
+
+
+def gradients_of(trial: Trial) -> Gradients | None:
+    """Return the gradients given the forward; None if they are not judged.
+
+    Raises:
+        RuntimeError: A bound is not finite, an error of the suite.
+    """
     problem, got, numerics = trial.problem, trial.got, trial.subject.numerics_of(trial.problem)
     given = forward_read(trial, got.out, got.lse)
     if given is None or not trial.subject.backward:
-        return []
+        return None
     found = given_forward(
         *trial.inputs, given=given, mask=problem.mask, sm_scale=problem.scale,
         in_dtype=problem.dtype, numerics=numerics, softcap=problem.softcap,
     )  # fmt: skip
     if not bool(torch.stack([bound.isfinite().all() for bound in found[3:]]).all()):
         raise RuntimeError(f"the bound given the forward is not finite: {problem.to_json()}")
+    return found
+
+
+def outside(trial: Trial, found: Gradients) -> list[Finding]:
+    """Return the findings of ``backward``, around the gradients given the forward."""
+    got = trial.got
     want = trial.want._replace(dq=found.dq, dk=found.dk, dv=found.dv)
     limits = trial.judgement.bound._replace(dq=found.dq_bound, dk=found.dk_bound, dv=found.dv_bound)
     gradients = Outputs(None, None, got.dq, got.dk, got.dv)
     judged = dataclasses.replace(trial, want=want)
-    return within(judged, gradients, limits, GIVEN_FORWARD, OUTSIDE.format(_named(given)))
+    return within(judged, gradients, limits, GIVEN_FORWARD, OUTSIDE.format(_named(trial)))
 
 
 def forward_read(
@@ -58,6 +81,8 @@ def forward_read(
     return given
 
 
-def _named(given: Returned) -> str:
+def _named(trial: Trial) -> str:
+    assert trial.got.out is not None
+    given = returned(trial.got.out, trial.got.lse, trial.subject.numerics_of(trial.problem))
     names = [name for name, x in given._asdict().items() if x is not None]
     return f"{' and '.join(names)} as returned"

@@ -72,7 +72,7 @@ def test_kernels_visit_the_tiles_with_a_visible_pair_alone(mask, config, visits)
         torch.randn(B, heads, length, 16, generator=generator).requires_grad_()
         for heads, length in ((H, M), (HK, N), (HK, N))
     )
-    # Of the package that is imported here: mutants run these tests on a copy.
+    # The visits of the package that is imported here: mutants run these tests on a copy.
     flash_attention = adapted(fa_kernels)
     out, _ = flash_attention(q, k, v, mask=mask, sm_scale=0.25, config=config)
     out.sum().backward()

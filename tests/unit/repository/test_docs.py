@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -282,6 +283,16 @@ def test_every_declaration_is_on_its_page():
         if parameter.kind is parameter.KEYWORD_ONLY
     ]  # fmt: skip
     assert [x for x in words if f"`{x}`" not in TEXTS["docs/declarations.md"]] == []
+
+
+def test_the_replay_line_that_a_page_reads_is_one_of_a_message_and_explained_in_full():
+    page = TEXTS["docs/options.md"]
+    _, _, section = page.partition("## Replay lines")
+    (line,) = re.findall(r"^pytest --replay='(.*)'$", section, re.MULTILINE)
+    assert Problem.from_json(line).to_json() == line
+    assert f"replay: pytest --replay='{line}'" in TEXTS["docs/failure-messages.md"]
+    explained = "\n".join(re.findall(r"^- .*$", section, re.MULTILINE))
+    assert [x for x in json.loads(line) if f'"{x}"' not in explained] == []
 
 
 def test_every_guarantee_is_on_its_page_with_tests_that_exist():

@@ -310,6 +310,12 @@ def test_every_symbol_of_the_error_bound_is_in_its_table():
     assert symbols(page) - symbols(table) == set()
 
 
+def test_the_glossary_is_in_alphabetical_order():
+    terms = re.findall(r"^(\S.*)\n: ", TEXTS["docs/glossary.md"].partition("## Terms")[2], re.M)
+    assert terms
+    assert terms == sorted(terms, key=str.lower)
+
+
 def test_the_replay_line_that_a_page_reads_is_one_of_a_message_and_explained_in_full():
     page = TEXTS["docs/options.md"]
     _, _, section = page.partition("## Replay lines")

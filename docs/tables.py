@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -236,6 +238,65 @@ def _options() -> list[str]:
     return markdown(("option", "effect"), rows)
 
 
+def _cell(text: str) -> str:
+    """A docstring's text as one cell of a table."""
+    return " ".join(text.replace("``", "`").replace("|", r"\|").split())
+
+
+def _fields(of: type) -> list[str]:
+    """A line for each field of a dataclass: its meaning, from the docstring, and its default."""
+    _, _, described = (inspect.getdoc(of) or "").partition("\nArgs:\n")
+    meanings = dict(
+        re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", described.partition("\n\n")[0], re.MULTILINE)
+    )
+    rows = []
+    for item in dataclasses.fields(of):
+        # The mask is the one field with a factory, its class.
+        factory = item.default_factory is not dataclasses.MISSING
+        default = {"type": item.type} if factory else item.default
+        shown = json.dumps(default, separators=(",", ":"))
+        rows.append((f"`{item.name}`", _cell(meanings[item.name]), f"`{shown}`"))
+    return markdown(("field", "meaning", "default"), rows)
+
+
+def _problem_fields() -> list[str]:
+    from fa_verify.oracles.problem import Problem
+
+    return _fields(Problem)
+
+
+def _mask_fields() -> list[str]:
+    from fa_verify.oracles.masks.mask import Mask
+
+    return _fields(Mask)
+
+
+def _problem_names() -> list[str]:
+    """A line for each layout and each family of values, from the docstrings."""
+    from fa_verify.oracles.problem import LAYOUTS
+    from fa_verify.properties.inputs import families
+    from fa_verify.properties.inputs.bias_families import BIAS_FAMILIES
+    from fa_verify.properties.inputs.layouts import lay_out
+
+    tables: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+        "inputs": families.INPUTS,
+        "dout": families.DOUT,
+        "dlse": families.DLSE,
+        "dirty": families.PADDING_VALUES,
+        "alibi": families.ALIBI,
+        "bias": {family.__name__: family for family in BIAS_FAMILIES},
+    }
+    layouts = dict(re.findall(r"^ +(\w+) {2,}(\w.*)$", lay_out.__doc__ or "", re.MULTILINE))
+    rows = [("`layouts`", f"`{name}`", _cell(layouts[name])) for name in LAYOUTS]
+    rows += [
+        (f"`{field}`", f"`{name}`", _cell(family.__doc__.partition("\n")[0]))
+        for field, of_field in tables.items()
+        for name, family in of_field.items()
+        if family.__doc__
+    ]
+    return markdown(("field", "name", "meaning"), rows)
+
+
 TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed-bf16": lambda: _speed("speed.csv"),
     "speed-fp16": lambda: _speed("speed-fp16.csv"),
@@ -250,6 +311,9 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "power-out": lambda: _power("out"),
     "power-families": _power_families,
     "options": _options,
+    "problem-fields": _problem_fields,
+    "mask-fields": _mask_fields,
+    "problem-names": _problem_names,
     "failures": _failures,
 }
 

@@ -53,10 +53,11 @@ class Problem:
         seed: Seed of the value streams.
         seeds: The seeds of a batched problem, which holds several problems along the batch axis,
             with equally many batch entries each; ``seed`` is then 0. Empty for a single problem.
-        device: "cpu" or "cuda".
+        device: Device of the inputs, "cpu" or "cuda"; their bits are the same on both.
         softcap: c, where a scaled score x becomes c tanh(x / c); None without a softcap.
         alibi: Family of ALiBi's slopes; "none" without ALiBi.
-        bias: Family of the bias, and its axes; "none" without a bias.
+        bias: Family of the bias, a slash, and the axes along which it varies, as in "normal/mn";
+            "none" without a bias.
 
     Raises:
         TypeError: A field has the wrong type.

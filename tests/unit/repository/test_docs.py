@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -85,6 +86,11 @@ ELSEWHERE = {
     "docs/adding.md": "tests/unit/repository/test_adding.py",
     "docs/verify-a-mask.md": "tests/unit/fa_verify/test_documented_mask.py",
 }
+# Commands of formulas that are no symbols.
+COMMANDS = (
+    "Big big boxed cdot dots frac infty le leftarrow ln log lvert max min qquad quad rvert "
+    "sqrt sum times to"
+)
 # Small enough for the interpreter.
 SIZES = {"1000": "20", "1200": "24", "770": "15", 'device="cuda"': 'device="cpu"'}
 
@@ -104,6 +110,19 @@ def commands() -> set[str]:
         for line in block.splitlines()
     ]
     return {re.sub(r"\s+# .*$", "", line.removeprefix("$ ")).strip() for line in lines} - {""}
+
+
+def symbols(text: str) -> set[str]:
+    """The symbols of the formulas of a text, without the indices of a row and a key."""
+    bodies = re.findall(r"\$\$(.*?)\$\$|\$([^$]+)\$", text, re.DOTALL)
+    formulas = " ".join(map("".join, bodies))
+    layout = r"\\(?:text|begin|end|mathrel|mathsf) *(?:\{[^}]*\}|T)|\\widehat|_(?:[mn]\b|\{mn\})"
+    symbol = r"(\\mathrm\{\w+\}|\\[a-zA-Z]+|d[PSqkv]|[A-Za-z])(?:_(?:(\w)|\{(\w+)\}))?"
+    return {
+        "_".join(filter(None, (base, *index)))
+        for base, *index in re.findall(symbol, re.sub(layout, " ", formulas))
+        if base.removeprefix("\\") not in COMMANDS.split()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +301,29 @@ def test_every_declaration_is_on_its_page():
         if parameter.kind is parameter.KEYWORD_ONLY
     ]  # fmt: skip
     assert [x for x in words if f"`{x}`" not in TEXTS["docs/declarations.md"]] == []
+
+
+def test_every_symbol_of_the_error_bound_is_in_its_table():
+    page = TEXTS["docs/error-bound.md"]
+    table = page.partition("## Symbols")[2].partition("\n## ")[0]
+    assert {r"\gamma_l", r"\eta_x", "T_q"} <= symbols(table)
+    assert symbols(page) - symbols(table) == set()
+
+
+def test_the_glossary_is_in_alphabetical_order():
+    terms = re.findall(r"^(\S.*)\n: ", TEXTS["docs/glossary.md"].partition("## Terms")[2], re.M)
+    assert terms
+    assert terms == sorted(terms, key=str.lower)
+
+
+def test_the_replay_line_that_a_page_reads_is_one_of_a_message_and_explained_in_full():
+    page = TEXTS["docs/options.md"]
+    _, _, section = page.partition("## Replay lines")
+    (line,) = re.findall(r"^pytest --replay='(.*)'$", section, re.MULTILINE)
+    assert Problem.from_json(line).to_json() == line
+    assert f"replay: pytest --replay='{line}'" in TEXTS["docs/failure-messages.md"]
+    explained = "\n".join(re.findall(r"^- .*$", section, re.MULTILINE))
+    assert [x for x in json.loads(line) if f'"{x}"' not in explained] == []
 
 
 def test_every_guarantee_is_on_its_page_with_tests_that_exist():

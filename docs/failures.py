@@ -242,11 +242,11 @@ def _wrong_backward() -> str:
     return _first(guarantees.backward(trial), "")
 
 
-def _outside_limits(word: str, change: Callable[[torch.Tensor], object]) -> str:
-    """The message about elements or sums after a change of out."""
-    trial = _trial("", dataclasses.replace(_ROWS, dtype="fp32"))
-    assert trial.got.out is not None
-    change(trial.got.out)
+def _outside_limits(word: str, output: str, change: Callable[[torch.Tensor], object]) -> str:
+    """The message about elements or sums after a change of an output."""
+    problem = dataclasses.replace(_ROWS, dtype="fp32")
+    trial = _trial("", problem, backward_reads=("out", "lse"))
+    change(getattr(trial.got, output))
     return str(next(x for x in guarantees.limits(trial) if word in x.guarantee))
 
 
@@ -699,14 +699,14 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "An element lies within its bound, which adds the largest error of every rounding, and "
             "outside of what independent roundings add up to. Look for an operand of too few "
             "digits, and for a term that is lost.",
-            lambda: _outside_limits("elements", lambda out: out[0, 0, 5, 3].add_(1e-5)),
+            lambda: _outside_limits("elements", "out", lambda out: out[0, 0, 5, 3].add_(1e-5)),
         ),
         Kind(
             "Limit: a row, a tile or an output",
             "`got` is the factor by which the values are too large. Every element may lie within "
             "its limit. Look for a scale or a constant of too few digits, and for a rescale that "
             "is lost.",
-            lambda: _outside_limits("sums", lambda out: out[0, 0, 64:128].mul_(1.00001)),
+            lambda: _outside_limits("sums", "dq", lambda dq: dq[0, 0, 64:].mul_(1.00002)),
         ),
         Kind(
             "Identities: one sum",

@@ -9,11 +9,11 @@ that their sum stays far below. Let every error before the last rounding be a su
   scores, whose factor is unknown but at most 1,
 * one-sided errors, such as truncation, which add up.
 
-With |x| <= LAMBDA sqrt(variance), an element errs by at most ::
+With |x| <= DEVIATIONS sqrt(variance), an element errs by at most ::
 
-    LAMBDA sqrt(variance) + sum of |shapes| + one-sided
+    DEVIATIONS sqrt(variance) + sum of |shapes| + one-sided
 
-with a probability of error of 2 exp(-LAMBDA**2 / 2) = 2e-20: 1e-9 for 5e10 elements. A sum of
+with a probability of error of 2 exp(-DEVIATIONS**2 / 2) = 2e-20: 1e-9 for 5e10 elements. A sum of
 errors, weighted by the true values of a row, a tile or all rows, obeys the same limit, with the
 variances of its sources. It shows an output that is too large or too small by a small factor.
 
@@ -43,9 +43,9 @@ from fa_verify.oracles.bounds.replay import Format, cast_format, stored_format
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.torch_reference import DenseMask
 
-__all__ = ["LAMBDA", "Spread", "Weights", "spreads"]
+__all__ = ["DEVIATIONS", "Spread", "Weights", "spreads"]
 
-LAMBDA = 9.6
+DEVIATIONS = 9.6
 _STEP = 16  # products that a tensor core adds at a time
 _PEAKED = 16.0  # least weight of other keys, in units of u_in, that spreads out over its spacing
 _PEAK = 4.0  # largest partial sum of centred terms, in units of the root of their squares
@@ -92,7 +92,7 @@ class Spread(NamedTuple):
     def limit(self) -> torch.Tensor:
         """The largest error of each element before its last rounding."""
         one_sided = self.along + self.across
-        return self.shapes.abs().sum(0) + one_sided + LAMBDA * self.variance.sqrt()
+        return self.shapes.abs().sum(0) + one_sided + DEVIATIONS * self.variance.sqrt()
 
 
 class _Dot(NamedTuple):
@@ -208,7 +208,7 @@ def _window(
     """Returns values after a cast, and the variances of their errors."""
     if cast is None:
         return x, variance
-    middle, half = cast.between(x, systematic + LAMBDA * variance.sqrt())
+    middle, half = cast.between(x, systematic + DEVIATIONS * variance.sqrt())
     return middle, half.square_()
 
 
@@ -251,7 +251,11 @@ def _backward(
     ds_variance = p_variance * gap.square() + p.square() * gap_random
     factor = t if numerics.ds_scaled else 1.0
     flushed = (c.ftz * (1 + dp.abs() + delta.abs())).masked_fill_(x.hidden, 0.0)
-    e = ds.abs() * (systematic + of_lse) + p * (gap_systematic + LAMBDA * of_delta.sqrt()) + flushed
+    e = (
+        ds.abs() * (systematic + of_lse)
+        + p * (gap_systematic + DEVIATIONS * of_delta.sqrt())
+        + flushed
+    )
     if numerics.ds_scaled:
         e += 2 * c.u * ds.abs() + c.eta_op / min(t, 1.0)
     ds_cast, ds_random = _window(ds * factor, ds_variance * factor**2, e * factor, cast)

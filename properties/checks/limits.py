@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from fa_verify.oracles.bounds.replay import stored_format
-from fa_verify.oracles.bounds.spread import LAMBDA, Spread, Weights, spreads
+from fa_verify.oracles.bounds.spread import DEVIATIONS, Spread, Weights, spreads
 from fa_verify.oracles.bounds.variance import rounding
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
@@ -189,7 +189,7 @@ def _factors(
     tiles = torch.nn.functional.pad(sums, (0, short)).unflatten(3, (-1, TILE)).sum(4)
     for unit, of in (("output", whole), ("tile", tiles), ("row", sums)):
         found, weight, variance, shared, along = of[:5]
-        largest = LAMBDA * (variance + shared.square()).sqrt() + along + of[5:].abs().sum(0)
+        largest = DEVIATIONS * (variance + shared.square()).sqrt() + along + of[5:].abs().sum(0)
         # A row without a visible pair is exactly 0.
         weight = torch.where(weight > 0, weight, torch.inf)
         yield unit, found / weight, largest / weight

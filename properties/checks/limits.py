@@ -34,6 +34,7 @@ FAMILIES = frozenset({
 # Smallest standard deviation of N(0, 1) scores: weights that are nearly equal share their rounding.
 _FLATTEST = 0.1
 _FEWEST_COLUMNS = 8
+_SCORES = 2**22  # scores of a chunk, of which some forty float64 matrices are in memory
 TILE = 64  # rows or keys of a tile
 _MEANING = "the errors are weighted by the true values"
 _OUTSIDE = "leaves the limit of independent roundings{}"
@@ -93,6 +94,7 @@ def spreads_of(trial: Trial) -> dict[str, Spread]:
     return spreads(
         *trial.inputs[:5], given=given, weights=_weights(trial),
         mask=problem.mask, sm_scale=problem.scale, in_dtype=problem.dtype, numerics=numerics,
+        rows=max(1, _SCORES // (problem.B * problem.H * problem.N)),
     )  # fmt: skip
 
 

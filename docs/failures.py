@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -23,13 +24,16 @@ from unittest import mock
 import pytest
 import torch
 
+from fa_verify.attention_close import assert_attention_close
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks import guarantees, identities
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.execution.watchdog import Watchdog
+from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
 from fa_verify.properties.regression.compiled_kernels import Resources
 from fa_verify.properties.search.corpus import CorpusEntry
@@ -477,6 +481,24 @@ def _report(
         subject = Subject.of(call, "attention")
         text = str(verify(subject, problems=2, guarantees=guarantees))
         return "\n".join(x for x in text.splitlines() if any(word in x for word in said))
+
+    return message
+
+
+def _of_tensors(**factors: float) -> Callable[[], str]:
+    """The message of ``assert_attention_close`` with some tensors multiplied by factors."""
+
+    def message() -> str:
+        inputs = make(Problem(M=3, N=2, dtype="fp16"))
+        out = torch_reference.attention(*inputs, mask=Mask(), sm_scale=0.25).out.half()
+        given = {"out": out, **dict(zip("qkv", inputs, strict=False))}
+        for name, factor in factors.items():
+            given[name] = given[name] * factor
+        try:
+            assert_attention_close(**given)
+        except (AssertionError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        raise RuntimeError("no error was found")
 
     return message
 
@@ -930,6 +952,25 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "An interpreter that no fork can repair",
             "A fork cannot use CUDA if its parent has.",
             _unrepaired(lambda: verify(Attention(), device="cuda")),
+        ),
+    ),
+    "`assert_attention_close`": (
+        Kind(
+            "A tensor outside its bound",
+            "The tensors come from your own test, so there is no replay line. The last line has "
+            "the arguments of the call. If all elements are bad, compare mask and scale first.",
+            _of_tensors(out=1.01),
+        ),
+        Kind(
+            "An input that is not finite",
+            "The mask does not hide this element, so a correct kernel has no finite results.",
+            _of_tensors(k=math.inf),
+        ),
+        Kind(
+            "Inputs out of range",
+            "A correct kernel may overflow on these inputs: no accuracy is promised, so nothing is "
+            "judged. Scale the inputs of the test.",
+            _of_tensors(q=1e4, k=1e3),
         ),
     ),
     "Masks": (

@@ -1,7 +1,8 @@
 """Differential testing and numerics verification for FlashAttention-style kernels.
 
-``verify`` checks a kernel from within another test suite. ``attention_kernel`` declares which
-inputs a kernel supports and how it rounds. ``pytest_plugin`` provides the command line.
+``verify`` checks a kernel from within another test suite. ``assert_attention_close`` judges tensors
+that a test has computed. ``attention_kernel`` declares which inputs a kernel supports and how it
+rounds. ``pytest_plugin`` provides the command line.
 
 ``oracles``, ``properties`` and ``simulator`` are subpackages: links to the neighbouring folders in
 a checkout, ordinary folders in a wheel.
@@ -14,13 +15,19 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fa_verify.attention_close import assert_attention_close
+    from fa_verify.oracles.masks.mask import Mask
+    from fa_verify.oracles.outputs import Numerics
     from fa_verify.properties.subjects.attention_kernel import attention_kernel
     from fa_verify.verification import Report, verify
 
-__all__ = ["Report", "attention_kernel", "verify"]
+__all__ = ["Mask", "Numerics", "Report", "assert_attention_close", "attention_kernel", "verify"]
 
 _MODULES = {
+    "Mask": "fa_verify.oracles.masks.mask",
+    "Numerics": "fa_verify.oracles.outputs",
     "Report": "fa_verify.verification",
+    "assert_attention_close": "fa_verify.attention_close",
     "attention_kernel": "fa_verify.properties.subjects.attention_kernel",
     "verify": "fa_verify.verification",
 }

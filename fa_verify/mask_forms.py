@@ -21,7 +21,7 @@ from fa_kernels.configs import Config, Tile
 from fa_kernels.kernels.common.jit import kernel
 from fa_kernels.kernels.common.mask import AttentionMask, element_mask
 from fa_kernels.schedule.block_sparse import block_maps, predicate_of
-from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.mask import Mask, shown
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks
 from fa_verify.oracles.stream import integers
@@ -80,24 +80,12 @@ class Disagreement(NamedTuple):
         if self.place:
             b, h, m, n = self.place
             where = f"at (m, n) = ({m}, {n}), b={b}, h={h}, {where}"
-        lines = [f"two forms of the mask {_shown(self.problem.mask)} disagree, {where}"]
+        lines = [f"two forms of the mask {shown(self.problem.mask)} disagree, {where}"]
         lines += [f"  {name} says {what}" for name, what in (self.first, self.second)]
         differing, pairs = self.count
         if differing > 1:
             lines.append(f"  they differ at {differing} of {pairs} pairs")
         return "\n".join(lines)
-
-
-def _shown(mask: Mask) -> str:
-    """Return the class of a mask and its fields that are not at their defaults."""
-    fields = []
-    for item in dataclasses.fields(mask):
-        value = getattr(mask, item.name)
-        if value != item.default:
-            fields.append(
-                f"{item.name}={_shown(value) if isinstance(value, Mask) else repr(value)}"
-            )
-    return f"{type(mask).__name__}({', '.join(fields)})"
 
 
 def _dense(problem: Problem) -> torch.Tensor:

@@ -11,7 +11,7 @@ from fa_verify.oracles.renamed import MASK_METHODS
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Between", "Both", "Either", "Mask", "Sliced"]
+__all__ = ["Between", "Both", "Either", "Mask", "Sliced", "shown"]
 
 
 @dataclass(frozen=True)
@@ -459,3 +459,13 @@ def _looked_up(table: tuple[int, ...], at: Any) -> Any:
     import torch
 
     return torch.tensor(table, device=at.device)[at]
+
+
+def shown(mask: Mask) -> str:
+    """Returns the class of a mask and its fields that are not at their defaults."""
+    fields = []
+    for item in dataclasses.fields(mask):
+        value = getattr(mask, item.name)
+        if value != item.default:
+            fields.append(f"{item.name}={shown(value) if isinstance(value, Mask) else repr(value)}")
+    return f"{type(mask).__name__}({', '.join(fields)})"

@@ -108,6 +108,11 @@ class Finding:
         return " ".join(["pytest", *options, f"--replay='{self.problem.to_json()}'"])
 
     def __str__(self) -> str:
+        return f"{self.told}\n  replay: {self.replay}"
+
+    @property
+    def told(self) -> str:
+        """The failure message without its replay line."""
         of = f"{self.output} of " if self.output else ""
         lines = [f"{self.guarantee}: {of}{self.subject} {self.claim}"]
         if self.raised:
@@ -116,7 +121,7 @@ class Finding:
             lines.append(f"{self.where}; {self.places}")
         else:
             lines += [self._values(), self._count()]
-        return "\n  ".join([*lines, f"replay: {self.replay}"])
+        return "\n  ".join(lines)
 
     def _values(self) -> str:
         """Format the value, the expected value and the allowed error."""

@@ -30,10 +30,12 @@ from fa_verify.properties.subjects.without_gpu import advice
 __all__ = [
     "BiasRun",
     "ChangedInputError",
+    "OutOfRangeError",
     "PlannedRun",
     "SubjectError",
     "Trial",
     "WrongFormError",
+    "plan_in_range",
     "plan_run",
     "run_bias_gradient",
     "run_gradients",
@@ -115,6 +117,10 @@ class SubjectError(Exception):
         super().__init__(message)
         self.forward = forward
         self.trial: Trial | None = None
+
+
+class OutOfRangeError(ValueError):
+    """A range condition fails, so that a correct kernel may fail."""
 
 
 class WrongFormError(SubjectError):
@@ -451,12 +457,44 @@ class PlannedRun:
             try:
                 got = run_subject(subject, self.problem, self.inputs)
             except SubjectError as error:
-                error.trial = error.forward and self._trial(subject, error.forward)
+                error.trial = error.forward and self.trial(subject, error.forward)
                 raise
-        return self._trial(subject, got)
+        return self.trial(subject, got)
 
-    def _trial(self, subject: Subject, got: Outputs[torch.Tensor | None]) -> Trial:
+    def trial(self, subject: Subject, got: Outputs[torch.Tensor | None]) -> Trial:
+        """Return the trial of outputs that a subject has computed from the inputs."""
         return Trial(subject, self.problem, self.inputs, got, self.want, self.judgement)
+
+
+def plan_in_range(subject: Subject, problem: Problem, inputs: Inputs) -> PlannedRun:
+    """Make the bound and the reference of a problem.
+
+    Args:
+        subject: The subject, whose numerics determine the bound.
+        problem: The problem.
+        inputs: Tensors of its shapes and dtype.
+
+    Raises:
+        OutOfRangeError: The problem is out of range, so that a correct kernel may fail.
+        RuntimeError: A bound is not finite although the problem is in range, an error of the suite.
+    """
+    judgement = error_model.judge(
+        *inputs,
+        mask=problem.mask,
+        sm_scale=problem.scale,
+        in_dtype=problem.dtype,
+        numerics=subject.numerics_of(problem),
+        softcap=problem.softcap,
+    )
+    if judgement.out_of_range is not None:
+        raise OutOfRangeError(judgement.out_of_range)
+    # Synchronise with the GPU once, not five times: this dominates the cost of small problems.
+    if not bool(torch.stack([bound.isfinite().all() for bound in judgement.bound]).all()):
+        raise RuntimeError(f"the bound is not finite, so nothing was judged: {problem.to_json()}")
+    want = torch_reference.attention(
+        *inputs, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap
+    )
+    return PlannedRun(problem, inputs, judgement, want)
 
 
 def plan_run(subject: Subject, problem: Problem, inputs: Inputs | None = None) -> PlannedRun | None:
@@ -473,24 +511,10 @@ def plan_run(subject: Subject, problem: Problem, inputs: Inputs | None = None) -
     Raises:
         RuntimeError: A bound is not finite although the problem is in range, an error of the suite.
     """
-    inputs = make(problem) if inputs is None else inputs
-    judgement = error_model.judge(
-        *inputs,
-        mask=problem.mask,
-        sm_scale=problem.scale,
-        in_dtype=problem.dtype,
-        numerics=subject.numerics_of(problem),
-        softcap=problem.softcap,
-    )
-    if judgement.out_of_range is not None:
+    try:
+        return plan_in_range(subject, problem, make(problem) if inputs is None else inputs)
+    except OutOfRangeError:
         return None
-    # Synchronise with the GPU once, not five times: this dominates the cost of small problems.
-    if not bool(torch.stack([bound.isfinite().all() for bound in judgement.bound]).all()):
-        raise RuntimeError(f"the bound is not finite, so nothing was judged: {problem.to_json()}")
-    want = torch_reference.attention(
-        *inputs, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap
-    )
-    return PlannedRun(problem, inputs, judgement, want)
 
 
 def run_trial(subject: Subject, problem: Problem) -> Trial | None:

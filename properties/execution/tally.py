@@ -94,7 +94,7 @@ class Tally:
         """Return the tally as plain lists, dicts and numbers, to send between processes."""
         return {
             "problems": {key: list(value) for key, value in self.problems.items()},
-            "cells": dict(self.cells),
+            "cells": {key: [list(cell) for cell in cells] for key, cells in self.cells.items()},
             "worst": {key: list(value) for key, value in self.worst.items()},
             "bins": dict(self.bins),
             "elements": {key: list(value) for key, value in self.elements.items()},

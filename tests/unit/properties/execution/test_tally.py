@@ -7,6 +7,7 @@ import json
 import math
 from bisect import bisect_right
 
+import execnet
 import pytest
 
 from fa_verify.oracles.problem import Problem
@@ -105,6 +106,13 @@ def test_equal_records_of_two_processes_count_once():
     total = full(0)
     total.add(full(0).record())
     assert total.record() == full(0).record()
+
+
+def test_a_worker_can_send_a_record():
+    """xdist sends values of plain types alone: a named tuple ends the worker."""
+    record = full(0).record()
+    assert record["cells"]
+    assert execnet.loads(execnet.dumps(record)) == record
 
 
 def test_a_record_that_is_handed_over_counts_once():

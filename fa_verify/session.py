@@ -56,6 +56,8 @@ def subject_of(config: pytest.Config) -> Subject:
         if not is_ours(config):
             name = given if given in NAMED else subject.name
             subject = dataclasses.replace(subject, name=name, source=given)
+        if config.getoption("--forward-only", False):
+            subject = dataclasses.replace(subject, backward=False)
         config.stash[_SUBJECT] = subject
         device_of(config)
     return config.stash[_SUBJECT]

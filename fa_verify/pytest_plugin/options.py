@@ -24,6 +24,11 @@ def add_options(group: pytest.OptionGroup) -> None:
         "f(q, k, v, *, mask, sm_scale) or f(q, k, v, causal, sm_scale)",
     )
     group.addoption(
+        "--forward-only",
+        action="store_true",
+        help="verify no gradients, as if the kernel declared backward=False",
+    )
+    group.addoption(
         "--list-kernels",
         action="store_true",
         help="print the names that --kernel accepts and whether each kernel can run here",

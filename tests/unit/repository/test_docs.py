@@ -24,6 +24,7 @@ import pytest
 import fa_verify
 from docs import tables
 from fa_verify import attention_kernel
+from fa_verify.__main__ import parsed
 from fa_verify.oracles.problem import Problem
 from fa_verify.pytest_plugin.findings.asked import GUARANTEES
 
@@ -38,6 +39,7 @@ RUN = (
     "python -m tests.mutation equivalents",
     "python -m fa_verify.pytest_plugin.findings --help",
 )
+OF_THE_COMMAND = "tests/unit/fa_verify/test_command.py runs the command"
 # Only parsed: options are known to pytest, targets to make, modules to Python.
 PARSED = {
     ".ci/run": "runs everything",
@@ -77,6 +79,13 @@ PARSED = {
     "python -m pytest tests/conformance -n auto --report=build/report": "takes minutes",
     "python -m pytest tests/conformance -n auto --kernel=path/to/attention.py:attention "
     "--minutes=60 --corpus=corpus": "takes an hour",
+    "fa-verify check path/to/attention.py:attention": OF_THE_COMMAND,
+    "fa-verify check path/to/attention.py:attention --quick -- -x -k derived_bound": OF_THE_COMMAND,
+    "fa-verify explain --kernel=path/to/attention.py:attention "
+    """'{"version":1,"M":2}'""": OF_THE_COMMAND,
+    "fa-verify explain pytest --kernel=path/to/attention.py:attention "
+    """--replay='{"version":1,"M":2}'""": OF_THE_COMMAND,
+    "fa-verify doctor": OF_THE_COMMAND,
     "python -m pytest --replay="
     """'{"version":1,"M":7,"N":34,"D":32,"dtype":"fp16","config":"16x32"}'""": (
         "tests/unit/fa_verify/test_options.py replays problems"
@@ -215,6 +224,8 @@ def test_the_command_is_valid(command, pytestconfig):
         assert done.returncode == 0, done.stderr
         for variable in words[2:]:
             assert f"$({variable.partition('=')[0]})" in (ROOT / "Makefile").read_text()
+    elif words[0] == "fa-verify":
+        parsed(words[1:])
     elif words[0] == "pip":
         (extra,) = re.findall(r"\[(\w+)\]", command)
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

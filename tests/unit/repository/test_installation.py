@@ -31,6 +31,16 @@ print([x for x in ("oracles", "properties", "simulator", "tests") if x in sys.mo
 print(fa_verify.__file__)
 """
 
+KERNEL = """
+import torch
+from fa_verify import attention_kernel
+
+
+@attention_kernel(p_dtype="fp32", p_normalised=True, dtypes=("fp32",), masks=(), gqa=False)
+def attention(q, k, v, *, mask, sm_scale):
+    return torch.softmax(q @ k.mT * sm_scale, -1) @ v
+"""
+
 
 def said_in(folder: Path, *path: Path) -> list[str]:
     """The output of the imports in a process started in ``folder``."""
@@ -89,6 +99,27 @@ def test_modules_of_a_wheel_are_imported_once(wheel, tmp_path):
     twice, taken, where = said_in(tmp_path, place)
     assert (twice, taken) == ("[]", "[]")
     assert Path(where).is_relative_to(place)
+
+
+def test_the_command_of_a_wheel_verifies_a_kernel(wheel, tmp_path):
+    place, folder = tmp_path / "site", tmp_path / "user"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    (metadata,) = place.glob("*.dist-info")
+    assert "fa-verify = fa_verify.__main__:main" in (metadata / "entry_points.txt").read_text()
+    folder.mkdir()
+    (folder / "my.py").write_text(KERNEL)
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+    words = ["check", "my.py:attention", "--quick", "--", "-n0", "-k", "test_every_element_lies"]
+    # As the script that pip writes.
+    script = "import sys; from fa_verify.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=folder,
+        env=environment | {"PYTHONPATH": str(place)}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"rootdir: {place / 'fa_verify' / 'conformance'}" in done.stdout
+    assert " passed" in done.stdout
 
 
 def test_modules_of_a_checkout_are_imported_once():

@@ -1,0 +1,231 @@
+"""The command ``fa-verify``: verify a kernel or a mask, and say what can run on this machine.
+
+It starts pytest in this process, on the conformance tests of the installed package, with the
+options of ``pytest_plugin``. The configuration of the current directory has no part in the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+__all__ = ["main", "parsed"]
+
+# In a checkout this is a link to tests/conformance.
+_TESTS = (Path(__file__).parent / "conformance").resolve()
+_PLUGIN = "fa_verify.pytest_plugin.plugin"
+_HOLDS, _FOUND, _USAGE = 0, 1, 2
+# Exit statuses of pytest: all passed, some failed, stopped before its end. The others are errors.
+_STATUS = {0: _HOLDS, 1: _FOUND, 2: _FOUND}
+# Packages that ``doctor`` lists, and their use.
+_PACKAGES = {
+    "torch": "computes the exact results and the bounds",
+    "triton": "runs Triton kernels",
+    "numpy": "runs Triton's interpreter",
+    "hypothesis": "draws problems",
+    "pytest": "runs the checks",
+    "pytest-xdist": "runs them in several processes, so that a crash is a finding",
+    "pytest-timeout": "ends a test that hangs",
+    "mpmath": "checks the bounds in the tests of this package",
+    "redis": "shares Hypothesis's examples",
+}
+_NEEDED = ("hypothesis", "pytest")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0 if everything holds, 1 for findings, 2 for wrong usage."""
+    options = parsed(sys.argv[1:] if arguments is None else arguments)
+    if options.command == "list":
+        from fa_verify.registry import kernel_table
+
+        print("\n".join(kernel_table()))
+        return _HOLDS
+    if options.command == "doctor":
+        print("\n".join(_doctor()))
+        return _HOLDS
+    if why_not := _without_tests():
+        print(f"fa-verify {options.command} {why_not}", file=sys.stderr)
+        return _USAGE
+    return _run(options.of_pytest)
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; ``of_pytest`` holds the arguments of pytest, if it is started.
+
+    Raises:
+        SystemExit: The command line is wrong, with status 2.
+    """
+    given = list(arguments)
+    end = given.index("--") if "--" in given else len(given)
+    given, beyond = given[:end], given[end + 1 :]
+    parser, replays = _parsers()
+    options = parser.parse_args(given)
+    if options.command in ("list", "doctor"):
+        if beyond:
+            parser.error(f"{options.command} starts no pytest, and got {shlex.join(beyond)}")
+        return options
+    if options.command == "explain":
+        _read_replay(options, replays)
+    of_pytest = [
+        f"--{name}={value}"
+        for name in ("kernel", "mask", "replay", "minutes", "report")
+        if (value := getattr(options, name, None)) is not None
+    ]
+    if options.forward_only:
+        of_pytest.append("--forward-only")
+    if options.json is not None:
+        of_pytest.append(f"--findings={options.json}")
+    if getattr(options, "quick", False):
+        of_pytest.append("--hypothesis-profile=dev")
+    if options.command == "check":
+        of_pytest.append(f"--corpus={options.corpus}")
+    if options.command != "explain" and _version("pytest-xdist") is not None:
+        of_pytest += ["-n", "auto"]
+    options.of_pytest = [*of_pytest, *beyond]
+    return options
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Return the parser of the command, and that of ``explain``."""
+    parser = argparse.ArgumentParser(
+        prog="fa-verify",
+        description="Verify attention kernels. Exit status: 0 if everything holds, 1 for findings "
+        "or a run that was stopped, 2 for wrong usage, 3 for an error of the suite.",
+        epilog="Arguments after -- are passed to pytest: fa-verify check my.py:attention -- -x",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="verify a kernel", description="Verify a kernel.")
+    check.add_argument(
+        "kernel", metavar="KERNEL", help="my.py:attention, package.module:name, or a name of list"
+    )
+    much = check.add_mutually_exclusive_group()
+    much.add_argument(
+        "--quick", action="store_true", help="draw a third of the problems: the profile dev"
+    )
+    much.add_argument("--minutes", metavar="NUMBER", help="draw new problems for so many minutes")
+    check.add_argument("--report", metavar="DIR", help="write report.html and report.json there")
+    check.add_argument(
+        "--corpus", metavar="DIR", default="fa-verify-problems",
+        help="replay the problems of this folder first; --minutes adds those that fail "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    explain = commands.add_parser(
+        "explain",
+        help="run every check on the problem of a failure",
+        description="Run every check on the problem of a failure, and show all that fail.",
+    )
+    explain.add_argument(
+        "line", nargs="*", metavar="REPLAY", help="a replay line, as printed, or its JSON"
+    )
+    explain.add_argument("--kernel", metavar="KERNEL", help="the kernel, for JSON alone")
+    explain.add_argument("--mask", metavar="FILE:CLASS", help="the mask, for JSON alone")
+    explain.add_argument("--replay", metavar="JSON", help=argparse.SUPPRESS)
+    mask = commands.add_parser(
+        "mask", help="verify kernels on a class of masks", description="Verify a class of masks."
+    )
+    mask.add_argument("mask", metavar="FILE:CLASS", help="my.py:Prefix or package.module:Name")
+    mask.add_argument("--kernel", metavar="KERNEL", help="the kernel (default: fa_kernels)")
+    for one in (check, explain, mask):
+        one.add_argument("--forward-only", action="store_true", help="verify no gradients")
+        one.add_argument("--json", metavar="FILE", help="write outcomes and findings, JSON lines")
+    commands.add_parser("list", help="the kernels with names, and which can run here")
+    commands.add_parser("doctor", help="what is installed, and what can run here")
+    return parser, explain
+
+
+def _read_replay(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Take kernel, mask and problem from a replay line, in one word or in several."""
+    words = options.line
+    if len(words) == 1 and " " in words[0] and not words[0].startswith("{"):
+        parser.parse_args(shlex.split(words[0]), options)
+        words = options.line
+    if len(words) == 1 and words[0].startswith("{") and options.replay is None:
+        options.replay = words[0]
+    elif words not in ([], ["pytest"]) or options.replay is None:
+        parser.error(
+            f"REPLAY is {shlex.join(words)!r}; needs a replay line, pytest ... --replay='{{...}}', "
+            "or its JSON"
+        )
+
+
+def _run(of_pytest: Sequence[str]) -> int:
+    """Run the conformance tests, and return the exit status of the command."""
+    import pytest
+
+    # As for ``python -m pytest``: a kernel may be given as package.module:name.
+    sys.path.insert(0, os.getcwd())
+    arguments = [
+        str(_TESTS), f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}", f"--config-file={os.devnull}",
+        "-p", _PLUGIN, "-p", "no:cacheprovider",
+    ]  # fmt: skip
+    if _version("pytest-timeout") is not None:
+        arguments.append("--timeout=900")
+    status = int(pytest.main([*arguments, *of_pytest]))
+    return _STATUS.get(status, 3 if status == pytest.ExitCode.INTERNAL_ERROR else _USAGE)
+
+
+def _version(package: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _doctor() -> Iterator[str]:
+    """Yield the lines of ``doctor``."""
+    yield f"fa-verify {_version('fa-verify') or '(not installed)'} in {Path(__file__).parent}"
+    yield (
+        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, "
+        f"{os.cpu_count()} CPUs"
+    )
+    width = max(map(len, _PACKAGES))
+    for name, use in _PACKAGES.items():
+        yield f"  {name:{width}}  {_version(name) or 'not installed':16}{use}"
+    for what, why_not in (
+        ("a PyTorch function on the CPU", None),
+        ("a kernel on a GPU", _without_gpu()),
+        ("a Triton kernel in the interpreter", _without_interpreter()),
+        ("fa-verify check, explain and mask", _without_tests()),
+    ):
+        yield f"{what}: {'can run' if why_not is None else f'cannot run: {why_not}'}"
+
+
+def _without_gpu() -> str | None:
+    """Return why no kernel can run on a GPU, or None."""
+    import torch
+
+    if not torch.version.cuda:
+        return f"torch {torch.__version__} is built without CUDA"
+    return None if torch.cuda.is_available() else "no GPU is visible"
+
+
+def _without_interpreter() -> str | None:
+    """Return why the interpreter cannot be repaired, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    os.environ["TRITON_INTERPRET"] = "1"
+    from fa_verify.simulator.interpreter.repair import repair
+
+    try:
+        repair()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _without_tests() -> str | None:
+    """Return the packages that are missing for a run, or None."""
+    missing = [name for name in _NEEDED if _version(name) is None]
+    return f"needs {' and '.join(missing)}: pip install 'fa-verify[test]'" if missing else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

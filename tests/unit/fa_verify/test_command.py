@@ -1,0 +1,194 @@
+"""The command fa-verify: its options, its exit statuses, and what it says of a machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fa_verify import __main__ as command
+from fa_verify.registry import NAMED
+
+ROOT = Path(__file__).parents[3]
+REPLAY = '{"version":1,"M":2}'
+KERNELS = """
+import torch
+from fa_verify import attention_kernel
+
+DECLARED = attention_kernel(
+    p_dtype="fp32", p_normalised=True, dtypes=("fp32",), masks=(), gqa=False, zero_sizes=False
+)
+
+
+@DECLARED
+def attention(q, k, v, *, mask, sm_scale):
+    return torch.softmax(q @ k.mT * sm_scale, -1) @ v
+
+
+@DECLARED
+def broken(q, k, v, *, mask, sm_scale):
+    return attention(q, k, v, mask=mask, sm_scale=sm_scale) * 1.01
+
+
+@DECLARED
+def without_a_gradient(q, k, v, *, mask, sm_scale):
+    return attention(q, k, v, mask=mask, sm_scale=sm_scale).detach()
+"""
+ACCURACY = ("--", "-n0", "-k", "test_every_element_lies_within_the_derived_bound")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A user's folder, whose configuration of pytest would stop every run."""
+    found = tmp_path_factory.mktemp("user")
+    (found / "my.py").write_text(KERNELS)
+    (found / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (found / "conftest.py").write_text("raise RuntimeError('loaded')\n")
+    return found
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, "-m", "fa_verify", *words],
+        cwd=folder, env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def test_a_correct_kernel_holds(folder):
+    done = run(folder, "check", "my.py:attention", "--quick", *ACCURACY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "profile dev, 2 examples" in done.stdout or "profile dev, 20 examples" in done.stdout
+    assert "subject attention, declares dtypes=('fp32',)" in done.stdout
+    assert sorted(path.name for path in folder.iterdir() if path.suffix) == [
+        "conftest.py", "my.py", "pytest.ini",
+    ]  # fmt: skip
+
+
+def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
+    done = run(folder, "check", "my.py:broken", "--quick", "--json=found.jsonl", *ACCURACY)
+    assert done.returncode == 1, done.stdout + done.stderr
+    line = re.findall(r"replay: (pytest --kernel=my.py:broken --replay='.*')", done.stdout)[0]
+    records = [json.loads(x) for x in (folder / "found.jsonl").read_text().splitlines()]
+    assert records[0]["kind"] == "subject"
+    assert any(record.get("findings") for record in records)
+    again = run(folder, "explain", line)
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout
+    assert line in again.stdout
+
+
+def test_gradients_are_not_verified_with_forward_only(folder):
+    words = "check", "my.py:without_a_gradient", "--quick"
+    done = run(folder, *words, *ACCURACY)
+    assert done.returncode == 1
+    assert "a subject without one declares backward=False" in done.stdout
+    done = run(folder, *words, "--forward-only", *ACCURACY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "backward=False" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("check", "no.py:attention"), "ERROR: --kernel: "),
+        (("explain", "{"), "ERROR: --replay: problem is not JSON"),
+    ],
+)
+def test_wrong_usage_has_a_status(folder, words, said):
+    done = run(folder, *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+
+
+def test_the_list_names_every_kernel(folder):
+    done = run(folder, "list")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [*NAMED]
+
+
+def test_doctor_says_what_can_run_and_why_not(folder):
+    done = run(folder, "doctor")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^  torch +\d\S* +computes the exact results", done.stdout, re.MULTILINE)
+    assert "a PyTorch function on the CPU: can run" in done.stdout
+    for what in ("a kernel on a GPU", "a Triton kernel in the interpreter"):
+        assert re.search(rf"^{what}: (can run|cannot run: .*)$", done.stdout, re.MULTILINE)
+    assert "fa-verify check, explain and mask: can run" in done.stdout
+
+
+def test_missing_packages_are_named(monkeypatch, capsys):
+    honest = command._version
+    monkeypatch.setattr(
+        command, "_version", lambda name: None if name == "hypothesis" else honest(name)
+    )
+    assert command.main(["check", "my.py:attention"]) == 2
+    needs = "needs hypothesis: pip install 'fa-verify[test]'"
+    assert capsys.readouterr().err == f"fa-verify check {needs}\n"
+    monkeypatch.setattr(command, "_without_interpreter", lambda: "Triton is not installed")
+    lines = list(command._doctor())
+    assert f"fa-verify check, explain and mask: cannot run: {needs}" in lines
+    assert "a Triton kernel in the interpreter: cannot run: Triton is not installed" in lines
+    assert any(line.startswith("  hypothesis      not installed") for line in lines)
+
+
+CORPUS = "--corpus=fa-verify-problems"
+
+
+@pytest.mark.parametrize(
+    ("words", "of_pytest"),
+    [
+        ("check sdpa-math", ["--kernel=sdpa-math", CORPUS, "-n", "auto"]),
+        (
+            "check a.py:f --quick --forward-only --json=x --report=y --corpus=z -- -x -n 3",
+            ["--kernel=a.py:f", "--report=y", "--forward-only", "--findings=x",
+             "--hypothesis-profile=dev", "--corpus=z", "-n", "auto", "-x", "-n", "3"],
+        ),
+        ("check a.py:f --minutes 10", ["--kernel=a.py:f", "--minutes=10", CORPUS, "-n", "auto"]),
+        ("mask a.py:F", ["--mask=a.py:F", "-n", "auto"]),
+        ("mask a.py:F --kernel b.py:f", ["--kernel=b.py:f", "--mask=a.py:F", "-n", "auto"]),
+    ],
+)  # fmt: skip
+def test_options_become_those_of_pytest(words, of_pytest):
+    assert command.parsed(words.split()).of_pytest == of_pytest
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"pytest --kernel='my file.py:f' --mask=b.py:F --replay='{REPLAY}'"],
+        ["pytest", "--kernel=my file.py:f", "--mask=b.py:F", f"--replay={REPLAY}"],
+        [REPLAY, "--kernel=my file.py:f", "--mask=b.py:F"],
+    ],
+    ids=["line", "words", "JSON"],
+)
+def test_explain_takes_a_replay_line_or_its_json(words):
+    found = command.parsed(["explain", *words]).of_pytest
+    assert found == ["--kernel=my file.py:f", "--mask=b.py:F", f"--replay={REPLAY}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["verify"], "invalid choice: 'verify'"),
+        (["check"], "the following arguments are required: KERNEL"),
+        (["check", "a.py:f", "--quick", "--minutes=1"], "not allowed with argument --quick"),
+        (["explain"], "REPLAY is ''; needs a replay line"),
+        (["explain", "pytest"], "REPLAY is 'pytest'; needs a replay line"),
+        (["explain", REPLAY, REPLAY], "needs a replay line, pytest ... --replay='{...}', or its"),
+        (["doctor", "--", "-x"], "doctor starts no pytest, and got -x"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.parsed(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

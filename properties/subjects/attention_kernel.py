@@ -62,6 +62,7 @@ def attention_kernel(
     bitwise: Sequence[str] = _UNSET,
     pooled: Callable[..., Any] | None = _UNSET,
     tiles: Callable[[Any], tuple[int, int]] | None = _UNSET,
+    paths: Callable[[Any], tuple[str, ...]] | None = _UNSET,
     configs: Mapping[str, Mapping[str, Any]] = _UNSET,
     **unknown: Any,
 ) -> Callable[[_Kernel], _Kernel]:
@@ -133,6 +134,8 @@ def attention_kernel(
             ``pool_size=(rows, keys)``, that returns the probabilities pooled over blocks of pairs.
         tiles: Function from a problem to (block_m, block_n) of the forward, for reports and
             ``l_tile``.
+        paths: Function from a problem to the names of the code paths that it takes, a tuple of
+            short words, for the coverage of a whole run.
         configs: Name of a tile configuration to the declarations that it replaces: "dtypes" or
             those from ``dots`` to ``backward_reads``. With several, the kernel takes ``config=``.
 

@@ -15,33 +15,34 @@ from typing import Any
 
 from fa_verify.diagnosis.copies import PACKAGE, load, sources_of
 from fa_verify.subjects import ours
-from fa_verify.subjects.emulation import emulate
+from fa_verify.subjects.emulation import PROCESSORS, emulate
 
 __all__ = ["spec_of_order"]
 
-_ORDER = re.compile(r"order_(\d+)(?:_(float64))?")
+_ORDER = re.compile(r"order_(\d+)(?:_(float64))?(?:_places_(\d+))?")
 # Keeps the sources of the copies until the process ends.
 _FOLDER = tempfile.TemporaryDirectory(prefix="emulated-")
 
 
-def spec_of_order(seed: str = "0", accumulator: str = "float32") -> str:
-    """Return the value of --kernel for the seed of an order of events and the accumulator."""
+def spec_of_order(seed: str = "0", accumulator: str = "float32", places: int = PROCESSORS) -> str:
+    """Return the value of --kernel for the arguments of ``emulate``."""
     wide = "_float64" if accumulator == "float64" else ""
-    return f"{__name__}:order_{seed}{wide}"
+    few = "" if places == PROCESSORS else f"_places_{places}"
+    return f"{__name__}:order_{seed}{wide}{few}"
 
 
 @functools.cache
-def _in_order(seed: str, accumulator: str) -> Any:
-    folder = Path(_FOLDER.name) / f"in_order_{seed}_{accumulator}"
+def _in_order(seed: str, accumulator: str, places: int) -> Any:
+    folder = Path(_FOLDER.name) / f"in_order_{seed}_{accumulator}_{places}"
     package = load(sources_of(PACKAGE), folder)
-    emulate(package, accumulator=accumulator, seed=seed)
+    emulate(package, accumulator=accumulator, seed=seed, places=places)
     call = ours.adapted(package)
     call.devices = ("cpu",)
     return call
 
 
 def __getattr__(name: str) -> Any:
-    """Make the kernels of a name: ``order_0``, ``order_1_float64`` and so on."""
+    """Make the kernels of a name: ``order_0``, ``order_1_float64``, ``order_0_places_2``."""
     if found := _ORDER.fullmatch(name):
-        return _in_order(found[1], found[2] or "float32")
+        return _in_order(found[1], found[2] or "float32", int(found[3] or PROCESSORS))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,12 +12,12 @@ import torch
 
 from fa_verify.simulator.gluon.emulation import Emulated, load
 
-__all__ = ["MODULES", "emulate", "texts_of"]
+__all__ = ["MODULES", "PROCESSORS", "emulate", "texts_of"]
 
 # The modules of the kernels, in an order in which they can be imported.
 MODULES = ("pipeline", "forward", "backward", "dq")
 # Few enough for the programs of a problem with more tiles to take turns.
-_PROCESSORS = 4
+PROCESSORS = 4
 _KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel", "hopper_dq_kernel")
 
 
@@ -34,7 +34,7 @@ def emulate(
     accumulator: str = "float32",
     seed: str = "0",
     replace: Callable[[Any, str, Any], None] = setattr,
-    places: int = _PROCESSORS,
+    places: int = PROCESSORS,
 ) -> list[Emulated]:
     """Make calls of ``fa_kernels``, or of a copy of it, run the emulated Hopper kernels.
 
@@ -55,7 +55,7 @@ def emulate(
     kernels = load(sources, _KERNELS, accumulator, seed, places)
     replace(hopper, "_kernels", lambda: kernels)
     replace(hopper, "is_there", lambda _device: True)
-    replace(hopper, "processors", lambda _device: _PROCESSORS)
+    replace(hopper, "processors", lambda _device: PROCESSORS)
     if accumulator == "float64":
         replace(hopper, "takes_shapes", lambda dtype, *_: dtype == torch.float64)
     return kernels

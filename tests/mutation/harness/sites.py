@@ -88,6 +88,7 @@ TESTS: dict[str, str] = {
     "properties/execution/atomic_write.py": "test_corpus",
     "properties/execution/coverage.py": "test_coverage",
     "properties/execution/guard_bands.py": "test_guard_bands",
+    "properties/execution/large_memory.py": "test_large_memory",
     "properties/execution/tally.py": "test_tally",
     "properties/execution/trial.py": "test_trial test_lse_gradient test_search test_guarantees",
     "properties/execution/watchdog.py": "test_watchdog test_crashes",

@@ -134,6 +134,7 @@ def test_everything_that_limits_the_domain_is_tried():
         "call",
         "bitwise",
         "numerics",
+        "paths",
         "tiles",
         "pooled",
     }

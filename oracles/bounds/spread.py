@@ -149,8 +149,7 @@ class _Pairs(NamedTuple):
     dot: _Dot  # the errors of the scores from their dots
 
 
-def _pairs(x: Chunk, t: float, c: Constants, truncates: bool) -> _Pairs:
-    s = (x.q @ x.k.mT).mul_(t).masked_fill_(x.hidden, 0.0)
+def _pairs(x: Chunk, s: torch.Tensor, t: float, c: Constants, truncates: bool) -> _Pairs:
     squares = (x.q.square() @ x.k.square().mT).mul_(t * t).masked_fill_(x.hidden, 0.0)
     return _Pairs(s, s.sign(), _dot(s, squares, float(x.q.shape[2]), c, truncates))
 
@@ -161,7 +160,7 @@ def _of_out(
 ) -> Spread:  # fmt: skip
     """Returns the errors of out."""
     scores, out, v2, empty = fwd.scores, fwd.out, x.v.square(), x.empty.unsqueeze(2)
-    p, p2 = scores.p, scores.p.square()
+    p, p2, top = scores.p, scores.p.square(), (scores.m - scores.lse).exp().unsqueeze(2)
     # 1. Scores. E without the dots is an upper limit of everything else.
     dots = scores.reach * (t * (c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot))
     systematic = (scores.error - dots).clamp_(min=0).add_(pairs.dot.one_sided)
@@ -170,23 +169,24 @@ def _of_out(
     # 2. The cast of P, relative to the row's maximum. A sum of the rounded P cancels it in part.
     lost = torch.full_like(scores.m, c.eta_p).unsqueeze(2)
     if not numerics.p_normalised:
-        lost *= (scores.m - scores.lse).exp().unsqueeze(2)
+        lost *= top
     cast = (p2 * c.u_p**2 + torch.where(x.seen, lost.square(), 0.0)) / 3
     lost_v = c.ftz * (x.seen.to(x.v.dtype) @ x.v.abs())
     if numerics.l_from == "rounded":
         centred, cast = centred + cast, torch.zeros_like(cast)
     variance = (centred @ v2) - 2 * out * (centred @ x.v) + out.square() * centred.sum(2, True)
     variance = variance.clamp_(min=0) + cast @ v2
-    gaps = (weights @ x.v.mT) - (weights * out).sum(2, True)
-    of_sums = (centred * gaps.square()).sum(2) + (cast * (weights @ x.v.mT).square()).sum(2)
+    along_out, along_v = (weights * out).sum(2, True), weights @ x.v.mT
+    of_sums = (centred * (along_v - along_out).square()).sum(2)
+    of_sums += (cast * along_v.square()).sum(2)
+    of_scores = p * systematic
     shapes = torch.stack(
-        [y @ x.v - out * y.sum(2, True) for y in (p * systematic, p * systematic * pairs.sign)]
+        [y @ x.v - out * y.sum(2, True) for y in (of_scores, of_scores * pairs.sign)]
     )
     # 3. The sums of P v and of P.
     additions = ((numerics.block_n + 2) * scores.tiles).unsqueeze(2)
     dot = _dot(out, p2 @ v2, additions, c, truncates)
     of_l = c.u**2 * (additions + 2 * scores.tiles.unsqueeze(2) + 16)
-    along_out = (weights * out).sum(2)
     return Spread(
         value=out,
         variance=variance + dot.variance + of_l * out.square(),
@@ -195,10 +195,10 @@ def _of_out(
             empty, 0.0
         ),
         across=dot.across,
-        of_sums=of_sums + of_l.squeeze(2) * along_out.square(),
+        of_sums=of_sums + (of_l * along_out.square()).squeeze(2),
         shared=torch.zeros_like(of_sums),
         alone=dot.variance,
-        peaked=((scores.m - scores.lse).exp() > 1 - _PEAKED * c.u_in).unsqueeze(2) & ~empty,
+        peaked=(top > 1 - _PEAKED * c.u_in) & ~empty,
     )
 
 
@@ -297,7 +297,7 @@ def _backward(
         shared=(ds_shared * along_q.square()).sum(1),
         additions=additions,
         flushed=t * (flushed.mT @ x.q.abs()),
-        weight=additions,
+        weight=additions,  # dk is never peaked
         light=additions,
     )
     p_shared = p.square() * of_lse.square()
@@ -330,6 +330,16 @@ def _finished(keys: _Keys, c: Constants, truncates: bool) -> Spread:
         of_sums=keys.of_sums, shared=keys.shared, alone=dot.variance,
         peaked=keys.light < _PEAKED * c.u_in * keys.weight,
     )  # fmt: skip
+
+
+def _joined(parts: list[Spread], B: int, heads: int) -> Spread:
+    """Joins the rows or keys of chunks, and splits the first axis into entries and heads."""
+    joined = []
+    for field, pieces in zip(Spread._fields, zip(*parts, strict=True), strict=True):
+        axis = 1 if field == "shapes" else 0
+        of_heads = (y.view(*y.shape[:axis], B, heads, -1, *y.shape[axis + 2 :]) for y in pieces)
+        joined.append(torch.cat([*of_heads], axis + 2))
+    return Spread(*joined)
 
 
 def spreads(
@@ -370,13 +380,13 @@ def spreads(
     of_dk, of_dv = (y.reshape(B * Hk, N, -1) for y in (weights.dk, weights.dv))
     inputs = (q, k, v, dout, dlse, None, None)
     for here, x in chunks(*inputs, mask=mask, apart=1, rows=rows):
-        pairs = _pairs(x, sm_scale, c, truncates)
         of_out, of_dq = (
             y[:, :, here].reshape(*x.empty.shape, -1) for y in (weights.out, weights.dq)
         )
         fwd = forward_error(
             x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False, softcap=None
         )
+        pairs = _pairs(x, fwd.scores.s, sm_scale, c, truncates)
         of_rows["out"].append(_of_out(x, fwd, pairs, of_out, sm_scale, c, numerics, truncates))
         if given is not None:
             dq, dk, dv = _backward(
@@ -385,30 +395,12 @@ def spreads(
             )  # fmt: skip
             of_rows["dq"].append(dq)
             of_keys.append((dk, dv))
-
-    def rows_of(parts: list[Spread]) -> Spread:
-        pieces = zip(*parts, strict=True)
-        joined = []
-        for name, piece in zip(Spread._fields, pieces, strict=True):
-            lead = piece[0].shape[:1] if name == "shapes" else ()
-            tail = piece[0].shape[len(lead) + 2 :]
-            joined.append(torch.cat([y.view(*lead, B, H, -1, *tail) for y in piece], len(lead) + 2))
-        return Spread(*joined)
-
-    found = {name: rows_of(parts) for name, parts in of_rows.items() if parts}
+    found = {name: _joined(parts, B, H) for name, parts in of_rows.items() if parts}
     if given is None:
         return found
-    for place, name in enumerate(("dk", "dv")):
-        parts = [pair[place] for pair in of_keys]
+    for name, parts in zip(("dk", "dv"), zip(*of_keys, strict=True), strict=True):
         total = parts[0]
         for part in parts[1:]:
             total = _Keys(*map(torch.add, total, part))
-        finished = _finished(total, c, truncates)
-        found[name] = Spread(
-            *(
-                y.view(*y.shape[:1], B, Hk, *y.shape[2:]) if field == "shapes"
-                else y.view(B, Hk, *y.shape[1:])
-                for field, y in zip(Spread._fields, finished, strict=True)
-            )
-        )  # fmt: skip
+        found[name] = _joined([_finished(total, c, truncates)], B, Hk)
     return found

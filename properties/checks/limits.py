@@ -36,6 +36,7 @@ _FLATTEST = 0.1
 _FEWEST_COLUMNS = 8
 _SCORES = 2**22  # scores of a chunk, of which some forty float64 matrices are in memory
 TILE = 64  # rows or keys of a tile
+_U = 2.0**-24  # unit roundoff of float32
 _MEANING = "the errors are weighted by the true values"
 _OUTSIDE = "leaves the limit of independent roundings{}"
 
@@ -91,19 +92,17 @@ def spreads_of(trial: Trial) -> dict[str, Spread]:
     given = None
     if _reads_forward(trial.subject, problem, numerics):
         given = forward_read(trial, got.out, got.lse)
+    of_outputs = (trial.want.out, trial.want.dq, trial.want.dk, trial.want.dv)
     return spreads(
-        *trial.inputs[:5], given=given, weights=_weights(trial),
+        *trial.inputs[:5], given=given, weights=Weights(*(_weight(x) for x in of_outputs)),
         mask=problem.mask, sm_scale=problem.scale, in_dtype=problem.dtype, numerics=numerics,
         rows=max(1, _SCORES // (problem.B * problem.H * problem.N)),
     )  # fmt: skip
 
 
-def _weights(trial: Trial) -> Weights:
-    """Return the true values, or 0 below the smallest normal float32 number."""
-    want = trial.want
-    return Weights(
-        *(x.masked_fill(x.abs() < 2.0**-126, 0.0) for x in (want.out, want.dq, want.dk, want.dv))
-    )
+def _weight(want: torch.Tensor) -> torch.Tensor:
+    """Return true values as weights: 0 below the smallest normal float32 number."""
+    return want.masked_fill(want.abs() < 2.0**-126, 0.0)
 
 
 def limits(trial: Trial) -> list[Finding]:
@@ -155,9 +154,6 @@ def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     return findings
 
 
-_U = 2.0**-24
-
-
 def _given(name: str) -> str:
     return "" if name == "out" else ", given out and lse as returned"
 
@@ -166,8 +162,8 @@ def _factors(
     trial: Trial, name: str, spread: Spread
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield the factors of the whole output, of its tiles and of its rows, with their limits."""
-    want, got = getattr(_weights(trial), name), getattr(trial.got, name)
-    got = got.to(torch.float64)
+    want = _weight(getattr(trial.want, name))
+    got = getattr(trial.got, name).to(torch.float64)
     stored = stored_format(trial.problem.dtype)
     error, last = got - spread.value, spread.value.square() * _U**2
     along = spread.along
@@ -205,8 +201,8 @@ def _worst(
     bad = ratio > 1
     if not bool(bad.any()):
         return None
-    at = int(ratio.argmax())
-    b, h, place = (int(x) for x in torch.unravel_index(ratio.argmax(), ratio.shape))
+    at = tuple(int(x) for x in torch.unravel_index(ratio.argmax(), ratio.shape))
+    b, h, place = at
     axis, upper = ("n", "keys") if name in ("dk", "dv") else ("m", "rows")
     rows = getattr(trial.want, name).shape[2]
     where = {
@@ -215,11 +211,11 @@ def _worst(
         "row": f"b={b} h={h} {axis}={place}",
     }[unit]
     units = {"output": "outputs", "tile": f"tiles of {TILE} {upper}", "row": upper}[unit]
-    size = float(factor.flatten()[at])
+    size = float(factor[at])
     claim = f"is too {'large' if size > 0 else 'small'} by a factor{_given(name)}"
     return Finding(
         guarantee="limit of sums", claim=claim, subject=trial.subject.name, output=name,
-        where=where, got=1 + size, want=1.0, bound=float(limit.flatten()[at]), bad=int(bad.sum()),
+        where=where, got=1 + size, want=1.0, bound=float(limit[at]), bad=int(bad.sum()),
         total=bad.numel(), places=_MEANING,
         problem=trial.problem, unit=units,
     )  # fmt: skip

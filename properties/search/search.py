@@ -34,7 +34,7 @@ class Runner:
         subject: The subject under test.
         tally: The tally to update.
         watching: Returns a context manager that is active while a problem is judged.
-        mask: Value of --mask, for replay lines.
+        mask: Value of --fa-mask, for replay lines.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         _read_replay(options, replays)
     of_pytest = [
         f"--fa-{name}={value}"
-        for name in ("kernel", "mask", "replay", "minutes", "report")
+        for name in ("kernel", "mask", "replay", "minutes", "report", "waive")
         if (value := getattr(options, name, None)) is not None
     ]
     if options.forward_only:
@@ -115,6 +115,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "--corpus", metavar="DIR", default="fa-verify-problems",
         help="replay the problems of this folder first; --minutes adds those that fail "
         "(default: %(default)s)",
+    )  # fmt: skip
+    check.add_argument(
+        "--waive", metavar="FILE",
+        help="known failures, lines of 'guarantee, pattern, reason': they do not fail the run",
     )  # fmt: skip
     explain = commands.add_parser(
         "explain",

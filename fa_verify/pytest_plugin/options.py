@@ -57,6 +57,11 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "folder of problems that failed: a run replays them first, and --fa-minutes adds "
         "to it (default: fa-verify-problems; in a clone, tests/regressions)",
     },
+    "waive": {
+        "metavar": "FILE",
+        "help": "failures that are known: lines of a guarantee, a pattern of the message and a "
+        "reason, separated by commas; they do not fail the run",
+    },
     "example-db": {
         "metavar": "URL",
         "help": "share Hypothesis's examples with other machines, in the profile fuzz: "

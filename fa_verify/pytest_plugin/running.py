@@ -34,6 +34,7 @@ from fa_verify.pytest_plugin.outside_programs import OutsidePrograms
 from fa_verify.pytest_plugin.regression_files import RegressionFiles
 from fa_verify.pytest_plugin.report.plugin import RunReport
 from fa_verify.pytest_plugin.summary import REPLAY, Summary
+from fa_verify.pytest_plugin.waivers import Waivers
 from fa_verify.registry import kernel_table
 from fa_verify.session import (
     CONFORMANCE,
@@ -149,6 +150,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Fuzzing(config, summary.tally, files.folder), "fuzzing")
     profiles.register(fuzz=fuzz)
     config.pluginmanager.register(CrashReports(config), "crash-reports")
+    if config.getoption("--fa-waive"):
+        config.pluginmanager.register(Waivers(config), "waivers")
     if config.getoption("--fa-findings"):
         config.pluginmanager.register(
             Recording(config, subject_of(config), summary.tally), "findings"

@@ -78,11 +78,18 @@ def subject(pytestconfig: pytest.Config) -> Subject:
 
 @pytest.fixture
 def runner(
-    subject: Subject, tally: Tally, watchdog: Watchdog, pytestconfig: pytest.Config
+    subject: Subject,
+    tally: Tally,
+    watchdog: Watchdog,
+    pytestconfig: pytest.Config,
+    request: pytest.FixtureRequest,
 ) -> Runner:
     """The runner of the subject, with a watchdog that reports the problem of a crash or hang."""
     mask = pytestconfig.getoption("--fa-mask") or ""
-    return Runner(subject, tally, watchdog.watching, mask)
+    waivers = pytestconfig.pluginmanager.get_plugin("waivers")
+    test = request.node.nodeid
+    waived = None if waivers is None else lambda finding: waivers.waived(finding, test)
+    return Runner(subject, tally, watchdog.watching, mask, waived)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class Recording:
     """
 
     def __init__(self, config: pytest.Config, subject: Subject, tally: Tally) -> None:
-        self.subject, self.tally = subject, tally
+        self.config, self.subject, self.tally = config, subject, tally
         self.path = (
             None if hasattr(config, "workerinput") else Path(config.getoption("--fa-findings"))
         )
@@ -119,7 +119,10 @@ class Recording:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write the record of the totals."""
+        """Write the records of the waivers and of the totals."""
+        waivers = self.config.pluginmanager.get_plugin("waivers")
+        for waiver in [] if waivers is None else waivers.records():
+            self._write(kind="waiver", **waiver)
         record = self.tally.record()
         self._write(
             kind="end",

@@ -83,6 +83,7 @@ PARSED = {
     "--minutes=60 --corpus=corpus": "takes an hour",
     "pytest --pyargs fa_verify.conformance --fa-kernel=my.py:attention -n auto": OF_THE_PLUGIN,
     "fa-verify check my.py:attention": OF_THE_COMMAND,
+    "fa-verify check my.py:attention --waive known.txt": "runs in test_waivers.py",
     "fa-verify check path/to/attention.py:attention": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention --quick -- -x -k derived_bound": OF_THE_COMMAND,
     "fa-verify explain --kernel=path/to/attention.py:attention "

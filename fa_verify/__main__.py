@@ -178,6 +178,8 @@ def _run(of_pytest: Sequence[str]) -> int:
     sys.path.insert(0, os.getcwd())
     arguments = [
         str(_TESTS), f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}", f"--config-file={os.devnull}",
+        # This process has imported the package, and pytest wants to rewrite its assertions.
+        "-W", "ignore:Module already imported so cannot be rewritten; fa_verify",
         "-p", _PLUGIN, "-p", "no:cacheprovider", "-o", "console_output_style=classic",
     ]  # fmt: skip
     if _version("pytest-timeout") is not None:
@@ -225,7 +227,7 @@ def _without_gpu() -> str | None:
 def _without_interpreter() -> str | None:
     """Return why the interpreter cannot be repaired, or None."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+        return "Triton is not installed: pip install 'fa-verify[triton]'"
     os.environ["TRITON_INTERPRET"] = "1"
     from fa_verify.simulator.interpreter.repair import repair
 
@@ -239,7 +241,7 @@ def _without_interpreter() -> str | None:
 def _without_tests() -> str | None:
     """Return the packages that are missing for a run, or None."""
     missing = [name for name in _NEEDED if _version(name) is None]
-    return f"needs {' and '.join(missing)}: pip install 'fa-verify[test]'" if missing else None
+    return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else None
 
 
 if __name__ == "__main__":

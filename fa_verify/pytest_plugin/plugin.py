@@ -49,6 +49,6 @@ def _load(config: pytest.Config, namespace: object) -> None:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise pytest.UsageError(
-            f"{asked} needs {' and '.join(missing)}: pip install 'fa-verify[test]'"
+            f"{asked} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
         )
     config.pluginmanager.import_plugin("fa_verify.pytest_plugin.running")

@@ -130,7 +130,7 @@ def test_missing_packages_are_named(monkeypatch, capsys):
         command, "_version", lambda name: None if name == "hypothesis" else honest(name)
     )
     assert command.main(["check", "my.py:attention"]) == 2
-    needs = "needs hypothesis: pip install 'fa-verify[test]'"
+    needs = "needs hypothesis: pip install hypothesis"
     assert capsys.readouterr().err == f"fa-verify check {needs}\n"
     monkeypatch.setattr(command, "_without_interpreter", lambda: "Triton is not installed")
     lines = list(command._doctor())

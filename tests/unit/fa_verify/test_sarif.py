@@ -81,7 +81,7 @@ def test_the_action_verifies_a_kernel_and_writes_its_files(folder, tmp_path):
     yaml = pytest.importorskip("yaml")
     action = yaml.safe_load((ROOT / "action.yml").read_text())
     install, verify = action["runs"]["steps"]
-    assert "$GITHUB_ACTION_PATH[test]" in install["run"]
+    assert "$GITHUB_ACTION_PATH" in install["run"]
     values = {
         **{name: str(x.get("default")) for name, x in action["inputs"].items()},
         "kernel": "my.py:broken",

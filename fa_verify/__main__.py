@@ -178,7 +178,7 @@ def _run(of_pytest: Sequence[str]) -> int:
     sys.path.insert(0, os.getcwd())
     arguments = [
         str(_TESTS), f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}", f"--config-file={os.devnull}",
-        # This process has imported the package, and pytest wants to rewrite its assertions.
+        # The package is imported already, and its assertions need no rewriting.
         "-W", "ignore:Module already imported so cannot be rewritten; fa_verify",
         "-p", _PLUGIN, "-p", "no:cacheprovider", "-o", "console_output_style=classic",
     ]  # fmt: skip

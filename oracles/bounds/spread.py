@@ -376,7 +376,7 @@ def spreads(
     c, truncates = constants(in_dtype, numerics), stored_format(in_dtype) is not None
     (B, H), (Hk, N) = q.shape[:2], k.shape[1:3]
     of_rows: dict[str, list[Spread]] = {"out": [], "dq": []}
-    of_keys: list[tuple[_Keys, _Keys]] = []
+    of_keys: dict[str, _Keys] = {}
     of_dk, of_dv = (y.reshape(B * Hk, N, -1) for y in (weights.dk, weights.dv))
     inputs = (q, k, v, dout, dlse, None, None)
     for here, x in chunks(*inputs, mask=mask, apart=1, rows=rows):
@@ -394,13 +394,11 @@ def spreads(
                 truncates,
             )  # fmt: skip
             of_rows["dq"].append(dq)
-            of_keys.append((dk, dv))
+            # Added at once: the contributions of a long problem's chunks do not fit in memory.
+            for name, part in (("dk", dk), ("dv", dv)):
+                total = of_keys.get(name)
+                of_keys[name] = part if total is None else _Keys(*map(torch.add, total, part))
     found = {name: _joined(parts, B, H) for name, parts in of_rows.items() if parts}
-    if given is None:
-        return found
-    for name, parts in zip(("dk", "dv"), zip(*of_keys, strict=True), strict=True):
-        total = parts[0]
-        for part in parts[1:]:
-            total = _Keys(*map(torch.add, total, part))
+    for name, total in of_keys.items():
         found[name] = _joined([_finished(total, c, truncates)], B, Hk)
     return found

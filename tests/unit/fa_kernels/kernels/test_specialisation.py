@@ -1,4 +1,4 @@
-"""The kernels' decorator: which parameters Triton does not specialise a compilation on."""
+"""Parameters that the decorator of kernels keeps Triton from specialising a compilation on."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
     with contextlib.ExitStack() as stack:
 
         def reserve(gib: int) -> None:
-            stack.enter_context(large_memory(device))
+            stack.enter_context(large_memory(device, gib * 2**30))
             stack.callback(torch.cuda.empty_cache)
             if torch.cuda.mem_get_info()[0] < gib * 2**30:
                 pytest.skip(f"needs {gib} GiB of free GPU memory")

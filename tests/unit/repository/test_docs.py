@@ -10,12 +10,14 @@ import contextlib
 import inspect
 import io
 import json
+import linecache
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -245,8 +247,11 @@ def test_the_command_is_valid(command, pytestconfig):
 def _run(block: str, namespace: dict[str, object]) -> str:
     """Returns the output of a block of Python."""
     printed = io.StringIO()
+    # Triton reads the source of the kernels that it compiles.
+    name = f"<page {zlib.crc32(block.encode())}>"
+    linecache.cache[name] = (len(block), None, block.splitlines(keepends=True), name)
     with contextlib.redirect_stdout(printed):
-        exec(compile(block, "<page>", "exec"), namespace)
+        exec(compile(block, name, "exec"), namespace)
     return printed.getvalue()
 
 

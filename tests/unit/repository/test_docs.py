@@ -86,6 +86,9 @@ PARSED = {
     "fa-verify explain pytest --kernel=path/to/attention.py:attention "
     """--replay='{"version":1,"M":2}'""": OF_THE_COMMAND,
     "fa-verify doctor": OF_THE_COMMAND,
+    "fa-verify explain fa-verify-replays/attention-5db8d0bd69b9.npz": (
+        "tests/unit/fa_verify/test_replay_files.py runs the command"
+    ),
     "python -m pytest --replay="
     """'{"version":1,"M":7,"N":34,"D":32,"dtype":"fp16","config":"16x32"}'""": (
         "tests/unit/fa_verify/test_options.py replays problems"

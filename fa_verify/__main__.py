@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "doctor":
         print("\n".join(_doctor()))
         return _HOLDS
+    if options.command == "explain" and options.file is not None:
+        return _explain(options.file, options.mask)
     if why_not := _without_tests():
         print(f"fa-verify {options.command} {why_not}", file=sys.stderr)
         return _USAGE
@@ -122,7 +124,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         description="Run every check on the problem of a failure, and show all that fail.",
     )
     explain.add_argument(
-        "line", nargs="*", metavar="REPLAY", help="a replay line, as printed, or its JSON"
+        "line",
+        nargs="*",
+        metavar="REPLAY",
+        help="a replay line, as printed, its JSON, or a file that "
+        "assert_attention_close has written",
     )
     explain.add_argument("--kernel", metavar="KERNEL", help="the kernel, for JSON alone")
     explain.add_argument("--mask", metavar="FILE:CLASS", help="the mask, for JSON alone")
@@ -143,6 +149,13 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 def _read_replay(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Take kernel, mask and problem from a replay line, in one word or in several."""
     words = options.line
+    options.file = None
+    if len(words) == 1 and words[0].endswith(".npz"):
+        ignored = [x for x in ("kernel", "json", "forward_only") if getattr(options, x)]
+        if ignored:
+            parser.error(f"a file of results takes no --{ignored[0].replace('_', '-')}")
+        options.file = words[0]
+        return
     if len(words) == 1 and " " in words[0] and not words[0].startswith("{"):
         parser.parse_args(shlex.split(words[0]), options)
         words = options.line
@@ -151,8 +164,29 @@ def _read_replay(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     elif words not in ([], ["pytest"]) or options.replay is None:
         parser.error(
             f"REPLAY is {shlex.join(words)!r}; needs a replay line, pytest ... --replay='{{...}}', "
-            "or its JSON"
+            "its JSON, or a file of assert_attention_close"
         )
+
+
+def _explain(file: str, mask: str | None) -> int:
+    """Judge the results in a file of ``assert_attention_close`` again, and print the findings."""
+    from fa_verify.attention_close import assert_attention_close
+    from fa_verify.replay_files import read
+
+    try:
+        if mask is not None:
+            from fa_verify.properties.subjects.loading import load_mask
+
+            load_mask(mask)
+        assert_attention_close(**read(file), replay_folder=None)
+    except AssertionError as found:
+        print(found)
+        return _FOUND
+    except (TypeError, ValueError) as error:
+        print(f"fa-verify explain: {error}", file=sys.stderr)
+        return _USAGE
+    print("every result lies within its bound")
+    return _HOLDS
 
 
 def _run(of_pytest: Sequence[str]) -> int:

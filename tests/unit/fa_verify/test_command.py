@@ -183,7 +183,10 @@ def test_explain_takes_a_replay_line_or_its_json(words):
         (["check", "a.py:f", "--quick", "--minutes=1"], "not allowed with argument --quick"),
         (["explain"], "REPLAY is ''; needs a replay line"),
         (["explain", "pytest"], "REPLAY is 'pytest'; needs a replay line"),
-        (["explain", REPLAY, REPLAY], "needs a replay line, pytest ... --replay='{...}', or its"),
+        (
+            ["explain", REPLAY, REPLAY],
+            "needs a replay line, pytest ... --replay='{...}', its JSON, or",
+        ),
         (["doctor", "--", "-x"], "doctor starts no pytest, and got -x"),
     ],
 )

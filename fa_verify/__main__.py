@@ -20,7 +20,7 @@ __all__ = ["main", "parsed"]
 
 # In a checkout this is a link to tests/conformance.
 _TESTS = (Path(__file__).parent / "conformance").resolve()
-_PLUGIN = "fa_verify.pytest_plugin.plugin"
+_PLUGIN = "fa_verify.pytest_plugin.running"
 _HOLDS, _FOUND, _USAGE = 0, 1, 2
 # Exit statuses of pytest: all passed, some failed, stopped before its end. The others are errors.
 _STATUS = {0: _HOLDS, 1: _FOUND, 2: _FOUND}
@@ -76,18 +76,18 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if options.command == "explain":
         _read_replay(options, replays)
     of_pytest = [
-        f"--{name}={value}"
-        for name in ("kernel", "mask", "replay", "minutes", "report")
+        f"--fa-{name}={value}"
+        for name in ("kernel", "mask", "replay", "minutes", "report", "waive")
         if (value := getattr(options, name, None)) is not None
     ]
     if options.forward_only:
-        of_pytest.append("--forward-only")
+        of_pytest.append("--fa-forward-only")
     if options.json is not None:
-        of_pytest.append(f"--findings={options.json}")
+        of_pytest.append(f"--fa-findings={options.json}")
     if getattr(options, "quick", False):
         of_pytest.append("--hypothesis-profile=dev")
     if options.command == "check":
-        of_pytest.append(f"--corpus={options.corpus}")
+        of_pytest.append(f"--fa-corpus={options.corpus}")
     if options.command != "explain" and _version("pytest-xdist") is not None:
         of_pytest += ["-n", "auto"]
     options.of_pytest = [*of_pytest, *beyond]
@@ -118,6 +118,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="replay the problems of this folder first; --minutes adds those that fail "
         "(default: %(default)s)",
     )  # fmt: skip
+    check.add_argument(
+        "--waive", metavar="FILE",
+        help="known failures, lines of 'guarantee, pattern, reason': they do not fail the run",
+    )  # fmt: skip
     explain = commands.add_parser(
         "explain",
         help="run every check on the problem of a failure",
@@ -130,16 +134,22 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="a replay line, as printed, its JSON, or a file that "
         "assert_attention_close has written",
     )
-    explain.add_argument("--kernel", metavar="KERNEL", help="the kernel, for JSON alone")
-    explain.add_argument("--mask", metavar="FILE:CLASS", help="the mask, for JSON alone")
-    explain.add_argument("--replay", metavar="JSON", help=argparse.SUPPRESS)
+    explain.add_argument(
+        "--kernel", "--fa-kernel", metavar="KERNEL", help="the kernel, for JSON alone"
+    )
+    explain.add_argument(
+        "--mask", "--fa-mask", metavar="FILE:CLASS", help="the mask, for JSON alone"
+    )
+    explain.add_argument("--replay", "--fa-replay", metavar="JSON", help=argparse.SUPPRESS)
     mask = commands.add_parser(
         "mask", help="verify kernels on a class of masks", description="Verify a class of masks."
     )
     mask.add_argument("mask", metavar="FILE:CLASS", help="my.py:Prefix or package.module:Name")
     mask.add_argument("--kernel", metavar="KERNEL", help="the kernel (default: fa_kernels)")
     for one in (check, explain, mask):
-        one.add_argument("--forward-only", action="store_true", help="verify no gradients")
+        one.add_argument(
+            "--forward-only", "--fa-forward-only", action="store_true", help="verify no gradients"
+        )
         one.add_argument("--json", metavar="FILE", help="write outcomes and findings, JSON lines")
     commands.add_parser("list", help="the kernels with names, and which can run here")
     commands.add_parser("doctor", help="what is installed, and what can run here")
@@ -157,13 +167,14 @@ def _read_replay(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         options.file = words[0]
         return
     if len(words) == 1 and " " in words[0] and not words[0].startswith("{"):
-        parser.parse_args(shlex.split(words[0]), options)
+        line = words[0].removeprefix("fa-verify explain ")
+        parser.parse_args(shlex.split(line), options)
         words = options.line
     if len(words) == 1 and words[0].startswith("{") and options.replay is None:
         options.replay = words[0]
     elif words not in ([], ["pytest"]) or options.replay is None:
         parser.error(
-            f"REPLAY is {shlex.join(words)!r}; needs a replay line, pytest ... --replay='{{...}}', "
+            f"REPLAY is {shlex.join(words)!r}; needs a replay line, as a failure prints it, "
             "its JSON, or a file of assert_attention_close"
         )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import dataclass, field
 
 import torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.heat_map import HeatMap
+from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.trial import SubjectError
 from fa_verify.properties.subjects.subject import Subject
 
@@ -68,8 +68,8 @@ class Finding:
         places: The tile of the worst element and the indices at which bad elements concentrate.
         problem: The problem.
         raised: The exception that the subject raised; empty if it raised none.
-        kernel: Value of --kernel, for the replay line.
-        mask: Value of --mask, for the replay line.
+        kernel: Value of --fa-kernel, for the replay line.
+        mask: Value of --fa-mask, for the replay line.
         call: Name of the subject if ``verify`` was called with it, for the replay line.
         unit: The plural of what ``bad`` and ``total`` count.
         tile: Kind of tile of the worst element, one of ``TILES``; empty if the finding is not
@@ -103,9 +103,7 @@ class Finding:
         if self.call:
             problem = f"Problem.from_json({self.problem.to_json()!r})"
             return f"verify({self.call}, problems=[{problem}])"
-        given = {"--kernel": self.kernel, "--mask": self.mask}
-        options = [f"{name}={shlex.quote(value)}" for name, value in given.items() if value]
-        return " ".join(["pytest", *options, f"--replay='{self.problem.to_json()}'"])
+        return replay_line(self.problem.to_json(), self.kernel, self.mask)
 
     def __str__(self) -> str:
         return f"{self.told}\n  replay: {self.replay}"

@@ -62,7 +62,7 @@ class Subject:
         numerics: The declarations that determine the error bound.
         takes: The kernel's signature if it is that of Triton's tutorial and was adapted; else
             empty.
-        source: Value of --kernel, for replay lines; empty for the project's own kernels.
+        source: Value of --fa-kernel, for replay lines; empty for the project's own kernels.
     """
 
     name: str

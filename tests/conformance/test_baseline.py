@@ -1,4 +1,4 @@
-"""The problems of --baseline: judge and measure each, and run the check that its entry names."""
+"""The problems of --fa-baseline: judge and measure each, and run the check that its entry names."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import pytest
 from fa_verify.diagnosis.outcomes import ENDS, Outcome, read
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.execution.coverage import possible_cells
+from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.tally import EDGES, Tally
 from fa_verify.session import device_of, is_ours, is_whole, subject_of
 
@@ -148,13 +149,13 @@ def _coverage(config: pytest.Config, tally: Tally) -> dict[str, Any] | None:
 
 def _worst(config: pytest.Config, tally: Tally) -> list[dict[str, Any]]:
     """Return the largest error/bound of each output and dtype, with its replay line."""
-    source = "" if is_ours(config) else f"--kernel={shlex.quote(config.getoption('--kernel'))} "
+    source = "" if is_ours(config) else config.getoption("--fa-kernel")
     return [
         {
             "output": key.split()[0],
             "dtype": key.split()[1],
             "ratio": ratio if math.isfinite(ratio) else None,
-            "replay": f"pytest {source}--replay={shlex.quote(problem)}",
+            "replay": replay_line(problem, source),
         }
         for key, (ratio, problem) in sorted(tally.worst.items(), key=lambda x: -x[1][0])
     ]

@@ -75,7 +75,7 @@ def test_a_correct_kernel_holds(folder):
 def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
     done = run(folder, "check", "my.py:broken", "--quick", "--json=found.jsonl", *ACCURACY)
     assert done.returncode == 1, done.stdout + done.stderr
-    line = re.findall(r"replay: (pytest --kernel=my.py:broken --replay='.*')", done.stdout)[0]
+    line = re.findall(r"replay: (fa-verify explain --kernel=my.py:broken '.*')", done.stdout)[0]
     records = [json.loads(x) for x in (folder / "found.jsonl").read_text().splitlines()]
     assert records[0]["kind"] == "subject"
     assert any(record.get("findings") for record in records)
@@ -98,8 +98,8 @@ def test_gradients_are_not_verified_with_forward_only(folder):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("check", "no.py:attention"), "ERROR: --kernel: "),
-        (("explain", "{"), "ERROR: --replay: problem is not JSON"),
+        (("check", "no.py:attention"), "ERROR: --fa-kernel: "),
+        (("explain", "{"), "ERROR: --fa-replay: problem is not JSON"),
     ],
 )
 def test_wrong_usage_has_a_status(folder, words, said):
@@ -139,21 +139,24 @@ def test_missing_packages_are_named(monkeypatch, capsys):
     assert any(line.startswith("  hypothesis      not installed") for line in lines)
 
 
-CORPUS = "--corpus=fa-verify-problems"
+CORPUS = "--fa-corpus=fa-verify-problems"
 
 
 @pytest.mark.parametrize(
     ("words", "of_pytest"),
     [
-        ("check sdpa-math", ["--kernel=sdpa-math", CORPUS, "-n", "auto"]),
+        ("check sdpa-math", ["--fa-kernel=sdpa-math", CORPUS, "-n", "auto"]),
         (
             "check a.py:f --quick --forward-only --json=x --report=y --corpus=z -- -x -n 3",
-            ["--kernel=a.py:f", "--report=y", "--forward-only", "--findings=x",
-             "--hypothesis-profile=dev", "--corpus=z", "-n", "auto", "-x", "-n", "3"],
+            ["--fa-kernel=a.py:f", "--fa-report=y", "--fa-forward-only", "--fa-findings=x",
+             "--hypothesis-profile=dev", "--fa-corpus=z", "-n", "auto", "-x", "-n", "3"],
         ),
-        ("check a.py:f --minutes 10", ["--kernel=a.py:f", "--minutes=10", CORPUS, "-n", "auto"]),
-        ("mask a.py:F", ["--mask=a.py:F", "-n", "auto"]),
-        ("mask a.py:F --kernel b.py:f", ["--kernel=b.py:f", "--mask=a.py:F", "-n", "auto"]),
+        (
+            "check a.py:f --minutes 10",
+            ["--fa-kernel=a.py:f", "--fa-minutes=10", CORPUS, "-n", "auto"],
+        ),
+        ("mask a.py:F", ["--fa-mask=a.py:F", "-n", "auto"]),
+        ("mask a.py:F --kernel b.py:f", ["--fa-kernel=b.py:f", "--fa-mask=a.py:F", "-n", "auto"]),
     ],
 )  # fmt: skip
 def test_options_become_those_of_pytest(words, of_pytest):
@@ -163,15 +166,17 @@ def test_options_become_those_of_pytest(words, of_pytest):
 @pytest.mark.parametrize(
     "words",
     [
+        [f"fa-verify explain --kernel='my file.py:f' --mask=b.py:F '{REPLAY}'"],
+        [f"pytest --fa-kernel='my file.py:f' --fa-mask=b.py:F --fa-replay='{REPLAY}'"],
         [f"pytest --kernel='my file.py:f' --mask=b.py:F --replay='{REPLAY}'"],
         ["pytest", "--kernel=my file.py:f", "--mask=b.py:F", f"--replay={REPLAY}"],
         [REPLAY, "--kernel=my file.py:f", "--mask=b.py:F"],
     ],
-    ids=["line", "words", "JSON"],
+    ids=["command", "plugin", "line", "words", "JSON"],
 )
 def test_explain_takes_a_replay_line_or_its_json(words):
     found = command.parsed(["explain", *words]).of_pytest
-    assert found == ["--kernel=my file.py:f", "--mask=b.py:F", f"--replay={REPLAY}"]
+    assert found == ["--fa-kernel=my file.py:f", "--fa-mask=b.py:F", f"--fa-replay={REPLAY}"]
 
 
 @pytest.mark.parametrize(
@@ -183,10 +188,7 @@ def test_explain_takes_a_replay_line_or_its_json(words):
         (["check", "a.py:f", "--quick", "--minutes=1"], "not allowed with argument --quick"),
         (["explain"], "REPLAY is ''; needs a replay line"),
         (["explain", "pytest"], "REPLAY is 'pytest'; needs a replay line"),
-        (
-            ["explain", REPLAY, REPLAY],
-            "needs a replay line, pytest ... --replay='{...}', its JSON, or",
-        ),
+        (["explain", REPLAY, REPLAY], "needs a replay line, as a failure prints it, its JSON"),
         (["doctor", "--", "-x"], "doctor starts no pytest, and got -x"),
     ],
 )

@@ -42,6 +42,7 @@ RUN = (
     "python -m fa_verify.pytest_plugin.findings --help",
 )
 OF_THE_COMMAND = "tests/unit/fa_verify/test_command.py runs the command"
+OF_THE_PLUGIN = "tests/unit/fa_verify/test_plugin.py runs it where the wheel is installed"
 # Only parsed: options are known to pytest, targets to make, modules to Python.
 PARSED = {
     ".ci/run": "runs everything",
@@ -61,6 +62,7 @@ PARSED = {
     "make fuzz MINUTES=10": "takes minutes",
     "make fuzz MINUTES=10 KERNEL=path/to/file.py:name": "has a placeholder",
     "make fuzz MINUTES=10 MASK=path/to/file.py:Name": "has a placeholder",
+    "pip install 'fa-verify[test]'": "changes the environment",
     "pip install -e '.[test]'": "changes the environment",
     "pip install -e '.[report]'": "changes the environment",
     "python -m benchmarks.memory": "needs a GPU",
@@ -81,6 +83,9 @@ PARSED = {
     "python -m pytest tests/conformance -n auto --report=build/report": "takes minutes",
     "python -m pytest tests/conformance -n auto --kernel=path/to/attention.py:attention "
     "--minutes=60 --corpus=corpus": "takes an hour",
+    "pytest --pyargs fa_verify.conformance --fa-kernel=my.py:attention -n auto": OF_THE_PLUGIN,
+    "fa-verify check my.py:attention": OF_THE_COMMAND,
+    "fa-verify check my.py:attention --waive known.txt": "runs in test_waivers.py",
     "fa-verify check path/to/attention.py:attention": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention --quick -- -x -k derived_bound": OF_THE_COMMAND,
     "fa-verify explain --kernel=path/to/attention.py:attention "
@@ -238,12 +243,13 @@ def test_the_command_is_valid(command, pytestconfig):
         (extra,) = re.findall(r"\[(\w+)\]", command)
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         assert extra in project["optional-dependencies"]
-    elif words[:3] == ["python", "-m", "pytest"]:
+    elif "pytest" in words[:3]:
         # Unknown options are an error.
-        options = pytestconfig._parser.parse(words[3:])
-        assert all((ROOT / file).exists() for file in options.file_or_dir)
-        if options.replay:
-            Problem.from_json(options.replay)
+        options = pytestconfig._parser.parse(words[words.index("pytest") + 1 :])
+        for file in options.file_or_dir:
+            assert find_spec(file) if options.pyargs else (ROOT / file).exists()
+        if options.fa_replay:
+            Problem.from_json(options.fa_replay)
     elif words[:2] == ["python", "-m"]:
         assert find_spec(words[2]) is not None
     else:

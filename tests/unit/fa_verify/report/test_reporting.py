@@ -96,12 +96,12 @@ def told(tmp_path_factory):
     """The folder of the report of the kernel above, and what a run says that has a file for it."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "kernels.py").write_text(KERNELS)
-    kernel = f"--kernel={folder}/kernels.py:attention"
+    kernel = f"--fa-kernel={folder}/kernels.py:attention"
     test = "tests/conformance/test_accuracy.py"
     made = folder / "made" / "failing"
     (said, code), refused = runs(
-        [kernel, test, "-kelement or low_130", f"--report={made}"],
-        [kernel, f"--report={made}/report.json"],
+        [kernel, test, "-kelement or low_130", f"--fa-report={made}"],
+        [kernel, f"--fa-report={made}/report.json"],
     )
     assert code == pytest.ExitCode.TESTS_FAILED, said
     assert f"report: {made}/report.html" in said
@@ -134,7 +134,7 @@ def test_the_json_says_what_ran_and_how_it_ended(record):
     assert any("torch" in line for line in record["header"])
     assert record["results"]["failed"] == len(record["failures"]) > 0
     assert record["baseline"] is None
-    assert "--report=" in record["command"]
+    assert "--fa-report=" in record["command"]
 
 
 def test_the_json_says_what_was_checked_of_which_dtype(record):
@@ -271,4 +271,4 @@ def test_unreadable_mutation_outcomes_are_reported(record, tmp_path, text):
 def test_a_folder_that_is_none_is_refused(told):
     folder, (said, code) = told
     assert code == pytest.ExitCode.USAGE_ERROR
-    assert f"--report: {folder}/report.json: File exists" in said
+    assert f"--fa-report: {folder}/report.json: File exists" in said

@@ -20,7 +20,7 @@ RECORD = {
     "version": 1,
     "subject": {"name": "attention", "declares": "nothing", "source": ""},
     "header": ["CPU; torch"],
-    "command": "pytest --report=x",
+    "command": "pytest --fa-report=x",
     "started": "2026-01-01T00:00:00",
     "seconds": 1.0,
     "exit_code": 1,

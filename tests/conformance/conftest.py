@@ -93,7 +93,7 @@ def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
         __tracebackhide__ = True
         findings = runner.findings(problem, claim)
         if findings:
-            raise Violation(findings)
+            raise Violation(findings, claim)
         if runner.refusals:
             pytest.skip(", ".join(runner.refusals))
 

@@ -104,7 +104,7 @@ def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
         __tracebackhide__ = True
         findings = runner.findings(narrowed(runner.subject, problem), claim)
         if findings:
-            raise Violation(findings)
+            raise Violation(findings, claim)
         if runner.refusals:
             pytest.skip(", ".join(runner.refusals))
 

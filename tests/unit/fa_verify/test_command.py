@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -75,14 +76,14 @@ def test_a_correct_kernel_holds(folder):
 def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
     done = run(folder, "check", "my.py:broken", "--quick", "--json=found.jsonl", *ACCURACY)
     assert done.returncode == 1, done.stdout + done.stderr
-    line = re.findall(r"replay: (fa-verify explain --kernel=my.py:broken '.*')", done.stdout)[0]
+    line = re.findall(r"fa-verify (explain --kernel=my.py:broken '.*')", done.stdout)[0]
     records = [json.loads(x) for x in (folder / "found.jsonl").read_text().splitlines()]
     assert records[0]["kind"] == "subject"
     assert any(record.get("findings") for record in records)
-    again = run(folder, "explain", line)
+    again = run(folder, *shlex.split(line))
     assert again.returncode == 1, again.stdout + again.stderr
     assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout
-    assert line in again.stdout
+    assert f"pytest --kernel=my.py:broken --replay='{shlex.split(line)[-1]}'" in again.stdout
 
 
 def test_gradients_are_not_verified_with_forward_only(folder):

@@ -50,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "doctor":
         print("\n".join(_doctor()))
         return _HOLDS
+    if options.command == "probe":
+        from fa_verify.probing.command import run
+
+        return run(options)
     if why_not := _without_tests():
         print(f"fa-verify {options.command} {why_not}", file=sys.stderr)
         return _USAGE
@@ -67,7 +71,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     given, beyond = given[:end], given[end + 1 :]
     parser, replays = _parsers()
     options = parser.parse_args(given)
-    if options.command in ("list", "doctor"):
+    if options.command in ("list", "doctor", "probe"):
         if beyond:
             parser.error(f"{options.command} starts no pytest, and got {shlex.join(beyond)}")
         return options
@@ -116,6 +120,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="replay the problems of this folder first; --minutes adds those that fail "
         "(default: %(default)s)",
     )  # fmt: skip
+    probe = commands.add_parser(
+        "probe",
+        help="find out what a kernel takes and how it rounds",
+        description="Find out what a kernel takes, its conventions and how it rounds. Exit status "
+        "1 if that refutes one of its declarations.",
+    )
+    probe.add_argument("kernel", metavar="KERNEL", help="as for check")
+    probe.add_argument("--json", metavar="FILE", help="write the answers, one JSON object")
     explain = commands.add_parser(
         "explain",
         help="run every check on the problem of a failure",

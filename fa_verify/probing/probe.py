@@ -1,0 +1,111 @@
+"""Probe a kernel: all questions in their order, and the declarations that the answers refute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.probing.answers import Answer, undecided
+from fa_verify.probing.conventions import conventions_of
+from fa_verify.probing.domain import domain_of, smallest
+from fa_verify.probing.trying import stripped
+from fa_verify.properties.subjects.declarations import WORDS, check_declarations
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["Probed", "probe", "refuted"]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The answers about one kernel.
+
+    Args:
+        kernel: Name of the kernel.
+        device: "cpu" or "cuda".
+        answers: The answers, in the order in which they were found.
+    """
+
+    kernel: str
+    device: str
+    answers: tuple[Answer, ...]
+
+    def __getitem__(self, word: str) -> Answer:
+        """Return the answer about a property.
+
+        Raises:
+            KeyError: The probe did not ask for it.
+        """
+        for answer in self.answers:
+            if answer.word == word:
+                return answer
+        raise KeyError(word)
+
+    def declarations(self) -> dict[str, Any]:
+        """Return the declarations that the answers give, without those that are undecided."""
+        found = {
+            answer.word: answer.value
+            for answer in self.answers
+            if answer.word in WORDS and answer.value is not None
+        }
+        check_declarations(self.kernel, found)
+        return found
+
+
+def probe(
+    subject: Subject, device: str = "cpu", asked: Callable[[str], None] = lambda _: None
+) -> Probed:
+    """Find out what a kernel takes, its conventions and how it rounds, without its declarations.
+
+    Args:
+        subject: The kernel. With several configurations, the one it takes by default is probed.
+        device: "cpu" or "cuda".
+        asked: Called with the word of every answer.
+    """
+    found: dict[str, Answer] = {}
+    for answer in _answers(stripped(subject), device, found):
+        found[answer.word] = answer
+        asked(answer.word)
+    return Probed(subject.name, device, tuple(found.values()))
+
+
+def _answers(subject: Subject, device: str, found: dict[str, Answer]) -> Iterator[Answer]:
+    base = smallest(subject, device)
+    if base is None:
+        problem = Problem(device=device)
+        yield undecided("dtypes", "the kernel refuses every problem tried", problem.to_json())
+        return
+    yield from domain_of(subject, base)
+    yield from conventions_of(subject, base, found)
+
+
+def refuted(subject: Subject, probed: Probed) -> list[str]:
+    """Return the declarations of a kernel that its answers contradict, as sentences.
+
+    A narrower domain or a wider bound than what was found is no contradiction.
+    """
+    declared = subject.declarations()
+    wrong = []
+    for answer in probed.answers:
+        if answer.word not in declared or answer.value is None:
+            continue
+        given = declared[answer.word]
+        if _contradicts(answer.word, given, answer.value):
+            wrong.append(
+                f"{subject.name} declares {answer.word}={given!r}, and the probe finds "
+                f"{answer.value!r}: {answer.evidence}; {answer.replay}"
+            )
+    return wrong
+
+
+def _contradicts(word: str, given: Any, found: Any) -> bool:
+    """Return whether a declaration promises more than what was found."""
+    if isinstance(found, tuple):
+        return not {*given} <= {*found}
+    if isinstance(found, bool):
+        # A declared limit that the kernel does not have is no contradiction.
+        return given and not found
+    if word == "seqlen_multiple":
+        return given % found != 0
+    return bool(given != found)

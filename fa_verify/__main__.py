@@ -128,6 +128,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     probe.add_argument("kernel", metavar="KERNEL", help="as for check")
     probe.add_argument("--json", metavar="FILE", help="write the answers, one JSON object")
+    probe.add_argument(
+        "--pictures", metavar="DIR", help="draw the orders of the sums there, as SVG"
+    )
+    probe.add_argument("--replay", metavar="JSON", help="run one experiment of an answer again")
     explain = commands.add_parser(
         "explain",
         help="run every check on the problem of a failure",

@@ -12,8 +12,13 @@ from pathlib import Path
 
 from fa_verify.pytest_plugin.environment import ON_GPU  # isort: skip  # before torch
 
+import torch
+
 from fa_verify.probing.answers import lines
+from fa_verify.probing.experiments import Experiment, observe
+from fa_verify.probing.picture import svg, text
 from fa_verify.probing.probe import Probed, probe, refuted
+from fa_verify.probing.trying import stripped
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.registry import NAMED, spec_of
@@ -21,6 +26,7 @@ from fa_verify.registry import NAMED, spec_of
 __all__ = ["run", "subject_and_device"]
 
 VERSION = 1
+_MOST_NUMBERS = 6
 _HOLDS, _FOUND, _USAGE = 0, 1, 2
 
 
@@ -31,14 +37,47 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fa-verify probe: {error}", file=sys.stderr)
         return _USAGE
+    if options.replay is not None:
+        return _replay(subject, options.replay)
     probed = probe(subject, device, _progress())
     wrong = refuted(subject, probed)
     print(f"{probed.kernel} on {probed.device}")
     print("\n".join(lines(probed.answers)))
+    print("\n".join(line for one in probed.sums for line in text(one)))
     print("\n".join(f"refuted: {sentence}" for sentence in wrong) or "no declaration is refuted")
     if options.json is not None:
         Path(options.json).write_text(_to_json(probed, wrong) + "\n", encoding="utf-8")
+    if options.pictures is not None:
+        folder = Path(options.pictures)
+        folder.mkdir(parents=True, exist_ok=True)
+        for one in probed.sums:
+            name = f"{one.output}-along-{one.axis}-{one.dtype}.svg"
+            (folder / name).write_text(svg(one) + "\n", encoding="utf-8")
     return _FOUND if wrong else _HOLDS
+
+
+def _replay(subject: Subject, line: str) -> int:
+    """Run one experiment again, and print what each answer predicts."""
+    try:
+        which = Experiment.from_json(line)
+    except ValueError as error:
+        print(f"fa-verify probe: --replay: {error}", file=sys.stderr)
+        return _USAGE
+    seen = observe(stripped(subject), which)
+    if seen.got is None:
+        print(seen.error)
+        return _HOLDS
+    print(f"got {_numbers(seen.got)}")
+    fits = seen.fits()
+    for name, want in seen.expected.items():
+        print(f"{'fits' if name in fits else 'no  '} {_numbers(want)} if {name}")
+    return _HOLDS
+
+
+def _numbers(x: torch.Tensor) -> str:
+    """Format the first numbers of an observation."""
+    shown = " ".join(f"{number:.9g}" for number in x.flatten()[:_MOST_NUMBERS].tolist())
+    return shown + (" ..." if x.numel() > _MOST_NUMBERS else "")
 
 
 def subject_and_device(given: str) -> tuple[Subject, str]:
@@ -73,5 +112,6 @@ def _to_json(probed: Probed, wrong: list[str]) -> str:
         "version": VERSION, "kernel": probed.kernel, "device": probed.device,
         "declarations": probed.declarations(), "refuted": wrong,
         "answers": [answer.to_record() for answer in probed.answers],
+        "sums": [json.loads(one.to_json()) for one in probed.sums],
     }  # fmt: skip
     return json.dumps(record, separators=(",", ":"))

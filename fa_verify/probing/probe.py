@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,15 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.conventions import conventions_of
 from fa_verify.probing.domain import domain_of, smallest
+from fa_verify.probing.numerics import numerics_of
+from fa_verify.probing.summation import Sum
 from fa_verify.probing.trying import stripped
 from fa_verify.properties.subjects.declarations import WORDS, check_declarations
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["Probed", "probe", "refuted"]
+__all__ = ["TOPICS", "Probed", "probe", "refuted"]
+
+TOPICS = ("domain", "conventions", "numerics")
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,13 @@ class Probed:
         kernel: Name of the kernel.
         device: "cpu" or "cuda".
         answers: The answers, in the order in which they were found.
+        sums: The orders of its sums.
     """
 
     kernel: str
     device: str
     answers: tuple[Answer, ...]
+    sums: tuple[Sum, ...] = ()
 
     def __getitem__(self, word: str) -> Answer:
         """Return the answer about a property.
@@ -54,7 +60,10 @@ class Probed:
 
 
 def probe(
-    subject: Subject, device: str = "cpu", asked: Callable[[str], None] = lambda _: None
+    subject: Subject,
+    device: str = "cpu",
+    asked: Callable[[str], None] = lambda _: None,
+    topics: Sequence[str] = TOPICS,
 ) -> Probed:
     """Find out what a kernel takes, its conventions and how it rounds, without its declarations.
 
@@ -62,22 +71,32 @@ def probe(
         subject: The kernel. With several configurations, the one it takes by default is probed.
         device: "cpu" or "cuda".
         asked: Called with the word of every answer.
+        topics: Topics to ask about, from ``TOPICS``. The domain is always asked for first.
     """
     found: dict[str, Answer] = {}
-    for answer in _answers(stripped(subject), device, found):
+    sums: list[Sum] = []
+    for answer in _answers(stripped(subject), device, found, topics):
+        if isinstance(answer, Sum):
+            sums.append(answer)
+            continue
         found[answer.word] = answer
         asked(answer.word)
-    return Probed(subject.name, device, tuple(found.values()))
+    return Probed(subject.name, device, tuple(found.values()), tuple(sums))
 
 
-def _answers(subject: Subject, device: str, found: dict[str, Answer]) -> Iterator[Answer]:
+def _answers(
+    subject: Subject, device: str, found: dict[str, Answer], topics: Sequence[str]
+) -> Iterator[Answer | Sum]:
     base = smallest(subject, device)
     if base is None:
         problem = Problem(device=device)
         yield undecided("dtypes", "the kernel refuses every problem tried", problem.to_json())
         return
     yield from domain_of(subject, base)
-    yield from conventions_of(subject, base, found)
+    if "conventions" in topics:
+        yield from conventions_of(subject, base, found)
+    if "numerics" in topics:
+        yield from numerics_of(subject, base, found)
 
 
 def refuted(subject: Subject, probed: Probed) -> list[str]:

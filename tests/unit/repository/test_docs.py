@@ -79,6 +79,10 @@ PARSED = {
     "python -m pytest tests/conformance -n auto --report=build/report": "takes minutes",
     "python -m pytest tests/conformance -n auto --kernel=path/to/attention.py:attention "
     "--minutes=60 --corpus=corpus": "takes an hour",
+    "fa-verify probe path/to/attention.py:attention": OF_THE_COMMAND,
+    "fa-verify probe path/to/attention.py:attention --replay="
+    """'{"experiment":"weights","problem":{"version":1,"B":2,"M":16,"N":16,"dtype":"bf16","""
+    """"sm_scale":0.3}}'""": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention --quick -- -x -k derived_bound": OF_THE_COMMAND,
     "fa-verify explain --kernel=path/to/attention.py:attention "

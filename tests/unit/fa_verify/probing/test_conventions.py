@@ -30,7 +30,7 @@ def with_lse(base: str = "e", empty: float = -math.inf, top_left: bool = False):
 
 
 def probed(kernel):
-    return probe(Subject.of(kernel, "kernel"))
+    return probe(Subject.of(kernel, "kernel"), topics=("conventions",))
 
 
 @pytest.mark.parametrize("base", ["e", "2"])

@@ -50,7 +50,7 @@ def refusing(word: str):
 
 
 def probed(kernel):
-    return probe(Subject.of(kernel, "kernel"))
+    return probe(Subject.of(kernel, "kernel"), topics=("domain",))
 
 
 LIMITS = {

@@ -12,7 +12,9 @@ import importlib.util
 import os
 import platform
 import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -57,7 +59,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why_not := _without_tests():
         print(f"fa-verify {options.command} {why_not}", file=sys.stderr)
         return _USAGE
-    return _run(options.of_pytest)
+    assumed = _assumed(options.kernel) if options.command in ("check", "explain") else []
+    return _run([*assumed, *options.of_pytest])
+
+
+def _assumed(kernel: str | None) -> list[str]:
+    """Probe a kernel in another process; return pytest's option with the assumed declarations.
+
+    Registered kernels declare what they need. A kernel that cannot be loaded is left to the checks.
+    """
+    if kernel is None or ":" not in kernel:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "assumed.json"
+        command = [sys.executable, "-m", "fa_verify", "probe", kernel, f"--assume={file}"]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode not in (_HOLDS, _USAGE):
+            last = (done.stderr.strip().splitlines() or [""])[-1]
+            print(f"{kernel} ended the probe, so nothing is assumed: {last or done.returncode}")
+        return [f"--assume={file.read_text(encoding='utf-8')}"] if file.is_file() else []
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -132,6 +152,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "--pictures", metavar="DIR", help="draw the orders of the sums there, as SVG"
     )
     probe.add_argument("--replay", metavar="JSON", help="run one experiment of an answer again")
+    probe.add_argument("--assume", metavar="FILE", help=argparse.SUPPRESS)
     explain = commands.add_parser(
         "explain",
         help="run every check on the problem of a failure",

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from fa_verify.probing.answers import lines
 from fa_verify.probing.experiments import Experiment, observe
 from fa_verify.probing.picture import svg, text
 from fa_verify.probing.probe import Probed, probe, refuted
-from fa_verify.probing.trying import stripped
+from fa_verify.probing.trying import declares, stripped
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.registry import NAMED, spec_of
@@ -27,6 +28,8 @@ __all__ = ["run", "subject_and_device"]
 
 VERSION = 1
 _MOST_NUMBERS = 6
+# Topics that take a few seconds.
+_CHEAP = ("domain", "conventions", "numerics")
 _HOLDS, _FOUND, _USAGE = 0, 1, 2
 
 
@@ -37,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fa-verify probe: {error}", file=sys.stderr)
         return _USAGE
+    if options.assume is not None:
+        return _assume(subject, device, Path(options.assume))
     if options.replay is not None:
         return _replay(subject, options.replay)
     probed = probe(subject, device, _progress())
@@ -54,6 +59,25 @@ def run(options: argparse.Namespace) -> int:
             name = f"{one.output}-along-{one.axis}-{one.dtype}.svg"
             (folder / name).write_text(svg(one) + "\n", encoding="utf-8")
     return _FOUND if wrong else _HOLDS
+
+
+def _assume(subject: Subject, device: str, file: Path) -> int:
+    """Write the declarations that the checks assume, and print them with their evidence.
+
+    Nothing is written for a kernel that declares anything.
+    """
+    if declares(subject):
+        return _HOLDS
+    began = time.monotonic()
+    probed = probe(subject, device, topics=_CHEAP)
+    assumed = probed.assumed()
+    seconds = time.monotonic() - began
+    what = "assume, as the probe found in" if assumed else "assume nothing that the probe found in"
+    print(f"{probed.kernel} declares nothing; the checks {what} {seconds:.0f} s", end="")
+    print(":" if assumed else "")
+    print("\n".join(lines(dataclasses.replace(probed[x], value=y) for x, y in assumed.items())))
+    file.write_text(json.dumps(assumed), encoding="utf-8")
+    return _HOLDS
 
 
 def _replay(subject: Subject, line: str) -> int:

@@ -15,7 +15,7 @@ from fa_verify.probing.summation import AXES, Sum, leaves, order_of
 from fa_verify.probing.tiles import tiles_of
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["numerics_of"]
+__all__ = ["numerics_of", "orders_of"]
 
 # Keys or rows of a sum: several tiles of most kernels. The counts of a bf16 sum are exact to 256.
 _TERMS = {"bf16": 256, "fp32": 256, "fp16": 128}
@@ -23,10 +23,8 @@ _OPERANDS = ("q_operand", "k_operand", "v_operand")
 _OF_BACKWARD = ("dout_operand", "q_operand_of_dk", "k_operand_of_dq")
 
 
-def numerics_of(
-    subject: Subject, base: Problem, found: Mapping[str, Answer]
-) -> Iterator[Answer | Sum]:
-    """Yield where a kernel rounds, and the orders of its sums.
+def numerics_of(subject: Subject, base: Problem, found: Mapping[str, Answer]) -> Iterator[Answer]:
+    """Yield where a kernel rounds, its tiles and its splits.
 
     Args:
         subject: The kernel without its declarations.
@@ -36,7 +34,7 @@ def numerics_of(
     limits = _Limits(base, found)
     scaled = limits.scaled(base, 0.3)
     yield from rounding_of_forward(subject, scaled, limits.dtypes)
-    backward = bool(found["backward"].value) and base.M > 1 and not found["always_causal"].value
+    backward = _has_backward(base, found)
     if backward:
         exact = limits.scaled(base, 0.25)
         gqa = bool(found["gqa"].value)
@@ -45,8 +43,19 @@ def numerics_of(
     if "fp32" in limits.dtypes:
         yield _dots(found, backward)
     yield from _tiles(subject, limits, found)
-    for output in AXES if backward else ("out",):
-        yield from limits.sums(subject, output)
+
+
+def orders_of(
+    subject: Subject, base: Problem, found: Mapping[str, Answer]
+) -> Iterator[Answer | Sum]:
+    """Yield the orders of a kernel's sums; the arguments are those of ``numerics_of``."""
+    for output in AXES if _has_backward(base, found) else ("out",):
+        yield from _Limits(base, found).sums(subject, output)
+
+
+def _has_backward(base: Problem, found: Mapping[str, Answer]) -> bool:
+    """Return whether the experiments can read gradients: each row has to see the same keys."""
+    return bool(found["backward"].value) and base.M > 1 and not found["always_causal"].value
 
 
 @dataclasses.dataclass(frozen=True)

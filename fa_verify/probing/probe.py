@@ -10,7 +10,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.conventions import conventions_of
 from fa_verify.probing.domain import domain_of, smallest
-from fa_verify.probing.numerics import numerics_of
+from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.summation import Sum
 from fa_verify.probing.trying import stripped
 from fa_verify.properties.subjects.declarations import WORDS, check_declarations
@@ -18,7 +18,14 @@ from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["TOPICS", "Probed", "probe", "refuted"]
 
-TOPICS = ("domain", "conventions", "numerics")
+TOPICS = ("domain", "conventions", "numerics", "orders")
+# Declarations that ``check`` assumes for a kernel without any. Others stay at their defaults:
+# a p_dtype of "fp32" would make the bound stricter, and a group_sum in the dtype is a finding.
+_ASSUMED = (
+    "dtypes", "head_dims", "seqlen_multiple", "gqa", "m_ne_n", "dv_ne_d", "zero_sizes", "masks",
+    "layouts", "backward", "lse_base", "empty_lse", "causal_alignment", "dots", "prescales",
+    "p_normalised", "ds_scaled", "ds_from", "l_from", "splits", "rescale_threshold",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,26 @@ class Probed:
         }
         check_declarations(self.kernel, found)
         return found
+
+    def assumed(self) -> dict[str, Any]:
+        """Return the declarations that the checks assume: limits, conventions, wider roundings.
+
+        Masks that change nothing are not among the limits, so that the checks report them.
+        """
+        found = self.declarations()
+        ignored = self["ignored_masks"].value if "masks" in found else ()
+        if ignored:
+            found["masks"] = tuple({*found["masks"], *ignored})
+        check_declarations(self.kernel, found)
+        plain = Subject(self.kernel, lambda **_: None)
+        defaults = {
+            word: getattr(plain, word, getattr(plain.numerics, word, None)) for word in found
+        }
+        return {
+            word: found[word]
+            for word in _ASSUMED
+            if word in found and found[word] != defaults[word]
+        }
 
 
 def probe(
@@ -97,6 +124,8 @@ def _answers(
         yield from conventions_of(subject, base, found)
     if "numerics" in topics:
         yield from numerics_of(subject, base, found)
+    if "orders" in topics:
+        yield from orders_of(subject, base, found)
 
 
 def refuted(subject: Subject, probed: Probed) -> list[str]:

@@ -21,11 +21,11 @@ from fa_verify.properties.execution.trial import (
     run_subject,
 )
 from fa_verify.properties.inputs.tensors import Inputs, make
-from fa_verify.properties.subjects.declarations import SCORE_MODS
+from fa_verify.properties.subjects.declarations import SCORE_MODS, declared_by
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.tutorial_call import TutorialCall
 
-__all__ = ["Tried", "attempt", "stripped"]
+__all__ = ["Tried", "attempt", "declares", "stripped"]
 
 # An error of this share of the largest value shows another computation, not another rounding: P
 # rounded to bf16 loses less than 2**-8.
@@ -105,6 +105,12 @@ def stripped(subject: Subject) -> Subject:
         name=subject.name, call=subject.call, source=subject.source, takes=subject.takes,
         score_mods=SCORE_MODS, lse_grad=True, **implied,
     )  # fmt: skip
+
+
+def declares(subject: Subject) -> bool:
+    """Return whether a kernel itself declares anything."""
+    call = subject.call
+    return bool(declared_by(call.owner if isinstance(call, TutorialCall) else call, subject.name))
 
 
 def attempt(

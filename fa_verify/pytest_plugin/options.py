@@ -24,6 +24,11 @@ def add_options(group: pytest.OptionGroup) -> None:
         "f(q, k, v, *, mask, sm_scale) or f(q, k, v, causal, sm_scale)",
     )
     group.addoption(
+        "--assume",
+        metavar="JSON",
+        help="declarations of a kernel that declares nothing, as fa-verify check finds them",
+    )
+    group.addoption(
         "--forward-only",
         action="store_true",
         help="verify no gradients, as if the kernel declared backward=False",

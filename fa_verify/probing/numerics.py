@@ -8,6 +8,7 @@ from typing import Any
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
+from fa_verify.probing.arithmetic import arithmetic_of
 from fa_verify.probing.gradients import rounding_of_backward
 from fa_verify.probing.picture import blocks, in_words
 from fa_verify.probing.rounding import rounding_of_forward
@@ -43,6 +44,10 @@ def numerics_of(subject: Subject, base: Problem, found: Mapping[str, Answer]) ->
     if "fp32" in limits.dtypes:
         yield _dots(found, backward)
     yield from _tiles(subject, limits, found)
+    widest = next((x for x in ("bf16", "fp32", "fp16") if x in limits.dtypes), None)
+    if widest is not None:
+        small = dataclasses.replace(base, dtype=widest)
+        yield from arithmetic_of(subject, limits.long(widest, "keys"), small)
 
 
 def orders_of(

@@ -12,8 +12,8 @@ from fa_verify.probing.conventions import conventions_of
 from fa_verify.probing.domain import domain_of, smallest
 from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.summation import Sum
-from fa_verify.probing.trying import stripped
-from fa_verify.properties.subjects.declarations import WORDS, check_declarations
+from fa_verify.probing.trying import declares, stripped
+from fa_verify.properties.subjects.declarations import NUMERICS, WORDS, check_declarations
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["TOPICS", "Probed", "probe", "refuted"]
@@ -131,29 +131,62 @@ def _answers(
 def refuted(subject: Subject, probed: Probed) -> list[str]:
     """Return the declarations of a kernel that its answers contradict, as sentences.
 
-    A narrower domain or a wider bound than what was found is no contradiction.
+    The default of a word counts as declared if the kernel declares another one. A narrower domain
+    or a wider bound than the answers give is no contradiction.
     """
-    declared = subject.declarations()
+    if not declares(subject):
+        return []
+    own = subject.declarations()
     wrong = []
     for answer in probed.answers:
-        if answer.word not in declared or answer.value is None:
+        word = answer.word
+        if answer.value is None or word not in (*_WIDTHS, *_SETTLED):
             continue
-        given = declared[answer.word]
-        if _contradicts(answer.word, given, answer.value):
+        # The checks count these refusals, and report none as a failure.
+        if word not in own and "NotImplementedError" in answer.evidence:
+            continue
+        given = getattr(subject.numerics if word in NUMERICS else subject, word)
+        if _contradicts(word, given, answer.value):
+            how = "declares" if word in own else "has the default"
             wrong.append(
-                f"{subject.name} declares {answer.word}={given!r}, and the probe finds "
-                f"{answer.value!r}: {answer.evidence}; {answer.replay}"
+                f"{subject.name} {how} {word}={given!r}, and the probe finds {answer.value!r}: "
+                f"{answer.evidence}; {answer.replay}"
             )
     return wrong
 
 
+# Words that are compared for what they promise, and their values from strict to wide.
+_WIDTHS: dict[str, tuple[Any, ...]] = {
+    "dots": ("ieee", "tf32"), "p_dtype": ("fp32", "input"), "l_from": ("unrounded", "rounded"),
+    "ds_from": ("unrounded", "rounded"), "group_sum": ("fp32", "dtype"), "flushes": (False, True),
+    "prescales": ("none", "q", "k", "qk"),
+}  # fmt: skip
+# Further words that the answers can contradict.
+_SETTLED = (
+    "dtypes", "head_dims", "seqlen_multiple", "gqa", "m_ne_n", "dv_ne_d", "zero_sizes", "masks",
+    "layouts", "backward", "score_mods", "returns_lse", "lse_grad", "lse_base", "empty_lse",
+    "causal_alignment", "p_normalised", "ds_scaled", "splits", "rescale_threshold",
+)  # fmt: skip
+
+
 def _contradicts(word: str, given: Any, found: Any) -> bool:
-    """Return whether a declaration promises more than what was found."""
-    if isinstance(found, tuple):
-        return not {*given} <= {*found}
-    if isinstance(found, bool):
-        # A declared limit that the kernel does not have is no contradiction.
-        return given and not found
+    """Return whether a declaration promises more than the answer gives."""
+    if word in _WIDTHS:
+        if word == "prescales":
+            return not set(found.replace("none", "")) <= set(given.replace("none", ""))
+        return _WIDTHS[word].index(given) < _WIDTHS[word].index(found)
+    if word in ("splits", "rescale_threshold"):
+        return bool(given < found)
     if word == "seqlen_multiple":
-        return given % found != 0
+        return bool(given % found)
+    if given is None and word == "returns_lse":
+        return False
+    if isinstance(found, tuple):
+        return given is None or not {*given} <= {*found}
+    if isinstance(found, bool) and word in _LIMITS:
+        # A declared limit that the kernel does not have is no contradiction.
+        return bool(given and not found)
     return bool(given != found)
+
+
+_LIMITS = ("gqa", "m_ne_n", "dv_ne_d", "zero_sizes", "backward", "lse_grad")

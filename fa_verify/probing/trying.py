@@ -108,9 +108,13 @@ def stripped(subject: Subject) -> Subject:
 
 
 def declares(subject: Subject) -> bool:
-    """Return whether a kernel itself declares anything."""
+    """Return whether a subject has declarations beyond those that its signature implies."""
     call = subject.call
-    return bool(declared_by(call.owner if isinstance(call, TutorialCall) else call, subject.name))
+    if declared_by(call.owner if isinstance(call, TutorialCall) else call, subject.name):
+        return True
+    implied = call.declarations(subject.name, {}) if isinstance(call, TutorialCall) else {}
+    words = {word: x for word, x in subject.declarations().items() if word != "takes"}
+    return any(implied.get(word) != value for word, value in words.items())
 
 
 def attempt(

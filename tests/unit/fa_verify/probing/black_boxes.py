@@ -272,6 +272,7 @@ def truth(**how) -> dict[str, object]:
         "tile_order": ("descending" if box.backwards else "ascending") if tiled else None,
         "splits": box.splits if tiled else None,
         "rescale_threshold": box.threshold if tiled and box.splits == 1 else None,
+        "accumulation": "truncated when aligned" if box.fused else "to nearest", "flushes": False,
         **{f"order_of_{name}_{dtype}": box.width for name in ("dv", "dk", "dq")
            for dtype in ("bf16", "fp32")},
     }  # fmt: skip

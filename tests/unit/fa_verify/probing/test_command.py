@@ -14,7 +14,9 @@ import torch
 from fa_verify import attention_kernel
 
 
-@attention_kernel(p_dtype="input", dtypes=("bf16", "fp32"), masks=("causal",))
+@attention_kernel(
+    p_normalised=True, group_sum="dtype", dtypes=("bf16", "fp32"), masks=("causal",)
+)
 def attention(q, k, v, *, mask, sm_scale):
     if q.dtype in (torch.float64, torch.float16) or mask.seqlens_k is not None:
         raise NotImplementedError("sequence lengths, or a dtype")

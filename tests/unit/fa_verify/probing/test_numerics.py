@@ -44,10 +44,18 @@ def test_declarations_of_the_answers_are_valid(box):
 
 
 def test_a_declared_rounding_that_the_kernel_has_not_is_refuted():
-    declares = attention_kernel(p_dtype="fp32", prescales="none", block_n=64)
+    declares = attention_kernel(p_dtype="fp32", group_sum="dtype", rescale_threshold=8.0)
     subject = Subject.of(declares(kernel(prescale="q")), "kernel")
-    wrong = refuted(subject, probe(subject))
-    assert [x.split(", and the probe")[0] for x in wrong] == ["kernel declares p_dtype='fp32'"]
+    wrong = refuted(subject, probe(subject, topics=("numerics",)))
+    # The sum of a group and the threshold are declared wider than they are, which is no lie.
+    assert [x.split(", and the probe")[0] for x in wrong] == [
+        "kernel has the default prescales='none'", "kernel declares p_dtype='fp32'",
+    ]  # fmt: skip
+
+
+def test_a_kernel_without_declarations_has_none_refuted():
+    subject = Subject.of(kernel(prescale="q"), "kernel")
+    assert refuted(subject, probe(subject, topics=("numerics",))) == []
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,12 @@ def broken(q, k, v, *, mask, sm_scale):
     return attention(q, k, v, mask=mask, sm_scale=sm_scale) * 1.01
 
 
+def undeclared(q, k, v, *, mask, sm_scale):
+    if mask != type(mask)() or q.dtype != torch.float32 or 0 in (q.shape[2], k.shape[2]):
+        raise NotImplementedError("masks, dtypes and sizes of 0")
+    return torch.softmax(q @ k.mT * sm_scale, -1) @ v
+
+
 @DECLARED
 def without_a_gradient(q, k, v, *, mask, sm_scale):
     return attention(q, k, v, mask=mask, sm_scale=sm_scale).detach()
@@ -71,6 +77,15 @@ def test_a_correct_kernel_holds(folder):
     assert sorted(path.name for path in folder.iterdir() if path.suffix) == [
         "conftest.py", "my.py", "pytest.ini",
     ]  # fmt: skip
+
+
+def test_a_kernel_that_declares_nothing_is_probed_first(folder):
+    done = run(folder, "check", "my.py:undeclared", "--quick", *ACCURACY)
+    said = "undeclared declares nothing; the checks assume, as the probe found in "
+    assert said in done.stdout, done.stdout + done.stderr
+    assert "refuses fp16: NotImplementedError: masks, dtypes and sizes of 0" in done.stdout
+    assert "declares dtypes=('fp32',)" in done.stdout
+    assert "masks=()" in done.stdout
 
 
 def test_findings_have_a_status_and_a_line_that_explain_takes(folder):

@@ -86,6 +86,10 @@ PARSED = {
     "pytest --pyargs fa_verify.conformance --fa-kernel=my.py:attention -n auto": OF_THE_PLUGIN,
     "fa-verify check my.py:attention": OF_THE_COMMAND,
     "fa-verify check my.py:attention --waive known.txt": "runs in test_waivers.py",
+    "fa-verify probe path/to/attention.py:attention": OF_THE_COMMAND,
+    "fa-verify probe path/to/attention.py:attention --replay="
+    """'{"experiment":"weights","problem":{"version":1,"B":2,"M":16,"N":16,"dtype":"bf16","""
+    """"sm_scale":0.3}}'""": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention --quick -- -x -k derived_bound": OF_THE_COMMAND,
     "fa-verify explain --kernel=path/to/attention.py:attention "

@@ -101,9 +101,11 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         _read_replay(options, replays)
     of_pytest = [
         f"--fa-{name}={value}"
-        for name in ("kernel", "mask", "replay", "minutes", "report", "waive")
+        for name in ("kernel", "mask", "replay", "minutes", "report", "waive", "sarif")
         if (value := getattr(options, name, None)) is not None
     ]
+    if getattr(options, "junit", None) is not None:
+        of_pytest += [f"--junit-xml={options.junit}", "-o", "junit_suite_name=fa-verify"]
     if options.forward_only:
         of_pytest.append("--fa-forward-only")
     if options.json is not None:
@@ -142,6 +144,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="replay the problems of this folder first; --minutes adds those that fail "
         "(default: %(default)s)",
     )  # fmt: skip
+    check.add_argument("--junit", metavar="FILE", help="write the outcomes of all tests as JUnit")
+    check.add_argument("--sarif", metavar="FILE", help="write the findings as SARIF 2.1.0")
     check.add_argument(
         "--waive", metavar="FILE",
         help="known failures, lines of 'guarantee, pattern, reason': they do not fail the run",
@@ -245,7 +249,7 @@ def _run(of_pytest: Sequence[str]) -> int:
     sys.path.insert(0, os.getcwd())
     arguments = [
         str(_TESTS), f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}", f"--config-file={os.devnull}",
-        "-p", _PLUGIN, "-p", "no:cacheprovider",
+        "-p", _PLUGIN, "-p", "no:cacheprovider", "-o", "console_output_style=classic",
     ]  # fmt: skip
     if _version("pytest-timeout") is not None:
         arguments.append("--timeout=900")

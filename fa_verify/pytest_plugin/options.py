@@ -90,6 +90,10 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "DIR",
         "help": "write report.html, one self-contained page, and report.json to this folder",
     },
+    "sarif": {
+        "metavar": "FILE",
+        "help": "write the findings to this file as SARIF 2.1.0, which code scanning reads",
+    },
 }
 
 

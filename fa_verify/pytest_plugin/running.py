@@ -32,8 +32,10 @@ from fa_verify.pytest_plugin.findings.recording import Recording
 from fa_verify.pytest_plugin.fuzz.plugin import Fuzzing, choose_workers, minutes_of
 from fa_verify.pytest_plugin.gate.plugin import Gate
 from fa_verify.pytest_plugin.outside_programs import OutsidePrograms
+from fa_verify.pytest_plugin.progress import Progress
 from fa_verify.pytest_plugin.regression_files import RegressionFiles
 from fa_verify.pytest_plugin.report.plugin import RunReport
+from fa_verify.pytest_plugin.sarif import Sarif
 from fa_verify.pytest_plugin.summary import REPLAY, Summary
 from fa_verify.pytest_plugin.waivers import Waivers
 from fa_verify.registry import kernel_table
@@ -158,12 +160,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(
             Recording(config, subject_of(config), summary.tally), "findings"
         )
+    if config.getoption("--fa-sarif"):
+        config.pluginmanager.register(Sarif(config), "sarif")
+    if _shows_progress(config):
+        config.pluginmanager.register(Progress(config), "progress")
     # Registered before the gate, so that its pytest_sessionfinish ends after the gate's.
     config.pluginmanager.register(RunReport(config, summary.tally), "report")
     config.pluginmanager.register(Gate(config), "gate")
     # No timeout for a test: the watchdog limits the time of each problem.
     if profile == "fuzz":
         config.option.timeout = 0
+
+
+def _shows_progress(config: pytest.Config) -> bool:
+    """Return whether the command fa-verify runs in this process, and shows no test by name."""
+    by_command = config.rootpath == CONFORMANCE and not hasattr(config, "workerinput")
+    # --fa-minutes has a line of progress of its own, a replay a single test.
+    alone = config.getoption("--fa-replay") is not None or minutes_of(config) is not None
+    return by_command and not alone and not config.option.verbose
 
 
 def _choose_replay_line(config: pytest.Config) -> None:

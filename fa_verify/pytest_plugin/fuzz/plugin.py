@@ -22,6 +22,7 @@ from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock, seconds_of_a_turn
 from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER, Hunter
+from fa_verify.pytest_plugin.progress import IN_A_LOG, ON_A_TERMINAL, clock
 from fa_verify.pytest_plugin.regression_files import is_regression
 from fa_verify.session import select
 
@@ -30,8 +31,6 @@ __all__ = ["PROFILE", "Fuzzing", "choose_workers", "minutes_of"]
 # The Hypothesis profile of a fuzzing run, which draws new examples every time.
 PROFILE = "fuzz"
 WEEK = 7 * 24 * 60.0
-# Seconds between lines of progress, on a terminal and in a log file.
-ON_A_TERMINAL, IN_A_LOG = 3.0, 10.0
 # xdist's name for the phase of a test whose worker died.
 DIED = "???"
 # Number of dead workers after which a test is no longer scheduled.
@@ -298,7 +297,7 @@ class Fuzzing:
         worst = max((ratio for ratio, _ in [*self.tally.worst.values()]), default=0.0)
         entries = len(self.causes.files())
         return (
-            f"{_clock(passed)} of {_clock(self.seconds)}: {problems:,} problems, "
+            f"{clock(passed)} of {clock(self.seconds)}: {problems:,} problems, "
             f"{problems / max(passed, 1.0):.1f}/s; worst error/bound {ratio_text(worst)}; "
             f"{entries} corpus entr{'y' if entries == 1 else 'ies'}"
         )
@@ -323,8 +322,3 @@ def _in_short(message: str) -> str:
     """Return the first line of a failure message and its replay line."""
     first, *rest = message.splitlines()
     return "\n  ".join([first, *(line.strip() for line in rest if "replay: " in line)])
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02d}"

@@ -81,8 +81,6 @@ PARSED = {
     "python -m pytest -n auto --minutes=600 --example-db=redis://host:6379/0": "takes hours",
     "python -m pytest tests/conformance -n auto --minutes=10": "takes minutes",
     "python -m pytest tests/conformance -n auto --report=build/report": "takes minutes",
-    "python -m pytest tests/conformance -n auto --kernel=path/to/attention.py:attention "
-    "--minutes=60 --corpus=corpus": "takes an hour",
     "pytest --pyargs fa_verify.conformance --fa-kernel=my.py:attention -n auto": OF_THE_PLUGIN,
     "fa-verify check my.py:attention": OF_THE_COMMAND,
     "fa-verify check my.py:attention --waive known.txt": "runs in test_waivers.py",
@@ -381,6 +379,21 @@ def test_every_claim_has_a_test_and_every_test_of_a_claim_a_section():
     assert {name[:8] for name in tested} == {name[:8] for name in shown.values()}
 
 
+def test_the_workflow_for_other_repositories_passes_inputs_of_the_action():
+    yaml = pytest.importorskip("yaml")
+    _, shown = blocks("docs/ci.md", "yaml")
+    (step,) = (
+        x for x in yaml.safe_load(shown)["jobs"]["verify"]["steps"] if x.get("id") == "fa-verify"
+    )
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    assert set(step["with"]) <= set(action["inputs"])
+    needed = {name for name, x in action["inputs"].items() if x.get("required")}
+    assert needed <= set(step["with"])
+    parsed(["check", step["with"]["kernel"], *step["with"]["options"].split()])
+    uses = re.findall(r"steps\.fa-verify\.outputs\.(\w+)", shown)
+    assert set(uses) <= set(action["outputs"])
+
+
 def test_the_workflow_on_the_page_is_the_one_that_runs():
-    (shown,) = blocks("docs/ci.md", "yaml")
+    shown, _ = blocks("docs/ci.md", "yaml")
     assert shown in (ROOT / ".github" / "workflows" / "gpu.yml").read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from fa_verify.probing.arithmetic import arithmetic_of
 from fa_verify.probing.gradients import rounding_of_backward
 from fa_verify.probing.picture import blocks, in_words
 from fa_verify.probing.rounding import rounding_of_forward
+from fa_verify.probing.softmax_sum import order_of_softmax_sum
 from fa_verify.probing.summation import AXES, Sum, leaves, order_of
 from fa_verify.probing.tiles import tiles_of
 from fa_verify.properties.subjects.subject import Subject
@@ -44,6 +45,11 @@ def numerics_of(subject: Subject, base: Problem, found: Mapping[str, Answer]) ->
     if "fp32" in limits.dtypes:
         yield _dots(found, backward)
     yield from _tiles(subject, limits, found)
+    if "fp32" in limits.dtypes and base.M > 1 and not found["always_causal"].value:
+        long = limits.long("fp32", "keys")
+        yield order_of_softmax_sum(
+            subject, limits.scaled(dataclasses.replace(long, M=long.N), 0.25)
+        )
     widest = next((x for x in ("bf16", "fp32", "fp16") if x in limits.dtypes), None)
     if widest is not None:
         small = dataclasses.replace(base, dtype=widest)

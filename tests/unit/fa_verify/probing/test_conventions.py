@@ -73,3 +73,20 @@ def test_the_gradient_of_lse_is_found():
         return out, lse.detach()
 
     assert probed(without)["lse_grad"].value is False
+
+
+def test_a_wrong_gradient_of_lse_is_no_gradient():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            return 2 * dx
+
+    def wrong(q, k, v, *, mask, sm_scale):
+        out, lse = with_lse()(q, k, v, mask=mask, sm_scale=sm_scale)
+        return out, Doubled.apply(lse)
+
+    assert probed(wrong)["lse_grad"].value is False

@@ -114,7 +114,7 @@ class Causes:
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         option = self.config.option
         quiet = option.verbose <= 0 and option.tbstyle == "auto" and not option.usepdb
-        many = self.counts().failed > 1 and option.replay is None
+        many = self.counts().failed > 1 and option.fa_replay is None
         if terminal is not None and many and quiet and self._all_explained(terminal):
             option.tbstyle = "no"
             terminal.reportchars = ""

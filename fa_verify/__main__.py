@@ -12,7 +12,9 @@ import importlib.util
 import os
 import platform
 import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -50,10 +52,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "doctor":
         print("\n".join(_doctor()))
         return _HOLDS
+    if options.command == "explain" and options.file is not None:
+        return _explain(options.file, options.mask)
+    if options.command == "probe":
+        from fa_verify.probing.command import run
+
+        return run(options)
     if why_not := _without_tests():
         print(f"fa-verify {options.command} {why_not}", file=sys.stderr)
         return _USAGE
-    return _run(options.of_pytest)
+    assumed = _assumed(options.kernel) if options.command in ("check", "explain") else []
+    return _run([*assumed, *options.of_pytest])
+
+
+def _assumed(kernel: str | None) -> list[str]:
+    """Probe a kernel in another process; return pytest's option with the assumed declarations.
+
+    Registered kernels declare what they need. A kernel that cannot be loaded is left to the checks.
+    """
+    if kernel is None or ":" not in kernel:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "assumed.json"
+        command = [sys.executable, "-m", "fa_verify", "probe", kernel, f"--assume={file}"]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode not in (_HOLDS, _USAGE):
+            last = (done.stderr.strip().splitlines() or [""])[-1]
+            print(f"{kernel} ended the probe, so nothing is assumed: {last or done.returncode}")
+        return [f"--fa-assume={file.read_text(encoding='utf-8')}"] if file.is_file() else []
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -67,7 +93,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     given, beyond = given[:end], given[end + 1 :]
     parser, replays = _parsers()
     options = parser.parse_args(given)
-    if options.command in ("list", "doctor"):
+    if options.command in ("list", "doctor", "probe"):
         if beyond:
             parser.error(f"{options.command} starts no pytest, and got {shlex.join(beyond)}")
         return options
@@ -124,13 +150,30 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "--waive", metavar="FILE",
         help="known failures, lines of 'guarantee, pattern, reason': they do not fail the run",
     )  # fmt: skip
+    probe = commands.add_parser(
+        "probe",
+        help="find out what a kernel takes and how it rounds",
+        description="Find out what a kernel takes, its conventions and how it rounds. Exit status "
+        "1 if that refutes one of its declarations.",
+    )
+    probe.add_argument("kernel", metavar="KERNEL", help="as for check")
+    probe.add_argument("--json", metavar="FILE", help="write the answers, one JSON object")
+    probe.add_argument(
+        "--pictures", metavar="DIR", help="draw the orders of the sums there, as SVG"
+    )
+    probe.add_argument("--replay", metavar="JSON", help="run one experiment of an answer again")
+    probe.add_argument("--assume", metavar="FILE", help=argparse.SUPPRESS)
     explain = commands.add_parser(
         "explain",
         help="run every check on the problem of a failure",
         description="Run every check on the problem of a failure, and show all that fail.",
     )
     explain.add_argument(
-        "line", nargs="*", metavar="REPLAY", help="a replay line, as printed, or its JSON"
+        "line",
+        nargs="*",
+        metavar="REPLAY",
+        help="a replay line, as printed, its JSON, or a file that "
+        "assert_attention_close has written",
     )
     explain.add_argument(
         "--kernel", "--fa-kernel", metavar="KERNEL", help="the kernel, for JSON alone"
@@ -157,6 +200,13 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 def _read_replay(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Take kernel, mask and problem from a replay line, in one word or in several."""
     words = options.line
+    options.file = None
+    if len(words) == 1 and words[0].endswith(".npz"):
+        ignored = [x for x in ("kernel", "json", "forward_only") if getattr(options, x)]
+        if ignored:
+            parser.error(f"a file of results takes no --{ignored[0].replace('_', '-')}")
+        options.file = words[0]
+        return
     if len(words) == 1 and " " in words[0] and not words[0].startswith("{"):
         line = words[0].removeprefix("fa-verify explain ")
         parser.parse_args(shlex.split(line), options)
@@ -166,8 +216,29 @@ def _read_replay(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     elif words not in ([], ["pytest"]) or options.replay is None:
         parser.error(
             f"REPLAY is {shlex.join(words)!r}; needs a replay line, as a failure prints it, "
-            "or its JSON"
+            "its JSON, or a file of assert_attention_close"
         )
+
+
+def _explain(file: str, mask: str | None) -> int:
+    """Judge the results in a file of ``assert_attention_close`` again, and print the findings."""
+    from fa_verify.attention_close import assert_attention_close
+    from fa_verify.replay_files import read
+
+    try:
+        if mask is not None:
+            from fa_verify.properties.subjects.loading import load_mask
+
+            load_mask(mask)
+        assert_attention_close(**read(file), replay_folder=None)
+    except AssertionError as found:
+        print(found)
+        return _FOUND
+    except (TypeError, ValueError) as error:
+        print(f"fa-verify explain: {error}", file=sys.stderr)
+        return _USAGE
+    print("every result lies within its bound")
+    return _HOLDS
 
 
 def _run(of_pytest: Sequence[str]) -> int:

@@ -12,11 +12,13 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
 from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.checks.backward import backward
+from fa_verify.properties.checks.bias_gradient import judge_bias_gradient
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import OutOfRangeError, plan_in_range
+from fa_verify.properties.execution.trial import BiasRun, OutOfRangeError, plan_in_range
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.replay_files import FOLDER, write
 
 __all__ = ["assert_attention_close"]
 
@@ -31,6 +33,10 @@ _AXES = {
     "dq": "(B, H, M, D)",
     "dk": "(B, Hk, N, D)",
     "dv": "(B, Hk, N, Dv)",
+    "dlse": "(B, H, M)",
+    "alibi_slopes": "(B, H)",
+    "bias": "(B or 1, H or 1, M or 1, N or 1)",
+    "dbias": "(B or 1, H or 1, M or 1, N or 1)",
 }
 
 
@@ -45,9 +51,15 @@ def assert_attention_close(
     dq: torch.Tensor | None = None,
     dk: torch.Tensor | None = None,
     dv: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dbias: torch.Tensor | None = None,
     mask: Mask = Mask(),  # noqa: B008  # frozen
     sm_scale: float | None = None,
     numerics: Numerics = Numerics(),  # noqa: B008  # frozen
+    replay_folder: str | None = FOLDER,
 ) -> None:
     """Assert that the results of an attention kernel lie within their derived bounds.
 
@@ -59,9 +71,10 @@ def assert_attention_close(
         out = my_attention(q, k, v, causal=True)
         assert_attention_close(out, q, k, v, mask=Mask(causal=True))
 
-    All tensors are on one device, with any strides. They have the dtype of q, except for lse: it is
-    float64 for float64 inputs and float32 otherwise. Rows and keys without a visible pair may hold
-    anything in the inputs. In the results, they are exactly 0, and -inf in lse.
+    All tensors are on one device, with any strides. They have the dtype of q. lse and dlse are
+    float64 for float64 inputs and float32 otherwise, alibi_slopes are float32, and bias and dbias
+    may be float32. Rows and keys without a visible pair may hold anything in the inputs. In the
+    results, they are exactly 0, and -inf in lse.
 
     Args:
         out: Result of the kernel, (B, H, M, Dv).
@@ -71,27 +84,38 @@ def assert_attention_close(
         lse: The natural logarithm of the softmax's denominator, (B, H, M), if the kernel returns
             it.
         dout: The gradient of out that the gradients below were computed from, (B, H, M, Dv).
-        dq: Gradient of q; needs ``dout``.
-        dk: Gradient of k, summed over the query heads of a group; needs ``dout``.
-        dv: Gradient of v, summed in the same way; needs ``dout``.
+        dq: Gradient of q; needs ``dout`` or ``dlse``, as the other gradients do.
+        dk: Gradient of k, summed over the query heads of a group.
+        dv: Gradient of v, summed in the same way.
+        dlse: The gradient of lse, (B, H, M), of a loss that depends on lse.
+        softcap: c, where a score x becomes c tanh(x / c) after the scale; None without a softcap.
+        alibi_slopes: Slopes, (H,) or (B, H). A slope times the distance of query and key is
+            subtracted from the score. Their positions are aligned at the bottom right.
+        bias: Terms that are added to the scores, (B or 1, H or 1, M or 1, N or 1); None without.
+        dbias: Gradient of the bias, in its shape and dtype.
         mask: The mask. Causal masks and windows are aligned to the bottom right.
         sm_scale: Factor on q.k; None is D**-0.5.
         numerics: The roundings of the kernel, where they differ from FlashAttention-2's. With
             ``backward_reads``, gradients are also judged given out and lse as they were returned.
+        replay_folder: Folder for a file with the arguments of a call that fails, if its tensors
+            take no more than 1 MiB. ``fa-verify explain FILE`` judges them again. None writes none.
 
     Raises:
         AssertionError: A result leaves its bound. The message shows its worst element, and where
             bad elements concentrate.
         TypeError: An argument has the wrong type.
-        ValueError: A shape, dtype or device is wrong, a gradient is given without ``dout``, or
-            ``dout`` without a gradient. An input is NaN or infinite where a visible pair reads it.
-            The inputs are out of range: a correct kernel may overflow on them.
+        ValueError: A shape, dtype or device is wrong, a gradient is given without ``dout`` and
+            ``dlse``, these without a gradient, or ``dbias`` without ``bias``. An input is NaN or
+            infinite where a visible pair reads it. The inputs are out of range: a correct kernel
+            may overflow on them.
     """
     __tracebackhide__ = True
-    _check(
-        {"q": q, "k": k, "v": v, "out": out},
-        {"lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv},
-    )
+    optional = {
+        "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv, "dlse": dlse,
+        "alibi_slopes": alibi_slopes, "bias": bias, "dbias": dbias,
+    }  # fmt: skip
+    required = {"q": q, "k": k, "v": v, "out": out}
+    _check(required, optional)
     if not isinstance(mask, Mask):
         raise TypeError(f"mask is {type(mask).__name__}; needs a Mask, such as Mask(causal=True)")
     if not isinstance(numerics, Numerics):
@@ -99,42 +123,75 @@ def assert_attention_close(
     problem = Problem(
         B=q.shape[0], H=q.shape[1], Hk=k.shape[1], M=q.shape[2], N=k.shape[2],
         D=q.shape[3], Dv=v.shape[3], dtype=_NAMES[q.dtype], device=q.device.type,
-        mask=mask, sm_scale=sm_scale,
+        mask=mask, sm_scale=sm_scale, softcap=softcap,
     )  # fmt: skip
     subject = Subject("attention", _called_before, numerics=numerics)
     with torch.inference_mode(False):
         # Without gradients, their bounds are not read.
         inputs = Inputs(q, k, v, torch.zeros_like(out) if dout is None else dout)
         inputs = Inputs(*(x.detach() for x in inputs.tensors))
-        got = Outputs(*(None if x is None else x.detach() for x in (out, lse, dq, dk, dv)))
-        findings = _judged(subject, problem, inputs, got)
-    if findings:
-        raise AssertionError("\n".join([*(x.told for x in findings), _facts(subject, problem)]))
+        inputs = inputs._replace(
+            dlse=_detached(dlse), alibi_slopes=_detached(alibi_slopes), bias=_detached(bias)
+        )
+        got = Outputs(*map(_detached, (out, lse, dq, dk, dv)))
+        findings = _judged(subject, problem, inputs, got, _detached(dbias))
+    if not findings:
+        return
+    lines = [*(x.told for x in findings), _facts(subject, problem, inputs)]
+    if replay_folder is not None:
+        scalars = {"sm_scale": sm_scale, "softcap": softcap, "numerics": numerics}
+        lines += _replay_line(replay_folder, {**required, **optional, **scalars}, mask)
+    raise AssertionError("\n".join(lines))
+
+
+def _detached(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.detach()
 
 
 def _judged(
-    subject: Subject, problem: Problem, inputs: Inputs, got: Outputs[torch.Tensor | None]
+    subject: Subject,
+    problem: Problem,
+    inputs: Inputs,
+    got: Outputs[torch.Tensor | None],
+    dbias: torch.Tensor | None,
 ) -> list[Finding]:
     """Return the findings of the checks that need one run alone."""
     try:
         trial = plan_in_range(subject, problem, inputs).trial(subject, got)
+        findings = accuracy(trial)
+        if any(gradient is not None for gradient in got[2:]):
+            findings += backward(trial)
+        if dbias is not None:
+            assert got.out is not None
+            given = BiasRun(got.out, got.lse, dbias)
+            findings += judge_bias_gradient(trial, lambda: given)
     except OutOfRangeError as reason:
         _check_finite(problem, inputs)
         raise ValueError(
             f"the inputs are out of range, so that a correct kernel may fail: {reason}"
         ) from None
-    findings = accuracy(trial)
-    if any(gradient is not None for gradient in got[2:]):
-        findings += backward(trial)
     return findings
 
 
-def _facts(subject: Subject, problem: Problem) -> str:
-    """Format the sizes, the mask and the declarations of a call."""
+def _replay_line(folder: str, arguments: dict[str, Any], mask: Mask) -> list[str]:
+    """Write a replay file; return the line that names it, or why there is none."""
+    try:
+        path = write(folder, arguments, mask)
+    except (OSError, TypeError) as error:  # nothing may hide the failure
+        return [f"no replay file: {error}"]
+    return [] if path is None else [f"replay: fa-verify explain {path}"]
+
+
+def _facts(subject: Subject, problem: Problem, inputs: Inputs) -> str:
+    """Format the sizes, the mask, the score modifications and the declarations of a call."""
     sizes = " ".join(f"{x}={getattr(problem, x)}" for x in ("B", "H", "Hk", "M", "N", "D", "Dv"))
+    added = [] if problem.softcap is None else [f", softcap={problem.softcap:g}"]
+    for name in ("alibi_slopes", "bias"):
+        x = getattr(inputs, name)
+        added += [] if x is None else [f", {name} of shape {tuple(x.shape)}"]
     return (
         f"call: {sizes} {problem.dtype} on {problem.device}, mask={shown(problem.mask)}, "
-        f"sm_scale={problem.scale:g}; numerics declare {subject.declared()}"
+        f"sm_scale={problem.scale:g}{''.join(added)}; numerics declare {subject.declared()}"
     )
 
 
@@ -156,23 +213,39 @@ def _check(required: dict[str, Any], optional: dict[str, Any]) -> None:
             raise TypeError(f"{name} is {type(x).__name__}; needs a tensor {_AXES[name]}")
         if name in ("q", "k", "v") and x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; needs four axes {_AXES[name]}")
-    gradients = [name for name in ("dq", "dk", "dv") if name in given]
-    if gradients and "dout" not in given:
+    gradients = [name for name in ("dq", "dk", "dv", "dbias") if name in given]
+    losses = [name for name in ("dout", "dlse") if name in given]
+    if gradients and not losses:
         raise ValueError(f"{gradients[0]} is given without dout; needs the gradient of out")
-    if "dout" in given and not gradients:
-        raise ValueError("dout is given without dq, dk and dv; needs at least one of them")
+    if losses and not gradients:
+        raise ValueError(f"{losses[0]} is given without dq, dk and dv; needs at least one of them")
+    if "dbias" in given and "bias" not in given:
+        raise ValueError("dbias is given without bias; needs the bias that was added")
     q, k, v = given["q"], given["k"], given["v"]
     if q.dtype not in _NAMES:
         raise ValueError(f"q has dtype {q.dtype}; needs one of {', '.join(map(str, _NAMES))}")
     (B, H, M, D), (Hk, N), Dv = q.shape, k.shape[1:3], v.shape[3]
     sizes = {"B": B, "H": H, "Hk": Hk, "M": M, "N": N, "D": D, "Dv": Dv}
     for name, x in given.items():
-        shape = tuple(sizes[axis] for axis in _AXES[name].strip("()").split(", "))
+        axes = _AXES[name].strip("()").split(", ")
+        if name == "alibi_slopes":
+            axes = axes[2 - x.ndim :]
+        shape = tuple(sizes[axis.split()[0]] for axis in axes)
+        if name == "bias" and x.ndim == len(shape):
+            shape = tuple(1 if n == 1 else size for n, size in zip(x.shape, shape, strict=True))
+        if name == "dbias":
+            shape = tuple(given["bias"].shape)
         if tuple(x.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; needs {shape}, {_AXES[name]}")
         dtype, like = q.dtype, ", that of q"
-        if name == "lse":
+        if name in ("lse", "dlse"):
             dtype, like = torch.promote_types(q.dtype, torch.float32), ""
+        if name == "alibi_slopes":
+            dtype, like = torch.float32, ""
+        if name == "bias" and x.dtype == torch.float32:
+            dtype = x.dtype
+        if name == "dbias":
+            dtype, like = given["bias"].dtype, ", that of bias"
         if x.dtype != dtype:
             raise ValueError(f"{name} has dtype {x.dtype}; needs {dtype}{like}")
         if x.device != q.device:
@@ -197,13 +270,39 @@ def _check_finite(problem: Problem, inputs: Inputs) -> None:
         rows.append(seen.any(3).expand(B, H, -1))
         keys |= seen.any(2).expand(B, H, N).reshape(B, Hk, H // Hk, N).any(2)
     read_by = {"m": torch.cat(rows, 2).unsqueeze(3), "n": keys.unsqueeze(3)}
-    for name, axis in (("q", "m"), ("k", "n"), ("v", "n"), ("dout", "m")):
+    for name, axis in (("q", "m"), ("k", "n"), ("v", "n"), ("dout", "m"), ("dlse", "m")):
         x = getattr(inputs, name)
-        bad = (~x.isfinite() & read_by[axis]).nonzero()
+        if x is None:
+            continue
+        read = read_by[axis].squeeze(3) if name == "dlse" else read_by[axis]
+        bad = (~x.isfinite() & read).nonzero()
         if len(bad):
             at = tuple(bad[0].tolist())
-            where = " ".join(f"{a}={i}" for a, i in zip(("b", "h", axis, "d"), at, strict=True))
+            where = " ".join(f"{a}={i}" for a, i in zip(("b", "h", axis, "d"), at, strict=False))
             seen_by = "row sees a key" if axis == "m" else "key is visible to a row"
             raise ValueError(
                 f"{name} is {float(x[at])} at {where}; needs to be finite, since this {seen_by}"
+            )
+    _check_added(problem, inputs, masks, height)
+
+
+def _check_added(problem: Problem, inputs: Inputs, masks: RowMasks, height: int) -> None:
+    """Raise ValueError for a slope, or a bias of a visible pair, that is NaN or infinite."""
+    slopes, bias = inputs.alibi_slopes, inputs.bias
+    if slopes is not None and not bool(slopes.isfinite().all()):
+        raise ValueError(f"alibi_slopes holds {float(slopes[~slopes.isfinite()][0])}; needs finite")
+    if bias is None:
+        return
+    sizes = problem.B, problem.H, problem.M, problem.N
+    for start in range(0, problem.M, height):
+        rows = slice(start, min(start + height, problem.M))
+        read = masks.between(rows.start, rows.stop).expand(*sizes[:2], -1, -1)
+        bad = (~bias.expand(sizes)[:, :, rows].isfinite() & read).nonzero()
+        if len(bad):
+            b, h, m, n = bad[0].tolist()
+            m += start
+            value = float(bias.expand(sizes)[b, h, m, n])
+            raise ValueError(
+                f"bias is {value} at b={b} h={h} m={m} n={n}; needs to be finite, since this pair "
+                "is visible. Hide pairs by the mask"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import warnings
 from pathlib import Path
 
@@ -99,6 +100,11 @@ def subject_of(config: pytest.Config) -> Subject:
                 subject = load(OURS if given is None else spec_of(given))
         except ValueError as error:
             raise pytest.UsageError(f"--fa-kernel: {error}") from None
+        if (assumed := config.getoption("--fa-assume", None)) is not None:
+            try:
+                subject = subject.assuming(json.loads(assumed))
+            except ValueError as error:
+                raise pytest.UsageError(f"--fa-assume: {error}") from None
         if not is_ours(config):
             name = given if given in NAMED else subject.name
             subject = dataclasses.replace(subject, name=name, source=given)

@@ -22,6 +22,10 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "package.module:name, or a name of --fa-list-kernels; the callable is "
         "f(q, k, v, *, mask, sm_scale) or f(q, k, v, causal, sm_scale)",
     },
+    "assume": {
+        "metavar": "JSON",
+        "help": "declarations of a kernel that declares nothing, as fa-verify check finds them",
+    },
     "forward-only": {
         "action": "store_true",
         "help": "verify no gradients, as if the kernel declared backward=False",

@@ -25,6 +25,7 @@ from fa_verify.properties.execution.large_memory import large_memory
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.pytest_plugin import profiles
+from fa_verify.pytest_plugin.causes.plugin import Causes
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 from fa_verify.pytest_plugin.example_database import example_database
 from fa_verify.pytest_plugin.findings.recording import Recording
@@ -152,6 +153,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Fuzzing(config, summary.tally, files.folder), "fuzzing")
     profiles.register(fuzz=fuzz)
     config.pluginmanager.register(CrashReports(config), "crash-reports")
+    config.pluginmanager.register(Causes(config), "causes")
     if config.getoption("--fa-waive"):
         config.pluginmanager.register(Waivers(config), "waivers")
     if config.getoption("--fa-findings"):
@@ -257,7 +259,7 @@ def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
     with contextlib.ExitStack() as stack:
 
         def reserve(gib: int) -> None:
-            stack.enter_context(large_memory(device))
+            stack.enter_context(large_memory(device, gib * 2**30))
             stack.callback(torch.cuda.empty_cache)
             if torch.cuda.mem_get_info()[0] < gib * 2**30:
                 pytest.skip(f"needs {gib} GiB of free GPU memory")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,10 +13,15 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
 from fa_verify.properties.checks.backward import GIVEN_FORWARD, OUTSIDE, forward_read
 from fa_verify.properties.comparison.compare import Finding, ratios
-from fa_verify.properties.execution.trial import Trial, run_bias_gradient
+from fa_verify.properties.execution.trial import (
+    BiasRun,
+    OutOfRangeError,
+    Trial,
+    run_bias_gradient,
+)
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 
-__all__ = ["bias_gradient"]
+__all__ = ["bias_gradient", "judge_bias_gradient"]
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -30,9 +37,27 @@ def bias_gradient(trial: Trial) -> list[Finding]:
         SubjectError: The subject raises, or dbias has another shape or dtype than the bias.
     """
     problem, inputs, subject = trial.problem, trial.inputs, trial.subject
-    q, k, v, dout, dlse, slopes, bias = inputs
-    if bias is None or not subject.backward:
+    if inputs.bias is None or not subject.backward:
         return []
+    with suppress(OutOfRangeError):
+        return judge_bias_gradient(trial, lambda: run_bias_gradient(subject, problem, inputs))
+    return []
+
+
+def judge_bias_gradient(trial: Trial, run: Callable[[], BiasRun]) -> list[Finding]:
+    """Return the findings of ``bias_gradient`` on a gradient.
+
+    Args:
+        trial: A run of a problem with a bias.
+        run: Returns the gradient, and the results of the forward. It is called if the gradient is
+            in range.
+
+    Raises:
+        OutOfRangeError: A correct kernel may fail.
+    """
+    problem, inputs, subject = trial.problem, trial.inputs, trial.subject
+    q, k, v, dout, dlse, slopes, bias = inputs
+    assert bias is not None
     given = (q, k, v, dout, dlse, slopes, bias)
     options: dict[str, Any] = {
         "mask": problem.mask, "sm_scale": problem.scale, "softcap": problem.softcap,
@@ -41,11 +66,11 @@ def bias_gradient(trial: Trial) -> list[Finding]:
     }  # fmt: skip
     judged = bias_error(*given, **options)
     if judged.out_of_range is not None:
-        return []
+        raise OutOfRangeError(judged.out_of_range)
     want = torch_reference.bias_gradient(
         *given, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap
     )
-    out, lse, got = run_bias_gradient(subject, problem, inputs)
+    out, lse, got = run()
     found = _beyond(trial, got, want, judged.bound, "G1 accuracy", "leaves the derived bound")
     is_sharp = bias.dtype == torch.float64 and trial.judgement.max_score <= LOGIC_SCORE
     if not found and is_sharp:

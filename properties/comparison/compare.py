@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -75,6 +77,7 @@ class Finding:
         tile: Kind of tile of the worst element, one of ``TILES``; empty if the finding is not
             about an element.
         heat: Heat map of the errors for a report; None if the finding is not about a tensor.
+        called: The problem of the call that is wrong, where it is another one than ``problem``.
     """
 
     guarantee: str
@@ -96,6 +99,7 @@ class Finding:
     unit: str = "elements"
     tile: str = ""
     heat: HeatMap | None = field(default=None, compare=False, repr=False)
+    called: Problem | None = None
 
     @property
     def replay(self) -> str:
@@ -214,11 +218,23 @@ class Finding:
 
 
 class Violation(AssertionError):  # noqa: N818  # a failed check, not an error of the program
-    """Raised with the findings of one check."""
+    """Raised with the findings of one check.
 
-    def __init__(self, findings: list[Finding]) -> None:
+    Args:
+        findings: The findings, at least one.
+        claim: The check, a function from a trial to its findings; None if no trial shows them.
+
+    Attributes:
+        causes: The numbers of the causes that explain the findings.
+    """
+
+    def __init__(
+        self, findings: list[Finding], claim: Callable[[Any], list[Finding]] | None = None
+    ) -> None:
         super().__init__("\n" + "\n".join(str(finding) for finding in findings))
         self.findings = findings
+        self.claim = claim
+        self.causes: list[int] = []
 
 
 @dataclass(frozen=True)

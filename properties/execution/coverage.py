@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import DTYPES, Problem
+from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [
@@ -64,9 +65,9 @@ def possible_cells(subject: Subject, device: str) -> set[Cell]:
     for config, dtype, size, D, mask, mods in itertools.product(
         subject.configs, DTYPES, sizes, dims.values(), (Mask(), PrefixLM(prefix=1)), _MODS
     ):
-        problem = Problem(
+        problem = narrowed(subject, Problem(
             M=size, N=size, D=D, Dv=D, dtype=dtype, config=config, mask=mask, device=device, **mods
-        )
+        ))  # fmt: skip
         if subject.excludes(problem) is None:
             found.update(cells_of(subject, problem))
     return found

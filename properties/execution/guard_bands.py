@@ -97,6 +97,8 @@ class GuardBands(TorchDispatchMode):
             return made
         if made.layout is not torch.strided or made.is_meta or not made.numel():
             return made
+        if _is_taken_for_a_storage():
+            return made
         return self._guarded(made, initialised=func in _OF_ONE_VALUE)
 
     def _guarded(self, like: torch.Tensor, *, initialised: bool) -> torch.Tensor:
@@ -161,6 +163,18 @@ def _python_kernel(func: Any, args: Sequence[Any]) -> Any:
         if isinstance(x, torch.Tensor):
             return _backend(func, x.device.type)
     return None
+
+
+# Nodes of autograd that address a tensor of their own by offsets in its storage, and take its first
+# element to be at 0. Between guard bands it is not, and they would read the gradients of a slice
+# from the band (torch 2.11 to 2.13).
+_BY_OFFSETS = ("CopySlices", "AsStridedBackward0")
+
+
+def _is_taken_for_a_storage() -> bool:
+    """Return whether one of these nodes allocates, for the gradient of a write to a slice."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().rpartition("::")[2] in _BY_OFFSETS
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fa_verify.oracles.outputs import OUTPUTS
@@ -35,6 +35,14 @@ def _digest(problem: str) -> str:
     return hashlib.blake2b(problem.encode(), digest_size=8).hexdigest()
 
 
+def _not_asked(subject: Subject) -> Iterator[str]:
+    """Yield the outputs that a subject is not asked for, with the declaration that says so."""
+    if not subject.backward:
+        yield f"dq, dk and dv, as {subject.name} declares backward=False"
+    if subject.returns_lse is False:
+        yield f"lse, as {subject.name} declares returns_lse=False"
+
+
 class Tally:
     """Counts the problems of one process; ``add`` merges the counts of other processes."""
 
@@ -54,6 +62,8 @@ class Tally:
         self.out_of_range: set[str] = set()
         # Reason to digests of the problems refused for it.
         self.unsupported: dict[str, set[str]] = {}
+        # Outputs that the subject is not asked for, with the declaration, to digests of problems.
+        self.not_asked: dict[str, set[str]] = {}
 
     def judged(
         self, subject: Subject, problem: Problem, peaks: Mapping[str, float], limited: int = 0
@@ -73,6 +83,8 @@ class Tally:
         self.elements[digest] = (problem.inputs, sum(problem.elements[x] for x in peaks), limited)
         for name, peak in peaks.items():
             self._keep(f"{name} {label}", peak, text)
+        for what in _not_asked(subject):
+            self.not_asked.setdefault(what, set()).add(digest)
 
     def sampled(self, subject: Subject, problem: Problem) -> None:
         """Add a problem of which some rows are judged: it counts in the coverage alone."""
@@ -100,6 +112,7 @@ class Tally:
             "elements": {key: list(value) for key, value in self.elements.items()},
             "out_of_range": sorted(self.out_of_range),
             "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
+            "not_asked": {key: sorted(value) for key, value in self.not_asked.items()},
         }
 
     def hand_over(self) -> dict[str, Any]:
@@ -122,6 +135,8 @@ class Tally:
         self.out_of_range.update(record["out_of_range"])
         for reason, digests in record["unsupported"].items():
             self.unsupported.setdefault(reason, set()).update(digests)
+        for what, digests in record["not_asked"].items():
+            self.not_asked.setdefault(what, set()).update(digests)
 
     def coverage(self, possible: Iterable[Cell]) -> dict[str, Any]:
         """Return the counts of problems by path, dtype and column, and the names of empty cells.
@@ -181,6 +196,8 @@ class Tally:
         )
         for reason, digests in sorted(self.unsupported.items()):
             yield f"  unsupported, {len(digests)}: {reason}"
+        for what, digests in sorted(self.not_asked.items()):
+            yield f"not asked in {len(digests)} problems: {what}"
         by_family = self.by_limits()
         limited = sum(part for _, part in by_family.values())
         shares = ", ".join(f"{x} {part / n:.0%}" for x, (n, part) in by_family.items() if part)

@@ -23,7 +23,12 @@ LARGEST = 64
 
 @st.composite
 def batched_problems(
-    draw: Draw, problems: st.SearchStrategy[Problem], *, tile: int, max_cost: int
+    draw: Draw,
+    problems: st.SearchStrategy[Problem],
+    *,
+    tile: int,
+    max_cost: int,
+    m_gt_n: bool = True,
 ) -> Problem:
     """Strategy for batches of up to 64 problems that differ in values and sequence lengths.
 
@@ -36,6 +41,7 @@ def batched_problems(
         problems: Strategy for the first problem.
         tile: Rows and keys of a tile, the unit of the cost as in ``strategies.problems``.
         max_cost: Largest cost of the batch.
+        m_gt_n: Whether a sequence may have more rows than keys.
     """
     first: Problem = draw(problems)
     most = min(LARGEST, max_cost // max(1, _cost(first, tile)))
@@ -43,7 +49,7 @@ def batched_problems(
     if most < 2 or shares or not first.mask.uniform or 0 in (first.B, first.M, first.N):
         return first
     count = draw(st.sampled_from((1, 2, *(most,) * 14)))
-    return first if count == 1 else _batched(first, count)
+    return first if count == 1 else _batched(first, count, m_gt_n)
 
 
 def _cost(problem: Problem, tile: int) -> int:
@@ -51,15 +57,15 @@ def _cost(problem: Problem, tile: int) -> int:
     return problem.B * problem.H * -(-problem.M // tile) * -(-problem.N // tile)
 
 
-def _batched(first: Problem, count: int) -> Problem:
+def _batched(first: Problem, count: int, m_gt_n: bool) -> Problem:
     """Return a batch of ``count`` problems that begins with the first."""
     further = stream.integers(first.seed, "stack/seeds", (count - 1,))
     seeds = (first.seed, *(x & 2**31 - 1 for x in further.tolist()))
-    mask = dataclasses.replace(
-        first.mask,
-        seqlens_q=_lengths(first, count, "stack/seqlens_q", first.mask.seqlens_q, first.M),
-        seqlens_k=_lengths(first, count, "stack/seqlens_k", first.mask.seqlens_k, first.N),
-    )
+    rows = _lengths(first, count, "stack/seqlens_q", first.mask.seqlens_q, first.M)
+    keys = _lengths(first, count, "stack/seqlens_k", first.mask.seqlens_k, first.N)
+    if keys is not None and not m_gt_n:
+        keys = tuple(map(max, keys, rows or (first.M,) * len(keys)))
+    mask = dataclasses.replace(first.mask, seqlens_q=rows, seqlens_k=keys)
     return dataclasses.replace(first, B=count * first.B, mask=mask, seed=0, seeds=seeds)
 
 

@@ -41,8 +41,17 @@ def _window_pool(max_seqlen: int, tile: int) -> tuple[tuple[int | None, int | No
 
 
 @lru_cache(maxsize=64)
-def _kinds(masks: tuple[str, ...], lengths: tuple[bool, ...]) -> tuple[_Kind, ...]:
-    """Return the kinds of masks to draw from, simplest first; sliding causal masks most often."""
+def _kinds(
+    masks: tuple[str, ...], lengths: tuple[bool, ...], always_causal: bool, windows: bool
+) -> tuple[_Kind, ...]:
+    """Return the kinds of masks to draw from, simplest first; sliding causal masks most often.
+
+    Args:
+        masks: Kinds, from ``strategies.MASK_KINDS``.
+        lengths: Whether the masks have lengths: either or both.
+        always_causal: Whether all masks are causal.
+        windows: Whether all masks have a window.
+    """
     positions = []
     if "full" in masks or set(masks) == {"padding"}:
         positions += [(False, False)] * 2
@@ -52,7 +61,8 @@ def _kinds(masks: tuple[str, ...], lengths: tuple[bool, ...]) -> tuple[_Kind, ..
         positions += [(False, True)] * 2
     if "causal" in masks and "window" in masks:
         positions += [(True, True)] * 3
-    return tuple(_Kind(*position, given) for given in lengths for position in positions)
+    kinds = tuple(_Kind(*position, given) for given in lengths for position in positions)
+    return tuple(x for x in kinds if x.causal >= always_causal and x.window >= windows)
 
 
 def _mask_kinds(domain: Domain) -> tuple[_Kind, ...]:
@@ -68,7 +78,8 @@ def _mask_kinds(domain: Domain) -> tuple[_Kind, ...]:
     lengths: tuple[bool, ...] = (False, True) if "padding" in masks else (False,)
     if needs_lengths or set(masks) == {"padding"}:
         lengths = (True,)
-    return _kinds(masks, lengths)
+    # The one query of a causal mask sees every key.
+    return _kinds(masks, lengths, domain.always_causal, domain.hidden and domain.one_query)
 
 
 def chosen_lengths(size: int, even: int, code: int, B: int) -> list[int]:
@@ -112,9 +123,16 @@ def draw_mask(draw: Draw, domain: Domain, B: int, H: int, M: int, N: int) -> Mas
             right = window_right
     queries, keys = None, None
     if kind.lengths:
-        tensors = ("k", "both", "both") if domain.forced else ("k", "both", "both", "q")
+        tensors: tuple[str, ...] = ("k", "both", "both")
+        if domain.one_query:
+            tensors = ("k",)
+        elif not domain.forced:
+            tensors += ("q",)
         queries, keys = _draw_lengths(draw, B, M, N, draw(st.sampled_from(tensors)))
     rows, columns = _force_lengths(domain, queries, keys, M, N)
+    if not (domain.m_gt_n and domain.zero_total):
+        queries, keys = _narrow_lengths(domain, queries, keys, B, M, N)
+        rows, columns = queries[0] if queries else M, keys[0] if keys else N
     left, right = _force_window(domain, left, right, rows, columns)
     mask = Mask(causal=kind.causal, window_left=left, window_right=None if kind.causal else right)
     if domain.mask is not None:
@@ -149,6 +167,21 @@ def _force_lengths(
     return rows, columns
 
 
+def _narrow_lengths(
+    domain: Domain, queries: list[int] | None, keys: list[int] | None, B: int, M: int, N: int
+) -> tuple[list[int] | None, list[int] | None]:
+    """Return lengths that are not all 0, and with no more rows than keys, as the domain says."""
+    if domain.padding and not domain.m_gt_n and (queries or M == N):
+        queries = queries or [M] * B
+        queries[0] = min(queries[0], N - 1)
+    for lengths, size in ((queries, M), (keys, N)):
+        if lengths and not any(lengths) and not domain.zero_total:
+            lengths[0] = size
+    if keys and not domain.m_gt_n:
+        keys = [max(n, m) for n, m in zip(keys, queries or [M] * len(keys), strict=True)]
+    return queries, keys
+
+
 def _force_window(
     domain: Domain, left: int | None, right: int | None, rows: int, columns: int
 ) -> tuple[int | None, int | None]:
@@ -158,6 +191,8 @@ def _force_window(
         right = (left or 0 if right is None else right) % (rows - columns)
     elif domain.hidden:
         # Row 0 must not see the last key, or the last row must not see key 0.
+        if domain.one_query:
+            return (0 if left is None else left % (columns - 1)), right
         right_hides = right is not None and right <= rows - 2
         left_hides = left is not None and left <= columns - 2
         if not right_hides and not left_hides:

@@ -41,6 +41,7 @@ class Domain:
     dtypes: tuple[str, ...]
     configs: tuple[str, ...]
     masks: tuple[str, ...]
+    always_causal: bool
     max_seqlen: int
     seqlen_multiple: int
     tile: int
@@ -49,6 +50,8 @@ class Domain:
     max_pairs: int
     gqa: bool
     m_ne_n: bool
+    m_gt_n: bool
+    one_query: bool
     dv_ne_d: bool
     head_dims: tuple[int, ...]
     scales: tuple[float | None, ...]
@@ -65,6 +68,7 @@ class Domain:
     hidden: bool
     empty_rows: bool
     zero_sizes: bool
+    zero_total: bool
     device: str
     mask: type[Mask] | None = None
 
@@ -76,7 +80,8 @@ class Domain:
     @property
     def empty_by_position(self) -> bool:
         """Whether forced empty rows result from a right bound and M > N, not from a length of 0."""
-        return self.empty_rows and ("causal" in self.masks or "window" in self.masks)
+        by_position = "causal" in self.masks or "window" in self.masks
+        return self.empty_rows and by_position and not self.one_query
 
 
 @lru_cache(maxsize=64)
@@ -125,14 +130,16 @@ def seqlen_regimes(domain: Domain) -> tuple[Regime, ...]:
     tile, most = domain.tile, domain.max_seqlen
     low = _smallest(domain, 1 + domain.forced)
     zero = domain.zero_sizes and not domain.forced
+    if domain.one_query:
+        return _regimes_of_one_query(domain, low, n_zero=zero and domain.m_gt_n)
     wanted = [
         Regime(2, low, tile, low, tile, m_zero=zero and not domain.m_ne_n),
         Regime(12, tile + 1, most, tile + 1, most),
     ]
     if domain.m_ne_n:
         wanted += [
-            Regime(2, low, most, low, tile, n_zero=zero),
-            Regime(2, low, tile, low, most, m_zero=zero, n_zero=zero),
+            *[Regime(2, low, most, low, tile, n_zero=zero)] * domain.m_gt_n,
+            Regime(2, low, tile, low, most, m_zero=zero, n_zero=zero and domain.m_gt_n),
         ]
     if domain.empty_rows and not domain.empty_by_position and "padding" not in domain.masks:
         wanted = [Regime(1, low, most, 0, 0)]
@@ -143,11 +150,25 @@ def seqlen_regimes(domain: Domain) -> tuple[Regime, ...]:
         if domain.empty_by_position and domain.m_ne_n:
             m_low = _smallest(domain, max(m_low, n_low + 1))
         m_high = min(regime.m_high, _max_length(domain, n_low), most)
-        if not domain.m_ne_n:
+        if not (domain.m_ne_n and domain.m_gt_n):
             m_high = min(m_high, tile * math.isqrt(domain.max_cost))
         if m_low <= m_high and n_low <= min(regime.n_high, _max_length(domain, m_low), most):
             regimes.append(regime._replace(m_low=m_low, m_high=m_high, n_low=n_low))
     return tuple(regimes)
+
+
+def _regimes_of_one_query(domain: Domain, low: int, n_zero: bool) -> tuple[Regime, ...]:
+    """Return the regimes of M = 1: keys of one tile, and of several."""
+    most = min(domain.max_seqlen, _max_length(domain, 1))
+    if not domain.m_ne_n:
+        return (Regime(1, 1, 1, 1, 1),)
+    if domain.empty_rows and "padding" not in domain.masks:
+        return (Regime(1, 1, 1, 0, 0),)
+    wanted = (
+        Regime(2, 1, 1, low, min(domain.tile, most), n_zero=n_zero),
+        Regime(6, 1, 1, _smallest(domain, max(low, domain.tile + 1)), most),
+    )
+    return tuple(regime for regime in wanted if regime.n_low <= regime.n_high)
 
 
 def _draw_length(
@@ -189,4 +210,5 @@ def draw_seqlens(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> tup
     n_high = min(regime.n_high, _max_length(domain, M))
     if domain.empty_by_position:
         n_high = min(n_high, M - 1)
-    return M, _draw_length(draw, domain, regime.n_low, n_high, regime.n_zero, other=M)
+    n_low = regime.n_low if domain.m_gt_n else max(regime.n_low, M)
+    return M, _draw_length(draw, domain, n_low, max(n_low, n_high), regime.n_zero, other=M)

@@ -203,6 +203,14 @@ def _check(domain: Domain) -> None:
     if domain.padding and "padding" not in domain.masks:
         raise ValueError(f"padding=True needs 'padding' among masks; got {domain.masks}")
     positional = "causal" in domain.masks or "window" in domain.masks
+    if domain.always_causal and "causal" not in domain.masks:
+        raise ValueError(f"always_causal=True needs 'causal' among masks; got {domain.masks}")
+    if domain.empty_rows and not domain.m_gt_n:
+        raise ValueError("empty_rows=True needs m_gt_n=True")
+    if domain.one_query and domain.hidden and (domain.empty_rows or "window" not in domain.masks):
+        raise ValueError(
+            "hidden=True with one_query=True needs 'window' among masks, no empty rows"
+        )
     if domain.hidden and not positional:
         raise ValueError(f"hidden=True needs 'causal' or 'window' among masks; got {domain.masks}")
     if domain.empty_rows and not domain.m_ne_n and "padding" not in domain.masks:
@@ -216,6 +224,7 @@ def problems(
     config: str | None = None,
     configs: Sequence[str] = ("default",),
     masks: Sequence[str] = MASK_KINDS,
+    always_causal: bool = False,
     max_seqlen: int = 64,
     seqlen_multiple: int = 1,
     tile: int = 16,
@@ -224,6 +233,8 @@ def problems(
     max_pairs: int = 0,
     gqa: bool = True,
     m_ne_n: bool = True,
+    m_gt_n: bool = True,
+    one_query: bool = False,
     dv_ne_d: bool = True,
     head_dims: Sequence[int] = HEAD_DIMS,
     scales: Sequence[float | None] = SCALES,
@@ -238,6 +249,7 @@ def problems(
     hidden: bool = False,
     empty_rows: bool = False,
     zero_sizes: bool = True,
+    zero_total: bool = True,
     device: str = "cpu",
     mask: type[Mask] | None = None,
     softcaps: Sequence[float | None] = (None,),
@@ -262,6 +274,7 @@ def problems(
         configs: Tile configurations to draw from.
         masks: Kinds of masks, from MASK_KINDS. "causal" and "window" together also allow sliding
             causal windows. "padding" adds lengths to half of the masks (to all, if alone).
+        always_causal: Whether every mask is causal.
         max_seqlen: Largest M and N.
         seqlen_multiple: M and N are multiples of this; the lengths of the mask need not be.
         tile: Rows and keys of a tile. Sizes cluster around its multiples, and it is the unit of
@@ -273,6 +286,8 @@ def problems(
             17 heads in a group. 0 draws none of them.
         gqa: Whether H > Hk may occur.
         m_ne_n: Whether M != N may occur.
+        m_gt_n: Whether M > N may occur, in a sequence too.
+        one_query: Whether M is 1. Only keys then have lengths, and seqlen_multiple is one of N.
         dv_ne_d: Whether Dv != D may occur.
         head_dims: Sizes of D and Dv.
         scales: Values of sm_scale, drawn uniformly; None is the default D**-0.5.
@@ -288,6 +303,7 @@ def problems(
         hidden: Force a valid key in batch entry 0 that a valid row does not see.
         empty_rows: Force a valid row in batch entry 0 without a visible key.
         zero_sizes: Whether B, M or N may be 0.
+        zero_total: Whether all lengths of the mask may be 0.
         device: "cpu" or "cuda".
         mask: A class of masks to draw from. ``masks`` then says whether they have lengths, from
             ("full", "padding").
@@ -303,6 +319,7 @@ def problems(
         dtypes=_chosen("dtype", dtype, tuple(dtypes)),
         configs=_chosen("config", config, tuple(configs)),
         masks=tuple(masks),
+        always_causal=always_causal,
         max_seqlen=max_seqlen,
         seqlen_multiple=seqlen_multiple,
         tile=tile,
@@ -311,6 +328,8 @@ def problems(
         max_pairs=max_pairs,
         gqa=gqa,
         m_ne_n=m_ne_n,
+        m_gt_n=m_gt_n,
+        one_query=one_query,
         dv_ne_d=dv_ne_d,
         head_dims=tuple(head_dims),
         scales=tuple(scales),
@@ -324,6 +343,7 @@ def problems(
         hidden=hidden,
         empty_rows=empty_rows,
         zero_sizes=zero_sizes,
+        zero_total=zero_total,
         device=device,
         mask=mask,
         softcaps=tuple(softcaps),

@@ -247,7 +247,8 @@ def attack(
     except Violation as violation:
         __tracebackhide__ = True
         first = violation.findings
-        raise Violation(minimized(first[0].problem, first, _of_supported(runner, claim))) from None
+        smallest = minimized(first[0].problem, first, _of_supported(runner, claim))
+        raise Violation(smallest, claim) from None
 
 
 def plainest(runner: Runner, findings: list[Finding], claim: Check) -> list[Finding]:

@@ -27,9 +27,14 @@ def attention_kernel(
     max_seqlen: int | None = _UNSET,
     gqa: bool = _UNSET,
     m_ne_n: bool = _UNSET,
+    m_gt_n: bool = _UNSET,
+    one_query: bool = _UNSET,
     dv_ne_d: bool = _UNSET,
     zero_sizes: bool = _UNSET,
     masks: Sequence[str] = _UNSET,
+    always_causal: bool = _UNSET,
+    fixed_scale: str | float | None = _UNSET,
+    varlen: bool = _UNSET,
     layouts: Sequence[str] | None = _UNSET,
     dirty: Sequence[str] | None = _UNSET,
     backward: bool = _UNSET,
@@ -85,10 +90,21 @@ def attention_kernel(
         max_seqlen: The largest M and N; None is any.
         gqa: Whether H may exceed Hk.
         m_ne_n: Whether M may differ from N.
+        m_gt_n: Whether M may exceed N. False requires M <= N, of each sequence too.
+        one_query: Whether M is always 1, as in a decoding kernel. seqlen_multiple is then one of N,
+            and only keys have lengths.
         dv_ne_d: Whether Dv may differ from D.
         zero_sizes: Whether B, M or N may be 0.
         masks: Supported kinds of masks: "causal", "window", "padding" (sequence lengths), "custom"
             (classes that add a predicate, read with ``mask.dense``).
+        always_causal: Whether every mask is causal. If ``masks`` has nothing but "causal", the
+            kernel need not take ``mask=``.
+        fixed_scale: The scale of a kernel that is called without ``sm_scale=``: "1/sqrt(D)" or a
+            number; None for a kernel that takes any.
+        varlen: Whether the kernel takes packed sequences: q (total_q, H, D), k (total_k, Hk, D), v
+            (total_k, Hk, Dv), and the keywords ``cu_seqlens_q``, ``cu_seqlens_k`` (int32 tensors
+            of B + 1 offsets), ``max_seqlen_q``, ``max_seqlen_k`` (ints). It returns out (total_q,
+            H, Dv), and lse (H, total_q). No tensor holds padding.
         layouts: Supported layouts, from ``fa_verify.oracles.problem.LAYOUTS``; None is any.
         dirty: Values that padding may hold, from ``padding_values.PADDING_VALUES``; None is any.
         backward: Whether the kernel has gradients.

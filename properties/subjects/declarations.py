@@ -17,6 +17,7 @@ from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 
 __all__ = [
     "BITWISE",
+    "DEFAULT_SCALE",
     "NUMERICS",
     "SCORE_MODS",
     "WORDS",
@@ -48,9 +49,13 @@ _NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "gqa": (True, False),
     "m_ne_n": (True, False),
+    "m_gt_n": (True, False),
+    "one_query": (False, True),
     "dv_ne_d": (True, False),
     "zero_sizes": (True, False),
     "backward": (True, False),
+    "always_causal": (False, True),
+    "varlen": (False, True),
     "returns_lse": (True, False),
     "lse_grad": (True, False),
     "cuda_graphs": (True, False),
@@ -64,12 +69,15 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
 # Declarations that are callables.
 _FUNCTIONS = ("tiles", "paths", "pooled")
+# The value of ``fixed_scale`` for a kernel that divides by the root of D.
+DEFAULT_SCALE = "1/sqrt(D)"
 # All declarations.
-WORDS = tuple(
-    dict.fromkeys((*_SUBSETS, *_CHOICES, "head_dims", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS))
-)
+_OTHERS = ("head_dims", "fixed_scale", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS)
+WORDS = tuple(dict.fromkeys((*_SUBSETS, *_CHOICES, *_OTHERS)))
 # Declarations for which None means the same as no declaration.
-_NONE_IS_NOTHING = ("head_dims", "max_seqlen", "layouts", "dirty", "returns_lse", *_FUNCTIONS)
+_NONE_IS_NOTHING = (
+    "head_dims", "max_seqlen", "layouts", "dirty", "returns_lse", "fixed_scale", *_FUNCTIONS
+)  # fmt: skip
 
 
 def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
@@ -148,6 +156,9 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
         )
     if "head_dims" in declared:
         declared["head_dims"] = _sizes(f"{name}.head_dims", declared["head_dims"])
+    if "fixed_scale" in declared:
+        _check_scale(f"{name}.fixed_scale", declared["fixed_scale"])
+    _check_masks(name, declared)
     if "l_tile" in declared:
         _check_int(f"{name}.l_tile is", declared["l_tile"], least=0)
     if "accumulator" in declared:
@@ -198,6 +209,23 @@ def _check_accumulator(where: str, given: object) -> None:
     number = isinstance(given, int | float) and not isinstance(given, bool)
     if not number or not 1 <= given < math.inf:  # type: ignore[operator]
         raise ValueError(f"{where} is {given!r}; needs a finite number >= 1")
+
+
+def _check_scale(where: str, given: object) -> None:
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if given != DEFAULT_SCALE and not (number and 0 < given < math.inf):  # type: ignore[operator]
+        raise ValueError(f"{where} is {given!r}; needs {DEFAULT_SCALE!r} or a finite number > 0")
+
+
+def _check_masks(name: str, declared: Mapping[str, Any]) -> None:
+    """Check that masks and score modifications exist under the other declarations."""
+    masks = declared.get("masks", _SUBSETS["masks"])
+    if declared.get("always_causal") and "causal" not in masks:
+        raise ValueError(f"{name}.masks is {masks!r}; needs 'causal', as always_causal is declared")
+    if declared.get("varlen") and "bias" in declared.get("score_mods", ()):
+        raise ValueError(
+            f"{name}.score_mods has 'bias'; varlen=True needs one without, as a bias is not packed"
+        )
 
 
 def _check_number(where: str, given: object) -> None:

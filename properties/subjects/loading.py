@@ -167,8 +167,8 @@ def _callables(owner: object, wanted: str) -> list[str]:
 
 
 def _check_signature(subject: Subject) -> None:
-    """Check that the signature, if known, accepts ``call(q, k, v, mask=..., sm_scale=...)``."""
-    words = ("mask", "sm_scale", *(("config",) if len(subject.configs) > 1 else ()))
+    """Check that the signature, if known, accepts the tensors and the subject's keywords."""
+    words = subject.keywords
     try:
         # The signature of the wrapper itself, which may adapt the function that it wraps.
         signature = inspect.signature(subject.call, follow_wrapped=False)
@@ -177,7 +177,7 @@ def _check_signature(subject: Subject) -> None:
     try:
         signature.bind(None, None, None, **dict.fromkeys(words))
     except TypeError as error:
-        needs = f"(q, k, v, *, {', '.join(words)})"
-        if "config" not in words:
+        needs = f"(q, k, v{', *, ' if words else ''}{', '.join(words)})"
+        if words == ("mask", "sm_scale"):
             needs += " or (q, k, v, causal, sm_scale)"
         raise ValueError(f"{subject.name} takes {signature}; needs {needs}: {error}") from None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +18,16 @@ from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.subjects.declarations import (
     BITWISE,
+    DEFAULT_SCALE,
     NUMERICS,
     SCORE_MODS,
+    WORDS,
     check_declarations,
     declared_by,
+    unknown_word,
 )
-from fa_verify.properties.subjects.tutorial_call import tutorial_call
+from fa_verify.properties.subjects.packing import OF_VARLEN, PACKED, called_packed
+from fa_verify.properties.subjects.tutorial_call import takes, tutorial_call
 
 __all__ = ["BITWISE", "Subject", "score_mods_of"]
 
@@ -37,6 +42,11 @@ def score_mods_of(problem: Problem) -> tuple[str, ...]:
         "bias": problem.bias != NO_BIAS,
     }
     return tuple(mod for mod in SCORE_MODS if has[mod])
+
+
+def _any_longer(rows: Sequence[int], keys: Sequence[int]) -> bool:
+    """Return whether any sequence has more rows than keys."""
+    return any(m > n for m, n in zip(rows, keys, strict=True))
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,14 @@ class Subject:
     max_seqlen: int | None = None
     gqa: bool = True
     m_ne_n: bool = True
+    m_gt_n: bool = True
+    one_query: bool = False
     dv_ne_d: bool = True
     zero_sizes: bool = True
     masks: tuple[str, ...] = ("causal", "window", "padding", "custom")
+    always_causal: bool = False
+    fixed_scale: str | float | None = None
+    varlen: bool = False
     layouts: tuple[str, ...] | None = None
     dirty: tuple[str, ...] | None = None
     backward: bool = True
@@ -102,11 +117,30 @@ class Subject:
         tutorial = tutorial_call(call)
         declared = declared_by(tutorial.owner if tutorial else call, name)
         check_declarations(name, declared)
+        if declared.get("varlen"):
+            declared = {**OF_VARLEN, **declared}
         if tutorial:
             call, declared = tutorial, tutorial.declarations(name, declared)
             declared["takes"] = tutorial.signature
         numerics = {word: declared.pop(word) for word in NUMERICS if word in declared}
         return cls(name=name, call=call, numerics=Numerics(**numerics), **declared)
+
+    def assuming(self, declared: Mapping[str, Any]) -> Subject:
+        """Return the subject with declarations by word, in place of its own.
+
+        Raises:
+            ValueError: A declaration is unknown or has an invalid value.
+        """
+        if not isinstance(declared, Mapping):
+            raise ValueError(f"declarations are {declared!r}; needs a dict by word")
+        for word in declared:
+            if word not in WORDS:
+                raise unknown_word(self.name, word)
+        words = dict(declared)
+        check_declarations(self.name, words)
+        numerics = {word: words.pop(word) for word in NUMERICS if word in words}
+        of_numerics = dataclasses.replace(self.numerics, **numerics)
+        return dataclasses.replace(self, numerics=of_numerics, **words)
 
     def promises(self, guarantee: str, config: str) -> tuple[str, ...]:
         """Return the outputs for which a guarantee is promised bitwise in a configuration.
@@ -172,6 +206,7 @@ class Subject:
         M, N, mask = problem.M, problem.N, problem.mask
         dtypes = self.configs.get(problem.config, {}).get("dtypes", self.dtypes)
         rows, keys = mask.lengths(problem.B, M, N)
+        totals = sum(rows), sum(keys)
         positional = (mask.right, mask.window_left) != (None, None) or not mask.is_plain
         windowed = (mask.window_left, mask.window_right) != (None, None)
         padded = (mask.seqlens_q, mask.seqlens_k) != (None, None)
@@ -183,12 +218,18 @@ class Subject:
             (f"configs {[*self.configs]}", problem.config in self.configs),
             (f"dtypes {dtypes}", problem.dtype in dtypes),
             (f"head_dims {dims}", dims is None or {problem.D, problem.Dv} <= set(dims)),
-            (f"seqlen_multiple {multiple}", M % multiple == 0 == N % multiple),
+            (f"seqlen_multiple {multiple}", N % multiple == 0),
+            (f"seqlen_multiple {multiple}", self.one_query or M % multiple == 0),
             (f"max_seqlen {most}", most is None or max(M, N) <= most),
             ("gqa False", self.gqa or problem.G == 1),
             ("m_ne_n False", self.m_ne_n or M == N),
+            ("m_gt_n False", self.m_gt_n or not _any_longer((M, *rows), (N, *keys))),
+            ("one_query True", not self.one_query or {M, *rows} == {1}),
             ("dv_ne_d False", self.dv_ne_d or problem.D == problem.Dv),
             ("zero_sizes False", self.zero_sizes or 0 not in (problem.B, M, N)),
+            ("zero_sizes False", self.zero_sizes or not self.varlen or 0 not in totals),
+            ("always_causal True", not self.always_causal or mask.causal),
+            (f"fixed_scale {self.fixed_scale!r}", self.has_scale(problem)),
             (f"masks {self.masks}", "causal" in self.masks or not mask.causal),
             (f"masks {self.masks}", "window" in self.masks or not windowed),
             (f"masks {self.masks}", "padding" in self.masks or not padded),
@@ -235,7 +276,11 @@ class Subject:
         mods: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
         if problem.softcap is not None:
             mods["softcap"] = problem.softcap
-        result = self.call(q, k, v, **self._asked(problem), **mods)
+        call = functools.partial(self.call, **self._asked(problem), **mods)
+        if self.varlen:
+            result = called_packed(call, self.name, q, k, v, problem.mask)
+        else:
+            result = call(q, k, v)
         pair = isinstance(result, tuple | list)
         if pair and len(result) != 2:
             raise AssertionError(
@@ -284,9 +329,35 @@ class Subject:
         return found
 
     def _asked(self, problem: Problem) -> dict[str, Any]:
-        """Return the keyword arguments of a call."""
-        config = {"config": problem.config} if len(self.configs) > 1 else {}
-        return dict(mask=problem.mask, sm_scale=problem.scale, **config)
+        """Return the keyword arguments of a call, except those of packed sequences."""
+        given = {"mask": problem.mask, "sm_scale": problem.scale, "config": problem.config}
+        return {word: given[word] for word in self.keywords if word in given}
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """The names of the keyword arguments of a call without score modifications.
+
+        ``mask`` is among them, unless the declarations leave one mask and the call takes none.
+        """
+        has_one_mask = self.masks == (("causal",) if self.always_causal else ())
+        return (
+            *(() if has_one_mask and not takes(self.call, "mask") else ("mask",)),
+            *(("sm_scale",) if self.fixed_scale is None else ()),
+            *(("config",) if len(self.configs) > 1 else ()),
+            *(PACKED if self.varlen else ()),
+        )
+
+    def has_scale(self, problem: Problem) -> bool:
+        """Return whether a problem has the scale that is declared as fixed, if any is."""
+        if self.fixed_scale is None:
+            return True
+        return problem.scale == dataclasses.replace(problem, sm_scale=self.sm_scale).scale
+
+    @property
+    def sm_scale(self) -> float | None:
+        """The declared ``fixed_scale`` as ``Problem.sm_scale``; None for the default scale."""
+        fixed = self.fixed_scale
+        return None if fixed is None or fixed == DEFAULT_SCALE else float(fixed)
 
     def _natural(self, lse: torch.Tensor, problem: Problem) -> torch.Tensor:
         """Convert lse to a natural logarithm that is -inf on rows without a visible key.

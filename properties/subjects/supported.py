@@ -14,6 +14,8 @@ from fa_verify.properties.subjects.subject import Subject
 __all__ = ["ExcludedError", "problems_of"]
 
 
+# How many times as many keys a problem of one query may have.
+_KEYS_OF_ONE_QUERY = 4
 # Ratio of problems without to problems with a score modification.
 _PLAIN = 5
 
@@ -80,7 +82,8 @@ def problems_of(
     dims = subject.head_dims
     # At least two multiples, so that a problem can span several tiles.
     multiple = subject.seqlen_multiple
-    most = max(max_seqlen, 2 * multiple)
+    # One query costs little.
+    most = max(max_seqlen * (_KEYS_OF_ONE_QUERY if subject.one_query else 1), 2 * multiple)
     drawn: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
@@ -98,11 +101,19 @@ def problems_of(
         "max_seqlen": min(most, subject.max_seqlen or most),
         "tile": tile,
         "max_cost": max(max_cost, (_up(2 * multiple, tile) // tile) ** 2),
+        "always_causal": subject.always_causal,
+        "m_gt_n": subject.m_gt_n,
+        "one_query": subject.one_query,
+        "zero_total": subject.zero_sizes or not subject.varlen,
         **wanted,
     }
+    if subject.fixed_scale is not None:
+        drawn["scales"] = (subject.sm_scale,)
     if drawn.get("mask") is not None:
         if "custom" not in subject.masks:
             raise _excluded(subject, "masks")
+        if subject.always_causal:
+            raise _excluded(subject, "always_causal")
         # A hidden key cannot be forced for a mask with a predicate.
         hidden = False
     positions = tuple(kind for kind in subject.masks if kind in ("causal", "window"))
@@ -111,6 +122,13 @@ def problems_of(
     lengths = ("padding",) if "padding" in subject.masks else ()
     if padding and not lengths:
         raise _excluded(subject, "masks")
+    if padding and subject.varlen:  # no tensor of the call holds padding
+        raise _excluded(subject, "varlen")
+    if empty_rows and not subject.m_gt_n:
+        raise _excluded(subject, "m_gt_n")
+    apart_from_row = "window" in positions and subject.causal_alignment == "bottom-right"
+    if hidden and subject.one_query and (empty_rows or not apart_from_row):
+        raise _excluded(subject, "one_query")
     if hidden and not positions:
         raise _excluded(subject, "masks")
     bottom_right = subject.causal_alignment == "bottom-right"
@@ -118,23 +136,28 @@ def problems_of(
         # Empty rows then require M > N with a right bound, or N = 0.
         if not subject.m_ne_n:
             raise _excluded(subject, "m_ne_n")
-        if not subject.zero_sizes and not (positions and bottom_right):
+        by_position = positions and bottom_right and not subject.one_query
+        if not subject.zero_sizes and not by_position:
             raise _excluded(subject, "zero_sizes")
+    if subject.always_causal and not bottom_right and (padding or empty_rows):
+        raise _excluded(subject, "causal_alignment")
     least = _up(1 + padding + hidden + empty_rows, multiple)
     if empty_rows and positions and subject.m_ne_n and bottom_right:
         least = _up(least + 1, multiple)  # M > N
     if subject.max_seqlen is not None and subject.max_seqlen < least:
         raise _excluded(subject, "max_seqlen")
+    full = () if subject.always_causal else ("full",)
     forced: dict[str, Any] = {"padding": padding, "hidden": hidden, "empty_rows": empty_rows}
     if bottom_right or not positions:
-        masks = ("full", *positions, *lengths)
+        masks = (*full, *positions, *lengths)
         return problems(**drawn, **forced, masks=masks, m_ne_n=subject.m_ne_n)
     # The alignments agree if M = N and there is no padding. Positional masks are drawn with these
     # restrictions, all other problems without positional masks.
     apart = []
     if not padding and not empty_rows:
-        apart.append(problems(**drawn, **forced, masks=positions, m_ne_n=False))
-    if not hidden:
+        square = {**drawn, "m_gt_n": True}
+        apart.append(problems(**square, **forced, masks=positions, m_ne_n=False))
+    if not hidden and not subject.always_causal:
         masks = ("full", *lengths)
         apart.append(problems(**drawn, **forced, masks=masks, m_ne_n=subject.m_ne_n))
     if not apart:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["TutorialCall", "tutorial_call"]
+__all__ = ["TutorialCall", "takes", "tutorial_call"]
 
 # Declarations of these kernels, which their own declarations override. Row m is at position m: for
 # M != N this is not the bottom-right causal mask of this project.
@@ -62,6 +62,10 @@ class TutorialCall:
                 accept.
         """
         declared = {**_DECLARED, **own}
+        for word in ("fixed_scale", "varlen"):
+            if own.get(word):
+                given = f"{word}={own[word]!r}"
+                raise ValueError(f"{name} declares {given}, but takes {self.signature}")
         more = [kind for kind in declared["masks"] if kind != "causal"]
         if more:
             raise ValueError(
@@ -100,6 +104,16 @@ def tutorial_call(call: Callable[..., Any]) -> TutorialCall | None:
         return None
     signature = str(inspect.Signature(given))
     return TutorialCall(call, owner, signature, words[0] == "causal")
+
+
+def takes(call: Callable[..., Any], word: str) -> bool:
+    """Return whether a callable takes a keyword argument; True if its signature is unknown."""
+    try:
+        given = inspect.signature(call, follow_wrapped=False).parameters
+    except (TypeError, ValueError):
+        return True
+    variable = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in given.values())
+    return variable or word in given
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -14,6 +14,7 @@ from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.search.search import Runner, attack
+from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
 from fa_verify.pytest_plugin.example_database import of_one_test
@@ -94,13 +95,16 @@ def runner(
 
 @pytest.fixture
 def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
-    """A function that runs a check on one problem, and skips if the subject refuses it."""
+    """A function that runs a check on one problem, narrowed to what the subject declares.
+
+    It skips the test if the subject refuses the problem.
+    """
 
     def check(problem: Problem, claim: Check) -> None:
         __tracebackhide__ = True
-        findings = runner.findings(problem, claim)
+        findings = runner.findings(narrowed(runner.subject, problem), claim)
         if findings:
-            raise Violation(findings)
+            raise Violation(findings, claim)
         if runner.refusals:
             pytest.skip(", ".join(runner.refusals))
 
@@ -145,7 +149,9 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
         except ExcludedError as declared:
             pytest.skip(str(declared))
         if batched:
-            strategy = batched_problems(strategy, tile=shard.tile, max_cost=of_batched)
+            strategy = batched_problems(
+                strategy, tile=shard.tile, max_cost=of_batched, m_gt_n=runner.subject.m_gt_n
+            )
         fuzzing = hypothesis.settings.get_current_profile_name() == "fuzz"
         settings = hypothesis.settings()
         plugin = request.config.pluginmanager.get_plugin("fuzzing")

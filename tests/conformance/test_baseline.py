@@ -28,6 +28,6 @@ def test_problem(runner, place, entry, record_property):
         unchecked = "it failed"
     record_property("baseline", {"place": place, "errors": errors, "unchecked": unchecked})
     if findings:
-        raise Violation(findings)
+        raise Violation(findings, claim)
     if unchecked:
         pytest.skip(unchecked)

@@ -88,7 +88,7 @@ def check(runner, problem, device, beside=(), shrink=False):
         named = {finding.guarantee for finding in found}
         findings = [*found, *(x for x in findings if x.guarantee not in named)]
     if findings:
-        raise Violation(findings)
+        raise Violation(findings, failing.get(findings[0].guarantee, claim))
     if runner.refusals:
         pytest.skip(", ".join(runner.refusals))
 

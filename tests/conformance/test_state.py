@@ -21,6 +21,7 @@ from fa_verify.properties.checks.invariance import neighbours, one_change_each
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.trial import run_subject
+from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.session import OURS
 from fa_verify.shards import shards_of
 
@@ -92,11 +93,11 @@ def calls_of(subject, shard, device):
     # Packed sequences with a predicate need lengths.
     lengths = (size - 3, size) if "packed" in shard.config else None
     D = shard.head_dims[0]
-    problem = Problem(
+    problem = narrowed(subject, Problem(
         B=2, H=2 if subject.gqa else 1, M=size, N=size, D=D, Dv=D, dtype=shard.dtype,
         config=shard.config, seed=3, device=device,
         mask=dataclasses.replace(mask, seqlens_q=lengths, seqlens_k=lengths),
-    )  # fmt: skip
+    ))  # fmt: skip
     # The configurations of the same tiles, and the first one.
     tiles = shard.config.partition("-")[0]
     configs = [x for x in subject.configs if x.partition("-")[0] == tiles]

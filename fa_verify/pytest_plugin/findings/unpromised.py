@@ -18,10 +18,19 @@ _MASKS = {
 _REFUSED = {
     "gqa": "grouped heads",
     "m_ne_n": "M other than N",
+    "m_gt_n": "M greater than N",
     "dv_ne_d": "Dv other than D",
     "zero_sizes": "B, M or N of 0",
     "backward": "gradients",
     "returns_lse": "a log-sum-exp",
+}
+
+# Declaration that is not False to the inputs that it excludes.
+_NARROWED = {
+    "always_causal": "masks that are not causal",
+    "fixed_scale": "another scale",
+    "one_query": "M other than 1",
+    "varlen": "padding in the tensors",
 }
 
 
@@ -34,6 +43,7 @@ def unpromised(declares: Mapping[str, Any]) -> list[str]:
     masks = _words(declares, "masks", (*_MASKS,))
     away = [words for kind, words in _MASKS.items() if kind not in masks]
     away += [words for word, words in _REFUSED.items() if declares.get(word) is False]
+    away += [words for word, words in _NARROWED.items() if declares.get(word)]
     if "layouts" in declares:
         away.append(f"layouts other than {', '.join(_words(declares, 'layouts'))}")
     found = [f"not tested with {', '.join(away)}"] if away else []

@@ -12,6 +12,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS, Check
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.regression.baseline import Entry
+from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.shards import Shard, shards_of
 
@@ -84,7 +85,7 @@ def _supported(subject: Subject, device: str) -> Iterator[Problem]:
         if turn % len(shards) == 0 and (len(fields) >= FEWEST[device] or (turn and not fields)):
             break
         made = _of_shard(subject, shard, device, turn // len(shards))
-        fields += [x for x in made if subject.excludes(Problem(**x)) is None]
+        fields += [x for x in made if subject.excludes(narrowed(subject, Problem(**x))) is None]
     # One problem of each 16-bit dtype is small enough for G12.
     far = {shard.dtype: shard for shard in reversed(shards) if shard.dtype in ("fp16", "bf16")}
     for shard in far.values():
@@ -92,7 +93,7 @@ def _supported(subject: Subject, device: str) -> Iterator[Problem]:
         N = _multiple(29 if subject.m_ne_n else 13, subject)
         fields.append({**ordinary, "M": _multiple(13, subject), "N": N})
     for seed, given in enumerate(fields):
-        problem = Problem(**given, seed=seed)
+        problem = narrowed(subject, Problem(**given, seed=seed))
         if subject.excludes(problem) is None:
             yield problem
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import subprocess
 import sys
@@ -66,6 +67,13 @@ def message(arguments: dict) -> str:
     with pytest.raises(AssertionError) as failed:
         assert_attention_close(**arguments)
     return str(failed.value)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder of its own, where replay files are written."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -200,6 +208,7 @@ def test_the_message_ends_with_the_facts_of_the_call():
         "edge; bad along all axes",
         "call: B=2 H=4 Hk=2 M=20 N=26 D=16 Dv=8 fp16 on cpu, mask=Mask(causal=True), "
         "sm_scale=0.25; numerics declare p_dtype='fp32', p_normalised=True",
+        f"replay: fa-verify explain {next(Path('fa-verify-replays').glob('*.npz'))}",
     ]
 
 
@@ -313,6 +322,32 @@ def test_inputs_out_of_range_are_refused():
         ({"dout": None}, ValueError, "dq is given without dout; needs the gradient of out"),
         ({"dq": None, "dk": None, "dv": None}, ValueError,
          "dout is given without dq, dk and dv; needs at least one of them"),
+        ({"dout": None, "dlse": None}, ValueError, "dq is given without dout; needs .*"),
+        ({"dlse": torch.zeros(2, 4, 20).half()}, ValueError,
+         "dlse has dtype torch.float16; needs torch.float32"),
+        ({"dlse": torch.zeros(2, 4, 26)}, ValueError,
+         r"dlse has shape \(2, 4, 26\); needs \(2, 4, 20\), \(B, H, M\)"),
+        ({"alibi_slopes": torch.zeros(3)}, ValueError,
+         r"alibi_slopes has shape \(3,\); needs \(4,\), \(B, H\)"),
+        ({"alibi_slopes": torch.zeros(2, 4).half()}, ValueError,
+         "alibi_slopes has dtype torch.float16; needs torch.float32"),
+        ({"alibi_slopes": torch.full((4,), math.nan)}, ValueError,
+         "alibi_slopes holds nan; needs finite"),
+        ({"bias": torch.zeros(2, 4, 20).half()}, ValueError,
+         r"bias has shape \(2, 4, 20\); needs \(2, 4, 20, 26\), \(B or 1, .*"),
+        ({"bias": torch.zeros(2, 1, 1, 20).half()}, ValueError,
+         r"bias has shape \(2, 1, 1, 20\); needs \(2, 1, 1, 26\), \(B or 1, .*"),
+        ({"bias": torch.zeros(1, 1, 1, 1).bfloat16()}, ValueError,
+         "bias has dtype torch.bfloat16; needs torch.float16, that of q"),
+        ({"bias": torch.full((1, 1, 1, 26), -math.inf)}, ValueError,
+         "bias is -inf at b=0 h=0 m=0 n=0; needs to be finite, since this pair is visible. Hide.*"),
+        ({"dbias": torch.zeros(1, 1, 1, 26)}, ValueError,
+         "dbias is given without bias; needs the bias that was added"),
+        ({"bias": torch.zeros(1, 1, 1, 26), "dbias": torch.zeros(1, 1, 1, 26).half()}, ValueError,
+         "dbias has dtype torch.float16; needs torch.float32, that of bias"),
+        ({"bias": torch.zeros(1, 1, 1, 26), "dbias": torch.zeros(1, 1, 20, 26)}, ValueError,
+         r"dbias has shape \(1, 1, 20, 26\); needs \(1, 1, 1, 26\), .*"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0; needs to be finite and > 0"),
         ({"mask": torch.ones(20, 26).bool()}, TypeError,
          r"mask is Tensor; needs a Mask, such as Mask\(causal=True\)"),
         ({"mask": Mask(seqlens_k=(26, 27))}, ValueError, "seqlens_k is .*; needs lengths <= 26"),
@@ -355,7 +390,7 @@ def test_the_example_of_the_page_passes_and_its_fault_is_found_as_shown():
             namespace["test_attention"]()
         except AssertionError as error:
             found = str(error)
-    numbers = re.compile(r"\d\.\d+(?:e[+-]\d+)?")
+    numbers = re.compile(r"\d\.\d+(?:e[+-]\d+)?|(?<=attention-)[0-9a-f]+")
     first, last = (numbers.sub("0.0", text) for text in shown.split("...\n"))
     found = numbers.sub("0.0", f"{found}\n")
     assert found.startswith(first)
@@ -379,8 +414,9 @@ print([x for x in ("hypothesis", "pytest", "fa_kernels") if x in sys.modules])
 
 def test_neither_triton_nor_hypothesis_is_needed():
     done = subprocess.run(
-        [sys.executable, "-c", FRESH], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "G1 accuracy: out of attention leaves the derived bound",

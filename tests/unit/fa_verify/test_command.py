@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,12 @@ def attention(q, k, v, *, mask, sm_scale):
 @DECLARED
 def broken(q, k, v, *, mask, sm_scale):
     return attention(q, k, v, mask=mask, sm_scale=sm_scale) * 1.01
+
+
+def undeclared(q, k, v, *, mask, sm_scale):
+    if mask != type(mask)() or q.dtype != torch.float32 or 0 in (q.shape[2], k.shape[2]):
+        raise NotImplementedError("masks, dtypes and sizes of 0")
+    return torch.softmax(q @ k.mT * sm_scale, -1) @ v
 
 
 @DECLARED
@@ -72,17 +79,26 @@ def test_a_correct_kernel_holds(folder):
     ]  # fmt: skip
 
 
+def test_a_kernel_that_declares_nothing_is_probed_first(folder):
+    done = run(folder, "check", "my.py:undeclared", "--quick", *ACCURACY)
+    said = "undeclared declares nothing; the checks assume, as the probe found in "
+    assert said in done.stdout, done.stdout + done.stderr
+    assert "refuses fp16: NotImplementedError: masks, dtypes and sizes of 0" in done.stdout
+    assert "declares dtypes=('fp32',)" in done.stdout
+    assert "masks=()" in done.stdout
+
+
 def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
     done = run(folder, "check", "my.py:broken", "--quick", "--json=found.jsonl", *ACCURACY)
     assert done.returncode == 1, done.stdout + done.stderr
-    line = re.findall(r"replay: (fa-verify explain --kernel=my.py:broken '.*')", done.stdout)[0]
+    line = re.findall(r"fa-verify (explain --kernel=my.py:broken '.*')", done.stdout)[0]
     records = [json.loads(x) for x in (folder / "found.jsonl").read_text().splitlines()]
     assert records[0]["kind"] == "subject"
     assert any(record.get("findings") for record in records)
-    again = run(folder, "explain", line)
+    again = run(folder, *shlex.split(line))
     assert again.returncode == 1, again.stdout + again.stderr
     assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout
-    assert line in again.stdout
+    assert f"pytest --kernel=my.py:broken --replay='{shlex.split(line)[-1]}'" in again.stdout
 
 
 def test_gradients_are_not_verified_with_forward_only(folder):
@@ -188,7 +204,7 @@ def test_explain_takes_a_replay_line_or_its_json(words):
         (["check", "a.py:f", "--quick", "--minutes=1"], "not allowed with argument --quick"),
         (["explain"], "REPLAY is ''; needs a replay line"),
         (["explain", "pytest"], "REPLAY is 'pytest'; needs a replay line"),
-        (["explain", REPLAY, REPLAY], "needs a replay line, as a failure prints it, or its"),
+        (["explain", REPLAY, REPLAY], "needs a replay line, as a failure prints it, its JSON"),
         (["doctor", "--", "-x"], "doctor starts no pytest, and got -x"),
     ],
 )

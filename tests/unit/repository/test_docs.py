@@ -10,12 +10,14 @@ import contextlib
 import inspect
 import io
 import json
+import linecache
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -82,6 +84,10 @@ PARSED = {
     "pytest --pyargs fa_verify.conformance --fa-kernel=my.py:attention -n auto": OF_THE_PLUGIN,
     "fa-verify check my.py:attention": OF_THE_COMMAND,
     "fa-verify check my.py:attention --waive known.txt": "runs in test_waivers.py",
+    "fa-verify probe path/to/attention.py:attention": OF_THE_COMMAND,
+    "fa-verify probe path/to/attention.py:attention --replay="
+    """'{"experiment":"weights","problem":{"version":1,"B":2,"M":16,"N":16,"dtype":"bf16","""
+    """"sm_scale":0.3}}'""": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention --quick -- -x -k derived_bound": OF_THE_COMMAND,
     "fa-verify explain --kernel=path/to/attention.py:attention "
@@ -89,6 +95,9 @@ PARSED = {
     "fa-verify explain pytest --kernel=path/to/attention.py:attention "
     """--replay='{"version":1,"M":2}'""": OF_THE_COMMAND,
     "fa-verify doctor": OF_THE_COMMAND,
+    "fa-verify explain fa-verify-replays/attention-5db8d0bd69b9.npz": (
+        "tests/unit/fa_verify/test_replay_files.py runs the command"
+    ),
     "python -m pytest --replay="
     """'{"version":1,"M":7,"N":34,"D":32,"dtype":"fp16","config":"16x32"}'""": (
         "tests/unit/fa_verify/test_options.py replays problems"
@@ -96,6 +105,7 @@ PARSED = {
 }
 ELSEWHERE = {
     "docs/adding.md": "tests/unit/repository/test_adding.py",
+    "docs/inference-kernels.md": "tests/unit/fa_verify/test_inference_page.py",
     "docs/verify-a-mask.md": "tests/unit/fa_verify/test_documented_mask.py",
 }
 # Commands of formulas that are no symbols.
@@ -186,7 +196,9 @@ def test_the_first_pages_are_short(name, lines):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_to_files(name):
-    links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", TEXTS[name])
+    # Without code: the launch of a Triton kernel looks like a link.
+    prose = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", prose)
     local = [link for link in links if "://" not in link]
     assert [x for x in local if not (PAGES[name].parent / x).exists()] == []
 
@@ -249,8 +261,11 @@ def test_the_command_is_valid(command, pytestconfig):
 def _run(block: str, namespace: dict[str, object]) -> str:
     """Returns the output of a block of Python."""
     printed = io.StringIO()
+    # Triton reads the source of the kernels that it compiles.
+    name = f"<page {zlib.crc32(block.encode())}>"
+    linecache.cache[name] = (len(block), None, block.splitlines(keepends=True), name)
     with contextlib.redirect_stdout(printed):
-        exec(compile(block, "<page>", "exec"), namespace)
+        exec(compile(block, name, "exec"), namespace)
     return printed.getvalue()
 
 

@@ -374,3 +374,24 @@ def test_a_tensor_one_row_too_short_for_our_kernels_is_overrun(name, device, mon
     (found,) = forward_and_backward(device).overruns()
     assert found.tensor.data_ptr() == made[list(OURS).index(name)].data_ptr()
     assert found[1:] == (0, False)
+
+
+def written_by_slices(x):
+    made = torch.zeros_like(x)
+    made[1:] = 2 * x[1:]
+    made[:1] = x[:1]
+    return made
+
+
+def read_by_strides(x):
+    return (1 * x).as_strided((2, 5), (5, 1), 5) * 3
+
+
+@pytest.mark.parametrize("function", [written_by_slices, read_by_strides])
+def test_gradients_of_slices_are_the_same_between_guard_bands(function, device):
+    """Autograd allocates a tensor for them, and takes its offset in its storage to be 0."""
+    x = normal(0, "x", SHAPE).float().to(device).requires_grad_()
+    (want,) = torch.autograd.grad(function(x).sum(), x)
+    with GuardBands():
+        (got,) = torch.autograd.grad(function(x).sum(), x)
+    assert got.equal(want)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import find, given
 from hypothesis import strategies as st
 
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.properties.subjects.declarations import SCORE_MODS
 from fa_verify.properties.subjects.subject import Subject, score_mods_of
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
@@ -53,6 +54,33 @@ DECLARED = {
     "top-left, padding": {"causal_alignment": "top-left", "masks": ("padding",)},
     "top-left, no masks": {"causal_alignment": "top-left", "masks": ()},
     "top-left, M = N": {"causal_alignment": "top-left", "m_ne_n": False},
+    "M <= N": {"m_gt_n": False},
+    "M <= N, padding": {"m_gt_n": False, "masks": ("padding",)},
+    "M <= N, causal": {"m_gt_n": False, "masks": ("causal",), "zero_sizes": False},
+    "M <= N, top-left": {"m_gt_n": False, "causal_alignment": "top-left"},
+    "M <= N of 24": {"m_gt_n": False, "seqlen_multiple": 24},
+    "one query": {"one_query": True},
+    "one query, no masks": {"one_query": True, "masks": ()},
+    "one query, padding": {"one_query": True, "masks": ("padding",), "zero_sizes": False},
+    "one query, windows": {"one_query": True, "masks": ("causal", "window", "padding")},
+    "one query, M <= N": {"one_query": True, "m_gt_n": False, "seqlen_multiple": 32},
+    "one query, top-left": {"one_query": True, "causal_alignment": "top-left"},
+    "always causal": {"always_causal": True},
+    "always causal, alone": {"always_causal": True, "masks": ("causal",)},
+    "always causal, windows": {"always_causal": True, "masks": ("causal", "window")},
+    "always causal, top-left": {"always_causal": True, "causal_alignment": "top-left"},
+    "default scale": {"fixed_scale": "1/sqrt(D)"},
+    "a fixed scale": {"fixed_scale": 0.5},
+    "packed": {"varlen": True},
+    "packed, no zero_sizes": {"varlen": True, "zero_sizes": False, "masks": ("padding",)},
+    "a prefill": {
+        "varlen": True,
+        "zero_sizes": False,
+        "m_gt_n": False,
+        "always_causal": True,
+        "masks": ("causal", "padding"),
+        "fixed_scale": "1/sqrt(D)",
+    },
     "softcap": {"score_mods": ("softcap",)},
     "alibi": {"score_mods": ("alibi",)},
     "bias": {"score_mods": ("bias",)},
@@ -122,6 +150,20 @@ def test_drawn_problems_are_supported(data, declared):
         ("top-left, padding", lambda p: p.mask.seqlens_q is not None),
         ("top-left, no masks", lambda p: p.M != p.N),
         ("softcap", lambda p: p.softcap is None),
+        ("M <= N", lambda p: p.M < p.N and p.mask.seqlens_k not in (None, (0,))),
+        ("M <= N", lambda p: p.M == 0 and p.N > 0),
+        ("M <= N", lambda p: p.M == p.N > 32),
+        ("M <= N of 24", lambda p: (p.M, p.N) == (24, 48)),
+        ("one query", lambda p: p.N > 96),
+        ("one query", lambda p: p.N == 0),
+        ("one query", lambda p: p.mask.seqlens_k is not None and 0 in p.mask.seqlens_k),
+        ("one query, no masks", lambda p: p.N > 96),
+        ("one query, M <= N", lambda p: p.N == 96),
+        ("always causal", lambda p: p.M > p.N > 16),
+        ("always causal, windows", lambda p: p.mask.window_left is not None),
+        ("a fixed scale", lambda p: p.D > 16),
+        ("packed, no zero_sizes", lambda p: p.mask.lengths(p.B, p.M, p.N)[0][:2] == (p.M, 0)),
+        ("a prefill", lambda p: p.M < p.N and p.mask.seqlens_q is not None),
     ],
 )
 def test_every_declared_value_is_drawn(declared, condition):
@@ -185,6 +227,11 @@ def test_requested_values_are_drawn_within_the_declarations(data):
             {"empty_rows": True},
             "zero_sizes=False",
         ),
+        ({"m_gt_n": False}, {"empty_rows": True}, "m_gt_n=False"),
+        ({"one_query": True, "masks": ("causal",)}, {"hidden": True}, "one_query=True"),
+        ({"one_query": True}, {"hidden": True, "empty_rows": True}, "one_query=True"),
+        ({"varlen": True}, {"padding": True}, "varlen=True"),
+        ({"always_causal": True}, {"mask": PrefixLM}, "always_causal=True"),
         (
             {"causal_alignment": "top-left"},
             {"hidden": True, "padding": True},

@@ -29,6 +29,11 @@ def add_options(group: pytest.OptionGroup) -> None:
         help="verify no gradients, as if the kernel declared backward=False",
     )
     group.addoption(
+        "--quick",
+        action="store_true",
+        help="run only the problems that kill most known faults, and regression files",
+    )
+    group.addoption(
         "--list-kernels",
         action="store_true",
         help="print the names that --kernel accepts and whether each kernel can run here",

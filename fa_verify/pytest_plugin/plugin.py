@@ -52,6 +52,8 @@ __all__ = [
 
 # Tests of the mutants that only a GPU can detect; present in a checkout only.
 HARDWARE = CONFORMANCE.parent / "mutation" / "test_hardware.py"
+# The test file that --quick runs.
+QUICK = "test_quick.py"
 # The test files that --mask runs.
 OF_MASKS = tuple(
     f"test_{name}.py"
@@ -102,6 +104,13 @@ def pytest_configure(config: pytest.Config) -> None:
             hypothesis.settings.load_profile("mask")
         config.args[:] = [str(CONFORMANCE / name) for name in OF_MASKS]
     text = config.getoption("--replay")
+    if config.getoption("--quick"):
+        beside = [x for x in ("--mask", "--replay", "--minutes") if config.getoption(x) is not None]
+        if beside:
+            raise pytest.UsageError(
+                f"--quick has problems of its own; needs to be without {beside[0]}"
+            )
+        config.args[:] = [str(CONFORMANCE / "test_replay.py"), str(CONFORMANCE / QUICK)]
     if text is not None:
         try:
             config.stash[REPLAY] = Problem.from_json(text)
@@ -147,7 +156,9 @@ def _verifies(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collect only the conformance tests with --kernel."""
+    """Collect only the conformance tests with --kernel, and those of --quick only with it."""
+    if collection_path == CONFORMANCE / QUICK and not config.getoption("--quick"):
+        return True
     if is_ours(config) or collection_path in CONFORMANCE.parents:
         return None
     return None if collection_path.is_relative_to(CONFORMANCE) else True

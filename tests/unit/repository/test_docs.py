@@ -80,7 +80,7 @@ PARSED = {
     "python -m pytest tests/conformance -n auto --kernel=path/to/attention.py:attention "
     "--minutes=60 --corpus=corpus": "takes an hour",
     "fa-verify check path/to/attention.py:attention": OF_THE_COMMAND,
-    "fa-verify check path/to/attention.py:attention --quick -- -x -k derived_bound": OF_THE_COMMAND,
+    "fa-verify check path/to/attention.py:attention --quick -- -x -k fp16": OF_THE_COMMAND,
     "fa-verify explain --kernel=path/to/attention.py:attention "
     """'{"version":1,"M":2}'""": OF_THE_COMMAND,
     "fa-verify explain pytest --kernel=path/to/attention.py:attention "

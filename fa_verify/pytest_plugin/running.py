@@ -125,6 +125,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if mask is not None:
         select(config, *OF_MASKS)
     text = config.getoption("--fa-replay")
+    if config.getoption("--fa-quick"):
+        others = ("--fa-mask", "--fa-replay", "--fa-minutes")
+        beside = [x for x in others if config.getoption(x) is not None]
+        if beside:
+            raise pytest.UsageError(
+                f"--fa-quick has problems of its own; needs to be without {beside[0]}"
+            )
+        config.args[:] = [str(CONFORMANCE / "test_replay.py"), str(CONFORMANCE / QUICK)]
     if text is not None:
         try:
             config.stash[REPLAY] = Problem.from_json(text)
@@ -221,8 +229,10 @@ def _verifies(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collect only the conformance tests with --fa-kernel."""
+    """Collect only the conformance tests with --fa-kernel, and those of --fa-quick with it."""
     path = collection_path.resolve()
+    if path == CONFORMANCE / QUICK and not config.getoption("--fa-quick"):
+        return True
     if is_ours(config) or path in CONFORMANCE.parents:
         return None
     return None if path.is_relative_to(CONFORMANCE) else True

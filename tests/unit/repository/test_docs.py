@@ -89,7 +89,7 @@ PARSED = {
     """'{"experiment":"weights","problem":{"version":1,"B":2,"M":16,"N":16,"dtype":"bf16","""
     """"sm_scale":0.3}}'""": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention": OF_THE_COMMAND,
-    "fa-verify check path/to/attention.py:attention --quick -- -x -k derived_bound": OF_THE_COMMAND,
+    "fa-verify check path/to/attention.py:attention --quick -- -x -k fp16": OF_THE_COMMAND,
     "fa-verify explain --kernel=path/to/attention.py:attention "
     """'{"version":1,"M":2}'""": OF_THE_COMMAND,
     "fa-verify explain pytest --kernel=path/to/attention.py:attention "

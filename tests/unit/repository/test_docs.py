@@ -71,6 +71,7 @@ PARSED = {
     "python -m benchmarks.density": "needs a GPU",
     "python -m benchmarks.few_queries": "needs a GPU",
     "python -m docs.tables --write": "changes files",
+    "python -m tests.unit.fa_verify.probing.recovery": "takes minutes",
     "python -m tests.mutation.ablation": "is part of tests/mutation/test_ablation.py",
     "python -m tests.snapshots outputs --write build/outputs.json": "takes minutes",
     "python -m tests.snapshots outputs --compare build/outputs.json": "takes minutes",

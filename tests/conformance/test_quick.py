@@ -25,7 +25,7 @@ def test_a_problem_that_kills_faults_holds(runner, entry):
     claim = in_turn({name: CHECKS[name] for name in entry.checks}, unchecked)
     findings = runner.findings(entry.problem, claim)
     if findings:
-        raise Violation(plainest(runner, findings, claim))
+        raise Violation(plainest(runner, findings, claim), claim)
     if runner.refusals:
         pytest.skip(", ".join(runner.refusals))
     if not runner.judged:

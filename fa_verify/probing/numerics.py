@@ -40,7 +40,14 @@ def numerics_of(subject: Subject, base: Problem, found: Mapping[str, Answer]) ->
     if backward:
         exact = limits.scaled(base, 0.25)
         gqa = bool(found["gqa"].value)
-        yield from rounding_of_backward(subject, scaled, exact, limits.dtypes, gqa)
+        for answer in rounding_of_backward(subject, scaled, exact, limits.dtypes, gqa):
+            whole = answer.word == "p_dtype_of_dv" and answer.value == "fp32"
+            if whole and found["p_dtype_of_out"].value != "fp32":
+                # The unnormalised P is 1, which a cast leaves as it is.
+                said = "equal weights show no cast before P is normalised"
+                yield undecided(answer.word, said, answer.replay)
+            else:
+                yield answer
     yield _p_dtype(found, backward)
     if "fp32" in limits.dtypes:
         yield _dots(found, backward)

@@ -199,22 +199,27 @@ def _read(
 
 @experiment("v_operand")
 def _v_operand(subject: Subject, which: Experiment) -> Observation:
-    """Rows that see key 0 alone: out is the row of v that the dot reads."""
+    """Rows that see two keys with equal weights: out is half the sum of the v that the dot reads.
+
+    The value of key 1 is a bf16 number of the opposite sign, so that a rounding of the sum does not
+    look like one of v.
+    """
     problem = which.problem
     B, N, D, Dv = problem.B, problem.N, problem.D, problem.Dv
     q, k = torch.zeros(B, 1, 1, D, dtype=torch.float64), torch.zeros(B, 1, N, D)
     q[..., 1] = FAR
-    k[:, 0, 1:, 1] = -FAR * 64
+    k[:, 0, 2:, 1] = -FAR * 64
     v = torch.zeros(B, 1, N, Dv, dtype=torch.float64)
     v[:, 0, 0] = mantissas(3, B, Dv)
+    v[:, 0, 1] = -rounded(1.5 * v[:, 0, 0], "bf16")
     inputs = tensors(problem, q=q, k=k, v=v)
     tried = attempt(subject, problem, inputs, backward=False)
     if tried.got is None:
         return Observation(None, {}, {}, tried.error)
     got = tried.got.out[:, 0, -1].double().cpu()
-    expected = {name: cut(v[:, 0, 0]) for name, cut in OPERANDS.items()}
-    # Both operands are exact, and so is the division by a sum of 1.
-    return Observation(got, expected, {name: x.abs() * 2.0**-23 for name, x in expected.items()})
+    expected = {name: (cut(v[:, 0, 0]) + v[:, 0, 1]) / 2 for name, cut in OPERANDS.items()}
+    # The weights are exact, and so are their products and the difference.
+    return Observation(got, expected, {x: y.abs() * 2.0**-20 for x, y in expected.items()})
 
 
 @experiment("q_operand")

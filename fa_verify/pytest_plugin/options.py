@@ -30,6 +30,10 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "action": "store_true",
         "help": "verify no gradients, as if the kernel declared backward=False",
     },
+    "quick": {
+        "action": "store_true",
+        "help": "run only the problems that kill most known faults, and regression files",
+    },
     "list-kernels": {
         "action": "store_true",
         "help": "print the names that --fa-kernel accepts and whether each kernel can run here",

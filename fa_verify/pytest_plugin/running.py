@@ -79,6 +79,7 @@ WARNINGS = (
 )
 # Tests of the mutants that only a GPU can detect; present in a checkout only.
 HARDWARE = CONFORMANCE.parent / "mutation" / "test_hardware.py"
+QUICK = "test_quick"
 # The test files that --fa-mask runs.
 OF_MASKS = (
     "test_replay",
@@ -125,6 +126,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if mask is not None:
         select(config, *OF_MASKS)
     text = config.getoption("--fa-replay")
+    if config.getoption("--fa-quick"):
+        others = ("--fa-mask", "--fa-replay", "--fa-minutes")
+        beside = [x for x in others if config.getoption(x) is not None]
+        if beside:
+            raise pytest.UsageError(
+                f"--fa-quick has problems of its own; needs to be without {beside[0]}"
+            )
+        select(config, "test_replay", QUICK)
     if text is not None:
         try:
             config.stash[REPLAY] = Problem.from_json(text)
@@ -137,7 +146,8 @@ def pytest_configure(config: pytest.Config) -> None:
                 "--fa-mutation needs a GPU, and none is visible; make mutation runs without one"
             )
         config.args[:] = [str(HARDWARE)]
-    if not is_ours(config) and text is None and mask is None:
+    chosen = text is not None or mask is not None or config.getoption("--fa-quick")
+    if not is_ours(config) and not chosen:
         _select_conformance(config)
     database = example_database(config, profiles.PARENT.database)
     fuzz = dict(profiles.PROFILES["fuzz"], database=database)
@@ -221,8 +231,10 @@ def _verifies(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collect only the conformance tests with --fa-kernel."""
+    """Collect only the conformance tests with --fa-kernel, and those of --fa-quick with it."""
     path = collection_path.resolve()
+    if path == CONFORMANCE / f"{QUICK}.py" and not config.getoption("--fa-quick"):
+        return True
     if is_ours(config) or path in CONFORMANCE.parents:
         return None
     return None if path.is_relative_to(CONFORMANCE) else True

@@ -32,6 +32,8 @@ __all__ = ["Failure", "Known", "RootCause", "Store", "described", "difference"]
 SECONDS = 30.0
 # An error of at most so many bounds may come from roundings.
 _SLIGHT = 100.0
+# Rows and keys that are added to the smallest problem, so that a picture shows where it errs.
+_GROWN = 39
 # Problems without a feature that are tried: one of them may fail for another cause.
 _NEAREST = 3
 _STATISTICS = ("RMS", "bias", "limit", "identities", "backward")
@@ -400,9 +402,18 @@ class Failure:
                 **{name: getattr(shown, name) for name in ("output", "where", "bad", "total")},
                 **{name: str(getattr(shown, name)) for name in ("got", "want", "bound")},
                 "places": shown.places,
-                "heat": None if shown.heat is None else shown.heat.record(),
+                "heat": self._heat(shown),
             },
         )
+
+    def _heat(self, finding: Finding) -> dict[str, Any] | None:
+        """Return the heat map of a larger problem that fails alike, else of the smallest one."""
+        problem = finding.problem
+        grown = {name: getattr(problem, name) + _GROWN for name in ("M", "N")}
+        larger = self._unexplained(dataclasses.replace(problem, **grown))
+        like = (x for x in larger if x.output == finding.output and x.heat is not None)
+        found = next(like, finding).heat
+        return None if found is None else found.record()
 
     def _needs(self, feature: Feature, problem: Problem, needed: list[Feature]) -> Problem | None:
         """Return a passing problem that lacks a feature and has those needed already."""

@@ -54,12 +54,19 @@ class Causes:
         try:
             return (yield)
         except Violation as violation:
-            runner = pyfuncitem.funcargs.get("runner")
-            if runner is not None and violation.claim is not None:
-                violation.causes = Failure(
-                    runner, violation.claim, violation.findings, self.store
-                ).causes()
+            self._explain(pyfuncitem, violation)
             raise
+
+    def _explain(self, item: pytest.Function, violation: Violation) -> None:
+        """Note the causes of a failure; an exception leaves its findings as they are."""
+        runner = item.funcargs.get("runner")
+        if runner is None or violation.claim is None:
+            return
+        try:
+            failure = Failure(runner, violation.claim, violation.findings, self.store)
+            violation.causes = failure.causes()
+        except Exception as error:
+            violation.add_note(f"it has no cause: {type(error).__name__}: {error}")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

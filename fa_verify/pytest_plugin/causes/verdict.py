@@ -53,6 +53,8 @@ class Explained:
             **found,
             **{key: value for key, value in cause.record().items() if key != "number"},
             "title": title(cause),
+            "evidence": evidence(cause),
+            "smallest": described(cause.problem),
             "explain": explain_line(cause),
             "looks_like": looks_like(cause),
             "if_intended": if_intended(cause),

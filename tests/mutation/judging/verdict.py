@@ -19,7 +19,7 @@ from tests.mutation.judging.trials import CHECKS, QUICK, Step
 from tests.mutation.judging.unit_tests import TESTED_ALONE, failure_of
 from tests.mutation.kill_order import UNIT_TESTS
 
-__all__ = ["asked", "judged_kernels", "subject_of", "warmed"]
+__all__ = ["asked", "judged_kernels", "killed_by", "subject_of", "warmed"]
 
 # Unit tests run before the slow steps. On mutants of a file with tests of its own, they run after
 # this many steps, which kill most mutants. Only unit tests find redundant work and code that does
@@ -122,17 +122,42 @@ def _kills(
     for number in order:
         if number == units:
             yield from _of_unit_tests(package, edited, number)
-        step, asking = steps[number], questions[number]
-        try:
-            trial = asking.run(subject)
-        except (SubjectError, NotImplementedError) as error:
-            # An out-of-bounds address in the interpreter counts as a check of its own.
-            wild = isinstance(_root(error), OutOfBoundsError)
-            yield Kill("addresses" if wild else "raised", number, str(error)[:500])
-            continue
-        for check in step.checks:
-            for finding in _findings(check, trial):
-                yield Kill(check, number, finding)
+        yield from _of_step(subject, steps[number], questions[number], number)
+
+
+def killed_by(
+    sources: Mapping[str, str],
+    mutant: Mutant,
+    steps: Sequence[Step],
+    questions: Sequence[PlannedRun],
+    folder: Path,
+    goes_on: Callable[[], bool],
+) -> Iterator[Kill]:
+    """Yields the kills of the steps in order, without unit tests, while ``goes_on`` says so."""
+    try:
+        package = _loaded(sources, mutant, folder)
+    except Exception as error:
+        yield Kill("raised", -1, f"{type(error).__name__}: {error}"[:500])
+        return
+    subject = Subject.of(adapted(package), "mutant")
+    for number, (step, asking) in enumerate(zip(steps, questions, strict=True)):
+        if not goes_on():
+            return
+        yield from _of_step(subject, step, asking, number)
+
+
+def _of_step(subject: Subject, step: Step, asking: PlannedRun, number: int) -> Iterator[Kill]:
+    """The kills of one step, with its index."""
+    try:
+        trial = asking.run(subject)
+    except (SubjectError, NotImplementedError) as error:
+        # An out-of-bounds address in the interpreter counts as a check of its own.
+        wild = isinstance(_root(error), OutOfBoundsError)
+        yield Kill("addresses" if wild else "raised", number, str(error)[:500])
+        return
+    for check in step.checks:
+        for finding in _findings(check, trial):
+            yield Kill(check, number, finding)
 
 
 def _of_unit_tests(package: ModuleType, edited: set[str], number: int) -> Iterator[Kill]:

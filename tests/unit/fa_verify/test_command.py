@@ -46,7 +46,11 @@ def undeclared(q, k, v, *, mask, sm_scale):
 def without_a_gradient(q, k, v, *, mask, sm_scale):
     return attention(q, k, v, mask=mask, sm_scale=sm_scale).detach()
 """
-ACCURACY = ("--", "-n0", "-k", "test_every_element_lies_within_the_derived_bound")
+# Few problems of one test.
+ACCURACY = (
+    "--", "-n0", "--hypothesis-profile=dev",
+    "-k", "test_every_element_lies_within_the_derived_bound",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_correct_kernel_holds(folder):
-    done = run(folder, "check", "my.py:attention", "--quick", *ACCURACY)
+    done = run(folder, "check", "my.py:attention", *ACCURACY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "profile dev, 2 examples" in done.stdout or "profile dev, 20 examples" in done.stdout
     assert "subject attention, declares dtypes=('fp32',)" in done.stdout
@@ -80,7 +84,7 @@ def test_a_correct_kernel_holds(folder):
 
 
 def test_a_kernel_that_declares_nothing_is_probed_first(folder):
-    done = run(folder, "check", "my.py:undeclared", "--quick", *ACCURACY)
+    done = run(folder, "check", "my.py:undeclared", *ACCURACY)
     said = "undeclared declares nothing; the checks assume, as the probe found in "
     assert said in done.stdout, done.stdout + done.stderr
     assert "refuses fp16: NotImplementedError: masks, dtypes and sizes of 0" in done.stdout
@@ -88,8 +92,20 @@ def test_a_kernel_that_declares_nothing_is_probed_first(folder):
     assert "masks=()" in done.stdout
 
 
+def test_a_quick_run_judges_the_chosen_problems_and_finds_a_fault(folder):
+    first = ("--", "-n0", "-k", "test_a_problem_that_kills_faults_holds and (0- or 1- or 2-)")
+    done = run(folder, "check", "my.py:attention", "--quick", *first)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_quick.py" in done.stdout
+    assert re.search(r"\b\d+ passed", done.stdout)
+    done = run(folder, "check", "my.py:broken", "--quick", *first)
+    assert done.returncode == 1, done.stdout + done.stderr
+    # On the plainest problem, not on the one that was chosen.
+    assert """--replay='{"version":1}'""" in done.stdout
+
+
 def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
-    done = run(folder, "check", "my.py:broken", "--quick", "--json=found.jsonl", *ACCURACY)
+    done = run(folder, "check", "my.py:broken", "--json=found.jsonl", *ACCURACY)
     assert done.returncode == 1, done.stdout + done.stderr
     line = re.findall(r"fa-verify (explain --kernel=my.py:broken '.*')", done.stdout)[0]
     records = [json.loads(x) for x in (folder / "found.jsonl").read_text().splitlines()]
@@ -98,11 +114,11 @@ def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
     again = run(folder, *shlex.split(line))
     assert again.returncode == 1, again.stdout + again.stderr
     assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout
-    assert f"pytest --kernel=my.py:broken --replay='{shlex.split(line)[-1]}'" in again.stdout
+    assert f"replay: fa-verify {line}" in again.stdout
 
 
 def test_gradients_are_not_verified_with_forward_only(folder):
-    words = "check", "my.py:without_a_gradient", "--quick"
+    words = "check", "my.py:without_a_gradient"
     done = run(folder, *words, *ACCURACY)
     assert done.returncode == 1
     assert "a subject without one declares backward=False" in done.stdout
@@ -165,7 +181,7 @@ CORPUS = "--fa-corpus=fa-verify-problems"
         (
             "check a.py:f --quick --forward-only --json=x --report=y --corpus=z -- -x -n 3",
             ["--fa-kernel=a.py:f", "--fa-report=y", "--fa-forward-only", "--fa-findings=x",
-             "--hypothesis-profile=dev", "--fa-corpus=z", "-n", "auto", "-x", "-n", "3"],
+             "--fa-quick", "--fa-corpus=z", "-n", "auto", "-x", "-n", "3"],
         ),
         (
             "check a.py:f --minutes 10",

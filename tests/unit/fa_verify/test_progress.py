@@ -53,7 +53,7 @@ def test_times_are_minutes_and_seconds(seconds, shown):
 
 def test_the_command_shows_no_letters_and_still_names_what_failed(folder):
     done = run(
-        folder, "check", "my.py:broken", "--quick",
+        folder, "check", "my.py:broken",
         "--", "-n1", "-k", "test_every_element_lies", "--tb=no",
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr

@@ -49,7 +49,7 @@ def failure(guarantee: str, output: str, message: str, size: str) -> dict[str, s
 def ran(folder) -> Path:
     """The folder of a run that failed, with its files."""
     done = run(
-        folder, "check", "my.py:broken", "--quick", "--sarif=found.sarif", "--junit=found.xml",
+        folder, "check", "my.py:broken", "--sarif=found.sarif", "--junit=found.xml",
         *ACCURACY,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
@@ -85,7 +85,7 @@ def test_the_action_verifies_a_kernel_and_writes_its_files(folder, tmp_path):
     values = {
         **{name: str(x.get("default")) for name, x in action["inputs"].items()},
         "kernel": "my.py:broken",
-        "options": "--quick -- -n0 -k test_every_element_lies",
+        "options": "-- -n0 -k test_every_element_lies",
         "python": sys.executable,
         "output": str(tmp_path / "made"),
     }

@@ -101,7 +101,7 @@ def test_counts_of_workers_are_added(tmp_path):
 
 def test_a_run_with_known_failures_passes_and_other_failures_are_found(folder):
     (folder / "known.txt").write_text(FILE)
-    words = "check", "my.py:broken", "--quick", "--waive=known.txt", "--json=waived.jsonl"
+    words = "check", "my.py:broken", "--waive=known.txt", "--json=waived.jsonl"
     done = run(folder, *words, "--forward-only", *ACCURACY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(

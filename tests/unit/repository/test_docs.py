@@ -71,6 +71,7 @@ PARSED = {
     "python -m benchmarks.density": "needs a GPU",
     "python -m benchmarks.few_queries": "needs a GPU",
     "python -m docs.tables --write": "changes files",
+    "python -m tests.unit.fa_verify.probing.recovery": "takes minutes",
     "python -m tests.mutation.ablation": "is part of tests/mutation/test_ablation.py",
     "python -m tests.snapshots outputs --write build/outputs.json": "takes minutes",
     "python -m tests.snapshots outputs --compare build/outputs.json": "takes minutes",
@@ -89,7 +90,7 @@ PARSED = {
     """'{"experiment":"weights","problem":{"version":1,"B":2,"M":16,"N":16,"dtype":"bf16","""
     """"sm_scale":0.3}}'""": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention": OF_THE_COMMAND,
-    "fa-verify check path/to/attention.py:attention --quick -- -x -k derived_bound": OF_THE_COMMAND,
+    "fa-verify check path/to/attention.py:attention --quick -- -x -k fp16": OF_THE_COMMAND,
     "fa-verify explain --kernel=path/to/attention.py:attention "
     """'{"version":1,"M":2}'""": OF_THE_COMMAND,
     "fa-verify explain pytest --kernel=path/to/attention.py:attention "

@@ -49,6 +49,7 @@ class Box:
         cut: A function of an operand: dots of fp32 inputs read its result.
         threshold: Powers of 2 by which the maximum may rise without a rescale.
         fused: Terms that a step of the dot with V adds at once, truncated; 0 leaves it to BLAS.
+        narrow: Whether out is rounded to bf16 after every tile.
         ds_scaled: Whether dS is scaled before its cast.
         ds_from_cast: Whether dS is computed from the P that was cast.
         group_cast: Whether dk and dv of a group are rounded before they are added.
@@ -66,6 +67,7 @@ class Box:
     cut: object = whole
     threshold: float = 0.0
     fused: int = 0
+    narrow: bool = False
     ds_scaled: bool = False
     ds_from_cast: bool = False
     group_cast: bool = False
@@ -109,6 +111,8 @@ class Box:
 
     def add(self, acc, p, v, dtype):
         """acc + p v, in the order of the dot."""
+        if self.narrow:
+            return bf16(acc + self.dot(p, v, dtype))
         if not self.fused:
             return acc + self.dot(p, v, dtype)
         for start in range(0, v.shape[2], self.fused):
@@ -238,6 +242,7 @@ BOXES = {
     "threshold of 2**8": {"threshold": 8.0},
     "threshold of 2**3": {"width": 32, "threshold": 3.0, "group_cast": True},
     "16 keys at once, truncated": {"fused": 16},
+    "out in bf16 between tiles": {"narrow": True},
     "8 keys at once, truncated": {"width": 32, "fused": 8},
 }
 _CUTS = {tf32: "tf32, truncated", bf16x3: "bf16x3", bf16: "bf16, rounded", whole: "ieee"}
@@ -272,7 +277,8 @@ def truth(**how) -> dict[str, object]:
         "tile_order": ("descending" if box.backwards else "ascending") if tiled else None,
         "splits": box.splits if tiled else None,
         "rescale_threshold": box.threshold if tiled and box.splits == 1 else None,
-        "accumulation": "truncated when aligned" if box.fused else "to nearest", "flushes": False,
+        "accumulation": "truncated when aligned" if box.fused
+        else "narrower than float32" if box.narrow else "to nearest", "flushes": False,
         **{f"order_of_{name}_{dtype}": box.width for name in ("dv", "dk", "dq")
            for dtype in ("bf16", "fp32")},
     }  # fmt: skip
@@ -281,6 +287,9 @@ def truth(**how) -> dict[str, object]:
     of_out = 128 if box.p == "normalised" else of_out
     found |= {f"order_of_out_{dtype}": of_out for dtype in ("bf16", "fp32")}
     found["l_order"] = "tile" if box.width <= 64 and not box.backwards else None
+    if box.narrow:
+        # A rounding of out hides those of the operands.
+        found |= dict.fromkeys(("q_operand", "k_operand", "v_operand", "dots"))
     if box.lse is not None:
         known = {-math.inf: "-inf", math.inf: "+inf", 0.0: 0}
         found |= {"lse_base": box.lse, "empty_lse": known[box.empty_lse], "lse_grad": False}

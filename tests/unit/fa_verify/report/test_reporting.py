@@ -137,6 +137,15 @@ def test_the_json_says_what_ran_and_how_it_ended(record):
     assert "--fa-report=" in record["command"]
 
 
+def test_the_json_has_the_causes_of_the_failures(record):
+    (cause,) = record["causes"]
+    failed = {failure["test"] for failure in record["failures"]}
+    assert set(cause["explains"]) == failed
+    assert cause["title"] == "Problems with M > 20 give wrong out, dq, dk, dv"
+    assert '"M":21' in cause["problem"]
+    assert cause["passing"]
+
+
 def test_the_json_says_what_was_checked_of_which_dtype(record):
     by_claim = {claim["claim"]: claim["by_dtype"] for claim in record["checked"]}
     by_dtype = by_claim["every element lies within the derived bound"]
@@ -177,12 +186,14 @@ def test_the_page_is_well_formed_and_needs_nothing_else(html):
 def test_the_page_says_the_verdict_the_findings_and_how_to_replay_them(html, record):
     text = Page(html).text
     assert "Failed: " in text
+    assert record["causes"][0]["title"] in text
+    assert record["causes"][0]["explain"] in text
     for finding in record["failures"][0]["findings"]:
         assert finding["text"] in text
     assert record["worst"][0]["replay"] in text
 
 
-@pytest.mark.parametrize("place", ["failure", "finding", "subject", "reason", "command"])
+@pytest.mark.parametrize("place", ["failure", "finding", "cause", "subject", "reason", "command"])
 def test_text_of_a_subject_is_escaped(record, place):
     said = '<script>alert(1)</script> & "no" more'
     failure = {"test": "t", "phase": "call", "text": said, "findings": []}
@@ -190,6 +201,7 @@ def test_text_of_a_subject_is_escaped(record, place):
     changed = {
         "failure": {"failures": [failure]},
         "finding": {"failures": [{**failure, "text": "", "findings": [finding]}]},
+        "cause": {"causes": [{**record["causes"][0], "title": said, "told": said}]},
         "subject": {"subject": {"name": said, "declares": said, "source": said}},
         "reason": {"not_run": [{"reason": said, "tests": 1}]},
         "command": {"command": said},

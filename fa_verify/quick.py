@@ -1,0 +1,61 @@
+"""The problems of a quick run, chosen by the mutants that they kill, and fitted to a subject.
+
+``quick.json`` lists them, the deadliest first. ``python -m tests.mutation.quick choose`` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import (
+    CALLS,
+    CLOSED_FORM,
+    GUARANTEES,
+    OF_BIAS,
+    POOLED,
+    STATISTICS,
+    Check,
+    backward,
+    limits,
+)
+from fa_verify.properties.subjects.fitting import fitted
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["CHECKS", "FILE", "Entry", "entries", "entries_for"]
+
+FILE = Path(__file__).with_suffix(".json")
+# The checks that an entry may name. The standing checks run beside them.
+CHECKS: dict[str, Check] = {
+    **GUARANTEES, **STATISTICS, **CLOSED_FORM, **POOLED, **OF_BIAS, **CALLS,
+    "backward": backward, "limit": limits,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A problem and the names in ``CHECKS`` of its checks."""
+
+    problem: Problem
+    checks: tuple[str, ...]
+
+
+def entries() -> tuple[Entry, ...]:
+    """Return the entries of the file, the deadliest first."""
+    return tuple(
+        Entry(Problem.from_record(x["problem"]), tuple(x["checks"]))
+        for x in json.loads(FILE.read_text(encoding="utf-8"))
+    )
+
+
+def entries_for(subject: Subject, device: str) -> Iterator[Entry]:
+    """Yield the entries as problems that a subject supports, each once."""
+    seen = set()
+    for entry in entries():
+        problem = fitted(subject, entry.problem, device)
+        if problem is not None and (problem, entry.checks) not in seen:
+            seen.add((problem, entry.checks))
+            yield Entry(problem, entry.checks)

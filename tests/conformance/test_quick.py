@@ -1,0 +1,32 @@
+"""The problems of --quick, each with its checks. Collected with that option only."""
+
+from __future__ import annotations
+
+import pytest
+
+from fa_verify.properties.checks.guarantees import in_turn
+from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.search.search import plainest
+from fa_verify.quick import CHECKS, entries_for
+from fa_verify.session import device_of, subject_of
+
+
+def pytest_generate_tests(metafunc):
+    """Parametrize with the problems that the subject supports."""
+    config = metafunc.config
+    found = [*entries_for(subject_of(config), device_of(config))]
+    # The number keeps names apart, and its order is that of the kills.
+    names = [f"{i}-{x.problem.dtype}-{x.problem.config}" for i, x in enumerate(found)]
+    metafunc.parametrize("entry", found, ids=names)
+
+
+def test_a_problem_that_kills_faults_holds(runner, entry):
+    unchecked = {}
+    claim = in_turn({name: CHECKS[name] for name in entry.checks}, unchecked)
+    findings = runner.findings(entry.problem, claim)
+    if findings:
+        raise Violation(plainest(runner, findings, claim))
+    if runner.refusals:
+        pytest.skip(", ".join(runner.refusals))
+    if not runner.judged:
+        pytest.skip(f"out of range: {entry.problem.to_json()}")

@@ -292,6 +292,8 @@ def _without_gpu() -> str | None:
     """Return why no kernel can run on a GPU, or None."""
     import torch
 
+    if torch.version.hip:
+        return "AMD GPUs are not supported"
     if not torch.version.cuda:
         return f"torch {torch.__version__} is built without CUDA"
     return None if torch.cuda.is_available() else "no GPU is visible"

@@ -18,6 +18,8 @@ __all__ = ["Estimate", "Progress", "clock"]
 
 # Seconds between lines, on a terminal and in a log file.
 ON_A_TERMINAL, IN_A_LOG = 3.0, 10.0
+# A test that takes fewer seconds than this was skipped.
+SKIPPED = 0.05
 
 
 class Estimate:
@@ -40,10 +42,10 @@ class Estimate:
             self._took[_function(test)].append(seconds)
 
     def seconds(self, workers: int) -> float | None:
-        """Return the expected seconds to the end; None before any test has ended."""
-        if not self._took:
-            return None
+        """Return the expected seconds to the end; None while only skipped tests have ended."""
         means = {name: sum(times) / len(times) for name, times in self._took.items()}
+        if max(means.values(), default=0.0) < SKIPPED:
+            return None
         other = sum(means.values()) / len(means)
         return sum(means.get(_function(test), other) for test in self.left) / workers
 

@@ -7,6 +7,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -43,6 +44,7 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "backward_reads": ("out", "lse", "m_and_l"),
     "score_mods": SCORE_MODS,
 }
+_NOT_SUPPORTED = re.compile("f(p|loat)8|int8|dropout|quant|hip|rocm|amd", re.IGNORECASE)
 # Subsets that must not be empty, as there would be nothing to verify.
 _NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices")
 # Declarations that are one of these values.
@@ -117,7 +119,14 @@ def unknown_word(name: str, word: str) -> ValueError:
     """Return the error for an unknown declaration, which suggests a similar one."""
     close = _close_match(word)
     hint = f" (did you mean {close!r}?)" if close else ""
-    return ValueError(f"{name} declares {word!r}{hint}; known are {sorted(WORDS)}")
+    known = f"known are {sorted(WORDS)}"
+    return ValueError(f"{name} declares {word!r}{hint}; {known}{_not_supported(word)}")
+
+
+def _not_supported(*words: object) -> str:
+    """Return a sentence for words that ask for a feature that is not supported; else nothing."""
+    asks = any(_NOT_SUPPORTED.search(str(word)) for word in words)
+    return "; fp8, int8, dropout, quantised caches and AMD GPUs are not supported" if asks else ""
 
 
 def _close_match(word: str) -> str | None:
@@ -187,7 +196,7 @@ def _words(where: str, given: object, known: tuple[str, ...]) -> tuple[str, ...]
         raise ValueError(f"{where} is {given!r}; needs a tuple of words out of {known}")
     unknown = [word for word in given if word not in known]
     if unknown:
-        raise ValueError(f"{where} has {unknown}; known are {known}")
+        raise ValueError(f"{where} has {unknown}; known are {known}{_not_supported(*unknown)}")
     return tuple(word for word in known if word in given)
 
 

@@ -22,6 +22,8 @@ from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Recording", "plain"]
 
+# Raised when a field changes its meaning or goes away; new fields and kinds of records keep it.
+VERSION = 1
 ROOT = Path(__file__).parents[3]
 # Number of lines kept of a failure message, such as an assertion with its diff.
 MOST_LINES = 12
@@ -69,6 +71,7 @@ class Recording:
         """Write the record of the subject."""
         self._write(
             kind="subject",
+            version=VERSION,
             name=self.subject.name,
             declares=self.subject.declarations(),
             declared=self.subject.declared(),

@@ -114,7 +114,7 @@ def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
     again = run(folder, *shlex.split(line))
     assert again.returncode == 1, again.stdout + again.stderr
     assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout
-    assert f"fa-verify {line}" in again.stdout
+    assert f"replay: fa-verify {line}" in again.stdout
 
 
 def test_gradients_are_not_verified_with_forward_only(folder):

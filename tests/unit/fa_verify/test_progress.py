@@ -20,8 +20,9 @@ def test_tests_are_expected_to_take_what_others_of_their_function_took():
     estimate.collected(TESTS)
     estimate.collected(["of another worker"])
     assert estimate.seconds(1) is None
-    estimate.ended(TESTS[0], 10.0)
     estimate.ended("a.py::test_quick", 0.0)
+    assert estimate.seconds(1) is None
+    estimate.ended(TESTS[0], 10.0)
     estimate.ended("of another worker", 99.0)
     # Three of 10 s, and one like the mean of the functions.
     assert estimate.seconds(1) == 3 * 10.0 + 5.0

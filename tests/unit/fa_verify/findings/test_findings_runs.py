@@ -95,6 +95,7 @@ def record_of(records, test: str) -> dict:
 
 def test_the_record_begins_with_the_subject_and_ends_with_what_was_judged(records):
     assert records[0]["kind"] == "subject"
+    assert records[0]["version"] == 1
     assert records[0]["declares"] == {"dtypes": ["fp16"]}
     assert records[-1]["kind"] == "end"
     assert records[-1]["judged"] == 0

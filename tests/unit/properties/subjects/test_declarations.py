@@ -281,3 +281,27 @@ def test_declarations_of_a_caller_are_not_changed():
     declared = ["bf16", "fp16"]
     Subject.of(function_with(dtypes=declared), "attention")
     assert declared == ["bf16", "fp16"]
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [{"dtypes": ("fp8",)}, {"dtypes": ("float8_e4m3fn",)}, {"devices": ("hip",)}, {"dropout": 0.1}],
+    ids=str,
+)
+def test_features_that_are_not_supported_are_named(declared):
+    def kernel(q, k, v, *, mask, sm_scale):
+        return q
+
+    vars(kernel).update(declared)
+    says = "; fp8, int8, dropout, quantised caches and AMD GPUs are not supported$"
+    with pytest.raises(ValueError, match=says):
+        Subject.of(kernel, "kernel")
+
+
+def test_other_words_that_are_unknown_get_no_such_sentence():
+    def kernel(q, k, v, *, mask, sm_scale):
+        return q
+
+    kernel.dtypes = ("fp17",)
+    with pytest.raises(ValueError, match=r"has \['fp17'\]; known are \(.*'fp64'\)$"):
+        Subject.of(kernel, "kernel")

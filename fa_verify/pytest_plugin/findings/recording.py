@@ -55,7 +55,7 @@ class Recording:
     """
 
     def __init__(self, config: pytest.Config, subject: Subject, tally: Tally) -> None:
-        self.subject, self.tally = subject, tally
+        self.config, self.subject, self.tally = config, subject, tally
         self.path = None if hasattr(config, "workerinput") else Path(config.getoption("--findings"))
         if self.path is not None:
             try:
@@ -117,7 +117,12 @@ class Recording:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write the record of the totals."""
+        """Write the records of the causes, and that of the totals."""
+        causes = self.config.pluginmanager.get_plugin("causes")
+        for number, cause in enumerate(causes.explained() if self.path else (), 1):
+            record = cause.record(number)
+            record.get("finding", {}).pop("heat", None)
+            self._write(**{**record, "kind": "cause", "fault": record.get("kind", "")})
         record = self.tally.record()
         self._write(
             kind="end",

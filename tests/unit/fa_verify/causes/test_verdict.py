@@ -111,6 +111,7 @@ def test_a_kernel_with_two_defects_has_two_causes(said):
     assert "looks like: softmax of a row of -inf without a guard" in text
     assert "looks like: dk and dv of grouped heads are rounded before they are added" in text
     assert 'if intended, declare group_sum="dtype"' in text
+    assert re.search(r"drew again, without these causes: [\d,]+ problems, no other cause", text)
     # Every failure is explained, and none is printed at length.
     failed = int(re.search(r"(\d+) failed", text)[1])
     parts = re.findall(rf"explains (\d+) of {failed} failures?", text)

@@ -7,14 +7,23 @@ import math
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.checks.invariance import sequence
+from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.search.causes import Failure, Known, RootCause, described, difference
-from fa_verify.properties.search.search import Runner
+from fa_verify.properties.search.causes import (
+    Beyond,
+    Failure,
+    Known,
+    RootCause,
+    described,
+    difference,
+)
+from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 
 EMPTY = Problem(M=2, N=1, mask=Mask(causal=True))
@@ -134,3 +143,20 @@ def test_a_cause_survives_json():
 def test_problems_are_described_by_what_they_have():
     assert described(EMPTY) == "M=2 N=1 fp32 causal"
     assert difference(EMPTY, Problem(M=1, N=1)) == "M=1, no mask"
+
+
+def test_drawing_goes_on_past_a_known_cause():
+    runner, store = runner_of("unguarded", "rounded"), Known()
+    # The first fails for both faults, the second for a known one, the third for none.
+    drawn = st.sampled_from([BOTH, EMPTY, Problem()])
+    with pytest.raises(Violation) as failed:
+        attack(runner, accuracy, st.just(EMPTY), seed="", settings=draws(2))
+    Failure(runner, accuracy, failed.value.findings, store).causes()
+    with pytest.raises(Violation) as failed:
+        attack(Beyond(runner, store, 60.0), accuracy, drawn, seed="", settings=draws(20))
+    Failure(runner, accuracy, failed.value.findings, store).causes()
+    assert [cause.kind for cause in store.known()] == ["NaN", "slight"]
+    # Every failure is explained now.
+    beyond = Beyond(runner, store, 60.0)
+    failed.value.again(beyond)
+    assert beyond.judged > 0

@@ -67,6 +67,7 @@ _ABOUT = {
     "zero size": "Sizes of 0",
     "empty rows": "Rows that see no key",
     "grouped heads": "Grouped heads",
+    "hidden keys": "Masks that hide keys",
     "padded keys": "Padded keys",
     "padded rows": "Padded rows",
     "predicate": "Masks with a predicate",
@@ -77,6 +78,8 @@ _ABOUT = {
     "M < N": "Problems of M < N",
     "D != Dv": "Problems of Dv other than D",
 }
+# Features of masks that hide keys.
+_HIDING = ("empty rows", "padded keys", "predicate", "window left", "window right", "causal")
 # Declarations that exclude the problems with a feature.
 _EXCLUDING = {
     "zero size": "zero_sizes=False",
@@ -119,6 +122,8 @@ def title(cause: RootCause) -> str:
 def _main(cause: RootCause) -> list[Feature]:
     """Return the features to name: the hard ones; else all."""
     named = [x for x in cause.hard if x.name != "dtype" or not cause.all_dtypes]
+    if any(x.name in _HIDING for x in named):
+        named = [x for x in named if x.name != "hidden keys"]
     return sorted(named, key=lambda x: x.name == "dtype")
 
 

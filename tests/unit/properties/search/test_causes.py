@@ -30,6 +30,7 @@ EMPTY = Problem(M=2, N=1, mask=Mask(causal=True))
 GROUPED = Problem(H=4, Hk=2, M=3, N=2, dtype="fp16")
 LONG = Problem(M=20, N=3)
 WIDE = Problem(M=2, N=3, Dv=8)
+CAUSAL = Problem(H=2, Hk=2, M=4, N=5, mask=Mask(causal=True))
 BOTH = Problem(H=4, M=5, N=3, dtype="bf16", mask=Mask(causal=True))
 
 
@@ -49,6 +50,10 @@ def runner_of(*faults: str) -> Runner:
         if "unguarded" not in faults:
             weights = torch.where(seen, weights, 0.0)
         out = weights @ v
+        if "causal scaled" in faults and mask.causal:
+            out = 1.01 * out
+        if "hidden scaled" in faults and bool((seen.any(3) & ~seen.all(3)).any()):
+            out = 1.5 * out
         if "second tile" in faults:
             out = torch.cat([out[:, :, :16], 2 * out[:, :, 16:]], 2)
         return out.to(q.dtype)
@@ -70,6 +75,8 @@ PLANTED = {
     "unguarded": (EMPTY, "NaN", {"empty rows"}),
     "rounded": (GROUPED, "slight", {"grouped heads", "dtype"}),
     "second tile": (LONG, "error", {"M above"}),
+    "causal scaled": (CAUSAL, "error", {"causal"}),
+    "hidden scaled": (CAUSAL, "error", {"hidden keys"}),
     "raises": (WIDE, "raises RuntimeError", {"D != Dv"}),
 }
 

@@ -120,6 +120,8 @@ class RootCause:
         if not self.features and _first(self.guarantee) != _first(other.guarantee):
             return False
         theirs = {x.name: x.value for x in other.features}
+        if " at " in self.kind:  # an exception of the same line
+            return any(x.name in theirs for x in self.hard)
         return all(
             x.name in theirs and (x.name != "dtype" or _within(theirs[x.name], x.value))
             for x in self.hard

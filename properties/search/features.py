@@ -58,7 +58,7 @@ def features_of(problem: Problem) -> list[Feature]:
     """
     names = [
         *("zero size", "empty rows", "grouped heads", "hidden keys", "padded keys", "padded rows"),
-        *("predicate", "window left", "window right", "causal", "M > N", "M < N", "D != Dv"),
+        *("predicate", "window left", "right bound", "causal", "M > N", "M < N", "D != Dv"),
     ]
     found = [Feature(name) for name in names]
     found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
@@ -121,7 +121,8 @@ def phrase(feature: Feature) -> str:
     if name in _FIELDS:
         return _FIELDS[name].format(*(value if isinstance(value, tuple) else ("?",)))
     if name in ("dtype", "config"):
-        return ", ".join(value if isinstance(value, tuple) else ())
+        words = ", ".join(value if isinstance(value, tuple) else ())
+        return f"inputs in {words}" if name == "dtype" else f"the configuration {words}"
     if name.endswith(" above"):
         return f"{name.split()[0]} > {value}"
     if name.endswith(" is 1"):
@@ -141,7 +142,7 @@ _PHRASES = {
     "padded rows": "padded rows",
     "predicate": "a mask with a predicate",
     "window left": "a window to the left",
-    "window right": "a window to the right",
+    "right bound": "keys hidden to the right",
     "causal": "a causal mask",
     "D != Dv": "Dv other than D",
     "several problems": "several problems in a batch",
@@ -180,7 +181,7 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "padded rows": lambda x: x.mask.seqlens_q is not None,
     "predicate": lambda x: not x.mask.is_plain,
     "window left": lambda x: x.mask.window_left is not None,
-    "window right": lambda x: x.mask.window_right is not None,
+    "right bound": lambda x: x.mask.right is not None,
     "causal": lambda x: x.mask.causal,
     "M > N": lambda x: x.M > x.N,
     "M < N": lambda x: x.M < x.N,
@@ -212,10 +213,14 @@ def _changes(
         yield {"mask": _changed(mask, field, None)}
     elif name == "predicate":
         yield {"mask": _plain(mask)}
-    elif name in ("window left", "window right", "causal"):
-        field = {"window left": "window_left", "window right": "window_right"}.get(name, name)
-        yield {"mask": _changed(mask, field, False if name == "causal" else None)}
+    elif name == "window left":
+        yield {"mask": _changed(mask, "window_left", None)}
         yield from _hiding_otherwise(name, problem)
+    elif name == "right bound":
+        yield {"mask": dataclasses.replace(mask, causal=False, window_right=None)}
+        yield from _hiding_otherwise(name, problem)
+    elif name == "causal":
+        yield {"mask": dataclasses.replace(mask, causal=False, window_right=0)}
     elif name in ("M > N", "M < N"):
         yield from ({"M": size, "N": size} for size in (max(M, N), min(M, N)))
         for size in (max(M, N), min(M, N)):
@@ -242,7 +247,7 @@ def _changes(
 
 def _hiding_otherwise(name: str, problem: Problem) -> Iterator[dict[str, Any]]:
     """Yield masks that hide keys, or all keys, by other means than the named one."""
-    if name != "causal":
+    if name != "right bound":
         yield {"mask": Mask(causal=True)}
     if name != "window left":
         yield {"mask": Mask(window_left=0)}

@@ -51,7 +51,9 @@ def runner_of(*faults: str) -> Runner:
             weights = torch.where(seen, weights, 0.0)
         out = weights @ v
         if "causal scaled" in faults and mask.causal:
-            out = 1.01 * out
+            out = 1.5 * out
+        if "bound scaled" in faults and mask.right is not None:
+            out = 1.5 * out
         if "hidden scaled" in faults and bool((seen.any(3) & ~seen.all(3)).any()):
             out = 1.5 * out
         if "second tile" in faults:
@@ -75,7 +77,8 @@ PLANTED = {
     "unguarded": (EMPTY, "NaN", {"empty rows"}),
     "rounded": (GROUPED, "slight", {"grouped heads", "dtype"}),
     "second tile": (LONG, "error", {"M above"}),
-    "causal scaled": (CAUSAL, "error", {"causal"}),
+    "causal scaled": (CAUSAL, "error", {"right bound", "causal"}),
+    "bound scaled": (CAUSAL, "error", {"right bound"}),
     "hidden scaled": (CAUSAL, "error", {"hidden keys"}),
     "raises": (WIDE, "raises RuntimeError", {"D != Dv"}),
 }

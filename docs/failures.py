@@ -347,7 +347,7 @@ def _died(problem: Problem | None, times: int = 1) -> str:
 
 def _config(**options: object) -> Any:
     """As much of pytest's configuration as the plugins read."""
-    named = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    named = {f"--fa-{name.replace('_', '-')}": value for name, value in options.items()}
     return SimpleNamespace(getoption=lambda name, default=None: named.get(name, default), stash={})
 
 

@@ -12,7 +12,9 @@ import importlib.util
 import os
 import platform
 import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +22,7 @@ __all__ = ["main", "parsed"]
 
 # In a checkout this is a link to tests/conformance.
 _TESTS = (Path(__file__).parent / "conformance").resolve()
-_PLUGIN = "fa_verify.pytest_plugin.plugin"
+_PLUGIN = "fa_verify.pytest_plugin.running"
 _HOLDS, _FOUND, _USAGE = 0, 1, 2
 # Exit statuses of pytest: all passed, some failed, stopped before its end. The others are errors.
 _STATUS = {0: _HOLDS, 1: _FOUND, 2: _FOUND}
@@ -52,10 +54,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _HOLDS
     if options.command == "explain" and options.file is not None:
         return _explain(options.file, options.mask)
+    if options.command == "probe":
+        from fa_verify.probing.command import run
+
+        return run(options)
     if why_not := _without_tests():
         print(f"fa-verify {options.command} {why_not}", file=sys.stderr)
         return _USAGE
-    return _run(options.of_pytest)
+    assumed = _assumed(options.kernel) if options.command in ("check", "explain") else []
+    return _run([*assumed, *options.of_pytest])
+
+
+def _assumed(kernel: str | None) -> list[str]:
+    """Probe a kernel in another process; return pytest's option with the assumed declarations.
+
+    Registered kernels declare what they need. A kernel that cannot be loaded is left to the checks.
+    """
+    if kernel is None or ":" not in kernel:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "assumed.json"
+        command = [sys.executable, "-m", "fa_verify", "probe", kernel, f"--assume={file}"]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode not in (_HOLDS, _USAGE):
+            last = (done.stderr.strip().splitlines() or [""])[-1]
+            print(f"{kernel} ended the probe, so nothing is assumed: {last or done.returncode}")
+        return [f"--fa-assume={file.read_text(encoding='utf-8')}"] if file.is_file() else []
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,25 +93,27 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     given, beyond = given[:end], given[end + 1 :]
     parser, replays = _parsers()
     options = parser.parse_args(given)
-    if options.command in ("list", "doctor"):
+    if options.command in ("list", "doctor", "probe"):
         if beyond:
             parser.error(f"{options.command} starts no pytest, and got {shlex.join(beyond)}")
         return options
     if options.command == "explain":
         _read_replay(options, replays)
     of_pytest = [
-        f"--{name}={value}"
-        for name in ("kernel", "mask", "replay", "minutes", "report")
+        f"--fa-{name}={value}"
+        for name in ("kernel", "mask", "replay", "minutes", "report", "waive", "sarif")
         if (value := getattr(options, name, None)) is not None
     ]
+    if getattr(options, "junit", None) is not None:
+        of_pytest += [f"--junit-xml={options.junit}", "-o", "junit_suite_name=fa-verify"]
     if options.forward_only:
-        of_pytest.append("--forward-only")
+        of_pytest.append("--fa-forward-only")
     if options.json is not None:
-        of_pytest.append(f"--findings={options.json}")
+        of_pytest.append(f"--fa-findings={options.json}")
     if getattr(options, "quick", False):
-        of_pytest.append("--quick")
+        of_pytest.append("--fa-quick")
     if options.command == "check":
-        of_pytest.append(f"--corpus={options.corpus}")
+        of_pytest.append(f"--fa-corpus={options.corpus}")
     if options.command != "explain" and _version("pytest-xdist") is not None:
         of_pytest += ["-n", "auto"]
     options.of_pytest = [*of_pytest, *beyond]
@@ -120,6 +146,25 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="replay the problems of this folder first; --minutes adds those that fail "
         "(default: %(default)s)",
     )  # fmt: skip
+    check.add_argument("--junit", metavar="FILE", help="write the outcomes of all tests as JUnit")
+    check.add_argument("--sarif", metavar="FILE", help="write the findings as SARIF 2.1.0")
+    check.add_argument(
+        "--waive", metavar="FILE",
+        help="known failures, lines of 'guarantee, pattern, reason': they do not fail the run",
+    )  # fmt: skip
+    probe = commands.add_parser(
+        "probe",
+        help="find out what a kernel takes and how it rounds",
+        description="Find out what a kernel takes, its conventions and how it rounds. Exit status "
+        "1 if that refutes one of its declarations.",
+    )
+    probe.add_argument("kernel", metavar="KERNEL", help="as for check")
+    probe.add_argument("--json", metavar="FILE", help="write the answers, one JSON object")
+    probe.add_argument(
+        "--pictures", metavar="DIR", help="draw the orders of the sums there, as SVG"
+    )
+    probe.add_argument("--replay", metavar="JSON", help="run one experiment of an answer again")
+    probe.add_argument("--assume", metavar="FILE", help=argparse.SUPPRESS)
     explain = commands.add_parser(
         "explain",
         help="run every check on the problem of a failure",
@@ -132,16 +177,22 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="a replay line, as printed, its JSON, or a file that "
         "assert_attention_close has written",
     )
-    explain.add_argument("--kernel", metavar="KERNEL", help="the kernel, for JSON alone")
-    explain.add_argument("--mask", metavar="FILE:CLASS", help="the mask, for JSON alone")
-    explain.add_argument("--replay", metavar="JSON", help=argparse.SUPPRESS)
+    explain.add_argument(
+        "--kernel", "--fa-kernel", metavar="KERNEL", help="the kernel, for JSON alone"
+    )
+    explain.add_argument(
+        "--mask", "--fa-mask", metavar="FILE:CLASS", help="the mask, for JSON alone"
+    )
+    explain.add_argument("--replay", "--fa-replay", metavar="JSON", help=argparse.SUPPRESS)
     mask = commands.add_parser(
         "mask", help="verify kernels on a class of masks", description="Verify a class of masks."
     )
     mask.add_argument("mask", metavar="FILE:CLASS", help="my.py:Prefix or package.module:Name")
     mask.add_argument("--kernel", metavar="KERNEL", help="the kernel (default: fa_kernels)")
     for one in (check, explain, mask):
-        one.add_argument("--forward-only", action="store_true", help="verify no gradients")
+        one.add_argument(
+            "--forward-only", "--fa-forward-only", action="store_true", help="verify no gradients"
+        )
         one.add_argument("--json", metavar="FILE", help="write outcomes and findings, JSON lines")
     commands.add_parser("list", help="the kernels with names, and which can run here")
     commands.add_parser("doctor", help="what is installed, and what can run here")
@@ -159,13 +210,14 @@ def _read_replay(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         options.file = words[0]
         return
     if len(words) == 1 and " " in words[0] and not words[0].startswith("{"):
-        parser.parse_args(shlex.split(words[0]), options)
+        line = words[0].removeprefix("fa-verify explain ")
+        parser.parse_args(shlex.split(line), options)
         words = options.line
     if len(words) == 1 and words[0].startswith("{") and options.replay is None:
         options.replay = words[0]
     elif words not in ([], ["pytest"]) or options.replay is None:
         parser.error(
-            f"REPLAY is {shlex.join(words)!r}; needs a replay line, pytest ... --replay='{{...}}', "
+            f"REPLAY is {shlex.join(words)!r}; needs a replay line, as a failure prints it, "
             "its JSON, or a file of assert_attention_close"
         )
 
@@ -199,7 +251,9 @@ def _run(of_pytest: Sequence[str]) -> int:
     sys.path.insert(0, os.getcwd())
     arguments = [
         str(_TESTS), f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}", f"--config-file={os.devnull}",
-        "-p", _PLUGIN, "-p", "no:cacheprovider",
+        # The package is imported already, and its assertions need no rewriting.
+        "-W", "ignore:Module already imported so cannot be rewritten; fa_verify",
+        "-p", _PLUGIN, "-p", "no:cacheprovider", "-o", "console_output_style=classic",
     ]  # fmt: skip
     if _version("pytest-timeout") is not None:
         arguments.append("--timeout=900")
@@ -246,7 +300,7 @@ def _without_gpu() -> str | None:
 def _without_interpreter() -> str | None:
     """Return why the interpreter cannot be repaired, or None."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+        return "Triton is not installed: pip install 'fa-verify[triton]'"
     os.environ["TRITON_INTERPRET"] = "1"
     from fa_verify.simulator.interpreter.repair import repair
 
@@ -260,7 +314,7 @@ def _without_interpreter() -> str | None:
 def _without_tests() -> str | None:
     """Return the packages that are missing for a run, or None."""
     missing = [name for name in _NEEDED if _version(name) is None]
-    return f"needs {' and '.join(missing)}: pip install 'fa-verify[test]'" if missing else None
+    return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The kernels that ``--kernel=NAME`` accepts, and whether each can run on this machine."""
+"""The kernels that ``--fa-kernel=NAME`` accepts, and whether each can run on this machine."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def named(name: str) -> Named:
 
 
 def spec_of(given: str) -> str:
-    """Resolve the value of --kernel to ``module:name`` or ``path:name``.
+    """Resolve the value of --fa-kernel to ``module:name`` or ``path:name``.
 
     Raises:
         ValueError: The name is unknown, or its kernel cannot run here.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,23 @@ from fa_verify.properties.subjects.loading import load, load_mask
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.registry import NAMED, spec_of
 
-__all__ = ["CONFORMANCE", "OURS", "device_of", "is_ours", "is_whole", "mask_of", "subject_of"]
+__all__ = [
+    "CONFORMANCE",
+    "OURS",
+    "device_of",
+    "in_checkout",
+    "is_ours",
+    "is_whole",
+    "mask_of",
+    "paths_of",
+    "select",
+    "subject_of",
+]
 
 # In a checkout this is a link to tests/conformance.
-CONFORMANCE = (Path(__file__).parent / "conformance").resolve()
+_PLACE = Path(__file__).parent / "conformance"
+CONFORMANCE = _PLACE.resolve()
+_PACKAGE = "fa_verify.conformance"
 OURS = NAMED["ours"].spec
 _SUBJECT = pytest.StashKey[Subject]()
 _MASK = pytest.StashKey[type[Mask] | None]()
@@ -25,19 +40,47 @@ _MASK = pytest.StashKey[type[Mask] | None]()
 
 def is_ours(config: pytest.Config) -> bool:
     """Return whether the project's own kernels are under test."""
-    return config.getoption("--kernel", None) in (None, "ours", OURS)
+    return config.getoption("--fa-kernel", None) in (None, "ours", OURS)
+
+
+def in_checkout(config: pytest.Config) -> bool:
+    """Return whether pytest runs in the root of the checkout that holds this module."""
+    return _PLACE.is_symlink() and config.rootpath.resolve() == Path(__file__).resolve().parents[1]
+
+
+def select(config: pytest.Config, *modules: str) -> None:
+    """Replace the tests of the command line by the conformance tests, or by modules of them."""
+    if _PLACE.is_symlink():
+        config.args[:] = [str(CONFORMANCE / f"{x}.py") for x in modules] or [str(CONFORMANCE)]
+    else:
+        # By name: for a path, pytest would collect every folder above the package.
+        config.option.pyargs = True
+        config.args[:] = [f"{_PACKAGE}.{x}" for x in modules] or [_PACKAGE]
+
+
+def paths_of(config: pytest.Config) -> list[Path]:
+    """Return the files and folders that the command line names, without links."""
+    found = []
+    for argument in config.args:
+        name = argument.partition("::")[0]
+        path = Path(name)
+        if getattr(config.option, "pyargs", False) and f"{name}.".startswith(f"{_PACKAGE}."):
+            path = CONFORMANCE.joinpath(*name.split(".")[2:])
+            path = path if path.is_dir() else path.with_suffix(".py")
+        found.append(path.resolve())
+    return found
 
 
 def is_whole(config: pytest.Config) -> bool:
     """Return whether the command line selects all conformance tests."""
-    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    named = paths_of(config)
     option = config.option
     selects = option.keyword or option.markexpr or option.deselect or getattr(option, "lf", False)
     return not selects and any(CONFORMANCE.is_relative_to(x) for x in named)
 
 
 def subject_of(config: pytest.Config) -> Subject:
-    """Return the subject of --kernel, or the project's own kernels without the option.
+    """Return the subject of --fa-kernel, or the project's own kernels without the option.
 
     Raises:
         pytest.UsageError: The subject cannot be loaded, or its declarations are invalid.
@@ -46,17 +89,26 @@ def subject_of(config: pytest.Config) -> Subject:
         if is_ours(config) and importlib.util.find_spec("triton") is None:
             raise pytest.UsageError(
                 "the project's own kernels need Triton, which is not installed; "
-                "--kernel=path/to/file.py:name verifies a kernel that does not need Triton"
+                "--fa-kernel=path/to/file.py:name verifies a kernel that does not need Triton"
             )
-        given = config.getoption("--kernel", None)
+        given = config.getoption("--fa-kernel", None)
         try:
-            subject = load(OURS if given is None else spec_of(given))
+            with warnings.catch_warnings():
+                if not is_ours(config):
+                    # A warning is not a wrong result, whatever filters the user's tests have.
+                    warnings.simplefilter("default")
+                subject = load(OURS if given is None else spec_of(given))
         except ValueError as error:
-            raise pytest.UsageError(f"--kernel: {error}") from None
+            raise pytest.UsageError(f"--fa-kernel: {error}") from None
+        if (assumed := config.getoption("--fa-assume", None)) is not None:
+            try:
+                subject = subject.assuming(json.loads(assumed))
+            except ValueError as error:
+                raise pytest.UsageError(f"--fa-assume: {error}") from None
         if not is_ours(config):
             name = given if given in NAMED else subject.name
             subject = dataclasses.replace(subject, name=name, source=given)
-        if config.getoption("--forward-only", False):
+        if config.getoption("--fa-forward-only", False):
             subject = dataclasses.replace(subject, backward=False)
         config.stash[_SUBJECT] = subject
         device_of(config)
@@ -64,17 +116,17 @@ def subject_of(config: pytest.Config) -> Subject:
 
 
 def mask_of(config: pytest.Config) -> type[Mask] | None:
-    """Return the mask class of --mask, or None without the option.
+    """Return the mask class of --fa-mask, or None without the option.
 
     Raises:
         pytest.UsageError: The class cannot be loaded, or no mask can be drawn from it.
     """
     if _MASK not in config.stash:
-        given = config.getoption("--mask", None)
+        given = config.getoption("--fa-mask", None)
         try:
             config.stash[_MASK] = None if given is None else load_mask(given)
         except ValueError as error:
-            raise pytest.UsageError(f"--mask: {error}") from None
+            raise pytest.UsageError(f"--fa-mask: {error}") from None
     return config.stash[_MASK]
 
 
@@ -89,7 +141,7 @@ def device_of(config: pytest.Config) -> str:
         return "cuda"
     if "cpu" not in declared:
         raise pytest.UsageError(
-            f"--kernel: {config.stash[_SUBJECT].name} declares devices {declared}; "
+            f"--fa-kernel: {config.stash[_SUBJECT].name} declares devices {declared}; "
             "needs a GPU, and none is visible"
         )
     return "cpu"

@@ -57,7 +57,6 @@ PRIVATE_WORDS = {
     r"companions?": "statistics, or the check's name",
     r"dirt": "padding values",
     r"flight recorder": "watchdog",
-    r"probes?": "closed-form inputs",
     r"referees?": "harness",
     r"remember(?:s|ed|ing)?": "cache, memoise or record",
 }

@@ -19,7 +19,6 @@ from fa_kernels.runtime.launch_cache import cdiv, run
 from fa_kernels.validation.arguments import Arguments
 
 __all__ = [
-    "RESCALE_THRESHOLD",
     "absence",
     "forward_tile",
     "is_there",
@@ -46,10 +45,6 @@ _CONSUMERS = {64: 3, 128: 2}
 _BACKWARD_ROWS = {64: 128, 128: 64}
 # Pipeline stages of K and V in the forward; shared memory also holds one query tile.
 _STAGES = {64: 3, 128: 2}
-# Sums are rescaled when a row's maximum has risen by more than this many powers of 2, so P is at
-# most 2 ** RESCALE_THRESHOLD. By the columns of values.
-RESCALE_THRESHOLD = 8
-_THRESHOLDS = {64: 0, 128: RESCALE_THRESHOLD}
 # Pipeline stages of Q and dO in the backward; K and V stay in shared memory.
 _BACKWARD_STAGES = 2
 # Pipeline stages of K and V in the dq kernel; Q and dO stay in shared memory.
@@ -306,7 +301,6 @@ def launch_hopper_forward(
             "heads": heads, "m_blocks": m_blocks, "narrow": narrow, "entries": tiles.entries,
             **_sizes(sizes), "Dv": sizes.Dv, **_masked(arguments), "sm_scale_bits": sm_scale_bits,
             "CONSUMERS": consumers, "STAGES": _STAGES[max(of_k, of_v)],
-            "THRESHOLD": _THRESHOLDS[of_v],
         }, kinds=(q.dtype, of_k, of_v),
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """A pytest plugin that reports which problem a pytest-xdist worker was running when it died.
 
-``fa_verify.pytest_plugin.plugin`` registers it.
+``fa_verify.pytest_plugin.running`` registers it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from fa_verify.properties.execution.watchdog import FRAMES, Record, Watchdog
+from fa_verify.pytest_plugin.options import DEFAULT_SECONDS
 
-__all__ = ["DEFAULT_SECONDS", "CrashReports", "problem_timeout"]
+__all__ = ["CrashReports", "problem_timeout"]
 
-DEFAULT_SECONDS = 60.0
 DAY = 86_400.0
 # A kernel that ends every worker does not end the run, if its frames differ.
 MOST_RESTARTS = "1000"
@@ -38,19 +38,19 @@ _LIBRARIES = (
 
 
 def problem_timeout(config: pytest.Config) -> float:
-    """Return the option --problem-timeout, in seconds.
+    """Return the option --fa-problem-timeout, in seconds.
 
     Raises:
         pytest.UsageError: The value is not a number, not above 0, or more than a day.
     """
-    given = config.getoption("--problem-timeout", DEFAULT_SECONDS)
+    given = config.getoption("--fa-problem-timeout", DEFAULT_SECONDS)
     try:
         seconds = DEFAULT_SECONDS if given is None else float(given)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= DAY:
         raise pytest.UsageError(
-            f"--problem-timeout is {given!r}; needs a number of seconds > 0, at most {DAY:g}"
+            f"--fa-problem-timeout is {given!r}; needs a number of seconds > 0, at most {DAY:g}"
         )
     return seconds
 
@@ -77,7 +77,7 @@ class CrashReports:
         self._own = None if worker else tempfile.TemporaryDirectory(prefix="watchdog-")
         self.directory = Path(worker["watchdog"] if worker else self._own.name)
         name = worker["workerid"] if worker else "main"
-        kernel = config.getoption("--kernel", None) or ""
+        kernel = config.getoption("--fa-kernel", None) or ""
         log = self._log(name) if worker else None
         self.watchdog = Watchdog(self._file(name), seconds, kernel=kernel, log=log, end=self._end)
         self._is_worker = worker is not None

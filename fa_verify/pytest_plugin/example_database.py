@@ -25,7 +25,7 @@ SECONDS = 5.0
 
 
 def example_database(config: pytest.Config, local: ExampleDatabase) -> ExampleDatabase:
-    """Return the example database of the profile "fuzz": local, plus the server of --example-db.
+    """Return the example database of the profile "fuzz": local, plus the server of --fa-example-db.
 
     Args:
         config: The pytest configuration.
@@ -34,14 +34,15 @@ def example_database(config: pytest.Config, local: ExampleDatabase) -> ExampleDa
     Raises:
         pytest.UsageError: The server cannot be used, or the profile in use keeps no examples.
     """
-    url = config.getoption("--example-db")
+    url = config.getoption("--fa-example-db")
     if url is None:
         return local
     profile = config.getoption("--hypothesis-profile") or "gate"
     if profile != "fuzz":
         raise pytest.UsageError(
-            f"--example-db has no effect with the profile {profile}, which draws the same problems "
-            "in every run and keeps no examples; needs --minutes or --hypothesis-profile=fuzz"
+            f"--fa-example-db has no effect with the profile {profile}, which draws the same "
+            "problems in every run and keeps no examples; needs --fa-minutes or "
+            "--hypothesis-profile=fuzz"
         )
     server = SharedDatabase(_on_server(url, ask=not hasattr(config, "workerinput")), shown(url))
     config.pluginmanager.register(server, "shared examples")
@@ -67,7 +68,7 @@ def _on_server(url: str, *, ask: bool) -> ExampleDatabase:
     """Connect to a Redis server, which must answer a ping if ``ask`` is True."""
     if shown(url).partition("://")[0] not in SCHEMES:
         raise pytest.UsageError(
-            f"--example-db is {shown(url)}; needs redis://host:port[/number], rediss:// or unix://"
+            f"--fa-example-db is {shown(url)}; needs redis://host:port[/number], rediss:// or unix://"
         )
     try:
         import redis
@@ -76,7 +77,7 @@ def _on_server(url: str, *, ask: bool) -> ExampleDatabase:
         from redis.retry import Retry
     except ImportError:
         raise pytest.UsageError(
-            f"--example-db={shown(url)} needs the package redis: pip install 'fa-verify[redis]'"
+            f"--fa-example-db={shown(url)} needs the package redis: pip install 'fa-verify[redis]'"
         ) from None
     try:
         client = redis.Redis.from_url(
@@ -89,7 +90,7 @@ def _on_server(url: str, *, ask: bool) -> ExampleDatabase:
             client.ping()
     except (ValueError, redis.RedisError, OSError) as error:
         raise pytest.UsageError(
-            f"--example-db={shown(url)} cannot be used: {_without_secrets(error, url)}"
+            f"--fa-example-db={shown(url)} cannot be used: {_without_secrets(error, url)}"
         ) from None
     return RedisExampleDatabase(client)
 
@@ -158,7 +159,8 @@ class SharedDatabase(ExampleDatabase):
         outages = sorted(self.seen - {""})
         if outages:
             terminalreporter.write_line(
-                f"--example-db: {', '.join(outages)}; later examples were kept in .hypothesis only",
+                f"--fa-example-db: {', '.join(outages)}; later examples were kept in .hypothesis "
+                "only",
                 yellow=True,
             )
 

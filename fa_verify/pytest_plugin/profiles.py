@@ -28,10 +28,10 @@ PROFILES = {
     "gate": {"max_examples": EXAMPLES, "derandomize": True, "database": None},
     "dev": {"max_examples": EXAMPLES // 3, "derandomize": True, "database": None},
     "fuzz": {"max_examples": 50 * EXAMPLES},
-    # For --mask: a run takes less than a minute.
+    # For --fa-mask: a run takes less than a minute.
     "mask": {"max_examples": EXAMPLES // 2, "derandomize": True, "database": None},
 }
-# With --minutes tests take turns; the number of examples in one turn.
+# With --fa-minutes tests take turns; the number of examples in one turn.
 EXAMPLES_OF_A_TURN = 3 * EXAMPLES
 # Not Hypothesis's profile "ci", its default where CI is set: it draws the same in every run.
 PARENT = hypothesis.settings.get_profile("default")

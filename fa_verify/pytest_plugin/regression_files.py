@@ -1,6 +1,6 @@
 """A pytest plugin that replays problems that once failed, before the tests of drawn problems.
 
-``fa_verify.pytest_plugin.plugin`` registers it.
+``fa_verify.pytest_plugin.running`` registers it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
+from fa_verify.session import CONFORMANCE, in_checkout
+
 __all__ = ["FOLDER", "FORMS", "RegressionFiles", "is_regression"]
 
-FOLDER = Path(__file__).resolve().parents[2] / "tests" / "regressions"
+FOLDER = CONFORMANCE.parent / "regressions"
+# The default of --fa-corpus outside of a checkout.
+ELSEWHERE = "fa-verify-problems"
 
 # The test of a mask alone, before kernels that evaluate it.
 FORMS = "::test_the_forms_of_a_mask_agree["
@@ -24,7 +28,7 @@ def is_regression(test: str) -> bool:
 
 
 class RegressionFiles:
-    """The regression files of a run: the folder of --corpus, then tests/regressions.
+    """The regression files of a run: the folder of --fa-corpus, then tests/regressions.
 
     The controller lists the files once and sends the list to its workers, so that all workers
     collect the same tests even if a file is added during the run.
@@ -35,10 +39,12 @@ class RegressionFiles:
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        given = config.getoption("--corpus")
+        given = config.getoption("--fa-corpus")
+        if given is None and not in_checkout(config):
+            given = ELSEWHERE
         self.folder = FOLDER if given is None else Path(given).absolute()
         if self.folder.exists() and not self.folder.is_dir():
-            raise pytest.UsageError(f"--corpus is {given!r}, a file; needs a folder")
+            raise pytest.UsageError(f"--fa-corpus is {given!r}, a file; needs a folder")
         worker: dict[str, Any] | None = getattr(config, "workerinput", None)
         if worker:
             self.paths = [Path(path) for path in worker["regressions"]]

@@ -22,7 +22,7 @@ from fa_verify.session import device_of, is_ours, is_whole, mask_of, subject_of
 
 __all__ = ["REPLAY", "Summary"]
 
-# The problem of --replay.
+# The problem of --fa-replay.
 REPLAY = pytest.StashKey[Problem]()
 
 
@@ -68,7 +68,7 @@ class Summary:
             subject = subject_of(config)
             lines.append(f"attention: subject {subject.name}, declares {subject.declared()}")
         if mask_of(config) is not None:
-            lines.append(f"attention: masks of {config.getoption('--mask')}")
+            lines.append(f"attention: masks of {config.getoption('--fa-mask')}")
         if REPLAY in config.stash:
             lines.append(f"attention: replaying {config.stash[REPLAY].to_json()}")
         return lines

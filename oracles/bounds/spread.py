@@ -30,7 +30,8 @@ spacing. Those of the forward are relative to an unknown pivot, and uniform: u_p
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -46,6 +47,8 @@ from fa_verify.oracles.reference.torch_reference import DenseMask
 __all__ = ["DEVIATIONS", "Spread", "Weights", "spreads"]
 
 DEVIATIONS = 9.6
+_PAIRS = 2**22  # pairs of which some forty float64 matrices are in memory at a time
+_SEEN = 2**28  # pairs of which booleans alone are
 _STEP = 16  # products that a tensor core adds at a time
 _PEAKED = 16.0  # least weight of other keys, in units of u_in, that spreads out over its spacing
 _PEAK = 4.0  # largest partial sum of centred terms, in units of the root of their squares
@@ -220,11 +223,10 @@ def _backward(
     """Returns the errors of dq, and the contributions to those of dk and dv, given the forward."""
     assert given.out is not None
     assert given.lse is not None
-    Z, R = x.empty.shape
     cast = cast_format(in_dtype, numerics)
     q2, k2, dout2 = x.q.square(), x.k.square(), x.dout.square()
-    out = given.out.to(torch.float64).reshape(Z, R, -1).masked_fill(x.empty.unsqueeze(2), 0.0)
-    lse = given.lse.to(torch.float64).reshape(Z, R).masked_fill(x.empty, 0.0).unsqueeze(2)
+    out = given.out.to(torch.float64).masked_fill(x.empty.unsqueeze(2), 0.0)
+    lse = given.lse.to(torch.float64).masked_fill(x.empty, 0.0).unsqueeze(2)
     # 1. P, from the returned lse.
     p = (pairs.s - lse).exp_().masked_fill_(x.hidden, 0.0)
     systematic = pairs.dot.one_sided + 5 * c.u * pairs.s.abs() + c.u_exp
@@ -332,14 +334,45 @@ def _finished(keys: _Keys, c: Constants, truncates: bool) -> Spread:
     )  # fmt: skip
 
 
-def _joined(parts: list[Spread], B: int, heads: int) -> Spread:
-    """Joins the rows or keys of chunks, and splits the first axis into entries and heads."""
-    joined = []
-    for field, pieces in zip(Spread._fields, zip(*parts, strict=True), strict=True):
-        axis = 1 if field == "shapes" else 0
-        of_heads = (y.view(*y.shape[:axis], B, heads, -1, *y.shape[axis + 2 :]) for y in pieces)
-        joined.append(torch.cat([*of_heads], axis + 2))
-    return Spread(*joined)
+_Fields = TypeVar("_Fields", Spread, _Keys)
+
+
+def _joined(parts: list[_Fields], axis: int = 0) -> _Fields:
+    """Joins results along an axis of all fields but ``shapes``, where it is the next one."""
+    kind = type(parts[0])
+    columns = zip(kind._fields, zip(*parts, strict=True), strict=True)
+    return kind(*(torch.cat(pieces, axis + (name == "shapes")) for name, pieces in columns))
+
+
+def _of_heads(part: Spread, B: int, heads: int) -> Spread:
+    """Splits the first axis into entries and heads, and the second one by them."""
+    return Spread(*(
+        x.view(*x.shape[:axis], B, heads, -1, *x.shape[axis + 2 :])
+        for x, axis in zip(part, (name == "shapes" for name in Spread._fields), strict=True)
+    ))  # fmt: skip
+
+
+def _pieces(x: Chunk, pairs: int) -> Iterator[tuple[slice, Chunk]]:
+    """Yields key/value heads of a chunk, as many as have at most ``pairs`` pairs, at least one."""
+    Z, R, N = x.seen.shape
+    size = max(1, pairs // max(1, R * N))
+    for start in range(0, Z, size):
+        here = slice(start, start + size)
+        yield (
+            here,
+            x._replace(
+                q=x.q[here],
+                k=x.k[here],
+                v=x.v[here],
+                dout=x.dout[here],
+                dlse=None if x.dlse is None else x.dlse[here],
+                seen=x.seen[here],
+                hidden=x.hidden[here],
+                empty=x.empty[here],
+                query_tiles=x.query_tiles[here],
+                added=tuple(y[here] for y in x.added),
+            ),
+        )
 
 
 def spreads(
@@ -373,34 +406,52 @@ def spreads(
         numerics: The subject's declared numerics.
         rows: Height of a chunk; None limits its memory.
     """
+    # Tall chunks of few heads: every chunk adds to all keys of its heads.
     c, truncates = constants(in_dtype, numerics), stored_format(in_dtype) is not None
     (B, H), (Hk, N) = q.shape[:2], k.shape[1:3]
+    if rows is None:
+        rows = max(1, min(_PAIRS // (H // Hk * N), _SEEN // (B * H * N)))
     of_rows: dict[str, list[Spread]] = {"out": [], "dq": []}
-    of_keys: list[tuple[_Keys, _Keys]] = []
+    of_keys: dict[tuple[str, int], _Keys] = {}
     of_dk, of_dv = (y.reshape(B * Hk, N, -1) for y in (weights.dk, weights.dv))
     inputs = (q, k, v, dout, dlse, None, None)
-    for here, x in chunks(*inputs, mask=mask, apart=1, rows=rows):
+    for rows_here, chunk in chunks(*inputs, mask=mask, apart=1, rows=rows):
         of_out, of_dq = (
-            y[:, :, here].reshape(*x.empty.shape, -1) for y in (weights.out, weights.dq)
+            y[:, :, rows_here].reshape(*chunk.empty.shape, -1) for y in (weights.out, weights.dq)
         )
-        fwd = forward_error(
-            x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False, softcap=None
-        )
-        pairs = _pairs(x, fwd.scores.s, sm_scale, c, truncates)
-        of_rows["out"].append(_of_out(x, fwd, pairs, of_out, sm_scale, c, numerics, truncates))
-        if given is not None:
+        # With a group's heads folded into rows, as in a chunk.
+        back = [] if given is None else [
+            y.reshape(*chunk.empty.shape, *y.shape[3:])
+            for y in given.rows(rows_here)
+            if y is not None
+        ]  # fmt: skip
+        found: dict[str, list[Spread]] = {"out": [], "dq": []}
+        for here, x in _pieces(chunk, _PAIRS):
+            fwd = forward_error(
+                x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False, softcap=None
+            )
+            pairs = _pairs(x, fwd.scores.s, sm_scale, c, truncates)
+            found["out"].append(
+                _of_out(x, fwd, pairs, of_out[here], sm_scale, c, numerics, truncates)
+            )
+            if not back:
+                continue
             dq, dk, dv = _backward(
-                x, given.rows(here), pairs, of_dq, of_dk, of_dv, sm_scale, c, numerics, in_dtype,
-                truncates,
+                x, Returned(*(y[here] for y in back)), pairs, of_dq[here], of_dk[here],
+                of_dv[here], sm_scale, c, numerics, in_dtype, truncates,
             )  # fmt: skip
-            of_rows["dq"].append(dq)
-            of_keys.append((dk, dv))
-    found = {name: _joined(parts, B, H) for name, parts in of_rows.items() if parts}
-    if given is None:
-        return found
-    for name, parts in zip(("dk", "dv"), zip(*of_keys, strict=True), strict=True):
-        total = parts[0]
-        for part in parts[1:]:
-            total = _Keys(*map(torch.add, total, part))
-        found[name] = _joined([_finished(total, c, truncates)], B, Hk)
-    return found
+            found["dq"].append(dq)
+            # Added at once: the contributions of a long problem's chunks do not fit in memory.
+            for name, part in (("dk", dk), ("dv", dv)):
+                total = of_keys.get((name, here.start))
+                of_keys[name, here.start] = (
+                    part if total is None else _Keys(*map(torch.add, total, part))
+                )
+        for name, parts in found.items():
+            if parts:
+                of_rows[name].append(_of_heads(_joined(parts), B, H))
+    result = {name: _joined(parts, 2) for name, parts in of_rows.items() if parts}
+    for name in ("dk", "dv") if of_keys else ():
+        total = _joined([part for (of, _), part in of_keys.items() if of == name])
+        result[name] = _of_heads(_finished(total, c, truncates), B, Hk)
+    return result

@@ -75,7 +75,8 @@ __all__ = [
 
 Check = Callable[[Trial], list[Finding]]
 
-# STATISTICS and CLOSED_FORM detect faults that the worst-case bound misses. --replay runs them too.
+# STATISTICS and CLOSED_FORM detect faults that the worst-case bound misses. --fa-replay runs them
+# too.
 STATISTICS: dict[str, Check] = {"rms": rms, "bias": bias, "identities": identities}
 CLOSED_FORM: dict[str, Check] = {
     "counts": counts,
@@ -99,7 +100,7 @@ GUARANTEES: dict[str, Check] = {
     "G13": state,
     "T3": logic,
 }
-# The guarantees of pooled probabilities, for subjects that support them. --replay runs them too.
+# The guarantees of pooled probabilities, for subjects that support them. --fa-replay runs them too.
 POOLED: dict[str, Check] = {
     "pooled G1": pooled.accuracy,
     "pooled G4": pooled.dirty_padding,
@@ -112,11 +113,11 @@ POOLED: dict[str, Check] = {
     "pooled T3": pooled.logic,
 }
 # Checks of many calls: those that differ in one argument each, and those of any set of gradients.
-# --replay runs them too.
+# --fa-replay runs them too.
 CALLS: dict[str, Check] = {"sequence": sequence, "sets": gradient_sets}
 # The check of dbias, for problems with a bias.
 OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
-# G15, on a GPU. --replay runs them there too.
+# G15, on a GPU. --fa-replay runs them there too.
 STREAMS: dict[str, Check] = {
     "replayed": replayed,
     "first captured": first_captured,

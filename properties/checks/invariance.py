@@ -173,7 +173,7 @@ def sequence(trial: Trial) -> list[Finding]:
         changed = _difference(problem, other)
         findings = [
             dataclasses.replace(
-                found, guarantee="G13 state", problem=problem,
+                found, guarantee="G13 state", problem=problem, called=other,
                 claim=f"{found.claim} in a call with {changed}, which follows one without",
             )
             for found in accuracy(called) or logic(called)

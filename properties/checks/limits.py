@@ -34,7 +34,6 @@ FAMILIES = frozenset({
 # Smallest standard deviation of N(0, 1) scores: weights that are nearly equal share their rounding.
 _FLATTEST = 0.1
 _FEWEST_COLUMNS = 8
-_SCORES = 2**22  # scores of a chunk, of which some forty float64 matrices are in memory
 TILE = 64  # rows or keys of a tile
 _U = 2.0**-24  # unit roundoff of float32
 _MEANING = "the errors are weighted by the true values"
@@ -96,7 +95,6 @@ def spreads_of(trial: Trial) -> dict[str, Spread]:
     return spreads(
         *trial.inputs[:5], given=given, weights=Weights(*(_weight(x) for x in of_outputs)),
         mask=problem.mask, sm_scale=problem.scale, in_dtype=problem.dtype, numerics=numerics,
-        rows=max(1, _SCORES // (problem.B * problem.H * problem.N)),
     )  # fmt: skip
 
 

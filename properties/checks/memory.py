@@ -26,6 +26,7 @@ __all__ = ["far_offsets", "full_overwrite", "gradient_sets", "reads_in_bounds"]
 # its last element. The distance is larger, so that the offset of a tile that begins before the last
 # row exceeds int32 too.
 _FAR = 2**31
+_SPARE = 2**30  # bytes of a GPU that others may allocate meanwhile
 _REACH = _FAR + _FAR // 8
 # Alignment of tensors and distant rows, in elements.
 _UNIT = 64
@@ -141,8 +142,9 @@ def far_offsets(trial: Trial) -> list[Finding]:
         )
     whole = problem.seed % 2 == 1 or (layouts is not None and "strided" not in layouts)
     places, elements = _far_places(shapes, problem.seed // 2, whole_rows=whole)
-    with large_memory(problem.device):
-        arena = _arena(_FAR + elements, problem.device, trial.inputs.q.dtype)
+    elements, dtype = _FAR + elements, trial.inputs.q.dtype
+    with large_memory(problem.device, elements * dtype.itemsize + _SPARE):
+        arena = _arena(elements, problem.device, dtype)
         moved = [
             arena[_FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
             for x, place in zip(trial.inputs.tensors, places, strict=True)
@@ -204,7 +206,7 @@ def _arena(elements: int, device: str, dtype: torch.dtype) -> torch.Tensor:
     short = f"offsets past 2**31 need {size / 2**30:.0f} GiB of memory on {device}"
     if device == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        if free < size + 2**30:
+        if free < size + _SPARE:
             raise MemoryError(short)
         return torch.full((elements,), math.nan, dtype=dtype, device=device)
     # Reserve address space without committing memory, as far as the system permits.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.heat_map import HeatMap
+from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.trial import SubjectError
 from fa_verify.properties.subjects.subject import Subject
 
@@ -68,13 +70,14 @@ class Finding:
         places: The tile of the worst element and the indices at which bad elements concentrate.
         problem: The problem.
         raised: The exception that the subject raised; empty if it raised none.
-        kernel: Value of --kernel, for the replay line.
-        mask: Value of --mask, for the replay line.
+        kernel: Value of --fa-kernel, for the replay line.
+        mask: Value of --fa-mask, for the replay line.
         call: Name of the subject if ``verify`` was called with it, for the replay line.
         unit: The plural of what ``bad`` and ``total`` count.
         tile: Kind of tile of the worst element, one of ``TILES``; empty if the finding is not
             about an element.
         heat: Heat map of the errors for a report; None if the finding is not about a tensor.
+        called: The problem of the call that is wrong, where it is another one than ``problem``.
     """
 
     guarantee: str
@@ -96,6 +99,7 @@ class Finding:
     unit: str = "elements"
     tile: str = ""
     heat: HeatMap | None = field(default=None, compare=False, repr=False)
+    called: Problem | None = None
 
     @property
     def replay(self) -> str:
@@ -103,9 +107,7 @@ class Finding:
         if self.call:
             problem = f"Problem.from_json({self.problem.to_json()!r})"
             return f"verify({self.call}, problems=[{problem}])"
-        given = {"--kernel": self.kernel, "--mask": self.mask}
-        options = [f"{name}={shlex.quote(value)}" for name, value in given.items() if value]
-        return " ".join(["pytest", *options, f"--replay='{self.problem.to_json()}'"])
+        return replay_line(self.problem.to_json(), self.kernel, self.mask)
 
     def __str__(self) -> str:
         return f"{self.told}\n  replay: {self.replay}"
@@ -216,11 +218,23 @@ class Finding:
 
 
 class Violation(AssertionError):  # noqa: N818  # a failed check, not an error of the program
-    """Raised with the findings of one check."""
+    """Raised with the findings of one check.
 
-    def __init__(self, findings: list[Finding]) -> None:
+    Args:
+        findings: The findings, at least one.
+        claim: The check, a function from a trial to its findings; None if no trial shows them.
+
+    Attributes:
+        causes: The numbers of the causes that explain the findings.
+    """
+
+    def __init__(
+        self, findings: list[Finding], claim: Callable[[Any], list[Finding]] | None = None
+    ) -> None:
         super().__init__("\n" + "\n".join(str(finding) for finding in findings))
         self.findings = findings
+        self.claim = claim
+        self.causes: list[int] = []
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import dataclasses
 import faulthandler
 import json
 import os
-import shlex
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.execution.replay_line import replay_line
 
 __all__ = ["EXIT_CUDA_ERROR", "EXIT_HANG", "Record", "Watchdog", "sticky_cuda_error"]
 
@@ -71,7 +71,7 @@ class Record:
         started: ``time.time()`` at its start.
         detail: Description of the hang or error; empty while the problem is running.
         stack: Stack of a hanging thread or of the error, innermost frame first.
-        kernel: Value of --kernel; empty for the project's own kernels.
+        kernel: Value of --fa-kernel; empty for the project's own kernels.
     """
 
     state: str
@@ -101,11 +101,10 @@ class Record:
 
     def describe(self, heading: str | None = None) -> str:
         """Return the failure message: ``heading`` or state and detail, test, replay line, stack."""
-        kernel = f"--kernel={shlex.quote(self.kernel)} " if self.kernel else ""
         lines = [
             heading or f"{self.state}: {self.detail}",
             f"  test: {self.test or '?'}{', ' if self.note else ''}{self.note}",
-            f"  replay: pytest {kernel}--replay={shlex.quote(self.problem)}",
+            f"  replay: {replay_line(self.problem, self.kernel)}",
             *(f"  at {line}" for line in self.stack),
         ]
         return "\n".join(lines)
@@ -176,7 +175,7 @@ class Watchdog:
         path: The file, which is created or emptied.
         seconds: Limit of the CPU time of a problem in seconds. The limits of its time by the clock
             and of its compilation are multiples.
-        kernel: Value of --kernel, for replay lines.
+        kernel: Value of --fa-kernel, for replay lines.
         log: The file for its last message and the stacks of faulthandler; stderr if None.
         sticky: Returns whether the process cannot continue after an exception.
         end: Ends the process with an exit code and without cleaning up, which could hang too.

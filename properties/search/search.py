@@ -34,7 +34,8 @@ class Runner:
         subject: The subject under test.
         tally: The tally to update.
         watching: Returns a context manager that is active while a problem is judged.
-        mask: Value of --mask, for replay lines.
+        mask: Value of --fa-mask, for replay lines.
+        waived: Returns whether a finding is known and counts as none.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class Runner:
         tally: Tally,
         watching: Callable[[Problem], AbstractContextManager[object]] | None = None,
         mask: str = "",
+        waived: Callable[[Finding], bool] | None = None,
     ) -> None:
         self.subject = subject
         self.mask = mask
+        self.waived = waived or (lambda finding: False)
         self.tally = tally
         self.watching = watching or (lambda problem: nullcontext())
         # Checks that run on every problem in addition to the claim.
@@ -68,9 +71,9 @@ class Runner:
         """
         found = self._findings(problem, claim)
         source, mask = self.subject.source, self.mask
-        if not source and not mask:
-            return found
-        return [dataclasses.replace(x, kernel=source, mask=mask) for x in found]
+        if source or mask:
+            found = [dataclasses.replace(x, kernel=source, mask=mask) for x in found]
+        return [x for x in found if not self.waived(x)]
 
     def _findings(self, problem: Problem, claim: Check) -> list[Finding]:
         self.peaks = {}
@@ -244,7 +247,8 @@ def attack(
     except Violation as violation:
         __tracebackhide__ = True
         first = violation.findings
-        raise Violation(minimized(first[0].problem, first, _of_supported(runner, claim))) from None
+        smallest = minimized(first[0].problem, first, _of_supported(runner, claim))
+        raise Violation(smallest, claim) from None
 
 
 def plainest(runner: Runner, findings: list[Finding], claim: Check) -> list[Finding]:

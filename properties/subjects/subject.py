@@ -21,8 +21,10 @@ from fa_verify.properties.subjects.declarations import (
     DEFAULT_SCALE,
     NUMERICS,
     SCORE_MODS,
+    WORDS,
     check_declarations,
     declared_by,
+    unknown_word,
 )
 from fa_verify.properties.subjects.packing import OF_VARLEN, PACKED, called_packed
 from fa_verify.properties.subjects.tutorial_call import takes, tutorial_call
@@ -62,7 +64,7 @@ class Subject:
         numerics: The declarations that determine the error bound.
         takes: The kernel's signature if it is that of Triton's tutorial and was adapted; else
             empty.
-        source: Value of --kernel, for replay lines; empty for the project's own kernels.
+        source: Value of --fa-kernel, for replay lines; empty for the project's own kernels.
     """
 
     name: str
@@ -122,6 +124,23 @@ class Subject:
             declared["takes"] = tutorial.signature
         numerics = {word: declared.pop(word) for word in NUMERICS if word in declared}
         return cls(name=name, call=call, numerics=Numerics(**numerics), **declared)
+
+    def assuming(self, declared: Mapping[str, Any]) -> Subject:
+        """Return the subject with declarations by word, in place of its own.
+
+        Raises:
+            ValueError: A declaration is unknown or has an invalid value.
+        """
+        if not isinstance(declared, Mapping):
+            raise ValueError(f"declarations are {declared!r}; needs a dict by word")
+        for word in declared:
+            if word not in WORDS:
+                raise unknown_word(self.name, word)
+        words = dict(declared)
+        check_declarations(self.name, words)
+        numerics = {word: words.pop(word) for word in NUMERICS if word in words}
+        of_numerics = dataclasses.replace(self.numerics, **numerics)
+        return dataclasses.replace(self, numerics=of_numerics, **words)
 
     def promises(self, guarantee: str, config: str) -> tuple[str, ...]:
         """Return the outputs for which a guarantee is promised bitwise in a configuration.

@@ -40,7 +40,7 @@ MAX_SEQLEN = {"cpu": 200, "cuda": 1024}
 BATCHED_SEQLEN = {"cpu": 48, "cuda": 512}
 BATCHED_COST = 12
 BATCHED_SCORES = 2**25
-# Largest head dim of the shards that a run with --mask uses.
+# Largest head dim of the shards that a run with --fa-mask uses.
 SMALL_DIM = 32
 # Smallest number of judged problems for a test to pass, if its profile draws at least twice as
 # many.
@@ -79,11 +79,18 @@ def subject(pytestconfig: pytest.Config) -> Subject:
 
 @pytest.fixture
 def runner(
-    subject: Subject, tally: Tally, watchdog: Watchdog, pytestconfig: pytest.Config
+    subject: Subject,
+    tally: Tally,
+    watchdog: Watchdog,
+    pytestconfig: pytest.Config,
+    request: pytest.FixtureRequest,
 ) -> Runner:
     """The runner of the subject, with a watchdog that reports the problem of a crash or hang."""
-    mask = pytestconfig.getoption("--mask") or ""
-    return Runner(subject, tally, watchdog.watching, mask)
+    mask = pytestconfig.getoption("--fa-mask") or ""
+    waivers = pytestconfig.pluginmanager.get_plugin("waivers")
+    test = request.node.nodeid
+    waived = None if waivers is None else lambda finding: waivers.waived(finding, test)
+    return Runner(subject, tally, watchdog.watching, mask, waived)
 
 
 @pytest.fixture
@@ -97,7 +104,7 @@ def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
         __tracebackhide__ = True
         findings = runner.findings(narrowed(runner.subject, problem), claim)
         if findings:
-            raise Violation(findings)
+            raise Violation(findings, claim)
         if runner.refusals:
             pytest.skip(", ".join(runner.refusals))
 
@@ -153,7 +160,8 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
             name = f"{request.node.nodeid} of {runner.subject.name}"
             keeps = (lambda: judge.passed_over) if plugin else None
             settings = of_one_test(settings, name, keeps)
-        seed = request.node.nodeid
+        # The same problems wherever the tests are installed.
+        seed = f"tests/conformance/{request.path.name}::{request.node.nodeid.partition('::')[2]}"
         attack(judge, claim, strategy, seed=seed, steer=fuzzing, settings=settings)
         check_that_problems_were_judged(judge)
         if plugin:

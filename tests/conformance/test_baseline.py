@@ -1,4 +1,4 @@
-"""The problems of --baseline: judge and measure each, and run the check that its entry names."""
+"""The problems of --fa-baseline: judge and measure each, and run the check that its entry names."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_problem(runner, place, entry, record_property):
         unchecked = "it failed"
     record_property("baseline", {"place": place, "errors": errors, "unchecked": unchecked})
     if findings:
-        raise Violation(findings)
+        raise Violation(findings, claim)
     if unchecked:
         pytest.skip(unchecked)

@@ -1,18 +1,18 @@
 """Masks with a predicate: their forms agree, and kernels that evaluate them are accurate.
 
-With --mask, only its class; the other files then run with masks of this class too.
+With --fa-mask, only its class; the other files then run with masks of this class too.
 """
 
 from __future__ import annotations
 
 import random
-import shlex
 
 import hypothesis
 import pytest
 
 from fa_verify.oracles.masks.codec import SHIPPED, mask_class
 from fa_verify.properties.checks import guarantees
+from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.pytest_plugin.environment import ON_GPU
 from fa_verify.session import is_ours, mask_of
 
@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.parametrize("form", ["definition", "kernel", "block_map", "relation"])
 def test_the_forms_of_a_mask_agree(masks, form, pytestconfig):
     """The tests of a run start with this one, so that no kernel is blamed for its mask."""
-    given = pytestconfig.getoption("--mask")
+    given = pytestconfig.getoption("--fa-mask")
     if not is_ours(pytestconfig):
         if given is None or form == "block_map":
             pytest.skip("compares the forms in the project's own kernels")
@@ -46,8 +46,7 @@ def test_the_forms_of_a_mask_agree(masks, form, pytestconfig):
             raise
         pytest.skip(f"{masks.__name__} has no jit form: {reason}")
     if found is not None:
-        mask = f"--mask={shlex.quote(given)} " if given else ""
-        replay = f"pytest {mask}--replay='{found.problem.to_json()}'"
+        replay = replay_line(found.problem.to_json(), mask=given or "")
         pytest.fail(f"{found}\n  replay: {replay}", pytrace=False)
 
 

@@ -1,4 +1,4 @@
-"""Check every guarantee on the regression files and on the problem of --replay."""
+"""Check every guarantee on the regression files and on the problem of --fa-replay."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check(runner, problem, device, beside=(), shrink=False):
         named = {finding.guarantee for finding in found}
         findings = [*found, *(x for x in findings if x.guarantee not in named)]
     if findings:
-        raise Violation(findings)
+        raise Violation(findings, failing.get(findings[0].guarantee, claim))
     if runner.refusals:
         pytest.skip(", ".join(runner.refusals))
 
@@ -111,7 +111,7 @@ def check_the_mask(problem):
 
 def test_replay(runner, device, replayed, pytestconfig):
     if replayed is None:
-        pytest.skip("no --replay given")
+        pytest.skip("no --fa-replay given")
     if is_ours(pytestconfig) and not replayed.mask.is_plain:
         check_the_mask(dataclasses.replace(replayed, device=device))
     # On a GPU, the kernels of many calls take minutes to compile beside other tests.
@@ -120,7 +120,7 @@ def test_replay(runner, device, replayed, pytestconfig):
 
 def test_regression(runner, device, replayed, path):
     if replayed is not None:
-        pytest.skip("--replay runs only its own problem")
+        pytest.skip("--fa-replay runs only its own problem")
     try:
         problem = CorpusEntry.read(path).problem
     except NotReplayableError as reason:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,12 +19,12 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.invariance import neighbours, one_change_each
 from fa_verify.properties.comparison.agreement import agree
+from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.session import OURS
 from fa_verify.shards import shards_of
 
-ROOT = Path(__file__).parents[2]
 CALLS = 100
 # Masks of the problems whose calls change in one argument each; shards take turns.
 MASKS = (Mask(), PrefixLM(prefix=5), BlockSparse(side=32, percent=60, seed=2))
@@ -72,11 +71,10 @@ def test_calls_that_differ_in_one_argument_do_not_depend_on_their_order(
             names = subject.promises("G10", called.config)
             fresh = want[called] or {}
             bad = [name for name in names if found and found.get(name) != fresh.get(name)]
-            kernel = f"--kernel={subject.source} " if subject.source else ""
             assert not bad, (
                 f"G13 state: {', '.join(bad)} of {subject.name} depends on the calls before\n"
                 f"  the call: {called.to_json()}\n"
-                f"  replay: pytest {kernel}--replay='{problem.to_json()}'"
+                f"  replay: {replay_line(problem.to_json(), subject.source)}"
             )
         return guarantees.accuracy(trial)
 
@@ -111,14 +109,15 @@ def calls_of(subject, shard, device):
 
 def outputs_in_fresh_processes(config, *runs):
     """Run lists of problems in concurrent processes; return the digests of each problem."""
-    kernel = config.getoption("--kernel") or OURS
+    kernel = config.getoption("--fa-kernel") or OURS
     command = [sys.executable, "-m", "fa_verify.conformance.fresh_process", kernel]
     environment = dict(os.environ)
     if any("--apart" in run for run in runs):
         # A fork copies one thread, and sums of large tiles depend on the number of threads.
         environment["OMP_NUM_THREADS"] = "1"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    pipes |= {"cwd": ROOT, "env": environment}
+    # The kernel may be a path that is relative to the folder of the run.
+    pipes |= {"cwd": config.invocation_params.dir, "env": environment}
     processes = [
         subprocess.Popen(
             [*command, *(x if isinstance(x, str) else x.to_json() for x in run)], **pipes

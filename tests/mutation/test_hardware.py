@@ -1,4 +1,4 @@
-"""A GPU kills every mutant that needs one: ``pytest --mutation`` on a GPU."""
+"""A GPU kills every mutant that needs one: ``pytest --fa-mutation`` on a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", [x.mutant.name for x in HARDWARE])
 def test_a_mutant_is_noticed_on_hardware(pytestconfig, name):
     """Runs in a process of its own, because a mutant can leave its GPU unusable."""
-    if not pytestconfig.getoption("--mutation"):
-        pytest.skip("--mutation runs it, on a GPU")
+    if not pytestconfig.getoption("--fa-mutation"):
+        pytest.skip("--fa-mutation runs it, on a GPU")
     command = [sys.executable, "-m", "tests.mutation.mutants.hardware", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     survived = done.returncode == 0 and '"kills": []' in done.stdout

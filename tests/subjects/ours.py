@@ -107,9 +107,7 @@ def adapted(package: ModuleType):
         """Return the declarations that a configuration replaces."""
         dots = {"dots": "tf32", "dtypes": ("fp32",)} if config.dots == "tf32" else {}
         splits = {} if config.splits in (None, 1) else {"splits": config.splits}
-        on_hopper = resolve(config, torch.bfloat16, 128).hopper and not dots | splits
-        put_off = {"rescale_threshold": hopper.RESCALE_THRESHOLD} if on_hopper else {}
-        return dots | splits | put_off
+        return dots | splits
 
     def config_of(problem: Problem):
         """Return the resolved tile configuration of a problem."""

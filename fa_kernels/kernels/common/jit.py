@@ -14,9 +14,11 @@ def kernel(fn):
     are not specialised on alignment, the others not on their value. A length or stride of 1 or a
     multiple of 16 therefore neither recompiles a kernel nor changes the layout of a reduction.
     """
+    # A module with postponed annotations has them as strings.
+    parameters = inspect.signature(fn, eval_str=True).parameters
     names = [
         name
-        for name, parameter in inspect.signature(fn).parameters.items()
+        for name, parameter in parameters.items()
         if parameter.annotation is not triton.language.constexpr
     ]
     pointers = [name for name in names if name.endswith("_ptr")]

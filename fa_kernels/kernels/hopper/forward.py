@@ -201,11 +201,10 @@ def _produce(inputs, shared, call, counter_ptr, VARLEN: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(scores, m_i, qk_scale, offs_m, key_tile, tile, THRESHOLD: gl.constexpr):
+def _softmax(scores, m_i, qk_scale, offs_m, key_tile, tile):
     """Returns P of a tile's scores, the factor that rescales earlier sums, and the new maxima.
 
-    Maxima are in base 2. A maximum that rises by no more than THRESHOLD keeps its value, and its
-    factor is 1.
+    Maxima are in base 2.
     """
     BLOCK_N: gl.constexpr = scores.shape[1]
     if is_edge(key_tile, tile.tiles):
@@ -213,8 +212,6 @@ def _softmax(scores, m_i, qk_scale, offs_m, key_tile, tile, THRESHOLD: gl.conste
         offs_n = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, COLUMNS)
         scores = gl.where(visible(offs_m, offs_n, tile.mask), scores, -float("inf"))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * qk_scale)
-    if THRESHOLD > 0:
-        m_new = gl.where(m_new <= m_i + THRESHOLD, m_i, m_new)
     # A row that has seen no key yet subtracts 0, since -inf - -inf is NaN.
     m_pivot = gl.where(m_new == -float("inf"), 0.0, m_new)
     p = gl.exp2(scores * qk_scale - m_pivot[:, None])
@@ -222,9 +219,7 @@ def _softmax(scores, m_i, qk_scale, offs_m, key_tile, tile, THRESHOLD: gl.conste
 
 
 @gluon.jit
-def _first_tile(
-    q, shared, before, offs_m, tile, qk_scale, DTYPE: gl.constexpr, THRESHOLD: gl.constexpr
-):
+def _first_tile(q, shared, before, offs_m, tile, qk_scale, DTYPE: gl.constexpr):
     """The ``_State`` after the scores of a query tile's first key tile."""
     keys, values = shared.k_pipe, shared.v_pipe
     BLOCK_N: gl.constexpr = keys.tiles.shape[3]
@@ -236,7 +231,7 @@ def _first_tile(
     scores = start_scores(q, keys, before, zeros)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     release(keys, before)
-    p, _, m_i = _softmax(scores, m_i, qk_scale, offs_m, tile.tiles.lo, tile, THRESHOLD)
+    p, _, m_i = _softmax(scores, m_i, qk_scale, offs_m, tile.tiles.lo, tile)
     weights = gl.convert_layout(p.to(DTYPE), operand_layout(BLOCK_DV))
     return _State(acc, gl.sum(p, 1), m_i, weights)
 
@@ -244,7 +239,7 @@ def _first_tile(
 @gluon.jit
 def _next_tile(
     state, q, shared, i, offs_m, key_tile, tile, qk_scale, OVERLAP: gl.constexpr,
-    DTYPE: gl.constexpr, THRESHOLD: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The ``_State`` after the scores of one more key tile, the i-th of the pipelines.
 
@@ -268,9 +263,8 @@ def _next_tile(
         scores, acc = warpgroup_mma_wait(0, deps=(scores, acc))
         release(values, i - 1)
     release(keys, i)
-    p, alpha, m_i = _softmax(scores, state.m_i, qk_scale, offs_m, key_tile, tile, THRESHOLD)
+    p, alpha, m_i = _softmax(scores, state.m_i, qk_scale, offs_m, key_tile, tile)
     l_i = state.l_i * alpha + gl.sum(p, 1)
-    risen = gl.min(alpha, 0) < 1.0 if THRESHOLD > 0 else True
     if OVERLAP:
         # This phase is already complete, but ptxas moves no exponential past a wait on an mbarrier.
         # Without this wait, ptxas 12.8 and 12.9 (Triton 3.6 and 3.9) hoist the wait for the product
@@ -278,8 +272,7 @@ def _next_tile(
         wait_full(values, i - 1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         release(values, i - 1)
-    if risen:
-        acc = acc * gl.convert_layout(alpha, ROWS_OF_SUMS)[:, None]
+    acc = acc * gl.convert_layout(alpha, ROWS_OF_SUMS)[:, None]
     weights = gl.convert_layout(p.to(DTYPE), operand_layout(BLOCK_DV))
     return _State(acc, l_i, m_i, weights)
 
@@ -304,12 +297,11 @@ def _last_product(state, values, i, tile, N, VARLEN: gl.constexpr):
 @gluon.jit
 def _attend(
     consumer: gl.constexpr, shared, before, tile, call, DTYPE: gl.constexpr,
-    THRESHOLD: gl.constexpr, VARLEN: gl.constexpr,
+    VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Returns ``acc``, ``l_i`` and ``m_i`` of a consumer's 64 queries after all their key tiles.
 
-    ``before`` counts the earlier tiles of the pipelines. Sums are rescaled when a row's maximum has
-    risen by more than THRESHOLD powers of 2.
+    ``before`` counts the earlier tiles of the pipelines.
     """
     BLOCK_DV: gl.constexpr = shared.v_pipe.tiles.shape[4]
     OVERLAP: gl.constexpr = shared.q_tiles.shape[0] == 2
@@ -328,11 +320,11 @@ def _attend(
         q = q.load(gl.DotOperandLayout(0, SCORES, 2))
     first, last = tile.tiles.lo, tile.tiles.hi
     if first < last:
-        state = _first_tile(q, shared, before, offs_m, tile, call.qk_scale, DTYPE, THRESHOLD)
+        state = _first_tile(q, shared, before, offs_m, tile, call.qk_scale, DTYPE)
         for key_tile in range(first + 1, last):
             state = _next_tile(
                 state, q, shared, before + key_tile - first, offs_m, key_tile, tile, call.qk_scale,
-                OVERLAP, DTYPE, THRESHOLD,
+                OVERLAP, DTYPE,
             )  # fmt: skip
         # The producer loads the next tile's queries while this one ends.
         mbarrier.arrive(shared.q_free.index(consumer), count=1)
@@ -378,9 +370,7 @@ def _write(consumer: gl.constexpr, acc, l_i, m_i, tile, outputs, call, VARLEN: g
 
 
 @gluon.jit
-def _consume(
-    consumer: gl.constexpr, shared, outputs, call, THRESHOLD: gl.constexpr, VARLEN: gl.constexpr
-):
+def _consume(consumer: gl.constexpr, shared, outputs, call, VARLEN: gl.constexpr):
     """Attends from a consumer's 64 rows of each query tile to its key tiles."""
     CONSUMERS: gl.constexpr = shared.q_tiles.shape[0]
     BLOCK_N: gl.constexpr = shared.k_pipe.tiles.shape[3]
@@ -391,7 +381,7 @@ def _consume(
     while work < call.heads * call.m_blocks:
         tile = _tile_of_work(work, call, BLOCK_N, CONSUMERS, VARLEN)
         if consumer < tile.consumers:
-            acc, l_i, m_i = _attend(consumer, shared, before, tile, call, DTYPE, THRESHOLD, VARLEN)
+            acc, l_i, m_i = _attend(consumer, shared, before, tile, call, DTYPE, VARLEN)
             _write(consumer, acc, l_i, m_i, tile, outputs, call, VARLEN)
         else:
             _skip(consumer, shared, before, tile.tiles)
@@ -460,7 +450,6 @@ def hopper_forward_kernel(
     sm_scale_bits: gl.int64,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
-    THRESHOLD: gl.constexpr,
     VARLEN: gl.constexpr,
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, of ``heads`` = B H heads.
@@ -491,8 +480,8 @@ def hopper_forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, outputs, call, THRESHOLD, VARLEN)),
-                (_consume, (1, shared, outputs, call, THRESHOLD, VARLEN)),
+                (_consume, (0, shared, outputs, call, VARLEN)),
+                (_consume, (1, shared, outputs, call, VARLEN)),
                 (_produce, (inputs, shared, call, counter_ptr, VARLEN)),
             ],
             [4, 1],
@@ -501,9 +490,9 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, outputs, call, THRESHOLD, VARLEN)),
-                (_consume, (1, shared, outputs, call, THRESHOLD, VARLEN)),
-                (_consume, (2, shared, outputs, call, THRESHOLD, VARLEN)),
+                (_consume, (0, shared, outputs, call, VARLEN)),
+                (_consume, (1, shared, outputs, call, VARLEN)),
+                (_consume, (2, shared, outputs, call, VARLEN)),
                 (_produce, (inputs, shared, call, counter_ptr, VARLEN)),
             ],
             [4, 4, 1],

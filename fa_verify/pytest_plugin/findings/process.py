@@ -28,10 +28,10 @@ LAST_LINES = 12
 def conformance_of(
     kernel: str, *, profile: str, workers: str, seconds: float, options: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run ``pytest --kernel=KERNEL tests/conformance`` and return a summary of its results.
+    """Run ``pytest --fa-kernel=KERNEL tests/conformance`` and return a summary of its results.
 
     Args:
-        kernel: Value of --kernel.
+        kernel: Value of --fa-kernel.
         profile: Name of the Hypothesis profile.
         workers: Value of -n. Each worker is a process, so that a crash is reported as a finding.
         seconds: Time limit in seconds. The results up to the limit count.
@@ -44,8 +44,8 @@ def conformance_of(
     with tempfile.TemporaryDirectory(prefix="findings-") as folder:
         records, log = Path(folder) / "records.jsonl", Path(folder) / "log"
         command = [
-            sys.executable, "-m", "pytest", "tests/conformance", f"--kernel={kernel}",
-            f"--findings={records}", f"--hypothesis-profile={profile}", "-n", workers,
+            sys.executable, "-m", "pytest", "tests/conformance", f"--fa-kernel={kernel}",
+            f"--fa-findings={records}", f"--hypothesis-profile={profile}", "-n", workers,
             # All crashes are findings.
             "--max-worker-restart=1000",
             "-p", "no:cacheprovider", "-q", "--tb=no", "--no-header", *options,

@@ -42,11 +42,11 @@ def plain(text: str) -> str:
 
 
 class Recording:
-    """Writes the file of --findings. In a worker, attaches the findings to the reports of tests.
+    """Writes the file of --fa-findings. In a worker, attaches the findings to the reports of tests.
 
     Args:
-        config: The pytest configuration. Its option --findings names the file, which is created or
-            emptied.
+        config: The pytest configuration. Its option --fa-findings names the file, which is created
+            or emptied.
         subject: The subject under test.
         tally: The tally of the run.
 
@@ -55,13 +55,15 @@ class Recording:
     """
 
     def __init__(self, config: pytest.Config, subject: Subject, tally: Tally) -> None:
-        self.subject, self.tally = subject, tally
-        self.path = None if hasattr(config, "workerinput") else Path(config.getoption("--findings"))
+        self.config, self.subject, self.tally = config, subject, tally
+        self.path = (
+            None if hasattr(config, "workerinput") else Path(config.getoption("--fa-findings"))
+        )
         if self.path is not None:
             try:
                 self.path.write_text("", encoding="utf-8")
             except OSError as error:
-                raise pytest.UsageError(f"--findings: {error}") from None
+                raise pytest.UsageError(f"--fa-findings: {error}") from None
 
     def pytest_sessionstart(self) -> None:
         """Write the record of the subject."""
@@ -117,7 +119,10 @@ class Recording:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write the record of the totals."""
+        """Write the records of the waivers and of the totals."""
+        waivers = self.config.pluginmanager.get_plugin("waivers")
+        for waiver in [] if waivers is None else waivers.records():
+            self._write(kind="waiver", **waiver)
         record = self.tally.record()
         self._write(
             kind="end",

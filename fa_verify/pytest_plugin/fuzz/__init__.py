@@ -1,1 +1,1 @@
-"""--minutes: draw problems on all workers until the time is over, and keep those that fail."""
+"""--fa-minutes: draw problems on all workers until the time is over, and keep those that fail."""

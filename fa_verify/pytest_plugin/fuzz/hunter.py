@@ -46,7 +46,7 @@ class Hunter(Runner):
     def __init__(
         self, runner: Runner, *, folder: Path, causes: Causes, clock: Clock, seconds: float
     ) -> None:
-        super().__init__(runner.subject, runner.tally, runner.watching)
+        super().__init__(runner.subject, runner.tally, runner.watching, runner.mask, runner.waived)
         self.folder = folder
         self.causes = causes
         self.clock = clock

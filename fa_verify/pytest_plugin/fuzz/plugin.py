@@ -1,6 +1,6 @@
-"""A pytest plugin for ``--minutes``: draw new problems until the time is over.
+"""A pytest plugin for ``--fa-minutes``: draw new problems until the time is over.
 
-``fa_verify.pytest_plugin.plugin`` registers it if the option is given.
+``fa_verify.pytest_plugin.running`` registers it if the option is given.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock, seconds_of_a_turn
 from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER, Hunter
+from fa_verify.pytest_plugin.progress import IN_A_LOG, ON_A_TERMINAL, clock
 from fa_verify.pytest_plugin.regression_files import is_regression
+from fa_verify.session import select
 
 __all__ = ["PROFILE", "Fuzzing", "choose_workers", "minutes_of"]
 
 # The Hypothesis profile of a fuzzing run, which draws new examples every time.
 PROFILE = "fuzz"
 WEEK = 7 * 24 * 60.0
-# Seconds between lines of progress, on a terminal and in a log file.
-ON_A_TERMINAL, IN_A_LOG = 3.0, 10.0
 # xdist's name for the phase of a test whose worker died.
 DIED = "???"
 # Number of dead workers after which a test is no longer scheduled.
@@ -38,13 +38,13 @@ DEATHS = 3
 
 
 def minutes_of(config: pytest.Config) -> float | None:
-    """Return the option --minutes, or None if it is not given.
+    """Return the option --fa-minutes, or None if it is not given.
 
     Raises:
         pytest.UsageError: The value is not a number, not above 0, or more than a week; or
             another option contradicts it.
     """
-    given = config.getoption("--minutes")
+    given = config.getoption("--fa-minutes")
     if given is None:
         return None
     try:
@@ -53,24 +53,26 @@ def minutes_of(config: pytest.Config) -> float | None:
         minutes = 0.0
     if not 0 < minutes <= WEEK:
         raise pytest.UsageError(
-            f"--minutes is {given!r}; needs a number of minutes > 0, at most {WEEK:g}"
+            f"--fa-minutes is {given!r}; needs a number of minutes > 0, at most {WEEK:g}"
         )
-    for option in ("--replay", "--mutation"):
+    for option in ("--fa-replay", "--fa-mutation"):
         if config.getoption(option):
-            raise pytest.UsageError(f"--minutes and {option} exclude each other: pass one of them")
+            raise pytest.UsageError(
+                f"--fa-minutes and {option} exclude each other: pass one of them"
+            )
     profile = config.getoption("--hypothesis-profile")
     if profile not in (None, PROFILE):
         raise pytest.UsageError(
-            f"--minutes needs the profile {PROFILE}; --hypothesis-profile is {profile!r}"
+            f"--fa-minutes needs the profile {PROFILE}; --hypothesis-profile is {profile!r}"
         )
     return minutes
 
 
-def choose_workers(config: pytest.Config, conformance: Path) -> None:
-    """Set the profile, tests and workers that --minutes implies, before xdist reads its options.
+def choose_workers(config: pytest.Config) -> None:
+    """Set the profile, tests and workers that --fa-minutes implies, before xdist reads its options.
 
     Raises:
-        pytest.UsageError: There are no workers, another scheduler is requested, or --minutes is
+        pytest.UsageError: There are no workers, another scheduler is requested, or --fa-minutes is
             invalid, see ``minutes_of``.
     """
     if minutes_of(config) is None:
@@ -78,15 +80,15 @@ def choose_workers(config: pytest.Config, conformance: Path) -> None:
     option = config.option
     option.hypothesis_profile = PROFILE
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
-        config.args[:] = [str(conformance)]
+        select(config)
     # Only the controller starts workers.
     if hasattr(config, "workerinput"):
         return
     if not hasattr(option, "numprocesses") or option.numprocesses == 0:
-        raise pytest.UsageError("--minutes needs pytest-xdist workers; pass -n auto or -n 1")
+        raise pytest.UsageError("--fa-minutes needs pytest-xdist workers; pass -n auto or -n 1")
     if option.dist not in ("no", "load"):
         raise pytest.UsageError(
-            f"--minutes schedules the tests and needs --dist=load; --dist is {option.dist!r}"
+            f"--fa-minutes schedules the tests and needs --dist=load; --dist is {option.dist!r}"
         )
     if option.numprocesses is None:
         option.numprocesses = "auto"
@@ -295,7 +297,7 @@ class Fuzzing:
         worst = max((ratio for ratio, _ in [*self.tally.worst.values()]), default=0.0)
         entries = len(self.causes.files())
         return (
-            f"{_clock(passed)} of {_clock(self.seconds)}: {problems:,} problems, "
+            f"{clock(passed)} of {clock(self.seconds)}: {problems:,} problems, "
             f"{problems / max(passed, 1.0):.1f}/s; worst error/bound {ratio_text(worst)}; "
             f"{entries} corpus entr{'y' if entries == 1 else 'ies'}"
         )
@@ -320,8 +322,3 @@ def _in_short(message: str) -> str:
     """Return the first line of a failure message and its replay line."""
     first, *rest = message.splitlines()
     return "\n  ".join([first, *(line.strip() for line in rest if "replay: " in line)])
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02d}"

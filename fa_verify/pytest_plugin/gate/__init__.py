@@ -1,1 +1,1 @@
-"""The gate (--baseline): compare a run with a stored baseline."""
+"""The gate (--fa-baseline): compare a run with a stored baseline."""

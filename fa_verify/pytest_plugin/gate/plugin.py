@@ -1,8 +1,8 @@
-"""A pytest plugin for ``--baseline=FILE``: run a baseline's problems and report differences.
+"""A pytest plugin for ``--fa-baseline=FILE``: run a baseline's problems and report differences.
 
-``fa_verify.pytest_plugin.plugin`` registers it. The tests in ``tests/conformance/test_baseline.py``
-measure errors. When the workers have ended, the controller times the subject alone on the GPU and
-compares the run with the baseline.
+``fa_verify.pytest_plugin.running`` registers it. ``tests/conformance/test_baseline.py`` measures
+errors. When the workers have ended, the controller times the subject alone on the GPU and compares
+the run with the baseline.
 """
 
 from __future__ import annotations
@@ -23,25 +23,10 @@ from fa_verify.pytest_plugin.gate.problems import arithmetic_of, chosen
 from fa_verify.pytest_plugin.gate.timing import timed
 from fa_verify.session import CONFORMANCE, device_of, subject_of
 
-__all__ = ["Gate", "add_options"]
+__all__ = ["Gate"]
 
 ABSENT = "it did not run or did not finish"
 TESTS = CONFORMANCE / "test_baseline.py"
-
-
-def add_options(group: pytest.OptionGroup) -> None:
-    """Add the options of the gate."""
-    group.addoption(
-        "--baseline",
-        metavar="FILE",
-        help="run the problems of this file, and fail if errors, kernels, speed or coverage are "
-        "worse than recorded in it",
-    )
-    group.addoption(
-        "--update-baseline",
-        action="store_true",
-        help="write the results of this run to the file of --baseline instead of comparing",
-    )
 
 
 class Gate:
@@ -59,20 +44,22 @@ class Gate:
             pytest.UsageError: The options contradict each other, or the file cannot be compared
                 with this run.
         """
-        given = config.getoption("--baseline")
+        given = config.getoption("--fa-baseline")
         self.config = config
-        self.updates: bool = config.getoption("--update-baseline")
+        self.updates: bool = config.getoption("--fa-update-baseline")
         self.differences: list[Difference] = []
         self.verdict = ""
         self.path: Path | None = None
         if given is None:
             if self.updates:
                 raise pytest.UsageError(
-                    "--update-baseline needs --baseline=FILE, the file to write"
+                    "--fa-update-baseline needs --fa-baseline=FILE, the file to write"
                 )
             return
-        if config.getoption("--replay") is not None:
-            raise pytest.UsageError("--baseline and --replay exclude each other: pass one of them")
+        if config.getoption("--fa-replay") is not None:
+            raise pytest.UsageError(
+                "--fa-baseline and --fa-replay exclude each other: pass one of them"
+            )
         self.path = Path(given)
         self.subject = subject_of(config)
         self.device = device_of(config)
@@ -82,7 +69,7 @@ class Gate:
         if self.updates:
             self.entries = combined(self.entries, chosen(self.subject, self.device))
         if not self.entries:
-            raise pytest.UsageError(f"--baseline: {given} has no problems; needs at least one")
+            raise pytest.UsageError(f"--fa-baseline: {given} has no problems; needs at least one")
         self.now: dict[int, Entry] = {}
         self.reasons: dict[int, str] = {}
         self.kernels: dict[str, Resources] = {}
@@ -94,26 +81,26 @@ class Gate:
         return not hasattr(self.config, "workerinput")
 
     def _read(self, path: Path) -> Baseline | None:
-        """Read the baseline; return None if --update-baseline creates it.
+        """Read the baseline; return None if --fa-update-baseline creates it.
 
         Raises:
             pytest.UsageError: The file is missing or damaged; it was measured on another device;
-                or, without --update-baseline, with another version of torch or Triton.
+                or, without --fa-update-baseline, with another version of torch or Triton.
         """
         if self.updates and not path.exists():
             return None
         try:
             then = Baseline.read(path)
         except ValueError as error:
-            hint = "" if path.exists() else "; --update-baseline creates it"
-            raise pytest.UsageError(f"--baseline: {error}{hint}") from None
+            hint = "" if path.exists() else "; --fa-update-baseline creates it"
+            raise pytest.UsageError(f"--fa-baseline: {error}{hint}") from None
         different = then.environment.differences(self.environment)
         # An update may change the versions. Each device has its own file.
         if different and not (self.updates and not different[0].startswith("device")):
             raise pytest.UsageError(
-                f"--baseline: {path} differs from this run: {'; '.join(different)}; "
+                f"--fa-baseline: {path} differs from this run: {'; '.join(different)}; "
                 + ("needs a file of this device" if different[0].startswith("device")
-                   else "--update-baseline measures it again with these versions")
+                   else "--fa-update-baseline measures it again with these versions")
             )  # fmt: skip
         return then
 
@@ -133,7 +120,7 @@ class Gate:
         return f"attention: baseline {self.path}, {of}{len(self.entries)} problems{update}"
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Ignore the baseline's tests without --baseline."""
+        """Ignore the baseline's tests without --fa-baseline."""
         return True if self.path is None and collection_path == TESTS else None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:

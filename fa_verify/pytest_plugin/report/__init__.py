@@ -1,1 +1,1 @@
-"""The report of a run (--report): an HTML page and a JSON file with the same content."""
+"""The report of a run (--fa-report): an HTML page and a JSON file with the same content."""

@@ -17,12 +17,13 @@ import pytest
 from fa_verify.diagnosis.outcomes import ENDS, Outcome, read
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.execution.coverage import possible_cells
+from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.tally import EDGES, Tally
 from fa_verify.session import device_of, is_ours, is_whole, subject_of
 
 __all__ = ["OUTCOMES", "VERSION", "mutants", "record"]
 
-VERSION = 1
+VERSION = 2
 OUTCOMES = Path(__file__).resolve().parents[3] / "build" / "mutation" / "outcomes.jsonl"
 # Number of characters kept of a failure's text: a subject's traceback can be of any length.
 MOST_TEXT = 20_000
@@ -46,6 +47,7 @@ def record(
     """
     counted = _results(reports)
     gate = config.pluginmanager.get_plugin("gate")
+    causes = config.pluginmanager.get_plugin("causes").explained()
     return {
         "version": VERSION,
         "subject": _subject(config),
@@ -55,10 +57,12 @@ def record(
         "seconds": round(time.time() - started, 1),
         "exit_code": exit_code,
         "results": dict(Counter(counted.values())),
+        "causes": [cause.record(number) for number, cause in enumerate(causes, 1)],
         "checked": _checked(counted),
         "not_run": _not_run(reports),
         "problems": _problems(tally),
         "worst": _worst(config, tally),
+        "limits": _limits(tally),
         "coverage": _coverage(config, tally),
         "distribution": {"edges": [*EDGES], "counts": tally.distribution()},
         "failures": [_failure(x) for x in reports if x.failed],
@@ -148,16 +152,28 @@ def _coverage(config: pytest.Config, tally: Tally) -> dict[str, Any] | None:
 
 def _worst(config: pytest.Config, tally: Tally) -> list[dict[str, Any]]:
     """Return the largest error/bound of each output and dtype, with its replay line."""
-    source = "" if is_ours(config) else f"--kernel={shlex.quote(config.getoption('--kernel'))} "
+    source = "" if is_ours(config) else config.getoption("--fa-kernel")
     return [
         {
             "output": key.split()[0],
             "dtype": key.split()[1],
             "ratio": ratio if math.isfinite(ratio) else None,
-            "replay": f"pytest {source}--replay={shlex.quote(problem)}",
+            "replay": replay_line(problem, source),
         }
         for key, (ratio, problem) in sorted(tally.worst.items(), key=lambda x: -x[1][0])
     ]
+
+
+def _limits(tally: Tally) -> str:
+    """Return the share of elements that limits of independent roundings judge, in a sentence."""
+    counts = tally.by_limits().values()
+    total, limited = (sum(x[place] for x in counts) for place in (0, 1))
+    if not total:
+        return ""
+    return (
+        f"{total:,} elements were held to the bound, {limited:,} of them to limits of independent "
+        f"roundings ({limited / total:.0%})."
+    )
 
 
 def _failure(report: pytest.TestReport) -> dict[str, Any]:

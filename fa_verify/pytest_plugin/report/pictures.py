@@ -97,7 +97,7 @@ def heat_map(heat: Mapping[str, Any], output: str) -> str:
         least, palette = 1 / most, colormaps["RdBu_r"]
     else:
         most, palette = max(most, 1.01 * least), colormaps["cividis_r"]
-    figure = _figure(7.5, 4.2)
+    figure = _figure(4.4, 3.0)
     axis = figure.subplots()
     image = axis.imshow(
         np.clip(values, least, most),  # 0 has no logarithm
@@ -108,11 +108,14 @@ def heat_map(heat: Mapping[str, Any], output: str) -> str:
         axis.axhline(start - 0.5, color=INK, linewidth=1.3, linestyle=(0, (6, 3)))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if rows == 1:
+        axis.set_yticks([0])
     axis.set_ylabel(heat["axis"], color=INK)
     axis.set_xlabel("d" if columns > 1 else "", color=INK)
     if columns == 1:
         axis.set_xticks([])
-    title = f"{output}, {heat['head']}; dashed: tiles of {heat['tile']}; black: NaN or infinite"
+    legend = f"dashed: tiles of {heat['tile']}; black: NaN or infinite"
+    title = f"{output}, {heat['head']}\n{legend}"
     axis.set_title(title, loc="left", fontsize=9, color=MUTED)
     bar = figure.colorbar(image, ax=axis)
     bar.set_label("error / bound" if heat["is_ratio"] else "difference", color=INK)

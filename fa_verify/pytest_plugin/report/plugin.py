@@ -1,6 +1,6 @@
-"""A pytest plugin for ``--report=DIR``: write the results of a run as a page and as JSON.
+"""A pytest plugin for ``--fa-report=DIR``: write the results of a run as a page and as JSON.
 
-``fa_verify.pytest_plugin.plugin`` registers it. Workers attach findings to the reports of their
+``fa_verify.pytest_plugin.running`` registers it. Workers attach findings to the reports of their
 tests. The controller writes the files after the comparison with a baseline.
 """
 
@@ -20,19 +20,10 @@ from fa_verify.properties.execution.tally import Tally
 from fa_verify.pytest_plugin.report import content
 from fa_verify.pytest_plugin.report.page import page
 
-__all__ = ["RunReport", "add_options"]
+__all__ = ["RunReport"]
 
 # Number of failing tests per process that send a heat map to the report.
 MAPS = 4
-
-
-def add_options(group: pytest.OptionGroup) -> None:
-    """Add the option of the report."""
-    group.addoption(
-        "--report",
-        metavar="DIR",
-        help="write report.html, one self-contained page, and report.json to this folder",
-    )
 
 
 class RunReport:
@@ -47,7 +38,7 @@ class RunReport:
         Raises:
             pytest.UsageError: The folder is a file or cannot be created.
         """
-        given = config.getoption("--report")
+        given = config.getoption("--fa-report")
         self.config = config
         self.tally = tally
         self.folder = None if given is None else Path(given)
@@ -59,7 +50,7 @@ class RunReport:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise pytest.UsageError(f"--report: {given}: {error.strerror}") from None
+                raise pytest.UsageError(f"--fa-report: {given}: {error.strerror}") from None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> Iterator[None]:

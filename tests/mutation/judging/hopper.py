@@ -111,8 +111,7 @@ PROBLEMS = {
     "far, and far below 1": _problem(M=300, N=500, mask=_FAR, inputs="lse_low_130"),
     # The last rows of a tile see no key in two consecutive key tiles.
     "far from two key tiles": _problem(M=192, N=379, mask=Mask(window_left=60), config="default"),
-    # Maxima that pass the rescale threshold in some rows of a tile only. Maxima that pass it only
-    # over two key tiles.
+    # Maxima that rise in some rows of a tile only; maxima that rise in every key tile.
     "rising, wide": _problem(
         M=200, N=500, D=128, Dv=128, mask=Mask(causal=True), inputs="rising_max"
     ),

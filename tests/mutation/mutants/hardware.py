@@ -190,9 +190,10 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
     ),
     (
         _on_hopper(
-            "sums are rescaled where all rows have risen",
-            "risen = gl.min(alpha, 0) < 1.0",
-            "risen = gl.max(alpha, 0) < 1.0",
+            "sums are rescaled only where all rows have risen",
+            "acc = acc * gl.convert_layout(alpha, ROWS_OF_SUMS)[:, None]\n",
+            "acc = acc * gl.convert_layout("
+            "gl.where(gl.max(alpha, 0) < 1.0, alpha, 1.0), ROWS_OF_SUMS)[:, None]\n",
         ),
         _RISING,
     ),

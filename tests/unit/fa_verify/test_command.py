@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,12 @@ def attention(q, k, v, *, mask, sm_scale):
 @DECLARED
 def broken(q, k, v, *, mask, sm_scale):
     return attention(q, k, v, mask=mask, sm_scale=sm_scale) * 1.01
+
+
+def undeclared(q, k, v, *, mask, sm_scale):
+    if mask != type(mask)() or q.dtype != torch.float32 or 0 in (q.shape[2], k.shape[2]):
+        raise NotImplementedError("masks, dtypes and sizes of 0")
+    return torch.softmax(q @ k.mT * sm_scale, -1) @ v
 
 
 @DECLARED
@@ -76,6 +83,15 @@ def test_a_correct_kernel_holds(folder):
     ]  # fmt: skip
 
 
+def test_a_kernel_that_declares_nothing_is_probed_first(folder):
+    done = run(folder, "check", "my.py:undeclared", *ACCURACY)
+    said = "undeclared declares nothing; the checks assume, as the probe found in "
+    assert said in done.stdout, done.stdout + done.stderr
+    assert "refuses fp16: NotImplementedError: masks, dtypes and sizes of 0" in done.stdout
+    assert "declares dtypes=('fp32',)" in done.stdout
+    assert "masks=()" in done.stdout
+
+
 def test_a_quick_run_judges_the_chosen_problems_and_finds_a_fault(folder):
     first = ("--", "-n0", "-k", "test_a_problem_that_kills_faults_holds and (0- or 1- or 2-)")
     done = run(folder, "check", "my.py:attention", "--quick", *first)
@@ -91,14 +107,14 @@ def test_a_quick_run_judges_the_chosen_problems_and_finds_a_fault(folder):
 def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
     done = run(folder, "check", "my.py:broken", "--json=found.jsonl", *ACCURACY)
     assert done.returncode == 1, done.stdout + done.stderr
-    line = re.findall(r"replay: (pytest --kernel=my.py:broken --replay='.*')", done.stdout)[0]
+    line = re.findall(r"fa-verify (explain --kernel=my.py:broken '.*')", done.stdout)[0]
     records = [json.loads(x) for x in (folder / "found.jsonl").read_text().splitlines()]
     assert records[0]["kind"] == "subject"
     assert any(record.get("findings") for record in records)
-    again = run(folder, "explain", line)
+    again = run(folder, *shlex.split(line))
     assert again.returncode == 1, again.stdout + again.stderr
     assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout
-    assert line in again.stdout
+    assert f"pytest --kernel=my.py:broken --replay='{shlex.split(line)[-1]}'" in again.stdout
 
 
 def test_gradients_are_not_verified_with_forward_only(folder):
@@ -114,8 +130,8 @@ def test_gradients_are_not_verified_with_forward_only(folder):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("check", "no.py:attention"), "ERROR: --kernel: "),
-        (("explain", "{"), "ERROR: --replay: problem is not JSON"),
+        (("check", "no.py:attention"), "ERROR: --fa-kernel: "),
+        (("explain", "{"), "ERROR: --fa-replay: problem is not JSON"),
     ],
 )
 def test_wrong_usage_has_a_status(folder, words, said):
@@ -146,7 +162,7 @@ def test_missing_packages_are_named(monkeypatch, capsys):
         command, "_version", lambda name: None if name == "hypothesis" else honest(name)
     )
     assert command.main(["check", "my.py:attention"]) == 2
-    needs = "needs hypothesis: pip install 'fa-verify[test]'"
+    needs = "needs hypothesis: pip install hypothesis"
     assert capsys.readouterr().err == f"fa-verify check {needs}\n"
     monkeypatch.setattr(command, "_without_interpreter", lambda: "Triton is not installed")
     lines = list(command._doctor())
@@ -155,21 +171,24 @@ def test_missing_packages_are_named(monkeypatch, capsys):
     assert any(line.startswith("  hypothesis      not installed") for line in lines)
 
 
-CORPUS = "--corpus=fa-verify-problems"
+CORPUS = "--fa-corpus=fa-verify-problems"
 
 
 @pytest.mark.parametrize(
     ("words", "of_pytest"),
     [
-        ("check sdpa-math", ["--kernel=sdpa-math", CORPUS, "-n", "auto"]),
+        ("check sdpa-math", ["--fa-kernel=sdpa-math", CORPUS, "-n", "auto"]),
         (
             "check a.py:f --quick --forward-only --json=x --report=y --corpus=z -- -x -n 3",
-            ["--kernel=a.py:f", "--report=y", "--forward-only", "--findings=x",
-             "--quick", "--corpus=z", "-n", "auto", "-x", "-n", "3"],
+            ["--fa-kernel=a.py:f", "--fa-report=y", "--fa-forward-only", "--fa-findings=x",
+             "--fa-quick", "--fa-corpus=z", "-n", "auto", "-x", "-n", "3"],
         ),
-        ("check a.py:f --minutes 10", ["--kernel=a.py:f", "--minutes=10", CORPUS, "-n", "auto"]),
-        ("mask a.py:F", ["--mask=a.py:F", "-n", "auto"]),
-        ("mask a.py:F --kernel b.py:f", ["--kernel=b.py:f", "--mask=a.py:F", "-n", "auto"]),
+        (
+            "check a.py:f --minutes 10",
+            ["--fa-kernel=a.py:f", "--fa-minutes=10", CORPUS, "-n", "auto"],
+        ),
+        ("mask a.py:F", ["--fa-mask=a.py:F", "-n", "auto"]),
+        ("mask a.py:F --kernel b.py:f", ["--fa-kernel=b.py:f", "--fa-mask=a.py:F", "-n", "auto"]),
     ],
 )  # fmt: skip
 def test_options_become_those_of_pytest(words, of_pytest):
@@ -179,15 +198,17 @@ def test_options_become_those_of_pytest(words, of_pytest):
 @pytest.mark.parametrize(
     "words",
     [
+        [f"fa-verify explain --kernel='my file.py:f' --mask=b.py:F '{REPLAY}'"],
+        [f"pytest --fa-kernel='my file.py:f' --fa-mask=b.py:F --fa-replay='{REPLAY}'"],
         [f"pytest --kernel='my file.py:f' --mask=b.py:F --replay='{REPLAY}'"],
         ["pytest", "--kernel=my file.py:f", "--mask=b.py:F", f"--replay={REPLAY}"],
         [REPLAY, "--kernel=my file.py:f", "--mask=b.py:F"],
     ],
-    ids=["line", "words", "JSON"],
+    ids=["command", "plugin", "line", "words", "JSON"],
 )
 def test_explain_takes_a_replay_line_or_its_json(words):
     found = command.parsed(["explain", *words]).of_pytest
-    assert found == ["--kernel=my file.py:f", "--mask=b.py:F", f"--replay={REPLAY}"]
+    assert found == ["--fa-kernel=my file.py:f", "--fa-mask=b.py:F", f"--fa-replay={REPLAY}"]
 
 
 @pytest.mark.parametrize(
@@ -199,10 +220,7 @@ def test_explain_takes_a_replay_line_or_its_json(words):
         (["check", "a.py:f", "--quick", "--minutes=1"], "not allowed with argument --quick"),
         (["explain"], "REPLAY is ''; needs a replay line"),
         (["explain", "pytest"], "REPLAY is 'pytest'; needs a replay line"),
-        (
-            ["explain", REPLAY, REPLAY],
-            "needs a replay line, pytest ... --replay='{...}', its JSON, or",
-        ),
+        (["explain", REPLAY, REPLAY], "needs a replay line, as a failure prints it, its JSON"),
         (["doctor", "--", "-x"], "doctor starts no pytest, and got -x"),
     ],
 )

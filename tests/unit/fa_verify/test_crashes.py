@@ -22,7 +22,7 @@ import pytest
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 
 def pytest_addoption(parser):
-    parser.addoption("--problem-timeout")
+    parser.addoption("--fa-problem-timeout")
 
 def pytest_configure(config):
     config.pluginmanager.register(CrashReports(config), "crashes")
@@ -119,7 +119,7 @@ def run(tmp_path_factory):
 
     def go(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider"]
-        command += ["--problem-timeout=0.2", *arguments]
+        command += ["--fa-problem-timeout=0.2", *arguments]
         done = subprocess.run(
             command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120
         )
@@ -239,6 +239,6 @@ def test_a_single_process_reports_a_crash_on_stderr(run, test, seed, code):
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf", "", 0.0])
 def test_a_timeout_that_is_none_is_refused(given):
     config = SimpleNamespace(getoption=lambda name, default: given)
-    with pytest.raises(pytest.UsageError, match=r"--problem-timeout is .*; needs a number") as info:
+    with pytest.raises(pytest.UsageError, match=r"-problem-timeout is .*; needs a number") as info:
         CrashReports(config)
     assert repr(given) in str(info.value)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fa_verify.pytest_plugin.dealing import AHEAD, LONGEST, MANY_AHEAD, Dealing
-from fa_verify.pytest_plugin.plugin import pytest_xdist_make_scheduler
+from fa_verify.pytest_plugin.running import pytest_xdist_make_scheduler
 from tests.unit.fa_verify.fuzz.test_fuzzing import Worker
 
 ALONE = [f"test_alone.py::test[{i}]" for i in range(20)]

@@ -28,7 +28,7 @@ NEEDS = "needs redis://host:port"
 
 def config_with(url: str | None, profile: str | None = "fuzz", **rest: object) -> SimpleNamespace:
     """A stub of a pytest.Config with options and registered plugins."""
-    options = {"--example-db": url, "--hypothesis-profile": profile}
+    options = {"--fa-example-db": url, "--hypothesis-profile": profile}
     plugins: list[object] = []
     manager = SimpleNamespace(register=lambda plugin, name: plugins.append(plugin))
     return SimpleNamespace(
@@ -113,8 +113,8 @@ def test_an_outage_is_reported_in_one_line_for_all_workers():
     terminal = SimpleNamespace(write_line=lambda line, **markup: lines.append(line))
     server.pytest_terminal_summary(terminal)
     assert lines == [
-        "--example-db: redis://host:1 stopped answering (TimeoutError); later examples were kept "
-        "in .hypothesis only"
+        "--fa-example-db: redis://host:1 stopped answering (TimeoutError); later examples were "
+        "kept in .hypothesis only"
     ]
 
 
@@ -123,19 +123,19 @@ def test_an_outage_is_reported_in_one_line_for_all_workers():
     [
         ("", NEEDS),
         ("localhost:6379", NEEDS),
-        ("http://host:1/0", f"--example-db is http://host:1/0; {NEEDS}"),
+        ("http://host:1/0", f"--fa-example-db is http://host:1/0; {NEEDS}"),
         ("redis://[::1", NEEDS),
     ],
 )
 def test_a_url_that_is_none_is_refused(url, says):
-    with pytest.raises(pytest.UsageError, match=r"^--example-db is ") as info:
+    with pytest.raises(pytest.UsageError, match=r"^--fa-example-db is ") as info:
         example_database(config_with(url), LOCAL)
     assert says in str(info.value)
 
 
 @pytest.mark.parametrize("profile", [None, "gate", "dev"])
 def test_a_profile_that_keeps_no_examples_is_refused(profile):
-    says = f"--example-db has no effect with the profile {profile or 'gate'}, which draws the same"
+    says = f"--fa-example-db has no effect with the profile {profile or 'gate'}, which draws"
     with pytest.raises(pytest.UsageError, match=says):
         example_database(config_with("redis://localhost", profile), LOCAL)
 
@@ -150,8 +150,8 @@ def test_the_password_is_not_shown():
 
 
 def test_a_command_line_is_shown_without_passwords():
-    given = "-n2 --example-db=redis://me:p@ss@host:1/2 --kernel=a@b.py:c --db=redis://host"
-    want = "-n2 --example-db=redis://host:1/2 --kernel=a@b.py:c --db=redis://host"
+    given = "-n2 --fa-example-db=redis://me:p@ss@host:1/2 --fa-kernel=a@b.py:c --db=redis://host"
+    want = "-n2 --fa-example-db=redis://host:1/2 --fa-kernel=a@b.py:c --db=redis://host"
     assert without_passwords(given) == want
 
 
@@ -164,7 +164,7 @@ def test_the_missing_package_is_named(monkeypatch):
 @pytest.mark.redis
 def test_a_server_that_does_not_answer_is_refused_without_its_password():
     url = f"redis://me:secret@127.0.0.1:{free_port()}"
-    with pytest.raises(pytest.UsageError, match=r"^--example-db=redis://127\.0\.0\.1:\d+ ") as info:
+    with pytest.raises(pytest.UsageError, match=r"^--fa-example-db=redis://127\.0\.0\.1:") as info:
         example_database(config_with(url), LOCAL)
     assert "secret" not in str(info.value)
     assert "refused" in str(info.value)

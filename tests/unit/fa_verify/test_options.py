@@ -20,7 +20,7 @@ import torch
 from fa_verify.oracles.problem import Problem
 from fa_verify.pytest_plugin.fuzz.plugin import choose_workers
 from fa_verify.registry import NAMED
-from fa_verify.session import OURS, device_of, is_ours, is_whole, subject_of
+from fa_verify.session import CONFORMANCE, OURS, device_of, is_ours, is_whole, subject_of
 
 ROOT = Path(__file__).parents[3]
 # Runs pytest on each of several lists of arguments and prints the exit codes.
@@ -133,42 +133,42 @@ def refused(kernels: Path) -> dict[str, str]:
     """By option that is refused, what is said of it."""
     here = str(kernels.parent)
     return {
-        "--replay={M: 1}": "--replay: problem is not JSON",
-        '--replay={"version":99}': "--replay: problem has version 99; this suite reads version 1",
-        '--replay={"version":1,"mask":{"type":"os.system"}}': (
-            "--replay: mask type 'os.system' is not replayable"
+        "--fa-replay={M: 1}": "--fa-replay: problem is not JSON",
+        '--fa-replay={"version":99}': "--fa-replay: problem has version 99; this suite reads ",
+        '--fa-replay={"version":1,"mask":{"type":"os.system"}}': (
+            "--fa-replay: mask type 'os.system' is not replayable"
         ),
-        "--minutes=soon": "--minutes is 'soon'; needs a number of minutes > 0, at most 10080",
-        "--minutes=0": "--minutes is '0'; needs a number of minutes > 0",
-        "--minutes=nan": "--minutes is 'nan'; needs a number of minutes > 0",
+        "--fa-minutes=soon": "--fa-minutes is 'soon'; needs a number of minutes > 0, at most 10080",
+        "--fa-minutes=0": "--fa-minutes is '0'; needs a number of minutes > 0",
+        "--fa-minutes=nan": "--fa-minutes is 'nan'; needs a number of minutes > 0",
         "--finds=elsewhere": "--finds is now called --corpus",
-        f"--corpus={kernels}": f"--corpus is '{kernels}', a file; needs a folder",
-        "--example-db=redis://localhost": (
-            "--example-db has no effect with the profile gate, which draws the same problems in "
+        f"--fa-corpus={kernels}": f"--fa-corpus is '{kernels}', a file; needs a folder",
+        "--fa-example-db=redis://localhost": (
+            "--fa-example-db has no effect with the profile gate, which draws the same problems in "
             "every run"
         ),
         "--hypothesis-profile=quick": (
             "--hypothesis-profile is 'quick'; needs one of gate, dev, fuzz"
         ),
-        "--kernel=": (
-            "--kernel: got ''; needs path/to/file.py:name, package.module:name, or one of ours, "
+        "--fa-kernel=": (
+            "--fa-kernel: got ''; needs path/to/file.py:name, package.module:name, or one of ours, "
         ),
-        "--kernel=spda-math": "--kernel: got 'spda-math' (did you mean 'sdpa-math'?); needs ",
-        "--kernel=sdpa-cudnn": "--kernel: sdpa-cudnn cannot run here: needs a CUDA GPU; none is ",
-        "--kernel=ours": "the project's own kernels need Triton, which is not installed",
-        f"--kernel={here}/none.py:f": f"--kernel: there is no file {here}/none.py",
-        f"--kernel={kernels}:attentoin": (
-            f"--kernel: {kernels} has no 'attentoin'; it has attention, "
+        "--fa-kernel=spda-math": "--fa-kernel: got 'spda-math' (did you mean 'sdpa-math'?); needs ",
+        "--fa-kernel=sdpa-cudnn": "--fa-kernel: sdpa-cudnn cannot run here: needs a CUDA GPU; ",
+        "--fa-kernel=ours": "the project's own kernels need Triton, which is not installed",
+        f"--fa-kernel={here}/none.py:f": f"--fa-kernel: there is no file {here}/none.py",
+        f"--fa-kernel={kernels}:attentoin": (
+            f"--fa-kernel: {kernels} has no 'attentoin'; it has attention, "
         ),
-        f"--kernel={kernels}:misspelt": (
-            "--kernel: misspelt declares 'head_dim' (did you mean 'head_dims'?)"
+        f"--fa-kernel={kernels}:misspelt": (
+            "--fa-kernel: misspelt declares 'head_dim' (did you mean 'head_dims'?)"
         ),
         "tests": "the project's own kernels need Triton, which is not installed",
         "tests/conformance/test_accuracy.py::test_x": "the project's own kernels need Triton",
     }
 
 
-LISTED = ["--list-kernels", "--kernel=spda-math"]
+LISTED = ["--fa-list-kernels", "--fa-kernel=spda-math"]
 BOUND = "test_every_element_lies_within_the_derived_bound"
 # By kernel of the user's file, with which options it is run.
 OF_KERNELS = {
@@ -178,7 +178,7 @@ OF_KERNELS = {
         "-v",
         "-kempty_rows_give_zero or hidden_positions_add or test_mask.py",
     ],
-    "refusing": [f"--replay={Problem().to_json()}"],
+    "refusing": [f"--fa-replay={Problem().to_json()}"],
     "tiring": ["--hypothesis-profile=gate", f"-k{BOUND} and fp16-default-d16"],
     "wrong": ["--hypothesis-profile=dev", f"-k{BOUND} and fp32-default-d16"],
 }
@@ -189,7 +189,7 @@ def told(kernels):
     """By kernel, or option that comes first, what a run without Triton says; all in a process."""
     lists = {
         **{option: [option] for option in refused(kernels)},
-        "--list-kernels": LISTED,
+        "--fa-list-kernels": LISTED,
         **{name: [f"--kernel={kernels}:{name}", *options] for name, options in OF_KERNELS.items()},
     }
     return dict(zip(lists, run_without_triton(*lists.values()), strict=True))
@@ -204,7 +204,7 @@ def test_bad_options_are_refused_in_a_line_before_anything_runs(told, kernels):
 
 
 def test_the_kernels_there_are_are_listed_in_place_of_a_run(told):
-    done = told["--list-kernels"]
+    done = told["--fa-list-kernels"]
     assert done.returncode == pytest.ExitCode.OK
     lines = done.stdout.strip().splitlines()
     assert [line.split()[0] for line in lines if line] == [*NAMED]
@@ -215,22 +215,27 @@ def test_the_kernels_there_are_are_listed_in_place_of_a_run(told):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["-n0"], "--minutes needs pytest-xdist workers; pass -n auto or -n 1"),
-        (["-pno:xdist"], "--minutes needs pytest-xdist workers; pass -n auto or -n 1"),
+        (["-n0"], "--fa-minutes needs pytest-xdist workers; pass -n auto or -n 1"),
+        (["-pno:xdist"], "--fa-minutes needs pytest-xdist workers; pass -n auto or -n 1"),
         (
             ["--dist=loadfile", "-n1"],
-            "--minutes schedules the tests and needs --dist=load; --dist is 'loadfile'",
+            "--fa-minutes schedules the tests and needs --dist=load; --dist is 'loadfile'",
         ),
-        (["--replay={}"], "--minutes and --replay exclude each other: pass one of them"),
+        (["--fa-replay={}"], "--fa-minutes and --fa-replay exclude each other: pass one of them"),
         (
             ["--hypothesis-profile=dev"],
-            "--minutes needs the profile fuzz; --hypothesis-profile is 'dev'",
+            "--fa-minutes needs the profile fuzz; --hypothesis-profile is 'dev'",
         ),
     ],
     ids=str,
 )
 def test_options_that_exclude_minutes_are_refused(options, says):
-    given = {"--minutes": "1", "--replay": None, "--mutation": False, "--hypothesis-profile": None}
+    given = {
+        "--fa-minutes": "1",
+        "--fa-replay": None,
+        "--fa-mutation": False,
+        "--hypothesis-profile": None,
+    }
     option = SimpleNamespace(numprocesses=None, dist="no")
     for text in options:
         name, _, value = text.partition("=")
@@ -243,25 +248,25 @@ def test_options_that_exclude_minutes_are_refused(options, says):
             option.dist = value
     config = SimpleNamespace(getoption=given.get, option=option, args_source=None, args=[])
     with pytest.raises(pytest.UsageError, match=f"^{re.escape(says)}$"):
-        choose_workers(config, ROOT)
+        choose_workers(config)
 
 
 def test_minutes_imply_their_profile_tests_and_workers():
     option = SimpleNamespace(numprocesses=None, dist="no")
-    given = {"--minutes": "0.5"}
+    given = {"--fa-minutes": "0.5"}
     config = SimpleNamespace(getoption=given.get, option=option, args_source=None, args=["tests"])
-    choose_workers(config, ROOT)
+    choose_workers(config)
     assert vars(option) == {"numprocesses": "auto", "dist": "no", "hypothesis_profile": "fuzz"}
-    assert config.args == [str(ROOT)]
+    assert config.args == [str(CONFORMANCE)]
 
 
 def test_a_worker_chooses_no_workers():
     option = SimpleNamespace(numprocesses=None)
-    given = {"--minutes": "0.5"}
+    given = {"--fa-minutes": "0.5"}
     config = SimpleNamespace(
         getoption=given.get, option=option, args_source=None, args=[], workerinput={}
     )
-    choose_workers(config, ROOT)
+    choose_workers(config)
     assert vars(option) == {"numprocesses": None, "hypothesis_profile": "fuzz"}
 
 
@@ -336,7 +341,7 @@ def test_a_wrong_kernel_fails_with_a_line_that_replays_it(told):
 
 
 def configured(kernel: str | None) -> SimpleNamespace:
-    """A stub of a pytest.Config with --kernel."""
+    """A stub of a pytest.Config with --fa-kernel."""
     return SimpleNamespace(stash=pytest.Stash(), getoption=lambda name, default=None: kernel)
 
 
@@ -381,12 +386,12 @@ def test_a_kernel_for_gpus_alone_is_refused_where_there_is_none(tmp_path, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "kernels.py"
     path.write_text(f"{KERNELS}\nattention.devices = ('cuda',)")
-    says = r"^--kernel: attention declares devices \('cuda',\); needs a GPU, and none is visible$"
+    says = r"^--fa-kernel: attention declares devices \('cuda',\); needs a GPU, and none "
     with pytest.raises(pytest.UsageError, match=says):
         subject_of(configured(f"{path}:attention"))
 
 
 def test_our_own_kernels_without_triton_are_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(pytest.UsageError, match="need Triton, which is not installed; --kernel="):
+    with pytest.raises(pytest.UsageError, match="need Triton, which is not installed; --fa-"):
         subject_of(configured(None))

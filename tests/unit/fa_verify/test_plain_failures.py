@@ -26,6 +26,7 @@ def attention(q, k, v, *, mask, sm_scale):
     return (s.softmax(3).nan_to_num() @ v.double()).to(q.dtype)
 
 attention.gqa = False
+attention.devices = ("cpu",)
 """
 
 

@@ -8,12 +8,15 @@ import pytest
 
 from fa_verify.pytest_plugin.outside_programs import NEEDS, OutsidePrograms
 from fa_verify.pytest_plugin.regression_files import FOLDER, RegressionFiles
+from fa_verify.session import CONFORMANCE
 
 IN_THE_CHECKOUT = sorted(FOLDER.glob("*.json"))
 
 
 def files_of(corpus: object, **rest: object) -> RegressionFiles:
-    return RegressionFiles(SimpleNamespace(getoption=lambda name: corpus, **rest))
+    return RegressionFiles(
+        SimpleNamespace(getoption=lambda name: corpus, rootpath=CONFORMANCE.parents[1], **rest)
+    )
 
 
 def test_regression_files_of_the_checkout_are_replayed():

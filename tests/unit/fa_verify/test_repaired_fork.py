@@ -68,6 +68,7 @@ print(describe())
 """
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs no interpreter where there is a GPU")
 def test_a_script_without_a_repair_is_judged_by_the_repaired_interpreter(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)

@@ -10,12 +10,14 @@ import contextlib
 import inspect
 import io
 import json
+import linecache
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,6 +42,7 @@ RUN = (
     "python -m fa_verify.pytest_plugin.findings --help",
 )
 OF_THE_COMMAND = "tests/unit/fa_verify/test_command.py runs the command"
+OF_THE_PLUGIN = "tests/unit/fa_verify/test_plugin.py runs it where the wheel is installed"
 # Only parsed: options are known to pytest, targets to make, modules to Python.
 PARSED = {
     ".ci/run": "runs everything",
@@ -59,6 +62,7 @@ PARSED = {
     "make fuzz MINUTES=10": "takes minutes",
     "make fuzz MINUTES=10 KERNEL=path/to/file.py:name": "has a placeholder",
     "make fuzz MINUTES=10 MASK=path/to/file.py:Name": "has a placeholder",
+    "pip install fa-verify": "changes the environment",
     "pip install -e '.[test]'": "changes the environment",
     "pip install -e '.[report]'": "changes the environment",
     "python -m benchmarks.memory": "needs a GPU",
@@ -67,6 +71,7 @@ PARSED = {
     "python -m benchmarks.density": "needs a GPU",
     "python -m benchmarks.few_queries": "needs a GPU",
     "python -m docs.tables --write": "changes files",
+    "python -m tests.unit.fa_verify.probing.recovery": "takes minutes",
     "python -m tests.mutation.ablation": "is part of tests/mutation/test_ablation.py",
     "python -m tests.snapshots outputs --write build/outputs.json": "takes minutes",
     "python -m tests.snapshots outputs --compare build/outputs.json": "takes minutes",
@@ -77,8 +82,13 @@ PARSED = {
     "python -m pytest -n auto --minutes=600 --example-db=redis://host:6379/0": "takes hours",
     "python -m pytest tests/conformance -n auto --minutes=10": "takes minutes",
     "python -m pytest tests/conformance -n auto --report=build/report": "takes minutes",
-    "python -m pytest tests/conformance -n auto --kernel=path/to/attention.py:attention "
-    "--minutes=60 --corpus=corpus": "takes an hour",
+    "pytest --pyargs fa_verify.conformance --fa-kernel=my.py:attention -n auto": OF_THE_PLUGIN,
+    "fa-verify check my.py:attention": OF_THE_COMMAND,
+    "fa-verify check my.py:attention --waive known.txt": "runs in test_waivers.py",
+    "fa-verify probe path/to/attention.py:attention": OF_THE_COMMAND,
+    "fa-verify probe path/to/attention.py:attention --replay="
+    """'{"experiment":"weights","problem":{"version":1,"B":2,"M":16,"N":16,"dtype":"bf16","""
+    """"sm_scale":0.3}}'""": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention": OF_THE_COMMAND,
     "fa-verify check path/to/attention.py:attention --quick -- -x -k fp16": OF_THE_COMMAND,
     "fa-verify explain --kernel=path/to/attention.py:attention "
@@ -233,15 +243,16 @@ def test_the_command_is_valid(command, pytestconfig):
     elif words[0] == "fa-verify":
         parsed(words[1:])
     elif words[0] == "pip":
-        (extra,) = re.findall(r"\[(\w+)\]", command)
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        assert extra in project["optional-dependencies"]
-    elif words[:3] == ["python", "-m", "pytest"]:
+        assert set(re.findall(r"\[(\w+)\]", command)) <= set(project["optional-dependencies"])
+        assert words[-1].startswith((".", project["name"]))
+    elif "pytest" in words[:3]:
         # Unknown options are an error.
-        options = pytestconfig._parser.parse(words[3:])
-        assert all((ROOT / file).exists() for file in options.file_or_dir)
-        if options.replay:
-            Problem.from_json(options.replay)
+        options = pytestconfig._parser.parse(words[words.index("pytest") + 1 :])
+        for file in options.file_or_dir:
+            assert find_spec(file) if options.pyargs else (ROOT / file).exists()
+        if options.fa_replay:
+            Problem.from_json(options.fa_replay)
     elif words[:2] == ["python", "-m"]:
         assert find_spec(words[2]) is not None
     else:
@@ -251,8 +262,11 @@ def test_the_command_is_valid(command, pytestconfig):
 def _run(block: str, namespace: dict[str, object]) -> str:
     """Returns the output of a block of Python."""
     printed = io.StringIO()
+    # Triton reads the source of the kernels that it compiles.
+    name = f"<page {zlib.crc32(block.encode())}>"
+    linecache.cache[name] = (len(block), None, block.splitlines(keepends=True), name)
     with contextlib.redirect_stdout(printed):
-        exec(compile(block, "<page>", "exec"), namespace)
+        exec(compile(block, name, "exec"), namespace)
     return printed.getvalue()
 
 
@@ -366,6 +380,21 @@ def test_every_claim_has_a_test_and_every_test_of_a_claim_a_section():
     assert {name[:8] for name in tested} == {name[:8] for name in shown.values()}
 
 
+def test_the_workflow_for_other_repositories_passes_inputs_of_the_action():
+    yaml = pytest.importorskip("yaml")
+    _, shown = blocks("docs/ci.md", "yaml")
+    (step,) = (
+        x for x in yaml.safe_load(shown)["jobs"]["verify"]["steps"] if x.get("id") == "fa-verify"
+    )
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    assert set(step["with"]) <= set(action["inputs"])
+    needed = {name for name, x in action["inputs"].items() if x.get("required")}
+    assert needed <= set(step["with"])
+    parsed(["check", step["with"]["kernel"], *step["with"]["options"].split()])
+    uses = re.findall(r"steps\.fa-verify\.outputs\.(\w+)", shown)
+    assert set(uses) <= set(action["outputs"])
+
+
 def test_the_workflow_on_the_page_is_the_one_that_runs():
-    (shown,) = blocks("docs/ci.md", "yaml")
+    shown, _ = blocks("docs/ci.md", "yaml")
     assert shown in (ROOT / ".github" / "workflows" / "gpu.yml").read_text(encoding="utf-8")

@@ -164,7 +164,7 @@ def test_an_exception_excuses_its_sentence_alone(page, capsys):
 
 
 def test_exceptions_are_kept_in_order(page, capsys):
-    page.write_text("Dirt is here. A probe is here.")
-    configure("Dirt is here.", "A probe is here.")
+    page.write_text("Dirt is here. A companion is here.")
+    configure("Dirt is here.", "A companion is here.")
     assert prose.main([])
     assert "not in order" in capsys.readouterr().out

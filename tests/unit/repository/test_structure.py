@@ -28,7 +28,7 @@ PROPERTIES = tuple(
         "regression",
     )
 )
-PRODUCT = ("fa_verify", "fa_verify/diagnosis", "fa_verify/pytest_plugin")
+PRODUCT = ("fa_verify", "fa_verify/diagnosis", "fa_verify/probing", "fa_verify/pytest_plugin")
 SIMULATOR = ("simulator/interpreter", "simulator/gluon")
 ARROWS = {
     "fa_kernels/runtime": (),
@@ -80,11 +80,14 @@ ARROWS = {
     "simulator/interpreter": (),
     "simulator/gluon": (),
     "fa_verify/diagnosis": (*ORACLES, *PROPERTIES),
+    # Its command prepares the process as the plugin does, and takes the names of the registry.
+    "fa_verify/probing": (*ORACLES, *PROPERTIES, "fa_verify", "fa_verify/pytest_plugin"),
     # fa_verify compares the forms of a mask with the tiles that kernels visit.
     "fa_verify": (
         *ORACLES,
         *PROPERTIES,
         *SIMULATOR,
+        "fa_verify/probing",
         "fa_kernels",
         "fa_kernels/kernels/common",
         "fa_kernels/schedule",

@@ -122,18 +122,13 @@ def test_no_product_is_waited_for_at_once(D, backward, kernels):
     assert not any(kernel.work["synchronous"] for kernel in kernels)
 
 
-@pytest.mark.parametrize(
-    ("D", "rise", "rescaled"),
-    [
-        (128, hopper.RESCALE_THRESHOLD, False),
-        (128, hopper.RESCALE_THRESHOLD + 1, True),
-        (64, 5, True),
-    ],
-)
-def test_sums_are_rescaled_where_a_maximum_has_risen_by_more_than_the_threshold(
-    D, rise, rescaled, kernels
-):
-    """A weight of 2^-20 relative to the old maximum underflows in fp16 if the maximum is 2^5."""
+@each_head_dim
+def test_sums_are_rescaled_wherever_a_maximum_has_risen(D, kernels):
+    """A weight of 2^-20 relative to the old maximum underflows in fp16 if the maximum is 2^5.
+
+    Weights relative to an old maximum have larger roundings.
+    """
+    rise = 5
     q, k, v = (
         torch.zeros(1, 1, 1, D),
         torch.zeros(1, 1, 2 * KEYS, D),
@@ -145,4 +140,5 @@ def test_sums_are_rescaled_where_a_maximum_has_risen_by_more_than_the_threshold(
     # The scale makes scores exponents of 2.
     out = flash_attention(q.half(), k.half(), v.half(), sm_scale=math.log(2))
     weights = 2 * KEYS - 2 + 2.0**rise
-    assert out[0, 0, 0, 0].item() == pytest.approx(0 if rescaled else 2**-6 / weights, rel=1e-3)
+    assert weights > 32
+    assert out[0, 0, 0, 0].item() == 0

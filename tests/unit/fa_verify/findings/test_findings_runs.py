@@ -28,8 +28,8 @@ def attention(q, k, v, *, mask, sm_scale):
 attention.dtypes = ("fp16",)
 
 def pytest_addoption(parser):
-    parser.addoption("--problem-timeout")
-    parser.addoption("--findings")
+    parser.addoption("--fa-problem-timeout")
+    parser.addoption("--fa-findings")
 
 def pytest_configure(config):
     config.pluginmanager.register(CrashReports(config), "crashes")
@@ -82,7 +82,7 @@ def records(tmp_path_factory):
     command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider"]
     path = folder / "records"
     subprocess.run(
-        [*command, "-n1", "--max-worker-restart=9", f"--findings={path}"],
+        [*command, "-n1", "--max-worker-restart=9", f"--fa-findings={path}"],
         cwd=folder, env=environ, capture_output=True, timeout=120,
     )  # fmt: skip
     return recorded(path)

@@ -1,4 +1,4 @@
-"""Runs with --minutes in processes of their own, on a plain PyTorch kernel with a fault."""
+"""Runs with --fa-minutes in processes of their own, on a plain PyTorch kernel with a fault."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Run:
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-c", PYTEST, f"--kernel={folder / 'kernel.py'}:attention",
-                    f"--corpus={self.corpus}", f"-k{TESTS}", *options,
+                    sys.executable, "-c", PYTEST, f"--fa-kernel={folder / 'kernel.py'}:attention",
+                    f"--fa-corpus={self.corpus}", f"-k{TESTS}", *options,
                 ],
                 cwd=ROOT,
                 env=inherited | {
@@ -125,7 +125,7 @@ def once(folder: Path, name: str, run) -> Ended:
 
 def killed_and_interrupted(folder: Path):
     """Runs, kills the worker after its first finding, and interrupts the next worker."""
-    run = Run(folder, "--minutes=10", "-n1")
+    run = Run(folder, "--fa-minutes=10", "-n1")
     try:
         run.wait_for(lambda: [*run.corpus.glob("*.json")])
         found = {path.name: path.read_text() for path in run.corpus.glob("*.json")}
@@ -146,7 +146,7 @@ def run_again(folder: Path):
     foreign = {"problem": {"version": 1, "mask": {"type": "MaskOfAnotherProject"}}}
     (corpus / "foreign.json").write_text(json.dumps(foreign))
     found = {path.name: path.read_text() for path in corpus.glob("attention-*.json")}
-    return found, *Run(folder, "--minutes=0.05", "-n1").ended()
+    return found, *Run(folder, "--fa-minutes=0.05", "-n1").ended()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Parts of a run with --minutes: the clock, the order of tests, and the entries of a turn."""
+"""Parts of a run with --fa-minutes: the clock, the order of tests, and the entries of a turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gate runs: comparisons, alarms, reports, errors, and --update-baseline."""
+"""Gate runs: comparisons, alarms, reports, errors, and --fa-update-baseline."""
 
 from __future__ import annotations
 
@@ -89,20 +89,20 @@ HERE = Environment("elsewhere", "1.0", "none")
 def refused(folder) -> dict[str, str]:
     """Refused options and the error that each gets."""
     return {
-        f"--baseline={folder}/none.json": (
-            f"--baseline: {folder}/none.json cannot be read: No such file or directory; "
-            "--update-baseline creates it"
+        f"--fa-baseline={folder}/none.json": (
+            f"--fa-baseline: {folder}/none.json cannot be read: No such file or directory; "
+            "--fa-update-baseline creates it"
         ),
-        f"--baseline={folder}/damaged.json": f"--baseline: {folder}/damaged.json is damaged: ",
-        f"--baseline={folder}/elsewhere.json": (
-            f"--baseline: {folder}/elsewhere.json differs from this run: "
+        f"--fa-baseline={folder}/damaged.json": f"{folder}/damaged.json is damaged: ",
+        f"--fa-baseline={folder}/elsewhere.json": (
+            f"--fa-baseline: {folder}/elsewhere.json differs from this run: "
             "device elsewhere, here CPU ("
         ),
-        f"--baseline={folder}/elsewhere.json --update-baseline": "needs a file of this device",
-        f"--baseline={folder}/damaged.json --update-baseline": "is damaged: ",
-        "--update-baseline": "--update-baseline needs --baseline=FILE, the file to write",
-        f'--baseline={folder}/none.json --replay={{"version":1}}': (
-            "--baseline and --replay exclude each other: pass one of them"
+        f"--fa-baseline={folder}/elsewhere.json --fa-update-baseline": "needs a file of this",
+        f"--fa-baseline={folder}/damaged.json --fa-update-baseline": "is damaged: ",
+        "--fa-update-baseline": "--fa-update-baseline needs --fa-baseline=FILE, the file to write",
+        f'--fa-baseline={folder}/none.json --fa-replay={{"version":1}}': (
+            "--fa-baseline and --fa-replay exclude each other: pass one of them"
         ),
     }
 
@@ -121,15 +121,15 @@ def told(folder):
     """(output, exit code) of the runs by name; the first run writes the baseline."""
 
     def of(kernel: str) -> list[str]:
-        return [f"--kernel={folder}/kernels.py:{kernel}", f"--baseline={folder}/base.json"]
+        return [f"--fa-kernel={folder}/kernels.py:{kernel}", f"--fa-baseline={folder}/base.json"]
 
     lists = {
-        "written": [*of("attention"), "--update-baseline"],
+        "written": [*of("attention"), "--fa-update-baseline"],
         "the same": of("attention"),
         "coarse": of("coarse"),
         "narrow": of("narrow"),
         "a part": [*of("attention"), "-kcausal"],
-        "a part, written": [*of("attention"), "-kcausal", "--update-baseline"],
+        "a part, written": [*of("attention"), "-kcausal", "--fa-update-baseline"],
         "listed": [*of("attention"), "--collect-only", "-q"],
     }  # fmt: skip
     kernel, _ = of("attention")
@@ -204,10 +204,10 @@ def test_collecting_compares_nothing(told):
 
 def test_workers_measure_what_one_process_does(told, folder):
     # Workers import the installed Triton; a plain PyTorch kernel needs no interpreter.
-    kernel = f"--kernel={folder}/kernels.py:attention"
+    kernel = f"--fa-kernel={folder}/kernels.py:attention"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n2", kernel]
-    command += [f"--baseline={folder}/workers.json", "--update-baseline"]
-    command += [f"--report={folder}/report"]
+    command += [f"--fa-baseline={folder}/workers.json", "--fa-update-baseline"]
+    command += [f"--fa-report={folder}/report"]
     environ = environment() | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240
@@ -235,8 +235,8 @@ def test_other_versions_are_refused_until_the_baseline_is_updated(told, folder):
     here = Baseline.read(folder / "base.json")
     old = Environment(here.environment.device, "1.0", "none")
     Baseline("attention", old, here.entries[:3]).write(path)
-    options = [f"--kernel={folder}/kernels.py:attention", f"--baseline={path}"]
-    (refused, code), (updated, fine) = runs(options, [*options, "--update-baseline"])
+    options = [f"--fa-kernel={folder}/kernels.py:attention", f"--fa-baseline={path}"]
+    (refused, code), (updated, fine) = runs(options, [*options, "--fa-update-baseline"])
     assert code == pytest.ExitCode.USAGE_ERROR
     assert f"{path} differs from this run: torch 1.0, here {here.environment.torch}; " in refused
     assert fine == 0, updated

@@ -96,12 +96,12 @@ def told(tmp_path_factory):
     """The folder of the report of the kernel above, and what a run says that has a file for it."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "kernels.py").write_text(KERNELS)
-    kernel = f"--kernel={folder}/kernels.py:attention"
+    kernel = f"--fa-kernel={folder}/kernels.py:attention"
     test = "tests/conformance/test_accuracy.py"
     made = folder / "made" / "failing"
     (said, code), refused = runs(
-        [kernel, test, "-kelement or low_130", f"--report={made}"],
-        [kernel, f"--report={made}/report.json"],
+        [kernel, test, "-kelement or low_130", f"--fa-report={made}"],
+        [kernel, f"--fa-report={made}/report.json"],
     )
     assert code == pytest.ExitCode.TESTS_FAILED, said
     assert f"report: {made}/report.html" in said
@@ -134,7 +134,16 @@ def test_the_json_says_what_ran_and_how_it_ended(record):
     assert any("torch" in line for line in record["header"])
     assert record["results"]["failed"] == len(record["failures"]) > 0
     assert record["baseline"] is None
-    assert "--report=" in record["command"]
+    assert "--fa-report=" in record["command"]
+
+
+def test_the_json_has_the_causes_of_the_failures(record):
+    (cause,) = record["causes"]
+    failed = {failure["test"] for failure in record["failures"]}
+    assert set(cause["explains"]) == failed
+    assert cause["title"] == "Problems with M > 20 give wrong out, dq, dk, dv"
+    assert '"M":21' in cause["problem"]
+    assert cause["passing"]
 
 
 def test_the_json_says_what_was_checked_of_which_dtype(record):
@@ -177,12 +186,14 @@ def test_the_page_is_well_formed_and_needs_nothing_else(html):
 def test_the_page_says_the_verdict_the_findings_and_how_to_replay_them(html, record):
     text = Page(html).text
     assert "Failed: " in text
+    assert record["causes"][0]["title"] in text
+    assert record["causes"][0]["explain"] in text
     for finding in record["failures"][0]["findings"]:
         assert finding["text"] in text
     assert record["worst"][0]["replay"] in text
 
 
-@pytest.mark.parametrize("place", ["failure", "finding", "subject", "reason", "command"])
+@pytest.mark.parametrize("place", ["failure", "finding", "cause", "subject", "reason", "command"])
 def test_text_of_a_subject_is_escaped(record, place):
     said = '<script>alert(1)</script> & "no" more'
     failure = {"test": "t", "phase": "call", "text": said, "findings": []}
@@ -190,6 +201,7 @@ def test_text_of_a_subject_is_escaped(record, place):
     changed = {
         "failure": {"failures": [failure]},
         "finding": {"failures": [{**failure, "text": "", "findings": [finding]}]},
+        "cause": {"causes": [{**record["causes"][0], "title": said, "told": said}]},
         "subject": {"subject": {"name": said, "declares": said, "source": said}},
         "reason": {"not_run": [{"reason": said, "tests": 1}]},
         "command": {"command": said},
@@ -271,4 +283,4 @@ def test_unreadable_mutation_outcomes_are_reported(record, tmp_path, text):
 def test_a_folder_that_is_none_is_refused(told):
     folder, (said, code) = told
     assert code == pytest.ExitCode.USAGE_ERROR
-    assert f"--report: {folder}/report.json: File exists" in said
+    assert f"--fa-report: {folder}/report.json: File exists" in said

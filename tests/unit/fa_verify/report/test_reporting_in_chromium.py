@@ -17,14 +17,24 @@ HEAT = {
     "head": "b=0 h=0", "is_ratio": True,
 }  # fmt: skip
 RECORD = {
-    "version": 1,
+    "version": 2,
     "subject": {"name": "attention", "declares": "nothing", "source": ""},
     "header": ["CPU; torch"],
-    "command": "pytest --report=x",
+    "command": "pytest --fa-report=x",
     "started": "2026-01-01T00:00:00",
     "seconds": 1.0,
     "exit_code": 1,
     "results": {"failed": 1, "passed": 2},
+    "causes": [
+        {
+            "number": 1, "title": "Rows <give> NaN", "explains": ["test_a"], "told": "G1 <b>",
+            "finding": {
+                "output": "out", "heat": HEAT, "where": "b=0", "got": "nan", "want": "0.0",
+                "places": "m tile 0",
+            },
+        }
+    ],
+    "limits": "",
     "checked": [{"file": "test_a", "claim": "it holds", "by_dtype": {"fp16": {"failed": 1}}}],
     "not_run": [{"reason": "needs a GPU", "tests": 3}],
     "problems": {

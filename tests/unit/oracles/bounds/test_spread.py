@@ -60,9 +60,12 @@ def test_both_implementations_agree(in_dtype, declared, case):
     assert_agree(*both(drawn))
 
 
-def test_chunks_of_rows_change_nothing():
+@pytest.mark.parametrize("pairs", [None, 1], ids=["rows", "rows and heads"])
+def test_chunks_change_nothing(monkeypatch, pairs):
     drawn = Drawn("bf16/chunks of a spread/3", Numerics(backward_reads=("out", "lse")), share=0.5)
     whole, _ = both(drawn)
+    if pairs:
+        monkeypatch.setattr(spread, "_PAIRS", pairs)
     chunked, _ = both(drawn, rows=16)
     for name, of in whole.items():
         for field, x, y in zip(of._fields, of, chunked[name], strict=True):

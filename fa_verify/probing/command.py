@@ -1,0 +1,141 @@
+"""``fa-verify probe``: print what a probe finds, and write it as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fa_verify.pytest_plugin.environment import ON_GPU  # isort: skip  # before torch
+
+import torch
+
+from fa_verify.probing.answers import lines
+from fa_verify.probing.experiments import Experiment, observe
+from fa_verify.probing.picture import svg, text
+from fa_verify.probing.probe import Probed, probe, refuted
+from fa_verify.probing.trying import declares, stripped
+from fa_verify.properties.subjects.loading import load
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.registry import NAMED, spec_of
+
+__all__ = ["run", "subject_and_device"]
+
+VERSION = 1
+_MOST_NUMBERS = 6
+# Topics that take a few seconds.
+_CHEAP = ("domain", "conventions", "numerics")
+_HOLDS, _FOUND, _USAGE = 0, 1, 2
+
+
+def run(options: argparse.Namespace) -> int:
+    """Probe the kernel of a command line; return 0, 1 if it refutes a declaration, 2 for usage."""
+    try:
+        subject, device = subject_and_device(options.kernel)
+    except ValueError as error:
+        print(f"fa-verify probe: {error}", file=sys.stderr)
+        return _USAGE
+    if options.assume is not None:
+        return _assume(subject, device, Path(options.assume))
+    if options.replay is not None:
+        return _replay(subject, options.replay)
+    probed = probe(subject, device, _progress())
+    wrong = refuted(subject, probed)
+    print(f"{probed.kernel} on {probed.device}")
+    print("\n".join(lines(probed.answers)))
+    print("\n".join(line for one in probed.sums for line in text(one)))
+    print("\n".join(f"refuted: {sentence}" for sentence in wrong) or "no declaration is refuted")
+    if options.json is not None:
+        Path(options.json).write_text(_to_json(probed, wrong) + "\n", encoding="utf-8")
+    if options.pictures is not None:
+        folder = Path(options.pictures)
+        folder.mkdir(parents=True, exist_ok=True)
+        for one in probed.sums:
+            name = f"{one.output}-along-{one.axis}-{one.dtype}.svg"
+            (folder / name).write_text(svg(one) + "\n", encoding="utf-8")
+    return _FOUND if wrong else _HOLDS
+
+
+def _assume(subject: Subject, device: str, file: Path) -> int:
+    """Write the declarations that the checks assume, and print them with their evidence.
+
+    Nothing is written for a kernel that declares anything.
+    """
+    if declares(subject):
+        return _HOLDS
+    began = time.monotonic()
+    probed = probe(subject, device, topics=_CHEAP)
+    assumed = probed.assumed()
+    seconds = time.monotonic() - began
+    what = "assume, as the probe found in" if assumed else "assume nothing that the probe found in"
+    print(f"{probed.kernel} declares nothing; the checks {what} {seconds:.0f} s", end="")
+    print(":" if assumed else "")
+    print("\n".join(lines(dataclasses.replace(probed[x], value=y) for x, y in assumed.items())))
+    file.write_text(json.dumps(assumed), encoding="utf-8")
+    return _HOLDS
+
+
+def _replay(subject: Subject, line: str) -> int:
+    """Run one experiment again, and print what each answer predicts."""
+    try:
+        which = Experiment.from_json(line)
+    except ValueError as error:
+        print(f"fa-verify probe: --replay: {error}", file=sys.stderr)
+        return _USAGE
+    seen = observe(stripped(subject), which)
+    if seen.got is None:
+        print(seen.error)
+        return _HOLDS
+    print(f"got {_numbers(seen.got)}")
+    fits = seen.fits()
+    for name, want in seen.expected.items():
+        print(f"{'fits' if name in fits else 'no  '} {_numbers(want)} if {name}")
+    return _HOLDS
+
+
+def _numbers(x: torch.Tensor) -> str:
+    """Format the first numbers of an observation."""
+    shown = " ".join(f"{number:.9g}" for number in x.flatten()[:_MOST_NUMBERS].tolist())
+    return shown + (" ..." if x.numel() > _MOST_NUMBERS else "")
+
+
+def subject_and_device(given: str) -> tuple[Subject, str]:
+    """Load a kernel, and choose the device that it runs on.
+
+    Without a GPU, Triton kernels run in the interpreter.
+
+    Raises:
+        ValueError: The kernel cannot be loaded or run here.
+    """
+    device = "cuda" if ON_GPU else "cpu"
+    sys.path.insert(0, os.getcwd())
+    subject = load(spec_of(given))
+    if device not in subject.devices:
+        device = subject.devices[0]
+        if device == "cuda":
+            raise ValueError(f"{given} declares devices {subject.devices}, and no GPU is visible")
+    name = given if given in NAMED else subject.name
+    return dataclasses.replace(subject, name=name, source=given), device
+
+
+def _progress() -> Callable[[str], None]:
+    """Return a function that shows the property under way on a terminal."""
+    if not sys.stderr.isatty():
+        return lambda _: None
+    return lambda word: print(f"\r\033[K{word}\r", end="", file=sys.stderr, flush=True)
+
+
+def _to_json(probed: Probed, wrong: list[str]) -> str:
+    """Return the answers and the refuted declarations as one line of JSON."""
+    record = {
+        "version": VERSION, "kernel": probed.kernel, "device": probed.device,
+        "declarations": probed.declarations(), "refuted": wrong,
+        "answers": [answer.to_record() for answer in probed.answers],
+        "sums": [json.loads(one.to_json()) for one in probed.sums],
+    }  # fmt: skip
+    return json.dumps(record, separators=(",", ":"))

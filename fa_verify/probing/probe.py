@@ -1,0 +1,192 @@
+"""Probe a kernel: all questions in their order, and the declarations that the answers refute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.probing.answers import Answer, undecided
+from fa_verify.probing.conventions import conventions_of
+from fa_verify.probing.domain import domain_of, smallest
+from fa_verify.probing.numerics import numerics_of, orders_of
+from fa_verify.probing.summation import Sum
+from fa_verify.probing.trying import declares, stripped
+from fa_verify.properties.subjects.declarations import NUMERICS, WORDS, check_declarations
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["TOPICS", "Probed", "probe", "refuted"]
+
+TOPICS = ("domain", "conventions", "numerics", "orders")
+# Declarations that ``check`` assumes for a kernel without any. Others stay at their defaults:
+# a p_dtype of "fp32" would make the bound stricter, and a group_sum in the dtype is a finding.
+_ASSUMED = (
+    "dtypes", "head_dims", "seqlen_multiple", "gqa", "m_ne_n", "dv_ne_d", "zero_sizes", "masks",
+    "layouts", "backward", "lse_base", "empty_lse", "causal_alignment", "dots", "prescales",
+    "p_normalised", "ds_scaled", "ds_from", "l_from", "splits", "rescale_threshold",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The answers about one kernel.
+
+    Args:
+        kernel: Name of the kernel.
+        device: "cpu" or "cuda".
+        answers: The answers, in the order in which they were found.
+        sums: The orders of its sums.
+    """
+
+    kernel: str
+    device: str
+    answers: tuple[Answer, ...]
+    sums: tuple[Sum, ...] = ()
+
+    def __getitem__(self, word: str) -> Answer:
+        """Return the answer about a property.
+
+        Raises:
+            KeyError: The probe did not ask for it.
+        """
+        for answer in self.answers:
+            if answer.word == word:
+                return answer
+        raise KeyError(word)
+
+    def declarations(self) -> dict[str, Any]:
+        """Return the declarations that the answers give, without those that are undecided."""
+        found = {
+            answer.word: answer.value
+            for answer in self.answers
+            if answer.word in WORDS and answer.value is not None
+        }
+        check_declarations(self.kernel, found)
+        return found
+
+    def assumed(self) -> dict[str, Any]:
+        """Return the declarations that the checks assume: limits, conventions, wider roundings.
+
+        Masks that change nothing are not among the limits, so that the checks report them.
+        """
+        found = self.declarations()
+        ignored = self["ignored_masks"].value if "masks" in found else ()
+        if ignored:
+            found["masks"] = tuple({*found["masks"], *ignored})
+        check_declarations(self.kernel, found)
+        plain = Subject(self.kernel, lambda **_: None)
+        defaults = {
+            word: getattr(plain, word, getattr(plain.numerics, word, None)) for word in found
+        }
+        return {
+            word: found[word]
+            for word in _ASSUMED
+            if word in found and found[word] != defaults[word]
+        }
+
+
+def probe(
+    subject: Subject,
+    device: str = "cpu",
+    asked: Callable[[str], None] = lambda _: None,
+    topics: Sequence[str] = TOPICS,
+) -> Probed:
+    """Find out what a kernel takes, its conventions and how it rounds, without its declarations.
+
+    Args:
+        subject: The kernel. With several configurations, the one it takes by default is probed.
+        device: "cpu" or "cuda".
+        asked: Called with the word of every answer.
+        topics: Topics to ask about, from ``TOPICS``. The domain is always asked for first.
+    """
+    found: dict[str, Answer] = {}
+    sums: list[Sum] = []
+    for answer in _answers(stripped(subject), device, found, topics):
+        if isinstance(answer, Sum):
+            sums.append(answer)
+            continue
+        found[answer.word] = answer
+        asked(answer.word)
+    return Probed(subject.name, device, tuple(found.values()), tuple(sums))
+
+
+def _answers(
+    subject: Subject, device: str, found: dict[str, Answer], topics: Sequence[str]
+) -> Iterator[Answer | Sum]:
+    base = smallest(subject, device)
+    if base is None:
+        problem = Problem(device=device)
+        yield undecided("dtypes", "the kernel refuses every problem tried", problem.to_json())
+        return
+    yield from domain_of(subject, base)
+    if "conventions" in topics:
+        yield from conventions_of(subject, base, found)
+    if "numerics" in topics:
+        yield from numerics_of(subject, base, found)
+    if "orders" in topics:
+        yield from orders_of(subject, base, found)
+
+
+def refuted(subject: Subject, probed: Probed) -> list[str]:
+    """Return the declarations of a kernel that its answers contradict, as sentences.
+
+    The default of a word counts as declared if the kernel declares another one. A narrower domain
+    or a wider bound than the answers give is no contradiction.
+    """
+    if not declares(subject):
+        return []
+    own = subject.declarations()
+    wrong = []
+    for answer in probed.answers:
+        word = answer.word
+        if answer.value is None or word not in (*_WIDTHS, *_SETTLED):
+            continue
+        # The checks count these refusals, and report none as a failure.
+        if word not in own and "NotImplementedError" in answer.evidence:
+            continue
+        given = getattr(subject.numerics if word in NUMERICS else subject, word)
+        if _contradicts(word, given, answer.value):
+            how = "declares" if word in own else "has the default"
+            wrong.append(
+                f"{subject.name} {how} {word}={given!r}, and the probe finds {answer.value!r}: "
+                f"{answer.evidence}; {answer.replay}"
+            )
+    return wrong
+
+
+# Words that are compared for what they promise, and their values from strict to wide.
+_WIDTHS: dict[str, tuple[Any, ...]] = {
+    "dots": ("ieee", "tf32"), "p_dtype": ("fp32", "input"), "l_from": ("unrounded", "rounded"),
+    "ds_from": ("unrounded", "rounded"), "group_sum": ("fp32", "dtype"), "flushes": (False, True),
+    "prescales": ("none", "q", "k", "qk"),
+}  # fmt: skip
+# Further words that the answers can contradict.
+_SETTLED = (
+    "dtypes", "head_dims", "seqlen_multiple", "gqa", "m_ne_n", "dv_ne_d", "zero_sizes", "masks",
+    "layouts", "backward", "score_mods", "returns_lse", "lse_grad", "lse_base", "empty_lse",
+    "causal_alignment", "p_normalised", "ds_scaled", "splits", "rescale_threshold",
+)  # fmt: skip
+
+
+def _contradicts(word: str, given: Any, found: Any) -> bool:
+    """Return whether a declaration promises more than the answer gives."""
+    if word in _WIDTHS:
+        if word == "prescales":
+            return not set(found.replace("none", "")) <= set(given.replace("none", ""))
+        return _WIDTHS[word].index(given) < _WIDTHS[word].index(found)
+    if word in ("splits", "rescale_threshold"):
+        return bool(given < found)
+    if word == "seqlen_multiple":
+        return bool(given % found)
+    if given is None and word == "returns_lse":
+        return False
+    if isinstance(found, tuple):
+        return given is None or not {*given} <= {*found}
+    if isinstance(found, bool) and word in _LIMITS:
+        # A declared limit that the kernel does not have is no contradiction.
+        return bool(given and not found)
+    return bool(given != found)
+
+
+_LIMITS = ("gqa", "m_ne_n", "dv_ne_d", "zero_sizes", "backward", "lse_grad")

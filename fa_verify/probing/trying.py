@@ -1,0 +1,140 @@
+"""Run a kernel, without its declarations, on problems and tensors of a probe."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fa_verify.oracles.outputs import Outputs
+from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.reference import torch_reference
+from fa_verify.oracles.reference.torch_reference import DenseMask
+from fa_verify.properties.execution.guard_bands import GuardBands
+from fa_verify.properties.execution.trial import (
+    ChangedInputError,
+    SubjectError,
+    WrongFormError,
+    run_subject,
+)
+from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.subjects.declarations import SCORE_MODS, declared_by
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.tutorial_call import TutorialCall
+
+__all__ = ["Tried", "attempt", "declares", "stripped"]
+
+# An error of this share of the largest value shows another computation, not another rounding: P
+# rounded to bf16 loses less than 2**-8.
+_COARSE = 2.0**-5
+# The inputs are N(0, 1): gradients that cancel to 0 have rounding errors of larger terms.
+_LEAST = 0.25
+_DEFECTS = (WrongFormError, ChangedInputError)
+# An exception of the repaired interpreter, which wraps it.
+_OUT_OF_BOUNDS = "OutOfBoundsError"
+_LONGEST = 160
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The results of a kernel on one problem.
+
+    Args:
+        problem: The problem.
+        inputs: Its tensors.
+        got: The outputs, without gradients if they were not wanted; None if the kernel raised.
+        error: The exception in one line; empty if the kernel returned.
+        refused: Whether the exception says that the kernel does not take the problem. An output of
+            a wrong form, an input that was changed or an access out of bounds is a defect, which a
+            probe leaves to the checks.
+    """
+
+    problem: Problem
+    inputs: Inputs
+    got: Outputs[torch.Tensor | None] | None
+    error: str = ""
+    refused: bool = False
+
+    @property
+    def replay(self) -> str:
+        """The problem, as one line of JSON."""
+        return self.problem.to_json()
+
+    @cached_property
+    def _want(self) -> Outputs[torch.Tensor]:
+        return self.reference(self.problem.mask, self.problem.scale)
+
+    def reference(self, mask: DenseMask, scale: float) -> Outputs[torch.Tensor]:
+        """Return the outputs of the oracle with another mask or scale."""
+        softcap = self.problem.softcap
+        return torch_reference.attention(*self.inputs, mask=mask, sm_scale=scale, softcap=softcap)
+
+    def resembles(self, want: torch.Tensor, name: str = "out", rows: slice = slice(None)) -> bool:
+        """Return whether some rows of an output are roughly as wanted, NaN excluded."""
+        got = None if self.got is None else getattr(self.got, name)
+        if got is None or got.shape != want.shape:
+            return False
+        got, want = got[:, :, rows], want[:, :, rows]
+        if not want.numel():
+            return True
+        largest = want[want.isfinite()].abs().amax().item() if want.isfinite().any() else 0.0
+        error = (got.double() - want).masked_fill(got.double() == want, 0.0)
+        return bool((error.abs() <= _COARSE * max(largest, _LEAST)).all())
+
+    def wrong(self) -> str:
+        """Return which outputs differ from the oracle's, as words; empty if none does."""
+        assert self.got is not None
+        names = [
+            name
+            for name, value in self.got._asdict().items()
+            if value is not None and name != "lse"
+            and not self.resembles(getattr(self._want, name), name)
+        ]  # fmt: skip
+        return " and ".join(names)
+
+
+def stripped(subject: Subject) -> Subject:
+    """Return a subject without its declarations, except for those that its signature implies."""
+    implied = {}
+    if isinstance(subject.call, TutorialCall):
+        implied = subject.call.declarations(subject.name, {})
+    return Subject(
+        name=subject.name, call=subject.call, source=subject.source, takes=subject.takes,
+        score_mods=SCORE_MODS, lse_grad=True, **implied,
+    )  # fmt: skip
+
+
+def declares(subject: Subject) -> bool:
+    """Return whether a subject has declarations beyond those that its signature implies."""
+    call = subject.call
+    if declared_by(call.owner if isinstance(call, TutorialCall) else call, subject.name):
+        return True
+    implied = call.declarations(subject.name, {}) if isinstance(call, TutorialCall) else {}
+    words = {word: x for word, x in subject.declarations().items() if word != "takes"}
+    return any(implied.get(word) != value for word, value in words.items())
+
+
+def attempt(
+    subject: Subject, problem: Problem, inputs: Inputs | None = None, *, backward: bool = True
+) -> Tried:
+    """Run a kernel on a problem, or on other tensors of its shapes, and note how it ended."""
+    subject = dataclasses.replace(subject, backward=backward)
+    inputs = make(problem) if inputs is None else inputs
+    try:
+        with GuardBands() if problem.device == "cpu" else nullcontext():
+            return Tried(problem, inputs, run_subject(subject, problem, inputs))
+    except NotImplementedError as reason:
+        return Tried(problem, inputs, None, _line(f"NotImplementedError: {reason}"), True)
+    except SubjectError as reason:
+        error = _line(str(reason))
+        is_defect = isinstance(reason, _DEFECTS) or _OUT_OF_BOUNDS in error
+        return Tried(problem, inputs, None, error, not is_defect)
+
+
+def _line(text: str) -> str:
+    """Shorten a message to one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

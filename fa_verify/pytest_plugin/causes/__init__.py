@@ -1,0 +1,1 @@
+"""The verdict of a run: its failures, grouped by cause."""

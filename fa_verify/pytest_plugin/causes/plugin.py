@@ -1,0 +1,160 @@
+"""A pytest plugin that explains failures by causes, and prints the verdict of a run.
+
+``fa_verify.pytest_plugin.plugin`` registers it. A failing test is explained in its own process,
+where its check and its subject are. The processes of a run share the causes in a folder.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.search.causes import Failure
+from fa_verify.pytest_plugin.causes.shared import Shared
+from fa_verify.pytest_plugin.causes.verdict import Counts, Explained, explained, verdict
+from fa_verify.session import CONFORMANCE, is_ours, subject_of
+
+__all__ = ["Causes"]
+
+_CAUSES = "causes"
+
+
+class Causes:
+    """Explains the failures of conformance tests.
+
+    Args:
+        config: The pytest configuration.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+        self._own = None if worker else tempfile.TemporaryDirectory(prefix="causes-")
+        self.store = Shared(Path(worker["causes"] if worker else self._own.name))
+        # In the controller: the outcome of each test, and the causes of those that failed.
+        self._outcomes: dict[str, str] = {}
+        self._tests: dict[int, list[str]] = {}
+        self._others: dict[str, str] = {}
+        self._reasons: Counter[str] = Counter()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Send the folder of the causes to a worker."""
+        node.workerinput["causes"] = self._own.name
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+        """Explain the failure of a test while it runs, so that its limits of time apply."""
+        try:
+            return (yield)
+        except Violation as violation:
+            self._explain(pyfuncitem, violation)
+            raise
+
+    def _explain(self, item: pytest.Function, violation: Violation) -> None:
+        """Note the causes of a failure; an exception leaves its findings as they are."""
+        runner = item.funcargs.get("runner")
+        if runner is None or violation.claim is None:
+            return
+        try:
+            failure = Failure(runner, violation.claim, violation.findings, self.store)
+            violation.causes = failure.causes()
+        except Exception as error:
+            violation.add_note(f"it has no cause: {type(error).__name__}: {error}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[Any]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Attach the numbers of the causes to the report of a failed test."""
+        report = yield
+        error = call.excinfo.value if call.excinfo else None
+        if isinstance(error, Violation) and error.causes:
+            report.user_properties.append((_CAUSES, list(error.causes)))
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the outcome of a conformance test."""
+        if hasattr(self.config, "workerinput") or not _is_conformance(self.config, report):
+            return
+        if report.failed:
+            self._outcomes[report.nodeid] = "failed"
+            numbers = dict(report.user_properties).get(_CAUSES, ())
+            for number in numbers:
+                self._tests.setdefault(number, []).append(report.nodeid)
+            if not numbers:
+                self._others[report.nodeid] = _message(report)
+        elif report.skipped:
+            self._outcomes.setdefault(report.nodeid, "skipped")
+            why = report.longrepr
+            why = str(why[2]) if isinstance(why, tuple) else str(why)
+            self._reasons[why.removeprefix("Skipped: ")] += 1
+        elif report.when == "call":
+            self._outcomes.setdefault(report.nodeid, "passed")
+
+    def explained(self) -> list[Explained]:
+        """Return the causes of the run, those that explain most failures first."""
+        known = self.store.known()
+        tests: dict[int, list[str]] = {}
+        for number, names in self._tests.items():
+            tests.setdefault(self.store.number(number), []).extend(names)
+        return explained(known, tests, self._others)
+
+    def counts(self) -> Counts:
+        """Return the counts of the run."""
+        ends = Counter(self._outcomes.values())
+        return Counts(ends["failed"], ends["passed"], self._reasons)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self) -> Generator[None, None, None]:
+        """Let the verdict stand for failures that it explains, unless -v or --tb asks for them.
+
+        Runs before the terminal prints its summary. A single failure is printed at length.
+        """
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        option = self.config.option
+        quiet = option.verbose <= 0 and option.tbstyle == "auto" and not option.usepdb
+        many = self.counts().failed > 1 and option.fa_replay is None
+        if terminal is not None and many and quiet and self._all_explained(terminal):
+            option.tbstyle = "no"
+            terminal.reportchars = ""
+        yield
+
+    def _all_explained(self, terminal: Any) -> bool:
+        failed = [x.nodeid for x in terminal.getreports("failed") + terminal.getreports("error")]
+        there = {name for names in self._tests.values() for name in names}
+        return {*failed} <= there
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the verdict."""
+        if not self._outcomes or self.config.option.collectonly:
+            return
+        terminalreporter.section("verdict")
+        name = "fa_kernels" if is_ours(self.config) else subject_of(self.config).source
+        for line in verdict(name, self.counts(), self.explained()):
+            terminalreporter.write_line(line)
+
+    def pytest_unconfigure(self) -> None:
+        """Remove the folder that the processes shared."""
+        if self._own:
+            self._own.cleanup()
+
+
+def _is_conformance(config: pytest.Config, report: pytest.TestReport) -> bool:
+    """Return whether a report is of a conformance test."""
+    path = (config.rootpath / report.nodeid.partition("::")[0]).resolve()
+    return path.is_relative_to(CONFORMANCE)
+
+
+def _message(report: pytest.TestReport) -> str:
+    """Return the message of a failure without findings: its last words, or how a worker died."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr or report.outcome)

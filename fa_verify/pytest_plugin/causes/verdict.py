@@ -1,0 +1,256 @@
+"""The verdict as lines of text: the counts of checks, and the causes with what they explain."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fa_verify.properties.search.causes import RootCause, described, difference
+from fa_verify.properties.search.features import Feature, is_soft, phrase
+
+__all__ = ["Counts", "Explained", "explained", "if_intended", "looks_like", "title", "verdict"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of the checks of a run, which are its tests.
+
+    Args:
+        failed: Checks that failed.
+        hold: Checks that passed.
+        reasons: Number of checks that were not made, by reason.
+    """
+
+    failed: int
+    hold: int
+    reasons: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A cause with the failures that it explains.
+
+    Args:
+        cause: The cause; None for failures with which no problem is known.
+        tests: The ids of the failed tests.
+        message: The failure message, for failures without a cause.
+    """
+
+    cause: RootCause | None
+    tests: tuple[str, ...]
+    message: str = ""
+
+    def record(self, number: int) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        found: dict[str, Any] = {"number": number, "explains": list(self.tests)}
+        if self.cause is None:
+            return {**found, "title": self.message.partition("\n")[0], "message": self.message}
+        cause = self.cause
+        return {
+            **found,
+            **{key: value for key, value in cause.record().items() if key != "number"},
+            "title": title(cause),
+            "evidence": evidence(cause),
+            "smallest": described(cause.problem),
+            "explain": explain_line(cause),
+            "looks_like": looks_like(cause),
+            "if_intended": if_intended(cause),
+            "difference": cause.passing and difference(cause.problem, cause.passing),
+        }
+
+
+# The subject of the title of a cause, by its first feature.
+_ABOUT = {
+    "zero size": "Sizes of 0",
+    "empty rows": "Rows that see no key",
+    "grouped heads": "Grouped heads",
+    "padded keys": "Padded keys",
+    "padded rows": "Padded rows",
+    "predicate": "Masks with a predicate",
+    "window left": "Windows to the left",
+    "window right": "Windows to the right",
+    "causal": "Causal masks",
+    "M > N": "Problems of M > N",
+    "M < N": "Problems of M < N",
+    "D != Dv": "Problems of Dv other than D",
+}
+# Declarations that exclude the problems with a feature.
+_EXCLUDING = {
+    "zero size": "zero_sizes=False",
+    "grouped heads": "gqa=False",
+    "M > N": "m_ne_n=False",
+    "M < N": "m_ne_n=False",
+    "D != Dv": "dv_ne_d=False",
+    "padded keys": 'masks without "padding"',
+    "padded rows": 'masks without "padding"',
+    "predicate": 'masks without "custom"',
+    "window left": 'masks without "window"',
+    "window right": 'masks without "window"',
+    "dirty": "dirty=..., the values that padding may hold",
+    "dlse": "lse_grad=False",
+}
+
+
+def title(cause: RootCause) -> str:
+    """Return a cause in one line."""
+    features = _main(cause)
+    first = features[0] if features else None
+    about = "Every problem" if first is None else _ABOUT.get(first.name) or _problems_with(first)
+    one = first is None
+    beyond = [phrase(x) for x in features[1:] if x.name not in ("dtype", "several heads")]
+    also = f", with {' and '.join(beyond)}" if beyond else ""
+    outputs = ", ".join(cause.outputs) or "a result"
+    does = {
+        "NaN": "gives NaN" if one else "give NaN",
+        "Inf": "gives Inf" if one else "give Inf",
+        "error": f"{'gives' if one else 'give'} wrong {outputs}",
+        "slight": f"{'leaves' if one else 'leave'} the bound of {outputs} by roundings",
+    }.get(cause.kind)
+    if does is None and cause.kind.startswith("raises "):
+        does = cause.kind if one else f"raise {cause.kind.removeprefix('raises ')}"
+    if does is None:
+        does = f"fail: {cause.told.partition(chr(10))[0]}"
+    return f"{about} {does}{also}"
+
+
+def _main(cause: RootCause) -> list[Feature]:
+    """Return the features to name: the hard ones; else all."""
+    named = [x for x in cause.hard if x.name != "dtype" or not cause.all_dtypes]
+    return sorted(named, key=lambda x: x.name == "dtype")
+
+
+def _problems_with(feature: Feature) -> str:
+    if feature.name == "dtype":
+        return f"Inputs in {phrase(feature)}"
+    return f"Problems with {phrase(feature)}"
+
+
+def explained(
+    causes: Iterable[RootCause], tests: Mapping[int, Sequence[str]], others: Mapping[str, str]
+) -> list[Explained]:
+    """Return the causes of a run, those that explain most failures first.
+
+    Args:
+        causes: The causes.
+        tests: The failed tests of each cause, by its number.
+        others: The messages of failures without a cause, by test.
+    """
+    found = [Explained(x, tuple(tests.get(x.number, ()))) for x in causes]
+    groups: dict[str, list[str]] = {}
+    for test, message in others.items():
+        groups.setdefault(_alike(message), []).append(test)
+    found.sort(key=lambda x: -len(x.tests))
+    rest = [Explained(None, tuple(names), others[names[0]]) for names in groups.values()]
+    return found + sorted(rest, key=lambda x: -len(x.tests))
+
+
+def _alike(message: str) -> str:
+    """Return a message without numbers: that of the same fault on other problems."""
+    return re.sub(r"\d[\w.+-]*", "#", message.partition("\n")[0])
+
+
+def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[str]:
+    """Yield the lines of the verdict, without a trailing empty line.
+
+    Args:
+        name: Name of the subject, or its source.
+        counts: The counts of the run.
+        causes: The causes, see ``explained``.
+    """
+    total = counts.failed + counts.hold
+    skipped = sum(counts.reasons.values())
+    kinds = len({_alike(x) for x in counts.reasons})
+    not_asked = f", {skipped:,} not asked" + f" ({_plural(kinds, 'reason')})" * bool(skipped)
+    if not counts.failed:
+        word = "HOLDS" if counts.hold else "NOT VERIFIED"
+        yield f"{name}  {word}  {_plural(counts.hold, 'check')} hold{not_asked}"
+        return
+    yield (
+        f"{name}  FAILED  {_plural(len(causes), 'cause')}, {_plural(total, 'check')}: "
+        f"{counts.failed:,} failed, {counts.hold:,} hold{not_asked}"
+    )
+    for number, one in enumerate(causes, 1):
+        yield ""
+        yield from _of_cause(number, one, counts.failed)
+
+
+def _of_cause(number: int, one: Explained, failed: int) -> Iterator[str]:
+    count = f"explains {len(one.tests):,} of {_plural(failed, 'failure')}"
+    if one.cause is None:
+        first, *rest = one.message.splitlines()
+        yield f"{number:<3}{first}    {count}"
+        yield f"   in {one.tests[0]}"
+        yield from (f"   {line.strip()}" for line in rest if "replay: " in line)
+        return
+    cause = one.cause
+    yield f"{number:<3}{title(cause)}    {count}"
+    yield f"   {evidence(cause)}"
+    if cause.kind.startswith("raises "):
+        yield from (f"   {line.strip()}" for line in cause.told.splitlines()[1:])
+    yield f"   smallest: {described(cause.problem)}    {explain_line(cause)}"
+    if cause.passing is not None:
+        yield f"   passes with {difference(cause.problem, cause.passing)}"
+    if looks := looks_like(cause):
+        yield f"   looks like: {looks}"
+    if words := if_intended(cause):
+        yield f"   if intended, declare {words}"
+
+
+def evidence(cause: RootCause) -> str:
+    """Return the wrong outputs, the dtypes, the needed features and the size of the error."""
+    found = [", ".join(cause.outputs)] if cause.outputs else []
+    found.append("every dtype" if cause.all_dtypes else ", ".join(cause.dtypes))
+    needs = [phrase(x) for x in cause.features if x.name != "dtype"]
+    if not cause.features:
+        found.append("every problem that was tried")
+    elif needs:
+        found.append(f"needs {', '.join(needs)}")
+    return "; ".join(filter(None, (*found, _size(cause))))
+
+
+def _size(cause: RootCause) -> str:
+    """Format the error on the smallest problem, in bounds and of the value."""
+    if cause.kind not in ("error", "slight"):
+        return ""
+    got, want, bound = (float(cause.finding[x]) for x in ("got", "want", "bound"))
+    error = abs(got - want)
+    if not error < float("inf"):
+        return ""
+    size = [f"error {error / bound:.3g} x bound"] if bound > 0 else [f"error {error:.3g}"]
+    if want and cause.finding["output"]:
+        size.append(f"{100 * error / abs(want):.2g} % of {cause.finding['output']}")
+    return ", ".join(size)
+
+
+def explain_line(cause: RootCause) -> str:
+    """Return the command that runs every check on the smallest problem."""
+    words = shlex.split(cause.replay)
+    options = [x.replace("--fa-", "--", 1) for x in words]
+    options = [x for x in options if x.startswith(("--kernel=", "--mask="))]
+    line = shlex.join(["fa-verify", "explain", *options])
+    return f"{line} '{cause.problem.to_json()}'"
+
+
+def looks_like(cause: RootCause) -> str:
+    """Return the fault that the evidence supports; empty if it supports none, or several."""
+    names = {x.name for x in cause.features if not is_soft(x)}
+    if cause.kind == "NaN" and names == {"empty rows"} and "out" in cause.outputs:
+        return "softmax of a row of -inf without a guard"
+    if cause.declarations == ('group_sum="dtype"',):
+        return "dk and dv of grouped heads are rounded before they are added"
+    return ""
+
+
+def if_intended(cause: RootCause) -> str:
+    """Return the declarations with which the failing problems pass or are not asked."""
+    if cause.declarations:
+        return " or ".join(cause.declarations)
+    names = [x.name for x in cause.features if x.name in _EXCLUDING]
+    return _EXCLUDING[names[0]] if names else ""
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -1,0 +1,310 @@
+"""The hooks that set up a run and select its tests, and its fixtures.
+
+``plugin`` loads this module if an option of the suite is given. The conftest.py of a checkout
+always does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fa_verify.pytest_plugin.environment import HAS_TRITON, ON_GPU  # isort: skip  # before torch
+
+import hypothesis
+import pytest
+import torch
+
+from fa_verify.oracles import renamed
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.execution import replay_line, workers
+from fa_verify.properties.execution.large_memory import large_memory
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.watchdog import Watchdog
+from fa_verify.pytest_plugin import profiles
+from fa_verify.pytest_plugin.causes.plugin import Causes
+from fa_verify.pytest_plugin.crash_reports import CrashReports
+from fa_verify.pytest_plugin.example_database import example_database
+from fa_verify.pytest_plugin.findings.recording import Recording
+from fa_verify.pytest_plugin.fuzz.plugin import Fuzzing, choose_workers, minutes_of
+from fa_verify.pytest_plugin.gate.plugin import Gate
+from fa_verify.pytest_plugin.outside_programs import OutsidePrograms
+from fa_verify.pytest_plugin.progress import Progress
+from fa_verify.pytest_plugin.regression_files import RegressionFiles
+from fa_verify.pytest_plugin.report.plugin import RunReport
+from fa_verify.pytest_plugin.sarif import Sarif
+from fa_verify.pytest_plugin.summary import REPLAY, Summary
+from fa_verify.pytest_plugin.waivers import Waivers
+from fa_verify.registry import kernel_table
+from fa_verify.session import (
+    CONFORMANCE,
+    device_of,
+    in_checkout,
+    is_ours,
+    mask_of,
+    paths_of,
+    select,
+    subject_of,
+)
+
+__all__ = [
+    "device",
+    "pytest_cmdline_main",
+    "pytest_configure",
+    "pytest_ignore_collect",
+    "pytest_runtest_teardown",
+    "pytest_xdist_auto_num_workers",
+    "pytest_xdist_make_scheduler",
+    "replayed",
+    "tally",
+    "watchdog",
+]
+
+pytest_plugins = ["fa_verify.pytest_plugin.plugin"]
+
+# Seconds for one test, for a hang outside of a problem. The watchdog limits each problem, and
+# compilation in it, which may take 600 s.
+TIMEOUT = 900.0
+# Warnings of the suite are errors. Those of a kernel are not: a warning is not a wrong result.
+WARNINGS = (
+    "default",
+    r"error:::fa_verify\.",
+    # torch 2.11 warns so of its own modules, as torch.compile and forward mode import them.
+    "ignore:.torch.jit.script(_method)?. is deprecated:DeprecationWarning",
+    # NumPy inside the Triton interpreter: exp2 overflows in lanes that a select then discards.
+    "ignore::RuntimeWarning:triton.runtime.interpreter",
+)
+# Tests of the mutants that only a GPU can detect; present in a checkout only.
+HARDWARE = CONFORMANCE.parent / "mutation" / "test_hardware.py"
+QUICK = "test_quick"
+# The test files that --fa-mask runs.
+OF_MASKS = (
+    "test_replay",
+    "test_masks",
+    "test_logic",
+    "test_accuracy",
+    "test_rows_and_padding",
+    "test_memory",
+    "test_invariance",
+    "test_closed_form",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Handle --fa-list-kernels, and apply the settings that --fa-minutes implies."""
+    if config.getoption("--fa-list-kernels"):
+        print("\n".join(kernel_table()))
+        return 0
+    choose_workers(config)
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the options before anything runs, and register the plugins of the suite."""
+    for old, new in renamed.OPTIONS.items():
+        if config.getoption(old, None) is not None:
+            raise pytest.UsageError(f"{old} is now called {new}")
+    profile = config.getoption("--hypothesis-profile")
+    if profile is not None and profile not in profiles.PROFILES:
+        raise pytest.UsageError(
+            f"--hypothesis-profile is {profile!r}; needs one of {', '.join(profiles.PROFILES)}"
+        )
+    config.addinivalue_line("markers", "shards(start, step, float64): the shards that a test runs")
+    if not in_checkout(config):
+        _set_up_elsewhere(config)
+    _choose_replay_line(config)
+    # Loaded first: the problem of --fa-replay may use this mask.
+    mask = mask_of(config)
+    if profile is None:
+        # Again, because a conftest.py may have loaded a profile of its own.
+        hypothesis.settings.load_profile("gate" if mask is None else "mask")
+    if mask is not None:
+        select(config, *OF_MASKS)
+    text = config.getoption("--fa-replay")
+    if config.getoption("--fa-quick"):
+        others = ("--fa-mask", "--fa-replay", "--fa-minutes")
+        beside = [x for x in others if config.getoption(x) is not None]
+        if beside:
+            raise pytest.UsageError(
+                f"--fa-quick has problems of its own; needs to be without {beside[0]}"
+            )
+        select(config, "test_replay", QUICK)
+    if text is not None:
+        try:
+            config.stash[REPLAY] = Problem.from_json(text)
+        except ValueError as error:
+            raise pytest.UsageError(f"--fa-replay: {error}") from None
+        select(config, "test_replay")
+    if config.getoption("--fa-mutation"):
+        if not ON_GPU:
+            raise pytest.UsageError(
+                "--fa-mutation needs a GPU, and none is visible; make mutation runs without one"
+            )
+        config.args[:] = [str(HARDWARE)]
+    chosen = text is not None or mask is not None or config.getoption("--fa-quick")
+    if not is_ours(config) and not chosen:
+        _select_conformance(config)
+    database = example_database(config, profiles.PARENT.database)
+    fuzz = dict(profiles.PROFILES["fuzz"], database=database)
+    summary = Summary()
+    config.pluginmanager.register(summary, "summary")
+    files = RegressionFiles(config)
+    config.pluginmanager.register(files, "regression-files")
+    config.pluginmanager.register(OutsidePrograms(), "outside-programs")
+    if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
+        subject_of(config)
+    if minutes_of(config) is not None:
+        fuzz["max_examples"] = profiles.EXAMPLES_OF_A_TURN
+        config.pluginmanager.register(Fuzzing(config, summary.tally, files.folder), "fuzzing")
+    profiles.register(fuzz=fuzz)
+    config.pluginmanager.register(CrashReports(config), "crash-reports")
+    config.pluginmanager.register(Causes(config), "causes")
+    if config.getoption("--fa-waive"):
+        config.pluginmanager.register(Waivers(config), "waivers")
+    if config.getoption("--fa-findings"):
+        config.pluginmanager.register(
+            Recording(config, subject_of(config), summary.tally), "findings"
+        )
+    if config.getoption("--fa-sarif"):
+        config.pluginmanager.register(Sarif(config), "sarif")
+    if _shows_progress(config):
+        config.pluginmanager.register(Progress(config), "progress")
+    # Registered before the gate, so that its pytest_sessionfinish ends after the gate's.
+    config.pluginmanager.register(RunReport(config, summary.tally), "report")
+    config.pluginmanager.register(Gate(config), "gate")
+    # No timeout for a test: the watchdog limits the time of each problem.
+    if profile == "fuzz":
+        config.option.timeout = 0
+
+
+def _shows_progress(config: pytest.Config) -> bool:
+    """Return whether the command fa-verify runs in this process, and shows no test by name."""
+    by_command = config.rootpath == CONFORMANCE and not hasattr(config, "workerinput")
+    # --fa-minutes has a line of progress of its own, a replay a single test.
+    alone = config.getoption("--fa-replay") is not None or minutes_of(config) is not None
+    return by_command and not alone and not config.option.verbose
+
+
+def _choose_replay_line(config: pytest.Config) -> None:
+    """Choose a command that replays a problem in the folder of this run."""
+    form = replay_line.PLUGIN
+    if in_checkout(config):
+        form = replay_line.SHORT
+    # The command fa-verify makes this the root.
+    elif config.rootpath == CONFORMANCE:
+        form = replay_line.COMMAND
+    replay_line.set_form(form, ["forward-only"] if config.getoption("--fa-forward-only") else [])
+
+
+def _set_up_elsewhere(config: pytest.Config) -> None:
+    """Set the timeout and the warnings that the pyproject.toml of a checkout sets for its runs."""
+    if getattr(config.option, "timeout", TIMEOUT) is None:
+        config.option.timeout = TIMEOUT
+    for line in WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+
+
+def _select_conformance(config: pytest.Config) -> None:
+    """Run the conformance tests where the command line names no tests.
+
+    Raises:
+        pytest.UsageError: It names other tests only.
+    """
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        select(config)
+    elif not _verifies(config):
+        raise pytest.UsageError(
+            f"--fa-kernel runs the tests of fa_verify.conformance; got {' '.join(config.args)}; "
+            "needs --pyargs fa_verify.conformance, or no tests at all"
+        )
+
+
+def _verifies(config: pytest.Config) -> bool:
+    """Return whether the command line selects any conformance test."""
+    named = paths_of(config)
+    return any(CONFORMANCE.is_relative_to(x) or x.is_relative_to(CONFORMANCE) for x in named)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect only the conformance tests with --fa-kernel, and those of --fa-quick with it."""
+    path = collection_path.resolve()
+    if path == CONFORMANCE / f"{QUICK}.py" and not config.getoption("--fa-quick"):
+        return True
+    if is_ours(config) or path in CONFORMANCE.parents:
+        return None
+    return None if path.is_relative_to(CONFORMANCE) else True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Return the number of workers for ``-n auto`` on a GPU."""
+    return workers.num_workers() if ON_GPU else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Schedule tests with ``Dealing``, unless options choose how xdist schedules them."""
+    if config.option.dist != "load" or config.option.maxschedchunk is not None:
+        return None
+    from fa_verify.pytest_plugin.dealing import Dealing
+
+    return Dealing(config, log)
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """The device that the subject runs on, "cuda" or "cpu"."""
+    return device_of(pytestconfig)
+
+
+@pytest.fixture
+def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
+    """A function that reserves GiB of the GPU for the test, and skips the test if fewer are free.
+
+    One worker at a time has such memory. The GPU's memory that the test no longer uses is freed.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def reserve(gib: int) -> None:
+            stack.enter_context(large_memory(device, gib * 2**30))
+            stack.callback(torch.cuda.empty_cache)
+            if torch.cuda.mem_get_info()[0] < gib * 2**30:
+                pytest.skip(f"needs {gib} GiB of free GPU memory")
+
+        yield reserve
+
+
+@pytest.fixture(scope="session")
+def tally(pytestconfig: pytest.Config) -> Tally:
+    """The tally of the problems that this process has judged."""
+    return pytestconfig.pluginmanager.get_plugin("summary").tally
+
+
+@pytest.fixture(scope="session")
+def watchdog(pytestconfig: pytest.Config) -> Watchdog:
+    """The watchdog, which records the current problem and ends the process if it takes too long."""
+    return pytestconfig.pluginmanager.get_plugin("crash-reports").watchdog
+
+
+@pytest.fixture(scope="session")
+def replayed(pytestconfig: pytest.Config) -> Problem | None:
+    """The problem of --fa-replay, or None."""
+    return pytestconfig.stash.get(REPLAY, None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Empty PyTorch's cache if this worker holds more than its share of half of the GPU's memory.
+
+    Memory that one process caches is not available to the other processes on the GPU.
+    """
+    yield
+    if ON_GPU and torch.cuda.is_initialized():
+        total = torch.cuda.get_device_properties().total_memory
+        if torch.cuda.memory_reserved() > total / 2 / workers.sharing(os.environ):
+            torch.cuda.empty_cache()

@@ -1,0 +1,491 @@
+"""Group the failures of a run by cause: the features that failing problems cannot do without.
+
+A failure has a known cause if its problem has the features of the cause and passes without them.
+Else it has a new one. Its problem is minimised, and every feature that the smallest problem needs
+is found by a problem beside it that lacks the feature and passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import DTYPES, Problem
+from fa_verify.properties.checks.guarantees import Check, accuracy
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.search.corpus import Cause
+from fa_verify.properties.search.declaring import declarations_that_fit
+from fa_verify.properties.search.features import Feature, features_of, holds, is_soft, without
+from fa_verify.properties.search.minimize import complexity, minimized
+from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["Failure", "Known", "RootCause", "Store", "described", "difference"]
+
+# Time to minimise a problem and to find its features.
+SECONDS = 30.0
+# An error of at most so many bounds may come from roundings.
+_SLIGHT = 100.0
+# Rows and keys that are added to the smallest problem, so that a picture shows where it errs.
+_GROWN = 39
+# Problems without a feature that are tried: one of them may fail for another cause.
+_NEAREST = 3
+_STATISTICS = ("RMS", "bias", "limit", "identities", "backward")
+
+
+@dataclass(frozen=True)
+class RootCause:
+    """A cause of failures, with the evidence for it.
+
+    Args:
+        number: Number of the cause in its run; 0 until it is stored.
+        kind: "NaN", "Inf", "error" for wrong values, "slight" for errors of the size of roundings;
+            "raises ..." for an exception; or the guarantee of another fault.
+        features: The features that failing problems need; none if every problem fails.
+        outputs: The outputs that are wrong.
+        dtypes: The dtypes in which the smallest problem fails.
+        all_dtypes: Whether these are all that the subject supports.
+        guarantee: The guarantee of the finding that is shown.
+        told: The failure message on the smallest problem, without the replay line.
+        replay: The command that replays the smallest problem.
+        problem: The smallest failing problem.
+        passing: The nearest problem that passes; None if none was found.
+        declarations: Declarations with each of which the failing problems pass.
+        finding: Fields of the finding as plain values, by their names in ``Finding``.
+    """
+
+    number: int
+    kind: str
+    features: tuple[Feature, ...]
+    outputs: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    all_dtypes: bool
+    guarantee: str
+    told: str
+    replay: str
+    problem: Problem
+    passing: Problem | None
+    declarations: tuple[str, ...] = ()
+    finding: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def record(self) -> dict[str, Any]:
+        """Return the cause as plain values."""
+        passing = None if self.passing is None else self.passing.to_json()
+        return {
+            **vars(self),
+            "features": [[name, value] for name, value in self.features],
+            "problem": self.problem.to_json(),
+            "passing": passing,
+        }
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> RootCause:
+        """Read the output of ``record``, also after JSON."""
+        passing = record["passing"]
+        found = dict(
+            record,
+            features=tuple(
+                Feature(name, tuple(value) if isinstance(value, list) else value)
+                for name, value in record["features"]
+            ),
+            problem=Problem.from_json(record["problem"]),
+            passing=None if passing is None else Problem.from_json(passing),
+        )
+        for name in ("outputs", "dtypes", "declarations"):
+            found[name] = tuple(record[name])
+        return cls(**found)
+
+    @property
+    def hard(self) -> tuple[Feature, ...]:
+        """The features that every failing problem has; the soft ones if there are no others."""
+        return tuple(x for x in self.features if not is_soft(x)) or self.features
+
+    def is_like(self, kind: str, outputs: Iterable[str]) -> bool:
+        """Return whether a failure of a kind in some outputs may have this cause."""
+        both = {*self.outputs} & {*outputs} or not (self.outputs and [*outputs])
+        return bool(both) and _family(kind) == _family(self.kind)
+
+    def covers(self, other: RootCause) -> bool:
+        """Return whether another cause is this one, or a part of it."""
+        if not self.is_like(other.kind, other.outputs) or bool(self.features) != bool(
+            other.features
+        ):
+            return False
+        if not self.features and _first(self.guarantee) != _first(other.guarantee):
+            return False
+        theirs = {x.name: x.value for x in other.features}
+        return all(
+            x.name in theirs and (x.name != "dtype" or _within(theirs[x.name], x.value))
+            for x in self.hard
+        )
+
+
+def _within(one: object, other: object) -> bool:
+    return {*one} <= {*other} if isinstance(one, tuple) and isinstance(other, tuple) else True
+
+
+def _first(guarantee: str) -> str:
+    return guarantee.partition(" ")[0]
+
+
+def _family(kind: str) -> str:
+    """Return the same word for all kinds of wrong values: one fault may give several."""
+    return kind if kind.startswith("raises ") or kind in ("form", "inputs") else "values"
+
+
+def _kind(finding: Finding) -> str:
+    """Return the kind of a finding, see ``RootCause``."""
+    first = _first(finding.guarantee)
+    if finding.raised:
+        if finding.guarantee != "exception":
+            return finding.guarantee
+        cause = Cause.of(finding)
+        return "raises " + " at ".join(filter(None, (cause.output, cause.tile)))
+    if math.isnan(finding.got) and math.isnan(finding.want):
+        return finding.guarantee
+    if math.isnan(finding.got):
+        return "NaN"
+    if math.isinf(finding.got):
+        return "Inf"
+    error = abs(finding.got - finding.want)
+    small = finding.bound > 0 and error <= _SLIGHT * finding.bound
+    return "slight" if small or first in _STATISTICS else "error"
+
+
+class Store(Protocol):
+    """Holds the causes of a run; processes may share it."""
+
+    def known(self) -> list[RootCause]:
+        """Return the causes found so far."""
+
+    def add(self, cause: RootCause) -> int:
+        """Store a cause, or join it with one that covers it; return the number."""
+
+    def replace(self, cause: RootCause) -> None:
+        """Store a cause again, with a smaller problem, more outputs or fewer features."""
+
+
+class Known:
+    """A store in the memory of one process."""
+
+    def __init__(self) -> None:
+        self.causes: dict[int, RootCause] = {}
+        # Number of a cause to that of the cause that it was joined with.
+        self.joined: dict[int, int] = {}
+
+    def known(self) -> list[RootCause]:
+        """Return the causes found so far."""
+        return [x for number, x in self.causes.items() if number not in self.joined]
+
+    def add(self, cause: RootCause) -> int:
+        """Store a cause, or join it with one that covers it; return the number."""
+        for known in self.known():
+            if known.covers(cause):
+                self.replace(_joined(known, cause))
+                return known.number
+        number = len(self.causes) + 1
+        for known in self.known():
+            if cause.covers(known):
+                cause = _joined(cause, known)
+                self.joined[known.number] = number
+        self.causes[number] = dataclasses.replace(cause, number=number)
+        return number
+
+    def replace(self, cause: RootCause) -> None:
+        """Store a cause again, with a smaller problem, more outputs or fewer features."""
+        self.causes[cause.number] = cause
+
+    def number(self, number: int) -> int:
+        """Return the number of the cause that a cause was joined with, or its own."""
+        while number in self.joined:
+            number = self.joined[number]
+        return number
+
+
+def _joined(cause: RootCause, part: RootCause) -> RootCause:
+    """Return a cause with the outputs of a part of it, and the smaller problem of the two."""
+    outputs = tuple(dict.fromkeys((*cause.outputs, *part.outputs)))
+    shown = min(cause, part, key=lambda x: (x.kind == "slight", complexity(x.problem)))
+    features = tuple(
+        next((x.joined(y) for y in part.features if x.is_of(y)), x) for x in cause.features
+    )
+    return dataclasses.replace(
+        shown, number=cause.number, features=features, outputs=outputs,
+        dtypes=tuple(x for x in DTYPES if x in (*cause.dtypes, *part.dtypes)),
+        all_dtypes=cause.all_dtypes or part.all_dtypes,
+        declarations=tuple(x for x in cause.declarations if x in part.declarations),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The result of a check on a problem: its findings and the wrong outputs."""
+
+    findings: list[Finding]
+    judged: bool
+    outputs: tuple[str, ...]
+
+    @property
+    def passes(self) -> bool:
+        return self.judged and not self.findings
+
+    @property
+    def kind(self) -> str:
+        return _kind(self.findings[0])
+
+
+class Failure:
+    """A failing problem with its check, to be explained by causes.
+
+    Args:
+        runner: The runner that judges problems.
+        claim: The check that failed.
+        findings: Its findings.
+        store: The causes of the run.
+    """
+
+    def __init__(self, runner: Runner, claim: Check, findings: list[Finding], store: Store) -> None:
+        self.runner = runner
+        self.claim = claim
+        self.store = store
+        self.problem = findings[0].problem
+        self._end = time.monotonic() + SECONDS
+        self._seen: dict[Problem, _Outcome] = {}
+        called = findings[0].called
+        if called is not None and runner.findings(called, accuracy):
+            # The other call is wrong by itself.
+            self.problem, self.claim = called, accuracy
+        self._of(self.problem)
+        if not self._seen[self.problem].findings:  # it fails only sometimes
+            outputs = tuple(dict.fromkeys(x.output for x in findings if x.output))
+            self._seen[self.problem] = _Outcome(findings, True, outputs)
+
+    def causes(self) -> list[int]:
+        """Return the numbers of the causes that explain the failure, at least one."""
+        found = self._known(self.problem, self.store.known(), note=True)
+        if isinstance(found, Problem):
+            cause = self._new(found)
+            return [self.store.add(cause)]
+        return found
+
+    def _of(self, problem: Problem) -> _Outcome:
+        """Run the check on a problem, once. A problem that is excluded counts as not judged."""
+        if problem not in self._seen:
+            if self.runner.subject.excludes(problem):
+                return _Outcome([], False, ())
+            judged = self.runner.judged
+            findings = self.runner.findings(problem, self.claim)
+            outputs = dict.fromkeys(x.output.split(" of ")[0] for x in findings if x.output)
+            if findings:
+                outputs |= {name: None for name, peak in self.runner.peaks.items() if peak > 1}
+            self._seen[problem] = _Outcome(
+                findings, bool(findings) or self.runner.judged > judged, tuple(outputs)
+            )
+        return self._seen[problem]
+
+    def _known(
+        self, problem: Problem, causes: list[RootCause], *, note: bool = False
+    ) -> list[int] | Problem:
+        """Return the known causes of a failing problem; else a failing problem without them."""
+        outcome = self._of(problem)
+        left = None
+        for cause in causes:
+            if not cause.is_like(outcome.kind, outcome.outputs):
+                continue
+            if not cause.features:
+                if self._fails_plainly(cause, problem):
+                    return [cause.number]
+                continue
+            features = [x for x in cause.features if holds(x, problem)]
+            if not {*cause.hard} <= {*features}:
+                continue
+            for beside in self._beside(problem, cause.hard):
+                beyond = self._of(beside)
+                if beyond.passes:
+                    if note:
+                        self._note(cause, features, problem, outcome)
+                    return [cause.number]
+                if beyond.findings and left is None:
+                    left = beside, [x for x in causes if x != cause]
+        if left is None:
+            return problem
+        return self._known(*left, note=note)
+
+    def _fails_plainly(self, cause: RootCause, problem: Problem) -> bool:
+        """Return whether the smallest problem of a cause fails the check in another's dtype."""
+        plain = dataclasses.replace(cause.problem, dtype=problem.dtype, config=problem.config)
+        outcome = self._of(plain)
+        return bool(outcome.findings) and cause.is_like(outcome.kind, outcome.outputs)
+
+    def _beside(self, problem: Problem, features: Iterable[Feature]) -> Iterator[Problem]:
+        """Yield problems that each lack one of the features, those that can be judged."""
+        for feature in features:
+            judged = (x for x in self._without(feature, problem) if self._of(x).judged)
+            yield from islice(judged, _NEAREST)
+
+    def _without(self, feature: Feature, problem: Problem) -> Iterator[Problem]:
+        return without(feature, problem, self.runner.subject.configs)
+
+    def _note(
+        self, cause: RootCause, features: list[Feature], problem: Problem, outcome: _Outcome
+    ) -> None:
+        """Add to a cause what one more of its failures shows."""
+        outputs = tuple(dict.fromkeys((*cause.outputs, *outcome.outputs)))
+        of_both = tuple(x.joined(y) for x in features for y in features_of(problem) if x.is_of(y))
+        if (outputs, of_both) != (cause.outputs, cause.features):
+            self.store.replace(dataclasses.replace(cause, outputs=outputs, features=of_both))
+
+    def _unexplained(self, problem: Problem) -> list[Finding]:
+        """Return the findings of a problem, unless known causes explain them."""
+        if time.monotonic() > self._end:
+            return []
+        outcome = self._of(problem)
+        if not outcome.findings or isinstance(self._known(problem, self._causes), list):
+            return []
+        return outcome.findings
+
+    def _new(self, problem: Problem) -> RootCause:
+        """Minimise a failing problem that no known cause explains, and find its features."""
+        self._causes = self.store.known()
+        subject = self.runner.subject
+        plain: list[dict[str, Any]] = [
+            *({"dtype": dtype} for dtype in ("fp32", "fp16") if dtype in subject.dtypes),
+            {"config": next(iter(subject.configs))},
+        ]
+        before = self._of(problem)
+        found = minimized(problem, before.findings, self._unexplained, plain)
+        smallest = found[0].problem
+        outcome = self._of(smallest) if smallest in self._seen else before
+        needed: list[Feature] = []
+        passing: list[tuple[bool, Problem]] = []
+        for feature in features_of(smallest):
+            if feature.name == "dtype":
+                continue
+            if time.monotonic() > self._end:
+                # Too many features split a cause, too few hide another one in it.
+                needed += [] if is_soft(feature) else [feature]
+                continue
+            beside = self._needs(feature, smallest, needed)
+            if beside is not None:
+                needed.append(feature)
+                passing.append((is_soft(feature), beside))
+        ranked = min(passing, key=lambda x: (x[0], _distance(x[1], smallest)), default=None)
+        nearest = None if ranked is None else ranked[1]
+        dtypes = self._dtypes(smallest, nearest)
+        others = [x for x in _dtypes_of(subject) if x not in dtypes and self._judges(smallest, x)]
+        if others:
+            needed.append(Feature("dtype", dtypes))
+            nearest = nearest or dataclasses.replace(smallest, dtype=others[0])
+        shown = found[0]
+        return RootCause(
+            number=0,
+            kind=_kind(shown),
+            features=tuple(needed),
+            outputs=outcome.outputs,
+            dtypes=dtypes,
+            all_dtypes=not others,
+            guarantee=shown.guarantee,
+            told=shown.told,
+            replay=shown.replay,
+            problem=smallest,
+            passing=nearest,
+            declarations=declarations_that_fit(
+                self.runner, self.claim, dict.fromkeys((smallest, problem)), needed
+            ),
+            finding={
+                **{name: getattr(shown, name) for name in ("output", "where", "bad", "total")},
+                **{name: str(getattr(shown, name)) for name in ("got", "want", "bound")},
+                "places": shown.places,
+                "heat": self._heat(shown),
+            },
+        )
+
+    def _heat(self, finding: Finding) -> dict[str, Any] | None:
+        """Return the heat map of a larger problem that fails alike, else of the smallest one."""
+        problem = finding.problem
+        grown = {name: getattr(problem, name) + _GROWN for name in ("M", "N")}
+        larger = self._unexplained(dataclasses.replace(problem, **grown))
+        like = (x for x in larger if x.output == finding.output and x.heat is not None)
+        found = next(like, finding).heat
+        return None if found is None else found.record()
+
+    def _needs(self, feature: Feature, problem: Problem, needed: list[Feature]) -> Problem | None:
+        """Return a passing problem that lacks a feature and has those needed already."""
+        for beside in self._without(feature, problem):
+            if not all(holds(x, beside) for x in needed):
+                continue
+            outcome = self._of(beside)
+            if outcome.passes:
+                return beside
+            if outcome.findings and not isinstance(self._known(beside, self._causes), list):
+                return None
+        return None
+
+    def _dtypes(self, problem: Problem, passing: Problem | None) -> tuple[str, ...]:
+        """Return the dtypes in which a problem fails, and the one beside it passes."""
+        found = []
+        for dtype in _dtypes_of(self.runner.subject):
+            fails = self._unexplained(dataclasses.replace(problem, dtype=dtype))
+            there = passing is None or self._of(dataclasses.replace(passing, dtype=dtype)).passes
+            if dtype == problem.dtype or (fails and there):
+                found.append(dtype)
+        return tuple(found)
+
+    def _judges(self, problem: Problem, dtype: str) -> bool:
+        """Return whether a problem is judged in a dtype."""
+        return self._of(dataclasses.replace(problem, dtype=dtype)).judged
+
+
+def _dtypes_of(subject: Subject) -> tuple[str, ...]:
+    return tuple(x for x in DTYPES if x in subject.dtypes)
+
+
+def _distance(problem: Problem, other: Problem) -> tuple[int, tuple[int, ...]]:
+    """Return a sort key of problems by the number of fields in which they differ from another."""
+    fields = (item.name for item in dataclasses.fields(Problem))
+    return (
+        sum(getattr(problem, name) != getattr(other, name) for name in fields),
+        complexity(problem),
+    )
+
+
+def difference(problem: Problem, other: Problem) -> str:
+    """Format the fields in which another problem differs, such as "N=1, no mask"."""
+    return ", ".join(_formatted(problem, other))
+
+
+def described(problem: Problem) -> str:
+    """Format the lengths and the fields that are not at their defaults: "M=2 N=1 causal"."""
+    return " ".join(_formatted(dataclasses.replace(_NO_LENGTHS, device=problem.device), problem))
+
+
+_NO_LENGTHS = Problem(M=0, N=0, dtype="fp64")
+
+
+def _formatted(problem: Problem, other: Problem) -> Iterator[str]:
+    for item in dataclasses.fields(Problem):
+        value = getattr(other, item.name)
+        if value == getattr(problem, item.name):
+            continue
+        if item.name == "mask":
+            yield " and ".join(_parts(value)) or "no mask"
+        elif item.name == "layouts":
+            yield "layouts=" + "/".join(value)
+        else:
+            yield str(value) if item.name == "dtype" else f"{item.name}={value}"
+
+
+def _parts(mask: Mask) -> Iterator[str]:
+    """Yield the parts of a mask in words."""
+    if not mask.is_plain:
+        yield type(mask).__name__
+    for item in dataclasses.fields(Mask):
+        value = getattr(mask, item.name)
+        if value != item.default:
+            yield "causal" if item.name == "causal" else f"{item.name}={value}".replace(" ", "")

@@ -1,0 +1,77 @@
+"""Declarations with which failing problems pass, so that a convention is not taken for a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import Check
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.search.features import Feature, is_soft
+from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["declarations_that_fit"]
+
+# The values of numerics that differ from the defaults, those that widen the bound least first.
+_NUMERICS: tuple[dict[str, object], ...] = (
+    {"group_sum": "dtype"}, {"p_normalised": True}, {"ds_scaled": True}, {"ds_from": "rounded"},
+    {"l_from": "rounded"}, {"ds_roundings": 2}, {"prescales": "q"}, {"prescales": "k"},
+    {"prescales": "qk"}, {"flushes": True}, {"dots": "tf32"},
+)  # fmt: skip
+_CONVENTIONS: tuple[dict[str, object], ...] = (
+    {"lse_base": "2"}, {"empty_lse": 0}, {"empty_lse": "+inf"},
+)  # fmt: skip
+# The features that a declaration is about; the others are about every problem.
+_ABOUT = {"group_sum": {"grouped heads"}, "empty_lse": {"empty rows"}}
+
+
+def declarations_that_fit(
+    runner: Runner, claim: Check, problems: Iterable[Problem], features: Iterable[Feature]
+) -> tuple[str, ...]:
+    """Return the declarations, such as ``group_sum="dtype"``, with which all problems pass.
+
+    A declaration fits only if it says something of the features: a convention that holds for every
+    problem explains no failure of grouped heads alone.
+
+    Args:
+        runner: The runner on whose subject they fail.
+        claim: The check that fails.
+        problems: The failing problems.
+        features: The features that they need.
+    """
+    problems = tuple(problems)
+    hard = {x.name for x in features if not is_soft(x)} - {"dtype"}
+    return tuple(
+        f"{word}={_literal(value)}"
+        for word, value, subject in _declaring(runner.subject)
+        if hard == _ABOUT.get(word, set()) and _passes(subject, claim, problems)
+    )
+
+
+def _declaring(subject: Subject) -> Iterator[tuple[str, object, Subject]]:
+    """Yield a declaration, its value, and the subject with it, for each that it lacks."""
+    for change in _NUMERICS:
+        ((word, value),) = change.items()
+        numerics = dataclasses.replace(subject.numerics, **change)  # type: ignore[arg-type]
+        if numerics != subject.numerics:
+            yield word, value, dataclasses.replace(subject, numerics=numerics)
+    for change in _CONVENTIONS:
+        ((word, value),) = change.items()
+        if getattr(subject, word) != value:
+            changed = dataclasses.replace(subject, **change)  # type: ignore[arg-type]
+            yield word, value, changed
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _passes(subject: Subject, claim: Check, problems: tuple[Problem, ...]) -> bool:
+    """Return whether all problems are judged and pass."""
+    runner = Runner(subject, Tally())
+    for problem in problems:
+        if runner.findings(problem, claim):
+            return False
+    return runner.judged >= len(problems) > 0

@@ -1,0 +1,268 @@
+"""The features of a problem that a failure may need, and the nearest problems without each.
+
+A feature is a name and, for a threshold or a set, a value: ``("N above", 16)``. It is plain data,
+so that processes can exchange the features of a cause.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
+
+__all__ = ["Feature", "features_of", "holds", "is_soft", "phrase", "without"]
+
+Value = int | tuple[str, ...] | None
+_DEFAULT = Problem()
+_SIZES = ("M", "N", "D", "Dv")
+# Sizes that kernels pad to.
+_MULTIPLE = 16
+# Fields whose default value is the plain one, and the words for any other value.
+_FIELDS = {
+    "softcap": "a softcap", "alibi": "ALiBi", "bias": "a bias", "dlse": "a gradient of lse",
+    "dirty": "padding that holds {}", "inputs": "inputs={}", "dout": "dout={}",
+    "sm_scale": "a scale that is not D**-0.5",
+}  # fmt: skip
+# Pairs of rows and keys of which a mask is made to see whether it has empty rows.
+_MOST_PAIRS = 2**25
+
+
+class Feature(NamedTuple):
+    """A feature: its name, and its value if it is a threshold or a set."""
+
+    name: str
+    value: Value = None
+
+    def is_of(self, other: Feature) -> bool:
+        """Return whether another feature has the same name."""
+        return self.name == other.name
+
+    def joined(self, other: Feature) -> Feature:
+        """Return the feature of either of two problems: the lower threshold, or both values."""
+        if isinstance(self.value, int) and isinstance(other.value, int):
+            return Feature(self.name, min(self.value, other.value))
+        if isinstance(self.value, tuple) and isinstance(other.value, tuple):
+            return Feature(self.name, tuple(dict.fromkeys((*self.value, *other.value))))
+        return self
+
+
+def features_of(problem: Problem) -> list[Feature]:
+    """Return the features of a problem, those that kernels treat apart first.
+
+    Where two features vanish together, a failure is attributed to the first of them.
+    """
+    names = [
+        *("zero size", "empty rows", "grouped heads", "padded keys", "padded rows"),
+        *("predicate", "window left", "window right", "causal", "M > N", "M < N", "D != Dv"),
+    ]
+    found = [Feature(name) for name in names]
+    found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
+    found += [Feature(name, (str(getattr(problem, name)),)) for name in _FIELDS]
+    found += [Feature(f"layout of {name}") for name in TENSORS]
+    found += [Feature("several problems"), Feature("several entries"), Feature("several heads")]
+    for size in _SIZES:
+        found += [Feature(f"{size} above", getattr(problem, size) - 1)]
+        found += [Feature(f"{size} is no multiple", _MULTIPLE), Feature(f"{size} is 1")]
+    return [x for x in found if holds(x, problem)]
+
+
+def is_soft(feature: Feature) -> bool:
+    """Return whether another failure of the same cause may lack the feature.
+
+    A threshold of a size, or a family of inputs, is the one at which the error first shows.
+    """
+    words = feature.name.split()
+    return (words[0] in _SIZES and ">" not in words and "<" not in words and "!=" not in words) or (
+        feature.name in ("inputs", "dout", "sm_scale", "config", "several entries", "several heads")
+    )  # fmt: skip
+
+
+def holds(feature: Feature, problem: Problem) -> bool:
+    """Return whether a problem has a feature."""
+    name, value = feature
+    if name in _PREDICATES:
+        return _PREDICATES[name](problem)
+    if name in ("dtype", "config"):
+        return isinstance(value, tuple) and getattr(problem, name) in value
+    if name in _FIELDS:
+        return bool(getattr(problem, name) != getattr(_DEFAULT, name))
+    if name.startswith("layout of "):
+        return problem.layouts[TENSORS.index(name.split()[2])] != LAYOUTS[0]
+    size, _, kind = name.partition(" ")
+    number = getattr(problem, size)
+    if kind == "above":
+        assert isinstance(value, int)
+        return bool(number > value >= 1)
+    return bool(number == 1 if kind == "is 1" else number % _MULTIPLE)
+
+
+def without(feature: Feature, problem: Problem, configs: Iterable[str] = ()) -> Iterator[Problem]:
+    """Yield problems like the given one, but without a feature it has; nearest first.
+
+    ``configs`` are the tile configurations of the subject.
+    """
+    for change in _changes(feature, problem, configs):
+        try:
+            changed = dataclasses.replace(problem, **change)
+        except ValueError:
+            continue
+        if not holds(feature, changed):
+            yield changed
+
+
+def phrase(feature: Feature) -> str:
+    """Describe a feature in a few words."""
+    name, value = feature
+    if name in _FIELDS:
+        return _FIELDS[name].format(*(value if isinstance(value, tuple) else ("?",)))
+    if name in ("dtype", "config"):
+        return ", ".join(value if isinstance(value, tuple) else ())
+    if name.endswith(" above"):
+        return f"{name.split()[0]} > {value}"
+    if name.endswith(" is 1"):
+        return name.replace(" is ", " = ")
+    if name.endswith(" no multiple"):
+        return f"{name} of {value}"
+    if name.startswith("layout of "):
+        return f"{name.split()[2]} not contiguous"
+    return _PHRASES.get(name, name)
+
+
+_PHRASES = {
+    "zero size": "B, M or N of 0",
+    "empty rows": "rows that see no key",
+    "padded keys": "padded keys",
+    "padded rows": "padded rows",
+    "predicate": "a mask with a predicate",
+    "window left": "a window to the left",
+    "window right": "a window to the right",
+    "causal": "a causal mask",
+    "D != Dv": "Dv other than D",
+    "several problems": "several problems in a batch",
+    "several entries": "B > 1",
+    "several heads": "H > 1",
+}
+
+
+def _has_empty_rows(problem: Problem) -> bool:
+    B, H, M, N = problem.B, problem.H, problem.M, problem.N
+    if 0 in (B, M, N):
+        return B * M > 0
+    if B * H * M * N > _MOST_PAIRS:
+        return False
+    return not bool(problem.mask.dense(B, H, M, N).any(3).all())
+
+
+_PREDICATES: dict[str, Callable[[Problem], bool]] = {
+    "zero size": lambda x: 0 in (x.B, x.M, x.N),
+    "empty rows": _has_empty_rows,
+    "grouped heads": lambda x: x.G > 1,
+    "padded keys": lambda x: x.mask.seqlens_k is not None,
+    "padded rows": lambda x: x.mask.seqlens_q is not None,
+    "predicate": lambda x: not x.mask.is_plain,
+    "window left": lambda x: x.mask.window_left is not None,
+    "window right": lambda x: x.mask.window_right is not None,
+    "causal": lambda x: x.mask.causal,
+    "M > N": lambda x: x.M > x.N,
+    "M < N": lambda x: x.M < x.N,
+    "D != Dv": lambda x: x.D != x.Dv,
+    "several problems": lambda x: bool(x.seeds),
+    "several entries": lambda x: x.B > 1,
+    "several heads": lambda x: x.H > 1,
+}
+
+
+def _changes(
+    feature: Feature, problem: Problem, configs: Iterable[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield changes of fields that may remove a feature, smallest change first."""
+    name, _value = feature
+    mask, M, N = problem.mask, problem.M, problem.N
+    if name == "zero size":
+        yield {size: max(1, getattr(problem, size)) for size in ("B", "M", "N")}
+        yield {**{size: max(1, getattr(problem, size)) for size in ("B", "M", "N")}, "mask": Mask()}
+    elif name == "empty rows":
+        yield from _without_empty_rows(problem)
+    elif name == "grouped heads":
+        yield {"Hk": problem.H}
+        yield {"H": problem.Hk}
+    elif name in ("padded keys", "padded rows"):
+        field = "seqlens_k" if name == "padded keys" else "seqlens_q"
+        yield {"mask": _changed(mask, field, None)}
+    elif name == "predicate":
+        yield {"mask": _plain(mask)}
+    elif name in ("window left", "window right", "causal"):
+        field = {"window left": "window_left", "window right": "window_right"}.get(name, name)
+        yield {"mask": _changed(mask, field, False if name == "causal" else None)}
+    elif name in ("M > N", "M < N"):
+        yield from ({"M": size, "N": size} for size in (max(M, N), min(M, N)))
+        for size in (max(M, N), min(M, N)):
+            yield {"M": size, "N": size, "mask": _unpadded(mask)}
+    elif name == "D != Dv":
+        yield from ({"D": size, "Dv": size} for size in (problem.D, problem.Dv))
+    elif name in ("dtype", "config"):
+        yield from ({name: other} for other in (DTYPES if name == "dtype" else configs))
+    elif name in _FIELDS:
+        yield {name: getattr(_DEFAULT, name)}
+    elif name.startswith("layout of "):
+        place = TENSORS.index(name.split()[2])
+        layouts = problem.layouts
+        yield {"layouts": (*layouts[:place], LAYOUTS[0], *layouts[place + 1 :])}
+    elif name == "several problems":
+        yield {"seeds": (), "B": problem.B // len(problem.seeds), "mask": problem.part(0, 1).mask}
+    elif name == "several entries":
+        yield from ({"B": 1, "mask": mask.sliced((b,))} for b in range(min(problem.B, 2)))
+    elif name == "several heads":
+        yield {"H": 1, "Hk": 1}
+    else:
+        yield from _resized(feature, problem)
+
+
+def _resized(feature: Feature, problem: Problem) -> Iterator[dict[str, Any]]:
+    """Yield changes of a size, with its padding dropped where the lengths do not fit."""
+    size, _, kind = feature.name.partition(" ")
+    number = getattr(problem, size)
+    assert isinstance(feature.value, int | None)
+    up = -(-number // _MULTIPLE) * _MULTIPLE
+    wanted = {"above": feature.value, "is 1": 2}.get(kind, up)
+    both = ({size: wanted}, dict.fromkeys(("D", "Dv") if size[0] == "D" else ("M", "N"), wanted))
+    for change in both:
+        yield change
+        yield {**change, "mask": _unpadded(problem.mask)}
+
+
+def _plain(mask: Mask) -> Mask:
+    """Return a mask without its predicate."""
+    return Mask(
+        causal=mask.causal, window_left=mask.window_left, window_right=mask.window_right,
+        seqlens_q=mask.seqlens_q, seqlens_k=mask.seqlens_k,
+    )  # fmt: skip
+
+
+def _changed(mask: Mask, field: str, value: Any) -> Mask:
+    return dataclasses.replace(mask, **{field: value})
+
+
+def _unpadded(mask: Mask) -> Mask:
+    return dataclasses.replace(mask, seqlens_q=None, seqlens_k=None)
+
+
+def _without_empty_rows(problem: Problem) -> Iterator[dict[str, Any]]:
+    """Yield changes that may leave no row without a key: lengths, then sizes, then the mask."""
+    mask = problem.mask
+    _, keys = mask.lengths(problem.B, problem.M, problem.N)
+    if mask.seqlens_k is not None and 0 in keys:
+        yield {"mask": dataclasses.replace(mask, seqlens_k=tuple(x or problem.N for x in keys))}
+    if mask.seqlens_q is not None:
+        yield {"mask": dataclasses.replace(mask, seqlens_q=None)}
+    yield {"mask": _unpadded(mask)}
+    size = max(problem.M, problem.N, 1)
+    yield {"M": size, "N": size}
+    yield {"M": size, "N": size, "mask": _unpadded(mask)}
+    for kept in (Mask(causal=mask.causal), Mask(window_left=mask.window_left), Mask()):
+        padded = dataclasses.replace(kept, seqlens_q=mask.seqlens_q, seqlens_k=mask.seqlens_k)
+        yield {"mask": padded}
+        yield {"M": size, "N": size, "mask": kept}

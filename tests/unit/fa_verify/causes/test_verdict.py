@@ -1,0 +1,124 @@
+"""The verdict of a run: its lines, and that processes share the causes behind it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.search.causes import RootCause
+from fa_verify.properties.search.features import Feature
+from fa_verify.pytest_plugin.causes.shared import Shared
+from fa_verify.pytest_plugin.causes.verdict import Counts, explained, if_intended, title, verdict
+from tests.unit.fa_verify.gate.test_gate import runs
+
+# Two defects: softmax of rows without a key, and dk and dv of grouped heads rounded too early.
+KERNEL = """
+import torch
+
+def attention(q, k, v, *, mask, sm_scale):
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1).float() for x in (k, v))
+    seen = mask.dense(*q.shape[:3], k.shape[2])
+    scores = (q.float() @ k.mT * sm_scale).masked_fill(~seen, -torch.inf)
+    return (torch.softmax(scores, -1) @ v).to(q.dtype)
+
+attention.p_dtype, attention.p_normalised = "fp32", True
+attention.dtypes = ("fp16", "bf16", "fp32")
+attention.dirty = ("zero", "noise")
+"""
+NAN = RootCause(
+    number=1, kind="NaN", features=(Feature("empty rows"),), outputs=("out", "dv"),
+    dtypes=("fp16", "fp32"), all_dtypes=True, guarantee="G1 accuracy",
+    told="G1 accuracy: out of attention leaves the derived bound", replay="pytest --kernel=a.py:f "
+    """--replay='{"version":1,"M":2,"mask":{"type":"Mask","causal":true}}'""",
+    problem=Problem(M=2, mask=Mask(causal=True)), passing=Problem(M=1, mask=Mask(causal=True)),
+    finding={"got": "nan", "want": "0.0", "bound": "0.0", "output": "out"},
+)  # fmt: skip
+
+
+def test_the_verdict_names_causes_and_what_they_explain():
+    reasons = {"attention declares no pooled": 3, "needs tensors of 4 GiB": 1,
+               "needs tensors of 8 GiB": 1}  # fmt: skip
+    lines = [
+        *verdict("a.py:f", Counts(3, 2, reasons), explained([NAN], {1: ["a", "b"]}, {"c": "E"}))
+    ]
+    assert lines[0] == (
+        "a.py:f  FAILED  2 causes, 5 checks: 3 failed, 2 hold, 5 not asked (2 reasons)"
+    )
+    assert lines[2] == "1  Rows that see no key give NaN    explains 2 of 3 failures"
+    assert lines[3:8] == [
+        "   out, dv; every dtype; needs rows that see no key",
+        "   smallest: M=2 N=1 fp32 causal    fa-verify explain --kernel=a.py:f "
+        """'{"version":1,"M":2,"mask":{"type":"Mask","causal":true}}'""",
+        "   passes with M=1",
+        "   looks like: softmax of a row of -inf without a guard",
+        "",
+    ]
+    assert lines[8:] == ["2  E    explains 1 of 3 failures", "   in c"]
+
+
+def test_a_run_without_failures_holds_and_one_without_checks_is_not_verified():
+    assert [*verdict("f", Counts(0, 2, {}), [])] == ["f  HOLDS  2 checks hold, 0 not asked"]
+    (line,) = verdict("f", Counts(0, 0, {"no GPU": 4}), [])
+    assert line.startswith("f  NOT VERIFIED")
+
+
+@pytest.mark.parametrize(
+    ("features", "said", "declared"),
+    [
+        ((), "Every problem gives NaN", ""),
+        ((Feature("zero size"),), "Sizes of 0 give NaN", "zero_sizes=False"),
+        ((Feature("M > N"), Feature("causal")), "Problems of M > N give NaN, with a causal mask",
+         "m_ne_n=False"),
+        ((Feature("N above", 16),), "Problems with N > 16 give NaN", ""),
+    ],
+)  # fmt: skip
+def test_titles_and_declarations_follow_from_features(features, said, declared):
+    cause = RootCause(**{**vars(NAN), "features": features})
+    assert title(cause) == said
+    assert if_intended(cause) == declared
+
+
+def test_processes_share_causes_and_join_parts_of_one(tmp_path):
+    one, other = Shared(tmp_path), Shared(tmp_path)
+    narrow = RootCause(**{**vars(NAN), "features": (Feature("empty rows"), Feature("causal"))})
+    first = one.add(narrow)
+    assert other.known() == [RootCause(**{**vars(narrow), "number": first})]
+    second = other.add(NAN)
+    assert [x.number for x in one.known()] == [second]
+    assert one.number(first) == second
+    assert one.add(narrow) == second
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """The output of a run with workers and of one that stops, on the kernel above."""
+    folder = tmp_path_factory.mktemp("verdict")
+    (folder / "kernels.py").write_text(KERNEL)
+    kernel, tests = f"--kernel={folder}/kernels.py:attention", "tests/conformance"
+    few = [f"{tests}/test_accuracy.py", f"{tests}/test_logic.py", "-k", "element or 130 or light"]
+    return runs([kernel, *few, "-n", "2"], [kernel, *few, "-x"])
+
+
+def test_a_kernel_with_two_defects_has_two_causes(said):
+    (text, code), _ = said
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "  FAILED  2 causes, " in text
+    assert "Rows that see no key give NaN" in text
+    assert "looks like: softmax of a row of -inf without a guard" in text
+    assert "looks like: dk and dv of grouped heads are rounded before they are added" in text
+    assert 'if intended, declare group_sum="dtype"' in text
+    # Every failure is explained, and none is printed at length.
+    failed = int(re.search(r"(\d+) failed", text)[1])
+    parts = re.findall(rf"explains (\d+) of {failed} failures?", text)
+    assert sum(map(int, parts)) >= failed > 2
+    assert "Violation" not in text
+
+
+def test_x_stops_after_the_first_cause(said):
+    _, (text, code) = said
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "  FAILED  1 cause, 1 check: 1 failed" in text

@@ -1,0 +1,130 @@
+"""The probe finds which inputs a kernel takes, from its refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fa_verify.oracles.problem import Problem
+from fa_verify.probing.probe import probe, refuted
+from fa_verify.probing.trying import attempt, stripped
+from fa_verify.properties.subjects.attention_kernel import attention_kernel
+from fa_verify.properties.subjects.subject import Subject
+
+DECODING = "takes one row"
+
+
+def exact(q, k, v, *, mask, sm_scale):
+    """Attention in float64; rows without a visible key give 0."""
+    groups = q.shape[1] // k.shape[1]
+    wide = q.double(), *(x.double().repeat_interleave(groups, 1) for x in (k, v))
+    seen = mask.dense(*q.shape[:3], k.shape[2], device=q.device)
+    scores = (wide[0] @ wide[1].mT * sm_scale).masked_fill(~seen, -torch.inf)
+    p = torch.softmax(scores, -1).nan_to_num(0.0)
+    return (p @ wide[2]).to(q.dtype)
+
+
+def refusing(word: str):
+    """A kernel that raises ValueError for one kind of input."""
+
+    def kernel(q, k, v, *, mask, sm_scale):
+        (_, H, M, D), (Hk, N), Dv = q.shape, k.shape[1:3], v.shape[3]
+        lengths = mask.seqlens_k is not None
+        limits = {
+            "dtypes": q.dtype == torch.float64,
+            "head_dims": D % 16 != 0 or Dv % 16 != 0,
+            "seqlen_multiple": M % 8 != 0 or N % 8 != 0,
+            "gqa": H != Hk,
+            "m_ne_n": M != N,
+            "dv_ne_d": D != Dv,
+            "zero_sizes": 0 in (M, N),
+            "masks": lengths,
+            "layouts": not all(x.is_contiguous() for x in (q, k, v)),
+            "only_one_row": M != 1,
+        }
+        if limits[word]:
+            raise ValueError(word)
+        return exact(q, k, v, mask=mask, sm_scale=sm_scale)
+
+    return kernel
+
+
+def probed(kernel):
+    return probe(Subject.of(kernel, "kernel"), topics=("domain",))
+
+
+LIMITS = {
+    "dtypes": ("fp16", "bf16", "fp32"),
+    "head_dims": (16, 32, 48, 64, 80, 96, 128, 256),
+    "seqlen_multiple": 8,
+    "gqa": False,
+    "m_ne_n": False,
+    "dv_ne_d": False,
+    "zero_sizes": False,
+    "masks": ("causal", "window", "custom"),
+    "only_one_row": True,
+}
+
+
+@pytest.mark.parametrize("word", LIMITS)
+def test_a_limit_is_found_with_the_call_that_shows_it(word):
+    answer = probed(refusing(word))[word]
+    assert answer.value == LIMITS[word]
+    assert answer.certainty == "shown"
+    shown = Problem.from_json(answer.replay)
+    assert "ValueError" in attempt(stripped(Subject.of(refusing(word), "kernel")), shown).error
+
+
+def test_a_kernel_that_takes_everything_has_no_limit():
+    found = probed(exact)
+    assert {word: found[word].value for word in LIMITS} == {
+        "dtypes": ("fp16", "bf16", "fp32", "fp64"), "head_dims": None, "seqlen_multiple": 1,
+        "gqa": True, "m_ne_n": True, "dv_ne_d": True, "zero_sizes": True,
+        "masks": ("causal", "window", "padding", "custom"), "only_one_row": False,
+    }  # fmt: skip
+    assert found["layouts"].value is None
+    assert found["backward"].value is True
+    assert found["score_mods"].value == ()
+
+
+def test_contiguous_layouts_are_found():
+    assert "bhsd" in probed(refusing("layouts"))["layouts"].value
+    assert "transposed" not in probed(refusing("layouts"))["layouts"].value
+
+
+def test_a_kernel_without_gradients_is_found():
+    answer = probed(lambda q, k, v, **beside: exact(q, k, v, **beside).detach())["backward"]
+    assert (answer.value, answer.certainty) == (False, "shown")
+
+
+def test_wrong_results_are_no_limit():
+    """A wrong head is a defect, which the checks report: the probe does not hide it."""
+
+    def first_head(q, k, v, *, mask, sm_scale):
+        wrong = k[:, :1].expand(-1, k.shape[1], -1, -1)
+        return exact(q, wrong, v * (1 + (q.shape[1] > 1)), mask=mask, sm_scale=sm_scale)
+
+    answer = probed(first_head)["gqa"]
+    assert answer.value is True
+    assert "a defect, not a limit: out" in answer.evidence
+
+
+def test_a_kernel_that_ignores_its_arguments_is_found():
+    def fixed(q, k, v, *, mask, sm_scale):
+        causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(~causal, -torch.inf)
+        return torch.softmax(scores, -1) @ v
+
+    found = probed(fixed)
+    assert found["always_causal"].value is True
+    assert found["fixed_scale"].value is True
+    assert found["ignored_masks"].value == ("causal", "window", "padding", "custom")
+    assert found["masks"].value == ()
+
+
+def test_a_declaration_that_promises_too_much_is_refuted():
+    declares = attention_kernel(masks=("causal", "padding"), gqa=False)
+    subject = Subject.of(declares(refusing("masks")), "kernel")
+    (sentence,) = refuted(subject, probe(subject))
+    assert "declares masks=('causal', 'padding')" in sentence
+    assert "ValueError: masks" in sentence

@@ -1,0 +1,136 @@
+"""Failures are grouped by cause: planted faults alone, in pairs, and in any order."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.accuracy import accuracy
+from fa_verify.properties.checks.invariance import sequence
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.search.causes import Failure, Known, RootCause, described, difference
+from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.subject import Subject
+
+EMPTY = Problem(M=2, N=1, mask=Mask(causal=True))
+GROUPED = Problem(H=4, Hk=2, M=3, N=2, dtype="fp16")
+LONG = Problem(M=20, N=3)
+WIDE = Problem(M=2, N=3, Dv=8)
+BOTH = Problem(H=4, M=5, N=3, dtype="bf16", mask=Mask(causal=True))
+
+
+def runner_of(*faults: str) -> Runner:
+    """A runner of attention in float64 with planted faults."""
+
+    def attention(q, k, v, *, mask, sm_scale):
+        groups = q.shape[1] // k.shape[1]
+        if "raises" in faults and q.shape[3] != v.shape[3]:
+            raise RuntimeError(f"sizes {q.shape[3]} and {v.shape[3]}")
+        if "rounded" in faults:
+            k, v = (x.repeat_interleave(groups, 1).double() for x in (k, v))
+        else:
+            k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
+        seen = mask.dense(*q.shape[:3], k.shape[2])
+        weights = (q.double() @ k.mT * sm_scale).masked_fill(~seen, -math.inf).softmax(3)
+        if "unguarded" not in faults:
+            weights = torch.where(seen, weights, 0.0)
+        out = weights @ v
+        if "second tile" in faults:
+            out = torch.cat([out[:, :, :16], 2 * out[:, :, 16:]], 2)
+        return out.to(q.dtype)
+
+    attention.p_dtype, attention.p_normalised = "fp32", True
+    return Runner(Subject.of(attention, "attention"), Tally())
+
+
+def causes_of(runner: Runner, problem: Problem, store: Known) -> list[RootCause]:
+    """The causes of a problem that fails the check of accuracy."""
+    findings = runner.findings(problem, accuracy)
+    assert findings
+    numbers = Failure(runner, accuracy, findings, store).causes()
+    store.known()
+    return [store.causes[store.number(x)] for x in numbers]
+
+
+PLANTED = {
+    "unguarded": (EMPTY, "NaN", {"empty rows"}),
+    "rounded": (GROUPED, "slight", {"grouped heads", "dtype"}),
+    "second tile": (LONG, "error", {"M above"}),
+    "raises": (WIDE, "raises RuntimeError", {"D != Dv"}),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_cause_has_the_features_that_its_fault_needs(fault):
+    problem, kind, needed = PLANTED[fault]
+    runner = runner_of(fault)
+    (cause,) = causes_of(runner, problem, Known())
+    assert cause.kind.split(" at ")[0] == kind
+    hard = {x.name for x in cause.hard}
+    assert hard == needed
+    assert runner.findings(cause.problem, accuracy)
+    assert cause.passing is not None
+    judged = runner.judged
+    assert not runner.findings(cause.passing, accuracy)
+    assert runner.judged > judged
+
+
+PAIRS = (("unguarded", "rounded"), ("second tile", "raises"))
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, *(x[::-1] for x in PAIRS)], ids="-".join)
+def test_two_faults_have_two_causes_in_any_order(pair):
+    runner, store = runner_of(*pair), Known()
+    for fault in pair:
+        causes_of(runner, PLANTED[fault][0], store)
+    found = [{x.name for x in cause.hard} for cause in store.known()]
+    assert sorted(map(sorted, found)) == sorted(sorted(PLANTED[fault][2]) for fault in pair)
+
+
+def test_a_known_cause_explains_other_problems_in_other_dtypes():
+    runner, store = runner_of("unguarded"), Known()
+    causes_of(runner, EMPTY, store)
+    for mask in (Mask(seqlens_k=(0,)), Mask(window_right=0), Mask(causal=True, seqlens_k=(3,))):
+        problem = Problem(H=2, Hk=2, M=6, N=5, dtype="bf16", mask=mask)
+        causes_of(runner, problem, store)
+    assert len(store.known()) == 1
+
+
+def test_a_fault_behind_a_known_one_is_found_on_a_problem_without_it():
+    runner, store = runner_of("unguarded", "rounded"), Known()
+    causes_of(runner, EMPTY, store)
+    # Its rows without a key give NaN, which hides the rounding.
+    (cause,) = causes_of(runner, BOTH, store)
+    assert {x.name for x in cause.hard} == {"grouped heads", "dtype"}
+
+
+def test_a_declaration_with_which_the_failures_pass_is_named():
+    (cause,) = causes_of(runner_of("rounded"), GROUPED, Known())
+    assert cause.declarations == ('group_sum="dtype"',)
+    (cause,) = causes_of(runner_of("second tile"), LONG, Known())
+    assert cause.declarations == ()
+
+
+def test_a_wrong_call_among_others_is_explained_by_its_own_problem():
+    runner, store = runner_of("unguarded"), Known()
+    (cause,) = causes_of(runner, EMPTY, store)
+    plain = Problem(M=3, N=3)
+    findings = runner.findings(plain, sequence)
+    assert findings[0].guarantee == "G13 state"
+    assert Failure(runner, sequence, findings, store).causes() == [cause.number]
+
+
+def test_a_cause_survives_json():
+    for fault, (problem, *_) in PLANTED.items():
+        (cause,) = causes_of(runner_of(fault), problem, Known())
+        assert RootCause.of(json.loads(json.dumps(cause.record()))) == cause
+
+
+def test_problems_are_described_by_what_they_have():
+    assert described(EMPTY) == "M=2 N=1 fp32 causal"
+    assert difference(EMPTY, Problem(M=1, N=1)) == "M=1, no mask"

@@ -1,0 +1,40 @@
+"""Features of problems, and the problems without them."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.problems.strategies import problems
+from fa_verify.properties.search.features import Feature, features_of, holds, phrase, without
+
+
+@given(problems())
+def test_a_problem_without_a_feature_lacks_it(problem):
+    for feature in features_of(problem):
+        assert holds(feature, problem)
+        assert phrase(feature)
+        found = [*without(feature, problem, ("default", "other"))]
+        assert found, feature
+        assert not any(holds(feature, x) for x in found)
+
+
+@given(problems())
+def test_features_are_plain_data(problem):
+    for name, value in json.loads(json.dumps(features_of(problem))):
+        feature = Feature(name, tuple(value) if isinstance(value, list) else value)
+        assert feature in features_of(problem)
+
+
+def test_rows_that_see_no_key_are_a_feature_whatever_hides_the_keys():
+    for problem in (
+        Problem(M=2, N=1, mask=Mask(causal=True)),
+        Problem(M=2, N=3, mask=Mask(seqlens_k=(0,))),
+        Problem(M=5, N=2, mask=Mask(window_right=1)),
+        Problem(M=2, N=0),
+    ):
+        assert Feature("empty rows") in features_of(problem)
+    assert Feature("empty rows") not in features_of(Problem(M=3, N=3, mask=Mask(causal=True)))

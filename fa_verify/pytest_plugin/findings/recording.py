@@ -126,7 +126,7 @@ class Recording:
         waivers = self.config.pluginmanager.get_plugin("waivers")
         for waiver in [] if waivers is None else waivers.records():
             self._write(kind="waiver", **waiver)
-                causes = self.config.pluginmanager.get_plugin("causes")
+        causes = self.config.pluginmanager.get_plugin("causes")
         for number, cause in enumerate(causes.explained() if self.path else (), 1):
             record = cause.record(number)
             record.get("finding", {}).pop("heat", None)

@@ -62,6 +62,8 @@ class Probed:
             for answer in self.answers
             if answer.word in WORDS and answer.value is not None
         }
+        if found.get("always_causal"):
+            found["masks"] = (*found.get("masks", ()), "causal")
         check_declarations(self.kernel, found)
         return found
 

@@ -73,9 +73,10 @@ def judged_elements(subject: Subject, problem: Problem) -> int:
 
 
 def _reads_forward(subject: Subject, problem: Problem, numerics: Numerics) -> bool:
-    """Return whether the gradients are judged given the forward."""
+    """Return whether the gradients are judged given the forward, all of which is returned."""
     apart = numerics.group_sum == "dtype" and problem.H > problem.Hk
-    return subject.backward and numerics.backward_reads == ("out", "lse") and not apart
+    returns = subject.backward and subject.returns_lse is not False
+    return returns and numerics.backward_reads == ("out", "lse") and not apart
 
 
 def spreads_of(trial: Trial) -> dict[str, Spread]:
@@ -91,6 +92,8 @@ def spreads_of(trial: Trial) -> dict[str, Spread]:
     given = None
     if _reads_forward(trial.subject, problem, numerics):
         given = forward_read(trial, got.out, got.lse)
+    if given is not None and given.lse is None:
+        given = None  # computed, and not returned
     of_outputs = (trial.want.out, trial.want.dq, trial.want.dk, trial.want.dv)
     return spreads(
         *trial.inputs[:5], given=given, weights=Weights(*(_weight(x) for x in of_outputs)),

@@ -127,7 +127,8 @@ class Recording:
         for waiver in [] if waivers is None else waivers.records():
             self._write(kind="waiver", **waiver)
         causes = self.config.pluginmanager.get_plugin("causes")
-        for number, cause in enumerate(causes.explained() if self.path else (), 1):
+        explained = [] if causes is None or self.path is None else causes.explained()
+        for number, cause in enumerate(explained, 1):
             record = cause.record(number)
             record.get("finding", {}).pop("heat", None)
             self._write(**{**record, "kind": "cause", "fault": record.get("kind", "")})

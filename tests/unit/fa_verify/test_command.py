@@ -22,7 +22,8 @@ import torch
 from fa_verify import attention_kernel
 
 DECLARED = attention_kernel(
-    p_dtype="fp32", p_normalised=True, dtypes=("fp32",), masks=(), gqa=False, zero_sizes=False
+    p_dtype="fp32", p_normalised=True, dtypes=("fp32",), masks=(), gqa=False, zero_sizes=False,
+    devices=("cpu",),
 )
 
 

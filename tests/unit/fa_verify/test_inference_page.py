@@ -105,8 +105,10 @@ def test_the_adapter_of_flash_attn_holds(subject, device):
 )
 def test_a_fault_in_a_kernel_of_the_page_is_found(subject, device, code, right, wrong):
     assert code.count(right) == 1
+    # Not every problem shows the fault; a GPU's are others.
+    problems = 6 if device == "cpu" else 40
     found = verify(
-        subject(code.replace(right, wrong)), problems=6, device=device, guarantees=("G1",)
+        subject(code.replace(right, wrong)), problems=problems, device=device, guarantees=("G1",)
     )
     assert found.findings, str(found)
 

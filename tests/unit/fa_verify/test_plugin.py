@@ -51,7 +51,9 @@ BROKEN = """
 import warnings
 
 
-@attention_kernel(p_dtype="fp32", p_normalised=True, dtypes=("fp32",), masks=(), gqa=False)
+@attention_kernel(
+    p_dtype="fp32", p_normalised=True, dtypes=("fp32",), masks=(), gqa=False, devices=("cpu",)
+)
 def broken(q, k, v, *, mask, sm_scale):
     return attention(q, k, v, mask=mask, sm_scale=sm_scale) * 1.01
 
@@ -131,8 +133,8 @@ def test_without_its_options_the_plugin_is_inert(site, folder):
     assert seen.pop("plugins") == [NAME]
     without = state(site, folder, f"-pno:{NAME}")
     assert without.pop("plugins") == []
+    # Other plugins of an environment may import some of them.
     assert seen == without
-    assert seen["heavy"] == []
 
 
 def test_a_conftest_and_the_entry_point_register_the_plugin_once(site, folder):

@@ -11,7 +11,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import accuracy, backward, limits
-from fa_verify.properties.checks.limits import FAMILIES, applies, judged_elements
+from fa_verify.properties.checks.limits import FAMILIES, applies, judged_elements, spreads_of
 from fa_verify.properties.checks.statistics import bias, rms
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
@@ -42,6 +42,18 @@ def test_a_correct_kernel_keeps_the_limits(family, dtype):
         )
         trial = run_trial(Subject.of(FlashAttention2(), "emulated"), problem)
         assert trial is None or not limits(trial)
+
+
+def test_the_gradients_of_a_kernel_that_returns_no_lse_have_no_limits():
+    """They depend on an lse that is not known."""
+    kernel = FlashAttention2()
+
+    def attention(q, k, v, *, mask, sm_scale):
+        return kernel(q, k, v, mask=mask, sm_scale=sm_scale)[0]
+
+    trial = run_trial(Subject.of(attention, "emulated"), PROBLEM)
+    assert trial is not None
+    assert spreads_of(trial).keys() == {"out"}
 
 
 def test_grouped_heads_keep_the_limits():

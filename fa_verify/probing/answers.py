@@ -22,7 +22,7 @@ class Answer:
 
     Args:
         word: The property: the name of a declaration, or another word that has none.
-        value: Its value; None if it is undecided.
+        value: Its value; None if it is undecided, or None is what a declaration says.
         certainty: "shown", "tried" or "undecided".
         evidence: The observation, as a sentence.
         replay: The input that shows it, one line of JSON: a problem, or an experiment. Empty if no

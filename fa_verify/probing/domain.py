@@ -15,7 +15,7 @@ from fa_verify.oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.trying import Tried, attempt
 from fa_verify.properties.problems.strategies import HEAD_DIMS
-from fa_verify.properties.subjects.declarations import SCORE_MODS
+from fa_verify.properties.subjects.declarations import DEFAULT_SCALE, SCORE_MODS
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["domain_of", "smallest"]
@@ -219,15 +219,15 @@ def _ignored(subject: Subject, base: Problem) -> Iterator[Answer]:
     other = dataclasses.replace(base, sm_scale=4 * base.scale)
     tried = attempt(subject, other, backward=False)
     if tried.error:
-        yield Answer("fixed_scale", True, "shown", tried.error, tried.replay)
+        yield Answer("fixed_scale", DEFAULT_SCALE, "shown", tried.error, tried.replay)
         return
     for mask in (Mask(), Mask(causal=True)):
         if tried.resembles(tried.reference(mask, other.scale).out):
-            yield Answer("fixed_scale", False, "shown", "out follows sm_scale", tried.replay)
+            yield Answer("fixed_scale", None, "shown", "out follows sm_scale", tried.replay)
             return
         if tried.resembles(tried.reference(mask, base.scale).out):
             seen = f"with sm_scale = {other.scale:g}, out is that of {base.scale:g}"
-            yield Answer("fixed_scale", True, "shown", seen, tried.replay)
+            yield Answer("fixed_scale", DEFAULT_SCALE, "shown", seen, tried.replay)
             return
     yield undecided("fixed_scale", "out resembles neither scale", tried.replay)
 

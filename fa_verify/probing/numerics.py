@@ -91,8 +91,9 @@ class _Limits:
 
     def scaled(self, problem: Problem, scale: float) -> Problem:
         """Return a problem with a scale, unless the kernel ignores the scale."""
-        fixed = self.found["fixed_scale"].value is not False
-        return problem if fixed else dataclasses.replace(problem, sm_scale=scale)
+        found = self.found["fixed_scale"]
+        follows = found.value is None and found.certainty == "shown"
+        return dataclasses.replace(problem, sm_scale=scale) if follows else problem
 
     def long(self, dtype: str, axis: str) -> Problem:
         """Return a problem with several tiles along an axis."""

@@ -62,6 +62,8 @@ class Probed:
             for answer in self.answers
             if answer.word in WORDS and answer.value is not None
         }
+        if found.get("always_causal") and "causal" not in found.get("masks", ()):
+            found["masks"] = ("causal", *found.get("masks", ()))
         check_declarations(self.kernel, found)
         return found
 

@@ -223,18 +223,25 @@ class Violation(AssertionError):  # noqa: N818  # a failed check, not an error o
     Args:
         findings: The findings, at least one.
         claim: The check, a function from a trial to its findings; None if no trial shows them.
+        again: Draws the same problems again, for another runner; None if none were drawn.
 
     Attributes:
         causes: The numbers of the causes that explain the findings.
+        beyond: Number of problems that were judged beyond these causes.
     """
 
     def __init__(
-        self, findings: list[Finding], claim: Callable[[Any], list[Finding]] | None = None
+        self,
+        findings: list[Finding],
+        claim: Callable[[Any], list[Finding]] | None = None,
+        again: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__("\n" + "\n".join(str(finding) for finding in findings))
         self.findings = findings
         self.claim = claim
+        self.again = again
         self.causes: list[int] = []
+        self.beyond = 0
 
 
 @dataclass(frozen=True)

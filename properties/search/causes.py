@@ -26,7 +26,7 @@ from fa_verify.properties.search.minimize import complexity, minimized
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["Failure", "Known", "RootCause", "Store", "described", "difference"]
+__all__ = ["Beyond", "Failure", "Known", "RootCause", "Store", "described", "difference"]
 
 # Time to minimise a problem and to find its features.
 SECONDS = 30.0
@@ -120,6 +120,8 @@ class RootCause:
         if not self.features and _first(self.guarantee) != _first(other.guarantee):
             return False
         theirs = {x.name: x.value for x in other.features}
+        if " at " in self.kind:  # an exception of the same line
+            return any(x.name in theirs for x in self.hard)
         return all(
             x.name in theirs and (x.name != "dtype" or _within(theirs[x.name], x.value))
             for x in self.hard
@@ -273,6 +275,10 @@ class Failure:
             cause = self._new(found)
             return [self.store.add(cause)]
         return found
+
+    def explained(self) -> bool:
+        """Return whether causes known already explain the failure."""
+        return isinstance(self._known(self.problem, self.store.known(), note=True), list)
 
     def _of(self, problem: Problem) -> _Outcome:
         """Run the check on a problem, once. A problem that is excluded counts as not judged."""
@@ -440,6 +446,34 @@ class Failure:
     def _judges(self, problem: Problem, dtype: str) -> bool:
         """Return whether a problem is judged in a dtype."""
         return self._of(dataclasses.replace(problem, dtype=dtype)).judged
+
+
+class Beyond(Runner):
+    """Judges problems beyond known causes: a failure that they explain counts as passing.
+
+    Each such failure is judged on a problem beside it that avoids a cause.
+
+    Args:
+        runner: Provides the subject, the tally and the watchdog.
+        store: The causes of the run.
+        seconds: Time after which problems count as passing.
+    """
+
+    def __init__(self, runner: Runner, store: Store, seconds: float) -> None:
+        super().__init__(runner.subject, runner.tally, runner.watching, runner.mask)
+        self.store = store
+        self._end = time.monotonic() + seconds
+        # Judges the problems beside a failing one.
+        self._runner = runner
+
+    def findings(self, problem: Problem, claim: Check) -> list[Finding]:
+        """Return the findings of a problem, unless known causes explain them."""
+        if time.monotonic() > self._end:
+            return []
+        found = super().findings(problem, claim)
+        if found and Failure(self._runner, claim, found, self.store).explained():
+            return []
+        return found
 
 
 def _dtypes_of(subject: Subject) -> tuple[str, ...]:

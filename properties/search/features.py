@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
 
@@ -55,8 +57,8 @@ def features_of(problem: Problem) -> list[Feature]:
     Where two features vanish together, a failure is attributed to the first of them.
     """
     names = [
-        *("zero size", "empty rows", "grouped heads", "padded keys", "padded rows"),
-        *("predicate", "window left", "window right", "causal", "M > N", "M < N", "D != Dv"),
+        *("zero size", "empty rows", "grouped heads", "hidden keys", "padded keys", "padded rows"),
+        *("predicate", "window left", "right bound", "causal", "M > N", "M < N", "D != Dv"),
     ]
     found = [Feature(name) for name in names]
     found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
@@ -119,7 +121,8 @@ def phrase(feature: Feature) -> str:
     if name in _FIELDS:
         return _FIELDS[name].format(*(value if isinstance(value, tuple) else ("?",)))
     if name in ("dtype", "config"):
-        return ", ".join(value if isinstance(value, tuple) else ())
+        words = ", ".join(value if isinstance(value, tuple) else ())
+        return f"inputs in {words}" if name == "dtype" else f"the configuration {words}"
     if name.endswith(" above"):
         return f"{name.split()[0]} > {value}"
     if name.endswith(" is 1"):
@@ -134,11 +137,12 @@ def phrase(feature: Feature) -> str:
 _PHRASES = {
     "zero size": "B, M or N of 0",
     "empty rows": "rows that see no key",
+    "hidden keys": "a mask that hides keys",
     "padded keys": "padded keys",
     "padded rows": "padded rows",
     "predicate": "a mask with a predicate",
     "window left": "a window to the left",
-    "window right": "a window to the right",
+    "right bound": "keys hidden to the right",
     "causal": "a causal mask",
     "D != Dv": "Dv other than D",
     "several problems": "several problems in a batch",
@@ -147,24 +151,37 @@ _PHRASES = {
 }
 
 
-def _has_empty_rows(problem: Problem) -> bool:
+def _seen(problem: Problem) -> torch.Tensor | None:
+    """Return the dense mask; None if it is empty or too large to make."""
     B, H, M, N = problem.B, problem.H, problem.M, problem.N
-    if 0 in (B, M, N):
-        return B * M > 0
-    if B * H * M * N > _MOST_PAIRS:
-        return False
-    return not bool(problem.mask.dense(B, H, M, N).any(3).all())
+    if not 0 < B * H * M * N <= _MOST_PAIRS:
+        return None
+    return problem.mask.dense(B, H, M, N)
+
+
+def _has_empty_rows(problem: Problem) -> bool:
+    seen = _seen(problem)
+    if seen is None:
+        return problem.N == 0 < problem.B * problem.M
+    return not bool(seen.any(3).all())
+
+
+def _hides_keys(problem: Problem) -> bool:
+    """Return whether a row sees some keys, but not all."""
+    seen = _seen(problem)
+    return seen is not None and bool((seen.any(3) & ~seen.all(3)).any())
 
 
 _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "zero size": lambda x: 0 in (x.B, x.M, x.N),
     "empty rows": _has_empty_rows,
     "grouped heads": lambda x: x.G > 1,
+    "hidden keys": _hides_keys,
     "padded keys": lambda x: x.mask.seqlens_k is not None,
     "padded rows": lambda x: x.mask.seqlens_q is not None,
     "predicate": lambda x: not x.mask.is_plain,
     "window left": lambda x: x.mask.window_left is not None,
-    "window right": lambda x: x.mask.window_right is not None,
+    "right bound": lambda x: x.mask.right is not None,
     "causal": lambda x: x.mask.causal,
     "M > N": lambda x: x.M > x.N,
     "M < N": lambda x: x.M < x.N,
@@ -186,6 +203,8 @@ def _changes(
         yield {**{size: max(1, getattr(problem, size)) for size in ("B", "M", "N")}, "mask": Mask()}
     elif name == "empty rows":
         yield from _without_empty_rows(problem)
+    elif name == "hidden keys":
+        yield {"mask": Mask()}
     elif name == "grouped heads":
         yield {"Hk": problem.H}
         yield {"H": problem.Hk}
@@ -194,9 +213,14 @@ def _changes(
         yield {"mask": _changed(mask, field, None)}
     elif name == "predicate":
         yield {"mask": _plain(mask)}
-    elif name in ("window left", "window right", "causal"):
-        field = {"window left": "window_left", "window right": "window_right"}.get(name, name)
-        yield {"mask": _changed(mask, field, False if name == "causal" else None)}
+    elif name == "window left":
+        yield {"mask": _changed(mask, "window_left", None)}
+        yield from _hiding_otherwise(name, problem)
+    elif name == "right bound":
+        yield {"mask": dataclasses.replace(mask, causal=False, window_right=None)}
+        yield from _hiding_otherwise(name, problem)
+    elif name == "causal":
+        yield {"mask": dataclasses.replace(mask, causal=False, window_right=0)}
     elif name in ("M > N", "M < N"):
         yield from ({"M": size, "N": size} for size in (max(M, N), min(M, N)))
         for size in (max(M, N), min(M, N)):
@@ -219,6 +243,17 @@ def _changes(
         yield {"H": 1, "Hk": 1}
     else:
         yield from _resized(feature, problem)
+
+
+def _hiding_otherwise(name: str, problem: Problem) -> Iterator[dict[str, Any]]:
+    """Yield masks that hide keys, or all keys, by other means than the named one."""
+    if name != "right bound":
+        yield {"mask": Mask(causal=True)}
+    if name != "window left":
+        yield {"mask": Mask(window_left=0)}
+    for keys in (0, problem.N - 1):
+        if keys >= 0:
+            yield {"mask": Mask(seqlens_k=(keys,) * problem.B)}
 
 
 def _resized(feature: Feature, problem: Problem) -> Iterator[dict[str, Any]]:

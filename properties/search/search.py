@@ -248,7 +248,11 @@ def attack(
         __tracebackhide__ = True
         first = violation.findings
         smallest = minimized(first[0].problem, first, _of_supported(runner, claim))
-        raise Violation(smallest, claim) from None
+
+        def again(other: Runner) -> None:
+            attack(other, claim, strategy, seed=seed, steer=steer, settings=settings)
+
+        raise Violation(smallest, claim, again) from None
 
 
 def plainest(runner: Runner, findings: list[Finding], claim: Check) -> list[Finding]:

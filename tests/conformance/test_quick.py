@@ -16,7 +16,7 @@ def pytest_generate_tests(metafunc):
     config = metafunc.config
     found = [*entries_for(subject_of(config), device_of(config))]
     # The number keeps names apart, and its order is that of the kills.
-    names = [f"{i}-{x.problem.dtype}-{x.problem.config}" for i, x in enumerate(found)]
+    names = [f"{i:03}-{x.problem.dtype}-{x.problem.config}" for i, x in enumerate(found)]
     metafunc.parametrize("entry", found, ids=names)
 
 
@@ -25,7 +25,7 @@ def test_a_problem_that_kills_faults_holds(runner, entry):
     claim = in_turn({name: CHECKS[name] for name in entry.checks}, unchecked)
     findings = runner.findings(entry.problem, claim)
     if findings:
-        raise Violation(plainest(runner, findings, claim))
+        raise Violation(plainest(runner, findings, claim), claim)
     if runner.refusals:
         pytest.skip(", ".join(runner.refusals))
     if not runner.judged:

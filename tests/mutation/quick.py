@@ -9,8 +9,9 @@ which kill_order.json holds. Half of the independent and of the subtle faults fo
 mechanical mutants. Batch by batch, each mutant meets the problems chosen so far, the deadliest
 first, and then all others in their usual order. The first that kills it is chosen.
 
-``fill`` adds the other problems, the cheapest first, as long as all of them take no more CPU time
-than the budget. A sample of mutants does not show each problem's use.
+``fill`` measures the CPU time of all problems and keeps those of the most kills a second, up to
+the budget. A problem counts half a kill more than were measured, because a sample of mutants does
+not show the use of each.
 
 ``measure`` takes the other half, and other mechanical mutants. It counts those that the chosen
 problems kill and those that only the other problems kill, and names the latter. Mutants that
@@ -32,7 +33,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
@@ -64,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     planned = asked(pool)
     warmed(planned)
     sources = sources_of(PACKAGE)
-    mutants = [*_mutants(sources, options.every, options.command == "measure")]
+    halves = _mutants(sources, options.every, options.command == "measure")
+    mutants = [x for x in halves if options.only in ("", x[0])]
     if options.command == "fill":
         _fill(pool, planned, options)
     elif options.command == "choose":
@@ -87,8 +89,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument(
-        "--budget", type=float, default=60.0, help="fill: CPU time of all problems, in seconds"
+        "--budget", type=float, default=30.0, help="fill: CPU time of all problems, in seconds"
     )
+    parser.add_argument("--only", default="", metavar="LIST", help="measure: mutants of this list")
     parser.add_argument("--seed", type=int, default=0, help="measure: other values in the problems")
     return parser.parse_args(arguments)
 
@@ -199,30 +202,40 @@ def _cost(step: Step, planned: PlannedRun) -> float:
     return time.process_time() - started
 
 
+def _key(record: dict[str, Any]) -> str:
+    """An entry of quick.json without its kills."""
+    return json.dumps([record["problem"], record["checks"]])
+
+
 def _fill(pool: Sequence[Step], planned: Sequence[PlannedRun], options: argparse.Namespace) -> None:
     from fa_verify.quick import FILE
 
-    chosen = json.loads(FILE.read_text(encoding="utf-8"))
-    known = [(json.dumps(x["problem"]), *x["checks"]) for x in chosen]
+    kills = {_key(x): x["kills"] for x in json.loads(FILE.read_text(encoding="utf-8"))}
     works = [partial(_cost, *x) for x in zip(pool, planned, strict=True)]
     costs = {x.number: x.value for x in in_forks(works, jobs=options.jobs, seconds=3600.0)}
     records = [
-        {"problem": json.loads(x.problem.to_json()), "checks": x.checks, "kills": 0} for x in pool
+        {"problem": json.loads(x.problem.to_json()), "checks": list(x.checks), "kills": 0}
+        for x in pool
     ]
-    keys = [(json.dumps(x["problem"]), *x["checks"]) for x in records]
-    total = sum(costs[number] for number, key in enumerate(keys) if key in known)
-    for number in sorted(costs, key=costs.__getitem__):
-        if keys[number] not in known and total + costs[number] <= options.budget:
+    for record in records:
+        record["kills"] = kills.get(_key(record), 0)
+    order = sorted(costs, key=lambda i: -(records[i]["kills"] + 0.5) / costs[i])
+    total, chosen = 0.0, []
+    for number in order:
+        if total + costs[number] <= options.budget:
             total += costs[number]
-            chosen.append(records[number])
-    FILE.write_text(json.dumps(chosen, indent=1) + "\n", encoding="utf-8")
-    left_out = [i for i in costs if records[i] not in chosen and keys[i] not in known]
+            chosen.append(number)
+    content = [records[i] for i in sorted(chosen, key=lambda i: -records[i]["kills"])]
+    FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(
         f"{len(chosen)} of {len(pool)} problems take {total:.0f} s of {sum(costs.values()):.0f} s"
     )
-    for number in sorted(left_out):
+    for number in sorted({*costs} - {*chosen}):
         checks, problem = ", ".join(pool[number].checks), pool[number].problem.to_json()
-        print(f"left out: {costs[number]:.1f} s, {checks}: {problem}")
+        print(
+            f"left out: {costs[number]:.1f} s, {records[number]['kills']} kills, "
+            f"{checks}: {problem}"
+        )
 
 
 def _measure(

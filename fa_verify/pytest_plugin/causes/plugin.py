@@ -7,6 +7,7 @@ where its check and its subject are. The processes of a run share the causes in 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -15,14 +16,19 @@ from typing import Any
 import pytest
 
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.search.causes import Failure
+from fa_verify.properties.search.causes import Beyond, Failure
+from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import Counts, Explained, explained, verdict
 from fa_verify.session import CONFORMANCE, is_ours, subject_of
 
 __all__ = ["Causes"]
 
-_CAUSES = "causes"
+# Names of the properties of a report: the numbers of causes, and the number of problems judged
+# beyond them.
+_CAUSES, _BEYOND = "causes", "beyond causes"
+# Time to draw the problems of a failed test again.
+SECONDS = 60.0
 
 
 class Causes:
@@ -42,6 +48,7 @@ class Causes:
         self._tests: dict[int, list[str]] = {}
         self._others: dict[str, str] = {}
         self._reasons: Counter[str] = Counter()
+        self._beyond = 0
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -65,8 +72,32 @@ class Causes:
         try:
             failure = Failure(runner, violation.claim, violation.findings, self.store)
             violation.causes = failure.causes()
+            if not self._stops:
+                self._go_on(runner, violation)
         except Exception as error:
             violation.add_note(f"it has no cause: {type(error).__name__}: {error}")
+
+    @property
+    def _stops(self) -> bool:
+        """Whether the run ends with its first failure, or draws on by itself."""
+        return self.config.option.maxfail == 1 or self.config.pluginmanager.has_plugin("fuzzing")
+
+    def _go_on(self, runner: Runner, violation: Violation) -> None:
+        """Draw the problems of a failed test again, and explain failures beyond known causes.
+
+        The findings of each new cause follow those that the test has.
+        """
+        again, end = violation.again, time.monotonic() + SECONDS
+        while again is not None and (left := end - time.monotonic()) > 0:
+            beyond = Beyond(runner, self.store, left)
+            try:
+                again(beyond)
+            except Violation as more:
+                violation.findings += more.findings
+                violation.causes += Failure(runner, more.claim, more.findings, self.store).causes()
+            else:
+                again = None
+            violation.beyond += beyond.judged
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -76,7 +107,8 @@ class Causes:
         report = yield
         error = call.excinfo.value if call.excinfo else None
         if isinstance(error, Violation) and error.causes:
-            report.user_properties.append((_CAUSES, list(error.causes)))
+            report.user_properties.append((_CAUSES, sorted({*error.causes})))
+            report.user_properties.append((_BEYOND, error.beyond))
         return report
 
     @pytest.hookimpl(tryfirst=True)
@@ -86,7 +118,9 @@ class Causes:
             return
         if report.failed:
             self._outcomes[report.nodeid] = "failed"
-            numbers = dict(report.user_properties).get(_CAUSES, ())
+            told = dict(report.user_properties)
+            numbers = told.get(_CAUSES, ())
+            self._beyond += told.get(_BEYOND, 0)
             for number in numbers:
                 self._tests.setdefault(number, []).append(report.nodeid)
             if not numbers:
@@ -141,6 +175,12 @@ class Causes:
         name = "fa_kernels" if is_ours(self.config) else subject_of(self.config).source
         for line in verdict(name, self.counts(), self.explained()):
             terminalreporter.write_line(line)
+        if self._beyond:
+            terminalreporter.write_line("")
+            terminalreporter.write_line(
+                f"The failed checks drew again, without these causes: {self._beyond:,} problems, "
+                "no other cause."
+            )
 
     def pytest_unconfigure(self) -> None:
         """Remove the folder that the processes shared."""

@@ -67,16 +67,19 @@ _ABOUT = {
     "zero size": "Sizes of 0",
     "empty rows": "Rows that see no key",
     "grouped heads": "Grouped heads",
+    "hidden keys": "Masks that hide keys",
     "padded keys": "Padded keys",
     "padded rows": "Padded rows",
     "predicate": "Masks with a predicate",
     "window left": "Windows to the left",
-    "window right": "Windows to the right",
+    "right bound": "Masks bounded to the right",
     "causal": "Causal masks",
     "M > N": "Problems of M > N",
     "M < N": "Problems of M < N",
     "D != Dv": "Problems of Dv other than D",
 }
+# Features of masks that hide keys.
+_HIDING = ("empty rows", "padded keys", "predicate", "window left", "right bound", "causal")
 # Declarations that exclude the problems with a feature.
 _EXCLUDING = {
     "zero size": "zero_sizes=False",
@@ -88,7 +91,6 @@ _EXCLUDING = {
     "padded rows": 'masks without "padding"',
     "predicate": 'masks without "custom"',
     "window left": 'masks without "window"',
-    "window right": 'masks without "window"',
     "dirty": "dirty=..., the values that padding may hold",
     "dlse": "lse_grad=False",
 }
@@ -100,7 +102,7 @@ def title(cause: RootCause) -> str:
     first = features[0] if features else None
     about = "Every problem" if first is None else _ABOUT.get(first.name) or _problems_with(first)
     one = first is None
-    beyond = [phrase(x) for x in features[1:] if x.name not in ("dtype", "several heads")]
+    beyond = [phrase(x) for x in features[1:] if x.name != "several heads"]
     also = f", with {' and '.join(beyond)}" if beyond else ""
     outputs = ", ".join(cause.outputs) or "a result"
     does = {
@@ -119,12 +121,16 @@ def title(cause: RootCause) -> str:
 def _main(cause: RootCause) -> list[Feature]:
     """Return the features to name: the hard ones; else all."""
     named = [x for x in cause.hard if x.name != "dtype" or not cause.all_dtypes]
+    if any(x.name in _HIDING for x in named):
+        named = [x for x in named if x.name != "hidden keys"]
+    if any(x.name == "causal" for x in named):
+        named = [x for x in named if x.name != "right bound"]
     return sorted(named, key=lambda x: x.name == "dtype")
 
 
 def _problems_with(feature: Feature) -> str:
     if feature.name == "dtype":
-        return f"Inputs in {phrase(feature)}"
+        return phrase(feature).capitalize()
     return f"Problems with {phrase(feature)}"
 
 

@@ -55,7 +55,7 @@ def collected(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         if record["kind"] == "test":
             found["tests"] += 1
             _count(record, of)
-        else:
+        elif record["kind"] != "cause":
             found |= {key: value for key, value in record.items() if key not in ("kind", "name")}
     for each in guarantees.values():
         each["skipped"] = dict(each["skipped"])

@@ -122,10 +122,15 @@ class Recording:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write the records of the waivers and of the totals."""
+        """Write the records of the waivers and causes, and that of the totals."""
         waivers = self.config.pluginmanager.get_plugin("waivers")
         for waiver in [] if waivers is None else waivers.records():
             self._write(kind="waiver", **waiver)
+        causes = self.config.pluginmanager.get_plugin("causes")
+        for number, cause in enumerate(causes.explained() if self.path else (), 1):
+            record = cause.record(number)
+            record.get("finding", {}).pop("heat", None)
+            self._write(**{**record, "kind": "cause", "fault": record.get("kind", "")})
         record = self.tally.record()
         self._write(
             kind="end",

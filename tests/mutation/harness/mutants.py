@@ -322,8 +322,8 @@ _RUNS = (
         ),
         (
             "the default scale is passed",
-            "mask=problem.mask, sm_scale=problem.scale, **config",
-            "mask=problem.mask, sm_scale=problem.D**-0.5, **config",
+            '"sm_scale": problem.scale,',
+            '"sm_scale": problem.D**-0.5,',
         ),
     ),
     *faults_of(

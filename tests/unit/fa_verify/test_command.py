@@ -101,7 +101,7 @@ def test_a_quick_run_judges_the_chosen_problems_and_finds_a_fault(folder):
     done = run(folder, "check", "my.py:broken", "--quick", *first)
     assert done.returncode == 1, done.stdout + done.stderr
     # On the plainest problem, not on the one that was chosen.
-    assert """--replay='{"version":1}'""" in done.stdout
+    assert """explain --kernel=my.py:broken '{"version":1}'""" in done.stdout
 
 
 def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
@@ -111,6 +111,9 @@ def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
     records = [json.loads(x) for x in (folder / "found.jsonl").read_text().splitlines()]
     assert records[0]["kind"] == "subject"
     assert any(record.get("findings") for record in records)
+    (cause,) = [record for record in records if record["kind"] == "cause"]
+    assert cause["explain"] == f"fa-verify {line}"
+    assert cause["explains"] == [x["test"] for x in records if x.get("outcome") == "failed"]
     again = run(folder, *shlex.split(line))
     assert again.returncode == 1, again.stdout + again.stderr
     assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout

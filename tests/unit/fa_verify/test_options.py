@@ -342,7 +342,7 @@ def test_a_wrong_kernel_fails_with_a_line_that_replays_it(told):
 
 def configured(kernel: str | None) -> SimpleNamespace:
     """A stub of a pytest.Config with --fa-kernel."""
-    return SimpleNamespace(stash=pytest.Stash(), getoption=lambda name, default=None: kernel)
+    return SimpleNamespace(stash=pytest.Stash(), getoption={"--fa-kernel": kernel}.get)
 
 
 @pytest.mark.parametrize("kernel", [None, "ours", OURS])

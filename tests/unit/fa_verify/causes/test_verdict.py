@@ -93,6 +93,16 @@ def test_processes_share_causes_and_join_parts_of_one(tmp_path):
     assert one.add(narrow) == second
 
 
+def test_exceptions_of_one_line_are_joined_if_they_share_a_feature(tmp_path):
+    store, fields = Shared(tmp_path), {**vars(NAN), "kind": "raises IndexError at a.py:3"}
+    number = store.add(RootCause(**fields))
+    features = (Feature("empty rows"), Feature("dtype", ("fp16",)))
+    assert store.add(RootCause(**{**fields, "features": features})) == number
+    elsewhere = {**fields, "features": features, "kind": "raises IndexError at a.py:4"}
+    assert store.add(RootCause(**elsewhere)) != number
+    assert store.add(RootCause(**{**fields, "features": (Feature("zero size"),)})) != number
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     """The output of a run with workers and of one that stops, on the kernel above."""
@@ -111,6 +121,7 @@ def test_a_kernel_with_two_defects_has_two_causes(said):
     assert "looks like: softmax of a row of -inf without a guard" in text
     assert "looks like: dk and dv of grouped heads are rounded before they are added" in text
     assert 'if intended, declare group_sum="dtype"' in text
+    assert re.search(r"drew again, without these causes: [\d,]+ problems, no other cause", text)
     # Every failure is explained, and none is printed at length.
     failed = int(re.search(r"(\d+) failed", text)[1])
     parts = re.findall(rf"explains (\d+) of {failed} failures?", text)

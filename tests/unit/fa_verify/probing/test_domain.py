@@ -117,7 +117,7 @@ def test_a_kernel_that_ignores_its_arguments_is_found():
 
     found = probed(fixed)
     assert found["always_causal"].value is True
-    assert found["fixed_scale"].value is True
+    assert found["fixed_scale"].value == "1/sqrt(D)"
     assert found["ignored_masks"].value == ("causal", "window", "padding", "custom")
     assert found["masks"].value == ()
 

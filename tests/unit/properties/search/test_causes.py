@@ -7,20 +7,30 @@ import math
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.checks.invariance import sequence
+from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.search.causes import Failure, Known, RootCause, described, difference
-from fa_verify.properties.search.search import Runner
+from fa_verify.properties.search.causes import (
+    Beyond,
+    Failure,
+    Known,
+    RootCause,
+    described,
+    difference,
+)
+from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 
 EMPTY = Problem(M=2, N=1, mask=Mask(causal=True))
 GROUPED = Problem(H=4, Hk=2, M=3, N=2, dtype="fp16")
 LONG = Problem(M=20, N=3)
 WIDE = Problem(M=2, N=3, Dv=8)
+CAUSAL = Problem(H=2, Hk=2, M=4, N=5, mask=Mask(causal=True))
 BOTH = Problem(H=4, M=5, N=3, dtype="bf16", mask=Mask(causal=True))
 
 
@@ -40,6 +50,12 @@ def runner_of(*faults: str) -> Runner:
         if "unguarded" not in faults:
             weights = torch.where(seen, weights, 0.0)
         out = weights @ v
+        if "causal scaled" in faults and mask.causal:
+            out = 1.5 * out
+        if "bound scaled" in faults and mask.right is not None:
+            out = 1.5 * out
+        if "hidden scaled" in faults and bool((seen.any(3) & ~seen.all(3)).any()):
+            out = 1.5 * out
         if "second tile" in faults:
             out = torch.cat([out[:, :, :16], 2 * out[:, :, 16:]], 2)
         return out.to(q.dtype)
@@ -61,6 +77,9 @@ PLANTED = {
     "unguarded": (EMPTY, "NaN", {"empty rows"}),
     "rounded": (GROUPED, "slight", {"grouped heads", "dtype"}),
     "second tile": (LONG, "error", {"M above"}),
+    "causal scaled": (CAUSAL, "error", {"right bound", "causal"}),
+    "bound scaled": (CAUSAL, "error", {"right bound"}),
+    "hidden scaled": (CAUSAL, "error", {"hidden keys"}),
     "raises": (WIDE, "raises RuntimeError", {"D != Dv"}),
 }
 
@@ -134,3 +153,20 @@ def test_a_cause_survives_json():
 def test_problems_are_described_by_what_they_have():
     assert described(EMPTY) == "M=2 N=1 fp32 causal"
     assert difference(EMPTY, Problem(M=1, N=1)) == "M=1, no mask"
+
+
+def test_drawing_goes_on_past_a_known_cause():
+    runner, store = runner_of("unguarded", "rounded"), Known()
+    # The first fails for both faults, the second for a known one, the third for none.
+    drawn = st.sampled_from([BOTH, EMPTY, Problem()])
+    with pytest.raises(Violation) as failed:
+        attack(runner, accuracy, st.just(EMPTY), seed="", settings=draws(2))
+    Failure(runner, accuracy, failed.value.findings, store).causes()
+    with pytest.raises(Violation) as failed:
+        attack(Beyond(runner, store, 60.0), accuracy, drawn, seed="", settings=draws(20))
+    Failure(runner, accuracy, failed.value.findings, store).causes()
+    assert [cause.kind for cause in store.known()] == ["NaN", "slight"]
+    # Every failure is explained now.
+    beyond = Beyond(runner, store, 60.0)
+    failed.value.again(beyond)
+    assert beyond.judged > 0

@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,21 @@ def _short() -> list[str]:
         problem = finding["problem"].replace('"version":1,', "").replace(',"device":"cuda"', "")
         rows.append((subject["about"], what, got, want, f"`{problem}`"))
     return markdown(("kernel", "finding", "`got`", "`want`", "smallest problem"), rows)
+
+
+# The lowest versions with which ``fa-verify check`` was run.
+_TRIED = {
+    "torch": "2.11.0, on a GPU", "triton": "3.6.0, on a GPU", "numpy": "1.24.4",
+    "hypothesis": "6.139.3", "pytest": "8.0.2", "pytest-xdist": "3.3.1", "pytest-timeout": "2.1.0",
+}  # fmt: skip
+
+
+def _floors() -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["triton"]]
+    floors = [re.match(r"([a-z-]+)>=([\d.]+)", line) for line in required]
+    rows = [(f"`{x[1]}`", x[2], _TRIED[x[1]]) for x in floors if x]
+    return markdown(("package", "required", "lowest tried"), rows)
 
 
 def _versions() -> list[str]:
@@ -311,6 +327,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "power-out": lambda: _power("out"),
     "power-families": _power_families,
     "options": _options,
+    "floors": _floors,
     "problem-fields": _problem_fields,
     "mask-fields": _mask_fields,
     "problem-names": _problem_names,

@@ -252,7 +252,7 @@ def _run(of_pytest: Sequence[str]) -> int:
     arguments = [
         str(_TESTS), f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}", f"--config-file={os.devnull}",
         # The package is imported already, and its assertions need no rewriting.
-        "-W", "ignore:Module already imported so cannot be rewritten; fa_verify",
+        "-W", "ignore:Module already imported so cannot be rewritten",
         "-p", _PLUGIN, "-p", "no:cacheprovider", "-o", "console_output_style=classic",
     ]  # fmt: skip
     if _version("pytest-timeout") is not None:

@@ -123,7 +123,7 @@ class CrashReports:
         """Prepend how the worker ended, its problem and the replay line to xdist's message."""
         node: Any = report.node  # type: ignore[attr-defined]
         record = Record.read(self._file(node.gateway.id))
-        stack = (record and record.stack) or _dumped(self._log(node.gateway.id))
+        stack = _of_kernel((record and record.stack) or _dumped(self._log(node.gateway.id)))
         if record is not None:
             record = dataclasses.replace(record, stack=stack)
         if record is None:
@@ -139,8 +139,8 @@ class CrashReports:
         report.longrepr = f"{said}\n{report.longrepr}"
         # Title the report with the test's name; xdist uses the file's name.
         report.location = (*report.location[:2], crashitem.partition("::")[2] or crashitem)
-        own = [line for line in stack if not line.startswith(_LIBRARIES)]
-        before, self._frame = self._frame, next(iter([*own, *stack]), "")
+        own = (line for line in stack if not line.startswith(_LIBRARIES))
+        before, self._frame = self._frame, next(own, next(iter(stack), ""))
         self._died = True
         if self._restarts is None and self._frame and self._frame == before:
             self._stop = (
@@ -179,6 +179,12 @@ def _dumped(log: Path) -> tuple[str, ...]:
     _, _, last = text.rpartition("(most recent call first):")
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', last, re.MULTILINE)
     return tuple(f"{file}:{line} in {name}" for file, line, name in frames[:FRAMES])
+
+
+def _of_kernel(stack: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the frames down to the kernel's outermost one; all if none is outside of libraries."""
+    own = [i for i, line in enumerate(stack) if not line.startswith(_LIBRARIES)]
+    return stack[: own[-1] + 1] if own else stack
 
 
 def _ending(node: Any) -> str:

@@ -460,7 +460,7 @@ class Beyond(Runner):
     """
 
     def __init__(self, runner: Runner, store: Store, seconds: float) -> None:
-        super().__init__(runner.subject, runner.tally, runner.watching, runner.mask)
+        super().__init__(runner.subject, runner.tally, runner.watching, runner.mask, runner.waived)
         self.store = store
         self._end = time.monotonic() + seconds
         # Judges the problems beside a failing one.

@@ -73,7 +73,12 @@ class Runner:
         source, mask = self.subject.source, self.mask
         if source or mask:
             found = [dataclasses.replace(x, kernel=source, mask=mask) for x in found]
-        return [x for x in found if not self.waived(x)]
+        kept = [x for x in found if not self.waived(x)]
+        if len(kept) < len(found):
+            # The error of an output with known failures alone leads no search.
+            known = {x.output for x in found} - {x.output for x in kept}
+            self.peaks = {name: peak for name, peak in self.peaks.items() if name not in known}
+        return kept
 
     def _findings(self, problem: Problem, claim: Check) -> list[Finding]:
         self.peaks = {}

@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc):
     """Parametrize with the regression files."""
     if "path" in metafunc.fixturenames:
         files = metafunc.config.pluginmanager.get_plugin("regression-files")
-        metafunc.parametrize("path", files.paths, ids=lambda path: path.stem)
+        metafunc.parametrize("path", files.paths, ids=[path.stem for path in files.paths])
 
 
 def every_guarantee(trial, beside=(), failing=None):

@@ -13,6 +13,7 @@ import pytest
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.watchdog import EXIT_CUDA_ERROR, EXIT_HANG
+from fa_verify.pytest_plugin import crash_reports
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 
 ROOT = Path(__file__).parents[3]
@@ -170,9 +171,10 @@ def test_the_report_says_where_it_dies(parallel):
     assert "Segmentation fault" not in parallel.stderr
 
 
-def test_a_stack_has_ten_lines(parallel):
+def test_no_frame_of_pytest_follows_the_kernel(parallel):
     report = report_of("test_dies", parallel.stdout)
-    assert sum(line.startswith("  at ") for line in report.splitlines()) == 10
+    (line,) = (line for line in report.splitlines() if line.startswith("  at "))
+    assert "test_it.py" in line
 
 
 def test_a_death_outside_of_problems_blames_none(parallel):
@@ -234,6 +236,14 @@ def test_a_single_process_reports_a_crash_on_stderr(run, test, seed, code):
     assert done.returncode == code
     assert f"replay: pytest --replay='{Problem(seed=seed).to_json()}'" in done.stderr
     assert done.left_behind == []
+
+
+def test_a_stack_ends_with_the_frames_of_the_kernel():
+    library, suite = Path(os.__file__), Path(crash_reports.__file__)
+    stack = (f"{library}:1 in f", "/home/me/kernel.py:2 in g", f"{suite}:3 in h")
+    assert crash_reports._of_kernel(stack) == stack[:2]
+    assert crash_reports._of_kernel(stack[::2]) == stack[::2]
+    assert crash_reports._of_kernel(()) == ()
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf", "", 0.0])

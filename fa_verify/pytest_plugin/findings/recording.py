@@ -1,7 +1,7 @@
 """A pytest plugin that writes the outcome of every test, with its findings, to a file.
 
-The file holds one JSON object per line: first the subject, then the tests as they end, last the
-totals. An interrupted run leaves a readable file.
+The file holds one JSON object per line: first the subject, then the tests as they end, the
+causes of their failures, and last the totals. An interrupted run leaves a readable file.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class Recording:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Write the records of the causes, and that of the totals."""
         causes = self.config.pluginmanager.get_plugin("causes")
-        for number, cause in enumerate(causes.explained() if self.path else (), 1):
+        explained = causes.explained() if causes and self.path else ()
+        for number, cause in enumerate(explained, 1):
             record = cause.record(number)
             record.get("finding", {}).pop("heat", None)
             self._write(**{**record, "kind": "cause", "fault": record.get("kind", "")})

@@ -34,6 +34,8 @@ SECONDS = 30.0
 _SLIGHT = 100.0
 # Rows and keys that are added to the smallest problem, so that a picture shows where it errs.
 _GROWN = 39
+# Factor of the sizes at which a fault of tiles is sought in dtypes whose tiles may be wider.
+_WIDER = 4
 # Problems without a feature that are tried: one of them may fail for another cause.
 _NEAREST = 3
 _STATISTICS = ("RMS", "bias", "limit", "identities", "backward")
@@ -383,7 +385,7 @@ class Failure:
                 passing.append((is_soft(feature), beside))
         ranked = min(passing, key=lambda x: (x[0], _distance(x[1], smallest)), default=None)
         nearest = None if ranked is None else ranked[1]
-        dtypes = self._dtypes(smallest, nearest)
+        dtypes = self._dtypes(smallest, nearest, needed)
         others = [x for x in _dtypes_of(subject) if x not in dtypes and self._judges(smallest, x)]
         if others:
             needed.append(Feature("dtype", dtypes))
@@ -433,15 +435,35 @@ class Failure:
                 return None
         return None
 
-    def _dtypes(self, problem: Problem, passing: Problem | None) -> tuple[str, ...]:
-        """Return the dtypes in which a problem fails, and the one beside it passes."""
-        found = []
-        for dtype in _dtypes_of(self.runner.subject):
-            fails = self._unexplained(dataclasses.replace(problem, dtype=dtype))
-            there = passing is None or self._of(dataclasses.replace(passing, dtype=dtype)).passes
-            if dtype == problem.dtype or (fails and there):
-                found.append(dtype)
-        return tuple(found)
+    def _dtypes(
+        self, problem: Problem, passing: Problem | None, needed: list[Feature]
+    ) -> tuple[str, ...]:
+        """Return the dtypes in which a problem fails, and the one beside it passes.
+
+        Tiles of another dtype may be wider, so that its problem fails from larger sizes on.
+        """
+        grown = {
+            size: _WIDER * getattr(problem, size)
+            for size in ("M", "N")
+            if Feature(f"{size} above", getattr(problem, size) - 1) in needed
+        }
+        pairs = [(problem, passing)]
+        if grown:
+            larger = dataclasses.replace(problem, **grown)
+            hard = [x for x in needed if not is_soft(x)]
+            beside = next(self._beside(larger, hard), None) if hard else None
+            pairs.append((larger, beside))
+        return tuple(
+            dtype
+            for dtype in _dtypes_of(self.runner.subject)
+            if dtype == problem.dtype or any(self._parts(*pair, dtype) for pair in pairs)
+        )
+
+    def _parts(self, problem: Problem, passing: Problem | None, dtype: str) -> bool:
+        """Return whether, in a dtype, one problem fails and the other passes."""
+        if not self._unexplained(dataclasses.replace(problem, dtype=dtype)):
+            return False
+        return passing is None or self._of(dataclasses.replace(passing, dtype=dtype)).passes
 
     def _judges(self, problem: Problem, dtype: str) -> bool:
         """Return whether a problem is judged in a dtype."""

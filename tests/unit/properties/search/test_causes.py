@@ -56,6 +56,9 @@ def runner_of(*faults: str) -> Runner:
             out = 1.5 * out
         if "hidden scaled" in faults and bool((seen.any(3) & ~seen.all(3)).any()):
             out = 1.5 * out
+        if "wide tile" in faults:
+            tile = 16 if q.dtype == torch.float32 else 32
+            out = torch.cat([out[:, :, :tile], 2 * out[:, :, tile:]], 2)
         if "second tile" in faults:
             out = torch.cat([out[:, :, :16], 2 * out[:, :, 16:]], 2)
         return out.to(q.dtype)
@@ -80,6 +83,7 @@ PLANTED = {
     "causal scaled": (CAUSAL, "error", {"right bound", "causal"}),
     "bound scaled": (CAUSAL, "error", {"right bound"}),
     "hidden scaled": (CAUSAL, "error", {"hidden keys"}),
+    "wide tile": (LONG, "error", {"M above"}),
     "raises": (WIDE, "raises RuntimeError", {"D != Dv"}),
 }
 

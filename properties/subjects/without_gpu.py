@@ -1,4 +1,4 @@
-"""Advice for kernels that ask for a GPU where there is none."""
+"""Advice for kernels that ask for a GPU or for Triton where there is none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _AUTOTUNER = "triton/runtime/autotuner.py"
 
 
 def advice(error: BaseException) -> str:
-    """Return what to change in a kernel that raised ``error``; empty unless it asked for a GPU."""
+    """Return what to do where a kernel raised ``error``; empty unless it lacks a GPU or Triton."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+        return "pip install 'fa-verify[triton]' installs it"
     if not any(text in str(error) for text in _NO_GPU):
         return ""
     frames = traceback.extract_tb(error.__traceback__)

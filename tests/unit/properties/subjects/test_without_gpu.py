@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 import pytest
 import torch
@@ -76,5 +77,14 @@ def test_pytorch_without_a_gpu_is_recognised():
     assert "q.device" in advice(info.value)
 
 
+def test_a_kernel_that_lacks_triton_is_told_what_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    path = tmp_path / "needs_triton.py"
+    path.write_text("import triton\n")
+    with pytest.raises(ValueError, match=r"pip install 'fa-verify\[triton\]' installs it$"):
+        load(f"{path}:attention")
+
+
 def test_other_errors_get_no_advice():
+    assert advice(ModuleNotFoundError("No module named 'other'", name="other")) == ""
     assert advice(ValueError("N must be even")) == ""

@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,11 @@ from urllib.parse import quote
 
 import pytest
 
+import fa_verify
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.atomic_write import write_atomically
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.pytest_plugin.waivers import guarantee_of
 from fa_verify.session import subject_of
 
 __all__ = ["Sarif", "document", "place_of"]
@@ -62,9 +63,8 @@ class Sarif:
         if not report.failed or hasattr(self.config, "workerinput"):
             return
         text = str(report.longrepr)
-        found = re.search(r"^(?:E\s+)?(G\d+ [a-z ]+):", text, re.MULTILINE)
         other = {
-            "guarantee": found[1] if found else FAILURE, "output": "", "size": "",
+            "guarantee": guarantee_of(text) or FAILURE, "output": "", "size": "",
             "message": f"{report.nodeid.rpartition('::')[2]}\n{text}",
         }  # fmt: skip
         self.failures += getattr(report, "sarif", [other])
@@ -103,7 +103,10 @@ def document(
     for failure in failures:
         groups.setdefault((failure["guarantee"], failure["output"]), []).append(failure)
     rules = [*dict.fromkeys(guarantee for guarantee, _ in groups)]
-    version = importlib.metadata.version("fa-verify") if _is_installed() else "0"
+    try:
+        version = fa_verify.__version__
+    except importlib.metadata.PackageNotFoundError:
+        version = "0"
     return {
         "$schema": SCHEMA,
         "version": "2.1.0",
@@ -185,11 +188,3 @@ def _line_of(path: Path, name: str) -> int:
 
 def _rule(guarantee: str) -> str:
     return guarantee.replace(" ", "-")
-
-
-def _is_installed() -> bool:
-    try:
-        importlib.metadata.version("fa-verify")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

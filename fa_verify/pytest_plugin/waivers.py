@@ -17,7 +17,7 @@ import pytest
 
 from fa_verify.properties.comparison.compare import Finding, Violation
 
-__all__ = ["Waiver", "Waivers", "read"]
+__all__ = ["Waiver", "Waivers", "guarantee_of", "read"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,12 @@ def read(path: Path) -> list[Waiver]:
             )
         found.append(Waiver(*parts, line=number))
     return found
+
+
+def guarantee_of(text: str) -> str:
+    """Return the guarantee that a failure message names, as pytest prints it; empty if none."""
+    found = re.search(r"^(?:E\s+)?(G\d+ [a-z ]+):", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 class Waivers:
@@ -140,8 +146,7 @@ class Waivers:
 
     def _expect(self, report: Any, test: str) -> None:
         text = str(report.longrepr)
-        guarantee = re.search(r"^(?:E\s+)?(G\d+ [a-z ]+):", text, re.MULTILINE)
-        waiver = self._match(guarantee[1] if guarantee else "", text, test)
+        waiver = self._match(guarantee_of(text), text, test)
         if waiver is not None:
             report.outcome, report.wasxfail = "skipped", waiver.reason
 

@@ -370,9 +370,19 @@ def _pieces(x: Chunk, pairs: int) -> Iterator[tuple[slice, Chunk]]:
                 hidden=x.hidden[here],
                 empty=x.empty[here],
                 query_tiles=x.query_tiles[here],
-                added=tuple(y[here] for y in x.added),
             ),
         )
+
+
+def _folded(given: Returned, x: Chunk) -> Returned:
+    """Folds a group's heads into rows, as in a chunk."""
+    return Returned(
+        *(None if y is None else y.reshape(*x.empty.shape, *y.shape[3:]) for y in given)
+    )
+
+
+def _of_pieces(given: Returned, here: slice) -> Returned:
+    return Returned(*(None if y is None else y[here] for y in given))
 
 
 def spreads(
@@ -398,7 +408,8 @@ def spreads(
         v: (B, Hk, N, Dv).
         dout: (B, H, M, Dv).
         dlse: (B, H, M), or None.
-        given: The results of the forward that the backward reads; None skips the gradients.
+        given: The results of the forward that the backward reads. None skips the gradients, and so
+            does a result that is not returned.
         weights: Weights of sums.
         mask: The mask.
         sm_scale: Factor on q.k, > 0.
@@ -406,25 +417,22 @@ def spreads(
         numerics: The subject's declared numerics.
         rows: Height of a chunk; None limits its memory.
     """
-    # Tall chunks of few heads: every chunk adds to all keys of its heads.
     c, truncates = constants(in_dtype, numerics), stored_format(in_dtype) is not None
     (B, H), (Hk, N) = q.shape[:2], k.shape[1:3]
     if rows is None:
+        # Tall chunks of few heads: every chunk adds to all keys of its heads.
         rows = max(1, min(_PAIRS // (H // Hk * N), _SEEN // (B * H * N)))
     of_rows: dict[str, list[Spread]] = {"out": [], "dq": []}
     of_keys: dict[tuple[str, int], _Keys] = {}
+    if given is not None and (given.out is None or given.lse is None):
+        given = None
     of_dk, of_dv = (y.reshape(B * Hk, N, -1) for y in (weights.dk, weights.dv))
     inputs = (q, k, v, dout, dlse, None, None)
     for rows_here, chunk in chunks(*inputs, mask=mask, apart=1, rows=rows):
         of_out, of_dq = (
             y[:, :, rows_here].reshape(*chunk.empty.shape, -1) for y in (weights.out, weights.dq)
         )
-        # With a group's heads folded into rows, as in a chunk.
-        back = [] if given is None else [
-            y.reshape(*chunk.empty.shape, *y.shape[3:])
-            for y in given.rows(rows_here)
-            if y is not None
-        ]  # fmt: skip
+        back = None if given is None else _folded(given.rows(rows_here), chunk)
         found: dict[str, list[Spread]] = {"out": [], "dq": []}
         for here, x in _pieces(chunk, _PAIRS):
             fwd = forward_error(
@@ -434,10 +442,10 @@ def spreads(
             found["out"].append(
                 _of_out(x, fwd, pairs, of_out[here], sm_scale, c, numerics, truncates)
             )
-            if not back:
+            if back is None:
                 continue
             dq, dk, dv = _backward(
-                x, Returned(*(y[here] for y in back)), pairs, of_dq[here], of_dk[here],
+                x, _of_pieces(back, here), pairs, of_dq[here], of_dk[here],
                 of_dv[here], sm_scale, c, numerics, in_dtype, truncates,
             )  # fmt: skip
             found["dq"].append(dq)

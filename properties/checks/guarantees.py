@@ -44,6 +44,7 @@ from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import SubjectError, Trial
 
 __all__ = [
+    "BY_NAME",
     "CALLS",
     "CLOSED_FORM",
     "GUARANTEES",
@@ -126,6 +127,11 @@ STREAMS: dict[str, Check] = {
     "other kernels": beside_other_kernels,
     "other device": on_another_device,
 }
+# Every check by name.
+BY_NAME: dict[str, Check] = {
+    **GUARANTEES, "backward": backward, "limit": limits, **STATISTICS, **CLOSED_FORM, **POOLED,
+    **OF_BIAS, **CALLS, **STREAMS,
+}  # fmt: skip
 # The standing checks, which run on every problem. The key is the first word of their findings.
 STANDING: dict[str, Check] = {
     "G1": accuracy, "backward": backward, "limit": limits, "RMS": rms, "bias": bias

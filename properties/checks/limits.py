@@ -92,8 +92,6 @@ def spreads_of(trial: Trial) -> dict[str, Spread]:
     given = None
     if _reads_forward(trial.subject, problem, numerics):
         given = forward_read(trial, got.out, got.lse)
-    if given is not None and given.lse is None:
-        given = None  # computed, and not returned
     of_outputs = (trial.want.out, trial.want.dq, trial.want.dk, trial.want.dv)
     return spreads(
         *trial.inputs[:5], given=given, weights=Weights(*(_weight(x) for x in of_outputs)),

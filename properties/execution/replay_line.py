@@ -28,15 +28,18 @@ def set_form(form: tuple[str, str, str], more: Sequence[str] = ()) -> None:
     _form, _more = form, tuple(more)
 
 
-def replay_line(problem: str, kernel: str = "", mask: str = "") -> str:
+def replay_line(
+    problem: str, kernel: str = "", mask: str = "", form: tuple[str, str, str] | None = None
+) -> str:
     """Return the command that checks every guarantee on a problem.
 
     Args:
         problem: The problem as JSON.
         kernel: Value of --fa-kernel; empty for the project's own kernels.
         mask: Value of --fa-mask; empty if the mask is not the user's.
+        form: SHORT, PLUGIN or COMMAND; None for that of this process.
     """
-    program, start, last = _form
+    program, start, last = form or _form
     given = {"kernel": kernel, "mask": mask}
     options = [f"{start}{name}={shlex.quote(value)}" for name, value in given.items() if value]
     options += [f"{start}{name}" for name in _more]

@@ -19,6 +19,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.properties.checks.guarantees import Check, accuracy
 from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.replay_line import COMMAND, replay_line
 from fa_verify.properties.search.corpus import Cause
 from fa_verify.properties.search.declaring import declarations_that_fit
 from fa_verify.properties.search.features import Feature, features_of, holds, is_soft, without
@@ -55,7 +56,7 @@ class RootCause:
         all_dtypes: Whether these are all that the subject supports.
         guarantee: The guarantee of the finding that is shown.
         told: The failure message on the smallest problem, without the replay line.
-        replay: The command that replays the smallest problem.
+        replay: The command that runs every check on the smallest problem.
         problem: The smallest failing problem.
         passing: The nearest problem that passes; None if none was found.
         declarations: Declarations with each of which the failing problems pass.
@@ -400,7 +401,7 @@ class Failure:
             all_dtypes=not others,
             guarantee=shown.guarantee,
             told=shown.told,
-            replay=shown.replay,
+            replay=replay_line(smallest.to_json(), shown.kernel, shown.mask, COMMAND),
             problem=smallest,
             passing=nearest,
             declarations=declarations_that_fit(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fa_verify.properties.checks.guarantees import in_turn
+from fa_verify.properties.checks.guarantees import BY_NAME, in_turn
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.search.search import plainest
-from fa_verify.quick import CHECKS, entries_for
+from fa_verify.quick import entries_for
 from fa_verify.session import device_of, subject_of
 
 
@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc):
 
 def test_a_problem_that_kills_faults_holds(runner, entry):
     unchecked = {}
-    claim = in_turn({name: CHECKS[name] for name in entry.checks}, unchecked)
+    claim = in_turn({name: BY_NAME[name] for name in entry.checks}, unchecked)
     findings = runner.findings(entry.problem, claim)
     if findings:
         raise Violation(plainest(runner, findings, claim), claim)

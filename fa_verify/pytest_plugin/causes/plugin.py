@@ -1,6 +1,6 @@
 """A pytest plugin that explains failures by causes, and prints the verdict of a run.
 
-``fa_verify.pytest_plugin.plugin`` registers it. A failing test is explained in its own process,
+``fa_verify.pytest_plugin.running`` registers it. A failing test is explained in its own process,
 where its check and its subject are. The processes of a run share the causes in a folder.
 """
 

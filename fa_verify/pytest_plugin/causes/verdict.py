@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,16 @@ from typing import Any
 from fa_verify.properties.search.causes import RootCause, described, difference
 from fa_verify.properties.search.features import Feature, is_soft, phrase
 
-__all__ = ["Counts", "Explained", "explained", "if_intended", "looks_like", "title", "verdict"]
+__all__ = [
+    "Counts",
+    "Explained",
+    "alike",
+    "explained",
+    "if_intended",
+    "looks_like",
+    "title",
+    "verdict",
+]
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Explained:
             "title": title(cause),
             "evidence": evidence(cause),
             "smallest": described(cause.problem),
-            "explain": explain_line(cause),
+            "explain": cause.replay,
             "looks_like": looks_like(cause),
             "if_intended": if_intended(cause),
             "difference": cause.passing and difference(cause.problem, cause.passing),
@@ -147,15 +155,15 @@ def explained(
     found = [Explained(x, tuple(tests.get(x.number, ()))) for x in causes]
     groups: dict[str, list[str]] = {}
     for test, message in others.items():
-        groups.setdefault(_alike(message), []).append(test)
+        groups.setdefault(alike(message), []).append(test)
     found.sort(key=lambda x: -len(x.tests))
     rest = [Explained(None, tuple(names), others[names[0]]) for names in groups.values()]
     return found + sorted(rest, key=lambda x: -len(x.tests))
 
 
-def _alike(message: str) -> str:
+def alike(message: str) -> str:
     """Return a message without numbers: that of the same fault on other problems."""
-    return re.sub(r"\d[\w.+-]*", "#", message.partition("\n")[0])
+    return re.sub(r"\d[\w.,+-]*", "#", message.partition("\n")[0])
 
 
 def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[str]:
@@ -168,7 +176,7 @@ def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[
     """
     total = counts.failed + counts.hold
     skipped = sum(counts.reasons.values())
-    kinds = len({_alike(x) for x in counts.reasons})
+    kinds = len({alike(x) for x in counts.reasons})
     not_asked = f", {skipped:,} not asked" + f" ({_plural(kinds, 'reason')})" * bool(skipped)
     if not counts.failed:
         word = "HOLDS" if counts.hold else "NOT VERIFIED"
@@ -196,7 +204,7 @@ def _of_cause(number: int, one: Explained, failed: int) -> Iterator[str]:
     yield f"   {evidence(cause)}"
     if cause.kind.startswith("raises "):
         yield from (f"   {line.strip()}" for line in cause.told.splitlines()[1:])
-    yield f"   smallest: {described(cause.problem)}    {explain_line(cause)}"
+    yield f"   smallest: {described(cause.problem)}    {cause.replay}"
     if cause.passing is not None:
         yield f"   passes with {difference(cause.problem, cause.passing)}"
     if looks := looks_like(cause):
@@ -229,15 +237,6 @@ def _size(cause: RootCause) -> str:
     if want and cause.finding["output"]:
         size.append(f"{100 * error / abs(want):.2g} % of {cause.finding['output']}")
     return ", ".join(size)
-
-
-def explain_line(cause: RootCause) -> str:
-    """Return the command that runs every check on the smallest problem."""
-    words = shlex.split(cause.replay)
-    options = [x.replace("--fa-", "--", 1) for x in words]
-    options = [x for x in options if x.startswith(("--kernel=", "--mask="))]
-    line = shlex.join(["fa-verify", "explain", *options])
-    return f"{line} '{cause.problem.to_json()}'"
 
 
 def looks_like(cause: RootCause) -> str:

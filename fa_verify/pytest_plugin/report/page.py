@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 
 import jinja2
 
+from fa_verify.pytest_plugin.causes.verdict import alike
 from fa_verify.pytest_plugin.report import pictures
 
 __all__ = ["page"]
@@ -113,7 +113,7 @@ def _reasons(not_run: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
     counts: Counter[str] = Counter()
     shown: dict[str, str] = {}
     for x in not_run:
-        kind = re.sub(r"\d[\w.,+-]*", "#", x["reason"])
+        kind = alike(x["reason"])
         counts[kind] += x["tests"]
         shown.setdefault(kind, x["reason"])
     return [(count, shown[kind]) for kind, count in counts.most_common()]

@@ -15,25 +15,13 @@ from fa_verify.oracles.masks.document import Document
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import (
-    CALLS,
-    CLOSED_FORM,
-    GUARANTEES,
-    OF_BIAS,
-    POOLED,
-    STATISTICS,
-    STREAMS,
-    Check,
-    backward,
-    limits,
-)
+from fa_verify.properties.checks.guarantees import BY_NAME, CLOSED_FORM, STATISTICS, Check
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # Checks, in the order in which they run on a trial.
 CHECKS: dict[str, Check] = {
-    "T3": GUARANTEES["T3"], **GUARANTEES, "backward": backward, "limit": limits, **STATISTICS,
-    **CLOSED_FORM, **POOLED, **OF_BIAS, **CALLS, **STREAMS,
+    "T3": BY_NAME["T3"], **BY_NAME,
 }  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 

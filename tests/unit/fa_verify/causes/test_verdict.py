@@ -32,8 +32,9 @@ attention.dirty = ("zero", "noise")
 NAN = RootCause(
     number=1, kind="NaN", features=(Feature("empty rows"),), outputs=("out", "dv"),
     dtypes=("fp16", "fp32"), all_dtypes=True, guarantee="G1 accuracy",
-    told="G1 accuracy: out of attention leaves the derived bound", replay="pytest --kernel=a.py:f "
-    """--replay='{"version":1,"M":2,"mask":{"type":"Mask","causal":true}}'""",
+    told="G1 accuracy: out of attention leaves the derived bound",
+    replay="fa-verify explain --kernel=a.py:f "
+    """'{"version":1,"M":2,"mask":{"type":"Mask","causal":true}}'""",
     problem=Problem(M=2, mask=Mask(causal=True)), passing=Problem(M=1, mask=Mask(causal=True)),
     finding={"got": "nan", "want": "0.0", "bound": "0.0", "output": "out"},
 )  # fmt: skip

@@ -9,8 +9,9 @@ import pytest
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import BY_NAME
 from fa_verify.properties.subjects.fitting import fitted
-from fa_verify.quick import CHECKS, entries, entries_for
+from fa_verify.quick import entries, entries_for
 from tests.unit.properties.subjects.test_supported import DECLARED, subject
 
 FULL = Problem(
@@ -33,7 +34,7 @@ def test_every_entry_is_fitted_or_left_out(declared):
 
 def test_the_entries_name_known_checks_and_no_problem_twice():
     found = entries()
-    assert {name for x in found for name in x.checks} <= {*CHECKS}
+    assert {name for x in found for name in x.checks} <= {*BY_NAME}
     assert len({(x.problem, x.checks) for x in found}) == len(found)
 
 

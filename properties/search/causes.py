@@ -279,9 +279,9 @@ class Failure:
             return [self.store.add(cause)]
         return found
 
-    def explained(self) -> bool:
-        """Return whether causes known already explain the failure."""
-        return isinstance(self._known(self.problem, self.store.known(), note=True), list)
+    def is_explained(self, causes: list[RootCause]) -> bool:
+        """Return whether some of the causes explain the failure."""
+        return isinstance(self._known(self.problem, causes, note=True), list)
 
     def _of(self, problem: Problem) -> _Outcome:
         """Run the check on a problem, once. A problem that is excluded counts as not judged."""
@@ -345,6 +345,8 @@ class Failure:
         self, cause: RootCause, features: list[Feature], problem: Problem, outcome: _Outcome
     ) -> None:
         """Add to a cause what one more of its failures shows."""
+        # Another process may have changed it meanwhile.
+        cause = next((x for x in self.store.known() if x.number == cause.number), cause)
         outputs = tuple(dict.fromkeys((*cause.outputs, *outcome.outputs)))
         of_both = tuple(x.joined(y) for x in features for y in features_of(problem) if x.is_of(y))
         if (outputs, of_both) != (cause.outputs, cause.features):
@@ -474,7 +476,8 @@ class Failure:
 class Beyond(Runner):
     """Judges problems beyond known causes: a failure that they explain counts as passing.
 
-    Each such failure is judged on a problem beside it that avoids a cause.
+    Each such failure is judged on a problem beside it that avoids a cause. Causes that other
+    processes find meanwhile do not count: a failure that is being shrunk has to go on failing.
 
     Args:
         runner: Provides the subject, the tally and the watchdog.
@@ -485,6 +488,7 @@ class Beyond(Runner):
     def __init__(self, runner: Runner, store: Store, seconds: float) -> None:
         super().__init__(runner.subject, runner.tally, runner.watching, runner.mask, runner.waived)
         self.store = store
+        self._causes = store.known()
         self._end = time.monotonic() + seconds
         # Judges the problems beside a failing one.
         self._runner = runner
@@ -494,7 +498,7 @@ class Beyond(Runner):
         if time.monotonic() > self._end:
             return []
         found = super().findings(problem, claim)
-        if found and Failure(self._runner, claim, found, self.store).explained():
+        if found and Failure(self._runner, claim, found, self.store).is_explained(self._causes):
             return []
         return found
 

@@ -174,3 +174,11 @@ def test_drawing_goes_on_past_a_known_cause():
     beyond = Beyond(runner, store, 60.0)
     failed.value.again(beyond)
     assert beyond.judged > 0
+
+
+def test_a_cause_that_another_process_finds_does_not_change_a_search():
+    runner, store = runner_of("unguarded"), Known()
+    beyond = Beyond(runner, store, 60.0)
+    Failure(runner, accuracy, runner.findings(EMPTY, accuracy), store).causes()
+    assert beyond.findings(EMPTY, accuracy)
+    assert not Beyond(runner, store, 60.0).findings(EMPTY, accuracy)

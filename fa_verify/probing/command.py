@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from fa_verify.pytest_plugin.environment import ON_GPU  # isort: skip  # before torch
 
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         return _assume(subject, device, Path(options.assume))
     if options.replay is not None:
         return _replay(subject, options.replay)
-    probed = probe(subject, device, _progress())
+    probed = probe(subject, device, _progress(sys.stderr))
     wrong = refuted(subject, probed)
     print(f"{probed.kernel} on {probed.device}")
     print("\n".join(lines(probed.answers)))
@@ -68,13 +69,13 @@ def _assume(subject: Subject, device: str, file: Path) -> int:
     """
     if declares(subject):
         return _HOLDS
+    print(f"{subject.name} declares nothing: probing it", flush=True)
     began = time.monotonic()
-    probed = probe(subject, device, topics=_CHEAP)
+    probed = probe(subject, device, _progress(sys.stdout), topics=_CHEAP)
     assumed = probed.assumed()
     seconds = time.monotonic() - began
-    what = "assume, as the probe found in" if assumed else "assume nothing that the probe found in"
-    print(f"{probed.kernel} declares nothing; the checks {what} {seconds:.0f} s", end="")
-    print(":" if assumed else "")
+    what = "assume" if assumed else "assume nothing"
+    print(f"the checks {what} after {seconds:.0f} s of probing{':' if assumed else ''}")
     print("\n".join(lines(dataclasses.replace(probed[x], value=y) for x, y in assumed.items())))
     file.write_text(json.dumps(assumed), encoding="utf-8")
     return _HOLDS
@@ -123,11 +124,11 @@ def subject_and_device(given: str) -> tuple[Subject, str]:
     return dataclasses.replace(subject, name=name, source=given), device
 
 
-def _progress() -> Callable[[str], None]:
-    """Return a function that shows the property under way on a terminal."""
-    if not sys.stderr.isatty():
+def _progress(stream: TextIO) -> Callable[[str], None]:
+    """Return a function that shows the property under way, if the stream is a terminal."""
+    if not stream.isatty():
         return lambda _: None
-    return lambda word: print(f"\r\033[K{word}\r", end="", file=sys.stderr, flush=True)
+    return lambda word: print(f"\r\033[K{word}\r", end="", file=stream, flush=True)
 
 
 def _to_json(probed: Probed, wrong: list[str]) -> str:

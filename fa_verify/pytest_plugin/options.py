@@ -81,6 +81,11 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "end and report a process that uses more CPU time than this for one problem, 5 "
         "times as long by the clock, or 10 times as long to compile its kernels (default: 60)",
     },
+    "gpu-memory": {
+        "metavar": "GIB",
+        "help": "take at most so many GiB of each GPU, by all workers together; problems that need "
+        "more are not asked",
+    },
     "baseline": {
         "metavar": "FILE",
         "help": "run the problems of this file, and fail if errors, kernels, speed or coverage are "

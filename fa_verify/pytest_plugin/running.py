@@ -7,6 +7,7 @@ always does.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from fa_verify.oracles import renamed
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution import replay_line, workers
-from fa_verify.properties.execution.large_memory import large_memory
+from fa_verify.properties.execution.large_memory import free_memory, large_memory, limit_memory
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.pytest_plugin import profiles
@@ -118,6 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not in_checkout(config):
         _set_up_elsewhere(config)
     _choose_replay_line(config)
+    _gpu_memory(config)
     # Loaded first: the problem of --fa-replay may use this mask.
     mask = mask_of(config)
     if profile is None:
@@ -241,9 +243,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int | None:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Return the number of workers for ``-n auto`` on a GPU."""
-    return workers.num_workers() if ON_GPU else None
+    return workers.num_workers(limit=_gpu_memory(config)) if ON_GPU else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -259,7 +261,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> str:
     """The device that the subject runs on, "cuda" or "cpu"."""
-    return device_of(pytestconfig)
+    device = device_of(pytestconfig)
+    gib = _gpu_memory(pytestconfig)
+    if device == "cuda" and gib is not None:
+        try:
+            limit_memory(gib, workers.sharing(os.environ))
+        except ValueError as error:
+            pytest.exit(f"--fa-gpu-memory is {error}", pytest.ExitCode.USAGE_ERROR)
+    return device
+
+
+def _gpu_memory(config: pytest.Config) -> float | None:
+    """Return the option --fa-gpu-memory, in GiB.
+
+    Raises:
+        pytest.UsageError: It is no positive number.
+    """
+    given = config.getoption("--fa-gpu-memory", None)
+    if given is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < float(given) < math.inf:
+            return float(given)
+    raise pytest.UsageError(f"--fa-gpu-memory is {given!r}; needs a number of GiB > 0")
 
 
 @pytest.fixture
@@ -273,7 +297,7 @@ def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
         def reserve(gib: int) -> None:
             stack.enter_context(large_memory(device, gib * 2**30))
             stack.callback(torch.cuda.empty_cache)
-            if torch.cuda.mem_get_info()[0] < gib * 2**30:
+            if free_memory() < gib * 2**30:
                 pytest.skip(f"needs {gib} GiB of free GPU memory")
 
         yield reserve

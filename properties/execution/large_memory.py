@@ -1,4 +1,7 @@
-"""One process at a time takes many GiB of a GPU that several processes share."""
+"""Several processes share the memory of a GPU.
+
+One of them at a time takes many GiB of it. ``--fa-gpu-memory`` limits what each may hold.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,48 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["large_memory"]
+__all__ = ["beyond_limit", "free_memory", "large_memory", "limit_memory"]
 
 _PATIENCE = 100.0  # seconds: the longest test with much memory of its own takes half of it
+_CONTEXT = 2**29  # bytes that CUDA holds for a process beside its tensors
+_GIB = 2**30
+
+_limit: int | None = None
+
+
+def limit_memory(gib: float, processes: int) -> None:
+    """Limit the tensors of this process to its share of a part of the current GPU.
+
+    Args:
+        gib: The memory that all processes together may take, in GiB.
+        processes: The number of processes that share it.
+
+    Raises:
+        ValueError: A share has no room for tensors beside the context of CUDA.
+    """
+    global _limit
+    share = gib * _GIB / processes
+    if share < 2 * _CONTEXT:
+        raise ValueError(
+            f"{gib:g} GiB for {processes} processes; needs 1 GiB for each at least: "
+            "allow more, or start fewer workers with -n"
+        )
+    total = torch.cuda.mem_get_info()[1]
+    _limit = int(min(share, total) - _CONTEXT)
+    torch.cuda.set_per_process_memory_fraction(_limit / total)
+
+
+def free_memory() -> int:
+    """Return the bytes of the current GPU that this process may still allocate."""
+    free = torch.cuda.mem_get_info()[0]
+    return free if _limit is None else min(free, _limit - torch.cuda.memory_reserved())
+
+
+def beyond_limit(error: BaseException) -> str:
+    """Return why an allocation failed, if a limit is set and it ran into it; else ""."""
+    if _limit is None or not isinstance(error, torch.cuda.OutOfMemoryError):
+        return ""
+    return f"needs more than the {_limit / _GIB:.2g} GiB that --fa-gpu-memory leaves a process"
 
 
 @contextlib.contextmanager
@@ -38,7 +80,7 @@ def large_memory(device: str, size: int) -> Iterator[None]:
     with path.open("w", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)  # released when the file is closed
         deadline = time.monotonic() + _PATIENCE
-        while torch.cuda.mem_get_info()[0] < size and time.monotonic() < deadline:
+        while free_memory() < size <= (_limit or size) and time.monotonic() < deadline:
             torch.cuda.empty_cache()
             time.sleep(0.1)
         yield

@@ -23,6 +23,7 @@ from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.execution.guard_bands import GuardBands
+from fa_verify.properties.execution.large_memory import beyond_limit
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.without_gpu import advice
@@ -310,6 +311,8 @@ def _exceptions_of_the_subject(
             error.forward = error.forward or forward
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if reason := beyond_limit(error):
+                raise NotImplementedError(reason) from error
             if interrupts:
                 raise KeyboardInterrupt from error
             raise SubjectError(_told(error), forward) from error

@@ -92,8 +92,10 @@ def auto_workers(cpus: int, gpus: int, memory_gib_per_gpu: float) -> int:
     return max(1, min(cpus, gpus * per_gpu))
 
 
-def num_workers(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of workers for ``-n auto``.
+def num_workers(
+    environ: Mapping[str, str] = os.environ, *, limit: float | None = None
+) -> int | None:
+    """Return the number of workers for ``-n auto``, where they may take ``limit`` GiB of each GPU.
 
     Returns None, so that xdist decides, if there is no GPU or PYTEST_XDIST_AUTO_NUM_WORKERS is set.
     """
@@ -106,7 +108,8 @@ def num_workers(environ: Mapping[str, str] = os.environ) -> int | None:
     mebibytes = [float(line) for line in lines if re.fullmatch(r"\d+", line.strip())]
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return auto_workers(cpus, len(gpus), min(mebibytes, default=math.inf) / 1024)
+    memory = min(mebibytes, default=math.inf) / 1024
+    return auto_workers(cpus, len(gpus), min(memory, limit or math.inf))
 
 
 def _entries(listed: str) -> list[str]:

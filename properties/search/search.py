@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import hypothesis
+import torch
 from hypothesis import strategies as st
 
 from fa_verify.oracles.outputs import OUTPUTS, Numerics
@@ -17,6 +18,7 @@ from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.checks.limits import judged_elements
 from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
+from fa_verify.properties.execution.large_memory import beyond_limit
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, run_trial
 from fa_verify.properties.search.minimize import minimized
@@ -87,9 +89,14 @@ class Runner:
             with self.watching(problem):
                 return self._judge(problem, claim)
         except NotImplementedError as refusal:
-            reason = (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
-            self.refusals[reason] += 1
-            self.tally.refused(problem, reason)
+            self._refuse(
+                problem, (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
+            )
+            return []
+        except torch.cuda.OutOfMemoryError as error:  # the oracle or a check allocates it
+            if not (reason := beyond_limit(error)):
+                raise
+            self._refuse(problem, reason)
             return []
         except SubjectError as error:
             parts = (problem.part(i, i + 1) for i in range(len(problem.seeds)))
@@ -97,6 +104,10 @@ class Runner:
             # The exception may come after a forward that is wrong.
             before = [] if error.trial is None else guarantees.accuracy(error.trial)
             return alone or [*before, Finding.of_exception(error, self.subject, problem)]
+
+    def _refuse(self, problem: Problem, reason: str) -> None:
+        self.refusals[reason] += 1
+        self.tally.refused(problem, reason)
 
     def _judge(self, problem: Problem, claim: Check) -> list[Finding]:
         """Run and check a problem; raises what the subject raises."""

@@ -84,6 +84,7 @@ PARSED = {
     "python -m pytest tests/conformance -n auto --report=build/report": "takes minutes",
     "pytest --pyargs fa_verify.conformance --fa-kernel=my.py:attention -n auto": OF_THE_PLUGIN,
     "fa-verify check my.py:attention": OF_THE_COMMAND,
+    "fa-verify check my.py:attention -- --fa-gpu-memory=20": "needs a GPU",
     "fa-verify check my.py:attention --waive known.txt": "runs in test_waivers.py",
     "fa-verify probe path/to/attention.py:attention": OF_THE_COMMAND,
     "fa-verify probe path/to/attention.py:attention --replay="

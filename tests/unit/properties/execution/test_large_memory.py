@@ -7,8 +7,18 @@ import threading
 import pytest
 import torch
 
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.guarantees import accuracy
 from fa_verify.properties.execution import large_memory as module
-from fa_verify.properties.execution.large_memory import large_memory
+from fa_verify.properties.execution.large_memory import (
+    beyond_limit,
+    free_memory,
+    large_memory,
+    limit_memory,
+)
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.subject import Subject
 
 FREE = 2**30
 
@@ -60,3 +70,68 @@ def test_a_block_does_not_wait_for_memory_for_ever(monkeypatch, memory):
     monkeypatch.setattr(module, "_PATIENCE", 0.3)
     with large_memory("cuda", 2 * FREE):
         assert memory == [FREE]
+
+
+@pytest.fixture
+def fraction(monkeypatch):
+    """The fractions of the GPU's memory that were set."""
+    found: list[float] = []
+    monkeypatch.setattr(module, "_limit", None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", found.append)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**28)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * FREE, 80 * FREE))
+    return found
+
+
+def test_a_process_keeps_to_its_share_of_a_limit(fraction):
+    limit_memory(20.0, 4)
+    assert fraction == [4.5 / 80]  # a context takes half of a GiB
+    assert free_memory() == int(4.25 * FREE)
+    with pytest.raises(ValueError, match="6 GiB for 16 processes; needs 1 GiB for each"):
+        limit_memory(6.0, 16)
+
+
+def test_a_block_does_not_wait_for_more_than_the_limit(fraction, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE", 60.0)
+    limit_memory(20.0, 4)
+    with large_memory("cuda", 5 * FREE):
+        pass
+
+
+@pytest.mark.parametrize("place", ["kernel", "oracle"])
+def test_a_problem_that_needs_more_than_the_limit_is_refused(place, fraction, monkeypatch):
+    def fails(*arguments, **keywords):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    runner = Runner(Subject.of(fails, "fails"), Tally())
+    if place == "oracle":
+        monkeypatch.setattr("fa_verify.properties.search.search.run_trial", fails)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            runner.findings(Problem(), accuracy)
+    else:
+        # Without a limit, it is the kernel that takes too much.
+        [finding] = runner.findings(Problem(), accuracy)
+        assert "OutOfMemoryError" in finding.told
+    limit_memory(20.0, 4)
+    assert not runner.findings(Problem(), accuracy)
+    [reason] = runner.refusals
+    assert reason == "needs more than the 4.5 GiB that --fa-gpu-memory leaves a process"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_allocator_keeps_to_the_limit(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "_limit", None)
+    torch.cuda.empty_cache()
+    try:
+        limit_memory(torch.cuda.memory_reserved() / FREE + 2.5, 1)
+        room = free_memory()
+        assert FREE < room <= 2 * FREE
+        with pytest.raises(torch.cuda.OutOfMemoryError) as error:
+            torch.empty(3 * FREE, dtype=torch.uint8, device="cuda")
+        assert beyond_limit(error.value)
+        del error
+        torch.empty(FREE, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()

@@ -185,6 +185,12 @@ def test_the_smallest_gpu_bounds_the_workers(machine):
 
 
 @pytest.mark.usefixtures("cpus")
+def test_the_memory_that_they_may_take_bounds_the_workers(machine):
+    assert num_workers(machine(THREE, memory="81559\n81559\n81559"), limit=20.0) == 3 * 5
+    assert num_workers(machine(THREE, memory="16384\n16384\n16384"), limit=20.0) == 3 * 4
+
+
+@pytest.mark.usefixtures("cpus")
 def test_unknown_memory_does_not_bound_the_workers(machine):
     assert num_workers(machine(THREE, memory="[N/A]\n[N/A]\n[N/A]")) == 3 * 16
 

@@ -120,11 +120,11 @@ class RootCause:
             other.features
         ):
             return False
-        if not self.features and _first(self.guarantee) != _first(other.guarantee):
-            return False
         theirs = {x.name: x.value for x in other.features}
         if " at " in self.kind:  # an exception of the same line
-            return any(x.name in theirs for x in self.hard)
+            return not self.hard or any(x.name in theirs for x in self.hard)
+        if not self.features and _first(self.guarantee) != _first(other.guarantee):
+            return False
         return all(
             x.name in theirs and (x.name != "dtype" or _within(theirs[x.name], x.value))
             for x in self.hard

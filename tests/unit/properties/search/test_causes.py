@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -146,6 +147,20 @@ def test_a_wrong_call_among_others_is_explained_by_its_own_problem():
     findings = runner.findings(plain, sequence)
     assert findings[0].guarantee == "G13 state"
     assert Failure(runner, sequence, findings, store).causes() == [cause.number]
+
+
+def test_an_exception_on_every_problem_is_one_cause_of_all_guarantees():
+    """Two workers may find it at the same time, by the checks of two guarantees."""
+
+    def attention(q, k, v, *, mask, sm_scale):
+        raise RuntimeError("no")
+
+    store = Known()
+    runner = Runner(Subject.of(attention, "attention"), Tally())
+    (cause,) = causes_of(runner, EMPTY, store)
+    assert cause.features == ()
+    store.add(dataclasses.replace(cause, number=0, guarantee="G8 layout"))
+    assert len(store.known()) == 1
 
 
 def test_a_cause_survives_json():

@@ -72,6 +72,9 @@ def _assume(subject: Subject, device: str, file: Path) -> int:
     probed = probe(subject, device, topics=_CHEAP)
     assumed = probed.assumed()
     seconds = time.monotonic() - began
+    if [answer.word for answer in probed.answers] == ["dtypes"]:
+        print(f"{probed.kernel} declares nothing, and {probed['dtypes'].evidence}")
+        return _HOLDS
     what = "assume, as the probe found in" if assumed else "assume nothing that the probe found in"
     print(f"{probed.kernel} declares nothing; the checks {what} {seconds:.0f} s", end="")
     print(":" if assumed else "")

@@ -18,7 +18,7 @@ from fa_verify.properties.problems.strategies import HEAD_DIMS
 from fa_verify.properties.subjects.declarations import DEFAULT_SCALE, SCORE_MODS
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["domain_of", "smallest"]
+__all__ = ["domain_of", "smallest", "with_gradients"]
 
 _SIZES = (16, 32, 64, 128, 256)
 _HEAD_DIMS = (*sorted(HEAD_DIMS), 256)
@@ -30,19 +30,35 @@ _NOT_PROBED = {
 }
 
 
-def smallest(subject: Subject, device: str) -> Problem | None:
-    """Return the first problem that the kernel takes, from small to large; None if there is none.
+def smallest(subject: Subject, device: str) -> Problem | Tried:
+    """Return the first problem that the kernel takes, from small to large.
 
-    The forward alone decides. fp32 and 16 rows, keys and columns come first.
+    The forward alone decides. fp32 and 16 rows, keys and columns come first. If the kernel takes
+    none, return the last call, of the largest problem.
     """
     squares = [(size, size) for size in _SIZES]
     rows_and_keys = [*squares, *((1, size) for size in _SIZES)]
     for (M, N), D, dtype in itertools.product(rows_and_keys, (16, 64, 128), reversed(DTYPES)):
         problem = Problem(M=M, N=N, D=D, Dv=D, dtype=dtype, device=device)
-        if dtype != "fp64" and not attempt(subject, problem, backward=False).error:
-            return problem
+        if dtype != "fp64":
+            tried = attempt(subject, problem, backward=False)
+            if not tried.error:
+                return problem
     fp64 = Problem(M=16, N=16, dtype="fp64", device=device)
-    return None if attempt(subject, fp64, backward=False).error else fp64
+    return tried if attempt(subject, fp64, backward=False).error else fp64
+
+
+def with_gradients(subject: Subject, base: Problem) -> Problem:
+    """Return the first problem with gradients, from ``base`` to larger ones; ``base`` if none has.
+
+    The backward of a kernel may need longer sequences or more columns than its forward.
+    """
+    sizes = [{}] if base.M == 1 else [{"M": size, "N": size} for size in _SIZES if size >= base.M]
+    for D, size in itertools.product(sorted({base.D, 64, 128} - {*range(base.D)}), sizes):
+        problem = dataclasses.replace(base, D=D, Dv=D, **size)
+        if not attempt(subject, problem).error:
+            return problem
+    return base
 
 
 def domain_of(subject: Subject, base: Problem) -> Iterator[Answer]:

@@ -97,6 +97,38 @@ def test_a_kernel_without_gradients_is_found():
     assert (answer.value, answer.certainty) == (False, "shown")
 
 
+def test_gradients_that_need_longer_sequences_are_found():
+    """The backward of Triton's tutorial needs multiples of 128, its forward does not."""
+
+    class Long(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *given):
+            ctx.save_for_backward(*given[:3])
+            ctx.beside = given[3:]
+            return exact(*given[:3], mask=given[3], sm_scale=given[4])
+
+        @staticmethod
+        def backward(ctx, dout):
+            q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+            assert q.shape[2] % 32 == 0
+            with torch.enable_grad():
+                out = exact(q, k, v, mask=ctx.beside[0], sm_scale=ctx.beside[1])
+            return *torch.autograd.grad(out, (q, k, v), dout), None, None
+
+    found = probed(lambda q, k, v, *, mask, sm_scale: Long.apply(q, k, v, mask, sm_scale))
+    assert found["backward"].value is True
+    assert found["seqlen_multiple"].value == 32
+
+
+def test_a_kernel_that_takes_no_problem_says_why():
+    def kernel(q, k, v, *, mask, sm_scale):
+        raise ValueError(f"D is {q.shape[3]}")
+
+    (answer,) = probed(kernel).answers
+    assert answer.evidence.startswith("the kernel takes no problem: ")
+    assert "ValueError: D is 128" in answer.evidence
+
+
 def test_wrong_results_are_no_limit():
     """A wrong head is a defect, which the checks report: the probe does not hide it."""
 

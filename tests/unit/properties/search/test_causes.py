@@ -160,7 +160,7 @@ def test_an_exception_of_sizes_is_no_exception_of_every_problem(other):
     (cause,) = causes_of(runner, Problem(M=3, N=3), store)
     assert [x.name for x in cause.features] == ["M is no multiple of 32"]
     assert (cause.passing is None) == bool(other)
-    # What stands behind the exception is found, and the exception explains the failure.
+    # The fault behind the exception is found, and the exception explains the failure too.
     assert causes_of(runner, Problem(M=5, N=3), store)[0] == store.known()[0]
     assert [x.kind.split()[0] for x in store.known()] == ["raises", *(["error"] if other else [])]
 

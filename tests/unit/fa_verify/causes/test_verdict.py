@@ -83,6 +83,15 @@ def test_titles_and_declarations_follow_from_features(features, said, declared):
     assert if_intended(cause) == declared
 
 
+def test_a_title_names_the_offsets_of_another_call():
+    """The problem itself passes: the check changes its strides."""
+    features = (Feature("several entries"), Feature("several heads"))
+    fields = {**vars(NAN), "guarantee": "G12 range", "features": features}
+    said = "Offsets that pass 2**31 elements give NaN, with B > 1"
+    assert title(RootCause(**fields)) == said
+    assert title(RootCause(**{**fields, "features": ()})) == said.removesuffix(", with B > 1")
+
+
 def test_processes_share_causes_and_join_parts_of_one(tmp_path):
     one, other = Shared(tmp_path), Shared(tmp_path)
     narrow = RootCause(**{**vars(NAN), "features": (Feature("empty rows"), Feature("causal"))})

@@ -87,7 +87,10 @@ _ABOUT = {
     "D != Dv": "Problems of Dv other than D",
 }
 # The subject of the title of a cause that another call than the problem's shows, by the check.
-_OF_CHECKS = {"G12": "Offsets that pass 2**31 elements"}
+_OF_CHECKS = {
+    "G5": "Values in hidden keys and rows",
+    "G12": "Offsets that pass 2**31 elements",
+}
 # Features of masks that hide keys.
 _HIDING = ("empty rows", "padded keys", "predicate", "window left", "right bound", "causal")
 # Declarations that exclude the problems with a feature.

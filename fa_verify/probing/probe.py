@@ -8,7 +8,7 @@ from typing import Any
 
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.conventions import conventions_of
-from fa_verify.probing.domain import domain_of, smallest, with_gradients
+from fa_verify.probing.domain import domain_of, smallest, with_gradients, with_right_results
 from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.summation import Sum
 from fa_verify.probing.trying import Tried, declares, stripped
@@ -120,7 +120,7 @@ def _answers(
         seen = f"the kernel takes no problem: {base.error}"
         yield undecided("dtypes", seen, base.replay)
         return
-    base = with_gradients(subject, base)
+    base = with_gradients(subject, with_right_results(subject, base))
     yield from domain_of(subject, base)
     if "conventions" in topics:
         yield from conventions_of(subject, base, found)

@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help verify test gate baseline sanitize mutation fuzz findings lint docs format bench power clean
+.PHONY: help verify test gate baseline sanitize mutation fuzz findings kernels lint docs format bench power clean
 
 MINUTES ?= 10
 # Portable kernels in small tiles, Hopper's in both passes, and more programs than calls often have.
@@ -56,6 +56,9 @@ fuzz: $(environment) ## new problems for MINUTES=10; KERNEL=file.py:name, MASK=f
 
 findings: $(environment) ## what every kernel here holds: results/, FINDINGS.md; KERNELS='flex ours'
 	$(python) -m fa_verify.pytest_plugin.findings $(KERNELS)
+
+kernels: $(environment) ## kernels of other repositories: build/kernels; KERNELS_FROM=folder
+	$(python) -m tests.kernels $(if $(KERNELS_FROM),--from '$(KERNELS_FROM)')
 
 lint: $(environment) ## ruff check, ruff format --check, mypy, prose
 	$(python) -m ruff check .

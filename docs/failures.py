@@ -221,17 +221,6 @@ def _raises() -> str:
     return _first(_runner(_defined(code)).findings(_FP64, _CHECKS["G1"]), "")
 
 
-def _autotuned() -> str:
-    """The message of a kernel in which Triton's autotuner finds no GPU."""
-    code = "def run(): raise RuntimeError('0 active drivers ([]). There should only be one.')"
-    names: dict[str, Any] = {}
-    exec(compile(code, "triton/runtime/autotuner.py", "exec"), names)
-    attention = _defined("def attention(q, k, v, *, mask, sm_scale):\n    kernel()\n")
-    attention.__globals__["kernel"] = names["run"]
-    said = _first(_runner(attention).findings(_FP64, _CHECKS["G1"]), "")
-    return said.replace("(triton/runtime/autotuner.py, line 1)", "(attention.py, line 2)")
-
-
 def _defined(code: str, name: str = "attention") -> Any:
     """A function of a file ``attention.py``."""
     names: dict[str, Any] = {}
@@ -845,12 +834,6 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "The subject raised something other than `NotImplementedError`. The line below the "
             "exception is the innermost one outside of libraries.",
             _raises,
-        ),
-        Kind(
-            "An autotuned kernel without a GPU",
-            "The last line says what to change; see [A kernel on a machine without a "
-            "GPU](verify-a-kernel.md#a-kernel-on-a-machine-without-a-gpu).",
-            _autotuned,
         ),
         Kind(
             "A wrong dtype or shape",

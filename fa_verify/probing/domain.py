@@ -18,10 +18,12 @@ from fa_verify.properties.problems.strategies import HEAD_DIMS
 from fa_verify.properties.subjects.declarations import DEFAULT_SCALE, SCORE_MODS
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["domain_of", "smallest"]
+__all__ = ["domain_of", "smallest", "with_gradients", "with_right_results"]
 
 _SIZES = (16, 32, 64, 128, 256)
 _HEAD_DIMS = (*sorted(HEAD_DIMS), 256)
+# Errors of out in shares of its largest value: more than float64's, and no more than float32's.
+_OF_FLOAT64, _OF_FLOAT32 = 2.0**-40, 2.0**-12
 _NOT_PROBED = {
     "max_seqlen": "long sequences take too much time",
     "dirty": "values in padding that reach the results are a finding",
@@ -30,19 +32,52 @@ _NOT_PROBED = {
 }
 
 
-def smallest(subject: Subject, device: str) -> Problem | None:
-    """Return the first problem that the kernel takes, from small to large; None if there is none.
+def smallest(subject: Subject, device: str) -> Problem | Tried:
+    """Return the first problem that the kernel takes, from small to large.
 
-    The forward alone decides. fp32 and 16 rows, keys and columns come first.
+    The forward alone decides. fp32 and 16 rows, keys and columns come first. If the kernel takes
+    none, return the last call, of the largest problem.
     """
     squares = [(size, size) for size in _SIZES]
     rows_and_keys = [*squares, *((1, size) for size in _SIZES)]
     for (M, N), D, dtype in itertools.product(rows_and_keys, (16, 64, 128), reversed(DTYPES)):
         problem = Problem(M=M, N=N, D=D, Dv=D, dtype=dtype, device=device)
-        if dtype != "fp64" and not attempt(subject, problem, backward=False).error:
-            return problem
+        if dtype != "fp64":
+            tried = attempt(subject, problem, backward=False)
+            if not tried.error:
+                return problem
     fp64 = Problem(M=16, N=16, dtype="fp64", device=device)
-    return None if attempt(subject, fp64, backward=False).error else fp64
+    return tried if attempt(subject, fp64, backward=False).error else fp64
+
+
+def with_right_results(subject: Subject, base: Problem) -> Problem:
+    """Return the first problem whose out is right, from ``base`` to longer ones; else ``base``.
+
+    A kernel that counts the padding of its tiles is wrong on short sequences, where no experiment
+    shows what else it does.
+    """
+    longer = [{}, *({"N": size} for size in _SIZES if size > base.N)]
+    if base.M > 1:
+        longer = [{"M": x["N"], **x} if x else x for x in longer]
+    for sizes in longer:
+        tried = attempt(subject, dataclasses.replace(base, **sizes), backward=False)
+        wanted = (tried.reference(x, tried.problem.scale).out for x in (Mask(), Mask(causal=True)))
+        if any(tried.resembles(want) for want in wanted):
+            return tried.problem
+    return base
+
+
+def with_gradients(subject: Subject, base: Problem) -> Problem:
+    """Return the first problem with gradients, from ``base`` to larger ones; ``base`` if none has.
+
+    The backward of a kernel may need longer sequences or more columns than its forward.
+    """
+    sizes = [{}] if base.M == 1 else [{"M": size, "N": size} for size in _SIZES if size >= base.M]
+    for D, size in itertools.product(sorted({base.D, 64, 128} - {*range(base.D)}), sizes):
+        problem = dataclasses.replace(base, D=D, Dv=D, **size)
+        if not attempt(subject, problem).error:
+            return problem
+    return base
 
 
 def domain_of(subject: Subject, base: Problem) -> Iterator[Answer]:
@@ -100,7 +135,15 @@ class _Calls:
         return Answer(word, taken, "shown", said + _notes(tried.values()), refused[0].replay)
 
     def dtypes(self, base: Problem) -> Answer:
-        return self._subset("dtypes", {x: self._attempt(base, dtype=x) for x in DTYPES}, DTYPES)
+        """Find the dtypes. A kernel that computes float64 inputs in float32 does not take them."""
+        tried = {x: self._attempt(base, dtype=x) for x in DTYPES}
+        found = self._subset("dtypes", tried, DTYPES)
+        error = tried["fp64"].error_of_out()
+        if error is None or not _OF_FLOAT64 < error < _OF_FLOAT32:
+            return found
+        taken = tuple(x for x in found.value if x != "fp64")
+        seen = f"with fp64, out errs by {error:.1e} of its largest value, as float32 does"
+        return Answer("dtypes", taken, "shown", seen, tried["fp64"].replay)
 
     def head_dims(self, base: Problem) -> Answer:
         tried = {D: self._attempt(base, D=D, Dv=D) for D in _HEAD_DIMS}

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.conventions import conventions_of
-from fa_verify.probing.domain import domain_of, smallest
+from fa_verify.probing.domain import domain_of, smallest, with_gradients, with_right_results
 from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.summation import Sum
-from fa_verify.probing.trying import declares, stripped
+from fa_verify.probing.trying import Tried, declares, stripped
 from fa_verify.properties.subjects.declarations import NUMERICS, WORDS, check_declarations
 from fa_verify.properties.subjects.subject import Subject
 
@@ -117,10 +116,11 @@ def _answers(
     subject: Subject, device: str, found: dict[str, Answer], topics: Sequence[str]
 ) -> Iterator[Answer | Sum]:
     base = smallest(subject, device)
-    if base is None:
-        problem = Problem(device=device)
-        yield undecided("dtypes", "the kernel refuses every problem tried", problem.to_json())
+    if isinstance(base, Tried):
+        seen = f"the kernel takes no problem: {base.error}"
+        yield undecided("dtypes", seen, base.replay)
         return
+    base = with_gradients(subject, with_right_results(subject, base))
     yield from domain_of(subject, base)
     if "conventions" in topics:
         yield from conventions_of(subject, base, found)

@@ -209,9 +209,10 @@ def order_of(subject: Subject, problem: Problem, output: str) -> Sum:
         if seen.got is None:
             raise UnclearError(seen.error)
         whole = seen.got.round()
-        off = (seen.got - whole).abs() > 2.0**-3
-        if bool((off | (whole < 2) | (whole > n)).any()):
-            bad = int((off | (whole < 2) | (whole > n)).nonzero()[0])
+        # NaN, as from a prescaled operand that overflows, is no count either.
+        counted = ((seen.got - whole).abs() <= 2.0**-3) & (whole >= 2) & (whole <= n)
+        if not bool(counted.all()):
+            bad = int((~counted).nonzero()[0])
             raise UnclearError(f"terms {pairs[bad]} leave {n - seen.got[bad].item():.6g} of {n}")
         return [int(x) for x in whole.tolist()]
 

@@ -84,6 +84,14 @@ class Tried:
         error = (got.double() - want).masked_fill(got.double() == want, 0.0)
         return bool((error.abs() <= _COARSE * max(largest, _LEAST)).all())
 
+    def error_of_out(self) -> float | None:
+        """Return the largest error of out in shares of its largest value; None without one."""
+        if self.got is None or self.got.out is None or self.got.out.shape != self._want.out.shape:
+            return None
+        largest = self._want.out.abs().amax().item() if self._want.out.numel() else 0.0
+        error = (self.got.out.double() - self._want.out).abs().amax().item() if largest else 0.0
+        return error / largest if largest else None
+
     def wrong(self) -> str:
         """Return which outputs differ from the oracle's, as words; empty if none does."""
         assert self.got is not None

@@ -120,11 +120,11 @@ class RootCause:
             other.features
         ):
             return False
-        if not self.features and _first(self.guarantee) != _first(other.guarantee):
-            return False
         theirs = {x.name: x.value for x in other.features}
         if " at " in self.kind:  # an exception of the same line
-            return any(x.name in theirs for x in self.hard)
+            return not self.hard or any(x.name in theirs for x in self.hard)
+        if not self.features and _first(self.guarantee) != _first(other.guarantee):
+            return False
         return all(
             x.name in theirs and (x.name != "dtype" or _within(theirs[x.name], x.value))
             for x in self.hard
@@ -142,6 +142,11 @@ def _first(guarantee: str) -> str:
 def _family(kind: str) -> str:
     """Return the same word for all kinds of wrong values: one fault may give several."""
     return kind if kind.startswith("raises ") or kind in ("form", "inputs") else "values"
+
+
+def _vanished(kind: str, other: str) -> bool:
+    """Return whether a kind is an exception, and another is one of wrong values."""
+    return " at " in kind and _family(other) == "values"
 
 
 def _kind(finding: Finding) -> str:
@@ -262,6 +267,8 @@ class Failure:
         self.problem = findings[0].problem
         self._end = time.monotonic() + SECONDS
         self._seen: dict[Problem, _Outcome] = {}
+        # Numbers of causes that raise in the problem, and beyond which its values are wrong.
+        self._raised: list[int] = []
         called = findings[0].called
         if called is not None and runner.findings(called, accuracy):
             # The other call is wrong by itself.
@@ -275,9 +282,8 @@ class Failure:
         """Return the numbers of the causes that explain the failure, at least one."""
         found = self._known(self.problem, self.store.known(), note=True)
         if isinstance(found, Problem):
-            cause = self._new(found)
-            return [self.store.add(cause)]
-        return found
+            found = [self.store.add(self._new(found))]
+        return [*dict.fromkeys((*self._raised, *found))]
 
     def is_explained(self, causes: list[RootCause]) -> bool:
         """Return whether some of the causes explain the failure."""
@@ -322,6 +328,9 @@ class Failure:
                     return [cause.number]
                 if beyond.findings and left is None:
                     left = beside, [x for x in causes if x != cause]
+                    if note and _vanished(cause.kind, beyond.kind):
+                        self._note(cause, features, problem, outcome)
+                        self._raised.append(cause.number)
         if left is None:
             return problem
         return self._known(*left, note=note)
@@ -382,10 +391,11 @@ class Failure:
                 # Too many features split a cause, too few hide another one in it.
                 needed += [] if is_soft(feature) else [feature]
                 continue
-            beside = self._needs(feature, smallest, needed)
+            beside = self._needs(feature, smallest, outcome.kind, needed)
             if beside is not None:
                 needed.append(feature)
-                passing.append((is_soft(feature), beside))
+                if self._of(beside).passes:
+                    passing.append((is_soft(feature), beside))
         ranked = min(passing, key=lambda x: (x[0], _distance(x[1], smallest)), default=None)
         nearest = None if ranked is None else ranked[1]
         dtypes = self._dtypes(smallest, nearest, needed)
@@ -426,13 +436,21 @@ class Failure:
         found = next(like, finding).heat
         return None if found is None else found.record()
 
-    def _needs(self, feature: Feature, problem: Problem, needed: list[Feature]) -> Problem | None:
-        """Return a passing problem that lacks a feature and has those needed already."""
+    def _needs(
+        self, feature: Feature, problem: Problem, kind: str, needed: list[Feature]
+    ) -> Problem | None:
+        """Return a passing problem that lacks a feature and has those needed already.
+
+        A problem without an exception counts as passing if the failure of this kind is one, though
+        its values may be wrong for another cause.
+        """
         for beside in self._without(feature, problem):
             if not all(holds(x, beside) for x in needed):
                 continue
             outcome = self._of(beside)
             if outcome.passes:
+                return beside
+            if outcome.findings and _vanished(kind, outcome.kind):
                 return beside
             if outcome.findings and not isinstance(self._known(beside, self._causes), list):
                 return None

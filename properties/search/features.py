@@ -20,8 +20,8 @@ __all__ = ["Feature", "features_of", "holds", "is_soft", "phrase", "without"]
 Value = int | tuple[str, ...] | None
 _DEFAULT = Problem()
 _SIZES = ("M", "N", "D", "Dv")
-# Sizes that kernels pad to.
-_MULTIPLE = 16
+# Sizes that kernels pad to, or that they take for granted.
+_MULTIPLES = {"M": (16, 32, 64, 128), "N": (16, 32, 64, 128), "D": (16,), "Dv": (16,)}
 # Fields whose default value is the plain one, and the words for any other value.
 _FIELDS = {
     "softcap": "a softcap", "alibi": "ALiBi", "bias": "a bias", "dlse": "a gradient of lse",
@@ -67,7 +67,8 @@ def features_of(problem: Problem) -> list[Feature]:
     found += [Feature("several problems"), Feature("several entries"), Feature("several heads")]
     for size in _SIZES:
         found += [Feature(f"{size} above", getattr(problem, size) - 1)]
-        found += [Feature(f"{size} is no multiple", _MULTIPLE), Feature(f"{size} is 1")]
+        found += [Feature(f"{size} is no multiple of {x}") for x in _MULTIPLES[size]]
+        found += [Feature(f"{size} is 1")]
     return [x for x in found if holds(x, problem)]
 
 
@@ -98,7 +99,7 @@ def holds(feature: Feature, problem: Problem) -> bool:
     if kind == "above":
         assert isinstance(value, int)
         return bool(number > value >= 1)
-    return bool(number == 1 if kind == "is 1" else number % _MULTIPLE)
+    return bool(number == 1 if kind == "is 1" else number % int(kind.split()[-1]))
 
 
 def without(feature: Feature, problem: Problem, configs: Iterable[str] = ()) -> Iterator[Problem]:
@@ -127,8 +128,8 @@ def phrase(feature: Feature) -> str:
         return f"{name.split()[0]} > {value}"
     if name.endswith(" is 1"):
         return name.replace(" is ", " = ")
-    if name.endswith(" no multiple"):
-        return f"{name} of {value}"
+    if " is no multiple " in name:
+        return name.replace(" is no ", " not a ")
     if name.startswith("layout of "):
         return f"{name.split()[2]} not contiguous"
     return _PHRASES.get(name, name)
@@ -261,8 +262,11 @@ def _resized(feature: Feature, problem: Problem) -> Iterator[dict[str, Any]]:
     size, _, kind = feature.name.partition(" ")
     number = getattr(problem, size)
     assert isinstance(feature.value, int | None)
-    up = -(-number // _MULTIPLE) * _MULTIPLE
-    wanted = {"above": feature.value, "is 1": 2}.get(kind, up)
+    if kind in ("above", "is 1"):
+        wanted = feature.value if kind == "above" else 2
+    else:
+        multiple = int(kind.split()[-1])
+        wanted = -(-number // multiple) * multiple
     both = ({size: wanted}, dict.fromkeys(("D", "Dv") if size[0] == "D" else ("M", "N"), wanted))
     for change in both:
         yield change

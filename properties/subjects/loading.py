@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from fa_verify.oracles.masks.codec import SHIPPED, mask_class, register
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.problems.mask_classes import check_mask_class
@@ -169,6 +171,14 @@ def _callables(owner: object, wanted: str) -> list[str]:
 def _check_signature(subject: Subject) -> None:
     """Check that the signature, if known, accepts the tensors and the subject's keywords."""
     words = subject.keywords
+    function = getattr(subject.call, "__self__", None)
+    if inspect.isclass(function) and issubclass(function, torch.autograd.Function):
+        takes = inspect.signature(function.forward)
+        raise ValueError(
+            f"{subject.name} is {function.__name__}.apply, whose forward takes {takes}; needs "
+            "(ctx, q, k, v, causal, sm_scale), or a function (q, k, v, *, mask, sm_scale) that "
+            "calls it"
+        )
     try:
         # The signature of the wrapper itself, which may adapt the function that it wraps.
         signature = inspect.signature(subject.call, follow_wrapped=False)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ _DECLARED = {
     "zero_sizes": False,
     "layouts": ("bhsd",),
 }
+# Names of the last two parameters.
+_CAUSAL, _SCALES = ("causal", "is_causal"), ("sm_scale", "softmax_scale", "scale")
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _TENSORS = 3
 
@@ -81,7 +84,8 @@ def tutorial_call(call: Callable[..., Any]) -> TutorialCall | None:
     """Adapt a callable with the tutorial's signature; return None for other signatures.
 
     The signature is three tensors, then causal and sm_scale in either order, all by position, then
-    any parameters with defaults. The ``apply`` of an autograd function has the signature of its
+    any parameters with defaults. ``is_causal``, ``softmax_scale`` and ``scale`` are other names of
+    the two. The ``apply`` of an autograd function has the signature of its
     ``forward``.
     """
     owner: Any = call
@@ -98,12 +102,12 @@ def tutorial_call(call: Callable[..., Any]) -> TutorialCall | None:
         return None
     first, rest = given[: _TENSORS + 2], given[_TENSORS + 2 :]
     words = [parameter.name for parameter in first[_TENSORS:]]
-    if sorted(words) != ["causal", "sm_scale"]:
+    if not any(a in _CAUSAL and b in _SCALES for a, b in itertools.permutations(words, 2)):
         return None
     if any(x.kind not in _BY_POSITION for x in first) or any(_is_required(x) for x in rest):
         return None
     signature = str(inspect.Signature(given))
-    return TutorialCall(call, owner, signature, words[0] == "causal")
+    return TutorialCall(call, owner, signature, words[0] in _CAUSAL)
 
 
 def takes(call: Callable[..., Any], word: str) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-
 __all__ = ["advice"]
 
 # Parts of the messages of Triton and PyTorch.
@@ -13,7 +11,6 @@ _NO_GPU = (
     "Found no NVIDIA driver",
     "No CUDA GPUs are available",
 )
-_AUTOTUNER = "triton/runtime/autotuner.py"
 
 
 def advice(error: BaseException) -> str:
@@ -22,10 +19,4 @@ def advice(error: BaseException) -> str:
         return "pip install 'fa-verify[triton]' installs it"
     if not any(text in str(error) for text in _NO_GPU):
         return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    if any(frame.filename.endswith(_AUTOTUNER) for frame in frames):
-        return (
-            "autotune times kernels on a GPU, and there is none: keep one configuration in "
-            "Triton's interpreter, configs[:1] if triton.knobs.runtime.interpret else configs"
-        )
     return "the kernel asks for a GPU, and there is none: take the device of the inputs, q.device"

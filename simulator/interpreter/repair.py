@@ -26,6 +26,10 @@ from fa_verify.simulator.interpreter.rounding import (
     truncate_to_tf32,
     widen_bf16,
 )
+from fa_verify.simulator.interpreter.without_gpu import (
+    stand_in_for_a_gpu,
+    take_first_configurations,
+)
 
 __all__ = ["describe", "is_needed", "repair"]
 
@@ -56,6 +60,7 @@ def repair() -> None:
     - NumPy's floating-point warnings are disabled inside a launch.
     - The language is patched once per launch and restored afterwards.
     - Integer overflow is checked only in debug mode; otherwise the result was unused.
+    - An autotuned kernel takes its first configuration, and Triton's driver answers for the CPU.
 
     Raises:
         RuntimeError: The interpreter is disabled, or the installed Triton lacks an attribute that
@@ -87,6 +92,8 @@ def repair() -> None:
     watch_addresses(interpreter)
     repair_launches(interpreter)
     skip_idle_work(interpreter)
+    take_first_configurations()
+    stand_in_for_a_gpu()
     _repaired = True
 
 
@@ -102,7 +109,8 @@ def describe() -> str:
         return "interpreter not repaired"
     return (
         "interpreter repaired: bf16 round-to-nearest-even casts, bf16 arithmetic and dots, "
-        "poisoned masked loads, checked addresses, TF32 truncation, one language patch a launch"
+        "poisoned masked loads, checked addresses, TF32 truncation, one language patch a launch, "
+        "first configurations of autotuners"
     )
 
 

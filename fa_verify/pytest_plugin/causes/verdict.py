@@ -86,6 +86,11 @@ _ABOUT = {
     "M < N": "Problems of M < N",
     "D != Dv": "Problems of Dv other than D",
 }
+# The subject of the title of a cause that another call than the problem's shows, by the check.
+_OF_CHECKS = {
+    "G5": "Values in hidden keys and rows",
+    "G12": "Offsets that pass 2**31 elements",
+}
 # Features of masks that hide keys.
 _HIDING = ("empty rows", "padded keys", "predicate", "window left", "right bound", "causal")
 # Declarations that exclude the problems with a feature.
@@ -110,7 +115,10 @@ def title(cause: RootCause) -> str:
     first = features[0] if features else None
     about = "Every problem" if first is None else _ABOUT.get(first.name) or _problems_with(first)
     one = first is None
-    beyond = [phrase(x) for x in features[1:] if x.name != "several heads"]
+    named = features[1:]
+    if of_check := _OF_CHECKS.get(cause.guarantee.partition(" ")[0]):
+        about, one, named = of_check, False, features
+    beyond = [phrase(x) for x in named if x.name != "several heads"]
     also = f", with {' and '.join(beyond)}" if beyond else ""
     outputs = ", ".join(cause.outputs) or "a result"
     does = {

@@ -140,6 +140,7 @@ TESTS: dict[str, str] = {
     "simulator/interpreter/repair.py": "test_interpreter",
     "simulator/interpreter/rounding.py": "test_interpreter",
     "simulator/interpreter/types.py": "test_interpreter_types test_interpreter",
+    "simulator/interpreter/without_gpu.py": "test_interpreter_without_gpu",
 }
 
 

@@ -83,6 +83,18 @@ def test_titles_and_declarations_follow_from_features(features, said, declared):
     assert if_intended(cause) == declared
 
 
+def test_a_title_names_the_other_call_of_a_check():
+    """The problem itself passes: the check changes its strides, or values of hidden keys."""
+    features = (Feature("several entries"), Feature("several heads"))
+    fields = {**vars(NAN), "guarantee": "G12 range", "features": features}
+    said = "Offsets that pass 2**31 elements give NaN, with B > 1"
+    assert title(RootCause(**fields)) == said
+    assert title(RootCause(**{**fields, "features": ()})) == said.removesuffix(", with B > 1")
+    features = (Feature("dtype", ("bf16",)), Feature("M above", 1))
+    fields |= {"guarantee": "G5 hidden positions", "features": features, "all_dtypes": False}
+    assert title(RootCause(**fields)).startswith("Values in hidden keys and rows give NaN, with ")
+
+
 def test_processes_share_causes_and_join_parts_of_one(tmp_path):
     one, other = Shared(tmp_path), Shared(tmp_path)
     narrow = RootCause(**{**vars(NAN), "features": (Feature("empty rows"), Feature("causal"))})

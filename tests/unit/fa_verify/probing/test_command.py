@@ -54,6 +54,16 @@ def test_answers_are_printed_written_and_drawn(folder, capsys):
     assert (folder / "pictures" / "out-along-keys-bf16.svg").read_text().startswith("<svg")
 
 
+def test_the_kernel_is_the_one_that_the_checks_see(folder, monkeypatch, capsys):
+    """Triton's tutorial has one configuration under pytest."""
+    (folder / "other.py").write_text(
+        f"{KERNEL}\nimport os\nif 'PYTEST_VERSION' not in os.environ: del attention\n"
+    )
+    monkeypatch.delenv("PYTEST_VERSION")
+    assert main(["probe", f"{folder}/other.py:attention"]) == 0
+    assert "no declaration is refuted" in capsys.readouterr().out
+
+
 def test_an_experiment_is_run_again_by_its_line(folder, capsys):
     line = (
         '{"experiment":"weights","problem":'

@@ -87,6 +87,20 @@ def test_a_kernel_that_takes_everything_has_no_limit():
     assert found["score_mods"].value == ()
 
 
+def test_float64_that_is_computed_in_float32_is_not_taken():
+    """Triton kernels keep their sums in float32, whatever the inputs."""
+
+    def narrow(q, k, v, **beside):
+        return exact(q, k, v, **beside).float().to(q.dtype)
+
+    answer = probed(narrow)["dtypes"]
+    assert answer.value == ("fp16", "bf16", "fp32")
+    assert "as float32 does" in answer.evidence
+    assert "fp64" in answer.replay
+    # Another computation is a defect, which the checks report.
+    assert "fp64" in probed(lambda *x, **beside: 1.5 * narrow(*x, **beside))["dtypes"].value
+
+
 def test_contiguous_layouts_are_found():
     assert "bhsd" in probed(refusing("layouts"))["layouts"].value
     assert "transposed" not in probed(refusing("layouts"))["layouts"].value
@@ -95,6 +109,51 @@ def test_contiguous_layouts_are_found():
 def test_a_kernel_without_gradients_is_found():
     answer = probed(lambda q, k, v, **beside: exact(q, k, v, **beside).detach())["backward"]
     assert (answer.value, answer.certainty) == (False, "shown")
+
+
+def test_gradients_that_need_longer_sequences_are_found():
+    """The backward of Triton's tutorial needs multiples of 128, its forward does not."""
+
+    class Long(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *given):
+            ctx.save_for_backward(*given[:3])
+            ctx.beside = given[3:]
+            return exact(*given[:3], mask=given[3], sm_scale=given[4])
+
+        @staticmethod
+        def backward(ctx, dout):
+            q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+            assert q.shape[2] % 32 == 0
+            with torch.enable_grad():
+                out = exact(q, k, v, mask=ctx.beside[0], sm_scale=ctx.beside[1])
+            return *torch.autograd.grad(out, (q, k, v), dout), None, None
+
+    found = probed(lambda q, k, v, *, mask, sm_scale: Long.apply(q, k, v, mask, sm_scale))
+    assert found["backward"].value is True
+    assert found["seqlen_multiple"].value == 32
+
+
+def test_a_kernel_that_is_wrong_on_short_sequences_is_probed_on_longer_ones():
+    """Kernels that language models write count the padded keys of a tile of 64."""
+
+    def counting(q, k, v, *, mask, sm_scale):
+        right = exact(q, k, v, mask=mask, sm_scale=sm_scale)
+        return right if q.shape[2] % 64 == 0 else right / 4
+
+    found = probed(counting)
+    assert Problem.from_json(found["only_one_row"].replay).M == 64
+    assert found["always_causal"].value is False
+    assert found["seqlen_multiple"].value == 1
+
+
+def test_a_kernel_that_takes_no_problem_says_why():
+    def kernel(q, k, v, *, mask, sm_scale):
+        raise ValueError(f"D is {q.shape[3]}")
+
+    (answer,) = probed(kernel).answers
+    assert answer.evidence.startswith("the kernel takes no problem: ")
+    assert "ValueError: D is 128" in answer.evidence
 
 
 def test_wrong_results_are_no_limit():

@@ -9,8 +9,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from fa_verify.oracles.problem import Problem
 from fa_verify.probing.picture import blocks, in_words, svg, text
-from fa_verify.probing.summation import Sum, UnclearError, leaves, tree_of
+from fa_verify.probing.summation import Sum, UnclearError, leaves, order_of, tree_of
+from fa_verify.properties.subjects.subject import Subject
 
 
 def chain(parts):
@@ -108,6 +110,18 @@ def test_counts_of_no_tree_are_refused():
     with pytest.raises(UnclearError):
         tree_of(32, lambda pairs: [32 if i > 8 else x for (i, _), x in zip(
             pairs, counts(pairs), strict=True)])  # fmt: skip
+
+
+def test_an_operand_that_overflows_leaves_the_order_undecided():
+    """k times the scale leaves fp16, so that the result is NaN."""
+
+    def kernel(q, k, v, *, mask, sm_scale):
+        return torch.softmax(q.float() @ (k * sm_scale).float().mT, -1).to(q.dtype) @ v
+
+    problem = Problem(M=8, N=8, D=8, Dv=8, dtype="fp16", sm_scale=16.0)
+    found = order_of(Subject.of(kernel, "kernel"), problem, "dq")
+    assert found.tree == ()
+    assert "leave nan of 8" in found.why
 
 
 def test_pictures_show_every_block():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -39,6 +40,8 @@ def runner_of(*faults: str) -> Runner:
 
     def attention(q, k, v, *, mask, sm_scale):
         groups = q.shape[1] // k.shape[1]
+        if "needs 32" in faults and q.shape[2] % 32:
+            raise RuntimeError("M is no multiple of 32")
         if "raises" in faults and q.shape[3] != v.shape[3]:
             raise RuntimeError(f"sizes {q.shape[3]} and {v.shape[3]}")
         if "rounded" in faults:
@@ -50,6 +53,8 @@ def runner_of(*faults: str) -> Runner:
         if "unguarded" not in faults:
             weights = torch.where(seen, weights, 0.0)
         out = weights @ v
+        if "scaled" in faults:
+            out = 1.5 * out
         if "causal scaled" in faults and mask.causal:
             out = 1.5 * out
         if "bound scaled" in faults and mask.right is not None:
@@ -146,6 +151,32 @@ def test_a_wrong_call_among_others_is_explained_by_its_own_problem():
     findings = runner.findings(plain, sequence)
     assert findings[0].guarantee == "G13 state"
     assert Failure(runner, sequence, findings, store).causes() == [cause.number]
+
+
+@pytest.mark.parametrize("other", [(), ("scaled",)])
+def test_an_exception_of_sizes_is_no_exception_of_every_problem(other):
+    """Where it does not raise, another fault may stand, which is not known yet."""
+    runner, store = runner_of("needs 32", *other), Known()
+    (cause,) = causes_of(runner, Problem(M=3, N=3), store)
+    assert [x.name for x in cause.features] == ["M is no multiple of 32"]
+    assert (cause.passing is None) == bool(other)
+    # The fault behind the exception is found, and the exception explains the failure too.
+    assert causes_of(runner, Problem(M=5, N=3), store)[0] == store.known()[0]
+    assert [x.kind.split()[0] for x in store.known()] == ["raises", *(["error"] if other else [])]
+
+
+def test_an_exception_on_every_problem_is_one_cause_of_all_guarantees():
+    """Two workers may find it at the same time, by the checks of two guarantees."""
+
+    def attention(q, k, v, *, mask, sm_scale):
+        raise RuntimeError("no")
+
+    store = Known()
+    runner = Runner(Subject.of(attention, "attention"), Tally())
+    (cause,) = causes_of(runner, EMPTY, store)
+    assert cause.features == ()
+    store.add(dataclasses.replace(cause, number=0, guarantee="G8 layout"))
+    assert len(store.known()) == 1
 
 
 def test_a_cause_survives_json():

@@ -280,6 +280,21 @@ def test_a_callable_that_takes_other_arguments_is_refused(refusal, takes, says):
     assert said == f"attention takes {takes}; needs {needs}: {says}"
 
 
+def test_the_apply_of_an_autograd_function_with_other_arguments_is_refused(refusal):
+    said = refusal(
+        "import torch\n"
+        "class Flash(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, q, k, v, bias=None, causal=False): return q\n"
+        "attention = Flash.apply"
+    )
+    assert said == (
+        "attention is Flash.apply, whose forward takes (ctx, q, k, v, bias=None, causal=False); "
+        "needs (ctx, q, k, v, causal, sm_scale), or a function (q, k, v, *, mask, sm_scale) that "
+        "calls it"
+    )
+
+
 def test_a_callable_with_configurations_has_to_take_one(refusal):
     said = refusal(
         "def attention(q, k, v, *, mask, sm_scale): return q\n"

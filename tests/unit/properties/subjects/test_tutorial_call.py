@@ -82,6 +82,10 @@ def swapped(a, b, c, sm_scale, causal=False, *rest, **more):
     return a * (-sm_scale if causal else sm_scale)
 
 
+def renamed(Q, K, V, is_causal, softmax_scale):
+    return Q * (-softmax_scale if is_causal else softmax_scale)
+
+
 def of_subjects(q, k, v, *, mask, sm_scale):
     return q
 
@@ -99,7 +103,8 @@ def by_name(q, k, v, *, causal, sm_scale):
 
 
 @pytest.mark.parametrize(
-    "call", [plain, swapped, Scaled.apply, OfNewStyle.apply, partial(with_more, dropout=0.0)]
+    "call",
+    [plain, swapped, renamed, Scaled.apply, OfNewStyle.apply, partial(with_more, dropout=0.0)],
 )
 def test_the_signature_is_recognised(call):
     assert tutorial_call(call) is not None
@@ -110,7 +115,7 @@ def test_other_signatures_are_left_alone(call):
     assert tutorial_call(call) is None
 
 
-@pytest.mark.parametrize("call", [plain, swapped, Scaled.apply])
+@pytest.mark.parametrize("call", [plain, swapped, renamed, Scaled.apply])
 @pytest.mark.parametrize(("mask", "sign"), [(Mask(), 1), (Mask(causal=True), -1)])
 def test_causal_and_scale_arrive_where_they_belong(call, mask, sign):
     q = torch.ones(1, 1, 2, 16)

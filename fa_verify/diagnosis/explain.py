@@ -20,7 +20,7 @@ import torch
 
 from fa_verify.diagnosis.named.entries import variants
 from fa_verify.diagnosis.named.named import Named, Variant
-from fa_verify.diagnosis.named.passes import Case, Computed, Pass, computed
+from fa_verify.diagnosis.named.passes import Case, Computed, Pass, computed, forward_of
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
@@ -32,16 +32,22 @@ from fa_verify.properties.subjects.subject import Subject
 __all__ = ["Diagnosis", "Explanation", "diagnose"]
 
 SECONDS = 5.0
+# The time on the clock may be so many times the time of the process, on a busy machine.
+_BUSY = 4
 # Pairs of rows and keys, over batch entries and heads, above which nothing is computed.
 _MOST_PAIRS = 2**21
 # The square of the share of the error, in bounds, that an explanation may leave.
 _LEFT = 1 / 64
+# Roundings, in the largest relative bound of an output, of elements that the right result has exact.
+_OF_EXACT = 8
 # Elements beyond the bound that an explanation has to agree with.
 _LEAST = 2
 # Names that are shown.
 _MOST = 3
 # Tile sizes that are tried beside those of the subject.
 _TILES = ((16, 16), (32, 32), (64, 64), (128, 128), (128, 64), (64, 32), (32, 16), (16, 32))
+# Pairs above which a problem is not made much larger: an interpreter would take seconds.
+_GROWN = 2**14
 Candidate = Callable[[Case], "Computed | None"]
 
 
@@ -76,7 +82,7 @@ class Diagnosis:
     Args:
         explanations: Faults that the evidence cannot tell apart, the likeliest first; none if the
             subject agrees with no faulty result.
-        tried: Named faults whose result on the failing problem is not the right one.
+        tried: Named faults that apply to the failing problem.
         complete: Whether all were tried in the time allowed.
         seconds: The time that it took.
     """
@@ -110,7 +116,8 @@ def diagnose(
         subject: The subject.
         problem: The failing problem.
         also: Other problems that fail for the same cause, or pass beside it.
-        seconds: Time after which nothing more is tried. An incomplete search names nothing.
+        seconds: Time of the process after which nothing more is tried, or four times as long on
+            the clock. An incomplete search names nothing.
         run: Runs the subject on a problem; None is ``run_trial``.
 
     Returns:
@@ -131,7 +138,7 @@ class _Search:
         self.subject = subject
         self._run = run
         self._start = time.monotonic()
-        self._end = self._start + seconds
+        self._ends = time.process_time() + seconds, self._start + _BUSY * seconds
         self._tried = 0
 
     def of(self, problem: Problem, also: Iterable[Problem]) -> Diagnosis:
@@ -159,17 +166,27 @@ class _Search:
         survivors = self._agreeing(seen[0])
         for other in seen[1:]:
             survivors = self._kept(survivors, other)
+        if any(x.candidate.tile and not x.spans for x in survivors):
+            # A fault of tiles has to show where there are several.
+            wider = self._seen(_wide(survivors, shown.problem))
+            survivors = survivors if wider is None else self._kept(survivors, wider)
+        survivors = [x for x in survivors if x.spans or not x.candidate.tile]
         if len({x.name for x in survivors}) > 1:
             survivors = self._separated(survivors, shown.problem)
         return [x.explanation() for x in _first_of_each(survivors) if x.elements >= _LEAST]
 
     def _sharpest(self, problem: Problem) -> _Seen | None:
-        """Run the problem in the dtype of the smallest bounds in which it fails."""
-        dtypes = dict.fromkeys(("fp64", "fp32", problem.dtype))
-        for dtype in dtypes:
-            seen = self._seen(dataclasses.replace(problem, dtype=dtype))
-            if seen is not None and seen.wrong:
-                return seen
+        """Run the problem in the dtype of the smallest bounds in which it fails.
+
+        Storage and padding are those of the plain problem if it fails with them.
+        """
+        default = Problem()
+        plain = dataclasses.replace(problem, layouts=default.layouts, dirty=default.dirty)
+        for one in dict.fromkeys((plain, problem)):
+            for dtype in dict.fromkeys(("fp64", "fp32", problem.dtype)):
+                seen = self._seen(dataclasses.replace(one, dtype=dtype))
+                if seen is not None and seen.wrong:
+                    return seen
         return None
 
     def _seen(self, problem: Problem) -> _Seen | None:
@@ -186,8 +203,12 @@ class _Search:
         return None if trial is None else _Seen(trial)
 
     def _check_time(self) -> None:
-        if time.monotonic() > self._end:
+        if self._is_over():
             raise _OutOfTimeError
+
+    def _is_over(self) -> bool:
+        of_process, of_clock = self._ends
+        return time.process_time() > of_process or time.monotonic() > of_clock
 
     def _agreeing(self, seen: _Seen) -> list[_Survivor]:
         """Return the variants that the subject agrees with on the failing problem."""
@@ -196,16 +217,15 @@ class _Search:
         found = []
         for variant in variants(tuple(tiles), backward=self.subject.backward):
             self._check_time()
-            result = variant(seen.case)
-            if result is None or seen.is_right(result):
+            fits = seen.fits(variant)
+            if fits is None:
                 continue
             named.add(variant.named.name)
-            if seen.agrees(result):
-                found.append(_Survivor(variant, variant.named, seen.wrong, 1))
+            if fits:
+                found.append(_Survivor(variant, variant.named).agreeing(seen))
         for factors in _constants(seen):
-            result = factors(seen.case)
-            if seen.agrees(result):
-                found.append(_Survivor(factors, factors.named, seen.wrong, 1))
+            if seen.agrees(factors(seen.case)):
+                found.append(_Survivor(factors, factors.named).agreeing(seen))
         self._tried = len(named)
         return found
 
@@ -215,17 +235,13 @@ class _Search:
         for one in survivors:
             self._check_time()
             if seen.agrees(one.candidate(seen.case) or seen.case.right):
-                kept.append(
-                    dataclasses.replace(
-                        one, elements=one.elements + seen.wrong, problems=one.problems + 1
-                    )
-                )
+                kept.append(one.agreeing(seen))
         return kept
 
     def _separated(self, survivors: list[_Survivor], problem: Problem) -> list[_Survivor]:
         """Run problems on which the results of survivors differ, and keep those that agree."""
         for other in _featured(problem):
-            if len({x.name for x in survivors}) < 2 or time.monotonic() > self._end:
+            if len({x.name for x in survivors}) < 2 or self._is_over():
                 break
             if self.subject.excludes(other) is None and _differ(survivors, other):
                 seen = self._seen(other)
@@ -254,9 +270,22 @@ class _Seen:
         """Return whether every element of every output agrees with a result."""
         return all(x.agrees(*_member(result, x.name)) for x in self._outputs)
 
-    def is_right(self, result: Computed) -> bool:
-        """Return whether a result is the right one, within the bound."""
-        return all(x.is_right(_member(result, x.name)[0]) for x in self._outputs)
+    def fits(self, variant: Variant) -> bool | None:
+        """Return whether the subject agrees with a variant; None if that changes nothing."""
+        if variant.named.after is not None:
+            result = variant(self.case)
+            return None if result is None else self.agrees(result)
+        passes = variant.passes(self.case)
+        if passes is None:
+            return None
+        # The results of the forward rule most variants out.
+        forward = forward_of(self.case, passes)
+        of_forward = {
+            "out": (forward.out, forward.out_terms), "lse": (forward.lse, forward.lse_terms),
+        }  # fmt: skip
+        if not all(x.agrees(*of_forward[x.name]) for x in self._outputs if x.name in of_forward):
+            return False
+        return self.agrees(computed(self.case, passes, reads=variant.reads, forward=forward))
 
     def factors(self) -> dict[str, float]:
         """Return the factor of each wrong output that fits best."""
@@ -290,7 +319,10 @@ class _Output:
         relative = torch.where(terms > 0, bound / terms, 0.0)
         peak = float(relative.amax()) if relative.numel() else 0.0
         # Where the right result is exact, all terms of the faulty one err.
-        self._relative = torch.where((terms > 0) & (bound > 0), relative, max(peak, self._info.eps))
+        relative = torch.where(
+            (terms > 0) & (bound > 0), relative, _OF_EXACT * max(peak, self._info.eps)
+        )
+        self._relative = relative
 
     def agrees(self, value: torch.Tensor, terms: torch.Tensor) -> bool:
         """Return whether all elements agree with a value, and the wrong ones better than before."""
@@ -304,9 +336,6 @@ class _Output:
         after = ((self._got - value) / size).square()
         counted = self._bad & before.isfinite() & after.isfinite()
         return bool(after[counted].sum() <= _LEFT * before[counted].sum())
-
-    def is_right(self, value: torch.Tensor) -> bool:
-        return bool(_near(value, self._want, self._bound).all())
 
     def factor(self) -> float:
         both = self._got.isfinite() & self._want.isfinite()
@@ -375,12 +404,30 @@ class _Survivor:
 
     candidate: Variant | _Constant
     named: Named
-    elements: int
-    problems: int
+    elements: int = 0
+    problems: int = 0
+    # Whether a problem with wrong elements has more than one of the tiles that the fault implies.
+    spans: bool = False
 
     @property
     def name(self) -> str:
         return self.named.name
+
+    def agreeing(self, seen: _Seen) -> _Survivor:
+        """Return the survivor with the evidence of one more problem."""
+        return dataclasses.replace(
+            self,
+            elements=self.elements + seen.wrong,
+            problems=self.problems + 1,
+            spans=self.spans or (seen.wrong > 0 and self._spans(seen.problem)),
+        )
+
+    def _spans(self, problem: Problem) -> bool:
+        if not isinstance(self.candidate, Variant):
+            return True
+        return problem.N > self.candidate.block_n or (
+            self.candidate.block_n == 0 and problem.M > self.candidate.block_m
+        )
 
     def explanation(self) -> Explanation:
         return Explanation(
@@ -392,6 +439,15 @@ class _Survivor:
             elements=self.elements,
             problems=self.problems,
         )
+
+
+def _wide(survivors: list[_Survivor], problem: Problem) -> Problem:
+    """Return a problem with several tiles of each survivor, and other values."""
+    tiles = [x.candidate for x in survivors if isinstance(x.candidate, Variant)]
+    more = max(max(x.block_m, x.block_n) for x in tiles) + 7
+    return dataclasses.replace(
+        problem, M=problem.M + more, N=problem.N + more, seed=problem.all_seeds[0] + 5, seeds=()
+    )
 
 
 def _first_of_each(survivors: list[_Survivor]) -> list[_Survivor]:
@@ -432,12 +488,9 @@ def _grown(problem: Problem) -> Iterator[Problem]:
     M, N, seed = problem.M, problem.N, problem.all_seeds[0]
     if problem.seeds:
         return
-    yield from _changed(
-        problem,
-        {"seed": seed + 1},
-        {"M": M + 7, "N": N + 7, "seed": seed + 2},
-        {"M": M + 39, "N": N + 39, "seed": seed + 3},
-    )
+    yield from _changed(problem, {"seed": seed + 1}, {"M": M + 7, "N": N + 7, "seed": seed + 2})
+    if problem.B * problem.H * max(M, N) ** 2 <= _GROWN:
+        yield from _changed(problem, {"M": M + 39, "N": N + 39, "seed": seed + 3})
 
 
 def _featured(problem: Problem) -> Iterator[Problem]:
@@ -461,6 +514,7 @@ def _featured(problem: Problem) -> Iterator[Problem]:
         {"dlse": "normal"},
         {"mask": dataclasses.replace(mask, window_left=5)},
         {"mask": dataclasses.replace(mask, causal=False, window_right=3 if right else 0)},
+        {"mask": Mask(), "N": N + 13},
         {"mask": Mask(causal=True), "M": M + 13},
         {"mask": Mask(causal=True), "N": N + 13},
         {"mask": Mask(causal=True, window_left=5), "N": N + 13},

@@ -32,16 +32,13 @@ def variants(tiles: tuple[tuple[int, int], ...], *, backward: bool) -> Iterator[
         backward: Whether the subject has a backward.
     """
     for named in DICTIONARY:
-        sizes = {
-            (m if "m" in named.tiles else 0, n if "n" in named.tiles else 0): None for m, n in tiles
-        }
         places = named.places if named.after is None else ("",)
         if not backward:
-            places = tuple(
-                dict.fromkeys("everywhere" if x in FORWARD else x for x in places
-                              if x not in BACKWARD)
-            )  # fmt: skip
-        for place in places:
-            for form in range(max(1, len(named.changes))):
+            kept = (x for x in places if x not in BACKWARD)
+            places = tuple(dict.fromkeys("everywhere" if x in FORWARD else x for x in kept))
+        for form in range(max(1, len(named.changes))):
+            axes = named.axes(form)
+            sizes = {(m * ("m" in axes), n * ("n" in axes)): None for m, n in tiles}
+            for place in places:
                 for m, n in sizes:
                     yield Variant(named, place, form, m, n)

@@ -50,14 +50,13 @@ def _dlse(factor: float) -> Change:
     return change
 
 
-def _rounded_operands(names: str, bits: int, truncates: bool) -> Change:
-    """Return a change that rounds operands to so many bits of mantissa, as a TF32 dot does."""
+def _rounded_operands(dots: str, bits: int, truncates: bool) -> Change:
+    """Return a change that rounds the operands of dots to so many bits, as a TF32 dot does."""
 
     def change(p: Pass, block_m: int, block_n: int) -> bool:
         if p.case.problem.dtype != "fp32":
             return False
-        for name in names.split():
-            setattr(p, name, _short(getattr(p, name), bits, truncates))
+        p.rounds = dict.fromkeys(dots.split(), lambda x: _short(x, bits, truncates))
         return True
 
     return change
@@ -100,13 +99,14 @@ GRADIENTS: tuple[Named, ...] = (
     Named("base 2 scores", "scores to base e were exponentiated in base 2, or the other way",
           tuple(_scale(lambda p, f=f: p.scale * f, both=False)
                 for f in (math.log(2), math.log2(math.e)))),
-    Named("delta of a tile", "delta were the row sum of one key tile", (_delta("tile"),),
-          BACKWARD, "n", ("delta is the row sum of one tile",)),
+    Named("delta of a tile", "delta were the row sum of one key tile",
+          (_delta("tile"), _delta("tile unmasked")), BACKWARD, "n",
+          ("delta is the row sum of one tile",)),
     Named("no delta", "delta were not subtracted from dP", (_delta("none"),), BACKWARD),
     Named("no dlse", "the gradient of lse were left out", (_dlse(0.0),), BACKWARD,
           recorded=("dlse is left out",)),
     Named("dlse negated", "the gradient of lse had the other sign", (_dlse(-1.0),), BACKWARD),
     Named("dots in TF32", "dots of float32 ran in TF32",
-          tuple(_rounded_operands(names, 10, truncates) for names in ("q k", "v dout")
+          tuple(_rounded_operands(names, 10, truncates) for names in ("s", "dp", "s dp")
                 for truncates in (True, False)), recorded=("is in TF32",)),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import pad
 
-from fa_verify.diagnosis.named.masks import sees
+from fa_verify.diagnosis.named.masks import axes, inside, sees, window
 from fa_verify.diagnosis.named.named import Change, Named
 from fa_verify.diagnosis.named.passes import Pass
 
@@ -76,6 +76,17 @@ def _keys_of(entry: Callable[[int], int]) -> Change:
     return change
 
 
+def _keys_as_rows(p: Pass, block_m: int, block_n: int) -> bool:
+    """As many keys are taken to be there as there are rows."""
+    x = p.case.problem
+    if not x.mask.is_plain:
+        return False
+    m, n, rows, _ = axes(p)
+    seen = inside(p) & (n < rows) & window(p, x.mask.window_left, x.mask.right, 0)
+    p.distance = (m - n).abs().double().expand(p.distance.shape)
+    return sees(p, seen)
+
+
 def _keys_begin_with_queries(p: Pass, block_m: int, block_n: int) -> bool:
     """Packed sequences: keys and values are read from where the queries of a sequence begin."""
     x = p.case.problem
@@ -119,6 +130,8 @@ HEADS: tuple[Named, ...] = (
           (_keys_of(lambda b: min(b, 3)),), recorded=("entries beyond the fourth",)),
     Named("lengths of the first", "all batch entries had the first one's lengths",
           (_keys_of(lambda b: 0),)),
+    Named("keys counted as rows", "there were as many keys as rows",
+          (_keys_as_rows,), recorded=("the keys of a sequence begin",)),
     Named("keys begin with queries", "the keys of a packed sequence began where its queries do",
           (_keys_begin_with_queries,), recorded=("the keys of a sequence begin",)),
 )  # fmt: skip

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import pad
 
-from fa_verify.diagnosis.named.named import Change, InapplicableError, Named
+from fa_verify.diagnosis.named.named import Change, InapplicableError, Named, untiled
 from fa_verify.diagnosis.named.passes import Pass
 
-__all__ = ["MASKS", "axes", "sees"]
+__all__ = ["MASKS", "axes", "finite", "inside", "sees", "window"]
 
 
 def axes(p: Pass) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -19,6 +22,7 @@ def axes(p: Pass) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def inside(p: Pass, *, rows: bool = True, keys: bool = True) -> torch.Tensor:
+    """Return the pairs whose row and key are no padding; either may be left out."""
     m, n, seqlens_q, seqlens_k = axes(p)
     seen = torch.ones_like(p.seen)
     if rows:
@@ -124,27 +128,42 @@ def _padded_keys_past(p: Pass, block_m: int, block_n: int) -> bool:
     return sees(p, p.seen | (inside(p, keys=False) & (n >= keys)))
 
 
-def _zero_keys(windowed: bool, of_tile: bool) -> Change:
+def _lengthened(p: Pass, block_n: int) -> torch.Tensor:
+    """Lengthen the keys by zeros to whole tiles; return their positions."""
+    more = -p.case.problem.N % block_n
+    p.k, p.v = (pad(torch.where(used(p, p.seen), t, 0.0), (0, 0, 0, more))
+                for t in (p.k, p.v))  # fmt: skip
+    p.seen = pad(p.seen, (0, more))
+    p.distance = pad(p.distance, (0, more))
+    if p.bias is not None:
+        p.bias = pad(p.bias, (0, more))
+    return torch.arange(p.seen.shape[3], device=p.seen.device)
+
+
+def _visited(p: Pass, block_m: int, block_n: int) -> torch.Tensor:
+    """Return the pairs in tiles that hold a visible one, for keys in whole tiles."""
+    M = p.seen.shape[2]
+    tiles = pad(p.seen, (0, 0, 0, -M % block_m)).unflatten(2, (-1, block_m))
+    there = tiles.unflatten(4, (-1, block_n)).any(5).any(3)
+    return there.repeat_interleave(block_m, 2)[:, :, :M].repeat_interleave(block_n, 3)
+
+
+def _zero_keys(windowed: bool, visited: bool, of_tile: bool) -> Change:
     """Return a change that sees keys of zeros up to the end of a tile."""
 
     def change(p: Pass, block_m: int, block_n: int) -> bool:
         x = p.case.problem
-        m, n, rows, keys = axes(p)
-        more = -x.N % block_n
-        p.k, p.v = (pad(torch.where(used(p, p.seen), t, 0.0), (0, 0, 0, more))
-                    for t in (p.k, p.v))  # fmt: skip
-        p.seen = pad(p.seen, (0, more))
-        p.distance = pad(p.distance, (0, more))
-        if p.bias is not None:
-            p.bias = pad(p.bias, (0, more))
-        n = torch.arange(x.N + more, device=x.device)
-        end = (keys + block_n - 1) // block_n * block_n if of_tile else x.N + more
+        m, _, rows, keys = axes(p)
+        n = _lengthened(p, block_n)
+        end = (keys + block_n - 1) // block_n * block_n if of_tile else n.numel()
         let_in = (n >= keys) & (n < end) & (m < rows)
         position = m + (keys - rows)
         if windowed and x.mask.right is not None:
             let_in = let_in & (n <= position + x.mask.right)
         if windowed and x.mask.window_left is not None:
             let_in = let_in & (n >= position - x.mask.window_left)
+        if visited:
+            let_in = let_in & _visited(p, block_m, block_n)
         p.seen = p.seen | let_in
         return bool(let_in.any())
 
@@ -159,31 +178,51 @@ def _padded_rows(p: Pass, block_m: int, block_n: int) -> bool:
     return bool(past.any())
 
 
-def _finite(value: float, scaled: bool, selects: bool) -> Change:
-    """Return a change that gives hidden pairs a finite score."""
+def finite(value: Callable[[Pass], float | None], visited: bool, selects: bool) -> Change:
+    """Return a change that gives hidden pairs a finite score, or those of visited tiles.
+
+    Args:
+        value: The score; None if the fault changes nothing.
+        visited: Keys that are padded with zeros to whole tiles, and hidden tiles are left out.
+        selects: Whether the gradient of hidden scores is 0.
+    """
 
     def change(p: Pass, block_m: int, block_n: int) -> bool:
-        p.hidden = value * p.scale if scaled else value
+        score = value(p)
+        if score is None or bool(p.seen.all()):
+            return False
         given = p.case.inputs
         # Rows and keys of padding are not read.
         valid = inside(p)
         p.q, p.dout = (torch.where(valid.any(3, keepdim=True), t.double(), 0.0)
                        for t in (given.q, given.dout))  # fmt: skip
         p.k, p.v = (torch.where(used(p, valid), t.double(), 0.0) for t in (given.k, given.v))
-        p.hides_gradients = selects
-        return bool((~p.seen).any())
+        p.hidden, p.hides_gradients = score, selects
+        if visited:
+            p.k, p.v = (pad(t, (0, 0, 0, -t.shape[2] % block_n)) for t in (p.k, p.v))
+            p.seen, p.distance = (pad(t, (0, -t.shape[3] % block_n)) for t in (p.seen, p.distance))
+            if p.bias is not None:
+                p.bias = pad(p.bias, (0, -p.bias.shape[3] % block_n))
+            m, _, rows, _ = axes(p)
+            p.hidden = torch.where(_visited(p, block_m, block_n) & (m < rows), score, -math.inf)
+        return True
 
-    return change
+    # The other forms do not depend on tiles.
+    return change if visited else untiled(change)
+
+
+def _constant(value: float, scaled: bool) -> Callable[[Pass], float]:
+    return lambda p: value * p.scale if scaled else value
 
 
 _HIDDEN = tuple(
-    _finite(value, scaled, selects)
+    finite(_constant(value, scaled), visited, selects)
     for value in (-1e4, -1e9, -1e30, -1e5, -1e6, -1e8, -torch.finfo(torch.float32).max,
                   -torch.finfo(torch.float16).max)
     for scaled in (False, True)
-    for selects in (False, True)
+    for visited, selects in ((False, False), (False, True), (True, False))
+    if not visited or value == -1e4
 )  # fmt: skip
-
 
 MASKS: tuple[Named, ...] = (
     Named("diagonal hidden", "the mask's right edge were one key too near: the diagonal of a "
@@ -205,11 +244,12 @@ MASKS: tuple[Named, ...] = (
     Named("padded keys", "keys past the end of a sequence took part, with what they hold",
           (_padded_keys_seen, _padded_keys_past), recorded=("padding keys of the tail tile",)),
     Named("zero keys", "the padding of the ragged last key tile took part, with scores of 0",
-          (_zero_keys(False, True), _zero_keys(True, True), _zero_keys(False, False)),
-          tiles="n", recorded=("padding keys of the tail tile",)),
+          (_zero_keys(False, True, True), _zero_keys(False, False, True),
+           _zero_keys(True, False, True), _zero_keys(False, False, False)), tiles="mn",
+          recorded=("padding keys of the tail tile",)),
     Named("padded rows", "rows past the end of a sequence took part, with an lse of 0",
           (_padded_rows,), ("dk and dv",), recorded=("rows past M take part",)),
     Named("finite mask", "hidden keys had a finite score in place of -inf",
-          _HIDDEN, ("everywhere", "forward", "the forward alone"),
+          _HIDDEN, ("everywhere", "forward", "the forward alone"), "mn",
           recorded=("the mask's value is",)),
 )  # fmt: skip

@@ -12,7 +12,16 @@ from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.named.passes import PASSES, Case, Computed, Pass, computed
 from fa_verify.oracles.outputs import Outputs
 
-__all__ = ["BACKWARD", "FORWARD", "After", "Change", "InapplicableError", "Named", "Variant"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "After",
+    "Change",
+    "InapplicableError",
+    "Named",
+    "Variant",
+    "untiled",
+]
 
 # A change of a pass, given rows and keys of a tile; False if it changes nothing on this problem.
 Change = Callable[[Pass, int, int], bool | None]
@@ -54,6 +63,10 @@ class Named:
     recorded: tuple[str, ...] = ()
     after: After | None = None
 
+    def axes(self, form: int) -> str:
+        """Return the axes whose tile width a form depends on."""
+        return "" if self.changes and self.changes[form] in _UNTILED else self.tiles
+
     @cached_property
     def on_record(self) -> str:
         """The places where the fault was shipped, "independent" left out; may be empty."""
@@ -62,6 +75,19 @@ class Named:
             if start in x.name and not x.origin.startswith(("independent", "published"))
         )  # fmt: skip
         return "; ".join(dict.fromkeys(part for x in origins for part in x.split("; ")))
+
+
+def untiled(change: Change) -> Change:
+    """Return a change that depends on no tile, of a fault that has other forms."""
+
+    def same(p: Pass, block_m: int, block_n: int) -> bool | None:
+        return change(p, block_m, block_n)
+
+    _UNTILED.add(same)
+    return same
+
+
+_UNTILED: set[Change] = set()
 
 
 @dataclass(frozen=True)
@@ -86,28 +112,36 @@ class Variant:
         """Return what a kernel with the fault computes; None if the fault changes nothing."""
         named = self.named
         if named.after is not None:
-            right = case.right
-            values = named.after(case, right.values, self.block_m, self.block_n)
-            return None if values is None else Computed(values, right.terms)
+            values = named.after(case, case.right.values, self.block_m, self.block_n)
+            return None if values is None else Computed(values, case.right.terms)
+        passes = self.passes(case)
+        return None if passes is None else computed(case, passes, reads=self.reads)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the backward reads the results of the faulty forward."""
+        return PLACES[self.place][1]
+
+    def passes(self, case: Case) -> dict[str, Pass] | None:
+        """Return the passes with the fault, by name; None if the fault changes nothing."""
         if 0 in (case.problem.B, case.problem.M, case.problem.N):
             return None
-        names, reads = PLACES[self.place]
-        passes = {}
-        for name in names:
+        change, passes = self.named.changes[self.form], {}
+        for name in PLACES[self.place][0]:
             passes[name] = case.plain()
             try:
-                changed = named.changes[self.form](passes[name], self.block_m, self.block_n)
+                changed = change(passes[name], self.block_m, self.block_n)
             except InapplicableError:
                 return None
             if changed is False:
                 return None
-        return computed(case, passes, reads=reads)
+        return passes
 
     @property
     def tile(self) -> str:
         """The size of tiles that the result depends on, such as "tiles of 64 keys", or ""."""
         sizes = {"m": f"{self.block_m} rows", "n": f"{self.block_n} keys"}
-        of = [sizes[axis] for axis in self.named.tiles]
+        of = [sizes[axis] for axis in self.named.axes(self.form)]
         return f"tiles of {' and '.join(of)}" if of else ""
 
 

@@ -20,9 +20,11 @@ from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.inputs.tensors import Inputs
 
-__all__ = ["PASSES", "Case", "Computed", "Pass", "computed"]
+__all__ = ["PASSES", "Case", "Computed", "Forward", "Pass", "computed", "forward_of"]
 
 PASSES = ("forward", "dq", "dkdv")
+# The largest float32, in which kernels of other inputs than float64 compute.
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class Computed(NamedTuple):
@@ -50,7 +52,7 @@ class Pass:
         slopes: (B, H, 1, 1), or None without ALiBi.
         distance: (B, 1, M, N), |p - n| of ALiBi.
         bias: (B, H, M, N), or None.
-        hidden: The score of hidden pairs.
+        hidden: The score of hidden pairs, or (B, H, M, N).
         count: How often a pair is added, broadcast to (B, H, M, N); None is once.
         start: The least value of the running maximum.
         tile: Width of the key tiles between which a fault of rescaling shows.
@@ -58,11 +60,15 @@ class Pass:
         single: Whether weights below 2**-149 count as 0, as in float32.
         guarded: Whether a row without a visible key is treated apart.
         capped_slope: Whether dS is multiplied by the derivative of the softcap.
+        lse_of: Changes the lse that the forward returns; None leaves it.
+        rounds: Changes operands of the dots of scores ("s") and dP ("dp").
         lse_factor: Factor on the lse that the backward reads.
         lse_of_padding: The lse that it reads for rows past the end; None if they are left out.
-        delta: "row" for the sum over a row; "tile" over the keys of a tile; "none".
+        delta: "row" for the sum over a row; "tile" over the visible keys of a tile, "tile
+            unmasked" over all of them; "none".
         dlse_factor: Factor on the gradient of lse.
         factor: Factors on out, dq, dk and dv, by name; those on dk and dv may be (H, 1, 1).
+        only: The pairs that add to dq, by the name "dq".
         hides_gradients: Whether dS of hidden pairs is 0, where their score is finite.
         weight: Changes P before its products; None leaves it.
     """
@@ -80,7 +86,7 @@ class Pass:
     slopes: torch.Tensor | None
     distance: torch.Tensor
     bias: torch.Tensor | None
-    hidden: float = -math.inf
+    hidden: float | torch.Tensor = -math.inf
     count: torch.Tensor | None = None
     start: float = -math.inf
     tile: int = 0
@@ -88,17 +94,21 @@ class Pass:
     single: bool = False
     guarded: bool = True
     capped_slope: bool = True
+    lse_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+    rounds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     lse_factor: float = 1.0
     lse_of_padding: float | None = None
     delta: str = "row"
     dlse_factor: float = 1.0
     factor: dict[str, float | torch.Tensor] = field(default_factory=dict)
+    only: dict[str, torch.Tensor] = field(default_factory=dict)
     hides_gradients: bool = False
     weight: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def scores(self) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Return scores (B, H, M, N) with hidden ones replaced, and the softcap's derivative."""
-        s = self.q @ self.k[:, self.head].mT * self.scale
+        q, k = self.rounded("s", self.q, self.k)
+        s = q @ k[:, self.head].mT * self.scale
         slope: torch.Tensor | float = 1.0
         if self.softcap is not None:
             tanh = torch.tanh(s / self.softcap)
@@ -109,6 +119,10 @@ class Pass:
         if self.bias is not None:
             s = s + self.bias
         return torch.where(self.seen, s, self.hidden), slope
+
+    def rounded(self, dot: str, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the operands of a dot, rounded if the pass rounds them."""
+        return tuple(map(self.rounds[dot], operands)) if dot in self.rounds else operands
 
 
 @dataclass(frozen=True)
@@ -139,7 +153,7 @@ class Case:
 
     def plain(self) -> Pass:
         """Return the values of a correct pass, which the caller may change."""
-        return dataclasses.replace(self._plain, factor={})
+        return dataclasses.replace(self._plain, factor={}, rounds={}, only={})
 
     @cached_property
     def right(self) -> Computed:
@@ -191,15 +205,23 @@ class Forward(NamedTuple):
     lse_terms: torch.Tensor
 
 
-def computed(case: Case, passes: Mapping[str, Pass], *, reads: bool = True) -> Computed:
+def forward_of(case: Case, passes: Mapping[str, Pass]) -> Forward:
+    """Return the results of the forward of a computation, with arguments as of ``computed``."""
+    return _forward(passes["forward"]) if "forward" in passes else case.forward
+
+
+def computed(
+    case: Case, passes: Mapping[str, Pass], *, reads: bool = True, forward: Forward | None = None
+) -> Computed:
     """Return the outputs and sums of |terms| of a computation.
 
     Args:
         case: The problem.
         passes: The passes that differ from the correct ones, by their names in ``PASSES``.
         reads: Whether the backward reads out and lse of this forward; else it reads correct ones.
+        forward: The output of ``forward_of``, if it is known.
     """
-    first = _forward(passes["forward"]) if "forward" in passes else case.forward
+    first = forward or forward_of(case, passes)
     read = first if reads else case.forward
     rows = keys = None
     if read is case.forward and passes:
@@ -249,8 +271,11 @@ def _forward(p: Pass) -> Forward:
     v = p.v[:, p.head]
     out = of_acc @ v / safe * p.factor.get("out", 1.0)
     lse = torch.where(some, pivot + safe.log(), -math.inf).squeeze(3)
-    lse_terms = (1 + pivot.abs() + safe.log().abs()).squeeze(3)
-    return Forward(out, lse, pivot, safe, of_acc @ v.abs() / safe, lse_terms)
+    terms = of_acc @ v.abs() / safe, (1 + pivot.abs() + safe.log().abs()).squeeze(3)
+    if p.lse_of is not None:
+        lse = p.lse_of(lse)
+        pivot, safe = lse.unsqueeze(3), torch.ones_like(safe)
+    return Forward(out, lse, pivot, safe, *terms)
 
 
 def _running(s: torch.Tensor, tile: int) -> torch.Tensor:
@@ -277,16 +302,24 @@ def _backward(p: Pass, read: Forward, wanted: tuple[str, ...]) -> _Pairs:
     # A row without a visible key has an lse of -inf and no weights. exp(s - lse) would carry
     # the rounding of a large lse.
     P = torch.where(lse.unsqueeze(3) == -math.inf, 0.0, torch.exp(s - pivot) / total)
+    if p.case.problem.dtype != "fp64":
+        P = torch.where(P > _LARGEST, math.inf, P)
     if p.count is not None:
         P = P * p.count
     k, v = p.k[:, p.head], p.v[:, p.head]
-    dP = p.dout @ v.mT
-    dP_terms = p.dout.abs() @ v.abs().mT
+    dout, of_dP = p.rounded("dp", p.dout, v)
+    dP = dout @ of_dP.mT
+    dP_terms = dout.abs() @ of_dP.abs().mT
     delta = (read.out * p.dout).sum(3, keepdim=True)
     delta_terms = (read.out.abs() * p.dout.abs()).sum(3, keepdim=True)
-    if p.delta == "tile":
-        delta = _of_tiles(P * dP, p.tile)
-        delta_terms = _of_tiles(P * dP_terms, p.tile)
+    if p.delta.startswith("tile"):
+        of_all = P
+        if p.delta == "tile unmasked":
+            everything = dataclasses.replace(p, seen=torch.ones_like(p.seen))
+            of_all = torch.where(lse.unsqueeze(3) == -math.inf, 0.0,
+                                 torch.exp(everything.scores()[0] - pivot) / total)  # fmt: skip
+        delta = _of_tiles(of_all * dP, p.tile)
+        delta_terms = _of_tiles(of_all * dP_terms, p.tile)
     elif p.delta == "none":
         delta = torch.zeros_like(delta)
     dlse = p.dlse.unsqueeze(3) * p.dlse_factor
@@ -296,6 +329,8 @@ def _backward(p: Pass, read: Forward, wanted: tuple[str, ...]) -> _Pairs:
         dS, dS_terms = (torch.where(p.seen, x, 0.0) for x in (dS, dS_terms))
     found = {}
     if "dq" in wanted:
+        if "dq" in p.only:
+            dS, dS_terms = (torch.where(p.only["dq"], x, 0.0) for x in (dS, dS_terms))
         found["dq"] = dS @ k * scale, dS_terms @ k.abs() * scale
     if "dk" in wanted:
         found["dk"] = dS.mT @ p.q * scale, dS_terms.mT @ p.q.abs() * scale

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from fa_verify.diagnosis.named.masks import axes
+from fa_verify.diagnosis.named.masks import axes, finite
 from fa_verify.diagnosis.named.named import BACKWARD, Change, Named
 from fa_verify.diagnosis.named.passes import Pass
 
@@ -28,11 +28,8 @@ def _plain_slope(p: Pass, block_m: int, block_n: int) -> bool:
     return p.softcap is not None
 
 
-def _cap_hides_nothing(p: Pass, block_m: int, block_n: int) -> bool:
-    if p.softcap is None:
-        return False
-    p.hidden = -p.softcap
-    return bool((~p.seen).any())
+def _capped_hidden(p: Pass) -> float | None:
+    return None if p.softcap is None else -p.softcap
 
 
 def _cap_in_base_2(p: Pass, block_m: int, block_n: int) -> bool:
@@ -69,7 +66,9 @@ def _bias_times(factor: float) -> Change:
 
 SCORE_MODS: tuple[Named, ...] = (
     Named("hidden keys capped", "hidden scores were capped too, and visible then",
-          (_cap_hides_nothing,), ("everywhere", "forward", "the forward alone"),
+          tuple(finite(_capped_hidden, *x)
+                for x in ((False, False), (False, True), (True, False))),
+          ("everywhere", "forward", "the forward alone"), "mn",
           recorded=("what is hidden is capped",)),
     Named("no slope of the softcap", "dS were not multiplied by the derivative of the softcap",
           (_plain_slope,), BACKWARD, recorded=("the gradient of a capped score",)),

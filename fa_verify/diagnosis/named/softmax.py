@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import pad
 
-from fa_verify.diagnosis.named.named import BACKWARD, FORWARD, After, Change, Named
-from fa_verify.diagnosis.named.passes import Case, Pass
-from fa_verify.oracles.outputs import Outputs
+from fa_verify.diagnosis.named.named import BACKWARD, FORWARD, Change, Named
+from fa_verify.diagnosis.named.passes import Pass
 
 __all__ = ["SOFTMAX"]
 
@@ -34,15 +33,27 @@ def _rescales(*sums: str) -> Change:
     return change
 
 
-def _drops_light_tiles(bits: int) -> Change:
-    def change(p: Pass, block_m: int, block_n: int) -> None:
-        def weight(e: torch.Tensor) -> torch.Tensor:
-            N = e.shape[3]
-            tiles = pad(e, (0, -N % block_n)).unflatten(3, (-1, block_n))
-            heavy = tiles.amax(4, keepdim=True) >= 2.0**-bits
-            return (tiles * heavy).flatten(3)[..., :N]
+def _drops(bits: int, *, earlier: bool) -> Change:
+    """Return a change that drops weights so many bits below the running maximum.
 
-        p.weight = weight
+    They are those of a light tile, or with ``earlier`` those of the tiles before a steep rise.
+    """
+
+    def change(p: Pass, block_m: int, block_n: int) -> None:
+        s, _ = p.scores()
+        N = s.shape[3]
+        tiles = pad(s, (0, -N % block_n), value=-math.inf).unflatten(3, (-1, block_n)).amax(4)
+        running = tiles.cummax(3).values
+        least = bits * math.log(2)
+        kept = running - tiles <= least
+        if earlier:
+            steep = running.diff(dim=3) > least
+            last = torch.arange(1, tiles.shape[3], device=s.device)
+            first = torch.where(steep, last, 0).amax(3, keepdim=True) if last.numel() else 0
+            kept = torch.arange(tiles.shape[3], device=s.device) >= first
+            kept = kept.expand(tiles.shape)
+        of_keys = kept.repeat_interleave(block_n, 3)[..., :N]
+        p.weight = lambda e: torch.where(of_keys, e, 0.0)
 
     return change
 
@@ -54,39 +65,34 @@ def _lse_read(factor: float) -> Change:
     return change
 
 
-def _of_lse(make: Callable[[Case, torch.Tensor], torch.Tensor | None]) -> After:
-    def after(
-        case: Case, outputs: Outputs[torch.Tensor], block_m: int, block_n: int
-    ) -> Outputs[torch.Tensor] | None:
-        lse = make(case, outputs.lse)
-        return None if lse is None else outputs._replace(lse=lse)
+def _lse(make: Callable[[Pass, torch.Tensor], torch.Tensor]) -> Change:
+    """Return a change of the lse that the forward returns."""
 
-    return after
+    def change(p: Pass, block_m: int, block_n: int) -> None:
+        p.lse_of = lambda lse: make(p, lse)
 
-
-def _empty_lse(value: float) -> After:
-    def make(case: Case, lse: torch.Tensor) -> torch.Tensor | None:
-        empty = lse == -math.inf
-        return torch.where(empty, value, lse) if bool(empty.any()) else None
-
-    return _of_lse(make)
+    return change
 
 
-def _maximum(case: Case) -> torch.Tensor:
-    s, _ = case.plain().scores()
-    return s.amax(3) if s.shape[3] else s.new_full(s.shape[:3], -math.inf)
+def _empty_lse(value: float) -> Change:
+    return _lse(lambda p, lse: torch.where(lse == -math.inf, value, lse))
+
+
+def _maximum(p: Pass, lse: torch.Tensor) -> torch.Tensor:
+    """Return the largest score of each row."""
+    return p.scores()[0].amax(3) if p.seen.shape[3] else lse
 
 
 SOFTMAX: tuple[Named, ...] = (
     Named("maximum starts late", "the running maximum started at a finite value",
-          tuple(_starts_at(x) for x in (0.0, -1e4, -5e4)), ("forward", "the forward alone"),
+          tuple(_starts_at(x) for x in (0.0, -1e4, -5e4)), FORWARD,
           recorded=("the running maximum starts",)),
     Named("unguarded rows", "rows that see no key subtracted -inf from -inf", (_unguarded,),
           FORWARD, recorded=("a row that has seen nothing", "-inf - -inf")),
-    Named("empty lse 0", "the lse of rows that see no key were 0", after=_empty_lse(0.0),
+    Named("empty lse 0", "the lse of rows that see no key were 0", (_empty_lse(0.0),), FORWARD,
           recorded=("the lse of an empty row is 0.0",)),
     Named("empty lse inf", "the lse of rows that see no key were +inf",
-          after=_empty_lse(math.inf), recorded=("the lse of an empty row is float",)),
+          (_empty_lse(math.inf),), FORWARD, recorded=("the lse of an empty row is float",)),
     Named("acc not rescaled", "the sum of P v were not rescaled when the maximum rises",
           (_rescales("l"),), FORWARD, "n", ("acc is not rescaled",)),
     Named("l not rescaled", "the softmax sum were not rescaled when the maximum rises",
@@ -94,16 +100,19 @@ SOFTMAX: tuple[Named, ...] = (
     Named("nothing rescaled", "no sum were rescaled when the maximum rises",
           (_rescales(),), FORWARD, "n"),
     Named("light tiles skipped", "tiles of small weights were skipped",
-          (_drops_light_tiles(24), _drops_light_tiles(40)), FORWARD, "n",
+          (_drops(24, earlier=False), _drops(40, earlier=False)), FORWARD, "n",
           ("bits below the maximum are skipped",)),
+    Named("small sums dropped", "sums were dropped at a steep rise of the maximum",
+          (_drops(24, earlier=True),), FORWARD, "n", ("sums 24 bits below a new maximum",)),
     Named("lse base 2", "lse were a logarithm to base 2",
-          after=_of_lse(lambda case, lse: lse * math.log2(math.e)),
+          (_lse(lambda p, lse: lse * math.log2(math.e)),), FORWARD,
           recorded=("lse is a logarithm to base 2",)),
     Named("lse read in base 2", "the backward took the natural lse for one to base 2",
           (_lse_read(math.log(2)), _lse_read(math.log2(math.e))), BACKWARD,
           recorded=("lse is handed on as if",)),
     Named("lse without maximum", "lse were the logarithm of the sum alone",
-          after=_of_lse(lambda case, lse: lse - torch.where(lse > -math.inf, _maximum(case), 0.0))),
+          (_lse(lambda p, lse: torch.where(lse > -math.inf, lse - _maximum(p, lse), lse)),),
+          FORWARD),
     Named("lse is the maximum", "lse were the largest score",
-          after=_of_lse(lambda case, lse: _maximum(case))),
+          (_lse(_maximum),), FORWARD),
 )  # fmt: skip

@@ -66,6 +66,17 @@ def _end_tile(last: bool) -> Callable[[Pass, int, int], torch.Tensor]:
     return kept
 
 
+def _overwritten(name: str, last: bool) -> Change:
+    """Return a change after which dq holds the sum over one tile of keys alone."""
+
+    def change(p: Pass, block_m: int, block_n: int) -> bool:
+        beyond = _end_tile(last)(p, block_m, block_n) & p.seen
+        p.only[name] = ~beyond
+        return bool(beyond.any())
+
+    return change
+
+
 def _twice(where: Callable[[Pass, int, int], torch.Tensor]) -> Change:
     """Return a change that adds some keys twice."""
 
@@ -92,6 +103,8 @@ TILES: tuple[Named, ...] = (
     Named("first tile left out", "the first key tile were left out",
           (_keys_kept(lambda p, m, n: ~_first_tile(p, m, n)), _keys_kept(_end_tile(False))),
           tiles="mn"),
+    Named("dq overwritten", "the last key tile overwrote dq", (_overwritten("dq", True),), ("dq",),
+          "mn", ("the last key tile overwrites dq",)),
     Named("last tile left out", "the last visible key tile of each query tile were left out",
           (_keys_kept(_end_tile(True)),), tiles="mn"),
 )  # fmt: skip

@@ -37,7 +37,7 @@ def subject_of(fault: str, **declared: object) -> Subject:
         seen = mask.dense(*q.shape[:3], k.shape[2])
         if fault == "unmasked":
             seen = torch.ones_like(seen)
-        if fault == "top left":
+        if fault == "top left" and mask.causal:
             seen = torch.ones_like(seen).tril()
         k, v = (x.double() for x in (k, v))
         if fault == "interleaved":

@@ -38,7 +38,7 @@ _BUSY = 4
 _MOST_PAIRS = 2**21
 # The square of the share of the error, in bounds, that an explanation may leave.
 _LEFT = 1 / 64
-# Roundings, in the largest relative bound of an output, of elements that the right result has exact.
+# Elements that are exact in the right result may err by so many of the largest relative bounds.
 _OF_EXACT = 8
 # Elements beyond the bound that an explanation has to agree with.
 _LEAST = 2
@@ -176,14 +176,15 @@ class _Search:
         return [x.explanation() for x in _first_of_each(survivors) if x.elements >= _LEAST]
 
     def _sharpest(self, problem: Problem) -> _Seen | None:
-        """Run the problem in the dtype of the smallest bounds in which it fails.
+        """Run the problem in fp32 if it fails there: bounds are small, and constants are held.
 
+        A constant of a kernel, such as -1e4 for hidden scores, is often float32 for float64 inputs.
         Storage and padding are those of the plain problem if it fails with them.
         """
         default = Problem()
         plain = dataclasses.replace(problem, layouts=default.layouts, dirty=default.dirty)
         for one in dict.fromkeys((plain, problem)):
-            for dtype in dict.fromkeys(("fp64", "fp32", problem.dtype)):
+            for dtype in dict.fromkeys(("fp32", "fp64", problem.dtype)):
                 seen = self._seen(dataclasses.replace(one, dtype=dtype))
                 if seen is not None and seen.wrong:
                     return seen

@@ -117,7 +117,7 @@ def _of_mutant(
     planned: Sequence[PlannedRun],
     most: float,
 ) -> tuple[str, tuple[str, ...], bool, float]:
-    """How a mutant was found, the names, whether the search ended, and its seconds."""
+    """Returns how a mutant was found, the names, whether the search ended, and its seconds."""
     from tests.mutation.judging.verdict import killed_by, subject_of
 
     started = time.process_time()

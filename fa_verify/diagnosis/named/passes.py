@@ -206,7 +206,7 @@ class Forward(NamedTuple):
 
 
 def forward_of(case: Case, passes: Mapping[str, Pass]) -> Forward:
-    """Return the results of the forward of a computation, with arguments as of ``computed``."""
+    """Return the results of the forward of a computation, given the arguments of ``computed``."""
     return _forward(passes["forward"]) if "forward" in passes else case.forward
 
 

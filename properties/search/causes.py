@@ -61,6 +61,8 @@ class RootCause:
         passing: The nearest problem that passes; None if none was found.
         declarations: Declarations with each of which the failing problems pass.
         finding: Fields of the finding as plain values, by their names in ``Finding``.
+        diagnosis: The named faults that the subject agrees with, as plain values; None if none was
+            sought.
     """
 
     number: int
@@ -76,6 +78,7 @@ class RootCause:
     passing: Problem | None
     declarations: tuple[str, ...] = ()
     finding: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    diagnosis: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def record(self) -> dict[str, Any]:
         """Return the cause as plain values."""
@@ -230,6 +233,7 @@ def _joined(cause: RootCause, part: RootCause) -> RootCause:
         dtypes=tuple(x for x in DTYPES if x in (*cause.dtypes, *part.dtypes)),
         all_dtypes=cause.all_dtypes or part.all_dtypes,
         declarations=tuple(x for x in cause.declarations if x in part.declarations),
+        diagnosis=shown.diagnosis or cause.diagnosis or part.diagnosis,
     )  # fmt: skip
 
 

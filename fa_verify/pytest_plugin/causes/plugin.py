@@ -6,6 +6,7 @@ where its check and its subject are. The processes of a run share the causes in 
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from collections import Counter
@@ -15,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from fa_verify.diagnosis.explain import diagnose
+from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.search.causes import Beyond, Failure
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.causes.shared import Shared
@@ -72,6 +76,7 @@ class Causes:
         try:
             failure = Failure(runner, violation.claim, violation.findings, self.store)
             violation.causes = failure.causes()
+            self._diagnose(runner, failure.problem, violation.causes)
             if not self._stops:
                 self._go_on(runner, violation)
         except Exception as error:
@@ -94,10 +99,33 @@ class Causes:
                 again(beyond)
             except Violation as more:
                 violation.findings += more.findings
-                violation.causes += Failure(runner, more.claim, more.findings, self.store).causes()
+                failure = Failure(runner, more.claim, more.findings, self.store)
+                numbers = failure.causes()
+                violation.causes += numbers
+                self._diagnose(runner, failure.problem, numbers)
             else:
                 again = None
             violation.beyond += beyond.judged
+
+    def _diagnose(self, runner: Runner, problem: Problem, numbers: list[int]) -> None:
+        """Name the fault behind causes that no process has sought a name for.
+
+        The causes are stored without a name before, so that an interrupt leaves them.
+        """
+
+        def run(other: Problem) -> Trial | None:
+            with runner.watching(other):
+                return run_trial(runner.subject, other)
+
+        for cause in self.store.known():
+            if cause.number not in numbers or cause.diagnosis is not None:
+                continue
+            self.store.replace(dataclasses.replace(cause, diagnosis={}))
+            beside = [x for x in (problem, cause.passing) if x is not None]
+            found = diagnose(runner.subject, cause.problem, also=beside, run=run).record()
+            for now in self.store.known():
+                if now.number == self.store.number(cause.number):
+                    self.store.replace(dataclasses.replace(now, diagnosis=found))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

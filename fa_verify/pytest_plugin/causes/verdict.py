@@ -14,6 +14,7 @@ __all__ = [
     "Counts",
     "Explained",
     "alike",
+    "behaves_as",
     "explained",
     "if_intended",
     "looks_like",
@@ -65,6 +66,7 @@ class Explained:
             "smallest": described(cause.problem),
             "explain": cause.replay,
             "looks_like": looks_like(cause),
+            "behaves_as": [*behaves_as(cause)],
             "if_intended": if_intended(cause),
             "difference": cause.passing and difference(cause.problem, cause.passing),
         }
@@ -217,6 +219,7 @@ def _of_cause(number: int, one: Explained, failed: int) -> Iterator[str]:
         yield f"   passes with {difference(cause.problem, cause.passing)}"
     if looks := looks_like(cause):
         yield f"   looks like: {looks}"
+    yield from (f"   {line}" for line in behaves_as(cause))
     if words := if_intended(cause):
         yield f"   if intended, declare {words}"
 
@@ -255,6 +258,31 @@ def looks_like(cause: RootCause) -> str:
     if cause.declarations == ('group_sum="dtype"',):
         return "dk and dv of grouped heads are rounded before they are added"
     return ""
+
+
+# Places on record that a line of the verdict shows.
+_SHOWN = 3
+
+
+def behaves_as(cause: RootCause) -> Iterator[str]:
+    """Yield the named faults whose results the subject gives, with the evidence, as lines."""
+    diagnosis = cause.diagnosis or {}
+    found = diagnosis.get("explanations", ())
+    for number, x in enumerate(found):
+        where = "" if x["place"] in ("everywhere", "") or " were " in x["place"] else x["place"]
+        details = [f"in {where}"] * bool(where) + [x["tile"]] * bool(x["tile"])
+        known = x["on_record"].split("; ")[:_SHOWN]
+        details += [f"on record: {'; '.join(known)}"] * bool(x["on_record"])
+        more = f" ({', '.join(details)})" if details else ""
+        yield f"{'or as if' if number else 'behaves as if'} {x['says']}{more}"
+    if found:
+        others = diagnosis["tried"] - len(found)
+        apart = "" if len(found) == 1 else "; no supported problem tells them apart"
+        yield (
+            f"   {found[0]['elements']:,} of {found[0]['elements']:,} wrong elements of "
+            f"{_plural(found[0]['problems'], 'problem')} agree, the results of "
+            f"{_plural(max(0, others), 'other fault')} do not{apart}"
+        )
 
 
 def if_intended(cause: RootCause) -> str:

@@ -81,7 +81,7 @@ def _causes(causes: Sequence[Mapping[str, Any]], draws: bool) -> Iterator[dict[s
         heat = finding.get("heat")
         fields = ("evidence", "smallest", "difference", "looks_like", "if_intended", "explain")
         yield {
-            **dict.fromkeys((*fields, "told", "message")),
+            **dict.fromkeys((*fields, "behaves_as", "told", "message")),
             **cause,
             "where": _where(finding),
             "picture": draws

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -11,7 +12,14 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.search.causes import RootCause
 from fa_verify.properties.search.features import Feature
 from fa_verify.pytest_plugin.causes.shared import Shared
-from fa_verify.pytest_plugin.causes.verdict import Counts, explained, if_intended, title, verdict
+from fa_verify.pytest_plugin.causes.verdict import (
+    Counts,
+    behaves_as,
+    explained,
+    if_intended,
+    title,
+    verdict,
+)
 from tests.unit.fa_verify.gate.test_gate import runs
 
 # Two defects: softmax of rows without a key, and dk and dv of grouped heads rounded too early.
@@ -93,6 +101,35 @@ def test_a_title_names_the_other_call_of_a_check():
     features = (Feature("dtype", ("bf16",)), Feature("M above", 1))
     fields |= {"guarantee": "G5 hidden positions", "features": features, "all_dtypes": False}
     assert title(RootCause(**fields)).startswith("Values in hidden keys and rows give NaN, with ")
+
+
+def test_the_verdict_names_the_fault_with_its_evidence():
+    one = {
+        "name": "top left",
+        "says": "positions were aligned to the top left",
+        "place": "dq",
+        "tile": "",
+        "on_record": "a#1; b#2; c#3; d#4",
+        "elements": 1200,
+        "problems": 3,
+    }
+    two = {**one, "says": "half were lost", "place": "everywhere", "on_record": "",
+           "tile": "tiles of 16 keys"}  # fmt: skip
+    named = {"explanations": [one], "tried": 30, "complete": True, "seconds": 0.5}
+    cause = RootCause(**{**vars(NAN), "diagnosis": named})
+    assert [*behaves_as(cause)] == [
+        "behaves as if positions were aligned to the top left (in dq, on record: a#1; b#2; c#3)",
+        "   1,200 of 1,200 wrong elements of 3 problems agree, "
+        "the results of 29 other faults do not",
+    ]
+    lines = [*verdict("f", Counts(1, 0, {}), explained([cause], {1: ["a"]}, {}))]
+    assert lines[-1].strip().startswith("1,200 of 1,200")
+    several = RootCause(**{**vars(NAN), "diagnosis": {**named, "explanations": [one, two]}})
+    found = [*behaves_as(several)]
+    assert found[1] == "or as if half were lost (tiles of 16 keys)"
+    assert found[2].endswith("28 other faults do not; no supported problem tells them apart")
+    assert not [*behaves_as(NAN)]
+    assert RootCause.of(json.loads(json.dumps(cause.record()))).diagnosis == named
 
 
 def test_processes_share_causes_and_join_parts_of_one(tmp_path):

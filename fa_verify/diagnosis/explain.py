@@ -1,0 +1,528 @@
+"""Name the fault of a subject: the faulty result that it agrees with where it leaves the right one.
+
+Every entry of the dictionary is computed on a failing problem, in float64. A fault explains the
+failure if the subject agrees with its result in every element of every output. The allowed error
+is the bound of the right result, scaled by the sums of |terms| of the faulty one. The subject has
+to agree on larger problems too. Where several faults agree, problems on which their results differ
+separate them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fa_verify.diagnosis.named.entries import variants
+from fa_verify.diagnosis.named.named import Named, Variant
+from fa_verify.diagnosis.named.passes import Case, Computed, Pass, computed, forward_of
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.execution.trial import SubjectError, Trial, run_trial
+from fa_verify.properties.inputs.families import TORCH_DTYPES
+from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["Diagnosis", "Explanation", "diagnose"]
+
+SECONDS = 5.0
+# The time on the clock may be so many times the time of the process, on a busy machine.
+_BUSY = 4
+# Pairs of rows and keys, over batch entries and heads, above which nothing is computed.
+_MOST_PAIRS = 2**21
+# The square of the share of the error, in bounds, that an explanation may leave.
+_LEFT = 1 / 64
+# Elements that are exact in the right result may err by so many of the largest relative bounds.
+_OF_EXACT = 8
+# Elements beyond the bound that an explanation has to agree with.
+_LEAST = 2
+# Names that are shown.
+_MOST = 3
+# Tile sizes that are tried beside those of the subject.
+_TILES = ((16, 16), (32, 32), (64, 64), (128, 128), (128, 64), (64, 32), (32, 16), (16, 32))
+# Pairs above which a problem is not made much larger: an interpreter would take seconds.
+_GROWN = 2**14
+Candidate = Callable[[Case], "Computed | None"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A fault whose result the subject agrees with.
+
+    Args:
+        name: Name of the fault in the dictionary.
+        says: The end of "behaves as if".
+        place: The pass with the fault: "everywhere", "forward", "backward", "dq", "dk and dv", or
+            an output.
+        tile: The size of tiles that the fault implies; empty if it implies none.
+        on_record: Projects that shipped the fault, with issues or commits; may be empty.
+        elements: Elements beyond the bound of the right result that agree, over all problems.
+        problems: Problems on which every element agrees.
+    """
+
+    name: str
+    says: str
+    place: str
+    tile: str
+    on_record: str
+    elements: int
+    problems: int
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The explanations of a failure.
+
+    Args:
+        explanations: Faults that the evidence cannot tell apart, the likeliest first; none if the
+            subject agrees with no faulty result.
+        tried: Named faults that apply to the failing problem.
+        complete: Whether all were tried in the time allowed.
+        seconds: The time that it took.
+    """
+
+    explanations: tuple[Explanation, ...] = ()
+    tried: int = 0
+    complete: bool = True
+    seconds: float = 0.0
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "explanations": [vars(x) for x in self.explanations],
+            "tried": self.tried,
+            "complete": self.complete,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def diagnose(
+    subject: Subject,
+    problem: Problem,
+    *,
+    also: Iterable[Problem] = (),
+    seconds: float = SECONDS,
+    run: Callable[[Problem], Trial | None] | None = None,
+) -> Diagnosis:
+    """Name the fault that a subject shows on a failing problem.
+
+    Args:
+        subject: The subject.
+        problem: The failing problem.
+        also: Other problems that fail for the same cause, or pass beside it.
+        seconds: Time of the process after which nothing more is tried, or four times as long on
+            the clock. An incomplete search names nothing.
+        run: Runs the subject on a problem; None is ``run_trial``.
+
+    Returns:
+        The diagnosis; without explanations if the subject raises on the problem, or leaves the
+        bound in no element.
+    """
+    return _Search(subject, run or (lambda x: run_trial(subject, x)), seconds).of(problem, also)
+
+
+class _OutOfTimeError(Exception):
+    """The time is over."""
+
+
+class _Search:
+    def __init__(
+        self, subject: Subject, run: Callable[[Problem], Trial | None], seconds: float
+    ) -> None:
+        self.subject = subject
+        self._run = run
+        self._start = time.monotonic()
+        self._ends = time.process_time() + seconds, self._start + _BUSY * seconds
+        self._tried = 0
+
+    def of(self, problem: Problem, also: Iterable[Problem]) -> Diagnosis:
+        threads = torch.get_num_threads()
+        # Threads make products of small matrices many times slower on a busy machine.
+        torch.set_num_threads(1)
+        try:
+            found, complete = self._explanations(problem, also), True
+        except _OutOfTimeError:
+            found, complete = [], False
+        finally:
+            torch.set_num_threads(threads)
+        return Diagnosis(
+            tuple(found[:_MOST]), self._tried, complete, time.monotonic() - self._start
+        )
+
+    def _explanations(self, problem: Problem, also: Iterable[Problem]) -> list[Explanation]:
+        shown = self._sharpest(problem)
+        if shown is None:
+            return []
+        others = (x for x in dict.fromkeys((*also, *_grown(shown.problem))) if x != shown.problem)
+        seen = [shown, *(x for x in map(self._seen, others) if x is not None)]
+        # Constants are fitted best where most elements are wrong.
+        seen.sort(key=lambda x: -x.wrong)
+        survivors = self._agreeing(seen[0])
+        for other in seen[1:]:
+            survivors = self._kept(survivors, other)
+        if any(x.candidate.tile and not x.spans for x in survivors):
+            # A fault of tiles has to show where there are several.
+            wider = self._seen(_wide(survivors, shown.problem))
+            survivors = survivors if wider is None else self._kept(survivors, wider)
+        survivors = [x for x in survivors if x.spans or not x.candidate.tile]
+        if len({x.name for x in survivors}) > 1:
+            survivors = self._separated(survivors, shown.problem)
+        return [x.explanation() for x in _first_of_each(survivors) if x.elements >= _LEAST]
+
+    def _sharpest(self, problem: Problem) -> _Seen | None:
+        """Run the problem in fp32 if it fails there: bounds are small, and constants are held.
+
+        A constant of a kernel, such as -1e4 for hidden scores, is often float32 for float64 inputs.
+        Storage and padding are those of the plain problem if it fails with them.
+        """
+        default = Problem()
+        plain = dataclasses.replace(problem, layouts=default.layouts, dirty=default.dirty)
+        for one in dict.fromkeys((plain, problem)):
+            for dtype in dict.fromkeys(("fp32", "fp64", problem.dtype)):
+                seen = self._seen(dataclasses.replace(one, dtype=dtype))
+                if seen is not None and seen.wrong:
+                    return seen
+        return None
+
+    def _seen(self, problem: Problem) -> _Seen | None:
+        """Run a problem; None if it says nothing."""
+        self._check_time()
+        if problem.B * problem.H * problem.M * max(1, problem.N) > _MOST_PAIRS:
+            return None
+        if self.subject.excludes(problem):
+            return None
+        try:
+            trial = self._run(problem)
+        except (SubjectError, NotImplementedError):
+            return None
+        return None if trial is None else _Seen(trial)
+
+    def _check_time(self) -> None:
+        if self._is_over():
+            raise _OutOfTimeError
+
+    def _is_over(self) -> bool:
+        of_process, of_clock = self._ends
+        return time.process_time() > of_process or time.monotonic() > of_clock
+
+    def _agreeing(self, seen: _Seen) -> list[_Survivor]:
+        """Return the variants that the subject agrees with on the failing problem."""
+        tiles = dict.fromkeys((self.subject.tile_of(seen.problem), *_TILES))
+        named: set[str] = set()
+        found = []
+        for variant in variants(tuple(tiles), backward=self.subject.backward):
+            self._check_time()
+            fits = seen.fits(variant)
+            if fits is None:
+                continue
+            named.add(variant.named.name)
+            if fits:
+                found.append(_Survivor(variant, variant.named).agreeing(seen))
+        for factors in _constants(seen):
+            if seen.agrees(factors(seen.case)):
+                found.append(_Survivor(factors, factors.named).agreeing(seen))
+        self._tried = len(named)
+        return found
+
+    def _kept(self, survivors: list[_Survivor], seen: _Seen) -> list[_Survivor]:
+        """Return the survivors that the subject agrees with on another problem."""
+        kept = []
+        for one in survivors:
+            self._check_time()
+            if seen.agrees(one.candidate(seen.case) or seen.case.right):
+                kept.append(one.agreeing(seen))
+        return kept
+
+    def _separated(self, survivors: list[_Survivor], problem: Problem) -> list[_Survivor]:
+        """Run problems on which the results of survivors differ, and keep those that agree."""
+        for other in _featured(problem):
+            if len({x.name for x in survivors}) < 2 or self._is_over():
+                break
+            if self.subject.excludes(other) is None and _differ(survivors, other):
+                seen = self._seen(other)
+                # Another fault of the subject may show on a problem with another feature.
+                survivors = (seen and self._kept(survivors, seen)) or survivors
+        return survivors
+
+
+class _Seen:
+    """A run of the subject on a problem, to which faulty results are compared."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.problem = trial.problem
+        self.case = Case(trial.problem, trial.inputs)
+        self._outputs = [
+            _Output(name, got.to(torch.float64), *rest, trial.problem.dtype)
+            for name, got, *rest in zip(
+                OUTPUTS, trial.got, trial.want, trial.judgement.bound, trial.judgement.terms,
+                strict=True,
+            )
+            if got is not None
+        ]  # fmt: skip
+        self.wrong = sum(x.wrong for x in self._outputs)
+
+    def agrees(self, result: Computed) -> bool:
+        """Return whether every element of every output agrees with a result."""
+        return all(x.agrees(*_member(result, x.name)) for x in self._outputs)
+
+    def fits(self, variant: Variant) -> bool | None:
+        """Return whether the subject agrees with a variant; None if that changes nothing."""
+        if variant.named.after is not None:
+            result = variant(self.case)
+            return None if result is None else self.agrees(result)
+        passes = variant.passes(self.case)
+        if passes is None:
+            return None
+        # The results of the forward rule most variants out.
+        forward = forward_of(self.case, passes)
+        of_forward = {
+            "out": (forward.out, forward.out_terms), "lse": (forward.lse, forward.lse_terms),
+        }  # fmt: skip
+        if not all(x.agrees(*of_forward[x.name]) for x in self._outputs if x.name in of_forward):
+            return False
+        return self.agrees(computed(self.case, passes, reads=variant.reads, forward=forward))
+
+    def factors(self) -> dict[str, float]:
+        """Return the factor of each wrong output that fits best."""
+        return {x.name: x.factor() for x in self._outputs if x.wrong}
+
+
+def _member(result: Computed, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return getattr(result.values, name), getattr(result.terms, name)
+
+
+class _Output:
+    """An output of the subject beside the right one and its bound."""
+
+    def __init__(
+        self,
+        name: str,
+        got: torch.Tensor,
+        want: torch.Tensor,
+        bound: torch.Tensor,
+        terms: torch.Tensor,
+        dtype: str,
+    ) -> None:
+        self.name = name
+        self._got, self._want, self._bound = got, want, bound
+        self._bad = ~_near(got, want, bound)
+        self.wrong = int(self._bad.sum())
+        stored = TORCH_DTYPES[dtype]
+        if name == "lse" and dtype != "fp64":
+            stored = torch.float32
+        self._info = torch.finfo(stored)
+        relative = torch.where(terms > 0, bound / terms, 0.0)
+        peak = float(relative.amax()) if relative.numel() else 0.0
+        # Where the right result is exact, all terms of the faulty one err.
+        relative = torch.where(
+            (terms > 0) & (bound > 0), relative, _OF_EXACT * max(peak, self._info.eps)
+        )
+        self._relative = relative
+
+    def agrees(self, value: torch.Tensor, terms: torch.Tensor) -> bool:
+        """Return whether all elements agree with a value, and the wrong ones better than before."""
+        value = torch.where(value.abs() > self._info.max, math.inf * value.sign(), value)
+        least = self._info.smallest_normal * self._info.eps
+        allowed = torch.maximum(self._bound, self._relative * terms) + least
+        if not bool(_near(self._got, value, allowed).all()):
+            return False
+        size = self._bound.clamp(min=least)
+        before = ((self._got - self._want) / size).square()
+        after = ((self._got - value) / size).square()
+        counted = self._bad & before.isfinite() & after.isfinite()
+        return bool(after[counted].sum() <= _LEFT * before[counted].sum())
+
+    def factor(self) -> float:
+        both = self._got.isfinite() & self._want.isfinite()
+        got, want = self._got[both], self._want[both]
+        return float((got * want).sum() / want.square().sum())
+
+
+def _near(got: torch.Tensor, want: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Return where two values agree: within a bound, or as the same infinity or NaN."""
+    return ((got - want).abs() <= allowed) | (got == want) | (got.isnan() & want.isnan())
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """Outputs multiplied by constants."""
+
+    factors: dict[str, float]
+    read: bool
+    named: Named
+
+    def __call__(self, case: Case) -> Computed:
+        result = case.right
+        if self.read:
+            forward: Pass = case.plain()
+            forward.factor = {"out": self.factors["out"]}
+            result = computed(case, {"forward": forward})
+        changed = {
+            name: getattr(result.values, name) * factor
+            for name, factor in self.factors.items()
+            if not self.read or name != "out"
+        }
+        return Computed(result.values._replace(**changed), result.terms)
+
+    @property
+    def place(self) -> str:
+        return ", ".join(self.factors)
+
+    @property
+    def tile(self) -> str:
+        return ""
+
+
+def _constants(seen: _Seen) -> Iterator[_Constant]:
+    """Yield the factors that fit the wrong outputs best."""
+    factors = {name: x for name, x in seen.factors().items() if math.isfinite(x)}
+    if len(factors) < len(seen.factors()):
+        return
+    yield _constant(factors, read=False)
+    if "out" in factors:
+        yield _constant({"out": factors["out"]}, read=True)
+        # The derivative of a multiple of out, some of whose gradients are 0.
+        yield _constant(dict.fromkeys(("out", "dq", "dk", "dv"), factors["out"]), read=False)
+
+
+def _constant(factors: dict[str, float], *, read: bool) -> _Constant:
+    by: dict[str, list[str]] = {}
+    for name, x in factors.items():
+        by.setdefault(f"{x:.6g}", []).append(name)
+    says = ", ".join(f"{', '.join(names)} were multiplied by {x}" for x, names in by.items())
+    return _Constant(factors, read, Named("constant factor", says))
+
+
+@dataclass(frozen=True)
+class _Survivor:
+    """A fault that the subject has agreed with so far."""
+
+    candidate: Variant | _Constant
+    named: Named
+    elements: int = 0
+    problems: int = 0
+    # Whether a problem with wrong elements has more than one of the tiles that the fault implies.
+    spans: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.named.name
+
+    def agreeing(self, seen: _Seen) -> _Survivor:
+        """Return the survivor with the evidence of one more problem."""
+        return dataclasses.replace(
+            self,
+            elements=self.elements + seen.wrong,
+            problems=self.problems + 1,
+            spans=self.spans or (seen.wrong > 0 and self._spans(seen.problem)),
+        )
+
+    def _spans(self, problem: Problem) -> bool:
+        if not isinstance(self.candidate, Variant):
+            return True
+        return problem.N > self.candidate.block_n or (
+            self.candidate.block_n == 0 and problem.M > self.candidate.block_m
+        )
+
+    def explanation(self) -> Explanation:
+        return Explanation(
+            name=self.name,
+            says=self.named.says,
+            place=self.candidate.place,
+            tile=self.candidate.tile,
+            on_record=self.named.on_record,
+            elements=self.elements,
+            problems=self.problems,
+        )
+
+
+def _wide(survivors: list[_Survivor], problem: Problem) -> Problem:
+    """Return a problem with several tiles of each survivor, and other values."""
+    tiles = [x.candidate for x in survivors if isinstance(x.candidate, Variant)]
+    more = max(max(x.block_m, x.block_n) for x in tiles) + 7
+    return dataclasses.replace(
+        problem, M=problem.M + more, N=problem.N + more, seed=problem.all_seeds[0] + 5, seeds=()
+    )
+
+
+def _first_of_each(survivors: list[_Survivor]) -> list[_Survivor]:
+    """Return one survivor of each name; a constant factor only if no other has survived."""
+    first = {x.name: x for x in reversed(survivors)}
+    order = [first[name] for name in dict.fromkeys(x.name for x in survivors)]
+    named = [x for x in order if isinstance(x.candidate, Variant)]
+    return named or order
+
+
+def _differ(survivors: list[_Survivor], problem: Problem) -> bool:
+    """Return whether survivors of two names give different results on a problem."""
+    case = Case(problem, make(problem))
+    results = [x.candidate(case) or case.right for x in _first_of_each(survivors)]
+    return any(_apart(results[0], other) for other in results[1:])
+
+
+def _apart(one: Computed, other: Computed) -> bool:
+    return any(
+        not bool(_near(a, b, 2.0**-6 * (terms + others)).all())
+        for a, b, terms, others in zip(
+            one.values, other.values, one.terms, other.terms, strict=True
+        )
+    )
+
+
+def _changed(problem: Problem, *changes: dict[str, Any]) -> Iterator[Problem]:
+    """Yield a problem with each set of changes that it takes."""
+    for change in changes:
+        try:
+            yield dataclasses.replace(problem, **change)
+        except ValueError:
+            continue
+
+
+def _grown(problem: Problem) -> Iterator[Problem]:
+    """Yield problems with the same features, more rows and keys, and other values."""
+    M, N, seed = problem.M, problem.N, problem.all_seeds[0]
+    if problem.seeds:
+        return
+    yield from _changed(problem, {"seed": seed + 1}, {"M": M + 7, "N": N + 7, "seed": seed + 2})
+    if problem.B * problem.H * max(M, N) ** 2 <= _GROWN:
+        yield from _changed(problem, {"M": M + 39, "N": N + 39, "seed": seed + 3})
+
+
+def _featured(problem: Problem) -> Iterator[Problem]:
+    """Yield problems with one more feature each, on which the results of faults may differ."""
+    M, N, mask = problem.M + 19, problem.N + 19, problem.mask
+    grown = dataclasses.replace(problem, M=M, N=N, seed=problem.all_seeds[0] + 4, seeds=())
+    right = mask.right is not None
+    yield from _changed(
+        grown,
+        {"N": N + 13},
+        {"M": M + 13},
+        {"sm_scale": 0.7 * problem.scale},
+        {"D": 24, "Dv": 40},
+        {"D": problem.D // 2 + 1},
+        {"H": 4 * problem.Hk, "Hk": 2 * problem.Hk},
+        {"H": 6 * problem.Hk, "Hk": 2 * problem.Hk},
+        {"inputs": "rising_max"},
+        {"inputs": "times8"},
+        {"M": M + 128, "N": N + 128},
+        {"N": 256},
+        {"dlse": "normal"},
+        {"mask": dataclasses.replace(mask, window_left=5)},
+        {"mask": dataclasses.replace(mask, causal=False, window_right=3 if right else 0)},
+        {"mask": Mask(), "N": N + 13},
+        {"mask": Mask(causal=True), "M": M + 13},
+        {"mask": Mask(causal=True), "N": N + 13},
+        {"mask": Mask(causal=True, window_left=5), "N": N + 13},
+        {"mask": Mask(window_left=3, window_right=2), "N": N + 13},
+        {"mask": Mask(seqlens_k=(N - 5,) * problem.B), "dirty": "noise"},
+        {"B": 2, "H": 2, "Hk": 2, "mask": Mask(seqlens_q=(M, M - 7), seqlens_k=(N - 9, N))},
+        {"softcap": 2.0},
+        {"alibi": "normal", "N": N + 13},
+        {"bias": "normal/bhmn"},
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Faults of softcap, ALiBi and bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from fa_verify.diagnosis.named.masks import axes, finite
+from fa_verify.diagnosis.named.named import BACKWARD, Change, Named
+from fa_verify.diagnosis.named.passes import Pass
+
+__all__ = ["SCORE_MODS"]
+
+
+def _without_mod(name: str) -> Change:
+    def change(p: Pass, block_m: int, block_n: int) -> bool:
+        there = getattr(p, name) is not None
+        setattr(p, name, None)
+        return there
+
+    return change
+
+
+def _plain_slope(p: Pass, block_m: int, block_n: int) -> bool:
+    p.capped_slope = False
+    return p.softcap is not None
+
+
+def _capped_hidden(p: Pass) -> float | None:
+    return None if p.softcap is None else -p.softcap
+
+
+def _cap_in_base_2(p: Pass, block_m: int, block_n: int) -> bool:
+    p.scale *= math.log2(math.e)  # c tanh(x log2(e) / c)
+    return p.softcap is not None
+
+
+def _alibi(make: Callable[[Pass], torch.Tensor]) -> Change:
+    def change(p: Pass, block_m: int, block_n: int) -> bool:
+        if p.slopes is None:
+            return False
+        distance = make(p)
+        changed = not torch.equal(distance, p.distance)
+        p.distance = distance
+        return changed
+
+    return change
+
+
+def _own_index(p: Pass) -> torch.Tensor:
+    m, n, _, _ = axes(p)
+    return (m - n).abs().double().expand(p.distance.shape)
+
+
+def _bias_times(factor: float) -> Change:
+    def change(p: Pass, block_m: int, block_n: int) -> bool:
+        if p.bias is None:
+            return False
+        p.bias = p.bias * factor
+        return True
+
+    return change
+
+
+SCORE_MODS: tuple[Named, ...] = (
+    Named("hidden keys capped", "hidden scores were capped too, and visible then",
+          tuple(finite(_capped_hidden, *x)
+                for x in ((False, False), (False, True), (True, False))),
+          ("everywhere", "forward", "the forward alone"), "mn",
+          recorded=("what is hidden is capped",)),
+    Named("no slope of the softcap", "dS were not multiplied by the derivative of the softcap",
+          (_plain_slope,), BACKWARD, recorded=("the gradient of a capped score",)),
+    Named("no softcap", "the softcap were ignored", (_without_mod("softcap"),)),
+    Named("softcap in base 2", "scores were scaled to base 2 before tanh", (_cap_in_base_2,),
+          recorded=("capped scores are scaled to base 2",)),
+    Named("ALiBi negated", "ALiBi had the other sign", (_alibi(lambda p: -p.distance),),
+          recorded=("ALiBi has the other sign",)),
+    Named("ALiBi from the own index", "ALiBi's distance were taken from the row's own index",
+          (_alibi(_own_index),), recorded=("ALiBi's distance is taken from",)),
+    Named("ALiBi one too far", "ALiBi's distance were one too large",
+          (_alibi(lambda p: p.distance + (p.distance > 0)), _alibi(lambda p: p.distance + 1)),
+          recorded=("ALiBi's distance is one too large",)),
+    Named("no ALiBi", "ALiBi were ignored", (_without_mod("slopes"),)),
+    Named("bias in base 2", "the bias were in base 2 already",
+          (_bias_times(math.log(2)), _bias_times(math.log2(math.e))),
+          recorded=("the bias is in base 2",)),
+    Named("no bias", "the bias were ignored", (_without_mod("bias"),)),
+)  # fmt: skip

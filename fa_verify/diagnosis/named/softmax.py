@@ -1,0 +1,118 @@
+"""Faults of the softmax and of lse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import pad
+
+from fa_verify.diagnosis.named.named import BACKWARD, FORWARD, Change, Named
+from fa_verify.diagnosis.named.passes import Pass
+
+__all__ = ["SOFTMAX"]
+
+
+def _starts_at(value: float) -> Change:
+    def change(p: Pass, block_m: int, block_n: int) -> None:
+        p.start, p.single = value, True
+
+    return change
+
+
+def _unguarded(p: Pass, block_m: int, block_n: int) -> bool:
+    p.guarded = False
+    return not bool(p.seen.any(3).all())
+
+
+def _rescales(*sums: str) -> Change:
+    def change(p: Pass, block_m: int, block_n: int) -> None:
+        p.tile, p.rescales = block_n, sums
+
+    return change
+
+
+def _drops(bits: int, *, earlier: bool) -> Change:
+    """Return a change that drops weights so many bits below the running maximum.
+
+    They are those of a light tile, or with ``earlier`` those of the tiles before a steep rise.
+    """
+
+    def change(p: Pass, block_m: int, block_n: int) -> None:
+        s, _ = p.scores()
+        N = s.shape[3]
+        tiles = pad(s, (0, -N % block_n), value=-math.inf).unflatten(3, (-1, block_n)).amax(4)
+        running = tiles.cummax(3).values
+        least = bits * math.log(2)
+        kept = running - tiles <= least
+        if earlier:
+            steep = running.diff(dim=3) > least
+            last = torch.arange(1, tiles.shape[3], device=s.device)
+            first = torch.where(steep, last, 0).amax(3, keepdim=True) if last.numel() else 0
+            kept = torch.arange(tiles.shape[3], device=s.device) >= first
+            kept = kept.expand(tiles.shape)
+        of_keys = kept.repeat_interleave(block_n, 3)[..., :N]
+        p.weight = lambda e: torch.where(of_keys, e, 0.0)
+
+    return change
+
+
+def _lse_read(factor: float) -> Change:
+    def change(p: Pass, block_m: int, block_n: int) -> None:
+        p.lse_factor = factor
+
+    return change
+
+
+def _lse(make: Callable[[Pass, torch.Tensor], torch.Tensor]) -> Change:
+    """Return a change of the lse that the forward returns."""
+
+    def change(p: Pass, block_m: int, block_n: int) -> None:
+        p.lse_of = lambda lse: make(p, lse)
+
+    return change
+
+
+def _empty_lse(value: float) -> Change:
+    return _lse(lambda p, lse: torch.where(lse == -math.inf, value, lse))
+
+
+def _maximum(p: Pass, lse: torch.Tensor) -> torch.Tensor:
+    """Return the largest score of each row."""
+    return p.scores()[0].amax(3) if p.seen.shape[3] else lse
+
+
+SOFTMAX: tuple[Named, ...] = (
+    Named("maximum starts late", "the running maximum started at a finite value",
+          tuple(_starts_at(x) for x in (0.0, -1e4, -5e4)), FORWARD,
+          recorded=("the running maximum starts",)),
+    Named("unguarded rows", "rows that see no key subtracted -inf from -inf", (_unguarded,),
+          FORWARD, recorded=("a row that has seen nothing", "-inf - -inf")),
+    Named("empty lse 0", "the lse of rows that see no key were 0", (_empty_lse(0.0),), FORWARD,
+          recorded=("the lse of an empty row is 0.0",)),
+    Named("empty lse inf", "the lse of rows that see no key were +inf",
+          (_empty_lse(math.inf),), FORWARD, recorded=("the lse of an empty row is float",)),
+    Named("acc not rescaled", "the sum of P v were not rescaled when the maximum rises",
+          (_rescales("l"),), FORWARD, "n", ("acc is not rescaled",)),
+    Named("l not rescaled", "the softmax sum were not rescaled when the maximum rises",
+          (_rescales("acc"),), FORWARD, "n", ("l is not rescaled",)),
+    Named("nothing rescaled", "no sum were rescaled when the maximum rises",
+          (_rescales(),), FORWARD, "n"),
+    Named("light tiles skipped", "tiles of small weights were skipped",
+          (_drops(24, earlier=False), _drops(40, earlier=False)), FORWARD, "n",
+          ("bits below the maximum are skipped",)),
+    Named("small sums dropped", "sums were dropped at a steep rise of the maximum",
+          (_drops(24, earlier=True),), FORWARD, "n", ("sums 24 bits below a new maximum",)),
+    Named("lse base 2", "lse were a logarithm to base 2",
+          (_lse(lambda p, lse: lse * math.log2(math.e)),), FORWARD,
+          recorded=("lse is a logarithm to base 2",)),
+    Named("lse read in base 2", "the backward took the natural lse for one to base 2",
+          (_lse_read(math.log(2)), _lse_read(math.log2(math.e))), BACKWARD,
+          recorded=("lse is handed on as if",)),
+    Named("lse without maximum", "lse were the logarithm of the sum alone",
+          (_lse(lambda p, lse: torch.where(lse > -math.inf, lse - _maximum(p, lse), lse)),),
+          FORWARD),
+    Named("lse is the maximum", "lse were the largest score",
+          (_lse(_maximum),), FORWARD),
+)  # fmt: skip

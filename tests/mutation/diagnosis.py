@@ -1,0 +1,249 @@
+"""Measures how often a diagnosis names the fault of a mutant.
+
+python -m tests.mutation.diagnosis [--every N] [--only LIST] [--jobs J] [--seed S] [--write]
+
+The mutants run in Triton's interpreter. A diagnosis begins with the first problem of the fixed list
+(``judging/trials.py``) whose values a check rejects; a run of the suite minimises it before. The
+names that are right for a fault were written down before it was diagnosed: in accepted_names.toml,
+or, for faults on record, in the entries of the dictionary that cite them. The dictionary was made
+from the faults on record, and they measure nothing else than that it is complete.
+
+A mutant that raises, reads out of bounds or passes the problems has no diagnosis. ``--write`` keeps
+the outcomes in results/diagnosis.json, from which docs/diagnosis.md has its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fa_verify.diagnosis.copies import PACKAGE, sources_of
+from fa_verify.diagnosis.faults import FAULTS
+from fa_verify.diagnosis.independent import INDEPENDENT
+from fa_verify.diagnosis.mutant import Mutant
+from fa_verify.diagnosis.named.entries import DICTIONARY
+from fa_verify.diagnosis.subtle import SUBTLE
+from fa_verify.forks import in_forks
+from tests.mutation.judging.interpreting import interpret
+from tests.mutation.mutants.equivalent import EQUIVALENT
+from tests.mutation.mutants.operators import mechanical
+
+if TYPE_CHECKING:
+    from fa_verify.properties.execution.trial import PlannedRun
+    from fa_verify.properties.subjects.subject import Subject
+    from tests.mutation.judging.trials import Step
+
+__all__ = ["ACCEPTED", "LISTS", "RESULTS", "Outcome", "judged", "table"]
+
+ACCEPTED = Path(__file__).with_name("accepted_names.toml")
+RESULTS = Path(__file__).parents[2] / "results" / "diagnosis.json"
+# Lists of faults, and their titles.
+LISTS = {
+    "on record": "faults on record, from which the dictionary was made",
+    "independent": "independent mutants",
+    "subtle": "subtle faults",
+    "mechanical": "one in 40 mechanical mutants",
+    "eager": "subjects in plain PyTorch",
+    "causes": "attention in float64 of the tests of causes",
+}
+# Faults in PyTorch that a diagnosis was tried on before the dictionary was complete.
+_SEEN = ("out scaled", "lse of empty rows is 0", "v of the first batch entry for all")
+# Checks of values. Others find faults of memory, of calls in a row, or of other results.
+_VALUES = ("T3", "G1", "G2", "G3", "rms", "bias", "limit", "identities", "mask", "counts")
+
+
+class Outcome(NamedTuple):
+    """A fault, and what its diagnosis says.
+
+    Args:
+        source: A key of ``LISTS``.
+        name: The name or the key of the fault.
+        how: "diagnosed", or why not: "raised", "addresses", "survived", a check of something else.
+        names: The names, the first one first.
+        accepted: The names that are right; none if the dictionary has no entry for the fault.
+        complete: Whether the search ended in time.
+        seconds: Time of the diagnosis.
+    """
+
+    source: str
+    name: str
+    how: str
+    names: tuple[str, ...]
+    accepted: tuple[str, ...]
+    complete: bool
+    seconds: float
+
+
+def judged(outcome: Outcome) -> str:
+    """Returns "first", "one of three", "none" or "wrong"."""
+    if not outcome.names:
+        return "none"
+    if outcome.names[0] in outcome.accepted:
+        return "first"
+    return "one of three" if {*outcome.names} & {*outcome.accepted} else "wrong"
+
+
+def _mutants(every: int) -> Iterator[tuple[str, Mutant]]:
+    """Yields (list, mutant) of those that are not equivalent."""
+    made = [x for x in mechanical(sources_of(PACKAGE)) if x.key not in EQUIVALENT]
+    lists: dict[str, Sequence[Mutant]] = {
+        "on record": FAULTS, "independent": INDEPENDENT, "subtle": SUBTLE,
+        "mechanical": made[every // 2 :: every],
+    }  # fmt: skip
+    for source, mutants in lists.items():
+        yield from ((source, x) for x in mutants if not x.equivalent)
+
+
+def _accepted(source: str, mutant: Mutant, listed: dict[str, dict[str, list[str]]]) -> list[str]:
+    if source == "on record":
+        return [x.name for x in DICTIONARY if any(part in mutant.name for part in x.recorded)]
+    return listed[source].get(mutant.key or mutant.name, [])
+
+
+def _of_mutant(
+    sources: dict[str, str],
+    mutant: Mutant,
+    pool: Sequence[Step],
+    planned: Sequence[PlannedRun],
+    most: float,
+) -> tuple[str, tuple[str, ...], bool, float]:
+    """Returns how a mutant was found, the names, whether the search ended, and its seconds."""
+    from tests.mutation.judging.verdict import killed_by, subject_of
+
+    started = time.process_time()
+    with tempfile.TemporaryDirectory(prefix="diagnosis-") as folder:
+        kills = killed_by(
+            sources, mutant, pool, planned, Path(folder) / "killed",
+            lambda: time.process_time() - started < most,
+        )  # fmt: skip
+        kill = next(kills, None)
+        if kill is None or kill.check not in _VALUES:
+            return "survived" if kill is None else kill.check, (), True, 0.0
+        subject = subject_of(sources, mutant, Path(folder) / "diagnosed")
+        return _diagnosed(subject, pool[kill.step].problem)
+
+
+def _diagnosed(
+    subject: Subject, problem: object, seconds: float = 5.0
+) -> tuple[str, tuple[str, ...], bool, float]:
+    from fa_verify.diagnosis.explain import diagnose
+
+    found = diagnose(subject, problem, seconds=seconds)
+    return "diagnosed", tuple(x.name for x in found.explanations), found.complete, found.seconds
+
+
+def _of_pytorch(listed: dict[str, dict[str, list[str]]]) -> Iterator[Outcome]:
+    """Yields the outcomes of the faults in plain PyTorch, with the problems of their tests."""
+    from fa_verify.properties.subjects.subject import Subject
+    from tests.unit.properties.checks.test_minimal_problems import BROKEN
+    from tests.unit.properties.search.test_causes import PLANTED, runner_of
+    from tests.unit.properties.subjects.broken_subjects import Eager
+
+    subjects = []
+    for fault, _, drawn, problems in BROKEN.values():
+        eager = Eager(fault)
+        eager.configs = {name: {} for name in ("default", *drawn.get("configs", ()))}
+        subjects.append(("eager", fault, Subject.of(eager, "broken"), problems[0]))
+    for fault, (problem, *_) in PLANTED.items():
+        subjects.append(("causes", fault, runner_of(fault).subject, problem))
+    for source, fault, subject, problem in subjects:
+        if fault not in _SEEN:
+            accepted = tuple(listed[source].get(fault, ()))
+            how, *rest = _diagnosed(subject, problem)
+            names, complete, seconds = rest
+            yield Outcome(source, fault, how, names, accepted, complete, seconds)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Returns the counts of each list as a Markdown table, with 95 % intervals of Wilson."""
+    from tests.mutation.harness.sites import rate_interval
+
+    def share(count: int, of: int) -> str:
+        low, high = rate_interval(count, of)
+        return f"{count} of {of} ({low:.0%} to {high:.0%})" if of else "-"
+
+    lines = [
+        "| faults | named first | among three | none named | wrongly named "
+        "| without an entry: none named | wrongly named | raise, or not found by values |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    groups = {title: [x for x in outcomes if x.source == key] for key, title in LISTS.items()}
+    groups["all but those on record"] = [x for x in outcomes if x.source != "on record"]
+    for title, of in groups.items():
+        diagnosed = [x for x in of if x.how == "diagnosed"]
+        known = Counter(judged(x) for x in diagnosed if x.accepted)
+        others = Counter(judged(x) for x in diagnosed if not x.accepted)
+        n, rest = known.total(), others.total()
+        among = known["first"] + known["one of three"]
+        cells = (
+            share(known["first"], n), share(among, n), share(known["none"], n),
+            share(known["wrong"], n), share(others["none"], rest), share(others["wrong"], rest),
+            str(len(of) - len(diagnosed)),
+        )  # fmt: skip
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, and print the outcomes and the table; returns 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutation.diagnosis",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--every", type=int, default=40, help="one in so many mechanical mutants")
+    parser.add_argument("--only", default="", metavar="LIST", help="faults of this list")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="CPU time of a mutant that nothing kills"
+    )
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    interpret()
+    from tests.mutation.judging.trials import ORDINARY, STEPS
+    from tests.mutation.judging.verdict import asked, warmed
+
+    listed = tomllib.loads(ACCEPTED.read_text(encoding="utf-8"))
+    pool = [*STEPS, *ORDINARY]
+    planned = asked(pool)
+    warmed(planned)
+    sources = sources_of(PACKAGE)
+    mutants = [x for x in _mutants(options.every) if options.only in ("", x[0])]
+    works = [partial(_of_mutant, sources, x, pool, planned, options.seconds) for _, x in mutants]
+    outcomes = []
+    for ended in in_forks(works, jobs=options.jobs, seconds=20 * options.seconds):
+        source, mutant = mutants[ended.number]
+        how, names, complete, seconds = ended.value or (ended.how, (), True, 0.0)
+        key, accepted = mutant.key or mutant.name, tuple(_accepted(source, mutant, listed))
+        outcomes.append(Outcome(source, key, how, names, accepted, complete, seconds))
+        _print(outcomes[-1])
+    for outcome in _of_pytorch(listed):
+        if options.only in ("", outcome.source):
+            outcomes.append(outcome)
+            _print(outcome)
+    print(table(outcomes))
+    if options.write:
+        records = [x._asdict() for x in sorted(outcomes)]
+        RESULTS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _print(x: Outcome) -> None:
+    said = f"{judged(x)}: {', '.join(x.names) or '-'}" if x.how == "diagnosed" else x.how
+    late = "" if x.complete else " (out of time)"
+    print(f"{x.source}: {x.name}: {said}{late}; {x.seconds:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""A diagnosis names planted faults, and nothing where no fault of the dictionary fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from fa_verify.diagnosis.explain import diagnose
+from fa_verify.diagnosis.faults import FAULTS
+from fa_verify.diagnosis.named.entries import DICTIONARY, variants
+from fa_verify.diagnosis.named.passes import Case
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
+from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.reference import torch_reference
+from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.subjects.subject import Subject
+from tests.unit.properties.subjects.broken_subjects import Eager
+
+CAUSAL = Mask(causal=True)
+PADDED = Mask(causal=True, window_left=9, seqlens_q=(20, 11), seqlens_k=(18, 25))
+FULL = Problem(
+    B=2, H=4, Hk=2, M=20, N=25, D=5, Dv=3, dtype="fp64", mask=PADDED, dlse="normal", softcap=2.0,
+    alibi="normal", bias="normal/bhmn", dirty="nan",
+)  # fmt: skip
+
+
+def subject_of(fault: str, **declared: object) -> Subject:
+    """Attention in float64 with a planted fault."""
+
+    def attention(q, k, v, *, mask, sm_scale):
+        groups = q.shape[1] // k.shape[1]
+        seen = mask.dense(*q.shape[:3], k.shape[2])
+        if fault == "unmasked":
+            seen = torch.ones_like(seen)
+        if fault == "top left" and mask.causal:
+            seen = torch.ones_like(seen).tril()
+        k, v = (x.double() for x in (k, v))
+        if fault == "interleaved":
+            k, v = (x.repeat(1, groups, 1, 1) for x in (k, v))
+        else:
+            k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        scores = q.double() @ k.mT * (sm_scale**2 if fault == "scaled twice" else sm_scale)
+        weights = scores.masked_fill(~seen, -1e9 if fault == "finite" else -math.inf).softmax(3)
+        if fault != "finite":
+            weights = torch.where(seen, weights, 0.0)
+        if fault == "tail":
+            last = torch.arange(k.shape[2]) >= k.shape[2] // 16 * 16
+            weights = weights * (1.0 + last)
+            weights = weights / weights.sum(3, keepdim=True).clamp(min=1e-300)
+        if fault == "raises":
+            raise RuntimeError("no")
+        if fault == "unknown":
+            weights = weights**1.01
+        return (weights @ v).to(q.dtype)
+
+    for name, value in {"p_dtype": "fp32", "p_normalised": True, **declared}.items():
+        setattr(attention, name, value)
+    return Subject.of(attention, "attention")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [FULL, Problem(N=0, M=3), Problem(M=0, N=3), Problem(M=5, N=3, mask=CAUSAL, dtype="fp16"),
+     Problem(M=9, N=7, mask=PrefixLM(prefix=3), dtype="fp64")],
+    ids=["full", "no keys", "no rows", "empty rows", "predicate"],
+)  # fmt: skip
+def test_correct_passes_compute_what_the_oracle_does(problem):
+    inputs = make(problem)
+    want = torch_reference.attention(
+        *inputs, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap
+    )
+    for got, right in zip(Case(problem, inputs).right.values, want, strict=True):
+        assert torch.equal(got.isfinite(), right.isfinite())
+        assert ((got - right).abs() <= 1e-13).logical_or(got == right).all()
+
+
+def test_every_variant_runs_on_any_problem_and_half_of_the_faults_show():
+    shown = set()
+    small = dataclasses.replace(FULL, M=7, N=9, mask=Mask(causal=True, seqlens_k=(9, 3)))
+    for problem in (small, dataclasses.replace(FULL, M=9, mask=CAUSAL, B=1), Problem(M=2, N=0)):
+        case = Case(problem, make(problem))
+        for variant in variants(((16, 16), (32, 16)), backward=True):
+            if variant(case) is not None:
+                shown.add(variant.named.name)
+    assert len(shown) > len(DICTIONARY) / 2
+
+
+def test_entries_name_faults_on_record():
+    names = [x.name for x in DICTIONARY]
+    assert len({*names}) == len(names)
+    for entry in DICTIONARY:
+        for start in entry.recorded:
+            assert any(start in fault.name for fault in FAULTS), (entry.name, start)
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem", "name", "shipped"),
+    [
+        ("interleaved", Problem(H=4, Hk=2, M=2, N=1), "interleaved heads", ""),
+        ("top left", Problem(M=1, N=2, mask=CAUSAL), "top left", "flash-attention#282"),
+        ("finite", Problem(M=2, N=1, mask=CAUSAL, dtype="fp16"), "finite mask", "lattice#361"),
+        ("tail", Problem(N=19), "tail twice", ""),
+        ("scaled twice", Problem(N=2, dtype="bf16"), "scaled twice", ""),
+    ],
+)
+def test_a_planted_fault_is_named_with_its_evidence(fault, problem, name, shipped):
+    found = diagnose(subject_of(fault), problem)
+    assert [x.name for x in found.explanations] == [name]
+    (explanation,) = found.explanations
+    assert shipped in explanation.on_record
+    assert explanation.elements > 2
+    assert explanation.problems > 2
+    assert found.complete
+    json.dumps(found.record())
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("no slope of a softcap", "no slope of the softcap"), ("lse in base 2", "lse base 2"),
+     ("ALiBi from the first key", "ALiBi from the own index"), ("out scaled", "constant factor"),
+     ("lse of empty rows is 0", "empty lse 0")],
+)  # fmt: skip
+def test_faults_of_a_subject_in_pytorch_are_named(fault, name):
+    eager = Eager(fault)
+    eager.score_mods = ("softcap", "alibi", "bias")
+    problem = {
+        "no slope of a softcap": Problem(M=9, N=9, softcap=2.0, dtype="fp64"),
+        "ALiBi from the first key": Problem(M=5, N=9, alibi="normal", dtype="fp64"),
+    }.get(fault, Problem(M=5, N=3, mask=CAUSAL, dtype="fp64"))
+    found = diagnose(Subject.of(eager, fault), problem)
+    assert [x.name for x in found.explanations] == [name]
+
+
+@pytest.mark.parametrize("fault", ["", "unknown", "raises"])
+def test_nothing_is_named_where_nothing_agrees(fault):
+    assert diagnose(subject_of(fault), Problem(M=5, N=9)).explanations == ()
+
+
+def test_faults_that_no_supported_problem_tells_apart_are_both_listed():
+    found = diagnose(subject_of("unmasked", masks=("causal",)), Problem(N=2, M=2, mask=CAUSAL))
+    names = [x.name for x in found.explanations]
+    assert names == ["right edge ignored", "mask ignored"]
+    # A window tells them apart.
+    found = diagnose(subject_of("unmasked"), Problem(N=2, M=2, mask=CAUSAL))
+    assert [x.name for x in found.explanations] == ["mask ignored"]
+
+
+def test_a_search_out_of_time_names_nothing():
+    found = diagnose(subject_of("top left"), Problem(M=1, N=2, mask=CAUSAL), seconds=0.0)
+    assert (found.explanations, found.complete) == ((), False)

@@ -731,6 +731,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             lambda: _outside_limits("sums", "dq", lambda dq: dq[0, 0, 64:].mul_(1.00002)),
         ),
         Kind(
+            "Limit: the mean of lse",
+            "`got` is the mean error of lse. Look for weights that the softmax sum lacks or holds "
+            "twice, and for a logarithm of too few digits.",
+            lambda: _outside_limits("sums", "lse", lambda lse: lse.add_(3e-5)),
+        ),
+        Kind(
             "Identities: one sum",
             "In each column, `dk` sums to 0 over the keys, and `dv` to the sum of `dout`. One "
             "column is wrong: look for a tile that is lost or added twice.",

@@ -167,6 +167,16 @@ SUBTLE: tuple[Mutant, ...] = (
         ),
     ),
     _subtle(
+        "forward: the softmax sum of 16-bit inputs takes 16 of the digits of P",
+        "a packed addition of halves",
+        (
+            _FORWARD,
+            "tl.sum(p, 1)",
+            "tl.sum((p.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True) "
+            "if q.dtype.primitive_bitwidth == 16 else p, 1)",
+        ),
+    ),
+    _subtle(
         "forward: acc is kept in 16 bits between tiles",
         "half the registers",
         (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fa_verify.oracles.bounds.replay import stored_format
+from fa_verify.oracles.bounds.replay import Format, stored_format
 from fa_verify.oracles.bounds.spread import DEVIATIONS, Spread, Weights, spreads
 from fa_verify.oracles.bounds.variance import rounding
 from fa_verify.oracles.outputs import Numerics
@@ -37,6 +37,7 @@ _FEWEST_COLUMNS = 8
 TILE = 64  # rows or keys of a tile
 _U = 2.0**-24  # unit roundoff of float32
 _MEANING = "the errors are weighted by the true values"
+_MEAN = "the mean error of lse"
 _OUTSIDE = "leaves the limit of independent roundings{}"
 
 
@@ -68,7 +69,11 @@ def judged_elements(subject: Subject, problem: Problem) -> int:
     numerics = subject.numerics_of(problem)
     if not applies(problem, numerics):
         return 0
-    names = ("out", *(("dq", "dk", "dv") if _reads_forward(subject, problem, numerics) else ()))
+    names = ["out"]
+    if subject.returns_lse is not False:
+        names.append("lse")
+    if _reads_forward(subject, problem, numerics):
+        names += ["dq", "dk", "dv"]
     return sum(problem.elements[name] for name in names)
 
 
@@ -93,10 +98,11 @@ def spreads_of(trial: Trial) -> dict[str, Spread]:
     if _reads_forward(trial.subject, problem, numerics):
         given = forward_read(trial, got.out, got.lse)
     of_outputs = (trial.want.out, trial.want.dq, trial.want.dk, trial.want.dv)
-    return spreads(
+    found = spreads(
         *trial.inputs[:5], given=given, weights=Weights(*(_weight(x) for x in of_outputs)),
         mask=problem.mask, sm_scale=problem.scale, in_dtype=problem.dtype, numerics=numerics,
     )  # fmt: skip
+    return {name: spread for name, spread in found.items() if getattr(got, name) is not None}
 
 
 def _weight(want: torch.Tensor) -> torch.Tensor:
@@ -120,15 +126,16 @@ def outside(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
 
 def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     """Check every element."""
-    stored = stored_format(trial.problem.dtype)
     findings = []
     for name, spread in spreads.items():
-        value, limit = spread.value, spread.limit
+        value, limit, stored = spread.value, spread.limit, _stored(trial, name)
         if stored is None:
             limit = limit + _U * (value.abs() + limit)
         else:
             value, limit = stored.between(value, limit)
-        got = getattr(trial.got, name)
+        got = _got(trial, name)
+        if name == "lse":
+            got, value, limit = (x.squeeze(3) for x in (got, value, limit))
         ratio = ratios(got, value, limit)
         bad = ratio > 1
         if bool(bad.any()):
@@ -139,6 +146,19 @@ def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
             )  # fmt: skip
             findings.append(found)
     return findings
+
+
+def _stored(trial: Trial, name: str) -> Format | None:
+    """Return the 16-bit format of an output; None if it is float32."""
+    return None if name == "lse" else stored_format(trial.problem.dtype)
+
+
+def _got(trial: Trial, name: str) -> torch.Tensor:
+    """Return an output; lse with a last axis, and 0 in rows without a visible key."""
+    got: torch.Tensor = getattr(trial.got, name)
+    if name != "lse":
+        return got
+    return torch.where(trial.want.lse == -torch.inf, 0.0, got).unsqueeze(3)
 
 
 def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
@@ -154,16 +174,21 @@ def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
 
 
 def _given(name: str) -> str:
-    return "" if name == "out" else ", given out and lse as returned"
+    return "" if name in ("out", "lse") else ", given out and lse as returned"
 
 
 def _factors(
     trial: Trial, name: str, spread: Spread
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the factors of the whole output, of its tiles and of its rows, with their limits."""
-    want = _weight(getattr(trial.want, name))
-    got = getattr(trial.got, name).to(torch.float64)
-    stored = stored_format(trial.problem.dtype)
+    """Yield the factors of the whole output, of its tiles and of its rows, with their limits.
+
+    Those of lse are mean errors.
+    """
+    want = trial.want.lse.isfinite().double().unsqueeze(3)
+    if name != "lse":
+        want = _weight(getattr(trial.want, name))
+    stored = _stored(trial, name)
+    got = _got(trial, name).to(torch.float64)
     error, last = got - spread.value, spread.value.square() * _U**2
     along = spread.along
     if stored is not None:
@@ -211,10 +236,11 @@ def _worst(
     }[unit]
     units = {"output": "outputs", "tile": f"tiles of {TILE} {upper}", "row": upper}[unit]
     size = float(factor[at])
-    claim = f"is too {'large' if size > 0 else 'small'} by a factor{_given(name)}"
+    by, want, meaning = ("a factor", 1.0, _MEANING) if name != "lse" else ("a constant", 0.0, _MEAN)
+    claim = f"is too {'large' if size > 0 else 'small'} by {by}{_given(name)}"
     return Finding(
         guarantee="limit of sums", claim=claim, subject=trial.subject.name, output=name,
-        where=where, got=1 + size, want=1.0, bound=float(limit[at]), bad=int(bad.sum()),
-        total=bad.numel(), places=_MEANING,
+        where=where, got=want + size, want=want, bound=float(limit[at]), bad=int(bad.sum()),
+        total=bad.numel(), places=meaning,
         problem=trial.problem, unit=units,
     )  # fmt: skip

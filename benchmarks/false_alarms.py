@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -29,7 +30,7 @@ import torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import STANDING, STATISTICS, Check
-from fa_verify.properties.checks.limits import judged_elements
+from fa_verify.properties.checks.limits import FAMILIES, judged_elements
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import SubjectError, Trial, run_trial
 from fa_verify.properties.problems.batched import batched_problems
@@ -121,14 +122,17 @@ def most_likely(alarms: int) -> float:
     return high
 
 
-def drawn(subject: Subject, shard: Shard, device: str, seed: str) -> list[Problem]:
-    """Returns batches of problems; none if the subject's declarations exclude them."""
+def drawn(subject: Subject, shard: Shard, device: str, seed: str, **wanted: str) -> list[Problem]:
+    """Returns batches of problems; none if the subject's declarations exclude them.
+
+    ``wanted`` are further arguments of ``problems_of``.
+    """
     cost = max(4, PAIRS[device] // shard.tile**2)
     try:
         problems = problems_of(
             subject, dtype=shard.dtype, configs=(shard.config,), head_dims=shard.head_dims,
             tile=shard.tile, max_seqlen=MAX_SEQLEN[device], max_cost=max(4, cost // 3),
-            max_pairs=0, zero_sizes=False, device=device,
+            max_pairs=0, zero_sizes=False, device=device, **wanted,
         )  # fmt: skip
     except ExcludedError:
         return []
@@ -192,12 +196,17 @@ def _trials(subject: Subject, problem: Problem) -> Iterator[Trial]:
 
 
 def _problems(subject: Subject, device: str, seed: str, until: float) -> Iterator[Problem]:
-    """Yields new problems of every shard in turn, until a time of the monotonic clock."""
+    """Yields new problems of every shard in turn, until a time of the monotonic clock.
+
+    In every second turn, limits judge all of them.
+    """
+    families = itertools.cycle(sorted(FAMILIES))
     turn = 0
     while True:
         none = True
         for shard in shards_of(subject):
-            for problem in drawn(subject, shard, device, f"{seed}/{shard}/{turn}"):
+            wanted = {"inputs": next(families), "dout": "normal"} if turn % 2 else {}
+            for problem in drawn(subject, shard, device, f"{seed}/{shard}/{turn}", **wanted):
                 if time.monotonic() > until:
                     return
                 none = False
@@ -216,6 +225,7 @@ def _worker(
     number: int, kernels: Sequence[str], seconds: float, device: str, seed: str
 ) -> dict[str, Counts]:
     """Counts on every kernel, for an equal share of the time."""
+    torch.set_num_threads(1)
     share = seconds / len(kernels)
     return {
         name: counted(_subject(name), share, device, f"{seed}/{number}/{name}") for name in kernels
@@ -268,8 +278,6 @@ def _each(one: functools.partial[dict[str, Counts]], workers: int) -> Iterator[d
     with ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),  # CUDA does not survive a fork
-        initializer=torch.set_num_threads,
-        initargs=(1,),
     ) as pool:
         yield from pool.map(one, range(workers))
 

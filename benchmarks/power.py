@@ -1,5 +1,7 @@
 """The detection limits of the checks: ``python -m benchmarks.power [--quick | --write]``.
 
+``--lengths`` and ``--families`` measure a part: long problems on a GPU take minutes a family.
+
 A correct kernel, ``benchmarks.emulated``, computes the outputs of a problem. A fault multiplies
 part of an output by 1 + r before its last rounding. Each check is asked about the changed outputs.
 The limit is the smallest r of a grid that the check finds in 99 % of the seeds. A problem has one
@@ -297,19 +299,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 after a false alarm."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.power")
     parser.add_argument("--quick", action="store_true", help="N = 128 and 1,024; N(0,1)")
+    parser.add_argument("--lengths", type=int, nargs="+", help="N (default: all)")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, help="default: all")
     parser.add_argument("--seeds", type=int, help="seeds of a case (default: 5, on a GPU 100)")
     parser.add_argument("--rows", type=int, default=ROWS, help="most rows (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="write to results/ instead of build/")
     parser.add_argument("--workers", type=int, help="processes (default: all CPUs, at most 8)")
     options = parser.parse_args(arguments)
-    if options.quick and options.write:
-        parser.error("--write needs every length and family; --quick leaves some out")
+    fewer = [name for name in ("quick", "lengths", "families") if getattr(options, name)]
+    if fewer and options.write:
+        parser.error(f"--write needs every length and family; --{fewer[0]} leaves some out")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     seeds = options.seeds or SEEDS[device]
     workers = options.workers or min(8, os.cpu_count() or 1)
-    lengths, families = LENGTHS[device], tuple(FAMILIES)
-    if options.quick:
-        lengths, families = lengths[:2], families[:1]
+    lengths = tuple(options.lengths or LENGTHS[device][: 2 if options.quick else None])
+    families = tuple(options.families or (*FAMILIES,)[: 1 if options.quick else None])
     started = time.perf_counter()
     limits: dict[str, Any] = {}
     alarms: list[Finding] = []

@@ -235,6 +235,21 @@ def _wrong_backward() -> str:
     return _first(guarantees.backward(trial), "")
 
 
+def _wrong_tile() -> str:
+    """The message about a tile of keys that is lost in part."""
+    trial = _trial("", _ROWS)
+    q, k, v = (x.double().repeat_interleave(4 // x.shape[1], 1) for x in trial.inputs[:3])
+    weights = (q @ k.mT * _ROWS.scale - trial.want.lse.unsqueeze(3)).exp()
+    assert trial.got.out is not None
+    trial.got.out.copy_(trial.want.out + 8e-4 * (weights[..., :64] @ v[:, :, :64]))
+    return str(next(x for x in guarantees.limits(trial) if "key tiles" in x.guarantee))
+
+
+def _rows_of_both_signs(x: torch.Tensor) -> None:
+    x[:, :, ::2] *= 1 + 4e-6
+    x[:, :, 1::2] *= 1 - 4e-6
+
+
 def _outside_limits(word: str, output: str, change: Callable[[torch.Tensor], object]) -> str:
     """The message about elements or sums after a change of an output."""
     problem = dataclasses.replace(_ROWS, dtype="fp32")
@@ -718,6 +733,26 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "its limit. Look for a scale or a constant of too few digits, and for a rescale that "
             "is lost.",
             lambda: _outside_limits("sums", "dq", lambda dq: dq[0, 0, 64:].mul_(1.00002)),
+        ),
+        Kind(
+            "Limit: the mean of lse",
+            "`got` is the mean error of lse. Look for weights that the softmax sum lacks or holds "
+            "twice, and for a logarithm of too few digits.",
+            lambda: _outside_limits("sums", "lse", lambda lse: lse.add_(3e-5)),
+        ),
+        Kind(
+            "Limit: the weight of a key tile",
+            "`got` is the factor by which the weights of 64 keys are too large in the product of P "
+            "and v, in all rows. Their rows of `out` may all lie within their limits. Look at what "
+            "differs between that tile and its neighbours: a mask, a tail, an unrolled turn of a "
+            "loop.",
+            _wrong_tile,
+        ),
+        Kind(
+            "Limit: rows of both signs",
+            "Some rows are too large and others too small, each by less than its limit. Look for a "
+            "factor of a row that has too few digits, such as the one that rescales the sums.",
+            lambda: _outside_limits("sums", "dq", _rows_of_both_signs),
         ),
         Kind(
             "Identities: one sum",

@@ -167,6 +167,33 @@ SUBTLE: tuple[Mutant, ...] = (
         ),
     ),
     _subtle(
+        "forward: the softmax sum of 16-bit inputs takes 16 of the digits of P",
+        "a packed addition of halves",
+        (
+            _FORWARD,
+            "tl.sum(p, 1)",
+            "tl.sum((p.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True) "
+            "if q.dtype.primitive_bitwidth == 16 else p, 1)",
+        ),
+    ),
+    _subtle(
+        "forward: P of a row's last full tile is truncated",
+        "the last turn of an unrolled loop, with a conversion by bit operations",
+        (
+            _FORWARD,
+            "        acc = tl.dot(p.to(v.dtype), v, acc,",
+            "        if not MASKED and q.dtype.primitive_bitwidth == 16:\n"
+            "            cut = p.to(v.dtype, fp_downcast_rounding=\"rtz\").to(CONFIG.ACC)\n"
+            "            p = tl.where(place == last - 1, cut, p)\n"
+            "        acc = tl.dot(p.to(v.dtype), v, acc,",
+        ),
+    ),
+    _subtle(
+        "forward: the factor that rescales acc is rounded to the input dtype",
+        "a packed 16-bit multiply, twice as fast",
+        (_FORWARD, "acc * alpha[:, None]", "acc * alpha.to(v.dtype).to(CONFIG.ACC)[:, None]"),
+    ),
+    _subtle(
         "forward: acc is kept in 16 bits between tiles",
         "half the registers",
         (

@@ -24,6 +24,7 @@ __all__ = [
     "live_tiles",
     "logits",
     "put_off",
+    "softmax_additions",
 ]
 
 _GAPS = 2**21  # elements of |v - out| in memory at a time, on a CPU: they fit its cache
@@ -245,6 +246,15 @@ def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bo
     return torch.cat(parts, 1)
 
 
+def softmax_additions(x: Chunk, scores: Scores, numerics: Numerics) -> torch.Tensor:
+    """Returns the roundings of the softmax sum of each row, (Z, R)."""
+    added = numerics.block_n * scores.tiles
+    if numerics.l_order == "tile":
+        widest = max(numerics.block_n, numerics.l_tile)
+        added = x.seen.sum(2, dtype=added.dtype).clamp_(min=numerics.block_n, max=widest)
+    return added + 2 * scores.tiles + 4
+
+
 def forward_error(
     x: Chunk,
     *,
@@ -302,11 +312,7 @@ def forward_error(
         steps = steps + 2 * scores.tiles.clamp(max=numerics.splits)
     core = core + c.eta_op * steps.unsqueeze(2)
     # The softmax sum.
-    added = keys
-    if numerics.l_order == "tile":
-        widest = max(numerics.block_n, numerics.l_tile)
-        added = x.seen.sum(2, dtype=keys.dtype).clamp_(min=numerics.block_n, max=widest)
-    gamma_l = c.gamma(added + 2 * scores.tiles + 4)
+    gamma_l = c.gamma(softmax_additions(x, scores, numerics))
     if numerics.l_from == "rounded":
         gamma_l = gamma_l + c.u_p * (1 + gamma_l)
     core = core + (gamma_l + 4 * c.u).unsqueeze(2) * (out.abs() + core)

@@ -73,10 +73,10 @@ class _Scores:
         self.one_sided_mn = np.where(head.seen_mn, model.truncated(sizes_mn, D), 0.0)
 
 
-def _out(
+def _forward(
     head: Head, scores: _Scores, w_me: FloatArray, t: float, model: _Model, any_order: bool
-) -> Fields:
-    """Returns the errors of out of one head, row by row."""
+) -> tuple[Fields, Fields]:
+    """Returns the errors of out and lse of one head, row by row."""
     units, numerics = model.units, model.numerics
     M = head.out_me.shape[0]
     E_mn = score_error(head, t, numerics, units, any_order)
@@ -84,6 +84,7 @@ def _out(
     tiles_m = seen_tiles(head.seen_mn, numerics.block_n)
     found = _nothing(head.out_me, shapes=2)
     found["value"][:] = head.out_me
+    of_lse = _nothing(np.zeros((M, 1)), shapes=1)
     for m in range(M):
         seen_n = head.seen_mn[m]
         if not seen_n.any():
@@ -95,6 +96,23 @@ def _out(
         top = np.exp(head.row_max_m[m] - head.lse_m[m])
         lost = units.eta_cast * (1.0 if numerics.p_normalised else top)
         cast_n = ((p_n * units.u_cast) ** 2 + lost**2) / 3
+        # lse
+        lse, row_max = head.lse_m[m], head.row_max_m[m]
+        additions_l = numerics.block_n * tiles_m[m]
+        if numerics.l_order == "tile":
+            widest = max(numerics.block_n, numerics.l_tile)
+            additions_l = min(max(seen_n.sum(), numerics.block_n), widest)
+        additions_l += 2 * tiles_m[m] + 4
+        lse_var = (p_n**2 * scores.variance_mn[m, seen_n]).sum() + additions_l * units.u**2 / 3
+        if numerics.l_from == "rounded":
+            lse_var += cast_n.sum()
+        lag = numerics.rescale_threshold * np.log(2) * (tiles_m[m] > 1)
+        of_lse["value"][m] = lse
+        of_lse["variance"][m], of_lse["of_sums"][m] = lse_var, lse_var
+        of_lse["along"][m] = np.log((p_n * np.exp(systematic_n)).sum())
+        of_lse["along"][m] += units.u_log * (1 + abs(lse - row_max) + lag)
+        of_lse["along"][m] += 4 * units.u * (max(abs(lse), abs(row_max)) + lag)
+        # out
         gaps_ne = v_ne - head.out_me[m]
         through_ne = gaps_ne if numerics.l_from == "rounded" else v_ne
         additions = (numerics.block_n + 2) * tiles_m[m]
@@ -113,7 +131,7 @@ def _out(
         found["along"][m] += units.flush * (np.abs(v_ne).sum(axis=0) + tiles_m[m] + 2)
         found["across"][m] = model.truncated(4 * np.sqrt(squares_e), additions)
         found["peaked"][m] = top > 1 - 16 * units.u_stored
-    return found
+    return found, of_lse
 
 
 def _nothing(like: FloatArray, shapes: int) -> Fields:
@@ -266,7 +284,7 @@ def spreads(
     numerics: Numerics,
     dlse: FloatArray | None = None,
 ) -> dict[str, Fields]:
-    """Returns the errors of out, and of dq, dk and dv given out and lse, by output and ``FIELDS``.
+    """Returns the errors of out and lse, and of dq, dk and dv given both, by output and ``FIELDS``.
 
     Args:
         q: (B, H, M, D) float64, with the values that the kernel was given.
@@ -284,7 +302,7 @@ def spreads(
     """
     model = _Model(in_dtype, numerics)
     (B, H, _, D), (Hk, N), Dv = q.shape, k.shape[1:3], v.shape[3]
-    parts: dict[str, list[Fields]] = {name: [] for name in ("out", "dq", "dk", "dv")}
+    parts: dict[str, list[Fields]] = {name: [] for name in ("out", "lse", "dq", "dk", "dv")}
     passes = groups(q, k, v, dout, mask, sm_scale, dlse, None, None, None)
     for b, g, hs, heads in passes:
         dk, dv = _KeySums(5, N, D), _KeySums(4, N, Dv)
@@ -298,11 +316,12 @@ def spreads(
             out_me = np.where(live_m[:, None], out[b, h], 0.0)
             lse_m = np.where(live_m, lse[b, h], 0.0)
             tiles_n += seen_tiles(head.seen_mn.T, _CHUNK)
-            of_out = _out(head, scores, of_head.out, sm_scale, model, not mask.is_plain)
+            of_out, of_lse = _forward(head, scores, of_head.out, sm_scale, model, not mask.is_plain)
             of_dq = _backward(
                 head, scores, out_me, lse_m, of_head, sm_scale, model, dlse is not None, dk, dv
             )
             parts["out"].append(of_out)
+            parts["lse"].append(of_lse)
             parts["dq"].append(of_dq)
         parts["dk"].append(dk.finished(tiles_n, model, in_p=False))
         parts["dv"].append(dv.finished(tiles_n, model, in_p=True))

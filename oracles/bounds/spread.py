@@ -38,7 +38,7 @@ import torch
 from fa_verify.oracles.bounds.backward import QUERY_TILE
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.error_model import chunks
-from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error
+from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error, softmax_additions
 from fa_verify.oracles.bounds.given_forward import Returned
 from fa_verify.oracles.bounds.replay import Format, cast_format, stored_format
 from fa_verify.oracles.outputs import Numerics
@@ -55,7 +55,7 @@ _PEAK = 4.0  # largest partial sum of centred terms, in units of the root of the
 
 
 class Weights(NamedTuple):
-    """Weights of the errors in sums over a row or key: the true values."""
+    """Weights of the errors in sums over a row or key: the true values, and 1 for lse."""
 
     out: torch.Tensor  # (B, H, M, Dv)
     dq: torch.Tensor  # (B, H, M, D)
@@ -157,11 +157,39 @@ def _pairs(x: Chunk, s: torch.Tensor, t: float, c: Constants, truncates: bool) -
     return _Pairs(s, s.sign(), _dot(s, squares, float(x.q.shape[2]), c, truncates))
 
 
-def _of_out(
+def _of_lse(
+    x: Chunk, fwd: Forward, pairs: _Pairs, systematic: torch.Tensor, cast: torch.Tensor,
+    c: Constants, numerics: Numerics,
+) -> Spread:  # fmt: skip
+    """Returns the errors of lse, the logarithm of the softmax sum."""
+    scores, p2 = fwd.scores, fwd.scores.p.square()
+    # 1. Dots, and the casts of P where their sum is taken.
+    variance = (p2 * pairs.dot.variance).sum(2)
+    if numerics.l_from == "rounded":
+        variance += cast.sum(2)
+    # 2. Additions of the softmax sum, each of which errs by at most u of it, uniformly.
+    variance += softmax_additions(x, scores, numerics) * (c.u**2 / 3)
+    # 3. All else may have one sign: the exponents, the logarithm, and the maximum that it is added
+    #    to.
+    size = torch.maximum(scores.m.abs(), scores.lse.abs())
+    along = (scores.p * systematic.expm1()).sum(2).log1p_()
+    along += c.u_log * (1 + scores.log_l.abs() + scores.lag) + 4 * c.u * (size + scores.lag)
+    value, variance, along = (
+        y.masked_fill(x.empty, 0.0).unsqueeze(2) for y in (scores.lse, variance, along)
+    )
+    nothing = torch.zeros_like(value)
+    return Spread(
+        value=value, variance=variance, shapes=nothing.unsqueeze(0), along=along, across=nothing,
+        of_sums=variance.squeeze(2), shared=nothing.squeeze(2), alone=nothing,
+        peaked=torch.zeros_like(x.empty).unsqueeze(2),
+    )  # fmt: skip
+
+
+def _of_forward(
     x: Chunk, fwd: Forward, pairs: _Pairs, weights: torch.Tensor, t: float, c: Constants,
     numerics: Numerics, truncates: bool,
-) -> Spread:  # fmt: skip
-    """Returns the errors of out."""
+) -> tuple[Spread, Spread]:  # fmt: skip
+    """Returns the errors of out and of lse."""
     scores, out, v2, empty = fwd.scores, fwd.out, x.v.square(), x.empty.unsqueeze(2)
     p, p2, top = scores.p, scores.p.square(), (scores.m - scores.lse).exp().unsqueeze(2)
     # 1. Scores. E without the dots is an upper limit of everything else.
@@ -174,6 +202,7 @@ def _of_out(
     if not numerics.p_normalised:
         lost *= top
     cast = (p2 * c.u_p**2 + torch.where(x.seen, lost.square(), 0.0)) / 3
+    of_lse = _of_lse(x, fwd, pairs, systematic, cast, c, numerics)
     lost_v = c.ftz * (x.seen.to(x.v.dtype) @ x.v.abs())
     if numerics.l_from == "rounded":
         centred, cast = centred + cast, torch.zeros_like(cast)
@@ -190,7 +219,7 @@ def _of_out(
     additions = ((numerics.block_n + 2) * scores.tiles).unsqueeze(2)
     dot = _dot(out, p2 @ v2, additions, c, truncates)
     of_l = c.u**2 * (additions + 2 * scores.tiles.unsqueeze(2) + 16)
-    return Spread(
+    of_out = Spread(
         value=out,
         variance=variance + dot.variance + of_l * out.square(),
         shapes=shapes,
@@ -203,6 +232,7 @@ def _of_out(
         alone=dot.variance,
         peaked=(top > 1 - _PEAKED * c.u_in) & ~empty,
     )
+    return of_out, of_lse
 
 
 def _window(
@@ -400,7 +430,9 @@ def spreads(
     numerics: Numerics,
     rows: int | None = None,
 ) -> dict[str, Spread]:
-    """Returns the errors of out, and, given the forward, of dq, dk and dv.
+    """Returns the errors of out and lse, and, given the forward, of dq, dk and dv.
+
+    lse has a last axis of length 1, and is 0 in rows without a visible key.
 
     Args:
         q: (B, H, M, D), the kernel's inputs, any float dtype and strides.
@@ -422,7 +454,7 @@ def spreads(
     if rows is None:
         # Tall chunks of few heads: every chunk adds to all keys of its heads.
         rows = max(1, min(_PAIRS // (H // Hk * N), _SEEN // (B * H * N)))
-    of_rows: dict[str, list[Spread]] = {"out": [], "dq": []}
+    of_rows: dict[str, list[Spread]] = {"out": [], "lse": [], "dq": []}
     of_keys: dict[tuple[str, int], _Keys] = {}
     if given is not None and (given.out is None or given.lse is None):
         given = None
@@ -433,15 +465,15 @@ def spreads(
             y[:, :, rows_here].reshape(*chunk.empty.shape, -1) for y in (weights.out, weights.dq)
         )
         back = None if given is None else _folded(given.rows(rows_here), chunk)
-        found: dict[str, list[Spread]] = {"out": [], "dq": []}
+        found: dict[str, list[Spread]] = {"out": [], "lse": [], "dq": []}
         for here, x in _pieces(chunk, _PAIRS):
             fwd = forward_error(
                 x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False, softcap=None
             )
             pairs = _pairs(x, fwd.scores.s, sm_scale, c, truncates)
-            found["out"].append(
-                _of_out(x, fwd, pairs, of_out[here], sm_scale, c, numerics, truncates)
-            )
+            forward = _of_forward(x, fwd, pairs, of_out[here], sm_scale, c, numerics, truncates)
+            for name, spread in zip(("out", "lse"), forward, strict=True):
+                found[name].append(spread)
             if back is None:
                 continue
             dq, dk, dv = _backward(

@@ -7,15 +7,17 @@ sum of many terms.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from fa_verify.oracles.bounds.replay import stored_format
+from fa_verify.oracles.bounds.replay import Format, stored_format
 from fa_verify.oracles.bounds.spread import DEVIATIONS, Spread, Weights, spreads
 from fa_verify.oracles.bounds.variance import rounding
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.backward import forward_read
+from fa_verify.properties.checks.key_tiles import key_tiles
 from fa_verify.properties.comparison.compare import Finding, ratios
 from fa_verify.properties.execution.trial import Trial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
@@ -36,7 +38,10 @@ _FLATTEST = 0.1
 _FEWEST_COLUMNS = 8
 TILE = 64  # rows or keys of a tile
 _U = 2.0**-24  # unit roundoff of float32
+# Outputs whose rows share no source of errors.
+_ALONE = ("out", "dq")
 _MEANING = "the errors are weighted by the true values"
+_MEAN = "the mean error of lse"
 _OUTSIDE = "leaves the limit of independent roundings{}"
 
 
@@ -68,7 +73,11 @@ def judged_elements(subject: Subject, problem: Problem) -> int:
     numerics = subject.numerics_of(problem)
     if not applies(problem, numerics):
         return 0
-    names = ("out", *(("dq", "dk", "dv") if _reads_forward(subject, problem, numerics) else ()))
+    names = ["out"]
+    if subject.returns_lse is not False:
+        names.append("lse")
+    if _reads_forward(subject, problem, numerics):
+        names += ["dq", "dk", "dv"]
     return sum(problem.elements[name] for name in names)
 
 
@@ -93,10 +102,11 @@ def spreads_of(trial: Trial) -> dict[str, Spread]:
     if _reads_forward(trial.subject, problem, numerics):
         given = forward_read(trial, got.out, got.lse)
     of_outputs = (trial.want.out, trial.want.dq, trial.want.dk, trial.want.dv)
-    return spreads(
+    found = spreads(
         *trial.inputs[:5], given=given, weights=Weights(*(_weight(x) for x in of_outputs)),
         mask=problem.mask, sm_scale=problem.scale, in_dtype=problem.dtype, numerics=numerics,
     )  # fmt: skip
+    return {name: spread for name, spread in found.items() if getattr(got, name) is not None}
 
 
 def _weight(want: torch.Tensor) -> torch.Tensor:
@@ -115,20 +125,26 @@ def limits(trial: Trial) -> list[Finding]:
 
 def outside(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     """Return the findings of ``limits``, given the spreads of the outputs to judge."""
-    return _elements(trial, spreads) + _sums(trial, spreads)
+    findings = _elements(trial, spreads) + _sums(trial, spreads)
+    if "out" in spreads and "out" not in {finding.output for finding in findings}:
+        spread = spreads["out"]
+        error, last, along = _errors(trial, "out", spread)
+        findings += key_tiles(trial, error, spread.variance + last, along, spread.shapes)
+    return findings
 
 
 def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     """Check every element."""
-    stored = stored_format(trial.problem.dtype)
     findings = []
     for name, spread in spreads.items():
-        value, limit = spread.value, spread.limit
+        value, limit, stored = spread.value, spread.limit, _stored(trial, name)
         if stored is None:
             limit = limit + _U * (value.abs() + limit)
         else:
             value, limit = stored.between(value, limit)
-        got = getattr(trial.got, name)
+        got = _got(trial, name)
+        if name == "lse":
+            got, value, limit = (x.squeeze(3) for x in (got, value, limit))
         ratio = ratios(got, value, limit)
         bad = ratio > 1
         if bool(bad.any()):
@@ -141,39 +157,101 @@ def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     return findings
 
 
+def _stored(trial: Trial, name: str) -> Format | None:
+    """Return the 16-bit format of an output; None if it is float32."""
+    return None if name == "lse" else stored_format(trial.problem.dtype)
+
+
+def _got(trial: Trial, name: str) -> torch.Tensor:
+    """Return an output; lse with a last axis, and 0 in rows without a visible key."""
+    got: torch.Tensor = getattr(trial.got, name)
+    if name != "lse":
+        return got
+    return torch.where(trial.want.lse == -torch.inf, 0.0, got).unsqueeze(3)
+
+
 def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     """Check the sums; one finding for each output."""
     findings = []
     for name, spread in spreads.items():
-        worst = [_worst(trial, name, *of) for of in _factors(trial, name, spread)]
+        factors = list(_factors(trial, name, spread))
+        worst = [_worst(trial, name, *of) for of in factors]
         found = [x for x in worst if x is not None]
+        if not found and name in _ALONE:
+            findings += _mean_square(trial, name, factors[-1])
         if found:
             # The unit that the fault covers exceeds its limit the most.
             findings.append(max(found, key=lambda x: abs(x.got - x.want) / max(x.bound, 1e-300)))
     return findings
 
 
+def _mean_square(trial: Trial, name: str, rows: _Factors) -> list[Finding]:
+    """Check the mean square of the rows' factors, in units of their standard deviations.
+
+    Faults that enlarge some rows and shrink others move no other sum.
+    """
+    counted = rows.spread > 0
+    samples = int(counted.sum())
+    beyond = (rows.factor.abs() - rows.systematic).clamp(min=0) / rows.spread
+    mean = float(beyond[counted].square().sum()) / max(samples, 1)
+    share = DEVIATIONS**2 / 2 / max(samples, 1)
+    limit = 1 + 2 * share**0.5 + 2 * share  # Laurent and Massart 2000, lemma 1
+    if not mean > limit:  # NaN is found in rows
+        return []
+    claim = f"has rows that are too large and rows that are too small{_given(name)}"
+    return [Finding(
+        guarantee="limit of sums", claim=claim, subject=trial.subject.name, output=name,
+        where=f"mean over {samples} rows", got=mean, want=1.0, bound=limit - 1, bad=0,
+        total=samples, places="the mean square of a row's factor in units of its spread",
+        problem=trial.problem, unit="rows",
+    )]  # fmt: skip
+
+
 def _given(name: str) -> str:
-    return "" if name == "out" else ", given out and lse as returned"
+    return "" if name in ("out", "lse") else ", given out and lse as returned"
 
 
-def _factors(
+def _errors(
     trial: Trial, name: str, spread: Spread
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the factors of the whole output, of its tiles and of its rows, with their limits."""
-    want = _weight(getattr(trial.want, name))
-    got = getattr(trial.got, name).to(torch.float64)
-    stored = stored_format(trial.problem.dtype)
-    error, last = got - spread.value, spread.value.square() * _U**2
-    along = spread.along
-    if stored is not None:
-        # The last rounding is known but near a tie, or uniform.
-        uniform = rounding(spread.value, stored.u, stored.smallest / 2)
-        middle, half = stored.between(spread.value, spread.limit)
-        known = half.square() <= 3 * uniform
-        error = torch.where(known | spread.peaked, got - middle, error)
-        last = torch.where(known, half.square(), uniform).masked_fill(spread.peaked, 0.0)
-        along = along + half.masked_fill(~spread.peaked, 0.0)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the errors, the variance of the last rounding, and the largest one-sided error."""
+    stored, got = _stored(trial, name), _got(trial, name).to(torch.float64)
+    if stored is None:
+        return got - spread.value, spread.value.square() * _U**2, spread.along
+    # The last rounding is known but near a tie, or uniform.
+    uniform = rounding(spread.value, stored.u, stored.smallest / 2)
+    middle, half = stored.between(spread.value, spread.limit)
+    known = half.square() <= 3 * uniform
+    error = torch.where(known | spread.peaked, got - middle, got - spread.value)
+    last = torch.where(known, half.square(), uniform).masked_fill(spread.peaked, 0.0)
+    return error, last, spread.along + half.masked_fill(~spread.peaked, 0.0)
+
+
+class _Factors(NamedTuple):
+    """Factors of an output, minus 1, (B, heads, units).
+
+    Args:
+        unit: "output", "tile" or "row".
+        factor: The factors.
+        spread: The standard deviations of their random errors; 0 where a unit has no factor.
+        systematic: Their largest systematic errors.
+    """
+
+    unit: str
+    factor: torch.Tensor
+    spread: torch.Tensor
+    systematic: torch.Tensor
+
+
+def _factors(trial: Trial, name: str, spread: Spread) -> Iterator[_Factors]:
+    """Yield the factors of the whole output, of its tiles and of its rows.
+
+    Those of lse are mean errors.
+    """
+    want = trial.want.lse.isfinite().double().unsqueeze(3)
+    if name != "lse":
+        want = _weight(getattr(trial.want, name))
+    error, last, along = _errors(trial, name, spread)
     alone = spread.alone + spread.across.square() + last
     # (terms, B, heads, rows): sums over the columns, signed for errors in known directions.
     sums = torch.stack([
@@ -186,16 +264,18 @@ def _factors(
     tiles = torch.nn.functional.pad(sums, (0, short)).unflatten(3, (-1, TILE)).sum(4)
     for unit, of in (("output", whole), ("tile", tiles), ("row", sums)):
         found, weight, variance, shared, along = of[:5]
-        largest = DEVIATIONS * (variance + shared.square()).sqrt() + along + of[5:].abs().sum(0)
+        random, systematic = (variance + shared.square()).sqrt(), along + of[5:].abs().sum(0)
         # A row without a visible pair is exactly 0.
         weight = torch.where(weight > 0, weight, torch.inf)
-        yield unit, found / weight, largest / weight
+        yield _Factors(unit, *(x / weight for x in (found, random, systematic)))
 
 
 def _worst(
-    trial: Trial, name: str, unit: str, factor: torch.Tensor, limit: torch.Tensor
-) -> Finding | None:
+    trial: Trial, name: str, unit: str, factor: torch.Tensor, spread: torch.Tensor,
+    systematic: torch.Tensor,
+) -> Finding | None:  # fmt: skip
     """Return a finding at the factor that is furthest beyond its limit."""
+    limit = DEVIATIONS * spread + systematic
     ratio = torch.where(factor.isnan(), torch.inf, factor.abs() / limit.clamp(min=1e-300))
     bad = ratio > 1
     if not bool(bad.any()):
@@ -211,10 +291,11 @@ def _worst(
     }[unit]
     units = {"output": "outputs", "tile": f"tiles of {TILE} {upper}", "row": upper}[unit]
     size = float(factor[at])
-    claim = f"is too {'large' if size > 0 else 'small'} by a factor{_given(name)}"
+    by, want, meaning = ("a factor", 1.0, _MEANING) if name != "lse" else ("a constant", 0.0, _MEAN)
+    claim = f"is too {'large' if size > 0 else 'small'} by {by}{_given(name)}"
     return Finding(
         guarantee="limit of sums", claim=claim, subject=trial.subject.name, output=name,
-        where=where, got=1 + size, want=1.0, bound=float(limit[at]), bad=int(bad.sum()),
-        total=bad.numel(), places=_MEANING,
+        where=where, got=want + size, want=want, bound=float(limit[at]), bad=int(bad.sum()),
+        total=bad.numel(), places=meaning,
         problem=trial.problem, unit=units,
     )  # fmt: skip

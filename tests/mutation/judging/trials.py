@@ -244,4 +244,7 @@ ORDINARY: tuple[Step, ...] = (
     Step(Problem(M=16, N=8300, dtype="bf16", mask=Mask(window_left=8200), inputs="zero_k",
                  config="32x64"), ("G1", "counts")),
     Step(Problem(H=2, Hk=2, M=192, N=160, D=32, Dv=32, config="64x32"), ("G1", "limit")),
+    # Many rows with many key tiles, of which one has little effect.
+    Step(Problem(H=8, Hk=1, M=64, N=1030, D=64, Dv=64, dtype="bf16", config="32x64"),
+         ("G1", "limit")),
 )  # fmt: skip

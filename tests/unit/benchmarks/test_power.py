@@ -99,3 +99,22 @@ def test_a_false_alarm_fails_the_command_and_prints_its_replay_line(
     said = capsys.readouterr().out
     assert "false alarm: G1 accuracy: dq of emulated leaves the derived bound" in said
     assert "replay: pytest --kernel=benchmarks/emulated.py:attention --replay='" in said
+
+
+@pytest.mark.parametrize("fewer", [["--quick"], ["--lengths", "64"], ["--families", "normal"]])
+def test_results_are_not_replaced_by_a_part_of_them(fewer, capsys):
+    with pytest.raises(SystemExit):
+        power.main(["--write", *fewer])
+    assert f"--write needs every length and family; {fewer[0]} leaves some out" in (
+        capsys.readouterr().err
+    )
+
+
+def test_lengths_and_families_select_cases(monkeypatch, tmp_path):
+    monkeypatch.setattr(power, "ROOT", tmp_path)
+    monkeypatch.setattr(power, "DTYPES", ("bf16",))
+    monkeypatch.setattr(power, "measured", lambda case, **options: (None, []))
+    arguments = ["--lengths", "64", "96", "--families", "needle", "--seeds=1", "--workers=1"]
+    assert power.main(arguments) == 0
+    limits = json.loads((tmp_path / "build/power.json").read_text())["limits"]
+    assert limits == {"needle": {"bf16": {"64": None, "96": None}}}

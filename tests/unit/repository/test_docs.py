@@ -70,6 +70,7 @@ PARSED = {
     "python -m benchmarks.packed": "needs a GPU",
     "python -m benchmarks.density": "needs a GPU",
     "python -m benchmarks.few_queries": "needs a GPU",
+    "python -m benchmarks.false_alarms --seconds 150": "takes minutes",
     "python -m docs.tables --write": "changes files",
     "python -m tests.unit.fa_verify.probing.recovery": "takes minutes",
     "python -m tests.mutation.ablation": "is part of tests/mutation/test_ablation.py",

@@ -143,6 +143,41 @@ def test_digits_that_a_split_dot_drops_are_found():
     assert not [x for check in OTHERS for x in check(trial)]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_an_lse_off_by_a_constant_is_found_where_no_other_check_finds_it(dtype):
+    long = dataclasses.replace(PROBLEM, M=100, N=1500, dtype=dtype)
+    subject = dataclasses.replace(Subject.of(Forward(), "changed"), backward=False)
+    trial = run_trial(subject, long)
+    assert trial is not None
+    assert not limits(trial)
+    wrong = faulty(trial, "lse", lambda lse: lse + 5e-5)
+    found = {finding.guarantee: finding for finding in limits(wrong)}
+    assert found["limit of elements"].output == found["limit of sums"].output == "lse"
+    assert "lse of changed is too large by a constant" in str(found["limit of sums"])
+    assert found["limit of sums"].got == pytest.approx(5e-5, rel=0.1)
+    assert not [x for check in OTHERS for x in check(wrong)]
+
+
+def test_the_mean_of_lse_has_a_narrower_limit_than_its_elements():
+    """A softmax sum in any order has a random error, which differs from row to row."""
+    long = dataclasses.replace(PROBLEM, M=100, N=1500, dtype="fp32")
+    subject = dataclasses.replace(Subject.of(Forward(), "changed"), backward=False)
+    trial = run_trial(subject, long)
+    assert trial is not None
+    limit = float(spreads_of(trial)["lse"].limit.min())
+    wrong = faulty(trial, "lse", lambda lse: lse + 0.7 * limit)
+    assert [finding.guarantee for finding in limits(wrong)] == ["limit of sums"]
+
+
+@pytest.mark.parametrize("mask", [Mask(causal=True), Mask(causal=True, seqlens_q=(80,))])
+def test_rows_without_a_visible_key_have_no_lse_to_judge(mask):
+    problem = dataclasses.replace(PROBLEM, M=90, N=40, mask=mask)
+    trial = trial_of(problem)
+    assert bool((trial.want.lse == -torch.inf).any())
+    assert not limits(trial)
+    assert limits(faulty(trial, "lse", lambda lse: lse + 1.0))
+
+
 def test_gradients_are_judged_only_given_a_forward_within_its_bound():
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
@@ -199,9 +234,12 @@ def test_kernels_with_other_roundings_are_not_judged(declared):
 def test_the_elements_that_are_judged_are_counted():
     of = Subject.of(FlashAttention2(), "emulated")
     counts = PROBLEM.elements
-    assert judged_elements(of, PROBLEM) == sum(counts.values()) - counts["lse"]
+    assert judged_elements(of, PROBLEM) == sum(counts.values())
     assert judged_elements(of, dataclasses.replace(PROBLEM, inputs="constant")) == 0
-    assert judged_elements(dataclasses.replace(of, backward=False), PROBLEM) == counts["out"]
+    forward = counts["out"] + counts["lse"]
+    assert judged_elements(dataclasses.replace(of, backward=False), PROBLEM) == forward
+    without_lse = dataclasses.replace(of, returns_lse=False)
+    assert judged_elements(without_lse, PROBLEM) == counts["out"]
     trial = trial_of()
     assert sum(x.numel() for x in trial.got if x is not None) == sum(counts.values())
 

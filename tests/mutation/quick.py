@@ -144,13 +144,15 @@ def _judged(
     order: Sequence[int],
     options: argparse.Namespace,
 ) -> Iterator[tuple[str, Mutant, int | None, str]]:
-    """Yields (list, mutant, step, check) as mutants end; a crash or a hang is one at the start."""
+    """Yields (list, mutant, step, check) as mutants end; a crash is a kill at the start."""
     works = [
         partial(_first_kill, sources, x, pool, planned, order, options.seconds) for _, x in mutants
     ]
     for ended in in_forks(works, jobs=options.jobs, seconds=20 * options.seconds):
         source, mutant = mutants[ended.number]
-        step, check, seconds = ended.value or (-1, ended.how, 0.0)
+        # A busy machine ends slow mutants by the clock, so this is no kill.
+        lost = (None if ended.how == "timed out" else -1, ended.how, 0.0)
+        step, check, seconds = ended.value or lost
         print(f"{check or 'not killed'} at {step} in {seconds:.1f} s: {mutant.name}", flush=True)
         yield source, mutant, step, check
 

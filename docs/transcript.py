@@ -1,0 +1,117 @@
+"""Runs the first steps of a new user, and writes what they print for the page "A first run".
+
+python -m docs.transcript [--triton] [--here] [--out FOLDER]
+
+A wheel of this checkout is installed into an empty virtual environment, in an empty folder with the
+kernels of docs/first_run. ``--triton`` installs Triton beside it. ``--here`` uses the packages of
+this interpreter instead, for a machine without the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+KERNELS = ROOT / "docs" / "first_run"
+# File of the output: the command.
+STEPS: Mapping[str, str] = {
+    "doctor": "fa-verify doctor",
+    "right": "fa-verify check right.py:attention",
+    "quick": "fa-verify check right.py:attention --quick",
+    "wrong": "fa-verify check wrong.py:attention --report=report",
+    "hangs": "fa-verify check hangs.py:attention --quick -- --fa-problem-timeout=5",
+    "crashes": "fa-verify check crashes.py:attention --quick",
+    "model": "pytest -q test_model.py",
+}
+# With Triton or on a GPU.
+TRITON = {"forward": "fa-verify check forward.py:attention --quick"}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run all steps, and write each output to a file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.transcript",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--triton", action="store_true", help="install Triton, and run its kernel")
+    parser.add_argument("--here", action="store_true", help="use the packages of this interpreter")
+    parser.add_argument("--out", default=KERNELS / "output", type=Path, metavar="FOLDER")
+    parser.add_argument("--only", default=",".join((*STEPS, *TRITON)), metavar="NAMES")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fa-verify-first-run-") as name:
+        place = Path(name)
+        folder = place / "kernels"
+        shutil.copytree(KERNELS, folder, ignore=shutil.ignore_patterns("output", "__pycache__"))
+        environment = _installed(place, options)
+        steps = {**STEPS, **(TRITON if options.triton else {})}
+        for step in options.only.split(","):
+            if step in steps:
+                text = "\n".join(_said(steps[step], folder, environment))
+                (options.out / f"{step}.txt").write_text(text + "\n", encoding="utf-8")
+        if (report := folder / "report" / "report.html").is_file():
+            shutil.copy(report, options.out)
+
+
+def _installed(place: Path, options: argparse.Namespace) -> dict[str, str]:
+    """Install a wheel of the checkout; return the environment in which its command runs."""
+    source = place / "source"
+    tracked = ["git", "ls-files", "-co", "--exclude-standard"]
+    for name in subprocess.check_output(tracked, cwd=ROOT, text=True).splitlines():
+        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
+    pip = [sys.executable, "-m", "pip", "-q"]
+    alone = ["--no-deps", "--no-build-isolation", "--no-index"] if options.here else ["--no-deps"]
+    subprocess.run([*pip, "wheel", *alone, "-w", place, source], check=True)
+    (wheel,) = place.glob("*.whl")
+    kept = {k: x for k, x in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
+    if options.here:
+        target = place / "site"
+        subprocess.run([*pip, "install", *alone, "--target", target, wheel], check=True)
+        others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        scripts = [target / "bin", Path(sys.executable).parent]
+        path = os.pathsep.join([str(target), *filter(None, others)])
+        return _with_path(kept | {"PYTHONPATH": path}, scripts)
+    subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
+    pip = [place / "venv/bin/python", "-m", "pip", "-q"]
+    command = [*pip, "install", "-c", source / "constraints" / "cpu.txt"]
+    extra = "[triton]" if options.triton else ""
+    subprocess.run([*command, f"{wheel}{extra}"], check=True)
+    return _with_path(kept, [place / "venv/bin"])
+
+
+def _with_path(environment: dict[str, str], scripts: list[Path]) -> dict[str, str]:
+    before = os.environ.get("PATH", "")
+    return environment | {"PATH": os.pathsep.join([*map(str, scripts), before])}
+
+
+def _said(command: str, folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    """Run a command; yield it, its output without paths of this machine, status and seconds."""
+    began = time.monotonic()
+    done = subprocess.run(
+        command.split(), cwd=folder, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    yield f"$ {command}"
+    text = done.stdout.replace(str(folder), "/home/me").replace(str(folder.parent), "/opt")
+    # Worker processes announce themselves with returns of the carriage.
+    lines = (line.rpartition("\r")[2].rstrip() for line in text.splitlines())
+    yield re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+    yield f"$ echo $?\n{done.returncode}"
+    print(f"{command}: status {done.returncode}, {seconds:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

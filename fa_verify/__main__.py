@@ -12,6 +12,7 @@ import importlib.util
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,24 +62,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why_not := _without_tests():
         print(f"fa-verify {options.command} {why_not}", file=sys.stderr)
         return _USAGE
-    assumed = _assumed(options.kernel) if options.command in ("check", "explain") else []
+    probes = options.command in ("check", "explain")
+    assumed = _assumed(options.kernel, options.of_pytest) if probes else []
     return _run([*assumed, *options.of_pytest])
 
 
-def _assumed(kernel: str | None) -> list[str]:
+def _assumed(kernel: str | None, of_pytest: Sequence[str]) -> list[str]:
     """Probe a kernel in another process; return pytest's option with the assumed declarations.
 
-    Registered kernels declare what they need. A kernel that cannot be loaded is left to the checks.
+    Registered kernels declare what they need. A kernel that cannot be loaded, crashes or hangs is
+    left to the checks.
     """
     if kernel is None or ":" not in kernel:
         return []
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "assumed.json"
-        command = [sys.executable, "-m", "fa_verify", "probe", kernel, f"--assume={file}"]
+        file, record = Path(folder) / "assumed.json", Path(folder) / "record.json"
+        command = [
+            sys.executable, "-m", "fa_verify", "probe", kernel, f"--assume={file}",
+            f"--record={record}",
+            *(x.replace("--fa-", "--") for x in of_pytest if x.startswith("--fa-problem-timeout=")),
+        ]  # fmt: skip
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode not in (_HOLDS, _USAGE):
-            last = (done.stderr.strip().splitlines() or [""])[-1]
-            print(f"{kernel} ended the probe, so nothing is assumed: {last or done.returncode}")
+            from fa_verify.properties.execution.watchdog import Record
+
+            last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+            if done.returncode < 0:
+                last = f"signal {-done.returncode} ({signal.strsignal(-done.returncode)})"
+            if running := Record.read(record):
+                how = f"{running.state}: {running.detail}" if running.detail else last
+                last = f"{how}, with {running.problem}"
+            print(f"{kernel} ended the probe, so nothing is assumed: {last}")
         return [f"--fa-assume={file.read_text(encoding='utf-8')}"] if file.is_file() else []
 
 
@@ -165,6 +179,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     probe.add_argument("--replay", metavar="JSON", help="run one experiment of an answer again")
     probe.add_argument("--assume", metavar="FILE", help=argparse.SUPPRESS)
+    probe.add_argument("--record", metavar="FILE", help=argparse.SUPPRESS)
+    probe.add_argument(
+        "--problem-timeout", metavar="SECONDS", type=float, default=60.0,
+        help="end the probe if a call uses more CPU time, 5 times as long by the clock, or 10 "
+        "times as long to compile (default: %(default)g)",
+    )  # fmt: skip
     explain = commands.add_parser(
         "explain",
         help="run every check on the problem of a failure",

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ from fa_verify.probing.answers import lines
 from fa_verify.probing.experiments import Experiment, observe
 from fa_verify.probing.picture import svg, text
 from fa_verify.probing.probe import Probed, probe, refuted
-from fa_verify.probing.trying import declares, stripped
+from fa_verify.probing.trying import declares, stripped, watch
+from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.registry import NAMED, spec_of
@@ -44,6 +46,15 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fa-verify probe: {error}", file=sys.stderr)
         return _USAGE
+    with tempfile.NamedTemporaryFile() as file:
+        watchdog = Watchdog(
+            options.record or file.name, options.problem_timeout, kernel=options.kernel
+        )
+        watch(watchdog.watching)
+        return _probe(options, subject, device)
+
+
+def _probe(options: argparse.Namespace, subject: Subject, device: str) -> int:
     if options.assume is not None:
         return _assume(subject, device, Path(options.assume))
     if options.replay is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +26,7 @@ from fa_verify.properties.subjects.declarations import SCORE_MODS, declared_by
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.tutorial_call import TutorialCall
 
-__all__ = ["Tried", "attempt", "declares", "stripped"]
+__all__ = ["Tried", "attempt", "declares", "stripped", "watch"]
 
 # An error of this share of the largest value shows another computation, not another rounding: P
 # rounded to bf16 loses less than 2**-8.
@@ -36,6 +37,8 @@ _DEFECTS = (WrongFormError, ChangedInputError)
 # An exception of the repaired interpreter, which wraps it.
 _OUT_OF_BOUNDS = "OutOfBoundsError"
 _LONGEST = 160
+# Limits the time of each call, once ``watch`` has set it.
+_watching: Callable[[Problem], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,12 @@ def declares(subject: Subject) -> bool:
     return any(implied.get(word) != value for word, value in words.items())
 
 
+def watch(watching: Callable[[Problem], AbstractContextManager[object]]) -> None:
+    """Enter the context that ``watching`` returns for each call that this process probes."""
+    global _watching
+    _watching = watching
+
+
 def attempt(
     subject: Subject, problem: Problem, inputs: Inputs | None = None, *, backward: bool = True
 ) -> Tried:
@@ -132,7 +141,7 @@ def attempt(
     subject = dataclasses.replace(subject, backward=backward)
     inputs = make(problem) if inputs is None else inputs
     try:
-        with GuardBands() if problem.device == "cpu" else nullcontext():
+        with _watching(problem), GuardBands() if problem.device == "cpu" else nullcontext():
             return Tried(problem, inputs, run_subject(subject, problem, inputs))
     except NotImplementedError as reason:
         return Tried(problem, inputs, None, _line(f"NotImplementedError: {reason}"), True)

@@ -18,6 +18,9 @@ from fa_verify.registry import NAMED
 ROOT = Path(__file__).parents[3]
 REPLAY = '{"version":1,"M":2}'
 KERNELS = """
+import os
+import signal
+
 import torch
 from fa_verify import attention_kernel
 
@@ -41,6 +44,18 @@ def undeclared(q, k, v, *, mask, sm_scale):
     if mask != type(mask)() or q.dtype != torch.float32 or 0 in (q.shape[2], k.shape[2]):
         raise NotImplementedError("masks, dtypes and sizes of 0")
     return torch.softmax(q @ k.mT * sm_scale, -1) @ v
+
+
+def hanging(q, k, v, *, mask, sm_scale):
+    while k.shape[2] > 20:
+        pass
+    return attention(q, k, v, mask=mask, sm_scale=sm_scale)
+
+
+def crashing(q, k, v, *, mask, sm_scale):
+    if k.shape[2] > 20:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return attention(q, k, v, mask=mask, sm_scale=sm_scale)
 
 
 @DECLARED
@@ -91,6 +106,18 @@ def test_a_kernel_that_declares_nothing_is_probed_first(folder):
     assert "refuses fp16: NotImplementedError: masks, dtypes and sizes of 0" in done.stdout
     assert "declares dtypes=('fp32',)" in done.stdout
     assert "masks=()" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("hanging", "hang: over 1 s of "), ("crashing", "signal 11")]
+)
+def test_a_kernel_that_ends_the_probe_is_left_to_the_checks(folder, name, how):
+    collected = ("--quick", "--", "-n0", "--fa-problem-timeout=1", "--collect-only", "-q")
+    done = run(folder, "check", f"my.py:{name}", *collected)
+    said = f"my.py:{name} ended the probe, so nothing is assumed: {how}"
+    assert said in done.stdout, done.stdout + done.stderr
+    assert '"N":' in done.stdout.partition(said)[2].splitlines()[0]
+    assert "test_a_problem_that_kills_faults_holds[000-" in done.stdout
 
 
 def test_a_quick_run_judges_the_chosen_problems_and_finds_a_fault(folder):

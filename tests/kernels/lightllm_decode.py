@@ -23,5 +23,5 @@ def attention(q, k, v, *, mask):
     table = torch.arange(B * S, dtype=torch.int32, device=q.device).flip(0).view(B, S)
     entries = torch.arange(B, dtype=torch.int32, device=q.device)
     out = torch.empty_like(q[:, :, 0])
-    kernels.gqa_decode_attention_fwd(q[:, :, 0], *cached, out, table, entries, lengths)
+    kernels.gqa_decode_attention_fwd(q[:, :, 0].contiguous(), *cached, out, table, entries, lengths)
     return out.unsqueeze(2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from fa_verify.conformance import test_quick as quick
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.accuracy import accuracy
@@ -26,6 +27,7 @@ from fa_verify.properties.search.causes import (
 )
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.quick import Entry
 
 EMPTY = Problem(M=2, N=1, mask=Mask(causal=True))
 GROUPED = Problem(H=4, Hk=2, M=3, N=2, dtype="fp16")
@@ -163,6 +165,19 @@ def test_a_smaller_problem_that_fails_for_another_cause_explains_nothing():
     (cause,) = causes_of(runner, Problem(M=16, N=16, mask=Mask(causal=True)), store)
     assert (cause.kind, cause.hard[-1].name) == ("NaN", "causal")
     assert "M is no multiple of 16" in [x.features[0].name for x in store.known()]
+
+
+def test_a_quick_problem_is_judged_again_beyond_the_cause_to_which_it_shrank():
+    runner, store = runner_of("padding counted", "causal NaN"), Known()
+    entry = Entry(Problem(M=3, N=3, mask=Mask(causal=True)), ("G1",))
+    with pytest.raises(Violation) as failed:
+        quick.test_a_problem_that_kills_faults_holds(runner, entry)
+    assert failed.value.findings[0].problem.mask == Mask()
+    Failure(runner, failed.value.claim, failed.value.findings, store).causes()
+    with pytest.raises(Violation) as beyond:
+        failed.value.again(Beyond(runner, store, 60.0))
+    Failure(runner, beyond.value.claim, beyond.value.findings, store).causes()
+    assert [x.kind for x in store.known()] == ["error", "NaN"]
 
 
 @pytest.mark.parametrize("other", [(), ("scaled",)])

@@ -39,6 +39,8 @@ _GROWN = 39
 _WIDER = 4
 # Problems without a feature that are tried: one of them may fail for another cause.
 _NEAREST = 3
+# Causes that one failure is searched for.
+_MOST_NEW = 3
 _STATISTICS = ("RMS", "bias", "limit", "identities", "backward")
 
 
@@ -211,7 +213,14 @@ class Known:
         return number
 
     def replace(self, cause: RootCause) -> None:
-        """Store a cause again, with a smaller problem, more outputs or fewer features."""
+        """Store a cause again, with a smaller problem, more outputs or fewer features.
+
+        It may cover others now.
+        """
+        for known in self.known():
+            if known.number != cause.number and cause.covers(known):
+                cause = _joined(cause, known)
+                self.joined[known.number] = cause.number
         self.causes[cause.number] = cause
 
     def number(self, number: int) -> int:
@@ -273,6 +282,8 @@ class Failure:
         self._seen: dict[Problem, _Outcome] = {}
         # Numbers of causes that raise in the problem, and beyond which its values are wrong.
         self._raised: list[int] = []
+        # Numbers of the causes that this failure showed.
+        self._tried: list[int] = []
         called = findings[0].called
         if called is not None and runner.findings(called, accuracy):
             # The other call is wrong by itself.
@@ -285,8 +296,15 @@ class Failure:
     def causes(self) -> list[int]:
         """Return the numbers of the causes that explain the failure, at least one."""
         found = self._known(self.problem, self.store.known(), note=True)
-        if isinstance(found, Problem):
-            found = [self.store.add(self._new(found))]
+        for _ in range(_MOST_NEW):
+            if not isinstance(found, Problem):
+                break
+            number = self.store.add(self._new(found))
+            # The smallest failing problem may fail for another cause than this one.
+            again = self._known(self.problem, self.store.known(), note=True)
+            found = [number] if again == found and number in self._tried else again
+            self._tried.append(number)
+        found = found if isinstance(found, list) else self._tried[-1:]
         return [*dict.fromkeys((*self._raised, *found))]
 
     def is_explained(self, causes: list[RootCause]) -> bool:
@@ -446,8 +464,10 @@ class Failure:
         """Return a passing problem that lacks a feature and has those needed already.
 
         A problem without an exception counts as passing if the failure of this kind is one, though
-        its values may be wrong for another cause.
+        its values may be wrong for another cause. So does one that known causes explain, if none
+        passes.
         """
+        explained = None
         for beside in self._without(feature, problem):
             if not all(holds(x, beside) for x in needed):
                 continue
@@ -456,9 +476,11 @@ class Failure:
                 return beside
             if outcome.findings and _vanished(kind, outcome.kind):
                 return beside
-            if outcome.findings and not isinstance(self._known(beside, self._causes), list):
-                return None
-        return None
+            if outcome.findings:
+                if not isinstance(self._known(beside, self._causes), list):
+                    return None
+                explained = explained or beside
+        return explained
 
     def _dtypes(
         self, problem: Problem, passing: Problem | None, needed: list[Feature]

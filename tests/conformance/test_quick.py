@@ -23,9 +23,14 @@ def pytest_generate_tests(metafunc):
 def test_a_problem_that_kills_faults_holds(runner, entry):
     unchecked = {}
     claim = in_turn({name: BY_NAME[name] for name in entry.checks}, unchecked)
-    findings = runner.findings(entry.problem, claim)
-    if findings:
-        raise Violation(plainest(runner, findings, claim), claim)
+
+    def judge(judge_of):
+        """Fail with the plainest problem, which may fail for another cause than this one."""
+        findings = judge_of.findings(entry.problem, claim)
+        if findings:
+            raise Violation(plainest(judge_of, findings, claim), claim, judge)
+
+    judge(runner)
     if runner.refusals:
         pytest.skip(", ".join(runner.refusals))
     if not runner.judged:

@@ -17,11 +17,12 @@ from lightllm.models.llama.triton_kernel import gqa_decode_flashattention_nopad 
 )  # fmt: skip
 def attention(q, k, v, *, mask):
     """Attend with one query, to keys that lie backwards in the cache."""
-    (B, _, _, D), (Hk, S) = q.shape, k.shape[1:3]
+    (B, H, _, D), (Hk, S) = q.shape, k.shape[1:3]
     lengths = torch.tensor(mask.lengths(B, 1, S)[1], dtype=torch.int32, device=q.device)
     cached = [x.transpose(1, 2).reshape(B * S, Hk, D).flip(0).contiguous() for x in (k, v)]
     table = torch.arange(B * S, dtype=torch.int32, device=q.device).flip(0).view(B, S)
     entries = torch.arange(B, dtype=torch.int32, device=q.device)
-    out = torch.empty_like(q[:, :, 0])
-    kernels.gqa_decode_attention_fwd(q[:, :, 0], *cached, out, table, entries, lengths)
+    # The kernel takes a stride of the last axis and assumes 1, as in the engine.
+    out = q.new_empty(B, H, D)
+    kernels.gqa_decode_attention_fwd(q[:, :, 0].contiguous(), *cached, out, table, entries, lengths)
     return out.unsqueeze(2)

@@ -1,7 +1,8 @@
 """Run the conformance tests on every registered kernel and write the results.
 
 ``python -m fa_verify.pytest_plugin.findings [NAME ...] [-- OPTION ...]`` writes
-results/DEVICE/findings.json, and FINDINGS.md from all such files. Options after ``--``, such as
+results/DEVICE/findings.json, and FINDINGS.md from all such files and
+results/other-repositories.md. Options after ``--``, such as
 ``-k hidden``, are passed to pytest.
 """
 
@@ -19,7 +20,7 @@ from fa_verify.pytest_plugin.findings.document import document
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.pytest_plugin.findings.process import conformance_of
 from fa_verify.pytest_plugin.findings.recording import ROOT
-from fa_verify.pytest_plugin.findings.results import read_all, write
+from fa_verify.pytest_plugin.findings.results import OTHERS, read_all, write
 from fa_verify.registry import NAMED, named
 
 SECONDS = 600.0
@@ -36,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results, damaged = read_all(options.results)
     for why in damaged:
         print(why, file=sys.stderr)
-    options.document.write_text(document(results, damaged), encoding="utf-8")
+    others = options.results / OTHERS
+    said = others.read_text(encoding="utf-8") if others.is_file() else ""
+    options.document.write_text(document(results, damaged, said), encoding="utf-8")
     print(f"wrote {options.document} for {len(results)} devices")
     return int(bad or bool(damaged))
 

@@ -1,4 +1,4 @@
-"""The text of FINDINGS.md, derived from the files results/DEVICE/findings.json alone."""
+"""The text of FINDINGS.md, derived from the files results/DEVICE/findings.json and one of prose."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from `results/*/findings.json`; edits by hand are lost.
 | not tested | No test of the guarantee applies to this kernel. |
 | † | The kernel's authors do not promise this guarantee. |
 
-`README.md` describes the guarantees.
+`README.md` describes the guarantees. The last section, on kernels of other repositories, is
+`results/other-repositories.md`.
 """
 
 _FAILS = "**fails**"
 
 
-def document(results: Sequence[Mapping[str, Any]], damaged: Sequence[str] = ()) -> str:
+def document(
+    results: Sequence[Mapping[str, Any]], damaged: Sequence[str] = (), others: str = ""
+) -> str:
     """Return the text of FINDINGS.md.
 
     Args:
@@ -50,7 +53,7 @@ def document(results: Sequence[Mapping[str, Any]], damaged: Sequence[str] = ()) 
         if result["missing"]:
             parts.append("".join(f"- {x} was not run: {y}\n" for x, y in result["missing"].items()))
         parts += [_section(name, subject) for name, subject in result["subjects"].items()]
-    return "\n".join(parts)
+    return "\n".join([*parts, *([others] if others else [])])
 
 
 def verdict(guarantee: Mapping[str, Any] | None, refusals: Mapping[str, Any]) -> str:

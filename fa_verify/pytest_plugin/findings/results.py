@@ -12,10 +12,12 @@ from fa_verify.properties.execution.atomic_write import write_atomically
 from fa_verify.pytest_plugin.findings.environment import slug
 from fa_verify.registry import NAMED
 
-__all__ = ["FILE", "VERSION", "read", "read_all", "write"]
+__all__ = ["FILE", "OTHERS", "VERSION", "read", "read_all", "write"]
 
 VERSION = 1
 FILE = "findings.json"
+# Prose beside the folders of devices.
+OTHERS = "other-repositories.md"
 
 # Schema: a type; a list with the schema of its elements; a dict with the schema of each key, where
 # the key "" stands for any key.

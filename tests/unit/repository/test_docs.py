@@ -49,6 +49,8 @@ PARSED = {
     "make bench": "needs a GPU",
     "make docs": "the fixture site runs its command",
     "make format": "changes files",
+    "make kernels": "fetches repositories; test_kernels.py runs it on its own",
+    "make kernels KERNELS_FROM=path/to/folder": "has a placeholder",
     "make lint": "runs over everything",
     "make mutation": "takes a quarter of an hour",
     "make power": "takes minutes",
@@ -86,6 +88,7 @@ PARSED = {
     "pytest --pyargs fa_verify.conformance --fa-kernel=my.py:attention -n auto": OF_THE_PLUGIN,
     "fa-verify check my.py:attention": OF_THE_COMMAND,
     "fa-verify check my.py:attention -- --fa-gpu-memory=20": "needs a GPU",
+    "fa-verify check tests/kernels/lightllm_decode.py:attention --quick": "needs make kernels",
     "fa-verify check my.py:attention --waive known.txt": "runs in test_waivers.py",
     "fa-verify probe path/to/attention.py:attention": OF_THE_COMMAND,
     "fa-verify probe path/to/attention.py:attention --replay="

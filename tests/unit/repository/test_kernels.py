@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fa_verify.pytest_plugin.findings.results import OTHERS
 from tests.kernels.__main__ import MANIFEST, main
 
 CODE = b"def attention(): ...\n"
@@ -103,6 +104,13 @@ def test_every_repository_has_a_commit_a_licence_and_an_adapter():
         assert one["licence"]
         assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in one["files"].values())
         assert f'"{one["name"]}"' in code
+
+
+def test_every_adapter_and_commit_has_a_row_of_findings():
+    said = (MANIFEST.parents[2] / "results" / OTHERS).read_text(encoding="utf-8")
+    assert {path.name for path in ADAPTERS} == {*re.findall(r"`(\w+\.py):\w+`", said)}
+    for one in tomllib.loads(MANIFEST.read_text(encoding="utf-8"))["repository"]:
+        assert f"https://github.com/{one['name']}/blob/{one['commit']}/" in said
 
 
 def test_no_adapter_needs_files_that_are_not_listed():

@@ -19,7 +19,7 @@ from fa_verify.pytest_plugin.findings.collecting import collected, recorded
 from fa_verify.pytest_plugin.findings.document import document, verdict
 from fa_verify.pytest_plugin.findings.environment import slug, versions
 from fa_verify.pytest_plugin.findings.recording import ROOT, plain
-from fa_verify.pytest_plugin.findings.results import FILE, read, read_all, write
+from fa_verify.pytest_plugin.findings.results import FILE, OTHERS, read, read_all, write
 from fa_verify.pytest_plugin.findings.unpromised import unpromised
 
 ACCURACY = "test_every_element_lies_within_the_derived_bound"
@@ -337,7 +337,18 @@ def test_the_document_is_made_of_the_files_that_can_be_read(tmp_path, capsys):
 def test_the_document_in_the_repository_is_what_the_results_say():
     made, bad = read_all(ROOT / "results")
     assert bad == []
-    assert (ROOT / "FINDINGS.md").read_text(encoding="utf-8") == document(made)
+    assert (ROOT / "FINDINGS.md").read_text(encoding="utf-8") == document(
+        made, others=(ROOT / "results" / OTHERS).read_text(encoding="utf-8")
+    )
+
+
+def test_the_section_on_other_repositories_stands_last(tmp_path):
+    results, made = tmp_path / "results", tmp_path / "FINDINGS.md"
+    write(results, "A GPU", {"it": subject(of_test(ACCURACY, "passed"))}, {})
+    (results / OTHERS).write_text("## Others\n")
+    arguments = ["--document-only", "--results", str(results), "--document", str(made)]
+    assert command.main(arguments) == 0
+    assert made.read_text().endswith("\n\n## Others\n")
 
 
 def test_the_document_is_a_function_of_the_results_alone():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from fa_verify.conformance import test_quick as quick
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.accuracy import accuracy
@@ -26,6 +27,7 @@ from fa_verify.properties.search.causes import (
 )
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.quick import Entry
 
 EMPTY = Problem(M=2, N=1, mask=Mask(causal=True))
 GROUPED = Problem(H=4, Hk=2, M=3, N=2, dtype="fp16")
@@ -53,6 +55,10 @@ def runner_of(*faults: str) -> Runner:
         if "unguarded" not in faults:
             weights = torch.where(seen, weights, 0.0)
         out = weights @ v
+        if "padding counted" in faults and q.shape[2] % 16:
+            out = 3 * out
+        if "causal NaN" in faults and mask.causal:
+            out = math.nan * out
         if "scaled" in faults:
             out = 1.5 * out
         if "causal scaled" in faults and mask.causal:
@@ -153,11 +159,32 @@ def test_a_wrong_call_among_others_is_explained_by_its_own_problem():
     assert Failure(runner, sequence, findings, store).causes() == [cause.number]
 
 
+def test_a_smaller_problem_that_fails_for_another_cause_explains_nothing():
+    """The problem shrinks to M = 1, where the padding is counted, and is not explained by that."""
+    runner, store = runner_of("padding counted", "causal NaN"), Known()
+    (cause,) = causes_of(runner, Problem(M=16, N=16, mask=Mask(causal=True)), store)
+    assert (cause.kind, cause.hard[-1].name) == ("NaN", "causal")
+    assert "M is no multiple of 16" in [x.features[0].name for x in store.known()]
+
+
+def test_a_quick_problem_is_judged_again_beyond_the_cause_to_which_it_shrank():
+    runner, store = runner_of("padding counted", "causal NaN"), Known()
+    entry = Entry(Problem(M=3, N=3, mask=Mask(causal=True)), ("G1",))
+    with pytest.raises(Violation) as failed:
+        quick.test_a_problem_that_kills_faults_holds(runner, entry)
+    assert failed.value.findings[0].problem.mask == Mask()
+    Failure(runner, failed.value.claim, failed.value.findings, store).causes()
+    with pytest.raises(Violation) as beyond:
+        failed.value.again(Beyond(runner, store, 60.0))
+    Failure(runner, beyond.value.claim, beyond.value.findings, store).causes()
+    assert [x.kind for x in store.known()] == ["error", "NaN"]
+
+
 @pytest.mark.parametrize("other", [(), ("scaled",)])
 def test_an_exception_of_sizes_is_no_exception_of_every_problem(other):
     """Where it does not raise, another fault may stand, which is not known yet."""
     runner, store = runner_of("needs 32", *other), Known()
-    (cause,) = causes_of(runner, Problem(M=3, N=3), store)
+    cause, *_ = causes_of(runner, Problem(M=3, N=3), store)
     assert [x.name for x in cause.features] == ["M is no multiple of 32"]
     assert (cause.passing is None) == bool(other)
     # The fault behind the exception is found, and the exception explains the failure too.

@@ -169,6 +169,14 @@ def _mutants() -> list[str]:
     return markdown(("mutants", "number", "file"), rows)
 
 
+def _diagnosis() -> list[str]:
+    from tests.mutation.diagnosis import RESULTS as OUTCOMES
+    from tests.mutation.diagnosis import Outcome, table
+
+    records = json.loads(OUTCOMES.read_text(encoding="utf-8"))
+    return table([Outcome(**x) for x in records])
+
+
 def _failures() -> list[str]:
     from docs import failures
 
@@ -322,6 +330,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "findings-short": _short,
     "versions": _versions,
     "mutants": _mutants,
+    "diagnosis": _diagnosis,
     "power-run": _power_run,
     "power-dq": lambda: _power("dq"),
     "power-out": lambda: _power("out"),

@@ -171,6 +171,9 @@ class _Search:
             wider = self._seen(_wide(survivors, shown.problem))
             survivors = survivors if wider is None else self._kept(survivors, wider)
         survivors = [x for x in survivors if x.spans or not x.candidate.tile]
+        for other in _resized(shown.problem):
+            if survivors and (more := self._seen(other)) is not None:
+                survivors = self._kept(survivors, more)
         if len({x.name for x in survivors}) > 1:
             survivors = self._separated(survivors, shown.problem)
         return [x.explanation() for x in _first_of_each(survivors) if x.elements >= _LEAST]
@@ -492,6 +495,22 @@ def _grown(problem: Problem) -> Iterator[Problem]:
     yield from _changed(problem, {"seed": seed + 1}, {"M": M + 7, "N": N + 7, "seed": seed + 2})
     if problem.B * problem.H * max(M, N) ** 2 <= _GROWN:
         yield from _changed(problem, {"M": M + 39, "N": N + 39, "seed": seed + 3})
+
+
+def _resized(problem: Problem) -> Iterator[Problem]:
+    """Yield problems with other sizes, on which faults that fit by chance do not.
+
+    They have no rows without a key, which another fault of the subject may spoil.
+    """
+    M, N, seed = problem.M, problem.N, problem.all_seeds[0]
+    size = max(M, N) + 5
+    if not problem.seeds:
+        yield from _changed(
+            problem,
+            {"M": size, "N": size, "seed": seed + 6},
+            {"N": size + 13, "D": 24, "Dv": 40, "seed": seed + 7},
+            {"N": size + 13, "seed": seed + 8, "sm_scale": 0.7 * problem.scale},
+        )
 
 
 def _featured(problem: Problem) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ or, for faults on record, in the entries of the dictionary that cite them. The d
 from the faults on record, and they measure nothing else than that it is complete.
 
 A mutant that raises, reads out of bounds or passes the problems has no diagnosis. ``--write`` keeps
-the outcomes in results/diagnosis.json, from which docs/diagnosis.md has its table.
+the outcomes in results/cpu/diagnosis.json, from which docs/diagnosis.md has its table.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from benchmarks.table import markdown
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.independent import INDEPENDENT
@@ -34,6 +35,7 @@ from fa_verify.diagnosis.mutant import Mutant
 from fa_verify.diagnosis.named.entries import DICTIONARY
 from fa_verify.diagnosis.subtle import SUBTLE
 from fa_verify.forks import in_forks
+from tests.mutation.harness.sites import rate_interval
 from tests.mutation.judging.interpreting import interpret
 from tests.mutation.mutants.equivalent import EQUIVALENT
 from tests.mutation.mutants.operators import mechanical
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["ACCEPTED", "LISTS", "RESULTS", "Outcome", "judged", "table"]
 
 ACCEPTED = Path(__file__).with_name("accepted_names.toml")
-RESULTS = Path(__file__).parents[2] / "results" / "diagnosis.json"
+RESULTS = Path(__file__).parents[2] / "results" / "cpu" / "diagnosis.json"
 # Lists of faults, and their titles.
 LISTS = {
     "on record": "faults on record, from which the dictionary was made",
@@ -56,8 +58,15 @@ LISTS = {
     "eager": "subjects in plain PyTorch",
     "causes": "attention in float64 of the tests of causes",
 }
-# Faults in PyTorch that a diagnosis was tried on before the dictionary was complete.
-_SEEN = ("out scaled", "lse of empty rows is 0", "v of the first batch entry for all")
+# Faults whose diagnosis led to an entry or a rule, or was tried before: they measure nothing.
+_SEEN = (
+    "out scaled",
+    "lse of empty rows is 0",
+    "v of the first batch entry for all",
+    "last row not written",
+    "unguarded",
+    "dq: range of key tiles for a query tile of BLOCK_N rows",
+)
 # Checks of values. Others find faults of memory, of calls in a row, or of other results.
 _VALUES = ("T3", "G1", "G2", "G3", "rms", "bias", "limit", "identities", "mask", "counts")
 
@@ -97,11 +106,11 @@ def _mutants(every: int) -> Iterator[tuple[str, Mutant]]:
     """Yields (list, mutant) of those that are not equivalent."""
     made = [x for x in mechanical(sources_of(PACKAGE)) if x.key not in EQUIVALENT]
     lists: dict[str, Sequence[Mutant]] = {
-        "on record": FAULTS, "independent": INDEPENDENT, "subtle": SUBTLE,
-        "mechanical": made[every // 2 :: every],
+        "independent": INDEPENDENT, "subtle": SUBTLE, "mechanical": made[every // 2 :: every],
+        "on record": FAULTS,
     }  # fmt: skip
     for source, mutants in lists.items():
-        yield from ((source, x) for x in mutants if not x.equivalent)
+        yield from ((source, x) for x in mutants if not x.equivalent and x.name not in _SEEN)
 
 
 def _accepted(source: str, mutant: Mutant, listed: dict[str, dict[str, list[str]]]) -> list[str]:
@@ -139,7 +148,9 @@ def _diagnosed(
     from fa_verify.diagnosis.explain import diagnose
 
     found = diagnose(subject, problem, seconds=seconds)
-    return "diagnosed", tuple(x.name for x in found.explanations), found.complete, found.seconds
+    names = tuple(x.name for x in found.explanations)
+    how = "diagnosed" if found.tried else "no wrong value"
+    return how, names, found.complete, found.seconds
 
 
 def _of_pytorch(listed: dict[str, dict[str, list[str]]]) -> Iterator[Outcome]:
@@ -164,34 +175,30 @@ def _of_pytorch(listed: dict[str, dict[str, list[str]]]) -> Iterator[Outcome]:
             yield Outcome(source, fault, how, names, accepted, complete, seconds)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[Outcome]) -> list[str]:
     """Returns the counts of each list as a Markdown table, with 95 % intervals of Wilson."""
-    from tests.mutation.harness.sites import rate_interval
-
-    def share(count: int, of: int) -> str:
-        low, high = rate_interval(count, of)
-        return f"{count} of {of} ({low:.0%} to {high:.0%})" if of else "-"
-
-    lines = [
-        "| faults | named first | among three | none named | wrongly named "
-        "| without an entry: none named | wrongly named | raise, or not found by values |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
     groups = {title: [x for x in outcomes if x.source == key] for key, title in LISTS.items()}
     groups["all but those on record"] = [x for x in outcomes if x.source != "on record"]
+    rows = []
     for title, of in groups.items():
         diagnosed = [x for x in of if x.how == "diagnosed"]
-        known = Counter(judged(x) for x in diagnosed if x.accepted)
-        others = Counter(judged(x) for x in diagnosed if not x.accepted)
-        n, rest = known.total(), others.total()
-        among = known["first"] + known["one of three"]
-        cells = (
-            share(known["first"], n), share(among, n), share(known["none"], n),
-            share(known["wrong"], n), share(others["none"], rest), share(others["wrong"], rest),
-            str(len(of) - len(diagnosed)),
-        )  # fmt: skip
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        for known in (True, False):
+            counts = Counter(judged(x) for x in diagnosed if bool(x.accepted) is known)
+            n = counts.total()
+            if not n:
+                continue
+            among = counts["first"] + counts["one of three"]
+            right = (_share(counts["first"], n), _share(among, n)) if known else ("-", "-")
+            none = str(counts["none"]) if known else _share(counts["none"], n)
+            has = "yes" if known else "no"
+            rows.append((title, has, n, *right, none, _share(counts["wrong"], n)))
+    head = "faults", "has an entry", "n", "first right", "one of three", "none named", "wrong"
+    return markdown(head, rows)
+
+
+def _share(count: int, of: int) -> str:
+    low, high = rate_interval(count, of)
+    return f"{count} ({low:.0%} to {high:.0%})"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -221,21 +228,24 @@ def main(arguments: list[str] | None = None) -> int:
     sources = sources_of(PACKAGE)
     mutants = [x for x in _mutants(options.every) if options.only in ("", x[0])]
     works = [partial(_of_mutant, sources, x, pool, planned, options.seconds) for _, x in mutants]
-    outcomes = []
+    outcomes: list[Outcome] = []
+
+    def note(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        _print(outcome)
+        if options.write:
+            records = [x._asdict() for x in sorted(outcomes)]
+            RESULTS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+
+    for outcome in _of_pytorch(listed):
+        if options.only in ("", outcome.source):
+            note(outcome)
     for ended in in_forks(works, jobs=options.jobs, seconds=20 * options.seconds):
         source, mutant = mutants[ended.number]
         how, names, complete, seconds = ended.value or (ended.how, (), True, 0.0)
         key, accepted = mutant.key or mutant.name, tuple(_accepted(source, mutant, listed))
-        outcomes.append(Outcome(source, key, how, names, accepted, complete, seconds))
-        _print(outcomes[-1])
-    for outcome in _of_pytorch(listed):
-        if options.only in ("", outcome.source):
-            outcomes.append(outcome)
-            _print(outcome)
-    print(table(outcomes))
-    if options.write:
-        records = [x._asdict() for x in sorted(outcomes)]
-        RESULTS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        note(Outcome(source, key, how, names, accepted, complete, seconds))
+    print(*table(outcomes), sep="\n")
     return 0
 
 

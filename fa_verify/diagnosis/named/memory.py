@@ -80,6 +80,9 @@ MEMORY: tuple[Named, ...] = (
           recorded=("the load of v has no mask", "the load of k has none")),
     Named("tail rows unwritten", "rows of the ragged last query tile were not written",
           after=_unwritten(_tail_rows), tiles="m"),
+    Named("tail rows of out unwritten", "rows of the ragged last query tile were not written in "
+          "out alone", after=_unwritten(lambda case, m, n: {"out": _tail_rows(case, m, n)["out"]}),
+          tiles="m"),
     Named("nothing without keys", "nothing were written where there are no keys",
           after=_unwritten(_no_keys), recorded=("no forward where there are no keys",)),
     Named("nothing without rows", "dk and dv were not written where there are no rows",

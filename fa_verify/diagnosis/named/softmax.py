@@ -21,9 +21,14 @@ def _starts_at(value: float) -> Change:
     return change
 
 
-def _unguarded(p: Pass, block_m: int, block_n: int) -> bool:
-    p.guarded = False
-    return not bool(p.seen.any(3).all())
+def _unguarded(hides: bool) -> Change:
+    """Return a change that lets rows without a key give NaN; ``hides``: but no NaN in dS."""
+
+    def change(p: Pass, block_m: int, block_n: int) -> bool:
+        p.guarded, p.hides_gradients = False, hides
+        return not bool(p.seen.any(3).all())
+
+    return change
 
 
 def _rescales(*sums: str) -> Change:
@@ -87,8 +92,9 @@ SOFTMAX: tuple[Named, ...] = (
     Named("maximum starts late", "the running maximum started at a finite value",
           tuple(_starts_at(x) for x in (0.0, -1e4, -5e4)), FORWARD,
           recorded=("the running maximum starts",)),
-    Named("unguarded rows", "rows that see no key subtracted -inf from -inf", (_unguarded,),
-          FORWARD, recorded=("a row that has seen nothing", "-inf - -inf")),
+    Named("unguarded rows", "rows that see no key subtracted -inf from -inf",
+          (_unguarded(False), _unguarded(True)), ("forward", "the forward alone", "everywhere"),
+          recorded=("a row that has seen nothing", "-inf - -inf")),
     Named("empty lse 0", "the lse of rows that see no key were 0", (_empty_lse(0.0),), FORWARD,
           recorded=("the lse of an empty row is 0.0",)),
     Named("empty lse inf", "the lse of rows that see no key were +inf",

@@ -76,7 +76,7 @@ class Causes:
         try:
             failure = Failure(runner, violation.claim, violation.findings, self.store)
             violation.causes = failure.causes()
-            self._diagnose(runner, failure.problem, violation.causes)
+            self._diagnose(runner, violation.causes)
             if not self._stops:
                 self._go_on(runner, violation)
         except Exception as error:
@@ -99,18 +99,18 @@ class Causes:
                 again(beyond)
             except Violation as more:
                 violation.findings += more.findings
-                failure = Failure(runner, more.claim, more.findings, self.store)
-                numbers = failure.causes()
+                numbers = Failure(runner, more.claim, more.findings, self.store).causes()
                 violation.causes += numbers
-                self._diagnose(runner, failure.problem, numbers)
+                self._diagnose(runner, numbers)
             else:
                 again = None
             violation.beyond += beyond.judged
 
-    def _diagnose(self, runner: Runner, problem: Problem, numbers: list[int]) -> None:
+    def _diagnose(self, runner: Runner, numbers: list[int]) -> None:
         """Name the fault behind causes that no process has sought a name for.
 
-        The causes are stored without a name before, so that an interrupt leaves them.
+        The causes are stored without a name before, so that an interrupt leaves them. The problem
+        that first failed is left out: another fault may show there too.
         """
 
         def run(other: Problem) -> Trial | None:
@@ -121,7 +121,7 @@ class Causes:
             if cause.number not in numbers or cause.diagnosis is not None:
                 continue
             self.store.replace(dataclasses.replace(cause, diagnosis={}))
-            beside = [x for x in (problem, cause.passing) if x is not None]
+            beside = [] if cause.passing is None else [cause.passing]
             found = diagnose(runner.subject, cause.problem, also=beside, run=run).record()
             for now in self.store.known():
                 if now.number == self.store.number(cause.number):

@@ -169,6 +169,7 @@ def test_a_kernel_with_two_defects_has_two_causes(said):
     assert "  FAILED  2 causes, " in text
     assert "Rows that see no key give NaN" in text
     assert "looks like: softmax of a row of -inf without a guard" in text
+    assert "behaves as if rows that see no key subtracted -inf from -inf" in text
     assert "looks like: dk and dv of grouped heads are rounded before they are added" in text
     assert 'if intended, declare group_sum="dtype"' in text
     assert re.search(r"drew again, without these causes: [\d,]+ problems, no other cause", text)

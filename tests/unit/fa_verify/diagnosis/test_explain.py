@@ -46,7 +46,7 @@ def subject_of(fault: str, **declared: object) -> Subject:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         scores = q.double() @ k.mT * (sm_scale**2 if fault == "scaled twice" else sm_scale)
         weights = scores.masked_fill(~seen, -1e9 if fault == "finite" else -math.inf).softmax(3)
-        if fault != "finite":
+        if fault not in ("finite", "unguarded"):
             weights = torch.where(seen, weights, 0.0)
         if fault == "tail":
             last = torch.arange(k.shape[2]) >= k.shape[2] // 16 * 16
@@ -153,3 +153,9 @@ def test_faults_that_no_supported_problem_tells_apart_are_both_listed():
 def test_a_search_out_of_time_names_nothing():
     found = diagnose(subject_of("top left"), Problem(M=1, N=2, mask=CAUSAL), seconds=0.0)
     assert (found.explanations, found.complete) == ((), False)
+
+
+def test_an_unguarded_softmax_in_pytorch_is_named():
+    problem = Problem(M=2, N=1, mask=CAUSAL)
+    found = diagnose(subject_of("unguarded"), problem)
+    assert [x.name for x in found.explanations] == ["unguarded rows"]

@@ -1,4 +1,4 @@
-"""Attention in PyTorch with two defects."""
+"""Attention in PyTorch with three defects."""
 
 import torch
 
@@ -11,10 +11,10 @@ def attention(q, k, v, *, mask, sm_scale):
     queries = q.to(wide).masked_fill(~has_keys, 0)
     groups = q.shape[1] // k.shape[1]
     # The gradients of the heads of a group are rounded before they are added.
-    keys, values = (
-        x.repeat_interleave(groups, 1).to(wide).masked_fill(~has_rows, 0) for x in (k, v)
-    )
+    keys, values = (x.repeat_interleave(groups, 1).to(wide) for x in (k, v))
+    keys, values = (x.masked_fill(~has_rows, 0) for x in (keys, values))
     scores = (queries @ keys.mT * sm_scale).masked_fill(~seen, -torch.inf)
-    # No guard for a row that sees no key.
+    # A row that sees no key is NaN. In the gradient, the weight 0 of a hidden key is multiplied by
+    # dout v, which may be infinite.
     weights = torch.softmax(scores, -1)
     return (weights @ values).to(q.dtype)

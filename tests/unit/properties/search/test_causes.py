@@ -240,3 +240,16 @@ def test_a_cause_that_another_process_finds_does_not_change_a_search():
     Failure(runner, accuracy, runner.findings(EMPTY, accuracy), store).causes()
     assert beyond.findings(EMPTY, accuracy)
     assert not Beyond(runner, store, 60.0).findings(EMPTY, accuracy)
+
+
+def test_causes_are_joined_once_one_of_them_covers_the_other():
+    runner, store = runner_of("rounded"), Known()
+    (number,) = [store.add(x) for x in causes_of(runner, GROUPED, Known())]
+    (whole,) = store.known()
+    of_dk = dataclasses.replace(whole, outputs=("dk",))
+    store.replace(dataclasses.replace(whole, outputs=("dv",)))
+    other = store.add(of_dk)
+    assert len(store.known()) == 2
+    # Another failure shows that the first fault is in both.
+    store.replace(dataclasses.replace(whole, outputs=("dv", "dk")))
+    assert [x.number for x in store.known()] == [number] == [store.number(other)]

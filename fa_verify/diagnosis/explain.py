@@ -509,7 +509,7 @@ def _resized(problem: Problem) -> Iterator[Problem]:
             problem,
             {"M": size, "N": size, "seed": seed + 6},
             {"N": size + 13, "D": 24, "Dv": 40, "seed": seed + 7},
-            {"N": size + 13, "seed": seed + 8, "sm_scale": 0.7 * problem.scale},
+            {"N": size + 37, "seed": seed + 8, "sm_scale": 0.7 * problem.scale},
         )
 
 

@@ -25,7 +25,6 @@ KERNELS = ROOT / "docs" / "first_run"
 # File of the output: the command.
 STEPS: Mapping[str, str] = {
     "doctor": "fa-verify doctor",
-    "right": "fa-verify check right.py:attention",
     "quick": "fa-verify check right.py:attention --quick",
     "wrong": "fa-verify check wrong.py:attention --report=report",
     "hangs": "fa-verify check hangs.py:attention --quick -- --fa-problem-timeout=5",

@@ -1,10 +1,10 @@
 """Runs the first steps of a new user, and writes what they print for the page "A first run".
 
-python -m docs.transcript [--triton] [--here] [--out FOLDER]
+python -m docs.transcript [--triton] [--here] [--wheel FILE] [--only NAMES] [--out FOLDER]
 
 A wheel of this checkout is installed into an empty virtual environment, in an empty folder with the
 kernels of docs/first_run. ``--triton`` installs Triton beside it. ``--here`` uses the packages of
-this interpreter instead, for a machine without the network.
+this interpreter instead, for a machine without the network, and ``--wheel`` a wheel made elsewhere.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--triton", action="store_true", help="install Triton, and run its kernel")
     parser.add_argument("--here", action="store_true", help="use the packages of this interpreter")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="install it, and make none")
     parser.add_argument("--out", default=KERNELS / "output", type=Path, metavar="FOLDER")
     parser.add_argument("--only", default=",".join((*STEPS, *TRITON)), metavar="NAMES")
     options = parser.parse_args(arguments)
@@ -63,31 +64,39 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _installed(place: Path, options: argparse.Namespace) -> dict[str, str]:
-    """Install a wheel of the checkout; return the environment in which its command runs."""
-    source = place / "source"
-    tracked = ["git", "ls-files", "-co", "--exclude-standard"]
-    for name in subprocess.check_output(tracked, cwd=ROOT, text=True).splitlines():
-        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
+    """Install the package; return the environment in which its command runs."""
+    wheel = options.wheel or _wheel(place, options.here)
     pip = [sys.executable, "-m", "pip", "-q"]
-    alone = ["--no-deps", "--no-build-isolation", "--no-index"] if options.here else ["--no-deps"]
-    subprocess.run([*pip, "wheel", *alone, "-w", place, source], check=True)
-    (wheel,) = place.glob("*.whl")
     kept = {k: x for k, x in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
     if options.here:
         target = place / "site"
-        subprocess.run([*pip, "install", *alone, "--target", target, wheel], check=True)
+        alone = ["--no-deps", "--no-index", "--target", target]
+        subprocess.run([*pip, "install", *alone, wheel], check=True)
         others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         scripts = [target / "bin", Path(sys.executable).parent]
         path = os.pathsep.join([str(target), *filter(None, others)])
         return _with_path(kept | {"PYTHONPATH": path}, scripts)
     subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
     pip = [place / "venv/bin/python", "-m", "pip", "-q"]
-    command = [*pip, "install", "-c", source / "constraints" / "cpu.txt"]
+    command = [*pip, "install", "-c", ROOT / "constraints" / "cpu.txt"]
     extra = "[triton]" if options.triton else ""
     subprocess.run([*command, f"{wheel}{extra}"], check=True)
     return _with_path(kept, [place / "venv/bin"])
+
+
+def _wheel(place: Path, here: bool) -> Path:
+    """Build a wheel of the checkout."""
+    source = place / "source"
+    tracked = ["git", "ls-files", "-co", "--exclude-standard"]
+    for name in subprocess.check_output(tracked, cwd=ROOT, text=True).splitlines():
+        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
+    how = ["--no-deps", *(["--no-build-isolation", "--no-index"] if here else [])]
+    command = [sys.executable, "-m", "pip", "-q", "wheel", *how, "-w", place, source]
+    subprocess.run(command, check=True)
+    (wheel,) = place.glob("*.whl")
+    return wheel
 
 
 def _with_path(environment: dict[str, str], scripts: list[Path]) -> dict[str, str]:

@@ -157,12 +157,15 @@ class _Calls:
             return undecided(word, "M = 1 alone is taken")
         refused: Tried | None = None
         for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            tried = [self._attempt(base, M=n, N=n) for n in (size, 3 * size)]
+            # Longer than the base: a kernel may refuse short sequences, whatever they are.
+            start = base.M if size < base.M else 0
+            sizes = (start + size, 2 * start + size if start else 3 * size)
+            tried = [self._attempt(base, M=n, N=n) for n in sizes]
             no = next((one for one in tried if one.refused), None)
             if no is None:
                 notes = _notes(tried)
                 if refused is None:
-                    seen = f"takes M = N = 1 and 3{notes}"
+                    seen = f"takes M = N = {sizes[0]} and {sizes[1]}{notes}"
                     return Answer(word, 1, "tried", seen, tried[1].replay)
                 seen = f"refuses M = N = {refused.problem.M}: {refused.error}{notes}"
                 return Answer(word, size, "shown", seen, refused.replay)

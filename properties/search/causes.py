@@ -231,9 +231,14 @@ class Known:
 
 
 def _joined(cause: RootCause, part: RootCause) -> RootCause:
-    """Return a cause with the outputs of a part of it, and the smaller problem of the two."""
+    """Return a cause with the outputs of a part of it, and the smaller problem of the two.
+
+    A part that needs more features is not shown: its problem may fail for another cause as well.
+    """
     outputs = tuple(dict.fromkeys((*cause.outputs, *part.outputs)))
+    alike = {x.name for x in cause.hard} == {x.name for x in part.hard}
     shown = min(cause, part, key=lambda x: (x.kind == "slight", complexity(x.problem)))
+    shown = shown if alike else cause
     features = tuple(
         next((x.joined(y) for y in part.features if x.is_of(y)), x) for x in cause.features
     )
@@ -241,7 +246,7 @@ def _joined(cause: RootCause, part: RootCause) -> RootCause:
         shown, number=cause.number, features=features, outputs=outputs,
         dtypes=tuple(x for x in DTYPES if x in (*cause.dtypes, *part.dtypes)),
         all_dtypes=cause.all_dtypes or part.all_dtypes,
-        declarations=tuple(x for x in cause.declarations if x in part.declarations),
+        declarations=tuple(x for x in cause.declarations if x in part.declarations or not alike),
         diagnosis=shown.diagnosis or cause.diagnosis or part.diagnosis,
     )  # fmt: skip
 

@@ -87,6 +87,18 @@ def test_a_kernel_that_takes_everything_has_no_limit():
     assert found["score_mods"].value == ()
 
 
+def test_a_least_length_is_not_taken_for_a_multiple():
+    """A probe that assumed multiples of 32 hid a fault of the keys beyond the last multiple."""
+
+    def long(q, k, v, **beside):
+        if k.shape[2] < 32:
+            raise NotImplementedError("32 keys or more")
+        return exact(q, k, v, **beside)
+
+    answer = probed(long)["seqlen_multiple"]
+    assert (answer.value, answer.evidence) == (1, "takes M = N = 33 and 65")
+
+
 def test_float64_that_is_computed_in_float32_is_not_taken():
     """Triton kernels keep their sums in float32, whatever the inputs."""
 

@@ -25,6 +25,7 @@ from fa_verify.properties.search.causes import (
     described,
     difference,
 )
+from fa_verify.properties.search.features import Feature
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.quick import Entry
@@ -253,3 +254,18 @@ def test_causes_are_joined_once_one_of_them_covers_the_other():
     # Another failure shows that the first fault is in both.
     store.replace(dataclasses.replace(whole, outputs=("dv", "dk")))
     assert [x.number for x in store.known()] == [number] == [store.number(other)]
+
+
+def test_a_part_that_needs_more_features_is_not_shown_for_its_cause():
+    store = Known()
+    causes_of(runner_of("rounded"), GROUPED, store)
+    (cause,) = store.known()
+    features = (*cause.features, Feature("empty rows"))
+    part = dataclasses.replace(
+        cause, kind="NaN", features=features, problem=EMPTY, declarations=(), outputs=("dv", "out")
+    )
+    assert store.add(part) == cause.number
+    (joined,) = store.known()
+    assert (joined.kind, joined.problem) == (cause.kind, cause.problem)
+    assert joined.declarations == cause.declarations != ()
+    assert "out" in joined.outputs

@@ -235,16 +235,6 @@ def _wrong_backward() -> str:
     return _first(guarantees.backward(trial), "")
 
 
-def _wrong_tile() -> str:
-    """The message about a tile of keys that is lost in part."""
-    trial = _trial("", _ROWS)
-    q, k, v = (x.double().repeat_interleave(4 // x.shape[1], 1) for x in trial.inputs[:3])
-    weights = (q @ k.mT * _ROWS.scale - trial.want.lse.unsqueeze(3)).exp()
-    assert trial.got.out is not None
-    trial.got.out.copy_(trial.want.out + 8e-4 * (weights[..., :64] @ v[:, :, :64]))
-    return str(next(x for x in guarantees.limits(trial) if "key tiles" in x.guarantee))
-
-
 def _rows_of_both_signs(x: torch.Tensor) -> None:
     x[:, :, ::2] *= 1 + 4e-6
     x[:, :, 1::2] *= 1 - 4e-6
@@ -739,14 +729,6 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "`got` is the mean error of lse. Look for weights that the softmax sum lacks or holds "
             "twice, and for a logarithm of too few digits.",
             lambda: _outside_limits("sums", "lse", lambda lse: lse.add_(3e-5)),
-        ),
-        Kind(
-            "Limit: the weight of a key tile",
-            "`got` is the factor by which the weights of 64 keys are too large in the product of P "
-            "and v, in all rows. Their rows of `out` may all lie within their limits. Look at what "
-            "differs between that tile and its neighbours: a mask, a tail, an unrolled turn of a "
-            "loop.",
-            _wrong_tile,
         ),
         Kind(
             "Limit: rows of both signs",

@@ -17,7 +17,6 @@ from fa_verify.oracles.bounds.variance import rounding
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.backward import forward_read
-from fa_verify.properties.checks.key_tiles import key_tiles
 from fa_verify.properties.comparison.compare import Finding, ratios
 from fa_verify.properties.execution.trial import Trial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
@@ -125,12 +124,7 @@ def limits(trial: Trial) -> list[Finding]:
 
 def outside(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     """Return the findings of ``limits``, given the spreads of the outputs to judge."""
-    findings = _elements(trial, spreads) + _sums(trial, spreads)
-    if "out" in spreads and "out" not in {finding.output for finding in findings}:
-        spread = spreads["out"]
-        error, last, along = _errors(trial, "out", spread)
-        findings += key_tiles(trial, error, spread.variance + last, along, spread.shapes)
-    return findings
+    return _elements(trial, spreads) + _sums(trial, spreads)
 
 
 def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:

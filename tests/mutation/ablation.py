@@ -23,7 +23,6 @@ ABLATION: dict[str, tuple[str, int]] = {
     "backward": ("delta: products are rounded to the input dtype", 0),
     "limit": ("forward: P has 17 digits in fp32", 11),
     "limit lse": ("forward: the softmax sum of 16-bit inputs takes 16 of the digits of P", 0),
-    "limit key tiles": ("forward: P of a row's last full tile is truncated", 2),
     "limit rows": ("forward: the factor that rescales acc is rounded to the input dtype", 12),
     "rms": ("dkdv: dS is made from the rounded P", 2),
     "bias": ("dq: dq is too large by one part in a thousand", 0),

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 
 from fa_verify.properties.execution import workers
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "ON_GPU"]
+__all__ = ["HAS_TRITON", "INTERPRETED", "ON_GPU", "WITHOUT_TRITON"]
 
 workers.pin(os.environ)
 if os.environ.get("PYTEST_XDIST_WORKER"):
@@ -26,7 +27,16 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 
+# Why kernels cannot import Triton although it is installed; "" if they can.
+WITHOUT_TRITON = ""
+
 if INTERPRETED:
     from fa_verify.simulator.interpreter import repair
 
-    repair.repair()
+    try:
+        repair.repair()
+    except RuntimeError as error:
+        # The interpreter of another version. A PyTorch function needs none.
+        WITHOUT_TRITON = str(error)
+        HAS_TRITON = INTERPRETED = False
+        sys.modules["triton"] = None  # type: ignore[assignment]

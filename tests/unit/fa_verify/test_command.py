@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -109,15 +110,46 @@ def test_a_kernel_that_declares_nothing_is_probed_first(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("hanging", "hang: over 1 s of "), ("crashing", "signal 11")]
+    ("name", "how"), [("hanging", "hang: over 4 s of "), ("crashing", "signal 11")]
 )
 def test_a_kernel_that_ends_the_probe_is_left_to_the_checks(folder, name, how):
-    collected = ("--quick", "--", "-n0", "--fa-problem-timeout=1", "--collect-only", "-q")
+    collected = ("--quick", "--", "-n0", "--fa-problem-timeout=4", "--collect-only", "-q")
     done = run(folder, "check", f"my.py:{name}", *collected)
     said = f"my.py:{name} ended the probe, so nothing is assumed: {how}"
     assert said in done.stdout, done.stdout + done.stderr
     assert '"N":' in done.stdout.partition(said)[2].splitlines()[0]
     assert "test_a_problem_that_kills_faults_holds[000-" in done.stdout
+
+
+# As main(), beside a version of Triton whose interpreter cannot be repaired.
+WITH_OTHER_TRITON = """
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from fa_verify.simulator.interpreter import repair
+def fails():
+    raise RuntimeError("Triton 0.0 has no interpreter")
+repair.repair = fails
+from fa_verify.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_a_pytorch_function_is_verified_beside_any_version_of_triton(folder):
+    def run_beside(kernel: str) -> subprocess.CompletedProcess[str]:
+        environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+        return subprocess.run(
+            [sys.executable, "-c", WITH_OTHER_TRITON, "check", kernel, *ACCURACY],
+            cwd=folder, env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+
+    done = run_beside("my.py:attention")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "needs_triton.py").write_text("import triton\n\nattention = triton.jit(print)\n")
+    done = run_beside("needs_triton.py:attention")
+    assert done.returncode == 2
+    assert "Triton 0.0 has no interpreter" in done.stderr
 
 
 def test_a_quick_run_judges_the_chosen_problems_and_finds_a_fault(folder):

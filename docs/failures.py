@@ -285,9 +285,9 @@ def _crash(seconds: float, fault: Callable[[], object], **options: Any) -> str:
 
 def _hang() -> str:
     ended: list[int] = []
-    attention = _defined("import time\ndef attention(x):\n    while not x: time.sleep(0.005)\n")
-    said = _crash(0.05, lambda: attention(ended), end=ended.append)
-    return re.sub(r"over 0.25 s (.*) in \d+ s, and", r"over 300 s \1 in 300 s, and", said)
+    attention = _defined("import time\ndef attention(x):\n    while not x: time.sleep(0.05)\n")
+    said = _crash(0.2, lambda: attention(ended), end=ended.append)
+    return re.sub(r"over 1 s (.*) in \d+ s, and", r"over 300 s \1 in 300 s, and", said)
 
 
 def _lost_gpu() -> str:

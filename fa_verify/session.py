@@ -89,8 +89,9 @@ def subject_of(config: pytest.Config) -> Subject:
         from fa_verify.pytest_plugin.environment import WITHOUT_TRITON
 
         if is_ours(config) and importlib.util.find_spec("triton") is None:
+            why = WITHOUT_TRITON or "it is not installed"
             raise pytest.UsageError(
-                f"the project's own kernels need Triton: {WITHOUT_TRITON or 'it is not installed'}; "
+                f"the project's own kernels need Triton: {why}; "
                 "--fa-kernel=path/to/file.py:name verifies a kernel that does not need Triton"
             )
         given = config.getoption("--fa-kernel", None)

@@ -86,12 +86,9 @@ def subject_of(config: pytest.Config) -> Subject:
         pytest.UsageError: The subject cannot be loaded, or its declarations are invalid.
     """
     if _SUBJECT not in config.stash:
-        from fa_verify.pytest_plugin.environment import WITHOUT_TRITON
-
         if is_ours(config) and importlib.util.find_spec("triton") is None:
-            why = WITHOUT_TRITON or "it is not installed"
             raise pytest.UsageError(
-                f"the project's own kernels need Triton: {why}; "
+                "the project's own kernels need Triton, which cannot be imported; "
                 "--fa-kernel=path/to/file.py:name verifies a kernel that does not need Triton"
             )
         given = config.getoption("--fa-kernel", None)
@@ -102,8 +99,7 @@ def subject_of(config: pytest.Config) -> Subject:
                     warnings.simplefilter("default")
                 subject = load(OURS if given is None else spec_of(given))
         except ValueError as error:
-            why = f"; {WITHOUT_TRITON}" if WITHOUT_TRITON and "triton" in str(error) else ""
-            raise pytest.UsageError(f"--fa-kernel: {error}{why}") from None
+            raise pytest.UsageError(f"--fa-kernel: {error}") from None
         if (assumed := config.getoption("--fa-assume", None)) is not None:
             try:
                 subject = subject.assuming(json.loads(assumed))

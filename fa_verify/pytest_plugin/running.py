@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fa_verify.pytest_plugin.environment import HAS_TRITON, ON_GPU  # isort: skip  # before torch
+from fa_verify.pytest_plugin.environment import (  # isort: skip  # before torch
+    HAS_TRITON,
+    ON_GPU,
+    WITHOUT_TRITON,
+)
 
 import hypothesis
 import pytest
@@ -159,7 +163,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(files, "regression-files")
     config.pluginmanager.register(OutsidePrograms(), "outside-programs")
     if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
-        subject_of(config)
+        _load_subject(config)
     if minutes_of(config) is not None:
         fuzz["max_examples"] = profiles.EXAMPLES_OF_A_TURN
         config.pluginmanager.register(Fuzzing(config, summary.tally, files.folder), "fuzzing")
@@ -182,6 +186,20 @@ def pytest_configure(config: pytest.Config) -> None:
     # No timeout for a test: the watchdog limits the time of each problem.
     if profile == "fuzz":
         config.option.timeout = 0
+
+
+def _load_subject(config: pytest.Config) -> None:
+    """Load the kernel, so that an error ends the run before its tests.
+
+    Raises:
+        pytest.UsageError: It cannot be loaded.
+    """
+    try:
+        subject_of(config)
+    except pytest.UsageError as error:
+        if WITHOUT_TRITON and "triton" in str(error).lower():
+            raise pytest.UsageError(f"{error}; {WITHOUT_TRITON}") from None
+        raise
 
 
 def _shows_progress(config: pytest.Config) -> bool:

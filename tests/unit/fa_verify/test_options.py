@@ -155,7 +155,7 @@ def refused(kernels: Path) -> dict[str, str]:
         ),
         "--fa-kernel=spda-math": "--fa-kernel: got 'spda-math' (did you mean 'sdpa-math'?); needs ",
         "--fa-kernel=sdpa-cudnn": "--fa-kernel: sdpa-cudnn cannot run here: needs a CUDA GPU; ",
-        "--fa-kernel=ours": "the project's own kernels need Triton: it is not installed",
+        "--fa-kernel=ours": "the project's own kernels need Triton, which cannot be imported",
         f"--fa-kernel={here}/none.py:f": f"--fa-kernel: there is no file {here}/none.py",
         f"--fa-kernel={kernels}:attentoin": (
             f"--fa-kernel: {kernels} has no 'attentoin'; it has attention, "
@@ -163,7 +163,7 @@ def refused(kernels: Path) -> dict[str, str]:
         f"--fa-kernel={kernels}:misspelt": (
             "--fa-kernel: misspelt declares 'head_dim' (did you mean 'head_dims'?)"
         ),
-        "tests": "the project's own kernels need Triton: it is not installed",
+        "tests": "the project's own kernels need Triton, which cannot be imported",
         "tests/conformance/test_accuracy.py::test_x": "the project's own kernels need Triton",
     }
 
@@ -393,5 +393,5 @@ def test_a_kernel_for_gpus_alone_is_refused_where_there_is_none(tmp_path, monkey
 
 def test_our_own_kernels_without_triton_are_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(pytest.UsageError, match="need Triton: it is not installed; --fa-"):
+    with pytest.raises(pytest.UsageError, match="need Triton, which cannot be imported; --fa-"):
         subject_of(configured(None))

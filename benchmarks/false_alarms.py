@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from typing import Any
 import hypothesis
 import torch
 
+from benchmarks.saving import saved
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import STANDING, STATISTICS, Check
 from fa_verify.properties.checks.limits import FAMILIES, judged_elements
@@ -38,7 +38,7 @@ from fa_verify.properties.search.search import draws
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
-from fa_verify.pytest_plugin.findings.environment import device_name, slug, versions
+from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.registry import NAMED, spec_of
 from fa_verify.shards import Shard, shards_of
 
@@ -261,13 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seed": options.seed,
         "confidence": CONFIDENCE, "kernels": {name: of.record() for name, of in found.items()},
     }  # fmt: skip
-    folder = ROOT / ("results" if options.write else "build")
-    if options.write:
-        folder /= slug(device_name()) if device == "cuda" else "cpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "false-alarms.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path.relative_to(ROOT)}")
+    path = saved(ROOT, "false-alarms.json", record, device=device, keep=options.write)
+    print(f"wrote {path}")
     return int(any(of.alarms for of in found.values()))
 
 

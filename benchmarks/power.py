@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import emulated
+from benchmarks.saving import saved
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import backward, limits
@@ -35,7 +35,7 @@ from fa_verify.properties.checks.guarantees import STATISTICS, Check, accuracy
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.pytest_plugin.findings.environment import device_name, slug, versions
+from fa_verify.pytest_plugin.findings.environment import device_name, versions
 
 __all__ = [
     "CHECKS",
@@ -334,15 +334,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "problems": ran * seeds, "false_alarms": len(alarmed),
         "limits": limits,
     }  # fmt: skip
-    folder = ROOT / ("results" if options.write else "build")
-    if options.write:
-        folder /= slug(device_name()) if device == "cuda" else "cpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "power.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path = saved(ROOT, "power.json", record, device=device, keep=options.write)
     print(
         f"{ran * seeds} problems, {len(alarmed)} with a false alarm, "
-        f"{time.perf_counter() - started:.0f} s; wrote {path.relative_to(ROOT)}"
+        f"{time.perf_counter() - started:.0f} s; wrote {path}"
     )
     return int(bool(alarms))
 

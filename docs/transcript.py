@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _installed(place: Path, options: argparse.Namespace) -> dict[str, str]:
     """Install the package; return the environment in which its command runs."""
-    wheel = options.wheel or _wheel(place, options.here)
+    wheel = options.wheel or built_wheel(place, alone=options.here)
     pip = [sys.executable, "-m", "pip", "-q"]
     kept = {k: x for k, x in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH"))}
     if options.here:
@@ -84,18 +84,18 @@ def _installed(place: Path, options: argparse.Namespace) -> dict[str, str]:
     return _with_path(kept, [place / "venv/bin"])
 
 
-def _wheel(place: Path, here: bool) -> Path:
-    """Build a wheel of the checkout."""
+def built_wheel(place: Path, *, alone: bool) -> Path:
+    """Build a wheel of the checkout in a folder; ``alone`` needs no network."""
     source = place / "source"
     tracked = ["git", "ls-files", "-co", "--exclude-standard"]
     for name in subprocess.check_output(tracked, cwd=ROOT, text=True).splitlines():
         if (ROOT / name).is_symlink() or (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name, follow_symlinks=False)
-    how = ["--no-deps", *(["--no-build-isolation", "--no-index"] if here else [])]
+    how = ["--no-deps", *(["--no-build-isolation", "--no-index"] if alone else [])]
     command = [sys.executable, "-m", "pip", "-q", "wheel", *how, "-w", place, source]
     subprocess.run(command, check=True)
-    (wheel,) = place.glob("*.whl")
+    (wheel,) = place.glob("fa_verify-*.whl")
     return wheel
 
 

@@ -22,7 +22,7 @@ from fa_verify.probing.answers import lines
 from fa_verify.probing.experiments import Experiment, observe
 from fa_verify.probing.picture import svg, text
 from fa_verify.probing.probe import Probed, probe, refuted
-from fa_verify.probing.trying import declares, stripped, watch
+from fa_verify.probing.trying import declares, stripped, watched
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
@@ -46,12 +46,14 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fa-verify probe: {error}", file=sys.stderr)
         return _USAGE
-    with tempfile.NamedTemporaryFile() as file:
-        watchdog = Watchdog(
-            options.record or file.name, options.problem_timeout, kernel=options.kernel
-        )
-        watch(watchdog.watching)
-        return _probe(options, subject, device)
+    with tempfile.TemporaryDirectory() as folder:
+        record = options.record or Path(folder) / "record.json"
+        watchdog = Watchdog(record, options.problem_timeout, kernel=options.kernel)
+        try:
+            with watched(watchdog.watching):
+                return _probe(options, subject, device)
+        finally:
+            watchdog.close()
 
 
 def _probe(options: argparse.Namespace, subject: Subject, device: str) -> int:

@@ -158,8 +158,8 @@ class _Calls:
         refused: Tried | None = None
         for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             # Longer than the base: a kernel may refuse short sequences, whatever they are.
-            start = base.M if size < base.M else 0
-            sizes = (start + size, 2 * start + size if start else 3 * size)
+            longer = base.M + size, 2 * base.M + size
+            sizes = longer if size < base.M else (size, 3 * size)
             tried = [self._attempt(base, M=n, N=n) for n in sizes]
             no = next((one for one in tried if one.refused), None)
             if no is None:

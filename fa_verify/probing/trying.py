@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +26,7 @@ from fa_verify.properties.subjects.declarations import SCORE_MODS, declared_by
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.tutorial_call import TutorialCall
 
-__all__ = ["Tried", "attempt", "declares", "stripped", "watch"]
+__all__ = ["Tried", "attempt", "declares", "stripped", "watched"]
 
 # An error of this share of the largest value shows another computation, not another rounding: P
 # rounded to bf16 loses less than 2**-8.
@@ -37,7 +37,7 @@ _DEFECTS = (WrongFormError, ChangedInputError)
 # An exception of the repaired interpreter, which wraps it.
 _OUT_OF_BOUNDS = "OutOfBoundsError"
 _LONGEST = 160
-# Limits the time of each call, once ``watch`` has set it.
+# Limits the time of each call, where ``watched`` has set it.
 _watching: Callable[[Problem], AbstractContextManager[object]] = nullcontext
 
 
@@ -128,10 +128,15 @@ def declares(subject: Subject) -> bool:
     return any(implied.get(word) != value for word, value in words.items())
 
 
-def watch(watching: Callable[[Problem], AbstractContextManager[object]]) -> None:
-    """Enter the context that ``watching`` returns for each call that this process probes."""
+@contextmanager
+def watched(watching: Callable[[Problem], AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter the context that ``watching`` returns for each call that the block probes."""
     global _watching
     _watching = watching
+    try:
+        yield
+    finally:
+        _watching = nullcontext
 
 
 def attempt(

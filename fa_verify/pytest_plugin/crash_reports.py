@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from fa_verify.properties.execution.watchdog import FRAMES, Record, Watchdog
-from fa_verify.pytest_plugin.options import DEFAULT_SECONDS
+from fa_verify.pytest_plugin.options import DEFAULT_SECONDS, number_of
 
 __all__ = ["CrashReports", "problem_timeout"]
 
@@ -43,16 +43,8 @@ def problem_timeout(config: pytest.Config) -> float:
     Raises:
         pytest.UsageError: The value is not a number, not above 0, or more than a day.
     """
-    given = config.getoption("--fa-problem-timeout", DEFAULT_SECONDS)
-    try:
-        seconds = DEFAULT_SECONDS if given is None else float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= DAY:
-        raise pytest.UsageError(
-            f"--fa-problem-timeout is {given!r}; needs a number of seconds > 0, at most {DAY:g}"
-        )
-    return seconds
+    seconds = number_of(config, "problem-timeout", "seconds", DAY)
+    return DEFAULT_SECONDS if seconds is None else seconds
 
 
 class CrashReports:

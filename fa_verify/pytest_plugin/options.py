@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from fa_verify.oracles import renamed
 
-__all__ = ["DEFAULT_SECONDS", "add_options", "add_short_forms", "given"]
+__all__ = ["DEFAULT_SECONDS", "add_options", "add_short_forms", "given", "number_of"]
 
 DEFAULT_SECONDS = 60.0
 _START = "--fa-"
@@ -130,6 +131,25 @@ def given(options: argparse.Namespace) -> Iterator[str]:
         value = getattr(options, _dest(name), None)
         if value not in (None, False, attributes.get("default")):
             yield f"{_START}{name}"
+
+
+def number_of(config: pytest.Config, name: str, unit: str, most: float = math.inf) -> float | None:
+    """Return an option as a positive number, or None if it is not given.
+
+    Raises:
+        pytest.UsageError: The value is not a number, not above 0, or more than ``most``.
+    """
+    given = config.getoption(f"{_START}{name}", None)
+    if given is None:
+        return None
+    try:
+        number = float(given)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= most or math.isinf(number):
+        limit = "" if math.isinf(most) else f", at most {most:g}"
+        raise pytest.UsageError(f"{_START}{name} is {given!r}; needs a number of {unit} > 0{limit}")
+    return number
 
 
 def _dest(name: str) -> str:

@@ -7,7 +7,6 @@ always does.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +35,7 @@ from fa_verify.pytest_plugin.example_database import example_database
 from fa_verify.pytest_plugin.findings.recording import Recording
 from fa_verify.pytest_plugin.fuzz.plugin import Fuzzing, choose_workers, minutes_of
 from fa_verify.pytest_plugin.gate.plugin import Gate
+from fa_verify.pytest_plugin.options import number_of
 from fa_verify.pytest_plugin.outside_programs import OutsidePrograms
 from fa_verify.pytest_plugin.progress import Progress
 from fa_verify.pytest_plugin.regression_files import RegressionFiles
@@ -290,18 +290,8 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 def _gpu_memory(config: pytest.Config) -> float | None:
-    """Return the option --fa-gpu-memory, in GiB.
-
-    Raises:
-        pytest.UsageError: It is no positive number.
-    """
-    given = config.getoption("--fa-gpu-memory", None)
-    if given is None:
-        return None
-    with contextlib.suppress(ValueError):
-        if 0 < float(given) < math.inf:
-            return float(given)
-    raise pytest.UsageError(f"--fa-gpu-memory is {given!r}; needs a number of GiB > 0")
+    """Return the option --fa-gpu-memory, in GiB."""
+    return number_of(config, "gpu-memory", "GiB")
 
 
 @pytest.fixture

@@ -205,11 +205,7 @@ class Known:
                 self.replace(_joined(known, cause))
                 return known.number
         number = len(self.causes) + 1
-        for known in self.known():
-            if cause.covers(known):
-                cause = _joined(cause, known)
-                self.joined[known.number] = number
-        self.causes[number] = dataclasses.replace(cause, number=number)
+        self.replace(dataclasses.replace(cause, number=number))
         return number
 
     def replace(self, cause: RootCause) -> None:

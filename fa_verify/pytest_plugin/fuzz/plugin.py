@@ -22,6 +22,7 @@ from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock, seconds_of_a_turn
 from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER, Hunter
+from fa_verify.pytest_plugin.options import number_of
 from fa_verify.pytest_plugin.progress import IN_A_LOG, ON_A_TERMINAL, clock
 from fa_verify.pytest_plugin.regression_files import is_regression
 from fa_verify.session import select
@@ -44,17 +45,9 @@ def minutes_of(config: pytest.Config) -> float | None:
         pytest.UsageError: The value is not a number, not above 0, or more than a week; or
             another option contradicts it.
     """
-    given = config.getoption("--fa-minutes")
-    if given is None:
+    minutes = number_of(config, "minutes", "minutes", WEEK)
+    if minutes is None:
         return None
-    try:
-        minutes = float(given)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes <= WEEK:
-        raise pytest.UsageError(
-            f"--fa-minutes is {given!r}; needs a number of minutes > 0, at most {WEEK:g}"
-        )
     for option in ("--fa-replay", "--fa-mutation"):
         if config.getoption(option):
             raise pytest.UsageError(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.transcript import built_wheel
+
 ROOT = Path(__file__).parents[3]
 # Imports each module by its name. Prints the files that were imported by two names, the names of
 # folders that can be imported, and the place of the suite.
@@ -58,25 +60,7 @@ def said_in(folder: Path, *path: Path) -> list[str]:
 def wheel(tmp_path_factory) -> Path:
     """A wheel of the checkout, built without the network."""
     pytest.importorskip("setuptools", minversion="77")
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    tracked = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    for name in tracked.stdout.splitlines():
-        target = source / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_symlink():
-            target.symlink_to((ROOT / name).readlink())
-        elif (ROOT / name).is_file():
-            target.write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-q"]
-    subprocess.run(
-        [*command, "--no-index", "-w", folder], cwd=source, check=True, capture_output=True
-    )
-    (built,) = folder.glob("fa_verify-*.whl")
-    return built
+    return built_wheel(tmp_path_factory.mktemp("wheel"), alone=True)
 
 
 def test_a_wheel_has_two_names_of_its_own(wheel):

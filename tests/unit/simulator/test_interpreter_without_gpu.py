@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 
 import pytest
 import torch
 
 from fa_verify.simulator.interpreter import repair as repaired
+from tests.unit.properties.subjects.test_without_gpu import no_gpu
+
+__all__ = ["no_gpu"]
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -34,27 +36,18 @@ def fill_width(configs, **options):
     return target.item()
 
 
-@pytest.fixture
-def no_driver(monkeypatch):
-    """Triton as on a machine without a GPU."""
-    module = importlib.import_module("triton.runtime.driver")
-    monkeypatch.setattr(module, "backends", {})
-    for name in ("_default", "_active"):
-        monkeypatch.setattr(module.driver, name, None)
-
-
-def test_an_autotuned_kernel_takes_its_first_configuration(no_driver):
+def test_an_autotuned_kernel_takes_its_first_configuration(no_gpu):
     assert fill_width(CONFIGS) == 64
 
 
-def test_the_first_configuration_is_that_of_the_pruned_ones(no_driver):
+def test_the_first_configuration_is_that_of_the_pruned_ones(no_gpu):
     def narrow(configs, named, **given):
         return [x for x in configs if x.kwargs["WIDTH"] < 64]
 
     assert fill_width(CONFIGS, prune_configs_by={"early_config_prune": narrow}) == 16
 
 
-def test_hooks_of_an_autotuner_run_for_the_launch_alone(no_driver):
+def test_hooks_of_an_autotuner_run_for_the_launch_alone(no_gpu):
     target = torch.ones(1)
 
     def add(target, N, WIDTH: tl.constexpr):
@@ -65,7 +58,7 @@ def test_hooks_of_an_autotuner_run_for_the_launch_alone(no_driver):
     assert target.item() == 1
 
 
-def test_triton_answers_for_the_cpu(no_driver):
+def test_triton_answers_for_the_cpu(no_gpu):
     active = triton.runtime.driver.active
     assert active.get_active_torch_device() == torch.device("cpu")
     assert active.get_current_target().backend == "cpu"

@@ -1,0 +1,28 @@
+"""Writes what a benchmark measured to ``results`` or ``build``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from fa_verify.pytest_plugin.findings.environment import device_name, slug
+
+__all__ = ["saved"]
+
+
+def saved(root: Path, name: str, record: Mapping[str, object], *, device: str, keep: bool) -> Path:
+    """Writes a record as JSON, and returns its path below the root.
+
+    Args:
+        root: The folder that holds ``results`` and ``build``.
+        name: Name of the file.
+        record: Plain values.
+        device: "cuda" or "cpu".
+        keep: Whether the file goes to the folder of this device in ``results``, not to ``build``.
+    """
+    place = slug(device_name()) if device == "cuda" else "cpu"
+    path = Path("results", place, name) if keep else Path("build", name)
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path

@@ -878,7 +878,8 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
     "Crashes and hangs": (
         Kind(
             "A hang",
-            "A problem used more CPU time than `--problem-timeout`, took 5 times as long by the "
+            "A problem used more CPU time than `--problem-timeout` (and 1 s for every "
+            "1e8 pairs of a row and a key), took 5 times as long by the "
             "clock, or compiled 10 times as long. The stack begins at the innermost frame. A "
             "kernel that waits for itself shows the frame of its launch, and a compilation the "
             "frame of the compiler.",

@@ -8,7 +8,7 @@ context unusable.
 A problem hangs if it makes no progress; a problem on a busy machine only waits for its turn. The
 watchdog therefore compares its limit with the CPU time of the process. A deadlock uses no CPU time,
 so time by the clock has a limit too, ``WALL`` times as high. Compilation counts towards neither and
-has its own limit.
+has its own limit. The limits grow with the pairs of query rows and keys, which the references read.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ WALL = 5
 # Limit of the time of compilation, as a multiple of the limit of CPU time. A kernel compiles in
 # seconds, but 32 processes may compile at once, and an autotuner compiles many kernels.
 COMPILATION = 10
+# Pairs of a query row and a key that add a second to the limit. One head of 65,536 causal rows took
+# 52 s of CPU time on an H100 that 16 processes shared: waiting for a GPU is CPU time.
+PAIRS = 1e8
 # Looks of the watchdog in the time of the limit, and the most seconds between two of them.
 LOOKS = 20
 PERIOD = 1.0
@@ -133,6 +136,7 @@ class _Watched:
     Args:
         record: The record of the problem.
         thread: The id of the thread that runs it.
+        limit: Seconds of CPU time that it may use.
         wall: Seconds by the clock, without compilation.
         cpu: Seconds of CPU time of the process, without compilation.
         compilation: Seconds of compilation by the clock.
@@ -140,19 +144,21 @@ class _Watched:
 
     record: Record
     thread: int
+    limit: float
     wall: float = 0.0
     cpu: float = 0.0
     compilation: float = 0.0
 
-    def overdue(self, limit: float) -> str:
+    def overdue(self) -> str:
         """Return which limit the problem exceeds; empty if none."""
+        limit = self.limit
         if min(self.wall, self.cpu) > limit:
             # Several threads may use more CPU time than the clock shows.
-            exceeded = f"{limit:g} s of CPU time"
+            exceeded = f"{round(limit, 2):g} s of CPU time"
         elif self.wall > WALL * limit:
-            exceeded = f"{WALL * limit:g} s"
+            exceeded = f"{round(WALL * limit, 2):g} s"
         elif self.compilation > COMPILATION * limit:
-            exceeded = f"{COMPILATION * limit:g} s of compilation"
+            exceeded = f"{round(COMPILATION * limit, 2):g} s of compilation"
         else:
             return ""
         return (
@@ -173,8 +179,8 @@ class Watchdog:
 
     Args:
         path: The file, which is created or emptied.
-        seconds: Limit of the CPU time of a problem in seconds. The limits of its time by the clock
-            and of its compilation are multiples.
+        seconds: Limit of the CPU time of a problem in seconds, to which its number of pairs adds.
+            The limits of its time by the clock and of its compilation are multiples.
         kernel: Value of --fa-kernel, for replay lines.
         log: The file for its last message and the stacks of faulthandler; stderr if None.
         sticky: Returns whether the process cannot continue after an exception.
@@ -221,7 +227,8 @@ class Watchdog:
             self._thread.start()
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         record = Record("running", problem.to_json(), test, note, time.time(), kernel=self.kernel)
-        watched = _Watched(record, threading.get_ident())
+        pairs = problem.B * problem.H * problem.M * problem.N
+        watched = _Watched(record, threading.get_ident(), self.seconds + pairs / PAIRS)
         outer = self._watched
         self._take(watched)
         try:
@@ -276,9 +283,8 @@ class Watchdog:
         try:
             while True:
                 # A C thread that does not need the GIL prints all stacks and exits.
-                faulthandler.dump_traceback_later(
-                    WALL * self.seconds + GRACE, exit=True, file=self.log
-                )
+                limit = self.seconds if before is None else before.limit
+                faulthandler.dump_traceback_later(WALL * limit + GRACE, exit=True, file=self.log)
                 if self._closing.wait(period):
                     return
                 with self._lock:
@@ -293,7 +299,7 @@ class Watchdog:
                         before.cpu += cpu - last_cpu
                     else:
                         before.compilation += wall - last_wall
-                    if detail := before.overdue(self.seconds):
+                    if detail := before.overdue():
                         frame = compiling or sys._current_frames().get(before.thread)
                         stack = _stack_of(reversed([*traceback.walk_stack(frame)]))
                         self._crash(before, EXIT_HANG, "hang", detail, stack)

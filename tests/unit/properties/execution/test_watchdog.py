@@ -272,6 +272,20 @@ def test_the_compilers_exist(file, function):
     assert f"\ndef {function}(" in source
 
 
+def test_a_long_problem_has_more_time_for_its_references(path, watchdog_with, monkeypatch):
+    monkeypatch.setattr(watchdog_module, "PAIRS", OTHER.M * OTHER.N / 10)
+    ended = Ended(path)
+    watchdog = watchdog_with(seconds=0.05, end=ended)
+    deadline = time.monotonic() + 0.5
+    with watchdog.watching(OTHER):
+        spin(lambda: time.monotonic() > deadline)
+    assert not ended.happened.is_set()
+    monkeypatch.undo()
+    with watchdog.watching(OTHER):
+        spin(ended.happened.is_set)
+    assert ended.code == EXIT_HANG
+
+
 def test_problems_that_are_not_overdue_do_not_add_up(path, watchdog_with):
     ended = Ended(path)
     watchdog = watchdog_with(seconds=0.2, end=ended)

@@ -110,10 +110,11 @@ def test_a_kernel_that_declares_nothing_is_probed_first(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("hanging", "hang: over 4 s of "), ("crashing", "signal 11")]
+    ("name", "seconds", "how"),
+    [("hanging", 4, "hang: over 4 s of "), ("crashing", 60, "signal 11")],
 )
-def test_a_kernel_that_ends_the_probe_is_left_to_the_checks(folder, name, how):
-    collected = ("--quick", "--", "-n0", "--fa-problem-timeout=4", "--collect-only", "-q")
+def test_a_kernel_that_ends_the_probe_is_left_to_the_checks(folder, name, seconds, how):
+    collected = ("--quick", "--", "-n0", f"--fa-problem-timeout={seconds}", "--collect-only", "-q")
     done = run(folder, "check", f"my.py:{name}", *collected)
     said = f"my.py:{name} ended the probe, so nothing is assumed: {how}"
     assert said in done.stdout, done.stdout + done.stderr

@@ -17,9 +17,10 @@ AHEAD = 2
 # The same number while tests take less than SHORT seconds, to save waits for the next test.
 MANY_AHEAD, SHORT = 16, 0.1
 SHARED = 'scope="module"'
-# Tests that compile kernels for up to 150 s each on a GPU, before all but the forms of masks. In
-# order of names they end last.
-LONGEST = "conformance/test_score_mods.py"
+# Tests that compile kernels for up to 150 s each on a GPU, and files of tests that start pytest
+# again, which run on one worker for up to 75 s. They come before all but the forms of masks: in
+# order of names they end last, while most workers have no more tests.
+LONGEST = ("conformance/test_score_mods.py", "unit/fa_verify/")
 
 
 class Dealing(LoadScheduling):
@@ -48,7 +49,11 @@ class Dealing(LoadScheduling):
             self.collection = next(iter(self.node2collection.values()))
             tests = self.collection
             self.pending[:] = sorted(
-                range(len(tests)), key=lambda i: (FORMS not in tests[i], LONGEST not in tests[i])
+                range(len(tests)),
+                key=lambda i: (
+                    FORMS not in tests[i],
+                    next((n for n, path in enumerate(LONGEST) if path in tests[i]), len(LONGEST)),
+                ),
             )
         # One test per worker at a time, so that the long tests at the start spread over workers.
         for ahead in range(1, AHEAD + 1):

@@ -70,14 +70,13 @@ ACCURACY = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+@pytest.fixture
+def folder(tmp_path) -> Path:
     """A user's folder, whose configuration of pytest would stop every run."""
-    found = tmp_path_factory.mktemp("user")
-    (found / "my.py").write_text(KERNELS)
-    (found / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
-    (found / "conftest.py").write_text("raise RuntimeError('loaded')\n")
-    return found
+    (tmp_path / "my.py").write_text(KERNELS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (tmp_path / "conftest.py").write_text("raise RuntimeError('loaded')\n")
+    return tmp_path
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -111,7 +110,7 @@ def test_a_kernel_that_declares_nothing_is_probed_first(folder):
 
 @pytest.mark.parametrize(
     ("name", "seconds", "how"),
-    [("hanging", 4, "hang: over 4 s of "), ("crashing", 60, "signal 11")],
+    [("hanging", 4, "hang: over "), ("crashing", 60, "signal 11")],
 )
 def test_a_kernel_that_ends_the_probe_is_left_to_the_checks(folder, name, seconds, how):
     collected = ("--quick", "--", "-n0", f"--fa-problem-timeout={seconds}", "--collect-only", "-q")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,19 +50,21 @@ def test_the_first_tests_are_dealt_by_turns(deal):
     assert (first.dealt, second.dealt) == ([0, 2], [1, 3])
 
 
-def test_the_tests_that_take_longest_are_dealt_first(deal, tmp_path):
-    (tmp_path / "conformance").mkdir()
-    (tmp_path / LONGEST).write_text("")
-    _, (first, second) = deal([*ALONE, f"{LONGEST}::test[0]", f"{LONGEST}::test[1]"])
-    assert (first.dealt[0], second.dealt[0]) == (20, 21)
-
-
-def test_the_forms_of_masks_are_dealt_before_all_others(deal, tmp_path):
-    (tmp_path / "conformance").mkdir()
-    (tmp_path / LONGEST).write_text("")
-    forms = "test_masks.py::test_the_forms_of_a_mask_agree[Tree-kernel]"
-    _, (first, second) = deal([*ALONE, f"{LONGEST}::test[0]", forms])
+def test_the_tests_that_take_longest_are_dealt_first(deal):
+    compiling, starting = LONGEST[0], f"{LONGEST[1]}test_runs.py"
+    _, (first, second) = deal([*ALONE, f"{starting}::test[0]", f"{compiling}::test[0]"])
     assert (first.dealt[0], second.dealt[0]) == (21, 20)
+
+
+def test_the_forms_of_masks_are_dealt_before_all_others(deal):
+    forms = "test_masks.py::test_the_forms_of_a_mask_agree[Tree-kernel]"
+    _, (first, second) = deal([*ALONE, f"{LONGEST[0]}::test[0]", forms])
+    assert (first.dealt[0], second.dealt[0]) == (21, 20)
+
+
+@pytest.mark.parametrize("path", LONGEST)
+def test_the_tests_that_take_longest_exist(path):
+    assert (Path(__file__).parents[2] / path).exists()
 
 
 def test_a_worker_has_two_tests_before_it_while_they_are_long(deal):

@@ -14,13 +14,11 @@ __all__ = ["Dealing"]
 
 # Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
 AHEAD = 2
-# The same number while tests take less than SHORT seconds, to save waits for the next test.
-MANY_AHEAD, SHORT = 16, 0.1
 SHARED = 'scope="module"'
-# Tests that compile kernels for up to 150 s each on a GPU, and files of tests that start pytest
-# again, which run on one worker for up to 75 s. They come before all but the forms of masks: in
-# order of names they end last, while most workers have no more tests.
-LONGEST = ("conformance/test_score_mods.py", "unit/fa_verify/")
+# Tests that take up to 300 s each on a GPU: of the first and the last the kernels are compiled, and
+# the others start pytest again. They come before all but the forms of masks: in order of names they
+# end last, while most workers have no more tests.
+LONGEST = ("conformance/test_score_mods.py", "unit/fa_verify/", "unit/fa_kernels/")
 
 
 class Dealing(LoadScheduling):
@@ -61,8 +59,8 @@ class Dealing(LoadScheduling):
                 self._fill(node, ahead)
 
     def check_schedule(self, node: Any, duration: float = 0.0) -> None:
-        """Send a worker its next tests, or shut it down if there are none."""
-        self._fill(node, AHEAD if duration >= SHORT else MANY_AHEAD)
+        """Send a worker its next test, or shut it down if there is none."""
+        self._fill(node, AHEAD)
 
     def _fill(self, node: Any, ahead: int) -> None:
         if node.shutting_down or node not in self.node2collection:

@@ -70,13 +70,18 @@ ACCURACY = (
 )  # fmt: skip
 
 
+def write_kernels(folder: Path) -> Path:
+    """Write a user's kernels, and a configuration of pytest that would stop every run."""
+    (folder / "my.py").write_text(KERNELS)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (folder / "conftest.py").write_text("raise RuntimeError('loaded')\n")
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A user's folder, whose configuration of pytest would stop every run."""
-    (tmp_path / "my.py").write_text(KERNELS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
-    (tmp_path / "conftest.py").write_text("raise RuntimeError('loaded')\n")
-    return tmp_path
+    """A user's folder."""
+    return write_kernels(tmp_path)
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

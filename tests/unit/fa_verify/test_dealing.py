@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fa_verify.pytest_plugin.dealing import AHEAD, LONGEST, MANY_AHEAD, Dealing
+from fa_verify.pytest_plugin.dealing import AHEAD, LONGEST, Dealing
 from fa_verify.pytest_plugin.running import pytest_xdist_make_scheduler
 from tests.unit.fa_verify.fuzz.test_fuzzing import Worker
 
@@ -45,6 +45,17 @@ def deal(tmp_path):
     return of
 
 
+def finish(dealing, workers):
+    """Run all tests by turns; return them in this order."""
+    ran = []
+    while dealing.has_pending:
+        for worker in workers:
+            if dealing.node2pending[worker]:
+                ran.append(dealing.node2pending[worker][0])
+                dealing.mark_test_complete(worker, ran[-1], duration=1.0)
+    return ran
+
+
 def test_the_first_tests_are_dealt_by_turns(deal):
     _, (first, second) = deal(ALONE)
     assert (first.dealt, second.dealt) == ([0, 2], [1, 3])
@@ -67,17 +78,12 @@ def test_the_tests_that_take_longest_exist(path):
     assert (Path(__file__).parents[2] / path).exists()
 
 
-def test_a_worker_has_two_tests_before_it_while_they_are_long(deal):
+@pytest.mark.parametrize("duration", [0.001, 1.0])
+def test_a_worker_has_two_tests_before_it(deal, duration):
     dealing, (first, _) = deal(ALONE)
     for index in (0, 2):
-        dealing.mark_test_complete(first, index, duration=1.0)
+        dealing.mark_test_complete(first, index, duration=duration)
         assert len(dealing.node2pending[first]) == AHEAD
-
-
-def test_a_worker_has_some_more_tests_before_it_while_they_are_short(deal):
-    dealing, (first, _) = deal(ALONE * 3)
-    dealing.mark_test_complete(first, 0, duration=0.001)
-    assert len(dealing.node2pending[first]) == MANY_AHEAD
 
 
 def test_tests_that_share_fixtures_go_to_one_worker(deal):
@@ -94,12 +100,7 @@ def test_a_file_that_cannot_be_read_shares_nothing(deal):
 def test_every_test_is_run_once_and_workers_go_home(deal):
     tests = [*ALONE, *TOGETHER, *ALONE[:1]]
     dealing, workers = deal(tests)
-    ran = []
-    while dealing.has_pending:
-        for worker in workers:
-            if dealing.node2pending[worker]:
-                ran.append(dealing.node2pending[worker][0])
-                dealing.mark_test_complete(worker, ran[-1], duration=1.0)
+    ran = finish(dealing, workers)
     assert sorted(ran) == [*range(len(tests))]
     assert sorted(workers[0].dealt + workers[1].dealt) == sorted(ran)
     assert all(worker.shutting_down for worker in workers)
@@ -121,6 +122,8 @@ def test_the_tests_of_a_worker_that_dies_are_dealt_to_another(deal):
     dealing.add_node(third)
     dealing.add_node_collection(third, ALONE)
     dealing.schedule()
+    assert third.dealt
+    finish(dealing, [second, third])
     assert {*second.dealt, *third.dealt} >= {*range(1, 20)}
 
 

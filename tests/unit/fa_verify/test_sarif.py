@@ -14,7 +14,7 @@ import pytest
 
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.sarif import document, place_of
-from tests.unit.fa_verify.test_command import ACCURACY, ROOT, folder, run
+from tests.unit.fa_verify.test_command import ACCURACY, ROOT, folder, run, write_kernels
 
 __all__ = ["folder"]
 
@@ -46,8 +46,9 @@ def failure(guarantee: str, output: str, message: str, size: str) -> dict[str, s
 
 
 @pytest.fixture(scope="module")
-def ran(folder) -> Path:
+def ran(tmp_path_factory) -> Path:
     """The folder of a run that failed, with its files."""
+    folder = write_kernels(tmp_path_factory.mktemp("user"))
     done = run(
         folder, "check", "my.py:broken", "--sarif=found.sarif", "--junit=found.xml",
         *ACCURACY,

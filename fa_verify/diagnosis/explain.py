@@ -500,7 +500,9 @@ def _grown(problem: Problem) -> Iterator[Problem]:
 def _resized(problem: Problem) -> Iterator[Problem]:
     """Yield problems with other sizes, on which faults that fit by chance do not.
 
-    They have no rows without a key, which another fault of the subject may spoil.
+    They have no rows without a key, which another fault of the subject may spoil. Head dims that
+    are powers of two leave no padding in a tile, and another entry of the batch and other heads
+    show a wrong address of one of them.
     """
     M, N, seed = problem.M, problem.N, problem.all_seeds[0]
     size = max(M, N) + 5
@@ -510,6 +512,9 @@ def _resized(problem: Problem) -> Iterator[Problem]:
             {"M": size, "N": size, "seed": seed + 6},
             {"N": size + 13, "D": 24, "Dv": 40, "seed": seed + 7},
             {"N": size + 37, "seed": seed + 8, "sm_scale": 0.7 * problem.scale},
+            {"N": size + 3, "D": 16, "Dv": 16, "seed": seed + 9},
+            {"N": size + 9, "B": problem.B + 1, "seed": seed + 10},
+            {"N": size + 9, "H": 2 * problem.H, "Hk": 2 * problem.Hk, "seed": seed + 11},
         )
 
 

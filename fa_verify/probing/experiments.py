@@ -43,23 +43,21 @@ class Observation:
         )
 
     def said(self, fits: tuple[str, ...], others: tuple[str, ...]) -> str:
-        """Describe the result that best tells answers that fit from others, and what they say."""
+        """Describe the result that tells an answer that fits from the nearest of the others."""
         if self.got is None:
             return self.error
         if not self.got.numel():
             return "no number tells the answers apart"
-        table = {name: x.flatten() for name, x in self.expected.items()}
-        apart = [(table[name] - table[fits[0]]).abs() for name in others] if fits else []
-        nearest = torch.stack(apart).amin(0) if apart else self.got.flatten().abs()
-        at = int(nearest.argmax())
-        shown = (*fits[:1], *sorted(others, key=lambda x: _distance(table, x, fits, at))[:2])
+        got, table = self.got.flatten(), {name: x.flatten() for name, x in self.expected.items()}
+        # Against an answer that fits, or against the result if none does.
+        known = table[fits[0]] if fits else got
+        # The answer that is hardest to tell apart, where it differs most.
+        apart = {name: (table[name] - known).abs() for name in others}
+        rival = min(apart, key=lambda name: float(apart[name].max()), default=None)
+        at = int(got.abs().argmax() if rival is None else apart[rival].argmax())
+        shown = (*fits[:1], *([] if rival is None else [rival]))
         wants = ", ".join(f"{table[name][at].item():.9g} if {name}" for name in shown)
-        return f"got {self.got.flatten()[at].item():.9g}; {wants}"
-
-
-def _distance(table: dict[str, torch.Tensor], name: str, fits: tuple[str, ...], at: int) -> float:
-    """Return how far an answer's prediction is from that of the first one that fits."""
-    return abs((table[name][at] - table[fits[0]][at]).item()) if fits else 0.0
+        return f"got {got[at].item():.9g}; {wants}"
 
 
 @dataclass(frozen=True)

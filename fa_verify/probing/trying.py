@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -23,8 +25,9 @@ from fa_verify.properties.execution.trial import (
 )
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.declarations import SCORE_MODS, declared_by
+from fa_verify.properties.subjects.packing import OF_VARLEN
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.tutorial_call import TutorialCall
+from fa_verify.properties.subjects.tutorial_call import TutorialCall, takes
 
 __all__ = ["Tried", "attempt", "declares", "stripped", "watched"]
 
@@ -109,13 +112,24 @@ class Tried:
 
 def stripped(subject: Subject) -> Subject:
     """Return a subject without its declarations, except for those that its signature implies."""
-    implied = {}
-    if isinstance(subject.call, TutorialCall):
-        implied = subject.call.declarations(subject.name, {})
+    call, implied = subject.call, {}
+    if isinstance(call, TutorialCall):
+        implied = call.declarations(subject.name, {})
+    elif subject.varlen:
+        implied = {"varlen": True, **OF_VARLEN}
+    if missing := [word for word in ("mask", "sm_scale") if not takes(call, word)]:
+        call = functools.partial(_called_without, call, missing)
     return Subject(
-        name=subject.name, call=subject.call, source=subject.source, takes=subject.takes,
+        name=subject.name, call=call, source=subject.source, takes=subject.takes,
         score_mods=SCORE_MODS, lse_grad=True, **implied,
     )  # fmt: skip
+
+
+def _called_without(
+    call: Callable[..., Any], missing: Sequence[str], *tensors: torch.Tensor, **given: Any
+) -> Any:
+    """Call a kernel without the keywords that its signature lacks, as with its declarations."""
+    return call(*tensors, **{word: x for word, x in given.items() if word not in missing})
 
 
 def declares(subject: Subject) -> bool:

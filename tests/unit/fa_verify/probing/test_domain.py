@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.probe import probe, refuted
 from fa_verify.probing.trying import attempt, stripped
@@ -199,3 +202,24 @@ def test_a_declaration_that_promises_too_much_is_refuted():
     (sentence,) = refuted(subject, probe(subject))
     assert "declares masks=('causal', 'padding')" in sentence
     assert "ValueError: masks" in sentence
+
+
+def test_a_kernel_for_packed_sequences_without_mask_and_scale_is_probed():
+    @attention_kernel(
+        varlen=True, always_causal=True, masks=("causal",), fixed_scale="1/sqrt(D)", gqa=False,
+        zero_sizes=False,
+    )  # fmt: skip
+    def packed(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+        parts = []
+        for a, b in itertools.pairwise(cu_seqlens_q.tolist()):
+            one, keys, values = (x[a:b].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            mask = Mask(causal=True)
+            found = exact(one, keys, values, mask=mask, sm_scale=q.shape[2] ** -0.5)
+            parts.append(found.squeeze(0).transpose(0, 1))
+        return torch.cat(parts)
+
+    subject = Subject.of(packed, "packed")
+    probed = probe(subject, topics=("domain",))
+    assert probed["dtypes"].value == ("fp16", "bf16", "fp32", "fp64")
+    assert (probed["always_causal"].value, probed["fixed_scale"].value) == (True, "1/sqrt(D)")
+    assert refuted(subject, probed) == []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
 
 from fa_verify.probing.experiments import Experiment, observe
 from fa_verify.probing.probe import Probed, probe, refuted
@@ -35,6 +38,14 @@ def test_an_experiment_replays_from_its_line(box):
         fits = observe(subject, which).fits()
         # A property that is decided has an answer that fits; P that is truncated fits without one.
         assert fits or probed[word].value is None
+
+
+def test_the_evidence_of_an_experiment_tells_its_answer_from_another(box):
+    """The two answers of a line predict different numbers."""
+    for answer in box[1].answers:
+        wants = re.findall(r"(\S+) if ", answer.evidence.partition("; ")[2])
+        if answer.certainty == "shown" and len(wants) == 2:
+            assert wants[0] != wants[1], answer
 
 
 def test_declarations_of_the_answers_are_valid(box):
@@ -70,3 +81,35 @@ def test_a_kernel_without_declarations_has_none_refuted():
 def test_a_line_that_is_no_experiment_is_refused(line, said):
     with pytest.raises(ValueError, match=said):
         Experiment.from_json(line)
+
+
+class _ExactDelta(torch.autograd.Function):
+    """Delta is exact, as if out were not rounded, and yet dq follows the out that was returned."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, s):
+        p = torch.softmax(q.float() @ k.float().mT * s, 3)
+        out = (p @ v.float()).to(q.dtype)
+        ctx.save_for_backward(q, k, v, p, out, out.clone())
+        ctx.s = s
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, p, out, kept = ctx.saved_tensors
+        dp = dout.float() @ v.float().mT
+        ds = (p * (dp - (dp * p).sum(3, keepdim=True))).to(q.dtype).float() * ctx.s
+        dq = ds @ k.float() + (out.float() - kept.float()).sum(3, keepdim=True)
+        dk, dv = ds.mT @ q.float(), p.to(q.dtype).float().mT @ dout.float()
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+
+
+def test_an_exact_delta_is_not_claimed_of_a_backward_that_reads_out():
+    def attention(q, k, v, *, mask, sm_scale):
+        return _ExactDelta.apply(q, k, v, sm_scale)
+
+    probed = probe(Subject.of(attention, "kernel"), topics=("numerics",))
+    assert probed["backward_reads"].value == ("out",)
+    for word in ("delta_from", "ds_dtype", "ds_scaled", "ds_from", "dp_dtype"):
+        assert probed[word].value is None
+        assert "gradients follow a change of out" in probed[word].evidence

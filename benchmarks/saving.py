@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from fa_verify.properties.execution.atomic_write import write_atomically
 from fa_verify.pytest_plugin.findings.environment import device_name, slug
 
 __all__ = ["saved"]
@@ -24,5 +25,5 @@ def saved(root: Path, name: str, record: Mapping[str, object], *, device: str, k
     place = slug(device_name()) if device == "cuda" else "cpu"
     path = Path("results", place, name) if keep else Path("build", name)
     (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_atomically(root / path, json.dumps(record, indent=1) + "\n")
     return path

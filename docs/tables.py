@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import numerics_table
 from benchmarks.table import markdown
 
 __all__ = ["TABLES", "main", "pages", "rewritten"]
@@ -245,6 +246,14 @@ def _power_families() -> list[str]:
     return markdown((f"family, N = {int(N):,}, %", "dtype", *faults), rows)
 
 
+def _numerics() -> Mapping[str, Any]:
+    """The numerics that a GPU measured; without them, those that a CPU measured."""
+    files = (ROOT / "results").glob("*/numerics.json")
+    known = (RESULTS.name, "cpu")
+    found = min(files, key=lambda x: (x.parent.name == known[1], x.parent.name != known[0]))
+    return json.loads(found.read_text(encoding="utf-8"))
+
+
 def _options() -> list[str]:
     import pytest
 
@@ -335,6 +344,10 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "power-dq": lambda: _power("dq"),
     "power-out": lambda: _power("out"),
     "power-families": _power_families,
+    **{
+        f"numerics-{name}": lambda table=table: table(_numerics())
+        for name, table in numerics_table.TABLES.items()
+    },
     "options": _options,
     "floors": _floors,
     "problem-fields": _problem_fields,

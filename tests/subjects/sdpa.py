@@ -11,7 +11,7 @@ import warnings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["cudnn", "efficient", "flash", "math"]
+__all__ = ["cudnn", "efficient", "flash", "flash_on_cpu", "math"]
 
 
 def _attention(backend, q, k, v, mask, sm_scale, *, dense=True):
@@ -58,6 +58,11 @@ def flash(q, k, v, *, mask, sm_scale):
     return _attention(SDPBackend.FLASH_ATTENTION, q, k, v, mask, sm_scale, dense=False)
 
 
+def flash_on_cpu(q, k, v, *, mask, sm_scale):
+    """The kernel of the same name for CPUs, whose tiles and casts are others."""
+    return _attention(SDPBackend.FLASH_ATTENTION, q, k, v, mask, sm_scale)
+
+
 def efficient(q, k, v, *, mask, sm_scale):
     """Memory-efficient attention, derived from xformers."""
     return _attention(SDPBackend.EFFICIENT_ATTENTION, q, k, v, mask, sm_scale)
@@ -67,7 +72,7 @@ def cudnn(q, k, v, *, mask, sm_scale):
     """cuDNN's attention. Empty rows, for which it returns the mean of v, are set to 0."""
     if 0 in q.stride() and q.shape[3] != v.shape[3]:
         raise NotImplementedError("cuDNN: a q of stride 0 with Dv != D is a segmentation fault")
-    if k.shape[2] % 64 == 0:
+    if k.shape[2] % 64 == 0 and q.requires_grad:
         raise NotImplementedError("cuDNN: gradients are NaN if N is a multiple of 64")
     if q.shape[0] * q.shape[1] > 65_535:
         raise NotImplementedError("cuDNN: B * H is more than 65,535")
@@ -80,7 +85,7 @@ def cudnn(q, k, v, *, mask, sm_scale):
     return out.where(seen, 0)
 
 
-for _subject in (math, flash, efficient, cudnn):
+for _subject in (math, flash, flash_on_cpu, efficient, cudnn):
     _subject.masks = ("causal", "window")
     _subject.returns_lse = False
     _subject.zero_sizes = False
@@ -107,6 +112,11 @@ flash.head_dims = tuple(range(8, 257, 8))
 flash.dv_ne_d = False
 flash.flushes = True
 flash.backward_reads = ("out", "lse")
+flash_on_cpu.devices = ("cpu",)
+flash_on_cpu.layouts = ("bhsd", "bshd", "padded", "offset", "expanded", "packed")
+flash_on_cpu.dv_ne_d = False
+flash_on_cpu.group_sum = "dtype"
+flash_on_cpu.backward_reads = ("out",)
 
 efficient.dtypes = ("fp16", "bf16", "fp32")
 efficient.gqa = False

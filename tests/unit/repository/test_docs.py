@@ -73,6 +73,9 @@ PARSED = {
     "python -m benchmarks.density": "needs a GPU",
     "python -m benchmarks.few_queries": "needs a GPU",
     "python -m benchmarks.false_alarms --seconds 150": "takes minutes",
+    "python -m benchmarks.numerics --seconds 150 --write": "takes minutes",
+    "python -m benchmarks.numerics --seconds 120 --kernels path/to/attention.py:attention "
+    "sdpa-flash": "has a placeholder",
     "python -m docs.tables --write": "changes files",
     "python -m tests.unit.fa_verify.probing.recovery": "takes minutes",
     "python -m tests.mutation.ablation": "is part of tests/mutation/test_ablation.py",

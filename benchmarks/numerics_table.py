@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.table import markdown
 
-__all__ = ["TABLES", "label", "report"]
+__all__ = ["FORWARD", "REFERENCES", "SUMS", "TABLES", "label", "report"]
 
 Record = Mapping[str, Any]
 # Columns: the word of an answer, and the head.
@@ -52,6 +52,7 @@ _TERMS_OF_FP16 = 128
 _WORDS = {
     ("p_dtype_of_out", "input"): "cast", ("p_dtype_of_dv", "input"): "cast",
     ("ds_dtype", "input"): "cast", ("dp_dtype", "input"): "cast",
+    ("group_sum", "dtype"): "16 bits",
     ("flushes", True): "flushed", ("flushes", False): "kept",
     ("rescale_threshold", 0.0): "each rise",
 }  # fmt: skip
@@ -75,7 +76,7 @@ def state(record: Record) -> list[str]:
     ]
     rows = [
         (label(name), f"`{_cell_text(of['state'])}`", ". ".join(_missing(of)) or "nothing")
-        for name, of in record["kernels"].items()
+        for name, of in _kernels(record)
         if of["state"] != "done" or any(x["missing"] for x in of["dtypes"].values())
     ]
     return [*said, "", *markdown(("kernel", "state", "missing"), rows)] if rows else said
@@ -92,7 +93,7 @@ def properties(
 ) -> list[str]:
     """Returns a line for each kernel with its answers; two where the dtypes differ."""
     rows = []
-    for name, of in record["kernels"].items():
+    for name, of in _kernels(record):
         if not any(dtype in of["dtypes"] for dtype in dtypes):
             if not of["dtypes"]:
                 rows.append((label(name), *(_short(of["state"]) for _ in columns)))
@@ -158,8 +159,14 @@ def _short(why: str) -> str:
     return "ended" if why.startswith("ended") else why if len(why) < 12 else "not run"
 
 
+def _kernels(record: Record) -> list[tuple[str, Record]]:
+    """The kernels by name, FlashAttention-2 first."""
+    first = _reference(record)
+    return sorted(record["kernels"].items(), key=lambda x: x[0] != first)
+
+
 def _reference(record: Record) -> str | None:
-    """Returns the name of FlashAttention-2 among the kernels; None without it."""
+    """The name of FlashAttention-2 among the kernels; None without it."""
     return next((x for x in REFERENCES if x in record["kernels"]), None)
 
 
@@ -171,7 +178,7 @@ def differences(record: Record, dtype: str = "bf16") -> list[str]:
         return ["FlashAttention-2 was not among the kernels."]
     rows = []
     columns = FORWARD | BACKWARD | SUMS
-    for other, of in record["kernels"].items():
+    for other, of in _kernels(record):
         if other == name or dtype not in of["dtypes"]:
             continue
         apart, open_ = [], []
@@ -183,8 +190,21 @@ def differences(record: Record, dtype: str = "bf16") -> list[str]:
                 apart.append(f"{head}: {mine}, not {theirs}")
         many = f"{len(open_)} of {len(columns)} columns"
         rest = many if len(open_) > _MOST_NAMED else ", ".join(open_) or "nothing"
-        rows.append((label(other), ". ".join(apart) or "nothing", rest))
-    return markdown(("kernel", f"differs from {label(name or '')}", "not compared"), rows)
+        errors = _errors_beside(of["dtypes"][dtype], of_reference)
+        rows.append((label(other), ". ".join(apart) or "nothing", errors, rest))
+    head = ("kernel", f"differs from {label(name or '')}", "error / its error", "not compared")
+    return markdown(head, rows)
+
+
+def _errors_beside(of: Record, of_reference: Record) -> str:
+    """The RMS errors on ordinary data, divided by those of the reference."""
+    found, beside = (x["accuracy"].get("ordinary", {}).get("rms", {}) for x in (of, of_reference))
+    ratios = [
+        f"{name} {statistics.mean(found[name]['kernel']) / statistics.mean(x['kernel']):.2f}"
+        for name, x in beside.items()
+        if name in found
+    ]
+    return ", ".join(ratios) or "not measured"
 
 
 def _is_known(cell: str) -> bool:
@@ -196,9 +216,7 @@ def accuracy(record: Record, dtype: str) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for family in record["accuracy"]["families"]:
         of_family = {
-            name: of["dtypes"][dtype]
-            for name, of in record["kernels"].items()
-            if dtype in of["dtypes"]
+            name: of["dtypes"][dtype] for name, of in _kernels(record) if dtype in of["dtypes"]
         }
         best: dict[str, str] = {}
         lines = []
@@ -251,7 +269,7 @@ def undecided(record: Record) -> list[str]:
     """Returns a line for each table and reason for undecided answers, with columns and kernels."""
     found: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
     for title, columns, dtypes in _SHOWN:
-        for name, of in record["kernels"].items():
+        for name, of in _kernels(record):
             for dtype in dtypes:
                 one = of["dtypes"].get(dtype, {"answers": {}})
                 for word, head in columns.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import time
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from benchmarks import numerics, numerics_of_kernel, numerics_table
 from benchmarks.numerics_table import TABLES, report
+from docs import tables
 from fa_verify.registry import NAMED
 
 KERNELS = """
@@ -116,6 +119,32 @@ def test_no_cell_is_blank_and_missing_answers_say_why(record):
     assert sums["my:raising"].count("not run") == len(numerics_table.SUMS)
     assert any("ended: signal 6" in row for row in TABLES["run"](record))
     assert report(record)
+
+
+def test_differences_from_the_reference_are_named(record):
+    """A kernel whose P stays in float32, beside one that casts it, as the reference."""
+    cast = of(record, "plain")
+    whole = copy.deepcopy(cast)
+    answers = whole["dtypes"]["bf16"]["answers"]
+    answers["p_dtype_of_out"]["value"] = "fp32"
+    answers["accumulation"] = {"value": None, "certainty": "undecided", "evidence": "nothing"}
+    errors = whole["dtypes"]["bf16"]["accuracy"]["ordinary"]["rms"]["out"]
+    errors["kernel"] = [x / 2 for x in errors["kernel"]]
+    kernels = {"other": whole, numerics_table.REFERENCES[0]: cast}
+    (row,) = TABLES["differences"]({"kernels": kernels})[2:]
+    name, apart, beside, open_ = (x.strip() for x in row.strip("|").split("|"))
+    assert (name, apart) == ("other", "P: fp32, not cast")
+    assert beside.startswith("out 0.50, dq 1.00")
+    assert re.fullmatch(r"additions|\d+ of 22 columns", open_)
+    assert TABLES["forward"]({"kernels": kernels})[2].startswith("| sdpa-flash |")
+
+
+def test_the_page_shows_a_gpu_before_a_cpu(tmp_path, monkeypatch):
+    for place in ("cpu", "nvidia-h100", tables.RESULTS.name):
+        (tmp_path / "results" / place).mkdir(parents=True)
+        (tmp_path / "results" / place / "numerics.json").write_text(json.dumps(place))
+        monkeypatch.setattr(tables, "ROOT", tmp_path)
+        assert tables._numerics() == place
 
 
 def test_without_time_each_answer_is_missing_for_want_of_time(file):

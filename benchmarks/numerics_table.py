@@ -99,6 +99,8 @@ def properties(
                 rows.append((label(name), *(_short(of["state"]) for _ in columns)))
             continue
         rows.append((label(name), *(_cell(of, word, dtypes) for word in columns)))
+    if not rows:
+        return [f"No kernel was asked in {' or '.join(dtypes)}."]
     return markdown(("kernel", *columns.values()), rows)
 
 
@@ -214,6 +216,8 @@ def _is_known(cell: str) -> bool:
 def accuracy(record: Record, dtype: str) -> list[str]:
     """Returns a line for each family and kernel: errors in units of one rounding of each output."""
     rows: list[tuple[str, ...]] = []
+    if not any(dtype in of["dtypes"] for of in record["kernels"].values()):
+        return [f"No kernel was asked in {dtype}."]
     for family in record["accuracy"]["families"]:
         of_family = {
             name: of["dtypes"][dtype] for name, of in _kernels(record) if dtype in of["dtypes"]
@@ -231,9 +235,10 @@ def accuracy(record: Record, dtype: str) -> list[str]:
                 if errors is None:
                     cells.append("not returned" if "rms" in found else missing)
                     continue
+                once = f"{statistics.mean(errors['rounded']):.2e}"
                 # A kernel that takes one row, or is causal, has problems of its own.
-                if (found["problem"]["M"], found["problem"]["causal"]) != (1, True):
-                    best.setdefault(output, f"{statistics.mean(errors['rounded']):.2e}")
+                if found["problem"]["M"] > 1 and not found["problem"]["causal"]:
+                    best.setdefault(output, once)
                 cells.append(_relative(errors))
             lines.append((family, label(name), *cells))
         head = tuple(best.get(output, "not measured") for output in _OUTPUTS)

@@ -113,3 +113,17 @@ def test_an_exact_delta_is_not_claimed_of_a_backward_that_reads_out():
     for word in ("delta_from", "ds_dtype", "ds_scaled", "ds_from", "dp_dtype"):
         assert probed[word].value is None
         assert "gradients follow a change of out" in probed[word].evidence
+
+
+def test_automatic_differentiation_casts_dp_and_sums_it_to_delta():
+    """The gradient of a cast of P is dP, cast."""
+
+    def attention(q, k, v, *, mask, sm_scale):
+        if q.dtype == torch.float64 or q.shape[1] != k.shape[1]:
+            raise NotImplementedError("float64, or grouped heads")
+        p = torch.softmax(q.float() @ k.float().mT * sm_scale, 3)
+        return (p.to(q.dtype).float() @ v.float()).to(q.dtype)
+
+    probed = probe(Subject.of(attention, "kernel"), topics=("numerics",))
+    found = {word: probed[word].value for word in ("dp_dtype", "ds_dtype", "delta_from")}
+    assert found == {"dp_dtype": "input", "ds_dtype": "fp32", "delta_from": "exact sums"}

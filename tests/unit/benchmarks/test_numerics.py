@@ -157,6 +157,24 @@ def test_without_time_each_answer_is_missing_for_want_of_time(file):
     assert rows[2].count("no time") == len(numerics_table.FORWARD)
 
 
+def test_a_step_that_time_ends_or_that_never_began_is_missing():
+    """The answers before the end are kept."""
+    answer = {"word": "p_normalised", "value": True, "certainty": "shown", "evidence": "seen"}
+    lines = [
+        {"dtypes": ["bf16"], "declared": "nothing"},
+        {"step": "accuracy bf16"},
+        {"step": "numerics bf16"},
+        {"dtype": "bf16", "answer": answer},
+    ]
+    found = numerics._record(lines, {}, "no time")
+    assert found["dtypes"]["bf16"]["missing"] == {"numerics": "no time", "orders": "no time"}
+    (row,) = TABLES["forward"]({"kernels": {"kernel": found}})[2:]
+    assert row.count("no time") == len(numerics_table.FORWARD) - 1
+    assert "| yes |" in row
+    finished = numerics._record([*lines, {"step": "orders bf16"}, {"end": True}], {}, "done")
+    assert finished["dtypes"]["bf16"]["missing"] == {}
+
+
 def test_a_process_that_hangs_is_killed(file, tmp_path, monkeypatch):
     monkeypatch.setenv("SLEEPS", "1")
     began = time.monotonic()

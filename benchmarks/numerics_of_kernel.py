@@ -312,7 +312,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         subject, device = loaded(name)
     except ValueError as error:
-        Steps(Subject(name, print), "cpu", path).write(note=f"cannot run here: {_cut(str(error))}")
+        Steps(Subject(name, print), "cpu", path).write(note=f"not run: {_cut(str(error))}")
         return 2
     watchdog = Watchdog(path.with_suffix(".record"), float(seconds), kernel=name)
     try:

@@ -83,6 +83,8 @@ def state(record: Record) -> list[str]:
 
 
 def _missing(of: Record) -> Iterator[str]:
+    if not of["dtypes"]:
+        yield "everything"
     for dtype, one in of["dtypes"].items():
         for topic, why in one["missing"].items():
             yield f"{topic} in {dtype}: `{_cell_text(why)}`"

@@ -34,7 +34,7 @@ def attention(q, k, v, *, mask, sm_scale):
 
 @attention_kernel(
     dtypes=("fp32",), masks=(), gqa=False, zero_sizes=False, returns_lse=True,
-    dots="tf32", backward_reads=("out", "lse"),
+    dots="tf32", tf32_conversion="nearest", backward_reads=("out", "lse"),
 )  # fmt: skip
 def attention_tf32(q, k, v, *, mask, sm_scale):
     """Returns (out, lse); the operands of every dot are rounded to TF32."""

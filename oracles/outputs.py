@@ -30,6 +30,10 @@ class Numerics:
 
     Args:
         dots: "ieee", or "tf32" for fp32 inputs whose dots run in TF32.
+        tf32_conversion: Conversion of the operands of TF32 dots. "truncate" drops 13 bits, as
+            tensor cores do with float32 numbers; "nearest" and "nearest_away" round to nearest,
+            with ties to even (``cvt.rn.tf32``) or away from 0 (``cvt.rna.tf32``). "unknown" allows
+            each of them.
         accumulator: h, the accumulation constant: 1 for IEEE fp32 and Hopper, 2 for A100-like,
             4 for V100-like tensor cores.
         block_n: Width of the key tiles, 16 if unknown.
@@ -67,6 +71,7 @@ class Numerics:
     """
 
     dots: str = "ieee"
+    tf32_conversion: str = "unknown"
     accumulator: float = 1.0
     block_n: int = 16
     prescales: str = "none"
@@ -105,6 +110,7 @@ class Numerics:
 MOST_PUT_OFF = 15
 _CHOICES = {
     "dots": ("ieee", "tf32"),
+    "tf32_conversion": ("unknown", "truncate", "nearest", "nearest_away"),
     "prescales": ("none", "q", "k", "qk"),
     "p_dtype": ("input", "fp32"),
     "l_order": ("any", "tile"),

@@ -127,17 +127,17 @@ def score_gradient(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> Score
         c: The constants of the bound.
         p_rounded: Whether dS is computed from P after its cast.
     """
-    p, out, abs_dout = read.p, read.out, x.dout.abs()
+    p, out, abs_dout, stored_dout = read.p, read.out, x.dout.abs(), x.stored_dout.abs()
     # 1. dP and its reach.
     dp = (x.dout @ x.v.mT).masked_fill_(x.hidden, 0.0)
     dp_reach = (abs_dout @ x.v.abs().mT).masked_fill_(x.hidden, 0.0)
     # 2. delta and its error: the kernel computes it from the stored out.
-    delta = (x.dout * out).sum(2, keepdim=True)
-    delta_terms = (abs_dout * out.abs()).sum(2, keepdim=True)
-    out_error = (abs_dout * read.out_bound).sum(2, keepdim=True)
+    delta = (x.stored_dout * out).sum(2, keepdim=True)
+    delta_terms = (stored_dout * out.abs()).sum(2, keepdim=True)
+    out_error = (stored_dout * read.out_bound).sum(2, keepdim=True)
     delta_error = out_error + c.gamma(float(x.v.shape[2] + 4)) * (delta_terms + out_error)
     # Flushes of each product, each sum, and either operand of a product.
-    operands = abs_dout + out.abs() + read.out_bound
+    operands = stored_dout + out.abs() + read.out_bound
     delta_error += c.eta_op * (2 * x.v.shape[2] + operands.sum(2, keepdim=True))
     if x.dlse is not None:
         # One more subtraction: flushes of its operand and its result.
@@ -235,9 +235,9 @@ def backward_error(
     caller adds the g terms and flushed sums of dk and dv, which depend on the number of rows that
     see a key.
 
-    With ``in_dtype``, casts to 16 bits are replayed: dS and P are the middle of what dS - e and
-    dS + e are rounded to, and W is half the distance. The g terms of sums over consecutive tiles
-    are also bounded by their running sums.
+    With ``in_dtype``, casts to 16 bits and to TF32 are replayed: dS and P are the middle of what
+    dS - e and dS + e are rounded to, and W is half the distance. The g terms of sums over
+    consecutive tiles are also bounded by their running sums.
 
     Args:
         x: The chunk.

@@ -11,6 +11,7 @@ from fa_verify.oracles.bounds.constants import constants
 from fa_verify.oracles.bounds.error_model import gather
 from fa_verify.oracles.bounds.forward import forward_error
 from fa_verify.oracles.bounds.given_forward import Returned, read_given
+from fa_verify.oracles.bounds.replay import operand_format
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks
@@ -66,7 +67,9 @@ def bias_error(
     The other arguments are those of ``error_model.judge``, and the dtype of the bias. All rows are
     in memory at once.
     """
-    c, stored = constants(in_dtype, numerics), constants(bias_dtype, Numerics())
+    operands = None if given is None else operand_format(in_dtype, numerics)
+    c = constants(in_dtype, numerics, replayed=operands is not None)
+    stored = constants(bias_dtype, Numerics())
     (B, H, M, _), N = q.shape, k.shape[2]
     zeros = torch.zeros(bias.shape, dtype=torch.float64, device=q.device)
     if 0 in (B, M, N):
@@ -75,8 +78,9 @@ def bias_error(
     seen = masks.between(0, M)
     added = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias.detach()).between(0, M)
     x = gather(
-        q.detach(), k.detach(), v.detach(), dout.detach(), dlse, seen, added, masks.has_predicate
-    )
+        q.detach(), k.detach(), v.detach(), dout.detach(), dlse, seen, added, masks.has_predicate,
+        operands,
+    )  # fmt: skip
     options: dict[str, Any] = {
         "sm_scale": sm_scale, "c": c, "numerics": numerics, "exact_spread": True,
         "softcap": softcap,

@@ -40,6 +40,7 @@ class Constants:
         u_p: Error of all casts of P and dS together.
         eta_p: Error of these casts if they underflow.
         u_x: Error of a dot's operand beyond its dtype, as in TF32.
+        u_given: The same of an operand that is an input: 0 if its conversion is replayed.
         eta_x: Error of a subnormal operand of a dot.
         eta_op: Magnitude below which elementwise arithmetic may flush an operand or result to zero,
             apart from casts, P and dS.
@@ -59,6 +60,7 @@ class Constants:
     u_p: float
     eta_p: float
     u_x: float
+    u_given: float
     eta_x: float
     eta_op: float
     h: float
@@ -79,9 +81,9 @@ class Constants:
 
     @property
     def u_dot(self) -> float:
-        """Relative error of a product whose two operands are inputs: (1 + u_x)**2 - 1."""
+        """Relative error of a product whose two operands are inputs: (1 + u_given)**2 - 1."""
         # Expanded, because 1 + u is 1 in float64 if u is the roundoff of float64.
-        return 2 * self.u_x + self.u_x**2
+        return 2 * self.u_given + self.u_given**2
 
     @property
     def eta_dot(self) -> float:
@@ -90,11 +92,12 @@ class Constants:
 
     @property
     def u_cast(self) -> float:
-        """Relative error of a product with P or dS: (1 + u_p)(1 + u_x)**2 - 1.
+        """Relative error of a product with P or dS: (1 + u_p)(1 + u_x)(1 + u_given) - 1.
 
-        P or dS is cast, then the dot truncates both operands.
+        P or dS is cast, then the dot converts both operands.
         """
-        return self.u_p + self.u_dot + self.u_p * self.u_dot
+        both = self.u_x + self.u_given + self.u_x * self.u_given
+        return self.u_p + both + self.u_p * both
 
     def gamma(self, n: Count) -> Count:
         """Relative error of n additions, each with error u."""
@@ -110,7 +113,16 @@ class Constants:
         return accumulated * (1 + self.u_dot) + self.u_dot
 
 
-def constants(in_dtype: str, numerics: Numerics) -> Constants:
+# TF32 keeps 10 of 23 bits, of a subnormal number too, whose last bit is 2**-149.
+_CONVERSIONS = {
+    "unknown": (2.0**-10, 2.0**-136),
+    "truncate": (2.0**-10, 2.0**-136),
+    "nearest": (2.0**-11, 2.0**-137),
+    "nearest_away": (2.0**-11, 2.0**-137),
+}
+
+
+def constants(in_dtype: str, numerics: Numerics, *, replayed: bool = False) -> Constants:
     """Returns the constants for tensors of ``in_dtype`` under the declared numerics.
 
     Accumulators are fp32. For "fp64" inputs they are float64, and the finished bound is doubled,
@@ -119,6 +131,7 @@ def constants(in_dtype: str, numerics: Numerics) -> Constants:
     Args:
         in_dtype: "fp16", "bf16", "fp32" or "fp64".
         numerics: The subject's declared numerics.
+        replayed: Whether inputs are given as dots read them.
 
     Raises:
         ValueError: in_dtype is unknown.
@@ -132,7 +145,9 @@ def constants(in_dtype: str, numerics: Numerics) -> Constants:
     rounds = numerics.ds_roundings
     if rounds != 1:
         u_p, eta_p = math.expm1(rounds * math.log1p(u_p)), rounds * eta_p
-    truncated = numerics.dots == "tf32" and in_dtype == "fp32"
+    u_x, eta_x = 0.0, 0.0
+    if numerics.dots == "tf32" and in_dtype == "fp32":
+        u_x, eta_x = _CONVERSIONS[numerics.tf32_conversion]
     u, ftz, max_acc = _FORMATS["fp64" if double else "fp32"]
     return Constants(
         u=u,
@@ -143,9 +158,9 @@ def constants(in_dtype: str, numerics: Numerics) -> Constants:
         eta_in=eta_in,
         u_p=u_p,
         eta_p=eta_p,
-        # TF32 drops the last 13 of 23 bits, of a subnormal number too, whose last bit is 2**-149.
-        u_x=2.0**-10 if truncated else 0.0,
-        eta_x=2.0**-136 if truncated else 0.0,
+        u_x=u_x,
+        u_given=0.0 if replayed else u_x,
+        eta_x=eta_x,
         eta_op=ftz if numerics.flushes else 0.0,
         h=float(numerics.accumulator),
         times=2.0 if double else 1.0,

@@ -94,6 +94,7 @@ def gather(
     seen: torch.Tensor,
     added: tuple[torch.Tensor, ...],
     any_order: bool,
+    operands: Format | None = None,
 ) -> Chunk:
     """Returns the inputs of a chunk of rows in float64, with a group's heads folded into rows.
 
@@ -106,7 +107,13 @@ def gather(
         seen: Bool (B or 1, H or 1, R, N).
         added: Terms that are added to scores, (B, H, R, N) each.
         any_order: Whether a kernel may visit the key tiles of a row in any order.
+        operands: The format that dots convert their operands to, if that is replayed.
     """
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(torch.float64)
+        return x if operands is None else operands.rounded(x)
+
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
     Z, R = B * Hk, H // Hk * M
     seen = seen.expand(B, H, M, N)
@@ -117,10 +124,11 @@ def gather(
     # Rows and keys without a visible pair may hold NaN.
     unread, unseen = empty.unsqueeze(2), (query_tiles == 0).unsqueeze(2)
     return Chunk(
-        q=q.to(torch.float64).reshape(Z, R, D).masked_fill(unread, 0.0),
-        k=k.to(torch.float64).reshape(Z, N, D).masked_fill(unseen, 0.0),
-        v=v.to(torch.float64).reshape(Z, N, -1).masked_fill(unseen, 0.0),
-        dout=dout.to(torch.float64).reshape(Z, R, -1).masked_fill(unread, 0.0),
+        q=read(q).reshape(Z, R, D).masked_fill(unread, 0.0),
+        k=read(k).reshape(Z, N, D).masked_fill(unseen, 0.0),
+        v=read(v).reshape(Z, N, -1).masked_fill(unseen, 0.0),
+        dout=read(dout).reshape(Z, R, -1).masked_fill(unread, 0.0),
+        stored_dout=dout.to(torch.float64).reshape(Z, R, -1).masked_fill(unread, 0.0),
         dlse=None if dlse is None else dlse.to(torch.float64).reshape(Z, R).masked_fill(empty, 0.0),
         seen=seen,
         hidden=~seen,
@@ -299,11 +307,12 @@ def chunks(
     mask: DenseMask,
     apart: int,
     rows: int | None,
+    operands: Format | None = None,
 ) -> Iterator[tuple[slice, Chunk]]:
     """Yields the rows of each chunk and its inputs; the arguments are those of ``judge``.
 
     ``apart`` is the number of copies of each key/value head: that of heads whose gradients are
-    rounded before they are added.
+    rounded before they are added. ``operands`` is that of ``gather``.
     """
     q, k, v, dout = (x.detach() for x in (q, k, v, dout))
     if apart > 1:
@@ -320,7 +329,17 @@ def chunks(
         added = additions.between(here.start, here.stop)
         yield (
             here,
-            gather(q[:, :, here], k, v, dout[:, :, here], of_lse, seen, added, masks.has_predicate),
+            gather(
+                q[:, :, here],
+                k,
+                v,
+                dout[:, :, here],
+                of_lse,
+                seen,
+                added,
+                masks.has_predicate,
+                operands,
+            ),
         )
 
 

@@ -38,6 +38,7 @@ class Chunk(NamedTuple):
     k: torch.Tensor  # (Z, N, D)
     v: torch.Tensor  # (Z, N, Dv)
     dout: torch.Tensor  # (Z, R, Dv)
+    stored_dout: torch.Tensor  # (Z, R, Dv): dout as delta reads it, not converted for a dot
     dlse: torch.Tensor | None  # (Z, R): the gradient of lse, None if the kernel got none
     seen: torch.Tensor  # bool (Z, R, N)
     hidden: torch.Tensor  # its complement

@@ -18,9 +18,12 @@ it, which 3u |L| covers as well. A kernel that keeps the maximum m and the sum l
 (u_log + 3u)(1 + |ln l| + r) + u |L|: by m + ln l in what it returns, and by s - m and the division
 by l in P. A gradient of lse that passes through base 2 errs by 3u |dlse|.
 
-Casts to 16 bits and the last rounding are replayed, and sums over consecutive tiles are bounded by
-their running sums (``replay``). dq, dk and dv are then the middle of what a correct kernel may
-store, and their bounds half the width of it.
+If the conversion of the operands of TF32 dots is declared, q, k, v and dout are converted before
+all of these steps. Only delta reads dout as it is stored.
+
+Casts to 16 bits, casts to TF32 and the last rounding are replayed, and sums over consecutive tiles
+are bounded by their running sums (``replay``). dq, dk and dv are then the middle of what a correct
+kernel may store, and their bounds half the width of it.
 
 Both bounds, of the forward and of the backward given it, imply the bound of the whole. With B the
 bound of lse::
@@ -44,7 +47,7 @@ from fa_verify.oracles.bounds.backward import KeySums, Read, backward_error, rea
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.error_model import EXACT_SPREAD, chunks, finish_dq, finish_keys
 from fa_verify.oracles.bounds.forward import Chunk, forward_error, live_tiles, logits, put_off
-from fa_verify.oracles.bounds.replay import stored_format
+from fa_verify.oracles.bounds.replay import operand_format, stored_format
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.torch_reference import DenseMask
 
@@ -167,7 +170,8 @@ def given_forward(
 
     Source: the steps of FlashAttention-2 (arXiv:2307.08691), algorithm 2.
     """
-    c, stored = constants(in_dtype, numerics), stored_format(in_dtype)
+    operands, stored = operand_format(in_dtype, numerics), stored_format(in_dtype)
+    c = constants(in_dtype, numerics, replayed=operands is not None)
     (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
     if 0 in (B, M, N):
         return Gradients(*(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v) * 2))
@@ -176,7 +180,7 @@ def given_forward(
     inputs = (q, k, v, dout, dlse, alibi_slopes, bias)
     of_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
     sums: KeySums | None = None
-    for here, x in chunks(*inputs, mask=mask, apart=apart, rows=rows):
+    for here, x in chunks(*inputs, mask=mask, apart=apart, rows=rows, operands=operands):
         read = read_given(
             x, given.rows(here), sm_scale=sm_scale, c=c, numerics=numerics,
             exact_spread=exact_spread, softcap=softcap,

@@ -23,6 +23,7 @@ from fa_verify.oracles.bounds.numpy_units import (
     prescale_underflow,
     replayed,
     rescales,
+    rounded,
     seen_tiles,
     units_of,
 )
@@ -68,8 +69,8 @@ class HeadBound(NamedTuple):
 class Replay(NamedTuple):
     """Says which roundings are replayed, and which sums run in the order of their tiles."""
 
-    cast: str | None  # the dtype that P and dS are cast to once, "fp16" or "bf16"
-    stored: str | None  # the same of the gradients
+    cast: str | None  # the format that P and dS are rounded to once, as in ``numpy_units.rounded``
+    stored: str | None  # the dtype of the gradients, "fp16" or "bf16"
     keys_in_order: bool
     rows_in_order: bool
 
@@ -273,6 +274,7 @@ def _dscore_error(
         dout_me @ np.abs(head.v_ne).T
     )
     error_dprobs_mn += units.subnormal_operands(head.dout_me, head.v_ne)
+    dout_me = np.abs(head.stored_dout_me)
     error_delta_m = (dout_me * bound_out_me).sum(axis=1)
     error_delta_m += units.gamma(Dv + 4) * (dout_me * (np.abs(head.out_me) + bound_out_me)).sum(1)
     operands_me = dout_me + np.abs(head.out_me) + bound_out_me
@@ -553,9 +555,16 @@ def groups(
     softcap: float | None,
     alibi_slopes: FloatArray | None,
     bias: FloatArray | None,
+    conversion: str | None = None,
 ) -> Iterator[tuple[int, int, slice, list[Head]]]:
-    """Yields batch entry, key/value head, its query heads, and their passes, group by group."""
+    """Yields batch entry, key/value head, its query heads, and their passes, group by group.
+
+    ``conversion`` is that of the operands to TF32, if it is replayed.
+    """
     B, H, M, _ = q.shape
+    stored_dout = dout
+    if conversion is not None:
+        q, k, v, dout = (rounded(x, conversion) for x in (q, k, v, dout))
     Hk, N = k.shape[1:3]
     group = H // Hk
     seen_bmn = seen_keys(mask, B, M, N)
@@ -571,7 +580,16 @@ def groups(
                 )
                 for h in range(hs.start, hs.stop)
             ]  # fmt: skip
-            yield b, g, hs, heads
+            live_m: BoolArray = np.any(seen_bmn[b], axis=1)
+            yield (
+                b,
+                g,
+                hs,
+                [
+                    head._replace(stored_dout_me=np.where(live_m[:, None], stored_dout[b, h], 0.0))
+                    for h, head in enumerate(heads, hs.start)
+                ],
+            )
 
 
 def bound(

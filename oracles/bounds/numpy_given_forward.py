@@ -22,7 +22,7 @@ from fa_verify.oracles.bounds.numpy_check import (
     recomputed_error,
     score_error,
 )
-from fa_verify.oracles.bounds.numpy_units import Units, lag_of, units_of
+from fa_verify.oracles.bounds.numpy_units import Units, conversion_of, lag_of, units_of
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.reference.numpy_reference import Head, seen_keys
@@ -102,7 +102,7 @@ def given_head(
     if "out" in numerics.backward_reads:
         used_me = np.where(live_m[:, None], out_me, 0.0)
         out_error_me = np.zeros_like(used_me)
-    delta_m = (head.dout_me * used_me).sum(axis=1) - head.dlse_m
+    delta_m = (head.stored_dout_me * used_me).sum(axis=1) - head.dlse_m
 
     # dS, dQ = t dX K, dK = t dX' Q, dV = P' dO, where dX is dS times the slope of a softcap
     dscores_mn = np.where(head.seen_mn, probs_mn * (head.dprobs_mn - delta_m[:, None]), 0.0)
@@ -158,19 +158,20 @@ def backward(
         Two sets of outputs; out and lse are the given ones, with bounds of 0. Bounds are doubled
         for "fp64", because the gradients have an error of the same size.
     """
-    units = units_of(in_dtype, numerics)
+    conversion = conversion_of(in_dtype, numerics)
+    units = units_of(in_dtype, numerics, conversion is not None)
     narrow = in_dtype if in_dtype in ("fp16", "bf16") else None
-    cast_once = numerics.p_dtype == "input" and numerics.ds_roundings == 1
+    cast = conversion if numerics.p_dtype == "fp32" else conversion or narrow
     in_order = mask.is_plain and numerics.block_n <= _WIDEST_TILE
     replay = Replay(
-        cast=narrow if cast_once else None,
+        cast=cast if numerics.ds_roundings == 1 else None,
         stored=narrow,
         keys_in_order=in_order and not numerics.atomic,
         rows_in_order=in_order and (q.shape[1] == k.shape[1] or numerics.group_sum == "dtype"),
     )
     value = Outputs(out, lse, np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape))
     limit = Outputs(*(np.zeros_like(x) for x in value))
-    passes = groups(q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias)
+    passes = groups(q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias, conversion)
     with np.errstate(over="ignore", invalid="ignore"):
         for b, g, hs, heads in passes:
             given = [
@@ -217,11 +218,13 @@ def bias_backward(
 
     The arguments are those of ``backward``, and the dtype of the bias.
     """
-    units, stored = units_of(in_dtype, numerics), units_of(bias_dtype, Numerics())
+    conversion = conversion_of(in_dtype, numerics)
+    units = units_of(in_dtype, numerics, conversion is not None)
+    stored = units_of(bias_dtype, Numerics())
     (B, _, M, _), N = q.shape, k.shape[2]
     seen_bmn = seen_keys(mask, B, M, N)
     value, error, size, count = (np.zeros(bias.shape) for _ in range(4))
-    passes = groups(q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias)
+    passes = groups(q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias, conversion)
     with np.errstate(over="ignore", invalid="ignore"):
         for b, _, hs, heads in passes:
             for h, head in enumerate(heads, hs.start):

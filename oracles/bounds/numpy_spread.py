@@ -11,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_verify.oracles.bounds.numpy_check import groups, logit_error, score_error
-from fa_verify.oracles.bounds.numpy_units import Units, replayed, seen_tiles, units_of
+from fa_verify.oracles.bounds.numpy_units import (
+    Units,
+    conversion_of,
+    replayed,
+    seen_tiles,
+    units_of,
+)
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.reference.numpy_reference import Head
@@ -31,9 +37,13 @@ class _Model:
     """The errors of sums of products in one dtype."""
 
     def __init__(self, in_dtype: str, numerics: Numerics) -> None:
-        self.units: Units = units_of(in_dtype, numerics)
+        self.tf32 = conversion_of(in_dtype, numerics)
+        self.units: Units = units_of(in_dtype, numerics, self.tf32 is not None)
         self.narrow = in_dtype if in_dtype in ("fp16", "bf16") else None
         self.cast = self.narrow if numerics.p_dtype == "input" else None
+        if self.tf32 is not None:
+            self.cast = self.tf32
+        self.u_cast = 2.0**-11 if self.tf32 else self.units.u_stored
         self.numerics = numerics
 
     def random(self, total: FloatArray, squares: FloatArray, terms: npt.ArrayLike) -> FloatArray:
@@ -43,10 +53,11 @@ class _Model:
 
     def truncated(self, size: FloatArray, terms: npt.ArrayLike) -> FloatArray:
         """Returns what tensor cores cut off partial sums of a size."""
-        if self.narrow is None:
+        if self.narrow is None and self.tf32 is None:
             return np.zeros_like(size)
         each = 2 * self.units.accumulator * self.units.u
-        return np.asarray(each * (np.asarray(terms) / 16 + 1) * size)
+        at_once = 16 if self.tf32 is None else 4
+        return np.asarray(each * (np.asarray(terms) / at_once + 1) * size)
 
     def window(
         self, x: FloatArray, variance: FloatArray, systematic: FloatArray
@@ -82,8 +93,12 @@ def _forward(
     E_mn = score_error(head, t, numerics, units, any_order)
     dots_mn = logit_error(head, t, numerics, units, None)
     tiles_m = seen_tiles(head.seen_mn, numerics.block_n)
-    found = _nothing(head.out_me, shapes=2)
-    found["value"][:] = head.out_me
+    found = _nothing(head.out_me, shapes=3)
+    # P after its conversion to TF32: a truncation loses between 0 and 2**-11 of it on average.
+    mean_loss = 2.0**-12 if model.tf32 == "truncate" else 0.0
+    tf32_var = 0.0 if model.tf32 is None else (2.0**-11) ** 2 / 3 + mean_loss**2
+    found["value"][:] = head.out_me - mean_loss * head.out_me
+    found["shapes"][2] = mean_loss * head.out_me
     of_lse = _nothing(np.zeros((M, 1)), shapes=1)
     for m in range(M):
         seen_n = head.seen_mn[m]
@@ -120,10 +135,12 @@ def _forward(
         squares_e = (p_n[:, None] ** 2 * v_ne**2).sum(axis=0)
         alone_e = model.random(head.out_me[m], squares_e, additions)
         pairs_e = (var_n[:, None] * gaps_ne**2 + cast_n[:, None] * through_ne**2).sum(axis=0)
+        pairs_e += tf32_var * squares_e
         found["variance"][m] = pairs_e + alone_e + of_l * head.out_me[m] ** 2
         found["alone"][m] = alone_e
         along_n, through_n = gaps_ne @ w_me[m], through_ne @ w_me[m]
         found["of_sums"][m] = (var_n * along_n**2 + cast_n * through_n**2).sum()
+        found["of_sums"][m] += tf32_var * ((p_n * (v_ne @ w_me[m])) ** 2).sum()
         found["of_sums"][m] += of_l * (w_me[m] @ head.out_me[m]) ** 2
         for place, sign_n in enumerate((1.0, np.sign(scores.s_mn[m, seen_n]))):
             found["shapes"][place, m] = (p_n * systematic_n * sign_n) @ gaps_ne
@@ -207,7 +224,7 @@ def _backward(
         dp_n = np.where(seen_n, products_ne.sum(axis=1), 0.0)
         dp_squares_n = np.where(seen_n, (products_ne**2).sum(axis=1), 0.0)
         dp_cut_n = model.truncated(np.abs(dp_n) + 4 * np.sqrt(dp_squares_n), Dv)
-        terms_e = head.dout_me[m] * out_me[m]
+        terms_e = head.stored_dout_me[m] * out_me[m]
         delta = terms_e.sum()
         delta_var = (terms_e**2).sum() + delta**2
         if with_dlse:
@@ -257,7 +274,7 @@ def _backward(
             ds_cast_n, ds_random_n, ds_shared_n, [*shapes, ds_n * of_lse], flushed_n, tq_d,
             weights.dk @ tq_d,
         )  # fmt: skip
-        ones_n = np.where(p_n < 1 - 16 * units.u_stored, 0.0, np.sqrt(p_random_n))
+        ones_n = np.where(p_n < 1 - 16 * model.u_cast, 0.0, np.sqrt(p_random_n))
         by_p_n = p_n * systematic_n
         dv.add(
             p_cast_n, p_random_n, p_n**2 * of_lse**2,
@@ -303,7 +320,7 @@ def spreads(
     model = _Model(in_dtype, numerics)
     (B, H, _, D), (Hk, N), Dv = q.shape, k.shape[1:3], v.shape[3]
     parts: dict[str, list[Fields]] = {name: [] for name in ("out", "lse", "dq", "dk", "dv")}
-    passes = groups(q, k, v, dout, mask, sm_scale, dlse, None, None, None)
+    passes = groups(q, k, v, dout, mask, sm_scale, dlse, None, None, None, model.tf32)
     for b, g, hs, heads in passes:
         dk, dv = _KeySums(5, N, D), _KeySums(4, N, Dv)
         tiles_n = np.zeros(N)

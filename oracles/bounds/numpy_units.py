@@ -18,11 +18,13 @@ from fa_verify.oracles.reference.numpy_reference import Head
 
 __all__ = [
     "Units",
+    "conversion_of",
     "in_order_error",
     "lag_of",
     "prescale_underflow",
     "replayed",
     "rescales",
+    "rounded",
     "seen_tiles",
     "units_of",
 ]
@@ -54,6 +56,7 @@ class Units:
         u_stored: Unit roundoff of tensors in memory.
         eta_stored: Absolute error of a store that underflows.
         u_x: Relative error of a dot's operand beyond its dtype, as in TF32.
+        u_input: The same of an operand that is an input, 0 if inputs were converted before.
         eta_x: Absolute error of a subnormal operand of a dot.
         flush_op: Magnitude below which elementwise operands and results may be flushed, apart from
             casts, P and dS.
@@ -69,14 +72,15 @@ class Units:
     u_stored: float
     eta_stored: float
     u_x: float
+    u_input: float
     eta_x: float
     flush_op: float
     accumulator: float
 
     @property
     def u_dot(self) -> float:
-        """Relative error of a product from both operands of a dot: (1 + u_x)^2 - 1."""
-        return 2 * self.u_x + self.u_x**2
+        """Relative error of a product of two inputs in a dot: (1 + u_input)^2 - 1."""
+        return 2 * self.u_input + self.u_input**2
 
     def subnormal_operands(self, a_rd: FloatArray, b_ce: FloatArray) -> FloatArray:
         """Returns the error of the dots of the rows of a and b from subnormal elements, (R, C)."""
@@ -85,8 +89,9 @@ class Units:
 
     @property
     def u_cast_dot(self) -> float:
-        """As ``u_dot``, with one operand that was cast before: (1 + u_cast)(1 + u_x)^2 - 1."""
-        return self.u_cast + self.u_dot + self.u_cast * self.u_dot
+        """The same of P or dS and an input: (1 + u_cast)(1 + u_x)(1 + u_input) - 1."""
+        operands = self.u_x + self.u_input * (1 + self.u_x)
+        return self.u_cast + operands + self.u_cast * operands
 
     def gamma(self, n: npt.ArrayLike) -> FloatArray:
         """Relative error of n IEEE additions in the accumulator's format: n u / (1 - n u)."""
@@ -98,13 +103,20 @@ class Units:
         return self.gamma(self.accumulator * np.asarray(n, dtype=np.float64))
 
 
-def units_of(in_dtype: str, numerics: Numerics) -> Units:
+def conversion_of(in_dtype: str, numerics: Numerics) -> str | None:
+    """Returns the conversion of operands to TF32, if each is converted once in a known way."""
+    once = numerics.dots == "tf32" and in_dtype == "fp32" and numerics.prescales == "none"
+    return numerics.tf32_conversion if once and numerics.tf32_conversion != "unknown" else None
+
+
+def units_of(in_dtype: str, numerics: Numerics, converted: bool = False) -> Units:
     """Returns the constants for a dtype and the declared numerics.
 
     Args:
         in_dtype: The kernel's dtype, "fp16", "bf16", "fp32" or "fp64".
         numerics: The kernel's declared numerics. p_dtype is ignored for "fp64", where P stays
             float64; dots is ignored for all but "fp32".
+        converted: Whether the inputs were converted to the operands of dots before.
 
     Raises:
         ValueError: in_dtype is unknown.
@@ -118,6 +130,9 @@ def units_of(in_dtype: str, numerics: Numerics) -> Units:
         u_p, eta_p = _ROUNDING["fp32"]
     r = numerics.ds_roundings
     flush = 2.0**-1022 if double else 2.0**-126
+    # 11 binary digits of a number; a rounding to nearest errs by half as much as a truncation.
+    half = 0.5 if numerics.tf32_conversion in ("nearest", "nearest_away") else 1.0
+    short = half * (numerics.dots == "tf32" and in_dtype == "fp32")
     return Units(
         u=2.0**-53 if double else 2.0**-24,
         flush=flush,
@@ -127,9 +142,10 @@ def units_of(in_dtype: str, numerics: Numerics) -> Units:
         eta_cast=r * eta_p,
         u_stored=u_stored,
         eta_stored=eta_stored,
-        u_x=2.0**-10 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
+        u_x=2.0**-10 * short,
+        u_input=0.0 if converted else 2.0**-10 * short,
         # TF32 drops 13 bits of a number whose last bit is 2**-149.
-        eta_x=2.0**-136 if numerics.dots == "tf32" and in_dtype == "fp32" else 0.0,
+        eta_x=2.0**-136 * short,
         flush_op=numerics.flushes * flush,
         accumulator=float(numerics.accumulator),
     )
@@ -251,22 +267,38 @@ def rescales(head: Head, error_mn: FloatArray, numerics: Numerics, any_order: bo
     return count_mn
 
 
-def _rounded(x: FloatArray, dtype: str) -> FloatArray:
-    """Returns float64 values rounded to fp16 or bf16, to nearest with ties to even."""
-    if dtype == "fp16":
-        return np.asarray(x.astype(np.float16), dtype=np.float64)
-    # bf16 has 8 binary digits down to 2**-126, and a spacing of 2**-133 below.
-    exponent = np.maximum(np.frexp(x)[1], -125)
-    return np.asarray(np.ldexp(np.rint(np.ldexp(x, 8 - exponent)), exponent - 8))
+def _nearest_away(x: FloatArray) -> FloatArray:
+    """Returns the nearest integers, with ties away from 0."""
+    fraction, whole = np.modf(x)
+    return np.asarray(whole + np.trunc(2 * fraction))
 
 
-def replayed(x: FloatArray, e: FloatArray, dtype: str) -> tuple[FloatArray, FloatArray]:
-    """Returns the middle of what [x - e, x + e] is rounded to in "fp16" or "bf16", and the rest.
+_TO_INTEGER = {"truncate": np.trunc, "nearest": np.rint, "nearest_away": _nearest_away}
 
-    A subnormal bf16 result may be flushed to zero.
+
+def rounded(x: FloatArray, to: str) -> FloatArray:
+    """Returns float64 values rounded to fp16, bf16 or TF32.
+
+    Args:
+        x: Values.
+        to: "fp16" or "bf16", to nearest with ties to even; or a conversion to TF32.
     """
-    low, high = _rounded(x - e, dtype), _rounded(x + e, dtype)
-    if dtype == "bf16":
+    if to == "fp16":
+        return np.asarray(x.astype(np.float16), dtype=np.float64)
+    # bf16 has 8 and TF32 11 binary digits down to 2**-126, and one spacing below.
+    digits = 8 if to == "bf16" else 11
+    exponent = np.maximum(np.frexp(x)[1], -125)
+    integer = _TO_INTEGER.get(to, np.rint)(np.ldexp(x, digits - exponent))
+    return np.asarray(np.ldexp(integer, exponent - digits))
+
+
+def replayed(x: FloatArray, e: FloatArray, to: str) -> tuple[FloatArray, FloatArray]:
+    """Returns the middle of what ``rounded`` makes of [x - e, x + e], and the rest.
+
+    A subnormal result may be flushed to zero, but not in fp16.
+    """
+    low, high = rounded(x - e, to), rounded(x + e, to)
+    if to != "fp16":
         low = np.where((0 < low) & (low <= 2.0**-126), 0.0, low)
         high = np.where((-(2.0**-126) <= high) & (high < 0), 0.0, high)
     return (low + high) / 2, (high - low) / 2

@@ -1,7 +1,8 @@
 """Roundings that are computed instead of being bounded, and additions bounded by running sums.
 
 Let a value be known up to an error e that is small against the spacing of a format. Its rounding is
-known too, unless the value lies near the middle of two neighbours. There it is one of both.
+known too, unless the value lies near the middle of two neighbours. There it is one of both. A
+conversion to TF32 is such a rounding, to nearest or toward 0.
 
 An addition errs by u of its result. The results of a sum over consecutive tiles are its running
 sums, which are far smaller than the sums of |terms| that an arbitrary order could reach.
@@ -22,6 +23,7 @@ __all__ = [
     "cast_format",
     "lost_of_running",
     "nearest",
+    "operand_format",
     "running_sums",
     "stored_format",
 ]
@@ -32,21 +34,34 @@ SEGMENT = 256
 
 @dataclass(frozen=True)
 class Format:
-    """A 16-bit format to which values are rounded to nearest, with ties to even.
+    """A short format to which values are rounded.
 
     Args:
         u: Its unit roundoff.
         smallest: Spacing of its subnormal numbers.
         flushed: Results of at most this magnitude may count as 0.
+        how: "nearest", with ties to even; "nearest_away", with ties away from 0; or "truncate".
     """
 
     u: float
     smallest: float
     flushed: float
+    how: str = "nearest"
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns float64 values rounded to the format."""
+        if self.how == "nearest":
+            return nearest(x, self.u, self.smallest)
+        spacing = _spacing(x, self.u, self.smallest)
+        units = x / spacing
+        whole = units.trunc()
+        if self.how == "nearest_away":
+            whole += torch.where((units - whole).abs() >= 0.5, units.sign(), 0.0)
+        return whole.mul_(spacing)
 
     def between(self, x: torch.Tensor, e: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the middle and half the width of what values within e of x are rounded to."""
-        low, high = (nearest(y, self.u, self.smallest) for y in (x - e, x + e))
+        low, high = (self.rounded(y) for y in (x - e, x + e))
         if self.flushed:
             low = torch.where((low > 0) & (low <= self.flushed), 0.0, low)
             high = torch.where((high < 0) & (high >= -self.flushed), 0.0, high)
@@ -58,6 +73,10 @@ _FORMATS = {
     "fp16": Format(2.0**-11, 2.0**-24, 0.0),
     "bf16": Format(2.0**-8, 2.0**-133, 2.0**-126),
 }
+_TF32 = {
+    how: Format(2.0**-11, 2.0**-136, 2.0**-126, how)
+    for how in ("truncate", "nearest", "nearest_away")
+}
 
 
 def stored_format(in_dtype: str) -> Format | None:
@@ -65,11 +84,30 @@ def stored_format(in_dtype: str) -> Format | None:
     return _FORMATS.get(in_dtype)
 
 
+def operand_format(in_dtype: str, numerics: Numerics) -> Format | None:
+    """Returns the format that TF32 dots convert their operands to, if that is known; or None.
+
+    A prescaled operand is rounded before its conversion, which is not replayed.
+    """
+    if in_dtype != "fp32" or numerics.dots != "tf32" or numerics.prescales != "none":
+        return None
+    return _TF32.get(numerics.tf32_conversion)
+
+
 def cast_format(in_dtype: str, numerics: Numerics) -> Format | None:
     """Returns the format that P and dS are rounded to once before their dots, or None."""
-    if numerics.p_dtype != "input" or numerics.ds_roundings != 1:
+    if numerics.ds_roundings != 1:
         return None
+    converted = operand_format(in_dtype, numerics)
+    if converted is not None or numerics.p_dtype != "input":
+        return converted
     return _FORMATS.get(in_dtype)
+
+
+def _spacing(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
+    """Returns the distance of neighbours in a format around each value."""
+    power = torch.where(x == 0, 1.0, x / torch.frexp(x).mantissa).abs_()
+    return power.mul_(u).clamp_(min=smallest)
 
 
 def nearest(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
@@ -80,8 +118,7 @@ def nearest(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
         u: Unit roundoff of the format.
         smallest: Spacing of the format's subnormal numbers.
     """
-    power = torch.where(x == 0, 1.0, x / torch.frexp(x).mantissa).abs_()
-    spacing = power.mul_(u).clamp_(min=smallest)
+    spacing = _spacing(x, u, smallest)
     return (x / spacing).round_().mul_(spacing)
 
 

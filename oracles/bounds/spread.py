@@ -22,10 +22,15 @@ sum T. In random order, its mean square is at most that of the terms plus the sq
 
     variance  (h u)**2 n (sum of |terms|**2 + sum**2)
     one-sided 2 h u (n / 16) (|sum| + 4 sqrt(sum of |terms|**2))    on tensor cores, which add 16
-              products at a time and truncate
+              products at a time, or 4 in TF32, and truncate
 
 Casts of P and dS in the backward are replayed. Those near a tie count as random, with half a
 spacing. Those of the forward are relative to an unknown pivot, and uniform: u_p**2 / 3.
+
+TF32 dots, whose conversion is declared, are those of the converted inputs. A conversion of P to
+nearest is one more cast. A truncation loses a uniform share of the spacing, which is at most u_x p;
+where P is 1 it loses nothing. Its mean is u_x p / 4 plus at most as much, which counts as a shape
+where keys share it and as random, by the signs of v, where they do not.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.error_model import chunks
 from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error, softmax_additions
 from fa_verify.oracles.bounds.given_forward import Returned
-from fa_verify.oracles.bounds.replay import Format, cast_format, stored_format
+from fa_verify.oracles.bounds.replay import Format, cast_format, operand_format, stored_format
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.torch_reference import DenseMask
 
@@ -49,7 +54,9 @@ __all__ = ["DEVIATIONS", "Spread", "Weights", "spreads"]
 DEVIATIONS = 9.6
 _PAIRS = 2**22  # pairs of which some forty float64 matrices are in memory at a time
 _SEEN = 2**28  # pairs of which booleans alone are
-_STEP = 16  # products that a tensor core adds at a time
+# Products that a tensor core adds at a time. An A100 adds 4 in TF32; more lose less.
+_STEP = 16
+_STEP_TF32 = 4
 _PEAKED = 16.0  # least weight of other keys, in units of u_in, that spreads out over its spacing
 _PEAK = 4.0  # largest partial sum of centred terms, in units of the root of their squares
 
@@ -112,7 +119,7 @@ class _Dot(NamedTuple):
 
 def _dot(
     value: torch.Tensor, squares: torch.Tensor, terms: torch.Tensor | float, c: Constants,
-    truncates: bool,
+    step: int,
 ) -> _Dot:  # fmt: skip
     """Returns the errors of sums of products.
 
@@ -121,11 +128,11 @@ def _dot(
         squares: The sums of the squares of their products.
         terms: The number of additions.
         c: The constants of the bound.
-        truncates: Whether tensor cores add the products.
+        step: Products that tensor cores add at a time, before they truncate; 0 without them.
     """
     hu = c.h * c.u
     variance = hu**2 * terms * (value.square() + squares)
-    lost = 2 * hu * (terms / _STEP + 1) if truncates else 0.0
+    lost = 2 * hu * (terms / step + 1) if step else 0.0
     return _Dot(variance, lost * value.abs(), lost * _PEAK * squares.sqrt())
 
 
@@ -152,9 +159,9 @@ class _Pairs(NamedTuple):
     dot: _Dot  # the errors of the scores from their dots
 
 
-def _pairs(x: Chunk, s: torch.Tensor, t: float, c: Constants, truncates: bool) -> _Pairs:
+def _pairs(x: Chunk, s: torch.Tensor, t: float, c: Constants, step: int) -> _Pairs:
     squares = (x.q.square() @ x.k.square().mT).mul_(t * t).masked_fill_(x.hidden, 0.0)
-    return _Pairs(s, s.sign(), _dot(s, squares, float(x.q.shape[2]), c, truncates))
+    return _Pairs(s, s.sign(), _dot(s, squares, float(x.q.shape[2]), c, step))
 
 
 def _of_lse(
@@ -187,7 +194,7 @@ def _of_lse(
 
 def _of_forward(
     x: Chunk, fwd: Forward, pairs: _Pairs, weights: torch.Tensor, t: float, c: Constants,
-    numerics: Numerics, truncates: bool,
+    numerics: Numerics, step: int,
 ) -> tuple[Spread, Spread]:  # fmt: skip
     """Returns the errors of out and of lse."""
     scores, out, v2, empty = fwd.scores, fwd.out, x.v.square(), x.empty.unsqueeze(2)
@@ -206,21 +213,25 @@ def _of_forward(
     lost_v = c.ftz * (x.seen.to(x.v.dtype) @ x.v.abs())
     if numerics.l_from == "rounded":
         centred, cast = centred + cast, torch.zeros_like(cast)
+    # The conversion of P to TF32, after the sum of P. A truncation has a mean.
+    truncates = c.u_x > 0 and numerics.tf32_conversion == "truncate"
+    mean = c.u_x / 4 if truncates else 0.0
+    cast = cast + p2 * (c.u_x**2 / 12 + mean**2 if truncates else c.u_x**2 / 3)
     variance = (centred @ v2) - 2 * out * (centred @ x.v) + out.square() * centred.sum(2, True)
     variance = variance.clamp_(min=0) + cast @ v2
     along_out, along_v = (weights * out).sum(2, True), weights @ x.v.mT
     of_sums = (centred * (along_v - along_out).square()).sum(2)
     of_sums += (cast * along_v.square()).sum(2)
     of_scores = p * systematic
-    shapes = torch.stack(
-        [y @ x.v - out * y.sum(2, True) for y in (of_scores, of_scores * pairs.sign)]
-    )
+    shapes = torch.stack([
+        *(y @ x.v - out * y.sum(2, True) for y in (of_scores, of_scores * pairs.sign)), mean * out
+    ])  # fmt: skip
     # 3. The sums of P v and of P.
     additions = ((numerics.block_n + 2) * scores.tiles).unsqueeze(2)
-    dot = _dot(out, p2 @ v2, additions, c, truncates)
+    dot = _dot(out, p2 @ v2, additions, c, step)
     of_l = c.u**2 * (additions + 2 * scores.tiles.unsqueeze(2) + 16)
     of_out = Spread(
-        value=out,
+        value=out * (1 - mean),
         variance=variance + dot.variance + of_l * out.square(),
         shapes=shapes,
         along=(dot.along + lost_v + c.ftz * (2 + scores.tiles).unsqueeze(2)).masked_fill_(
@@ -248,7 +259,7 @@ def _window(
 def _backward(
     x: Chunk, given: Returned, pairs: _Pairs, of_dq: torch.Tensor, of_dk: torch.Tensor,
     of_dv: torch.Tensor, t: float, c: Constants, numerics: Numerics, in_dtype: str,
-    truncates: bool,
+    step: int,
 ) -> tuple[Spread, _Keys, _Keys]:  # fmt: skip
     """Returns the errors of dq, and the contributions to those of dk and dv, given the forward."""
     assert given.out is not None
@@ -267,9 +278,9 @@ def _backward(
     # 2. dP and delta.
     dp = (x.dout @ x.v.mT).masked_fill_(x.hidden, 0.0)
     dp_squares = (dout2 @ x.v.square().mT).masked_fill_(x.hidden, 0.0)
-    of_dp = _dot(dp, dp_squares, float(x.v.shape[2]), c, truncates)
-    delta = (x.dout * out).sum(2, True)
-    of_delta = (dout2 * out.square()).sum(2, True) + delta.square()
+    of_dp = _dot(dp, dp_squares, float(x.v.shape[2]), c, step)
+    delta = (x.stored_dout * out).sum(2, True)
+    of_delta = (x.stored_dout * out).square().sum(2, True) + delta.square()
     if x.dlse is not None:
         dlse = x.dlse.unsqueeze(2)
         delta = delta - dlse
@@ -304,7 +315,7 @@ def _backward(
     tiles = x.seen.sum(2, True, dtype=torch.float64).div_(numerics.block_n).ceil_() + 1
     of_flushes = t * (flushed @ x.k.abs())
     of_tiles = (c.ftz * (tiles + 2)).masked_fill_(x.empty.unsqueeze(2), 0.0)
-    dot = _dot(dq, t * t * (ds_cast.square() @ k2), (numerics.block_n + 2) * tiles, c, truncates)
+    dot = _dot(dq, t * t * (ds_cast.square() @ k2), (numerics.block_n + 2) * tiles, c, step)
     rows = Spread(
         value=dq,
         variance=t * t * (ds_random @ k2) + by_delta.square() + dot.variance,
@@ -334,7 +345,8 @@ def _backward(
     )
     p_shared = p.square() * of_lse.square()
     # Weights that are nearly 1 are equal, and so are their roundings.
-    of_ones = p_random.sqrt().masked_fill(p < 1 - _PEAKED * c.u_in, 0.0)
+    of_ones = p_random.sqrt()
+    of_ones.masked_fill_(p < 1 - _PEAKED * (c.u_in if cast is None else cast.u), 0.0)
     along_dout = x.dout @ of_dv.mT
     dv = _Keys(
         value=p_cast.mT @ x.dout,
@@ -353,8 +365,8 @@ def _backward(
     return rows, dk, dv
 
 
-def _finished(keys: _Keys, c: Constants, truncates: bool) -> Spread:
-    dot = _dot(keys.value, keys.squares, keys.additions, c, truncates)
+def _finished(keys: _Keys, c: Constants, step: int) -> Spread:
+    dot = _dot(keys.value, keys.squares, keys.additions, c, step)
     return Spread(
         value=keys.value, variance=keys.variance + dot.variance, shapes=keys.shapes,
         along=dot.along + 4 * c.u * keys.value.abs() + keys.flushed + c.ftz * (keys.additions + 2),
@@ -395,6 +407,7 @@ def _pieces(x: Chunk, pairs: int) -> Iterator[tuple[slice, Chunk]]:
                 k=x.k[here],
                 v=x.v[here],
                 dout=x.dout[here],
+                stored_dout=x.stored_dout[here],
                 dlse=None if x.dlse is None else x.dlse[here],
                 seen=x.seen[here],
                 hidden=x.hidden[here],
@@ -449,7 +462,9 @@ def spreads(
         numerics: The subject's declared numerics.
         rows: Height of a chunk; None limits its memory.
     """
-    c, truncates = constants(in_dtype, numerics), stored_format(in_dtype) is not None
+    operands = operand_format(in_dtype, numerics)
+    c = constants(in_dtype, numerics, replayed=operands is not None)
+    step = _STEP if stored_format(in_dtype) is not None else 0 if operands is None else _STEP_TF32
     (B, H), (Hk, N) = q.shape[:2], k.shape[1:3]
     if rows is None:
         # Tall chunks of few heads: every chunk adds to all keys of its heads.
@@ -460,7 +475,7 @@ def spreads(
         given = None
     of_dk, of_dv = (y.reshape(B * Hk, N, -1) for y in (weights.dk, weights.dv))
     inputs = (q, k, v, dout, dlse, None, None)
-    for rows_here, chunk in chunks(*inputs, mask=mask, apart=1, rows=rows):
+    for rows_here, chunk in chunks(*inputs, mask=mask, apart=1, rows=rows, operands=operands):
         of_out, of_dq = (
             y[:, :, rows_here].reshape(*chunk.empty.shape, -1) for y in (weights.out, weights.dq)
         )
@@ -470,15 +485,15 @@ def spreads(
             fwd = forward_error(
                 x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False, softcap=None
             )
-            pairs = _pairs(x, fwd.scores.s, sm_scale, c, truncates)
-            forward = _of_forward(x, fwd, pairs, of_out[here], sm_scale, c, numerics, truncates)
+            pairs = _pairs(x, fwd.scores.s, sm_scale, c, step)
+            forward = _of_forward(x, fwd, pairs, of_out[here], sm_scale, c, numerics, step)
             for name, spread in zip(("out", "lse"), forward, strict=True):
                 found[name].append(spread)
             if back is None:
                 continue
             dq, dk, dv = _backward(
                 x, _of_pieces(back, here), pairs, of_dq[here], of_dk[here],
-                of_dv[here], sm_scale, c, numerics, in_dtype, truncates,
+                of_dv[here], sm_scale, c, numerics, in_dtype, step,
             )  # fmt: skip
             found["dq"].append(dq)
             # Added at once: the contributions of a long problem's chunks do not fit in memory.
@@ -493,5 +508,5 @@ def spreads(
     result = {name: _joined(parts, 2) for name, parts in of_rows.items() if parts}
     for name in ("dk", "dv") if of_keys else ():
         total = _joined([part for (of, _), part in of_keys.items() if of == name])
-        result[name] = _of_heads(_finished(total, c, truncates), B, Hk)
+        result[name] = _of_heads(_finished(total, c, step), B, Hk)
     return result

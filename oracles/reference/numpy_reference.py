@@ -33,6 +33,7 @@ class Head(NamedTuple):
     k_nd: FloatArray
     v_ne: FloatArray
     dout_me: FloatArray
+    stored_dout_me: FloatArray  # as delta reads it, where dots read a conversion of it
     dlse_m: FloatArray
     seen_mn: BoolArray
     scores_mn: FloatArray
@@ -207,6 +208,7 @@ def attend_head(
         k_nd=k_nd,
         v_ne=v_ne,
         dout_me=dout_me,
+        stored_dout_me=dout_me,
         dlse_m=dlse_m,
         seen_mn=seen_mn,
         scores_mn=scores_mn,

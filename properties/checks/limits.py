@@ -60,7 +60,7 @@ def applies(problem: Problem, numerics: Numerics) -> bool:
         and problem.softcap is None
         and problem.alibi == NO_ALIBI
         and problem.bias == NO_BIAS
-        and numerics.dots == "ieee"
+        and (numerics.dots == "ieee" or numerics.tf32_conversion != "unknown")
         and numerics.prescales == "none"
         and numerics.ds_roundings == 1
         and numerics.ds_from == "unrounded"

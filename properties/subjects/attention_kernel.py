@@ -47,6 +47,7 @@ def attention_kernel(
     causal_alignment: str = _UNSET,
     score_mods: Sequence[str] = _UNSET,
     dots: str = _UNSET,
+    tf32_conversion: str = _UNSET,
     accumulator: float = _UNSET,
     block_n: int = _UNSET,
     prescales: str = _UNSET,
@@ -120,6 +121,9 @@ def attention_kernel(
             "alibi" (``alibi_slopes=``, (H,) or (B, H)), "bias" (``bias=``, (B or 1, H or 1,
             M or 1, N or 1)).
         dots: "ieee", or "tf32" if dot products of fp32 inputs use TF32.
+        tf32_conversion: How TF32 dot products convert their operands: "truncate" (no conversion,
+            as tensor cores ignore the low 13 bits), "nearest" (ties to even), "nearest_away"
+            (``cvt.rna.tf32``), or "unknown".
         accumulator: The accumulation constant: 1 for IEEE fp32 and Hopper, 2 for A100-like, 4 for
             V100-like tensor cores.
         block_n: Width of the key tiles, 16 if unknown.

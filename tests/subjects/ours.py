@@ -105,9 +105,10 @@ def adapted(package: ModuleType):
 
     def declared(config) -> dict[str, object]:
         """Return the declarations that a configuration replaces."""
-        dots = {"dots": "tf32", "dtypes": ("fp32",)} if config.dots == "tf32" else {}
+        # Triton passes float32 numbers to tensor cores without a ``cvt.rna.tf32``.
+        dots = {"dots": "tf32", "tf32_conversion": "truncate", "dtypes": ("fp32",)}
         splits = {} if config.splits in (None, 1) else {"splits": config.splits}
-        return dots | splits
+        return (dots if config.dots == "tf32" else {}) | splits
 
     def config_of(problem: Problem):
         """Return the resolved tile configuration of a problem."""

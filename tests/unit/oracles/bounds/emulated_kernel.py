@@ -156,8 +156,15 @@ class Emulated:
 
     def dot(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         if self.numerics.dots == "tf32":
-            a, b = truncate_to_tf32(a), truncate_to_tf32(b)
+            a, b = self.to_tf32(a), self.to_tf32(b)
         return a @ b
+
+    def to_tf32(self, x: np.ndarray) -> np.ndarray:
+        """Converts float32 numbers by their bits."""
+        bits = np.ascontiguousarray(x).view(np.uint32)
+        half = {"nearest": 0xFFF + ((bits >> 13) & 1), "nearest_away": 0x1000}
+        added = half.get(self.numerics.tf32_conversion, 0)
+        return truncate_to_tf32((bits + np.uint32(added)).view(FP32))
 
     def exp2(self, x: np.ndarray) -> np.ndarray:
         y = np.exp2(x)

@@ -25,6 +25,13 @@ DTYPES = {
 DECLARATIONS = {
     "default": {},
     "tf32": {"dots": "tf32"},
+    "tf32 truncated": {"dots": "tf32", "tf32_conversion": "truncate"},
+    "tf32 to nearest": {"dots": "tf32", "tf32_conversion": "nearest", "p_dtype": "fp32"},
+    "tf32 away from 0": {
+        "dots": "tf32",
+        "tf32_conversion": "nearest_away",
+        "ds_scaled": True,
+    },
     "accumulator": {"accumulator": 4.0},
     "prescaled q": {"prescales": "q"},
     "prescaled k": {"prescales": "k"},
@@ -45,6 +52,7 @@ DECLARATIONS = {
     "atomic": {"atomic": ("dq",)},
     "many": {
         "dots": "tf32",
+        "tf32_conversion": "truncate",
         "accumulator": 2.0,
         "prescales": "qk",
         "ds_scaled": True,

@@ -127,7 +127,8 @@ def test_both_implementations_agree_for_all_results_read_and_score_modifications
 @pytest.mark.parametrize("in_dtype", ["bf16", "fp32"])
 def test_both_implementations_agree_on_the_gradient_of_a_bias(in_dtype, reads, case):
     added = ("bias", "softcap alibi bias dlse")[case % 2]
-    numerics = Numerics(backward_reads=reads)
+    conversion = ("unknown", "truncate")[case // 2]
+    numerics = Numerics(backward_reads=reads, dots="tf32", tf32_conversion=conversion)
     drawn = Drawn(f"{in_dtype}/{reads} dbias/{case}", numerics, added, share=0.5)
     given = given_forward.returned(drawn.out, drawn.lse, numerics)
     got = bias_error(*drawn.given_inputs, **drawn.call, bias_dtype=in_dtype, given=given)
@@ -183,6 +184,20 @@ def test_values_are_rounded_as_a_cast_rounds_them(dtype: torch.dtype) -> None:
     x = torch.cat([x[x.abs() < torch.finfo(dtype).max / 2], ties])
     got = replay.nearest(x.to(torch.float64), of.u, of.smallest)
     assert torch.equal(got, x.to(dtype).to(torch.float64))
+
+
+@pytest.mark.parametrize("how", ["truncate", "nearest", "nearest_away"])
+def test_operands_are_converted_to_tf32_as_their_bits_say(how: str) -> None:
+    numerics = Numerics(dots="tf32", tf32_conversion=how)
+    of = replay.operand_format("fp32", numerics)
+    assert of is not None
+    bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0))
+    # Ties and their neighbours, and subnormal numbers.
+    bits[:50_000] = (bits[:50_000] & ~0x1FFF) + 0x1000 + torch.arange(50_000) % 3 - 1
+    x = torch.cat([bits, torch.arange(40_000)]).to(torch.int32).view(torch.float32)
+    x = x[x.abs() < 2.0**127]
+    want = Emulated(dtype="fp32", numerics=numerics).to_tf32(x.numpy())
+    assert torch.equal(of.rounded(x.to(torch.float64)), torch.from_numpy(want).to(torch.float64))
 
 
 def test_a_rounding_is_known_unless_two_neighbours_are_as_near() -> None:

@@ -50,6 +50,9 @@ RUNGS: dict[str, tuple[str, Numerics]] = {
     "fp32": ("fp32", Numerics()),
     "fp64": ("fp64", Numerics()),
     "tf32": ("fp32", TF32),
+    "tf32 truncated": ("fp32", Numerics(dots="tf32", tf32_conversion="truncate")),
+    "tf32 to nearest": ("fp32", Numerics(dots="tf32", tf32_conversion="nearest")),
+    "tf32 away from 0": ("fp32", Numerics(dots="tf32", tf32_conversion="nearest_away")),
 }
 
 
@@ -245,6 +248,12 @@ def test_ignoring_the_gradient_of_lse_leaves_the_bound() -> None:
 # Declarations: dtype, narrower, wider, and the outputs whose bound must widen everywhere.
 WIDER: dict[str, tuple[str, Numerics, Numerics, set[str]]] = {
     "dots": ("fp32", Numerics(), TF32, set(OUTPUTS)),
+    "tf32_conversion": (
+        "fp32",
+        Numerics(dots="tf32", tf32_conversion="nearest"),
+        TF32,
+        set(OUTPUTS),
+    ),
     "accumulator": ("fp16", Numerics(), Numerics(accumulator=4), set(OUTPUTS)),
     "prescales q": ("fp16", Numerics(), Numerics(prescales="q"), set(OUTPUTS)),
     "prescales k": ("fp16", Numerics(), Numerics(prescales="k"), set(OUTPUTS)),

@@ -20,6 +20,9 @@ DECLARATIONS = {
     "rounded l": {"l_from": "rounded"},
     "p normalised": {"p_normalised": True},
     "rescales put off": {"rescale_threshold": 8.0},
+    "tf32 truncated": {"dots": "tf32", "tf32_conversion": "truncate"},
+    "tf32 to nearest": {"dots": "tf32", "tf32_conversion": "nearest", "l_from": "rounded"},
+    "tf32 away from 0": {"dots": "tf32", "tf32_conversion": "nearest_away", "ds_scaled": True},
 }
 
 

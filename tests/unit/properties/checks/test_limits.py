@@ -223,7 +223,8 @@ def test_problems_whose_roundings_may_agree_are_not_judged(change):
 @pytest.mark.parametrize(
     "declared",
     [
-        {"dots": "tf32"}, {"prescales": "q"}, {"ds_roundings": 2}, {"ds_from": "rounded"},
+        {"dots": "tf32"}, {"dots": "tf32", "tf32_conversion": "truncate", "prescales": "q"},
+        {"prescales": "q"}, {"ds_roundings": 2}, {"ds_from": "rounded"},
     ],
     ids=str,
 )  # fmt: skip

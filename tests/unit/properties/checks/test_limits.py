@@ -44,6 +44,49 @@ def test_a_correct_kernel_keeps_the_limits(family, dtype):
         assert trial is None or not limits(trial)
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("conversion", ["truncate", "nearest", "nearest_away"])
+def test_a_correct_tf32_kernel_keeps_the_limits(family, conversion):
+    kernel = Subject.of(FlashAttention2(tf32_conversion=conversion), "emulated")
+    for seed, mask in enumerate((Mask(), Mask(causal=True), Mask(window_left=30))):
+        problem = Problem(
+            H=2, M=97, N=130, D=40, Dv=24, dtype="fp32", inputs=family, mask=mask, seed=seed
+        )
+        trial = run_trial(kernel, problem)
+        assert trial is None or not [x for check in (limits, *OTHERS) for x in check(trial)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "outputs"),
+    [
+        ("one tile of P times 1 + 2**-9", {"dv"}),
+        ("one tile of dS times 1 + 2**-9", {"dq", "dk"}),
+        ("k converted in another way", {"dq", "dk", "dv"}),
+    ],
+)
+def test_a_fault_of_a_tf32_kernel_is_found_where_the_conversion_is_declared(fault, outputs):
+    kernel = Subject.of(FlashAttention2(fault, tf32_conversion="truncate"), "faulty")
+    problem = dataclasses.replace(PROBLEM, dtype="fp32")
+    trial = run_trial(kernel, problem)
+    assert trial is not None
+    for check in (limits, backward):
+        assert {finding.output for finding in check(trial)} == outputs
+    unknown = dataclasses.replace(kernel.numerics, tf32_conversion="unknown")
+    trial = run_trial(dataclasses.replace(kernel, numerics=unknown), problem)
+    assert trial is not None
+    assert not [x for check in (limits, *OTHERS) for x in check(trial)]
+
+
+def test_a_kernel_that_declares_another_conversion_to_tf32_fails():
+    for declared, computed in (("nearest", "truncate"), ("truncate", "nearest_away")):
+        kernel = Subject.of(FlashAttention2(tf32_conversion=computed), "other")
+        numerics = dataclasses.replace(kernel.numerics, tf32_conversion=declared)
+        problem = dataclasses.replace(PROBLEM, dtype="fp32")
+        trial = run_trial(dataclasses.replace(kernel, numerics=numerics), problem)
+        assert trial is not None
+        assert {x.output for x in limits(trial)} == {"out", "lse", "dq", "dk", "dv"}
+
+
 def test_the_gradients_of_a_kernel_that_returns_no_lse_have_no_limits():
     """They depend on an lse that is not known."""
     kernel = FlashAttention2()

@@ -167,6 +167,27 @@ SUBTLE: tuple[Mutant, ...] = (
         ),
     ),
     _subtle(
+        "dkdv: P of the first tile of TF32 dots is too large by one part in 512",
+        "a rescale that the first tile does not need",
+        _cast(
+            _DKDV,
+            "p",
+            "dout",
+            '(p * tl.where(start_m == 0, 1.001953125, 1.0) if CONFIG.DOTS == "tf32" else p)'
+            ".to(dout.dtype)",
+        ),
+    ),
+    _subtle(
+        "dq: keys are rounded to TF32, and those of the forward are truncated",
+        "a conversion before the dot in one kernel of two",
+        (
+            _DQ,
+            "tl.dot(rows.q, k_t, ",
+            "tl.dot(rows.q, (k_t.to(tl.int32, bitcast=True) + 4096).to(tl.float32, bitcast=True) "
+            'if CONFIG.DOTS == "tf32" else k_t, ',
+        ),
+    ),
+    _subtle(
         "forward: the softmax sum of 16-bit inputs takes 16 of the digits of P",
         "a packed addition of halves",
         (

@@ -6,7 +6,7 @@ import torch
 
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 
-__all__ = ["OPERANDS", "UNIT", "clear_of_ties", "rounded", "truncated"]
+__all__ = ["OPERANDS", "UNIT", "clear_of_ties", "nearest_away", "rounded", "truncated"]
 
 # Bits of the significand, with the leading one.
 _BITS = {"fp16": 11, "bf16": 8, "fp32": 24, "tf32": 11}
@@ -32,6 +32,13 @@ def _to_bits(x: torch.Tensor, how: object, bits: int = _BITS["tf32"]) -> torch.T
     return torch.ldexp(how(significand * 2.0**bits) * 2.0**-bits, exponent)  # type: ignore[operator]
 
 
+def nearest_away(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Round float64 to nearest, ties away from 0, in the normal range of the dtype."""
+    return _to_bits(
+        x, lambda y: torch.trunc(y + torch.copysign(torch.tensor(0.5), y)), _BITS[dtype]
+    )
+
+
 def clear_of_ties(x: torch.Tensor, dtype: str, *, truncation: bool = False) -> torch.Tensor:
     """Return bool: whether an error of 2**-17 of x changes neither rounding nor truncation."""
     low, high = x * (1 - _NEAR), x * (1 + _NEAR)
@@ -51,7 +58,8 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
 OPERANDS = {
     "ieee": lambda x: x,
     "tf32, truncated": lambda x: truncated(x, "tf32"),
-    "tf32, rounded": lambda x: rounded(x, "tf32"),
+    "tf32, nearest": lambda x: rounded(x, "tf32"),
+    "tf32, nearest_away": lambda x: nearest_away(x, "tf32"),
     "bf16x3": _twice,
     "bf16, truncated": lambda x: truncated(x, "bf16"),
     "bf16, rounded": lambda x: rounded(x, "bf16"),

@@ -22,6 +22,10 @@ __all__ = ["numerics_of", "orders_of"]
 # Keys or rows of a sum: several tiles of most kernels. The counts of a bf16 sum are exact to 256.
 _TERMS = {"bf16": 256, "fp32": 256, "fp16": 128}
 _OPERANDS = ("q_operand", "k_operand", "v_operand")
+_CONVERSIONS = {
+    "tf32, truncated": "truncate", "tf32, nearest": "nearest",
+    "tf32, nearest_away": "nearest_away",
+}  # fmt: skip
 _OF_BACKWARD = ("dout_operand", "q_operand_of_dk", "k_operand_of_dq")
 
 
@@ -51,6 +55,7 @@ def numerics_of(subject: Subject, base: Problem, found: Mapping[str, Answer]) ->
     yield _p_dtype(found, backward)
     if "fp32" in limits.dtypes:
         yield _dots(found, backward)
+        yield _tf32_conversion(found, backward)
     yield from _tiles(subject, limits, found)
     if "fp32" in limits.dtypes and base.M > 1 and not found["always_causal"].value:
         long = limits.long("fp32", "keys")
@@ -182,3 +187,20 @@ def _dots(found: Mapping[str, Answer], backward: bool) -> Answer:
         said = f"{unclear[0].word}: {unclear[0].evidence}"
         return undecided("dots", said, unclear[0].replay)
     return Answer("dots", "ieee", "shown", f"{', '.join(words)} are whole", answers[0].replay)
+
+
+def _tf32_conversion(found: Mapping[str, Answer], backward: bool) -> Answer:
+    """Return the declaration tf32_conversion, if all operands are converted alike."""
+    word = "tf32_conversion"
+    if found["dots"].value != "tf32":
+        return undecided(word, f"dots: {found['dots'].evidence}", found["dots"].replay)
+    words = (*_OPERANDS, "p_operand", *(_OF_BACKWARD if backward else ()))
+    answers = [found[name] for name in words]
+    first = answers[0]
+    other = next((one for one in answers if one.value != first.value), None)
+    if other is not None or first.value not in _CONVERSIONS:
+        one = other or first
+        value = one.evidence if one.value is None else one.value
+        return undecided(word, f"{first.word}: {first.value}; {one.word}: {value}", one.replay)
+    said = f"{', '.join(words)} are {first.value}"
+    return Answer(word, _CONVERSIONS[first.value], "tried", said, first.replay)

@@ -171,6 +171,7 @@ _SETTLED = (
     "dtypes", "head_dims", "seqlen_multiple", "gqa", "m_ne_n", "dv_ne_d", "zero_sizes", "masks",
     "layouts", "backward", "score_mods", "returns_lse", "lse_grad", "lse_base", "empty_lse",
     "causal_alignment", "p_normalised", "ds_scaled", "splits", "rescale_threshold",
+    "tf32_conversion",
 )  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def _contradicts(word: str, given: Any, found: Any) -> bool:
         return bool(given < found)
     if word == "seqlen_multiple":
         return bool(given % found)
-    if given is None and word == "returns_lse":
+    if (word, given) in (("returns_lse", None), ("tf32_conversion", "unknown")):
         return False
     if isinstance(found, tuple):
         return given is None or not {*given} <= {*found}

@@ -262,11 +262,16 @@ def _score_operand(subject: Subject, problem: Problem, of: str) -> Observation:
 
 
 def mantissas(seed: int, *shape: int) -> torch.Tensor:
-    """Return float32 numbers in [1, 2), in float64, whose roundings to shorter formats differ."""
+    """Return float32 numbers in [1, 2), in float64, whose roundings to shorter formats differ.
+
+    Every second one is a tie of TF32, which goes down to the even neighbour or away from 0.
+    """
     x = rounded(1 + drawn(seed, 128 * math.prod(shape)), "fp32")
     clear = clear_of_ties(x, "tf32", truncation=True) & clear_of_ties(x, "bf16", truncation=True)
     clear &= (OPERANDS["bf16x3"](x) - x).abs() > 2.0**-18
-    return x[clear][: math.prod(shape)].view(shape)
+    x = x[clear][: math.prod(shape)]
+    x[1::2] = (x[1::2] * 2**9).floor() / 2**9 + 2.0**-11
+    return x.view(shape)
 
 
 def rounding_of_forward(
@@ -294,7 +299,11 @@ def _operands(subject: Subject, base: Problem) -> Iterator[Answer]:
         values[name] = values[f"{name}, P in fp32"] = name
     for of in "qkv":
         which = Experiment(f"{of}_operand", problem)
-        yield decided(f"{of}_operand", which, observe(subject, which), values)
+        seen = observe(subject, which)
+        yield decided(f"{of}_operand", which, seen, values)
+        if of == "q":
+            of_p = {x: "ieee" if "P in fp32" in x else values[x] for x in seen.expected}
+            yield decided("p_operand", which, seen, of_p)
 
 
 def _decided_weights(subject: Subject, base: Problem, dtype: str) -> list[Answer]:

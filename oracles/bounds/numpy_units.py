@@ -8,7 +8,9 @@ head_dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -273,7 +275,9 @@ def _nearest_away(x: FloatArray) -> FloatArray:
     return np.asarray(whole + np.trunc(2 * fraction))
 
 
-_TO_INTEGER = {"truncate": np.trunc, "nearest": np.rint, "nearest_away": _nearest_away}
+_TO_INTEGER: dict[str, Callable[[FloatArray], Any]] = {
+    "truncate": np.trunc, "nearest": np.rint, "nearest_away": _nearest_away,
+}  # fmt: skip
 
 
 def rounded(x: FloatArray, to: str) -> FloatArray:

@@ -18,6 +18,17 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & -(2**13)).view(torch.float32)
 
 
+def tf32_nearest(x: torch.Tensor) -> torch.Tensor:
+    """Round to TF32, ties to even."""
+    bits = x.view(torch.int32)
+    return tf32((bits + 0xFFF + ((bits >> 13) & 1)).view(torch.float32))
+
+
+def tf32_away(x: torch.Tensor) -> torch.Tensor:
+    """Round to TF32, ties away from 0."""
+    return tf32((x.view(torch.int32) + 0x1000).view(torch.float32))
+
+
 def bf16x3(x: torch.Tensor) -> torch.Tensor:
     """The sum of two bf16 numbers."""
     high = x.bfloat16().float()
@@ -237,6 +248,8 @@ BOXES = {
     "both scaled and cast": {"prescale": "qk", "ds_from_cast": True},
     "q scaled to base 2": {"prescale": "q log2e", "lse": "2", "empty_lse": math.inf},
     "TF32": {"cut": tf32},
+    "TF32 to nearest": {"cut": tf32_nearest},
+    "TF32 away from 0": {"cut": tf32_away},
     "bf16x3": {"cut": bf16x3},
     "fp32 through bf16": {"cut": bf16},
     "threshold of 2**8": {"threshold": 8.0},
@@ -245,7 +258,11 @@ BOXES = {
     "out in bf16 between tiles": {"narrow": True},
     "8 keys at once, truncated": {"width": 32, "fused": 8},
 }
-_CUTS = {tf32: "tf32, truncated", bf16x3: "bf16x3", bf16: "bf16, rounded", whole: "ieee"}
+_CUTS = {
+    tf32: "tf32, truncated", tf32_nearest: "tf32, nearest", tf32_away: "tf32, nearest_away",
+    bf16x3: "bf16x3", bf16: "bf16, rounded", whole: "ieee",
+}  # fmt: skip
+_CONVERSIONS = {tf32: "truncate", tf32_nearest: "nearest", tf32_away: "nearest_away"}
 _WAYS = {
     "none": ("none", "none"), "q": ("q", "q by sm_scale"), "k": ("k", "k by sm_scale"),
     "qk": ("qk", "both by sqrt(sm_scale)"), "q log2e": ("q", "q by sm_scale log2(e)"),
@@ -269,6 +286,7 @@ def truth(**how) -> dict[str, object]:
         **dict.fromkeys(("q_operand", "k_operand", "v_operand", "dout_operand"), cut),
         **dict.fromkeys(("q_operand_of_dk", "k_operand_of_dq"), cut),
         "dots": {"ieee": "ieee", "bf16, rounded": None}.get(cut, "tf32"),
+        "tf32_conversion": _CONVERSIONS.get(box.cut),
         "ds_scaled": None if p != "input" else box.ds_scaled,
         "ds_from": None if p != "input" else "rounded" if box.ds_from_cast else "unrounded",
         "delta_from": None if p is None else "out", "dp_dtype": None if p is None else "fp32",

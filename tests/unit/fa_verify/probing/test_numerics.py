@@ -64,6 +64,21 @@ def test_a_declared_rounding_that_the_kernel_has_not_is_refuted():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("declared", "says"), [("nearest", 1), ("truncate", 0), ("unknown", 0)])
+def test_another_conversion_to_tf32_than_declared_is_refuted(declared, says):
+    declares = attention_kernel(dots="tf32", tf32_conversion=declared)
+    subject = Subject.of(declares(kernel(**BOXES["TF32"])), "kernel")
+    probed = probe(subject, topics=("numerics",))
+    wrong = refuted(subject, probed)
+    assert (
+        sum("tf32_conversion='nearest', and the probe finds 'truncate'" in x for x in wrong)
+        == (len(wrong))
+        == says
+    )
+    # The checks assume no declaration that narrows a bound.
+    assert "tf32_conversion" not in probed.assumed()
+
+
 def test_a_kernel_without_declarations_has_none_refuted():
     subject = Subject.of(kernel(prescale="q"), "kernel")
     assert refuted(subject, probe(subject, topics=("numerics",))) == []

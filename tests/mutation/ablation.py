@@ -24,6 +24,7 @@ ABLATION: dict[str, tuple[str, int]] = {
     "limit": ("forward: P has 17 digits in fp32", 11),
     "limit lse": ("forward: the softmax sum of 16-bit inputs takes 16 of the digits of P", 0),
     "limit rows": ("forward: the factor that rescales acc is rounded to the input dtype", 12),
+    "limit tf32": ("dkdv: P of the first tile of TF32 dots is too large by one part in 512", 13),
     "rms": ("dkdv: dS is made from the rounded P", 2),
     "bias": ("dq: dq is too large by one part in a thousand", 0),
     "identities": ("delta: it is truncated to the input dtype", 8),

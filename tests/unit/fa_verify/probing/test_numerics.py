@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from fa_verify.probing import numerics
+from fa_verify.probing.answers import Answer
 from fa_verify.probing.experiments import Experiment, observe
 from fa_verify.probing.probe import Probed, probe, refuted
 from fa_verify.probing.trying import stripped
@@ -77,6 +79,17 @@ def test_another_conversion_to_tf32_than_declared_is_refuted(declared, says):
     )
     # The checks assume no declaration that narrows a bound.
     assert "tf32_conversion" not in probed.assumed()
+
+
+def test_operands_that_are_converted_in_different_ways_decide_no_conversion():
+    words = ("dots", "q_operand", "k_operand", "v_operand", "p_operand")
+    found = {word: Answer(word, "tf32, nearest", "shown", "seen") for word in words}
+    found["dots"] = Answer("dots", "tf32", "shown", "seen")
+    assert numerics._tf32_conversion(found, False).value == "nearest"
+    for other in ("tf32, truncated", "ieee", None):
+        certainty = "undecided" if other is None else "shown"
+        found["p_operand"] = Answer("p_operand", other, certainty, "seen")
+        assert numerics._tf32_conversion(found, False).certainty == "undecided"
 
 
 def test_a_kernel_without_declarations_has_none_refuted():

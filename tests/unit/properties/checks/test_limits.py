@@ -48,9 +48,9 @@ def test_a_correct_kernel_keeps_the_limits(family, dtype):
 @pytest.mark.parametrize("conversion", ["truncate", "nearest", "nearest_away"])
 def test_a_correct_tf32_kernel_keeps_the_limits(family, conversion):
     kernel = Subject.of(FlashAttention2(tf32_conversion=conversion), "emulated")
-    for seed, mask in enumerate((Mask(), Mask(causal=True), Mask(window_left=30))):
+    for seed, mask in enumerate((Mask(causal=True), Mask(window_left=60))):
         problem = Problem(
-            H=2, M=97, N=130, D=40, Dv=24, dtype="fp32", inputs=family, mask=mask, seed=seed
+            H=2, M=65, N=98, D=40, Dv=24, dtype="fp32", inputs=family, mask=mask, seed=seed
         )
         trial = run_trial(kernel, problem)
         assert trial is None or not [x for check in (limits, *OTHERS) for x in check(trial)]

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from fa_verify.oracles.bounds import spread
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
@@ -54,6 +55,15 @@ def test_a_correct_tf32_kernel_keeps_the_limits(family, conversion):
         )
         trial = run_trial(kernel, problem)
         assert trial is None or not [x for check in (limits, *OTHERS) for x in check(trial)]
+
+
+def test_long_sums_may_lose_what_tensor_cores_truncate(monkeypatch):
+    kernel = Subject.of(FlashAttention2(tf32_conversion="nearest"), "emulated")
+    trial = run_trial(kernel, Problem(M=6000, N=40, D=16, Dv=16, dtype="fp32", seed=1))
+    assert trial is not None
+    assert not limits(trial)
+    monkeypatch.setattr(spread, "_STEP_TF32", 10**6)
+    assert {finding.output for finding in limits(trial)} == {"dv"}
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ from fa_verify.verification import verify
 from tests.unit.properties.checks import (
     test_closed_form,
     test_memory_checks,
+    test_merging_checks,
     test_pooled_checks,
     test_streams,
 )
@@ -193,6 +194,11 @@ def _scratch() -> str:
 
 def _pooled(check: str, fault: str) -> Callable[[], str]:
     return _found(check, fault, test_pooled_checks.PROBLEM, subject=test_pooled_checks.Pools)
+
+
+def _merging(name: str) -> Callable[[], str]:
+    """The message of a check of merged states, by the name of a broken merge."""
+    return lambda: str(test_merging_checks.claimed(name))
 
 
 def _streams(check: str, fault: str, problem: Problem = test_streams.PROBLEM) -> Callable[[], str]:
@@ -794,6 +800,69 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "Pooled: a write out of bounds",
             "The kernel writes next to the result or next to scratch. The shape says which.",
             _pooled("pooled G6", "written past its end"),
+        ),
+    ),
+    "Merged states": (
+        Kind(
+            "S1: outside the bound",
+            "Look at the weights: relative to the largest lse, in the base of the lses.",
+            _merging("accuracy"),
+        ),
+        Kind(
+            "S1: an order of the parts",
+            "The function treats a part by its place, as the first or the last.",
+            _merging("groups"),
+        ),
+        Kind(
+            "S1: parts in turn",
+            "The result of earlier parts is a part of the next merge.",
+            _merging("in turn"),
+        ),
+        Kind(
+            "S1: a part that saw nothing",
+            "Its weight is 0, and its out may be NaN: select, and do not multiply.",
+            _merging("silent parts"),
+        ),
+        Kind(
+            "S1: the gradient of a part that saw nothing",
+            "Its gradients are zeros.",
+            _merging("not 0"),
+        ),
+        Kind(
+            "S1: one part",
+            "The weight of a part alone is 1, and its logarithm 0.",
+            _merging("one part"),
+        ),
+        Kind(
+            "S1: storage",
+            "The function takes a stride for granted, most often of the lses.",
+            _merging("storage"),
+        ),
+        Kind(
+            "S1: a slice",
+            "Rows are merged independently of each other.",
+            _merging("a slice"),
+        ),
+        Kind(
+            "S1: distant elements",
+            "An offset is computed in 32 bits.",
+            _merging("far apart"),
+        ),
+        Kind(
+            "S1: a hidden NaN",
+            "A test such as `l > 0` is false for NaN, and the row looks empty.",
+            _merging("not hidden"),
+        ),
+        Kind(
+            "S1: a NaN of another row",
+            "A reduction goes over rows.",
+            _merging("another row"),
+        ),
+        Kind(
+            "S1: a ring",
+            "The calls of the parts are right alone. Look at their masks, and at the gradient of "
+            "lse.",
+            lambda: str(test_merging_checks.ring_finding()),
         ),
     ),
     "Streams and CUDA graphs": (

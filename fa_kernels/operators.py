@@ -1,4 +1,4 @@
-"""Forward, backward and pooling as custom operators of PyTorch.
+"""Forward, backward, pooling and merging as custom operators of PyTorch.
 
 The compiler and dispatch modes see one operator per call. If no compiler, mode, tracer or tensor
 subclass is active, the implementation is called directly: the dispatcher takes as long as the rest
@@ -14,6 +14,12 @@ from typing import Any
 import torch
 
 from fa_kernels.launch.call_cache import prepared
+from fa_kernels.launch.combine import (
+    empty_combined,
+    empty_state_gradients,
+    launch_combine,
+    launch_combine_backward,
+)
 from fa_kernels.launch.portable import (
     backward_kernels,
     empty_gradients,
@@ -37,7 +43,15 @@ from fa_kernels.runtime.private import (
 )
 from fa_kernels.validation.arguments import Request
 
-__all__ = ["backward", "forward", "pooled_scores", "run_forward"]
+__all__ = [
+    "backward",
+    "combine",
+    "combine_backward",
+    "forward",
+    "pooled_scores",
+    "run_combine",
+    "run_forward",
+]
 
 _NAMESPACE = __name__.partition(".")[0]
 _REQUEST = (
@@ -48,6 +62,7 @@ _REQUEST = (
 )
 # The fields of a request that hold tensors.
 _TENSORS = ("seqlens_q", "seqlens_k", "block_mask", "alibi_slopes", "bias")
+_MERGE = "combine_attention_states"
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 _OPERATORS = {
     "forward": f"(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)",
@@ -59,6 +74,10 @@ _OPERATORS = {
     "pooled_scores": (
         f"(Tensor q, Tensor k, Tensor lse, {_REQUEST}, str pool, SymInt pool_rows, "
         "SymInt pool_keys) -> Tensor pooled"
+    ),
+    "combine": "(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)",
+    "combine_backward": (
+        "(Tensor outs, Tensor lses, Tensor? dout, Tensor? dlse) -> (Tensor douts, Tensor dlses)"
     ),
 }
 # Operators survive a reload of this module, because torch may call a redefined operator in place of
@@ -72,6 +91,8 @@ if _is_new:
 forward = getattr(torch.ops, _NAMESPACE).forward.default
 backward = getattr(torch.ops, _NAMESPACE).backward.default
 pooled_scores = getattr(torch.ops, _NAMESPACE).pooled_scores.default
+combine = getattr(torch.ops, _NAMESPACE).combine.default
+combine_backward = getattr(torch.ops, _NAMESPACE).combine_backward.default
 
 
 def _forward(q, k, v, *request):
@@ -152,6 +173,26 @@ def _constant(*arguments):
     return _below_autograd(pooled_scores, *arguments)
 
 
+def _combine(outs, lses):
+    return launch_combine(outs, lses)
+
+
+def _combine_like(outs, lses):
+    return empty_combined(outs, lses)
+
+
+def _combine_dispatched(outs, lses):
+    return _below_autograd(combine, outs, lses)
+
+
+def _combine_backward(outs, lses, dout, dlse):
+    return launch_combine_backward(outs, lses, dout, dlse)
+
+
+def _combine_backward_like(outs, lses, _dout, _dlse):
+    return empty_state_gradients(outs, lses)
+
+
 def _is_watched(*tensors):
     """Whether a compiler, mode, tracer, profiler or tensor subclass has to see the operators."""
     return (
@@ -181,6 +222,15 @@ def run_forward(q, k, v, request):
     if _is_recorded(q, k, v, request.bias):
         return _ForwardFunction.apply(q, k, v, request.bias, request, _launched)
     return _launched(q, k, v, request)
+
+
+def run_combine(outs, lses):
+    """Returns the merged (out, lse) of checked parts, both differentiable."""
+    if _is_watched(outs, lses):
+        return combine(outs, lses)
+    if _is_recorded(outs, lses):
+        return _CombineFunction.apply(outs, lses, _combine)
+    return _combine(outs, lses)
 
 
 def _is_recorded(*tensors):
@@ -253,8 +303,54 @@ class _BackwardFunction(torch.autograd.Function):
         )
 
 
-def _recorded(name):
+class _CombineFunction(torch.autograd.Function):
+    """The merge's node; saves outs and lses."""
+
+    @staticmethod
+    def forward(ctx, outs, lses, run):
+        ctx.save_for_backward(outs, lses)
+        ctx.set_materialize_grads(False)
+        return run(outs, lses)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        saved = ctx.saved_tensors
+        # With gradients enabled, the operator records a node that refuses second derivatives.
+        watched = (
+            torch.is_grad_enabled()
+            or _is_watched(*saved, dout, dlse)
+            or _is_batched(dout)
+            or _is_batched(dlse)
+        )
+        found = (combine_backward if watched else _combine_backward)(*saved, dout, dlse)
+        asked = ctx.needs_input_grad[:2]
+        return *(x if is_asked else None for x, is_asked in zip(found, asked, strict=True)), None
+
+    @staticmethod
+    def jvp(_ctx, *_tangents):
+        raise NotImplementedError(
+            "combine_attention_states is differentiated in forward mode; supported is reverse mode"
+        )
+
+
+class _CombineBackwardFunction(torch.autograd.Function):
+    """The node of a merge's backward, which refuses second derivatives."""
+
+    @staticmethod
+    def forward(_ctx, *arguments):
+        return _below_autograd(combine_backward, *arguments)
+
+    @staticmethod
+    def backward(_ctx, *_gradients):
+        raise NotImplementedError(
+            "combine_attention_states is differentiated twice; supported are first derivatives"
+        )
+
+
+def _recorded(name, function="flash_attention"):
     """Returns an operator's autograd kernel, which calls the function of this name.
+
+    ``function`` is the public function that an error names.
 
     ``torch.library.register_autograd`` would take as long as the rest of a call, and would drop
     forward-mode tangents instead of refusing them.
@@ -263,7 +359,7 @@ def _recorded(name):
     def run(*arguments):
         if is_transformed():
             raise NotImplementedError(
-                "flash_attention is differentiated by torch.func; supported is torch.autograd"
+                f"{function} is differentiated by torch.func; supported is torch.autograd"
             )
         return globals()[name](*arguments)
 
@@ -279,6 +375,14 @@ def _recorded_backward(*arguments):
     return _BackwardFunction.apply(*arguments)
 
 
+def _recorded_combine(outs, lses):
+    return _CombineFunction.apply(outs, lses, _combine_dispatched)
+
+
+def _recorded_combine_backward(*arguments):
+    return _CombineBackwardFunction.apply(*arguments)
+
+
 def _by_name(name):
     return lambda *arguments: globals()[name](*arguments)
 
@@ -288,6 +392,8 @@ if _is_new:
         (forward, "_forward", _recorded("_recorded_forward")),
         (backward, "_backward", _recorded("_recorded_backward")),
         (pooled_scores, "_pooled_scores", _by_name("_constant")),
+        (combine, "_combine", _recorded("_recorded_combine", _MERGE)),
+        (combine_backward, "_combine_backward", _recorded("_recorded_combine_backward", _MERGE)),
     ):
         _library.impl(_operator, _by_name(_name), "CompositeExplicitAutograd")
         _library.impl(_operator, _differentiable, "Autograd")

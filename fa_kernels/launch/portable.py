@@ -14,7 +14,6 @@ import triton.language as tl
 from fa_kernels.configs import Tile
 from fa_kernels.kernels.common.score_mod import ALIBI, BIAS, SOFTCAP
 from fa_kernels.kernels.portable.bwd_preprocess import bwd_preprocess_kernel
-from fa_kernels.kernels.portable.combine import combine_kernel
 from fa_kernels.kernels.portable.dbias import dbias_kernel
 from fa_kernels.kernels.portable.dkdv import dkdv_kernel
 from fa_kernels.kernels.portable.dq import dq_kernel
@@ -22,6 +21,7 @@ from fa_kernels.kernels.portable.dq_postprocess import dq_postprocess_kernel
 from fa_kernels.kernels.portable.forward import forward_kernel
 from fa_kernels.kernels.portable.pool import pool_kernel
 from fa_kernels.launch import hopper
+from fa_kernels.launch.combine import launch_combine_splits
 from fa_kernels.launch.sizes import ROW_PADDING, Sizes
 from fa_kernels.runtime import allocation
 from fa_kernels.runtime.device import on_device
@@ -41,7 +41,6 @@ __all__ = [
 PREPROCESS_ROWS = 32
 # Rows of a program of ``dq_postprocess_kernel``, by its IN_BLOCKS.
 SUMS_ROWS = {False: 32, True: 64}
-COMBINE_ROWS = 4
 # The kernels' names for the strides of each tensor.
 _STRIDES = {
     "q": ("stride_qb", "stride_qh", "stride_qm", "stride_qd"),
@@ -254,15 +253,7 @@ def launch_forward(
                 },
             )  # fmt: skip
             if num_splits is not None:
-                run(
-                    combine_kernel, (cdiv(rows, COMBINE_ROWS),),
-                    {
-                        "acc_ptr": written[0], "m_ptr": written[1], "l_ptr": written[2],
-                        "out_ptr": out, "lse_ptr": lse, "num_splits": num_splits, "rows": rows,
-                        "Dv": sizes.Dv, "BLOCK_R": COMBINE_ROWS, "BLOCK_DV": constants["BLOCK_DV"],
-                        "ACC": constants["ACC"],
-                    },
-                )  # fmt: skip
+                launch_combine_splits(*written, out, lse)
     return out, lse
 
 

@@ -201,8 +201,8 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
 
 
-def check_device(device: torch.device) -> None:
-    """Checks that the kernels can run on a device.
+def check_device(device: torch.device, name: str = "q") -> None:
+    """Checks that the kernels can run on a device, that of the argument ``name``.
 
     Raises:
         NotImplementedError: It is neither a CUDA device nor the CPU under TRITON_INTERPRET=1.
@@ -212,8 +212,8 @@ def check_device(device: torch.device) -> None:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return
     raise NotImplementedError(
-        f"q is on {device}; needs a CUDA device, or the CPU with TRITON_INTERPRET=1 set before "
-        "Triton is imported"
+        f"{name} is on {device}; needs a CUDA device, or the CPU with TRITON_INTERPRET=1 set "
+        "before Triton is imported"
     )
 
 

@@ -19,6 +19,7 @@ _MASK = "fa_kernels/kernels/common/mask.py"
 _SEQLEN_INFO = "fa_kernels/kernels/common/seqlen_info.py"
 _SOFTMAX_END = "fa_kernels/kernels/common/softmax.py"
 _COMBINE = "fa_kernels/kernels/portable/combine.py"
+_COMBINE_BWD = "fa_kernels/kernels/portable/combine_bwd.py"
 _SCORES = "fa_kernels/kernels/common/score_mod.py"
 _DBIAS = "fa_kernels/kernels/portable/dbias.py"
 _RANGES = "fa_kernels/kernels/common/tile_ranges.py"
@@ -586,6 +587,102 @@ _SPLITS = (
     ),
 )  # fmt: skip
 
+_STATES = (
+    _fault(
+        "states: a row that no part saw is -inf - -inf, NaN",
+        "vllm#28181, #39148; flashinfer#4051",
+        "S1",
+        (
+            _COMBINE,
+            'tl.where(lse_part == -float("inf"), 0.0, tl.exp2((lse_part - largest) * LOG2E))',
+            "tl.exp2((lse_part - largest) * LOG2E)",
+        ),
+    ),
+    _fault(
+        "states: natural lses are weighted in base 2",
+        "sglang#35045, #40903; flashinfer#4547",
+        "S1",
+        (_COMBINE, "tl.exp2((lse_part - largest) * LOG2E)", "tl.exp2(lse_part - largest)"),
+    ),
+    _fault(
+        "states: the weights are not relative to the largest lse",
+        "NATTEN#202",
+        "S1",
+        (_COMBINE, "tl.exp2((lse_part - largest) * LOG2E)", "tl.exp2(lse_part * LOG2E)"),
+        (_COMBINE, "lse = m_i + log_l", "lse = log_l"),
+    ),
+    _fault(
+        "states: out of a part that saw nothing is multiplied by 0",
+        "vllm#47188; sglang#2465",
+        "S1",
+        (_COMBINE, 'seen = inside & (m_split != -float("inf"))[:, None]', "seen = inside"),
+        hidden="while that out is finite",
+    ),
+    _fault(
+        "states: lse is the largest of the parts",
+        "flashinfer#58",
+        "S1",
+        (_COMBINE, "lse = m_i + log_l", "lse = m_i"),
+    ),
+    _fault(
+        "states: the search for the largest lse starts at -50,000",
+        "flashinfer#4267, #4401, #5262",
+        "S1",
+        (
+            _COMBINE,
+            'm_i = tl.full([BLOCK_R], -float("inf"), ACC)',
+            "m_i = tl.full([BLOCK_R], -50000.0, ACC)",
+        ),
+        hidden="while lses lie above it",
+    ),
+    _fault(
+        "states: lses are read as if they were contiguous",
+        "vllm#21996, #22003",
+        "S1",
+        (
+            _COMBINE,
+            "m_ptr + row_offsets(offs_r, H, M, stride_mb, stride_mh, stride_mm)",
+            "m_ptr + offs_r",
+        ),
+    ),
+    _fault(
+        "states: the offset of a part wraps at 2**31",
+        "sglang#29597, #29720",
+        "S1",
+        (_COMBINE, "split * stride_as)[:, None]", "(split * stride_as).to(tl.int32))[:, None]"),
+        hidden="while the parts together have fewer elements",
+    ),
+    _fault(
+        "states: the last part has the weight of the largest",
+        "independent: a peeled last turn of the loop without its rescale",
+        "S1",
+        (
+            _COMBINE,
+            "weight = state_weight(m_split, m_i)",
+            "weight = state_weight(tl.where(split == num_splits - 1, m_i, m_split), m_i)",
+        ),
+    ),
+    _fault(
+        "states: a NaN of an lse counts as an empty row",
+        "independent: the test that sums of splits need",
+        "S1",
+        (_COMBINE, "tl.zeros([BLOCK_R], ACC), l_i != 0)", "tl.zeros([BLOCK_R], ACC), l_i > 0)"),
+        hidden="while every lse is finite",
+    ),
+    _fault(
+        "states: the gradient of lse is dropped",
+        "independent: a ring whose loss depends on out alone",
+        "S1",
+        (_COMBINE_BWD, "tl.sum(out * dout, 1) - delta + dlse", "tl.sum(out * dout, 1) - delta"),
+    ),
+    _fault(
+        "states: the gradient of an lse lacks the mean over the parts",
+        "independent: out_p in place of out_p - out",
+        "S1",
+        (_COMBINE_BWD, "tl.sum(out * dout, 1) - delta + dlse", "tl.sum(out * dout, 1) + dlse"),
+    ),
+)  # fmt: skip
+
 _PACKED = (
     _fault(
         "forward: the keys of a sequence begin where its queries do",
@@ -846,8 +943,10 @@ _LARGE_SIZES = (
         "T3 G1",
         (
             _COMBINE,
-            "    for split in range(0, num_splits):\n        offs_split",
-            "    for split in range(0, min(num_splits, 8)):\n        offs_split",
+            "    acc = tl.zeros([BLOCK_R, BLOCK_DV], ACC)\n"
+            "    for split in range(0, num_splits):\n",
+            "    acc = tl.zeros([BLOCK_R, BLOCK_DV], ACC)\n"
+            "    for split in range(0, min(num_splits, 8)):\n",
         ),
         hidden="up to 8 splits",
     ),
@@ -1137,15 +1236,15 @@ _SKIPS = (
         "G1",
         (
             _COMBINE,
-            "        weight = tl.exp2(m_split - m_i)\n",
-            "        weight = tl.exp2(m_split - m_i)\n"
-            "        weight = tl.where(weight < 2.0**-24, 0.0, weight)\n",
+            "            weight = tl.exp2(m_split - m_i)\n",
+            "            weight = tl.exp2(m_split - m_i)\n"
+            "            weight = tl.where(weight < 2.0**-24, 0.0, weight)\n",
         ),
         hidden="unless the values of heavier keys are tiny too",
     ),
 )  # fmt: skip
 
 FAULTS: tuple[Mutant, ...] = (
-    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_PACKED, *_SCORE_MODS,
-    *_LARGE_SIZES, *_SEQUENCES, *_GRADIENT_SETS, *_SKIPS,
+    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_STATES, *_PACKED,
+    *_SCORE_MODS, *_LARGE_SIZES, *_SEQUENCES, *_GRADIENT_SETS, *_SKIPS,
 )  # fmt: skip

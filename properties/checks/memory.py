@@ -20,14 +20,22 @@ from fa_verify.properties.execution.large_memory import free_memory, large_memor
 from fa_verify.properties.execution.trial import Trial, run_gradients, run_subject
 from fa_verify.properties.inputs.tensors import make
 
-__all__ = ["far_offsets", "full_overwrite", "gradient_sets", "reads_in_bounds"]
+__all__ = [
+    "FAR",
+    "SPARE",
+    "arena_of",
+    "far_offsets",
+    "full_overwrite",
+    "gradient_sets",
+    "reads_in_bounds",
+]
 
 # The smallest offset in elements that int32 cannot hold, and the distance from a tensor's first to
 # its last element. The distance is larger, so that the offset of a tile that begins before the last
 # row exceeds int32 too.
-_FAR = 2**31
-_SPARE = 2**30  # bytes of a GPU that others may allocate meanwhile
-_REACH = _FAR + _FAR // 8
+FAR = 2**31
+SPARE = 2**30  # bytes of a GPU that others may allocate meanwhile
+_REACH = FAR + FAR // 8
 # Alignment of tensors and distant rows, in elements.
 _UNIT = 64
 _MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE exists from Python 3.13 on
@@ -142,11 +150,11 @@ def far_offsets(trial: Trial) -> list[Finding]:
         )
     whole = problem.seed % 2 == 1 or (layouts is not None and "strided" not in layouts)
     places, elements = _far_places(shapes, problem.seed // 2, whole_rows=whole)
-    elements, dtype = _FAR + elements, trial.inputs.q.dtype
-    with large_memory(problem.device, elements * dtype.itemsize + _SPARE):
-        arena = _arena(elements, problem.device, dtype)
+    elements, dtype = FAR + elements, trial.inputs.q.dtype
+    with large_memory(problem.device, elements * dtype.itemsize + SPARE):
+        arena = arena_of(elements, problem.device, dtype)
         moved = [
-            arena[_FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
+            arena[FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
             for x, place in zip(trial.inputs.tensors, places, strict=True)
         ]
         inputs = trial.inputs._replace(**dict(zip(TENSORS, moved, strict=True)))
@@ -200,12 +208,12 @@ def _far_places(
     return places, elements
 
 
-def _arena(elements: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+def arena_of(elements: int, device: str, dtype: torch.dtype) -> torch.Tensor:
     """Allocate memory filled with NaN on a GPU; on a CPU zeros, committed only where touched."""
     size = elements * dtype.itemsize
     short = f"offsets past 2**31 need {size / 2**30:.0f} GiB of memory on {device}"
     if device == "cuda":
-        if free_memory() < size + _SPARE:
+        if free_memory() < size + SPARE:
             raise MemoryError(short)
         return torch.full((elements,), math.nan, dtype=dtype, device=device)
     # Reserve address space without committing memory, as far as the system permits.

@@ -22,8 +22,10 @@ from fa_verify.oracles.bounds.variance import Variances, variances
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
+from fa_verify.oracles.reference.merging import Merged
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.large_memory import beyond_limit
+from fa_verify.properties.inputs.states import States
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.without_gpu import advice
@@ -41,6 +43,7 @@ __all__ = [
     "run_bias_gradient",
     "run_gradients",
     "run_pooled",
+    "run_states",
     "run_subject",
     "run_trial",
 ]
@@ -259,12 +262,37 @@ def run_pooled(
         return pooled.detach()
 
 
+def run_states(subject: Subject, states: States, *, gradients: bool) -> Merged:
+    """Return a merge by the subject, with uninitialised memory filled with NaN.
+
+    Args:
+        subject: The subject.
+        states: The tensors, with lses in the convention of the subject.
+        gradients: Whether to compute the gradients too; without them, they have no elements.
+
+    Raises:
+        SubjectError: The subject raises, changes an input, or an output has a wrong shape or dtype.
+        NotImplementedError: The subject refuses the call, or does not merge states.
+    """
+    outs, lses, dout, dlse = states
+    with _faults_of_the_subject(states):
+        with _poisoned_allocations():
+            leaves = [x.detach().requires_grad_(gradients) for x in (outs, lses)]
+            out, lse = subject.run_states(*leaves)
+            found = [outs.new_empty(0), lses.new_empty(0)]
+            if gradients:
+                found = list(torch.autograd.grad([out, lse], leaves, [dout, dlse]))
+        _check_form("out", out, outs, tuple(outs.shape[1:]))
+        _check_form("lse", lse, outs, tuple(lses.shape[1:]))
+        return Merged(out.detach(), lse.detach(), found[0], found[1])
+
+
 # Elements of the inputs that are copied to be compared after a call. More would take gigabytes.
 _MOST_COMPARED = 2**28
 
 
 @contextmanager
-def _faults_of_the_subject(inputs: Inputs) -> Iterator[None]:
+def _faults_of_the_subject(inputs: Inputs | States) -> Iterator[None]:
     """Convert exceptions inside the block to SubjectError, except NotImplementedError.
 
     Raises:

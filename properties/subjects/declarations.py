@@ -70,7 +70,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
 # Declarations that are callables.
-_FUNCTIONS = ("tiles", "paths", "pooled")
+_FUNCTIONS = ("tiles", "paths", "pooled", "states")
 # The value of ``fixed_scale`` for a kernel that divides by the root of D.
 DEFAULT_SCALE = "1/sqrt(D)"
 # All declarations.
@@ -183,6 +183,12 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
     for word in ("tiles", "paths"):
         if word in declared and not callable(declared[word]):
             raise ValueError(f"{name}.{word} is {declared[word]!r}; needs a function of a problem")
+    states = declared.get("states", True)
+    if states is not True and not callable(states):
+        raise ValueError(
+            f"{name}.states is {states!r}; needs a function of (outs, lses), or True for a kernel "
+            "that is one"
+        )
     if "pooled" in declared and not callable(declared["pooled"]):
         raise ValueError(
             f"{name}.pooled is {declared['pooled']!r}; needs a function that returns the pooled "

@@ -184,6 +184,15 @@ def _check_signature(subject: Subject) -> None:
         signature = inspect.signature(subject.call, follow_wrapped=False)
     except (TypeError, ValueError):
         return
+    if subject.merges_alone:
+        try:
+            signature.bind(None, None)
+        except TypeError as error:
+            raise ValueError(
+                f"{subject.name} takes {signature}; needs (outs, lses), as it declares "
+                f"states=True: {error}"
+            ) from None
+        return
     try:
         signature.bind(None, None, None, **dict.fromkeys(words))
     except TypeError as error:

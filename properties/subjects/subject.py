@@ -98,6 +98,7 @@ class Subject:
     tiles: Callable[[Problem], tuple[int, int]] | None = None
     paths: Callable[[Problem], tuple[str, ...]] | None = None
     pooled: Callable[..., torch.Tensor] | None = None
+    states: Callable[..., Any] | None = None
     takes: str = ""
     source: str = ""
     score_mods: tuple[str, ...] = ()
@@ -122,6 +123,8 @@ class Subject:
         if tutorial:
             call, declared = tutorial, tutorial.declarations(name, declared)
             declared["takes"] = tutorial.signature
+        if declared.get("states") is True:
+            declared["states"] = call
         numerics = {word: declared.pop(word) for word in NUMERICS if word in declared}
         return cls(name=name, call=call, numerics=Numerics(**numerics), **declared)
 
@@ -159,7 +162,16 @@ class Subject:
         found: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if item.name in ("name", "call", "tiles", "paths", "pooled", "numerics", "source"):
+            if item.name in (
+                "name",
+                "call",
+                "tiles",
+                "paths",
+                "pooled",
+                "states",
+                "numerics",
+                "source",
+            ):
                 continue
             default: Any = {"default": {}} if item.name == "configs" else item.default
             if value != default:
@@ -168,6 +180,8 @@ class Subject:
             value = getattr(self.numerics, word)
             if value != getattr(Numerics(), word):
                 found[word] = value
+        if self.merges_alone:
+            found["states"] = True
         return found
 
     def declared(self) -> str:
@@ -273,6 +287,8 @@ class Subject:
         reason = self.excludes(problem)
         if reason is not None:
             raise NotImplementedError(reason)
+        if self.merges_alone:
+            raise NotImplementedError(f"{self.name} declares states True: it computes no attention")
         mods: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
         if problem.softcap is not None:
             mods["softcap"] = problem.softcap
@@ -327,6 +343,32 @@ class Subject:
                 f"{self.name} returns {type(found).__name__} as pooled; needs a tensor"
             )
         return found
+
+    @property
+    def merges_alone(self) -> bool:
+        """Whether the kernel merges attention states and computes no attention."""
+        return self.states is not None and self.states is self.call
+
+    def run_states(
+        self, outs: torch.Tensor, lses: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merge states, whose lses are in the subject's own convention, as the result is.
+
+        Raises:
+            NotImplementedError: The subject has no ``states``, or it refuses the call.
+            AssertionError: ``states`` does not return two tensors.
+        """
+        if self.states is None:
+            raise NotImplementedError(f"{self.name} declares no states")
+        found: object = self.states(outs, lses)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise AssertionError(f"{self.name} returns {type(found).__name__}; needs (out, lse)")
+        for what, x in zip(("out", "lse"), found, strict=True):
+            if not isinstance(x, torch.Tensor):
+                raise AssertionError(
+                    f"{self.name} returns {type(x).__name__} as {what}; needs a tensor"
+                )
+        return found[0], found[1]
 
     def _asked(self, problem: Problem) -> dict[str, Any]:
         """Return the keyword arguments of a call, except those of packed sequences."""

@@ -77,6 +77,13 @@ def subject(pytestconfig: pytest.Config) -> Subject:
     return subject_of(pytestconfig)
 
 
+@pytest.fixture(autouse=True)
+def attention_alone(request: pytest.FixtureRequest, subject: Subject) -> None:
+    """Skip tests of attention for a subject that merges states and computes none."""
+    if subject.merges_alone and request.path.name != "test_merging.py":
+        pytest.skip(f"{subject.name} declares states=True: it computes no attention")
+
+
 @pytest.fixture
 def runner(
     subject: Subject,

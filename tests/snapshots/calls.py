@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from fa_kernels import flash_attention, flash_attention_varlen, pooled_attention_probs
+from fa_kernels import (
+    combine_attention_states,
+    flash_attention,
+    flash_attention_varlen,
+    pooled_attention_probs,
+)
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.inputs.layouts import lay_out
 from tests.snapshots.cases import Case
@@ -118,6 +123,20 @@ def _pooled(x: Inputs) -> dict[str, torch.Tensor]:
     return {"pooled": pooled}
 
 
+def _merged(x: Inputs) -> dict[str, torch.Tensor]:
+    """The merge of three parts, one of which saw nothing in the first row, and its gradients."""
+    case = x.case
+    shape = (3, case.B, case.H, case.M)
+    of_lse = torch.float64 if case.dtype == "fp64" else torch.float32
+    lses = 4 * x.drawn(shape).to(of_lse)
+    lses[1, :, :, 0] = -torch.inf
+    leaves = [x.drawn((*shape, case.Dv)).to(x.dtype).requires_grad_(), lses.requires_grad_()]
+    out, lse = combine_attention_states(*leaves)
+    dlse = torch.zeros_like(lse) if x.dlse is None else x.dlse
+    douts, dlses = torch.autograd.grad([out, lse], leaves, [x.dout, dlse])
+    return {"out": out, "lse": lse, "douts": douts, "dlses": dlses}
+
+
 def _varlen(x: Inputs) -> dict[str, torch.Tensor]:
     case, mask, longest = x.case, x.case.of(), {}
     offsets = {"cu_seqlens_q": x.cu_q, "cu_seqlens_k": x.cu_k}
@@ -146,6 +165,8 @@ def answer(x: Inputs) -> dict[str, torch.Tensor]:
     case = x.case
     if case.call.startswith("pooled"):
         return _pooled(x)
+    if case.call == "merge":
+        return _merged(x)
     leaves = x.leaves()
     got = (_varlen if case.call == "varlen" else _padded)(x)
     losses = {"out": x.dout, "lse": x.dlse}

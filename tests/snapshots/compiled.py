@@ -117,7 +117,7 @@ def _for_hopper(launches: _Launches, *, its_own: bool) -> Iterator[None]:
             (CUDABackend, "add_stages", without_ptxas),
             (JITFunction, "run", lambda *args, **options: launches.launch(*args, **options)),
             (torch.cuda, "current_device", lambda: 0),
-            (arguments, "check_device", lambda _device: None),
+            (arguments, "check_device", lambda *_: None),
             (hopper, "is_there", lambda _device: its_own),
             (hopper, "processors", lambda _device: _PROCESSORS),
         ):

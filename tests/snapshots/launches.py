@@ -70,6 +70,8 @@ def _of_forms() -> Iterator[Case]:
     for mask in ("dilated", "blocks of heads"):
         yield dataclasses.replace(_SMALL, call="pooled mean", pool=(8, 8), mask=mask, needs="")
     yield dataclasses.replace(_SMALL, call="pooled max", pool=(8, 8), dtype="fp64", needs="")
+    for dtype, Dv in (("fp16", 128), ("bf16", 64), ("bf16", 24), ("fp32", 512), ("fp64", 16)):
+        yield dataclasses.replace(_SMALL, call="merge", dtype=dtype, Dv=Dv, needs="", dlse="beside")
 
 
 def _of_hopper() -> Iterator[Case]:

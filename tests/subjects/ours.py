@@ -169,6 +169,7 @@ def adapted(package: ModuleType):
     flash_attention.tiles = tiles
     flash_attention.paths = paths
     flash_attention.pooled = pooled
+    flash_attention.states = package.combine_attention_states
     return flash_attention
 
 

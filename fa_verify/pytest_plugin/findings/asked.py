@@ -21,6 +21,7 @@ GUARANTEES = {
     "G13": "state",
     "G14": "errors",
     "G15": "streams",
+    "S1": "merging",
     "T3": "logic in float64",
     "RMS": "of errors",
     "bias": "of errors",
@@ -94,6 +95,8 @@ ASKED: dict[str, str | None] = {
     "test_hidden_keys_change_no_pooled_probability": "G5",
     "test_any_strides_give_the_same_pooled_probabilities": "G8",
     "test_pooled_probabilities_keep_every_guarantee": None,
+    "test_merged_states_keep_every_guarantee": "S1",
+    "test_a_ring_gives_the_attention_to_all_keys": "S1",
     "test_fp16_comes_close_to_the_bound_where_it_underflows": "attained",
 }
 

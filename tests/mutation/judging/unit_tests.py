@@ -22,7 +22,7 @@ OF_THE_CALL = tuple(
     unit_test_file(f"test_{name}")
     for name in (
         *("visited_tiles", "offsets", "block_mask", "splits", "packed", "tokens", "operators"),
-        *("pooled", "call_cache", "tiles_in_a_row", "dispatch", "far_rows"),
+        *("pooled", "merged_calls", "call_cache", "tiles_in_a_row", "dispatch", "far_rows"),
     )
 )
 # Tests of redundant work of Hopper's kernels in the emulation.
@@ -32,6 +32,8 @@ _HOPPER = "fa_kernels/kernels/hopper/"
 # Test files by the source file they test. These tests find a fault sooner than problems do.
 _OF_PARTS = {
     "fa_kernels/operators.py": ("operators", "dispatch"),
+    "fa_kernels/merging.py": ("merged_calls",),
+    "fa_kernels/launch/combine.py": ("merged_calls", "splits"),
     "fa_kernels/pooling.py": ("pooled",),
     "fa_kernels/varlen.py": ("packed", "offsets"),
     "fa_kernels/launch/call_cache.py": ("call_cache",),
@@ -46,6 +48,7 @@ _OF_PARTS = {
     "fa_kernels/kernels/portable/block_lists.py": ("block_mask",),
     "fa_kernels/kernels/portable/classify_blocks.py": ("block_map",),
     "fa_kernels/kernels/portable/combine.py": ("splits",),
+    "fa_kernels/kernels/portable/combine_bwd.py": ("merged_calls",),
     "fa_kernels/kernels/portable/lpt_order.py": ("block_map",),
     "fa_kernels/kernels/portable/pool.py": ("pooled",),
 }

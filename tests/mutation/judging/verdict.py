@@ -15,6 +15,8 @@ from fa_verify.properties.execution.trial import PlannedRun, SubjectError, Trial
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
 from fa_verify.subjects.ours import adapted, flash_attention
+from tests.mutation.judging.merging import FILES as MERGED
+from tests.mutation.judging.merging import kills_by_merging
 from tests.mutation.judging.trials import CHECKS, QUICK, Step
 from tests.mutation.judging.unit_tests import TESTED_ALONE, failure_of
 from tests.mutation.kill_order import UNIT_TESTS
@@ -113,6 +115,8 @@ def _kills(
         return
     subject = Subject.of(adapted(package), "mutant")
     edited = {edit.file for edit in mutant.edits}
+    if not edited.isdisjoint(MERGED):
+        yield from kills_by_merging(subject)
     if units > _FIRST and not edited.isdisjoint(TESTED_ALONE):
         units = _FIRST
     if first == UNIT_TESTS and units >= 0:

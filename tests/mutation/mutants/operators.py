@@ -23,6 +23,7 @@ __all__ = ["HOPPER_SITES", "OPERATORS", "SITES", "mechanical"]
 SITES = (
     "fa_kernels/kernels/portable/forward.py",
     "fa_kernels/kernels/portable/combine.py",
+    "fa_kernels/kernels/portable/combine_bwd.py",
     "fa_kernels/kernels/portable/bwd_preprocess.py",
     "fa_kernels/kernels/portable/dkdv.py",
     "fa_kernels/kernels/portable/dq.py",
@@ -48,6 +49,8 @@ SITES = (
     "fa_kernels/varlen.py",
     "fa_kernels/operators.py",
     "fa_kernels/pooling.py",
+    "fa_kernels/launch/combine.py",
+    "fa_kernels/merging.py",
     "fa_kernels/launch/call_cache.py",
     "fa_kernels/launch/sizes.py",
     "fa_kernels/validation/opaque_handles.py",

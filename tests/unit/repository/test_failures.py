@@ -28,6 +28,12 @@ LEFT_OUT = {
     "the bound is not finite, so nothing was judged: ": "needs a fault of the suite",
     "the bound given the forward is not finite: ": "needs a fault of the suite",
     ", which have no gaps": "is the reason why a check is not made, and no finding",
+    "a tensor of shape ": "names the place of a write out of bounds, shown for G6",
+    "no axis of ": "is the reason why a check is not made, and no finding",
+    " is longer than 1": "is the reason why a check is not made, and no finding",
+    "; needs N keys in sum": "is an error of the caller",
+    " and the mask ": "is an error of the caller",
+    " returns no lse": "is the reason why a check is not made, and no finding",
     "its forward's results as returned": "names the results for dbias in a message shown for dq",
 }
 

@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from fa_kernels.configs import CONFIGS, Config, Tile, resolve
+from fa_kernels.launch import combine as launch_of_combine
 from fa_kernels.launch import portable
 from fa_kernels.launch.sizes import ROW_PADDING
 from fa_kernels.runtime import allocation
@@ -56,10 +57,10 @@ class Recorder:
 def launches(monkeypatch) -> list[Launch]:
     """The list of later launches; no kernel runs."""
     made: list[Launch] = []
-    for name in (*KERNELS, "combine"):
+    for name, module in (*((name, portable) for name in KERNELS), ("combine", launch_of_combine)):
         attribute = f"{name}_kernel"
-        kernel = getattr(portable, attribute)
-        monkeypatch.setattr(portable, attribute, Recorder(name, kernel, made))
+        kernel = getattr(module, attribute)
+        monkeypatch.setattr(module, attribute, Recorder(name, kernel, made))
     return made
 
 
@@ -171,7 +172,7 @@ def test_splits_are_programs_of_the_forward_whose_sums_are_combined(splits, laun
     written = [forward.arguments[f"{name}_ptr"] for name in ("out", "lse", "l")]
     for combine in others:
         assert combine.kernel == "combine"
-        assert combine.grid == (math.ceil(B * H * M / portable.COMBINE_ROWS),)
+        assert combine.grid == (math.ceil(B * H * M / launch_of_combine.COMBINE_ROWS),)
         read = [combine.arguments[f"{name}_ptr"] for name in ("acc", "m", "l")]
         assert all(x is y for x, y in zip(read, written, strict=True))
         rows = [combine.arguments[name] for name in ("num_splits", "rows", "Dv")]
@@ -388,7 +389,7 @@ def test_splits_of_rows_past_2_to_the_31_are_written_in_place(monkeypatch, heads
         steps = builtins.range(*bounds)
         if len(steps) == parts * heads * M // tile:
             return [part * heads * M // tile + (heads - 1) * M // tile for part in range(parts)]
-        return steps[-tile // portable.COMBINE_ROWS :] if len(steps) > heads else steps
+        return steps[-tile // launch_of_combine.COMBINE_ROWS :] if len(steps) > heads else steps
 
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, D, generator=random) for n in (1, N, N))

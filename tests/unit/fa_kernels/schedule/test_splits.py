@@ -18,15 +18,13 @@ from fa_verify.oracles.outputs import OUTPUTS, Numerics, Outputs
 from fa_verify.oracles.reference.torch_reference import attention
 from fa_verify.oracles.stream import normal
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton")
 
-from fa_kernels import CONFIGS, Config, flash_attention  # noqa: E402
-from fa_kernels.configs import MAX_SPLITS  # noqa: E402
-from fa_kernels.kernels.common.tile_ranges import TileRange, split_range  # noqa: E402
-from fa_kernels.kernels.portable.combine import combine_kernel  # noqa: E402
-from fa_kernels.launch.portable import COMBINE_ROWS  # noqa: E402
-from fa_kernels.runtime import allocation  # noqa: E402
+from fa_kernels import CONFIGS, Config, flash_attention
+from fa_kernels.configs import MAX_SPLITS
+from fa_kernels.kernels.common.tile_ranges import TileRange, split_range
+from fa_kernels.launch.combine import COMBINE_ROWS, launch_combine_splits
+from fa_kernels.runtime import allocation
 
 SCALE = 0.3
 MOST = 6
@@ -248,10 +246,7 @@ def test_combine_weights_every_split_by_its_maximum(rows, device):
     m[:, 0], l_sum[:, 0], acc[:, 0] = -math.inf, 0.0, 0.0
     acc, m, l_sum = (x.to(device) for x in (acc, m, l_sum))
     out, lse = torch.full_like(acc[0], math.nan), torch.full_like(m[0], math.nan)
-    combine_kernel[(triton.cdiv(rows, COMBINE_ROWS),)](
-        acc, m, l_sum, out, lse, parts, rows, Dv,
-        BLOCK_R=COMBINE_ROWS, BLOCK_DV=16, ACC=tl.float64,
-    )  # fmt: skip
+    launch_combine_splits(acc[:, None, None], m[:, None, None], l_sum, out, lse)
     weights = torch.exp2(m - m.amax(0).clamp(min=-1e300))
     total = (weights * l_sum).sum(0)
     want = torch.where(total[:, None] > 0, (weights[:, :, None] * acc).sum(0) / total[:, None], 0.0)

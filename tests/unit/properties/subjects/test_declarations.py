@@ -60,6 +60,7 @@ VALID = {
     "tiles": [lambda problem: (16, 16), None],
     "paths": [lambda problem: ("forward",), None],
     "pooled": [lambda q, k, v, **asked: q, None],
+    "states": [lambda outs, lses: (outs[0], lses[0]), None],
     "score_mods": [(), ("softcap",), ("bias", "alibi", "softcap")],
 }
 # An invalid value of each declaration, and the message after the name of the word.
@@ -157,6 +158,7 @@ WRONG = [
     ("configs", {"a": {"block_n": 0}}, "['a'].block_n is 0; needs an int >= 1"),
     ("tiles", (16, 16), "is (16, 16); needs a function of a problem"),
     ("paths", "forward", "is 'forward'; needs a function of a problem"),
+    ("states", "merge", "is 'merge'; needs a function of (outs, lses), or True"),
     ("pooled", True, "is True; needs a function that returns the pooled probabilities"),
 ]
 

@@ -161,6 +161,7 @@ def test_everything_that_limits_the_domain_is_tried():
         "paths",
         "tiles",
         "pooled",
+        "states",
     }
     assert {item.name for item in dataclasses.fields(Subject)} == limits | conventions | judged
 

@@ -1,0 +1,73 @@
+"""Judges a mutant of the kernels by merges of attention states and by a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fa_verify.diagnosis.mutant import Kill
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.merge_problem import MergeProblem
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.merging import MERGES, found_in
+from fa_verify.properties.checks.ring import ring
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["FILES", "kills_by_merging"]
+
+# Files whose mutants merges judge, before the steps.
+FILES = frozenset(
+    f"fa_kernels/{name}.py"
+    for name in (
+        "kernels/portable/combine", "kernels/portable/combine_bwd", "launch/combine", "merging",
+        "operators",
+    )
+)  # fmt: skip
+_PROBLEMS = (
+    MergeProblem(parts=(3, 0, 16), B=2, H=3, M=5, Dv=7, dtype="fp64", hidden=5, layout="gaps",
+                 dout_layout="columns", seed=8),
+    MergeProblem(parts=(3, 2, 5, 1, 7, 9, 4, 6, 8, 2), B=2, H=3, M=5, Dv=17, dtype="fp64",
+                 layout="parts inside", dout_layout="heads inside", seed=5),
+    MergeProblem(parts=(16, 1, 0), B=1, H=2, M=3, Dv=40, dtype="fp16", lse="lowest", hidden=3,
+                 layout="heads inside", dout_layout="shared", seed=6),
+    MergeProblem(parts=(1, 4, 2), B=2, H=2, M=3, Dv=3, dtype="bf16", lse="low", hidden=4, seed=7),
+    MergeProblem(parts=(7, 5), B=2, H=1, M=4, Dv=16, dtype="fp32", lse="wide", out="tiny", seed=4),
+    MergeProblem(parts=(7, 5, 3), B=1, H=2, M=4, Dv=5, dtype="fp32", lse="high", out="opposite",
+                 layout="shared", seed=9),
+    MergeProblem(parts=(2, 5, 3), B=1, H=1, M=5, Dv=16, dtype="bf16", out="largest", lse="equal"),
+    MergeProblem(parts=(2, 5, 3), B=1, H=1, M=2, Dv=512, dtype="fp16", lse="rising", seed=1),
+    MergeProblem(parts=(), B=1, H=1, M=2, Dv=1, dtype="fp16"),
+    MergeProblem(parts=(2, 3), B=0, H=1, M=2, Dv=2, dtype="fp16"),
+)  # fmt: skip
+# One far axis of each tensor.
+_FAR = tuple(
+    MergeProblem(parts=(2, 5, 3), B=2, H=2, M=2, Dv=3, dtype="fp32", seed=seed)
+    for seed in range(0, 20)
+)
+_RING = (
+    Problem(B=2, H=4, Hk=2, M=20, N=24, D=5, Dv=3, dtype="fp64", mask=Mask(causal=True),
+            config="16x16", seed=3),
+    (5, 0, 17, 2),
+)  # fmt: skip
+
+
+def kills_by_merging(subject: Subject) -> Iterator[Kill]:
+    """Yields the findings of merges and of a ring, as checks of no step."""
+    for problem in _PROBLEMS:
+        for name, check in MERGES.items():
+            if name != "far apart":
+                yield from _kills(f"S1 {name}", lambda p=problem, f=check: found_in(subject, p, f))
+    yield from _kills("S1 ring", lambda: ring(subject, *_RING))
+    for problem in _FAR:
+        yield from _kills(
+            "S1 far apart", lambda p=problem: found_in(subject, p, MERGES["far apart"])
+        )
+
+
+def _kills(name, findings_of) -> Iterator[Kill]:
+    try:
+        found = findings_of()
+    except NotImplementedError as error:
+        yield Kill("raised", -1, str(error)[:500])
+        return
+    for finding in found[:1]:
+        yield Kill(name, -1, str(finding)[:500])

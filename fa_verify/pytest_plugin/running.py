@@ -139,7 +139,8 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(
                 f"--fa-quick has problems of its own; needs to be without {beside[0]}"
             )
-        select(config, "test_replay", QUICK)
+        # test_merging is for subjects that merge states, and left out for others.
+        select(config, "test_replay", QUICK, "test_merging")
     if text is not None:
         try:
             config.stash[REPLAY] = Problem.from_json(text)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -188,7 +189,8 @@ def _differs(
             limit, bad = torch.zeros_like(limit), ~same_bits(x, y)
         else:
             limit = 2 * limit
-            bad = ratios(y, x.to(torch.float64), limit) > 1
+            # NaN in both runs is a finding of accuracy, not of this check.
+            bad = (ratios(y, x.to(torch.float64), limit) > 1) & ~(x.isnan() & y.isnan())
         findings += found_elements(subject, problem, "S1 merging", claim, name, (y, x, limit), bad)
     return findings
 
@@ -228,7 +230,7 @@ def grouping(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
     """
     given, exact = _made(subject, problem)
     parts = len(problem.parts)
-    if not parts:
+    if parts < 2:
         return []
     order = sorted(range(parts), key=lambda p: hash((problem.seed, p)))
     shuffled = States(given.outs[order], given.lses[order], given.dout, given.dlse)
@@ -242,7 +244,9 @@ def grouping(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
     ]  # fmt: skip
 
     def joined(groups: Sequence[_Group]) -> _Group:
-        """Merge the results of groups."""
+        """Merge the results of groups, one alone without a call."""
+        if len(groups) == 1:
+            return groups[0]
         made = States(
             torch.stack([x.out for x in groups]), torch.stack([x.lse for x in groups]),
             given.dout, given.dlse,
@@ -260,14 +264,27 @@ def grouping(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
             got = run_states(subject, made, gradients=False)
         return _Group(got.out, got.lse, merged(*truth), bound)
 
-    width = 2 + problem.seed % 3
-    halves = [joined(leaves[start : start + width]) for start in range(0, parts, width)]
+    def in_groups(groups: Sequence[_Group], width: int) -> _Group:
+        while len(groups) > 1:
+            starts = range(0, len(groups), width)
+            groups = [joined(groups[start : start + width]) for start in starts]
+        return groups[0]
+
+    def in_turn(width: int) -> _Group:
+        return reduce(lambda a, b: joined([a, b]), leaves)
+
     findings = []
-    for claim, whole in (
-        (f"leaves the bound where parts {order} are merged in groups of {width}", joined(halves)),
-        (f"leaves the bound where parts {order} are merged one after the other",
-         reduce(lambda a, b: joined([a, b]), leaves[1:], joined(leaves[:1]))),
-    ):  # fmt: skip
+    for how, merge in (
+        ("in groups of {}", partial(in_groups, leaves)),
+        ("one after the other", in_turn),
+    ):
+        width = 2 + problem.seed % 3
+        try:
+            whole = merge(width)
+        except NotImplementedError:
+            # A function that merges two states at a time.
+            width, whole = 2, merge(2)
+        claim = f"leaves the bound where parts {order} are merged {how.format(width)}"
         natural = _Convention.of(subject).natural(whole.lse)
         none = whole.out.new_empty(0)
         got = Merged(whole.out, natural, none, none)
@@ -285,12 +302,7 @@ def silent_parts(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
     place = problem.seed % (len(problem.parts) + 1)
     findings = []
     for value in (math.nan, math.inf, 0.0):
-        silent_out = given.outs.new_full((1, *given.outs.shape[1:]), value)
-        silent_lse = given.lses.new_full((1, *given.lses.shape[1:]), float(subject.empty_lse))
-        with_it = given._replace(
-            outs=torch.cat((given.outs[:place], silent_out, given.outs[place:])),
-            lses=torch.cat((given.lses[:place], silent_lse, given.lses[place:])),
-        )
+        with_it = _beside_silence(subject, given, value, place)
         again = _run(subject, with_it, gradients=True)
         claim = f"changes with a part that saw nothing, whose out holds {value}"
         if not _is_absent(again.douts):
@@ -307,19 +319,34 @@ def silent_parts(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
 
 
 def alone(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
-    """S1: one part is the identity to the bit; out is 0 where it saw nothing.
+    """S1: a part alone, or beside one that saw nothing, is the result to the bit.
 
-    So are its gradients, if the subject promises G4 to the bit.
+    out is 0 where the part saw nothing. Gradients are asked if the subject promises G4 to the bit.
+
+    Raises:
+        NotImplementedError: The subject takes neither one part nor two.
     """
     given, exact = _made(subject, problem)
-    findings = []
-    for p in range(len(problem.parts)):
-        part = given._replace(outs=given.outs[p : p + 1], lses=given.lses[p : p + 1])
-        got = _run(subject, part, gradients=True)
+    findings: list[MergeFinding] = []
+    refused: list[NotImplementedError] = []
+    for p, beside in product(range(len(problem.parts)), (None, math.nan, math.inf, 0.0)):
+        part, at = given._replace(outs=given.outs[p : p + 1], lses=given.lses[p : p + 1]), 0
+        claim = f"is not that of part {p}, which is alone"
+        if beside is not None:
+            place = problem.seed % 2
+            part, at = _beside_silence(subject, part, beside, place), 1 - place
+            claim = f"is not that of part {p} beside one that saw nothing, whose out holds {beside}"
+        try:
+            got = _run(subject, part, gradients=True)
+        except NotImplementedError as error:
+            refused.append(error)
+            continue
+        if not _is_absent(got.douts):
+            got = got._replace(douts=got.douts[at : at + 1], dlses=got.dlses[at : at + 1])
         seen = exact.lses[p] != -math.inf
         dout, dlse = given.dout[None], given.dlse[None]
         want = Merged(
-            torch.where(seen[..., None], part.outs[0], 0.0), exact.lses[p],
+            torch.where(seen[..., None], given.outs[p], 0.0), exact.lses[p],
             torch.where(seen[..., None], dout, 0.0), torch.where(seen, dlse, 0.0),
         )  # fmt: skip
         for name, y in zip(Merged._fields, want, strict=True):
@@ -328,10 +355,22 @@ def alone(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
             if not is_gradient or (not _is_absent(x) and _promises(subject, "G4")):
                 y = y.to(x.dtype)
                 findings += found_elements(
-                    subject, problem, "S1 merging", f"is not that of part {p}, which is alone",
-                    name, (x, y, torch.zeros_like(y)), ~same_bits(x, y),
+                    subject, problem, "S1 merging", claim, name,
+                    (x, y, torch.zeros_like(y)), ~same_bits(x, y),
                 )  # fmt: skip
+    if refused and len(refused) == 4 * len(problem.parts):
+        raise refused[0]
     return findings
+
+
+def _beside_silence(subject: Subject, states: States, value: float, place: int) -> States:
+    """Insert a part that saw nothing, whose out holds a value, before the part of a number."""
+    silent_out = states.outs.new_full((1, *states.outs.shape[1:]), value)
+    silent_lse = states.lses.new_full((1, *states.lses.shape[1:]), float(subject.empty_lse))
+    return states._replace(
+        outs=torch.cat((states.outs[:place], silent_out, states.outs[place:])),
+        lses=torch.cat((states.lses[:place], silent_lse, states.lses[place:])),
+    )
 
 
 def storage(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:

@@ -71,6 +71,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("config", sorted(subject.configs))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave merges out of a quick run of a subject that merges nothing."""
+    if config.getoption("--fa-quick") and subject_of(config).states is None:
+        items[:] = [item for item in items if item.path.name != "test_merging.py"]
+
+
 @pytest.fixture(scope="session")
 def subject(pytestconfig: pytest.Config) -> Subject:
     """The subject under test."""

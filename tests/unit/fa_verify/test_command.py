@@ -169,6 +169,14 @@ def test_a_quick_run_judges_the_chosen_problems_and_finds_a_fault(folder):
     assert """explain --kernel=my.py:broken '{"version":1}'""" in done.stdout
 
 
+@pytest.mark.parametrize("merges", [False, True])
+def test_a_quick_run_judges_merges_of_a_subject_that_merges(folder, merges):
+    (folder / "merging.py").write_text("def merge(outs, lses):\n    pass\nmerge.states = True\n")
+    name = "merging.py:merge" if merges else "my.py:attention"
+    done = run(folder, "check", name, "--quick", "--", "-n0", "--collect-only", "-q")
+    assert ("test_merging.py::" in done.stdout) is merges, done.stdout + done.stderr
+
+
 def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
     done = run(folder, "check", "my.py:broken", "--json=found.jsonl", *ACCURACY)
     assert done.returncode == 1, done.stdout + done.stderr

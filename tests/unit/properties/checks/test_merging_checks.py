@@ -352,6 +352,53 @@ def test_the_adapter_of_the_page_passes_and_a_wrong_base_is_found():
     assert all(_found(wrong, x, MERGES["accuracy"]) for x in problems[:2])
 
 
+def of_two(merge):
+    """A merge that takes two states at a time."""
+
+    def two(outs, lses):
+        if len(outs) != 2:
+            raise NotImplementedError("two states at a time")
+        return merge(outs, lses)
+
+    return two
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda x: x.dtype)
+def test_a_merge_of_two_states_is_asked_for_groups_and_single_parts(problem):
+    right, wrong = (
+        subject(of_two(merge), backward=False)
+        for merge in (
+            torch_merge,
+            lambda outs, lses: torch_merge(outs, lses, weights=lambda e: 2 * e),
+        )
+    )
+    for name in ("grouping", "one part"):
+        assert _found(right, problem, MERGES[name]) == []
+        assert _found(wrong, problem, MERGES[name])
+
+
+def test_a_part_that_saw_nothing_is_multiplied_by_its_weight():
+    def multiplies(outs, lses):
+        shares = torch.softmax(lses, 0)
+        return (shares[..., None] * outs).sum(0).to(outs.dtype), torch.logsumexp(lses, 0)
+
+    found = _found(subject(of_two(multiplies), backward=False), PROBLEMS[1], MERGES["one part"])
+    assert {x.output for x in found} == {"out"}
+    assert "beside one that saw nothing, whose out holds nan" in found[0].claim
+
+
+def test_a_result_that_is_nan_in_every_run_is_left_to_accuracy():
+    def spoils(outs, lses):
+        out, lse = torch_merge(outs, lses)
+        return torch.where((lse == -math.inf)[..., None], math.nan, out), lse
+
+    of = subject(spoils, backward=False, bitwise=())
+    empty = dataclasses.replace(PROBLEMS[1], parts=(0, 0))
+    assert _found(of, empty, MERGES["accuracy"])
+    for name in ("storage", "silent parts"):
+        assert _found(of, empty, MERGES[name]) == []
+
+
 @pytest.mark.parametrize(("signature", "is_right"), [("outs, lses", True), ("outs", False)])
 def test_a_merge_is_loaded_by_its_signature(signature, is_right, tmp_path):
     file = tmp_path / "merging.py"

@@ -834,6 +834,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             _merging("one part"),
         ),
         Kind(
+            "S1: one part beside silence",
+            "The out of a part that saw nothing is multiplied by its weight of 0, and not left "
+            "out. NaN and Inf survive.",
+            _merging("beside"),
+        ),
+        Kind(
             "S1: storage",
             "The function takes a stride for granted, most often of the lses.",
             _merging("storage"),

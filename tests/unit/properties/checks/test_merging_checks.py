@@ -152,6 +152,11 @@ def _spreads(outs, lses):
     return out, lse + (lse.isnan().any() * 1.0).to(lse.dtype)
 
 
+def _multiplies(outs, lses):
+    shares = torch.softmax(lses, 0)
+    return (shares[..., None] * outs).sum(0).to(outs.dtype), torch.logsumexp(lses, 0)
+
+
 # Check, a part of its claim, and a merge that it finds.
 CLAIMS = {
     "not 0": ("silent parts", "is not 0 for a part that saw nothing", _leaks),
@@ -159,6 +164,7 @@ CLAIMS = {
     "another row": ("not hidden", "of another row", _spreads),
     "groups": ("grouping", "are merged in groups of", BROKEN["grouping"]),
     "in turn": ("grouping", "are merged one after the other", BROKEN["grouping"]),
+    "beside": ("one part", "beside one that saw nothing, whose out holds nan", _multiplies),
 }
 
 
@@ -378,11 +384,7 @@ def test_a_merge_of_two_states_is_asked_for_groups_and_single_parts(problem):
 
 
 def test_a_part_that_saw_nothing_is_multiplied_by_its_weight():
-    def multiplies(outs, lses):
-        shares = torch.softmax(lses, 0)
-        return (shares[..., None] * outs).sum(0).to(outs.dtype), torch.logsumexp(lses, 0)
-
-    found = _found(subject(of_two(multiplies), backward=False), PROBLEMS[1], MERGES["one part"])
+    found = _found(subject(of_two(_multiplies), backward=False), PROBLEMS[1], MERGES["one part"])
     assert {x.output for x in found} == {"out"}
     assert "beside one that saw nothing, whose out holds nan" in found[0].claim
 

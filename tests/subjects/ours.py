@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 from types import ModuleType
 
 import torch
@@ -106,11 +105,9 @@ def adapted(package: ModuleType):
 
     def declared(config) -> dict[str, object]:
         """Return the declarations that a configuration replaces."""
-        # Triton passes float32 numbers to tensor cores without a ``cvt.rna.tf32``, and the repaired
-        # interpreter truncates them. The limits of a truncation have not run on tensor cores yet.
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        conversion = "truncate" if interpreted else "unknown"
-        dots = {"dots": "tf32", "tf32_conversion": conversion, "dtypes": ("fp32",)}
+        # Triton passes float32 numbers to tensor cores without a ``cvt.rna.tf32``. Tensor cores
+        # truncate them, and the repaired interpreter does the same.
+        dots = {"dots": "tf32", "tf32_conversion": "truncate", "dtypes": ("fp32",)}
         splits = {} if config.splits in (None, 1) else {"splits": config.splits}
         return (dots if config.dots == "tf32" else {}) | splits
 

@@ -42,6 +42,7 @@ OURS = ("default", "portable", "default-one_pass", "tf32")
 # Kernels of other repositories, and where make kernels brings their files.
 ADAPTERS, BROUGHT = "tests/kernels", "build/kernels"
 _FILE = re.compile(r'"([\w.-]+/[\w.-]+)",\s+"([^"]+\.py)"')
+_ATTENTION = re.compile(r"^(?:def )?attention\b", re.MULTILINE)
 # A call that takes this share of a kernel's time hangs.
 _HANGS = 1 / 4
 # Statuses of a process that took all of its steps, or that could not load the kernel.
@@ -64,9 +65,10 @@ def names_here(device: str) -> list[str]:
 
 
 def _brought() -> Iterator[str]:
-    """Yields the adapters whose kernels are there."""
+    """Yields the adapters of attention whose kernels are there."""
     for path in sorted((ROOT / ADAPTERS).glob("*.py")):
-        files = _FILE.findall(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        files = _FILE.findall(text) if _ATTENTION.search(text) else []
         if files and all((ROOT / BROUGHT / name / file).is_file() for name, file in files):
             yield path.relative_to(ROOT).as_posix()
 

@@ -26,7 +26,7 @@ from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.trial import SubjectError, Trial, run_trial
 from fa_verify.properties.inputs.families import TORCH_DTYPES
-from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Diagnosis", "Explanation", "diagnose"]
@@ -259,14 +259,14 @@ class _Seen:
 
     def __init__(self, trial: Trial) -> None:
         self.problem = trial.problem
-        self.case = Case(trial.problem, trial.inputs)
+        self.case = _on_cpu(trial.problem, trial.inputs)
         self._outputs = [
-            _Output(name, got.to(torch.float64), *rest, trial.problem.dtype)
-            for name, got, *rest in zip(
+            _Output(name, *(x.to("cpu", torch.float64) for x in tensors), trial.problem.dtype)
+            for name, *tensors in zip(
                 OUTPUTS, trial.got, trial.want, trial.judgement.bound, trial.judgement.terms,
                 strict=True,
             )
-            if got is not None
+            if tensors[0] is not None
         ]  # fmt: skip
         self.wrong = sum(x.wrong for x in self._outputs)
 
@@ -294,6 +294,16 @@ class _Seen:
     def factors(self) -> dict[str, float]:
         """Return the factor of each wrong output that fits best."""
         return {x.name: x.factor() for x in self._outputs if x.wrong}
+
+
+def _on_cpu(problem: Problem, inputs: Inputs) -> Case:
+    """Return a problem with its tensors on the CPU.
+
+    A faulty result takes hundreds of operations on small tensors. On a GPU that other processes
+    share, each waits for its turn.
+    """
+    tensors: Any = (x if x is None else x.cpu() for x in inputs)
+    return Case(dataclasses.replace(problem, device="cpu"), Inputs(*tensors))
 
 
 def _member(result: Computed, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -464,7 +474,7 @@ def _first_of_each(survivors: list[_Survivor]) -> list[_Survivor]:
 
 def _differ(survivors: list[_Survivor], problem: Problem) -> bool:
     """Return whether survivors of two names give different results on a problem."""
-    case = Case(problem, make(problem))
+    case = _on_cpu(problem, make(problem))
     results = [x.candidate(case) or case.right for x in _first_of_each(survivors)]
     return any(_apart(results[0], other) for other in results[1:])
 

@@ -50,7 +50,7 @@ class RootCause:
 
     Args:
         number: Number of the cause in its run; 0 until it is stored.
-        kind: "NaN", "Inf", "error" for wrong values, "slight" for errors of the size of roundings;
+        kind: "NaN", "Inf", "error" for wrong values, "slight" for errors of at most 100 bounds;
             "raises ..." for an exception; or the guarantee of another fault.
         features: The features that failing problems need; none if every problem fails.
         outputs: The outputs that are wrong.

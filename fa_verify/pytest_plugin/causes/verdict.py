@@ -127,7 +127,7 @@ def title(cause: RootCause) -> str:
         "NaN": "gives NaN" if one else "give NaN",
         "Inf": "gives Inf" if one else "give Inf",
         "error": f"{'gives' if one else 'give'} wrong {outputs}",
-        "slight": f"{'leaves' if one else 'leave'} the bound of {outputs} by roundings",
+        "slight": f"{'leaves' if one else 'leave'} the bound of {outputs}",
     }.get(cause.kind)
     if does is None and cause.kind.startswith("raises "):
         does = cause.kind if one else f"raise {cause.kind.removeprefix('raises ')}"

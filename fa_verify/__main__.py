@@ -63,23 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fa-verify {options.command} {why_not}", file=sys.stderr)
         return _USAGE
     probes = options.command in ("check", "explain")
-    assumed = _assumed(options.kernel, options.of_pytest) if probes else []
+    bits = options.command == "check" and not getattr(options, "quick", False)
+    assumed = _assumed(options.kernel, options.of_pytest, bits=bits) if probes else []
     return _run([*assumed, *options.of_pytest])
 
 
-def _assumed(kernel: str | None, of_pytest: Sequence[str]) -> list[str]:
+def _assumed(kernel: str | None, of_pytest: Sequence[str], *, bits: bool) -> list[str]:
     """Probe a kernel in another process; return pytest's option with the assumed declarations.
 
-    Registered kernels declare what they need. A kernel that cannot be loaded, crashes or hangs is
-    left to the checks.
+    Registered kernels declare what they need. ``bits`` also prints which parts of a problem have
+    the same bits. A kernel that cannot be loaded, crashes or hangs is left to the checks.
     """
-    if kernel is None or ":" not in kernel:
+    if kernel is None or (":" not in kernel and not bits):
         return []
     with tempfile.TemporaryDirectory() as folder:
         file, record = Path(folder) / "assumed.json", Path(folder) / "record.json"
         command = [
             sys.executable, "-m", "fa_verify", "probe", kernel, f"--assume={file}",
-            f"--record={record}",
+            f"--record={record}", *["--bits"] * bits,
             *(x.replace("--fa-", "--") for x in of_pytest if x.startswith("--fa-problem-timeout=")),
         ]  # fmt: skip
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
@@ -92,7 +93,8 @@ def _assumed(kernel: str | None, of_pytest: Sequence[str]) -> list[str]:
             if running := Record.read(record):
                 how = f"{running.state}: {running.detail}" if running.detail else last
                 last = f"{how}, with {running.problem}"
-            print(f"{kernel} ended the probe, so nothing is assumed: {last}")
+            so = "" if file.is_file() else ", so nothing is assumed"
+            print(f"{kernel} ended the probe{so}: {last}")
         return [f"--fa-assume={file.read_text(encoding='utf-8')}"] if file.is_file() else []
 
 
@@ -179,6 +181,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     probe.add_argument("--replay", metavar="JSON", help="run one experiment of an answer again")
     probe.add_argument("--assume", metavar="FILE", help=argparse.SUPPRESS)
+    probe.add_argument("--bits", action="store_true", help=argparse.SUPPRESS)
     probe.add_argument("--record", metavar="FILE", help=argparse.SUPPRESS)
     probe.add_argument(
         "--problem-timeout", metavar="SECONDS", type=float, default=60.0,

@@ -22,10 +22,11 @@ from fa_verify.probing.answers import lines
 from fa_verify.probing.experiments import Experiment, observe
 from fa_verify.probing.picture import svg, text
 from fa_verify.probing.probe import Probed, probe, refuted
+from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.trying import declares, stripped, watched
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 from fa_verify.registry import NAMED, spec_of
 
 __all__ = ["run", "subject_and_device"]
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _probe(options: argparse.Namespace, subject: Subject, device: str) -> int:
     if options.assume is not None:
-        return _assume(subject, device, Path(options.assume))
+        return _assume(subject, device, Path(options.assume), bits=options.bits)
     if options.replay is not None:
         return _replay(subject, options.replay)
     probed = probe(subject, device, _progress(sys.stderr))
@@ -78,13 +79,13 @@ def _probe(options: argparse.Namespace, subject: Subject, device: str) -> int:
     return _FOUND if wrong else _HOLDS
 
 
-def _assume(subject: Subject, device: str, file: Path) -> int:
+def _assume(subject: Subject, device: str, file: Path, *, bits: bool) -> int:
     """Write the declarations that the checks assume, and print them with their evidence.
 
     Nothing is written for a kernel that declares anything.
     """
     if declares(subject):
-        return _HOLDS
+        return _tell_bits(subject, device) if bits else _HOLDS
     print(f"{subject.name} declares nothing: probing it", flush=True)
     began = time.monotonic()
     probed = probe(subject, device, _progress(sys.stdout), topics=_CHEAP)
@@ -97,6 +98,22 @@ def _assume(subject: Subject, device: str, file: Path) -> int:
     print(f"the checks {what} after {seconds:.0f} s of probing{':' if assumed else ''}")
     print("\n".join(lines(dataclasses.replace(probed[x], value=y) for x, y in assumed.items())))
     file.write_text(json.dumps(assumed), encoding="utf-8")
+    return _tell_bits(subject.assuming(assumed), device) if bits else _HOLDS
+
+
+def _tell_bits(subject: Subject, device: str) -> int:
+    """Print which parts of a problem have the same bits, unless the kernel declares them all."""
+    if {*SAME_BITS} <= {*subject.same_bits}:
+        return _HOLDS
+    print("the same bits in any batch, chunk, slice and form, which the checks do not ask for:")
+    told = [one for one in same_bits_of(subject, device) if one.word != "same_bits"]
+    print(
+        "\n".join(
+            lines(
+                one for one in told if one.word.removeprefix("same_bits_") not in subject.same_bits
+            )
+        )
+    )
     return _HOLDS
 
 

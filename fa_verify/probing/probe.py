@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.conventions import conventions_of
 from fa_verify.probing.domain import domain_of, smallest, with_gradients, with_right_results
 from fa_verify.probing.numerics import numerics_of, orders_of
+from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.summation import Sum
 from fa_verify.probing.trying import Tried, declares, stripped
 from fa_verify.properties.subjects.declarations import NUMERICS, WORDS, check_declarations
@@ -17,7 +19,7 @@ from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["TOPICS", "Probed", "probe", "refuted"]
 
-TOPICS = ("domain", "conventions", "numerics", "orders")
+TOPICS = ("domain", "conventions", "numerics", "orders", "bits")
 # Declarations that ``check`` assumes for a kernel without any. Others stay at their defaults:
 # a p_dtype of "fp32" would make the bound stricter, and a group_sum in the dtype is a finding.
 _ASSUMED = (
@@ -109,7 +111,14 @@ def probe(
             continue
         found[answer.word] = answer
         asked(answer.word)
-    return Probed(subject.name, device, tuple(found.values()), tuple(sums))
+    probed = Probed(subject.name, device, tuple(found.values()), tuple(sums))
+    if "bits" not in topics or [*found] == ["dtypes"]:
+        return probed
+    taking = subject if declares(subject) else subject.assuming(probed.assumed())
+    for answer in same_bits_of(taking, device):
+        found[answer.word] = answer
+        asked(answer.word)
+    return dataclasses.replace(probed, answers=tuple(found.values()))
 
 
 def _answers(

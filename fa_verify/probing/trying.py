@@ -154,13 +154,22 @@ def watched(watching: Callable[[Problem], AbstractContextManager[object]]) -> It
 
 
 def attempt(
-    subject: Subject, problem: Problem, inputs: Inputs | None = None, *, backward: bool = True
+    subject: Subject,
+    problem: Problem,
+    inputs: Inputs | None = None,
+    *,
+    backward: bool = True,
+    guarded: bool = True,
 ) -> Tried:
-    """Run a kernel on a problem, or on other tensors of its shapes, and note how it ended."""
+    """Run a kernel on a problem, or on other tensors of its shapes, and note how it ended.
+
+    ``guarded`` surrounds allocations on a CPU with guard bands, which takes longer than many calls.
+    """
     subject = dataclasses.replace(subject, backward=backward)
     inputs = make(problem) if inputs is None else inputs
     try:
-        with _watching(problem), GuardBands() if problem.device == "cpu" else nullcontext():
+        guards = guarded and problem.device == "cpu"
+        with _watching(problem), GuardBands() if guards else nullcontext():
             return Tried(problem, inputs, run_subject(subject, problem, inputs))
     except NotImplementedError as reason:
         return Tried(problem, inputs, None, _line(f"NotImplementedError: {reason}"), True)

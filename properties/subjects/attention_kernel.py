@@ -66,8 +66,10 @@ def attention_kernel(
     flushes: bool = _UNSET,
     backward_reads: Sequence[str] = _UNSET,
     bitwise: Sequence[str] = _UNSET,
+    same_bits: Sequence[str] = _UNSET,
     pooled: Callable[..., Any] | None = _UNSET,
     states: Callable[..., Any] | bool | None = _UNSET,
+    packed: Callable[..., Any] | None = _UNSET,
     tiles: Callable[[Any], tuple[int, int]] | None = _UNSET,
     paths: Callable[[Any], tuple[str, ...]] | None = _UNSET,
     configs: Mapping[str, Mapping[str, Any]] = _UNSET,
@@ -151,6 +153,12 @@ def attention_kernel(
             differentiation. Gradients are judged given these results too.
         bitwise: Guarantees promised bitwise, from "G4", "G5", "G8", "G9", "G10". The others are
             compared within the bound.
+        same_bits: What no bit of a result depends on, from "batch" (the number and lengths of other
+            entries), "chunks" (how queries are cut into chunks), "heads" (slices of heads and
+            entries), "varlen" (padding, and packing where ``packed`` is declared), "inference"
+            (whether gradients are required).
+        packed: A function of packed sequences, which takes what ``varlen`` describes, beside a
+            kernel that takes padded tensors; ``same_bits`` compares both.
         pooled: A function with the kernel's arguments, ``pool="mean"`` or "max", and
             ``pool_size=(rows, keys)``, that returns the probabilities pooled over blocks of pairs.
         states: A function of outs (P, B, H, M, Dv) and lses (P, B, H, M) that returns the merged
@@ -159,8 +167,9 @@ def attention_kernel(
             ``l_tile``.
         paths: Function from a problem to the names of the code paths that it takes, a tuple of
             short words, for the coverage of a whole run.
-        configs: Name of a tile configuration to the declarations that it replaces: "dtypes" or
-            those from ``dots`` to ``backward_reads``. With several, the kernel takes ``config=``.
+        configs: Name of a tile configuration to the declarations that it replaces: "dtypes",
+            "same_bits" or those from ``dots`` to ``backward_reads``. With several, the kernel takes
+            ``config=``.
 
     Returns:
         The decorator, which returns the kernel itself.

@@ -20,6 +20,7 @@ __all__ = [
     "BITWISE",
     "DEFAULT_SCALE",
     "NUMERICS",
+    "SAME_BITS",
     "SCORE_MODS",
     "WORDS",
     "check_declarations",
@@ -31,6 +32,8 @@ __all__ = [
 # Score modifications that a subject may support.
 SCORE_MODS = ("softcap", "alibi", "bias")
 BITWISE = ("G4", "G5", "G8", "G9", "G10")
+# Words of ``same_bits``, and the guarantee that each promises.
+SAME_BITS = {"batch": "I1", "chunks": "I2", "heads": "I4", "varlen": "I5", "inference": "I6"}
 NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
 # Declarations that are a subset of these values.
 _SUBSETS: dict[str, tuple[str, ...]] = {
@@ -40,6 +43,7 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "dirty": tuple(PADDING_VALUES),
     "devices": ("cpu", "cuda"),
     "bitwise": BITWISE,
+    "same_bits": tuple(SAME_BITS),
     "atomic": ("dq",),
     "backward_reads": ("out", "lse", "m_and_l"),
     "score_mods": SCORE_MODS,
@@ -70,7 +74,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
 # Declarations that are callables.
-_FUNCTIONS = ("tiles", "paths", "pooled", "states")
+_FUNCTIONS = ("tiles", "paths", "pooled", "states", "packed")
 # The value of ``fixed_scale`` for a kernel that divides by the root of D.
 DEFAULT_SCALE = "1/sqrt(D)"
 # All declarations.
@@ -189,6 +193,10 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
             f"{name}.states is {states!r}; needs a function of (outs, lses), or True for a kernel "
             "that is one"
         )
+    if "packed" in declared and not callable(declared["packed"]):
+        raise ValueError(
+            f"{name}.packed is {declared['packed']!r}; needs a function of packed sequences"
+        )
     if "pooled" in declared and not callable(declared["pooled"]):
         raise ValueError(
             f"{name}.pooled is {declared['pooled']!r}; needs a function that returns the pooled "
@@ -252,7 +260,7 @@ def _check_configs(where: str, given: object) -> None:
     """Check that every configuration replaces dtypes or numerics with valid values."""
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f"{where} is {given!r}; needs a dict of names to declarations")
-    known = ("dtypes", *NUMERICS)
+    known = ("dtypes", "same_bits", *NUMERICS)
     for config, replaced in given.items():
         if not isinstance(config, str):
             raise ValueError(f"{where} has {config!r}; needs names, which are str")

@@ -20,6 +20,7 @@ from fa_verify.properties.subjects.declarations import (
     BITWISE,
     DEFAULT_SCALE,
     NUMERICS,
+    SAME_BITS,
     SCORE_MODS,
     WORDS,
     check_declarations,
@@ -29,7 +30,7 @@ from fa_verify.properties.subjects.declarations import (
 from fa_verify.properties.subjects.packing import OF_VARLEN, PACKED, called_packed
 from fa_verify.properties.subjects.tutorial_call import takes, tutorial_call
 
-__all__ = ["BITWISE", "Subject", "score_mods_of"]
+__all__ = ["BITWISE", "SAME_BITS", "Subject", "score_mods_of"]
 
 _PROMISED_WITH = {"G3": "G10", "G7": "G10", "G12": "G8", "G13": "G10", "G15": "G10"}
 
@@ -94,11 +95,13 @@ class Subject:
     causal_alignment: str = "bottom-right"
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"default": {}})
     bitwise: tuple[str, ...] = ()
+    same_bits: tuple[str, ...] = ()
     numerics: Numerics = field(default_factory=Numerics)
     tiles: Callable[[Problem], tuple[int, int]] | None = None
     paths: Callable[[Problem], tuple[str, ...]] | None = None
     pooled: Callable[..., torch.Tensor] | None = None
     states: Callable[..., Any] | None = None
+    packed: Callable[..., Any] | None = None
     takes: str = ""
     source: str = ""
     score_mods: tuple[str, ...] = ()
@@ -150,11 +153,13 @@ class Subject:
 
         Outputs summed by atomics are excluded, as the order of their additions varies. G3, G7, G13
         and G15 compare runs with the same strides, so they are promised with G10; G12 changes
-        strides and is promised with G8.
+        strides and is promised with G8. I1 to I6 are promised by ``same_bits``.
         """
-        if _PROMISED_WITH.get(guarantee, guarantee) not in self.bitwise:
+        replaced = self.configs.get(config, {})
+        of_parts = [SAME_BITS[word] for word in replaced.get("same_bits", self.same_bits)]
+        if _PROMISED_WITH.get(guarantee, guarantee) not in (*self.bitwise, *of_parts):
             return ()
-        atomic = self.configs.get(config, {}).get("atomic", self.numerics.atomic)
+        atomic = replaced.get("atomic", self.numerics.atomic)
         return tuple(name for name in OUTPUTS if name not in atomic)
 
     def declarations(self) -> dict[str, Any]:
@@ -169,6 +174,7 @@ class Subject:
                 "paths",
                 "pooled",
                 "states",
+                "packed",
                 "numerics",
                 "source",
             ):

@@ -18,10 +18,12 @@ from fa_verify.properties.checks.guarantees import (
     backward,
     in_turn,
 )
+from fa_verify.properties.checks.same_bits import CHECKS as SAME_BITS
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 from fa_verify.properties.search.search import plainest
 from fa_verify.session import is_ours
+from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 # Largest number of pairs on which a replay compares all elements of two forms of a mask.
 MOST_PAIRS = 2**22
@@ -93,6 +95,14 @@ def check(runner, problem, device, beside=(), shrink=False):
         pytest.skip(", ".join(runner.refusals))
 
 
+def check_parts(runner, problem, device):
+    """Check the bits of parts of a problem that the subject declares."""
+    __tracebackhide__ = True
+    claim = in_turn(SAME_BITS, {})
+    if findings := runner.findings(dataclasses.replace(problem, device=device), claim):
+        raise Violation(findings, claim)
+
+
 def check_the_mask(problem):
     """Fail if two forms of the problem's mask disagree, so that no kernel is blamed for it."""
     from fa_verify.mask_forms import FORMS
@@ -116,6 +126,9 @@ def test_replay(runner, device, replayed, pytestconfig):
         check_the_mask(dataclasses.replace(replayed, device=device))
     # On a GPU, the kernels of many calls take minutes to compile beside other tests.
     check(runner, replayed, device, CALLS)
+    if runner.subject.same_bits:
+        with dots_in_order():
+            check_parts(runner, replayed, device)
 
 
 def test_regression(runner, device, replayed, path):

@@ -77,6 +77,24 @@ def adapted(package: ModuleType):
         )  # fmt: skip
         return of_q.padded(out), of_q.padded(lse.mT)
 
+    def packed(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, sm_scale,
+        config="default", **beside,
+    ):  # fmt: skip
+        """Call the varlen function with offsets in tensors. A predicate needs them as ints."""
+        name = config.removesuffix(_PACKED)
+        if not mask.is_plain:
+            cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        else:
+            mask = dataclasses.replace(mask, seqlens_q=None, seqlens_k=None)
+        out, lse = package.flash_attention_varlen(
+            q, k, v, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, sm_scale=sm_scale,
+            return_lse=True, deterministic=not name.endswith(_ONE_PASS),
+            config=name.removesuffix(_ONE_PASS), **beside,
+        )  # fmt: skip
+        return out, lse
+
     def pooled(q, k, v, *, pool, pool_size, mask, sm_scale, config="default", **beside):
         """Return the pooled probabilities. For packed sequences, computes the padded problem."""
         if beside:
@@ -108,7 +126,12 @@ def adapted(package: ModuleType):
         # Triton passes float32 numbers to tensor cores without a ``cvt.rna.tf32``. Tensor cores
         # truncate them, and the repaired interpreter does the same.
         dots = {"dots": "tf32", "tf32_conversion": "truncate", "dtypes": ("fp32",)}
-        splits = {} if config.splits in (None, 1) else {"splits": config.splits}
+        # Splits divide the key tiles that a query tile sees, so their borders move with chunks.
+        splits = (
+            {}
+            if config.splits in (None, 1)
+            else {"splits": config.splits, "same_bits": ("batch", "heads", "varlen", "inference")}
+        )
         return (dots if config.dots == "tf32" else {}) | splits
 
     def config_of(problem: Problem):
@@ -160,12 +183,14 @@ def adapted(package: ModuleType):
     flash_attention.l_order = "tile"
     flash_attention.backward_reads = ("out", "lse")
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
+    flash_attention.same_bits = ("batch", "chunks", "heads", "varlen", "inference")
     configs = {name: declared(x) for name, x in package.CONFIGS.items()}
     configs |= {f"{name}{_ONE_PASS}": configs[name] | {"atomic": ("dq",)} for name in _IN_ONE_PASS}
     flash_attention.configs = configs | {f"{name}{_PACKED}": configs[name] for name in _PACKED_OF}
     flash_attention.tiles = tiles
     flash_attention.paths = paths
     flash_attention.pooled = pooled
+    flash_attention.packed = packed
     flash_attention.states = package.combine_attention_states
     return flash_attention
 

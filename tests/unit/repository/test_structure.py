@@ -81,7 +81,13 @@ ARROWS = {
     "simulator/gluon": (),
     "fa_verify/diagnosis": (*ORACLES, *PROPERTIES),
     # Its command prepares the process as the plugin does, and takes the names of the registry.
-    "fa_verify/probing": (*ORACLES, *PROPERTIES, "fa_verify", "fa_verify/pytest_plugin"),
+    "fa_verify/probing": (
+        *ORACLES,
+        *PROPERTIES,
+        "simulator/interpreter",
+        "fa_verify",
+        "fa_verify/pytest_plugin",
+    ),
     # fa_verify compares the forms of a mask with the tiles that kernels visit.
     "fa_verify": (
         *ORACLES,

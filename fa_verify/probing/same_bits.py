@@ -1,0 +1,135 @@
+"""Try whether the bits of a kernel depend on the batch, on chunks, on slices or on padding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.probing.answers import Answer, undecided
+from fa_verify.probing.trying import Tried, attempt
+from fa_verify.properties.checks.same_bits import difference, parts_of, subject_of
+from fa_verify.properties.inputs.parts import Part, merged
+from fa_verify.properties.subjects.narrowing import narrowed
+from fa_verify.properties.subjects.subject import SAME_BITS, Subject
+from fa_verify.simulator.interpreter.dot_order import dots_in_order
+
+__all__ = ["same_bits_of"]
+
+# Batch entries, rows and keys, from cheap to dear: one row, few rows against long keys, many
+# entries, several tiles both ways. They pass the thresholds of schedulers.
+_SIZES = (
+    (3, 1, 60), (3, 5, 40), (2, 1, 500), (2, 33, 33), (9, 1, 200), (2, 130, 130), (2, 40, 600),
+    (2, 300, 1000), (16, 2, 2000), (2, 1000, 1000), (64, 1, 4000), (2, 1500, 3000),
+)  # fmt: skip
+_SIZES_OF_A_GPU = (*_SIZES, (64, 1, 65_536), (4, 100, 32_000), (2, 8000, 8000))
+# No size begins later, as an interpreted kernel takes a second for a hundred tiles.
+_SECONDS = 10.0
+_DIMS, _HEADS = {"cpu": (16, 64), "cuda": (64,)}, 4
+
+
+def same_bits_of(subject: Subject, device: str) -> Iterator[Answer]:
+    """Yield whether each word of ``same_bits`` holds, or the first size at which it fails.
+
+    The forward alone is tried. The products of an interpreted kernel add in one order, as on
+    tensor cores.
+
+    Args:
+        subject: The kernel, with declarations or assumptions of what it takes.
+        device: "cpu" or "cuda".
+    """
+    began = time.monotonic()
+    held: dict[str, int] = dict.fromkeys(SAME_BITS, 0)
+    failed: dict[str, Answer] = {}
+    largest: dict[str, Problem] = {}
+    with dots_in_order():
+        for problem in _problems(subject, device):
+            if time.monotonic() - began > _SECONDS or len(failed) == len(SAME_BITS):
+                break
+            whole = attempt(subject, problem, backward=False, guarded=False)
+            if whole.got is None:
+                continue
+            for word in SAME_BITS:
+                if word in failed:
+                    continue
+                for told, different in _compared(subject, whole, word):
+                    held[word] += 1
+                    largest[word] = problem
+                    if different:
+                        failed[word] = _failed(word, problem, f"{told}: {different}")
+                        break
+    for word, count in held.items():
+        yield failed.get(word) or _held(word, count, largest.get(word))
+    words = tuple(word for word in SAME_BITS if held[word] and word not in failed)
+    if any(held.values()):
+        yield Answer("same_bits", words, "tried", "what a declaration could promise")
+
+
+def _problems(subject: Subject, device: str) -> Iterator[Problem]:
+    """Yield the problems of each size that the subject takes, with its masks and dtypes."""
+    dims = subject.head_dims
+    dim = next((x for x in _DIMS[device] if dims is None or x in dims), (dims or (0,))[0])
+    taken = [x for x in ("bf16", "fp16", "fp32", "fp64") if x in subject.dtypes]
+    narrow, wide = taken[0], "fp32" if "fp32" in taken else taken[0]
+    layouts = (subject.layouts or ("bhsd",))[:1] * 4
+    multiple = subject.seqlen_multiple
+    for B, rows, keys in _SIZES_OF_A_GPU if device == "cuda" else _SIZES:
+        M, N = (-(-x // multiple) * multiple for x in (rows, keys))
+        of_entries = [max(1, N - (N // 3) * (b % 3)) for b in range(B)]
+        lengths: tuple[int, ...] | None = tuple(-(-x // multiple) * multiple for x in of_entries)
+        if not subject.m_ne_n and not subject.one_query:
+            N, lengths = M, None
+        for dtype, mask in (
+            (wide, Mask(causal=True)),
+            (narrow, Mask()),
+            (narrow, Mask(causal=True, seqlens_k=lengths)),
+        ):
+            problem = narrowed(subject, Problem(
+                B=B, H=_HEADS, Hk=_HEADS // 2 if subject.gqa else _HEADS, M=M, N=N, D=dim, Dv=dim,
+                dtype=dtype, mask=mask, layouts=layouts, dirty=(subject.dirty or ("zero",))[0],
+                config=next(iter(subject.configs)), seed=B + M + N, device=device,
+            ))  # fmt: skip
+            if subject.excludes(problem) is None:
+                yield problem
+
+
+def _compared(subject: Subject, whole: Tried, word: str) -> Iterator[tuple[str, str]]:
+    """Yield each part of a problem that a word is about, and how its bits differ, if they do."""
+    assert whole.got is not None
+    if word == "inference":
+        if (
+            subject.backward
+            and (trained := attempt(subject, whole.problem, guarded=False)).got is not None
+        ):
+            yield "with gradients", difference(whole.got, trained.got, ("out", "lse"))
+        return
+    for part in parts_of(word, subject, whole.problem, whole.inputs):
+        got = _run(subject, part).got
+        if got is not None:
+            yield part.told, difference(whole.got, merged(whole.got, part, got)[0], part.outputs)
+
+
+def _run(subject: Subject, part: Part) -> Tried:
+    computing = subject_of(subject, part)
+    return attempt(computing, part.problem, part.inputs, backward=False, guarded=False)
+
+
+def _size(problem: Problem) -> str:
+    """Format the sizes of a problem, such as "B=3, 1 row, 60 keys, bf16, causal"."""
+    rows = "1 row" if problem.M == 1 else f"{problem.M} rows"
+    causal = ", causal" if problem.mask.causal else ""
+    lengths = ", lengths" if problem.mask.seqlens_k is not None else ""
+    return f"B={problem.B}, {rows}, {problem.N} keys, {problem.dtype}{causal}{lengths}"
+
+
+def _failed(word: str, problem: Problem, seen: str) -> Answer:
+    said = f"{SAME_BITS[word]} fails first at {_size(problem)}: {seen}"
+    return Answer(f"same_bits_{word}", False, "shown", said, problem.to_json())
+
+
+def _held(word: str, count: int, largest: Problem | None) -> Answer:
+    if largest is None:
+        return undecided(f"same_bits_{word}", "the kernel takes no parts of this kind")
+    said = f"{SAME_BITS[word]} holds in {count} comparisons, to {_size(largest)}"
+    return Answer(f"same_bits_{word}", True, "tried", said, largest.to_json())

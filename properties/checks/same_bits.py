@@ -1,0 +1,180 @@
+"""I1, I2, I4, I5 and I6: parts of a problem, or another form of it, give the same bits.
+
+A subject declares them by ``same_bits``. G9 asks for the smallest of these slices, one batch entry
+and one key/value head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fa_verify.oracles.outputs import OUTPUTS, Outputs
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.comparison.agreement import agree
+from fa_verify.properties.comparison.compare import Finding, same_bits
+from fa_verify.properties.execution.trial import Trial, run_subject
+from fa_verify.properties.inputs.parts import (
+    Part,
+    chunks,
+    entries_apart,
+    heads_apart,
+    merged,
+    other_forms,
+)
+from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.subjects.subject import SAME_BITS, Subject
+
+__all__ = ["CHECKS", "difference", "parts_of", "run_part", "subject_of"]
+
+_TITLES = {
+    "batch": "neighbours", "chunks": "chunks", "heads": "slices", "varlen": "forms",
+    "inference": "inference",
+}  # fmt: skip
+
+
+def parts_of(word: str, subject: Subject, problem: Problem, inputs: Inputs) -> Iterator[Part]:
+    """Yield the parts that a word of ``same_bits`` is about, and that the subject takes.
+
+    Args:
+        word: One of ``SAME_BITS``, except "inference".
+        subject: The subject, which leaves out what its declarations exclude.
+        problem: The problem.
+        inputs: Its tensors.
+    """
+    packs = subject.packed is not None
+    of_word: dict[str, Callable[[], Iterator[Part]]] = {
+        "batch": lambda: entries_apart(problem, inputs),
+        "chunks": lambda: chunks(problem, inputs, subject.tile_of(problem)[0]),
+        "heads": lambda: heads_apart(problem, inputs),
+        "varlen": lambda: other_forms(problem, inputs, packs=packs),
+        "inference": lambda: iter(()),
+    }
+    for part in of_word[word]():
+        is_another = part.packed or part.problem != problem
+        if is_another and subject.excludes(part.problem) is None:
+            yield part
+
+
+def subject_of(subject: Subject, part: Part) -> Subject:
+    """Return the subject that computes a part: another function if sequences are packed."""
+    if not part.packed:
+        return subject
+    assert subject.packed is not None
+    return dataclasses.replace(subject, call=subject.packed, varlen=True)
+
+
+def run_part(subject: Subject, part: Part) -> Outputs[torch.Tensor | None]:
+    """Run a part.
+
+    Raises:
+        SubjectError: As in ``run_subject``.
+        NotImplementedError: The subject refuses the part.
+    """
+    return run_subject(subject_of(subject, part), part.problem, part.inputs)
+
+
+def difference(
+    whole: Outputs[torch.Tensor | None],
+    again: Outputs[torch.Tensor | None],
+    only: tuple[str, ...] = OUTPUTS,
+) -> str:
+    """Say where two runs part: the first element, the largest distance, how many elements.
+
+    The distance counts representable numbers between two elements, units in the last place. +0 and
+    -0 are equal, and so are all NaN.
+
+    Returns:
+        A text such as "out parts first at b=0 h=1 m=16 d=3, by at most 2 ulp, in 5 of 96
+        elements"; empty if all bits agree.
+    """
+    for name, first, second in zip(OUTPUTS, whole, again, strict=True):
+        if first is None or second is None or name not in only:
+            continue
+        bad = ~same_bits(first, second)
+        if not bad.any():
+            continue
+        place = bad.nonzero()[0].tolist()
+        axes = "bhnd" if name in ("dk", "dv") else "bhmd"
+        where = " ".join(f"{axis}={i}" for axis, i in zip(axes, place, strict=False))
+        numbers = (first[bad], second[bad])
+        finite = numbers[0].isfinite() & numbers[1].isfinite()
+        apart = f"at most {_ulps(*numbers)} ulp" if finite.all() else "NaN or Inf"
+        return (
+            f"{name} parts first at {where}, by {apart}, in {int(bad.sum()):,} of "
+            f"{bad.numel():,} elements"
+        )
+    return ""
+
+
+def _ulps(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Return the largest number of representable numbers from an element of a to that of b."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    largest = torch.iinfo(kind).max
+    bits = [x.contiguous().view(kind).to(torch.int64) for x in (a, b)]
+    places = [torch.where(x < 0, -(x & largest), x) for x in bits]
+    return int((places[0] - places[1]).abs().max())
+
+
+def _of(word: str) -> Callable[[Trial], list[Finding]]:
+    """Return the check of a word of ``same_bits``."""
+    guarantee = SAME_BITS[word]
+
+    def check(trial: Trial) -> list[Finding]:
+        subject, problem = trial.subject, trial.problem
+        if not subject.promises(guarantee, problem.config):
+            why = f"to {subject.name}, which declares no same_bits {word!r}"
+            trial.not_applicable(guarantee, why)
+            return []
+        asked = False
+        for part in parts_of(word, subject, problem, trial.inputs):
+            try:
+                got = run_part(subject, part)
+            except NotImplementedError as refusal:
+                why = f"to {subject.name}, which refuses {part.told}: {refusal}"
+                trial.not_applicable(guarantee, why)
+                continue
+            asked = True
+            again, rows, keys = merged(trial.got, part, got)
+            told = difference(trial.got, again, part.outputs)
+            findings = agree(
+                trial, again, f"{guarantee} {_TITLES[word]}",
+                f"has other bits for {part.told} than in the whole: {told}",
+                rows=rows, keys=keys, only=part.outputs,
+            )  # fmt: skip
+            if findings:
+                return findings
+        if asked:
+            trial.applies(guarantee)
+        else:
+            trial.not_applicable(guarantee, f"to a problem without parts for {word!r}")
+        return []
+
+    check.__name__ = word
+    check.__doc__ = f"{guarantee}: see ``parts_of`` for {word!r}."
+    return check
+
+
+def inference(trial: Trial) -> list[Finding]:
+    """I6: the forward without gradients gives what the forward of training gives.
+
+    To the bit where it is promised, else both lie within the bound.
+    """
+    subject = trial.subject
+    if not subject.backward:
+        trial.not_applicable("I6", f"to {subject.name}, which has no gradients")
+        return []
+    without = dataclasses.replace(subject, backward=False)
+    again = run_subject(without, trial.problem, trial.inputs)
+    told = difference(trial.got, again, ("out", "lse"))
+    trial.applies("I6")
+    claim = f"has other bits without gradients than with them: {told}"
+    return agree(trial, again, "I6 inference", claim, only=("out", "lse"))
+
+
+CHECKS: dict[str, Callable[[Trial], list[Finding]]] = {
+    **{SAME_BITS[word]: _of(word) for word in SAME_BITS if word != "inference"},
+    SAME_BITS["inference"]: inference,
+}

@@ -1,0 +1,89 @@
+"""I1, I2, I4, I5 and I6: batches, chunks, slices and forms of a problem give the same bits.
+
+For subjects that declare ``same_bits``; I6 holds other subjects to the bound.
+``properties/checks/same_bits.py`` holds the checks.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.same_bits import CHECKS
+from fa_verify.properties.subjects.subject import SAME_BITS
+from fa_verify.simulator.interpreter.dot_order import dots_in_order
+
+# Sizes at which schedulers of other kernels change: one row, few rows against long keys, many
+# entries, many heads, rows of several tiles.
+SIZES = {
+    "cpu": {"keys": 120, "entries": 5, "heads": 6, "rows": 50, "dim": 16},
+    "cuda": {"keys": 65_536, "entries": 64, "heads": 64, "rows": 4096, "dim": 64},
+}
+
+
+@pytest.fixture(autouse=True)
+def in_order():
+    """Add the products of the interpreter's dots in one order, as tensor cores do."""
+    with dots_in_order():
+        yield
+
+
+def promised(subject, word: str, config: str) -> None:
+    """Skip a subject that does not declare a word of ``same_bits``."""
+    if word != "inference" and not subject.promises(SAME_BITS[word], config):
+        pytest.skip(f"{subject.name} declares no same_bits {word!r}")
+
+
+@pytest.mark.shards(0, 5)
+def test_an_entry_has_the_same_bits_beside_any_neighbours(for_all, subject, shard):
+    promised(subject, "batch", shard.config)
+    for_all(CHECKS["I1"], shard, runs=5)
+
+
+@pytest.mark.shards(1, 5)
+def test_queries_have_the_same_bits_in_any_chunks(for_all, subject, shard):
+    promised(subject, "chunks", shard.config)
+    for_all(CHECKS["I2"], shard, runs=4)
+
+
+@pytest.mark.shards(2, 5)
+def test_slices_of_heads_and_entries_have_the_same_bits(for_all, subject, shard):
+    promised(subject, "heads", shard.config)
+    for_all(CHECKS["I4"], shard, runs=3)
+
+
+@pytest.mark.shards(3, 5)
+def test_padded_packed_and_contiguous_sequences_have_the_same_bits(for_all, subject, shard):
+    promised(subject, "varlen", shard.config)
+    for_all(CHECKS["I5"], shard, runs=4)
+
+
+@pytest.mark.shards(4, 5)
+def test_the_forward_without_gradients_agrees_with_that_of_training(for_all, shard):
+    for_all(CHECKS["I6"], shard, runs=2)
+
+
+def scheduled(device: str) -> dict[str, Problem]:
+    """Return problems at which a scheduler may take another path for a part than for the whole."""
+    keys, entries, heads, rows, dim = SIZES[device].values()
+    sizes = {"D": dim, "Dv": dim, "dtype": "bf16", "device": device}
+    lengths = tuple(max(1, keys * (b + 1) // entries - b) for b in range(entries))
+    return {
+        "one row of many entries": Problem(
+            B=entries, H=2, M=1, N=keys, mask=Mask(causal=True, seqlens_k=lengths), **sizes
+        ),
+        "few rows, long keys": Problem(B=2, H=2, M=3, N=keys, mask=Mask(causal=True), **sizes),
+        "many heads": Problem(
+            B=1, H=heads, Hk=heads // 2, M=2, N=keys // 2, mask=Mask(causal=True), seed=2, **sizes
+        ),
+        "many rows": Problem(M=rows, N=rows + 5, mask=Mask(causal=True), seed=rows // 3, **sizes),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("word", [word for word in SAME_BITS if word != "inference"])
+@pytest.mark.parametrize("case", scheduled("cpu"))
+def test_bits_do_not_depend_on_what_a_scheduler_may_read(check_one, subject, device, case, word):
+    problem = scheduled(device)[case]
+    promised(subject, word, problem.config)
+    check_one(problem, CHECKS[SAME_BITS[word]])

@@ -328,7 +328,8 @@ def merged(
         got: Its outputs.
 
     Returns:
-        The outputs, bool (B, H, M) for rows that the part computes, and bool (B, Hk, N) for keys.
+        The outputs, bool (B, H, M) for rows that the part computes, and bool (B, Hk, N) for keys
+        (B, H, 1 without gradients).
     """
     into = Outputs(*(None if x is None else x.clone() for x in whole))
     assert whole.out is not None
@@ -348,4 +349,4 @@ def merged(
             old = first[of_x]
             equal = (piece == old) | (piece.isnan() & old.isnan())
             x[of_x] = torch.where(equal, x[of_x], piece)
-    return into, rows, rows.new_zeros(()) if keys is None else keys
+    return into, rows, torch.zeros_like(rows[..., :1]) if keys is None else keys

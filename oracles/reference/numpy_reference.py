@@ -262,7 +262,7 @@ def attention(
     Returns:
         out (B, H, M, Dv), lse (B, H, M) in natural log, dq, dk, dv shaped as q, k, v.
 
-    Numerics: within half of ``numpy_check.bound(..., in_dtype="fp64")`` of the true values.
+    Numerics: within half of ``in_numpy.bound.bound(..., in_dtype="fp64")`` of the true values.
     """
     B, H, M, _ = q.shape
     Hk, N = k.shape[1:3]

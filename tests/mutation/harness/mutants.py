@@ -82,7 +82,7 @@ _BOUNDS = (
         ),
     ),
     *faults_of(
-        "oracles/bounds/numpy_bias.py",
+        "oracles/bounds/in_numpy/bias.py",
         "test_bias",
         (
             "every pair is one of the first entry",
@@ -91,7 +91,7 @@ _BOUNDS = (
         ),
     ),
     *faults_of(
-        "oracles/bounds/numpy_pooled.py",
+        "oracles/bounds/in_numpy/pooled.py",
         "test_pooled_oracles",
         (
             "visible pairs are counted",

@@ -56,6 +56,8 @@ ARROWS = {
     "oracles/masks": ("oracles",),
     "oracles/reference": ("oracles", "oracles/masks"),
     "oracles/bounds": ORACLES,
+    # The second writing shares nothing with the first.
+    "oracles/bounds/in_numpy": ("oracles", "oracles/masks", "oracles/reference"),
     "properties": (),
     "properties/inputs": ORACLES,
     "properties/problems": (*ORACLES, "properties/inputs"),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fa_verify.oracles import stream
-from fa_verify.oracles.bounds import error_model, numpy_check
+from fa_verify.oracles.bounds import error_model
+from fa_verify.oracles.bounds.in_numpy import bound as numpy_check
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Numerics, Outputs
 from fa_verify.oracles.reference import numpy_reference, torch_reference

@@ -13,9 +13,10 @@ import torch
 
 from fa_verify.oracles import stream
 from fa_verify.oracles.bounds import backward as backward_module
-from fa_verify.oracles.bounds import error_model, given_forward, numpy_given_forward, replay
+from fa_verify.oracles.bounds import error_model, given_forward, replay
 from fa_verify.oracles.bounds.bias import bias_error
 from fa_verify.oracles.bounds.constants import constants
+from fa_verify.oracles.bounds.in_numpy import given_forward as numpy_given_forward
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.reference import torch_reference

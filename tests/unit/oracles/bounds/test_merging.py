@@ -9,7 +9,8 @@ import mpmath
 import pytest
 import torch
 
-from fa_verify.oracles.bounds import merging, numpy_merging
+from fa_verify.oracles.bounds import merging
+from fa_verify.oracles.bounds.in_numpy import merging as numpy_merging
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.merging import Merged, merged
 from fa_verify.oracles.stream import normal, uniform

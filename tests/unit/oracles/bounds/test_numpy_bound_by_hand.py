@@ -13,7 +13,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from fa_verify.oracles.bounds.numpy_check import bound
+from fa_verify.oracles.bounds.in_numpy.bound import bound
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Numerics
 

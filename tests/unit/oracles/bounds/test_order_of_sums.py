@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from fa_verify.oracles.bounds import forward, numpy_check, numpy_units
+from fa_verify.oracles.bounds import forward
 from fa_verify.oracles.bounds.error_model import judge
+from fa_verify.oracles.bounds.in_numpy import bound as numpy_check
+from fa_verify.oracles.bounds.in_numpy import units as numpy_units
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 

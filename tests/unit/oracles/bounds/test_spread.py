@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fa_verify.oracles.bounds import numpy_spread, spread
+from fa_verify.oracles.bounds import spread
 from fa_verify.oracles.bounds.given_forward import Returned
+from fa_verify.oracles.bounds.in_numpy import spread as numpy_spread
 from fa_verify.oracles.outputs import Numerics, Outputs
 from tests.unit.oracles.bounds.test_given_forward import Drawn
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fa_verify.oracles import stream
-from fa_verify.oracles.bounds import error_model, numpy_check
+from fa_verify.oracles.bounds import error_model
+from fa_verify.oracles.bounds.in_numpy import bound as numpy_check
 from fa_verify.oracles.bounds.variance import variances
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs

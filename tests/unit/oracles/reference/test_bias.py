@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from fa_verify.oracles import stream
-from fa_verify.oracles.bounds import error_model, numpy_check
+from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.bounds.bias import bias_error
-from fa_verify.oracles.bounds.numpy_bias import bias_gradient as by_pairs
+from fa_verify.oracles.bounds.in_numpy import bound as numpy_check
+from fa_verify.oracles.bounds.in_numpy.bias import bias_gradient as by_pairs
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem

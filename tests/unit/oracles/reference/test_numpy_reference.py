@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fa_verify.oracles.bounds.numpy_check import bound
+from fa_verify.oracles.bounds.in_numpy.bound import bound
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Numerics, Outputs
 from fa_verify.oracles.reference import torch_reference

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fa_verify.oracles import stream
-from fa_verify.oracles.bounds import numpy_pooled
 from fa_verify.oracles.bounds import pooled as pooled_error
+from fa_verify.oracles.bounds.in_numpy import pooled as numpy_pooled
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference import pooled

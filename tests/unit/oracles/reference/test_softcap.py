@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fa_verify.oracles import stream
-from fa_verify.oracles.bounds import error_model, numpy_check
+from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.bounds.constants import constants
+from fa_verify.oracles.bounds.in_numpy import bound as numpy_check
 from fa_verify.oracles.bounds.softcap import cap_error
 from fa_verify.oracles.bounds.variance import variances
 from fa_verify.oracles.masks.mask import Mask

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fa_verify.oracles.bounds.numpy_merging import gradient_errors as by_pairs
+from fa_verify.oracles.bounds.in_numpy.merging import gradient_errors as by_pairs
 from fa_verify.oracles.bounds.ring import gradient_errors
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.merge_problem import MergeProblem

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fa_verify.oracles.bounds.numpy_check import (
+from fa_verify.oracles.bounds.in_numpy.bound import (
     HeadBound,
     Replay,
     backward_bound,
@@ -22,7 +22,7 @@ from fa_verify.oracles.bounds.numpy_check import (
     recomputed_error,
     score_error,
 )
-from fa_verify.oracles.bounds.numpy_units import Units, conversion_of, lag_of, units_of
+from fa_verify.oracles.bounds.in_numpy.units import Units, conversion_of, lag_of, units_of
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.reference.numpy_reference import Head, seen_keys

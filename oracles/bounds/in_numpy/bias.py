@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fa_verify.oracles.bounds.numpy_check import head_bound
-from fa_verify.oracles.bounds.numpy_units import units_of
+from fa_verify.oracles.bounds.in_numpy.bound import head_bound
+from fa_verify.oracles.bounds.in_numpy.units import units_of
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.numpy_reference import added_terms, attend_head, seen_keys

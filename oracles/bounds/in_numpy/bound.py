@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fa_verify.oracles.bounds.numpy_units import (
+from fa_verify.oracles.bounds.in_numpy.units import (
     Units,
     in_order_error,
     lag_of,
@@ -69,7 +69,7 @@ class HeadBound(NamedTuple):
 class Replay(NamedTuple):
     """Says which roundings are replayed, and which sums run in the order of their tiles."""
 
-    cast: str | None  # the format that P and dS are rounded to once, as in ``numpy_units.rounded``
+    cast: str | None  # the format that P and dS are rounded to once, as in ``units.rounded``
     stored: str | None  # the dtype of the gradients, "fp16" or "bf16"
     keys_in_order: bool
     rows_in_order: bool

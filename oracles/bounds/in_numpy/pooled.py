@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fa_verify.oracles.bounds.numpy_check import bound, score_error
-from fa_verify.oracles.bounds.numpy_units import Units, units_of
+from fa_verify.oracles.bounds.in_numpy.bound import bound, score_error
+from fa_verify.oracles.bounds.in_numpy.units import Units, units_of
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.numpy_reference import Head, attend_head, seen_keys

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fa_verify.oracles.bounds.numpy_units import Units, units_of
+from fa_verify.oracles.bounds.in_numpy.units import Units, units_of
 from fa_verify.oracles.outputs import Numerics
 
 __all__ = ["NumpyMerged", "gradient_errors", "merge_bound", "merged"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fa_verify.oracles.bounds.numpy_check import groups, logit_error, score_error
-from fa_verify.oracles.bounds.numpy_units import (
+from fa_verify.oracles.bounds.in_numpy.bound import groups, logit_error, score_error
+from fa_verify.oracles.bounds.in_numpy.units import (
     Units,
     conversion_of,
     replayed,

@@ -1244,7 +1244,54 @@ _SKIPS = (
     ),
 )  # fmt: skip
 
+_NUM_SPLITS = "    num_splits = arguments.config.splits\n"
+_SCHEDULES = (
+    _fault(
+        "schedule: one row divides its keys among programs",
+        "vllm#58131; flash-attention#2604",
+        "I1 I2",
+        (_LAUNCH, _NUM_SPLITS, f"{_NUM_SPLITS[:-1]} or (3 if sizes.M == 1 else None)\n"),
+        hidden="as far as bounds go, and unless a row is compared with the row among others",
+    ),
+    _fault(
+        "schedule: key tiles are wider where the longest sequence has many rows",
+        "vllm#51902; flashinfer#2424",
+        "I1 I2",
+        (
+            _LAUNCH,
+            "    tile = arguments.config.forward\n    num_splits",
+            "    tile = arguments.config.forward\n"
+            "    if sizes.M > 16 and arguments.predicate is None:\n"
+            "        shape = tile.block_m, 2 * tile.block_n\n"
+            "        tile = Tile(*shape, tile.num_warps, tile.num_stages)\n"
+            "    num_splits",
+        ),
+        hidden="as far as bounds go",
+    ),
+    _fault(
+        "schedule: the keys of the tensors decide how many programs share them",
+        "independent: a number of splits from the size of a cache instead of its content",
+        "I1 I2 I5",
+        (_LAUNCH, _NUM_SPLITS, f"{_NUM_SPLITS[:-1]} or (3 if sizes.N > 70 else None)\n"),
+        hidden="as far as bounds go",
+    ),
+    _fault(
+        "schedule: the forward of training divides its keys among programs",
+        "independent: an entry for inference beside the one that autograd records",
+        "I6",
+        (
+            _OPERATORS,
+            "        out, lse = run(q, k, v, request)\n"
+            "        # Saved tensors let",
+            "        config = {\"16x16\": \"16x16-split3\"}.get(request.config, request.config)\n"
+            "        out, lse = run(q, k, v, request._replace(config=config))\n"
+            "        # Saved tensors let",
+        ),
+        hidden="as far as bounds go",
+    ),
+)  # fmt: skip
+
 FAULTS: tuple[Mutant, ...] = (
     *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_STATES, *_PACKED,
-    *_SCORE_MODS, *_LARGE_SIZES, *_SEQUENCES, *_GRADIENT_SETS, *_SKIPS,
+    *_SCORE_MODS, *_LARGE_SIZES, *_SEQUENCES, *_GRADIENT_SETS, *_SKIPS, *_SCHEDULES,
 )  # fmt: skip

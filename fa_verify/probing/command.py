@@ -21,7 +21,7 @@ import torch
 from fa_verify.probing.answers import lines
 from fa_verify.probing.experiments import Experiment, observe
 from fa_verify.probing.picture import svg, text
-from fa_verify.probing.probe import Probed, probe, refuted
+from fa_verify.probing.probe import BITS, TOPICS, Probed, probe, refuted
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.trying import declares, stripped, watched
 from fa_verify.properties.execution.watchdog import Watchdog
@@ -62,7 +62,7 @@ def _probe(options: argparse.Namespace, subject: Subject, device: str) -> int:
         return _assume(subject, device, Path(options.assume), bits=options.bits)
     if options.replay is not None:
         return _replay(subject, options.replay)
-    probed = probe(subject, device, _progress(sys.stderr))
+    probed = probe(subject, device, _progress(sys.stderr), topics=(*TOPICS, BITS))
     wrong = refuted(subject, probed)
     print(f"{probed.kernel} on {probed.device}")
     print("\n".join(lines(probed.answers)))
@@ -105,15 +105,10 @@ def _tell_bits(subject: Subject, device: str) -> int:
     """Print which parts of a problem have the same bits, unless the kernel declares them all."""
     if {*SAME_BITS} <= {*subject.same_bits}:
         return _HOLDS
-    print("the same bits in any batch, chunk, slice and form, which the checks do not ask for:")
-    told = [one for one in same_bits_of(subject, device) if one.word != "same_bits"]
-    print(
-        "\n".join(
-            lines(
-                one for one in told if one.word.removeprefix("same_bits_") not in subject.same_bits
-            )
-        )
-    )
+    print("the same bits in parts of a problem, which are not declared, so no check asks for them:")
+    known = ("", *(f"_{word}" for word in subject.same_bits))
+    of_word = same_bits_of(subject, device)
+    print("\n".join(lines(x for x in of_word if x.word.removeprefix("same_bits") not in known)))
     return _HOLDS
 
 

@@ -17,9 +17,11 @@ from fa_verify.probing.trying import Tried, declares, stripped
 from fa_verify.properties.subjects.declarations import NUMERICS, WORDS, check_declarations
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["TOPICS", "Probed", "probe", "refuted"]
+__all__ = ["BITS", "TOPICS", "Probed", "probe", "refuted"]
 
-TOPICS = ("domain", "conventions", "numerics", "orders", "bits")
+TOPICS = ("domain", "conventions", "numerics", "orders")
+# A topic that takes ten seconds.
+BITS = "bits"
 # Declarations that ``check`` assumes for a kernel without any. Others stay at their defaults:
 # a p_dtype of "fp32" would make the bound stricter, and a group_sum in the dtype is a finding.
 _ASSUMED = (
@@ -101,7 +103,7 @@ def probe(
         subject: The kernel. With several configurations, the one it takes by default is probed.
         device: "cpu" or "cuda".
         asked: Called with the word of every answer.
-        topics: Topics to ask about, from ``TOPICS``. The domain is always asked for first.
+        topics: Topics to ask about, from ``TOPICS`` and ``BITS``. The domain is always asked for first.
     """
     found: dict[str, Answer] = {}
     sums: list[Sum] = []
@@ -112,7 +114,7 @@ def probe(
         found[answer.word] = answer
         asked(answer.word)
     probed = Probed(subject.name, device, tuple(found.values()), tuple(sums))
-    if "bits" not in topics or [*found] == ["dtypes"]:
+    if BITS not in topics or [*found] == ["dtypes"]:
         return probed
     taking = subject if declares(subject) else subject.assuming(probed.assumed())
     for answer in same_bits_of(taking, device):
@@ -151,6 +153,11 @@ def refuted(subject: Subject, probed: Probed) -> list[str]:
     wrong = []
     for answer in probed.answers:
         word = answer.word
+        if answer.value is False and word.removeprefix("same_bits_") in subject.same_bits:
+            wrong.append(
+                f"{subject.name} declares same_bits={subject.same_bits!r}, and "
+                f"{answer.evidence}; {answer.replay}"
+            )
         if answer.value is None or word not in (*_WIDTHS, *_SETTLED):
             continue
         # The checks count these refusals, and report none as a failure.

@@ -16,12 +16,13 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import BY_NAME, CLOSED_FORM, STATISTICS, Check
+from fa_verify.properties.checks.same_bits import CHECKS as SAME_BITS
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # Checks, in the order in which they run on a trial.
 CHECKS: dict[str, Check] = {
-    "T3": BY_NAME["T3"], **BY_NAME,
+    "T3": BY_NAME["T3"], **BY_NAME, **SAME_BITS,
 }  # fmt: skip
 _ALWAYS = ("T3", "G1", "G2")
 
@@ -32,6 +33,11 @@ class Step:
 
     problem: Problem
     checks: tuple[str, ...]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a check compares bits, so that the products of dots have to add in one order."""
+        return not SAME_BITS.keys().isdisjoint(self.checks)
 
 
 def _step(*checks: str, config: str = "16x16", dtype: str = "fp64", **fields: Any) -> Step:
@@ -197,6 +203,9 @@ STEPS: tuple[Step, ...] = (
     _step("G6", "G7", "G8", "G9", B=2, H=2, M=5, N=37, D=24, dtype="fp32", config="16x16-split3"),
     *(_step("G10", "G13", M=18, N=20, dtype="fp16", config=config, **_ALIGNED)
       for config in ("16x16", "16x16-one_pass")),
+    # Schedules that read the rows, the keys or the programs of the whole call.
+    *(_step("I1", "I2", "I4", "I5", "I6", B=2, H=4, Hk=2, M=M, N=70, mask=Mask(causal=True), seed=5,
+            dtype="fp32") for M in (1, 20)),
     # Any set of gradients, that of a bias included.
     *(_step("sets", H=2, M=20, N=20, config=config, bias=bias, mask=mask, dlse="normal")
       for config in ("16x16", "16x16-one_pass")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,7 @@ from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import PlannedRun, SubjectError, Trial, plan_run
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
+from fa_verify.simulator.interpreter.dot_order import dots_in_order
 from fa_verify.subjects.ours import adapted, flash_attention
 from tests.mutation.judging.merging import FILES as MERGED
 from tests.mutation.judging.merging import kills_by_merging
@@ -152,16 +154,17 @@ def killed_by(
 
 def _of_step(subject: Subject, step: Step, asking: PlannedRun, number: int) -> Iterator[Kill]:
     """The kills of one step, with its index."""
-    try:
-        trial = asking.run(subject)
-    except (SubjectError, NotImplementedError) as error:
-        # An out-of-bounds address in the interpreter counts as a check of its own.
-        wild = isinstance(_root(error), OutOfBoundsError)
-        yield Kill("addresses" if wild else "raised", number, str(error)[:500])
-        return
-    for check in step.checks:
-        for finding in _findings(check, trial):
-            yield Kill(check, number, finding)
+    with dots_in_order() if step.in_order else nullcontext():
+        try:
+            trial = asking.run(subject)
+        except (SubjectError, NotImplementedError) as error:
+            # An out-of-bounds address in the interpreter counts as a check of its own.
+            wild = isinstance(_root(error), OutOfBoundsError)
+            yield Kill("addresses" if wild else "raised", number, str(error)[:500])
+            return
+        for check in step.checks:
+            for finding in _findings(check, trial):
+                yield Kill(check, number, finding)
 
 
 def _of_unit_tests(package: ModuleType, edited: set[str], number: int) -> Iterator[Kill]:

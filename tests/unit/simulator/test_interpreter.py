@@ -12,6 +12,7 @@ import torch
 from fa_verify.oracles.stream import integers
 from fa_verify.simulator.interpreter import launches
 from fa_verify.simulator.interpreter import repair as repaired
+from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -394,6 +395,19 @@ def test_fp32_dots_truncate_their_operands_in_tf32_only(side, precision):
     y = dot(x, one, tl.float32, precision) if side == "left" else dot(one, x, tl.float32, precision)
     read = (x.view(torch.int32) & ~0x1FFF).view(FP32) if precision in ("tf32", None) else x
     assert torch.equal(y, read + 1)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32, FP64])
+def test_dots_in_order_give_a_row_the_same_bits_in_any_place(dtype):
+    a, b = (integers(7, name, (16, 16)).double() * 2.0**-63 for name in "ab")
+    a, b = a.to(dtype), b.to(dtype)
+    acc = tl.float64 if dtype == FP64 else tl.float32
+    with dots_in_order():
+        rows = [dot(a.roll(i, 0), b, acc, "ieee").roll(-i, 0) for i in range(16)]
+    assert all(torch.equal(rows[0], one) for one in rows)
+    wide = FP64 if dtype == FP64 else FP32
+    want = sum(a[:, k, None].to(wide) * b[k].to(wide) for k in range(16)) + 1
+    assert torch.equal(rows[0], want)
 
 
 def test_fp64_dots_stay_in_float64():

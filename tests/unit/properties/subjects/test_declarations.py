@@ -54,13 +54,18 @@ VALID = {
     "l_from": ["unrounded", "rounded"],
     "group_sum": ["fp32", "dtype"],
     "bitwise": [(), ("G4", "G5", "G8", "G9", "G10")],
+    "same_bits": [(), ("batch",), ["chunks", "heads", "varlen", "inference"]],
     "atomic": [(), ("dq",), ["dq"]],
     "backward_reads": [(), ("out",), ["out", "lse"], {"m_and_l", "out"}],
-    "configs": [{"default": {}}, {"a": {"dots": "tf32", "dtypes": ("fp32",)}, "b": {}}],
+    "configs": [
+        {"default": {}}, {"a": {"dots": "tf32", "dtypes": ("fp32",)}, "b": {}},
+        {"a": {"same_bits": ("batch",)}},
+    ],
     "tiles": [lambda problem: (16, 16), None],
     "paths": [lambda problem: ("forward",), None],
     "pooled": [lambda q, k, v, **asked: q, None],
     "states": [lambda outs, lses: (outs[0], lses[0]), None],
+    "packed": [lambda q, k, v, **offsets: q, None],
     "score_mods": [(), ("softcap",), ("bias", "alibi", "softcap")],
 }
 # An invalid value of each declaration, and the message after the name of the word.
@@ -140,6 +145,12 @@ WRONG = [
     ("group_sum", "fp16", "is 'fp16'; needs one of ('fp32', 'dtype')"),
     ("bitwise", ("G1",), "has ['G1']; known are ('G4', 'G5', 'G8', 'G9', 'G10')"),
     ("bitwise", "G4", "is 'G4'; needs a tuple of words out of ('G4', 'G5', 'G8', 'G9', 'G10')"),
+    (
+        "same_bits",
+        ("chunk",),
+        "has ['chunk']; known are ('batch', 'chunks', 'heads', 'varlen', 'inference')",
+    ),
+    ("same_bits", "batch", "is 'batch'; needs a tuple of words out of ('batch', 'chunks', "),
     ("atomic", ("dk",), "has ['dk']; known are ('dq',)"),
     ("backward_reads", ("l",), "has ['l']; known are ('out', 'lse', 'm_and_l')"),
     ("backward_reads", ("lse", "m_and_l"), "is ('lse', 'm_and_l'); needs one of ((), ('out',), "),
@@ -151,14 +162,16 @@ WRONG = [
     (
         "configs",
         {"a": {"gqa": False}},
-        "['a'] has ['gqa']; known are ('dtypes', 'dots', ",
+        "['a'] has ['gqa']; known are ('dtypes', 'same_bits', 'dots', ",
     ),
     ("configs", {"a": {"dtypes": ()}}, "['a'].dtypes is empty; needs some of ('fp16', "),
     ("configs", {"a": {"dots": "fp8"}}, "['a'].dots is 'fp8'; needs one of ('ieee', 'tf32')"),
+    ("configs", {"a": {"same_bits": ("G9",)}}, "['a'].same_bits has ['G9']; known are ('batch', "),
     ("configs", {"a": {"block_n": 0}}, "['a'].block_n is 0; needs an int >= 1"),
     ("tiles", (16, 16), "is (16, 16); needs a function of a problem"),
     ("paths", "forward", "is 'forward'; needs a function of a problem"),
     ("states", "merge", "is 'merge'; needs a function of (outs, lses), or True"),
+    ("packed", True, "is True; needs a function of packed sequences"),
     ("pooled", True, "is True; needs a function that returns the pooled probabilities"),
 ]
 

@@ -53,6 +53,7 @@ from tests.unit.properties.checks import (
     test_memory_checks,
     test_merging_checks,
     test_pooled_checks,
+    test_same_bits,
     test_streams,
 )
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -199,6 +200,11 @@ def _pooled(check: str, fault: str) -> Callable[[], str]:
 def _merging(name: str) -> Callable[[], str]:
     """The message of a check of merged states, by the name of a broken merge."""
     return lambda: str(test_merging_checks.claimed(name))
+
+
+def _other_bits(word: str, fault: str, problem: Problem) -> Callable[[], str]:
+    """The message of a check of the same bits, by the fault of a schedule."""
+    return lambda: test_same_bits.found(test_same_bits.subject(fault), problem)[word]
 
 
 def _streams(check: str, fault: str, problem: Problem = test_streams.PROBLEM) -> Callable[[], str]:
@@ -701,6 +707,40 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "The subject does not promise equal bits for this guarantee, so both runs are compared "
             "with the bound. One of them leaves it. The same words end the messages of G3 to G13.",
             _found("G4", "reads padding", _MANY, "and leaves the bound", bitwise=()),
+        ),
+    ),
+    "The same bits": (
+        Kind(
+            "I1: neighbours",
+            "The bits of a batch entry depend on the number or the length of other entries. The "
+            "message says where they part first, by how many representable numbers (ulp) at most, "
+            "or that one of them is NaN or Inf, and in how many elements. Look for a schedule that "
+            "reads the batch or the longest sequence.",
+            _other_bits("batch", "tile by the longest sequence", test_same_bits.PADDED),
+        ),
+        Kind(
+            "I2: chunks",
+            "Queries have other bits in a chunk than among all queries. Look for a tile or a "
+            "number of splits that depends on the number of rows.",
+            _other_bits("chunks", "splits for one row", test_same_bits.CAUSAL),
+        ),
+        Kind(
+            "I4: slices",
+            "A slice of the heads has other bits alone. Look for a schedule that reads the number "
+            "of heads.",
+            _other_bits("heads", "tile by key/value heads", test_same_bits.CAUSAL),
+        ),
+        Kind(
+            "I5: forms",
+            "More padding, or packed sequences, change the bits. Look for a schedule that reads "
+            "the sizes of the tensors instead of the lengths.",
+            _other_bits("varlen", "splits by the keys of the tensor", test_same_bits.ONE_ROW),
+        ),
+        Kind(
+            "I6: inference",
+            "The forward has other bits where no gradient is required. Look for a second kernel, "
+            "or another tile, for inference.",
+            _other_bits("inference", "another tile without gradients", test_same_bits.CAUSAL),
         ),
     ),
     "Checks beside the bound": (

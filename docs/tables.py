@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import numerics_table
+from benchmarks import numerics_table, same_bits
 from benchmarks.table import markdown
 
 __all__ = ["TABLES", "main", "pages", "rewritten"]
@@ -246,6 +246,12 @@ def _power_families() -> list[str]:
     return markdown((f"family, N = {int(N):,}, %", "dtype", *faults), rows)
 
 
+def _same_bits() -> list[str]:
+    """The words of ``same_bits`` that kernels hold on a CPU."""
+    path = ROOT / "results" / "cpu" / "same_bits.json"
+    return same_bits.table(json.loads(path.read_text(encoding="utf-8")))
+
+
 def _numerics() -> Mapping[str, Any]:
     """The numerics that a GPU measured; without them, those that a CPU measured."""
     files = (ROOT / "results").glob("*/numerics.json")
@@ -348,6 +354,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
         f"numerics-{name}": lambda table=table: table(_numerics())
         for name, table in numerics_table.TABLES.items()
     },
+    "same-bits": _same_bits,
     "options": _options,
     "floors": _floors,
     "problem-fields": _problem_fields,

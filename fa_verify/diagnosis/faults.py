@@ -1249,14 +1249,14 @@ _SCHEDULES = (
     _fault(
         "schedule: one row divides its keys among programs",
         "vllm#58131; flash-attention#2604",
-        "I1 I2",
+        "I2 I5",
         (_LAUNCH, _NUM_SPLITS, f"{_NUM_SPLITS[:-1]} or (3 if sizes.M == 1 else None)\n"),
         hidden="as far as bounds go, and unless a row is compared with the row among others",
     ),
     _fault(
         "schedule: key tiles are wider where the longest sequence has many rows",
         "vllm#51902; flashinfer#2424",
-        "I1 I2",
+        "I2",
         (
             _LAUNCH,
             "    tile = arguments.config.forward\n    num_splits",
@@ -1271,7 +1271,7 @@ _SCHEDULES = (
     _fault(
         "schedule: the keys of the tensors decide how many programs share them",
         "independent: a number of splits from the size of a cache instead of its content",
-        "I1 I2 I5",
+        "I1 I5",
         (_LAUNCH, _NUM_SPLITS, f"{_NUM_SPLITS[:-1]} or (3 if sizes.N > 70 else None)\n"),
         hidden="as far as bounds go",
     ),

@@ -103,7 +103,8 @@ def probe(
         subject: The kernel. With several configurations, the one it takes by default is probed.
         device: "cpu" or "cuda".
         asked: Called with the word of every answer.
-        topics: Topics to ask about, from ``TOPICS`` and ``BITS``. The domain is always asked for first.
+        topics: Topics to ask about, from ``TOPICS`` and ``BITS``. The domain is always asked for
+            first.
     """
     found: dict[str, Answer] = {}
     sums: list[Sum] = []

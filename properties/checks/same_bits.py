@@ -116,6 +116,7 @@ def _of(word: str) -> Callable[[Trial], list[Finding]]:
     guarantee = SAME_BITS[word]
 
     def check(trial: Trial) -> list[Finding]:
+        """Hold the parts of a problem to the bits of the whole; see ``parts_of``."""
         subject, problem = trial.subject, trial.problem
         promised = subject.promises(guarantee, problem.config)
         if not promised:
@@ -147,7 +148,6 @@ def _of(word: str) -> Callable[[Trial], list[Finding]]:
         return []
 
     check.__name__ = word
-    check.__doc__ = f"{guarantee}: see ``parts_of`` for {word!r}."
     return check
 
 

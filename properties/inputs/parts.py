@@ -21,7 +21,6 @@ __all__ = ["Part", "chunks", "entries_apart", "heads_apart", "merged", "other_fo
 _OF_ROWS = ("out", "lse", "dq")
 # Rows and keys of padding that another padded form adds: no multiple of a tile.
 _MORE = (3, 21)
-_LENGTHS = ("seqlens_q", "seqlens_k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,15 +206,22 @@ def _cut(
         )
     else:
         # Lengths that are those of the tensors are left out: kernels may have a path without any.
-        given = (None if {*x} <= {size} else x for x, size in zip(lengths, (M, N), strict=True))
-        mask = dataclasses.replace(problem.mask, **dict(zip(_LENGTHS, given, strict=True)))
+        seqlens_q, seqlens_k = (
+            None if {*x} <= {size} else x for x, size in zip(lengths, (M, N), strict=True)
+        )
+        mask = dataclasses.replace(problem.mask, seqlens_q=seqlens_q, seqlens_k=seqlens_k)
 
     def taken(x: torch.Tensor, of: slice, part: slice, extra: int) -> torch.Tensor:
         return pad(x[entries][:, of, part], (0, 0, 0, extra))
 
     q, k, v, dout, dlse, slopes, bias = inputs
     of_rows, of_columns = (heads, rows, more[0]), (groups, of_keys, more[1])
-    pieces = (taken(q, *of_rows), taken(k, *of_columns), taken(v, *of_columns), taken(dout, *of_rows))
+    pieces = (
+        taken(q, *of_rows),
+        taken(k, *of_columns),
+        taken(v, *of_columns),
+        taken(dout, *of_rows),
+    )
     made = Inputs(*map(lay_out, pieces, problem.layouts))
     if dlse is not None:
         made = made._replace(dlse=taken(dlse[..., None], *of_rows)[..., 0].contiguous())

@@ -153,10 +153,9 @@ def attention_kernel(
             differentiation. Gradients are judged given these results too.
         bitwise: Guarantees promised bitwise, from "G4", "G5", "G8", "G9", "G10". The others are
             compared within the bound.
-        same_bits: What no bit of a result depends on, from "batch" (the number and lengths of other
-            entries), "chunks" (how queries are cut into chunks), "heads" (slices of heads and
-            entries), "varlen" (padding, and packing where ``packed`` is declared), "inference"
-            (whether gradients are required).
+        same_bits: Choices that change no bit of a result: "batch", the number and the lengths of
+            other entries; "chunks" of queries; "heads", slices of them; "varlen", padding and
+            packing. "inference" says that gradients may be required or not.
         packed: A function of packed sequences, which takes what ``varlen`` describes, beside a
             kernel that takes padded tensors; ``same_bits`` compares both.
         pooled: A function with the kernel's arguments, ``pool="mean"`` or "max", and

@@ -74,6 +74,7 @@ PARSED = {
     "python -m benchmarks.few_queries": "needs a GPU",
     "python -m benchmarks.false_alarms --seconds 150": "takes minutes",
     "python -m benchmarks.numerics --seconds 150 --write": "takes minutes",
+    "python -m benchmarks.same_bits --write": "takes minutes",
     "python -m benchmarks.numerics --seconds 120 --kernels path/to/attention.py:attention "
     "sdpa-flash": "has a placeholder",
     "python -m docs.tables --write": "changes files",

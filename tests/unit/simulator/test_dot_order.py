@@ -7,6 +7,7 @@ import pytest
 
 from fa_verify.simulator.interpreter.dot_order import dots_in_order, product_in_order
 
+
 def drawn(*shape: int, dtype: type = np.float32) -> np.ndarray:
     return np.random.default_rng(shape).standard_normal(shape).astype(dtype)
 
@@ -51,4 +52,3 @@ def test_only_the_block_orders_products():
             raise ZeroDivisionError
         assert product_in_order(a, b, np.float32) is not None
     assert product_in_order(a, b, np.float32) is None
-

@@ -1,4 +1,4 @@
-"""I1, I2, I4, I5 and I6: a kernel of fixed tiles holds them, and each fault of a scheduler shows."""
+"""I1, I2, I4, I5 and I6: fixed tiles hold them, and each fault of a scheduler shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fa_verify.oracles.masks.mask import Mask
-from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.same_bits import CHECKS
 from fa_verify.properties.execution.trial import run_trial
@@ -165,7 +164,8 @@ def found(kernel: Subject, problem: Problem) -> dict[str, str]:
     # Automatic differentiation adds rows in an order of its own.
     forward = run_trial(dataclasses.replace(kernel, backward=False), problem)
     training = run_trial(kernel, problem)
-    assert forward is not None and training is not None
+    assert forward is not None
+    assert training is not None
     findings = {
         word: CHECKS[SAME_BITS[word]](training if word == "inference" else forward)
         for word in SAME_BITS

@@ -58,7 +58,8 @@ VALID = {
     "atomic": [(), ("dq",), ["dq"]],
     "backward_reads": [(), ("out",), ["out", "lse"], {"m_and_l", "out"}],
     "configs": [
-        {"default": {}}, {"a": {"dots": "tf32", "dtypes": ("fp32",)}, "b": {}},
+        {"default": {}},
+        {"a": {"dots": "tf32", "dtypes": ("fp32",)}, "b": {}},
         {"a": {"same_bits": ("batch",)}},
     ],
     "tiles": [lambda problem: (16, 16), None],

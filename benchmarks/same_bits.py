@@ -1,0 +1,103 @@
+"""Kernels that give the same bits in parts of a problem: ``python -m benchmarks.same_bits``.
+
+Each kernel is probed in a process of its own. On a CPU, Triton kernels run in the interpreter, and
+those of other repositories need ``make kernels``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.saving import saved
+from benchmarks.table import markdown
+from fa_verify.properties.subjects.subject import SAME_BITS
+from fa_verify.pytest_plugin.findings.environment import device_name, versions
+
+__all__ = ["KERNELS", "cpu_flash", "main", "table"]
+
+ROOT = Path(__file__).parents[1]
+VERSION = 1
+# Name in the table to the kernel that is probed.
+KERNELS = {
+    "ours": "ours",
+    "PyTorch SDPA, composed of matrix products": "sdpa-math",
+    "PyTorch SDPA, flash attention for a CPU": "benchmarks.same_bits:cpu_flash",
+    "flash-linear-attention, parallel": "tests/kernels/fla_parallel.py:attention",
+    "lightllm, prefill": "tests/kernels/lightllm_prefill.py:attention",
+    "attention study group": "tests/kernels/study_group.py:attention",
+}
+_CHEAP = ("domain", "conventions", "numerics")
+_SECONDS = 600
+
+
+def cpu_flash(q, k, v, *, mask, sm_scale):  # type: ignore[no-untyped-def]
+    """PyTorch's flash attention, on the CPU too."""
+    from torch.nn.attention import SDPBackend
+
+    from fa_verify.subjects.sdpa import _attention
+
+    return _attention(SDPBackend.FLASH_ATTENTION, q, k, v, mask, sm_scale)
+
+
+def answers(kernel: str) -> dict[str, Any]:
+    """Probes a kernel: word to its value and the evidence."""
+    from fa_verify.probing.command import subject_and_device
+    from fa_verify.probing.probe import probe
+    from fa_verify.probing.same_bits import same_bits_of
+    from fa_verify.probing.trying import declares
+
+    subject, device = subject_and_device(kernel)
+    if not declares(subject):
+        subject = subject.assuming(probe(subject, device, topics=_CHEAP).assumed())
+    found = {answer.word: answer for answer in same_bits_of(subject, device)}
+    of_word = {word: found[f"same_bits_{word}"] for word in SAME_BITS}
+    return {word: [answer.value, answer.evidence] for word, answer in of_word.items()}
+
+
+def table(record: Mapping[str, Any]) -> list[str]:
+    """Formats a record of this command as a table of Markdown."""
+    rows = []
+    for name, found in record["kernels"].items():
+        told = [{True: "holds", False: "fails", None: "-"}[value] for value, _ in found.values()]
+        first = next((evidence for value, evidence in found.values() if value is False), "none")
+        rows.append((name, *told, first))
+    return markdown(("kernel", *SAME_BITS.values(), "first difference"), rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0, or 1 if a kernel cannot be probed here."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.same_bits", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write to results/, not to build/")
+    parser.add_argument("--one", metavar="KERNEL", help="print the answers about KERNEL as JSON")
+    options = parser.parse_args(arguments)
+    if options.one is not None:
+        print(json.dumps(answers(options.one)))
+        return 0
+    kernels: dict[str, Any] = {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    record: dict[str, Any] = {
+        "version": VERSION, "device": device_name(), "versions": versions(), "kernels": kernels
+    }  # fmt: skip
+    for name, kernel in KERNELS.items():
+        command = [sys.executable, "-m", "benchmarks.same_bits", f"--one={kernel}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS)
+        if done.returncode:
+            print(f"{kernel}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+        else:
+            kernels[name] = json.loads(done.stdout.splitlines()[-1])
+    path = saved(ROOT, "same_bits.json", record, device=device, keep=options.write)
+    print("\n".join(table(record)))
+    print(f"wrote {path}")
+    return int(len(kernels) < len(KERNELS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,7 +29,7 @@ VERSION = 1
 KERNELS = {
     "ours": "ours",
     "PyTorch SDPA, composed of matrix products": "sdpa-math",
-    "PyTorch SDPA, flash attention for a CPU": "benchmarks.same_bits:cpu_flash",
+    "PyTorch SDPA, flash attention": "benchmarks.same_bits:cpu_flash",
     "flash-linear-attention, parallel": "tests/kernels/fla_parallel.py:attention",
     "lightllm, prefill": "tests/kernels/lightllm_prefill.py:attention",
     "attention study group": "tests/kernels/study_group.py:attention",
@@ -67,8 +67,9 @@ def table(record: Mapping[str, Any]) -> list[str]:
     rows = []
     for name, found in record["kernels"].items():
         told = [{True: "holds", False: "fails", None: "-"}[value] for value, _ in found.values()]
-        first = next((evidence for value, evidence in found.values() if value is False), "none")
-        rows.append((name, *told, first))
+        size = found["batch"][1].partition(", to ")[2]
+        first = next((evidence for value, evidence in found.values() if value is False), "")
+        rows.append((name, *told, first or f"none up to {size}"))
     return markdown(("kernel", *SAME_BITS.values(), "first difference"), rows)
 
 

@@ -17,8 +17,9 @@ from fa_verify.simulator.interpreter.dot_order import dots_in_order
 # Sizes at which schedulers of other kernels change: one row, few rows against long keys, many
 # entries, many heads, rows of several tiles.
 SIZES = {
-    "cpu": {"keys": 120, "entries": 5, "heads": 6, "rows": 50, "dim": 16},
-    "cuda": {"keys": 65_536, "entries": 64, "heads": 64, "rows": 4096, "dim": 64},
+    "cpu": {"keys": 120, "entries": (5, 120), "heads": (6, 60), "rows": 50, "dim": 16},
+    # The oracle needs up to 3 GiB for the keys of all entries, or of all heads.
+    "cuda": {"keys": 65_536, "entries": (64, 8192), "heads": (64, 8192), "rows": 4096, "dim": 64},
 }
 
 
@@ -48,9 +49,10 @@ def test_queries_have_the_same_bits_in_any_chunks(for_all, subject, shard):
 
 
 @pytest.mark.shards(2, 5)
-def test_slices_of_heads_and_entries_have_the_same_bits(for_all, subject, shard):
+def test_slices_of_heads_have_the_same_bits(for_all, subject, shard):
     promised(subject, "heads", shard.config)
-    for_all(CHECKS["I4"], shard, runs=3)
+    # Lengths of two tiles leave the limit on cost to the heads.
+    for_all(CHECKS["I4"], shard, runs=3, max_seqlen=2 * shard.tile)
 
 
 @pytest.mark.shards(3, 5)
@@ -66,16 +68,16 @@ def test_the_forward_without_gradients_agrees_with_that_of_training(for_all, sha
 
 def scheduled(device: str) -> dict[str, Problem]:
     """Return problems at which a scheduler may take another path for a part than for the whole."""
-    keys, entries, heads, rows, dim = SIZES[device].values()
+    keys, (entries, of_entries), (heads, of_heads), rows, dim = SIZES[device].values()
     sizes = {"D": dim, "Dv": dim, "dtype": "bf16", "device": device}
-    lengths = tuple(max(1, keys * (b + 1) // entries - b) for b in range(entries))
+    lengths = tuple(max(1, of_entries * (b + 1) // entries - b) for b in range(entries))
     return {
         "one row of many entries": Problem(
-            B=entries, H=2, M=1, N=keys, mask=Mask(causal=True, seqlens_k=lengths), **sizes
+            B=entries, H=2, M=1, N=of_entries, mask=Mask(causal=True, seqlens_k=lengths), **sizes
         ),
         "few rows, long keys": Problem(B=2, H=2, M=3, N=keys, mask=Mask(causal=True), **sizes),
         "many heads": Problem(
-            B=1, H=heads, Hk=heads // 2, M=2, N=keys // 2, mask=Mask(causal=True), seed=2, **sizes
+            B=1, H=heads, Hk=heads // 2, M=2, N=of_heads, mask=Mask(causal=True), seed=2, **sizes
         ),
         "many rows": Problem(M=rows, N=rows + 5, mask=Mask(causal=True), seed=rows // 3, **sizes),
     }  # fmt: skip

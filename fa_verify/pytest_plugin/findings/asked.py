@@ -102,7 +102,7 @@ ASKED: dict[str, str | None] = {
     "test_pooled_probabilities_keep_every_guarantee": None,
     "test_an_entry_has_the_same_bits_beside_any_neighbours": "I1",
     "test_queries_have_the_same_bits_in_any_chunks": "I2",
-    "test_slices_of_heads_and_entries_have_the_same_bits": "I4",
+    "test_slices_of_heads_have_the_same_bits": "I4",
     "test_padded_packed_and_contiguous_sequences_have_the_same_bits": "I5",
     "test_the_forward_without_gradients_agrees_with_that_of_training": "I6",
     "test_bits_do_not_depend_on_what_a_scheduler_may_read": None,

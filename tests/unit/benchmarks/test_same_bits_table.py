@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_a_row_names_the_first_difference():
-    found = dict.fromkeys(SAME_BITS, (True, "holds in 3 comparisons"))
+    found = dict.fromkeys(SAME_BITS, (True, "I1 holds in 3 comparisons, to B=2"))
     wrong = {**found, "chunks": (False, "I2 fails first at B=3"), "inference": (None, "no parts")}
     lines = table({"kernels": {"right": found, "wrong": wrong}})
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["right", "wrong"]
-    assert "| holds | holds | holds | holds | holds | none |" in lines[2]
+    assert "| holds | holds | holds | holds | holds | none up to B=2 |" in lines[2]
     assert "| holds | fails | holds | holds | - | I2 fails first at B=3 |" in lines[3]
 
 

@@ -27,12 +27,12 @@ _SIZES_OF_A_GPU = (
     *_SIZES, (2, 1000, 1000), (64, 1, 4000), (2, 1500, 3000), (64, 1, 65_536), (4, 100, 32_000),
     (2, 8000, 8000),
 )  # fmt: skip
-# No size begins later, as an interpreted kernel takes a second for a hundred tiles.
-_SECONDS = 10.0
+# Rows of a kernel that takes as many keys as rows.
+_MOST_ROWS = 130
 _DIMS, _HEADS = {"cpu": (16, 64), "cuda": (64,)}, 4
 
 
-def same_bits_of(subject: Subject, device: str) -> Iterator[Answer]:
+def same_bits_of(subject: Subject, device: str, seconds: float = 10.0) -> Iterator[Answer]:
     """Yield whether each word of ``same_bits`` holds, or the first size at which it fails.
 
     The forward alone is tried. The products of an interpreted kernel add in one order, as on
@@ -41,6 +41,7 @@ def same_bits_of(subject: Subject, device: str) -> Iterator[Answer]:
     Args:
         subject: The kernel, with declarations or assumptions of what it takes.
         device: "cpu" or "cuda".
+        seconds: No size begins later. An interpreted kernel takes a second for a hundred tiles.
     """
     began = time.monotonic()
     held: dict[str, int] = dict.fromkeys(SAME_BITS, 0)
@@ -48,7 +49,7 @@ def same_bits_of(subject: Subject, device: str) -> Iterator[Answer]:
     largest: dict[str, Problem] = {}
     with dots_in_order():
         for problem in _problems(subject, device):
-            if time.monotonic() - began > _SECONDS or len(failed) == len(SAME_BITS):
+            if time.monotonic() - began > seconds or len(failed) == len(SAME_BITS):
                 break
             whole = attempt(subject, problem, backward=False, guarded=False)
             if whole.got is None:
@@ -82,7 +83,8 @@ def _problems(subject: Subject, device: str) -> Iterator[Problem]:
         of_entries = [max(1, N - (N // 3) * (b % 3)) for b in range(B)]
         lengths: tuple[int, ...] | None = tuple(-(-x // multiple) * multiple for x in of_entries)
         if not subject.m_ne_n and not subject.one_query:
-            N, lengths = M, None
+            M, lengths = max(M, min(N, _MOST_ROWS)), None
+            M = N = -(-M // multiple) * multiple
         for dtype, mask in (
             (wide, Mask(causal=True)),
             (narrow, Mask()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -62,8 +63,8 @@ def kernel(fault: str = "", **declared):
     return Subject.of(attention_kernel(**{"dtypes": ("bf16",), **declared})(attention), "kernel")
 
 
-def answers(subject: Subject):
-    return {answer.word: answer for answer in same_bits_of(subject, "cpu")}
+def answers(subject: Subject, seconds: float = math.inf):
+    return {answer.word: answer for answer in same_bits_of(subject, "cpu", seconds)}
 
 
 def test_a_kernel_whose_bits_depend_on_nothing_else_holds_every_word():
@@ -99,9 +100,15 @@ def test_a_kernel_that_takes_no_size_has_no_answer():
     assert "same_bits" not in found
 
 
-def test_no_size_begins_after_the_limit_of_time(monkeypatch):
-    monkeypatch.setattr(same_bits, "_SECONDS", -1.0)
-    assert "same_bits" not in answers(kernel())
+def test_no_size_begins_after_the_limit_of_time():
+    assert "same_bits" not in answers(kernel(), seconds=-1.0)
+
+
+def test_a_kernel_of_as_many_keys_as_rows_gets_both_of_several_tiles(monkeypatch):
+    monkeypatch.setattr(same_bits, "_SIZES", ((2, 1, 500),))
+    found = answers(kernel(m_ne_n=False))["same_bits_heads"]
+    assert found.value is True
+    assert "to B=2, 130 rows, 130 keys" in found.evidence
 
 
 def test_a_declared_word_that_fails_is_refuted():

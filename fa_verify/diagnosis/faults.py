@@ -1278,7 +1278,7 @@ _SCHEDULES = (
     _fault(
         "schedule: the forward of training divides its keys among programs",
         "independent: an entry for inference beside the one that autograd records",
-        "I6",
+        "I6 I2",
         (
             _OPERATORS,
             "        out, lse = run(q, k, v, request)\n"

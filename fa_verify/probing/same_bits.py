@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
@@ -47,7 +50,8 @@ def same_bits_of(subject: Subject, device: str, seconds: float = 10.0) -> Iterat
     held: dict[str, int] = dict.fromkeys(SAME_BITS, 0)
     failed: dict[str, Answer] = {}
     largest: dict[str, Problem] = {}
-    with dots_in_order():
+    # Larger sizes need more memory than a GPU may have.
+    with dots_in_order(), suppress(torch.OutOfMemoryError):
         for problem in _problems(subject, device):
             if time.monotonic() - began > seconds or len(failed) == len(SAME_BITS):
                 break

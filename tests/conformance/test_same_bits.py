@@ -51,8 +51,8 @@ def test_queries_have_the_same_bits_in_any_chunks(for_all, subject, shard):
 @pytest.mark.shards(2, 5)
 def test_slices_of_heads_have_the_same_bits(for_all, subject, shard):
     promised(subject, "heads", shard.config)
-    # Lengths of two tiles leave the limit on cost to the heads.
-    for_all(CHECKS["I4"], shard, runs=3, max_seqlen=2 * shard.tile)
+    # Lengths of one tile leave the limit on cost to the heads; cases below have long keys.
+    for_all(CHECKS["I4"], shard, max_seqlen=shard.tile)
 
 
 @pytest.mark.shards(3, 5)

@@ -10,9 +10,10 @@ import torch
 
 from fa_verify.__main__ import main
 from fa_verify.oracles.problem import Problem
-from fa_verify.probing import same_bits
+from fa_verify.probing import same_bits, trying
 from fa_verify.probing.probe import probe, refuted
 from fa_verify.probing.same_bits import same_bits_of
+from fa_verify.properties.inputs import tensors
 from fa_verify.properties.subjects.attention_kernel import attention_kernel
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
@@ -102,6 +103,19 @@ def test_a_kernel_that_takes_no_size_has_no_answer():
 
 def test_no_size_begins_after_the_limit_of_time():
     assert "same_bits" not in answers(kernel(), seconds=-1.0)
+
+
+def test_a_size_that_needs_too_much_memory_is_the_end(monkeypatch):
+    def make(problem):
+        if problem.N > 40:
+            raise torch.OutOfMemoryError
+        return tensors.make(problem)
+
+    monkeypatch.setattr(trying, "make", make)
+    monkeypatch.setattr(same_bits, "_SIZES", ((3, 5, 40), (3, 1, 60), (3, 5, 40)))
+    found = answers(kernel())
+    assert found["same_bits_heads"].value is True
+    assert "I4 holds in 6 comparisons, to B=3, 5 rows, 40 keys" in found["same_bits_heads"].evidence
 
 
 def test_a_kernel_of_as_many_keys_as_rows_gets_both_of_several_tiles(monkeypatch):

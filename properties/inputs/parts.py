@@ -123,7 +123,7 @@ def chunks(problem: Problem, inputs: Inputs, tile: int) -> Iterator[Part]:
     off = 1 + problem.seed % (M - 1)
     on = min(M - 1, max(1, tile * ((M - 1) // tile // 2 + 1)))
     borders = [0, *sorted({off, on}), M]
-    for start, stop in (*itertools.pairwise(borders), (M - 1, M)):
+    for start, stop in dict.fromkeys((*itertools.pairwise(borders), (M - 1, M))):
         yield _chunk(problem, inputs, start, stop)
     if mask.right == 0:
         start, stop = borders[-3:-1]

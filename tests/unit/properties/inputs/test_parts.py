@@ -52,6 +52,8 @@ PROBLEMS = {
     "one entry": of(B=1, mask=Mask(causal=True)),
     "no entry": of(B=0, mask=Mask(causal=True)),
     "one row": of(M=1, mask=Mask()),
+    "two rows": of(M=2, B=1, H=1, Hk=1, mask=Mask()),
+    "40 rows": of(M=40, B=1, H=1, Hk=1, mask=Mask(), seed=3),
     "lse gradient": of(dlse="normal"),
     "ALiBi": of(alibi="normal"),
     "ALiBi without a mask": of(alibi="halving", mask=Mask()),
@@ -65,12 +67,64 @@ PROBLEMS = {
 }
 
 
+# Problem to the text, batch entries, heads, rows and keys of each of its parts.
+PARTS = {
+    "lengths": [
+        ("entry 2 alone (7 rows, 11 keys)", 1, 4, 7, 11),
+        ("entry 2 as entry 1 of 4", 4, 4, 9, 14),
+        ("entry 2 beside one of 28 keys", 2, 4, 9, 28),
+        # The border 6 follows from the seed, and 8 is that of a tile.
+        ("rows 0 to 5 alone with the keys that they see", 3, 4, 6, 11),
+        ("rows 6 to 7 alone with the keys that they see", 3, 4, 2, 13),
+        ("row 8 alone with the keys that they see", 3, 4, 1, 14),
+        ("rows 6 to 7 alone with all keys", 3, 4, 2, 14),
+        ("heads 0 to 1 alone", 3, 2, 9, 14),
+        ("heads 2 to 3 alone", 3, 2, 9, 14),
+        ("packed sequences", 3, 4, 9, 14),
+        ("12 rows and 35 keys with padding", 3, 4, 12, 35),
+    ],
+    "two rows": [
+        ("entry 0 alone (2 rows, 14 keys)", 1, 1, 2, 14),
+        ("entry 0 as entry 1 of 4", 4, 1, 2, 14),
+        ("entry 0 beside one of 28 keys", 2, 1, 2, 28),
+        ("row 0 alone", 1, 1, 1, 14),
+        ("row 1 alone", 1, 1, 1, 14),
+        ("packed sequences", 1, 1, 2, 14),
+        ("5 rows and 35 keys with padding", 1, 1, 5, 35),
+    ],
+    "40 rows": [
+        ("entry 0 alone (40 rows, 14 keys)", 1, 1, 40, 14),
+        ("entry 0 as entry 1 of 4", 4, 1, 40, 14),
+        ("entry 0 beside one of 28 keys", 2, 1, 40, 28),
+        ("rows 0 to 3 alone", 1, 1, 4, 14),
+        ("rows 4 to 19 alone", 1, 1, 16, 14),
+        ("rows 20 to 39 alone", 1, 1, 20, 14),
+        ("row 39 alone", 1, 1, 1, 14),
+        ("packed sequences", 1, 1, 40, 14),
+        ("43 rows and 35 keys with padding", 1, 1, 43, 35),
+    ],
+    "predicate of entries": [
+        ("entry 2 alone", 1, 4, 14, 14),
+        ("heads 0 to 1 alone", 3, 2, 14, 14),
+        ("heads 2 to 3 alone", 3, 2, 14, 14),
+        ("packed sequences", 3, 4, 14, 14),
+    ],
+    "no entry": [],
+}  # fmt: skip
+
+
 def parts_of(problem: Problem, inputs):
     """Every part of a problem."""
     return itertools.chain(
         entries_apart(problem, inputs), chunks(problem, inputs, 4), heads_apart(problem, inputs),
         other_forms(problem, inputs, packs=True),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_parts_of_a_problem(name):
+    parts = [(part.told, part.problem) for part in parts_of(PROBLEMS[name], make(PROBLEMS[name]))]
+    assert [(told, x.B, x.H, x.M, x.N) for told, x in parts] == PARTS[name]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -123,7 +123,6 @@ def _of(word: str) -> Callable[[Trial], list[Finding]]:
             why = f"to {subject.name}, which declares no same_bits {word!r}"
             trial.not_applicable(guarantee, why)
             return []
-        asked = False
         for part in parts_of(word, subject, problem, trial.inputs):
             try:
                 got = run_subject(subject_of(subject, part), part.problem, part.inputs)
@@ -131,7 +130,7 @@ def _of(word: str) -> Callable[[Trial], list[Finding]]:
                 why = f"to {subject.name}, which refuses {part.told}: {refusal}"
                 trial.not_applicable(guarantee, why)
                 continue
-            asked = True
+            trial.applies(guarantee)
             again, rows, keys = merged(trial.got, part, got)
             told = difference(trial.got, again, tuple(x for x in part.outputs if x in promised))
             findings = agree(
@@ -141,10 +140,7 @@ def _of(word: str) -> Callable[[Trial], list[Finding]]:
             )  # fmt: skip
             if findings:
                 return findings
-        if asked:
-            trial.applies(guarantee)
-        else:
-            trial.not_applicable(guarantee, f"to a problem without parts for {word!r}")
+        trial.not_applicable(guarantee, f"to a problem without parts for {word!r}")
         return []
 
     check.__name__ = word

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.same_bits import CHECKS
+from fa_verify.properties.checks.same_bits import CHECKS, difference
 from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
@@ -204,3 +205,108 @@ FAULTS = {
 def test_each_fault_of_a_scheduler_is_found(fault):
     words = set().union(*(found(subject(fault), problem) for problem in PROBLEMS))
     assert words == {*FAULTS[fault]}
+
+
+def reasons(kernel: Subject, word: str, problem: Problem = CAUSAL) -> dict[str, str]:
+    """Return why the check of a word was not made, where it finds nothing."""
+    trial = run_trial(dataclasses.replace(kernel, backward=False), problem)
+    assert CHECKS[SAME_BITS[word]](trial) == []
+    return trial.asked
+
+
+@pytest.mark.parametrize("word", [word for word in SAME_BITS if word != "inference"])
+def test_a_word_that_is_not_declared_is_not_asked_for(word):
+    others = tuple(x for x in SAME_BITS if x != word)
+    why = reasons(subject("splits until the multiprocessors are busy", same_bits=others), word)
+    assert why == {
+        SAME_BITS[word]: f"not applicable to tiled, which declares no same_bits {word!r}"
+    }
+
+
+def test_a_part_that_the_kernel_refuses_is_left_out():
+    made = subject()
+
+    def refusing(q, k, v, **arguments):
+        if q.shape[0] == 1:
+            raise NotImplementedError("one entry")
+        return made.call(q, k, v, **arguments)
+
+    assert reasons(dataclasses.replace(made, call=refusing), "batch") == {"I1": ""}
+
+
+def test_a_word_whose_every_part_is_refused_is_not_applicable():
+    made = subject()
+
+    def refusing(q, k, v, **arguments):
+        if q.shape[1] < CAUSAL.H:
+            raise NotImplementedError("few heads")
+        return made.call(q, k, v, **arguments)
+
+    why = reasons(dataclasses.replace(made, call=refusing), "heads")["I4"]
+    assert why == "not applicable to tiled, which refuses heads 0 to 1 alone: few heads"
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("heads", dataclasses.replace(CAUSAL, H=1, Hk=1)),
+        ("chunks", dataclasses.replace(CAUSAL, M=1)),
+        ("chunks", dataclasses.replace(CAUSAL, mask=Mask(), alibi="halving")),
+    ],
+)
+def test_a_problem_without_parts_is_not_asked_about(word, problem):
+    made = dataclasses.replace(subject(), score_mods=("alibi",))
+    trial = run_trial(dataclasses.replace(subject(), backward=False), CAUSAL)
+    trial = dataclasses.replace(trial, subject=made, problem=problem)
+    assert CHECKS[SAME_BITS[word]](trial) == []
+    why = f"not applicable to a problem without parts for {word!r}"
+    assert trial.asked == {SAME_BITS[word]: why}
+
+
+def test_a_kernel_without_gradients_has_one_forward():
+    assert reasons(subject("another tile without gradients"), "inference") == {
+        "I6": "not applicable to tiled, which has no gradients"
+    }
+
+
+def test_a_forward_that_does_not_promise_bits_is_held_to_the_bound():
+    trial = run_trial(subject("another tile without gradients", same_bits=()), CAUSAL)
+    assert CHECKS["I6"](trial) == []
+    far = dataclasses.replace(trial, got=trial.got._replace(out=trial.got.out + 0.1), asked={})
+    (found,) = CHECKS["I6"](far)
+    assert found.claim.endswith("and leaves the bound")
+
+
+def test_a_configuration_replaces_the_words():
+    made = subject(configs={"default": {}, "splits": {"same_bits": ("batch",)}})
+    assert made.promises("I2", "default") == OUTPUTS
+    assert (made.promises("I1", "splits"), made.promises("I2", "splits")) == (OUTPUTS, ())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other", "apart"),
+    [
+        (torch.float32, 1 + 2**-22, "at most 2 ulp"),
+        (torch.float16, 1 + 2**-10, "at most 1 ulp"),
+        (torch.bfloat16, 1 - 2**-8, "at most 1 ulp"),
+        (torch.float64, 1 + 3 * 2**-52, "at most 3 ulp"),
+        (torch.float32, math.nan, "NaN or Inf"),
+        (torch.float32, math.inf, "NaN or Inf"),
+    ],
+)
+def test_a_difference_counts_numbers_of_the_format(dtype, other, apart):
+    one = Outputs(*(torch.ones(1, 2, 3, 4, dtype=dtype) for _ in OUTPUTS))
+    two = Outputs(*(x.clone() for x in one))
+    two.dk[0, 1, 2, 3] = other
+    told = f"dk parts first at b=0 h=1 n=2 d=3, by {apart}, in 1 of 24 elements"
+    assert difference(one, two) == told
+    assert difference(one, two, ("out", "dq")) == ""
+    assert difference(one, two._replace(dk=None)) == ""
+
+
+def test_zeros_of_both_signs_are_equal_and_apart_from_small_numbers():
+    zero = Outputs(*(torch.zeros(1, 1, 1, 1) for _ in OUTPUTS))
+    negative = Outputs(*(-x for x in zero))
+    assert difference(zero, negative) == ""
+    tiny = negative._replace(out=torch.full((1, 1, 1, 1), -(2.0**-149)))
+    assert "at most 1 ulp, in 1 of 1" in difference(zero, tiny)

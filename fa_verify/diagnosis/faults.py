@@ -150,12 +150,12 @@ _MASKS = (
         "T3 G1",
         (
             _FORWARD,
-            "        state = _attend(\n",
+            "        state = attend(\n",
             "        last = tiles.hi\n"
             "        if window_right == 0:\n"
             "            aligned = block.start + mask.seqlen_k - mask.seqlen_q + BLOCK_M\n"
             "            last = tl.minimum(last, aligned // BLOCK_N)\n"
-            "        state = _attend(\n",
+            "        state = attend(\n",
         ),
         (
             _FORWARD,
@@ -1112,11 +1112,11 @@ _SEQUENCES = (
         (_ARGUMENTS, *_KEEPS),
         (
             _ARGUMENTS,
-            "    return _lengths_on_device("
+            "    return lengths_on_device("
             "(size,) * B if lengths is None else tuple(lengths), device)",
             "    lengths = (size,) * B if lengths is None else tuple(lengths)\n"
             "    key = B, size, sum(lengths), device\n"
-            "    return _kept.setdefault(key, _lengths_on_device(lengths, device))",
+            "    return _kept.setdefault(key, lengths_on_device(lengths, device))",
         ),
         hidden="until calls differ in the order of lengths alone",
     ),

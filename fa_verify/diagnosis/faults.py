@@ -460,8 +460,8 @@ _MEMORY = (
         "G12",
         (
             _ADDRESSING,
-            "columns.to(tl.int64) * matrix.stride_column",
-            "columns * tl.cast(matrix.stride_column, tl.int32)",
+            "(row_offsets + columns.to(tl.int64) * matrix.stride_column)",
+            "(row_offsets + columns * tl.cast(matrix.stride_column, tl.int32))",
         ),
     ),
     _fault(

@@ -19,6 +19,8 @@ _MASK = "fa_kernels/kernels/common/mask.py"
 _SEQLEN_INFO = "fa_kernels/kernels/common/seqlen_info.py"
 _SOFTMAX_END = "fa_kernels/kernels/common/softmax.py"
 _COMBINE = "fa_kernels/kernels/portable/combine.py"
+_KVCACHE = "fa_kernels/kernels/portable/kvcache.py"
+_DECODING = "fa_kernels/decoding.py"
 _COMBINE_BWD = "fa_kernels/kernels/portable/combine_bwd.py"
 _SCORES = "fa_kernels/kernels/common/score_mod.py"
 _DBIAS = "fa_kernels/kernels/portable/dbias.py"
@@ -683,6 +685,58 @@ _STATES = (
     ),
 )  # fmt: skip
 
+_CACHES = (
+    _fault(
+        "cache: rows past the keys are read, and multiplied by 0",
+        "flashinfer#941; flash-attention#1745; vllm#936",
+        "C2",
+        (
+            _KVCACHE,
+            "_, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)",
+            "_, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)\n"
+            "    seqlen_k = tl.minimum((seqlen_k + 15) // 16 * 16, N)",
+        ),
+        hidden="while the keys end with a tile",
+    ),
+    _fault(
+        "cache: the stride of a page is that of its rows times their number",
+        "aiter#3498",
+        "C1",
+        (
+            _KVCACHE,
+            "v_ptr + h_k * stride_vh, stride_vb, stride_vn",
+            "v_ptr + h_k * stride_vh, stride_vn * page_size, stride_vn",
+        ),
+        hidden="while pages are contiguous",
+    ),
+    _fault(
+        "cache: queries are aligned to the keys before the append",
+        "sgl-kernel-xpu#196; flash-attention#1402",
+        "G1",
+        (
+            _DECODING,
+            "seqlens = seqlens.clamp(0, cache.capacity) + L",
+            "seqlens = seqlens.clamp(0, cache.capacity)",
+        ),
+    ),
+    _fault(
+        "cache: the entry of a contiguous cache is that of the batch",
+        "flash-attention#772",
+        "C1",
+        (
+            _DECODING,
+            "table = cache_batch_idx[:, None]",
+            "table = lengths_on_device(tuple(range(B)), q.device)[:, None]",
+        ),
+    ),
+    _fault(
+        "cache: an append writes whole tiles",
+        "sglang#32477",
+        "C3",
+        (_KVCACHE, "kept = (rows < L) & (first + rows < N)", "kept = first + rows < N"),
+    ),
+)
+
 _PACKED = (
     _fault(
         "forward: the keys of a sequence begin where its queries do",
@@ -1245,6 +1299,6 @@ _SKIPS = (
 )  # fmt: skip
 
 FAULTS: tuple[Mutant, ...] = (
-    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_STATES, *_PACKED,
+    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_STATES, *_CACHES, *_PACKED,
     *_SCORE_MODS, *_LARGE_SIZES, *_SEQUENCES, *_GRADIENT_SETS, *_SKIPS,
 )  # fmt: skip

@@ -18,13 +18,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["main", "parsed"]
 
 # In a checkout this is a link to tests/conformance.
 _TESTS = (Path(__file__).parent / "conformance").resolve()
 _PLUGIN = "fa_verify.pytest_plugin.running"
-_HOLDS, _FOUND, _USAGE = 0, 1, 2
+_HOLDS, _FOUND, _USAGE, _NOTHING = 0, 1, 2, 4
 # Exit statuses of pytest: all passed, some failed, stopped before its end. The others are errors.
 _STATUS = {0: _HOLDS, 1: _FOUND, 2: _FOUND}
 # Packages that ``doctor`` lists, and their use.
@@ -263,6 +264,17 @@ def _explain(file: str, mask: str | None) -> int:
     return _HOLDS
 
 
+class _Ends:
+    """Notes whether tests were skipped, and whether any ran."""
+
+    skipped = ran = False
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note the end of a test, in this process or in a worker."""
+        self.skipped |= report.skipped
+        self.ran |= report.when == "call" and not report.skipped
+
+
 def _run(of_pytest: Sequence[str]) -> int:
     """Run the conformance tests, and return the exit status of the command."""
     import pytest
@@ -277,7 +289,10 @@ def _run(of_pytest: Sequence[str]) -> int:
     ]  # fmt: skip
     if _version("pytest-timeout") is not None:
         arguments.append("--timeout=900")
-    status = int(pytest.main([*arguments, *of_pytest]))
+    ends = _Ends()
+    status = int(pytest.main([*arguments, *of_pytest], plugins=[ends]))
+    if status == pytest.ExitCode.OK and ends.skipped and not ends.ran:
+        return _NOTHING
     return _STATUS.get(status, 3 if status == pytest.ExitCode.INTERNAL_ERROR else _USAGE)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -18,14 +17,18 @@ __all__ = ["arithmetic_of"]
 
 # 2**-24 is half of the last bit of 1, and the last bit below 1, in float32.
 _BIT = 2.0**-24
-# The sums 1 + e - 1 and -1 + e + 1, in units of 2**-24, for e = 1.25 and then for e = 2, which
-# float32 holds.
+# Small numbers e in units of 2**-24. float32 holds 1 + 2.
+_ADDED = (1.25, 2.0, 1.5)
+# The sums 1 + e - 1 and -1 + e + 1 for each e, in the same units. Tensor cores align e to 1 and
+# drop all below the last bit of 1, or one or two bits later. Then they truncate the sum to float32.
 _SUMS = {
-    "to nearest": (2.0, 1.0, 2.0, 2.0),
-    "towards 0": (0.0, 2.0, 2.0, 2.0),
-    "truncated when aligned": (0.0, 0.0, 2.0, 2.0),
-    "wider than float32": (1.25, 1.25, 2.0, 2.0),
-    "narrower than float32": (0.0, 0.0, 0.0, 0.0),
+    "to nearest": (2.0, 1.0, 2.0, 2.0, 2.0, 2.0),
+    "towards 0": (0.0, 2.0, 2.0, 2.0, 0.0, 2.0),
+    "truncated when aligned": (0.0, 0.0, 2.0, 2.0, 0.0, 0.0),
+    "truncated 1 bit later": (0.0, 1.0, 2.0, 2.0, 0.0, 1.0),
+    "truncated 2 bits later": (0.0, 1.0, 2.0, 2.0, 0.0, 2.0),
+    "wider than float32": (1.25, 1.25, 2.0, 2.0, 1.5, 1.5),
+    "narrower than float32": (0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
 }
 
 
@@ -33,26 +36,27 @@ _SUMS = {
 def _accumulation(subject: Subject, which: Experiment) -> Observation:
     """Sums of 1, a small number and -1, at the first, the middle and the last key.
 
-    The weights are equal. Columns 0 and 1 of v, and 2 and 3, have opposite signs of 1. So the small
-    number is added to 1 in one of them and to -1 in the other, whichever key comes first.
+    The weights are equal. Columns 0 and 1 of v have opposite signs of 1, and so has each further
+    pair. So the small number is added to 1 in one of them and to -1 in the other, whichever key
+    comes first.
     """
     problem = which.problem
-    N = problem.N
+    N, pairs = problem.N, min(len(_ADDED), problem.Dv // 2)
     unit = 2.0**10 if problem.dtype == "fp16" else 1.0
     v = torch.zeros(problem.B, 1, N, problem.Dv, dtype=torch.float64)
-    v[..., 0, 0:4:2], v[..., N - 1, 0:4:2] = unit, -unit
-    v[..., 0, 1:4:2], v[..., N - 1, 1:4:2] = -unit, unit
-    v[..., N // 2, :2], v[..., N // 2, 2:4] = 1.25 * _BIT * unit, 2 * _BIT * unit
+    v[..., 0, : 2 * pairs : 2], v[..., N - 1, : 2 * pairs : 2] = unit, -unit
+    v[..., 0, 1 : 2 * pairs : 2], v[..., N - 1, 1 : 2 * pairs : 2] = -unit, unit
+    for i in range(pairs):
+        v[..., N // 2, 2 * i : 2 * i + 2] = _ADDED[i] * _BIT * unit
     tried = attempt(subject, problem, tensors(problem, v=v), backward=False)
     if tried.got is None:
         return Observation(None, {}, {}, tried.error)
-    got = tried.got.out[0, 0, -1, :4].double().cpu() * N / (_BIT * unit)
+    got = tried.got.out[0, 0, -1, : 2 * pairs].double().cpu() * N / (_BIT * unit)
     expected = {}
-    for (name, sums), backwards in itertools.product(_SUMS.items(), (False, True)):
-        way = ", last key first" if backwards else ""
-        expected[name + way] = torch.tensor(
-            (*sums[1::-1], *sums[2:]) if backwards else sums
-        ).double()
+    for name, sums in _SUMS.items():
+        one = torch.tensor(sums[: 2 * pairs]).double()
+        expected[name] = one
+        expected[f"{name}, last key first"] = one.view(-1, 2).flip(1).flatten()
     tolerance = {name: torch.full_like(x, 2.0**-6) for name, x in expected.items()}
     return Observation(got, expected, tolerance)
 

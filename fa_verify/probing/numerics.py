@@ -21,6 +21,8 @@ __all__ = ["numerics_of", "orders_of"]
 
 # Keys or rows of a sum: several tiles of most kernels. The counts of a bf16 sum are exact to 256.
 _TERMS = {"bf16": 256, "fp32": 256, "fp16": 128}
+# Keys of a row whose tiles are sought. Tensor cores have tiles of 128.
+_KEYS = 256
 _OPERANDS = ("q_operand", "k_operand", "v_operand")
 _CONVERSIONS = {
     "tf32, truncated": "truncate", "tf32, nearest": "nearest",
@@ -100,9 +102,9 @@ class _Limits:
         follows = found.value is None and found.certainty == "shown"
         return dataclasses.replace(problem, sm_scale=scale) if follows else problem
 
-    def long(self, dtype: str, axis: str) -> Problem:
+    def long(self, dtype: str, axis: str, n: int | None = None) -> Problem:
         """Return a problem with several tiles along an axis."""
-        n = _TERMS[dtype]
+        n = _TERMS[dtype] if n is None else n
         dims = self.found["head_dims"].value
         D = 64 if dims is None or 64 in dims else self.base.D
         sizes = {"keys": {"N": n}, "rows": {"M": n}}[axis]
@@ -148,7 +150,7 @@ def _tiles(subject: Subject, limits: _Limits, found: Mapping[str, Answer]) -> It
         for word in ("block_n", "tile_order", "splits", "rescale_threshold"):
             yield undecided(word, why)
         return
-    yield from tiles_of(subject, limits.scaled(limits.long(narrow, "keys"), 0.3), way)
+    yield from tiles_of(subject, limits.scaled(limits.long(narrow, "keys", _KEYS), 0.3), way)
 
 
 def _p_dtype(found: Mapping[str, Answer], backward: bool) -> Answer:

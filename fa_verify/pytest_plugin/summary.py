@@ -7,7 +7,9 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import hypothesis
 import pytest
@@ -31,15 +33,20 @@ class Summary:
 
     def __init__(self) -> None:
         self.tally = Tally()
-        self.compiled = 0
+        # The hash of each compiled kernel, and the number of processes that compiled it.
+        self.compiled: Counter[str] = Counter()
+        self.compiling = 0.0
         if HAS_TRITON and not INTERPRETED:
             import triton
 
             triton.knobs.compilation.listener = self._count_compilation
 
-    def _count_compilation(self, **event: object) -> None:
-        if not event.get("cache_hit"):
-            self.compiled += 1
+    def _count_compilation(
+        self, *, metadata: Mapping[str, Any], times: Any, cache_hit: bool, **_: object
+    ) -> None:
+        if not cache_hit:
+            self.compiled[metadata["hash"]] += 1
+            self.compiling += times.total / 1e6
 
     def pytest_report_header(self, config: pytest.Config) -> list[str]:
         """Return device, versions, subject, profile, workers and relevant environment variables."""
@@ -79,7 +86,7 @@ class Summary:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
             output["tally"] = self.tally.record()
-            output["compiled"] = self.compiled
+            output["compiled"] = dict(self.compiled), self.compiling
         elif self.tally.unsupported and not self.tally.problems and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         yield
@@ -90,7 +97,9 @@ class Summary:
         output = getattr(node, "workeroutput", {})
         if "tally" in output:
             self.tally.add(output["tally"])
-            self.compiled += output["compiled"]
+            compiled, seconds = output["compiled"]
+            self.compiled.update(compiled)
+            self.compiling += seconds
 
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
@@ -113,7 +122,10 @@ class Summary:
                 "failed: the subject refused all problems, so nothing was verified"
             )
         if ON_GPU and HAS_TRITON:
-            terminalreporter.write_line(f"{self.compiled} kernels compiled")
+            terminalreporter.write_line(
+                f"{len(self.compiled):,} kernels compiled in {self.compiled.total():,} "
+                f"compilations, which took {self.compiling:,.0f} s"
+            )
 
 
 def _version(package: str) -> str:

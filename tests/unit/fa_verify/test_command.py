@@ -216,6 +216,12 @@ def test_wrong_usage_has_a_status(folder, words, said):
     assert said in done.stderr
 
 
+def test_a_run_that_skips_every_check_has_a_status(folder):
+    done = run(folder, "check", "my.py:attention", "--", "-n0", "-k", "test_merging.py")
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "my.py:attention  NOT VERIFIED  0 checks hold" in done.stdout
+
+
 def test_the_list_names_every_kernel(folder):
     done = run(folder, "list")
     assert done.returncode == 0, done.stderr

@@ -60,6 +60,7 @@ class Box:
         cut: A function of an operand: dots of fp32 inputs read its result.
         threshold: Powers of 2 by which the maximum may rise without a rescale.
         fused: Terms that a step of the dot with V adds at once, truncated; 0 leaves it to BLAS.
+        later: Bits that such a step keeps below the last one of its largest term.
         narrow: Whether out is rounded to bf16 after every tile.
         ds_scaled: Whether dS is scaled before its cast.
         ds_from_cast: Whether dS is computed from the P that was cast.
@@ -78,6 +79,7 @@ class Box:
     cut: object = whole
     threshold: float = 0.0
     fused: int = 0
+    later: int = 0
     narrow: bool = False
     ds_scaled: bool = False
     ds_from_cast: bool = False
@@ -131,8 +133,11 @@ class Box:
             products = (p[:, :, :, here, None] * v[:, :, None, here]).double()
             terms = torch.cat([acc.double().unsqueeze(3), products], 3)
             # Terms are aligned to the largest one, and lose what lies below its last bit.
-            last = 2.0 ** (torch.frexp(terms.abs().amax(3, keepdim=True))[1] - 24).double()
-            acc = ((terms / last).trunc().sum(3, keepdim=True) * last).squeeze(3).float()
+            exponent = torch.frexp(terms.abs().amax(3, keepdim=True))[1]
+            last = 2.0 ** (exponent - 24 - self.later).double()
+            total = ((terms / last).trunc().sum(3, keepdim=True) * last).squeeze(3)
+            digits, exponent = torch.frexp(total)
+            acc = torch.ldexp((digits * 2.0**24).trunc(), exponent - 24).float()
         return acc
 
 
@@ -257,11 +262,14 @@ BOXES = {
     "16 keys at once, truncated": {"fused": 16},
     "out in bf16 between tiles": {"narrow": True},
     "8 keys at once, truncated": {"width": 32, "fused": 8},
+    "16 keys at once, truncated 1 bit later": {"fused": 16, "later": 1},
+    "16 keys at once, truncated 2 bits later": {"fused": 16, "later": 2, "backwards": True},
 }
 _CUTS = {
     tf32: "tf32, truncated", tf32_nearest: "tf32, nearest", tf32_away: "tf32, nearest_away",
     bf16x3: "bf16x3", bf16: "bf16, rounded", whole: "ieee",
 }  # fmt: skip
+_TRUNCATED = ("truncated when aligned", "truncated 1 bit later", "truncated 2 bits later")
 _CONVERSIONS = {tf32: "truncate", tf32_nearest: "nearest", tf32_away: "nearest_away"}
 _WAYS = {
     "none": ("none", "none"), "q": ("q", "q by sm_scale"), "k": ("k", "k by sm_scale"),
@@ -295,7 +303,7 @@ def truth(**how) -> dict[str, object]:
         "tile_order": ("descending" if box.backwards else "ascending") if tiled else None,
         "splits": box.splits if tiled else None,
         "rescale_threshold": box.threshold if tiled and box.splits == 1 else None,
-        "accumulation": "truncated when aligned" if box.fused
+        "accumulation": _TRUNCATED[box.later] if box.fused
         else "narrower than float32" if box.narrow else "to nearest", "flushes": False,
         **{f"order_of_{name}_{dtype}": box.width for name in ("dv", "dk", "dq")
            for dtype in ("bf16", "fp32")},

@@ -56,6 +56,18 @@ def test_declarations_of_the_answers_are_valid(box):
     assert Subject.of(attention_kernel(**probed.declarations())(lambda **_: None), "kernel")
 
 
+def test_tiles_of_128_keys_show_in_fp16():
+    box = kernel(width=128, backwards=True)
+
+    def only_fp16(q, k, v, *, mask, sm_scale):
+        if q.dtype != torch.float16:
+            raise NotImplementedError("fp16 alone")
+        return box(q, k, v, mask=mask, sm_scale=sm_scale)
+
+    found = probe(Subject.of(only_fp16, "only_fp16"))
+    assert (found["block_n"].value, found["tile_order"].value) == (128, "descending")
+
+
 def test_a_declared_rounding_that_the_kernel_has_not_is_refuted():
     declares = attention_kernel(p_dtype="fp32", group_sum="dtype", rescale_threshold=8.0)
     subject = Subject.of(declares(kernel(prescale="q")), "kernel")

@@ -11,7 +11,12 @@ from fa_kernels.configs import Config
 from fa_kernels.launch.call_cache import check, prepared
 from fa_kernels.launch.portable import Cache, launch_append, launch_with_kvcache
 from fa_kernels.runtime import allocation
-from fa_kernels.validation.arguments import MAX_SEQLEN, checked_lengths, lengths_on_device
+from fa_kernels.validation.arguments import (
+    MAX_HEAD_DIM,
+    MAX_SEQLEN,
+    checked_lengths,
+    lengths_on_device,
+)
 
 __all__ = ["MAX_PAGE_SIZE", "flash_attention_with_kvcache"]
 
@@ -183,6 +188,14 @@ def _check_new(
         )
     if k_cache.shape[3] != q.shape[3]:
         raise ValueError(f"k_cache has head_dim {k_cache.shape[3]}; needs that of q, {q.shape[3]}")
+    if k_cache.shape[2] < 1:
+        raise ValueError("k_cache has 0 heads; needs at least 1")
+    if v_cache.shape[3] < 1:
+        raise ValueError("v_cache has head_dim 0; needs at least 1")
+    if v_cache.shape[3] > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"v_cache has head_dim {v_cache.shape[3]}; supported are 1 to {MAX_HEAD_DIM}"
+        )
     if (k is None) != (v is None):
         missing, given = ("k", "v") if k is None else ("v", "k")
         raise ValueError(f"{given} is given without {missing}; needs both or neither")

@@ -33,6 +33,7 @@ from fa_kernels.validation.opaque_handles import token_of, value_of
 from fa_kernels.validation.score_mods import check_alibi, check_bias
 
 __all__ = [
+    "MAX_HEAD_DIM",
     "MAX_SEQLEN",
     "Arguments",
     "MaskLike",

@@ -687,9 +687,23 @@ _STATES = (
 
 _CACHES = (
     _fault(
-        "cache: rows past the keys are read, and multiplied by 0",
-        "flashinfer#941; flash-attention#1745; vllm#936",
+        "cache: free rows of the last page are read, and multiplied by 0",
+        "flashinfer#941; flash-attention#1745",
         "C2",
+        (
+            _FORWARD,
+            "        valid = offs_n < mask.seqlen_k\n",
+            "        valid = offs_n < mask.seqlen_k\n"
+            "        if CONFIG.ALIGNED == 3:\n"
+            "            used = (mask.seqlen_k + keys.page_size - 1) // keys.page_size\n"
+            "            valid = offs_n < used * keys.page_size\n",
+        ),
+        hidden="while the keys end with a page",
+    ),
+    _fault(
+        "cache: rows past the keys count, up to the end of a tile",
+        "flashinfer#3716",
+        "G1 C2",
         (
             _KVCACHE,
             "_, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)",
@@ -710,8 +724,19 @@ _CACHES = (
         hidden="while pages are contiguous",
     ),
     _fault(
-        "cache: queries are aligned to the keys before the append",
-        "sgl-kernel-xpu#196; flash-attention#1402",
+        "cache: the offset of a page is 32-bit",
+        "flashinfer#3136; vllm-xpu-kernels#445; vllm#50427",
+        "C4",
+        (
+            _ADDRESSING,
+            "page * pages.stride_page",
+            "page.to(tl.int32) * tl.cast(pages.stride_page, tl.int32)",
+        ),
+        hidden="while the cache has fewer than 2**31 elements",
+    ),
+    _fault(
+        "cache: the new keys are not counted",
+        "sgl-kernel-xpu#191",
         "G1",
         (
             _DECODING,
@@ -720,8 +745,8 @@ _CACHES = (
         ),
     ),
     _fault(
-        "cache: the entry of a contiguous cache is that of the batch",
-        "flash-attention#772",
+        "cache: the place in the batch stands for the entry of the cache",
+        "attention-gym#189",
         "C1",
         (
             _DECODING,
@@ -730,8 +755,8 @@ _CACHES = (
         ),
     ),
     _fault(
-        "cache: an append writes whole tiles",
-        "sglang#32477",
+        "cache: an append writes the padding of its tile over other rows",
+        "tt-metal#52671",
         "C3",
         (_KVCACHE, "kept = (rows < L) & (first + rows < N)", "kept = first + rows < N"),
     ),

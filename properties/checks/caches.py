@@ -248,11 +248,12 @@ def far_pages(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
         raise NotImplementedError("the cache has one page")
     page = cache[0].numel()
     step = -(-FAR // (len(cache) - 1) // page) * page + page
-    elements = step * (len(cache) - 1) + page
+    # An offset that wraps to a 32-bit int leads to elsewhere in the arena, before or behind.
+    elements = FAR + page + max(FAR, step * (len(cache) - 1))
     try:
         with large_memory(a.device, elements * cache.element_size() + SPARE):
             arena = arena_of(elements, a.device, cache.dtype)
-            moved = arena.as_strided(cache.shape, (step, *cache[0].contiguous().stride()))
+            moved = arena[FAR:].as_strided(cache.shape, (step, *cache[0].contiguous().stride()))
             moved.copy_(cache)
             made = x._replace(**{name: moved})
             again = run_kvcache(subject, a, made)

@@ -151,6 +151,7 @@ TESTS: dict[str, str] = {
     "properties/subjects/tutorial_call.py": "test_tutorial_call",
     "properties/subjects/without_gpu.py": "test_without_gpu",
     "simulator/interpreter/addresses.py": "test_interpreter_addresses",
+    "simulator/interpreter/dot_order.py": "test_dot_order",
     "simulator/interpreter/launches.py": "test_interpreter",
     "simulator/interpreter/repair.py": "test_interpreter",
     "simulator/interpreter/rounding.py": "test_interpreter",

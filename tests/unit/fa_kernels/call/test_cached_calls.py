@@ -85,6 +85,10 @@ BAD = {
         {"k_cache": X["k_cache"][..., 1:]}, ValueError,
         "k_cache has head_dim 7; needs that of q, 8",
     ),
+    "keys of another head_dim, and no new ones": (
+        {"k_cache": X["k_cache"][..., 1:], "k": None, "v": None}, ValueError,
+        "k_cache has head_dim 7; needs that of q, 8",
+    ),
     "values without columns": (
         {"v_cache": X["v_cache"][..., :0], "v": X["v"][..., :0]}, ValueError,
         "v_cache has head_dim 0; needs at least 1",
@@ -111,6 +115,10 @@ BAD = {
     "values alone": ({"k": None}, ValueError, "v is given without k; needs both or neither"),
     "new keys of another head": (
         {"k": X["k"][:, :1]}, ValueError, r"k has shape \(2, 1, 2, 8\); needs \(2, 2, 2, 8\), by q"
+    ),
+    "new keys of another batch": (
+        {"k": X["k"][:1], "v": X["v"][:1]}, ValueError,
+        r"k has shape \(1, 2, 2, 8\); needs \(2, 2, 2, 8\), by q",
     ),
     "new values of another length": (
         {"v": X["v"][:, :, :1]}, ValueError,
@@ -341,6 +349,19 @@ def test_a_cache_gives_the_bits_of_the_padded_call(causal, dtype, device):
     )  # fmt: skip
     assert same(found, want)
     assert [x.dtype for x in found] == [x.dtype for x in want]
+
+
+# Both head_dims choose the default tile: one of the head_dim of q alone has other key tiles.
+@pytest.mark.parametrize(("columns", "values"), [(16, 144), (144, 16), (1, 1), (256, 256)])
+def test_default_tiles_are_those_of_the_padded_call(columns, values, device):
+    q = drawn("q", 1, 1, 1, columns, device=device)
+    k = drawn("k", 1, 40, 1, columns, device=device)
+    v = drawn("v", 1, 40, 1, values, device=device)
+    found = flash_attention_with_kvcache(q, k, v, config="portable", return_lse=True)
+    want = flash_attention(
+        q, k.transpose(1, 2), v.transpose(1, 2), config="portable", return_lse=True
+    )
+    assert same(found, want)
 
 
 def test_out_alone_is_returned_unless_lse_is_asked_for(device):

@@ -264,7 +264,8 @@ def _cache(
         if pages != B:
             raise ValueError(f"k_cache has batch size {pages}; needs that of q, {B}")
         table = lengths_on_device(tuple(range(B)), q.device)[:, None]
-    capacity = table.shape[1] * page_size if pages else 0
+    # Entries without any page have no place, whatever the table says.
+    capacity = table.shape[1] * page_size if pages or not B else 0
     if capacity > MAX_SEQLEN:
         raise NotImplementedError(
             f"k_cache has places for {capacity} keys of an entry; supported are up to {MAX_SEQLEN}"

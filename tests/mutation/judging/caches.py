@@ -32,7 +32,7 @@ _TILES = Problem(
 )  # fmt: skip
 # Rows that see one key each, of a low score.
 _ALONE = Problem(
-    N=20, M=17, dtype="fp32", config="32x16", inputs="lse_low_130",
+    N=20, M=17, dtype="fp32", config="16x32", inputs="lse_low_130",
     mask=Mask(causal=True, window_left=0, seqlens_k=(20,)),
 )  # fmt: skip
 _PROBLEMS = (
@@ -44,7 +44,7 @@ _PROBLEMS = (
 
 
 def is_of_caches(mutant: Mutant) -> bool:
-    """Whether calls with a cache judge a mutant, by the files or by the guarantees that it names."""
+    """Whether calls with a cache judge a mutant, by its files or the guarantees that it names."""
     of_caches = any(name[0] == "C" and name[1:].isdigit() for name in mutant.caught_by)
     return of_caches or any(edit.file in _FILES for edit in mutant.edits)
 

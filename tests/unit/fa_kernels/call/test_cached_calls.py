@@ -128,7 +128,8 @@ BAD = {
         {"cache_seqlens": None}, ValueError, "cache_seqlens is None; needs the keys of each entry"
     ),
     "lengths that leave no place": (
-        {"cache_seqlens": (5, 11)}, ValueError, r"cache_seqlens holds 11; needs lengths in \[0, 10\]"
+        {"cache_seqlens": (5, 11)}, ValueError,
+        r"cache_seqlens holds 11; needs lengths in \[0, 10\]",
     ),
     "a length that leaves no place": (
         {"cache_seqlens": 11}, ValueError, r"cache_seqlens holds 11; needs lengths in \[0, 10\]"
@@ -231,7 +232,9 @@ def test_a_device_without_kernels_is_refused_by_name(monkeypatch):
 
 def test_a_call_below_torch_compile_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(NotImplementedError, match="is traced by torch.compile; needs a call from"):
+    with pytest.raises(
+        NotImplementedError, match=r"is traced by torch\.compile; needs a call from"
+    ):
         flash_attention_with_kvcache(**X)
 
 
@@ -362,6 +365,42 @@ def test_default_tiles_are_those_of_the_padded_call(columns, values, device):
         q, k.transpose(1, 2), v.transpose(1, 2), config="portable", return_lse=True
     )
     assert same(found, want)
+
+
+EMPTY = {
+    "no new keys": {"k": X["k"][:, :, :0], "v": X["v"][:, :, :0]},
+    "no queries": {"q": X["q"][:, :, :0]},
+    "no places": {
+        "k_cache": X["k_cache"][:, :0], "v_cache": X["v_cache"][:, :0], "k": X["k"][:, :, :0],
+        "v": X["v"][:, :, :0], "cache_seqlens": (0, 0),
+    },
+    "no pages": {
+        "k_cache": X["k_cache"][:0], "v_cache": X["v_cache"][:0], "k": None, "v": None,
+        "page_table": TABLE,
+    },
+    "no entries": {
+        name: x[:0] for name, x in X.items() if isinstance(x, torch.Tensor)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_nothing_to_append_or_to_attend_to_is_no_error(name, device):
+    given = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x
+        for name, x in {**call("cpu"), **EMPTY[name]}.items()
+    }
+    caches = [given[name].clone() for name in ("k_cache", "v_cache")]
+    out, lse = flash_attention_with_kvcache(**given)
+    assert (*out.shape[:3], DV) == (*lse.shape, DV) == (*given["q"].shape[:3], DV)
+    if name == "no new keys":
+        alone = {**given, "k": None, "v": None}
+        assert same((out, lse), flash_attention_with_kvcache(**alone))
+    if name != "no queries":
+        assert same([given[name] for name in ("k_cache", "v_cache")], caches)
+    if name in ("no places", "no pages"):
+        assert not out.any()
+        assert lse.eq(-torch.inf).all()
 
 
 def test_out_alone_is_returned_unless_lse_is_asked_for(device):

@@ -70,7 +70,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
 # Declarations that are callables.
-_FUNCTIONS = ("tiles", "paths", "pooled", "states")
+_FUNCTIONS = ("tiles", "paths", "pooled", "states", "kvcache")
 # The value of ``fixed_scale`` for a kernel that divides by the root of D.
 DEFAULT_SCALE = "1/sqrt(D)"
 # All declarations.
@@ -188,6 +188,10 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
         raise ValueError(
             f"{name}.states is {states!r}; needs a function of (outs, lses), or True for a kernel "
             "that is one"
+        )
+    if "kvcache" in declared and not callable(declared["kvcache"]):
+        raise ValueError(
+            f"{name}.kvcache is {declared['kvcache']!r}; needs a function of (q, k_cache, v_cache)"
         )
     if "pooled" in declared and not callable(declared["pooled"]):
         raise ValueError(

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_verify.simulator.interpreter.addresses import watch_addresses
+from fa_verify.simulator.interpreter.dot_order import product_in_order
 from fa_verify.simulator.interpreter.launches import repair_launches, skip_idle_work
 from fa_verify.simulator.interpreter.rounding import (
     fma_bf16,
@@ -300,6 +301,9 @@ def _repair_dots(interpreter: Any) -> None:
         elif a.data.dtype == np.float16 and d.data.dtype == np.float32:
             # The same products and sums, but faster: NumPy has no fast path for mixed dtypes.
             a, b = (handle_of(x.data.astype(np.float32), tl.float32) for x in (a, b))
+        product = product_in_order(a.data, b.data, d.data.dtype)
+        if product is not None:
+            return handle_of(product + d.data, d.dtype.scalar)
         return original_dot(self, a, b, d, input_precision, *rest)
 
     def create_dot_scaled(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -33,6 +33,8 @@ LEFT_OUT = {
     " is longer than 1": "is the reason why a check is not made, and no finding",
     "; needs N keys in sum": "is an error of the caller",
     " and the mask ": "is an error of the caller",
+    "the problem is out of the range of the bound": "is the reason why a check is not made",
+    "the cache has one page": "is the reason why a check is not made, and no finding",
     " returns no lse": "is the reason why a check is not made, and no finding",
     "its forward's results as returned": "names the results for dbias in a message shown for dq",
 }

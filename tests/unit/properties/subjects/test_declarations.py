@@ -60,6 +60,7 @@ VALID = {
     "tiles": [lambda problem: (16, 16), None],
     "paths": [lambda problem: ("forward",), None],
     "pooled": [lambda q, k, v, **asked: q, None],
+    "kvcache": [lambda q, k_cache, v_cache, **given: (q, q), None],
     "states": [lambda outs, lses: (outs[0], lses[0]), None],
     "score_mods": [(), ("softcap",), ("bias", "alibi", "softcap")],
 }
@@ -158,6 +159,7 @@ WRONG = [
     ("configs", {"a": {"block_n": 0}}, "['a'].block_n is 0; needs an int >= 1"),
     ("tiles", (16, 16), "is (16, 16); needs a function of a problem"),
     ("paths", "forward", "is 'forward'; needs a function of a problem"),
+    ("kvcache", True, "is True; needs a function of (q, k_cache, v_cache)"),
     ("states", "merge", "is 'merge'; needs a function of (outs, lses), or True"),
     ("pooled", True, "is True; needs a function that returns the pooled probabilities"),
 ]

@@ -225,8 +225,8 @@ def _power_long() -> list[str]:
     head = ("dq, out in %", "N", "dtype", *kinds)
     return [
         f"Measured on {run['device']}: `{run['subject']}`, {run['seeds']} seeds, at most "
-        f"{run['rows']} rows. Of {run['problems']:,} problems, {run['false_alarms']} raised a false "
-        "alarm.", "", *markdown(head, rows),
+        f"{run['rows']} rows. Of {run['problems']:,} problems, {run['false_alarms']} raised a "
+        "false alarm.", "", *markdown(head, rows),
     ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def test_every_entry_is_fitted_or_left_out(declared):
 
 
 def test_only_a_cpu_is_asked_for_sequences_of_calls():
-    """Whose kernels compile for longer than all others on a GPU."""
+    """On a GPU, their kernels compile for longer than all others."""
     made = subject(devices=("cpu", "cuda"))
     asked = {
         device: {name for x in entries_for(made, device) for name in x.checks}

@@ -63,7 +63,7 @@ CHECKS: dict[str, Check] = {**STANDING, **STATISTICS}
 ON_CPU = ("sdpa-math", "benchmarks/emulated.py:attention")
 MAX_SEQLEN = {"cpu": 200, "cuda": 512}
 # Pairs of rows and keys of a batch, over all heads.
-PAIRS = {"cpu": 2**18, "cuda": 2**25}
+PAIRS = {"cpu": 2**18, "cuda": 2**23}
 # Batches that are drawn at a time.
 DRAWN = 8
 # Alarms whose replay lines are kept.

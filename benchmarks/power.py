@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import math
 import multiprocessing
 import os
@@ -33,6 +34,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import backward, limits
 from fa_verify.properties.checks.guarantees import STATISTICS, Check, accuracy
 from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.atomic_write import write_atomically
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
@@ -304,6 +306,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, help="seeds of a case (default: 5, on a GPU 100)")
     parser.add_argument("--rows", type=int, default=ROWS, help="most rows (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="write to results/ instead of build/")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="add to the cases that this file holds"
+    )
     parser.add_argument("--workers", type=int, help="processes (default: all CPUs, at most 8)")
     options = parser.parse_args(arguments)
     fewer = [name for name in ("quick", "lengths", "families") if getattr(options, name)]
@@ -329,17 +334,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ran = sum(x is not None for of in limits.values() for y in of.values() for x in y.values())
     record = {
         "device": device_name(), "versions": versions(),
-        "subject": "fa_kernels" if device == "cuda" else "benchmarks.emulated",
+        "subject": "benchmarks.emulated",
         "seeds": seeds, "rows": options.rows, "head_dim": HEAD_DIM,
         "problems": ran * seeds, "false_alarms": len(alarmed),
         "limits": limits,
     }  # fmt: skip
-    path = saved(ROOT, "power.json", record, device=device, keep=options.write)
+    if options.out is None:
+        path = saved(ROOT, "power.json", record, device=device, keep=options.write)
+    else:
+        path = _added(options.out, record)
     print(
         f"{ran * seeds} problems, {len(alarmed)} with a false alarm, "
         f"{time.perf_counter() - started:.0f} s; wrote {path}"
     )
     return int(bool(alarms))
+
+
+def _added(path: Path, record: dict[str, Any]) -> Path:
+    """Adds the cases of a record to a file of the same conditions.
+
+    Raises:
+        ValueError: The file was measured under other conditions.
+    """
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for name in ("device", "versions", "subject", "seeds", "rows", "head_dim"):
+            if before[name] != record[name]:
+                raise ValueError(
+                    f"{path} has {name}={before[name]!r}, and this run {record[name]!r}; needs "
+                    "another file"
+                )
+        for name in ("problems", "false_alarms"):
+            record[name] += before[name]
+        limits = before["limits"]
+        for family, of_dtypes in record["limits"].items():
+            for dtype, of_lengths in of_dtypes.items():
+                limits.setdefault(family, {}).setdefault(dtype, {}).update(of_lengths)
+        record["limits"] = limits
+    write_atomically(path, json.dumps(record, indent=1) + "\n")
+    return path
 
 
 def _line(case: Case, table: Mapping[str, Any] | None) -> str:

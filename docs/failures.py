@@ -49,6 +49,7 @@ from fa_verify.repaired_fork import in_repaired_fork
 from fa_verify.session import mask_of, subject_of
 from fa_verify.verification import verify
 from tests.unit.properties.checks import (
+    test_cache_checks,
     test_closed_form,
     test_memory_checks,
     test_merging_checks,
@@ -840,6 +841,43 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "Pooled: a write out of bounds",
             "The kernel writes next to the result or next to scratch. The shape says which.",
             _pooled("pooled G6", "written past its end"),
+        ),
+    ),
+    "Caches": (
+        Kind(
+            "G1: attention over a cache",
+            "Look at the alignment of the queries, and at the lengths after the append.",
+            lambda: test_cache_checks.claimed("accuracy"),
+        ),
+        Kind(
+            "C1: pages",
+            "Tiles of keys begin at fixed keys, whatever the pages are.",
+            lambda: test_cache_checks.claimed("pages"),
+        ),
+        Kind(
+            "C2: free rows",
+            "Mask the loads of keys, values and the table: 0 times NaN is NaN.",
+            lambda: test_cache_checks.claimed("free rows"),
+        ),
+        Kind(
+            "C3: an append",
+            "An append writes its own rows. Attention reads them from the cache.",
+            lambda: test_cache_checks.claimed("append"),
+        ),
+        Kind(
+            "C4: far pages",
+            "The product of a page and its stride needs 64 bits.",
+            lambda: test_cache_checks.claimed("far pages"),
+        ),
+        Kind(
+            "C5: nothing cached",
+            "A query that sees no key has out 0 and lse -inf.",
+            lambda: test_cache_checks.claimed("nothing cached"),
+        ),
+        Kind(
+            "I3: decoding",
+            "The order of the keys depends on the number of queries.",
+            lambda: test_cache_checks.claimed("decoding"),
         ),
     ),
     "Merged states": (

@@ -207,6 +207,29 @@ def _power_run() -> list[str]:
     ]
 
 
+def _power_long() -> list[str]:
+    """A line for each family, dtype and length: the least limits of dq and of out, by fault."""
+    (path,) = (ROOT / "results").glob("*/power-long.json")
+    run = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for family, of_dtypes in run["limits"].items():
+        for dtype, of_lengths in of_dtypes.items():
+            for N, faults in of_lengths.items():
+                cells = (
+                    [f"{_percent(x['dq'].values())}, {_percent(x['out'].values())}"
+                     for x in faults.values()]
+                    if faults is not None else ["out of range", "", "", ""]
+                )  # fmt: skip
+                rows.append((family, f"{int(N):,}", dtype, *cells))
+    kinds = ("everything", "one tile", "one row", "one element")
+    head = ("dq, out in %", "N", "dtype", *kinds)
+    return [
+        f"Measured on {run['device']}: `{run['subject']}`, {run['seeds']} seeds, at most "
+        f"{run['rows']} rows. Of {run['problems']:,} problems, {run['false_alarms']} raised a "
+        "false alarm.", "", *markdown(head, rows),
+    ]  # fmt: skip
+
+
 def _power(output: str) -> list[str]:
     """A line for each fault and dtype; columns of each N are checks, the last all others."""
     of_dtypes = _limits()["limits"]["normal"]
@@ -350,6 +373,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "power-dq": lambda: _power("dq"),
     "power-out": lambda: _power("out"),
     "power-families": _power_families,
+    "power-long": _power_long,
     **{
         f"numerics-{name}": lambda table=table: table(_numerics())
         for name, table in numerics_table.TABLES.items()

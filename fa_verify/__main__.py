@@ -133,6 +133,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         of_pytest.append(f"--fa-corpus={options.corpus}")
     if options.command != "explain" and _version("pytest-xdist") is not None:
         of_pytest += ["-n", "auto"]
+        # In every worker, pytest-benchmark warns that it measures nothing there.
+        of_pytest += ["-p", "no:benchmark"]
     options.of_pytest = [*of_pytest, *beyond]
     return options
 

@@ -5,7 +5,7 @@ import torch
 
 def attention(q, k, v, *, mask, sm_scale):
     """Return the output."""
-    seen = mask.dense(*q.shape[:3], k.shape[2])
+    seen = mask.dense(*q.shape[:3], k.shape[2], device=q.device)
     has_keys, has_rows = seen.any(-1, keepdim=True), seen.any(-2)[..., None]
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.to(wide).masked_fill(~has_keys, 0)

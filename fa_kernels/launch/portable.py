@@ -19,6 +19,7 @@ from fa_kernels.kernels.portable.dkdv import dkdv_kernel
 from fa_kernels.kernels.portable.dq import dq_kernel
 from fa_kernels.kernels.portable.dq_postprocess import dq_postprocess_kernel
 from fa_kernels.kernels.portable.forward import forward_kernel
+from fa_kernels.kernels.portable.kvcache import append_kernel, kvcache_kernel
 from fa_kernels.kernels.portable.pool import pool_kernel
 from fa_kernels.launch import hopper
 from fa_kernels.launch.combine import launch_combine_splits
@@ -29,16 +30,20 @@ from fa_kernels.runtime.launch_cache import cdiv, run
 from fa_kernels.validation.arguments import Arguments
 
 __all__ = [
+    "Cache",
     "backward_kernels",
     "empty_gradients",
     "empty_outputs",
     "empty_pooled",
+    "launch_append",
     "launch_backward",
     "launch_forward",
     "launch_pooled",
+    "launch_with_kvcache",
 ]
 
 PREPROCESS_ROWS = 32
+APPENDED_ROWS = 16
 # Rows of a program of ``dq_postprocess_kernel``, by its IN_BLOCKS.
 SUMS_ROWS = {False: 32, True: 64}
 # The kernels' names for the strides of each tensor.
@@ -48,6 +53,8 @@ _STRIDES = {
     "v": ("stride_vb", "stride_vh", "stride_vn", "stride_vd"),
     "dout": ("stride_ob", "stride_oh", "stride_om", "stride_od"),
     "dlse": ("stride_lb", "stride_lh", "stride_lm"),
+    "new_k": ("stride_xb", "stride_xh", "stride_xn", "stride_xd"),
+    "new_v": ("stride_yb", "stride_yh", "stride_yn", "stride_yd"),
 }
 _OF_LISTS = ("stride_lb", "stride_lh", "stride_lt")
 _OF_SLOPES = ("stride_sb", "stride_sh")
@@ -489,3 +496,77 @@ def launch_pooled(
             },
         )  # fmt: skip
     return pooled
+
+
+class Cache(NamedTuple):
+    """Caches of keys (pages, page_size, Hk, D) and of values, and the pages of each batch entry.
+
+    Args:
+        k: The keys, any strides.
+        v: The values, any strides.
+        table: (B, places), int32, any strides.
+        capacity: The keys for which an entry has places, 0 without pages.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    capacity: int
+
+    def in_kernels(self) -> dict:
+        """Returns the arguments that the kernels share."""
+        # The kernels' order of strides: page, head, row, column.
+        k, v = (x.transpose(1, 2) for x in (self.k, self.v))
+        return {
+            "k_ptr": self.k, "v_ptr": self.v, "table_ptr": self.table,
+            **dict(zip(_STRIDES["k"], k.stride(), strict=True)),
+            **dict(zip(_STRIDES["v"], v.stride(), strict=True)),
+            **dict(zip(("stride_tb", "stride_tp"), self.table.stride(), strict=True)),
+            "page_size": self.k.shape[1], "num_pages": self.k.shape[0], "N": self.capacity,
+            "D": self.k.shape[3], "Dv": self.v.shape[3],
+            "BLOCK_D": _padded(self.k.shape[3]), "BLOCK_DV": _padded(self.v.shape[3]),
+        }  # fmt: skip
+
+
+def launch_append(cache: Cache, k: torch.Tensor, v: torch.Tensor, seqlens_k: torch.Tensor) -> None:
+    """Writes k (B,Hk,L,D) and v (B,Hk,L,Dv) behind the seqlens_k (B,) keys of each entry."""
+    B, Hk, L, _ = k.shape
+    tiles = cdiv(L, APPENDED_ROWS)
+    if B * tiles and cache.capacity:
+        strides = (
+            *zip(_STRIDES["new_k"], k.stride(), strict=True),
+            *zip(_STRIDES["new_v"], v.stride(), strict=True),
+        )
+        with on_device(k):
+            run(
+                append_kernel, (B * Hk * tiles,),
+                {
+                    **cache.in_kernels(), "new_k_ptr": k, "new_v_ptr": v, **dict(strides),
+                    "seqlens_k_ptr": seqlens_k, "tiles_of_head": tiles, "Hk": Hk, "L": L,
+                    "BLOCK_N": APPENDED_ROWS,
+                },
+            )  # fmt: skip
+
+
+def launch_with_kvcache(
+    q: torch.Tensor, cache: Cache, arguments: Arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns out (B,H,M,Dv) and lse (B,H,M) of queries and the keys that a cache holds."""
+    B, H, M, _ = q.shape
+    out, lse = empty_outputs(q, cache.v)
+    tile = arguments.config.forward
+    tiles = cdiv(M, tile.block_m)
+    if B * tiles:
+        with on_device(q):
+            run(
+                kvcache_kernel, (B * H * tiles,),
+                {
+                    **_constants(q.dtype, q.shape[3], cache.v.shape[3], arguments),
+                    **cache.in_kernels(), "q_ptr": q, "out_ptr": out, "lse_ptr": lse,
+                    **dict(zip(_STRIDES["q"], q.stride(), strict=True)),
+                    "seqlens_k_ptr": arguments.seqlens_k, "tiles_of_head": tiles, "H": H,
+                    "G": H // cache.k.shape[2], "M": M, **_window(arguments),
+                    **_score_args(arguments), **_tile(tile),
+                },
+            )  # fmt: skip
+    return out, lse

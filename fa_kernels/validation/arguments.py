@@ -32,7 +32,18 @@ from fa_kernels.validation.cu_seqlens import (
 from fa_kernels.validation.opaque_handles import token_of, value_of
 from fa_kernels.validation.score_mods import check_alibi, check_bias
 
-__all__ = ["Arguments", "MaskLike", "Request", "check", "check_device", "prepared"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "MAX_SEQLEN",
+    "Arguments",
+    "MaskLike",
+    "Request",
+    "check",
+    "check_device",
+    "checked_lengths",
+    "lengths_on_device",
+    "prepared",
+]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
@@ -256,13 +267,14 @@ def _checked_window(
 
 
 @cached_on_device(most=256)
-def _lengths_on_device(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def lengths_on_device(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Returns ints as an int32 tensor (B,) on a device."""
     # A cached tensor outlives the call, so it must not be an inference tensor.
     with torch.inference_mode(False):
         return torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
-def _checked_lengths(
+def checked_lengths(
     name: str, lengths: object, B: int, size: int, device: torch.device
 ) -> tuple[torch.Tensor | None, tuple[int, ...] | None]:
     """Returns lengths as (int32 (B,) on the device, None) or (None, ints).
@@ -402,8 +414,8 @@ def check(
     left, right = _checked_window(causal, window_size, of_mask=mask is not None)
     longest_q, longest_k = None, None
     if offsets is None:
-        tensor_q, ints_q = _checked_lengths("seqlens_q", seqlens_q, B, M, q.device)
-        tensor_k, ints_k = _checked_lengths("seqlens_k", seqlens_k, B, k.shape[2], q.device)
+        tensor_q, ints_q = checked_lengths("seqlens_q", seqlens_q, B, M, q.device)
+        tensor_k, ints_k = checked_lengths("seqlens_k", seqlens_k, B, k.shape[2], q.device)
     else:
         tensor_q, ints_q, longest_q = checked_offsets("q", *offsets[:2], q)
         tensor_k, ints_k, longest_k = checked_offsets("k", *offsets[2:], k)
@@ -471,7 +483,7 @@ def prepared(
             if longest is not None:
                 check_has_lengths(mask)
                 lengths = tuple(
-                    _lengths_on_device(tuple(x), q.device) for x in (mask.seqlens_q, mask.seqlens_k)
+                    lengths_on_device(tuple(x), q.device) for x in (mask.seqlens_q, mask.seqlens_k)
                 )
             maps = block_maps(mask, *sizes, window, lengths, config)
     if request.block_mask is not None:
@@ -506,7 +518,7 @@ def _on_device(
     """Returns lengths as int32 (B,) on the device; ``size`` for each entry if none are given."""
     if seqlens is not None:
         return seqlens
-    return _lengths_on_device((size,) * B if lengths is None else tuple(lengths), device)
+    return lengths_on_device((size,) * B if lengths is None else tuple(lengths), device)
 
 
 @lru_cache(maxsize=256)

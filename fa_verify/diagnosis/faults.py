@@ -19,6 +19,8 @@ _MASK = "fa_kernels/kernels/common/mask.py"
 _SEQLEN_INFO = "fa_kernels/kernels/common/seqlen_info.py"
 _SOFTMAX_END = "fa_kernels/kernels/common/softmax.py"
 _COMBINE = "fa_kernels/kernels/portable/combine.py"
+_KVCACHE = "fa_kernels/kernels/portable/kvcache.py"
+_DECODING = "fa_kernels/decoding.py"
 _COMBINE_BWD = "fa_kernels/kernels/portable/combine_bwd.py"
 _SCORES = "fa_kernels/kernels/common/score_mod.py"
 _DBIAS = "fa_kernels/kernels/portable/dbias.py"
@@ -150,12 +152,12 @@ _MASKS = (
         "T3 G1",
         (
             _FORWARD,
-            "        state = _attend(\n",
+            "        state = attend(\n",
             "        last = tiles.hi\n"
             "        if window_right == 0:\n"
             "            aligned = block.start + mask.seqlen_k - mask.seqlen_q + BLOCK_M\n"
             "            last = tl.minimum(last, aligned // BLOCK_N)\n"
-            "        state = _attend(\n",
+            "        state = attend(\n",
         ),
         (
             _FORWARD,
@@ -460,8 +462,8 @@ _MEMORY = (
         "G12",
         (
             _ADDRESSING,
-            "columns.to(tl.int64) * matrix.stride_column",
-            "columns * tl.cast(matrix.stride_column, tl.int32)",
+            "(row_offsets + columns.to(tl.int64) * matrix.stride_column)",
+            "(row_offsets + columns * tl.cast(matrix.stride_column, tl.int32))",
         ),
     ),
     _fault(
@@ -682,6 +684,83 @@ _STATES = (
         (_COMBINE_BWD, "tl.sum(out * dout, 1) - delta + dlse", "tl.sum(out * dout, 1) + dlse"),
     ),
 )  # fmt: skip
+
+_CACHES = (
+    _fault(
+        "cache: free rows of the last page are read, and multiplied by 0",
+        "flashinfer#941; flash-attention#1745",
+        "C2",
+        (
+            _FORWARD,
+            "        valid = offs_n < mask.seqlen_k\n",
+            "        valid = offs_n < mask.seqlen_k\n"
+            "        if CONFIG.ALIGNED == 3:\n"
+            "            used = (mask.seqlen_k + keys.page_size - 1) // keys.page_size\n"
+            "            valid = offs_n < used * keys.page_size\n",
+        ),
+        hidden="while the keys end with a page",
+    ),
+    _fault(
+        "cache: rows past the keys count, up to the end of a tile",
+        "flashinfer#3716",
+        "G1 C2",
+        (
+            _KVCACHE,
+            "_, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)",
+            "_, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)\n"
+            "    seqlen_k = tl.minimum((seqlen_k + 15) // 16 * 16, N)",
+        ),
+        hidden="while the keys end with a tile",
+    ),
+    _fault(
+        "cache: the stride of a page is that of its rows times their number",
+        "aiter#3498",
+        "C1",
+        (
+            _KVCACHE,
+            "v_ptr + h_k * stride_vh, stride_vb, stride_vn",
+            "v_ptr + h_k * stride_vh, stride_vn * page_size, stride_vn",
+        ),
+        hidden="while pages are contiguous",
+    ),
+    _fault(
+        "cache: the offset of a page is 32-bit",
+        "flashinfer#3136; vllm-xpu-kernels#445; vllm#50427",
+        "C4",
+        (
+            _ADDRESSING,
+            "page * pages.stride_page",
+            "page.to(tl.int32) * tl.cast(pages.stride_page, tl.int32)",
+        ),
+        hidden="while the cache has fewer than 2**31 elements",
+    ),
+    _fault(
+        "cache: the new keys are not counted",
+        "sgl-kernel-xpu#191",
+        "G1",
+        (
+            _DECODING,
+            "seqlens = seqlens.clamp(0, cache.capacity) + L",
+            "seqlens = seqlens.clamp(0, cache.capacity)",
+        ),
+    ),
+    _fault(
+        "cache: the place in the batch stands for the entry of the cache",
+        "attention-gym#189",
+        "C1",
+        (
+            _DECODING,
+            "table = cache_batch_idx[:, None]",
+            "table = lengths_on_device(tuple(range(B)), q.device)[:, None]",
+        ),
+    ),
+    _fault(
+        "cache: an append writes the padding of its tile over other rows",
+        "tt-metal#52671",
+        "C3",
+        (_KVCACHE, "kept = (rows < L) & (first + rows < N)", "kept = first + rows < N"),
+    ),
+)
 
 _PACKED = (
     _fault(
@@ -1112,11 +1191,11 @@ _SEQUENCES = (
         (_ARGUMENTS, *_KEEPS),
         (
             _ARGUMENTS,
-            "    return _lengths_on_device("
+            "    return lengths_on_device("
             "(size,) * B if lengths is None else tuple(lengths), device)",
             "    lengths = (size,) * B if lengths is None else tuple(lengths)\n"
             "    key = B, size, sum(lengths), device\n"
-            "    return _kept.setdefault(key, _lengths_on_device(lengths, device))",
+            "    return _kept.setdefault(key, lengths_on_device(lengths, device))",
         ),
         hidden="until calls differ in the order of lengths alone",
     ),
@@ -1292,6 +1371,6 @@ _SCHEDULES = (
 )  # fmt: skip
 
 FAULTS: tuple[Mutant, ...] = (
-    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_STATES, *_PACKED,
+    *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_STATES, *_CACHES, *_PACKED,
     *_SCORE_MODS, *_LARGE_SIZES, *_SEQUENCES, *_GRADIENT_SETS, *_SKIPS, *_SCHEDULES,
 )  # fmt: skip

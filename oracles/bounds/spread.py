@@ -23,6 +23,12 @@ sum T. In random order, its mean square is at most that of the terms plus the sq
     variance  (h u)**2 n (sum of |terms|**2 + sum**2)
     one-sided 2 h u (n / 16) (|sum| + 4 sqrt(sum of |terms|**2))    on tensor cores, which add 16
               products at a time, or 4 in TF32, and truncate
+    shape     h u A (sum of the signs of the terms) on tensor cores, with A the larger of |sum| and
+              sqrt(sum of |terms|**2)
+
+The shape is the truncation of the products themselves, each of which loses half a spacing of A on
+average. Where one product dominates, a score loses in proportion to the sum of all others: the
+softmax is flatter by a factor.
 
 Casts of P and dS in the backward are replayed. Those near a tie count as random, with half a
 spacing. Those of the forward are relative to an unknown pivot, and uniform: u_p**2 / 3.
@@ -157,11 +163,26 @@ class _Pairs(NamedTuple):
     s: torch.Tensor
     sign: torch.Tensor  # the sign of s
     dot: _Dot  # the errors of the scores from their dots
+    truncated: torch.Tensor  # the loss of the products of q and k on tensor cores
 
 
 def _pairs(x: Chunk, s: torch.Tensor, t: float, c: Constants, step: int) -> _Pairs:
     squares = (x.q.square() @ x.k.square().mT).mul_(t * t).masked_fill_(x.hidden, 0.0)
-    return _Pairs(s, s.sign(), _dot(s, squares, float(x.q.shape[2]), c, step))
+    return _Pairs(
+        s, s.sign(), _dot(s, squares, float(x.q.shape[2]), c, step),
+        _of_products(s, squares, x.q, x.k, c, step),
+    )  # fmt: skip
+
+
+def _of_products(
+    value: torch.Tensor, squares: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
+    c: Constants, step: int,
+) -> torch.Tensor:  # fmt: skip
+    """Returns the mean of what tensor cores cut off the products of a sum, at most."""
+    if not step:
+        return torch.zeros_like(value)
+    size = torch.maximum(value.abs(), squares.sqrt())
+    return (left.sign() @ right.sign().mT).mul_(size).mul_(c.h * c.u)
 
 
 def _of_lse(
@@ -179,7 +200,7 @@ def _of_lse(
     # 3. All else may have one sign: the exponents, the logarithm, and the maximum that it is added
     #    to.
     size = torch.maximum(scores.m.abs(), scores.lse.abs())
-    along = (scores.p * systematic.expm1()).sum(2).log1p_()
+    along = (scores.p * (systematic + pairs.truncated.abs()).expm1_()).sum(2).log1p_()
     along += c.u_log * (1 + scores.log_l.abs() + scores.lag) + 4 * c.u * (size + scores.lag)
     value, variance, along = (
         y.masked_fill(x.empty, 0.0).unsqueeze(2) for y in (scores.lse, variance, along)
@@ -224,7 +245,11 @@ def _of_forward(
     of_sums += (cast * along_v.square()).sum(2)
     of_scores = p * systematic
     shapes = torch.stack([
-        *(y @ x.v - out * y.sum(2, True) for y in (of_scores, of_scores * pairs.sign)), mean * out
+        *(
+            y @ x.v - out * y.sum(2, True)
+            for y in (of_scores, of_scores * pairs.sign, p * pairs.truncated)
+        ),
+        mean * out,
     ])  # fmt: skip
     # 3. The sums of P v and of P.
     additions = ((numerics.block_n + 2) * scores.tiles).unsqueeze(2)
@@ -309,7 +334,11 @@ def _backward(
     # 4. Errors in known directions. Errors of lse and delta belong to a row: dq has them in full.
     of_scores = ds * systematic
     of_gaps = p * gap_systematic
-    directions = (of_scores, of_scores * pairs.sign, of_gaps, of_gaps * dp.sign())
+    of_products = _of_products(dp, dp_squares, x.dout, x.v, c, step)
+    directions = (
+        of_scores, of_scores * pairs.sign, ds * pairs.truncated,
+        of_gaps, of_gaps * dp.sign(), p * of_products,
+    )  # fmt: skip
     dq, by_delta = t * (ds_cast @ x.k), t * of_delta.sqrt() * (p @ x.k)
     along_k = t * (of_dq @ x.k.mT)
     tiles = x.seen.sum(2, True, dtype=torch.float64).div_(numerics.block_n).ceil_() + 1
@@ -347,14 +376,15 @@ def _backward(
     # Weights that are nearly 1 are equal, and so are their roundings.
     of_ones = p_random.sqrt()
     of_ones.masked_fill_(p < 1 - _PEAKED * (c.u_in if cast is None else cast.u), 0.0)
+    of_p = (
+        p_systematic, p_systematic * pairs.sign, p * pairs.truncated, p * of_lse, of_ones,
+    )  # fmt: skip
     along_dout = x.dout @ of_dv.mT
     dv = _Keys(
         value=p_cast.mT @ x.dout,
         squares=p_cast.square().mT @ dout2,
         variance=(p_random + p_shared).mT @ dout2,
-        shapes=torch.stack(
-            [y.mT @ x.dout for y in (p_systematic, p_systematic * pairs.sign, p * of_lse, of_ones)]
-        ),
+        shapes=torch.stack([y.mT @ x.dout for y in of_p]),
         of_sums=(p_random * along_dout.square()).sum(1),
         shared=(p_shared * along_dout.square()).sum(1),
         additions=additions,

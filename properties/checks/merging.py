@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fa_verify.oracles.bounds.merging import merge_bound
+from fa_verify.oracles.cache_problem import CacheProblem
 from fa_verify.oracles.merge_problem import MergeProblem
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
@@ -33,7 +34,7 @@ __all__ = ["MERGES", "MergeCheck", "MergeFinding", "found_elements", "found_in"]
 _LN2 = math.log(2.0)
 _AXES = {
     "out": "bhmd", "lse": "bhm", "douts": "pbhmd", "dlses": "pbhm",
-    "dq": "bhmd", "dk": "bhnd", "dv": "bhnd",
+    "dq": "bhmd", "dk": "bhnd", "dv": "bhnd", "k_cache": "pnhd", "v_cache": "pnhd",
 }  # fmt: skip
 
 
@@ -44,7 +45,7 @@ class MergeFinding:
     guarantee: str
     claim: str
     subject: str
-    problem: MergeProblem | Problem
+    problem: MergeProblem | CacheProblem | Problem
     output: str = ""
     where: str = ""
     got: float = math.nan
@@ -98,7 +99,7 @@ class _Convention(NamedTuple):
 
 def found_elements(
     subject: Subject,
-    problem: MergeProblem | Problem,
+    problem: MergeProblem | CacheProblem | Problem,
     guarantee: str,
     claim: str,
     output: str,

@@ -25,6 +25,7 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.merging import Merged
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.large_memory import beyond_limit
+from fa_verify.properties.inputs.caches import CacheInputs, UnchangedInputs
 from fa_verify.properties.inputs.states import States
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
@@ -42,6 +43,7 @@ __all__ = [
     "plan_run",
     "run_bias_gradient",
     "run_gradients",
+    "run_kvcache",
     "run_pooled",
     "run_states",
     "run_subject",
@@ -287,12 +289,44 @@ def run_states(subject: Subject, states: States, *, gradients: bool) -> Merged:
         return Merged(out.detach(), lse.detach(), found[0], found[1])
 
 
+def run_kvcache(
+    subject: Subject, problem: Problem, x: CacheInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse of a call with a cache, which it may write to.
+
+    Args:
+        subject: The subject.
+        problem: The attention, whose sizes ``x`` can have in part. Its mask gives the window.
+        x: The tensors.
+
+    Raises:
+        SubjectError: The subject raises, changes another input, or an output has a wrong shape or
+            dtype.
+        NotImplementedError: The subject refuses the call, or attends to no cache.
+    """
+    mask = problem.mask
+    config = {"config": problem.config} if len(subject.configs) > 1 else {}
+    mods = {"softcap": problem.softcap, "alibi_slopes": x.alibi_slopes, "k": x.k, "v": x.v}
+    with _faults_of_the_subject(x.without_caches):
+        with _poisoned_allocations():
+            out, lse = subject.run_kvcache(
+                x.q, x.k_cache, x.v_cache, cache_seqlens=x.cache_seqlens, page_table=x.page_table,
+                cache_batch_idx=x.cache_batch_idx, causal=mask.causal,
+                window_size=(mask.window_left, mask.window_right), sm_scale=problem.scale,
+                return_lse=True, **config,
+                **{name: value for name, value in mods.items() if value is not None},
+            )  # fmt: skip
+        _check_form("out", out, x.q, (*x.q.shape[:3], x.v_cache.shape[3]))
+        _check_form("lse", lse, x.q, tuple(x.q.shape[:3]))
+        return out.detach(), lse.detach()
+
+
 # Elements of the inputs that are copied to be compared after a call. More would take gigabytes.
 _MOST_COMPARED = 2**28
 
 
 @contextmanager
-def _faults_of_the_subject(inputs: Inputs | States) -> Iterator[None]:
+def _faults_of_the_subject(inputs: Inputs | States | UnchangedInputs) -> Iterator[None]:
     """Convert exceptions inside the block to SubjectError, except NotImplementedError.
 
     Raises:

@@ -70,6 +70,7 @@ def attention_kernel(
     pooled: Callable[..., Any] | None = _UNSET,
     states: Callable[..., Any] | bool | None = _UNSET,
     packed: Callable[..., Any] | None = _UNSET,
+    kvcache: Callable[..., Any] | None = _UNSET,
     tiles: Callable[[Any], tuple[int, int]] | None = _UNSET,
     paths: Callable[[Any], tuple[str, ...]] | None = _UNSET,
     configs: Mapping[str, Mapping[str, Any]] = _UNSET,
@@ -162,6 +163,7 @@ def attention_kernel(
             ``pool_size=(rows, keys)``, that returns the probabilities pooled over blocks of pairs.
         states: A function of outs (P, B, H, M, Dv) and lses (P, B, H, M) that returns the merged
             (out, lse); True if the kernel itself is one, and computes no attention.
+        kvcache: A function with the arguments of ``fa_kernels.flash_attention_with_kvcache``.
         tiles: Function from a problem to (block_m, block_n) of the forward, for reports and
             ``l_tile``.
         paths: Function from a problem to the names of the code paths that it takes, a tuple of

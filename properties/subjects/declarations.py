@@ -74,7 +74,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
 # Declarations that are callables.
-_FUNCTIONS = ("tiles", "paths", "pooled", "states", "packed")
+_FUNCTIONS = ("tiles", "paths", "pooled", "states", "packed", "kvcache")
 # The value of ``fixed_scale`` for a kernel that divides by the root of D.
 DEFAULT_SCALE = "1/sqrt(D)"
 # All declarations.
@@ -196,6 +196,10 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
     if "packed" in declared and not callable(declared["packed"]):
         raise ValueError(
             f"{name}.packed is {declared['packed']!r}; needs a function of packed sequences"
+        )
+    if "kvcache" in declared and not callable(declared["kvcache"]):
+        raise ValueError(
+            f"{name}.kvcache is {declared['kvcache']!r}; needs a function of (q, k_cache, v_cache)"
         )
     if "pooled" in declared and not callable(declared["pooled"]):
         raise ValueError(

@@ -102,6 +102,7 @@ class Subject:
     pooled: Callable[..., torch.Tensor] | None = None
     states: Callable[..., Any] | None = None
     packed: Callable[..., Any] | None = None
+    kvcache: Callable[..., Any] | None = None
     takes: str = ""
     source: str = ""
     score_mods: tuple[str, ...] = ()
@@ -175,6 +176,7 @@ class Subject:
                 "pooled",
                 "states",
                 "packed",
+                "kvcache",
                 "numerics",
                 "source",
             ):
@@ -366,7 +368,25 @@ class Subject:
         """
         if self.states is None:
             raise NotImplementedError(f"{self.name} declares no states")
-        found: object = self.states(outs, lses)
+        return self._pair(self.states(outs, lses))
+
+    def run_kvcache(self, *caches: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to a cache, with the arguments of ``flash_attention_with_kvcache``.
+
+        Raises:
+            NotImplementedError: The subject has no ``kvcache``, or it refuses the call.
+            AssertionError: ``kvcache`` does not return two tensors.
+        """
+        if self.kvcache is None:
+            raise NotImplementedError(f"{self.name} declares no kvcache")
+        return self._pair(self.kvcache(*caches, **given))
+
+    def _pair(self, found: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a pair of tensors, (out, lse), that a function of the subject has returned.
+
+        Raises:
+            AssertionError: It is no such pair.
+        """
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise AssertionError(f"{self.name} returns {type(found).__name__}; needs (out, lse)")
         for what, x in zip(("out", "lse"), found, strict=True):

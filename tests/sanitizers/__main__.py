@@ -59,6 +59,7 @@ def _run(name: str, *planted: str) -> tuple[int, str]:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     else:
         environment["TRITON_INSTRUMENTATION_MODE"] = name
+        environment["CUDA_LAUNCH_BLOCKING"] = "1"  # the traceback names the kernel that fails
     try:
         done = subprocess.run(
             command, env=environment, timeout=_SECONDS, text=True,
@@ -70,16 +71,23 @@ def _run(name: str, *planted: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+def _excerpt(name: str, said: str) -> str:
+    """The first lines of a report within an output, and the output's end."""
+    lines = said.splitlines()
+    report = [line for line in lines if any(word in line for word in (_REPORTS[name], "ssert"))]
+    return "\n".join([*report[:10], said[-2000:]])
+
+
 def _verdict(name: str) -> tuple[bool, str]:
     """Whether a sanitizer finds the planted fault and nothing in the kernels, with its output."""
     code, said = _run(name, "planted")
     if code == 0 or _REPORTS[name] not in said:
-        return False, f"does not find the planted fault (exit code {code})\n{said[-3000:]}"
+        return False, f"does not find the planted fault (exit code {code})\n{_excerpt(name, said)}"
     if name == "memcheck":
         return True, "finds the planted fault; pytest runs the kernels under it"
     code, said = _run(name)
     if code:
-        return False, f"fails on the kernels (exit code {code})\n{said[-3000:]}"
+        return False, f"fails on the kernels (exit code {code})\n{_excerpt(name, said)}"
     return True, "finds the planted fault, and nothing in the kernels"
 
 

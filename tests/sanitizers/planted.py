@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 __all__ = ["PLANTED"]
 
@@ -29,29 +27,19 @@ def _diverge(ptr, NUMBERS: tl.constexpr):
     tl.store(ptr + places, found)
 
 
-@gluon.jit
-def _stores(tile, ptr, NUMBERS: gl.constexpr, LAYOUT: gl.constexpr):
-    tile.store(gl.arange(0, NUMBERS, LAYOUT))
-
-
-@gluon.jit
-def _loads(tile, ptr, NUMBERS: gl.constexpr, LAYOUT: gl.constexpr):
-    gl.store(ptr + gl.arange(0, NUMBERS, LAYOUT), tile.load(LAYOUT))
-
-
-@gluon.jit
-def _race(ptr, NUMBERS: gl.constexpr):
-    """One warpgroup loads what another stores, and no barrier orders them."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    tile = gl.allocate_shared_memory(gl.int32, [NUMBERS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    gl.warp_specialize(
-        [
-            (_stores, (tile, ptr, NUMBERS, LAYOUT)),
-            (_loads, (tile, ptr, NUMBERS, LAYOUT)),
-        ],
-        [4],
-        [24],
-    )
+@triton.jit
+def _race(ptr, NUMBERS: tl.constexpr):
+    places = tl.arange(0, NUMBERS)
+    # A sum over 4 warps allocates 4 words of shared memory.
+    total = tl.sum(places, 0)
+    # Each warp stores a word and loads that of its neighbour, with no barrier between.
+    found = tl.inline_asm_elementwise(
+        "{ .reg .b32 words; mov.b32 words, global_smem; mad.lo.u32 $0, $1, 4, words; "
+        "st.shared.b32 [$0], $1; xor.b32 $0, $1, 1; mad.lo.u32 $0, $0, 4, words; "
+        "ld.shared.b32 $0, [$0]; }",
+        "=&r,r", [places // 32], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.store(ptr + places, found + total)
 
 
 def _launch(kernel) -> None:  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from fa_kernels import (
     combine_attention_states,
     flash_attention,
     flash_attention_varlen,
+    flash_attention_with_kvcache,
     pooled_attention_probs,
 )
 from fa_verify.oracles.masks.mask import Mask
@@ -137,6 +138,23 @@ def _merged(x: Inputs) -> dict[str, torch.Tensor]:
     return {"out": out, "lse": lse, "douts": douts, "dlses": dlses}
 
 
+def _kvcache(x: Inputs) -> dict[str, torch.Tensor]:
+    """Attention over pages of 8 rows, the last page first, with an append of three keys."""
+    case, mask, places = x.case, x.case.of(), -(-x.case.N // 8)
+    pages = torch.arange(case.B * places, dtype=torch.int32).flip(0)
+    lengths = torch.tensor([case.N - 3 - b for b in range(case.B)], dtype=torch.int32)
+    caches = [
+        x.drawn((case.B * places, 8, case.Hk, columns)).to(x.dtype) for columns in (case.D, case.Dv)
+    ]
+    new = [x.drawn((case.B, case.Hk, 3, columns)).to(x.dtype) for columns in (case.D, case.Dv)]
+    out, lse = flash_attention_with_kvcache(
+        x.q.detach(), *caches, k=new[0], v=new[1], cache_seqlens=lengths.to(x.device),
+        page_table=pages.view(case.B, places).to(x.device), **_window(mask), softcap=case.softcap,
+        alibi_slopes=x.slopes, return_lse=True, config=case.config,
+    )  # fmt: skip
+    return {"out": out, "lse": lse, "k_cache": caches[0], "v_cache": caches[1]}
+
+
 def _varlen(x: Inputs) -> dict[str, torch.Tensor]:
     case, mask, longest = x.case, x.case.of(), {}
     offsets = {"cu_seqlens_q": x.cu_q, "cu_seqlens_k": x.cu_k}
@@ -167,6 +185,8 @@ def answer(x: Inputs) -> dict[str, torch.Tensor]:
         return _pooled(x)
     if case.call == "merge":
         return _merged(x)
+    if case.call == "kvcache":
+        return _kvcache(x)
     leaves = x.leaves()
     got = (_varlen if case.call == "varlen" else _padded)(x)
     losses = {"out": x.dout, "lse": x.dlse}

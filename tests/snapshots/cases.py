@@ -26,7 +26,7 @@ class Case:
     """A problem, and the form of its call.
 
     Args:
-        call: "padded", "varlen", "pooled mean", "pooled max" or "merge".
+        call: "padded", "varlen", "pooled mean", "pooled max", "merge" or "kvcache".
         config: Tile configuration.
         dtype: Dtype of q, k, v.
         mask: A key of MASKS.

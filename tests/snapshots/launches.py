@@ -72,6 +72,10 @@ def _of_forms() -> Iterator[Case]:
     yield dataclasses.replace(_SMALL, call="pooled max", pool=(8, 8), dtype="fp64", needs="")
     for dtype, Dv in (("fp16", 128), ("bf16", 64), ("bf16", 24), ("fp32", 512), ("fp64", 16)):
         yield dataclasses.replace(_SMALL, call="merge", dtype=dtype, Dv=Dv, needs="", dlse="beside")
+    for dtype, D, Dv in (("bf16", 128, 128), ("fp16", 64, 96), ("fp32", 24, 40), ("fp64", 16, 256)):
+        yield dataclasses.replace(_DEFAULT, call="kvcache", dtype=dtype, D=D, Dv=Dv, needs="")
+    mods = {"softcap": 1.5, "alibi": "BH"}
+    yield dataclasses.replace(_SMALL, call="kvcache", dtype="bf16", **mods, needs="")
 
 
 def _of_hopper() -> Iterator[Case]:

@@ -192,6 +192,7 @@ def adapted(package: ModuleType):
     flash_attention.pooled = pooled
     flash_attention.packed = packed
     flash_attention.states = package.combine_attention_states
+    flash_attention.kvcache = package.flash_attention_with_kvcache
     return flash_attention
 
 

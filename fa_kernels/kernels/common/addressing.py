@@ -6,15 +6,21 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "PAGED",
     "Matrix",
+    "Pages",
     "Tensor",
     "head_matrix",
     "load_tile",
+    "page_offsets",
     "scratch_row",
     "store_rows",
     "stored_rows",
     "whole_rows",
 ]
+
+# The value of ALIGNED for tiles of a cache, whose rows lie in pages.
+PAGED: tl.constexpr = tl.constexpr(3)
 
 
 class Tensor(NamedTuple):
@@ -35,6 +41,38 @@ class Matrix(NamedTuple):
     stride_row: Any
     stride_column: Any
     columns: Any
+
+
+class Pages(NamedTuple):
+    """One head of a cache (pages, rows, heads, columns), as one batch entry sees it.
+
+    ``table_ptr`` leads to the entry's row of the page table, int32. Rows are numbered through the
+    entry's pages.
+    """
+
+    pointer: Any
+    stride_page: Any
+    stride_row: Any
+    stride_column: Any
+    columns: Any
+    table_ptr: Any
+    stride_table: Any
+    page_size: Any
+    num_pages: Any
+
+
+@triton.jit
+def page_offsets(pages, rows, inside):
+    """Returns the 64-bit offsets of rows of a cache.
+
+    The table is read where ``inside`` (shaped as ``rows``) is True. The index of a page is clamped,
+    so that no wrong table leads outside of the cache.
+    """
+    places = (rows // pages.page_size).to(tl.int64) * pages.stride_table
+    page = tl.load(pages.table_ptr + places, mask=inside, other=0)
+    page = tl.minimum(tl.maximum(page, 0), pages.num_pages - 1).to(tl.int64)
+    row = (rows % pages.page_size).to(tl.int64)
+    return page * pages.stride_page + row * pages.stride_row
 
 
 @triton.jit
@@ -58,8 +96,14 @@ def load_tile(
     A nonzero ALIGNED promises a unit column stride, rows on 16-byte boundaries, 16-bit elements, a
     multiple of 8 columns, and offsets within a tile that fit 32 bits; 2 also promises that no
     column needs a mask. The host checks this; the compiler uses it for 16-byte loads.
+
+    If ALIGNED is PAGED, ``matrix`` is a ``Pages``. Its rows are checked in every tile.
     """
-    if ALIGNED:
+    if ALIGNED == PAGED:
+        offsets = page_offsets(matrix, start + rows, inside)
+        pointers = matrix.pointer + (offsets + columns.to(tl.int64) * matrix.stride_column)
+        tile = tl.load(pointers, mask=inside & (columns < matrix.columns), other=0.0)
+    elif ALIGNED:
         stride_row = (matrix.stride_row // 8).to(tl.int32) * 8
         pointer = tl.multiple_of(matrix.pointer + tl.cast(start, tl.int64) * stride_row, 16)
         places = pointer + (rows * stride_row + columns)

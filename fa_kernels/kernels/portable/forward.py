@@ -36,11 +36,11 @@ from fa_kernels.kernels.common.seqlen_info import Batch
 from fa_kernels.kernels.common.softmax import SoftmaxState, normalised, scale_from_bits
 from fa_kernels.kernels.common.tile_ranges import split_range
 
-__all__ = ["forward_kernel"]
+__all__ = ["attend", "forward_kernel"]
 
 
 @triton.jit
-def _attend(
+def attend(
     state,
     q,
     offs_m,
@@ -217,15 +217,15 @@ def forward_kernel(
     tiles, list_ptr = key_tiles(block, mask, lists, CONFIG)
     if IS_SPLIT:
         tiles = split_range(tiles, split, num_splits)
-    state = _attend(
+    state = attend(
         state, q, offs_m, keys, values, mask, mods, list_ptr, tiles.lo, tiles.full_lo, CONFIG, True
     )
-    state = _attend(
+    state = attend(
         state, q, offs_m, keys, values, mask, mods, list_ptr, tiles.full_lo, tiles.full_hi, CONFIG,
         False,
     )  # fmt: skip
     if PREDICATE is None:
-        state = _attend(
+        state = attend(
             state, q, offs_m, keys, values, mask, mods, list_ptr, tiles.full_hi, tiles.hi, CONFIG,
             True,
         )  # fmt: skip

@@ -59,6 +59,18 @@ class _Model:
         at_once = 16 if self.tf32 is None else 4
         return np.asarray(each * (np.asarray(terms) / at_once + 1) * size)
 
+    def cut_off(
+        self, total: FloatArray, squares: FloatArray, left: FloatArray, right: FloatArray
+    ) -> FloatArray:
+        """Returns what tensor cores cut off the products of two rows each, on average at most."""
+        if self.narrow is None and self.tf32 is None:
+            return np.zeros_like(total)
+        half_spacing = self.units.accumulator * self.units.u * np.maximum(
+            np.abs(total), np.sqrt(squares)
+        )  # fmt: skip
+        agree = (np.sign(left)[:, None, :] * np.sign(right)[None, :, :]).sum(axis=2)
+        return np.asarray(half_spacing * agree.reshape(total.shape))
+
     def window(
         self, x: FloatArray, variance: FloatArray, systematic: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
@@ -82,6 +94,7 @@ class _Scores:
         self.variance_mn = model.random(self.s_mn, squares_mn, D)
         sizes_mn = np.abs(self.s_mn) + 4 * np.sqrt(squares_mn)
         self.one_sided_mn = np.where(head.seen_mn, model.truncated(sizes_mn, D), 0.0)
+        self.cut_off_mn = model.cut_off(self.s_mn, squares_mn, head.q_md, head.k_nd)
 
 
 def _forward(
@@ -93,12 +106,12 @@ def _forward(
     E_mn = score_error(head, t, numerics, units, any_order)
     dots_mn = logit_error(head, t, numerics, units, None)
     tiles_m = seen_tiles(head.seen_mn, numerics.block_n)
-    found = _nothing(head.out_me, shapes=3)
+    found = _nothing(head.out_me, shapes=4)
     # P after its conversion to TF32: a truncation loses between 0 and 2**-11 of it on average.
     mean_loss = 2.0**-12 if model.tf32 == "truncate" else 0.0
     tf32_var = 0.0 if model.tf32 is None else (2.0**-11) ** 2 / 3 + mean_loss**2
     found["value"][:] = head.out_me - mean_loss * head.out_me
-    found["shapes"][2] = mean_loss * head.out_me
+    found["shapes"][3] = mean_loss * head.out_me
     of_lse = _nothing(np.zeros((M, 1)), shapes=1)
     for m in range(M):
         seen_n = head.seen_mn[m]
@@ -124,7 +137,8 @@ def _forward(
         lag = numerics.rescale_threshold * np.log(2) * (tiles_m[m] > 1)
         of_lse["value"][m] = lse
         of_lse["variance"][m], of_lse["of_sums"][m] = lse_var, lse_var
-        of_lse["along"][m] = np.log((p_n * np.exp(systematic_n)).sum())
+        cut_off_n = scores.cut_off_mn[m, seen_n]
+        of_lse["along"][m] = np.log((p_n * np.exp(systematic_n + np.abs(cut_off_n))).sum())
         of_lse["along"][m] += units.u_log * (1 + abs(lse - row_max) + lag)
         of_lse["along"][m] += 4 * units.u * (max(abs(lse), abs(row_max)) + lag)
         # out
@@ -144,6 +158,7 @@ def _forward(
         found["of_sums"][m] += of_l * (w_me[m] @ head.out_me[m]) ** 2
         for place, sign_n in enumerate((1.0, np.sign(scores.s_mn[m, seen_n]))):
             found["shapes"][place, m] = (p_n * systematic_n * sign_n) @ gaps_ne
+        found["shapes"][2, m] = (p_n * cut_off_n) @ gaps_ne
         found["along"][m] = model.truncated(np.abs(head.out_me[m]), additions)
         found["along"][m] += units.flush * (np.abs(v_ne).sum(axis=0) + tiles_m[m] + 2)
         found["across"][m] = model.truncated(4 * np.sqrt(squares_e), additions)
@@ -205,7 +220,7 @@ def _backward(
     """Returns the errors of dq of a head, row by row, and adds its terms of dk and dv."""
     units, numerics, u = model.units, model.numerics, model.units.u
     M, Dv = head.dout_me.shape
-    found = _nothing(head.q_md, shapes=4)
+    found = _nothing(head.q_md, shapes=6)
     for m in range(M):
         seen_n = head.seen_mn[m]
         if not seen_n.any():
@@ -248,7 +263,13 @@ def _backward(
         ds_cast_n, ds_random_n = ds_cast_n / factor * here_n, ds_random_n / factor**2 * here_n
         p_cast_n, p_random_n = p_cast_n * here_n, p_random_n * here_n
         by_score_n, by_gap_n = ds_n * systematic_n, p_n * gap_systematic_n
-        shapes = [by_score_n, by_score_n * np.sign(s_n), by_gap_n, by_gap_n * np.sign(dp_n)]
+        dp_cut_off_n = model.cut_off(
+            dp_n[None], dp_squares_n[None], head.dout_me[m : m + 1], head.v_ne
+        )[0]
+        shapes = [
+            by_score_n, by_score_n * np.sign(s_n), ds_n * scores.cut_off_mn[m],
+            by_gap_n, by_gap_n * np.sign(dp_n), p_n * dp_cut_off_n,
+        ]  # fmt: skip
         # dq
         tk_nd = t * head.k_nd
         tiles = np.ceil(seen_n.sum() / numerics.block_n) + 1
@@ -278,8 +299,8 @@ def _backward(
         by_p_n = p_n * systematic_n
         dv.add(
             p_cast_n, p_random_n, p_n**2 * of_lse**2,
-            [by_p_n, by_p_n * np.sign(s_n), p_n * of_lse, ones_n], units.flush * here_n,
-            head.dout_me[m], weights.dv @ head.dout_me[m],
+            [by_p_n, by_p_n * np.sign(s_n), p_n * scores.cut_off_mn[m], p_n * of_lse, ones_n],
+            units.flush * here_n, head.dout_me[m], weights.dv @ head.dout_me[m],
         )  # fmt: skip
         dv.weight_n += p_n
         dv.light_n += np.where(p_n < 0.5, p_n, 0.0)
@@ -322,7 +343,7 @@ def spreads(
     parts: dict[str, list[Fields]] = {name: [] for name in ("out", "lse", "dq", "dk", "dv")}
     passes = groups(q, k, v, dout, mask, sm_scale, dlse, None, None, None, model.tf32)
     for b, g, hs, heads in passes:
-        dk, dv = _KeySums(5, N, D), _KeySums(4, N, Dv)
+        dk, dv = _KeySums(7, N, D), _KeySums(5, N, Dv)
         tiles_n = np.zeros(N)
         for h, head in enumerate(heads, hs.start):
             scores = _Scores(head, sm_scale, model)

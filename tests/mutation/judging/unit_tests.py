@@ -22,7 +22,15 @@ OF_THE_CALL = tuple(
     unit_test_file(f"test_{name}")
     for name in (
         *("visited_tiles", "offsets", "block_mask", "splits", "packed", "tokens", "operators"),
-        *("pooled", "merged_calls", "call_cache", "tiles_in_a_row", "dispatch", "far_rows"),
+        *(
+            "pooled",
+            "merged_calls",
+            "cached_calls",
+            "call_cache",
+            "tiles_in_a_row",
+            "dispatch",
+            "far_rows",
+        ),
     )
 )
 # Tests of redundant work of Hopper's kernels in the emulation.
@@ -33,6 +41,7 @@ _HOPPER = "fa_kernels/kernels/hopper/"
 _OF_PARTS = {
     "fa_kernels/operators.py": ("operators", "dispatch"),
     "fa_kernels/merging.py": ("merged_calls",),
+    "fa_kernels/decoding.py": ("cached_calls",),
     "fa_kernels/launch/combine.py": ("merged_calls", "splits"),
     "fa_kernels/pooling.py": ("pooled",),
     "fa_kernels/varlen.py": ("packed", "offsets"),
@@ -47,6 +56,7 @@ _OF_PARTS = {
     "fa_kernels/validation/opaque_handles.py": ("tokens",),
     "fa_kernels/kernels/portable/block_lists.py": ("block_mask",),
     "fa_kernels/kernels/portable/classify_blocks.py": ("block_map",),
+    "fa_kernels/kernels/portable/kvcache.py": ("cached_calls",),
     "fa_kernels/kernels/portable/combine.py": ("splits",),
     "fa_kernels/kernels/portable/combine_bwd.py": ("merged_calls",),
     "fa_kernels/kernels/portable/lpt_order.py": ("block_map",),

@@ -17,6 +17,7 @@ from fa_verify.properties.subjects.subject import Subject
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 from fa_verify.subjects.ours import adapted, flash_attention
+from tests.mutation.judging.caches import is_of_caches, kills_by_caches
 from tests.mutation.judging.merging import FILES as MERGED
 from tests.mutation.judging.merging import kills_by_merging
 from tests.mutation.judging.trials import CHECKS, QUICK, Step
@@ -119,6 +120,8 @@ def _kills(
     edited = {edit.file for edit in mutant.edits}
     if not edited.isdisjoint(MERGED):
         yield from kills_by_merging(subject)
+    if is_of_caches(mutant):
+        yield from kills_by_caches(subject)
     if units > _FIRST and not edited.isdisjoint(TESTED_ALONE):
         units = _FIRST
     if first == UNIT_TESTS and units >= 0:

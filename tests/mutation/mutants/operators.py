@@ -22,6 +22,7 @@ __all__ = ["HOPPER_SITES", "OPERATORS", "SITES", "mechanical"]
 # Files whose functions and methods are mutated.
 SITES = (
     "fa_kernels/kernels/portable/forward.py",
+    "fa_kernels/kernels/portable/kvcache.py",
     "fa_kernels/kernels/portable/combine.py",
     "fa_kernels/kernels/portable/combine_bwd.py",
     "fa_kernels/kernels/portable/bwd_preprocess.py",
@@ -51,6 +52,7 @@ SITES = (
     "fa_kernels/pooling.py",
     "fa_kernels/launch/combine.py",
     "fa_kernels/merging.py",
+    "fa_kernels/decoding.py",
     "fa_kernels/launch/call_cache.py",
     "fa_kernels/launch/sizes.py",
     "fa_kernels/validation/opaque_handles.py",

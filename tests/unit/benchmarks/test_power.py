@@ -118,3 +118,18 @@ def test_lengths_and_families_select_cases(monkeypatch, tmp_path):
     assert power.main(arguments) == 0
     limits = json.loads((tmp_path / "build/power.json").read_text())["limits"]
     assert limits == {"needle": {"bf16": {"64": None, "96": None}}}
+
+
+def test_parts_add_up_in_one_file_of_the_same_conditions(monkeypatch, tmp_path):
+    monkeypatch.setattr(power, "DTYPES", ("bf16",))
+    monkeypatch.setattr(power, "measured", lambda case, **options: ({}, []))
+    path = tmp_path / "power-long.json"
+    of_length = ["--families", "normal", "--workers=1", f"--out={path}", "--lengths"]
+    for length in ("64", "96"):
+        assert power.main([*of_length, length, "--seeds=3"]) == 0
+    record = json.loads(path.read_text())
+    assert record["limits"] == {"normal": {"bf16": {"64": {}, "96": {}}}}
+    assert record["problems"] == 6
+    with pytest.raises(ValueError, match="has seeds=3, and this run 2; needs another file"):
+        power.main([*of_length, "128", "--seeds=2"])
+    assert json.loads(path.read_text()) == record

@@ -253,24 +253,25 @@ def test_missing_packages_are_named(monkeypatch, capsys):
     assert any(line.startswith("  hypothesis      not installed") for line in lines)
 
 
+WORKERS = ("-n", "auto", "-p", "no:benchmark")
 CORPUS = "--fa-corpus=fa-verify-problems"
 
 
 @pytest.mark.parametrize(
     ("words", "of_pytest"),
     [
-        ("check sdpa-math", ["--fa-kernel=sdpa-math", CORPUS, "-n", "auto"]),
+        ("check sdpa-math", ["--fa-kernel=sdpa-math", CORPUS, *WORKERS]),
         (
             "check a.py:f --quick --forward-only --json=x --report=y --corpus=z -- -x -n 3",
             ["--fa-kernel=a.py:f", "--fa-report=y", "--fa-forward-only", "--fa-findings=x",
-             "--fa-quick", "--fa-corpus=z", "-n", "auto", "-x", "-n", "3"],
+             "--fa-quick", "--fa-corpus=z", *WORKERS, "-x", "-n", "3"],
         ),
         (
             "check a.py:f --minutes 10",
-            ["--fa-kernel=a.py:f", "--fa-minutes=10", CORPUS, "-n", "auto"],
+            ["--fa-kernel=a.py:f", "--fa-minutes=10", CORPUS, *WORKERS],
         ),
-        ("mask a.py:F", ["--fa-mask=a.py:F", "-n", "auto"]),
-        ("mask a.py:F --kernel b.py:f", ["--fa-kernel=b.py:f", "--fa-mask=a.py:F", "-n", "auto"]),
+        ("mask a.py:F", ["--fa-mask=a.py:F", *WORKERS]),
+        ("mask a.py:F --kernel b.py:f", ["--fa-kernel=b.py:f", "--fa-mask=a.py:F", *WORKERS]),
     ],
 )  # fmt: skip
 def test_options_become_those_of_pytest(words, of_pytest):

@@ -73,6 +73,11 @@ PARSED = {
     "python -m benchmarks.density": "needs a GPU",
     "python -m benchmarks.few_queries": "needs a GPU",
     "python -m benchmarks.false_alarms --seconds 150": "takes minutes",
+    "python -m benchmarks.power --lengths 16384 65536 --families normal --seeds 3 --out FILE": (
+        "needs a GPU"
+    ),
+    "python -m benchmarks.power --lengths 16384 --families peaked rising_max needle lse_high "
+    "--seeds 3 --out FILE": "needs a GPU",
     "python -m benchmarks.numerics --seconds 150 --write": "takes minutes",
     "python -m benchmarks.same_bits --write": "takes minutes",
     "python -m benchmarks.numerics --seconds 120 --kernels path/to/attention.py:attention "

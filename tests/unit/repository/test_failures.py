@@ -36,6 +36,8 @@ LEFT_OUT = {
     ", which declares no same_bits ": "is the reason why a check is not made, and no finding",
     "to a problem without parts for ": "is the reason why a check is not made, and no finding",
     ", which has no gradients": "is the reason why a check is not made, and no finding",
+    "the problem is out of the range of the bound": "is the reason why a check is not made",
+    "the cache has one page": "is the reason why a check is not made, and no finding",
     " returns no lse": "is the reason why a check is not made, and no finding",
     "its forward's results as returned": "names the results for dbias in a message shown for dq",
 }

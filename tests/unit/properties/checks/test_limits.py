@@ -134,6 +134,45 @@ class Forward:
         return self.of_out(out).to(q.dtype), (m + total.log()).squeeze(3)
 
 
+def truncated_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q k' in float32, where each product is cut off at the spacing of the larger operand."""
+    total = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float64)
+    for d in range(q.shape[3]):
+        product = q[..., d, None].double() * k[..., None, :, d].double()
+        largest = torch.maximum(total.abs(), product.abs()).clamp(min=2.0**-100)
+        spacing = 2.0 ** (largest.log2().floor() - 23)
+        total = (total / spacing).trunc() * spacing + (product / spacing).trunc() * spacing
+    return total.float()
+
+
+class TruncatedProducts:
+    """The forward alone, with scores as tensor cores without spare bits compute them."""
+
+    returns_lse = True
+    devices = ("cpu",)
+
+    def __call__(self, q, k, v, *, mask, sm_scale):
+        scores = truncated_scores(q, k).double() * sm_scale
+        m = scores.amax(3, keepdim=True)
+        p = (scores - m).exp().float()
+        total = p.sum(3, keepdim=True)
+        out = p.to(q.dtype).float() @ v.float() / total
+        return out.to(q.dtype), (m + total.double().log()).squeeze(3).float()
+
+
+def test_products_beside_a_dominant_one_may_lose_what_tensor_cores_truncate(monkeypatch):
+    subject = dataclasses.replace(Subject.of(TruncatedProducts(), "truncated"), backward=False)
+    problem = Problem(
+        B=32, H=2, M=128, N=64, D=64, Dv=64, dtype="fp16", sm_scale=1.42, inputs="lse_low_6e3"
+    )
+    trial = run_trial(subject, problem)
+    assert trial is not None
+    assert not limits(trial)
+    monkeypatch.setattr(spread, "_of_products", lambda value, *_: torch.zeros_like(value))
+    found = limits(trial)
+    assert {(x.output, x.guarantee) for x in found} == {("out", "limit of sums")}
+
+
 def forward_trial(dtype: str, **changes) -> Trial:
     subject = dataclasses.replace(Subject.of(Forward(**changes), "changed"), backward=False)
     trial = run_trial(subject, dataclasses.replace(PROBLEM, dtype=dtype))

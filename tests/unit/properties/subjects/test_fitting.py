@@ -32,6 +32,16 @@ def test_every_entry_is_fitted_or_left_out(declared):
     assert len(found) >= len(entries()) // 3
 
 
+def test_only_a_cpu_is_asked_for_sequences_of_calls():
+    """On a GPU, their kernels compile for longer than all others."""
+    made = subject(devices=("cpu", "cuda"))
+    asked = {
+        device: {name for x in entries_for(made, device) for name in x.checks}
+        for device in made.devices
+    }
+    assert asked["cpu"] - asked["cuda"] == {"sequence"}
+
+
 def test_the_entries_name_known_checks_and_no_problem_twice():
     found = entries()
     assert {name for x in found for name in x.checks} <= {*BY_NAME}

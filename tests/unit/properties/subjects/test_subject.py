@@ -162,6 +162,7 @@ def test_everything_that_limits_the_domain_is_tried():
         "tiles",
         "pooled",
         "states",
+        "kvcache",
     }
     assert {item.name for item in dataclasses.fields(Subject)} == limits | conventions | judged
 

@@ -1,0 +1,56 @@
+"""The problem of attention over a cache, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+
+__all__ = ["CacheProblem"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheProblem:
+    """Everything that determines the bits of a call with a cache.
+
+    Args:
+        attention: The attention of the queries to the keys that the cache holds after the call. Its
+            mask has lengths of keys, none of queries, and no predicate.
+        page_size: Rows of a page; 0 for a contiguous cache.
+        new: The last keys of each entry that the call appends.
+        shared: The first pages of each entry that all entries share.
+        spare: Pages, and places of the table, that no entry uses; of a contiguous cache, entries.
+
+    Raises:
+        ValueError: A size is negative, or the fields contradict each other.
+    """
+
+    attention: Problem = field(default_factory=lambda: Problem(mask=Mask(seqlens_k=(1,))))
+    page_size: int = 0
+    new: int = 0
+    shared: int = 0
+    spare: int = 0
+
+    def __post_init__(self) -> None:
+        mask = self.attention.mask
+        if mask.seqlens_k is None or mask.seqlens_q is not None or not mask.is_plain:
+            raise ValueError(f"mask is {mask!r}; needs seqlens_k, no seqlens_q and no predicate")
+        for name in ("page_size", "new", "shared", "spare"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; needs an int >= 0")
+        least = min(self.before, default=self.attention.N)
+        if least < 0:
+            raise ValueError(f"new is {self.new}; needs at most the keys of each entry")
+        if self.shared * self.page_size > least or (self.shared and not self.page_size):
+            raise ValueError(f"shared is {self.shared}; needs pages that hold no new key")
+
+    @property
+    def seqlens(self) -> tuple[int, ...]:
+        """The keys of each entry after the call."""
+        return tuple(self.attention.mask.seqlens_k or ())
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The keys of each entry before the call."""
+        return tuple(length - self.new for length in self.seqlens)

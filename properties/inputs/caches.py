@@ -1,0 +1,153 @@
+"""The tensors of a call with a cache: its pages, the page table, and new keys and values."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from fa_verify.oracles.cache_problem import CacheProblem
+from fa_verify.oracles.stream import uniform
+from fa_verify.properties.inputs.tensors import Inputs, make
+
+__all__ = ["CacheInputs", "UnchangedInputs", "make_cache", "shared_inputs"]
+
+
+class UnchangedInputs(NamedTuple):
+    """The tensors of a call that it must not write to."""
+
+    q: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    cache_seqlens: torch.Tensor
+    page_table: torch.Tensor | None
+    cache_batch_idx: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+
+
+class CacheInputs(NamedTuple):
+    """The tensors of a call.
+
+    Args:
+        q: (B, H, M, D).
+        k_cache: (pages, page_size, Hk, D), or (entries, S, Hk, D).
+        v_cache: As ``k_cache``, with Dv columns.
+        k: New keys (B, Hk, L, D), or None.
+        v: New values (B, Hk, L, Dv), or None.
+        cache_seqlens: Int32 (B,), the keys of each entry before the call.
+        page_table: Int32 (B, places); None for a contiguous cache.
+        cache_batch_idx: Int32 (B,); None for pages.
+        alibi_slopes: (H,) or (B, H), float32; or None.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    cache_seqlens: torch.Tensor
+    page_table: torch.Tensor | None
+    cache_batch_idx: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+
+    @property
+    def without_caches(self) -> UnchangedInputs:
+        """The tensors that the call must not write to."""
+        given = self._asdict()
+        return UnchangedInputs(**{name: given[name] for name in UnchangedInputs._fields})
+
+    @property
+    def table(self) -> torch.Tensor:
+        """The pages of each entry; one for an entry of a contiguous cache."""
+        if self.page_table is not None:
+            return self.page_table
+        assert self.cache_batch_idx is not None
+        return self.cache_batch_idx[:, None]
+
+
+def shared_inputs(problem: CacheProblem) -> Inputs:
+    """Returns the tensors of the attention, where entries agree in the pages that they share."""
+    inputs = make(problem.attention)
+    rows = problem.shared * problem.page_size
+    if rows and len(inputs.k) > 1:
+        k, v = (x.clone() for x in (inputs.k, inputs.v))
+        for x in (k, v):
+            x[1:, :, :rows] = x[:1, :, :rows].clone()
+        inputs = inputs._replace(k=k, v=v)
+    return inputs
+
+
+def _numbers(problem: CacheProblem, order: int | None, pages: int) -> list[int]:
+    """Returns the number of each page, drawn for an ``order``; None is descending."""
+    if order is None:
+        return list(range(pages))[::-1]
+    drawn = uniform(problem.attention.seed, f"pages {order}", (pages,))
+    return [int(i) for i in drawn.argsort()]
+
+
+def make_cache(
+    problem: CacheProblem,
+    inputs: Inputs,
+    *,
+    page_size: int | None = None,
+    new: int | None = None,
+    order: int | None = 0,
+    is_shared: bool = True,
+    fill: float = math.nan,
+    wild: int = -1,
+) -> CacheInputs:
+    """Returns the tensors of a problem, with the keys and values of ``inputs`` in the cache.
+
+    Caches of keys and values lie in one buffer, a page of each in turn, so that pages are further
+    apart than their rows. Rows of the table are further apart than its places.
+
+    Args:
+        problem: The problem.
+        inputs: The result of ``shared_inputs``.
+        page_size: Rows of a page; None takes the problem's.
+        new: Keys to append; None takes the problem's. The cache holds all others.
+        order: Selects the order of pages; None is descending.
+        is_shared: Whether entries share the problem's shared pages.
+        fill: Value of all rows that hold no key.
+        wild: Value of the places of the table past the last page of an entry.
+    """
+    page_size = problem.page_size if page_size is None else page_size
+    new = problem.new if new is None else new
+    a, seqlens, device = problem.attention, problem.seqlens, inputs.q.device
+    is_paged = page_size > 0
+    page_size = page_size or a.N + problem.spare or 1
+    together = problem.shared if is_shared and page_size == problem.page_size else 0
+    counts = [-(-length // page_size) if is_paged else 1 for length in seqlens]
+    pages = sum(max(0, count - together) for count in counts) + together + problem.spare
+    numbers = _numbers(problem, order, pages)
+    places = max(counts, default=0) + problem.spare
+    table = torch.full((a.B, places + 1), wild, dtype=torch.int32)
+    taken = together
+    for b, count in enumerate(counts):
+        for place in range(count):
+            table[b, place] = numbers[place if place < together else taken]
+            taken += place >= together
+    columns = max(a.D, a.Dv)
+    buffer = torch.full(
+        (pages, 2, page_size, a.Hk, columns), fill, dtype=inputs.q.dtype, device=device
+    )
+    caches = buffer[:, 0, ..., : a.D], buffer[:, 1, ..., : a.Dv]
+    for cache, x in zip(caches, (inputs.k, inputs.v), strict=True):
+        for b, length in enumerate(seqlens):
+            for n in range(0, length - new, page_size):
+                rows = min(page_size, length - new - n)
+                page = int(table[b, n // page_size])
+                cache[page, :rows] = x[b, :, n : n + rows].transpose(0, 1)
+    added: list[torch.Tensor | None] = [None, None]
+    if new:
+        added = [
+            torch.stack([x[b, :, length - new : length] for b, length in enumerate(seqlens)])
+            for x in (inputs.k, inputs.v)
+        ]
+    lengths = torch.tensor([x - new for x in seqlens], dtype=torch.int32, device=device)
+    table = table.to(device)
+    return CacheInputs(
+        inputs.q, *caches, added[0], added[1], lengths, table[:, :places] if is_paged else None,
+        None if is_paged else table[:, 0].contiguous(), inputs.alibi_slopes,
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Judges a mutant of the kernels by calls with a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fa_verify.diagnosis.mutant import Kill, Mutant
+from fa_verify.oracles.cache_problem import CacheProblem
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.caches import CACHES, found_in_cache
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.simulator.interpreter.dot_order import dots_in_order
+
+__all__ = ["is_of_caches", "kills_by_caches"]
+
+# Files whose mutants calls with a cache judge, before the steps.
+_FILES = frozenset(
+    f"fa_kernels/{name}.py"
+    for name in (
+        "kernels/portable/kvcache", "kernels/common/addressing", "launch/portable", "decoding",
+    )
+)  # fmt: skip
+_ATTENTION = Problem(
+    B=2, H=4, Hk=2, N=40, M=5, D=20, Dv=7, dtype="fp32", config="16x16", seed=3,
+    mask=Mask(causal=True, window_left=20, seqlens_k=(37, 21)),
+)  # fmt: skip
+# Several query tiles that are not square, and score modifications.
+_TILES = Problem(
+    B=2, H=4, Hk=2, N=45, M=40, D=3, Dv=40, dtype="fp32", config="32x16", softcap=1.5,
+    alibi="normal", mask=Mask(window_left=30, window_right=60, seqlens_k=(45, 38)),
+)  # fmt: skip
+# Rows that see one key each, of a low score.
+_ALONE = Problem(
+    N=20, M=17, dtype="fp32", config="16x32", inputs="lse_low_130",
+    mask=Mask(causal=True, window_left=0, seqlens_k=(20,)),
+)  # fmt: skip
+_PROBLEMS = (
+    CacheProblem(attention=_ATTENTION, page_size=7, new=4, shared=2, spare=2),
+    CacheProblem(attention=_ATTENTION, new=17, spare=2),
+    CacheProblem(attention=_TILES, page_size=16, new=35, spare=1),
+    CacheProblem(attention=_ALONE, page_size=3, new=1),
+)
+
+
+def is_of_caches(mutant: Mutant) -> bool:
+    """Whether calls with a cache judge a mutant, by its files or the guarantees that it names."""
+    of_caches = any(name[0] == "C" and name[1:].isdigit() for name in mutant.caught_by)
+    return of_caches or any(edit.file in _FILES for edit in mutant.edits)
+
+
+def kills_by_caches(subject: Subject) -> Iterator[Kill]:
+    """Yields the findings of calls with a cache, as checks of no step."""
+    for problem in _PROBLEMS:
+        for name, check in CACHES.items():
+            try:
+                with dots_in_order():
+                    found = found_in_cache(subject, problem, check)
+            except NotImplementedError as error:
+                yield Kill("raised", -1, str(error)[:500])
+                continue
+            for finding in found[:1]:
+                yield Kill(f"cache {name}", -1, str(finding)[:500])

@@ -157,12 +157,12 @@ def attention_kernel(
         same_bits: Choices that change no bit of a result: "batch", the number and the lengths of
             other entries; "chunks" of queries; "heads", slices of them; "varlen", padding and
             packing. "inference" says that gradients may be required or not.
-        packed: A function of packed sequences, which takes what ``varlen`` describes, beside a
-            kernel that takes padded tensors; ``same_bits`` compares both.
         pooled: A function with the kernel's arguments, ``pool="mean"`` or "max", and
             ``pool_size=(rows, keys)``, that returns the probabilities pooled over blocks of pairs.
         states: A function of outs (P, B, H, M, Dv) and lses (P, B, H, M) that returns the merged
             (out, lse); True if the kernel itself is one, and computes no attention.
+        packed: A function of packed sequences, which takes what ``varlen`` describes, beside a
+            kernel that takes padded tensors; ``same_bits`` compares both.
         kvcache: A function with the arguments of ``fa_kernels.flash_attention_with_kvcache``.
         tiles: Function from a problem to (block_m, block_n) of the forward, for reports and
             ``l_tile``.

@@ -157,6 +157,8 @@ def test_everything_that_limits_the_domain_is_tried():
         "takes",
         "call",
         "bitwise",
+        "same_bits",
+        "packed",
         "numerics",
         "paths",
         "tiles",

@@ -158,7 +158,8 @@ def takes(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
 
 def takes_forward(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
     """Whether the forward of a call runs on the kernel for Hopper."""
-    return arguments.config.splits is None and takes(q, sizes, arguments)
+    is_supported = arguments.config.splits is None and arguments.sinks is None
+    return is_supported and takes(q, sizes, arguments)
 
 
 def _described(x: torch.Tensor, rows: int, columns: int) -> object:

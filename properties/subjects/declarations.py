@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # Score modifications that a subject may support.
-SCORE_MODS = ("softcap", "alibi", "bias")
+SCORE_MODS = ("softcap", "alibi", "bias", "sinks")
 BITWISE = ("G4", "G5", "G8", "G9", "G10")
 NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
 # Declarations that are a subset of these values.

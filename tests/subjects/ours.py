@@ -12,7 +12,7 @@ import fa_kernels
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, TORCH_DTYPES
+from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS, TORCH_DTYPES
 from fa_verify.properties.subjects.packing import Packing
 
 __all__ = ["adapted", "flash_attention"]
@@ -119,6 +119,9 @@ def adapted(package: ModuleType):
     def modifies_scores(problem: Problem) -> bool:
         return (problem.softcap, problem.alibi, problem.bias) != (None, NO_ALIBI, NO_BIAS)
 
+    def has_sinks(problem: Problem) -> bool:
+        return problem.sinks != NO_SINKS
+
     def is_on_hopper(problem: Problem) -> bool:
         """Whether the backward, and without splits the forward, runs on Hopper's kernels."""
         return (
@@ -132,7 +135,7 @@ def adapted(package: ModuleType):
     def tiles(problem: Problem) -> tuple[int, int]:
         """Return (block_m, block_n) of the forward kernel."""
         config = config_of(problem)
-        if config.splits is None and is_on_hopper(problem):
+        if config.splits is None and is_on_hopper(problem) and not has_sinks(problem):
             return hopper.forward_tile(problem.Dv)
         return config.forward.block_m, config.forward.block_n
 
@@ -142,12 +145,13 @@ def adapted(package: ModuleType):
         backward = "portable"
         if is_on_hopper(problem):
             backward = f"hopper-{hopper.padded(problem.D, problem.Dv)}"
-        forward = "portable" if is_split else backward
+        forward = "portable" if is_split or has_sinks(problem) else backward
         passes = "one-pass" if _ONE_PASS in problem.config else "two-pass"
         features = {
             "packed": problem.config.endswith(_PACKED),
             "block map": type(problem.mask) is not Mask,
             "score mods": modifies_scores(problem),
+            "sinks": has_sinks(problem),
         }
         found = [f"{backward} {passes}", *[f"{forward} split"] * is_split]
         for kernel in dict.fromkeys((forward, backward)):
@@ -156,7 +160,7 @@ def adapted(package: ModuleType):
 
     flash_attention.returns_lse = True
     flash_attention.lse_grad = True
-    flash_attention.score_mods = ("softcap", "alibi", "bias")
+    flash_attention.score_mods = ("softcap", "alibi", "bias", "sinks")
     flash_attention.l_order = "tile"
     flash_attention.backward_reads = ("out", "lse")
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")

@@ -160,7 +160,7 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/bias_gradient.py",
+        "properties/checks/added_gradients.py",
         "test_bias",
         ("NaN passes", "bad = ratio > 1", "bad = (got - want).abs() > limit"),
     ),

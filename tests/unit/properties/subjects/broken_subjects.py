@@ -62,7 +62,7 @@ class Eager:
         if bias is not None:
             scores = scores + self.visible(bias, seen)
         scores = torch.where(seen, scores, -math.inf)
-        if sinks is not None:
+        if sinks is not None and self.fault != "no sink":
             return self.with_sinks(scores, seen, v, sinks, mask.lengths(B, M, N)[0])
         m = scores.detach().amax(3, keepdim=True) if N else scores.new_zeros((B, H, M, 1))
         m = torch.where(live, m, 0.0)

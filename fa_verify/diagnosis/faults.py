@@ -1370,7 +1370,7 @@ _SINKS = (
         "dsinks: the gradient is 0",
         "TransformerEngine#2541; cudnn-frontend#421; ISEEKYAN/Megatron-LM#205",
         "dsinks",
-        (_LAUNCH, "write_dsinks(dsinks, arguments.sinks, lse2, delta)", "dsinks.zero_()"),
+        (_SINK_ARGS, "dsinks.copy_(weighted.sum((0, 2)).neg_())", "dsinks.zero_()"),
     ),
     _fault(
         "dsinks: entries that share a sink are not added up",
@@ -1382,11 +1382,11 @@ _SINKS = (
     _fault(
         "dsinks: rows between packed sequences are summed",
         "independent: scratch that no kernel writes",
-        "unit",
+        "dsinks",
         (
             _LAUNCH,
-            "            lse2.fill_(math.inf)\n            delta.zero_()\n",
-            "            lse2.fill_(0.0)\n            delta.fill_(1.0)\n",
+            "        lse2.fill_(math.inf)\n        delta.zero_()\n",
+            "        lse2.fill_(0.0)\n        delta.fill_(1.0)\n",
         ),
         hidden="in padded calls",
     ),

@@ -83,6 +83,8 @@ def _of_hopper() -> Iterator[Case]:
         )
     for D, Dv in ((40, 104), (128, 64)):
         yield dataclasses.replace(_DEFAULT, hopper=True, D=D, Dv=Dv)
+    for D, call in ((64, "padded"), (128, "varlen")):
+        yield dataclasses.replace(_DEFAULT, hopper=True, call=call, D=D, Dv=D, sinks=True, needs="")
 
 
 def launches() -> Iterator[Case]:

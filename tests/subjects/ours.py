@@ -119,9 +119,6 @@ def adapted(package: ModuleType):
     def modifies_scores(problem: Problem) -> bool:
         return (problem.softcap, problem.alibi, problem.bias) != (None, NO_ALIBI, NO_BIAS)
 
-    def has_sinks(problem: Problem) -> bool:
-        return problem.sinks != NO_SINKS
-
     def is_on_hopper(problem: Problem) -> bool:
         """Whether the backward, and without splits the forward, runs on Hopper's kernels."""
         return (
@@ -135,7 +132,7 @@ def adapted(package: ModuleType):
     def tiles(problem: Problem) -> tuple[int, int]:
         """Return (block_m, block_n) of the forward kernel."""
         config = config_of(problem)
-        if config.splits is None and is_on_hopper(problem) and not has_sinks(problem):
+        if config.splits is None and is_on_hopper(problem):
             return hopper.forward_tile(problem.Dv)
         return config.forward.block_m, config.forward.block_n
 
@@ -145,13 +142,13 @@ def adapted(package: ModuleType):
         backward = "portable"
         if is_on_hopper(problem):
             backward = f"hopper-{hopper.padded(problem.D, problem.Dv)}"
-        forward = "portable" if is_split or has_sinks(problem) else backward
+        forward = "portable" if is_split else backward
         passes = "one-pass" if _ONE_PASS in problem.config else "two-pass"
         features = {
             "packed": problem.config.endswith(_PACKED),
             "block map": type(problem.mask) is not Mask,
             "score mods": modifies_scores(problem),
-            "sinks": has_sinks(problem),
+            "sinks": problem.sinks != NO_SINKS,
         }
         found = [f"{backward} {passes}", *[f"{forward} split"] * is_split]
         for kernel in dict.fromkeys((forward, backward)):

@@ -97,6 +97,8 @@ QUICK: tuple[Step, ...] = (
           mask=Mask(window_left=40, window_right=1, seqlens_q=(19, 18), seqlens_k=(70, 5))),
     _step("dsinks", H=2, M=40, N=17, dtype="fp32", mask=Mask(causal=True), sinks="huge",
           dlse="normal"),
+    # A split without a key beside splits whose scores are low.
+    _step(M=2, N=20, dtype="fp32", inputs="lse_low_1e5", config="16x16-split3", sinks="absent"),
     _step("dsinks", B=3, H=2, M=19, N=21, D=5, Dv=3, config="16x16-packed", dlse="normal",
           sinks="ordinary", mask=Mask(causal=True, seqlens_q=(19, 0, 7), seqlens_k=(20, 5, 21))),
     # Key splits: more splits than tiles; block lists.

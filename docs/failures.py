@@ -65,7 +65,7 @@ _CHECKS = {
     **guarantees.GUARANTEES,
     **guarantees.STATISTICS,
     **guarantees.CLOSED_FORM,
-    **guarantees.OF_BIAS,
+    **guarantees.OF_ADDED,
     **guarantees.POOLED,
     **guarantees.CALLS,
 }

@@ -347,6 +347,7 @@ def _problem_names() -> list[str]:
         "dirty": families.PADDING_VALUES,
         "alibi": families.ALIBI,
         "bias": {family.__name__: family for family in BIAS_FAMILIES},
+        "sinks": families.SINKS,
     }
     layouts = dict(re.findall(r"^ +(\w+) {2,}(\w.*)$", lay_out.__doc__ or "", re.MULTILINE))
     rows = [("`layouts`", f"`{name}`", _cell(layouts[name])) for name in LAYOUTS]

@@ -63,6 +63,7 @@ def flash_attention(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Computes exact attention of (B, H, S, D) tensors, softmax(sm_scale q k') v over visible keys.
 
@@ -110,6 +111,10 @@ def flash_attention(
             added to each score, after the softcap. It must be finite where a row sees a key;
             elsewhere its values are ignored and its gradient is 0. The gradient is summed over
             broadcast axes. A bias hides no keys; use a mask instead of -inf.
+        sinks: Float32 (H,) on the device of q, any stride: the score of one more key of each valid
+            row, whose value is 0. It takes part in the softmax as it is: sm_scale, softcap,
+            alibi_slopes, bias and masks do not change it. Differentiable. It is not checked:
+            it must be at most 1e38; -inf is no sink, to the bit in out and lse.
 
     Under ``torch.autocast``, q, k, v and bias of 16 and 32 bits are cast to its dtype first. Under
     ``torch.compile``, a mask with a method ``native`` is a constant and must be a frozen dataclass.
@@ -119,6 +124,10 @@ def flash_attention(
         log-sum-exp of the scaled visible scores, float32 (float64 for float64). Both are
         differentiable. Gradients of rows without a visible key are ignored. The backward computes
         the gradients that are needed, dk and dv together.
+
+        With ``sinks``, lse includes the sink: without it, lse is lse + log(1 - exp(sink - lse)). A
+        valid row without a visible key has out = 0 and lse = sink, and is like any other row: q,
+        dout and the gradient of lse must be finite there.
 
     Raises:
         TypeError, ValueError: An argument is invalid; the message names it and what it needs.
@@ -151,6 +160,7 @@ def flash_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         bias=bias,
+        sinks=sinks,
     )
     out, lse = operators.run_forward(q, k, v, request)
     return (out, lse) if return_lse else out
@@ -185,7 +195,7 @@ def pooled_attention_probs(
         q: (B, H, M, D), as in ``flash_attention``.
         k: (B, Hk, N, D), as in ``flash_attention``.
         lse: (B, H, M), as returned by ``flash_attention`` with the same mask and scale, and without
-            softcap, alibi_slopes or bias.
+            softcap, alibi_slopes, bias or sinks.
         pool: "mean" or "max".
         pool_size: (rows, keys) of a block, ints >= 1.
         mask: As in ``flash_attention``.
@@ -228,5 +238,6 @@ def pooled_attention_probs(
         softcap=None,
         alibi_slopes=None,
         bias=None,
+        sinks=None,
     )
     return operators.pooled_scores(q, k, check_lse(lse, q), *request, *pooling)

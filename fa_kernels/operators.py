@@ -58,18 +58,18 @@ _REQUEST = (
     "Tensor? seqlens_q, Tensor? seqlens_k, Tensor? block_mask, SymInt[]? lengths_q, "
     "SymInt[]? lengths_k, SymInt? window_left, SymInt? window_right, float? sm_scale, str config, "
     "str mask, int block_size, bool one_pass, SymInt? longest_q, SymInt? longest_k, "
-    "float? softcap, Tensor? alibi_slopes, Tensor? bias"
+    "float? softcap, Tensor? alibi_slopes, Tensor? bias, Tensor? sinks"
 )
 # The fields of a request that hold tensors.
-_TENSORS = ("seqlens_q", "seqlens_k", "block_mask", "alibi_slopes", "bias")
+_TENSORS = ("seqlens_q", "seqlens_k", "block_mask", "alibi_slopes", "bias", "sinks")
 _MERGE = "combine_attention_states"
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 _OPERATORS = {
     "forward": f"(Tensor q, Tensor k, Tensor v, {_REQUEST}) -> (Tensor out, Tensor lse)",
     "backward": (
         "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, "
-        f"bool needs_dq, bool needs_dk, bool needs_dv, {_REQUEST}, bool needs_dbias=False) "
-        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
+        f"bool needs_dq, bool needs_dk, bool needs_dv, {_REQUEST}, bool needs_dbias=False, "
+        "bool needs_dsinks=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
     ),
     "pooled_scores": (
         f"(Tensor q, Tensor k, Tensor lse, {_REQUEST}, str pool, SymInt pool_rows, "
@@ -112,41 +112,48 @@ def _forward_like(q, k, v, *_request):
 
 
 def _backward(q, k, v, out, lse, dout, dlse, needs_dq, needs_dk, needs_dv, *rest):
-    request, needs_dbias = _divided(rest)
+    request, *of_request = _divided(rest)
     needed = (needs_dq, needs_dk, needs_dv)
-    found = _gradients(q, k, v, out, lse, dout, dlse, needed, needs_dbias, request)
-    return _given(found, (*needed, needs_dbias), q)
+    found = _gradients(q, k, v, out, lse, dout, dlse, needed, *of_request, request)
+    return _given(found, (*needed, *of_request), q)
 
 
-def _gradients(q, k, v, out, lse, dout, dlse, needed, needs_dbias, request):
-    """Returns the gradients of q, k, v and bias; None for those that are not needed."""
+def _gradients(q, k, v, out, lse, dout, dlse, needed, needs_dbias, needs_dsinks, request):
+    """Returns the gradients of q, k, v, bias and sinks; None for those that are not needed."""
     if dout is None:
         # The loss depends on lse alone, or on neither output.
         dout = allocation.empty((), dtype=out.dtype, device=out.device).zero_().expand(out.shape)
     kernels = backward_kernels(needed, request.one_pass) + ("dq",) * needs_dbias
     arguments = prepared(q, k, v, request, kernels)
     dbias = _unwritten(request.bias) if needs_dbias else None
+    dsinks = _unwritten(request.sinks) if needs_dsinks else None
     found = launch_backward(
-        q, k, v, out, lse, dout, arguments, dlse=dlse, needed=needed, dbias=dbias
+        q, k, v, out, lse, dout, arguments, dlse=dlse, needed=needed, dbias=dbias, dsinks=dsinks
     )
-    return *found, dbias
+    return *found, dbias, dsinks
 
 
 def _backward_like(q, k, v, _out, _lse, _dout, _dlse, needs_dq, needs_dk, needs_dv, *rest):
-    request, needs_dbias = _divided(rest)
+    request, *of_request = _divided(rest)
     needed = (needs_dq, needs_dk, needs_dv)
-    dbias = _unwritten(request.bias) if needs_dbias else None
-    return _given((*empty_gradients(q, k, v, needed), dbias), (*needed, needs_dbias), q)
+    found = [
+        _unwritten(x) if is_needed else None
+        for x, is_needed in zip((request.bias, request.sinks), of_request, strict=True)
+    ]
+    return _given((*empty_gradients(q, k, v, needed), *found), (*needed, *of_request), q)
 
 
 def _divided(rest):
-    """Splits an operator's last arguments into the request and the optional ``needs_dbias``."""
+    """Returns the request, ``needs_dbias`` and ``needs_dsinks`` of an operator's last arguments.
+
+    The dispatcher leaves out trailing arguments that equal their defaults.
+    """
     fields = len(Request._fields)
-    return Request(*rest[:fields]), rest[fields:] == (True,)
+    return Request(*rest[:fields]), *(*rest[fields:], False, False)[:2]
 
 
 def _unwritten(bias):
-    """Allocates the gradient of a bias, contiguous for any strides of the bias."""
+    """Allocates the gradient of a bias or of sinks, contiguous for any strides of these."""
     return allocation.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
 
@@ -207,7 +214,7 @@ def _is_watched(*tensors):
 
 
 def _of_request(x):
-    return x.seqlens_q, x.seqlens_k, x.block_mask, x.alibi_slopes, x.bias
+    return x.seqlens_q, x.seqlens_k, x.block_mask, x.alibi_slopes, x.bias, x.sinks
 
 
 def _is_batched(x):
@@ -219,8 +226,8 @@ def run_forward(q, k, v, request):
     """Returns (out, lse) of a checked request, both differentiable."""
     if _is_watched(q, k, v, *_of_request(request)):
         return forward(q, k, v, *request)
-    if _is_recorded(q, k, v, request.bias):
-        return _ForwardFunction.apply(q, k, v, request.bias, request, _launched)
+    if _is_recorded(q, k, v, request.bias, request.sinks):
+        return _ForwardFunction.apply(q, k, v, request.bias, request.sinks, request, _launched)
     return _launched(q, k, v, request)
 
 
@@ -250,7 +257,7 @@ class _ForwardFunction(torch.autograd.Function):
     """The forward's node; saves q, k, v, out, lse and the tensors of the request."""
 
     @staticmethod
-    def forward(ctx, q, k, v, _bias, request, run):
+    def forward(ctx, q, k, v, _bias, _sinks, request, run):
         out, lse = run(q, k, v, request)
         # Saved tensors let autograd detect in-place changes, of the request's tensors too.
         ctx.save_for_backward(q, k, v, out, lse, *_of_request(request))
@@ -264,7 +271,8 @@ class _ForwardFunction(torch.autograd.Function):
         tensors = ctx.saved_tensors
         saved, of_request = tensors[:5], tensors[5:]
         request = ctx.request._replace(**dict(zip(_TENSORS, of_request, strict=True)))
-        *needed, needs_dbias = ctx.needs_input_grad[:4]
+        asked = ctx.needs_input_grad[:5]
+        needed, of_request = asked[:3], asked[3:]
         # With gradients enabled, the operator records a node that refuses second derivatives.
         if (
             torch.is_grad_enabled()
@@ -272,11 +280,10 @@ class _ForwardFunction(torch.autograd.Function):
             or _is_batched(dout)
             or _is_batched(dlse)
         ):
-            found = backward(*saved, dout, dlse, *needed, *request, needs_dbias)
-            asked = (*needed, needs_dbias)
+            found = backward(*saved, dout, dlse, *needed, *request, *of_request)
             found = [x if is_asked else None for x, is_asked in zip(found, asked, strict=True)]
         else:
-            found = _gradients(*saved, dout, dlse, tuple(needed), needs_dbias, request)
+            found = _gradients(*saved, dout, dlse, needed, *of_request, request)
         return *found, None, None
 
     @staticmethod
@@ -368,7 +375,7 @@ def _recorded(name, function="flash_attention"):
 
 def _recorded_forward(q, k, v, *request):
     request = Request(*request)
-    return _ForwardFunction.apply(q, k, v, request.bias, request, _dispatched)
+    return _ForwardFunction.apply(q, k, v, request.bias, request.sinks, request, _dispatched)
 
 
 def _recorded_backward(*arguments):

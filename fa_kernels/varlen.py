@@ -36,6 +36,7 @@ def flash_attention_varlen(
     config: Config | str | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of (total, H, D) tensors that hold B packed sequences.
 
@@ -71,6 +72,7 @@ def flash_attention_varlen(
         config: As in ``flash_attention``.
         softcap: As in ``flash_attention``.
         alibi_slopes: As in ``flash_attention``, (H,) or (B, H).
+        sinks: As in ``flash_attention``, (H,).
 
     Returns:
         out (total_q, H, Dv) in the dtype of q, a view of storage (H, total_q, Dv). With
@@ -103,6 +105,7 @@ def flash_attention_varlen(
         config=config,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
         offsets=(cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k),
     )
     out, lse = operators.run_forward(*heads_first, request)

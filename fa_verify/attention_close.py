@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
 from fa_verify.properties.checks.accuracy import accuracy
+from fa_verify.properties.checks.added_gradients import judge_bias_gradient, judge_sink_gradient
 from fa_verify.properties.checks.backward import backward
-from fa_verify.properties.checks.bias_gradient import judge_bias_gradient
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import BiasRun, OutOfRangeError, plan_in_range
+from fa_verify.properties.execution.trial import GradientRun, OutOfRangeError, plan_in_range
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.subjects.subject import Subject
@@ -37,6 +38,8 @@ _AXES = {
     "alibi_slopes": "(B, H)",
     "bias": "(B or 1, H or 1, M or 1, N or 1)",
     "dbias": "(B or 1, H or 1, M or 1, N or 1)",
+    "sinks": "(H)",
+    "dsinks": "(H)",
 }
 
 
@@ -56,6 +59,8 @@ def assert_attention_close(
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     dbias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dsinks: torch.Tensor | None = None,
     mask: Mask = Mask(),  # noqa: B008  # frozen
     sm_scale: float | None = None,
     numerics: Numerics = Numerics(),  # noqa: B008  # frozen
@@ -72,9 +77,9 @@ def assert_attention_close(
         assert_attention_close(out, q, k, v, mask=Mask(causal=True))
 
     All tensors are on one device, with any strides. They have the dtype of q. lse and dlse are
-    float64 for float64 inputs and float32 otherwise, alibi_slopes are float32, and bias and dbias
-    may be float32. Rows and keys without a visible pair may hold anything in the inputs. In the
-    results, they are exactly 0, and -inf in lse.
+    float64 for float64 inputs and float32 otherwise. alibi_slopes, sinks and dsinks are float32,
+    and bias and dbias may be. Rows and keys without a visible pair may hold anything in the inputs.
+    In the results, they are exactly 0, and -inf in lse, or the sink.
 
     Args:
         out: Result of the kernel, (B, H, M, Dv).
@@ -93,6 +98,9 @@ def assert_attention_close(
             subtracted from the score. Their positions are aligned at the bottom right.
         bias: Terms that are added to the scores, (B or 1, H or 1, M or 1, N or 1); None without.
         dbias: Gradient of the bias, in its shape and dtype.
+        sinks: The score of one more key of each row, whose value is 0, (H,); -inf is none. lse
+            includes it.
+        dsinks: Gradient of the sinks, (H,).
         mask: The mask. Causal masks and windows are aligned to the bottom right.
         sm_scale: Factor on q.k; None is D**-0.5.
         numerics: The roundings of the kernel, where they differ from FlashAttention-2's. With
@@ -105,7 +113,8 @@ def assert_attention_close(
             bad elements concentrate.
         TypeError: An argument has the wrong type.
         ValueError: A shape, dtype or device is wrong, a gradient is given without ``dout`` and
-            ``dlse``, these without a gradient, or ``dbias`` without ``bias``. An input is NaN or
+            ``dlse``, these without a gradient, ``dbias`` without ``bias``, or ``dsinks`` without
+            ``sinks``. An input is NaN or
             infinite where a visible pair reads it. The inputs are out of range: a correct kernel
             may overflow on them.
     """
@@ -113,6 +122,7 @@ def assert_attention_close(
     optional = {
         "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv, "dlse": dlse,
         "alibi_slopes": alibi_slopes, "bias": bias, "dbias": dbias,
+        "sinks": sinks, "dsinks": dsinks,
     }  # fmt: skip
     required = {"q": q, "k": k, "v": v, "out": out}
     _check(required, optional)
@@ -131,10 +141,11 @@ def assert_attention_close(
         inputs = Inputs(q, k, v, torch.zeros_like(out) if dout is None else dout)
         inputs = Inputs(*(x.detach() for x in inputs.tensors))
         inputs = inputs._replace(
-            dlse=_detached(dlse), alibi_slopes=_detached(alibi_slopes), bias=_detached(bias)
-        )
+            dlse=_detached(dlse), alibi_slopes=_detached(alibi_slopes), bias=_detached(bias),
+            sinks=_detached(sinks),
+        )  # fmt: skip
         got = Outputs(*map(_detached, (out, lse, dq, dk, dv)))
-        findings = _judged(subject, problem, inputs, got, _detached(dbias))
+        findings = _judged(subject, problem, inputs, got, _detached(dbias), _detached(dsinks))
     if not findings:
         return
     lines = [*(x.told for x in findings), _facts(subject, problem, inputs)]
@@ -154,6 +165,7 @@ def _judged(
     inputs: Inputs,
     got: Outputs[torch.Tensor | None],
     dbias: torch.Tensor | None,
+    dsinks: torch.Tensor | None,
 ) -> list[Finding]:
     """Return the findings of the checks that need one run alone."""
     try:
@@ -161,10 +173,13 @@ def _judged(
         findings = accuracy(trial)
         if any(gradient is not None for gradient in got[2:]):
             findings += backward(trial)
+        assert got.out is not None
         if dbias is not None:
-            assert got.out is not None
-            given = BiasRun(got.out, got.lse, dbias)
-            findings += judge_bias_gradient(trial, lambda: given)
+            of_bias = GradientRun(got.out, got.lse, dbias)
+            findings += judge_bias_gradient(trial, lambda: of_bias)
+        if dsinks is not None and problem.N:
+            of_sinks = GradientRun(got.out, got.lse, dsinks)
+            findings += judge_sink_gradient(trial, lambda: of_sinks)
     except OutOfRangeError as reason:
         _check_finite(problem, inputs)
         raise ValueError(
@@ -186,7 +201,7 @@ def _facts(subject: Subject, problem: Problem, inputs: Inputs) -> str:
     """Format the sizes, the mask, the score modifications and the declarations of a call."""
     sizes = " ".join(f"{x}={getattr(problem, x)}" for x in ("B", "H", "Hk", "M", "N", "D", "Dv"))
     added = [] if problem.softcap is None else [f", softcap={problem.softcap:g}"]
-    for name in ("alibi_slopes", "bias"):
+    for name in ("alibi_slopes", "bias", "sinks"):
         x = getattr(inputs, name)
         added += [] if x is None else [f", {name} of shape {tuple(x.shape)}"]
     return (
@@ -213,7 +228,7 @@ def _check(required: dict[str, Any], optional: dict[str, Any]) -> None:
             raise TypeError(f"{name} is {type(x).__name__}; needs a tensor {_AXES[name]}")
         if name in ("q", "k", "v") and x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; needs four axes {_AXES[name]}")
-    gradients = [name for name in ("dq", "dk", "dv", "dbias") if name in given]
+    gradients = [name for name in ("dq", "dk", "dv", "dbias", "dsinks") if name in given]
     losses = [name for name in ("dout", "dlse") if name in given]
     if gradients and not losses:
         raise ValueError(f"{gradients[0]} is given without dout; needs the gradient of out")
@@ -221,6 +236,8 @@ def _check(required: dict[str, Any], optional: dict[str, Any]) -> None:
         raise ValueError(f"{losses[0]} is given without dq, dk and dv; needs at least one of them")
     if "dbias" in given and "bias" not in given:
         raise ValueError("dbias is given without bias; needs the bias that was added")
+    if "dsinks" in given and "sinks" not in given:
+        raise ValueError("dsinks is given without sinks; needs the sinks of the call")
     q, k, v = given["q"], given["k"], given["v"]
     if q.dtype not in _NAMES:
         raise ValueError(f"q has dtype {q.dtype}; needs one of {', '.join(map(str, _NAMES))}")
@@ -240,7 +257,7 @@ def _check(required: dict[str, Any], optional: dict[str, Any]) -> None:
         dtype, like = q.dtype, ", that of q"
         if name in ("lse", "dlse"):
             dtype, like = torch.promote_types(q.dtype, torch.float32), ""
-        if name == "alibi_slopes":
+        if name in ("alibi_slopes", "sinks", "dsinks"):
             dtype, like = torch.float32, ""
         if name == "bias" and x.dtype == torch.float32:
             dtype = x.dtype
@@ -287,8 +304,12 @@ def _check_finite(problem: Problem, inputs: Inputs) -> None:
 
 
 def _check_added(problem: Problem, inputs: Inputs, masks: RowMasks, height: int) -> None:
-    """Raise ValueError for a slope, or a bias of a visible pair, that is NaN or infinite."""
-    slopes, bias = inputs.alibi_slopes, inputs.bias
+    """Raise ValueError for a slope, a sink, or a bias of a visible pair that is no such number."""
+    slopes, bias, sinks = inputs.alibi_slopes, inputs.bias, inputs.sinks
+    if sinks is not None:
+        bad = sinks.isnan() | (sinks == math.inf)
+        if bool(bad.any()):
+            raise ValueError(f"sinks holds {float(sinks[bad][0])}; needs finite or -inf")
     if slopes is not None and not bool(slopes.isfinite().all()):
         raise ValueError(f"alibi_slopes holds {float(slopes[~slopes.isfinite()][0])}; needs finite")
     if bias is None:

@@ -58,6 +58,7 @@ class Problem:
         alibi: Family of ALiBi's slopes; "none" without ALiBi.
         bias: Family of the bias, a slash, and the axes along which it varies, as in "normal/mn";
             "none" without a bias.
+        sinks: Family of the sinks, one for each head; "none" without sinks.
 
     Raises:
         TypeError: A field has the wrong type.
@@ -86,6 +87,7 @@ class Problem:
     softcap: float | None = None
     alibi: str = "none"
     bias: str = "none"
+    sinks: str = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", tuple(self.seeds))
@@ -98,7 +100,7 @@ class Problem:
                 raise ValueError(f"{name} is {value}; needs to be in [{least}, 2**63)")
         if self.H % self.Hk:
             raise ValueError(f"H is {self.H}; needs a multiple of Hk = {self.Hk}")
-        for name in ("inputs", "dout", "dlse", "dirty", "config", "alibi", "bias"):
+        for name in ("inputs", "dout", "dlse", "dirty", "config", "alibi", "bias", "sinks"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; needs a str")
         for name, known in (("dtype", DTYPES), ("device", ("cpu", "cuda"))):

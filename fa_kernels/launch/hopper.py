@@ -13,6 +13,7 @@ import torch
 import triton
 
 from fa_kernels.kernels.portable.forward import forward_kernel
+from fa_kernels.launch.sinks import sink_args
 from fa_kernels.launch.sizes import ROW_PADDING, Sizes
 from fa_kernels.runtime import allocation
 from fa_kernels.runtime.launch_cache import cdiv, run
@@ -300,8 +301,8 @@ def launch_hopper_forward(
             "out_ptr": out, "lse_ptr": lse, "counter_ptr": counter,
             "heads": heads, "m_blocks": m_blocks, "narrow": narrow, "entries": tiles.entries,
             **_sizes(sizes), "Dv": sizes.Dv, **_masked(arguments), "sm_scale_bits": sm_scale_bits,
-            "CONSUMERS": consumers, "STAGES": _STAGES[max(of_k, of_v)],
-        }, kinds=(q.dtype, of_k, of_v),
+            "CONSUMERS": consumers, "STAGES": _STAGES[max(of_k, of_v)], **sink_args(arguments),
+        }, kinds=(q.dtype, of_k, of_v, arguments.sinks is None),
     )  # fmt: skip
 
 

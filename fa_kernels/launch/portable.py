@@ -23,6 +23,7 @@ from fa_kernels.kernels.portable.kvcache import append_kernel, kvcache_kernel
 from fa_kernels.kernels.portable.pool import pool_kernel
 from fa_kernels.launch import hopper
 from fa_kernels.launch.combine import launch_combine_splits
+from fa_kernels.launch.sinks import sink_args, write_dsinks
 from fa_kernels.launch.sizes import ROW_PADDING, Sizes
 from fa_kernels.runtime import allocation
 from fa_kernels.runtime.device import on_device
@@ -255,6 +256,7 @@ def launch_forward(
                     **_strides(arguments, q=q, k=k, v=v), **sizes.in_kernels(),
                     **_window(arguments), "num_splits": num_splits or 1, "rows": rows,
                     **_predicate(arguments, "forward"), **_score_args(arguments),
+                    **sink_args(arguments),
                     "ALIGNED": _alignment(q, k, v, out), "IS_SPLIT": num_splits is not None,
                     "VARLEN": arguments.longest is not None, **constants, **_tile(tile),
                 },
@@ -294,12 +296,14 @@ def launch_backward(
     dlse: torch.Tensor | None = None,
     needed: tuple[bool, bool, bool] = (True, True, True),
     dbias: torch.Tensor | None = None,
+    dsinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Returns dq, dk, dv, contiguous, in the dtypes of q, k, v.
 
     Gradients that are not needed are None. One kernel computes dk and dv; in one pass it also adds
     to dq by atomics, in no fixed order. All other results are bitwise repeatable. ``dbias``, if
     given, is contiguous with the shape and dtype of the bias, and receives its gradient.
+    ``dsinks``, float32 (H,), likewise receives the gradient of the sinks.
     """
     sizes = Sizes.of(q, k, v, arguments)
     varlen = arguments.longest is not None
@@ -316,6 +320,10 @@ def launch_backward(
         sums = allocation.empty((*shape, columns), dtype=delta.dtype, device=q.device)
     dq, dk, dv = empty_gradients(q, k, v, needed)
     _blank(arguments, dq=dq, dk=dk, dv=dv)
+    if dsinks is not None and varlen:
+        # No kernel writes the scratch between sequences.
+        lse2.fill_(math.inf)
+        delta.zero_()
     # A placeholder without HAS_DLSE.
     dlses = lse if dlse is None else dlse
     bits = _scale_bits(arguments.sm_scale)
@@ -342,6 +350,8 @@ def launch_backward(
                     "COLUMNS": columns, "enable_fp_fusion": False, **places,
                 }, kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype),
             )  # fmt: skip
+        if dsinks is not None and arguments.sinks is not None:
+            write_dsinks(dsinks, arguments.sinks, lse2, delta)
         if on_hopper:
             inputs = (q, k, v, dout, lse2, delta)
             if "dkdv" in kernels:

@@ -30,7 +30,7 @@ from fa_kernels.validation.cu_seqlens import (
     checked_offsets,
 )
 from fa_kernels.validation.opaque_handles import token_of, value_of
-from fa_kernels.validation.score_mods import check_alibi, check_bias
+from fa_kernels.validation.score_mods import check_alibi, check_bias, check_sinks
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -100,6 +100,7 @@ class Request(NamedTuple):
         softcap: c, where a scaled score x becomes c tanh(x / c); None without a softcap.
         alibi_slopes: Float32 (H,) or (B, H) on the device; None without ALiBi.
         bias: (B or 1, H or 1, M or 1, N or 1) in the dtype of q or float32; None without a bias.
+        sinks: Float32 (H,) on the device; None without sinks.
     """
 
     seqlens_q: torch.Tensor | None
@@ -119,6 +120,7 @@ class Request(NamedTuple):
     softcap: float | None = None
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class Arguments:
         softcap: c, where a scaled score x becomes c tanh(x / c); None without a softcap.
         alibi_slopes: Float32 (H,) or (B, H) on the device; None without ALiBi.
         bias: (B or 1, H or 1, M or 1, N or 1); None without a bias.
+        sinks: Float32 (H,) on the device; None without sinks.
     """
 
     seqlens_q: torch.Tensor
@@ -156,10 +159,11 @@ class Arguments:
     softcap: float | None = None
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether a window and lengths alone modify attention."""
+        """Whether a window and lengths alone modify the scores of keys."""
         others = (self.predicate, self.softcap, self.alibi_slopes, self.bias)
         return all(x is None for x in others)
 
@@ -370,6 +374,7 @@ def check(
     softcap: object = None,
     alibi_slopes: object = None,
     bias: object = None,
+    sinks: object = None,
     offsets: tuple[object, object, object, object] | None = None,
 ) -> Request:
     """Checks the arguments of ``flash_attention`` and converts them to an operator's types.
@@ -424,6 +429,7 @@ def check(
         check_lengths("k", seqlens_k, ints_k)
         B = len(ints_q or tensor_q) - 1
     check_alibi(alibi_slopes, q, B)
+    check_sinks(sinks, q)
     sm_scale, config = _checked_scale(sm_scale, q.dtype), _checked_config(config)
     softcap = _checked_softcap(softcap, _scale_of(q, sm_scale), q.dtype)
     token = ""
@@ -436,6 +442,7 @@ def check(
     return Request(
         tensor_q, tensor_k, block_mask, ints_q, ints_k, left, right, sm_scale, config, token,
         block_size, not deterministic, longest_q, longest_k, softcap, alibi_slopes, bias,
+        sinks,
     )  # fmt: skip
 
 
@@ -499,7 +506,7 @@ def prepared(
         )
     return Arguments(
         *places, *window, sm_scale, config, request.one_pass, predicate, maps, longest, ends,
-        request.softcap, request.alibi_slopes, request.bias,
+        request.softcap, request.alibi_slopes, request.bias, request.sinks,
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""Validation of the score modifications ``alibi_slopes`` and ``bias``."""
+"""Validation of ``alibi_slopes``, ``bias`` and ``sinks``."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["check_alibi", "check_bias"]
+__all__ = ["check_alibi", "check_bias", "check_sinks"]
 
 
 def check_alibi(alibi_slopes: object, q: torch.Tensor, B: int) -> None:
@@ -59,3 +59,28 @@ def check_bias(bias: object, q: torch.Tensor, k: torch.Tensor) -> None:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; needs ({needs})")
     if bias.device != q.device:
         raise ValueError(f"bias is on {bias.device}; needs the device of q, {q.device}")
+
+
+def check_sinks(sinks: object, q: torch.Tensor) -> None:
+    """Checks ``sinks`` of ``flash_attention``; q is checked.
+
+    Raises:
+        TypeError: It is no float32 tensor.
+        ValueError: Its shape or device does not match q.
+        NotImplementedError: It is not strided.
+    """
+    if sinks is None:
+        return
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks is {type(sinks).__name__}; needs a float32 torch.Tensor")
+    if sinks.layout is not torch.strided:
+        raise NotImplementedError(f"sinks has layout {sinks.layout}; needs a strided tensor")
+    if sinks.dtype != torch.float32:
+        raise TypeError(f"sinks has dtype {sinks.dtype}; needs torch.float32")
+    H = q.shape[1]
+    if tuple(sinks.shape) != (H,):
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}; needs ({H},), a score for each head of q"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device}; needs the device of q, {q.device}")

@@ -559,4 +559,5 @@ def _featured(problem: Problem) -> Iterator[Problem]:
         {"softcap": 2.0},
         {"alibi": "normal", "N": N + 13},
         {"bias": "normal/bhmn"},
+        {"sinks": "ordinary"},
     )  # fmt: skip

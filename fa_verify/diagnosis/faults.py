@@ -27,6 +27,7 @@ _DBIAS = "fa_kernels/kernels/portable/dbias.py"
 _RANGES = "fa_kernels/kernels/common/tile_ranges.py"
 _LAUNCH = "fa_kernels/launch/portable.py"
 _SIZES = "fa_kernels/launch/sizes.py"
+_SINK_ARGS = "fa_kernels/launch/sinks.py"
 _ARGUMENTS = "fa_kernels/validation/arguments.py"
 _OPERATORS = "fa_kernels/operators.py"
 _CALL_CACHE = "fa_kernels/launch/call_cache.py"
@@ -1370,7 +1371,154 @@ _SCHEDULES = (
     ),
 )  # fmt: skip
 
+_SINK = "sink = tl.load(sinks_ptr + h.to(tl.int64) * stride_sink).to(ACC)"
+_SUM_OF_SINK = "state.l * alpha + tl.exp2(sink2 - m_pivot)"
+_SINKS = (
+    _fault(
+        "sinks: the sink is left out of the softmax sum",
+        "modular#6198; TransformerEngine#2541",
+        "T3 G1",
+        (_SOFTMAX_END, _SUM_OF_SINK, "state.l * alpha"),
+    ),
+    _fault(
+        "sinks: the sink is left out of the maximum",
+        "flash-attention#2752",
+        "G1 G2",
+        (_SOFTMAX_END, "m_new = tl.maximum(state.m, sink2)", "m_new = state.m"),
+        hidden="while every row sees a key and no sink overflows",
+    ),
+    _fault(
+        "sinks: lse leaves the sink out",
+        "cudnn-frontend#421",
+        "T3 G1",
+        (
+            _FORWARD,
+            "        state = with_sink(state, sink)\n",
+            "        m_keys, l_keys = state.m, state.l\n        state = with_sink(state, sink)\n",
+        ),
+        (
+            _FORWARD,
+            "        out, lse = normalised(state.acc, state.l, state.m, live)\n",
+            "        out, lse = normalised(state.acc, state.l, state.m, live)\n"
+            "        if HAS_SINKS:\n"
+            "            _, lse = normalised(state.acc, l_keys, m_keys, live)\n",
+        ),
+        hidden="with key splits",
+    ),
+    _fault(
+        "sinks: the sink is that of the key/value head",
+        "modular#6591, another head's",
+        "T3 G1",
+        (_FORWARD, _SINK, _SINK.replace("h.to", "(h // G).to")),
+        hidden="without groups",
+    ),
+    _fault(
+        "sinks: the sink is scaled by sm_scale",
+        "rocm-libraries#12227",
+        "T3 G1",
+        (_FORWARD, _SINK, f"{_SINK} * sm_scale.to(ACC)"),
+    ),
+    _fault(
+        "sinks: the sink is in base 2 already",
+        "rocm-libraries#12227, a sink at the wrong scale",
+        "T3 G1",
+        (_SOFTMAX_END, "sink2 = sink * LOG2E", "sink2 = sink * 1.0"),
+    ),
+    _fault(
+        "sinks: the softcap caps the sink",
+        "rocm-libraries#12227",
+        "T3 G1",
+        (_FORWARD, "    score_mods,\n)", "    score_mods,\n    tanh_dtanh,\n)"),
+        (
+            _FORWARD,
+            f"        {_SINK}\n",
+            f"        {_SINK}\n"
+            "        if SCORE_MODS & 1:\n"
+            "            capped, _ = tanh_dtanh(sink / mods.softcap)\n"
+            "            sink = capped * mods.softcap\n",
+        ),
+        hidden="without a softcap",
+    ),
+    _fault(
+        "sinks: every split takes the sink",
+        "rocm-libraries#12227",
+        "T3 G1",
+        (_FORWARD, 'sink = tl.where(split == 0, sink, -float("inf"))', "sink = sink + 0.0"),
+        hidden="without key splits",
+    ),
+    _fault(
+        "sinks: the sink has a value of 1",
+        "independent: a sink as a key whose value is kept",
+        "T3 G1",
+        (
+            _SOFTMAX_END,
+            "SoftmaxState(state.acc * alpha[:, None], l_i, m_new)",
+            "SoftmaxState(state.acc * alpha[:, None] + tl.exp2(sink2 - m_pivot)[:, None], l_i, "
+            "m_new)",
+        ),
+    ),
+    _fault(
+        "sinks: out is not rescaled to the sink",
+        "independent: a sink that joins the sum alone",
+        "T3 G1",
+        (_SOFTMAX_END, "SoftmaxState(state.acc * alpha[:, None], l", "SoftmaxState(state.acc, l"),
+        hidden="while the sink is below the largest score",
+    ),
+    _fault(
+        "sinks: they are read as if they were contiguous",
+        "independent: a stride that is not passed on",
+        "T3 G1",
+        (_SINK_ARGS, '"stride_sink": sinks.stride(0)', '"stride_sink": 1'),
+    ),
+    _fault(
+        "dsinks: the gradient has the other sign",
+        "independent: the sign of -P delta",
+        "dsinks",
+        (_SINK_ARGS, ".sum((0, 2)).neg_()", ".sum((0, 2))"),
+    ),
+    _fault(
+        "dsinks: the gradient of lse is left out",
+        "flash-attention#2706, a review",
+        "dsinks",
+        (
+            _LAUNCH,
+            "write_dsinks(dsinks, arguments.sinks, lse2, delta)",
+            "write_dsinks(\n"
+            "                dsinks, arguments.sinks, lse2,\n"
+            "                delta if dlse is None else delta + torch.nn.functional.pad(\n"
+            "                    dlse, (0, delta.shape[2] - dlse.shape[2])\n"
+            "                ),\n"
+            "            )",
+        ),
+        hidden="while the loss does not depend on lse",
+    ),
+    _fault(
+        "dsinks: the gradient is 0",
+        "TransformerEngine#2541; cudnn-frontend#421; ISEEKYAN/Megatron-LM#205",
+        "dsinks",
+        (_SINK_ARGS, "dsinks.copy_(weighted.sum((0, 2)).neg_())", "dsinks.zero_()"),
+    ),
+    _fault(
+        "dsinks: entries that share a sink are not added up",
+        "independent: a sum over the rows of one entry",
+        "dsinks",
+        (_SINK_ARGS, "weighted.sum((0, 2))", "weighted[:1].sum((0, 2))"),
+        hidden="in batches of one entry",
+    ),
+    _fault(
+        "dsinks: rows between packed sequences are summed",
+        "independent: scratch that no kernel writes",
+        "dsinks",
+        (
+            _LAUNCH,
+            "        lse2.fill_(math.inf)\n        delta.zero_()\n",
+            "        lse2.fill_(0.0)\n        delta.fill_(1.0)\n",
+        ),
+        hidden="in padded calls",
+    ),
+)  # fmt: skip
+
 FAULTS: tuple[Mutant, ...] = (
     *_MASKS, *_SOFTMAX, *_GRADIENTS, *_ONE_PASS, *_MEMORY, *_SPLITS, *_STATES, *_CACHES, *_PACKED,
-    *_SCORE_MODS, *_LARGE_SIZES, *_SEQUENCES, *_GRADIENT_SETS, *_SKIPS, *_SCHEDULES,
+    *_SCORE_MODS, *_SINKS, *_LARGE_SIZES, *_SEQUENCES, *_GRADIENT_SETS, *_SKIPS, *_SCHEDULES,
 )  # fmt: skip

@@ -237,7 +237,7 @@ class _Calls:
         """Find the score modifications that change the results as they should."""
         given: dict[str, dict[str, Any]] = {
             "softcap": {"softcap": 2.0}, "alibi": {"alibi": "halving"},
-            "bias": {"bias": "normal/mn"},
+            "bias": {"bias": "normal/mn"}, "sinks": {"sinks": "ordinary"},
         }  # fmt: skip
         tried = {mod: self._attempt(base, **given[mod]) for mod in SCORE_MODS}
         taken = tuple(x for x, one in tried.items() if not one.error and not one.wrong())

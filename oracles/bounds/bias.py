@@ -14,7 +14,7 @@ from fa_verify.oracles.bounds.given_forward import Returned, read_given
 from fa_verify.oracles.bounds.replay import operand_format
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.score_mods import Additions
-from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks
+from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks, sinks_of_rows
 
 __all__ = ["BiasBound", "bias_error"]
 
@@ -42,6 +42,7 @@ def bias_error(
     dlse: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     bias: torch.Tensor,
+    sinks: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -79,7 +80,7 @@ def bias_error(
     added = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias.detach()).between(0, M)
     x = gather(
         q.detach(), k.detach(), v.detach(), dout.detach(), dlse, seen, added, masks.has_predicate,
-        operands,
+        operands, None if sinks is None else sinks_of_rows(sinks, mask, (B, H, M, N), slice(M)),
     )  # fmt: skip
     options: dict[str, Any] = {
         "sm_scale": sm_scale, "c": c, "numerics": numerics, "exact_spread": True,

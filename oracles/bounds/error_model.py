@@ -6,9 +6,10 @@ log, and from underflow, along the steps of a kernel like FlashAttention-2.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -23,9 +24,15 @@ from fa_verify.oracles.bounds.backward import (
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error
 from fa_verify.oracles.bounds.replay import Format, lost_of_running
+from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.reference.score_mods import Additions
-from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks, chunk_height
+from fa_verify.oracles.reference.torch_reference import (
+    DenseMask,
+    RowMasks,
+    chunk_height,
+    sinks_of_rows,
+)
 
 __all__ = ["EXACT_SPREAD", "Judgement", "chunks", "finish_dq", "finish_keys", "gather", "judge"]
 
@@ -43,7 +50,7 @@ class Judgement:
         bound: Largest error of each element of each output.
         terms: Sum of |terms| of each element.
         max_score: The largest |score| of a visible pair, or the largest sum of |terms| if terms are
-            added to scores.
+            added to scores. Sinks that weigh anything count.
         out_of_range: None, or a sentence on the first range condition that fails. No accuracy is
             promised if one fails.
     """
@@ -95,6 +102,7 @@ def gather(
     added: tuple[torch.Tensor, ...],
     any_order: bool,
     operands: Format | None = None,
+    sink: torch.Tensor | None = None,
 ) -> Chunk:
     """Returns the inputs of a chunk of rows in float64, with a group's heads folded into rows.
 
@@ -108,6 +116,7 @@ def gather(
         added: Terms that are added to scores, (B, H, R, N) each.
         any_order: Whether a kernel may visit the key tiles of a row in any order.
         operands: The format that dots convert their operands to, if that is replayed.
+        sink: (B, H, R), the sinks of the rows, if there are any.
     """
 
     def read(x: torch.Tensor) -> torch.Tensor:
@@ -137,6 +146,7 @@ def gather(
         added=tuple(x.reshape(Z, R, N).masked_fill(~seen, 0.0) for x in added),
         any_order=any_order,
         one_head=H == Hk,
+        sink=None if sink is None else sink.reshape(Z, R),
     )
 
 
@@ -172,7 +182,7 @@ def _finish_rows(x: Chunk, fwd: Forward, bwd: Backward, c: Constants) -> _Rows:
     scores = fwd.scores
     return _Rows(
         bound_out=(c.times * fwd.out_bound).masked_fill_(empty, 0.0),
-        bound_lse=(c.times * fwd.lse_bound).masked_fill_(x.empty, 0.0),
+        bound_lse=(c.times * fwd.lse_bound).masked_fill_(x.blank, 0.0),
         bound_dq=finish_dq(x, bwd, c)[1],
         terms_out=fwd.out_terms,
         terms_lse=1 + scores.m.abs() + scores.log_l.abs(),
@@ -224,12 +234,13 @@ def finish_keys(
     return _Keys(bound_dk, bound_dv, terms_dk, terms_dv, peaks_of_keys, dk, dv)
 
 
-def _row_peaks(fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
+def _row_peaks(x: Chunk, fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
     """Returns the largest |s| of a chunk, and the largest values for the range conditions."""
     scores = fwd.scores
     unnormalised = fwd.out_terms * (scores.log_l + scores.lag).exp().unsqueeze(2)
+    of_sinks = torch.zeros_like(scores.m) if x.sink is None else x.sink.abs()
     peaks = (
-        scores.parts,
+        torch.maximum(scores.parts.amax(2), of_sinks.masked_fill(scores.sink.p == 0, 0.0)),
         scores.reach,
         bwd.dp_reach,
         bwd.dq_reach,
@@ -249,7 +260,7 @@ def _judge_chunk(
     fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact, softcap=softcap)
     bwd = backward_error(x, read_of(fwd, c), sm_scale=t, c=c, numerics=numerics)
     rows = _finish_rows(x, fwd, bwd, c)
-    return _Part(rows, bwd.keys, _row_peaks(fwd, bwd, rows))
+    return _Part(rows, bwd.keys, _row_peaks(x, fwd, bwd, rows))
 
 
 def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | None:
@@ -295,6 +306,22 @@ def _all_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Judgement:
     return Judgement(bound, terms, 0.0, None)
 
 
+def _without_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, sinks: torch.Tensor,
+    mask: DenseMask, **options: Any,
+) -> Judgement:  # fmt: skip
+    """Returns the judgement of a problem with N = 0 and sinks: that of one key that nobody sees."""
+    (B, _, M, _), Hk = q.shape, k.shape[1]
+    k, v = (x.new_zeros((B, Hk, 1, x.shape[3])) for x in (k, v))
+    rows = mask.lengths(B, M, 0)[0] if hasattr(mask, "lengths") else None
+    hidden = Mask(seqlens_q=rows, seqlens_k=(0,) * B)
+    found = judge(q, k, v, dout, sinks=sinks, mask=hidden, **options)
+    bound, terms = (
+        x._replace(dk=x.dk[:, :, :0], dv=x.dv[:, :, :0]) for x in (found.bound, found.terms)
+    )
+    return dataclasses.replace(found, bound=bound, terms=terms)
+
+
 def chunks(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -303,6 +330,7 @@ def chunks(
     dlse: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     *,
     mask: DenseMask,
     apart: int,
@@ -327,6 +355,7 @@ def chunks(
         of_lse = None if dlse is None else dlse[:, :, here].detach()
         seen = masks.between(here.start, here.stop)
         added = additions.between(here.start, here.stop)
+        sink = None if sinks is None else sinks_of_rows(sinks.detach(), mask, (B, H, M, N), here)
         yield (
             here,
             gather(
@@ -339,6 +368,7 @@ def chunks(
                 added,
                 masks.has_predicate,
                 operands,
+                sink,
             ),
         )
 
@@ -351,6 +381,7 @@ def judge(
     dlse: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -374,6 +405,7 @@ def judge(
         alibi_slopes: (H,) or (B, H), if the kernel was given them.
         bias: (B or 1, H or 1, M or 1, N or 1), if the kernel was given one; ``bias_error`` bounds
             its gradient.
+        sinks: (H,), if the kernel was given them; ``sink_error`` bounds their gradient.
         mask: The mask.
         sm_scale: Factor on q.k, > 0.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
@@ -396,11 +428,15 @@ def judge(
     """
     c = constants(in_dtype, numerics)
     (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
+    if N == 0 < B * M and sinks is not None:
+        return _without_keys(
+            q, k, v, dout, sinks, mask, sm_scale=sm_scale, in_dtype=in_dtype, numerics=numerics
+        )
     if 0 in (B, M, N):
         return _all_exact(q, k, v)
     apart = H // Hk if numerics.group_sum == "dtype" else 1
     exact_spread = M * N * v.shape[3] <= EXACT_SPREAD
-    given = (q, k, v, dout, dlse, alibi_slopes, bias)
+    given = (q, k, v, dout, dlse, alibi_slopes, bias, sinks)
     parts: list[_Rows] = []
     peaks: list[torch.Tensor] = []
     sums: KeySums | None = None

@@ -20,6 +20,7 @@ __all__ = [
     "Forward",
     "Logits",
     "Scores",
+    "Sink",
     "forward_error",
     "live_tiles",
     "logits",
@@ -47,6 +48,19 @@ class Chunk(NamedTuple):
     added: tuple[torch.Tensor, ...]  # (Z, R, N) each: terms added to scores, 0 on hidden pairs
     any_order: bool  # whether a kernel may visit the key tiles of a row in any order
     one_head: bool  # whether the rows are those of one query head
+    sink: torch.Tensor | None = None  # (Z, R): the row's sink, -inf without one; None without any
+
+    @property
+    def sink_there(self) -> torch.Tensor:
+        """Returns 1 in rows with a sink and 0 in others, float64 (Z, R)."""
+        if self.sink is None:
+            return self.empty.new_zeros(self.empty.shape, dtype=torch.float64)
+        return (self.sink > -math.inf).to(torch.float64)
+
+    @property
+    def blank(self) -> torch.Tensor:
+        """Returns the rows with neither a visible key nor a sink, bool (Z, R)."""
+        return self.empty if self.sink is None else self.empty & (self.sink == -math.inf)
 
 
 class Logits(NamedTuple):
@@ -60,6 +74,13 @@ class Logits(NamedTuple):
     parts: torch.Tensor  # |s|, or the sum of its |terms|
 
 
+class Sink(NamedTuple):
+    """The weight of each row's sink and the error of its exponent, (Z, R); 0 without a sink."""
+
+    p: torch.Tensor
+    error: torch.Tensor
+
+
 class Scores(NamedTuple):
     """The softmax of a chunk and the error of its scores; 0 on hidden pairs."""
 
@@ -67,7 +88,7 @@ class Scores(NamedTuple):
     reach: torch.Tensor  # |q|.|k|, unscaled
     p: torch.Tensor
     error: torch.Tensor  # E
-    m: torch.Tensor  # (Z, R), 0 on empty rows, like lse and log_l
+    m: torch.Tensor  # (Z, R), 0 on blank rows, like lse and log_l; sinks count
     lse: torch.Tensor
     log_l: torch.Tensor
     lag: torch.Tensor  # r: the largest distance of the maximum in use below m
@@ -75,6 +96,7 @@ class Scores(NamedTuple):
     slope: torch.Tensor | None  # (Z, R, N): of s by sm_scale q.k; None if it is 1 everywhere
     slope_error: torch.Tensor | None  # the largest error of a kernel's slope
     parts: torch.Tensor  # |s|, or the sum of its |terms|
+    sink: Sink
 
 
 class Forward(NamedTuple):
@@ -200,6 +222,9 @@ def _scores(
     and usually far smaller, which keeps the bound sharp for long rows. Without a predicate, kernels
     visit the tiles of a row from either end. With one, they may visit the edge tiles first; R then
     holds for any order, and is counted for each key.
+
+    A sink is known exactly, which leaves 5u |s| + 3u (|s - m| + r) + (1 + T) u_exp of E. A kernel
+    takes it first or last, or in any split, which is one more rescale of the keys at most.
     """
     # 1. Scores and their reach |q|.|k|.
     s, reach, error, slope, slope_error, parts = logits(x, sm_scale, c, numerics, softcap)
@@ -209,27 +234,41 @@ def _scores(
     visible_s = pad(s.masked_fill(x.hidden, -math.inf), (0, short), value=-math.inf)
     tile_max = visible_s.view(tiled).amax(3)
     live = live_tiles(x, numerics.block_n)
-    m = tile_max.amax(2).masked_fill_(x.empty, 0.0)
+    m = tile_max.amax(2)
+    if x.sink is not None:
+        m = torch.maximum(m, x.sink)
+    m = m.masked_fill_(x.blank, 0.0)
     # 3. Softmax.
     p = (s - m.unsqueeze(2)).exp_().masked_fill_(x.hidden, 0.0)
-    l_sum = p.sum(2).masked_fill_(x.empty, 1.0)
+    p_sink = torch.zeros_like(m) if x.sink is None else (x.sink - m).exp_()
+    l_sum = (p.sum(2) + p_sink).masked_fill_(x.blank, 1.0)
     p /= l_sum.unsqueeze(2)
+    p_sink /= l_sum
     log_l = l_sum.log()
     # 4. The scores' error, including the changes of the running maximum.
     error.add_((s - m.unsqueeze(2)).abs_().mul_(3 * c.u))
     error.add_(s.abs(), alpha=5 * c.u).add_(c.u_exp)
     error.masked_fill_(x.hidden, 0.0)
     tiles = live.sum(2, dtype=torch.float64)
-    lag = put_off(tiles, numerics)
+    lag = put_off(tiles + x.sink_there, numerics)
     error.add_((3 * c.u * lag).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
-    slack = 2 * error.amax(2)
+    error_sink = torch.zeros_like(m)
+    if x.sink is not None:
+        error_sink = 5 * c.u * x.sink.abs() + 3 * c.u * ((x.sink - m).abs() + lag) + c.u_exp
+        # A sink that far below the maximum weighs nothing in a kernel either.
+        error_sink.masked_fill_(p_sink == 0, 0.0)
+    slack = 2 * torch.maximum(error.amax(2), error_sink)
     if x.any_order:
         above = _tiles_above(tile_max, live, slack)
         changes = above.repeat_interleave(numerics.block_n, dim=2)[:, :, : s.shape[2]]
     else:
         changes = _rescales(tile_max, live, slack, numerics.splits).unsqueeze(2)
+    changes = changes + x.sink_there.unsqueeze(2)
     error.add_(changes * c.u_exp).masked_fill_(x.hidden, 0.0)
-    return Scores(s, reach, p, error, m, m + log_l, log_l, lag, tiles, slope, slope_error, parts)
+    sink = Sink(p_sink, error_sink + x.sink_there * tiles * c.u_exp)
+    return Scores(
+        s, reach, p, error, m, m + log_l, log_l, lag, tiles, slope, slope_error, parts, sink
+    )
 
 
 def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bool) -> torch.Tensor:
@@ -253,7 +292,7 @@ def softmax_additions(x: Chunk, scores: Scores, numerics: Numerics) -> torch.Ten
     if numerics.l_order == "tile":
         widest = max(numerics.block_n, numerics.l_tile)
         added = x.seen.sum(2, dtype=added.dtype).clamp_(min=numerics.block_n, max=widest)
-    return added + 2 * scores.tiles + 4
+    return added + 2 * (scores.tiles + x.sink_there) + 4
 
 
 def forward_error(
@@ -277,6 +316,9 @@ def forward_error(
         out:  core + u_in (|out| + core) + eta_in
         lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l| + r) + 4u (max(|m|, |L|) + r)
 
+    A sink is one more term of each sum, with a v of 0. It adds one product to the accumulation and
+    one to the flushes, and two roundings to gamma_l.
+
     gamma_l is the error of the softmax sum: n_l + 2 T + 4 additions and products. If the sum runs
     tile by tile, n_l is the number of keys that a tile adds at once, in any order. This is at most
     its width, and at most the keys that the row sees, because adding a hidden key's 0 is exact.
@@ -298,17 +340,22 @@ def forward_error(
     out, out_terms = p @ x.v, p @ abs_v
     p_growth = p * E.expm1()
     p_grown = p + p_growth
-    Z = (p * (-E).exp_()).sum(2, keepdim=True).masked_fill_(x.empty.unsqueeze(2), 1.0)
+    sink, there = scores.sink, x.sink_there
+    sink_growth = sink.p * sink.error.expm1()
+    Z = (p * (-E).exp_()).sum(2) + sink.p * (-sink.error).exp()
+    Z = Z.masked_fill_(x.blank, 1.0).unsqueeze(2)
     keys = numerics.block_n * scores.tiles
     # Rounding of P and accumulation, and underflow in P or its products.
-    rounding = c.u_cast + (1 + c.u_cast) * c.g(keys + 2 * scores.tiles)
+    rounding = c.u_cast + (1 + c.u_cast) * c.g(keys + 2 * scores.tiles + there)
     lost = torch.full_like(m, c.eta_p + c.ftz)
     if not numerics.p_normalised:
-        lost *= (m - lse + 2 * E.amax(2)).exp_().clamp_(max=1.0)
+        largest = torch.maximum(E.amax(2), sink.error)
+        lost *= (m - lse + 2 * largest).exp_().clamp_(max=1.0)
     per_v = torch.where(x.seen, p_grown * (rounding.unsqueeze(2) / Z) + lost.unsqueeze(2), 0.0)
-    core = _spread(p_growth, x.v, out, exact_spread) / Z + per_v @ abs_v
+    spread = _spread(p_growth, x.v, out, exact_spread) + sink_growth.unsqueeze(2) * out.abs()
+    core = spread / Z + per_v @ abs_v
     core = core + c.eta_dot * p_grown.sum(2, keepdim=True) / Z
-    steps = scores.tiles + 1
+    steps = scores.tiles + 1 + there
     if numerics.splits > 1:
         steps = steps + 2 * scores.tiles.clamp(max=numerics.splits)
     core = core + c.eta_op * steps.unsqueeze(2)
@@ -320,7 +367,7 @@ def forward_error(
     out_bound = core + c.u_in * (out.abs() + core) + c.eta_in
     lse_bound = (
         # log(sum p exp(E)), since p sums to 1; log1p keeps its digits if E is tiny.
-        p_growth.sum(2).log1p_()
+        (p_growth.sum(2) + sink_growth).log1p_()
         + gamma_l
         + c.u_log * (1 + scores.log_l.abs() + scores.lag)
         + 4 * c.u * (torch.maximum(m.abs(), lse.abs()) + scores.lag)

@@ -51,7 +51,7 @@ from fa_verify.oracles.bounds.replay import operand_format, stored_format
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.torch_reference import DenseMask
 
-__all__ = ["Gradients", "Returned", "given_forward", "read_given", "returned"]
+__all__ = ["Gradients", "Returned", "given_forward", "read_given", "returned", "row_error"]
 
 _DLSE_ROUNDINGS = 4  # its subtraction, and 3u |dlse| through base 2
 
@@ -87,17 +87,20 @@ def returned(out: torch.Tensor, lse: torch.Tensor | None, numerics: Numerics) ->
     )
 
 
-def _exponent_error(
-    x: Chunk, s: torch.Tensor, error: torch.Tensor, lse: torch.Tensor, c: Constants,
-    numerics: Numerics, tiles: torch.Tensor,
+def row_error(
+    x: Chunk, s: torch.Tensor, lse: torch.Tensor, c: Constants, numerics: Numerics,
+    tiles: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns F0, (Z, R, N); ``lse`` is (Z, R)."""
+    """Returns the terms of F0 that all keys of a row share, (Z, R); ``lse`` is (Z, R)."""
     per_row = 3 * c.u * lse.abs() + c.u_exp
     if "m_and_l" in numerics.backward_reads:
-        m = s.masked_fill(x.hidden, -math.inf).amax(2).masked_fill_(x.empty, 0.0)
-        spread = 1 + (lse - m).abs() + put_off(tiles, numerics)
+        m = s.masked_fill(x.hidden, -math.inf).amax(2)
+        if x.sink is not None:
+            m = torch.maximum(m, x.sink)
+        m = m.masked_fill_(x.blank, 0.0)
+        spread = 1 + (lse - m).abs() + put_off(tiles + x.sink_there, numerics)
         per_row = per_row + (c.u_log + 3 * c.u) * spread + c.u * lse.abs()
-    return s.abs().mul_(5 * c.u).add_(error).add_(per_row.unsqueeze(2))
+    return per_row
 
 
 def read_given(
@@ -142,7 +145,8 @@ def read_given(
     lse = given.lse.to(torch.float64).reshape(Z, R).masked_fill(x.empty, 0.0)
     tiles = live_tiles(x, numerics.block_n).sum(2, dtype=torch.float64)
     p = (s - lse.unsqueeze(2)).exp_().masked_fill_(x.hidden, 0.0)
-    exponent_error = _exponent_error(x, s, error, lse, c, numerics, tiles)
+    per_row = row_error(x, s, lse, c, numerics, tiles).unsqueeze(2)
+    exponent_error = s.abs().mul_(5 * c.u).add_(error).add_(per_row)
     return Read(p, exponent_error, out, out_bound, tiles, slope, slope_error, _DLSE_ROUNDINGS)
 
 
@@ -154,6 +158,7 @@ def given_forward(
     dlse: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     given: Returned,
     mask: DenseMask,
@@ -177,7 +182,7 @@ def given_forward(
         return Gradients(*(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v) * 2))
     apart = H // Hk if numerics.group_sum == "dtype" else 1
     exact_spread = M * N * v.shape[3] <= EXACT_SPREAD
-    inputs = (q, k, v, dout, dlse, alibi_slopes, bias)
+    inputs = (q, k, v, dout, dlse, alibi_slopes, bias, sinks)
     of_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
     sums: KeySums | None = None
     for here, x in chunks(*inputs, mask=mask, apart=apart, rows=rows, operands=operands):

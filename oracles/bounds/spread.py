@@ -504,7 +504,7 @@ def spreads(
     if given is not None and (given.out is None or given.lse is None):
         given = None
     of_dk, of_dv = (y.reshape(B * Hk, N, -1) for y in (weights.dk, weights.dv))
-    inputs = (q, k, v, dout, dlse, None, None)
+    inputs = (q, k, v, dout, dlse, None, None, None)
     for rows_here, chunk in chunks(*inputs, mask=mask, apart=1, rows=rows, operands=operands):
         of_out, of_dq = (
             y[:, :, rows_here].reshape(*chunk.empty.shape, -1) for y in (weights.out, weights.dq)

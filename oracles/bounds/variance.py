@@ -19,7 +19,12 @@ from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.oracles.reference.softcap import capped, slope
-from fa_verify.oracles.reference.torch_reference import DenseMask, RowMasks, chunk_height
+from fa_verify.oracles.reference.torch_reference import (
+    DenseMask,
+    RowMasks,
+    chunk_height,
+    sinks_of_rows,
+)
 
 __all__ = ["Variances", "rounding", "variances"]
 
@@ -68,6 +73,7 @@ class _Chunk:
     dlse: torch.Tensor | None  # (B, H, m, 1)
     seen: torch.Tensor
     live: torch.Tensor  # (B, H, m, 1)
+    sink: torch.Tensor | None  # (B, H, m, 1), -inf without one
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ def _gather(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     seen: torch.Tensor,
+    sink: torch.Tensor | None,
 ) -> _Chunk:
     """Returns the inputs of a chunk in float64, with zeros in dead rows and unseen keys."""
     B, H, M, _ = q.shape
@@ -114,7 +121,7 @@ def _gather(
     k, v = (torch.where(used, x.to(torch.float64), 0.0) for x in (k, v))
     if dlse is not None:
         dlse = torch.where(live, dlse.to(torch.float64).unsqueeze(3), 0.0)
-    return _Chunk(q, k, v, dout, dlse, seen, live)
+    return _Chunk(q, k, v, dout, dlse, seen, live, None if sink is None else sink.unsqueeze(3))
 
 
 def _prescaling(c: Constants, numerics: Numerics) -> tuple[float, float]:
@@ -141,9 +148,12 @@ def _forward(
     added = tuple(torch.where(x.seen, term, 0.0) for term in added)
     parts = sum(map(torch.abs, added), s.abs())
     s = torch.where(x.seen, sum(added, s), torch.where(x.live, -math.inf, 0.0))
-    m = s.amax(3, keepdim=True)
+    m, of_sink = s.amax(3, keepdim=True), torch.zeros_like(s[..., :1])
+    if x.sink is not None:
+        m = torch.where(x.live, torch.maximum(m, x.sink), m)
+        of_sink = torch.where(x.live, (x.sink - m).exp(), 0.0)
     e = torch.where(x.seen, (s - m).exp(), 0.0)
-    total = torch.where(x.live, e.sum(3, keepdim=True), 1.0)
+    total = torch.where(x.live, e.sum(3, keepdim=True) + of_sink, 1.0)
     p = e / total
     s = torch.where(x.seen, s, 0.0)
     # 1. Scores: the scaling, the subtraction of the maximum, the dot, a prescaled operand.
@@ -170,6 +180,11 @@ def _forward(
         centred, plain = p_scores + p_cast, torch.zeros_like(p_cast)
     about_out = (centred @ x.v.square()) - 2 * out * (centred @ x.v)
     about_out += out.square() * centred.sum(3, keepdim=True)
+    if x.sink is not None:
+        # The sink is a key whose value is 0.
+        error_sink = (x.sink * c.u).square() + ((x.sink - m) * c.u).square()
+        p_sink = of_sink / total
+        about_out += out.square() * torch.where(p_sink > 0, p_sink.square() * error_sink, 0.0)
     errors = about_out.clamp(min=0) + plain @ x.v.square() + rounding(out, c.u_in, c.eta_in)
     lse = m + total.log()
     lse_errors = (c.u * (1 + m.abs() + lse.abs())).square() + c.u_exp**2
@@ -265,6 +280,7 @@ def variances(
     dlse: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -288,7 +304,8 @@ def variances(
 
     A softcap multiplies dS and p in dq and dk by its slope, and the dot's terms of var_s by its
     square. It also adds (8u s)^2, and invalidates the first identity. Terms that are added to
-    scores add u^2 (sum of |terms|)^2.
+    scores add u^2 (sum of |terms|)^2. A sink is one more key, with v = 0 and without the dot's
+    terms; it invalidates both identities.
 
     The errors in the identities are not independent, so each variance is derived from the roundings
     instead of the elements' variances:
@@ -309,6 +326,7 @@ def variances(
         dlse: (B, H, M), the gradient of lse; its rounding is negligible.
         alibi_slopes: As in ``reference.attention``.
         bias: As in ``reference.attention``.
+        sinks: As in ``reference.attention``.
         mask: The mask. Padding may hold anything.
         sm_scale: Factor on q.k.
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
@@ -340,7 +358,8 @@ def variances(
         here = slice(start, min(start + height, M))
         seen = masks.between(here.start, here.stop)
         of_lse = None if dlse is None else dlse[:, :, here]
-        x = _gather(q[:, :, here], k_of_heads, v_of_heads, dout[:, :, here], of_lse, seen)
+        sink = None if sinks is None else sinks_of_rows(sinks, mask, (B, H, M, N), here)
+        x = _gather(q[:, :, here], k_of_heads, v_of_heads, dout[:, :, here], of_lse, seen, sink)
         fwd = _forward(x, sm_scale, c, numerics, softcap, additions.between(here.start, here.stop))
         dq_errors, part = _backward(x, fwd, sm_scale, c, numerics)
         result.out[:, :, here] = fwd.out_errors

@@ -14,7 +14,15 @@ import numpy.typing as npt
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Outputs
 
-__all__ = ["Head", "added_terms", "attend_head", "attention", "distances", "seen_keys"]
+__all__ = [
+    "Head",
+    "added_terms",
+    "attend_head",
+    "attention",
+    "distances",
+    "seen_keys",
+    "sinks_of_rows",
+]
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -26,7 +34,8 @@ class Head(NamedTuple):
     The inputs come first, with rows without a visible key and keys that no row sees set to 0. A row
     without a visible key has lse_m = -inf and row_max_m = 0. scaled_mn are the scores before a
     softcap, and slope_mn is the derivative of the capped scores by them, 1 without a softcap.
-    added_mn are the terms added after the softcap.
+    added_mn are the terms added after the softcap. A row with a sink has one more key, whose score
+    is sink_m and whose value is 0; sink_m is -inf without one.
     """
 
     q_md: FloatArray
@@ -50,6 +59,9 @@ class Head(NamedTuple):
     scaled_mn: FloatArray
     slope_mn: FloatArray
     added_mn: tuple[FloatArray, ...]
+    sink_m: FloatArray
+    sink_probs_m: FloatArray
+    sink_dscores_m: FloatArray
 
 
 def seen_keys(mask: Mask, B: int, M: int, N: int) -> BoolArray:
@@ -135,6 +147,15 @@ def added_terms(
     return added
 
 
+def sinks_of_rows(sinks: FloatArray | None, mask: Mask, b: int, h: int, M: int) -> FloatArray:
+    """Returns the sinks of a head's rows, (M,): -inf in padding, and without ``sinks`` (H,)."""
+    sink_m = np.full(M, -np.inf)
+    if sinks is not None:
+        rows = M if mask.seqlens_q is None else mask.seqlens_q[b]
+        sink_m[:rows] = sinks[h]
+    return sink_m
+
+
 def attend_head(
     q_md: FloatArray,
     k_nd: FloatArray,
@@ -145,6 +166,7 @@ def attend_head(
     sm_scale: float,
     softcap: float | None = None,
     added_mn: tuple[FloatArray, ...] = (),
+    sink_m: FloatArray | None = None,
 ) -> Head:
     """Runs forward and backward of one query head of one batch entry.
 
@@ -158,6 +180,7 @@ def attend_head(
         sm_scale: Factor on q.k.
         softcap: c of c tanh(s / c), > 0; None without a softcap.
         added_mn: (M, N) float64 each, added to the scores; hidden pairs may hold anything.
+        sink_m: (M,) float64, the sinks, -inf in rows without one; None without any.
 
     Returns:
         All passes; dk_nd and dv_ne are the contributions of this head.
@@ -167,11 +190,15 @@ def attend_head(
     # Pass 0: padding may hold NaN or Inf, and 0 * NaN is NaN, so it is replaced by 0.
     live_m: BoolArray = np.any(seen_mn, axis=1)
     used_n: BoolArray = np.any(seen_mn, axis=0)
+    if sink_m is None:
+        sink_m = np.full(len(live_m), -np.inf)
+    sunk_m: BoolArray = sink_m > -np.inf
+    summed_m: BoolArray = live_m | sunk_m
     q_md = np.where(live_m[:, None], q_md, 0.0)
     k_nd = np.where(used_n[:, None], k_nd, 0.0)
     v_ne = np.where(used_n[:, None], v_ne, 0.0)
     dout_me = np.where(live_m[:, None], dout_me, 0.0)
-    dlse_m = np.where(live_m, dlse_m, 0.0)
+    dlse_m = np.where(summed_m, dlse_m, 0.0)
 
     # Pass 1: scores s = t q.k, or c tanh(t q.k / c), whose slope is 1 / cosh^2
     scaled_mn = scores_mn = np.where(seen_mn, sm_scale * (q_md @ k_nd.T), 0.0)
@@ -182,14 +209,16 @@ def attend_head(
     added_mn = tuple(np.where(seen_mn, term_mn, 0.0) for term_mn in added_mn)
     for term_mn in added_mn:
         scores_mn = scores_mn + term_mn
-    # Pass 2: row maximum over the visible keys
+    # Pass 2: row maximum over the visible keys and the sink
     row_max_m = np.max(np.where(seen_mn, scores_mn, -np.inf), axis=1, initial=-np.inf)
-    row_max_m = np.where(live_m, row_max_m, 0.0)
+    row_max_m = np.where(summed_m, np.maximum(row_max_m, sink_m), 0.0)
     # Pass 3: softmax P = exp(s - max) / l, and L = max + ln l
     weights_mn = np.where(seen_mn, np.exp(np.where(seen_mn, scores_mn - row_max_m[:, None], 0)), 0)
-    row_sum_m = np.where(live_m, weights_mn.sum(axis=1), 1.0)
+    sink_weight_m = np.where(sunk_m, np.exp(sink_m - row_max_m), 0.0)
+    row_sum_m = np.where(summed_m, weights_mn.sum(axis=1) + sink_weight_m, 1.0)
     probs_mn = weights_mn / row_sum_m[:, None]
-    lse_m = np.where(live_m, row_max_m + np.log(row_sum_m), -np.inf)
+    sink_probs_m = sink_weight_m / row_sum_m
+    lse_m = np.where(summed_m, row_max_m + np.log(row_sum_m), -np.inf)
     # Pass 4: O = P V
     out_me = probs_mn @ v_ne
     # Pass 5: dP = dO V'
@@ -198,6 +227,7 @@ def attend_head(
     delta_m = (dout_me * out_me).sum(axis=1) - dlse_m
     # Pass 7: dS = P (dP - delta)
     dscores_mn = np.where(seen_mn, probs_mn * (dprobs_mn - delta_m[:, None]), 0.0)
+    sink_dscores_m = sink_probs_m * (0 - delta_m)
     # Pass 8: dQ = t dX K, dK = t dX' Q, dV = P' dO, where dX is dS times the slope
     dscaled_mn = dscores_mn * slope_mn
     dq_md = sm_scale * (dscaled_mn @ k_nd)
@@ -225,6 +255,9 @@ def attend_head(
         scaled_mn=scaled_mn,
         slope_mn=slope_mn,
         added_mn=added_mn,
+        sink_m=sink_m,
+        sink_probs_m=sink_probs_m,
+        sink_dscores_m=sink_dscores_m,
     )
 
 
@@ -240,6 +273,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: FloatArray | None = None,
     bias: FloatArray | None = None,
+    sinks: FloatArray | None = None,
 ) -> Outputs[FloatArray]:
     """Returns out, lse and the analytic gradients of sum(out * dout) + sum(lse * dlse).
 
@@ -258,6 +292,7 @@ def attention(
         softcap: c, > 0, where a scaled score s becomes c tanh(s / c); None without a softcap.
         alibi_slopes: (H,) or (B, H): slope times distance is subtracted from a score.
         bias: (B or 1, H or 1, M or 1, N or 1), added to the scores.
+        sinks: (H,): the score of one more key of each valid row, whose value is 0.
 
     Returns:
         out (B, H, M, Dv), lse (B, H, M) in natural log, dq, dk, dv shaped as q, k, v.
@@ -284,6 +319,7 @@ def attention(
                 head = attend_head(
                     q[b, h], k[b, g], v[b, g], dout[b, h], dlse_bhm[b, h], seen_bmn[b], sm_scale,
                     softcap, tuple(term_bhmn[b, h] for term_bhmn in added),
+                    sinks_of_rows(sinks, mask, b, h, M),
                 )  # fmt: skip
                 result.out[b, h] = head.out_me
                 result.lse[b, h] = head.lse_m

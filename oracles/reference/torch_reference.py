@@ -12,7 +12,15 @@ from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.oracles.reference.softcap import capped
 
-__all__ = ["DenseMask", "RowMasks", "attention", "bias_gradient", "chunk_height"]
+__all__ = [
+    "DenseMask",
+    "RowMasks",
+    "attention",
+    "bias_gradient",
+    "chunk_height",
+    "sink_gradient",
+    "sinks_of_rows",
+]
 
 _SCORES = 2**24  # scores in one chunk; about ten float64 tensors of this size live at a time
 
@@ -79,6 +87,24 @@ class RowMasks:
         return seen
 
 
+def sinks_of_rows(
+    sinks: torch.Tensor, mask: object, shape: tuple[int, int, int, int], here: slice
+) -> torch.Tensor:
+    """Returns the sink of each row of a chunk, float64 (B, H, rows); -inf in padding.
+
+    Args:
+        sinks: (H,).
+        mask: The mask. The rows of a mask without ``lengths`` are all valid.
+        shape: (B, H, M, N).
+        here: The rows of the chunk.
+    """
+    B, H, M, N = shape
+    lengths = mask.lengths(B, M, N)[0] if hasattr(mask, "lengths") else (M,) * B
+    m = torch.arange(M, device=sinks.device)[here]
+    valid = m < torch.tensor(lengths, device=sinks.device).view(B, 1, 1)
+    return torch.where(valid, sinks.to(torch.float64).view(1, H, 1), -math.inf)
+
+
 def chunk_height(rows: int | None, B: int, H: int, N: int) -> int:
     """Returns the height of a chunk: ``rows``, or for None a height that limits memory.
 
@@ -104,9 +130,13 @@ def _rows_with_gradients(
     sm_scale: float,
     softcap: float | None,
     added: tuple[torch.Tensor, ...],
-    bias: torch.Tensor | None,
-) -> tuple[Outputs[torch.Tensor], torch.Tensor | None]:
-    """Returns the outputs of a chunk of rows, with its contributions to dk, dv and dbias."""
+    leaves_of_scores: list[torch.Tensor],
+    sinks_bhm: torch.Tensor | None,
+) -> tuple[Outputs[torch.Tensor], list[torch.Tensor]]:
+    """Returns the outputs of a chunk of rows, with its contributions to dk, dv and other gradients.
+
+    The other gradients are those of ``leaves_of_scores``, the bias and the sinks if there are any.
+    """
     B, H, M, _ = q.shape
     Hk, N = k.shape[1:3]
     seen = seen.expand(B, H, M, N)
@@ -126,6 +156,12 @@ def _rows_with_gradients(
         if softcap is not None:
             scores_bhmn = capped(scores_bhmn, softcap)
         scores_bhmn = sum(added, scores_bhmn)
+        if sinks_bhm is not None:
+            # A sink is one more key, whose value is 0.
+            sinks_bhm1 = sinks_bhm.unsqueeze(3)
+            scores_bhmn = torch.cat([scores_bhmn, sinks_bhm1], 3)
+            seen = torch.cat([seen, sinks_bhm1 > -math.inf], 3)
+            live = seen.any(3, keepdim=True)
         scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
         # 4. Softmax, divided by its sum: exp(s - lse) would carry the rounding of lse, which grows
         #    with |lse|, into every weight of the row. The second select excludes hidden pairs from
@@ -136,15 +172,14 @@ def _rows_with_gradients(
         p_bhmn = torch.where(seen, e_bhmn / l_bhm1, 0.0)
         # 5. Output and gradients. The sum is written out so that the backward begins with an
         #    elementwise kernel: cuBLAS warns if it runs first in autograd's own thread.
-        out = p_bhmn @ v
+        out = p_bhmn[:, :, :, :N] @ v
         loss = (out * dout).sum()
         if dlse is not None:
             # The row maximum is a constant in lse = m + log l: its contributions cancel.
             loss = loss + torch.where(live, l_bhm1.log() * dlse.unsqueeze(3), 0.0).sum()
-        wanted = leaves if bias is None else [*leaves, bias]
-        dq, dk, dv, *dbias = torch.autograd.grad(loss, wanted)
+        dq, dk, dv, *others = torch.autograd.grad(loss, [*leaves, *leaves_of_scores])
     lse = torch.where(live, m_bhm1 + l_bhm1.detach().log(), -math.inf).squeeze(3)
-    return Outputs(out.detach(), lse, dq, dk, dv), dbias[0] if dbias else None
+    return Outputs(out.detach(), lse, dq, dk, dv), others
 
 
 def attention(
@@ -155,6 +190,7 @@ def attention(
     dlse: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -167,7 +203,8 @@ def attention(
     the terms of ``Additions``. lse is the natural logarithm of the softmax's denominator. dq, dk,
     dv are the gradients of sum(out * dout) + sum(lse * dlse). A row without a visible key has out
     0, lse -inf and dq 0, and adds nothing to dk and dv. Padding may hold anything, and hidden pairs
-    contribute exact zeros.
+    contribute exact zeros. A sink is one more key of each valid row: its score is given, its value
+    is 0, and no mask hides it. lse includes it.
 
     Args:
         q: (B, H, M, D), any float dtype and strides.
@@ -179,6 +216,7 @@ def attention(
         alibi_slopes: (H,) or (B, H), for a mask with ``lengths``; None without ALiBi.
         bias: (B or 1, H or 1, M or 1, N or 1); None without a bias. It may hold anything where no
             row sees a key.
+        sinks: (H,), finite or -inf; None without sinks.
         mask: The mask.
         sm_scale: Factor on q.k.
         softcap: c, > 0; None without a softcap.
@@ -191,7 +229,7 @@ def attention(
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1.
     """
-    given = (q, k, v, dout, dlse, alibi_slopes, bias)
+    given = (q, k, v, dout, dlse, alibi_slopes, bias, sinks)
     return _by_chunks(*given, mask=mask, sm_scale=sm_scale, softcap=softcap, rows=rows)[0]
 
 
@@ -203,6 +241,7 @@ def bias_gradient(
     dlse: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     bias: torch.Tensor,
+    sinks: torch.Tensor | None = None,
     *,
     mask: DenseMask,
     sm_scale: float,
@@ -213,10 +252,31 @@ def bias_gradient(
 
     Arguments and numerics are those of ``attention``.
     """
-    given = (q, k, v, dout, dlse, alibi_slopes, bias)
-    found = _by_chunks(*given, mask=mask, sm_scale=sm_scale, softcap=softcap, rows=rows)[1]
-    assert found is not None
-    return found
+    given = (q, k, v, dout, dlse, alibi_slopes, bias, sinks)
+    return _by_chunks(*given, mask=mask, sm_scale=sm_scale, softcap=softcap, rows=rows)[1][0]
+
+
+def sink_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor,
+    *,
+    mask: DenseMask,
+    sm_scale: float,
+    softcap: float | None = None,
+    rows: int | None = None,
+) -> torch.Tensor:
+    """Returns the gradient of the sinks, float64 (H,): dS of the sink, summed over valid rows.
+
+    Arguments and numerics are those of ``attention``.
+    """
+    given = (q, k, v, dout, dlse, alibi_slopes, bias, sinks)
+    return _by_chunks(*given, mask=mask, sm_scale=sm_scale, softcap=softcap, rows=rows)[1][-1]
 
 
 def _by_chunks(
@@ -227,18 +287,21 @@ def _by_chunks(
     dlse: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     *,
     mask: DenseMask,
     sm_scale: float,
     softcap: float | None,
     rows: int | None,
-) -> tuple[Outputs[torch.Tensor], torch.Tensor | None]:
-    """Returns the outputs, and the gradient of a bias or None."""
+) -> tuple[Outputs[torch.Tensor], list[torch.Tensor]]:
+    """Returns the outputs, and the gradients of a bias and of sinks, if there are any."""
     (B, H, M, _), N = q.shape, k.shape[2]
-    dbias = None
-    if bias is not None:
-        bias = bias.detach().to(torch.float64).contiguous().requires_grad_()
-        dbias = torch.zeros_like(bias, requires_grad=False)
+    bias, sinks = (
+        None if x is None else x.detach().to(torch.float64).contiguous().requires_grad_()
+        for x in (bias, sinks)
+    )
+    leaves = [x for x in (bias, sinks) if x is not None]
+    gradients = [torch.zeros_like(x, requires_grad=False) for x in leaves]
     results = Outputs(
         out=q.new_zeros((B, H, M, v.shape[3]), dtype=torch.float64),
         lse=q.new_full((B, H, M), -math.inf, dtype=torch.float64),
@@ -246,25 +309,26 @@ def _by_chunks(
         dk=torch.zeros_like(k, dtype=torch.float64, memory_format=torch.contiguous_format),
         dv=torch.zeros_like(v, dtype=torch.float64, memory_format=torch.contiguous_format),
     )
-    if 0 in (B, M, N):
-        return results, dbias
+    if 0 in (B, M) or (N == 0 and sinks is None):
+        return results, gradients
     masks = RowMasks(mask, B, H, M, N, q.device)
     additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
-    height = chunk_height(rows, B, H, N)
+    height = chunk_height(rows, B, H, max(N, 1))
     for start in range(0, M, height):
         here = slice(start, min(start + height, M))
         seen = masks.between(here.start, here.stop)
         of_lse = None if dlse is None else dlse[:, :, here].to(torch.float64)
         with torch.enable_grad():
             added = additions.between(here.start, here.stop)
-        part, of_bias = _rows_with_gradients(
+            of_sinks = None if sinks is None else sinks_of_rows(sinks, mask, (B, H, M, N), here)
+        part, others = _rows_with_gradients(
             q[:, :, here], k, v, dout[:, :, here], of_lse, seen, sm_scale, softcap,
-            added, bias,
+            added, leaves, of_sinks,
         )  # fmt: skip
-        if dbias is not None and of_bias is not None:
-            dbias += of_bias
+        for gradient, of_rows in zip(gradients, others, strict=True):
+            gradient += of_rows
         for name in ("out", "lse", "dq"):
             getattr(results, name)[:, :, here] = getattr(part, name)
         results.dk.add_(part.dk)
         results.dv.add_(part.dv)
-    return results, dbias
+    return results, gradients

@@ -19,7 +19,13 @@ from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
 from fa_verify.properties.comparison.agreement import found_where
 from fa_verify.properties.comparison.compare import Finding, ratios, same_bits
 from fa_verify.properties.execution.trial import Trial, run_subject
-from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_DLSE, length_tensors
+from fa_verify.properties.inputs.families import (
+    NO_ALIBI,
+    NO_BIAS,
+    NO_DLSE,
+    NO_SINKS,
+    length_tensors,
+)
 from fa_verify.properties.inputs.layouts import lay_out
 from fa_verify.properties.inputs.tensors import Inputs, make
 
@@ -108,7 +114,9 @@ def unit_values(trial: Trial) -> list[Finding]:
     v = _with_values(problem, equal.v, "v", ones)
     out = run_subject(trial.subject, problem, equal._replace(v=v)).out
     assert out is not None
-    live = (trial.want.lse > -math.inf).unsqueeze(3).expand_as(out)
+    live = torch.zeros_like(out, dtype=torch.bool)
+    for start, seen in _seen_by_rows(problem):
+        live[:, :, start : start + seen.shape[2]] = seen.any(3, keepdim=True)
     want = torch.ones_like(out)
     return _found(
         trial, "out", live & ~(out == 1), out, want, "is not 1 for k = 0 and v = 1", compared=live
@@ -175,6 +183,9 @@ def permuted(trial: Trial) -> list[Finding]:
     if bias is not None:
         of_all = bias.expand(problem.B, problem.H, -1, -1)
         inputs = inputs._replace(bias=_reversed(of_all, problem.Hk))
+    sinks = trial.inputs.sinks
+    if sinks is not None:
+        inputs = inputs._replace(sinks=_reversed(sinks[None], problem.Hk)[0])
     again = run_subject(trial.subject, turned, inputs)
     exact = [trial.subject.promises(guarantee, problem.config) for guarantee in ("G9", "G10")]
     findings = []
@@ -195,9 +206,9 @@ def permuted(trial: Trial) -> list[Finding]:
 def _equal_weights(problem: Problem) -> Inputs:
     """Return inputs with k = 0, N(0, 1) values elsewhere, and a loss on out only.
 
-    There is no ALiBi and no bias. A softcap maps a score of 0 to 0.
+    There is no ALiBi, no bias and no sink. A softcap maps a score of 0 to 0.
     """
-    plain = dataclasses.replace(problem, alibi=NO_ALIBI, bias=NO_BIAS)
+    plain = dataclasses.replace(problem, alibi=NO_ALIBI, bias=NO_BIAS, sinks=NO_SINKS)
     return make(dataclasses.replace(plain, inputs="zero_k", dout="normal", dlse=NO_DLSE))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from fa_verify.properties.checks import pooled
 from fa_verify.properties.checks.accuracy import accuracy, finite, logic
+from fa_verify.properties.checks.added_gradients import bias_gradient, sink_gradient
 from fa_verify.properties.checks.backward import backward
-from fa_verify.properties.checks.bias_gradient import bias_gradient
 from fa_verify.properties.checks.closed_form import (
     counts,
     doubled_values,
@@ -48,7 +48,7 @@ __all__ = [
     "CALLS",
     "CLOSED_FORM",
     "GUARANTEES",
-    "OF_BIAS",
+    "OF_ADDED",
     "POOLED",
     "STANDING",
     "STATISTICS",
@@ -116,8 +116,8 @@ POOLED: dict[str, Check] = {
 # Checks of many calls: those that differ in one argument each, and those of any set of gradients.
 # --fa-replay runs them too.
 CALLS: dict[str, Check] = {"sequence": sequence, "sets": gradient_sets}
-# The check of dbias, for problems with a bias.
-OF_BIAS: dict[str, Check] = {"dbias": bias_gradient}
+# The checks of dbias and dsinks, for problems with a bias or sinks.
+OF_ADDED: dict[str, Check] = {"dbias": bias_gradient, "dsinks": sink_gradient}
 # G15, on a GPU. --fa-replay runs them there too.
 STREAMS: dict[str, Check] = {
     "replayed": replayed,
@@ -130,7 +130,7 @@ STREAMS: dict[str, Check] = {
 # Every check by name.
 BY_NAME: dict[str, Check] = {
     **GUARANTEES, "backward": backward, "limit": limits, **STATISTICS, **CLOSED_FORM, **POOLED,
-    **OF_BIAS, **CALLS, **STREAMS,
+    **OF_ADDED, **CALLS, **STREAMS,
 }  # fmt: skip
 # The standing checks, which run on every problem. The key is the first word of their findings.
 STANDING: dict[str, Check] = {

@@ -64,8 +64,10 @@ def identities(trial: Trial) -> list[Finding]:
     therefore add u_in times its gradient as a one-sided error.
     """
     problem = trial.problem
-    # With a gradient of lse, the sum of dS over keys is not 0.
+    # With a gradient of lse, the sum of dS over keys is not 0. With a sink, neither identity holds.
     if not trial.subject.backward or not is_valid(problem) or trial.inputs.dlse is not None:
+        return []
+    if trial.inputs.sinks is not None:
         return []
     if 0 in (problem.B, problem.M, problem.N):
         return []

@@ -17,7 +17,7 @@ from fa_verify.properties.checks.accuracy import accuracy, logic
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, run_subject
-from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_DLSE
+from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_DLSE, NO_SINKS
 from fa_verify.properties.inputs.layouts import lay_out
 from fa_verify.properties.inputs.tensors import Inputs, make
 
@@ -93,7 +93,7 @@ def independence(trial: Trial) -> list[Finding]:
     heads = slice(group * problem.G, (group + 1) * problem.G)
     of_rows = (slice(b, b + 1), heads)
     of_keys = (slice(b, b + 1), slice(group, group + 1))
-    q, k, v, dout, dlse, slopes, bias = trial.inputs
+    q, k, v, dout, dlse, slopes, bias, sinks = trial.inputs
     mask = problem.mask.sliced((b,), tuple(range(problem.H))[heads])
     alone = dataclasses.replace(problem, B=1, H=problem.G, Hk=1, mask=mask)
     try:
@@ -103,7 +103,10 @@ def independence(trial: Trial) -> list[Finding]:
         if trial.subject.layouts is not None:
             parts = [lay_out(x, name) for x, name in zip(parts, problem.layouts, strict=True)]
         of_bias = None if bias is None else bias.expand(problem.B, problem.H, -1, -1)[of_rows]
-        inputs = Inputs(*parts)._replace(dlse=of_dlse, alibi_slopes=of_slopes, bias=of_bias)
+        of_sinks = None if sinks is None else sinks[heads]
+        inputs = Inputs(*parts)._replace(
+            dlse=of_dlse, alibi_slopes=of_slopes, bias=of_bias, sinks=of_sinks
+        )
         part = run_subject(trial.subject, alone, inputs)
     except NotImplementedError as refusal:  # for example, too few heads for the subject
         why = f"to {trial.subject.name}, which refuses one batch entry and head alone: {refusal}"
@@ -213,6 +216,7 @@ def one_change_each(problem: Problem, configs: Iterable[str]) -> Iterator[Proble
         "softcap": (None, 0.5, 1.0),
         "alibi": ("normal" if problem.alibi == NO_ALIBI else NO_ALIBI,),
         "bias": ("normal/hmn" if problem.bias == NO_BIAS else NO_BIAS,),
+        "sinks": ("ordinary" if problem.sinks == NO_SINKS else NO_SINKS,),
         "seed": (problem.seed ^ 1,),
         # They change the contents of tensors alone, as the seed does.
         **dict.fromkeys(("inputs", "dout", "dirty"), ()),

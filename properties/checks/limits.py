@@ -21,6 +21,7 @@ from fa_verify.properties.comparison.compare import Finding, ratios
 from fa_verify.properties.execution.trial import Trial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
+from fa_verify.properties.inputs.sink_families import NO_SINKS
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["FAMILIES", "TILE", "applies", "judged_elements", "limits", "outside", "spreads_of"]
@@ -60,6 +61,7 @@ def applies(problem: Problem, numerics: Numerics) -> bool:
         and problem.softcap is None
         and problem.alibi == NO_ALIBI
         and problem.bias == NO_BIAS
+        and problem.sinks == NO_SINKS
         and (numerics.dots == "ieee" or numerics.tf32_conversion != "unknown")
         and numerics.prescales == "none"
         and numerics.ds_roundings == 1

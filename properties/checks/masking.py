@@ -19,24 +19,26 @@ __all__ = ["dirty_padding", "empty_rows", "hidden_positions"]
 def empty_rows(trial: Trial) -> list[Finding]:
     """G3: rows without a visible key have out = 0, lse = -inf, dq = 0 and add nothing to dk, dv.
 
-    Their dout and dlse are ignored: a second run with NaN there must agree everywhere.
+    Their dout and dlse are ignored: a second run with NaN there must agree everywhere. A row that
+    sees a sink alone is exempt from both: its lse is the sink, and its dlse adds to dsinks.
     """
     problem = trial.problem
     empty = ~_seen(problem).any(3)
+    blind = empty & (trial.want.lse == -torch.inf)
     findings = []
     for name, got, want in zip(OUTPUTS, trial.got, trial.want, strict=True):
         if got is not None and name in OF_ROWS:
-            rows = empty if name == "lse" else empty.unsqueeze(3)
+            rows = blind if name == "lse" else empty.unsqueeze(3)
             claim = "is not exact on a row without a visible key"
             findings += exact(trial, name, got, want.to(got.dtype), rows, "G3 empty rows", claim)
-    if not empty.any():
+    if not blind.any():
         trial.not_applicable("G3", "where every row sees a key")
         return findings
     trial.applies("G3")
     inputs = trial.inputs
-    poisoned = inputs._replace(dout=torch.where(empty.unsqueeze(3), torch.nan, inputs.dout))
+    poisoned = inputs._replace(dout=torch.where(blind.unsqueeze(3), torch.nan, inputs.dout))
     if inputs.dlse is not None:
-        poisoned = poisoned._replace(dlse=torch.where(empty, torch.nan, inputs.dlse))
+        poisoned = poisoned._replace(dlse=torch.where(blind, torch.nan, inputs.dlse))
     again = run_subject(trial.subject, problem, poisoned)
     return findings + agree(
         trial, again, "G3 empty rows", "depends on dout of a row without a visible key"

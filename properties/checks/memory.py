@@ -62,15 +62,16 @@ def full_overwrite(trial: Trial) -> list[Finding]:
 def gradient_sets(trial: Trial) -> list[Finding]:
     """G6: any set of the gradients is what all of them together are, and is written in bounds.
 
-    The gradient of a bias is one of them. Gradients that are promised in every run are compared to
-    the bit.
+    The gradients of a bias and of sinks are among them. Gradients that are promised in every run
+    are compared to the bit.
     """
     problem, inputs, subject = trial.problem, trial.inputs, trial.subject
     if not subject.backward:
         return []
-    names = ["dq", "dk", "dv"] + ["dbias"] * (inputs.bias is not None)
+    others = [f"d{name}" for name in ("bias", "sinks") if getattr(inputs, name) is not None]
+    names = ["dq", "dk", "dv", *others]
     promised = bool(subject.promises("G10", problem.config))
-    dbias = run_gradients(subject, problem, inputs, names).get("dbias")
+    together = run_gradients(subject, problem, inputs, names)
     sets = [x for size in range(1, len(names)) for x in itertools.combinations(names, size)]
     for wanted in sets:
         with GuardBands() as guards:
@@ -78,11 +79,12 @@ def gradient_sets(trial: Trial) -> list[Finding]:
         got = Outputs(None, None, *(found.get(name) for name in names[:3]))
         claim = f"differs between a backward of {', '.join(wanted)} alone and one of all gradients"
         findings = agree(trial, got, "G10 repeatable", claim)
-        if dbias is not None and "dbias" in found and promised:
-            bad = ~same_bits(found["dbias"], dbias)
-            findings += found_where(
-                trial, "dbias", bad, found["dbias"], dbias, "G10 repeatable", claim
-            )
+        for name in set(others) & {*wanted} if promised else ():
+            one, all_of_them = found[name], together[name]
+            if name == "dsinks":
+                one, all_of_them = (x.view(1, -1, 1) for x in (one, all_of_them))
+            bad = ~same_bits(one, all_of_them)
+            findings += found_where(trial, name, bad, one, all_of_them, "G10 repeatable", claim)
         findings += [_overrun(trial, got, run) for run in guards.overruns()]
         if findings:
             return [dataclasses.replace(x, guarantee="G6 full overwrite") for x in findings]

@@ -18,6 +18,7 @@ from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import Trial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
+from fa_verify.properties.inputs.sink_families import NO_SINKS
 
 __all__ = [
     "FEWEST",
@@ -49,6 +50,7 @@ _WIDEST = 2.0
 _FLAT_ALIBI = (NO_ALIBI, "none_at_all")
 # Families of biases: with others a few keys dominate a row, or lse is shifted far.
 _FLAT_BIAS = (NO_BIAS, "normal")
+_FLAT_SINKS = (NO_SINKS, "ordinary", "absent")
 _FEWEST_ROWS = 64  # needed to estimate the spread of the rows' means
 _PRODUCTS = 16  # number of products that a tensor core adds at a time
 
@@ -89,6 +91,7 @@ def is_valid(problem: Problem) -> bool:
         and (problem.softcap is None or problem.softcap >= _WIDEST * high)
         and problem.alibi in _FLAT_ALIBI
         and problem.bias.partition("/")[0] in _FLAT_BIAS
+        and problem.sinks in _FLAT_SINKS
     )
 
 

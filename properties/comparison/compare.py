@@ -20,7 +20,11 @@ __all__ = ["TILES", "Finding", "Violation", "ratios", "same_bits", "worst", "wor
 # Kinds of tiles that a kernel treats differently.
 TILES = ("padding", "single", "ragged tail", "mask edge", "inner")
 
-_AXES = {"out": "bhmd", "lse": "bhm", "dq": "bhmd", "dk": "bhnd", "dv": "bhnd", "dbias": "bhmn"}
+_AXES = {
+    "out": "bhmd", "lse": "bhm", "dq": "bhmd", "dk": "bhnd", "dv": "bhnd", "dbias": "bhmn",
+    # As (1, H, 1): it is a sum over batch entries and rows.
+    "dsinks": "bhm",
+}  # fmt: skip
 
 
 def ratios(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ _LENGTHS = ("N < 64", "N < 256", "N < 4096", "N >= 4096")
 COLUMNS = tuple(itertools.product((f"D <= {x}" for x in HEAD_DIMS), _LENGTHS))
 # The fields of problems that may take a path of their own.
 _MODS: tuple[dict[str, Any], ...] = (
-    {}, {"softcap": 1.0}, {"alibi": "normal"}, {"bias": "normal/hmn"}
+    {}, {"softcap": 1.0}, {"alibi": "normal"}, {"bias": "normal/hmn"}, {"sinks": "ordinary"}
 )  # fmt: skip
 
 

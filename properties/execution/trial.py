@@ -32,8 +32,8 @@ from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.without_gpu import advice
 
 __all__ = [
-    "BiasRun",
     "ChangedInputError",
+    "GradientRun",
     "OutOfRangeError",
     "PlannedRun",
     "SubjectError",
@@ -41,7 +41,7 @@ __all__ = [
     "WrongFormError",
     "plan_in_range",
     "plan_run",
-    "run_bias_gradient",
+    "run_gradient",
     "run_gradients",
     "run_kvcache",
     "run_pooled",
@@ -203,30 +203,30 @@ def run_subject(
         return _run(subject, problem, inputs)
 
 
-class BiasRun(NamedTuple):
-    """A gradient of the bias, and the results of the forward that came before it."""
+class GradientRun(NamedTuple):
+    """One gradient, and the results of the forward that came before it."""
 
     out: torch.Tensor
     lse: torch.Tensor | None
-    dbias: torch.Tensor
+    gradient: torch.Tensor
 
 
-def run_bias_gradient(subject: Subject, problem: Problem, inputs: Inputs) -> BiasRun:
-    """Return the gradient of the bias, for the same loss as in ``run_subject``.
+def run_gradient(subject: Subject, problem: Problem, inputs: Inputs, name: str) -> GradientRun:
+    """Return "dbias" or "dsinks", for the same loss as in ``run_subject``.
 
     Raises:
-        SubjectError: The subject raises, or the gradient's shape or dtype is not the bias's.
+        SubjectError: The subject raises, or the gradient's shape or dtype is not its tensor's.
         NotImplementedError: The subject refuses the problem.
     """
     with _faults_of_the_subject(inputs):
-        out, lse, found = _run_gradients(subject, problem, inputs, ("dbias",))
-        return BiasRun(out.detach(), None if lse is None else lse.detach(), found["dbias"])
+        out, lse, found = _run_gradients(subject, problem, inputs, (name,))
+        return GradientRun(out.detach(), None if lse is None else lse.detach(), found[name])
 
 
 def run_gradients(
     subject: Subject, problem: Problem, inputs: Inputs, wanted: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Return some gradients, out of "dq", "dk", "dv" and "dbias"; no other input requires one.
+    """Return some gradients, out of "dq", "dk", "dv", "dbias" and "dsinks"; of no other input.
 
     Raises:
         SubjectError: The subject raises, or a gradient is missing or has a wrong shape or dtype.
@@ -416,10 +416,14 @@ def _run_gradients(
         # lse does not depend on v.
         inputs = inputs._replace(dlse=None)
     with _poisoned_allocations():
-        added = {"alibi_slopes": given.alibi_slopes, "bias": given.bias}
-        out, lse = subject.run(given.q, given.k, given.v, problem, **added)
+        out, lse = subject.run(given.q, given.k, given.v, problem, **_added(given))
         gradients = _gradients(subject, problem, leaves, inputs, out, lse)
     return out, lse, gradients
+
+
+def _added(inputs: Inputs) -> dict[str, torch.Tensor | None]:
+    """Return the tensors of score modifications, by the names of the call's arguments."""
+    return {name: getattr(inputs, name) for name in ("alibi_slopes", "bias", "sinks")}
 
 
 def _told(error: BaseException) -> str:
@@ -441,8 +445,7 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
     # A kernel without a backward pass may refuse inputs that require gradients.
     q, k, v = (x.detach().requires_grad_(subject.backward) for x in inputs[:3])
     with _poisoned_allocations():
-        added = {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias}
-        out, lse = subject.run(q, k, v, problem, **added)
+        out, lse = subject.run(q, k, v, problem, **_added(inputs))
         _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
         if lse is not None:
             _check_form("lse", lse, q, tuple(q.shape[:3]))

@@ -1,8 +1,8 @@
 """The tables of families of values, by the names that problems use.
 
 A problem names a family for its inputs q, k, v, for dout, for the gradient of lse (or "none"), and
-for the values in its padding. It may name two more for ALiBi slopes and the bias. Strategies
-shrink towards the first family of each table.
+for the values in its padding. It may name three more for ALiBi slopes, the bias and sinks.
+Strategies shrink towards the first family of each table.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fa_verify.properties.inputs.input_families import VALUE_FAMILIES
 from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES, Values, drawn_shape, length_tensors
 from fa_verify.properties.inputs.score_families import SCORE_FAMILIES, last_visible
+from fa_verify.properties.inputs.sink_families import NO_SINKS, SINK_FAMILIES
 
 __all__ = [
     "ALIBI",
@@ -30,7 +31,9 @@ __all__ = [
     "NO_ALIBI",
     "NO_BIAS",
     "NO_DLSE",
+    "NO_SINKS",
     "PADDING_VALUES",
+    "SINKS",
     "TORCH_DTYPES",
     "Values",
     "drawn_shape",
@@ -49,4 +52,7 @@ DLSE: dict[str, Callable[[Problem], torch.Tensor]] = {
 }
 ALIBI: dict[str, Callable[[Problem], torch.Tensor]] = {
     family.__name__: family for family in ALIBI_FAMILIES
+}
+SINKS: dict[str, Callable[[Problem], torch.Tensor]] = {
+    family.__name__: family for family in SINK_FAMILIES
 }

@@ -214,7 +214,7 @@ def _cut(
     def taken(x: torch.Tensor, of: slice, part: slice, extra: int) -> torch.Tensor:
         return pad(x[entries][:, of, part], (0, 0, 0, extra))
 
-    q, k, v, dout, dlse, slopes, bias = inputs
+    q, k, v, dout, dlse, slopes, bias, sinks = inputs
     of_rows, of_columns = (heads, rows, more[0]), (groups, of_keys, more[1])
     pieces = (
         taken(q, *of_rows),
@@ -231,6 +231,8 @@ def _cut(
     if bias is not None:
         wide = bias.expand(problem.B, problem.H, problem.M, problem.N)[..., of_keys]
         made = made._replace(bias=pad(taken(wide, *of_rows), (0, more[1])))
+    if sinks is not None:
+        made = made._replace(sinks=sinks[heads].contiguous())
     part = dataclasses.replace(
         problem, B=len(entries), H=heads.stop - heads.start, Hk=groups.stop - groups.start, M=M,
         N=N, mask=mask, sm_scale=problem.scale, seeds=(),

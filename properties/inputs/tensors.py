@@ -18,7 +18,9 @@ from fa_verify.properties.inputs.families import (
     NO_ALIBI,
     NO_BIAS,
     NO_DLSE,
+    NO_SINKS,
     PADDING_VALUES,
+    SINKS,
     TORCH_DTYPES,
     drawn_shape,
 )
@@ -41,6 +43,7 @@ class Inputs(NamedTuple):
         dlse: Gradient of lse, (B, H, M), float32 (float64 for float64 problems); or None.
         alibi_slopes: (H,) or (B, H), float32; or None.
         bias: (B or 1, H or 1, M or 1, N or 1), in the dtype of q or float32; or None.
+        sinks: (H,), float32; or None.
     """
 
     q: torch.Tensor
@@ -50,6 +53,7 @@ class Inputs(NamedTuple):
     dlse: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,7 +135,8 @@ def make(
     dlse = None if problem.dlse == NO_DLSE else _dlse(problem, fill, rows, layouts, around)
     slopes = None if problem.alibi == NO_ALIBI else _slopes(problem, around)
     bias = None if problem.bias == NO_BIAS else _bias(problem, fill, layouts, around)
-    return Inputs(*made)._replace(dlse=dlse, alibi_slopes=slopes, bias=bias)
+    sinks = None if problem.sinks == NO_SINKS else _sinks(problem, around)
+    return Inputs(*made)._replace(dlse=dlse, alibi_slopes=slopes, bias=bias, sinks=sinks)
 
 
 def _bias(
@@ -161,9 +166,19 @@ def _bias(
 
 
 def _slopes(problem: Problem, around: float) -> torch.Tensor:
-    """Create the ALiBi slopes as every second element of a larger storage."""
+    """Create the ALiBi slopes, as ``_every_second``."""
     values = _cast(_family(ALIBI, "alibi", problem.alibi)(problem), torch.float32)
-    others = torch.full(values.shape, around, dtype=torch.float64, device=problem.device)
+    return _every_second(values, around)
+
+
+def _sinks(problem: Problem, around: float) -> torch.Tensor:
+    """Create the sinks, as ``_every_second``; -inf stays -inf."""
+    return _every_second(_family(SINKS, "sinks", problem.sinks)(problem).float(), around)
+
+
+def _every_second(values: torch.Tensor, around: float) -> torch.Tensor:
+    """Lay out float32 values as every second element of a larger storage."""
+    others = torch.full(values.shape, around, dtype=torch.float64, device=values.device)
     return torch.stack([values, _cast(others, torch.float32)], -1)[..., 0]
 
 

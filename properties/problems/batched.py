@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fa_verify.oracles import stream
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.inputs.bias_families import NO_BIAS
+from fa_verify.properties.inputs.sink_families import NO_SINKS
 from fa_verify.properties.problems.drawn_masks import chosen_lengths
 from fa_verify.properties.problems.seqlens import Draw
 
@@ -34,7 +35,8 @@ def batched_problems(
 
     The first problem is drawn. The seeds and lengths of the others are derived from its seed.
     Shrinks towards the first problem alone. Some problems are not batched: those without elements,
-    with a mask that depends on the batch entry, or with a bias that batch entries share.
+    with a mask that depends on the batch entry, with a bias that batch entries share, or with
+    sinks, which they always share.
 
     Args:
         draw: Argument of the composite strategy.
@@ -46,6 +48,7 @@ def batched_problems(
     first: Problem = draw(problems)
     most = min(LARGEST, max_cost // max(1, _cost(first, tile)))
     shares = first.bias != NO_BIAS and "b" not in first.bias.partition("/")[2]
+    shares |= first.sinks != NO_SINKS
     if most < 2 or shares or not first.mask.uniform or 0 in (first.B, first.M, first.N):
         return first
     count = draw(st.sampled_from((1, 2, *(most,) * 14)))

@@ -62,6 +62,7 @@ class Domain:
     softcaps: tuple[float | None, ...]
     alibis: tuple[str, ...]
     biases: tuple[str, ...]
+    sinks: tuple[str, ...]
     dirty: tuple[str, ...]
     max_cost: int
     padding: bool

@@ -28,7 +28,9 @@ from fa_verify.properties.inputs.families import (
     NO_ALIBI,
     NO_BIAS,
     NO_DLSE,
+    NO_SINKS,
     PADDING_VALUES,
+    SINKS,
 )
 from fa_verify.properties.problems.drawn_masks import draw_mask
 from fa_verify.properties.problems.mask_classes import check_mask_class
@@ -159,6 +161,7 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
         softcap=draw(st.sampled_from(domain.softcaps)),
         alibi=draw(st.sampled_from(domain.alibis)),
         bias=draw(st.sampled_from(domain.biases)),
+        sinks=draw(st.sampled_from(domain.sinks)),
     )
 
 
@@ -187,6 +190,7 @@ def _check(domain: Domain) -> None:
     _check_subset("device", (domain.device,), ("cpu", "cuda"))
     _check_subset("alibis", domain.alibis, (NO_ALIBI, *ALIBI))
     _check_subset("biases", domain.biases, (NO_BIAS, *BIASES))
+    _check_subset("sinks", domain.sinks, (NO_SINKS, *SINKS))
     for name in ("configs", "head_dims", "scales", "softcaps"):
         if not getattr(domain, name):
             raise ValueError(f"{name} is empty; needs at least one")
@@ -255,6 +259,7 @@ def problems(
     softcaps: Sequence[float | None] = (None,),
     alibis: Sequence[str] = (NO_ALIBI,),
     biases: Sequence[str] = (NO_BIAS,),
+    sinks: Sequence[str] = (NO_SINKS,),
 ) -> st.SearchStrategy[Problem]:
     """Strategy for problems. A field whose argument is None is drawn; a value fixes it.
 
@@ -311,6 +316,7 @@ def problems(
         alibis: Families of ALiBi slopes, from ``families.ALIBI`` or "none", drawn uniformly.
         biases: Families of the bias with their axes, from ``families.BIASES`` or "none", drawn
             uniformly.
+        sinks: Families of sinks, from ``families.SINKS`` or "none", drawn uniformly.
 
     Raises:
         ValueError: An argument is out of range, or no problem satisfies all of them.
@@ -349,6 +355,7 @@ def problems(
         softcaps=tuple(softcaps),
         alibis=tuple(alibis),
         biases=tuple(biases),
+        sinks=tuple(sinks),
     )
     _check(domain)
     regimes = seqlen_regimes(domain)

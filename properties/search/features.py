@@ -24,9 +24,9 @@ _SIZES = ("M", "N", "D", "Dv")
 _MULTIPLES = {"M": (16, 32, 64, 128), "N": (16, 32, 64, 128), "D": (16,), "Dv": (16,)}
 # Fields whose default value is the plain one, and the words for any other value.
 _FIELDS = {
-    "softcap": "a softcap", "alibi": "ALiBi", "bias": "a bias", "dlse": "a gradient of lse",
-    "dirty": "padding that holds {}", "inputs": "inputs={}", "dout": "dout={}",
-    "sm_scale": "a scale that is not D**-0.5",
+    "softcap": "a softcap", "alibi": "ALiBi", "bias": "a bias", "sinks": "sinks",
+    "dlse": "a gradient of lse", "dirty": "padding that holds {}", "inputs": "inputs={}",
+    "dout": "dout={}", "sm_scale": "a scale that is not D**-0.5",
 }  # fmt: skip
 # Pairs of rows and keys of which a mask is made to see whether it has empty rows.
 _MOST_PAIRS = 2**25

@@ -31,6 +31,7 @@ _PLAIN = (
     "softcap",
     "alibi",
     "bias",
+    "sinks",
 )
 
 

@@ -123,7 +123,7 @@ def attention_kernel(
             "top-left", causal masks and windows are drawn only where both alignments agree.
         score_mods: Score modifications that the kernel accepts: "softcap" (``softcap=``, a float),
             "alibi" (``alibi_slopes=``, (H,) or (B, H)), "bias" (``bias=``, (B or 1, H or 1,
-            M or 1, N or 1)).
+            M or 1, N or 1)), "sinks" (``sinks=``, float32 (H,)). lse then includes the sink.
         dots: "ieee", or "tf32" if dot products of fp32 inputs use TF32.
         tf32_conversion: How TF32 dot products convert their operands: "truncate" (no conversion,
             as tensor cores ignore the low 13 bits), "nearest" (ties to even), "nearest_away"

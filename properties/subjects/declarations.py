@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # Score modifications that a subject may support.
-SCORE_MODS = ("softcap", "alibi", "bias")
+SCORE_MODS = ("softcap", "alibi", "bias", "sinks")
 BITWISE = ("G4", "G5", "G8", "G9", "G10")
 # Words of ``same_bits``, and the guarantee that each promises.
 SAME_BITS = {"batch": "I1", "chunks": "I2", "heads": "I4", "varlen": "I5", "inference": "I6"}

@@ -10,6 +10,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
+from fa_verify.properties.inputs.sink_families import NO_SINKS
 from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.properties.subjects.subject import Subject
 
@@ -61,6 +62,7 @@ def fitted(subject: Subject, problem: Problem, device: str) -> Problem | None:
         softcap=problem.softcap if "softcap" in mods else None,
         alibi=problem.alibi if "alibi" in mods else NO_ALIBI,
         bias=problem.bias if "bias" in mods else NO_BIAS,
+        sinks=problem.sinks if "sinks" in mods else NO_SINKS,
         dlse=problem.dlse if has_dlse else NO_DLSE,
         # Without a loss on lse, a loss on out.
         dout="normal" if problem.dout == "zero" and not has_dlse else problem.dout,

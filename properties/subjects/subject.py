@@ -16,6 +16,7 @@ from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
+from fa_verify.properties.inputs.sink_families import NO_SINKS
 from fa_verify.properties.subjects.declarations import (
     BITWISE,
     DEFAULT_SCALE,
@@ -41,6 +42,7 @@ def score_mods_of(problem: Problem) -> tuple[str, ...]:
         "softcap": problem.softcap is not None,
         "alibi": problem.alibi != NO_ALIBI,
         "bias": problem.bias != NO_BIAS,
+        "sinks": problem.sinks != NO_SINKS,
     }
     return tuple(mod for mod in SCORE_MODS if has[mod])
 

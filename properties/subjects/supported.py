@@ -7,7 +7,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fa_verify.oracles.problem import LAYOUTS, Problem
-from fa_verify.properties.inputs.families import ALIBI, BIASES, NO_ALIBI, NO_BIAS, PADDING_VALUES
+from fa_verify.properties.inputs.families import (
+    ALIBI,
+    BIASES,
+    NO_ALIBI,
+    NO_BIAS,
+    NO_SINKS,
+    PADDING_VALUES,
+    SINKS,
+)
 from fa_verify.properties.problems.strategies import HEAD_DIMS, SOFTCAPS, problems
 from fa_verify.properties.subjects.subject import Subject
 
@@ -174,6 +182,7 @@ def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[An
         ("softcap", "softcaps", None, SOFTCAPS),
         ("alibi", "alibis", NO_ALIBI, tuple(ALIBI)),
         ("bias", "biases", NO_BIAS, BIASES),
+        ("sinks", "sinks", NO_SINKS, tuple(SINKS)),
     ):
         plain = () if word in forced else (none,) * _PLAIN * len(values)
         drawn[argument] = (*plain, *values) if forced and word in subject.score_mods else (none,)

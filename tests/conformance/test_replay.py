@@ -11,7 +11,7 @@ from fa_verify.properties.checks.guarantees import (
     CALLS,
     CLOSED_FORM,
     GUARANTEES,
-    OF_BIAS,
+    OF_ADDED,
     POOLED,
     STATISTICS,
     STREAMS,
@@ -42,7 +42,7 @@ def every_guarantee(trial, beside=(), failing=None):
     ``failing`` receives the check that gives the findings of each guarantee.
     """
     unchecked = {}
-    beyond = {"backward": backward, **STATISTICS, **CLOSED_FORM, **OF_BIAS, **POOLED}
+    beyond = {"backward": backward, **STATISTICS, **CLOSED_FORM, **OF_ADDED, **POOLED}
     checks = {**GUARANTEES, **beyond}
     checks |= dict(beside)
     if trial.problem.device == "cuda":

@@ -1,4 +1,4 @@
-"""Score modifications (softcap, ALiBi, bias): every guarantee holds with them too."""
+"""Score modifications (softcap, ALiBi, bias, sinks): every guarantee holds with them too."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import GUARANTEES, OF_BIAS
-from fa_verify.properties.inputs.alibi_families import NO_ALIBI
+from fa_verify.properties.checks.guarantees import GUARANTEES, OF_ADDED
+from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS
 from fa_verify.properties.subjects.declarations import SCORE_MODS
 
 # Several tiles, padding, empty rows, and a tile that the window's edge crosses.
@@ -34,24 +34,31 @@ def test_modified_scores_have_the_logic_of_float64(for_all, shard, mod):
     for_all(guarantees.logic, shard, score_mods=(mod,))
 
 
-# A bias only, as each combination of score modifications compiles another kernel.
-ALONE = {"score_mods": ("bias",), "softcaps": (None,), "alibis": (NO_ALIBI,)}
+# One of them only, as each combination of score modifications compiles another kernel.
+NO_OTHERS = {"softcaps": (None,), "alibis": (NO_ALIBI,)}
+ALONE = {"score_mods": ("bias",), **NO_OTHERS, "sinks": (NO_SINKS,)}
+SINKS_ALONE = {"score_mods": ("sinks",), **NO_OTHERS, "biases": (NO_BIAS,)}
 
 
 @pytest.mark.shards(0, 13)
 def test_the_gradient_of_a_bias_lies_within_the_derived_bound(for_all, shard):
-    for_all(OF_BIAS["dbias"], shard, runs=2, **ALONE)
+    for_all(OF_ADDED["dbias"], shard, runs=2, **ALONE)
 
 
 @pytest.mark.shards(1, 6, float64=True)
 def test_the_gradient_of_a_bias_has_the_logic_of_float64(for_all, shard):
-    for_all(OF_BIAS["dbias"], shard, runs=2, inputs="normal", **ALONE)
+    for_all(OF_ADDED["dbias"], shard, runs=2, inputs="normal", **ALONE)
 
 
+@pytest.mark.shards(0, 13)
+def test_the_gradient_of_sinks_lies_within_the_derived_bound(for_all, shard):
+    for_all(OF_ADDED["dsinks"], shard, runs=2, **SINKS_ALONE)
+
+
+@pytest.mark.parametrize("sinks", [NO_SINKS, "some_absent"])
 @pytest.mark.parametrize("guarantee", GUARANTEES)
-def test_modified_scores_keep_every_guarantee(check_one, subject, device, guarantee):
+def test_modified_scores_keep_every_guarantee(check_one, subject, device, guarantee, sinks):
     config = SOME.config if SOME.config in subject.configs else next(iter(subject.configs))
     dtype = "fp64" if guarantee == "T3" else SOME.dtype
-    check_one(
-        dataclasses.replace(SOME, config=config, dtype=dtype, device=device), GUARANTEES[guarantee]
-    )
+    problem = dataclasses.replace(SOME, config=config, dtype=dtype, device=device, sinks=sinks)
+    check_one(problem, GUARANTEES[guarantee])

@@ -56,7 +56,7 @@ class Inputs:
         self.dlse = None
         if case.dlse != "none":
             self.dlse = self.drawn((B, case.H, M)).to(accumulated)
-        self.slopes = self.bias = None
+        self.slopes = self.bias = self.sinks = None
         if case.alibi:
             shape = (case.B, case.H) if case.alibi == "BH" else (case.H,)
             self.slopes = self.drawn(shape).abs() / 8
@@ -66,13 +66,16 @@ class Inputs:
                 size if name in case.bias else 1 for name, size in zip("BHMN", shape, strict=True)
             )
             self.bias = self.drawn(axes).to(torch.float32 if "+" in case.bias else self.dtype)
+        if case.sinks:
+            self.sinks = self.drawn((case.H,))
 
     def drawn(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device)
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """The tensors that require gradients, by the name of the gradient."""
-        names = [*self.case.needs, *(["bias"] if self.bias is not None else [])]
+        others = [name for name in ("bias", "sinks") if getattr(self, name) is not None]
+        names = [*self.case.needs, *others]
         return {f"d{name}": getattr(self, name).requires_grad_() for name in names}
 
 
@@ -109,7 +112,7 @@ def _masking(x: Inputs) -> dict[str, Any]:
 def _padded(x: Inputs) -> dict[str, torch.Tensor]:
     out, lse = flash_attention(
         x.q, x.k, x.v, **_masking(x), **_options(x.case),
-        softcap=x.case.softcap, alibi_slopes=x.slopes, bias=x.bias,
+        softcap=x.case.softcap, alibi_slopes=x.slopes, bias=x.bias, sinks=x.sinks,
     )  # fmt: skip
     return {"out": out, "lse": lse}
 
@@ -173,7 +176,7 @@ def _varlen(x: Inputs) -> dict[str, torch.Tensor]:
     q, k, v = (y[0].transpose(0, 1) for y in (x.q, x.k, x.v))
     out, lse = flash_attention_varlen(
         q, k, v, **offsets, **longest, **masking, **_options(case),
-        softcap=case.softcap, alibi_slopes=x.slopes,
+        softcap=case.softcap, alibi_slopes=x.slopes, sinks=x.sinks,
     )  # fmt: skip
     return {"out": out.transpose(0, 1)[None], "lse": lse[None]}
 

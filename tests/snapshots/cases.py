@@ -38,6 +38,7 @@ class Case:
         softcap: The softcap, or None.
         alibi: Axes of the slopes, "H" or "BH"; empty for no ALiBi.
         bias: Axes of the bias, out of "BHMN", and "+" for float32; None for no bias.
+        sinks: Whether every head has a sink.
         dlse: "none", "beside" dout, or "alone".
         needs: Requested gradients.
         pool: Rows and keys of a pool block.
@@ -65,6 +66,7 @@ class Case:
     needs: str = "qkv"
     pool: tuple[int, int] | None = None
     hopper: bool = False
+    sinks: bool = False
 
     @property
     def key(self) -> str:

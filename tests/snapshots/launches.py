@@ -48,6 +48,8 @@ def _of_forms() -> Iterator[Case]:
         mods = {"softcap": softcap, "alibi": alibi, "bias": bias}
         if any(mods.values()):
             yield dataclasses.replace(_SMALL, **mods)
+    for config, dtype in (("16x16", "bf16"), ("16x16-split3", "fp64"), ("32x16", "fp32")):
+        yield dataclasses.replace(_SMALL, config=config, dtype=dtype, sinks=True)
     mods = {"softcap": 1.5, "alibi": "BH", "bias": "MN+"}
     yield dataclasses.replace(_SMALL, **mods, config="32x16", dtype="bf16", one_pass=True)
     yield dataclasses.replace(_DEFAULT, softcap=1.5, dtype="bf16")
@@ -85,6 +87,8 @@ def _of_hopper() -> Iterator[Case]:
         )
     for D, Dv in ((40, 104), (128, 64)):
         yield dataclasses.replace(_DEFAULT, hopper=True, D=D, Dv=Dv)
+    for D, call in ((64, "padded"), (128, "varlen")):
+        yield dataclasses.replace(_DEFAULT, hopper=True, call=call, D=D, Dv=D, sinks=True, needs="")
 
 
 def launches() -> Iterator[Case]:

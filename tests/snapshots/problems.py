@@ -56,6 +56,9 @@ def _of_scores() -> Iterator[Case]:
         yield Case(dtype="fp64", mask="window", M=20, N=33, **mods)
         yield Case(dtype="bf16", mask="dilated", one_pass=bias is None, **mods)
     yield Case(alibi="BH", mask="causal", B=2)
+    for config, dtype in (("16x32", "fp16"), ("16x16-split3", "bf16"), ("32x16", "fp64")):
+        yield Case(config=config, dtype=dtype, mask="causal lengths", B=2, sinks=True)
+    yield Case(call="varlen", mask="left", B=5, softcap=1.5, dlse="beside", sinks=True)
     for bias, dtype in product(
         ("", "H", "M", "N", "BM", "HN", "BN", "MN", "BHM"), ("fp16", "bf16")
     ):

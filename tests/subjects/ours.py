@@ -12,7 +12,7 @@ import fa_kernels
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, TORCH_DTYPES
+from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS, TORCH_DTYPES
 from fa_verify.properties.subjects.packing import Packing
 
 __all__ = ["adapted", "flash_attention"]
@@ -171,6 +171,7 @@ def adapted(package: ModuleType):
             "packed": problem.config.endswith(_PACKED),
             "block map": type(problem.mask) is not Mask,
             "score mods": modifies_scores(problem),
+            "sinks": problem.sinks != NO_SINKS,
         }
         found = [f"{backward} {passes}", *[f"{forward} split"] * is_split]
         for kernel in dict.fromkeys((forward, backward)):
@@ -179,7 +180,7 @@ def adapted(package: ModuleType):
 
     flash_attention.returns_lse = True
     flash_attention.lse_grad = True
-    flash_attention.score_mods = ("softcap", "alibi", "bias")
+    flash_attention.score_mods = ("softcap", "alibi", "bias", "sinks")
     flash_attention.l_order = "tile"
     flash_attention.backward_reads = ("out", "lse")
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")

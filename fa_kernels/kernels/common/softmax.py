@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["LN2", "LOG2E", "SoftmaxState", "normalised", "scale_from_bits"]
+__all__ = ["LN2", "LOG2E", "SoftmaxState", "normalised", "scale_from_bits", "with_sink"]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -27,6 +27,21 @@ def scale_from_bits(sm_scale_bits):
     instead, because float64 inputs need its full precision.
     """
     return tl.cast(sm_scale_bits, tl.float64, bitcast=True)
+
+
+@triton.jit
+def with_sink(state, sink):
+    """Returns the ``SoftmaxState`` after one more key of score ``sink``, in natural units, value 0.
+
+    A sink of -inf changes no bit.
+    """
+    sink2 = sink * LOG2E
+    m_new = tl.maximum(state.m, sink2)
+    # A row that has seen no key subtracts 0 if the sink is -inf, since -inf - -inf is NaN.
+    m_pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = tl.exp2(state.m - m_pivot)
+    l_i = state.l * alpha + tl.exp2(sink2 - m_pivot)
+    return SoftmaxState(state.acc * alpha[:, None], l_i, m_new)
 
 
 @triton.jit

@@ -23,7 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fa_kernels.kernels.common.addressing import store_rows, stored_rows
 from fa_kernels.kernels.common.score_mod import base2_scale
 from fa_kernels.kernels.common.seqlen_info import Batch, seqlen_info, sequence_of_tile
-from fa_kernels.kernels.common.softmax import normalised, scale_from_bits
+from fa_kernels.kernels.common.softmax import (
+    SoftmaxState,
+    normalised,
+    scale_from_bits,
+    with_sink,
+)
 from fa_kernels.kernels.common.tile_ranges import tile_of_head
 from fa_kernels.kernels.hopper.pipeline import (
     PROGRAMS_TOGETHER,
@@ -64,11 +69,13 @@ class _Inputs(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """Pointers to the outputs, and the columns of out."""
+    """Pointers to the outputs, the columns of out, and the sinks (H,), or a placeholder."""
 
     out_ptr: Any
     lse_ptr: Any
     Dv: Any
+    sinks_ptr: Any
+    stride_sink: Any
 
 
 class _Call(NamedTuple):
@@ -349,7 +356,10 @@ def _skip(consumer: gl.constexpr, shared, before, tiles):
 
 
 @gluon.jit
-def _write(consumer: gl.constexpr, acc, l_i, m_i, tile, outputs, call, VARLEN: gl.constexpr):
+def _write(
+    consumer: gl.constexpr, acc, l_i, m_i, tile, outputs, call, VARLEN: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+):  # fmt: skip
     """Writes out and lse of a consumer's 64 queries."""
     BLOCK_DV: gl.constexpr = acc.shape[1]
     WIDE: gl.constexpr = wide(BLOCK_DV)
@@ -357,6 +367,10 @@ def _write(consumer: gl.constexpr, acc, l_i, m_i, tile, outputs, call, VARLEN: g
     seqlen_q, offset_q = tile.info.seqlen_q, tile.info.offset_q
     start_m = tile.start_m + consumer * WARPGROUP_ROWS
     offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, ROWS)
+    if HAS_SINKS:
+        sink = gl.load(outputs.sinks_ptr + (tile.h % call.H).to(gl.int64) * outputs.stride_sink)
+        state = with_sink(SoftmaxState(acc, l_i, m_i), sink)
+        acc, l_i, m_i = state.acc, state.l, state.m
     out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < seqlen_q))
     first, end = stored_rows(
         offset_q, tile.h, call.H, offset_q, call.batch.max_seqlen_q, seqlen_q, call.batch.total_q,
@@ -370,7 +384,9 @@ def _write(consumer: gl.constexpr, acc, l_i, m_i, tile, outputs, call, VARLEN: g
 
 
 @gluon.jit
-def _consume(consumer: gl.constexpr, shared, outputs, call, VARLEN: gl.constexpr):
+def _consume(
+    consumer: gl.constexpr, shared, outputs, call, VARLEN: gl.constexpr, HAS_SINKS: gl.constexpr
+):
     """Attends from a consumer's 64 rows of each query tile to its key tiles."""
     CONSUMERS: gl.constexpr = shared.q_tiles.shape[0]
     BLOCK_N: gl.constexpr = shared.k_pipe.tiles.shape[3]
@@ -382,7 +398,7 @@ def _consume(consumer: gl.constexpr, shared, outputs, call, VARLEN: gl.constexpr
         tile = _tile_of_work(work, call, BLOCK_N, CONSUMERS, VARLEN)
         if consumer < tile.consumers:
             acc, l_i, m_i = _attend(consumer, shared, before, tile, call, DTYPE, VARLEN)
-            _write(consumer, acc, l_i, m_i, tile, outputs, call, VARLEN)
+            _write(consumer, acc, l_i, m_i, tile, outputs, call, VARLEN, HAS_SINKS)
         else:
             _skip(consumer, shared, before, tile.tiles)
         before += tile.tiles.hi - tile.tiles.lo
@@ -419,10 +435,10 @@ def _allocate(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "heads", "H", "G", "M", "N", "total_q", "total_k", "Dv", "m_blocks", "narrow", "entries",
-        "window_left", "window_right", "sm_scale_bits",
+        "window_left", "window_right", "sm_scale_bits", "stride_sink",
     ],
     do_not_specialize_on_alignment=[
-        "out_ptr", "lse_ptr", "seqlens_q_ptr", "seqlens_k_ptr", "counter_ptr",
+        "out_ptr", "lse_ptr", "seqlens_q_ptr", "seqlens_k_ptr", "counter_ptr", "sinks_ptr",
     ],
 )  # fmt: skip
 def hopper_forward_kernel(
@@ -448,9 +464,12 @@ def hopper_forward_kernel(
     window_left: gl.int32,
     window_right: gl.int32,
     sm_scale_bits: gl.int64,
+    sinks_ptr,
+    stride_sink: gl.int64,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     VARLEN: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, of ``heads`` = B H heads.
 
@@ -464,9 +483,13 @@ def hopper_forward_kernel(
     of (1,H,total_q,D), (1,Hk,total_k,D), (1,Hk,total_k,Dv). If ``entries`` is not 0, ``heads`` is
     H, each head has the tiles of ``entries`` sequences (see ``sequence_of_tile``), and no tile is
     narrow.
+
+    HAS_SINKS: as in ``forward_kernel``.
     """
     inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc)
-    outputs = _Outputs(out_ptr=out_ptr, lse_ptr=lse_ptr, Dv=Dv)
+    outputs = _Outputs(
+        out_ptr=out_ptr, lse_ptr=lse_ptr, Dv=Dv, sinks_ptr=sinks_ptr, stride_sink=stride_sink
+    )
     batch = Batch(
         seqlens_q_ptr=seqlens_q_ptr, seqlens_k_ptr=seqlens_k_ptr, max_seqlen_q=M, max_seqlen_k=N,
         total_q=total_q, total_k=total_k,
@@ -480,8 +503,8 @@ def hopper_forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, outputs, call, VARLEN)),
-                (_consume, (1, shared, outputs, call, VARLEN)),
+                (_consume, (0, shared, outputs, call, VARLEN, HAS_SINKS)),
+                (_consume, (1, shared, outputs, call, VARLEN, HAS_SINKS)),
                 (_produce, (inputs, shared, call, counter_ptr, VARLEN)),
             ],
             [4, 1],
@@ -490,9 +513,9 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, outputs, call, VARLEN)),
-                (_consume, (1, shared, outputs, call, VARLEN)),
-                (_consume, (2, shared, outputs, call, VARLEN)),
+                (_consume, (0, shared, outputs, call, VARLEN, HAS_SINKS)),
+                (_consume, (1, shared, outputs, call, VARLEN, HAS_SINKS)),
+                (_consume, (2, shared, outputs, call, VARLEN, HAS_SINKS)),
                 (_produce, (inputs, shared, call, counter_ptr, VARLEN)),
             ],
             [4, 4, 1],

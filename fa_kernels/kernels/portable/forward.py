@@ -33,7 +33,12 @@ from fa_kernels.kernels.common.score_mod import (
     score_mods,
 )
 from fa_kernels.kernels.common.seqlen_info import Batch
-from fa_kernels.kernels.common.softmax import SoftmaxState, normalised, scale_from_bits
+from fa_kernels.kernels.common.softmax import (
+    SoftmaxState,
+    normalised,
+    scale_from_bits,
+    with_sink,
+)
 from fa_kernels.kernels.common.tile_ranges import split_range
 
 __all__ = ["attend", "forward_kernel"]
@@ -149,6 +154,8 @@ def forward_kernel(
     stride_bh: tl.int64,
     stride_bm: tl.int64,
     stride_bn: tl.int64,
+    sinks_ptr,
+    stride_sink: tl.int64,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -160,6 +167,7 @@ def forward_kernel(
     IS_SPLIT: tl.constexpr,
     VARLEN: tl.constexpr,
     SCORE_MODS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head.
 
@@ -170,6 +178,9 @@ def forward_kernel(
     IS_SPLIT: a program writes the sums of one split of the key tiles. out receives the unnormalised
     sums (num_splits,B,H,M,Dv), lse the maxima in base 2 (num_splits,B,H,M), and l the sums of
     weights, of the same shape.
+
+    HAS_SINKS: each valid row also sees one key of value 0, with the head's score in sinks (H,), in
+    natural units. With IS_SPLIT, only the first split holds it.
     """
     CONFIG: tl.constexpr = KernelConfig(
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, SCORE_MODS
@@ -231,7 +242,12 @@ def forward_kernel(
         )  # fmt: skip
 
     first, end = stored_rows(b, h, H, seqlen.offset_q, M, seqlen.seqlen_q, total_q, VARLEN)
-    # Rows without a visible key, padding included, get out = 0 and lse = -inf.
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + h.to(tl.int64) * stride_sink).to(ACC)
+        if IS_SPLIT:
+            sink = tl.where(split == 0, sink, -float("inf"))
+        state = with_sink(state, sink)
+    # Rows without a visible key or sink, padding included, get out = 0 and lse = -inf.
     if IS_SPLIT:
         # A split without tiles writes sums of 0 and maxima of -inf.
         first += split.to(tl.int64) * rows

@@ -52,6 +52,7 @@ class Pass:
         slopes: (B, H, 1, 1), or None without ALiBi.
         distance: (B, 1, M, N), |p - n| of ALiBi.
         bias: (B, H, M, N), or None.
+        sink: (B, H, M, 1), the score of the sink, -inf in padding; None without sinks.
         hidden: The score of hidden pairs, or (B, H, M, N).
         count: How often a pair is added, broadcast to (B, H, M, N); None is once.
         start: The least value of the running maximum.
@@ -86,6 +87,7 @@ class Pass:
     slopes: torch.Tensor | None
     distance: torch.Tensor
     bias: torch.Tensor | None
+    sink: torch.Tensor | None = None
     hidden: float | torch.Tensor = -math.inf
     count: torch.Tensor | None = None
     start: float = -math.inf
@@ -186,8 +188,11 @@ class Case:
         m = torch.arange(x.M, device=x.device).view(-1, 1)
         n = torch.arange(x.N, device=x.device)
         distance = (m + (keys - rows) - n).abs().double()
+        sink = None
+        if given.sinks is not None:
+            sink = torch.where(m < rows, given.sinks.double().view(-1, 1, 1), -math.inf)
         return Pass(
-            self, q, k, v, dout, dlse, head, seen, x.scale, x.softcap, slopes, distance, bias
+            self, q, k, v, dout, dlse, head, seen, x.scale, x.softcap, slopes, distance, bias, sink
         )
 
 
@@ -247,9 +252,13 @@ def _forward(p: Pass) -> Forward:
     if s.shape[3] == 0:
         shape = (*p.q.shape[:3], p.v.shape[3])
         zero, none = s.new_zeros(shape), s.new_full(shape[:3], -math.inf)
+        if p.sink is not None:
+            none = p.sink.squeeze(3).expand(none.shape)
         ones = torch.ones_like(none)
         return Forward(zero, none, ones.unsqueeze(3), ones.unsqueeze(3), zero, ones)
     m = s.amax(3, keepdim=True).clamp(min=p.start)
+    if p.sink is not None:
+        m = torch.maximum(m, p.sink)
     live = m > -math.inf
     pivot = torch.where(live, m, 0.0) if p.guarded else m
     e = torch.exp(s - pivot)
@@ -266,6 +275,8 @@ def _forward(p: Pass) -> Forward:
         of_acc = e if "acc" in p.rescales else of_running
         of_l = e if "l" in p.rescales else of_running
     total = of_l.sum(3, keepdim=True)
+    if p.sink is not None:
+        total = total + torch.exp(p.sink - pivot)
     some = (total > 0) | total.isnan()
     safe = torch.where(some, total, 1.0)
     v = p.v[:, p.head]

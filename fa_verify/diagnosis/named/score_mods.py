@@ -1,4 +1,4 @@
-"""Faults of softcap, ALiBi and bias."""
+"""Faults of softcap, ALiBi, bias and sinks."""
 
 from __future__ import annotations
 
@@ -64,6 +64,22 @@ def _bias_times(factor: float) -> Change:
     return change
 
 
+def _sink(make: Callable[[Pass, torch.Tensor], torch.Tensor]) -> Change:
+    def change(p: Pass, block_m: int, block_n: int) -> bool:
+        if p.sink is None:
+            return False
+        sink = make(p, p.sink)
+        changed = not torch.equal(sink, p.sink)
+        p.sink = sink
+        return changed
+
+    return change
+
+
+def _of_key_head(p: Pass, sink: torch.Tensor) -> torch.Tensor:
+    return sink[:, torch.arange(sink.shape[1], device=sink.device) // p.case.problem.G]
+
+
 SCORE_MODS: tuple[Named, ...] = (
     Named("hidden keys capped", "hidden scores were capped too, and visible then",
           tuple(finite(_capped_hidden, *x)
@@ -87,4 +103,15 @@ SCORE_MODS: tuple[Named, ...] = (
           (_bias_times(math.log(2)), _bias_times(math.log2(math.e))),
           recorded=("the bias is in base 2",)),
     Named("no bias", "the bias were ignored", (_without_mod("bias"),)),
+    Named("no sink", "the sink were ignored", (_without_mod("sink"),),
+          recorded=("the sink is left out of the softmax sum",)),
+    Named("sink scaled", "the sink were multiplied by sm_scale",
+          (_sink(lambda p, sink: p.case.problem.scale * sink),),
+          recorded=("the sink is scaled by sm_scale",)),
+    Named("sink in base 2", "the sink were in base 2 already",
+          (_sink(lambda _, sink: math.log(2) * sink),
+           _sink(lambda _, sink: math.log2(math.e) * sink)),
+          recorded=("the sink is in base 2 already",)),
+    Named("sink of the key head", "the sink were that of the key/value head",
+          (_sink(_of_key_head),), recorded=("the sink is that of the key/value head",)),
 )  # fmt: skip

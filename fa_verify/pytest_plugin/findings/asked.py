@@ -96,6 +96,7 @@ ASKED: dict[str, str | None] = {
     "test_modified_scores_have_the_logic_of_float64": "T3",
     "test_modified_scores_keep_every_guarantee": None,
     "test_the_gradient_of_a_bias_lies_within_the_derived_bound": "G1",
+    "test_the_gradient_of_sinks_lies_within_the_derived_bound": "G1",
     "test_the_gradient_of_a_bias_has_the_logic_of_float64": "T3",
     "test_the_forms_of_a_mask_agree": "forms",
     "test_a_kernel_that_evaluates_a_mask_is_within_the_bound": "G1",

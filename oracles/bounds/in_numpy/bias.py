@@ -9,7 +9,12 @@ from fa_verify.oracles.bounds.in_numpy.bound import head_bound
 from fa_verify.oracles.bounds.in_numpy.units import units_of
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
-from fa_verify.oracles.reference.numpy_reference import added_terms, attend_head, seen_keys
+from fa_verify.oracles.reference.numpy_reference import (
+    added_terms,
+    attend_head,
+    seen_keys,
+    sinks_of_rows,
+)
 
 __all__ = ["bias_gradient"]
 
@@ -30,6 +35,7 @@ def bias_gradient(
     numerics: Numerics,
     softcap: float | None = None,
     alibi_slopes: FloatArray | None = None,
+    sinks: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """Returns dbias and the bound of a correct kernel's error, both in the shape of the bias.
 
@@ -48,6 +54,7 @@ def bias_gradient(
         numerics: The kernel's declared numerics.
         softcap: As in ``numpy_reference.attention``.
         alibi_slopes: As in ``numpy_reference.attention``.
+        sinks: As in ``numpy_reference.attention``.
     """
     units, stored = units_of(in_dtype, numerics), units_of(bias_dtype, Numerics())
     B, H, M, _ = q.shape
@@ -62,6 +69,7 @@ def bias_gradient(
                 head = attend_head(
                     q[b, h], k[b, g], v[b, g], dout[b, h], np.zeros(M), seen_bmn[b], sm_scale,
                     softcap, tuple(term_bhmn[b, h] for term_bhmn in added),
+                    sinks_of_rows(sinks, mask, b, h, M),
                 )  # fmt: skip
                 of_head = head_bound(
                     head, sm_scale, numerics, units, np.ones(N), False, not mask.is_plain, softcap

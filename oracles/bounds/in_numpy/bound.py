@@ -25,11 +25,19 @@ from fa_verify.oracles.bounds.in_numpy.units import (
     rescales,
     rounded,
     seen_tiles,
+    sink_exponent_error,
+    sunk,
     units_of,
 )
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
-from fa_verify.oracles.reference.numpy_reference import Head, added_terms, attend_head, seen_keys
+from fa_verify.oracles.reference.numpy_reference import (
+    Head,
+    added_terms,
+    attend_head,
+    seen_keys,
+    sinks_of_rows,
+)
 
 __all__ = [
     "HeadBound",
@@ -42,7 +50,10 @@ __all__ = [
     "head_bound",
     "logit_error",
     "recomputed_error",
+    "recomputed_sink_error",
     "score_error",
+    "sink_dscore_error",
+    "sink_error",
 ]
 
 FloatArray = npt.NDArray[np.float64]
@@ -188,24 +199,36 @@ def score_error(
         + 3 * u * lag_of(head, numerics)[:, None]
         + units.u_exp
     )
-    rescales_mn = rescales(head, error_mn, numerics, any_order)
+    sink_error_m = sink_exponent_error(head, numerics, units)
+    rescales_mn = rescales(head, error_mn, sink_error_m, numerics, any_order)
     return np.where(head.seen_mn, error_mn + rescales_mn * units.u_exp, 0.0)
+
+
+def sink_error(head: Head, numerics: Numerics, units: Units) -> FloatArray:
+    """Returns E of the sinks, (M,), of which every tile may rescale the weight."""
+    tiles_m = sunk(head) * seen_tiles(head.seen_mn, numerics.block_n)
+    return sink_exponent_error(head, numerics, units) + tiles_m * units.u_exp
 
 
 def forward_bound(
     head: Head, error_mn: FloatArray, numerics: Numerics, units: Units
 ) -> tuple[FloatArray, FloatArray]:
-    """Returns bounds of out (M, Dv) and lse (M,), over the visible keys; 0 on empty rows."""
+    """Returns bounds of out (M, Dv) and lse (M,), over the visible keys and the sink.
+
+    out is exact in rows without a visible key, and lse in those without a sink either.
+    """
     u, uc = units.u, units.u_cast_dot
     lost = units.eta_x * (1 + units.u_dot)
     bound_out_me = np.zeros_like(head.out_me)
     bound_lse_m = np.zeros_like(head.lse_m)
     tiles_m = seen_tiles(head.seen_mn, numerics.block_n)
-    lag_m = lag_of(head, numerics)
+    lag_m, sunk_m = lag_of(head, numerics), sunk(head)
+    sink_error_m = sink_error(head, numerics, units)
     for m in range(head.seen_mn.shape[0]):
-        seen_n = head.seen_mn[m]
-        if not seen_n.any():
+        seen_n, extra = head.seen_mn[m], sunk_m[m]
+        if not seen_n.any() and not extra:
             continue
+        p_sink, error_sink = head.sink_probs_m[m], sink_error_m[m]
         p_n, error_n, v_ne = head.probs_mn[m, seen_n], error_mn[m, seen_n], head.v_ne[seen_n]
         out_e, row_max, lse = head.out_me[m], head.row_max_m[m], head.lse_m[m]
         tiles = tiles_m[m]
@@ -217,39 +240,66 @@ def forward_bound(
             # A tile adds the weights of its keys; those of hidden keys are 0, which is exact.
             most = min(float(seen_n.sum()), float(numerics.l_tile))
             depth = max(float(numerics.block_n), most)
-        gamma_l = units.gamma(depth + 2 * tiles + 4)
+        gamma_l = units.gamma(depth + 2 * (tiles + extra) + 4)
         if numerics.l_from == "rounded":
             gamma_l = gamma_l + units.u_cast * (1 + gamma_l)
 
         # 2: out. P is cast relative to the running maximum, so its underflow weighs less if the
         # softmax of a row is spread out: exp(max - L) is 1 / l.
-        z = (p_n * np.exp(-error_n)).sum()
+        z = (p_n * np.exp(-error_n)).sum() + p_sink * np.exp(-error_sink)
         spread = 1.0
         if not numerics.p_normalised:
-            spread = np.exp(min(0.0, row_max - lse + 2 * error_n.max()))
+            spread = np.exp(min(0.0, row_max - lse + 2 * error_n.max(initial=error_sink)))
         core_e = (p_n * np.expm1(error_n)) @ np.abs(v_ne - out_e) / z
+        core_e += p_sink * np.expm1(error_sink) * np.abs(0 - out_e) / z  # the sink's value is 0
         core_e += (
-            (uc + units.g(keys + 2 * tiles) * (1 + uc))
+            (uc + units.g(keys + 2 * tiles + extra) * (1 + uc))
             * ((p_n * np.exp(error_n)) @ np.abs(v_ne))
             / z
         )
         core_e += (units.eta_cast + units.flush) * spread * np.abs(v_ne).sum(axis=0)
         core_e += lost * (p_n * np.exp(error_n)).sum() / z
-        core_e += units.flush_op * tiles + units.flush_op  # rescales, and the division by l
+        # rescales, and the division by l
+        core_e += units.flush_op * (tiles + extra) + units.flush_op
         if numerics.splits > 1:
             parts = min(float(numerics.splits), tiles)
             core_e += units.flush_op * 2 * parts  # each split is weighted, and added
         core_e += (gamma_l + 4 * u) * (np.abs(out_e) + core_e)
-        bound_out_me[m] = core_e + units.u_stored * (np.abs(out_e) + core_e) + units.eta_stored
+        if seen_n.any():
+            bound_out_me[m] = core_e + units.u_stored * (np.abs(out_e) + core_e) + units.eta_stored
 
         # 3: lse. Since sum p = 1, log(sum p exp(E)) is log1p(sum p expm1(E)), without cancellation.
         bound_lse_m[m] = (
-            np.log1p((p_n * np.expm1(error_n)).sum())
+            np.log1p((p_n * np.expm1(error_n)).sum() + p_sink * np.expm1(error_sink))
             + gamma_l
             + units.u_log * (1 + abs(lse - row_max) + lag_m[m])
             + 4 * u * (max(abs(row_max), abs(lse)) + lag_m[m])
         )
     return bound_out_me, bound_lse_m
+
+
+def _delta_error(head: Head, bound_out_me: FloatArray, units: Units, of_dlse: int) -> FloatArray:
+    """Returns the error of delta, (M,); ``of_dlse`` is that of ``_dscore_error``."""
+    dout_me, Dv = np.abs(head.stored_dout_me), head.v_ne.shape[1]
+    error_delta_m = (dout_me * bound_out_me).sum(axis=1)
+    error_delta_m += units.gamma(Dv + 4) * (dout_me * (np.abs(head.out_me) + bound_out_me)).sum(1)
+    operands_me = dout_me + np.abs(head.out_me) + bound_out_me
+    error_delta_m += units.flush_op * (operands_me + 2).sum(axis=1)  # operands, products, sums
+    if of_dlse:
+        error_delta_m += units.u * (np.abs(head.delta_m) + of_dlse * np.abs(head.dlse_m))
+        error_delta_m += 2 * units.flush_op
+    return np.asarray(error_delta_m)
+
+
+def sink_dscore_error(
+    head: Head, bound_out_me: FloatArray, prob_error_m: FloatArray, units: Units, of_dlse: int
+) -> FloatArray:
+    """Returns the error of the sink's dS = P (0 - delta), (M,), for an error of P's exponent."""
+    error_delta_m = _delta_error(head, bound_out_me, units, of_dlse) + units.flush_op
+    delta_m, p_m = np.abs(head.delta_m), head.sink_probs_m
+    difference_m = error_delta_m + 3 * units.u * (delta_m + error_delta_m)
+    grown_m = np.expm1(prob_error_m) * delta_m + np.exp(prob_error_m) * difference_m
+    return np.asarray(sunk(head) * (p_m * grown_m + units.flush * (1 + delta_m)))
 
 
 def _dscore_error(
@@ -274,14 +324,7 @@ def _dscore_error(
         dout_me @ np.abs(head.v_ne).T
     )
     error_dprobs_mn += units.subnormal_operands(head.dout_me, head.v_ne)
-    dout_me = np.abs(head.stored_dout_me)
-    error_delta_m = (dout_me * bound_out_me).sum(axis=1)
-    error_delta_m += units.gamma(Dv + 4) * (dout_me * (np.abs(head.out_me) + bound_out_me)).sum(1)
-    operands_me = dout_me + np.abs(head.out_me) + bound_out_me
-    error_delta_m += units.flush_op * (operands_me + 2).sum(axis=1)  # operands, products, sums
-    if of_dlse:
-        error_delta_m += u * (np.abs(head.delta_m) + of_dlse * np.abs(head.dlse_m))
-        error_delta_m += 2 * units.flush_op
+    error_delta_m = _delta_error(head, bound_out_me, units, of_dlse)
 
     inputs_mn = error_dprobs_mn + error_delta_m[:, None] + units.flush_op  # flush of dP - delta
     terms_mn = np.abs(dprobs_mn) + np.abs(delta_m1)
@@ -339,6 +382,17 @@ def recomputed_error(
     magnitudes_mn = np.abs(head.scores_mn) + np.abs(lse_m)[:, None]
     prob_error_mn = error_mn + bound_lse_m[:, None] + 3 * units.u * magnitudes_mn + units.u_exp
     return np.where(head.seen_mn, prob_error_mn, 0.0)
+
+
+def recomputed_sink_error(
+    head: Head, bound_lse_m: FloatArray, numerics: Numerics, units: Units
+) -> FloatArray:
+    """Returns F of the sinks, (M,), as ``recomputed_error``; 0 for a sink that weighs nothing."""
+    there_m = head.sink_probs_m > 0
+    magnitude_m = np.abs(np.where(there_m, head.sink_m, 0.0))
+    magnitude_m = magnitude_m + np.abs(np.where(there_m, head.lse_m, 0.0))
+    error_m = sink_error(head, numerics, units) + bound_lse_m + units.u_exp
+    return np.where(there_m, error_m + 3 * units.u * magnitude_m, 0.0)
 
 
 def backward_bound(
@@ -556,6 +610,7 @@ def groups(
     alibi_slopes: FloatArray | None,
     bias: FloatArray | None,
     conversion: str | None = None,
+    sinks: FloatArray | None = None,
 ) -> Iterator[tuple[int, int, slice, list[Head]]]:
     """Yields batch entry, key/value head, its query heads, and their passes, group by group.
 
@@ -577,6 +632,7 @@ def groups(
                 attend_head(
                     q[b, h], k[b, g], v[b, g], dout[b, h], dlse_bhm[b, h], seen_bmn[b], sm_scale,
                     softcap, tuple(term_bhmn[b, h] for term_bhmn in added),
+                    sinks_of_rows(sinks, mask, b, h, M),
                 )
                 for h in range(hs.start, hs.stop)
             ]  # fmt: skip
@@ -606,6 +662,7 @@ def bound(
     softcap: float | None = None,
     alibi_slopes: FloatArray | None = None,
     bias: FloatArray | None = None,
+    sinks: FloatArray | None = None,
 ) -> Outputs[FloatArray]:
     """Returns the largest error of each element of a correct kernel's outputs.
 
@@ -626,6 +683,7 @@ def bound(
         softcap: As in ``numpy_reference.attention``.
         alibi_slopes: As in ``numpy_reference.attention``.
         bias: As in ``numpy_reference.attention``.
+        sinks: As in ``numpy_reference.attention``.
 
     Returns:
         Bounds shaped as the outputs; doubled for "fp64", because the reference has an error of the
@@ -645,7 +703,7 @@ def bound(
         dk=np.zeros(k.shape),
         dv=np.zeros(v.shape),
     )
-    passes = groups(q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias)
+    passes = groups(q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias, sinks=sinks)
     with np.errstate(over="ignore", invalid="ignore"):
         for b, g, hs, heads in passes:
 

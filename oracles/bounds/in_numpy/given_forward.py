@@ -20,6 +20,7 @@ from fa_verify.oracles.bounds.in_numpy.bound import (
     groups,
     logit_error,
     recomputed_error,
+    recomputed_sink_error,
     score_error,
 )
 from fa_verify.oracles.bounds.in_numpy.units import Units, conversion_of, lag_of, units_of
@@ -41,13 +42,14 @@ class GivenHead(NamedTuple):
     head: Head
     prob_error_mn: FloatArray  # error of the exponent of P
     out_error_me: FloatArray
+    sink_error_m: FloatArray  # error of the exponent of the sink's P
 
 
 def _exponent_error(
     head: Head, lse_m: FloatArray, sm_scale: float, numerics: Numerics, units: Units,
     softcap: float | None,
-) -> FloatArray:  # fmt: skip
-    """Returns the error of the exponent of P = exp(s - lse), for a returned lse_m."""
+) -> tuple[FloatArray, FloatArray]:  # fmt: skip
+    """Returns the errors of the exponents of P = exp(s - lse), of keys and of the sink."""
     error_mn = logit_error(head, sm_scale, numerics, units, softcap) + units.u_exp
     error_mn = error_mn + 5 * units.u * np.abs(head.scores_mn)
     error_m = 3 * units.u * np.abs(lse_m)
@@ -56,7 +58,8 @@ def _exponent_error(
         error_m = error_m + units.u * np.abs(lse_m)
         error_m = error_m + units.u_log * (1 + log_l_m + lag_of(head, numerics))
         error_m = error_m + 3 * units.u * (1 + log_l_m + lag_of(head, numerics))
-    return np.where(head.seen_mn, error_mn + error_m[:, None], 0.0)
+    of_sink_m = units.u_exp + 5 * units.u * np.abs(head.sink_m) + error_m
+    return np.where(head.seen_mn, error_mn + error_m[:, None], 0.0), of_sink_m
 
 
 def given_head(
@@ -88,14 +91,19 @@ def given_head(
     true_out_error_me, true_lse_error_m = forward_bound(head, error_mn, numerics, units)
 
     # P, from the lse that was returned or from the true one
-    probs_mn = head.probs_mn
+    probs_mn, sink_probs_m = head.probs_mn, head.sink_probs_m
     if {"lse", "m_and_l"} & set(numerics.backward_reads):
-        lse_m = np.where(live_m, lse_m, 0.0)
+        lse_m = np.where(live_m | (head.sink_m > -np.inf), lse_m, 0.0)
         exponent_mn = np.where(head.seen_mn, head.scores_mn - lse_m[:, None], 0.0)
         probs_mn = np.where(head.seen_mn, np.exp(exponent_mn), 0.0)
-        prob_error_mn = _exponent_error(head, lse_m, sm_scale, numerics, units, softcap)
+        sink_probs_m = np.exp(head.sink_m - lse_m)
+        prob_error_mn, sink_error_m = _exponent_error(
+            head, lse_m, sm_scale, numerics, units, softcap
+        )
+        sink_error_m = np.where(sink_probs_m > 0, sink_error_m, 0.0)
     else:
         prob_error_mn = recomputed_error(head, error_mn, true_lse_error_m, units)
+        sink_error_m = recomputed_sink_error(head, true_lse_error_m, numerics, units)
 
     # delta, from the output that was returned or from the true one
     used_me, out_error_me = head.out_me, true_out_error_me
@@ -112,11 +120,13 @@ def given_head(
         out_me=used_me,
         delta_m=delta_m,
         dscores_mn=dscores_mn,
+        sink_probs_m=sink_probs_m,
+        sink_dscores_m=sink_probs_m * (0 - delta_m),
         dq_md=sm_scale * (dscaled_mn @ head.k_nd),
         dk_nd=sm_scale * (dscaled_mn.T @ head.q_md),
         dv_ne=probs_mn.T @ head.dout_me,
     )
-    return GivenHead(given, prob_error_mn, out_error_me)
+    return GivenHead(given, prob_error_mn, out_error_me, sink_error_m)
 
 
 def backward(
@@ -135,6 +145,7 @@ def backward(
     softcap: float | None = None,
     alibi_slopes: FloatArray | None = None,
     bias: FloatArray | None = None,
+    sinks: FloatArray | None = None,
 ) -> tuple[Outputs[FloatArray], Outputs[FloatArray]]:
     """Returns the gradients given out and lse, and the bounds of their errors.
 
@@ -153,6 +164,7 @@ def backward(
         softcap: As in ``numpy_reference.attention``.
         alibi_slopes: As in ``numpy_reference.attention``.
         bias: As in ``numpy_reference.attention``.
+        sinks: As in ``numpy_reference.attention``.
 
     Returns:
         Two sets of outputs; out and lse are the given ones, with bounds of 0. Bounds are doubled
@@ -171,7 +183,9 @@ def backward(
     )
     value = Outputs(out, lse, np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape))
     limit = Outputs(*(np.zeros_like(x) for x in value))
-    passes = groups(q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias, conversion)
+    passes = groups(
+        q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias, conversion, sinks
+    )
     with np.errstate(over="ignore", invalid="ignore"):
         for b, g, hs, heads in passes:
             given = [
@@ -213,6 +227,7 @@ def bias_backward(
     dlse: FloatArray | None = None,
     softcap: float | None = None,
     alibi_slopes: FloatArray | None = None,
+    sinks: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """Returns dbias given out and lse, and the bound of its error, in the shape of the bias.
 
@@ -224,7 +239,9 @@ def bias_backward(
     (B, _, M, _), N = q.shape, k.shape[2]
     seen_bmn = seen_keys(mask, B, M, N)
     value, error, size, count = (np.zeros(bias.shape) for _ in range(4))
-    passes = groups(q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias, conversion)
+    passes = groups(
+        q, k, v, dout, mask, sm_scale, dlse, softcap, alibi_slopes, bias, conversion, sinks
+    )
     with np.errstate(over="ignore", invalid="ignore"):
         for b, _, hs, heads in passes:
             for h, head in enumerate(heads, hs.start):

@@ -28,6 +28,8 @@ __all__ = [
     "rescales",
     "rounded",
     "seen_tiles",
+    "sink_exponent_error",
+    "sunk",
     "units_of",
 ]
 
@@ -184,16 +186,33 @@ def seen_tiles(seen_mn: BoolArray, width: int) -> FloatArray:
     return count_m
 
 
+def sunk(head: Head) -> FloatArray:
+    """Returns 1 in rows with a sink and 0 in others, (M,)."""
+    return np.where(head.sink_m > -np.inf, 1.0, 0.0)
+
+
+def sink_exponent_error(head: Head, numerics: Numerics, units: Units) -> FloatArray:
+    """Returns the error of the sink's score and of its exponential, without rescales, (M,).
+
+    The score itself is exact. It is 0 if the sink weighs nothing.
+    """
+    there_m = head.sink_probs_m > 0
+    sink_m = np.where(there_m, head.sink_m, 0.0)
+    below_m = np.where(there_m, head.row_max_m - sink_m, 0.0) + lag_of(head, numerics)
+    error_m = units.u_exp + units.u * (5 * np.abs(sink_m) + 3 * below_m)
+    return np.where(there_m, error_m, 0.0)
+
+
 def lag_of(head: Head, numerics: Numerics) -> FloatArray:
     """Returns r, the largest distance of the maximum in use below the row's, natural units, (M,).
 
-    It is 0 if one tile holds all keys that a row sees.
+    It is 0 if one tile holds all keys that a row sees, and there is no sink.
 
     Args:
         head: The passes of the reference.
         numerics: The kernel's declared numerics: ``rescale_threshold`` and ``block_n`` are used.
     """
-    several_m = seen_tiles(head.seen_mn, numerics.block_n) > 1
+    several_m = seen_tiles(head.seen_mn, numerics.block_n) + sunk(head) > 1
     return np.where(several_m, numerics.rescale_threshold * math.log(2.0), 0.0)
 
 
@@ -233,16 +252,20 @@ def _possibly_larger(tile_max: list[float], slack: float) -> list[int]:
     ]
 
 
-def rescales(head: Head, error_mn: FloatArray, numerics: Numerics, any_order: bool) -> FloatArray:
+def rescales(
+    head: Head, error_mn: FloatArray, sink_error_m: FloatArray, numerics: Numerics, any_order: bool
+) -> FloatArray:
     """Returns R, the most changes of the running maximum after each key is visited, (M, N).
 
     Without ``any_order`` it is the larger count of a visit from either end, for all keys of a row.
     With it, R is the number of other tiles that may have a larger maximum than the key's tile. A
-    score that nearly reaches the maximum counts as a change, because each score has an error.
+    score that nearly reaches the maximum counts as a change, because each score has an error. A
+    sink changes the maximum once more, whenever it is visited.
 
     Args:
         head: The passes of the reference.
         error_mn: (M, N) errors of the scores, >= 0.
+        sink_error_m: (M,) errors of the sinks, >= 0.
         numerics: The kernel's declared numerics: ``block_n`` and ``splits`` are used.
         any_order: Whether a kernel may visit the tiles of a row in any order.
     """
@@ -254,7 +277,7 @@ def rescales(head: Head, error_mn: FloatArray, numerics: Numerics, any_order: bo
         seen_n = head.seen_mn[m]
         if not seen_n.any():
             continue
-        slack = 2 * float(error_mn[m, seen_n].max())
+        slack = 2 * max(float(error_mn[m, seen_n].max()), float(sink_error_m[m]))
         tiles, tile_max = [], []
         for start in range(0, N, block_n):
             tile = slice(start, start + block_n)
@@ -266,7 +289,7 @@ def rescales(head: Head, error_mn: FloatArray, numerics: Numerics, any_order: bo
                 count_mn[m, tile] = larger
         else:
             count_mn[m] = max(changes(tile_max, slack), changes(tile_max[::-1], slack))
-    return count_mn
+    return count_mn + sunk(head)[:, None]
 
 
 def _nearest_away(x: FloatArray) -> FloatArray:

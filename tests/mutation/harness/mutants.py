@@ -76,8 +76,8 @@ _BOUNDS = (
         ("terms cancel", "sum(map(torch.abs, x.added), parts)", "s.abs()"),
         (
             "the reach of a score is scaled",
-            "return Scores(s, reach, p,",
-            "return Scores(s, reach * sm_scale, p,",
+            "s, reach, p, error, m, m + log_l,",
+            "s, reach * sm_scale, p, error, m, m + log_l,",
             "test_error_model",
         ),
     ),
@@ -160,7 +160,7 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/bias_gradient.py",
+        "properties/checks/added_gradients.py",
         "test_bias",
         ("NaN passes", "bad = ratio > 1", "bad = (got - want).abs() > limit"),
     ),
@@ -229,9 +229,15 @@ _CHECKS = (
         "test_masking test_guarantees",
         (
             "dout of empty rows is 0",
-            "torch.where(empty.unsqueeze(3), torch.nan, inputs",
-            "torch.where(empty.unsqueeze(3), 0.0, inputs",
+            "torch.where(blind.unsqueeze(3), torch.nan, inputs",
+            "torch.where(blind.unsqueeze(3), 0.0, inputs",
         ),
+    ),
+    *faults_of(
+        "oracles/bounds/sinks.py",
+        "test_sinks",
+        ("dsinks are those of the first entry", ".sum((0, 2))", ".sum(2)[0]"),
+        ("the exponent of P is exact", "exponent_error=error.", "exponent_error=0 * error."),
     ),
     *faults_of(
         "properties/checks/pooled.py",

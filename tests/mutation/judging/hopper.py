@@ -80,6 +80,19 @@ PROBLEMS = {
         dirty="nan",
         config="default-one_pass-packed",
     ),
+    # Sinks of several heads and entries, beside rows without a visible key; and packed.
+    "sinks": _problem(
+        B=2, H=4, Hk=2, N=150, mask=_PADDED, dirty="nan", sinks="some_absent", dlse="normal"
+    ),
+    "sinks, packed, wide": _problem(
+        B=2,
+        H=2,
+        D=128,
+        Dv=128,
+        mask=Mask(causal=True, seqlens_q=(150, 60), seqlens_k=(100, 3)),
+        sinks="dominant",
+        config="default-packed",
+    ),
     # Three edge tiles before the full ones, for one head and for groups of two.
     "causal, wide": _problem(M=330, N=330, D=128, Dv=128, mask=Mask(causal=True)),
     "group, wide": _problem(H=4, Hk=2, M=200, N=200, D=128, Dv=128, mask=Mask(causal=True)),

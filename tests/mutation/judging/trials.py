@@ -94,6 +94,19 @@ QUICK: tuple[Step, ...] = (
           mask=Mask(causal=True, seqlens_q=(37, 0, 3, 20), seqlens_k=(20, 5, 0, 21))),
     _step("dbias", "G9", B=2, H=2, M=20, N=35, D=5, Dv=3, bias="needles/hmn", alibi="normal",
           softcap=3.0, config="16x16-one_pass", dlse="normal"),
+    # Sinks: with groups, a softcap, rows without a key, padding and a gradient of lse; with key
+    # splits; huge ones; with packed sequences.
+    _step("G3", "G9", "dsinks", B=2, H=4, Hk=2, M=20, N=35, D=5, Dv=3, mask=_RAGGED_ROWS,
+          dirty="nan", dlse="normal", sinks="dominant", softcap=2.0),
+    _step("G3", "dsinks", B=2, H=3, M=19, N=70, D=5, Dv=3, config="16x16-split3", dirty="nan",
+          sinks="some_absent",
+          mask=Mask(window_left=40, window_right=1, seqlens_q=(19, 18), seqlens_k=(70, 5))),
+    _step("dsinks", H=2, M=40, N=17, dtype="fp32", mask=Mask(causal=True), sinks="huge",
+          dlse="normal"),
+    # A split without a key beside splits whose scores are low.
+    _step(M=2, N=20, dtype="fp32", inputs="lse_low_1e5", config="16x16-split3", sinks="absent"),
+    _step("dsinks", B=3, H=2, M=19, N=21, D=5, Dv=3, config="16x16-packed", dlse="normal",
+          sinks="ordinary", mask=Mask(causal=True, seqlens_q=(19, 0, 7), seqlens_k=(20, 5, 21))),
     # Key splits: more splits than tiles; block lists.
     _step(H=4, Hk=2, M=35, N=37, config="32x16-split7", mask=Mask(window_left=20, window_right=3)),
     _step(B=2, H=2, M=20, N=75, config="16x16-split3",
@@ -210,6 +223,7 @@ STEPS: tuple[Step, ...] = (
     *(_step("sets", H=2, M=20, N=20, config=config, bias=bias, mask=mask, dlse="normal")
       for config in ("16x16", "16x16-one_pass")
       for bias, mask in (("none", Mask()), ("normal/hmn", BlockSparse(side=16, seed=2)))),
+    _step("sets", H=2, M=20, N=20, sinks="ordinary", dlse="normal"),
     # Calls that differ in one argument each. They are many, so the problems are small.
     *(_step("sequence", B=B, H=2, M=M, N=M + 1, D=1, Dv=1, mask=mask, dtype=dtype)
       for B, M, mask, dtype in (

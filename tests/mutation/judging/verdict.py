@@ -29,7 +29,7 @@ __all__ = ["asked", "judged_kernels", "killed_by", "subject_of", "warmed"]
 # Unit tests run before the slow steps. On mutants of a file with tests of its own, they run after
 # this many steps, which kill most mutants. Only unit tests find redundant work and code that does
 # not run here.
-_FIRST = 17
+_FIRST = 22
 
 
 def asked(steps: Sequence[Step]) -> list[PlannedRun]:

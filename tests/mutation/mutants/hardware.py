@@ -219,9 +219,9 @@ _HOPPER: tuple[tuple[Mutant, dict[str, Any]], ...] = (
         _on_hopper(
             "the second consumer has the rows of the first",
             "start_m = tile.start_m + consumer * WARPGROUP_ROWS\n    offs_m = start_m + "
-            "gl.arange(0, WARPGROUP_ROWS, ROWS)\n    out, lse",
+            "gl.arange(0, WARPGROUP_ROWS, ROWS)\n    if HAS_SINKS",
             "start_m = tile.start_m\n    offs_m = start_m + "
-            "gl.arange(0, WARPGROUP_ROWS, ROWS)\n    out, lse",
+            "gl.arange(0, WARPGROUP_ROWS, ROWS)\n    if HAS_SINKS",
         ),
         {"M": 200, "N": 300},
     ),

@@ -42,6 +42,7 @@ SITES = (
     "fa_kernels/kernels/portable/lpt_order.py",
     "fa_kernels/kernels/portable/pool.py",
     "fa_kernels/launch/portable.py",
+    "fa_kernels/launch/sinks.py",
     "fa_kernels/schedule/block_sparse.py",
     "fa_kernels/validation/block_mask.py",
     "fa_kernels/validation/score_mods.py",

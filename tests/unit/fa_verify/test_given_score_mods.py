@@ -12,15 +12,19 @@ from fa_verify.oracles.stream import normal
 
 B, H, Hk, M, N, D, Dv = 2, 4, 2, 20, 26, 16, 8
 CAUSAL = Mask(causal=True)
+# The modifications that have a gradient.
+LEAVES = ("bias", "sinks")
 MODS = {
     "softcap": {"softcap": 1.5},
     "slopes of heads": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 2.0])},
     "slopes of entries": {"alibi_slopes": torch.tensor([[0.5, 0.25, 0.125, 2.0], [1.0] * 4])},
     "bias": {"bias": normal(1, "bias", (B, H, M, N)).half()},
     "bias of keys": {"bias": normal(2, "bias", (1, H, 1, N)).float()},
+    "sinks": {"sinks": torch.tensor([0.5, -math.inf, 2.0, -1.0])},
     "all": {
         "softcap": 3.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 2.0]),
         "bias": normal(3, "bias", (B, 1, M, N)).half(),
+        "sinks": torch.tensor([0.5, 0.25, 2.0, -1.0]),
     },
 }  # fmt: skip
 
@@ -31,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def attention(q, k, v, *, mask, softcap=None, alibi_slopes=None, bias=None):
+def attention(q, k, v, *, mask, softcap=None, alibi_slopes=None, bias=None, sinks=None):
     """out and lse of attention with score modifications, in float64."""
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
@@ -44,7 +48,10 @@ def attention(q, k, v, *, mask, softcap=None, alibi_slopes=None, bias=None):
     if bias is not None:
         scores = scores + bias.double()
     scores = scores.masked_fill(~mask.dense(B, H, M, N), -math.inf)
-    return torch.softmax(scores, -1) @ v, scores.logsumexp(-1)
+    if sinks is not None:
+        sink = sinks.double().view(1, H, 1, 1).expand(B, H, M, 1)
+        scores = torch.cat([scores, sink], 3)
+    return torch.softmax(scores, -1)[..., :N] @ v, scores.logsumexp(-1)
 
 
 def call(mods, *, loss_of_lse=False, mask=CAUSAL):
@@ -52,18 +59,17 @@ def call(mods, *, loss_of_lse=False, mask=CAUSAL):
     shapes = {"q": (B, H, M, D), "k": (B, Hk, N, D), "v": (B, Hk, N, Dv), "dout": (B, H, M, Dv)}
     given = {name: normal(0, name, x).half() for name, x in shapes.items()}
     leaves = {name: given[name].clone().requires_grad_() for name in "qkv"}
-    mods = {n: x.clone().requires_grad_() if n == "bias" else x for n, x in mods.items()}
+    mods = {n: x.clone().requires_grad_() if n in LEAVES else x for n, x in mods.items()}
     out, lse = attention(**leaves, mask=mask, **mods)
     losses, gradients = [out], [given["dout"].double()]
     if loss_of_lse:
         given["dlse"] = normal(0, "dlse", (B, H, M)).float()
         losses, gradients = [*losses, lse], [*gradients, given["dlse"].double()]
     of = {f"d{name}": x for name, x in leaves.items()}
-    if "bias" in mods:
-        of["dbias"] = mods["bias"]
+    of |= {f"d{name}": mods[name] for name in LEAVES if name in mods}
     found = torch.autograd.grad(losses, [*of.values()], gradients)
     results = dict(zip(of, found, strict=True))
-    mods = {name: x.detach() if name == "bias" else x for name, x in mods.items()}
+    mods = {name: x.detach() if name in LEAVES else x for name, x in mods.items()}
     return {**given, **mods, **results, "out": out.detach().half(),
             "lse": lse.detach().float(), "mask": mask}  # fmt: skip
 
@@ -89,8 +95,8 @@ def test_a_correct_call_passes_and_one_without_the_modification_fails(mods):
 
 def test_the_last_lines_name_the_modifications():
     found = message({**call(MODS["all"]), "softcap": 4.0})
-    said = ", sm_scale=0.25, softcap=4, alibi_slopes of shape (4,), bias of shape (2, 1, 20, 26);"
-    assert said in found
+    said = ", sm_scale=0.25, softcap=4, alibi_slopes of shape (4,), bias of shape (2, 1, 20, 26), "
+    assert f"{said}sinks of shape (4,);" in found
 
 
 @pytest.mark.parametrize("name", ["bias", "bias of keys"])
@@ -100,6 +106,30 @@ def test_a_wrong_dbias_is_found(name):
     found = message(arguments)
     assert found.startswith("G1 accuracy: dbias of attention leaves the derived bound")
     assert found.count("G1") == 1
+
+
+def test_a_wrong_dsinks_is_found():
+    arguments = call(MODS["sinks"], loss_of_lse=True)
+    assert_attention_close(**arguments)
+    arguments["dsinks"] *= 1.02
+    found = message(arguments)
+    assert found.startswith("G1 accuracy: dsinks of attention leaves the derived bound")
+    assert found.count("G1") == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_sink_that_is_no_score_is_refused(value):
+    arguments = call(MODS["sinks"])
+    arguments["sinks"] = torch.tensor([0.5, value, 2.0, -1.0])
+    with pytest.raises(ValueError, match=f"^sinks holds {value}; needs finite or -inf"):
+        assert_attention_close(**arguments)
+
+
+def test_dsinks_without_sinks_are_refused():
+    arguments = {**call(MODS["sinks"])}
+    del arguments["sinks"]
+    with pytest.raises(ValueError, match="dsinks is given without sinks"):
+        assert_attention_close(**arguments)
 
 
 def test_dbias_alone_is_judged():

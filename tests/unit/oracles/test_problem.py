@@ -57,6 +57,7 @@ def test_every_field_survives_the_codec():
         "softcap": 30.0,
         "alibi": "halving",
         "bias": "normal/hn",
+        "sinks": "ordinary",
     }
     # A batched problem has seeds instead of a seed: see test_batched.
     assert {*fields, "seeds"} == {field.name for field in dataclasses.fields(Problem)}

@@ -117,6 +117,7 @@ def test_a_compiled_call_of_packed_sequences_has_the_bits_of_an_eager_one(
         {"softcap": 2.0},
         {"alibi_slopes": torch.tensor([0.5, -0.25])},
         {"bias": normal(0, "bias", (1, 2, 17, 1)).float()},
+        {"sinks": torch.tensor([0.5, -torch.inf])},
     ],
     ids="-".join,
 )

@@ -99,8 +99,8 @@ def test_unneeded_gradients_have_no_elements(wanted, device):
     tensors = drawn(device, torch.float64)
     forms = all_forms(tensors, wanted, request(tensors))[2:]
     assert {x[:2] for x in forms} == {(torch.float64, tensors[0].device)}
-    *forms, of_bias = forms
-    assert of_bias[2] == (0,)
+    *forms, of_bias, of_sinks = forms
+    assert of_bias[2] == of_sinks[2] == (0,)
     for (_, _, shape, _), x, name in zip(forms, tensors[:3], "qkv", strict=True):
         assert shape == (x.shape if name in wanted else (0,))
 

@@ -62,7 +62,7 @@ def test_each_sequence_has_the_bits_that_it_has_alone(device, mask, config):
     assert_equal_bits(got, one_by_one(inputs, with_lengths(mask), config=config))
 
 
-@pytest.mark.parametrize("mod", ["softcap", "alibi_slopes"])
+@pytest.mark.parametrize("mod", ["softcap", "alibi_slopes", "sinks"])
 def test_varlen_modifies_the_scores_of_each_sequence(device, mod):
     if device != "cpu":
         pytest.skip("kernels that are compiled apart may differ in the last bits of tanh")

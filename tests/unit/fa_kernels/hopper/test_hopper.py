@@ -242,7 +242,7 @@ def test_only_supported_forwards_run_on_hoppers_kernels(launches):
     assert launches == ["forward"] * 2
     rows_first = [x[0].transpose(0, 1) for x in (q, k, v)]
     offsets = {"cu_seqlens_q": (0, 70, 300), "cu_seqlens_k": (0, 290, 300)}
-    flash_attention_varlen(*rows_first, **offsets)
+    flash_attention_varlen(*rows_first, **offsets, sinks=slopes)
     assert launches == ["forward"] * 3
     flash_attention_varlen(*rows_first, **offsets, softcap=2.0)
     for nothing in ((0,), (0, 0, 0)):

@@ -228,6 +228,18 @@ OPTIONS = {
     "bias_device": refusal(
         ValueError, "bias", "meta", "the device of q", bias=zeros(1, 1, 1, 1, device="meta")
     ),
+    "sinks_list": refusal(TypeError, "sinks", "list", "float32", sinks=[0.5]),
+    "sinks_sparse": refusal(
+        LATER, "sinks", "sparse_coo", "strided", sinks=lambda device: torch.zeros(4).to_sparse()
+    ),
+    "sinks_dtype": refusal(
+        TypeError, "sinks", "bfloat16", "torch.float32", sinks=zeros(4, dtype=torch.bfloat16)
+    ),
+    "sinks_of_key_heads": refusal(ValueError, "sinks", "(2,)", "(4,)", sinks=zeros(2)),
+    "sinks_of_entries": refusal(ValueError, "sinks", "(2, 4)", "(4,)", sinks=zeros(2, 4)),
+    "sinks_device": refusal(
+        ValueError, "sinks", "meta", "the device of q", sinks=zeros(4, device="meta")
+    ),
     "softcap_nan": refusal(ValueError, "softcap", "nan", POSITIVE, softcap=math.nan),
     "softcap_0": refusal(ValueError, "softcap", "0.0", POSITIVE, softcap=0.0),
     "softcap_inf": refusal(ValueError, "softcap", "inf", POSITIVE, softcap=math.inf),

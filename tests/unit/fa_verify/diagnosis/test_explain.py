@@ -66,8 +66,10 @@ def subject_of(fault: str, **declared: object) -> Subject:
 @pytest.mark.parametrize(
     "problem",
     [FULL, Problem(N=0, M=3), Problem(M=0, N=3), Problem(M=5, N=3, mask=CAUSAL, dtype="fp16"),
-     Problem(M=9, N=7, mask=PrefixLM(prefix=3), dtype="fp64")],
-    ids=["full", "no keys", "no rows", "empty rows", "predicate"],
+     Problem(M=9, N=7, mask=PrefixLM(prefix=3), dtype="fp64"),
+     Problem(H=2, M=9, N=7, mask=Mask(causal=True, seqlens_q=(8,)), sinks="some_absent"),
+     Problem(N=0, M=3, sinks="ordinary")],
+    ids=["full", "no keys", "no rows", "empty rows", "predicate", "sinks", "sinks alone"],
 )  # fmt: skip
 def test_correct_passes_compute_what_the_oracle_does(problem):
     inputs = make(problem)
@@ -123,13 +125,14 @@ def test_a_planted_fault_is_named_with_its_evidence(fault, problem, name, shippe
     ("fault", "name"),
     [("no slope of a softcap", "no slope of the softcap"), ("lse in base 2", "lse base 2"),
      ("ALiBi from the first key", "ALiBi from the own index"), ("out scaled", "constant factor"),
-     ("lse of empty rows is 0", "empty lse 0")],
+     ("lse of empty rows is 0", "empty lse 0"), ("no sink", "no sink")],
 )  # fmt: skip
 def test_faults_of_a_subject_in_pytorch_are_named(fault, name):
     eager = Eager(fault)
-    eager.score_mods = ("softcap", "alibi", "bias")
+    eager.score_mods = ("softcap", "alibi", "bias", "sinks")
     problem = {
         "no slope of a softcap": Problem(M=9, N=9, softcap=2.0, dtype="fp64"),
+        "no sink": Problem(M=5, N=9, H=2, sinks="ordinary", dtype="fp64"),
         "ALiBi from the first key": Problem(M=5, N=9, alibi="normal", dtype="fp64"),
     }.get(fault, Problem(M=5, N=3, mask=CAUSAL, dtype="fp64"))
     found = diagnose(Subject.of(eager, fault), problem)

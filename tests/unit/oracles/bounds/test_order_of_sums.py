@@ -89,7 +89,7 @@ def test_a_kernel_that_visits_edge_tiles_first_is_within_the_bound_of_its_predic
     assert error < min(_bounds_of_lse(scores, _Edges(), numerics))
     # From either end, the maximum changes only once after the first tile.
     monkeypatch.setattr(
-        numpy_check, "rescales", lambda *rest: numpy_units.rescales(*rest[:3], False)
+        numpy_check, "rescales", lambda *rest: numpy_units.rescales(*rest[:4], False)
     )
     monkeypatch.setattr(forward, "_tiles_above", _from_either_end)
     assert error > max(_bounds_of_lse(scores, _Edges(), numerics))

@@ -19,7 +19,7 @@ from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, OF_BIAS, STATISTICS
+from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, OF_ADDED, STATISTICS
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.comparison.compare import ratios
@@ -149,13 +149,14 @@ def test_problems_that_share_a_bias_are_not_batched():
     assert torch.equal(whole[entries : 2 * entries], part)
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM, *OF_BIAS])
+@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM, *OF_ADDED])
 def test_a_right_subject_holds_every_guarantee(name):
     if name == "G12":
         pytest.skip("needs much memory")
     problem = MEASURED if name in {*STATISTICS, *CLOSED_FORM} else ASKED
     assert (
-        found(Biased(), problem, {**GUARANTEES, **STATISTICS, **CLOSED_FORM, **OF_BIAS}[name]) == []
+        found(Biased(), problem, {**GUARANTEES, **STATISTICS, **CLOSED_FORM, **OF_ADDED}[name])
+        == []
     )
 
 
@@ -168,13 +169,13 @@ def test_a_bias_of_another_head_is_found():
 def test_a_gradient_that_is_not_summed_is_found():
     wrong = Biased("dbias of the first entry alone")
     assert found(wrong, ASKED, guarantees.accuracy) == []
-    [finding] = found(wrong, ASKED, OF_BIAS["dbias"])
+    [finding] = found(wrong, ASKED, OF_ADDED["dbias"])
     assert (finding.guarantee, finding.output) == ("G1 accuracy", "dbias")
     assert str(finding).startswith("G1 accuracy: dbias of subject leaves the derived bound")
 
 
 def test_a_gradient_of_nan_is_found():
-    [finding] = found(Biased("dbias is NaN"), ASKED, OF_BIAS["dbias"])
+    [finding] = found(Biased("dbias is NaN"), ASKED, OF_ADDED["dbias"])
     assert math.isnan(finding.got)
 
 

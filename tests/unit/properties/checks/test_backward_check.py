@@ -11,7 +11,7 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import OF_BIAS, accuracy, backward
+from fa_verify.properties.checks.guarantees import OF_ADDED, accuracy, backward
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.flash_attention_2 import FlashAttention2
@@ -152,7 +152,7 @@ def test_automatic_differentiation_has_to_be_declared(reads: tuple[str, ...]) ->
     trial = run_trial(subject, problem)
     assert trial is not None
     assert accuracy(trial) == []
-    found = [*backward(trial), *OF_BIAS["dbias"](trial)]
+    found = [*backward(trial), *OF_ADDED["dbias"](trial)]
     assert {x.output for x in found} == ({"dq", "dk", "dv", "dbias"} if reads else set())
     assert {x.guarantee for x in found} <= {"backward given the forward"}
 

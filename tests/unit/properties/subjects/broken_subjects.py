@@ -35,6 +35,7 @@ class Eager:
         softcap=None,
         alibi_slopes=None,
         bias=None,
+        sinks=None,
     ):
         self.calls += 1
         q, k, v, sm_scale = self.misread(q, k, v, sm_scale)
@@ -61,6 +62,8 @@ class Eager:
         if bias is not None:
             scores = scores + self.visible(bias, seen)
         scores = torch.where(seen, scores, -math.inf)
+        if sinks is not None and self.fault != "no sink":
+            return self.with_sinks(scores, seen, v, sinks, mask.lengths(B, M, N)[0])
         m = scores.detach().amax(3, keepdim=True) if N else scores.new_zeros((B, H, M, 1))
         m = torch.where(live, m, 0.0)
         if self.fault == "no maximum subtracted":
@@ -98,6 +101,29 @@ class Eager:
             bias = bias * 1
             bias.register_hook(lambda gradient: gradient * math.nan)
         return torch.where(seen, bias, 0.0)
+
+    def with_sinks(self, scores, seen, v, sinks, rows):
+        """The results where each valid row has one more key, of value 0."""
+        B, H, M, _ = scores.shape
+        if self.fault == "sink of the head before":
+            sinks = sinks.roll(1)
+        if self.fault == "dsinks of the first entry alone":
+            sinks = torch.cat([sinks[None], sinks.detach().expand(B - 1, -1)])
+        valid = torch.arange(M).view(-1, 1) < torch.tensor(rows).view(-1, 1, 1, 1)
+        sink = torch.where(valid, sinks.view(-1, H, 1, 1).double(), -math.inf).expand(B, H, M, 1)
+        scores, seen = torch.cat([scores, sink], 3), torch.cat([seen, sink > -math.inf], 3)
+        live = seen.any(3, keepdim=True)
+        m = torch.where(live, scores.detach().amax(3, keepdim=True), 0.0)
+        total = torch.where(seen, (scores - m).exp(), 0.0).sum(3, keepdim=True)
+        total = torch.where(live, total, 1.0)
+        p = torch.where(seen, (scores - m).exp() / total, 0.0)
+        lse = torch.where(live, m + total.log(), -math.inf).squeeze(3)
+        if self.fault == "lse without the sink":
+            some = torch.where(seen, (scores - m).exp(), 0.0)[..., :-1].sum(3, keepdim=True)
+            lse = (m + some.log()).squeeze(3)
+        if not self.lse_grad:
+            lse = lse.detach()
+        return torch.where(live, p[..., :-1] @ v, 0.0), lse
 
     def misread(self, q, k, v, sm_scale):
         """The arguments changed by a fault."""

@@ -156,7 +156,7 @@ WRONG = [
     ("atomic", ("dk",), "has ['dk']; known are ('dq',)"),
     ("backward_reads", ("l",), "has ['l']; known are ('out', 'lse', 'm_and_l')"),
     ("backward_reads", ("lse", "m_and_l"), "is ('lse', 'm_and_l'); needs one of ((), ('out',), "),
-    ("score_mods", ("tanh",), "has ['tanh']; known are ('softcap', 'alibi', 'bias')"),
+    ("score_mods", ("tanh",), "has ['tanh']; known are ('softcap', 'alibi', 'bias', 'sinks')"),
     ("configs", (), "is (); needs a dict of names to declarations"),
     ("configs", {}, "is {}; needs a dict of names to declarations"),
     ("configs", {16: {}}, "has 16; needs names, which are str"),

@@ -159,12 +159,12 @@ def fewer(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:
     """Runs a loop for the first element only, or for all but the last."""
     if isinstance(node, ast.For):
         span, text = source.span(node.iter), source.of(node.iter)
-        yield span, f"[*{text}][:1]"
-        yield span, f"[*{text}][:-1]"
+        yield span, f"[*({text})][:1]"
+        yield span, f"[*({text})][:-1]"
     for loop in getattr(node, "generators", ())[:1]:
         span, text = source.span(loop.iter), source.of(loop.iter)
-        yield span, f"[*{text}][:1]"
-        yield span, f"[*{text}][:-1]"
+        yield span, f"[*({text})][:1]"
+        yield span, f"[*({text})][:-1]"
 
 
 def exchange_value(source: Source, node: ast.AST, _names: set[str]) -> Iterator[Change]:

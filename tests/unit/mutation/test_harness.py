@@ -37,7 +37,7 @@ def made(expression: str) -> set[str]:
         ("got.mT @ want", {"got @ want", "want.mT @ want", "(got.mT)"}),
         ("[got, want]", {"[got,]", "[want,]", "[want, want]"}),
         ("got[rows:keys]", {"got[rows :]", "got[: keys]", "got[keys:keys]"}),
-        ("[x for x in got]", {"[x for x in [*got][:1]]", "[x for x in [*got][:-1]]"}),
+        ("[x for x in got]", {"[x for x in [*(got)][:1]]", "[x for x in [*(got)][:-1]]"}),
         ("{'a': got, 'b': want}", {"{'b': want}", "{'a': got}"}),
         ("got * 0.5", {"got * 1.0", "got * 0.25"}),
         ("got.rows", {"got.keys", "want.rows"}),

@@ -204,8 +204,17 @@ def _merging(name: str) -> Callable[[], str]:
 
 
 def _other_bits(word: str, fault: str, problem: Problem) -> Callable[[], str]:
-    """The message of a check of the same bits, by the fault of a schedule."""
-    return lambda: test_same_bits.found(test_same_bits.subject(fault), problem)[word]
+    """The message of a check of the same bits, by the fault of a schedule.
+
+    Which bits differ, and by how much, depends on the processor.
+    """
+    numbers = (
+        r"(?<=first at )[^,]+|\d+(?= ulp)|(?<=ulp, in )\d+|(?<=worst at )[^:]+|(?<=got ).+(?=, must)|"
+        r"\d+(?= of \d+ elements are)|\d+(?= %)"
+    )
+    return lambda: re.sub(
+        numbers, "...", test_same_bits.found(test_same_bits.subject(fault), problem)[word]
+    )
 
 
 def _streams(check: str, fault: str, problem: Problem = test_streams.PROBLEM) -> Callable[[], str]:

@@ -1372,7 +1372,7 @@ _SCHEDULES = (
 )  # fmt: skip
 
 _SINK = "sink = tl.load(sinks_ptr + h.to(tl.int64) * stride_sink).to(ACC)"
-_SUM_OF_SINK = "state.l * alpha + tl.exp2(sink2 - m_pivot)"
+_SUM_OF_SINK = "state.l * alpha + weight"
 _SINKS = (
     _fault(
         "sinks: the sink is left out of the softmax sum",
@@ -1453,7 +1453,7 @@ _SINKS = (
         (
             _SOFTMAX_END,
             "SoftmaxState(state.acc * alpha[:, None], l_i, m_new)",
-            "SoftmaxState(state.acc * alpha[:, None] + tl.exp2(sink2 - m_pivot)[:, None], l_i, "
+            "SoftmaxState(state.acc * alpha[:, None] + weight[:, None], l_i, "
             "m_new)",
         ),
     ),

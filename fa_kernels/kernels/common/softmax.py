@@ -40,7 +40,11 @@ def with_sink(state, sink):
     # A row that has seen no key subtracts 0 if the sink is -inf, since -inf - -inf is NaN.
     m_pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = tl.exp2(state.m - m_pivot)
-    l_i = state.l * alpha + tl.exp2(sink2 - m_pivot)
+    # A compiler may fuse the product of sink2 into the difference, which is then its rounding
+    # instead of 0: too much to be an exponent where the sink is huge.
+    is_largest = (sink2 == m_new) & (sink2 > -float("inf"))
+    weight = tl.where(is_largest, 1.0, tl.exp2(sink2 - m_pivot))
+    l_i = state.l * alpha + weight
     return SoftmaxState(state.acc * alpha[:, None], l_i, m_new)
 
 

@@ -206,11 +206,11 @@ def _merging(name: str) -> Callable[[], str]:
 def _other_bits(word: str, fault: str, problem: Problem) -> Callable[[], str]:
     """The message of a check of the same bits, by the fault of a schedule.
 
-    Which bits differ, and by how much, depends on the processor.
+    The numbers of the bits that differ depend on the processor.
     """
     numbers = (
-        r"(?<=first at )[^,]+|\d+(?= ulp)|(?<=ulp, in )\d+|(?<=worst at )[^:]+|(?<=got ).+(?=, must)|"
-        r"\d+(?= of \d+ elements are)|\d+(?= %)"
+        r"(?<=first at )[^,]+|\d+(?= ulp)|(?<=ulp, in )\d+|(?<=worst at )[^:]+|"
+        r"(?<=got ).+(?=, must)|\d+(?= of \d+ elements are)|\d+(?= %)"
     )
     return lambda: re.sub(
         numbers, "...", test_same_bits.found(test_same_bits.subject(fault), problem)[word]

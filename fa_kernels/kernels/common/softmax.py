@@ -42,7 +42,7 @@ def with_sink(state, sink):
     alpha = tl.exp2(state.m - m_pivot)
     # A compiler may fuse the product of sink2 into the difference, which is then its rounding
     # instead of 0: too much to be an exponent where the sink is huge.
-    weight = tl.where(sink2 == m_pivot, 1.0, tl.exp2(sink2 - m_pivot))
+    weight = tl.exp2(tl.where(sink2 == m_pivot, 0.0, sink2 - m_pivot))
     l_i = state.l * alpha + weight
     return SoftmaxState(state.acc * alpha[:, None], l_i, m_new)
 

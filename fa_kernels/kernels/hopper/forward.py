@@ -369,7 +369,7 @@ def _write(
     offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, ROWS)
     if HAS_SINKS:
         sink = gl.load(outputs.sinks_ptr + (tile.h % call.H).to(gl.int64) * outputs.stride_sink)
-        state = with_sink(SoftmaxState(acc, l_i, m_i), sink)
+        state = with_sink(SoftmaxState(acc, l_i, m_i), sink.to(m_i.dtype))
         acc, l_i, m_i = state.acc, state.l, state.m
     out, lse = normalised(acc, l_i, m_i, (l_i > 0) & (offs_m < seqlen_q))
     first, end = stored_rows(

@@ -17,23 +17,10 @@ def check_alibi(alibi_slopes: object, q: torch.Tensor, B: int) -> None:
     """
     if alibi_slopes is None:
         return
-    if not isinstance(alibi_slopes, torch.Tensor):
-        raise TypeError(
-            f"alibi_slopes is {type(alibi_slopes).__name__}; needs a float32 torch.Tensor"
-        )
-    if alibi_slopes.dtype != torch.float32:
-        raise TypeError(f"alibi_slopes has dtype {alibi_slopes.dtype}; needs torch.float32")
     H = q.shape[1]
-    if tuple(alibi_slopes.shape) not in ((H,), (B, H)):
-        raise ValueError(
-            f"alibi_slopes has shape {tuple(alibi_slopes.shape)}; needs ({H},) or ({B}, {H}), a "
-            "slope for each head of q"
-        )
-    if alibi_slopes.device != q.device:
-        raise ValueError(
-            f"alibi_slopes is on {alibi_slopes.device}; needs the device of q, {q.device}"
-        )
-    if alibi_slopes.requires_grad:
+    needs = f"({H},) or ({B}, {H}), a slope for each head of q"
+    slopes = _checked_float32("alibi_slopes", alibi_slopes, q, ((H,), (B, H)), needs)
+    if slopes.requires_grad:
         raise NotImplementedError("alibi_slopes requires a gradient; supported are detached slopes")
 
 
@@ -71,16 +58,27 @@ def check_sinks(sinks: object, q: torch.Tensor) -> None:
     """
     if sinks is None:
         return
-    if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"sinks is {type(sinks).__name__}; needs a float32 torch.Tensor")
-    if sinks.layout is not torch.strided:
+    if isinstance(sinks, torch.Tensor) and sinks.layout is not torch.strided:
         raise NotImplementedError(f"sinks has layout {sinks.layout}; needs a strided tensor")
-    if sinks.dtype != torch.float32:
-        raise TypeError(f"sinks has dtype {sinks.dtype}; needs torch.float32")
     H = q.shape[1]
-    if tuple(sinks.shape) != (H,):
-        raise ValueError(
-            f"sinks has shape {tuple(sinks.shape)}; needs ({H},), a score for each head of q"
-        )
-    if sinks.device != q.device:
-        raise ValueError(f"sinks is on {sinks.device}; needs the device of q, {q.device}")
+    _checked_float32("sinks", sinks, q, ((H,),), f"({H},), a score for each head of q")
+
+
+def _checked_float32(
+    name: str, x: object, q: torch.Tensor, shapes: tuple[tuple[int, ...], ...], needs: str
+) -> torch.Tensor:
+    """Returns a float32 tensor of one of the shapes, on the device of q.
+
+    Raises:
+        TypeError: It is no float32 tensor.
+        ValueError: Its shape or device does not match q.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; needs a float32 torch.Tensor")
+    if x.dtype != torch.float32:
+        raise TypeError(f"{name} has dtype {x.dtype}; needs torch.float32")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; needs {needs}")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}; needs the device of q, {q.device}")
+    return x

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,12 @@ def table(record: Mapping[str, Any]) -> list[str]:
     return markdown(("kernel", *SAME_BITS.values(), "first difference"), rows)
 
 
+def _reason(stderr: str) -> str:
+    """The last exception of a traceback: PyTorch adds hints below that of CUDA."""
+    lines = [line for line in stderr.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (lines or stderr.strip().splitlines() or ["failed"])[-1]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 1 if a kernel cannot be probed here."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.same_bits", description=__doc__)
@@ -93,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "benchmarks.same_bits", f"--one={kernel}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS)
         if done.returncode:
-            print(f"{kernel}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+            print(f"{kernel}: {_reason(done.stderr)}", flush=True)
         else:
             kernels[name] = json.loads(done.stdout.splitlines()[-1])
     path = saved(ROOT, "same_bits.json", record, device=device, keep=options.write)

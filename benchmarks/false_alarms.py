@@ -69,7 +69,7 @@ PAIRS = {"cpu": 2**18, "cuda": 2**23}
 DRAWN = 8
 # Alarms whose replay lines are kept.
 KEPT = 20
-# Of these, printed by kernel.
+# Alarms of a kernel that are printed.
 SHOWN = 3
 CONFIDENCE = 0.95
 

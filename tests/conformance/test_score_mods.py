@@ -62,3 +62,13 @@ def test_modified_scores_keep_every_guarantee(check_one, subject, device, guaran
     dtype = "fp64" if guarantee == "T3" else SOME.dtype
     problem = dataclasses.replace(SOME, config=config, dtype=dtype, device=device, sinks=sinks)
     check_one(problem, GUARANTEES[guarantee])
+
+
+@pytest.mark.parametrize(
+    ("check", "sinks"), [("G1", NO_SINKS), ("dbias", NO_SINKS), ("dsinks", "some_absent")]
+)
+def test_modified_scores_have_the_precision_of_fp32(check_one, subject, device, check, sinks):
+    # The fp32 shards of the gradients are of TF32, whose bound holds any dot in TF32.
+    config = SOME.config if SOME.config in subject.configs else next(iter(subject.configs))
+    problem = dataclasses.replace(SOME, config=config, dtype="fp32", device=device, sinks=sinks)
+    check_one(problem, {**GUARANTEES, **OF_ADDED}[check])

@@ -195,6 +195,7 @@ QUICK: tuple[Step, ...] = (
     _step("dbias", H=2, M=40, N=300, mask=BlockSparse(side=32, percent=50, seed=2, per_head=True),
           bias="normal/m", config="16x32"),
     _step("dbias", M=18, N=35, dtype="fp16", bias="shifted/hn", **_ALIGNED),
+    _step("dbias", H=2, M=20, N=35, dtype="fp32", bias="normal/hmn"),
     # Few rows with key splits: aligned, with large scores, without keys.
     _step(H=3, M=3, N=90, dtype="fp16", config="16x16-split3", **_ALIGNED),
     _step(M=1, N=70, dtype="fp32", inputs="lse_high_1e5", config="32x16-split7"),

@@ -860,8 +860,13 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
         ),
         Kind(
             "C1: pages",
-            "Tiles of keys begin at fixed keys, whatever the pages are.",
+            "Look at the entry of the table that each page is read from.",
             lambda: test_cache_checks.claimed("pages"),
+        ),
+        Kind(
+            "C1: page sizes",
+            "Tiles of keys begin at fixed keys, whatever the pages are.",
+            lambda: test_cache_checks.claimed("page sizes"),
         ),
         Kind(
             "C2: free rows",
@@ -882,6 +887,11 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "C5: nothing cached",
             "A query that sees no key has out 0 and lse -inf.",
             lambda: test_cache_checks.claimed("nothing cached"),
+        ),
+        Kind(
+            "I1: neighbours in a cache",
+            "The number of splits depends on the number of entries, or on the longest.",
+            lambda: test_cache_checks.claimed("neighbours"),
         ),
         Kind(
             "I3: decoding",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 from fa_verify.oracles.masks.mask import Mask
@@ -54,3 +55,24 @@ class CacheProblem:
     def before(self) -> tuple[int, ...]:
         """The keys of each entry before the call."""
         return tuple(length - self.new for length in self.seqlens)
+
+    def to_json(self) -> str:
+        """Returns one line of JSON: that of the attention, and the other fields as "cache"."""
+        fields = ("page_size", "new", "shared", "spare")
+        cache = {name: getattr(self, name) for name in fields if getattr(self, name)}
+        record = json.loads(self.attention.to_json()) | {"cache": cache}
+        return json.dumps(record, separators=(",", ":"))
+
+    @classmethod
+    def from_record(cls, record: dict[str, object]) -> CacheProblem:
+        """Reads the output of ``to_json`` after JSON parsing.
+
+        Raises:
+            ValueError: A field is unknown or has an invalid value.
+        """
+        fields = dict(record)
+        cache = fields.pop("cache")
+        try:
+            return cls(attention=Problem.from_record(fields), **cache)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ValueError(f"problem is malformed: {error}") from None

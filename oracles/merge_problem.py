@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
 
-from fa_verify.oracles.problem import DTYPES
+from fa_verify.oracles.problem import DTYPES, VERSION
 
 __all__ = ["LSE_FAMILIES", "OUT_FAMILIES", "STATE_LAYOUTS", "MergeProblem"]
 
@@ -70,3 +72,27 @@ class MergeProblem:
     def shape(self) -> tuple[int, int, int, int, int]:
         """The shape of outs, (P, B, H, M, Dv)."""
         return len(self.parts), self.B, self.H, self.M, self.Dv
+
+    def to_json(self) -> str:
+        """Returns one line of JSON, without the fields at their defaults."""
+        merge = {
+            item.name: getattr(self, item.name)
+            for item in dataclasses.fields(self)
+            if getattr(self, item.name) != item.default
+        }
+        return json.dumps({"version": VERSION, "merge": merge}, separators=(",", ":"))
+
+    @classmethod
+    def from_record(cls, record: dict[str, object]) -> MergeProblem:
+        """Reads the output of ``to_json`` after JSON parsing.
+
+        Raises:
+            ValueError: A field is unknown or has an invalid value, or the version is another one.
+        """
+        try:
+            if {**record, "merge": {}} != {"version": VERSION, "merge": {}}:
+                raise ValueError(f"problem is {record!r}; needs version {VERSION} and merge alone")
+            fields = dict(record["merge"])  # type: ignore[call-overload]
+            return cls(**{**fields, "parts": tuple(fields.get("parts", (1, 1)))})
+        except TypeError as error:
+            raise ValueError(f"problem is malformed: {error}") from None

@@ -24,6 +24,7 @@ from fa_verify.probing.picture import svg, text
 from fa_verify.probing.probe import BITS, TOPICS, Probed, probe, refuted
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.trying import declares, stripped, watched
+from fa_verify.properties.checks.caches import OTHER_CALLS
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
@@ -103,7 +104,7 @@ def _assume(subject: Subject, device: str, file: Path, *, bits: bool) -> int:
 
 def _tell_bits(subject: Subject, device: str) -> int:
     """Print which parts of a problem have the same bits, unless the kernel declares them all."""
-    if {*SAME_BITS} <= {*subject.same_bits}:
+    if {*(OTHER_CALLS if subject.reads_caches_alone else SAME_BITS)} <= {*subject.same_bits}:
         return _HOLDS
     print("the same bits in parts of a problem, which are not declared, so no check asks for them:")
     known = ("", *(f"_{word}" for word in subject.same_bits))

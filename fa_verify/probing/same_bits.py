@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
 
+from fa_verify.oracles.cache_problem import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.trying import Tried, attempt
+from fa_verify.properties.checks.caches import OTHER_CALLS
 from fa_verify.properties.checks.same_bits import difference, parts_of, subject_of
+from fa_verify.properties.execution.trial import SubjectError
 from fa_verify.properties.inputs.parts import Part, merged
 from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
@@ -46,22 +52,23 @@ def same_bits_of(subject: Subject, device: str, seconds: float = 10.0) -> Iterat
         device: "cpu" or "cuda".
         seconds: No size begins later. An interpreted kernel takes a second for a hundred tiles.
     """
+    of_caches = subject.reads_caches_alone
+    words = tuple(OTHER_CALLS) if of_caches else tuple(SAME_BITS)
+    problems = (_cache_problems if of_caches else _problems)(subject, device)
     began = time.monotonic()
-    held: dict[str, int] = dict.fromkeys(SAME_BITS, 0)
+    held: dict[str, int] = dict.fromkeys(words, 0)
     failed: dict[str, Answer] = {}
-    largest: dict[str, Problem] = {}
+    largest: dict[str, Problem | CacheProblem] = {}
     # Larger sizes need more memory than a GPU may have.
     with dots_in_order(), suppress(torch.OutOfMemoryError):
-        for problem in _problems(subject, device):
-            if time.monotonic() - began > seconds or len(failed) == len(SAME_BITS):
+        for problem in problems:
+            if time.monotonic() - began > seconds or len(failed) == len(words):
                 break
-            whole = attempt(subject, problem, backward=False, guarded=False)
-            if whole.got is None:
-                continue
-            for word in SAME_BITS:
-                if word in failed:
+            compared = _comparisons(subject, problem)
+            for word in words:
+                if word in failed or compared is None:
                     continue
-                for told, different in _compared(subject, whole, word):
+                for told, different in compared(word):
                     held[word] += 1
                     largest[word] = problem
                     if different:
@@ -69,9 +76,9 @@ def same_bits_of(subject: Subject, device: str, seconds: float = 10.0) -> Iterat
                         break
     for word, count in held.items():
         yield failed.get(word) or _held(word, count, largest.get(word))
-    words = tuple(word for word in SAME_BITS if held[word] and word not in failed)
+    kept = tuple(word for word in words if held[word] and word not in failed)
     if any(held.values()):
-        yield Answer("same_bits", words, "tried", "what a declaration could promise")
+        yield Answer("same_bits", kept, "tried", "what a declaration could promise")
 
 
 def _problems(subject: Subject, device: str) -> Iterator[Problem]:
@@ -103,6 +110,39 @@ def _problems(subject: Subject, device: str) -> Iterator[Problem]:
                 yield problem
 
 
+def _cache_problems(subject: Subject, device: str) -> Iterator[CacheProblem]:
+    """Yield the problems of each size with a cache, in pages where the subject takes them."""
+    pages = (subject.page_sizes or (16,))[0] if "paged" in subject.cache else 0
+    # A cache has lengths, whatever masks of padded tensors the subject takes.
+    of_padding = dataclasses.replace(subject, masks=(*subject.masks, "padding"))
+    for problem in _problems(of_padding, device):
+        _, lengths = problem.mask.lengths(problem.B, problem.M, problem.N)
+        mask = Mask(causal=problem.mask.causal, seqlens_k=lengths)
+        yield CacheProblem(attention=dataclasses.replace(problem, mask=mask), page_size=pages)
+
+
+def _comparisons(
+    subject: Subject, problem: Problem | CacheProblem
+) -> Callable[[str], Iterator[tuple[str, str]]] | None:
+    """Return a function of a word to its comparisons; None if the subject takes no such problem."""
+    if isinstance(problem, CacheProblem):
+        return functools.partial(_compared_calls, subject, problem)
+    whole = attempt(subject, problem, backward=False, guarded=False)
+    return None if whole.got is None else functools.partial(_compared, subject, whole)
+
+
+def _compared_calls(
+    subject: Subject, problem: CacheProblem, word: str
+) -> Iterator[tuple[str, str]]:
+    """Yield other calls that a word is about, and how their bits differ, if they do."""
+    if word == "chunks" and not problem.attention.mask.causal:
+        return
+    with suppress(SubjectError, NotImplementedError):
+        for told, first, again in OTHER_CALLS[word](subject, problem):
+            both = (Outputs(out, lse, None, None, None) for out, lse in (first, again))
+            yield told.removeprefix("where "), difference(*both, only=("out", "lse"))
+
+
 def _compared(subject: Subject, whole: Tried, word: str) -> Iterator[tuple[str, str]]:
     """Yield each part of a problem that a word is about, and how its bits differ, if they do."""
     assert whole.got is not None
@@ -124,20 +164,23 @@ def _run(subject: Subject, part: Part) -> Tried:
     return attempt(computing, part.problem, part.inputs, backward=False, guarded=False)
 
 
-def _size(problem: Problem) -> str:
+def _size(problem: Problem | CacheProblem) -> str:
     """Format the sizes of a problem, such as "B=3, 1 row, 60 keys, bf16, causal"."""
+    if isinstance(problem, CacheProblem):
+        pages = f", pages of {problem.page_size} rows" if problem.page_size else ""
+        return f"{_size(problem.attention)}{pages}"
     rows = "1 row" if problem.M == 1 else f"{problem.M} rows"
     causal = ", causal" if problem.mask.causal else ""
     lengths = ", lengths" if problem.mask.seqlens_k is not None else ""
     return f"B={problem.B}, {rows}, {problem.N} keys, {problem.dtype}{causal}{lengths}"
 
 
-def _failed(word: str, problem: Problem, seen: str) -> Answer:
+def _failed(word: str, problem: Problem | CacheProblem, seen: str) -> Answer:
     said = f"{SAME_BITS[word]} fails first at {_size(problem)}: {seen}"
     return Answer(f"same_bits_{word}", False, "shown", said, problem.to_json())
 
 
-def _held(word: str, count: int, largest: Problem | None) -> Answer:
+def _held(word: str, count: int, largest: Problem | CacheProblem | None) -> Answer:
     if largest is None:
         return undecided(f"same_bits_{word}", "the kernel takes no parts of this kind")
     said = f"{SAME_BITS[word]} holds in {count} comparisons, to {_size(largest)}"

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from fa_verify.oracles import renamed
-from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.any_problem import AnyProblem, problem_from_json
 from fa_verify.properties.execution import replay_line, workers
 from fa_verify.properties.execution.large_memory import free_memory, large_memory, limit_memory
 from fa_verify.properties.execution.tally import Tally
@@ -139,11 +139,11 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(
                 f"--fa-quick has problems of its own; needs to be without {beside[0]}"
             )
-        # test_merging is for subjects that merge states, and left out for others.
-        select(config, "test_replay", QUICK, "test_merging")
+        # The last two are for subjects of merges and caches alone, and left out for others.
+        select(config, "test_replay", QUICK, "test_merging", "test_caches")
     if text is not None:
         try:
-            config.stash[REPLAY] = Problem.from_json(text)
+            config.stash[REPLAY] = problem_from_json(text)
         except ValueError as error:
             raise pytest.UsageError(f"--fa-replay: {error}") from None
         select(config, "test_replay")
@@ -325,7 +325,7 @@ def watchdog(pytestconfig: pytest.Config) -> Watchdog:
 
 
 @pytest.fixture(scope="session")
-def replayed(pytestconfig: pytest.Config) -> Problem | None:
+def replayed(pytestconfig: pytest.Config) -> AnyProblem | None:
     """The problem of --fa-replay, or None."""
     return pytestconfig.stash.get(REPLAY, None)
 

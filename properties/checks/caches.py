@@ -1,12 +1,19 @@
-"""C1 to C5 and I3: the guarantees of attention over caches, each a function to its findings."""
+"""C1 to C5 and I1 to I3: the guarantees of attention over caches, each a function to its findings.
+
+Calls that have to agree are compared to the bit where the subject promises it, and within twice
+the bound otherwise. A promise of G10 (``bitwise``) covers where keys lie and what free rows hold.
+"batch", "chunks" and "varlen" (``same_bits``) promise neighbours, decoding, and page sizes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
+from torch.nn.functional import pad
 
 from fa_verify.oracles.cache_problem import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
@@ -18,12 +25,15 @@ from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.large_memory import large_memory
 from fa_verify.properties.execution.trial import SubjectError, plan_run, run_kvcache
 from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
-__all__ = ["CACHES", "CacheCheck", "found_in_cache"]
+__all__ = ["CACHES", "OTHER_CALLS", "CacheCheck", "found_in_cache"]
 
 CacheCheck = Callable[[Subject, CacheProblem], list[MergeFinding]]
-_Result = tuple[torch.Tensor, torch.Tensor]
+_Result = tuple[torch.Tensor, torch.Tensor | None]
+_Caches = tuple[torch.Tensor, torch.Tensor]
+# How other calls compute what a first one does, and the results of both.
+_Calls = Iterator[tuple[str, _Result, _Result]]
 # Entries of the table that lead nowhere, beside -1.
 _WILD = (2**31 - 1, -(2**31), 0)
 
@@ -42,22 +52,52 @@ def _run(subject: Subject, problem: CacheProblem, x: CacheInputs) -> _Result:
 def _differs(
     subject: Subject,
     problem: CacheProblem,
+    promise: str,
     guarantee: str,
     claim: str,
     first: _Result,
     again: _Result,
 ) -> list[MergeFinding]:
-    """Return findings where out or lse of two runs differ in a bit."""
+    """Return findings where two runs differ: in a bit if that is promised, or by 2 bounds.
+
+    An empty ``promise`` is one that every subject makes.
+    """
+    is_promised = not promise or bool(subject.promises(promise, problem.attention.config))
     findings = []
     for name, x, y in zip(("out", "lse"), first, again, strict=True):
-        values = y, x, torch.zeros_like(x)
-        findings += found_elements(
-            subject, problem, guarantee, claim, name, values, ~same_bits(x, y)
-        )
+        if x is None or y is None:
+            continue
+        bad, bound = ~same_bits(x, y), torch.zeros_like(x)
+        if not is_promised and bool(bad.any()):
+            planned = plan_run(subject, problem.attention, shared_inputs(problem))
+            if planned is None:
+                continue
+            bound = 2 * getattr(planned.judgement.bound, name)
+            bad = ratios(y, x.to(torch.float64), bound) > 1
+        values = y, x, bound
+        findings += found_elements(subject, problem, guarantee, claim, name, values, bad)
     return findings
 
 
-def _expected(x: CacheInputs) -> _Result:
+def _agree(
+    subject: Subject, problem: CacheProblem, word: str, guarantee: str
+) -> list[MergeFinding]:
+    """Return the findings of ``_differs`` for the calls that a word of ``same_bits`` compares.
+
+    Raises:
+        NotImplementedError: There are none, as the subject refuses them.
+    """
+    findings, count = [], 0
+    for told, first, again in OTHER_CALLS[word](subject, problem):
+        count += 1
+        claim = f"differs {told}"
+        findings += _differs(subject, problem, SAME_BITS[word], guarantee, claim, first, again)
+    if not count:
+        raise NotImplementedError(f"{subject.name} takes no call that {guarantee} compares")
+    return findings
+
+
+def _expected(x: CacheInputs) -> _Caches:
     """Return the caches as the call has to leave them."""
     if x.k is None or x.v is None:
         return x.k_cache.clone(), x.v_cache.clone()
@@ -68,7 +108,7 @@ def _expected(x: CacheInputs) -> _Result:
 
 
 def _written(
-    subject: Subject, problem: CacheProblem, x: CacheInputs, want: _Result
+    subject: Subject, problem: CacheProblem, x: CacheInputs, want: _Caches
 ) -> list[MergeFinding]:
     """C3: return findings where the caches are not what the append makes of them."""
     findings = []
@@ -98,6 +138,8 @@ def accuracy(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
         raise NotImplementedError("the problem is out of the range of the bound")
     findings = _written(subject, problem, x, want)
     for name, got in (("out", out), ("lse", lse)):
+        if got is None:
+            continue
         exact, bound = getattr(planned.want, name), getattr(planned.judgement.bound, name)
         findings += found_elements(
             subject, problem, "G1 accuracy", "leaves the derived bound", name,
@@ -107,17 +149,33 @@ def accuracy(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
 
 
 def pages(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
-    """C1: the order and size of pages, shared or not, and a contiguous cache change no bit."""
+    """C1: the order of pages, and whether entries share some, change no bit."""
     inputs = shared_inputs(problem)
     first = _run(subject, problem, make_cache(problem, inputs))
     findings = []
-    for size in dict.fromkeys((problem.page_size, 0, 1, 5, 16, 128)):
-        for is_shared in (True, False) if size == problem.page_size else (False,):
-            x = make_cache(problem, inputs, page_size=size, order=1 + size, is_shared=is_shared)
-            again = _run(subject, problem, x)
-            claim = f"differs with pages of {size} rows" if size else "differs in one row an entry"
-            findings += _differs(subject, problem, "C1 pages", claim, first, again)
+    for is_shared in (True, False):
+        again = _run(subject, problem, make_cache(problem, inputs, order=1, is_shared=is_shared))
+        claim = f"differs where pages are {'in another order' if is_shared else 'not shared'}"
+        findings += _differs(subject, problem, "G10", "C1 pages", claim, first, again)
     return findings
+
+
+def _other_sizes(subject: Subject, problem: CacheProblem) -> _Calls:
+    """Yield calls with other pages, and with one row of the cache an entry."""
+    inputs = shared_inputs(problem)
+    first = _run(subject, problem, make_cache(problem, inputs))
+    sizes = (0, *(subject.page_sizes or (1, 5, 16, 128)))
+    for size in sizes:
+        if size != problem.page_size:
+            x = make_cache(problem, inputs, page_size=size, order=1 + size, is_shared=False)
+            with suppress(NotImplementedError):
+                told = f"with pages of {size} rows" if size else "in one row an entry"
+                yield told, first, _run(subject, problem, x)
+
+
+def page_sizes(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
+    """C1: the size of pages, and a contiguous cache, change no bit."""
+    return _agree(subject, problem, "varlen", "C1 pages")
 
 
 def free_rows(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
@@ -132,7 +190,7 @@ def free_rows(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
         claim = (
             f"depends on rows that hold {fill} and no key, or on places of the table with {wild}"
         )
-        findings += _differs(subject, problem, "C2 free rows", claim, first, again)
+        findings += _differs(subject, problem, "G10", "C2 free rows", claim, first, again)
         findings += _written(subject, problem, x, want)
     return findings
 
@@ -146,22 +204,23 @@ def append(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     findings = _written(subject, problem, x, want)
     there = make_cache(problem, inputs, new=0)
     claim = "differs where the new keys are in the cache before the call"
-    findings += _differs(subject, problem, "C3 append", claim, first, _run(subject, problem, there))
+    again = _run(subject, problem, there)
+    findings += _differs(subject, problem, "G10", "C3 append", claim, first, again)
     if x.k is None or x.v is None or problem.new < 2:
         return findings
-    again = make_cache(problem, inputs)
+    in_two = make_cache(problem, inputs)
     cut = 1 + problem.attention.seed % (problem.new - 1)
     for start, stop in ((0, cut), (cut, problem.new)):
         last = _run(
             subject, problem,
-            again._replace(
+            in_two._replace(
                 k=x.k[:, :, start:stop], v=x.v[:, :, start:stop],
                 cache_seqlens=x.cache_seqlens + start,
             ),
         )  # fmt: skip
     claim = f"differs where the first {cut} new keys are appended by a call of their own"
-    findings += _differs(subject, problem, "C3 append", claim, first, last)
-    return findings + _written(subject, problem, again, want)
+    findings += _differs(subject, problem, "G10", "C3 append", claim, first, last)
+    return findings + _written(subject, problem, in_two, want)
 
 
 def nothing(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
@@ -181,55 +240,146 @@ def nothing(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
             page_table=None if x.page_table is None else x.page_table[:0],
             cache_batch_idx=None if x.cache_batch_idx is None else x.cache_batch_idx[:0],
         )  # fmt: skip
-    findings = []
+    findings, refusals = [], []
     for name, case in cases.items():
-        got = _run(subject, problem, case)
-        want = torch.zeros_like(got[0]), torch.full_like(got[1], -math.inf)
+        try:
+            out, lse = _run(subject, problem, case)
+        except NotImplementedError as reason:
+            refusals.append(str(reason))
+            continue
+        want = torch.zeros_like(out), None if lse is None else torch.full_like(lse, -math.inf)
         claim = f"is not that of {name}"
-        findings += _differs(subject, problem, "C5 nothing cached", claim, want, got)
+        findings += _differs(subject, problem, "", "C5 nothing cached", claim, want, (out, lse))
+    if len(refusals) == len(cases):
+        raise NotImplementedError(refusals[0])
     return findings
 
 
-def _chunks(count: int, seed: int) -> Iterator[tuple[str, list[int]]]:
-    """Yields ways to cut rows into chunks, by name, as the ends of the chunks."""
-    yield "token by token", list(range(1, count + 1))
-    cut = seed % count
-    yield f"in chunks cut at row {cut}", [*([cut] if cut else []), count]
+def _neighbours(subject: Subject, problem: CacheProblem) -> _Calls:
+    """Yield the calls of each entry alone, among copies, and beside one of all keys."""
+    # The longest neighbour reads every row.
+    x = make_cache(problem, shared_inputs(problem), new=0, fill=1.0)
+    first = _run(subject, problem, x)
+    rows, length = x.k_cache.shape[1], x.k_cache.shape[1]
+    longest = x.table[:1]
+    if x.page_table is not None:
+        longest = torch.arange(len(x.k_cache), dtype=torch.int32, device=x.q.device)[None]
+        length = rows * len(x.k_cache)
+    for told, copies, beside in (
+        ("where an entry is alone", 1, False),
+        ("where an entry is one of 5 alike", 5, False),
+        (f"where an entry is beside one of {length} keys", 1, True),
+    ):
+        found = []
+        for b in range(len(x.q)):
+            table = x.table[b : b + 1].repeat(copies, 1)
+            q = x.q[b : b + 1].repeat(copies + beside, 1, 1, 1)
+            seqlens = x.cache_seqlens[b : b + 1].repeat(copies)
+            slopes = x.alibi_slopes
+            if slopes is not None and slopes.ndim == 2:
+                slopes = slopes[b : b + 1].repeat(copies + beside, 1)
+            if beside:
+                places = max(table.shape[1], longest.shape[1])
+                table = torch.cat([pad(t, (0, places - t.shape[1])) for t in (table, longest)])
+                seqlens = torch.cat([seqlens, seqlens.new_tensor([length])])
+            table = table.contiguous()
+            is_paged = x.page_table is not None
+            call = x._replace(
+                q=q, cache_seqlens=seqlens, alibi_slopes=slopes,
+                page_table=table if is_paged else None,
+                cache_batch_idx=None if is_paged else table[:, 0].contiguous(),
+            )  # fmt: skip
+            try:
+                out, lse = _run(subject, problem, call)
+            except NotImplementedError:
+                break
+            at = copies // 2
+            found.append((out[at : at + 1], None if lse is None else lse[at : at + 1]))
+        else:
+            if found:
+                yield told, first, _joined(found, 0)
 
 
-def decoding(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
-    """I3: decoding token by token, or in chunks, with appends gives the bits of one causal call.
+def _joined(results: list[_Result], axis: int) -> _Result:
+    """Return results side by side."""
+    lses = [lse for _, lse in results if lse is not None]
+    outs = torch.cat([out for out, _ in results], axis)
+    return outs, torch.cat(lses, axis) if len(lses) == len(results) else None
+
+
+def neighbours(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
+    """I1: an entry has the same bits alone, among others, and beside a longer one."""
+    return _agree(subject, problem, "batch", "I1 neighbours")
+
+
+def _decoded(subject: Subject, problem: CacheProblem, first: _Result, ends: list[int]) -> _Result:
+    """Return the results of the last rows in chunks, behind the other rows of ``first``.
+
+    Each chunk is appended, or hidden until then if the subject appends nothing.
+
+    Args:
+        subject: The subject.
+        problem: The problem, which has a causal mask.
+        first: The results of one call.
+        ends: The ends of the chunks, as many rows as are decoded at last.
+    """
+    inputs, M, count = shared_inputs(problem), problem.attention.M, ends[-1]
+    last = make_cache(problem, inputs, new=count)
+    appends = "append" in subject.cache
+    x = make_cache(problem, inputs, new=count if appends else 0)
+    assert last.k is not None
+    assert last.v is not None
+    out, lse = first
+    done = M - count
+    parts = [(out[:, :, :done], None if lse is None else lse[:, :, :done])]
+    start = 0
+    for end in ends:
+        rows = slice(start, end)
+        of_rows = x._replace(
+            q=x.q[:, :, done + start : done + end],
+            k=last.k[:, :, rows] if appends else None,
+            v=last.v[:, :, rows] if appends else None,
+            cache_seqlens=last.cache_seqlens + (start if appends else end),
+        )  # fmt: skip
+        parts.append(_run(subject, problem, of_rows))
+        start = end
+    return _joined(parts, 2)
+
+
+def _causal(problem: CacheProblem) -> CacheProblem:
+    """Return a problem with a causal mask, and without pages that new keys could reach."""
+    a = problem.attention
+    mask = Mask(causal=True, window_left=a.mask.window_left, seqlens_k=a.mask.seqlens_k)
+    attention = dataclasses.replace(a, mask=mask)
+    return dataclasses.replace(problem, attention=attention, shared=0)
+
+
+def _chunks(subject: Subject, problem: CacheProblem) -> _Calls:
+    """Yield calls of the rows of a causal problem in two chunks, and token by token.
 
     The last rows are decoded, as many as the shortest entry has keys.
     """
-    a = problem.attention
-    mask = Mask(causal=True, window_left=a.mask.window_left, seqlens_k=a.mask.seqlens_k)
-    problem = dataclasses.replace(problem, attention=dataclasses.replace(a, mask=mask), shared=0)
-    inputs = shared_inputs(problem)
-    out, lse = _run(subject, problem, make_cache(problem, inputs, new=0))
-    count = min(a.M, *problem.seqlens)
-    if not count:
-        return []
-    last = make_cache(problem, inputs, new=count)
-    assert last.k is not None
-    assert last.v is not None
-    findings = []
-    for name, ends in _chunks(count, a.seed):
-        x = make_cache(problem, inputs, new=count)
-        parts, start = [], 0
-        for end in ends:
-            rows = slice(start, end)
-            of_rows = x._replace(
-                q=x.q[:, :, a.M - count :][:, :, rows], k=last.k[:, :, rows], v=last.v[:, :, rows],
-                cache_seqlens=x.cache_seqlens + start,
-            )  # fmt: skip
-            parts.append(_run(subject, problem, of_rows))
-            start = end
-        again = torch.cat([y for y, _ in parts], 2), torch.cat([y for _, y in parts], 2)
-        whole = out[:, :, a.M - count :], lse[:, :, a.M - count :]
-        claim = f"differs where the last {count} rows are decoded {name}"
-        findings += _differs(subject, problem, "I3 decoding", claim, whole, again)
-    return findings
+    count = min(problem.attention.M, *problem.seqlens)
+    cut = problem.attention.seed % max(1, count)
+    if not count or (problem.attention.M == 1 and "append" not in subject.cache):
+        return
+    first = _run(subject, problem, make_cache(problem, shared_inputs(problem), new=0))
+    for told, ends in (
+        ("token by token", list(range(1, count + 1))),
+        (f"in chunks cut at row {cut}", [*([cut] if cut else []), count]),
+    ):
+        with suppress(NotImplementedError):
+            again = _decoded(subject, problem, first, ends)
+            yield f"where the last {count} rows are decoded {told}", first, again
+
+
+def decoding(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
+    """I2, I3: decoding token by token, or in chunks, gives the bits of one causal call.
+
+    Raises:
+        NotImplementedError: There is one row and no append, or the subject refuses the calls.
+    """
+    return _agree(subject, _causal(problem), "chunks", "I3 decoding")
 
 
 def far_pages(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
@@ -264,18 +414,27 @@ def far_pages(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     except MemoryError as error:
         raise NotImplementedError(str(error)) from error
     claim = f"is wrong where the pages of {name} span 2**31 elements"
-    return findings + _differs(subject, problem, "C4 far pages", claim, first, again)
+    return findings + _differs(subject, problem, "G10", "C4 far pages", claim, first, again)
 
 
 # The checks by name.
 CACHES: dict[str, CacheCheck] = {
     "accuracy": accuracy,
     "pages": pages,
+    "page sizes": page_sizes,
     "free rows": free_rows,
     "append": append,
     "nothing cached": nothing,
+    "neighbours": neighbours,
     "decoding": decoding,
     "far pages": far_pages,
+}
+
+# Calls that give the same bits, by the word of ``same_bits`` that promises them.
+OTHER_CALLS: dict[str, Callable[[Subject, CacheProblem], _Calls]] = {
+    "batch": _neighbours,
+    "chunks": _chunks,
+    "varlen": _other_sizes,
 }
 
 
@@ -290,4 +449,9 @@ def found_in_cache(
     try:
         return check(subject, problem)
     except SubjectError as error:
-        return [MergeFinding(error.guarantee, error.claim, subject.name, problem, told=str(error))]
+        return [
+            MergeFinding(
+                error.guarantee, error.claim, subject.name, problem, told=str(error),
+                kernel=subject.source,
+            )
+        ]  # fmt: skip

@@ -25,6 +25,7 @@ from fa_verify.properties.checks.memory import FAR, SPARE, arena_of
 from fa_verify.properties.comparison.compare import ratios, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.large_memory import large_memory
+from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.trial import SubjectError, run_states
 from fa_verify.properties.inputs.states import States, make_states, stored_states
 from fa_verify.properties.subjects.subject import Subject
@@ -40,7 +41,10 @@ _AXES = {
 
 @dataclass(frozen=True)
 class MergeFinding:
-    """A violation, with its worst element. ``str`` is the failure message."""
+    """A violation, with its worst element. ``str`` is the failure message.
+
+    ``kernel`` is the value of --fa-kernel; it is empty for the project's own kernels.
+    """
 
     guarantee: str
     claim: str
@@ -54,6 +58,14 @@ class MergeFinding:
     bad: int = 0
     total: int = 0
     told: str = ""
+    kernel: str = ""
+
+    @property
+    def replay(self) -> str:
+        """The command that runs every check on the problem; empty for a ring, which has none."""
+        if isinstance(self.problem, Problem):
+            return ""
+        return replay_line(self.problem.to_json(), self.kernel)
 
     def __str__(self) -> str:
         lines = [
@@ -66,7 +78,8 @@ class MergeFinding:
             )
             lines.append(f"  {self.bad} of {self.total} elements are bad")
         lines += [f"  {line}" for line in self.told.splitlines()]
-        return "\n".join([*lines, f"  problem: {self.problem!r}"])
+        lines.append(f"  replay: {self.replay}" if self.replay else f"  problem: {self.problem!r}")
+        return "\n".join(lines)
 
 
 MergeCheck = Callable[[Subject, MergeProblem], list[MergeFinding]]
@@ -117,6 +130,7 @@ def found_elements(
         MergeFinding(
             guarantee, claim, subject.name, problem, output, where, float(got[index]),
             float(want[index]), float(bound[index]), int(bad.sum()), bad.numel(),
+            kernel=subject.source,
         )
     ]  # fmt: skip
 
@@ -420,7 +434,7 @@ def not_hidden(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
                 MergeFinding(
                     "S1 merging", f"hides an lse of {value} of part {p}", subject.name, problem,
                     "lse", " ".join(f"{a}={i}" for a, i in zip("bhm", at, strict=True)),
-                    float(got.lse[at]), value, 0.0, 1, got.lse.numel(),
+                    float(got.lse[at]), value, 0.0, 1, got.lse.numel(), kernel=subject.source,
                 )
             )  # fmt: skip
         others = torch.ones_like(exact.lses[0], dtype=torch.bool)
@@ -491,4 +505,9 @@ def found_in(subject: Subject, problem: MergeProblem, check: MergeCheck) -> list
     try:
         return check(subject, problem)
     except SubjectError as error:
-        return [MergeFinding("S1 merging", error.claim, subject.name, problem, told=str(error))]
+        return [
+            MergeFinding(
+                "S1 merging", error.claim, subject.name, problem, told=str(error),
+                kernel=subject.source,
+            )
+        ]  # fmt: skip

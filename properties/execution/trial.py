@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sysconfig
 import threading
@@ -291,7 +292,7 @@ def run_states(subject: Subject, states: States, *, gradients: bool) -> Merged:
 
 def run_kvcache(
     subject: Subject, problem: Problem, x: CacheInputs
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out and lse of a call with a cache, which it may write to.
 
     Args:
@@ -304,21 +305,25 @@ def run_kvcache(
             dtype.
         NotImplementedError: The subject refuses the call, or attends to no cache.
     """
-    mask = problem.mask
-    config = {"config": problem.config} if len(subject.configs) > 1 else {}
-    mods = {"softcap": problem.softcap, "alibi_slopes": x.alibi_slopes, "k": x.k, "v": x.v}
+    new = 0 if x.k is None else x.k.shape[2]
+    held = tuple(length + new for length in x.cache_seqlens.tolist())
+    # A place in the table makes an entry without keys one of padding alone.
+    N = max((*held, min(1, x.table.shape[1])), default=0)
+    of_call = dataclasses.replace(
+        problem, B=len(x.q), M=x.q.shape[2], N=N,
+        mask=dataclasses.replace(problem.mask, seqlens_k=held),
+    )  # fmt: skip
     with _faults_of_the_subject(x.without_caches):
         with _poisoned_allocations():
             out, lse = subject.run_kvcache(
-                x.q, x.k_cache, x.v_cache, cache_seqlens=x.cache_seqlens, page_table=x.page_table,
-                cache_batch_idx=x.cache_batch_idx, causal=mask.causal,
-                window_size=(mask.window_left, mask.window_right), sm_scale=problem.scale,
-                return_lse=True, **config,
-                **{name: value for name, value in mods.items() if value is not None},
+                x.q, x.k_cache, x.v_cache, of_call, cache_seqlens=x.cache_seqlens,
+                page_table=x.page_table, cache_batch_idx=x.cache_batch_idx, k=x.k, v=x.v,
+                alibi_slopes=x.alibi_slopes,
             )  # fmt: skip
         _check_form("out", out, x.q, (*x.q.shape[:3], x.v_cache.shape[3]))
-        _check_form("lse", lse, x.q, tuple(x.q.shape[:3]))
-        return out.detach(), lse.detach()
+        if lse is not None:
+            _check_form("lse", lse, x.q, tuple(x.q.shape[:3]))
+        return out.detach(), None if lse is None else lse.detach()
 
 
 # Elements of the inputs that are copied to be compared after a call. More would take gigabytes.

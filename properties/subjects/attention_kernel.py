@@ -71,6 +71,8 @@ def attention_kernel(
     states: Callable[..., Any] | bool | None = _UNSET,
     packed: Callable[..., Any] | None = _UNSET,
     kvcache: Callable[..., Any] | None = _UNSET,
+    cache: Sequence[str] = _UNSET,
+    page_sizes: Sequence[int] | None = _UNSET,
     tiles: Callable[[Any], tuple[int, int]] | None = _UNSET,
     paths: Callable[[Any], tuple[str, ...]] | None = _UNSET,
     configs: Mapping[str, Mapping[str, Any]] = _UNSET,
@@ -99,7 +101,7 @@ def attention_kernel(
         one_query: Whether M is always 1, as in a decoding kernel. seqlen_multiple is then one of N,
             and only keys have lengths.
         dv_ne_d: Whether Dv may differ from D.
-        zero_sizes: Whether B, M or N may be 0.
+        zero_sizes: Whether B, M or N may be 0, and the keys of an entry of a cache.
         masks: Supported kinds of masks: "causal", "window", "padding" (sequence lengths), "custom"
             (classes that add a predicate, read with ``mask.dense``).
         always_causal: Whether every mask is causal. If ``masks`` has nothing but "causal", the
@@ -163,7 +165,14 @@ def attention_kernel(
             (out, lse); True if the kernel itself is one, and computes no attention.
         packed: A function of packed sequences, which takes what ``varlen`` describes, beside a
             kernel that takes padded tensors; ``same_bits`` compares both.
-        kvcache: A function with the arguments of ``fa_kernels.flash_attention_with_kvcache``.
+        kvcache: A function that attends to a cache, beside a kernel of padded tensors. It takes q
+            (B, H, M, D), k_cache (pages, page_size, Hk, D), v_cache (pages, page_size, Hk, Dv) and
+            keywords, and returns out (B, H, M, Dv), or out and lse (B, H, M). Its keywords are
+            those of ``fa_kernels.flash_attention_with_kvcache`` that declarations leave open.
+        cache: Features of calls with a cache, from "contiguous" (``cache_batch_idx=``), "paged"
+            (``page_table=``) and "append" (``k=``, ``v=``). Without ``kvcache``, the kernel itself
+            is such a function, and takes no padded tensors.
+        page_sizes: Supported numbers of rows of a page; None is any.
         tiles: Function from a problem to (block_m, block_n) of the forward, for reports and
             ``l_tile``.
         paths: Function from a problem to the names of the code paths that it takes, a tuple of

@@ -18,6 +18,7 @@ from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 
 __all__ = [
     "BITWISE",
+    "CACHES",
     "DEFAULT_SCALE",
     "NUMERICS",
     "SAME_BITS",
@@ -34,6 +35,8 @@ SCORE_MODS = ("softcap", "alibi", "bias", "sinks")
 BITWISE = ("G4", "G5", "G8", "G9", "G10")
 # Words of ``same_bits``, and the guarantee that each promises.
 SAME_BITS = {"batch": "I1", "chunks": "I2", "heads": "I4", "varlen": "I5", "inference": "I6"}
+# Features of calls with a cache: one row of the cache an entry, pages, and new keys.
+CACHES = ("contiguous", "paged", "append")
 NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
 # Declarations that are a subset of these values.
 _SUBSETS: dict[str, tuple[str, ...]] = {
@@ -47,10 +50,11 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "atomic": ("dq",),
     "backward_reads": ("out", "lse", "m_and_l"),
     "score_mods": SCORE_MODS,
+    "cache": CACHES,
 }
 _NOT_SUPPORTED = re.compile("f(p|loat)8|int8|dropout|quant|hip|rocm|amd", re.IGNORECASE)
 # Subsets that must not be empty, as there would be nothing to verify.
-_NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices")
+_NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices", "cache")
 # Declarations that are one of these values.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "gqa": (True, False),
@@ -78,11 +82,12 @@ _FUNCTIONS = ("tiles", "paths", "pooled", "states", "packed", "kvcache")
 # The value of ``fixed_scale`` for a kernel that divides by the root of D.
 DEFAULT_SCALE = "1/sqrt(D)"
 # All declarations.
-_OTHERS = ("head_dims", "fixed_scale", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS)
+_OTHERS = ("head_dims", "page_sizes", "fixed_scale", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS)
 WORDS = tuple(dict.fromkeys((*_SUBSETS, *_CHOICES, *_OTHERS)))
 # Declarations for which None means the same as no declaration.
 _NONE_IS_NOTHING = (
-    "head_dims", "max_seqlen", "layouts", "dirty", "returns_lse", "fixed_scale", *_FUNCTIONS
+    "head_dims", "page_sizes", "max_seqlen", "layouts", "dirty", "returns_lse", "fixed_scale",
+    *_FUNCTIONS,
 )  # fmt: skip
 
 
@@ -167,8 +172,11 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
             f"{name}.max_seqlen is {declared['max_seqlen']}; "
             f"needs at least {declared['seqlen_multiple']}, its seqlen_multiple"
         )
-    if "head_dims" in declared:
-        declared["head_dims"] = _sizes(f"{name}.head_dims", declared["head_dims"])
+    for word in ("head_dims", "page_sizes"):
+        if word in declared:
+            declared[word] = _sizes(f"{name}.{word}", declared[word])
+    if "cache" in declared and set(declared["cache"]) <= {"append"}:
+        raise ValueError(f"{name}.cache is {declared['cache']!r}; needs 'contiguous' or 'paged'")
     if "fixed_scale" in declared:
         _check_scale(f"{name}.fixed_scale", declared["fixed_scale"])
     _check_masks(name, declared)

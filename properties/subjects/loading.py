@@ -193,6 +193,16 @@ def _check_signature(subject: Subject) -> None:
                 f"states=True: {error}"
             ) from None
         return
+    if subject.reads_caches_alone:
+        try:
+            signature.bind(None, None, None, **dict.fromkeys(subject.cache_keywords))
+        except TypeError as error:
+            raise ValueError(
+                f"{subject.name} takes {signature}; needs (q, k_cache, v_cache, *, "
+                f"{', '.join(subject.cache_keywords)}), as it declares cache={subject.cache!r}: "
+                f"{error}"
+            ) from None
+        return
     try:
         signature.bind(None, None, None, **dict.fromkeys(words))
     except TypeError as error:

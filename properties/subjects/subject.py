@@ -19,6 +19,7 @@ from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.sink_families import NO_SINKS
 from fa_verify.properties.subjects.declarations import (
     BITWISE,
+    CACHES,
     DEFAULT_SCALE,
     NUMERICS,
     SAME_BITS,
@@ -105,6 +106,8 @@ class Subject:
     states: Callable[..., Any] | None = None
     packed: Callable[..., Any] | None = None
     kvcache: Callable[..., Any] | None = None
+    cache: tuple[str, ...] = CACHES
+    page_sizes: tuple[int, ...] | None = None
     takes: str = ""
     source: str = ""
     score_mods: tuple[str, ...] = ()
@@ -131,6 +134,8 @@ class Subject:
             declared["takes"] = tutorial.signature
         if declared.get("states") is True:
             declared["states"] = call
+        if "cache" in declared:
+            declared.setdefault("kvcache", call)
         numerics = {word: declared.pop(word) for word in NUMERICS if word in declared}
         return cls(name=name, call=call, numerics=Numerics(**numerics), **declared)
 
@@ -192,6 +197,8 @@ class Subject:
                 found[word] = value
         if self.merges_alone:
             found["states"] = True
+        if self.reads_caches_alone:
+            found["cache"] = self.cache
         return found
 
     def declared(self) -> str:
@@ -299,6 +306,8 @@ class Subject:
             raise NotImplementedError(reason)
         if self.merges_alone:
             raise NotImplementedError(f"{self.name} declares states True: it computes no attention")
+        if self.reads_caches_alone:
+            raise NotImplementedError(f"{self.name} declares cache: it takes no padded tensors")
         mods: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
         if problem.softcap is not None:
             mods["softcap"] = problem.softcap
@@ -372,16 +381,85 @@ class Subject:
             raise NotImplementedError(f"{self.name} declares no states")
         return self._pair(self.states(outs, lses))
 
-    def run_kvcache(self, *caches: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to a cache, with the arguments of ``flash_attention_with_kvcache``.
+    @property
+    def reads_caches_alone(self) -> bool:
+        """Whether the kernel attends to caches and takes no padded tensors."""
+        return self.kvcache is not None and self.kvcache is self.call
+
+    @property
+    def cache_keywords(self) -> tuple[str, ...]:
+        """The keyword arguments of a call with a cache by name, without score modifications."""
+        return (
+            "cache_seqlens",
+            *(("page_table",) if "paged" in self.cache else ()),
+            *(("cache_batch_idx",) if "contiguous" in self.cache else ()),
+            *(("k", "v") if "append" in self.cache else ()),
+            *(("causal",) if "causal" in self.masks and not self.always_causal else ()),
+            *(("window_size",) if "window" in self.masks else ()),
+            *(("sm_scale",) if self.fixed_scale is None else ()),
+            *(("config",) if len(self.configs) > 1 else ()),
+        )
+
+    def run_kvcache(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        problem: Problem,
+        **tensors: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to a cache, and convert the result to this project's conventions.
+
+        Args:
+            q: Queries (B, H, M, D).
+            k_cache: (pages, page_size, Hk, D), or (entries, S, Hk, D).
+            v_cache: As ``k_cache``, with Dv columns.
+            problem: The attention of the call, with the keys of each entry after it.
+            tensors: ``cache_seqlens``, ``page_table``, ``cache_batch_idx``, ``k``, ``v`` and
+                ``alibi_slopes``, or None; see ``CacheInputs``.
+
+        Returns:
+            (out, lse) as from ``run``.
 
         Raises:
-            NotImplementedError: The subject has no ``kvcache``, or it refuses the call.
-            AssertionError: ``kvcache`` does not return two tensors.
+            NotImplementedError: The subject has no ``kvcache``, it refuses the call, or its
+                declarations exclude it.
+            AssertionError: ``kvcache`` does not return out or (out, lse) as tensors.
         """
         if self.kvcache is None:
             raise NotImplementedError(f"{self.name} declares no kvcache")
-        return self._pair(self.kvcache(*caches, **given))
+        # A cache has lengths, whatever masks of padded tensors the subject takes.
+        padding = dataclasses.replace(self, masks=(*self.masks, "padding"))
+        is_paged, appends = tensors["page_table"] is not None, tensors["k"] is not None
+        page_sizes, rows = self.page_sizes, k_cache.shape[1]
+        for word, holds in (
+            (f"cache {self.cache}", ("paged" if is_paged else "contiguous") in self.cache),
+            (f"cache {self.cache}", "append" in self.cache or not appends),
+            (f"page_sizes {page_sizes}", not is_paged or page_sizes is None or rows in page_sizes),
+            ("zero_sizes False", self.zero_sizes or 0 not in (problem.mask.seqlens_k or ())),
+        ):
+            if not holds:
+                raise NotImplementedError(f"{self.name} declares {word}")
+        if reason := padding.excludes(problem):
+            raise NotImplementedError(reason)
+        mask = problem.mask
+        given = {
+            **tensors,
+            "causal": mask.causal,
+            "window_size": (mask.window_left, mask.window_right),
+            "sm_scale": problem.scale,
+            "config": problem.config,
+        }
+        optional = {"k", "v", "alibi_slopes"}
+        words = [x for x in (*self.cache_keywords, "alibi_slopes") if x not in optional]
+        mods = {name: given[name] for name in optional if given[name] is not None}
+        if problem.softcap is not None:
+            mods["softcap"] = problem.softcap
+        found: object = self.kvcache(
+            q, k_cache, v_cache, **{word: given[word] for word in words}, **mods
+        )
+        out, lse = (found, None) if isinstance(found, torch.Tensor) else self._pair(found)
+        return out, None if lse is None else self._natural(lse, problem)
 
     def _pair(self, found: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a pair of tensors, (out, lse), that a function of the subject has returned.

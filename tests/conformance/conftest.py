@@ -72,9 +72,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave merges out of a quick run of a subject that merges nothing."""
-    if config.getoption("--fa-quick") and subject_of(config).states is None:
-        items[:] = [item for item in items if item.path.name != "test_merging.py"]
+    """Leave merges and caches out of a quick run of a subject of something else."""
+    if not config.getoption("--fa-quick"):
+        return
+    subject = subject_of(config)
+    left_out = {
+        *(("test_merging.py",) if subject.states is None else ()),
+        *(() if subject.reads_caches_alone else ("test_caches.py",)),
+    }
+    items[:] = [item for item in items if item.path.name not in left_out]
 
 
 @pytest.fixture(scope="session")
@@ -85,9 +91,14 @@ def subject(pytestconfig: pytest.Config) -> Subject:
 
 @pytest.fixture(autouse=True)
 def attention_alone(request: pytest.FixtureRequest, subject: Subject) -> None:
-    """Skip tests of attention for a subject that merges states and computes none."""
-    if subject.merges_alone and request.path.name != "test_merging.py":
-        pytest.skip(f"{subject.name} declares states=True: it computes no attention")
+    """Skip tests of attention to padded tensors for a subject that computes none."""
+    for is_alone, why, file in (
+        (subject.merges_alone, "states=True: it computes no attention", "test_merging.py"),
+        (subject.reads_caches_alone, "cache: it takes no padded tensors", "test_caches.py"),
+    ):
+        # A problem of --fa-replay may be one of merges or caches.
+        if is_alone and request.path.name != file and request.node.name != "test_replay":
+            pytest.skip(f"{subject.name} declares {why}")
 
 
 @pytest.fixture

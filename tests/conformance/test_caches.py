@@ -1,4 +1,4 @@
-"""C1 to C5 and I3: attention over caches, contiguous and in pages, with appends.
+"""C1 to C5 and I1 to I3: attention over caches, contiguous and in pages, with appends.
 
 For subjects that declare ``kvcache``. ``properties/checks/caches.py`` holds the checks.
 """
@@ -10,7 +10,7 @@ import pytest
 
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.checks.caches import CACHES, found_in_cache
-from fa_verify.properties.problems.caches import cached
+from fa_verify.properties.subjects.supported_caches import cached
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 
@@ -35,7 +35,7 @@ def test_attention_over_a_cache_keeps_every_guarantee(subject, device, check, dt
     judged, refused = [], []
 
     @hypothesis.settings()
-    @hypothesis.given(cached(dtype, device, configs_of(subject, dtype)))
+    @hypothesis.given(cached(subject, dtype, device, configs_of(subject, dtype)))
     def holds(problem) -> None:
         __tracebackhide__ = True
         try:

@@ -7,6 +7,9 @@ import dataclasses
 
 import pytest
 
+from fa_verify.oracles.merge_problem import MergeProblem
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.caches import CACHES, found_in_cache
 from fa_verify.properties.checks.guarantees import (
     CALLS,
     CLOSED_FORM,
@@ -18,6 +21,7 @@ from fa_verify.properties.checks.guarantees import (
     backward,
     in_turn,
 )
+from fa_verify.properties.checks.merging import MERGES, found_in
 from fa_verify.properties.checks.same_bits import CHECKS as SAME_BITS
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
@@ -119,9 +123,35 @@ def check_the_mask(problem):
                 pytest.fail(str(faults[0]), pytrace=False)
 
 
+def check_calls(subject, problem, device):
+    """Check every guarantee of calls with a cache, or of merges, on a problem of them."""
+    __tracebackhide__ = True
+    if isinstance(problem, MergeProblem):
+        problem = dataclasses.replace(problem, device=device)
+        checks, found_of = MERGES, found_in
+    else:
+        attention = dataclasses.replace(problem.attention, device=device)
+        problem = dataclasses.replace(problem, attention=attention)
+        checks, found_of = CACHES, found_in_cache
+    findings, refused = [], []
+    for claim in checks.values():
+        try:
+            with dots_in_order():
+                findings += found_of(subject, problem, claim)
+        except NotImplementedError as reason:
+            refused.append(str(reason))
+    if findings:
+        pytest.fail("\n".join(map(str, findings)), pytrace=False)
+    if len(refused) == len(checks):
+        pytest.skip(refused[0])
+
+
 def test_replay(runner, device, replayed, pytestconfig):
     if replayed is None:
         pytest.skip("no --fa-replay given")
+    if not isinstance(replayed, Problem):
+        check_calls(runner.subject, replayed, device)
+        return
     if is_ours(pytestconfig) and not replayed.mask.is_plain:
         check_the_mask(dataclasses.replace(replayed, device=device))
     # On a GPU, the kernels of many calls take minutes to compile beside other tests.

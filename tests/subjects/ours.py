@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from types import ModuleType
 
@@ -193,7 +194,9 @@ def adapted(package: ModuleType):
     flash_attention.pooled = pooled
     flash_attention.packed = packed
     flash_attention.states = package.combine_attention_states
-    flash_attention.kvcache = package.flash_attention_with_kvcache
+    flash_attention.kvcache = functools.partial(
+        package.flash_attention_with_kvcache, return_lse=True
+    )
     return flash_attention
 
 

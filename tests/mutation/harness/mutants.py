@@ -328,8 +328,8 @@ _RUNS = (
         ),
         (
             "the default scale is passed",
-            '"sm_scale": problem.scale,',
-            '"sm_scale": problem.D**-0.5,',
+            '"mask": problem.mask, "sm_scale": problem.scale,',
+            '"mask": problem.mask, "sm_scale": problem.D**-0.5,',
         ),
     ),
     *faults_of(

@@ -177,6 +177,66 @@ def test_a_quick_run_judges_merges_of_a_subject_that_merges(folder, merges):
     assert ("test_merging.py::" in done.stdout) is merges, done.stdout + done.stderr
 
 
+CACHES = """
+import torch
+from fa_verify import attention_kernel
+
+DECODES = attention_kernel(
+    cache=("paged",), page_sizes=(16,), one_query=True, masks=(), fixed_scale="1/sqrt(D)",
+    dtypes=("fp32",), p_dtype="fp32", p_normalised=True, devices=("cpu",),
+)
+
+
+@DECODES
+def decode(q, k_cache, v_cache, *, cache_seqlens, page_table):
+    outs = []
+    for rows, table, length in zip(q, page_table, cache_seqlens.tolist()):
+        pages = table[: -(-length // 16)]
+        k, v = (
+            x[pages].flatten(0, 1)[:length].transpose(0, 1).repeat_interleave(
+                q.shape[1] // x.shape[2], 0
+            )
+            for x in (k_cache, v_cache)
+        )
+        outs.append(torch.softmax(rows @ k.mT * q.shape[3] ** -0.5, -1) @ v)
+    return torch.stack(outs) if outs else q.new_empty(*q.shape[:3], v_cache.shape[3])
+
+
+@DECODES
+def broken(q, k_cache, v_cache, *, cache_seqlens, page_table):
+    most = cache_seqlens.clamp(max=16)
+    return decode(q, k_cache, v_cache, cache_seqlens=most, page_table=page_table)
+"""
+OF_CACHES = ("--", "-n0", "-k", "test_attention_over_a_cache or test_every_element_lies")
+
+
+def test_a_kernel_of_pages_is_judged_and_its_failure_replays(folder):
+    (folder / "pages.py").write_text(CACHES)
+    done = run(folder, "check", "pages.py:decode", *OF_CACHES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cache=('paged',)" in done.stdout
+    assert re.search(r"I1 holds in \d+ comparisons.*, pages of 16 rows", done.stdout)
+    done = run(folder, "check", "pages.py:broken", *OF_CACHES)
+    assert done.returncode == 1, done.stdout + done.stderr
+    line = re.findall(r"replay: fa-verify (explain --kernel=pages.py:broken '.*')", done.stdout)[0]
+    assert json.loads(shlex.split(line)[-1])["cache"] == {"page_size": 16}
+    again = run(folder, *shlex.split(line))
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout
+    assert f"replay: fa-verify {line}" in again.stdout
+    healthy = run(folder, *shlex.split(line.replace("broken", "decode")))
+    assert healthy.returncode == 0, healthy.stdout + healthy.stderr
+
+
+def test_a_quick_run_judges_calls_with_a_cache(folder):
+    (folder / "pages.py").write_text(CACHES)
+    done = run(folder, "check", "pages.py:decode", "--quick", "--", "-n0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "HOLDS" in done.stdout
+    done = run(folder, "check", "pages.py:broken", "--quick", "--", "-n0")
+    assert done.returncode == 1, done.stdout + done.stderr
+
+
 def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
     done = run(folder, "check", "my.py:broken", "--json=found.jsonl", *ACCURACY)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -37,6 +37,7 @@ LEFT_OUT = {
     "to a problem without parts for ": "is the reason why a check is not made, and no finding",
     ", which has no gradients": "is the reason why a check is not made, and no finding",
     "the problem is out of the range of the bound": "is the reason why a check is not made",
+    " takes no call that ": "is the reason why a check is not made, and no finding",
     "the cache has one page": "is the reason why a check is not made, and no finding",
     " returns no lse": "is the reason why a check is not made, and no finding",
     "its forward's results as returned": "names the results for dbias in a message shown for dq",

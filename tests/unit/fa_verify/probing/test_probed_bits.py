@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fa_verify.__main__ import main
+from fa_verify.oracles.any_problem import problem_from_json
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing import same_bits, trying
 from fa_verify.probing.probe import probe, refuted
@@ -154,3 +155,47 @@ def test_a_check_prints_the_words_of_a_kernel_without_declarations(tmp_path, cap
     assert main(["probe", f"{tmp_path}/my.py:attention", f"--assume={file}", "--bits"]) == 0
     assert "same_bits_batch" in capsys.readouterr().out
     assert "same_bits" not in json.loads(file.read_text())
+
+
+# Faults of a call with a cache, and the sizes at which each shows first.
+CACHE_FAULTS = {
+    "batch": (lambda q, k_cache: len(q) > 5, "I1 fails first at B=9, 1 row, 200 keys"),
+    "chunks": (lambda q, k_cache: q.shape[2] == 33, "I2 fails first at B=2, 33 rows, 33 keys"),
+    "varlen": (lambda q, k_cache: k_cache.shape[1] == 32, "I5 fails first at B=3, 1 row, 60 keys"),
+}
+
+
+def kernel_of_caches(fault: str = "") -> Subject:
+    """Attention to pages of 16 or 32 rows in float64, which rounds once, or twice for a fault."""
+
+    @attention_kernel(
+        cache=("paged",), page_sizes=(16, 32), masks=("causal",), dtypes=("bf16",), dv_ne_d=False
+    )
+    def attend(q, k_cache, v_cache, *, cache_seqlens, page_table, causal, sm_scale):
+        out = torch.empty_like(q)
+        M, group = q.shape[2], q.shape[1] // k_cache.shape[2]
+        for b, length in enumerate(cache_seqlens.tolist()):
+            pages = page_table[b, : -(-length // k_cache.shape[1])]
+            k, v = (
+                x[pages].flatten(0, 1)[:length].transpose(0, 1).repeat_interleave(group, 0).double()
+                for x in (k_cache, v_cache)
+            )
+            seen = torch.ones(M, length, dtype=torch.bool).tril(length - M if causal else length)
+            scores = (q[b].double() @ k.mT * sm_scale).masked_fill(~seen, -torch.inf)
+            out[b] = torch.softmax(scores, -1).nan_to_num(0.0) @ v
+        return out * 1.01 if fault and CACHE_FAULTS[fault][0](q, k_cache) else out
+
+    return Subject.of(attend, "attend")
+
+
+@pytest.mark.parametrize("fault", ["", *CACHE_FAULTS])
+def test_the_first_size_at_which_bits_over_a_cache_differ_is_found(fault):
+    probed = probe(kernel_of_caches(fault), topics=("bits",))
+    for word in CACHE_FAULTS:
+        answer = probed[f"same_bits_{word}"]
+        assert answer.value is (word != fault), answer
+        assert "pages of 16 rows" in answer.evidence
+        assert problem_from_json(answer.replay).page_size == 16
+    if fault:
+        assert CACHE_FAULTS[fault][1] in probed[f"same_bits_{fault}"].evidence
+    assert probed["same_bits"].value == tuple(word for word in CACHE_FAULTS if word != fault)

@@ -11,10 +11,18 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import caches, numpy_caches
 from fa_verify.properties.inputs.caches import make_cache, shared_inputs
-from fa_verify.properties.problems.caches import cached
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.supported_caches import cached
 
 
-@hypothesis.given(cached("fp32", "cpu", ("default",)))
+def takes_all(q, k, v, *, mask, sm_scale):
+    """A subject whose declarations exclude no cache; it is not called."""
+
+
+takes_all.score_mods = ("softcap", "alibi")
+
+
+@hypothesis.given(cached(Subject.of(takes_all, "takes_all"), "fp32", "cpu", ("default",)))
 def test_both_writings_gather_the_keys_that_the_problem_has(problem):
     inputs = shared_inputs(problem)
     x = make_cache(problem, inputs)

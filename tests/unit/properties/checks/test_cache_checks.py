@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from fa_verify.oracles.any_problem import problem_from_json
 from fa_verify.oracles.cache_problem import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.caches import CACHES, found_in_cache
+from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.supported_caches import cached
+from tests.unit.properties.problems.sampling import drawn
 
 MASK = Mask(causal=True, seqlens_k=(21, 9))
 ATTENTION = Problem(B=2, H=2, N=24, M=3, D=8, Dv=5, dtype="fp32", mask=MASK, seed=3)
@@ -20,7 +25,7 @@ PROBLEM = CacheProblem(attention=ATTENTION, page_size=4, new=3, shared=1, spare=
 
 def attend(
     q, k_cache, v_cache, *, k=None, v=None, cache_seqlens, page_table=None, cache_batch_idx=None,
-    causal, window_size, sm_scale, return_lse,
+    causal, window_size, sm_scale,
 ):  # fmt: skip
     """Attention over a cache in PyTorch, row by row and key by key, in float32."""
     page_size = k_cache.shape[1]
@@ -71,6 +76,16 @@ def perturbed(found, is_wrong: bool):
     return (out * (1 + 2.0**-20) if is_wrong else out), lse
 
 
+def rounds_by_places(q, k_cache, v_cache, *, page_table=None, **given):
+    found = attend(q, k_cache, v_cache, page_table=page_table, **given)
+    return perturbed(found, page_table is not None and int(page_table[0, 0]) % 2 == 1)
+
+
+def rounds_by_the_longest(q, k_cache, v_cache, *, cache_seqlens, **given):
+    found = attend(q, k_cache, v_cache, cache_seqlens=cache_seqlens, **given)
+    return perturbed(found, int(cache_seqlens.max()) != max(MASK.seqlens_k))
+
+
 def rounds_by_pages(q, k_cache, v_cache, **given):
     found = attend(q, k_cache, v_cache, **given)
     return perturbed(found, k_cache.shape[1] != 4)
@@ -98,9 +113,10 @@ def is_far_by_64_bits(q, k_cache, v_cache, **given):
 
 
 WRONG = {
-    "accuracy": drops_the_append, "pages": rounds_by_pages, "free rows": reads_free_rows,
-    "append": appends_badly, "nothing cached": hides_empty_rows,
-    "decoding": rounds_by_appends, "far pages": is_far_by_64_bits,
+    "accuracy": drops_the_append, "pages": rounds_by_places, "page sizes": rounds_by_pages,
+    "free rows": reads_free_rows, "append": appends_badly, "nothing cached": hides_empty_rows,
+    "neighbours": rounds_by_the_longest, "decoding": rounds_by_appends,
+    "far pages": is_far_by_64_bits,
 }  # fmt: skip
 
 
@@ -110,11 +126,15 @@ def claimed(check: str) -> str:
     return "\n".join({x.claim: str(x) for x in findings[::-1]}.values())
 
 
-def subject_of(function) -> Subject:
+def subject_of(function, **declared) -> Subject:
+    """A subject that promises bits, unless other declarations replace that."""
+
     def attention(q, k, v, **given):
         raise NotImplementedError
 
-    attention.kvcache = function
+    promised = {"bitwise": ("G10",), "same_bits": ("batch", "chunks", "varlen")}
+    for word, value in {"kvcache": function, **promised, **declared}.items():
+        setattr(attention, word, value)
     return Subject.of(attention, "attention")
 
 
@@ -133,3 +153,159 @@ def test_a_subject_that_writes_to_the_table_is_found():
 
     findings = found_in_cache(subject_of(wrong), PROBLEM, CACHES["accuracy"])
     assert "page_table differs" in str(findings[0])
+
+
+def test_a_replay_line_holds_the_whole_problem():
+    (finding, *_) = found_in_cache(subject_of(drops_the_append), PROBLEM, CACHES["accuracy"])
+    line = str(finding).splitlines()[-1]
+    assert line == f"  replay: pytest --replay='{PROBLEM.to_json()}'"
+    assert problem_from_json(PROBLEM.to_json()) == PROBLEM
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"version":1,"mask":{"type":"Mask","seqlens_k":[1]},"cache":{"pages":3}}',
+        '{"version":1,"mask":{"type":"Mask","seqlens_k":[1]},"cache":3}',
+        '{"version":1,"cache":{}}',
+        '{"version":2,"merge":{}}',
+        '{"version":1,"merge":{"part":[1]}}',
+        '{"version":1,"merge":{"parts":3}}',
+        '{"version":1,"merge":3}',
+        '{"version":1,"merge":{},"B":2}',
+        "[",
+    ],
+)
+def test_a_malformed_problem_is_refused(record):
+    with pytest.raises(ValueError, match=r"problem|needs"):
+        problem_from_json(record)
+
+
+# Wrong by less than the bound.
+SLIGHT = (
+    ("page sizes", lambda k_cache, **_: k_cache.shape[1] != 4),
+    ("neighbours", lambda q, **_: len(q) == 1),
+    ("decoding", lambda q, **_: q.shape[2] < 3),
+)
+
+
+@pytest.mark.parametrize(("check", "is_wrong"), SLIGHT)
+def test_bits_are_compared_where_they_are_promised_alone(check, is_wrong):
+    def slightly_wrong(q, k_cache, v_cache, **given):
+        out, lse = attend(q, k_cache, v_cache, **given)
+        return (out.nextafter(out + 1) if is_wrong(q=q, k_cache=k_cache) else out), lse
+
+    assert found_in_cache(subject_of(slightly_wrong), PROBLEM, CACHES[check])
+    silent = subject_of(slightly_wrong, same_bits=())
+    assert found_in_cache(silent, PROBLEM, CACHES[check]) == []
+
+    def grossly_wrong(q, k_cache, v_cache, **given):
+        out, lse = attend(q, k_cache, v_cache, **given)
+        return (out * 1.01 if is_wrong(q=q, k_cache=k_cache) else out), lse
+
+    assert found_in_cache(subject_of(grossly_wrong, same_bits=()), PROBLEM, CACHES[check])
+
+
+def paged(q, k_cache, v_cache, *, cache_seqlens, page_table):
+    """A decoding kernel of pages, which returns no lse."""
+    return attend(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, causal=False,
+        window_size=(None, None), sm_scale=q.shape[3] ** -0.5,
+    )[0]  # fmt: skip
+
+
+PAGED = {
+    "cache": ("paged",), "page_sizes": (4, 8), "masks": (), "fixed_scale": "1/sqrt(D)",
+    "one_query": True, "dtypes": ("fp32",), "bitwise": ("G10",), "backward": False,
+    "same_bits": ("batch", "varlen"),
+}  # fmt: skip
+
+
+def of_pages(function=paged, **declared) -> Subject:
+    """A subject that is a function of caches."""
+
+    def decode(q, k_cache, v_cache, *, cache_seqlens, page_table):
+        return function(q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table)
+
+    for word, value in {**PAGED, **declared}.items():
+        setattr(decode, word, value)
+    return Subject.of(decode, "decode")
+
+
+def plain(**fields) -> CacheProblem:
+    attention = dataclasses.replace(ATTENTION, M=1, mask=Mask(seqlens_k=(21, 9)))
+    return CacheProblem(attention=attention, page_size=4, shared=1, spare=2, **fields)
+
+
+def test_a_kernel_of_caches_alone_is_called_with_what_it_declares():
+    decode = of_pages()
+    assert decode.reads_caches_alone
+    assert decode.cache_keywords == ("cache_seqlens", "page_table")
+    assert "cache=('paged',)" in decode.declared()
+    refused = [
+        check for check in CACHES if _told(decode, plain(), check) != []
+    ]  # fmt: skip
+    # One row has no chunks.
+    assert refused == ["decoding"]
+    with pytest.raises(NotImplementedError, match="takes no padded tensors"):
+        decode.run(*[torch.zeros(1, 1, 1, 8)] * 3, Problem(D=8, Dv=8, M=1, N=1))
+
+
+def _told(subject, problem, check) -> list[str]:
+    """The findings of a check, or the reason why the subject refuses it."""
+    try:
+        return list(map(str, found_in_cache(subject, problem, CACHES[check])))
+    except NotImplementedError as reason:
+        return [f"refused: {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "declared", "why"),
+    [
+        (plain(new=1), {}, "declares cache ('paged',)"),
+        (dataclasses.replace(plain(), page_size=0, shared=0), {}, "declares cache ('paged',)"),
+        (dataclasses.replace(plain(), page_size=3), {}, "declares page_sizes (4, 8)"),
+        (PROBLEM, {"cache": ("paged", "append")}, "declares one_query True"),
+        (plain(), {"head_dims": (16,)}, "declares head_dims (16,)"),
+    ],
+)
+def test_a_call_that_declarations_exclude_is_refused(problem, declared, why):
+    assert _told(of_pages(**declared), problem, "accuracy") == [f"refused: decode {why}"]
+
+
+def test_an_entry_without_keys_is_a_zero_size():
+    empty = dataclasses.replace(ATTENTION, M=1, mask=Mask(seqlens_k=(3, 0)))
+    problem = CacheProblem(attention=empty, page_size=4)
+    assert _told(of_pages(), problem, "accuracy") == []
+    (told,) = _told(of_pages(zero_sizes=False), problem, "accuracy")
+    assert told == "refused: decode declares zero_sizes False"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_right"), [("cache_seqlens, page_table", True), ("mask", False)]
+)
+def test_a_kernel_of_caches_is_loaded_by_its_signature(words, is_right, tmp_path):
+    file = tmp_path / "decoding.py"
+    declared = "decode.cache, decode.masks, decode.fixed_scale = ('paged',), (), 1.0\n"
+    file.write_text(f"def decode(q, k, v, *, {words}):\n    pass\n\n\n{declared}")
+    if is_right:
+        assert load(f"{file}:decode").reads_caches_alone
+        return
+    with pytest.raises(ValueError, match=r"needs \(q, k_cache, v_cache, \*, cache_seqlens, page_t"):
+        load(f"{file}:decode")
+
+
+@pytest.mark.parametrize("declared", [{}, {"zero_sizes": False, "head_dims": (8, 16)}])
+def test_problems_are_drawn_that_the_subject_takes(declared):
+    decode = of_pages(**declared)
+    problems = drawn(cached(decode, "fp32", "cpu", ("default",)), 15)
+    assert {problem.page_size for problem in problems} == {4, 8}
+    for problem in problems:
+        assert found_in_cache(decode, problem, CACHES["accuracy"]) == []
+
+
+def test_free_rows_that_a_kernel_of_pages_reads_are_found():
+    def reads(q, k_cache, v_cache, **given):
+        return paged(q, k_cache, v_cache, **given) + 0 * v_cache.sum()
+
+    assert "C2 free rows" in _told(of_pages(reads), plain(), "free rows")[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fa_verify.oracles.any_problem import problem_from_json
 from fa_verify.oracles.bounds.in_numpy.merging import gradient_errors as by_pairs
 from fa_verify.oracles.bounds.ring import gradient_errors
 from fa_verify.oracles.masks.mask import Mask
@@ -201,7 +202,8 @@ def test_each_check_finds_a_broken_merge(name):
     assert not any("exception" in x.claim for x in found[name])
     message = str(found[name][0])
     assert message.startswith("S1 merging: ")
-    assert "problem: MergeProblem(parts=" in message
+    json = message.splitlines()[-1].removeprefix("  replay: pytest --replay=").strip("'")
+    assert problem_from_json(json) == found[name][0].problem
 
 
 def test_an_exception_a_wrong_shape_and_a_changed_input_are_findings():

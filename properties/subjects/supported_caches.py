@@ -1,0 +1,96 @@
+"""Hypothesis strategy of calls with a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fa_verify.oracles.cache_problem import CacheProblem
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["cached"]
+
+# Keys before the call: none, one, around a tile, and several tiles.
+_KEYS = st.sampled_from((1, 0, 2, 5, 15, 16, 17, 33, 50))
+_PAGES = (1, 0, 2, 3, 7, 16, 32, 64, 256)
+_INPUTS = ("normal", "times8", "rising_max", "near_ties", "lse_low_90", "large_mean_v")
+
+
+def cached(
+    subject: Subject, dtype: str, device: str, configs: Sequence[str]
+) -> st.SearchStrategy[CacheProblem]:
+    """Returns calls of a dtype, which shrink to one entry, few keys and pages of one row.
+
+    Args:
+        subject: The subject, whose declarations leave sizes, masks and pages.
+        dtype: "fp16", "bf16", "fp32" or "fp64".
+        device: "cpu" or "cuda".
+        configs: Names of tile configurations.
+    """
+
+    def made(
+        keys: list[int], heads: tuple[int, int], window: tuple[Any, Any], more: int, page_size: int,
+        new: int, is_shared: bool, spare: int, M: int, **fields: Any,
+    ) -> CacheProblem:  # fmt: skip
+        left, right = window
+        least = max(0 if subject.zero_sizes else 1, 0 if subject.m_gt_n else M)
+        seqlens = tuple(max(least, x + new) for x in keys)
+        if not subject.dv_ne_d:
+            fields["Dv"] = fields["D"]
+        mask = Mask(
+            causal=right == 0, window_left=left, window_right=None if right == 0 else right,
+            seqlens_k=seqlens,
+        )  # fmt: skip
+        Hk, group = heads
+        attention = Problem(
+            B=len(keys), H=Hk * group, Hk=Hk, M=M, N=max(seqlens) + more, dtype=dtype,
+            device=device, mask=mask, sm_scale=subject.sm_scale, **fields,
+        )  # fmt: skip
+        shared = min(keys) // page_size if is_shared and page_size else 0
+        return CacheProblem(
+            attention=attention, page_size=page_size, new=new, shared=shared, spare=spare
+        )
+
+    dims, masks, mods = subject.head_dims, subject.masks, subject.score_mods
+    rights = [
+        right
+        for right in ((0,) if subject.always_causal else (0, None, 0, 2))
+        if right is None or ("window" if right else "causal") in masks
+    ]
+    kinds = [
+        rows
+        for rows in (_PAGES if subject.page_sizes is None else (*subject.page_sizes, 0))
+        if ("paged" if rows else "contiguous") in subject.cache
+    ]
+    heads = [(Hk, group) for Hk in (1, 2) for group in ((1, 2) if Hk == 1 else (1, 3))]
+    fields = {
+        "M": st.sampled_from((1,) if subject.one_query else (1, 2, 3, 5, 17)),
+        "D": st.sampled_from(dims or (16, 1, 3, 8, 20, 40, 64)),
+        "Dv": st.sampled_from(dims or (16, 1, 7, 17, 64)),
+        "inputs": st.sampled_from(_INPUTS),
+        "softcap": st.sampled_from((None, None, 1.5) if "softcap" in mods else (None,)),
+        "alibi": st.sampled_from(("none", "none", "normal") if "alibi" in mods else ("none",)),
+        "config": st.sampled_from(tuple(configs)),
+        "seed": st.integers(0, 2**20),
+        "layouts": st.just((subject.layouts or ("bhsd",))[:1] * 4),
+        "dirty": st.just((subject.dirty or ("zero",))[0]),
+    }
+    return st.builds(
+        made,
+        keys=st.lists(_KEYS, min_size=1, max_size=3),
+        heads=st.sampled_from([x for x in heads if subject.gqa or x[1] == 1]),
+        window=st.tuples(
+            st.sampled_from((None, None, 0, 3, 20) if "window" in masks else (None,)),
+            st.sampled_from(rights),
+        ),
+        more=st.sampled_from((0, 1, 9)),
+        page_size=st.sampled_from(kinds),
+        new=st.sampled_from((0, 1, 2, 17) if "append" in subject.cache else (0,)),
+        is_shared=st.booleans(),
+        spare=st.sampled_from((0, 1, 3)),
+        **fields,
+    )

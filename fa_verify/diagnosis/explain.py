@@ -439,8 +439,11 @@ class _Survivor:
     def _spans(self, problem: Problem) -> bool:
         if not isinstance(self.candidate, Variant):
             return True
-        return problem.N > self.candidate.block_n or (
-            self.candidate.block_n == 0 and problem.M > self.candidate.block_m
+        # Padding is no part of a tile that a kernel visits.
+        lengths = problem.mask.lengths(problem.B, problem.M, problem.N)
+        rows, keys = (max(x, default=0) for x in lengths)
+        return keys > self.candidate.block_n or (
+            self.candidate.block_n == 0 and rows > self.candidate.block_m
         )
 
     def explanation(self) -> Explanation:
@@ -459,7 +462,7 @@ def _wide(survivors: list[_Survivor], problem: Problem) -> Problem:
     """Return a problem with several tiles of each survivor, and other values."""
     tiles = [x.candidate for x in survivors if isinstance(x.candidate, Variant)]
     more = max(max(x.block_m, x.block_n) for x in tiles) + 7
-    return dataclasses.replace(
+    return _replaced(
         problem, M=problem.M + more, N=problem.N + more, seed=problem.all_seeds[0] + 5, seeds=()
     )
 
@@ -474,7 +477,8 @@ def _first_of_each(survivors: list[_Survivor]) -> list[_Survivor]:
 
 def _differ(survivors: list[_Survivor], problem: Problem) -> bool:
     """Return whether survivors of two names give different results on a problem."""
-    case = _on_cpu(problem, make(problem))
+    problem = dataclasses.replace(problem, device="cpu")
+    case = Case(problem, make(problem))
     results = [x.candidate(case) or case.right for x in _first_of_each(survivors)]
     return any(_apart(results[0], other) for other in results[1:])
 
@@ -488,17 +492,36 @@ def _apart(one: Computed, other: Computed) -> bool:
     )
 
 
+def _replaced(problem: Problem, **fields: Any) -> Problem:
+    """Return a problem with other fields, whose sequences grow with its tensors.
+
+    A sequence that is as short as before shows nothing of a larger size. An empty one stays empty.
+
+    Raises:
+        ValueError: The problem does not take the fields.
+    """
+    mask, B = problem.mask, fields.get("B", problem.B)
+    for axis, name in (("M", "seqlens_q"), ("N", "seqlens_k")):
+        lengths, size = getattr(mask, name), getattr(problem, axis)
+        if lengths is not None and "mask" not in fields:
+            new = fields.get(axis, size)
+            grown = [x and max(1, min(x + new - size, new)) for x in lengths]
+            grown += [new] * (B - len(grown))
+            mask = dataclasses.replace(mask, **{name: tuple(grown)})
+    return dataclasses.replace(problem, **{"mask": mask, **fields})
+
+
 def _changed(problem: Problem, *changes: dict[str, Any]) -> Iterator[Problem]:
     """Yield a problem with each set of changes that it takes."""
     for change in changes:
         try:
-            yield dataclasses.replace(problem, **change)
+            yield _replaced(problem, **change)
         except ValueError:
             continue
 
 
 def _grown(problem: Problem) -> Iterator[Problem]:
-    """Yield problems with the same features, more rows and keys, and other values."""
+    """Yield problems with the same features, longer sequences, and other values."""
     M, N, seed = problem.M, problem.N, problem.all_seeds[0]
     if problem.seeds:
         return
@@ -530,8 +553,9 @@ def _resized(problem: Problem) -> Iterator[Problem]:
 
 def _featured(problem: Problem) -> Iterator[Problem]:
     """Yield problems with one more feature each, on which the results of faults may differ."""
-    M, N, mask = problem.M + 19, problem.N + 19, problem.mask
-    grown = dataclasses.replace(problem, M=M, N=N, seed=problem.all_seeds[0] + 4, seeds=())
+    M, N = problem.M + 19, problem.N + 19
+    grown = _replaced(problem, M=M, N=N, seed=problem.all_seeds[0] + 4, seeds=())
+    mask = grown.mask
     right = mask.right is not None
     yield from _changed(
         grown,

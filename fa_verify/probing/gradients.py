@@ -12,8 +12,18 @@ import torch
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.experiments import Experiment, Observation, decided, experiment, observe
-from fa_verify.probing.formats import OPERANDS, UNIT, clear_of_ties, rounded
-from fa_verify.probing.rounding import FAR, FLOAT32, drawn, mantissas, tensors
+from fa_verify.probing.formats import OPERANDS, UNIT, clear_of_ties, rounded, truncated
+from fa_verify.probing.rounding import (
+    FAR,
+    FLOAT32,
+    PRESCALES,
+    drawn,
+    mantissas,
+    resized,
+    score,
+    tensors,
+    untied,
+)
 from fa_verify.probing.trying import attempt
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 from fa_verify.properties.subjects.subject import Subject
@@ -122,6 +132,60 @@ def _p_of_dv(subject: Subject, which: Experiment) -> Observation:
     return Observation(got, expected, {name: torch.zeros_like(x) for name, x in expected.items()})
 
 
+@experiment("weights_of_dv")
+def _weights_of_dv(subject: Subject, which: Experiment) -> Observation:
+    """Dv of key 1, in which each weight of the backward cancels but for its roundings.
+
+    Row r sees key 0 with score 0 and key 1 with a negative one, and has a dout of 1 in column r.
+    The last row sees both with weight 1/2, and has a dout of -2c in column r, where c is the weight
+    of key 1 in row r, rounded to the dtype. The number is the forward's way of prescaling, on which
+    the lse depends.
+    """
+    problem = which.problem
+    dtype, s, B, M = problem.dtype, problem.scale, problem.B, problem.M
+    R = min(M - 1, problem.Dv)
+    q, k, v, dout = _zeros(problem)
+    _hidden(problem, q, k, 2)
+    b = untied(problem, 9)
+    # The elements of k whose roundings differ most between the ways of prescaling k.
+    lost = torch.stack([score(torch.ones_like(b), b, s, way, dtype)[0] / (b * s) - 1
+                        for way, (of, _) in PRESCALES.items() if of == "k"])  # fmt: skip
+    apart = torch.cat([lost, lost[:1] - lost[1:]]).abs().amin(0)
+    b = b[apart.argsort(descending=True)][:B].view(-1, 1)
+    a = rounded(-(0.5 + 2.5 * drawn(10, B, R)) / (b * s), dtype)
+    q[:, 0, :R, 0], k[:, 0, 1, 0] = a, b[:, 0]
+    x = a * b * s
+    c = rounded(x.exp() / (1 + x.exp()), dtype)
+    rows = torch.arange(R)
+    dout[:, 0, rows, rows] = 1
+    dout[:, 0, -1, :R] = -2 * c
+    tried = attempt(subject, problem, tensors(problem, q=q, k=k, v=v, dout=dout))
+    if tried.got is None or tried.got.dv is None:
+        return Observation(None, {}, {}, tried.error)
+    forward, usable = score(a, b, s, [*PRESCALES][which.numbers[0]], dtype)
+    p = forward.exp()
+    sums = {"": 1 + p, ", l of P rounded": 1 + rounded(p, dtype),
+            ", l of P truncated": 1 + truncated(p, dtype)}  # fmt: skip
+    casts = {"in fp32": lambda x, _: x, "cast": rounded, "truncated": truncated}
+    expected, tolerance = {}, {}
+    for way, (l_of, total) in itertools.product(PRESCALES, sums.items()):
+        again, clear = score(a, b, s, way, dtype)
+        weight = again.exp() / total
+        usable &= clear & clear_of_ties(p, dtype, truncation=True)
+        usable &= clear_of_ties(weight, dtype, truncation=True)
+        for how, cast in casts.items():
+            name = ("" if way == "none" else f"prescaled {way}, ") + f"P {how}{l_of}"
+            expected[name] = cast(weight, dtype) - c
+            rounding = expected[name].abs() * UNIT[dtype] * 1.01
+            tolerance[name] = rounding + FLOAT32 * weight + 2.0**-25
+    got = tried.got.dv[:, 0, 1, :R].double().cpu()
+    return Observation(
+        got[usable],
+        {name: x[usable] for name, x in expected.items()},
+        {name: x[usable] for name, x in tolerance.items()},
+    )
+
+
 @experiment("group_sum")
 def _group_sum(subject: Subject, which: Experiment) -> Observation:
     """Two heads of a group whose dv cancel but for a bit that the dtype does not hold.
@@ -193,7 +257,12 @@ def _k_operand(subject: Subject, which: Experiment) -> Observation:
 
 
 def rounding_of_backward(
-    subject: Subject, base: Problem, exact: Problem, dtypes: tuple[str, ...], gqa: bool
+    subject: Subject,
+    base: Problem,
+    exact: Problem,
+    dtypes: tuple[str, ...],
+    gqa: bool,
+    way: str | None,
 ) -> Iterator[Answer]:
     """Yield where the backward rounds.
 
@@ -203,6 +272,7 @@ def rounding_of_backward(
         exact: The problem with a scale that is a power of two.
         dtypes: The dtypes that it takes.
         gqa: Whether it takes grouped heads.
+        way: The forward's way of prescaling, a key of ``PRESCALES``; None if it is undecided.
     """
     if "fp32" in dtypes:
         for name in ("dout_operand", "q_operand_of_dk", "k_operand_of_dq"):
@@ -223,11 +293,23 @@ def rounding_of_backward(
     which = Experiment("P_of_dv", problem)
     seen = observe(subject, which)
     yield decided("p_dtype_of_dv", which, seen, {x: x for x in seen.expected})
+    yield _prescaling(subject, problem, way)
     if gqa:
         which = Experiment("group_sum", dataclasses.replace(problem, H=2))
         seen = observe(subject, which)
         yield decided("group_sum", which, seen, {x: x for x in seen.expected})
     yield reads
+
+
+def _prescaling(subject: Subject, problem: Problem, way: str | None) -> Answer:
+    word = "prescaling_of_backward"
+    if way is None:
+        return undecided(word, "prescaling of the forward is undecided")
+    which = Experiment("weights_of_dv", resized(problem, problem.dtype), ([*PRESCALES].index(way),))
+    seen = observe(subject, which)
+    ways = {x: next((y for y in PRESCALES if x.startswith(f"prescaled {y},")), "none")
+            for x in seen.expected}  # fmt: skip
+    return decided(word, which, seen, ways)
 
 
 def _of_ds(subject: Subject, problem: Problem) -> Iterator[Answer]:

@@ -11,7 +11,7 @@ from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.arithmetic import arithmetic_of
 from fa_verify.probing.gradients import rounding_of_backward
 from fa_verify.probing.picture import blocks, in_words
-from fa_verify.probing.rounding import rounding_of_forward
+from fa_verify.probing.rounding import PRESCALES, rounding_of_forward
 from fa_verify.probing.softmax_sum import order_of_softmax_sum
 from fa_verify.probing.summation import AXES, Sum, leaves, order_of
 from fa_verify.probing.tiles import tiles_of
@@ -46,7 +46,8 @@ def numerics_of(subject: Subject, base: Problem, found: Mapping[str, Answer]) ->
     if backward:
         exact = limits.scaled(base, 0.25)
         gqa = bool(found["gqa"].value)
-        for answer in rounding_of_backward(subject, scaled, exact, limits.dtypes, gqa):
+        way: Any = found["prescaling"].value if "prescaling" in found else None
+        for answer in rounding_of_backward(subject, scaled, exact, limits.dtypes, gqa, way):
             whole = answer.word == "p_dtype_of_dv" and answer.value == "fp32"
             if whole and found["p_dtype_of_out"].value != "fp32":
                 # The unnormalised P is 1, which a cast leaves as it is.
@@ -54,6 +55,8 @@ def numerics_of(subject: Subject, base: Problem, found: Mapping[str, Answer]) ->
                 yield undecided(answer.word, said, answer.replay)
             else:
                 yield answer
+    if "prescaling" in found:
+        yield _prescales(found)
     yield _p_dtype(found, backward)
     if "fp32" in limits.dtypes:
         yield _dots(found, backward)
@@ -151,6 +154,23 @@ def _tiles(subject: Subject, limits: _Limits, found: Mapping[str, Answer]) -> It
             yield undecided(word, why)
         return
     yield from tiles_of(subject, limits.scaled(limits.long(narrow, "keys", _KEYS), 0.3), way)
+
+
+def _prescales(found: Mapping[str, Answer]) -> Answer:
+    """Return the declaration prescales: the operands that either pass prescales."""
+    words = ("prescaling", "prescaling_of_backward")
+    answers = [found[word] for word in words if word in found]
+    scaled = {one.word: PRESCALES[one.value][0] for one in answers if one.value is not None}
+    letters = "".join(x for x in "qk" if any(x in of for of in scaled.values() if of != "none"))
+    if letters:
+        shown = [one for one in answers if scaled.get(one.word, "none") != "none"]
+        said = "; ".join(f"{one.word}: {one.value}, {one.evidence}" for one in shown)
+        return Answer("prescales", letters, "shown", said, shown[0].replay)
+    unclear = [one for one in answers if one.value is None]
+    if unclear:
+        said = f"{unclear[0].word}: {unclear[0].evidence}"
+        return undecided("prescales", said, unclear[0].replay)
+    return Answer("prescales", "none", "shown", answers[-1].evidence, answers[-1].replay)
 
 
 def _p_dtype(found: Mapping[str, Answer], backward: bool) -> Answer:

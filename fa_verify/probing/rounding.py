@@ -25,9 +25,11 @@ __all__ = [
     "PRESCALES",
     "drawn",
     "mantissas",
+    "resized",
     "rounding_of_forward",
     "score",
     "tensors",
+    "untied",
 ]
 
 _LOG2E = math.log2(math.e)
@@ -84,6 +86,14 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+def untied(problem: Problem, seed: int) -> torch.Tensor:
+    """Return elements of k, (n,), whose roundings are clear of ties in each way of prescaling."""
+    b = rounded(1 + drawn(seed, 64 * problem.B), problem.dtype)
+    for way in PRESCALES:
+        b = b[score(torch.ones_like(b), b, problem.scale, way, problem.dtype)[1]]
+    return b
+
+
 @experiment("weights")
 def _weights(subject: Subject, which: Experiment) -> Observation:
     """Rows whose weight of key 1 cancels that of key 0 but for the roundings of the forward.
@@ -96,11 +106,7 @@ def _weights(subject: Subject, which: Experiment) -> Observation:
     dtype, s = problem.dtype, problem.scale
     B, M, N, D, Dv = problem.B, problem.M, problem.N, problem.D, problem.Dv
     R = min(M, Dv)
-    # Elements of k whose roundings are clear of ties in each way of prescaling.
-    b = rounded(1 + drawn(1, 64 * B), dtype)
-    for way in PRESCALES:
-        b = b[score(torch.ones_like(b), b, s, way, dtype)[1]]
-    b = b[:B].view(-1, 1)
+    b = untied(problem, 1)[:B].view(-1, 1)
     a = rounded(-(0.5 + 2.5 * drawn(2, B, R)) / (b * s), dtype)
     q, k, v = (torch.zeros(B, 1, n, w, dtype=torch.float64) for n, w in ((M, D), (N, D), (N, Dv)))
     q[:, 0, :, 1] = FAR
@@ -293,7 +299,7 @@ def rounding_of_forward(
 
 
 def _operands(subject: Subject, base: Problem) -> Iterator[Answer]:
-    problem = _resized(base, "fp32")
+    problem = resized(base, "fp32")
     values: dict[str, Any] = {}
     for name in OPERANDS:
         values[name] = values[f"{name}, P in fp32"] = name
@@ -307,7 +313,7 @@ def _operands(subject: Subject, base: Problem) -> Iterator[Answer]:
 
 
 def _decided_weights(subject: Subject, base: Problem, dtype: str) -> list[Answer]:
-    which = Experiment("weights", _resized(base, dtype))
+    which = Experiment("weights", resized(base, dtype))
     seen = observe(subject, which)
     names = list(seen.expected)
     p_dtype = {x: "fp32" if _P[0] in x else None if _P[2] in x else "input" for x in names}
@@ -328,7 +334,6 @@ def _decided_weights(subject: Subject, base: Problem, dtype: str) -> list[Answer
         decided("p_dtype_of_out", which, seen, p_dtype),
         decided("p_normalised", which, seen, normalised),
         l_from,
-        decided("prescales", which, seen, {x: PRESCALES[way][0] for x, way in ways.items()}),
         prescaling,
     ]  # fmt: skip
 
@@ -344,6 +349,6 @@ def _agreed(answers: tuple[Answer, ...]) -> Answer:
     return known[0]
 
 
-def _resized(base: Problem, dtype: str) -> Problem:
+def resized(base: Problem, dtype: str) -> Problem:
     """Return the problem with several batch entries, for more rows."""
     return dataclasses.replace(base, dtype=dtype, B=max(2, 32 // min(base.M, base.Dv)))

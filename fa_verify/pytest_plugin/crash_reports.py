@@ -159,6 +159,9 @@ class CrashReports:
 
 
 def _interrupt(number: int, frame: object) -> None:
+    # A shell without job control starts background jobs with SIGINT ignored.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 

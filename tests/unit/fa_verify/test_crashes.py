@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,7 @@ def watchdog(pytestconfig):
 TESTS = """
 import os, signal, sys, time
 from types import SimpleNamespace
+from typing import Any
 import pytest
 from fa_verify.oracles.problem import Problem
 
@@ -118,11 +121,11 @@ def run(tmp_path_factory):
         "TMPDIR": str(folder / "tmp"),
     }
 
-    def go(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def go(*arguments: str, **popen: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider"]
         command += ["--fa-problem-timeout=0.2", *arguments]
         done = subprocess.run(
-            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, **popen
         )
         done.left_behind = [*(folder / "tmp").glob("watchdog-*")]
         return done
@@ -220,8 +223,10 @@ def test_a_death_counts_as_a_failure(run, option, failures):
     assert done.left_behind == []
 
 
-def test_a_terminated_run_reports_its_failures(run):
-    done = run("test_terminated.py")
+@pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_terminated_run_reports_its_failures(run, interrupts):
+    """As in the background of a shell, whose jobs ignore SIGINT."""
+    done = run("test_terminated.py", preexec_fn=lambda: signal.signal(signal.SIGINT, interrupts))
     assert done.returncode == pytest.ExitCode.INTERRUPTED
     assert "AssertionError: a failure before the end" in done.stdout
     assert done.left_behind == []

@@ -17,6 +17,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
+from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -52,6 +53,13 @@ def subject_of(fault: str, **declared: object) -> Subject:
             last = torch.arange(k.shape[2]) >= k.shape[2] // 16 * 16
             weights = weights * (1.0 + last)
             weights = weights / weights.sum(3, keepdim=True).clamp(min=1e-300)
+        if fault == "fewer keys than rows" and mask.seqlens_k is not None:
+            if q.shape[0] > 4:
+                raise NotImplementedError("more than four sequences")
+            rows, keys = (
+                torch.tensor(x).view(-1, 1, 1, 1) for x in mask.lengths(*q.shape[:3:2], k.shape[2])
+            )
+            weights = torch.where(rows > keys, 0.0 * weights, weights)
         if fault == "raises":
             raise RuntimeError("no")
         if fault == "unknown":
@@ -144,6 +152,14 @@ def test_nothing_is_named_where_nothing_agrees(fault):
     assert diagnose(subject_of(fault), Problem(M=5, N=9)).explanations == ()
 
 
+@pytest.mark.parametrize(("M", "N"), [(37, 21), (150, 150)])
+def test_no_tile_is_named_that_only_short_sequences_agree_with(M, N):
+    """A tile of 64 keys holds a sequence of 21, however much padding follows."""
+    short = Mask(causal=True, seqlens_q=(37, 0, 3, 20), seqlens_k=(20, 5, 0, 21))
+    problem = Problem(B=4, H=2, M=M, N=N, D=5, Dv=3, mask=short, dtype="fp64")
+    assert diagnose(subject_of("fewer keys than rows"), problem).explanations == ()
+
+
 def test_faults_that_no_supported_problem_tells_apart_are_both_listed():
     found = diagnose(subject_of("unmasked", masks=("causal",)), Problem(N=2, M=2, mask=CAUSAL))
     names = [x.name for x in found.explanations]
@@ -162,3 +178,16 @@ def test_an_unguarded_softmax_in_pytorch_is_named():
     problem = Problem(M=2, N=1, mask=CAUSAL)
     found = diagnose(subject_of("unguarded"), problem)
     assert [x.name for x in found.explanations] == ["unguarded rows"]
+
+
+def test_faulty_results_are_computed_on_the_cpu_whatever_the_device_of_the_subject():
+    """The problems name a GPU, and the tensors, made elsewhere, meet none of its tensors."""
+
+    def run(problem):
+        trial = run_trial(subject, dataclasses.replace(problem, device="cpu"))
+        return dataclasses.replace(trial, problem=problem)
+
+    subject = subject_of("top left")
+    problem = Problem(M=1, N=2, mask=CAUSAL, device="cuda")
+    found = diagnose(subject, problem, run=run)
+    assert [x.name for x in found.explanations] == ["top left"]

@@ -56,7 +56,9 @@ class Box:
         lse: Base of the lse that is returned, "e" or "2"; None returns out alone.
         empty_lse: lse of rows without a key.
         top_left: Whether causal masks begin at the first row and key.
-        prescale: "none", "q", "k", "qk" or "q log2e": operands scaled and rounded before the dot.
+        prescale: "none", "q", "k", "qk", "q log2e" or "k log2e": operands that the dot reads scaled
+            and rounded.
+        again: The same of the scores that the backward computes again; None is ``prescale``.
         cut: A function of an operand: dots of fp32 inputs read its result.
         threshold: Powers of 2 by which the maximum may rise without a rescale.
         fused: Terms that a step of the dot with V adds at once, truncated; 0 leaves it to BLAS.
@@ -76,6 +78,7 @@ class Box:
     empty_lse: float = -math.inf
     top_left: bool = False
     prescale: str = "none"
+    again: str | None = None
     cut: object = whole
     threshold: float = 0.0
     fused: int = 0
@@ -104,16 +107,16 @@ class Box:
             return (x.view(torch.int32) & -(2**bits)).view(torch.float32)
         return x.to(dtype).float()
 
-    def scores(self, q, k, s):
+    def scores(self, q, k, s, prescale):
         """Scores in base e."""
         dtype = q.dtype
-        factor = LOG2E if self.prescale == "q log2e" else 1.0
+        factor = LOG2E if "log2e" in prescale else 1.0
         q, k = q.float(), k.float()
-        if self.prescale in ("q", "q log2e"):
+        if prescale in ("q", "q log2e"):
             q, s = (q * (s * factor)).to(dtype).float(), 1 / factor
-        elif self.prescale == "k":
-            k, s = (k * s).to(dtype).float(), 1.0
-        elif self.prescale == "qk":
+        elif prescale in ("k", "k log2e"):
+            k, s = (k * (s * factor)).to(dtype).float(), 1 / factor
+        elif prescale == "qk":
             q, k = ((x * math.sqrt(s)).to(dtype).float() for x in (q, k))
             s = 1.0
         return self.dot(q, k.mT, dtype) * s
@@ -148,7 +151,9 @@ class Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, box, mask, s):
         dtype, groups = q.dtype, q.shape[1] // k.shape[1]
         wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        scores = box.scores(q, wide_k, s).masked_fill(~box.seen(q, k, mask), -torch.inf)
+        scores = box.scores(q, wide_k, s, box.prescale).masked_fill(
+            ~box.seen(q, k, mask), -torch.inf
+        )
         starts = [*range(0, k.shape[2], box.width)]
         starts = starts[::-1] if box.backwards else starts
         each = -(-len(starts) // box.splits)
@@ -181,7 +186,7 @@ class Attention(torch.autograd.Function):
         box, s, dtype = ctx.box, ctx.s, q.dtype
         (B, H), Hk = q.shape[:2], k.shape[1]
         wide_k, wide_v = (x.repeat_interleave(H // Hk, 1).float() for x in (k, v))
-        scores = box.scores(q, wide_k.to(dtype), s)
+        scores = box.scores(q, wide_k.to(dtype), s, box.again or box.prescale)
         scores = scores.masked_fill(~box.seen(q, k, ctx.mask), -torch.inf)
         p = (scores - natural.masked_fill(natural == -torch.inf, 0).unsqueeze(-1)).exp()
         dout = dout.float()
@@ -252,6 +257,9 @@ BOXES = {
     "k scaled and cast": {"prescale": "k", "ds_scaled": True},
     "both scaled and cast": {"prescale": "qk", "ds_from_cast": True},
     "q scaled to base 2": {"prescale": "q log2e", "lse": "2", "empty_lse": math.inf},
+    "k scaled to base 2 in the backward alone": {"again": "k log2e"},
+    "both scaled in the backward alone": {"again": "qk", "l_rounded": True, "lse": "e"},
+    "q scaled in the backward, k in the forward": {"prescale": "k", "again": "q"},
     "TF32": {"cut": tf32},
     "TF32 to nearest": {"cut": tf32_nearest},
     "TF32 away from 0": {"cut": tf32_away},
@@ -274,6 +282,7 @@ _CONVERSIONS = {tf32: "truncate", tf32_nearest: "nearest", tf32_away: "nearest_a
 _WAYS = {
     "none": ("none", "none"), "q": ("q", "q by sm_scale"), "k": ("k", "k by sm_scale"),
     "qk": ("qk", "both by sqrt(sm_scale)"), "q log2e": ("q", "q by sm_scale log2(e)"),
+    "k log2e": ("k", "k by sm_scale log2(e)"),
 }  # fmt: skip
 
 
@@ -282,6 +291,8 @@ def truth(**how) -> dict[str, object]:
     box = Box(**how)
     p = {"fp32": "fp32", "truncated": None}.get(box.p, "input")
     cut = _CUTS[box.cut]
+    forward, backward = _WAYS[box.prescale], _WAYS[box.again or box.prescale]
+    scaled = (forward[0] + backward[0]).replace("none", "")
     # One tile holds all keys, or the roundings of P show no tiles.
     tiled = box.p == "cast"
     found = {
@@ -290,7 +301,8 @@ def truth(**how) -> dict[str, object]:
         "p_dtype": p, "p_dtype_of_out": p, "p_dtype_of_dv": p, "ds_dtype": p,
         "p_normalised": None if box.p == "fp32" else box.p == "normalised",
         "l_from": "rounded" if box.l_rounded else "unrounded",
-        "prescales": _WAYS[box.prescale][0], "prescaling": _WAYS[box.prescale][1],
+        "prescales": "".join(x for x in "qk" if x in scaled) or "none",
+        "prescaling": forward[1], "prescaling_of_backward": backward[1],
         **dict.fromkeys(("q_operand", "k_operand", "v_operand", "dout_operand"), cut),
         **dict.fromkeys(("q_operand_of_dk", "k_operand_of_dq"), cut),
         "dots": {"ieee": "ieee", "bf16, rounded": None}.get(cut, "tf32"),

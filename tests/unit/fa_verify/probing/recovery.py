@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from fa_verify.pytest_plugin.environment import HAS_TRITON  # isort: skip  # before torch
+from fa_verify.pytest_plugin import environment  # isort: skip  # before torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.probe import Probed, probe, refuted
@@ -27,6 +27,15 @@ OTHERS = {
 }
 
 
+def others() -> dict[str, str]:
+    """The specs of ``OTHERS`` that load: emulated kernels need Triton's interpreter."""
+    return {
+        name: spec
+        for name, spec in OTHERS.items()
+        if environment.INTERPRETED or "emulated" not in spec
+    }
+
+
 def subjects() -> Iterator[tuple[str, Subject]]:
     """The subjects that run on a CPU, and each configuration of this project's kernels."""
     ours = load("fa_verify.subjects.ours:flash_attention")
@@ -40,7 +49,7 @@ def subjects() -> Iterator[tuple[str, Subject]]:
                           config=name)  # fmt: skip
         width = ours.tile_of(problem)[1]
         yield f"ours {name}", Subject("ours", call).assuming({**declared, "block_n": width})
-    for name, spec in OTHERS.items():
+    for name, spec in others().items():
         subject = load(spec)
         yield (
             name,
@@ -73,7 +82,7 @@ def compared(subject: Subject, probed: Probed) -> dict[str, str]:
 
 def main() -> None:
     """Print both tables."""
-    if HAS_TRITON:
+    if environment.HAS_TRITON:
         for name, subject in subjects():
             probed = probe(subject, topics=("domain", "conventions", "numerics"))
             words = compared(subject, probed)

@@ -14,6 +14,7 @@ from fa_verify.probing.probe import Probed, probe, refuted
 from fa_verify.probing.trying import stripped
 from fa_verify.properties.subjects.attention_kernel import attention_kernel
 from fa_verify.properties.subjects.subject import Subject
+from tests.unit.fa_verify.probing import recovery
 from tests.unit.fa_verify.probing.black_boxes import BOXES, kernel, truth
 
 
@@ -168,3 +169,12 @@ def test_automatic_differentiation_casts_dp_and_sums_it_to_delta():
     probed = probe(Subject.of(attention, "kernel"), topics=("numerics",))
     found = {word: probed[word].value for word in ("dp_dtype", "ds_dtype", "delta_from")}
     assert found == {"dp_dtype": "input", "ds_dtype": "fp32", "delta_from": "exact sums"}
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_emulated_kernels_are_compared_in_the_interpreter_alone(interpreted, monkeypatch):
+    """Beside a GPU they do not load."""
+    monkeypatch.setattr(recovery.environment, "INTERPRETED", interpreted)
+    specs = recovery.others().values()
+    assert "fa_verify.subjects.sdpa:math" in specs
+    assert ("fa_verify.subjects.emulated:order_0" in specs) == interpreted

@@ -109,8 +109,8 @@ _MASKS = (
         "G4 G7",
         (
             _FORWARD,
-            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            MASKED,\n",
-            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            False,\n",
+            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, MASKED,\n",
+            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, False,\n",
         ),
     ),
     _fault(
@@ -251,8 +251,8 @@ _SOFTMAX = (
         ),
         (
             _FORWARD,
-            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            MASKED,\n",
-            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            False,\n",
+            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, MASKED,\n",
+            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, False,\n",
         ),
     ),
     _fault(

@@ -50,6 +50,7 @@ __all__ = [
     "MAX_SEQLEN",
     "ON_CPU",
     "PAIRS",
+    "SHOWN",
     "Counts",
     "counted",
     "drawn",
@@ -68,6 +69,8 @@ PAIRS = {"cpu": 2**18, "cuda": 2**23}
 DRAWN = 8
 # Alarms whose replay lines are kept.
 KEPT = 20
+# Alarms of a kernel that are printed.
+SHOWN = 3
 CONFIDENCE = 0.95
 
 
@@ -113,7 +116,10 @@ def most_likely(alarms: int) -> float:
     """
 
     def at_most(mean: float) -> float:
-        return math.exp(-mean) * sum(mean**k / math.factorial(k) for k in range(alarms + 1))
+        # By logarithms: powers and factorials of hundreds exceed the range of a float.
+        return sum(
+            math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(alarms + 1)
+        )
 
     low, high = 0.0, 10.0 + 2 * alarms
     for _ in range(60):
@@ -254,14 +260,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for counts in _each(one, workers):
         for name, of in counts.items():
             found[name].add(of)
-    for name, of in found.items():
-        print(_line(name, of), *of.messages, sep="\n")
     record = {
         "device": device_name(), "versions": versions(), "seconds": options.seconds,
         "seed": options.seed,
         "confidence": CONFIDENCE, "kernels": {name: of.record() for name, of in found.items()},
     }  # fmt: skip
     path = saved(ROOT, "false-alarms.json", record, device=device, keep=options.write)
+    for name, of in found.items():
+        print(_line(name, of), *of.messages[:SHOWN], sep="\n")
     print(f"wrote {path}")
     return int(any(of.alarms for of in found.values()))
 

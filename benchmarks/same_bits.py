@@ -1,16 +1,18 @@
 """Kernels that give the same bits in parts of a problem: ``python -m benchmarks.same_bits``.
 
-Each kernel is probed in a process of its own. On a CPU, Triton kernels run in the interpreter, and
-those of other repositories need ``make kernels``.
+Each kernel is probed in a process of its own, several at a time. On a CPU, Triton kernels run in
+the interpreter. Kernels of other repositories need ``make kernels``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,25 @@ __all__ = ["KERNELS", "answers", "cpu_flash", "main", "table"]
 
 ROOT = Path(__file__).parents[1]
 VERSION = 1
-# Name in the table to the kernel that is probed.
-KERNELS = {
-    "ours": "ours",
-    "PyTorch SDPA, composed of matrix products": "sdpa-math",
-    "PyTorch SDPA, flash attention": "benchmarks.same_bits:cpu_flash",
+_OTHERS = {
     "flash-linear-attention, parallel": "tests/kernels/fla_parallel.py:attention",
     "lightllm, prefill": "tests/kernels/lightllm_prefill.py:attention",
     "attention study group": "tests/kernels/study_group.py:attention",
 }
+_MATH = "PyTorch SDPA, composed of matrix products"
+_FLASH = "PyTorch SDPA, flash attention"
+# Device to the name in the table of each kernel that is probed there.
+KERNELS = {
+    "cpu": {
+        "ours": "ours", _MATH: "sdpa-math", _FLASH: "benchmarks.same_bits:cpu_flash", **_OTHERS
+    },
+    "cuda": {
+        "ours": "ours", _MATH: "sdpa-math", _FLASH: "sdpa-flash",
+        "PyTorch SDPA, memory-efficient": "sdpa-efficient",
+        "PyTorch SDPA, cuDNN": "sdpa-cudnn", **_OTHERS,
+        "lmdeploy, prefill": "tests/kernels/lmdeploy_prefill.py:attention",
+    },
+}  # fmt: skip
 _CHEAP = ("domain", "conventions", "numerics")
 _SECONDS = 600
 # Seconds after which no size begins.
@@ -41,7 +53,7 @@ _TRYING = 60.0
 
 
 def cpu_flash(q, k, v, *, mask, sm_scale):  # type: ignore[no-untyped-def]
-    """PyTorch's flash attention, on the CPU too."""
+    """PyTorch's flash attention on the CPU."""
     from torch.nn.attention import SDPBackend
 
     from fa_verify.subjects.sdpa import _attention
@@ -75,10 +87,22 @@ def table(record: Mapping[str, Any]) -> list[str]:
     return markdown(("kernel", *SAME_BITS.values(), "first difference"), rows)
 
 
+def _probed(kernel: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.same_bits", f"--one={kernel}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS)
+
+
+def _reason(stderr: str) -> str:
+    """The last exception of a traceback: PyTorch adds hints below that of CUDA."""
+    lines = [line for line in stderr.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (lines or stderr.strip().splitlines() or ["failed"])[-1]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 1 if a kernel cannot be probed here."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.same_bits", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write to results/, not to build/")
+    parser.add_argument("--workers", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--one", metavar="KERNEL", help="print the answers about KERNEL as JSON")
     options = parser.parse_args(arguments)
     if options.one is not None:
@@ -89,17 +113,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record: dict[str, Any] = {
         "version": VERSION, "device": device_name(), "versions": versions(), "kernels": kernels
     }  # fmt: skip
-    for name, kernel in KERNELS.items():
-        command = [sys.executable, "-m", "benchmarks.same_bits", f"--one={kernel}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS)
-        if done.returncode:
-            print(f"{kernel}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
-        else:
-            kernels[name] = json.loads(done.stdout.splitlines()[-1])
+    asked = KERNELS[device]
+    with ThreadPoolExecutor(options.workers) as pool:
+        for name, done in zip(asked, pool.map(_probed, asked.values()), strict=True):
+            if done.returncode:
+                print(f"{asked[name]}: {_reason(done.stderr)}", flush=True)
+            else:
+                kernels[name] = json.loads(done.stdout.splitlines()[-1])
     path = saved(ROOT, "same_bits.json", record, device=device, keep=options.write)
     print("\n".join(table(record)))
     print(f"wrote {path}")
-    return int(len(kernels) < len(KERNELS))
+    return int(len(kernels) < len(asked))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from fa_verify.properties.subjects.loading import load
 EMULATED = "benchmarks/emulated.py:attention"
 
 
-@pytest.mark.parametrize(("alarms", "known"), [(0, 2.996), (1, 4.744), (10, 16.962)])
+@pytest.mark.parametrize(
+    ("alarms", "known"), [(0, 2.996), (1, 4.744), (10, 16.962), (400, 434.497)]
+)
 def test_the_largest_rate_is_that_of_a_table_of_poisson_limits(alarms, known):
     assert false_alarms.most_likely(alarms) == pytest.approx(known, abs=1e-3)
 

@@ -888,6 +888,11 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "The order of the keys depends on the number of queries.",
             lambda: test_cache_checks.claimed("decoding"),
         ),
+        Kind(
+            "I1: neighbours",
+            "Look at what depends on the number of entries, as a heuristic for splits does.",
+            lambda: test_cache_checks.claimed("neighbours"),
+        ),
     ),
     "Merged states": (
         Kind(

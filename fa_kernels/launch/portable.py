@@ -42,6 +42,7 @@ __all__ = [
     "launch_forward",
     "launch_pooled",
     "launch_with_kvcache",
+    "processors",
 ]
 
 PREPROCESS_ROWS = 32

@@ -1,4 +1,4 @@
-"""C1 to C5 and I3: the guarantees of attention over caches, each a function to its findings."""
+"""C1 to C5, I1 and I3: the guarantees of attention over caches, each a function to its findings."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ CacheCheck = Callable[[Subject, CacheProblem], list[MergeFinding]]
 _Result = tuple[torch.Tensor, torch.Tensor]
 # Entries of the table that lead nowhere, beside -1.
 _WILD = (2**31 - 1, -(2**31), 0)
+# Entries that keep all processors of a device busy without splits of the keys.
+_BUSY = {"cpu": 9, "cuda": 1100}
 
 
 def _run(subject: Subject, problem: CacheProblem, x: CacheInputs) -> _Result:
@@ -93,7 +95,10 @@ def accuracy(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     out, lse = _run(subject, problem, x)
     seqlens = torch.tensor(problem.seqlens)
     k, v = (gathered(cache, seqlens, x.table, problem.attention.N) for cache in want)
-    planned = plan_run(subject, problem.attention, inputs._replace(k=k, v=v))
+    judged = subject
+    if subject.kvcache_splits:
+        judged = subject.assuming({"splits": subject.kvcache_splits(problem.attention)})
+    planned = plan_run(judged, problem.attention, inputs._replace(k=k, v=v))
     if planned is None:
         raise NotImplementedError("the problem is out of the range of the bound")
     findings = _written(subject, problem, x, want)
@@ -232,6 +237,38 @@ def decoding(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     return findings
 
 
+def _entries(x: CacheInputs, numbers: torch.Tensor) -> CacheInputs:
+    """Returns the call of some entries, which appends nothing, in the same cache."""
+    slopes = x.alibi_slopes
+    return x._replace(
+        q=x.q[numbers], cache_seqlens=x.cache_seqlens[numbers],
+        page_table=None if x.page_table is None else x.page_table[numbers],
+        cache_batch_idx=None if x.cache_batch_idx is None else x.cache_batch_idx[numbers],
+        alibi_slopes=slopes if slopes is None or slopes.ndim == 1 else slopes[numbers],
+    )  # fmt: skip
+
+
+def neighbours(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
+    """I1: an entry has the same bits alone and among as many entries as keep a device busy."""
+    x = make_cache(problem, shared_inputs(problem), new=0)
+    first = _run(subject, problem, x)
+    B, device = problem.attention.B, problem.attention.device
+    alone = [
+        _run(subject, problem, _entries(x, torch.tensor([b], device=device))) for b in range(B)
+    ]
+    many = torch.arange(max(B, _BUSY[device]), device=device) % B
+    out, lse = _run(subject, problem, _entries(x, many))
+    apart = torch.cat([x for x, _ in alone]), torch.cat([x for _, x in alone])
+    cases = {
+        "differs from that of the entry alone": apart,
+        f"differs among {len(many)} entries": (out[:B], lse[:B]),
+    }
+    findings = []
+    for claim, again in cases.items():
+        findings += _differs(subject, problem, "I1 neighbours", claim, first, again)
+    return findings
+
+
 def far_pages(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     """C4: pages that lie 2**31 elements or more apart are read and written where they are.
 
@@ -275,6 +312,7 @@ CACHES: dict[str, CacheCheck] = {
     "append": append,
     "nothing cached": nothing,
     "decoding": decoding,
+    "neighbours": neighbours,
     "far pages": far_pages,
 }
 

@@ -71,6 +71,7 @@ def attention_kernel(
     states: Callable[..., Any] | bool | None = _UNSET,
     packed: Callable[..., Any] | None = _UNSET,
     kvcache: Callable[..., Any] | None = _UNSET,
+    kvcache_splits: Callable[[Any], int] | None = _UNSET,
     tiles: Callable[[Any], tuple[int, int]] | None = _UNSET,
     paths: Callable[[Any], tuple[str, ...]] | None = _UNSET,
     configs: Mapping[str, Mapping[str, Any]] = _UNSET,
@@ -164,6 +165,7 @@ def attention_kernel(
         packed: A function of packed sequences, which takes what ``varlen`` describes, beside a
             kernel that takes padded tensors; ``same_bits`` compares both.
         kvcache: A function with the arguments of ``fa_kernels.flash_attention_with_kvcache``.
+        kvcache_splits: Function from a problem to the ``splits`` of ``kvcache``.
         tiles: Function from a problem to (block_m, block_n) of the forward, for reports and
             ``l_tile``.
         paths: Function from a problem to the names of the code paths that it takes, a tuple of

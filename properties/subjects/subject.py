@@ -105,6 +105,7 @@ class Subject:
     states: Callable[..., Any] | None = None
     packed: Callable[..., Any] | None = None
     kvcache: Callable[..., Any] | None = None
+    kvcache_splits: Callable[[Problem], int] | None = None
     takes: str = ""
     source: str = ""
     score_mods: tuple[str, ...] = ()
@@ -179,6 +180,7 @@ class Subject:
                 "states",
                 "packed",
                 "kvcache",
+                "kvcache_splits",
                 "numerics",
                 "source",
             ):

@@ -17,6 +17,7 @@ __all__ = [
     "scratch_row",
     "store_rows",
     "stored_rows",
+    "table_page",
     "whole_rows",
 ]
 

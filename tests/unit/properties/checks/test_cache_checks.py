@@ -92,6 +92,11 @@ def hides_empty_rows(q, k_cache, v_cache, **given):
     return out, lse.clamp(min=-1e30)
 
 
+def rounds_by_entries(q, k_cache, v_cache, **given):
+    found = attend(q, k_cache, v_cache, **given)
+    return perturbed(found, len(q) != 2)
+
+
 def is_far_by_64_bits(q, k_cache, v_cache, **given):
     found = attend(q, k_cache, v_cache, **given)
     return perturbed(found, max(k_cache.stride(0), v_cache.stride(0)) > 2**20)
@@ -100,7 +105,8 @@ def is_far_by_64_bits(q, k_cache, v_cache, **given):
 WRONG = {
     "accuracy": drops_the_append, "pages": rounds_by_pages, "free rows": reads_free_rows,
     "append": appends_badly, "nothing cached": hides_empty_rows,
-    "decoding": rounds_by_appends, "far pages": is_far_by_64_bits,
+    "decoding": rounds_by_appends, "neighbours": rounds_by_entries,
+    "far pages": is_far_by_64_bits,
 }  # fmt: skip
 
 

@@ -165,6 +165,7 @@ def test_everything_that_limits_the_domain_is_tried():
         "pooled",
         "states",
         "kvcache",
+        "kvcache_splits",
     }
     assert {item.name for item in dataclasses.fields(Subject)} == limits | conventions | judged
 

@@ -889,7 +889,7 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             lambda: test_cache_checks.claimed("decoding"),
         ),
         Kind(
-            "I1: neighbours",
+            "I1: neighbours in a cache",
             "Look at what depends on the number of entries, as a heuristic for splits does.",
             lambda: test_cache_checks.claimed("neighbours"),
         ),

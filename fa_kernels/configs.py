@@ -58,6 +58,9 @@ class Config:
         dkdv: Tile of the dk/dv kernel.
         dq: Tile of the dq kernel.
         one_pass: Tile of the dk/dv kernel when it also computes dq.
+        cache: Tile of calls with a cache.
+        split_keys: Keys of a split of calls with a cache, a multiple of the tile's block_n. Splits
+            begin at multiples of it, so it selects the bits of a call.
         dots: "ieee", or "tf32" to run the dots of fp32 inputs in TF32.
         splits: Number of programs of the forward that share the key tiles of a query tile, from 1
             to 256. Splits occupy a GPU better with few queries and long keys. Each split takes
@@ -75,6 +78,8 @@ class Config:
     dkdv: Tile | None = None
     dq: Tile | None = None
     one_pass: Tile | None = None
+    cache: Tile | None = None
+    split_keys: int = 1024
     dots: str = field(default="ieee")
     splits: int | None = None
     hopper: bool = True
@@ -82,9 +87,14 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.hopper, bool):
             raise TypeError(f"hopper is {self.hopper!r}; needs a bool")
-        for name in ("forward", "dkdv", "dq", "one_pass"):
+        for name in ("forward", "dkdv", "dq", "one_pass", "cache"):
             if not isinstance(getattr(self, name), Tile | None):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; needs a Tile or None")
+        if isinstance(self.split_keys, bool) or not isinstance(self.split_keys, int):
+            raise TypeError(f"split_keys is {self.split_keys!r}; needs an int")
+        if self.split_keys < 1 or self.split_keys % (self.cache.block_n if self.cache else 64):
+            needs = f"block_n of cache, {self.cache.block_n}" if self.cache else "64"
+            raise ValueError(f"split_keys is {self.split_keys}; needs a multiple of {needs}")
         if self.dots not in ("ieee", "tf32"):
             raise ValueError(f"dots is {self.dots!r}; needs 'ieee' or 'tf32'")
         if self.splits is None:
@@ -100,7 +110,10 @@ def _square(
 ) -> Config:
     """Returns a configuration with one tile for all kernels."""
     tile = Tile(block_m, block_n, warps, 1)
-    return Config(forward=tile, dkdv=tile, dq=tile, one_pass=tile, dots=dots, splits=splits)
+    return Config(
+        forward=tile, dkdv=tile, dq=tile, one_pass=tile, cache=tile, split_keys=max(32, block_n),
+        dots=dots, splits=splits,
+    )  # fmt: skip
 
 
 CONFIGS: dict[str, Config] = {
@@ -140,6 +153,19 @@ def _default_tiles(dtype: torch.dtype, block_d: int) -> tuple[Tile, Tile, Tile, 
     return smallest, smallest, smallest, smallest
 
 
+def _default_cache_tile(dtype: torch.dtype, block_d: int) -> Tile:
+    """Returns the tile of calls with a cache, for a dtype and the larger padded head_dim.
+
+    64 rows are the fewest of a Hopper tensor core's instruction. A tile of few rows wastes what a
+    call is not short of, since reading the keys takes longer.
+    """
+    if dtype in (torch.float16, torch.bfloat16):
+        if block_d <= 128:
+            return Tile(64, 64, 4, 3)
+        return Tile(64, 64, 8, 2) if block_d <= 256 else Tile(64, 32, 8, 2)
+    return Tile(16, 32 if dtype == torch.float32 and block_d <= 128 else 16, 4, 1)
+
+
 def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Config:
     """Returns a complete configuration, with defaults for the tiles that ``config`` lacks.
 
@@ -160,13 +186,15 @@ def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Co
         config = CONFIGS[config]
     if not isinstance(config, Config):
         raise TypeError(f"config is {config!r}; needs a Config, a name or None")
-    own = (config.forward, config.dkdv, config.dq, config.one_pass)
+    own = (config.forward, config.dkdv, config.dq, config.one_pass, config.cache)
     forward, dkdv, dq, one_pass = _default_tiles(dtype, block_d)
     return Config(
         forward=config.forward or forward,
         dkdv=config.dkdv or dkdv,
         dq=config.dq or dq,
         one_pass=config.one_pass or one_pass,
+        cache=config.cache or _default_cache_tile(dtype, block_d),
+        split_keys=config.split_keys,
         dots=config.dots,
         splits=config.splits,
         hopper=config.hopper and not any(own),

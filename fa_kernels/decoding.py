@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from fa_kernels.configs import Config
+from fa_kernels.configs import MAX_SPLITS, Config
 from fa_kernels.launch.call_cache import check, prepared
 from fa_kernels.launch.portable import Cache, launch_append, launch_with_kvcache
 from fa_kernels.runtime import allocation
 from fa_kernels.validation.arguments import (
     MAX_HEAD_DIM,
     MAX_SEQLEN,
+    MLA_HEAD_DIMS,
     checked_lengths,
     lengths_on_device,
 )
@@ -39,6 +40,8 @@ def flash_attention_with_kvcache(
     sm_scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
     return_lse: bool = False,
     config: Config | str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +50,7 @@ def flash_attention_with_kvcache(
     New keys and values are first written into the cache, in place, behind those that it holds.
     Query m then has position p = m + n_b - M, where n_b is the number of keys of entry b, new ones
     included. It sees the keys n with p - window_left <= n <= p + window_right, inclusive. A query
-    that sees no key has out = 0 and lse = -inf.
+    that sees no key and no sink has out = 0 and lse = -inf.
 
     Rows of the cache past n_b, pages that no entry uses, and places of the table past an entry's
     last page are neither read nor written, whatever they hold.
@@ -56,7 +59,9 @@ def flash_attention_with_kvcache(
         q: (B, H, M, D), fp16, bf16, fp32 or float64, any strides. M can be 0.
         k_cache: (B, S, Hk, D), or pages (num_pages, page_size, Hk, D) with page_size 1 to 256. H is
             a multiple of Hk. The dtype and device of q, any strides.
-        v_cache: As ``k_cache``, with Dv columns. D and Dv lie in [1, 256].
+        v_cache: As ``k_cache``, with Dv columns. D and Dv lie in [1, 256], or are 576 and 512. It
+            can be a view of the first columns of ``k_cache``. New values then have to equal those
+            columns of the new keys, and memory is read once if Dv is 512, or 128 with D = 192.
         k: (B, Hk, L, D), new keys, as in ``flash_attention``; dtype and device of q, any strides.
         v: (B, Hk, L, Dv), new values, given together with k.
         cache_seqlens: Keys that each entry holds before the call: an int, B ints, or an int32
@@ -73,9 +78,13 @@ def flash_attention_with_kvcache(
         sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.
         softcap: As in ``flash_attention``.
         alibi_slopes: As in ``flash_attention``.
+        sinks: As in ``flash_attention``; without a gradient.
+        num_splits: None divides the keys into splits of ``split_keys`` of the configuration. Else 1
+            to 256, the splits of the places of an entry: repeated calls give the same bits, and
+            nothing more is promised.
         return_lse: Also return the log-sum-exp.
-        config: Tile configuration, as in ``flash_attention``; its tile of the forward is used, for
-            any B and M. Splits are not supported.
+        config: Tile configuration, as in ``flash_attention``; its tile for caches is used, for any
+            B and M. ``splits`` has to be None.
 
     Returns:
         out (B, H, M, Dv) in the dtype of q. With ``return_lse`` also lse (B, H, M), natural,
@@ -85,12 +94,13 @@ def flash_attention_with_kvcache(
         TypeError, ValueError: An argument is invalid; the message names it and what it needs.
         NotImplementedError: The arguments are valid but not supported.
 
-    Numerics: as in the forward of ``flash_attention``. Tiles of keys begin at fixed keys, and one
-    program visits them in ascending order. Pages, neighbours in the batch and the other queries of
-    a call change no bit.
+    Numerics: as in the forward of ``flash_attention``, with a maximum and sums for each split.
+    Splits and tiles of keys begin at fixed keys, and their sums are joined in ascending order,
+    whether one program computes the splits or several. Pages, neighbours in the batch and the other
+    queries of a call change no bit. The sink is taken after the last key.
 
     Source: ``flash_attn_with_kvcache`` of flash-attention for the semantics; PagedAttention
-    (arXiv:2309.06180).
+    (arXiv:2309.06180); Flash-Decoding (Dao, Haziza, Massa, Sizov 2023).
     """
     _check_tensors({"q": q, "k_cache": k_cache, "v_cache": v_cache})
     new = _check_new(q, k_cache, v_cache, k, v)
@@ -118,17 +128,24 @@ def flash_attention_with_kvcache(
         config=config,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        cached=True,
     )
+    if sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
+        raise _not_differentiable("sinks")
+    _check_splits(num_splits)
     arguments = prepared(q, keys, values, request, ("forward",))
     if arguments.config.splits is not None:
         raise NotImplementedError(
-            f"config has splits={arguments.config.splits}; {_NAME} supports None"
+            f"config has splits={arguments.config.splits}; {_NAME} supports None, and takes "
+            "num_splits"
         )
     seqlens = _seqlens(cache_seqlens, q, cache, L, needed=new is not None or page_table is not None)
     if new is not None:
         launch_append(cache, *new, seqlens)
         seqlens = seqlens.clamp(0, cache.capacity) + L
-    out, lse = launch_with_kvcache(q, cache, dataclasses.replace(arguments, seqlens_k=seqlens))
+    arguments = dataclasses.replace(arguments, seqlens_k=seqlens)
+    out, lse = launch_with_kvcache(q, cache, arguments, num_splits)
     return (out, lse) if return_lse else out
 
 
@@ -161,10 +178,29 @@ def _check_tensors(tensors: dict[str, object]) -> None:
         if x.device != first.device:
             raise ValueError(f"{name} is on {x.device}; needs the device of q, {first.device}")
         if x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{name} requires a gradient; {_NAME} is not differentiable: call it under "
-                "torch.no_grad()"
-            )
+            raise _not_differentiable(name)
+
+
+def _not_differentiable(name: str) -> NotImplementedError:
+    """Returns the error of an argument that requires a gradient."""
+    return NotImplementedError(
+        f"{name} requires a gradient; {_NAME} is not differentiable: call it under torch.no_grad()"
+    )
+
+
+def _check_splits(num_splits: object) -> None:
+    """Checks the number of splits.
+
+    Raises:
+        TypeError: It is no int.
+        ValueError: It is out of range.
+    """
+    if num_splits is None:
+        return
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        raise TypeError(f"num_splits is {num_splits!r}; needs an int or None")
+    if not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits is {num_splits}; needs an int in [1, {MAX_SPLITS}]")
 
 
 def _check_new(
@@ -192,7 +228,8 @@ def _check_new(
         raise ValueError("k_cache has 0 heads; needs at least 1")
     if v_cache.shape[3] < 1:
         raise ValueError("v_cache has head_dim 0; needs at least 1")
-    if v_cache.shape[3] > MAX_HEAD_DIM:
+    is_mla = (q.shape[3], v_cache.shape[3]) == MLA_HEAD_DIMS
+    if v_cache.shape[3] > MAX_HEAD_DIM and not is_mla:
         raise NotImplementedError(
             f"v_cache has head_dim {v_cache.shape[3]}; supported are 1 to {MAX_HEAD_DIM}"
         )
@@ -270,7 +307,7 @@ def _cache(
         raise NotImplementedError(
             f"k_cache has places for {capacity} keys of an entry; supported are up to {MAX_SEQLEN}"
         )
-    return Cache(k_cache, v_cache, table, capacity)
+    return Cache(k_cache, v_cache, table, capacity, page_table is not None)
 
 
 def _seqlens(

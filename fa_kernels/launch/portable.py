@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from fa_kernels.configs import Tile
+from fa_kernels.kernels.common.addressing import PAGED
 from fa_kernels.kernels.common.score_mod import ALIBI, BIAS, SOFTCAP
 from fa_kernels.kernels.portable.bwd_preprocess import bwd_preprocess_kernel
 from fa_kernels.kernels.portable.dbias import dbias_kernel
@@ -19,7 +20,7 @@ from fa_kernels.kernels.portable.dkdv import dkdv_kernel
 from fa_kernels.kernels.portable.dq import dq_kernel
 from fa_kernels.kernels.portable.dq_postprocess import dq_postprocess_kernel
 from fa_kernels.kernels.portable.forward import forward_kernel
-from fa_kernels.kernels.portable.kvcache import append_kernel, kvcache_kernel
+from fa_kernels.kernels.portable.kvcache import append_kernel, join_kernel, kvcache_kernel
 from fa_kernels.kernels.portable.pool import pool_kernel
 from fa_kernels.launch import hopper
 from fa_kernels.launch.combine import launch_combine_splits
@@ -41,10 +42,16 @@ __all__ = [
     "launch_forward",
     "launch_pooled",
     "launch_with_kvcache",
+    "processors",
 ]
 
 PREPROCESS_ROWS = 32
 APPENDED_ROWS = 16
+JOINED_ROWS = 4
+# With this many programs for each multiprocessor, splits are computed in turn.
+PROGRAMS_IN_TURN = 8
+# Numbers of the sums of splits, 512 MiB in float32. Longer caches are computed in turn.
+MAX_SCRATCH = 2**27
 # Rows of a program of ``dq_postprocess_kernel``, by its IN_BLOCKS.
 SUMS_ROWS = {False: 32, True: 64}
 # The kernels' names for the strides of each tensor.
@@ -57,6 +64,7 @@ _STRIDES = {
     "new_k": ("stride_xb", "stride_xh", "stride_xn", "stride_xd"),
     "new_v": ("stride_yb", "stride_yh", "stride_yn", "stride_yd"),
 }
+_SUMS = ("acc_ptr", "m_ptr", "l_ptr")
 _OF_LISTS = ("stride_lb", "stride_lh", "stride_lt")
 _OF_SLOPES = ("stride_sb", "stride_sh")
 _OF_BIAS = ("stride_bb", "stride_bh", "stride_bm", "stride_bn")
@@ -516,12 +524,20 @@ class Cache(NamedTuple):
         v: The values, any strides.
         table: (B, places), int32, any strides.
         capacity: The keys for which an entry has places, 0 without pages.
+        is_paged: Whether an entry has more than one place in the table, or pages of its own size.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     table: torch.Tensor
     capacity: int
+    is_paged: bool
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the values are the first columns of the keys, in the same memory."""
+        k, v = self.k, self.v
+        return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
 
     def in_kernels(self) -> dict:
         """Returns the arguments that the kernels share."""
@@ -559,24 +575,87 @@ def launch_append(cache: Cache, k: torch.Tensor, v: torch.Tensor, seqlens_k: tor
 
 
 def launch_with_kvcache(
-    q: torch.Tensor, cache: Cache, arguments: Arguments
+    q: torch.Tensor, cache: Cache, arguments: Arguments, num_splits: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out (B,H,M,Dv) and lse (B,H,M) of queries and the keys that a cache holds."""
-    B, H, M, _ = q.shape
+    """Returns out (B,H,M,Dv) and lse (B,H,M) of queries and the keys that a cache holds.
+
+    The keys are divided into splits of ``config.split_keys`` keys, or into ``num_splits``.
+    """
+    B, H, M, D = q.shape
+    Hk, Dv = cache.v.shape[2:]
     out, lse = empty_outputs(q, cache.v)
-    tile = arguments.config.forward
-    tiles = cdiv(M, tile.block_m)
-    if B * tiles:
-        with on_device(q):
+    tile = arguments.config.cache
+    tiles = cdiv(M * (H // Hk), tile.block_m)
+    if not B * tiles:
+        return out, lse
+    split_keys = arguments.config.split_keys
+    if num_splits is not None:
+        split_keys = max(1, cdiv(cdiv(cache.capacity, num_splits), tile.block_n)) * tile.block_n
+    splits = cdiv(cache.capacity, split_keys)
+    programs = B * Hk * tiles
+    scratch = splits * B * H * M * (Dv + 2)
+    busy = PROGRAMS_IN_TURN * processors(q.device)
+    apart = splits > 1 and programs < busy and scratch <= MAX_SCRATCH
+    # In turn, the sums are not written. Their dtype is the same, and so is the compiled code.
+    sums = (lse, lse, lse)
+    if apart:
+        sums = tuple(
+            allocation.empty((splits, *x.shape), dtype=lse.dtype, device=q.device)
+            for x in (out, lse, lse)
+        )
+    is_wide = _alignment(q, cache.k.transpose(1, 2), cache.v.transpose(1, 2)) > 0
+    constants = _constants(q.dtype, D, Dv, arguments)
+    constants["BLOCK_D"], constants["BLOCK_REST"] = _parts(D)
+    sizes = {"M": M, "N": cache.capacity, "Dv": Dv, "rows": B * H * M}
+    window = _window(arguments)
+    sinks = _cache_sinks(arguments, lse)
+    with on_device(q):
+        run(
+            kvcache_kernel, (programs * (splits if apart else 1),),
+            {
+                **cache.in_kernels(), **constants, **sizes, "q_ptr": q, "out_ptr": out,
+                "lse_ptr": lse, **dict(zip(_SUMS, sums, strict=True)),
+                **dict(zip(_STRIDES["q"], q.stride(), strict=True)),
+                "seqlens_k_ptr": arguments.seqlens_k, "tiles_of_head": tiles, "B": B, "Hk": Hk,
+                "G": H // Hk, **window, "split_tiles": split_keys // tile.block_n,
+                "apart": int(apart), **_score_args(arguments), **sinks,
+                "ALIGNED": (PAGED.value if cache.is_paged else 0) + is_wide,
+                "SHARED": cache.is_shared and Dv == constants["BLOCK_D"], **_tile(tile),
+                # Loads by way of the table take every second stage.
+                "num_stages": (2 * tile.num_stages - 1) if cache.is_paged else tile.num_stages,
+            },
+        )  # fmt: skip
+        if apart:
+            del window["sm_scale_bits"]
             run(
-                kvcache_kernel, (B * H * tiles,),
+                join_kernel, (cdiv(B * H * M, JOINED_ROWS),),
                 {
-                    **_constants(q.dtype, q.shape[3], cache.v.shape[3], arguments),
-                    **cache.in_kernels(), "q_ptr": q, "out_ptr": out, "lse_ptr": lse,
-                    **dict(zip(_STRIDES["q"], q.stride(), strict=True)),
-                    "seqlens_k_ptr": arguments.seqlens_k, "tiles_of_head": tiles, "H": H,
-                    "G": H // cache.k.shape[2], "M": M, **_window(arguments),
-                    **_score_args(arguments), **_tile(tile),
+                    **dict(zip(_SUMS, sums, strict=True)), "out_ptr": out, "lse_ptr": lse,
+                    "seqlens_k_ptr": arguments.seqlens_k, **sizes, "H": H, **window,
+                    "split_keys": split_keys, **sinks, "BLOCK_R": JOINED_ROWS,
+                    "BLOCK_DV": constants["BLOCK_DV"], "ACC": constants["ACC"],
                 },
             )  # fmt: skip
     return out, lse
+
+
+@lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    """Returns the number of multiprocessors of a GPU; 1 for the interpreter."""
+    return hopper.processors(device) if device.type == "cuda" else 1
+
+
+def _parts(head_dim: int) -> tuple[int, int]:
+    """Returns BLOCK_D and BLOCK_REST of the keys: 192 and 576 columns are no power of two."""
+    for block, rest in ((128, 64), (512, 64)):
+        if block < head_dim <= block + rest:
+            return block, rest
+    return _padded(head_dim), 0
+
+
+def _cache_sinks(arguments: Arguments, lse: torch.Tensor) -> dict:
+    """Returns the arguments of sinks; without any, lse stands for them."""
+    sinks = arguments.sinks
+    if sinks is None:
+        return {"sinks_ptr": lse, "stride_sink": 0, "sink_heads": 0}
+    return {"sinks_ptr": sinks, "stride_sink": sinks.stride(0), "sink_heads": len(sinks)}

@@ -35,6 +35,7 @@ from fa_kernels.validation.score_mods import check_alibi, check_bias, check_sink
 __all__ = [
     "MAX_HEAD_DIM",
     "MAX_SEQLEN",
+    "MLA_HEAD_DIMS",
     "Arguments",
     "MaskLike",
     "Request",
@@ -47,6 +48,8 @@ __all__ = [
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+# The head_dims of keys and values of multi-head latent attention, supported in caches.
+MLA_HEAD_DIMS = (576, 512)
 # Positions, windows and their sums stay inside int32 in the kernels.
 MAX_SEQLEN = 2**29
 
@@ -187,7 +190,7 @@ def _check_tensors(q: object, k: object, v: object) -> None:
             raise ValueError(f"{name} is on {x.device}; needs the device of q, {q.device}")
 
 
-def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached: bool) -> None:
     B, H, _, D = q.shape
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != B:
@@ -202,10 +205,11 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"q has {H} heads; needs a multiple of the {k.shape[1]} heads of k and v")
     if k.shape[3] != D:
         raise ValueError(f"k has head_dim {k.shape[3]}; needs that of q, {D}")
+    is_mla = cached and (D, v.shape[3]) == MLA_HEAD_DIMS
     for name, x in (("q", q), ("v", v)):
         if x.shape[3] < 1:
             raise ValueError(f"{name} has head_dim 0; needs at least 1")
-        if x.shape[3] > MAX_HEAD_DIM:
+        if x.shape[3] > MAX_HEAD_DIM and not is_mla:
             raise NotImplementedError(
                 f"{name} has head_dim {x.shape[3]}; supported are 1 to {MAX_HEAD_DIM}"
             )
@@ -376,11 +380,13 @@ def check(
     bias: object = None,
     sinks: object = None,
     offsets: tuple[object, object, object, object] | None = None,
+    cached: bool = False,
 ) -> Request:
     """Checks the arguments of ``flash_attention`` and converts them to an operator's types.
 
     In a varlen call, ``offsets`` is (cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k), and
-    q, k and v have batch size 1.
+    q, k and v have batch size 1. If ``cached``, k and v stand for a cache, which can have the head
+    dims of multi-head latent attention.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -388,7 +394,7 @@ def check(
         NotImplementedError: The combination is valid but not supported.
     """
     _check_tensors(q, k, v)
-    _check_shapes(q, k, v)
+    _check_shapes(q, k, v, cached)
     check_device(q.device)
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}; needs a bool")

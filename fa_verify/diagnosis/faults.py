@@ -109,8 +109,8 @@ _MASKS = (
         "G4 G7",
         (
             _FORWARD,
-            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            MASKED,\n",
-            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            False,\n",
+            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, MASKED,\n",
+            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, False,\n",
         ),
     ),
     _fault(
@@ -251,8 +251,8 @@ _SOFTMAX = (
         ),
         (
             _FORWARD,
-            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            MASKED,\n",
-            "offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,\n            False,\n",
+            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, MASKED,\n",
+            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, False,\n",
         ),
     ),
     _fault(
@@ -695,7 +695,7 @@ _CACHES = (
             _FORWARD,
             "        valid = offs_n < mask.seqlen_k\n",
             "        valid = offs_n < mask.seqlen_k\n"
-            "        if CONFIG.ALIGNED == 3:\n"
+            "        if CONFIG.ALIGNED >= 3:\n"
             "            used = (mask.seqlen_k + keys.page_size - 1) // keys.page_size\n"
             "            valid = offs_n < used * keys.page_size\n",
         ),
@@ -719,8 +719,8 @@ _CACHES = (
         "C1",
         (
             _KVCACHE,
-            "v_ptr + h_k * stride_vh, stride_vb, stride_vn",
-            "v_ptr + h_k * stride_vh, stride_vn * page_size, stride_vn",
+            "v_ptr + h_64 * stride_vh, stride_vb, stride_vn",
+            "v_ptr + h_64 * stride_vh, stride_vn * page_size, stride_vn",
         ),
         hidden="while pages are contiguous",
     ),
@@ -760,6 +760,42 @@ _CACHES = (
         "tt-metal#52671",
         "C3",
         (_KVCACHE, "kept = (rows < L) & (first + rows < N)", "kept = first + rows < N"),
+    ),
+    _fault(
+        "cache: the last split is dropped unless its keys fill it",
+        "independent: a number of splits that is rounded down",
+        "G1",
+        (_KVCACHE, "(end - 1) // split_keys + 1, 0)", "end // split_keys, 0)"),
+        hidden="while one program computes all splits",
+    ),
+    _fault(
+        "cache: a split that is apart ends a tile late",
+        "independent: a border that is inclusive on one of two paths",
+        "G1 I1",
+        (_KVCACHE, "(here + 1) * split_tiles)", "(here + 1) * split_tiles + apart)"),
+        hidden="while one program computes all splits",
+    ),
+    _fault(
+        "cache: the length of splits depends on the number of entries",
+        "independent: a heuristic that keeps all processors busy",
+        "I1",
+        (
+            _LAUNCH,
+            "    split_keys = arguments.config.split_keys\n",
+            "    split_keys = arguments.config.split_keys * (1 + (B > 2))\n",
+        ),
+        hidden="while batches are small",
+    ),
+    _fault(
+        "cache: the rows of a group take the queries of the next head",
+        "independent: an index into packed heads that is off by one",
+        "G1",
+        (
+            _KVCACHE,
+            "heads.to(tl.int64) * stride_qh",
+            "(h_k * G + (heads + 1) % G).to(tl.int64) * stride_qh",
+        ),
+        hidden="where a group is one head",
     ),
 )
 

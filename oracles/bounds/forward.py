@@ -122,7 +122,8 @@ def _rescales(
     """Returns R, the most changes of the running maximum, from either end of the row.
 
     A split can start at any tile, and combining it is one more change. As a split lacks at least
-    one tile, the changes stay fewer than the tiles.
+    one tile, the changes stay fewer than the tiles. Joining splits from the first to the last has
+    no more: a later split with a larger maximum has a tile that is counted from any start.
     """
     if tile_max.shape[2] == 1:
         return torch.zeros_like(slack)

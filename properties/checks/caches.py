@@ -36,6 +36,8 @@ _Caches = tuple[torch.Tensor, torch.Tensor]
 _Calls = Iterator[tuple[str, _Result, _Result]]
 # Entries of the table that lead nowhere, beside -1.
 _WILD = (2**31 - 1, -(2**31), 0)
+# Entries that keep all processors of a device busy without splits of the keys.
+_BUSY = {"cpu": 9, "cuda": 1100}
 
 
 def _run(subject: Subject, problem: CacheProblem, x: CacheInputs) -> _Result:
@@ -47,6 +49,13 @@ def _run(subject: Subject, problem: CacheProblem, x: CacheInputs) -> _Result:
             f"a tensor of shape {tuple(overruns[0].tensor.shape)} {overruns[0].place}"
         )
     return found
+
+
+def _judged(subject: Subject, problem: CacheProblem) -> Subject:
+    """Return the subject with the splits of its calls with a cache."""
+    if subject.kvcache_splits is None:
+        return subject
+    return subject.assuming({"splits": subject.kvcache_splits(problem.attention)})
 
 
 def _differs(
@@ -69,7 +78,8 @@ def _differs(
             continue
         bad, bound = ~same_bits(x, y), torch.zeros_like(x)
         if not is_promised and bool(bad.any()):
-            planned = plan_run(subject, problem.attention, shared_inputs(problem))
+            judged = _judged(subject, problem)
+            planned = plan_run(judged, problem.attention, shared_inputs(problem))
             if planned is None:
                 continue
             bound = 2 * getattr(planned.judgement.bound, name)
@@ -133,7 +143,7 @@ def accuracy(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     out, lse = _run(subject, problem, x)
     seqlens = torch.tensor(problem.seqlens)
     k, v = (gathered(cache, seqlens, x.table, problem.attention.N) for cache in want)
-    planned = plan_run(subject, problem.attention, inputs._replace(k=k, v=v))
+    planned = plan_run(_judged(subject, problem), problem.attention, inputs._replace(k=k, v=v))
     if planned is None:
         raise NotImplementedError("the problem is out of the range of the bound")
     findings = _written(subject, problem, x, want)
@@ -265,9 +275,10 @@ def _neighbours(subject: Subject, problem: CacheProblem) -> _Calls:
     if x.page_table is not None:
         longest = torch.arange(len(x.k_cache), dtype=torch.int32, device=x.q.device)[None]
         length = rows * len(x.k_cache)
+    many = _BUSY[problem.attention.device]
     for told, copies, beside in (
         ("where an entry is alone", 1, False),
-        ("where an entry is one of 5 alike", 5, False),
+        (f"where an entry is one of {many} alike", many, False),
         (f"where an entry is beside one of {length} keys", 1, True),
     ):
         found = []

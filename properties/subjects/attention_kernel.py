@@ -73,6 +73,7 @@ def attention_kernel(
     kvcache: Callable[..., Any] | None = _UNSET,
     cache: Sequence[str] = _UNSET,
     page_sizes: Sequence[int] | None = _UNSET,
+    kvcache_splits: Callable[[Any], int] | None = _UNSET,
     tiles: Callable[[Any], tuple[int, int]] | None = _UNSET,
     paths: Callable[[Any], tuple[str, ...]] | None = _UNSET,
     configs: Mapping[str, Mapping[str, Any]] = _UNSET,
@@ -173,6 +174,7 @@ def attention_kernel(
             (``page_table=``) and "append" (``k=``, ``v=``). Without ``kvcache``, the kernel itself
             is such a function, and takes no padded tensors.
         page_sizes: Supported numbers of rows of a page; None is any.
+        kvcache_splits: Function from a problem to the ``splits`` of ``kvcache``.
         tiles: Function from a problem to (block_m, block_n) of the forward, for reports and
             ``l_tile``.
         paths: Function from a problem to the names of the code paths that it takes, a tuple of

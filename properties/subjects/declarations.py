@@ -78,7 +78,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
 # Declarations that are callables.
-_FUNCTIONS = ("tiles", "paths", "pooled", "states", "packed", "kvcache")
+_FUNCTIONS = ("tiles", "paths", "pooled", "states", "packed", "kvcache", "kvcache_splits")
 # The value of ``fixed_scale`` for a kernel that divides by the root of D.
 DEFAULT_SCALE = "1/sqrt(D)"
 # All declarations.
@@ -192,7 +192,7 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
         raise ValueError(f"{name}.{error}") from None
     if "configs" in declared:
         _check_configs(f"{name}.configs", declared["configs"])
-    for word in ("tiles", "paths"):
+    for word in ("tiles", "paths", "kvcache_splits"):
         if word in declared and not callable(declared[word]):
             raise ValueError(f"{name}.{word} is {declared[word]!r}; needs a function of a problem")
     states = declared.get("states", True)

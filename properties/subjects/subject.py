@@ -108,6 +108,7 @@ class Subject:
     kvcache: Callable[..., Any] | None = None
     cache: tuple[str, ...] = CACHES
     page_sizes: tuple[int, ...] | None = None
+    kvcache_splits: Callable[[Problem], int] | None = None
     takes: str = ""
     source: str = ""
     score_mods: tuple[str, ...] = ()
@@ -184,6 +185,7 @@ class Subject:
                 "states",
                 "packed",
                 "kvcache",
+                "kvcache_splits",
                 "numerics",
                 "source",
             ):

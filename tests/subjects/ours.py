@@ -160,6 +160,10 @@ def adapted(package: ModuleType):
             return hopper.forward_tile(problem.Dv)
         return config.forward.block_m, config.forward.block_n
 
+    def kvcache_splits(problem: Problem) -> int:
+        """Return the most splits of the keys of an entry in a call with a cache."""
+        return max(1, -(-problem.N // config_of(problem).split_keys))
+
     def paths(problem: Problem) -> tuple[str, ...]:
         """Return the kernels that a problem runs on, once for each of their features."""
         is_split = config_of(problem).splits is not None
@@ -197,6 +201,7 @@ def adapted(package: ModuleType):
     flash_attention.kvcache = functools.partial(
         package.flash_attention_with_kvcache, return_lse=True
     )
+    flash_attention.kvcache_splits = kvcache_splits
     return flash_attention
 
 

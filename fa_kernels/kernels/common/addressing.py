@@ -7,6 +7,7 @@ import triton.language as tl
 
 __all__ = [
     "PAGED",
+    "PAGED_WIDE",
     "Matrix",
     "Pages",
     "Tensor",
@@ -16,11 +17,13 @@ __all__ = [
     "scratch_row",
     "store_rows",
     "stored_rows",
+    "table_page",
     "whole_rows",
 ]
 
-# The value of ALIGNED for tiles of a cache, whose rows lie in pages.
+# Values of ALIGNED for tiles of a cache, whose rows lie in pages.
 PAGED: tl.constexpr = tl.constexpr(3)
+PAGED_WIDE: tl.constexpr = tl.constexpr(4)
 
 
 class Tensor(NamedTuple):
@@ -68,11 +71,17 @@ def page_offsets(pages, rows, inside):
     The table is read where ``inside`` (shaped as ``rows``) is True. The index of a page is clamped,
     so that no wrong table leads outside of the cache.
     """
-    places = (rows // pages.page_size).to(tl.int64) * pages.stride_table
-    page = tl.load(pages.table_ptr + places, mask=inside, other=0)
-    page = tl.minimum(tl.maximum(page, 0), pages.num_pages - 1).to(tl.int64)
-    row = (rows % pages.page_size).to(tl.int64)
+    place = rows // pages.page_size
+    page = table_page(pages, place, inside).to(tl.int64)
+    row = (rows - place * pages.page_size).to(tl.int64)
     return page * pages.stride_page + row * pages.stride_row
+
+
+@triton.jit
+def table_page(pages, place, inside):
+    """Returns the pages at places of an entry's row of the table, clamped to the cache."""
+    page = tl.load(pages.table_ptr + place.to(tl.int64) * pages.stride_table, mask=inside, other=0)
+    return tl.minimum(tl.maximum(page, 0), pages.num_pages - 1)
 
 
 @triton.jit
@@ -97,9 +106,15 @@ def load_tile(
     multiple of 8 columns, and offsets within a tile that fit 32 bits; 2 also promises that no
     column needs a mask. The host checks this; the compiler uses it for 16-byte loads.
 
-    If ALIGNED is PAGED, ``matrix`` is a ``Pages``. Its rows are checked in every tile.
+    If ALIGNED is PAGED or PAGED_WIDE, ``matrix`` is a ``Pages``. Its rows are checked in every
+    tile. PAGED_WIDE promises what 1 does, except for offsets, which are 64-bit.
     """
-    if ALIGNED == PAGED:
+    if ALIGNED == PAGED_WIDE:
+        row_pointers = matrix.pointer + page_offsets(matrix, start + rows, inside)
+        kept = columns < matrix.columns // 8 * 8
+        places = tl.multiple_of(row_pointers, (16, 16)) + columns
+        tile = tl.load(places, mask=inside & kept, other=0.0)
+    elif ALIGNED == PAGED:
         offsets = page_offsets(matrix, start + rows, inside)
         pointers = matrix.pointer + (offsets + columns.to(tl.int64) * matrix.stride_column)
         tile = tl.load(pointers, mask=inside & (columns < matrix.columns), other=0.0)

@@ -5,7 +5,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["LN2", "LOG2E", "SoftmaxState", "normalised", "scale_from_bits", "with_sink"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "SoftmaxState",
+    "empty_state",
+    "joined",
+    "normalised",
+    "scale_from_bits",
+    "with_sink",
+]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -30,10 +39,36 @@ def scale_from_bits(sm_scale_bits):
 
 
 @triton.jit
+def empty_state(ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr):
+    """Returns the ``SoftmaxState`` of rows that have seen no key."""
+    m_i = tl.full([ROWS], -float("inf"), ACC)
+    l_i = tl.zeros([ROWS], ACC)
+    acc = tl.zeros([ROWS, COLUMNS], ACC)
+    return SoftmaxState(acc, l_i, m_i)
+
+
+@triton.jit
+def joined(state, other):
+    """Returns the ``SoftmaxState`` of rows that have seen the keys of two states.
+
+    An empty state changes no bit of the other one. The sums are explicit fused operations, which
+    no compiler contracts in another way, so that every kernel joins to the same bits.
+    """
+    m_new = tl.maximum(state.m, other.m)
+    # Rows that have seen no key subtract 0, since -inf - -inf is NaN.
+    m_pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = tl.exp2(state.m - m_pivot)
+    weight = tl.exp2(other.m - m_pivot)
+    l_i = tl.fma(other.l, weight, state.l * alpha)
+    acc = tl.fma(other.acc, weight[:, None], state.acc * alpha[:, None])
+    return SoftmaxState(acc, l_i, m_new)
+
+
+@triton.jit
 def with_sink(state, sink):
     """Returns the ``SoftmaxState`` after one more key of score ``sink``, in natural units, value 0.
 
-    A sink of -inf changes no bit.
+    ``sink`` is one score, or one for each row. A sink of -inf changes no bit.
     """
     sink2 = sink * LOG2E
     m_new = tl.maximum(state.m, sink2)

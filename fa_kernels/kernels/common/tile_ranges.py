@@ -29,7 +29,7 @@ def visible_tiles(
     seqlen_there,
     before,
     after,
-    BLOCK_HERE: tl.constexpr,
+    BLOCK_HERE,
     BLOCK_THERE: tl.constexpr,
 ):
     """Returns the tiles of the other sequence that share a visible pair with the tile at ``start``.
@@ -44,7 +44,7 @@ def visible_tiles(
          |  masked  |  visible     |  masked  |
 
     Args:
-        start: First element of this tile, a multiple of BLOCK_HERE.
+        start: First element of this tile.
         seqlen_here: Valid length of this sequence.
         seqlen_there: Valid length of the other sequence.
         before: Visible elements before the position, >= 0; the sum of both lengths if unbounded.

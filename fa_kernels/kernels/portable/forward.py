@@ -58,8 +58,15 @@ def attend(
     last,
     CONFIG: tl.constexpr,
     MASKED: tl.constexpr,
+    q_rest=None,
+    BLOCK_REST: tl.constexpr = 0,
+    SHARED: tl.constexpr = False,
 ):
-    """Updates the ``SoftmaxState`` of a query tile with the key tiles at places [first, last)."""
+    """Updates the ``SoftmaxState`` of a query tile with the key tiles at places [first, last).
+
+    BLOCK_REST: q and keys have that many columns more than BLOCK_D, for q in ``q_rest``. SHARED:
+    the values are the first BLOCK_D columns of the keys.
+    """
     acc, l_i, m_i = state.acc, state.l, state.m
     offs_d = tl.arange(0, CONFIG.BLOCK_D)
     offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
@@ -76,6 +83,15 @@ def attend(
         )  # fmt: skip
         # (BLOCK_M, BLOCK_N)
         scores = tl.dot(q, k_t, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
+        if BLOCK_REST:
+            offs_rest = CONFIG.BLOCK_D + tl.arange(0, BLOCK_REST)
+            rest_t = load_tile(
+                keys, start_n, offs_tile[None, :], offs_rest[:, None], valid[None, :],
+                CONFIG.ALIGNED, MASKED,
+            )  # fmt: skip
+            scores = tl.dot(
+                q_rest, rest_t, scores, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC
+            )
         if CONFIG.SCORE_MODS:
             scores, _ = apply_score_mods(
                 scores, offs_m[:, None], offs_n[None, :], mask, mods, CONFIG.SCORE_MODS
@@ -92,10 +108,13 @@ def attend(
         alpha = tl.exp2(m_i - m_pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
         # (BLOCK_N, BLOCK_DV)
-        v = load_tile(
-            values, start_n, offs_tile[:, None], offs_dv[None, :], valid[:, None], CONFIG.ALIGNED,
-            MASKED,
-        )  # fmt: skip
+        if SHARED:
+            v = tl.trans(k_t)
+        else:
+            v = load_tile(
+                values, start_n, offs_tile[:, None], offs_dv[None, :], valid[:, None],
+                CONFIG.ALIGNED, MASKED,
+            )  # fmt: skip
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=CONFIG.DOTS, out_dtype=CONFIG.ACC)
         m_i = m_new

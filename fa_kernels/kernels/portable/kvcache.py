@@ -1,11 +1,19 @@
 """Attention over a cache of keys and values, in pages or contiguous, and appends to it.
 
-A contiguous cache is a paged one whose pages are as long as an entry. The tiles of keys begin at
+A contiguous cache is a paged one whose pages are as long as an entry. A tile of queries holds rows
+of all heads of a group, so that the keys are read once for the group. The tiles of keys begin at
 multiples of BLOCK_N, whatever the pages are, and a tile gathers its rows from one or more pages.
-The arithmetic is that of ``forward_kernel``: a query gets the same bits from any pages, and from
-``forward_kernel`` in tiles of the same size.
 
-Source: PagedAttention (arXiv:2309.06180) for the page table; FlashAttention-2 (arXiv:2307.08691).
+The keys of an entry are divided into splits of one length, which begin at multiples of it. Each
+split has sums of its own, and the sums of splits are joined from the first to the last. One program
+does both for all splits of its rows ("in turn"), or one program for each split writes its sums, and
+``join_kernel`` joins them ("apart"). Both are the same compiled code up to the sums, and give the
+same bits.
+
+Within a split the arithmetic is that of ``forward_kernel``.
+
+Source: PagedAttention (arXiv:2309.06180) for the page table; FlashAttention-2 (arXiv:2307.08691);
+Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) for splits of keys.
 """
 
 import triton
@@ -16,21 +24,71 @@ from fa_kernels.kernels.common.addressing import (
     Matrix,
     Pages,
     Tensor,
-    head_matrix,
     load_tile,
     page_offsets,
-    store_rows,
+    table_page,
 )
 from fa_kernels.kernels.common.block_info import KernelConfig
 from fa_kernels.kernels.common.jit import kernel
 from fa_kernels.kernels.common.mask import AttentionMask
 from fa_kernels.kernels.common.score_mod import ScoreModArgs, base2_scale, score_mods
 from fa_kernels.kernels.common.seqlen_info import sequence
-from fa_kernels.kernels.common.softmax import SoftmaxState, normalised, scale_from_bits
+from fa_kernels.kernels.common.softmax import (
+    SoftmaxState,
+    empty_state,
+    joined,
+    normalised,
+    scale_from_bits,
+    with_sink,
+)
 from fa_kernels.kernels.common.tile_ranges import visible_tiles
 from fa_kernels.kernels.portable.forward import attend
 
-__all__ = ["append_kernel", "kvcache_kernel"]
+__all__ = ["append_kernel", "join_kernel", "kvcache_kernel"]
+
+
+@triton.jit
+def _sinks(sinks_ptr, stride_sink, sink_heads, heads, ACC: tl.constexpr):
+    """Returns the sink of each row's head in natural units; -inf for heads from sink_heads on."""
+    places = sinks_ptr + heads.to(tl.int64) * stride_sink
+    return tl.load(places, mask=heads < sink_heads, other=-float("inf")).to(ACC)
+
+
+@triton.jit
+def _load_rows(rows, offs, stride, columns, valid, ALIGNED: tl.constexpr):
+    """Loads columns at ``offs`` of rows, by pointers; zeros past the columns or not ``valid``.
+
+    See ``load_tile`` for what a value of ALIGNED besides 0 and PAGED promises.
+    """
+    if ALIGNED != 0 and ALIGNED != PAGED:
+        places = tl.multiple_of(rows[:, None], (16, 16)) + offs[None, :]
+        columns = columns // 8 * 8
+    else:
+        places = rows[:, None] + offs.to(tl.int64)[None, :] * stride
+    return tl.load(places, mask=valid[:, None] & (offs < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(rows, offs, tile, columns, valid, ALIGNED: tl.constexpr):
+    """Writes contiguous rows, by pointers, cast to their dtype, as ``_load_rows`` reads them."""
+    places = rows[:, None]
+    if ALIGNED != 0 and ALIGNED != PAGED:
+        places = tl.multiple_of(places, (16, 16))
+        columns = columns // 8 * 8
+    tile = tile.to(rows.dtype.element_ty)
+    tl.store(places + offs[None, :], tile, mask=valid[:, None] & (offs < columns)[None, :])
+
+
+@triton.jit
+def _head_of_cache(pages, ALIGNED: tl.constexpr):
+    """Returns a head of a cache: ``pages`` itself, or the matrix of the entry's only page."""
+    if ALIGNED >= PAGED:
+        head = pages
+    else:
+        page = table_page(pages, pages.num_pages * 0, pages.num_pages > 0).to(tl.int64)
+        pointer = pages.pointer + page * pages.stride_page
+        head = Matrix(pointer, pages.stride_row, pages.stride_column, pages.columns)
+    return head
 
 
 @kernel
@@ -40,6 +98,9 @@ def kvcache_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    acc_ptr,
+    m_ptr,
+    l_ptr,
     seqlens_k_ptr,
     table_ptr,
     tiles_of_head: tl.int32,
@@ -59,7 +120,8 @@ def kvcache_kernel(
     stride_tp: tl.int64,
     page_size: tl.int32,
     num_pages: tl.int32,
-    H: tl.int32,
+    B: tl.int32,
+    Hk: tl.int32,
     G: tl.int32,
     M: tl.int32,
     N: tl.int32,
@@ -67,6 +129,9 @@ def kvcache_kernel(
     Dv: tl.int32,
     window_left: tl.int32,
     window_right: tl.int32,
+    split_tiles: tl.int32,
+    apart: tl.int32,
+    rows: tl.int64,
     sm_scale_bits: tl.int64,
     softcap_bits: tl.int64,
     slopes_ptr,
@@ -77,75 +142,178 @@ def kvcache_kernel(
     stride_bh: tl.int64,
     stride_bm: tl.int64,
     stride_bn: tl.int64,
+    sinks_ptr,
+    stride_sink: tl.int64,
+    sink_heads: tl.int32,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ACC: tl.constexpr,
     DOTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SHARED: tl.constexpr,
     PREDICATE: tl.constexpr,
     SCORE_MODS: tl.constexpr,
 ):
-    """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of one head.
+    """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of a group.
 
-    k and v are caches (num_pages, page_size, Hk, columns) of any strides; ``stride_kb`` is that of
-    pages. Row b of the table (B, places) holds the pages of entry b, which has
-    ``seqlens_k[b] <= N`` keys. There is no bias: its arguments are placeholders.
+    The rows of a group's tiles are its G M rows, numbered query by query, head by head. k and v are
+    caches (num_pages, page_size, Hk, columns) of any strides; ``stride_kb`` is that of pages. Row b
+    of the table (B, places) holds the pages of entry b, which has ``seqlens_k[b] <= N`` keys. If
+    ALIGNED is below PAGED, an entry has one page. There is no bias: its arguments are placeholders.
+
+    ``split_tiles`` key tiles are a split. If ``apart`` is not 0, a program has one split, and
+    writes its sums to acc (splits,B,H,M,Dv), m and l (splits,B,H,M), with B H M ``rows``. A program
+    whose rows see no key of its split writes nothing.
+
+    The keys have BLOCK_D columns, padded, and BLOCK_REST more. SHARED: the values are the first
+    Dv = BLOCK_D columns of the keys.
     """
     CONFIG: tl.constexpr = KernelConfig(
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, PAGED, PREDICATE, SCORE_MODS
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, ACC, DOTS, ALIGNED, PREDICATE, SCORE_MODS
     )
     program = tl.program_id(0)
     # Late query tiles take longest under a causal mask.
-    start = (tiles_of_head - 1 - program % tiles_of_head) * BLOCK_M
+    tile = tiles_of_head - 1 - program % tiles_of_head
     head = program // tiles_of_head
-    b, h = head // H, head % H
+    h_k = head % Hk
+    b = head // Hk % B
+    split = head // Hk // B
     _, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)
-    mask = AttentionMask(M, seqlen_k, window_left, window_right, b, h, h)
-    bias = Tensor(bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn, N)
-    score_args = ScoreModArgs(softcap_bits, slopes_ptr, stride_sb, stride_sh, bias)
-    queries = head_matrix(Tensor(q_ptr, stride_qb, stride_qh, stride_qm, stride_qd, D), b, h)
+
+    # A group can have more than 2**31 rows.
+    start = tile.to(tl.int64) * BLOCK_M
+    packed = start + tl.arange(0, BLOCK_M)
+    offs_m = (packed // G).to(tl.int32)
+    heads = h_k * G + (packed % G).to(tl.int32)
+    first_m = (start // G).to(tl.int32)
+    rows_here = ((start + (BLOCK_M - 1)) // G).to(tl.int32) - first_m + 1
+    tiles = visible_tiles(first_m, M, seqlen_k, window_left, window_right, rows_here, BLOCK_N)
+    first = tiles.lo // split_tiles
+    last = (tiles.hi + split_tiles - 1) // split_tiles
+    if apart:
+        first = tl.maximum(first, split)
+        last = tl.minimum(last, split + 1)
+        if first >= last:
+            return
+
+    mask = AttentionMask(M, seqlen_k, window_left, window_right, b, h_k, h_k)
     table_row = table_ptr + b.to(tl.int64) * stride_tb
-    h_k = (h // G).to(tl.int64)
+    h_64 = h_k.to(tl.int64)
     keys = Pages(
-        k_ptr + h_k * stride_kh, stride_kb, stride_kn, stride_kd, D, table_row, stride_tp,
+        k_ptr + h_64 * stride_kh, stride_kb, stride_kn, stride_kd, D, table_row, stride_tp,
         page_size, num_pages,
     )  # fmt: skip
     values = Pages(
-        v_ptr + h_k * stride_vh, stride_vb, stride_vn, stride_vd, Dv, table_row, stride_tp,
+        v_ptr + h_64 * stride_vh, stride_vb, stride_vn, stride_vd, Dv, table_row, stride_tp,
         page_size, num_pages,
     )  # fmt: skip
+    keys = _head_of_cache(keys, ALIGNED)
+    values = _head_of_cache(values, ALIGNED)
 
-    offs_tile = tl.arange(0, BLOCK_M)
-    offs_m = start + offs_tile
     offs_d = tl.arange(0, BLOCK_D)
-    valid = (offs_m < M)[:, None]
-    q = load_tile(queries, start, offs_tile[:, None], offs_d[None, :], valid, 0, True)
+    valid = offs_m < M
+    q_rows = b.to(tl.int64) * stride_qb + heads.to(tl.int64) * stride_qh
+    q_rows = q_ptr + (q_rows + offs_m.to(tl.int64) * stride_qm)
+    q = _load_rows(q_rows, offs_d, stride_qd, D, valid, ALIGNED)
+    q_rest = q
+    if BLOCK_REST:
+        offs_rest = BLOCK_D + tl.arange(0, BLOCK_REST)
+        q_rest = _load_rows(q_rows, offs_rest, stride_qd, D, valid, ALIGNED)
     sm_scale = scale_from_bits(sm_scale_bits)
     qk_scale = base2_scale(sm_scale, ACC, SCORE_MODS)
-    mods = score_mods(score_args, sm_scale, qk_scale, b, h, ACC, SCORE_MODS)
+    bias = Tensor(bias_ptr, stride_bb, stride_bh, stride_bm, stride_bn, N)
+    score_args = ScoreModArgs(softcap_bits, slopes_ptr, stride_sb, stride_sh, bias)
+    mods = score_mods(score_args, sm_scale, qk_scale, b, heads[:, None], ACC, SCORE_MODS)
 
-    m_i = tl.full([BLOCK_M], -float("inf"), ACC)
-    l_i = tl.zeros([BLOCK_M], ACC)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
-    state = SoftmaxState(acc, l_i, m_i)
-    tiles = visible_tiles(start, M, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N)
+    state = empty_state(BLOCK_M, BLOCK_DV, ACC)
     # Without a predicate there is no list of tiles.
     list_ptr = seqlens_k_ptr
-    state = attend(
-        state, q, offs_m, keys, values, mask, mods, list_ptr, tiles.lo, tiles.full_lo, CONFIG, True
-    )
-    state = attend(
-        state, q, offs_m, keys, values, mask, mods, list_ptr, tiles.full_lo, tiles.full_hi, CONFIG,
-        False,
-    )  # fmt: skip
-    state = attend(
-        state, q, offs_m, keys, values, mask, mods, list_ptr, tiles.full_hi, tiles.hi, CONFIG, True
-    )
+    for here in range(first, last):
+        lo = tl.maximum(tiles.lo, here * split_tiles)
+        hi = tl.minimum(tiles.hi, (here + 1) * split_tiles)
+        # One loop that checks every key takes fewer registers than three, two of which do.
+        part = attend(
+            empty_state(BLOCK_M, BLOCK_DV, ACC), q, offs_m, keys, values, mask, mods, list_ptr, lo,
+            hi, CONFIG, True, q_rest, BLOCK_REST, SHARED,
+        )  # fmt: skip
+        state = joined(state, part)
+
+    offs_dv = tl.arange(0, BLOCK_DV)
+    places = (b * (Hk * G) + heads).to(tl.int64) * M + offs_m
+    if apart:
+        places += split * rows
+        tl.store(m_ptr + places, state.m, mask=valid)
+        tl.store(l_ptr + places, state.l, mask=valid)
+        _store_rows(acc_ptr + places * Dv, offs_dv, state.acc, Dv, valid, ALIGNED)
+    else:
+        sink = _sinks(sinks_ptr, stride_sink, sink_heads, heads, ACC)
+        state = with_sink(state, sink)
+        out, lse = normalised(state.acc, state.l, state.m, state.l > 0)
+        tl.store(lse_ptr + places, lse, mask=valid)
+        _store_rows(out_ptr + places * Dv, offs_dv, out, Dv, valid, ALIGNED)
+
+
+@kernel
+def join_kernel(
+    acc_ptr,
+    m_ptr,
+    l_ptr,
+    out_ptr,
+    lse_ptr,
+    seqlens_k_ptr,
+    rows: tl.int64,
+    H: tl.int32,
+    M: tl.int32,
+    N: tl.int32,
+    Dv: tl.int32,
+    window_left: tl.int32,
+    window_right: tl.int32,
+    split_keys: tl.int32,
+    sinks_ptr,
+    stride_sink: tl.int64,
+    sink_heads: tl.int32,
+    BLOCK_R: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Writes out (B,H,M,Dv) and lse (B,H,M) from the sums of splits of ``split_keys`` keys.
+
+    The arguments are those of ``kvcache_kernel``, which has written the sums. A row reads those of
+    the splits that it sees a key of.
+    """
+    rows = tl.cast(rows, tl.int64)
+    offs_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    valid = offs_r < rows
+    heads = (offs_r // M % H).to(tl.int32)
+    seqlen_k = tl.load(seqlens_k_ptr + offs_r // M // H, mask=valid, other=0)
+    seqlen_k = tl.minimum(tl.maximum(seqlen_k, 0), N)
+    position = (offs_r % M).to(tl.int32) + seqlen_k - M
+    begin = tl.maximum(position - window_left, 0)
+    end = tl.minimum(position + window_right + 1, seqlen_k)
+    # A row that sees no key, padding included, has no split.
+    first = tl.where(begin < end, begin // split_keys, N)
+    last = tl.where(begin < end, (end - 1) // split_keys + 1, 0)
+    columns = (offs_dv < Dv)[None, :]
+
+    state = empty_state(BLOCK_R, BLOCK_DV, ACC)
+    for split in tl.range(tl.min(first, 0), tl.max(last, 0), loop_unroll_factor=8):
+        seen = (first <= split) & (split < last)
+        places = split * rows + offs_r
+        m_i = tl.load(m_ptr + places, mask=seen, other=-float("inf"))
+        l_i = tl.load(l_ptr + places, mask=seen, other=0.0)
+        offs_acc = places[:, None] * Dv + offs_dv[None, :]
+        acc = tl.load(acc_ptr + offs_acc, mask=seen[:, None] & columns, other=0.0)
+        state = joined(state, SoftmaxState(acc, l_i, m_i))
+    state = with_sink(state, _sinks(sinks_ptr, stride_sink, sink_heads, heads, ACC))
     out, lse = normalised(state.acc, state.l, state.m, state.l > 0)
-    first = head.to(tl.int64) * M
-    tl.store(lse_ptr + (first + offs_m), lse, mask=offs_m < M)
-    store_rows(out_ptr, first, M, offs_m, tl.arange(0, BLOCK_DV), out, Dv, BLOCK_DV, 0)
+    tl.store(lse_ptr + offs_r, lse, mask=valid)
+    out = out.to(out_ptr.dtype.element_ty)
+    offs_out = offs_r[:, None] * Dv + offs_dv[None, :]
+    tl.store(out_ptr + offs_out, out, mask=valid[:, None] & columns)
 
 
 @triton.jit

@@ -230,7 +230,8 @@ def _possible_changes_of_parts(tile_max: list[float], slack: float) -> int:
     """As ``_possible_changes``, if any consecutive tiles can be a split.
 
     Combining a split is one more change. As a split lacks at least one tile, there are fewer
-    changes than tiles.
+    changes than tiles. Joining splits one after the other changes the maximum no more often, since
+    the tile that raises it is counted.
     """
     tiles = len(tile_max)
     most = 0

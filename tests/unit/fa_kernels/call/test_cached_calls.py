@@ -7,8 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from fa_kernels import flash_attention, flash_attention_with_kvcache
+from fa_kernels import Config, flash_attention, flash_attention_with_kvcache
+from fa_kernels.configs import Tile, resolve
+from fa_kernels.launch import portable
 from fa_verify.oracles.stream import normal
+from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 B, H, HK, M, D, DV, S, L = 2, 4, 2, 3, 8, 5, 12, 2
 
@@ -174,6 +177,29 @@ BAD = {
     "entries as a column": (
         {"cache_batch_idx": TABLE[:, :1]}, ValueError,
         r"cache_batch_idx has shape \(2, 1\); needs \(B\) with B = 2",
+    ),
+    "splits that are a float": ({"num_splits": 2.0}, TypeError, "num_splits is 2.0; needs an int"),
+    "splits that are a bool": ({"num_splits": True}, TypeError, "num_splits is True; needs an int"),
+    "no splits": (
+        {"num_splits": 0}, ValueError, r"num_splits is 0; needs an int in \[1, 256\]"
+    ),
+    "too many splits": (
+        {"num_splits": 257}, ValueError, r"num_splits is 257; needs an int in \[1, 256\]"
+    ),
+    "sinks of another number": (
+        {"sinks": torch.zeros(3)}, ValueError, r"sinks has shape \(3,\); needs \(4,\), a score"
+    ),
+    "sinks that require a gradient": (
+        {"sinks": torch.zeros(4, requires_grad=True)}, NotImplementedError,
+        "sinks requires a gradient; flash_attention_with_kvcache is not differentiable",
+    ),
+    "head_dims of 576 and 256": (
+        {
+            "q": X["q"][..., :1].expand(-1, -1, -1, 576), "k": None, "v": None,
+            "k_cache": X["k_cache"][..., :1].expand(-1, -1, -1, 576),
+            "v_cache": X["v_cache"][..., :1].expand(-1, -1, -1, 256),
+        },
+        NotImplementedError, "q has head_dim 576; supported are 1 to 256",
     ),
     "long pages": (
         {
@@ -355,15 +381,17 @@ def test_a_cache_gives_the_bits_of_the_padded_call(causal, dtype, device):
 
 
 # Both head_dims choose the default tile: one of the head_dim of q alone has other key tiles.
-@pytest.mark.parametrize(("columns", "values"), [(16, 144), (144, 16), (1, 1), (256, 256)])
-def test_default_tiles_are_those_of_the_padded_call(columns, values, device):
+@pytest.mark.parametrize(("columns", "values"), [(16, 144), (200, 16), (1, 1), (256, 256)])
+def test_the_default_tile_gives_the_bits_of_the_padded_call(columns, values, device):
     q = drawn("q", 1, 1, 1, columns, device=device)
     k = drawn("k", 1, 40, 1, columns, device=device)
     v = drawn("v", 1, 40, 1, values, device=device)
-    found = flash_attention_with_kvcache(q, k, v, config="portable", return_lse=True)
-    want = flash_attention(
-        q, k.transpose(1, 2), v.transpose(1, 2), config="portable", return_lse=True
-    )
+    tile = resolve(None, q.dtype, 16 if columns == 1 else 256).cache
+    with dots_in_order():
+        found = flash_attention_with_kvcache(q, k, v, return_lse=True)
+        want = flash_attention(
+            q, k.transpose(1, 2), v.transpose(1, 2), config=Config(forward=tile), return_lse=True
+        )
     assert same(found, want)
 
 
@@ -413,3 +441,136 @@ def test_a_call_inside_autocast_keeps_its_dtypes(device):
     with torch.autocast(device, torch.bfloat16):
         found = flash_attention_with_kvcache(**call(device))
     assert same(found, want)
+
+
+def long_call(device, dtype=torch.float32, page_size=0, **changed):
+    """The arguments of a call with several splits of 32 keys, a window and sinks."""
+    of = {"device": device, "dtype": dtype}
+    pages, rows = (2 * 104 // page_size, page_size) if page_size else (2, 104)
+    given = {
+        "q": drawn("q", 2, 6, 3, D, **of),
+        "k_cache": 2 * drawn("k", pages, rows, 2, D, **of),
+        "v_cache": drawn("v", pages, rows, 2, DV, **of),
+        "cache_seqlens": (101, 37),
+        "window_size": (70, 1),
+        "sinks": drawn("sinks", 6, device=device),
+        "config": "16x16",
+        "return_lse": True,
+    }
+    if page_size:
+        table = torch.arange(pages, dtype=torch.int32, device=device).flip(0)
+        given["page_table"] = table.view(2, -1)
+    return {**given, **changed}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names and programs of the kernels that are launched."""
+    found = []
+
+    def run(kernel, grid, named, kinds=None):
+        found.append((kernel.fn.__name__, *grid))
+        return launch(kernel, grid, named, kinds)
+
+    launch = portable.run
+    monkeypatch.setattr(portable, "run", run)
+    return found
+
+
+def test_splits_in_turn_and_apart_give_the_same_bits(device, monkeypatch, launched):
+    # fp16 tiles of 8 columns, and fp32 tiles of 5: wide and narrow accesses.
+    for changed in ({}, {"page_size": 4}, {"dtype": torch.float16}, {"sinks": None}):
+        given = long_call(device, **changed)
+        monkeypatch.setattr(portable, "PROGRAMS_IN_TURN", 10**6)
+        apart = flash_attention_with_kvcache(**given)
+        monkeypatch.setattr(portable, "PROGRAMS_IN_TURN", 0)
+        in_turn = flash_attention_with_kvcache(**given)
+        assert same(apart, in_turn)
+        # 2 entries and 2 heads of a tile each; 4 splits of 32 keys for 104 places; 36 rows.
+        assert launched == [("kvcache_kernel", 16), ("join_kernel", 9), ("kvcache_kernel", 4)]
+        launched.clear()
+
+
+def test_long_caches_are_computed_in_turn_without_scratch(device, monkeypatch, launched):
+    # 4 splits of 36 rows, with 5 sums, a maximum and a sum of weights each.
+    monkeypatch.setattr(portable, "PROGRAMS_IN_TURN", 10**6)
+    given = long_call(device)
+    for scratch, kernels in ((4 * 36 * 7, 2), (4 * 36 * 7 - 1, 1)):
+        monkeypatch.setattr(portable, "MAX_SCRATCH", scratch)
+        flash_attention_with_kvcache(**given)
+        assert len(launched) == kernels
+        launched.clear()
+
+
+def test_few_programs_compute_splits_apart(device, monkeypatch, launched):
+    given = long_call(device)
+    for processors, kernels in ((4, 1), (5, 2)):
+        monkeypatch.setattr(portable, "PROGRAMS_IN_TURN", 1)
+        monkeypatch.setattr(portable, "processors", lambda _device, of=processors: of)
+        flash_attention_with_kvcache(**given)
+        assert len(launched) == kernels
+        launched.clear()
+
+
+@pytest.mark.parametrize(("num_splits", "programs"), [(1, 4), (2, 8), (3, 12), (7, 28), (256, 28)])
+def test_an_explicit_number_of_splits_divides_the_places(
+    num_splits, programs, device, monkeypatch, launched
+):
+    monkeypatch.setattr(portable, "PROGRAMS_IN_TURN", 10**6)
+    given = long_call(device, num_splits=num_splits)
+    found = flash_attention_with_kvcache(**given)
+    assert launched[0] == ("kvcache_kernel", programs)
+    assert same(found, flash_attention_with_kvcache(**given))
+    # One split is the sums of all keys.
+    whole = Config(cache=Tile(16, 16, 1, 1), split_keys=2**20)
+    want = flash_attention_with_kvcache(**{**given, "num_splits": None, "config": whole})
+    assert same(found, want) == (num_splits == 1)
+
+
+def test_a_group_of_128_heads_gives_the_bits_of_its_heads(device):
+    given = long_call(device, q=drawn("q", 2, 256, 2, D, device=device), sinks=None)
+    with dots_in_order():
+        out, lse = flash_attention_with_kvcache(**given)
+        for h in (0, 1, 100, 127, 128, 255):
+            alone = {
+                **given, "q": given["q"][:, h : h + 1],
+                **{x: given[x][:, :, h // 128 :][:, :, :1] for x in ("k_cache", "v_cache")},
+            }  # fmt: skip
+            found = flash_attention_with_kvcache(**alone)
+            assert same(found, (out[:, h : h + 1], lse[:, h : h + 1]))
+
+
+def test_sinks_of_any_stride_give_the_bits_of_the_padded_call(device):
+    sinks = drawn("sinks", 12, device=device)[::2]
+    given = long_call(device, sinks=sinks, config=Config(cache=Tile(16, 16, 1, 1)))
+    k, v = (given[name].transpose(1, 2) for name in ("k_cache", "v_cache"))
+    with dots_in_order():
+        found = flash_attention_with_kvcache(**given)
+        want = flash_attention(
+            given["q"], k, v, seqlens_k=(101, 37), window_size=(70, 1), sinks=sinks,
+            return_lse=True, config="16x16",
+        )  # fmt: skip
+    assert same(found, want)
+
+
+@pytest.mark.parametrize(("columns", "values"), [(576, 512), (192, 128), (192, 96), (200, 256)])
+def test_head_dims_of_latent_attention(columns, values, device, monkeypatch):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q = drawn("q", 1, 20, 1, columns, device=device, dtype=dtype)
+    k = drawn("k", 3, 16, 1, columns, device=device, dtype=dtype)
+    table = ints(2, 0, 1).to(device)[None]
+    given = {
+        "cache_seqlens": (40,), "page_table": table, "return_lse": True,
+        "config": Config(split_keys=64),
+    }  # fmt: skip
+    v = k[..., :values] if values < columns else drawn("v", 3, 16, 1, values).to(device, dtype)
+    out, lse = flash_attention_with_kvcache(q, k, v, **given)
+    keys, weighed = (x[table[0].long()].flatten(0, 1)[:40, 0].double() for x in (k, v))
+    scores = q[0, :, 0].double() @ keys.T * columns**-0.5
+    want = scores.softmax(1) @ weighed
+    error = 2**-6 if dtype == torch.bfloat16 else 1e-5
+    assert (out[0, :, 0].double() - want).abs().max() < error
+    assert (lse[0, :, 0].double() - scores.logsumexp(1)).abs().max() < error
+    if values < columns:
+        apart = flash_attention_with_kvcache(q, k, v.clone(), **given)
+        assert same(apart, (out, lse))

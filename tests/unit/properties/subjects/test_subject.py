@@ -167,6 +167,7 @@ def test_everything_that_limits_the_domain_is_tried():
         "kvcache",
         "cache",
         "page_sizes",
+        "kvcache_splits",
     }
     assert {item.name for item in dataclasses.fields(Subject)} == limits | conventions | judged
 

@@ -39,7 +39,6 @@ def watchdog(pytestconfig):
 TESTS = """
 import os, signal, sys, time
 from types import SimpleNamespace
-from typing import Any
 import pytest
 from fa_verify.oracles.problem import Problem
 

@@ -73,6 +73,7 @@ PARSED = {
     "python -m benchmarks.packed": "needs a GPU",
     "python -m benchmarks.density": "needs a GPU",
     "python -m benchmarks.few_queries": "needs a GPU",
+    "python -m benchmarks.decoding": "needs a GPU",
     "python -m benchmarks.false_alarms --seconds 150": "takes minutes",
     "python -m benchmarks.power --lengths 16384 65536 --families normal --seeds 3 --out FILE": (
         "needs a GPU"

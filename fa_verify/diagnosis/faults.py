@@ -797,6 +797,29 @@ _CACHES = (
         ),
         hidden="where a group is one head",
     ),
+    _fault(
+        "cache: rows take the sink of their group",
+        "independent: an index of heads that is right before heads were packed",
+        "G1",
+        (
+            _KVCACHE,
+            "sink = _sinks(sinks_ptr, stride_sink, sink_heads, heads, ACC)",
+            "sink = _sinks(sinks_ptr, stride_sink, sink_heads, h_k + 0 * heads, ACC)",
+        ),
+        hidden="where a group is one head",
+    ),
+    _fault(
+        "cache: splits that are apart are joined without the sink",
+        "independent: a feature on one of two paths",
+        "G1 I1",
+        (
+            _KVCACHE,
+            "    state = with_sink(state, _sinks(sinks_ptr, stride_sink, sink_heads, heads, ACC))\n"
+            "    out, lse",
+            "    out, lse",
+        ),
+        hidden="while one program computes all splits",
+    ),
 )
 
 _PACKED = (

@@ -234,10 +234,13 @@ def append(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
 
 
 def nothing(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
-    """C5: no key in the cache, no place in the table, no entry: out is 0 and lse -inf."""
+    """C5: no key in the cache, no place in the table, no entry: out is 0 and lse -inf.
+
+    The calls have no sinks.
+    """
     inputs = shared_inputs(problem)
     x = make_cache(problem, inputs, new=0)
-    none = x._replace(cache_seqlens=torch.zeros_like(x.cache_seqlens))
+    none = x._replace(cache_seqlens=torch.zeros_like(x.cache_seqlens), sinks=None)
     cases = {"no key in the cache": none}
     if x.page_table is not None:
         cases["no place in the table"] = none._replace(page_table=x.page_table[:, :0])

@@ -318,7 +318,7 @@ def run_kvcache(
             out, lse = subject.run_kvcache(
                 x.q, x.k_cache, x.v_cache, of_call, cache_seqlens=x.cache_seqlens,
                 page_table=x.page_table, cache_batch_idx=x.cache_batch_idx, k=x.k, v=x.v,
-                alibi_slopes=x.alibi_slopes,
+                alibi_slopes=x.alibi_slopes, sinks=x.sinks,
             )  # fmt: skip
         _check_form("out", out, x.q, (*x.q.shape[:3], x.v_cache.shape[3]))
         if lse is not None:

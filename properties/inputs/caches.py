@@ -24,6 +24,7 @@ class UnchangedInputs(NamedTuple):
     page_table: torch.Tensor | None
     cache_batch_idx: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
 
 
 class CacheInputs(NamedTuple):
@@ -39,6 +40,7 @@ class CacheInputs(NamedTuple):
         page_table: Int32 (B, places); None for a contiguous cache.
         cache_batch_idx: Int32 (B,); None for pages.
         alibi_slopes: (H,) or (B, H), float32; or None.
+        sinks: (H,), float32; or None.
     """
 
     q: torch.Tensor
@@ -50,6 +52,7 @@ class CacheInputs(NamedTuple):
     page_table: torch.Tensor | None
     cache_batch_idx: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
 
     @property
     def without_caches(self) -> UnchangedInputs:
@@ -149,5 +152,5 @@ def make_cache(
     table = table.to(device)
     return CacheInputs(
         inputs.q, *caches, added[0], added[1], lengths, table[:, :places] if is_paged else None,
-        None if is_paged else table[:, 0].contiguous(), inputs.alibi_slopes,
+        None if is_paged else table[:, 0].contiguous(), inputs.alibi_slopes, inputs.sinks,
     )  # fmt: skip

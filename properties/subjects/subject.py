@@ -417,8 +417,8 @@ class Subject:
             k_cache: (pages, page_size, Hk, D), or (entries, S, Hk, D).
             v_cache: As ``k_cache``, with Dv columns.
             problem: The attention of the call, with the keys of each entry after it.
-            tensors: ``cache_seqlens``, ``page_table``, ``cache_batch_idx``, ``k``, ``v`` and
-                ``alibi_slopes``, or None; see ``CacheInputs``.
+            tensors: ``cache_seqlens``, ``page_table``, ``cache_batch_idx``, ``k``, ``v``,
+                ``alibi_slopes`` and ``sinks``, or None; see ``CacheInputs``.
 
         Returns:
             (out, lse) as from ``run``.
@@ -452,8 +452,8 @@ class Subject:
             "sm_scale": problem.scale,
             "config": problem.config,
         }
-        optional = {"k", "v", "alibi_slopes"}
-        words = [x for x in (*self.cache_keywords, "alibi_slopes") if x not in optional]
+        optional = {"k", "v", "alibi_slopes", "sinks"}
+        words = [x for x in self.cache_keywords if x not in optional]
         mods = {name: given[name] for name in optional if given[name] is not None}
         if problem.softcap is not None:
             mods["softcap"] = problem.softcap

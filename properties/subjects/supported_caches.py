@@ -74,6 +74,9 @@ def cached(
         "inputs": st.sampled_from(_INPUTS),
         "softcap": st.sampled_from((None, None, 1.5) if "softcap" in mods else (None,)),
         "alibi": st.sampled_from(("none", "none", "normal") if "alibi" in mods else ("none",)),
+        "sinks": st.sampled_from(
+            ("none", "none", "ordinary", "some_absent") if "sinks" in mods else ("none",)
+        ),
         "config": st.sampled_from(tuple(configs)),
         "seed": st.integers(0, 2**20),
         "layouts": st.just((subject.layouts or ("bhsd",))[:1] * 4),

@@ -22,13 +22,14 @@ _FILES = frozenset(
     )
 )  # fmt: skip
 _ATTENTION = Problem(
-    B=2, H=4, Hk=2, N=40, M=5, D=20, Dv=7, dtype="fp32", config="16x16", seed=3,
+    B=2, H=4, Hk=2, N=40, M=5, D=20, Dv=7, dtype="fp32", config="16x16", seed=3, sinks="ordinary",
     mask=Mask(causal=True, window_left=20, seqlens_k=(37, 21)),
 )  # fmt: skip
 # Several query tiles that are not square, and score modifications.
 _TILES = Problem(
     B=2, H=4, Hk=2, N=45, M=40, D=3, Dv=40, dtype="fp32", config="32x16", softcap=1.5,
-    alibi="normal", mask=Mask(window_left=30, window_right=60, seqlens_k=(45, 38)),
+    alibi="normal", sinks="ordinary",
+    mask=Mask(window_left=30, window_right=60, seqlens_k=(45, 38)),
 )  # fmt: skip
 # Rows that see one key each, of a low score.
 _ALONE = Problem(

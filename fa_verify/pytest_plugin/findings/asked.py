@@ -95,6 +95,7 @@ ASKED: dict[str, str | None] = {
     "test_modified_scores_lie_within_the_derived_bound": "G1",
     "test_modified_scores_have_the_logic_of_float64": "T3",
     "test_modified_scores_keep_every_guarantee": None,
+    "test_modified_scores_have_the_precision_of_fp32": "G1",
     "test_the_gradient_of_a_bias_lies_within_the_derived_bound": "G1",
     "test_the_gradient_of_sinks_lies_within_the_derived_bound": "G1",
     "test_the_gradient_of_a_bias_has_the_logic_of_float64": "T3",

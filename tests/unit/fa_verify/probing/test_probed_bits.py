@@ -159,7 +159,7 @@ def test_a_check_prints_the_words_of_a_kernel_without_declarations(tmp_path, cap
 
 # Faults of a call with a cache, and the sizes at which each shows first.
 CACHE_FAULTS = {
-    "batch": (lambda q, k_cache: len(q) > 5, "I1 fails first at B=9, 1 row, 200 keys"),
+    "batch": (lambda q, k_cache: len(q) > 5, "I1 fails first at B=3, 1 row, 60 keys"),
     "chunks": (lambda q, k_cache: q.shape[2] == 33, "I2 fails first at B=2, 33 rows, 33 keys"),
     "varlen": (lambda q, k_cache: k_cache.shape[1] == 32, "I5 fails first at B=3, 1 row, 60 keys"),
 }

@@ -68,9 +68,8 @@ class MergeFinding:
         return replay_line(self.problem.to_json(), self.kernel)
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.guarantee}: {self.output} of {self.subject} {self.claim}".replace(": of", ":")
-        ]
+        what = f"{self.output} of {self.subject}" if self.output else self.subject
+        lines = [f"{self.guarantee}: {what} {self.claim}"]
         if self.total:
             lines.append(
                 f"  worst at {self.where}: got {self.got!r}, want {self.want!r}, "

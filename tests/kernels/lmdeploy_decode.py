@@ -2,8 +2,8 @@
 
 import logging
 
-import torch
 from brought import importable, stand_in
+from slots import reversed_pages
 
 from fa_verify import attention_kernel
 
@@ -23,20 +23,20 @@ from lmdeploy.pytorch.kernels.cuda.pagedattention import flash_attn_with_kvcache
 PAGE = 16
 
 
+def cached(q, k_cache, v_cache, *, cache_seqlens, page_table, sm_scale):
+    """Attend with one query."""
+    out = flash_attn_with_kvcache(
+        q[:, :, 0], k_cache, v_cache, cache_seqlens, page_table, softmax_scale=sm_scale
+    )
+    return out.unsqueeze(2)
+
+
 @attention_kernel(
     one_query=True, backward=False, masks=("padding",), dtypes=("fp16", "bf16"), dv_ne_d=False,
     zero_sizes=False, devices=("cuda",), head_dims=(32, 64, 128), splits=64, block_n=PAGE,
+    kvcache=cached, cache=("paged",), page_sizes=(PAGE, 32, 64),
 )  # fmt: skip
 def attention(q, k, v, *, mask, sm_scale):
     """Attend with one query, to pages that lie backwards in the cache."""
-    (B, _, _, D), (Hk, S) = q.shape, k.shape[1:3]
-    pages = -(-S // PAGE)
-    room = (0, 0, 0, pages * PAGE - S)
-    cached = [
-        torch.nn.functional.pad(x, room).transpose(1, 2).reshape(B * pages, PAGE, Hk, D).flip(0)
-        for x in (k, v)
-    ]
-    table = torch.arange(B * pages, dtype=torch.int32, device=q.device).flip(0).view(B, pages)
-    lengths = torch.tensor(mask.lengths(B, 1, S)[1], dtype=torch.int32, device=q.device)
-    out = flash_attn_with_kvcache(q[:, :, 0], *cached, lengths, table, softmax_scale=sm_scale)
-    return out.unsqueeze(2)
+    pages, table, lengths = reversed_pages(k, v, PAGE, mask)
+    return cached(q, *pages, cache_seqlens=lengths, page_table=table, sm_scale=sm_scale)

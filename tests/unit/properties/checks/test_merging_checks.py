@@ -225,6 +225,7 @@ def test_an_exception_a_wrong_shape_and_a_changed_input_are_findings():
     ):
         (found,) = found_in(subject(merge, backward=False), PROBLEMS[0], MERGES["accuracy"])
         assert says in str(found)
+        assert "  " not in str(found).splitlines()[0]
 
 
 def test_a_refused_merge_is_refused():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -108,10 +107,9 @@ def flash_attention_with_kvcache(
     cache = _cache(q, k_cache, v_cache, page_table, cache_batch_idx)
     B, D = q.shape[0], q.shape[3]
     # Stand-ins with the shapes of the keys and values that a table can lead to.
+    one = allocation.empty((1,), dtype=q.dtype, device=q.device)
     keys, values = (
-        allocation.empty((1,), dtype=q.dtype, device=q.device).expand(
-            B, k_cache.shape[2], cache.capacity, columns
-        )
+        one.expand(B, k_cache.shape[2], cache.capacity, columns)
         for columns in (D, v_cache.shape[3])
     )
     request = check(
@@ -144,8 +142,7 @@ def flash_attention_with_kvcache(
     if new is not None:
         launch_append(cache, *new, seqlens)
         seqlens = seqlens.clamp(0, cache.capacity) + L
-    arguments = dataclasses.replace(arguments, seqlens_k=seqlens)
-    out, lse = launch_with_kvcache(q, cache, arguments, num_splits)
+    out, lse = launch_with_kvcache(q, cache, seqlens, arguments, num_splits)
     return (out, lse) if return_lse else out
 
 

@@ -587,7 +587,10 @@ def launch_with_kvcache(
     divided into splits of ``config.split_keys`` keys, or into ``num_splits``.
     """
     B, H, M, D = q.shape
-    Hk, Dv = cache.v.shape[2:]
+    Dv = cache.v.shape[3]
+    predicate = arguments.predicate
+    # A predicate takes one head.
+    Hk = cache.v.shape[2] if predicate is None else H
     out, lse = empty_outputs(q, cache.v)
     tile = arguments.config.cache
     tiles = cdiv(M * (H // Hk), tile.block_m)
@@ -622,8 +625,10 @@ def launch_with_kvcache(
                 "lse_ptr": lse, **dict(zip(_SUMS, sums, strict=True)),
                 **dict(zip(_STRIDES["q"], q.stride(), strict=True)),
                 "seqlens_k_ptr": seqlens_k, "tiles_of_head": tiles, "B": B, "Hk": Hk,
-                "G": H // Hk, **window, "split_tiles": split_keys // tile.block_n,
-                "apart": int(apart), **_score_args(arguments), **sinks,
+                "G": H // Hk, "groups": Hk // cache.v.shape[2], **window,
+                "mask_args": (0,) if predicate is None else predicate.args,
+                "split_tiles": split_keys // tile.block_n, "apart": int(apart),
+                **_score_args(arguments), **sinks,
                 "ALIGNED": (PAGED.value if cache.is_paged else 0) + is_wide,
                 "SHARED": cache.is_shared and Dv == constants["BLOCK_D"], **_tile(tile),
                 # Loads by way of the table take every second stage.

@@ -73,8 +73,9 @@ format: $(environment) ## format and fix what ruff can
 	$(python) -m ruff check --fix .
 	$(python) -m ruff format .
 
-bench: $(environment) ## speed beside cuDNN, FlexAttention and SDPA; needs a GPU
+bench: $(environment) ## speed beside cuDNN, FlexAttention, SDPA and a copy; needs a GPU
 	$(python) -m benchmarks.speed
+	$(python) -m benchmarks.decoding
 
 power: $(environment) ## detection limits of the checks: build/power.json; WRITE=1: to results/
 	$(python) -m benchmarks.power $(if $(QUICK),--quick) $(if $(WRITE),--write)

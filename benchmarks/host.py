@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from fa_kernels import flash_attention
+from fa_kernels import Config, flash_attention, flash_attention_with_kvcache
 
 __all__ = ["measure"]
 
 B, H, N, D = 1, 4, 128, 64
+_PAGE = 64
 ROUNDS = 9
 CALLS = 300
 
@@ -43,6 +44,13 @@ def _calls() -> dict[str, Callable[[], object]]:
     plain = [torch.randn(B, H, N, D, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     leaves = [x.clone().requires_grad_() for x in plain]
     dout = torch.randn_like(plain[0])
+    query = plain[0][:, :, :1]
+    pages = plain[0].view(N // _PAGE, _PAGE, H, D)
+    kept = {
+        "cache_seqlens": torch.full((B,), N, dtype=torch.int32, device="cuda"),
+        "page_table": torch.arange(N // _PAGE, dtype=torch.int32, device="cuda")[None],
+    }
+    config = Config(split_keys=_PAGE)
     outs = {
         "ours, two passes": flash_attention(*leaves),
         "ours, one pass": flash_attention(*leaves, deterministic=False),
@@ -52,6 +60,10 @@ def _calls() -> dict[str, Callable[[], object]]:
         "forward, ours": lambda: flash_attention(*plain),
         "forward, ours, portable": lambda: flash_attention(*plain, config="portable"),
         "forward, SDPA": lambda: sdpa(*plain),
+        "decoding, one split": lambda: flash_attention_with_kvcache(query, pages, pages, **kept),
+        "decoding, splits apart": lambda: flash_attention_with_kvcache(
+            query, pages, pages, **kept, config=config
+        ),
         "forward that autograd records, ours": lambda: flash_attention(*leaves),
         "forward that autograd records, SDPA": lambda: sdpa(*leaves),
         **{

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +14,8 @@ from fa_kernels.validation.arguments import (
     MAX_HEAD_DIM,
     MAX_SEQLEN,
     MLA_HEAD_DIMS,
+    MaskLike,
+    Request,
     checked_lengths,
     lengths_on_device,
 )
@@ -35,6 +36,7 @@ def flash_attention_with_kvcache(
     cache_seqlens: int | Sequence[int] | torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     cache_batch_idx: torch.Tensor | None = None,
+    mask: MaskLike | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (None, None),
     sm_scale: float | None = None,
@@ -73,6 +75,10 @@ def flash_attention_with_kvcache(
             them. The kernels clamp the indices in use to [0, num_pages - 1].
         cache_batch_idx: Int32 (B,) on the device of q, the row of a contiguous cache of each entry.
             None is 0, 1, ..., B - 1.
+        mask: As in ``flash_attention``, in place of causal and window_size. Its seqlens_q are None,
+            and its seqlens_k the keys of each entry after the append; they are compared with ints
+            in ``cache_seqlens``, not with a tensor. A mask with a predicate is evaluated for every
+            key in the window, and for one head of queries a tile.
         causal: Sets window_right to 0.
         window_size: (window_left, window_right), ints >= 0; None or -1 is unbounded.
         sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.
@@ -108,17 +114,16 @@ def flash_attention_with_kvcache(
     cache = _cache(q, k_cache, v_cache, page_table, cache_batch_idx)
     B, D = q.shape[0], q.shape[3]
     # Stand-ins with the shapes of the keys and values that a table can lead to.
+    one = allocation.empty((1,), dtype=q.dtype, device=q.device)
     keys, values = (
-        allocation.empty((1,), dtype=q.dtype, device=q.device).expand(
-            B, k_cache.shape[2], cache.capacity, columns
-        )
+        one.expand(B, k_cache.shape[2], cache.capacity, columns)
         for columns in (D, v_cache.shape[3])
     )
     request = check(
         q,
         keys,
         values,
-        mask=None,
+        mask=mask,
         causal=causal,
         window_size=window_size,
         seqlens_q=None,
@@ -134,18 +139,21 @@ def flash_attention_with_kvcache(
     if sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
         raise _not_differentiable("sinks")
     _check_splits(num_splits)
-    arguments = prepared(q, keys, values, request, ("forward",))
+    arguments = prepared(q, keys, values, request, ())
     if arguments.config.splits is not None:
         raise NotImplementedError(
             f"config has splits={arguments.config.splits}; {_NAME} supports None, and takes "
             "num_splits"
         )
-    seqlens = _seqlens(cache_seqlens, q, cache, L, needed=new is not None or page_table is not None)
+    ints, seqlens = _seqlens(
+        cache_seqlens, q, cache, L, needed=new is not None or page_table is not None
+    )
+    if mask is not None:
+        _check_lengths(request, None if ints is None else tuple(length + L for length in ints))
     if new is not None:
         launch_append(cache, *new, seqlens)
         seqlens = seqlens.clamp(0, cache.capacity) + L
-    arguments = dataclasses.replace(arguments, seqlens_k=seqlens)
-    out, lse = launch_with_kvcache(q, cache, arguments, num_splits)
+    out, lse = launch_with_kvcache(q, cache, seqlens, arguments, num_splits)
     return (out, lse) if return_lse else out
 
 
@@ -317,8 +325,10 @@ def _seqlens(
     L: int,
     *,
     needed: bool,
-) -> torch.Tensor:
-    """Returns the keys of each entry before the call, int32 (B,) on the device of q.
+) -> tuple[tuple[int, ...] | None, torch.Tensor]:
+    """Returns the keys of each entry before the call, as ints if they are known, and on the device.
+
+    The tensor is int32 (B,), on the device of q.
 
     Raises:
         TypeError: ``cache_seqlens`` has the wrong type.
@@ -338,6 +348,23 @@ def _seqlens(
         raise ValueError(f"k has {L} keys; an entry of the cache has places for {cache.capacity}")
     tensor, ints = checked_lengths("cache_seqlens", cache_seqlens, B, room, q.device)
     if tensor is not None:
-        return tensor
+        return None, tensor
     assert ints is not None
-    return lengths_on_device(ints, q.device)
+    return ints, lengths_on_device(ints, q.device)
+
+
+def _check_lengths(request: Request, seqlens_k: tuple[int, ...] | None) -> None:
+    """Checks the lengths of a mask against the keys of each entry, if these are known.
+
+    Raises:
+        ValueError: The mask has lengths of queries, no lengths of keys or others, or tensors.
+    """
+    if request.seqlens_q is not None or request.lengths_q is not None:
+        raise ValueError(f"mask has seqlens_q; needs None, as all queries of {_NAME} are valid")
+    if request.lengths_k is None:
+        raise ValueError("mask has no ints as seqlens_k; needs the keys of each entry")
+    if seqlens_k is not None and tuple(request.lengths_k) != seqlens_k:
+        raise ValueError(
+            f"mask has seqlens_k={tuple(request.lengths_k)}; needs {seqlens_k}, the keys of each "
+            "entry by cache_seqlens and k"
+        )

@@ -9,12 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["GATE_PROBLEMS", "Attention", "interleaved", "measure", "sdpa", "sdpa_flash"]
+__all__ = [
+    "GATE_CACHES",
+    "GATE_PROBLEMS",
+    "Attention",
+    "interleaved",
+    "measure",
+    "sdpa",
+    "sdpa_flash",
+]
 
 # f(q, k, v, causal) on tensors (B, H, N, D), which returns out.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 # (B, N, H, D, causal) of the passes that the gate times.
 GATE_PROBLEMS = ((1, 4096, 32, 128, False), (1, 4096, 32, 128, True))
+# (B, N, H, Hk, D) of the caches whose decoding the gate times, with one query an entry.
+GATE_CACHES = ((64, 8192, 32, 8, 128),)
 ROUNDS = 7
 ROUND_MS = 60
 

@@ -17,7 +17,7 @@ class CacheProblem:
 
     Args:
         attention: The attention of the queries to the keys that the cache holds after the call. Its
-            mask has lengths of keys, none of queries, and no predicate.
+            mask has lengths of keys and none of queries.
         page_size: Rows of a page; 0 for a contiguous cache.
         new: The last keys of each entry that the call appends.
         shared: The first pages of each entry that all entries share.
@@ -35,8 +35,8 @@ class CacheProblem:
 
     def __post_init__(self) -> None:
         mask = self.attention.mask
-        if mask.seqlens_k is None or mask.seqlens_q is not None or not mask.is_plain:
-            raise ValueError(f"mask is {mask!r}; needs seqlens_k, no seqlens_q and no predicate")
+        if mask.seqlens_k is None or mask.seqlens_q is not None:
+            raise ValueError(f"mask is {mask!r}; needs seqlens_k and no seqlens_q")
         for name in ("page_size", "new", "shared", "spare"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; needs an int >= 0")

@@ -575,14 +575,22 @@ def launch_append(cache: Cache, k: torch.Tensor, v: torch.Tensor, seqlens_k: tor
 
 
 def launch_with_kvcache(
-    q: torch.Tensor, cache: Cache, arguments: Arguments, num_splits: int | None
+    q: torch.Tensor,
+    cache: Cache,
+    seqlens_k: torch.Tensor,
+    arguments: Arguments,
+    num_splits: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out (B,H,M,Dv) and lse (B,H,M) of queries and the keys that a cache holds.
 
-    The keys are divided into splits of ``config.split_keys`` keys, or into ``num_splits``.
+    An entry has seqlens_k (B,) keys; the lengths of ``arguments`` are not used. The keys are
+    divided into splits of ``config.split_keys`` keys, or into ``num_splits``.
     """
     B, H, M, D = q.shape
-    Hk, Dv = cache.v.shape[2:]
+    Dv = cache.v.shape[3]
+    predicate = arguments.predicate
+    # A predicate takes one head.
+    Hk = cache.v.shape[2] if predicate is None else H
     out, lse = empty_outputs(q, cache.v)
     tile = arguments.config.cache
     tiles = cdiv(M * (H // Hk), tile.block_m)
@@ -616,9 +624,11 @@ def launch_with_kvcache(
                 **cache.in_kernels(), **constants, **sizes, "q_ptr": q, "out_ptr": out,
                 "lse_ptr": lse, **dict(zip(_SUMS, sums, strict=True)),
                 **dict(zip(_STRIDES["q"], q.stride(), strict=True)),
-                "seqlens_k_ptr": arguments.seqlens_k, "tiles_of_head": tiles, "B": B, "Hk": Hk,
-                "G": H // Hk, **window, "split_tiles": split_keys // tile.block_n,
-                "apart": int(apart), **_score_args(arguments), **sinks,
+                "seqlens_k_ptr": seqlens_k, "tiles_of_head": tiles, "B": B, "Hk": Hk,
+                "G": H // Hk, "groups": Hk // cache.v.shape[2], **window,
+                "mask_args": (0,) if predicate is None else predicate.args,
+                "split_tiles": split_keys // tile.block_n, "apart": int(apart),
+                **_score_args(arguments), **sinks,
                 "ALIGNED": (PAGED.value if cache.is_paged else 0) + is_wide,
                 "SHARED": cache.is_shared and Dv == constants["BLOCK_D"], **_tile(tile),
                 # Loads by way of the table take every second stage.
@@ -631,7 +641,7 @@ def launch_with_kvcache(
                 join_kernel, (cdiv(B * H * M, JOINED_ROWS),),
                 {
                     **dict(zip(_SUMS, sums, strict=True)), "out_ptr": out, "lse_ptr": lse,
-                    "seqlens_k_ptr": arguments.seqlens_k, **sizes, "H": H, **window,
+                    "seqlens_k_ptr": seqlens_k, **sizes, "H": H, **window,
                     "split_keys": split_keys, **sinks, "BLOCK_R": JOINED_ROWS,
                     "BLOCK_DV": constants["BLOCK_DV"], "ACC": constants["ACC"],
                 },

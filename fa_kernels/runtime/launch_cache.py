@@ -24,11 +24,13 @@ class _Order(NamedTuple):
 
     Args:
         values: Picks the arguments that are not constexpr.
+        untyped: Picks those of them without an annotation, which alone can change their type.
         constants: Picks the constexpr arguments, which are a kernel's last parameters.
-        count: Number of arguments that both pick.
+        count: Number of values and constants.
     """
 
     values: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    untyped: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     constants: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     count: int
 
@@ -59,8 +61,8 @@ def run(
         named: All arguments (tensors, ints, descriptors, tuples, constants) and Triton's options,
             in any order. A mapping, because calls copy their keywords: the host time of a forward
             rises by 13 % if two calls pass some 45 of them on.
-        kinds: A key that determines the types of all arguments but the constants. None computes it
-            from the arguments one by one.
+        kinds: A key that determines the types of the arguments without an annotation. None computes
+            it from these arguments one by one.
     """
     if not isinstance(kernel, triton.JITFunction) or named.get("PREDICATE") is not None:
         # The interpreter compiles nothing. A predicate is a user's function: Triton alone checks
@@ -78,7 +80,7 @@ def run(
         return
     values, constants = order.values(named), order.constants(named)
     if kinds is None:
-        kinds = tuple(map(_kind, values))
+        kinds = tuple(map(_kind, order.untyped(named)))
     key = (kernel.fn, torch.cuda.current_device(), kinds, constants, options)
     code = _compiled.get(key)
     if code is None:
@@ -93,7 +95,8 @@ def _order(kernel: Any) -> _Order:
     constants = [x.name for x in kernel.params if x.is_constexpr]
     values = names[: len(names) - len(constants)]
     assert [*values, *constants] == names, f"{kernel.fn.__name__}: constexpr parameters come last"
-    return _Order(_picked(values), _picked(constants), len(names))
+    untyped = [x.name for x in kernel.params if not x.annotation]
+    return _Order(_picked(values), _picked(untyped), _picked(constants), len(names))
 
 
 def _picked(names: list[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:

@@ -461,7 +461,8 @@ def prepared(
 ) -> Arguments:
     """Returns a request in the launchers' form, for the sizes and device of q, k and v.
 
-    Block maps of a ``block_mask`` are made for the kernels in ``kernels`` alone.
+    Block maps of a ``block_mask`` are made for the kernels in ``kernels`` alone, and those of a
+    predicate unless there are none.
 
     Raises:
         ValueError: The mask of a varlen call has a predicate and no lengths.
@@ -498,7 +499,8 @@ def prepared(
                 lengths = tuple(
                     lengths_on_device(tuple(x), q.device) for x in (mask.seqlens_q, mask.seqlens_k)
                 )
-            maps = block_maps(mask, *sizes, window, lengths, config)
+            if kernels:
+                maps = block_maps(mask, *sizes, window, lengths, config)
     if request.block_mask is not None:
         if predicate is not None:
             raise NotImplementedError(

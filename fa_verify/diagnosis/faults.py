@@ -820,6 +820,28 @@ _CACHES = (
         ),
         hidden="while one program computes all splits",
     ),
+    _fault(
+        "cache: a mask is that of the head of the cache",
+        "independent: an index of heads that is right without groups",
+        "G1",
+        (
+            _KVCACHE,
+            "window_right, b, h_k, mask_args)",
+            "window_right, b, h_k // groups, mask_args)",
+        ),
+        hidden="where a group is one head, and under masks that are the same for all heads",
+    ),
+    _fault(
+        "cache: the rows of a group share a mask",
+        "independent: a tile of several heads, and a mask that takes one",
+        "G1",
+        (
+            _LAUNCH,
+            "Hk = cache.v.shape[2] if predicate is None else H",
+            "Hk = cache.v.shape[2]",
+        ),
+        hidden="where a group is one head, and under masks that are the same for all heads",
+    ),
 )
 
 _PACKED = (

@@ -237,7 +237,11 @@ def nothing(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     """C5: no key in the cache, no place in the table, no entry: out is 0 and lse -inf.
 
     The calls have no sinks.
+
+    Raises:
+        NotImplementedError: The subject refuses the calls, or the mask has a predicate.
     """
+    _check_plain(problem)
     inputs = shared_inputs(problem)
     x = make_cache(problem, inputs, new=0)
     none = x._replace(cache_seqlens=torch.zeros_like(x.cache_seqlens), sinks=None)
@@ -321,8 +325,23 @@ def _joined(results: list[_Result], axis: int) -> _Result:
     return outs, torch.cat(lses, axis) if len(lses) == len(results) else None
 
 
+def _check_plain(problem: CacheProblem) -> None:
+    """Check that the mask describes calls of any entries.
+
+    Raises:
+        NotImplementedError: It has a predicate, which can depend on the entry.
+    """
+    if not problem.attention.mask.is_plain:
+        raise NotImplementedError("the mask has a predicate, which is for the entries of the call")
+
+
 def neighbours(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
-    """I1: an entry has the same bits alone, among others, and beside a longer one."""
+    """I1: an entry has the same bits alone, among others, and beside a longer one.
+
+    Raises:
+        NotImplementedError: The subject refuses the calls, or the mask has a predicate.
+    """
+    _check_plain(problem)
     return _agree(subject, problem, "batch", "I1 neighbours")
 
 
@@ -389,6 +408,8 @@ def _chunks(subject: Subject, problem: CacheProblem) -> _Calls:
 
 def decoding(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     """I2, I3: decoding token by token, or in chunks, gives the bits of one causal call.
+
+    A causal mask takes the place of a predicate.
 
     Raises:
         NotImplementedError: There is one row and no append, or the subject refuses the calls.

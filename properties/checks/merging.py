@@ -43,7 +43,8 @@ _AXES = {
 class MergeFinding:
     """A violation, with its worst element. ``str`` is the failure message.
 
-    ``kernel`` is the value of --fa-kernel; it is empty for the project's own kernels.
+    ``kernel`` and ``mask`` are the values of --fa-kernel and --fa-mask; they are empty for the
+    project's own kernels and masks.
     """
 
     guarantee: str
@@ -59,13 +60,14 @@ class MergeFinding:
     total: int = 0
     told: str = ""
     kernel: str = ""
+    mask: str = ""
 
     @property
     def replay(self) -> str:
         """The command that runs every check on the problem; empty for a ring, which has none."""
         if isinstance(self.problem, Problem):
             return ""
-        return replay_line(self.problem.to_json(), self.kernel)
+        return replay_line(self.problem.to_json(), self.kernel, self.mask)
 
     def __str__(self) -> str:
         what = f"{self.output} of {self.subject}" if self.output else self.subject

@@ -16,11 +16,15 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["beyond_limit", "free_memory", "large_memory", "limit_memory"]
+from fa_verify.properties.execution.workers import GIB_PER_WORKER
+
+__all__ = ["free_memory", "large_memory", "limit_memory", "no_room"]
 
 _PATIENCE = 100.0  # seconds: the longest test with much memory of its own takes half of it
 _CONTEXT = 2**29  # bytes that CUDA holds for a process beside its tensors
 _GIB = 2**30
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB}
+_ASKED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMG]iB)")
 
 _limit: int | None = None
 
@@ -53,11 +57,26 @@ def free_memory() -> int:
     return free if _limit is None else min(free, _limit - torch.cuda.memory_reserved())
 
 
-def beyond_limit(error: BaseException) -> str:
-    """Return why an allocation failed, if a limit is set and it ran into it; else ""."""
-    if _limit is None or not isinstance(error, torch.cuda.OutOfMemoryError):
+def no_room(error: BaseException) -> str:
+    """Return why an allocation failed, if the kernel is not to blame; else "".
+
+    It ran into the limit. Or, without one, this process and the failed allocation need no more
+    than the memory for which a worker is started, so that other processes hold the rest.
+    """
+    if not isinstance(error, torch.cuda.OutOfMemoryError):
         return ""
-    return f"needs more than the {_limit / _GIB:.2g} GiB that --fa-gpu-memory leaves a process"
+    if _limit is not None:
+        return f"needs more than the {_limit / _GIB:.2g} GiB that --fa-gpu-memory leaves a process"
+    asked = _ASKED.search(str(error))
+    if asked is None:
+        return ""
+    size = float(asked["number"]) * _UNITS[asked["unit"]] + torch.cuda.memory_reserved()
+    if size + _CONTEXT > GIB_PER_WORKER * _GIB:
+        return ""
+    return (
+        f"finds less than {GIB_PER_WORKER:g} GiB of the GPU, because other processes hold the "
+        "rest: stop them, or start fewer workers with -n"
+    )
 
 
 @contextlib.contextmanager

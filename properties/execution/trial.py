@@ -25,7 +25,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.merging import Merged
 from fa_verify.properties.execution.guard_bands import GuardBands
-from fa_verify.properties.execution.large_memory import beyond_limit
+from fa_verify.properties.execution.large_memory import no_room
 from fa_verify.properties.inputs.caches import CacheInputs, UnchangedInputs
 from fa_verify.properties.inputs.states import States
 from fa_verify.properties.inputs.tensors import Inputs, make
@@ -378,7 +378,7 @@ def _exceptions_of_the_subject(
             error.forward = error.forward or forward
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if reason := beyond_limit(error):
+            if reason := no_room(error):
                 raise NotImplementedError(reason) from error
             if interrupts:
                 raise KeyboardInterrupt from error

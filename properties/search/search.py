@@ -18,7 +18,7 @@ from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.checks.limits import judged_elements
 from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
-from fa_verify.properties.execution.large_memory import beyond_limit
+from fa_verify.properties.execution.large_memory import no_room
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, run_trial
 from fa_verify.properties.search.minimize import minimized
@@ -94,7 +94,7 @@ class Runner:
             )
             return []
         except torch.cuda.OutOfMemoryError as error:  # the oracle or a check allocates it
-            if not (reason := beyond_limit(error)):
+            if not (reason := no_room(error)):
                 raise
             self._refuse(problem, reason)
             return []

@@ -389,6 +389,11 @@ class Subject:
         return self.kvcache is not None and self.kvcache is self.call
 
     @property
+    def masks_caches(self) -> bool:
+        """Whether a call with a cache takes masks with a predicate, as ``mask``."""
+        return self.kvcache is not None and "custom" in self.masks and takes(self.kvcache, "mask")
+
+    @property
     def cache_keywords(self) -> tuple[str, ...]:
         """The keyword arguments of a call with a cache by name, without score modifications."""
         return (
@@ -447,6 +452,7 @@ class Subject:
         mask = problem.mask
         given = {
             **tensors,
+            "mask": mask,
             "causal": mask.causal,
             "window_size": (mask.window_left, mask.window_right),
             "sm_scale": problem.scale,
@@ -454,6 +460,10 @@ class Subject:
         }
         optional = {"k", "v", "alibi_slopes", "sinks"}
         words = [x for x in self.cache_keywords if x not in optional]
+        if not mask.is_plain:
+            if not self.masks_caches:
+                raise NotImplementedError(f"{self.name} takes no mask in a call with a cache")
+            words = [x for x in words if x not in ("causal", "window_size")] + ["mask"]
         mods = {name: given[name] for name in optional if given[name] is not None}
         if problem.softcap is not None:
             mods["softcap"] = problem.softcap

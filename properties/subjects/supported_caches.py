@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from fa_verify.oracles.cache_problem import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.problems.mask_classes import draw_instance
+from fa_verify.properties.problems.seqlens import Draw
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["cached"]
@@ -21,7 +24,11 @@ _INPUTS = ("normal", "times8", "rising_max", "near_ties", "lse_low_90", "large_m
 
 
 def cached(
-    subject: Subject, dtype: str, device: str, configs: Sequence[str]
+    subject: Subject,
+    dtype: str,
+    device: str,
+    configs: Sequence[str],
+    mask: type[Mask] | None = None,
 ) -> st.SearchStrategy[CacheProblem]:
     """Returns calls of a dtype, which shrink to one entry, few keys and pages of one row.
 
@@ -30,6 +37,8 @@ def cached(
         dtype: "fp16", "bf16", "fp32" or "fp64".
         device: "cpu" or "cuda".
         configs: Names of tile configurations.
+        mask: A class of masks with a predicate, which does not depend on head dims and score
+            modifications: these are then the simplest. None draws windows.
     """
 
     def made(
@@ -56,6 +65,8 @@ def cached(
         )
 
     dims, masks, mods = subject.head_dims, subject.masks, subject.score_mods
+    if mask is not None:
+        dims, masks, mods = (dims or (16,))[:1], (), ()
     rights = [
         right
         for right in ((0,) if subject.always_causal else (0, None, 0, 2))
@@ -82,7 +93,7 @@ def cached(
         "layouts": st.just((subject.layouts or ("bhsd",))[:1] * 4),
         "dirty": st.just((subject.dirty or ("zero",))[0]),
     }
-    return st.builds(
+    problems = st.builds(
         made,
         keys=st.lists(_KEYS, min_size=1, max_size=3),
         heads=st.sampled_from([x for x in heads if subject.gqa or x[1] == 1]),
@@ -97,3 +108,16 @@ def cached(
         spare=st.sampled_from((0, 1, 3)),
         **fields,
     )
+    return problems if mask is None else _masked(problems, mask)
+
+
+@st.composite
+def _masked(
+    draw: Draw, problems: st.SearchStrategy[CacheProblem], mask: type[Mask]
+) -> CacheProblem:
+    """Draws problems whose windows are replaced by masks of a class."""
+    problem: CacheProblem = draw(problems)
+    a = problem.attention
+    drawn = draw_instance(draw, mask, a.B, a.H, a.M, a.N)
+    drawn = dataclasses.replace(drawn, seqlens_k=a.mask.seqlens_k)
+    return dataclasses.replace(problem, attention=dataclasses.replace(a, mask=drawn))

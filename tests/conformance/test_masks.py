@@ -10,6 +10,7 @@ import random
 import hypothesis
 import pytest
 
+from fa_verify.conformance.drawn_caches import holds_for_drawn
 from fa_verify.oracles.masks.codec import SHIPPED, mask_class
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.execution.replay_line import replay_line
@@ -18,13 +19,16 @@ from fa_verify.session import is_ours, mask_of
 
 COMBINATIONS = ("Both", "Either", "Sliced")
 EXAMPLES = [name for name in SHIPPED if name not in COMBINATIONS]
+# One that is aligned with the last key, and one that depends on the head.
+ON_CACHES = ["PrefixLM", "BlockSparse"]
 
 
 def pytest_generate_tests(metafunc):
-    if "masks" in metafunc.fixturenames:
-        given = mask_of(metafunc.config)
-        found = [mask_class(name) for name in EXAMPLES] if given is None else [given]
-        metafunc.parametrize("masks", found, ids=lambda found: found.__name__)
+    for fixture, names in (("masks", EXAMPLES), ("masks_on_caches", ON_CACHES)):
+        if fixture in metafunc.fixturenames:
+            given = mask_of(metafunc.config)
+            found = [mask_class(name) for name in names] if given is None else [given]
+            metafunc.parametrize(fixture, found, ids=lambda found: found.__name__)
 
 
 @pytest.mark.parametrize("form", ["definition", "kernel", "block_map", "relation"])
@@ -58,3 +62,9 @@ def test_a_kernel_that_evaluates_a_mask_is_within_the_bound(for_all, shard, mask
 @pytest.mark.shards(0, 4, float64=True)
 def test_a_kernel_that_evaluates_a_mask_has_the_logic_of_float64(for_all, shard, masks):
     for_all(guarantees.logic, shard, mask=masks, inputs="normal")
+
+
+@pytest.mark.parametrize("check", ["accuracy", "free rows"])
+def test_a_mask_on_a_cache_keeps_guarantees(subject, device, check, masks_on_caches, pytestconfig):
+    source = pytestconfig.getoption("--fa-mask") or ""
+    holds_for_drawn(subject, device, check, "fp32", masks_on_caches, source)

@@ -123,7 +123,7 @@ def check_the_mask(problem):
                 pytest.fail(str(faults[0]), pytrace=False)
 
 
-def check_calls(subject, problem, device):
+def check_calls(subject, problem, device, mask):
     """Check every guarantee of calls with a cache, or of merges, on a problem of them."""
     __tracebackhide__ = True
     if isinstance(problem, MergeProblem):
@@ -141,7 +141,8 @@ def check_calls(subject, problem, device):
         except NotImplementedError as reason:
             refused.append(str(reason))
     if findings:
-        pytest.fail("\n".join(map(str, findings)), pytrace=False)
+        told = (str(dataclasses.replace(x, mask=mask)) for x in findings)
+        pytest.fail("\n".join(told), pytrace=False)
     if len(refused) == len(checks):
         pytest.skip(refused[0])
 
@@ -150,7 +151,7 @@ def test_replay(runner, device, replayed, pytestconfig):
     if replayed is None:
         pytest.skip("no --fa-replay given")
     if not isinstance(replayed, Problem):
-        check_calls(runner.subject, replayed, device)
+        check_calls(runner.subject, replayed, device, pytestconfig.getoption("--fa-mask") or "")
         return
     if is_ours(pytestconfig) and not replayed.mask.is_plain:
         check_the_mask(dataclasses.replace(replayed, device=device))

@@ -61,18 +61,22 @@ def attend(
     q_rest=None,
     BLOCK_REST: tl.constexpr = 0,
     SHARED: tl.constexpr = False,
+    LISTED: tl.constexpr = True,
 ):
     """Updates the ``SoftmaxState`` of a query tile with the key tiles at places [first, last).
 
     BLOCK_REST: q and keys have that many columns more than BLOCK_D, for q in ``q_rest``. SHARED:
-    the values are the first BLOCK_D columns of the keys.
+    the values are the first BLOCK_D columns of the keys. LISTED: under a predicate, ``list_ptr``
+    holds the tiles of the places.
     """
     acc, l_i, m_i = state.acc, state.l, state.m
     offs_d = tl.arange(0, CONFIG.BLOCK_D)
     offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
     offs_tile = tl.arange(0, CONFIG.BLOCK_N)
     for place in range(first, last):
-        n_block = tile_index(place, list_ptr, CONFIG.PREDICATE)
+        n_block = place
+        if LISTED:
+            n_block = tile_index(place, list_ptr, CONFIG.PREDICATE)
         start_n = n_block * CONFIG.BLOCK_N
         offs_n = start_n + offs_tile
         valid = offs_n < mask.seqlen_k

@@ -123,6 +123,7 @@ def kvcache_kernel(
     B: tl.int32,
     Hk: tl.int32,
     G: tl.int32,
+    groups: tl.int32,
     M: tl.int32,
     N: tl.int32,
     D: tl.int32,
@@ -133,6 +134,7 @@ def kvcache_kernel(
     apart: tl.int32,
     rows: tl.int64,
     sm_scale_bits: tl.int64,
+    mask_args,
     softcap_bits: tl.int64,
     slopes_ptr,
     stride_sb: tl.int64,
@@ -159,10 +161,14 @@ def kvcache_kernel(
 ):
     """Writes out (B,H,M,Dv) and lse (B,H,M), both contiguous, for one query tile of a group.
 
-    The rows of a group's tiles are its G M rows, numbered query by query, head by head. k and v are
-    caches (num_pages, page_size, Hk, columns) of any strides; ``stride_kb`` is that of pages. Row b
-    of the table (B, places) holds the pages of entry b, which has ``seqlens_k[b] <= N`` keys. If
-    ALIGNED is below PAGED, an entry has one page. There is no bias: its arguments are placeholders.
+    There are Hk groups. The rows of a group's tiles are its G M rows, numbered query by query, head
+    by head. ``groups`` consecutive groups read one head of the cache. G is 1 under a predicate,
+    which takes one head of queries.
+
+    k and v are caches (num_pages, page_size, heads, columns) of any strides; ``stride_kb`` is that
+    of pages. Row b of the table (B, places) holds the pages of entry b, which has
+    ``seqlens_k[b] <= N`` keys. If ALIGNED is below PAGED, an entry has one page. There is no bias:
+    its arguments are placeholders.
 
     ``split_tiles`` key tiles are a split. If ``apart`` is not 0, a program has one split, and
     writes its sums to acc (splits,B,H,M,Dv), m and l (splits,B,H,M), with B H M ``rows``. A program
@@ -199,9 +205,9 @@ def kvcache_kernel(
         if first >= last:
             return
 
-    mask = AttentionMask(M, seqlen_k, window_left, window_right, b, h_k, h_k)
+    mask = AttentionMask(M, seqlen_k, window_left, window_right, b, h_k, mask_args)
     table_row = table_ptr + b.to(tl.int64) * stride_tb
-    h_64 = h_k.to(tl.int64)
+    h_64 = (h_k // groups).to(tl.int64)
     keys = Pages(
         k_ptr + h_64 * stride_kh, stride_kb, stride_kn, stride_kd, D, table_row, stride_tp,
         page_size, num_pages,
@@ -229,15 +235,13 @@ def kvcache_kernel(
     mods = score_mods(score_args, sm_scale, qk_scale, b, heads[:, None], ACC, SCORE_MODS)
 
     state = empty_state(BLOCK_M, BLOCK_DV, ACC)
-    # Without a predicate there is no list of tiles.
-    list_ptr = seqlens_k_ptr
     for here in range(first, last):
         lo = tl.maximum(tiles.lo, here * split_tiles)
         hi = tl.minimum(tiles.hi, (here + 1) * split_tiles)
         # One loop that checks every key takes fewer registers than three, two of which do.
         part = attend(
-            empty_state(BLOCK_M, BLOCK_DV, ACC), q, offs_m, keys, values, mask, mods, list_ptr, lo,
-            hi, CONFIG, True, q_rest, BLOCK_REST, SHARED,
+            empty_state(BLOCK_M, BLOCK_DV, ACC), q, offs_m, keys, values, mask, mods, seqlens_k_ptr,
+            lo, hi, CONFIG, True, q_rest, BLOCK_REST, SHARED, False,
         )  # fmt: skip
         state = joined(state, part)
 

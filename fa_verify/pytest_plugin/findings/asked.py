@@ -108,6 +108,7 @@ ASKED: dict[str, str | None] = {
     "test_hidden_keys_change_no_pooled_probability": "G5",
     "test_any_strides_give_the_same_pooled_probabilities": "G8",
     "test_pooled_probabilities_keep_every_guarantee": None,
+    "test_a_mask_on_a_cache_keeps_guarantees": None,
     "test_an_entry_has_the_same_bits_beside_any_neighbours": "I1",
     "test_queries_have_the_same_bits_in_any_chunks": "I2",
     "test_slices_of_heads_have_the_same_bits": "I4",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 from fa_verify import timing
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
@@ -11,9 +14,10 @@ from fa_verify.properties.regression.baseline import digits
 from fa_verify.properties.regression.speed_ratio import shift_of
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["timed"]
+__all__ = ["decoding", "timed"]
 
 ROUNDS = 15
+PAGE_SIZE = 16
 
 Ratios = dict[str, tuple[float, ...]]
 
@@ -48,17 +52,84 @@ def timed(
 
 
 def _measured(subject: Subject) -> Ratios:
-    """Time forward and backward on ``timing.GATE_PROBLEMS``."""
+    """Time the passes on ``timing.GATE_PROBLEMS``, and decoding from ``timing.GATE_CACHES``."""
     found: Ratios = {}
-    for B, N, H, D, causal in timing.GATE_PROBLEMS:
+    for B, N, H, D, causal in () if subject.reads_caches_alone else timing.GATE_PROBLEMS:
         attention = _attention(subject, B, N, H, D, causal)
         calls = {"subject": attention, "SDPA flash": timing.sdpa_flash}
+        mask = "causal" if causal else "full"
         for name, times in timing.measure(calls, B, N, H, D, causal, rounds=ROUNDS).items():
-            rounds = zip(times["SDPA flash"], times["subject"], strict=True)
-            mask = "causal" if causal else "full"
-            label = f"{B}x{N}x{H}x{D} bf16 {mask} {name}"
-            found[label] = tuple(digits(flash / mine) for flash, mine in rounds)
+            found[f"{B}x{N}x{H}x{D} bf16 {mask} {name}"] = _ratios(times)
+    for B, N, H, Hk, D in () if subject.kvcache is None else timing.GATE_CACHES:
+        times = timing.interleaved(decoding(subject, B, N, H, Hk, D), ROUNDS)
+        found[f"{B}x{N}x{H} ({Hk})x{D} bf16 decoding"] = _ratios(times)
     return found
+
+
+def _ratios(times: Mapping[str, Sequence[float]]) -> tuple[float, ...]:
+    """Divide SDPA flash's time by the subject's, round by round."""
+    rounds = zip(times["SDPA flash"], times["subject"], strict=True)
+    return tuple(digits(flash / mine) for flash, mine in rounds)
+
+
+def _config(subject: Subject) -> str:
+    return "default" if "default" in subject.configs else next(iter(subject.configs))
+
+
+def decoding(
+    subject: Subject, B: int, N: int, H: int, Hk: int, D: int, device: str = "cuda"
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return calls of a subject and of SDPA flash that decode one bf16 query of each entry.
+
+    The subject reads pages of ``PAGE_SIZE`` rows in a random order, or of the first size that it
+    declares. If it declares no pages, it reads a contiguous cache, as SDPA flash does.
+
+    Args:
+        subject: A subject with ``kvcache``.
+        B: Entries.
+        N: Keys of an entry, whole pages.
+        H: Query heads.
+        Hk: Heads of the cache.
+        D: Head dim.
+        device: Device of the tensors.
+
+    Returns:
+        Calls by the names "subject" and "SDPA flash", which return out (B, H, 1, D).
+
+    Raises:
+        NotImplementedError: From the subject's call, if it declares that it does not support it.
+    """
+    torch.manual_seed(0)
+    q = torch.randn(B, H, 1, D, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(B, N, Hk, D, device=device, dtype=torch.bfloat16) for _ in range(2))
+    sizes, is_paged = subject.page_sizes, "paged" in subject.cache
+    rows = (PAGE_SIZE if sizes is None or PAGE_SIZE in sizes else sizes[0]) if is_paged else N
+    numbers = torch.randperm(B * N // rows, device=device)
+    # Entry b's page i has number table[b, i].
+    caches = [torch.empty_like(x).view(-1, rows, Hk, D) for x in (k, v)]
+    for cache, x in zip(caches, (k, v), strict=True):
+        cache[numbers] = x.view(-1, rows, Hk, D)
+    table = numbers.int().view(B, -1)
+    lengths = torch.full((B,), N, dtype=torch.int32, device=device)
+    problem = Problem(
+        B=B, H=H, Hk=Hk, M=1, N=N, D=D, Dv=D, dtype="bf16", mask=Mask(seqlens_k=(N,) * B),
+        config=_config(subject), device=device,
+    )  # fmt: skip
+
+    def decode() -> torch.Tensor:
+        return subject.run_kvcache(
+            q, *caches, problem, cache_seqlens=lengths, page_table=table if is_paged else None,
+            cache_batch_idx=None if is_paged else table[:, 0].contiguous(), k=None, v=None,
+            alibi_slopes=None, sinks=None,
+        )[0]  # fmt: skip
+
+    def sdpa() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k.transpose(1, 2), v.transpose(1, 2), enable_gqa=H != Hk
+            )
+
+    return {"subject": decode, "SDPA flash": sdpa}
 
 
 def _attention(subject: Subject, B: int, N: int, H: int, D: int, causal: bool) -> Callable:
@@ -69,7 +140,7 @@ def _attention(subject: Subject, B: int, N: int, H: int, D: int, causal: bool) -
             has no gradients.
     """
     mask = Mask(causal=causal)
-    config = "default" if "default" in subject.configs else next(iter(subject.configs))
+    config = _config(subject)
     problem = Problem(
         B=B, H=H, Hk=H, M=N, N=N, D=D, Dv=D, dtype="bf16", mask=mask,
         layouts=("bshd",) * 4, config=config, device="cuda",

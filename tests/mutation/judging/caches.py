@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from fa_verify.diagnosis.mutant import Kill, Mutant
 from fa_verify.oracles.cache_problem import CacheProblem
+from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.caches import CACHES, found_in_cache
 from fa_verify.properties.subjects.subject import Subject
@@ -36,12 +39,22 @@ _ALONE = Problem(
     N=20, M=17, dtype="fp32", config="16x32", inputs="lse_low_130",
     mask=Mask(causal=True, window_left=0, seqlens_k=(20,)),
 )  # fmt: skip
+# Heads of a group, and entries, that see other keys.
+_MASKED = Problem(
+    B=2, H=4, Hk=2, N=40, M=5, dtype="fp32", config="16x16",
+    mask=dataclasses.replace(
+        BlockSparse(percent=50, seed=11) & PrefixLM(prefix=3), seqlens_k=(37, 21)
+    ),
+)  # fmt: skip
 _PROBLEMS = (
+    CacheProblem(attention=_MASKED, page_size=7),
     CacheProblem(attention=_ATTENTION, page_size=7, new=4, shared=2, spare=2),
     CacheProblem(attention=_ATTENTION, new=17, spare=2),
     CacheProblem(attention=_TILES, page_size=16, new=35, spare=1),
     CacheProblem(attention=_ALONE, page_size=3, new=1),
 )
+# The checks of calls of the same entries, which a mask with a predicate is for.
+_OF_PREDICATES = ("accuracy", "pages", "free rows")
 
 
 def is_of_caches(mutant: Mutant) -> bool:
@@ -53,7 +66,10 @@ def is_of_caches(mutant: Mutant) -> bool:
 def kills_by_caches(subject: Subject) -> Iterator[Kill]:
     """Yields the findings of calls with a cache, as checks of no step."""
     for problem in _PROBLEMS:
+        plain = problem.attention.mask.is_plain
         for name, check in CACHES.items():
+            if not (plain or name in _OF_PREDICATES):
+                continue
             try:
                 with dots_in_order():
                     found = found_in_cache(subject, problem, check)

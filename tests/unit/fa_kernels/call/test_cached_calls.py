@@ -10,6 +10,9 @@ pytest.importorskip("triton")
 from fa_kernels import Config, flash_attention, flash_attention_with_kvcache
 from fa_kernels.configs import Tile, resolve
 from fa_kernels.launch import portable
+from fa_verify.oracles.masks.block_sparse import BlockSparse
+from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.stream import normal
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
@@ -214,6 +217,21 @@ BAD = {
             **{x: X[x][:, :1].expand(-1, 256, -1, -1) for x in ("k_cache", "v_cache")},
         },
         NotImplementedError, "k_cache has places for 34359738368 keys of an entry; supported are",
+    ),
+    "a mask with lengths of queries": (
+        {"mask": Mask(seqlens_q=(3, 3), seqlens_k=(7, 11))}, ValueError,
+        "mask has seqlens_q; needs None, as all queries of flash_attention_with_kvcache are valid",
+    ),
+    "a mask without lengths": (
+        {"mask": PrefixLM()}, ValueError, "mask has no ints as seqlens_k; needs the keys of each",
+    ),
+    "a mask with other lengths": (
+        {"mask": PrefixLM(seqlens_k=(5, 9)), "cache_seqlens": (5, 9)}, ValueError,
+        r"mask has seqlens_k=\(5, 9\); needs \(7, 11\), the keys of each entry",
+    ),
+    "a mask beside causal": (
+        {"mask": PrefixLM(seqlens_k=(7, 11)), "causal": True}, ValueError,
+        "mask is given together with causal; needs one or the other",
     ),
     "splits": ({"config": "16x16-split3"}, NotImplementedError, "config has splits=3; flash_att"),
     "a scale of 0": ({"sm_scale": 0}, ValueError, "sm_scale is 0; needs to be finite and > 0"),
@@ -489,6 +507,27 @@ def test_splits_in_turn_and_apart_give_the_same_bits(device, monkeypatch, launch
         # 2 entries and 2 heads of a tile each; 4 splits of 32 keys for 104 places; 36 rows.
         assert launched == [("kvcache_kernel", 16), ("join_kernel", 9), ("kvcache_kernel", 4)]
         launched.clear()
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_a_predicate_that_hides_nothing_changes_no_bit(page_size, device):
+    given = long_call(device, page_size=page_size, window_size=(None, None))
+    mask = PrefixLM(prefix=10**6, seqlens_k=given["cache_seqlens"])
+    with dots_in_order():
+        plain = flash_attention_with_kvcache(**given)
+        assert same(plain, flash_attention_with_kvcache(**given, mask=mask))
+
+
+def test_a_predicate_in_splits_in_turn_and_apart_gives_the_same_bits(device, monkeypatch, launched):
+    given = long_call(device, window_size=(None, None))
+    mask = BlockSparse(percent=50, seed=3, seqlens_k=given["cache_seqlens"])
+    found = []
+    for programs in (10**6, 0):
+        monkeypatch.setattr(portable, "PROGRAMS_IN_TURN", programs)
+        found.append(flash_attention_with_kvcache(**given, mask=mask))
+    assert same(*found)
+    # A tile has rows of one of 6 heads; 4 splits for each tile.
+    assert [programs for _, programs in launched] == [48, 9, 12]
 
 
 def test_long_caches_are_computed_in_turn_without_scratch(device, monkeypatch, launched):

@@ -85,17 +85,22 @@ class Parameter(NamedTuple):
     """Triton's description of a kernel's parameter."""
 
     name: str
-    is_constexpr: bool
+    annotation: str
+
+    @property
+    def is_constexpr(self) -> bool:
+        return self.annotation == "constexpr"
 
 
 class Compiled(triton.JITFunction):
     """A kernel of (x, y, BLOCK, WIDE) that compiles without a GPU and counts compilations."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_y: str = "") -> None:
         object.__setattr__(self, "fn", lambda: None)
         object.__setattr__(self, "arg_names", ["x", "y", "BLOCK", "WIDE"])
-        parameters = [Parameter(name, name.isupper()) for name in self.arg_names]
-        object.__setattr__(self, "params", parameters)
+        annotations = ["", of_y, "constexpr", "constexpr"]
+        parameters = map(Parameter, self.arg_names, annotations)
+        object.__setattr__(self, "params", list(parameters))
         object.__setattr__(self, "made", [])
 
     def __hash__(self):
@@ -141,6 +146,15 @@ def test_cached_code_is_found_by_types_and_constants_only(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     run(kernel, x, 5)
     assert len(kernel.made) == count + 1
+
+
+def test_an_annotated_parameter_has_one_code_for_all_values(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, x = Compiled("i64"), torch.zeros(3)
+    for y in (5, 2**40, -1):
+        launch_cache.run(kernel, (7,), {"x": x, "y": y, "BLOCK": 16, "WIDE": True})
+    (code,) = kernel.made
+    assert [y for _, _, y, *_ in code.launches] == [2**40, -1]
 
 
 def test_named_arguments_are_passed_in_the_order_of_parameters(monkeypatch):

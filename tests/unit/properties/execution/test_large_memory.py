@@ -11,10 +11,10 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import accuracy
 from fa_verify.properties.execution import large_memory as module
 from fa_verify.properties.execution.large_memory import (
-    beyond_limit,
     free_memory,
     large_memory,
     limit_memory,
+    no_room,
 )
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.search.search import Runner
@@ -118,6 +118,27 @@ def test_a_problem_that_needs_more_than_the_limit_is_refused(place, fraction, mo
     assert reason == "needs more than the 4.5 GiB that --fa-gpu-memory leaves a process"
 
 
+@pytest.mark.parametrize("asked", ["512 bytes", "20.00 MiB", "3.20 GiB"])
+def test_a_problem_that_other_processes_leave_no_room_is_refused(asked, fraction):
+    def fails(*arguments, **keywords):
+        raise torch.cuda.OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 80 GiB"
+        )
+
+    runner = Runner(Subject.of(fails, "fails"), Tally())
+    assert not runner.findings(Problem(), accuracy)
+    [reason] = runner.refusals
+    assert reason.startswith("finds less than 4 GiB of the GPU, because other processes hold")
+
+
+def test_a_kernel_that_takes_more_than_a_worker_has_is_to_blame(fraction):
+    def fails(*arguments, **keywords):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.30 GiB.")
+
+    [finding] = Runner(Subject.of(fails, "fails"), Tally()).findings(Problem(), accuracy)
+    assert "OutOfMemoryError" in finding.told
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_allocator_keeps_to_the_limit(monkeypatch):
     monkeypatch.undo()
@@ -129,7 +150,7 @@ def test_the_allocator_keeps_to_the_limit(monkeypatch):
         assert FREE < room <= 2 * FREE
         with pytest.raises(torch.cuda.OutOfMemoryError) as error:
             torch.empty(3 * FREE, dtype=torch.uint8, device="cuda")
-        assert beyond_limit(error.value)
+        assert no_room(error.value)
         del error
         torch.empty(FREE, dtype=torch.uint8, device="cuda")
     finally:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+import torch
 
 from fa_verify.properties.regression.speed_ratio import moved_speed, shift_of
-from fa_verify.pytest_plugin.gate.timing import ROUNDS, timed
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.pytest_plugin.gate.timing import ROUNDS, decoding, timed
+from fa_verify.subjects.ours import flash_attention
 
 # Standard deviations between rounds and between processes.
 OF_ROUNDS = 0.02
@@ -93,3 +98,13 @@ def test_a_subject_that_cannot_be_timed_says_why(error):
     found, why = timed(None, {}, fails)
     assert found == {}
     assert why == f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+@pytest.mark.parametrize(("cache", "page_sizes"), [(("paged",), (8,)), (("contiguous",), None)])
+def test_the_calls_that_decode_attend_to_the_same_keys(cache, page_sizes, device):
+    ours = Subject.of(flash_attention, "flash_attention")
+    subject = dataclasses.replace(ours, cache=cache, page_sizes=page_sizes)
+    calls = decoding(subject, 2, 32, 4, 2, 16, device=device)
+    mine, flash = calls["subject"](), calls["SDPA flash"]()
+    assert mine.shape == flash.shape == (2, 4, 1, 16)
+    torch.testing.assert_close(mine, flash, rtol=2**-7, atol=2**-7)

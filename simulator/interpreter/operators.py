@@ -171,27 +171,22 @@ class _Plans:
         function = self._function(operator, x.dtype, y.dtype)
         if function is None:
             return None
-        if result.shape and not (all(is_tensor) and all(operand.shape for operand in tensors)):
-            # The language makes a block of the scalar operand.
-            if x.dtype.name == "int1":
-                # Its elements have the type that the handle names.
-                return None
-            if len(result.shape) > 1:
-                function = _in_c_order(function)
+        blocks = [x for x in tensors if x.shape]
+        if len(result.shape) > 1 and len(blocks) < len(given):
+            # The language makes a block of the other operand, in C order.
+            function = _in_c_order(function)
         for place, (operand, target) in enumerate(zip(given, (x.dtype, y.dtype), strict=True)):
             if is_tensor[place] and operand.dtype.name != target.name:
                 if operand.dtype.name not in _CONVERTED:
                     return None
                 function = _after_conversion(function, place, self._element_of(target))
-        build, of_handle = self._builder(result), result.handle.dtype
+        build = self._builder(result)
         if all(is_tensor):
-            if x.dtype.name == "int1":
-                return lambda x, y: build(function(x.data, y.handle.data), x.dtype)
-            return lambda x, y: build(function(x.data, y.handle.data), of_handle)
+            return lambda x, y: build(function(x.data, y.handle.data))
         number = (x if reflected else y).handle.data.ravel()[:1].copy()
         if reflected:
-            return lambda x, _: build(function(number, x.data), of_handle)
-        return lambda x, _: build(function(x.data, number), of_handle)
+            return lambda x, _: build(function(number, x.data))
+        return lambda x, _: build(function(x.data, number))
 
     def _function(self, operator: _Operator, left: Any, right: Any) -> Binary | None:
         """Return the function of converted operands of these types; None if there is none."""
@@ -206,14 +201,14 @@ class _Plans:
             return None
         return operator.function
 
-    def _builder(self, result: Any) -> Callable[[Array, Any], Any]:
-        """Return a function of data and a handle's type that makes a tensor like a result."""
+    def _builder(self, result: Any) -> Callable[[Array], Any]:
+        """Return a function of data that makes a tensor like a result."""
         new, handle_type, tensor_type = object.__new__, self._handle_of, self._tensor
-        kind, shape, numel, dtype, number = (
-            result.type, result.shape, result.numel, result.dtype, result._kind
+        of_handle, kind, shape, numel, dtype, number = (
+            result.handle.dtype, result.type, result.shape, result.numel, result.dtype, result._kind
         )  # fmt: skip
 
-        def build(data: Array, of_handle: Any) -> Any:
+        def build(data: Array) -> Any:
             handle = new(handle_type)
             handle.data, handle.dtype, handle.attr = data, of_handle, {}
             tensor = new(tensor_type)
@@ -236,7 +231,7 @@ def _moved(width: int, *, reflected: bool) -> Callable[..., Array]:
 
 
 def _in_c_order(function: Callable[..., Array]) -> Binary:
-    """Return the function with a result in C order, as one operand has it that is a full block."""
+    """Return the function with a result in C order."""
     return lambda x, y: function(x, y, order="C")
 
 

@@ -76,8 +76,6 @@ class Shared(NamedTuple):
         dtype: As in the language.
         kind: The number of the type, equal for equal types; None for a pointer to a pointer.
         element: NumPy's type of the elements.
-        of_handle: The name of the type that the handle names; empty for int1, since the handle of a
-            comparison names the type of its operands.
     """
 
     shape: Any
@@ -85,7 +83,6 @@ class Shared(NamedTuple):
     dtype: Any
     kind: int | None
     element: npt.DTypeLike
-    of_handle: str
 
 
 class _Attributes:
@@ -120,11 +117,8 @@ class _Attributes:
         tensor = object.__new__(self._tensor)
         self._build(tensor, None, kind)
         number = None if key is None else self._kinds.setdefault(key, len(self._kinds))
-        name = tensor.dtype.name
-        return Shared(
-            tensor.shape, tensor.numel, tensor.dtype, number, self._element_of(tensor.dtype),
-            "" if name == "int1" else name,
-        )  # fmt: skip
+        element = self._element_of(tensor.dtype)
+        return Shared(tensor.shape, tensor.numel, tensor.dtype, number, element)
 
 
 def _block_types_built_once(tl: Any, tensors: _Attributes) -> Callable[..., None]:
@@ -167,8 +161,8 @@ def _tensors_built_by_type(tl: Any, tensors: _Attributes) -> Callable[..., None]
             return
         self.handle = handle
         self.type = type
-        self.shape, self.numel, self.dtype, kind, element, name = shared
-        if handle.data.dtype is element and (not name or handle.dtype.name == name):
+        self.shape, self.numel, self.dtype, kind, element = shared
+        if handle.data.dtype is element and handle.dtype.name == self.dtype.name:
             self._kind = kind
 
     return init

@@ -17,7 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["OutOfBoundsError", "watch_addresses"]
+__all__ = ["OutOfBoundsError", "Place", "place", "watch_addresses"]
+
+
+Addresses = npt.NDArray[np.uint64]
+Lanes = npt.NDArray[np.bool_]
 
 
 class OutOfBoundsError(IndexError):
@@ -32,8 +36,13 @@ class _Extent(NamedTuple):
     name: str
 
 
-class _Place(NamedTuple):
-    """Elements of one range of memory."""
+class Place(NamedTuple):
+    """Elements of one range of memory.
+
+    Args:
+        elements: All elements of the range.
+        indices: The indices of some of them.
+    """
 
     elements: npt.NDArray[Any]
     indices: npt.NDArray[np.int64]
@@ -57,61 +66,44 @@ class _Launch:
         self.ends = [0, *(end for _, end in merged)]
         self._ranges: dict[tuple[int, np.dtype[Any]], npt.NDArray[Any]] = {}
 
-    def place(self, what: str, pointers: Any, mask: Any, element: np.dtype[Any]) -> _Place | None:
-        """Return the elements of the lanes that are not masked off, in order.
-
-        Args:
-            what: The access, for the error.
-            pointers: The handle of the pointers.
-            mask: The lanes, bool.
-            element: The type of the elements.
-
-        Returns:
-            The place; None if there are no such lanes, or if their addresses are not those of
-            elements of one range of memory.
-
-        Raises:
-            OutOfBoundsError: A lane that is not masked off is outside of all tensors.
-        """
+    def place(
+        self, what: str, pointers: Addresses, lanes: Lanes | None, element: np.dtype[Any]
+    ) -> Place | None:
+        """Return the elements of some lanes; see the function ``place``."""
         if self.casts_pointers:
             return None
-        addresses: npt.NDArray[np.uint64] = pointers.data[mask]
+        addresses = pointers.ravel() if lanes is None else pointers[lanes]
         if not addresses.size:
-            return None
+            return Place(np.empty(0, element), np.empty(0, np.int64))
         low, high = int(addresses.min()), int(addresses.max())
         number = bisect.bisect_right(self.starts, low)
         size = element.itemsize
         if high + size > self.ends[number]:
-            self._check(what, pointers, addresses)
+            self.check(what, addresses, size)
             return None
-        start = self.starts[number - 1]
-        offsets = addresses - np.uint64(start)
+        offsets = addresses - np.uint64(self.starts[number - 1])
         indices = offsets.view(np.int64)
         if size > 1:
             if (offsets & np.uint64(size - 1)).any():
                 return None
             indices = (offsets >> np.uint64(size.bit_length() - 1)).view(np.int64)
-        return _Place(self._range(number, element), indices)
+        return Place(self._range(number, element), indices)
 
     def _range(self, number: int, element: np.dtype[Any]) -> npt.NDArray[Any]:
         """Return the elements of the range of memory that ends at ``ends[number]``."""
         if (number, element) not in self._ranges:
             start, end = self.starts[number - 1], self.ends[number]
-            memory = (ctypes.c_char * (end - start)).from_address(start)
+            memory: Any = (ctypes.c_char * (end - start)).from_address(start)
             count = (end - start) // element.itemsize
             self._ranges[number, element] = np.frombuffer(memory, element, count)
         return self._ranges[number, element]
 
-    def check(self, what: str, pointers: Any, mask: Any) -> None:
-        """Raise OutOfBoundsError if a lane that is not masked off is outside of all tensors."""
-        if not self.casts_pointers:
-            self._check(what, pointers, pointers.data[mask])
-
-    def _check(self, what: str, pointers: Any, addresses: npt.NDArray[np.uint64]) -> None:
-        """Raise OutOfBoundsError if an address is outside of all tensors."""
-        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8 or 1)
-        place = np.searchsorted(np.array(self.starts, np.uint64), addresses, side="right")
-        outside = addresses + size > np.array(self.ends, np.uint64)[place]
+    def check(self, what: str, addresses: Addresses, size: int) -> None:
+        """Raise OutOfBoundsError if ``size`` bytes at an address are outside of all tensors."""
+        if self.casts_pointers:
+            return
+        number = np.searchsorted(np.array(self.starts, np.uint64), addresses, side="right")
+        outside = addresses + np.uint64(size) > np.array(self.ends, np.uint64)[number]
         if outside.any():
             where = self._nearest(int(addresses[outside].flat[0]))
             raise OutOfBoundsError(
@@ -153,9 +145,33 @@ def _extents(arguments: Iterable[tuple[str, Any]]) -> Iterator[_Extent]:
             yield _Extent(start, start + elements * value.element_size(), shown)
 
 
-def _lanes(pointers: Any, mask: Any) -> npt.NDArray[np.bool_]:
+_launch = _Launch(())
+
+
+def place(
+    what: str, pointers: Addresses, lanes: Lanes | None, element: np.dtype[Any]
+) -> Place | None:
+    """Return the elements that a kernel accesses.
+
+    Args:
+        what: The access, for the error.
+        pointers: The addresses of all lanes.
+        lanes: The lanes that are not masked off, in the shape of ``pointers``; None for all.
+        element: The type of the elements.
+
+    Returns:
+        The elements in the order of their lanes; None if they are not all in one range of memory,
+        at addresses of its elements.
+
+    Raises:
+        OutOfBoundsError: A lane that is not masked off is outside of all tensors.
+    """
+    return _launch.place(what, pointers, lanes, element)
+
+
+def _lanes(pointers: Any, mask: Any) -> Lanes:
     """Return the lanes that a mask leaves, in the shape of the pointers."""
-    lanes: npt.NDArray[np.bool_] = mask.data
+    lanes: Lanes = mask.data
     if lanes.shape == pointers.data.shape:
         return lanes
     return np.broadcast_to(lanes, pointers.data.shape)
@@ -177,20 +193,19 @@ def watch_addresses(interpreter: Any) -> None:
         for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw",
                      "create_atomic_cas", "create_int_to_ptr")
     }  # fmt: skip
-    launch = _Launch(())
 
     def arguments(self: Any, given: Any, kwargs: Any) -> Any:
-        nonlocal launch
+        global _launch
         hosted, hosted_kwargs = original_arguments(self, given, kwargs)
-        launch = _Launch([*zip(self.arg_names, hosted, strict=False), *hosted_kwargs.items()])
+        _launch = _Launch([*zip(self.arg_names, hosted, strict=False), *hosted_kwargs.items()])
         return hosted, hosted_kwargs
 
     def load(self: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
         kind = pointers.get_element_ty()
         element, lanes = element_of(kind), _lanes(pointers, mask)
-        place = launch.place("reads", pointers, lanes, element)
-        if place is not None:
-            values = place.elements.take(place.indices)
+        found = place("reads", pointers.data, lanes, element)
+        if found is not None:
+            values = found.elements.take(found.indices)
             if values.size == lanes.size:
                 return handle_of(values.reshape(lanes.shape), kind)
             if other is not None and other.data.dtype == element:
@@ -201,21 +216,25 @@ def watch_addresses(interpreter: Any) -> None:
 
     def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         element, lanes = element_of(pointers.get_element_ty()), _lanes(pointers, mask)
-        place = launch.place("writes", pointers, lanes, element)
-        if place is None or value.data.dtype != element:
+        found = place("writes", pointers.data, lanes, element)
+        if found is None:
             return originals["create_masked_store"](self, pointers, value, mask, *rest)
-        place.elements[place.indices] = value.data[lanes]
+        found.elements[found.indices] = value.data[lanes]
+
+    def check_update(pointers: Any, lanes: Any) -> None:
+        element = element_of(pointers.get_element_ty())
+        _launch.check("updates", pointers.data[lanes], element.itemsize)
 
     def update(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        launch.check("updates", pointers, _lanes(pointers, mask))
+        check_update(pointers, _lanes(pointers, mask))
         return originals["create_atomic_rmw"](self, op, pointers, value, mask, *rest)
 
     def swap(self: Any, pointers: Any, *rest: Any) -> Any:
-        launch.check("updates", pointers, np.ones(pointers.data.shape, bool))
+        check_update(pointers, ...)
         return originals["create_atomic_cas"](self, pointers, *rest)
 
     def cast(self: Any, *rest: Any) -> Any:
-        launch.casts_pointers = True
+        _launch.casts_pointers = True
         return originals["create_int_to_ptr"](self, *rest)
 
     executor._init_args_hst = arguments

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fa_verify.simulator.interpreter.types import tensors_like
+
 __all__ = ["compute_operators_directly"]
 
 Array = npt.NDArray[Any]
@@ -102,7 +104,7 @@ class _Plans:
     """Makes the methods of operators, which plan each pair of types once."""
 
     def __init__(self, interpreter: Any, tl: Any) -> None:
-        self._semantic, self._handle_of = interpreter.interpreter_semantic, interpreter.TensorHandle
+        self._semantic, self._like = interpreter.interpreter_semantic, tensors_like(interpreter)
         self._tensor, self._pointer, self._constexpr = tl.tensor, tl.pointer_type, tl.constexpr
         self._element_of = interpreter._get_np_dtype
 
@@ -118,7 +120,7 @@ class _Plans:
         """
         tensor, constexpr, builder = self._tensor, self._constexpr, self._semantic.builder
         of_tensors: dict[tuple[int, int], _Plan] = {}
-        of_numbers: dict[tuple[int, type, float], _Plan] = {}
+        of_numbers: dict[tuple[int, type, float | str], _Plan] = {}
 
         def learn(x: Any, y: Any) -> Any:
             result = original(x, y)
@@ -129,16 +131,16 @@ class _Plans:
                 else:
                     if len(of_numbers) >= _MOST_NUMBERS:
                         of_numbers.clear()
-                    of_numbers[x._kind, y.__class__, y] = plan
+                    of_numbers[x._kind, y.__class__, y or repr(y)] = plan
             return result
 
         def call(x: Any, y: Any, _semantic: object = None) -> Any:
             kind = y.__class__
             if kind is tensor:
                 plan = of_tensors.get((x._kind, y._kind))
-            # 0.0 equals -0.0. Both are rare.
-            elif kind is int or (kind is float and y):
-                plan = of_numbers.get((x._kind, kind, y))
+            elif kind is int or kind is float:
+                # 0.0 equals -0.0.
+                plan = of_numbers.get((x._kind, kind, y or repr(y)))
             elif kind is constexpr:
                 return call(x, y.value)
             else:
@@ -180,7 +182,7 @@ class _Plans:
                 if operand.dtype.name not in _CONVERTED:
                     return None
                 function = _after_conversion(function, place, self._element_of(target))
-        build = self._builder(result)
+        build = self._like(result)
         if all(is_tensor):
             return lambda x, y: build(function(x.data, y.handle.data))
         number = (x if reflected else y).handle.data.ravel()[:1].copy()
@@ -200,23 +202,6 @@ class _Plans:
         if left.name != right.name or left.name not in operator.kinds:
             return None
         return operator.function
-
-    def _builder(self, result: Any) -> Callable[[Array], Any]:
-        """Return a function of data that makes a tensor like a result."""
-        new, handle_type, tensor_type = object.__new__, self._handle_of, self._tensor
-        of_handle, kind, shape, numel, dtype, number = (
-            result.handle.dtype, result.type, result.shape, result.numel, result.dtype, result._kind
-        )  # fmt: skip
-
-        def build(data: Array) -> Any:
-            handle = new(handle_type)
-            handle.data, handle.dtype, handle.attr = data, of_handle, {}
-            tensor = new(tensor_type)
-            tensor.handle, tensor.type, tensor.shape, tensor.numel = handle, kind, shape, numel
-            tensor.dtype, tensor._kind = dtype, number
-            return tensor
-
-        return build
 
 
 def _moved(width: int, *, reflected: bool) -> Callable[..., Array]:

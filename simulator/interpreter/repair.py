@@ -61,7 +61,7 @@ def repair() -> None:
       products of bf16 raise it. Every other exception is an InterpreterError, as before.
     - NumPy's floating-point warnings are disabled inside a launch.
     - The language is patched once per launch and restored afterwards.
-    - Operators of tensors look up their types, and call NumPy directly.
+    - Operators of tensors and some functions look up their types, and call NumPy directly.
     - Integer overflow is checked only in debug mode; otherwise the result was unused.
     - An autotuned kernel takes its first configuration, and Triton's driver answers for the CPU.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-__all__ = ["call_builtins_directly", "work_types_out_once"]
+__all__ = ["ONE_CAST", "call_builtins_directly", "tensors_like", "work_types_out_once"]
 
 # Largest number of scalar operands that are cached as tensors.
 _MOST_CONSTANTS = 1024
@@ -28,10 +28,10 @@ def work_types_out_once(interpreter: Any, set_attr: Callable[[Any, str, object],
     import triton.language as tl
 
     # Created before the constructors are replaced, since it calls the original ones.
-    tensors = _Attributes(interpreter, tl)
+    tensors = _Attributes(tl)
     set_attr(tl.block_type, "__init__", _block_types_built_once(tl, tensors))
     tensor_init = _tensors_built_by_type(tl, tensors)
-    # The number of a tensor's type, if its handle holds what the type says.
+    # The number of a tensor's type, if its handle names the same type.
     set_attr(tl.tensor, "_kind", None)
     set_attr(tl.tensor, "__init__", tensor_init)
     set_attr(tl.dtype, "__eq__", _equality(tl.dtype))
@@ -67,6 +67,35 @@ def call_builtins_directly(interpreter: Any) -> Callable[..., None]:
     return patch_attr
 
 
+def tensors_like(interpreter: Any) -> Callable[[Any], Callable[[npt.NDArray[Any]], Any]]:
+    """Return a function of a tensor that returns a function of data.
+
+    The latter makes tensors of the same type.
+
+    Args:
+        interpreter: The module ``triton.runtime.interpreter``.
+    """
+    import triton.language as tl
+
+    new, tensor_type, handle_type = object.__new__, tl.tensor, interpreter.TensorHandle
+
+    def like(x: Any) -> Callable[[npt.NDArray[Any]], Any]:
+        of_handle, kind, number = x.handle.dtype, x.type, x._kind
+        shape, numel, dtype = x.shape, x.numel, x.dtype
+
+        def build(data: npt.NDArray[Any]) -> Any:
+            handle = new(handle_type)
+            handle.data, handle.dtype, handle.attr = data, of_handle, {}
+            tensor = new(tensor_type)
+            tensor.handle, tensor.type, tensor.shape, tensor.numel = handle, kind, shape, numel
+            tensor.dtype, tensor._kind = dtype, number
+            return tensor
+
+        return build
+
+    return like
+
+
 class Shared(NamedTuple):
     """Attributes of all tensors of a type.
 
@@ -75,22 +104,19 @@ class Shared(NamedTuple):
         numel: As in the language.
         dtype: As in the language.
         kind: The number of the type, equal for equal types; None for a pointer to a pointer.
-        element: NumPy's type of the elements.
     """
 
     shape: Any
     numel: Any
     dtype: Any
     kind: int | None
-    element: npt.DTypeLike
 
 
 class _Attributes:
     """The attributes that all tensors of a type share, by type."""
 
-    def __init__(self, interpreter: Any, tl: Any) -> None:
+    def __init__(self, tl: Any) -> None:
         self._build, self._tensor = tl.tensor.__init__, tl.tensor
-        self._element_of = interpreter._get_np_dtype
         self._of_scalars: dict[object, Shared] = {}
         self._kinds: dict[object, int] = {}
         self._scalar, self._block, self._pointer = tl.dtype, tl.block_type, tl.pointer_type
@@ -117,8 +143,7 @@ class _Attributes:
         tensor = object.__new__(self._tensor)
         self._build(tensor, None, kind)
         number = None if key is None else self._kinds.setdefault(key, len(self._kinds))
-        element = self._element_of(tensor.dtype)
-        return Shared(tensor.shape, tensor.numel, tensor.dtype, number, element)
+        return Shared(tensor.shape, tensor.numel, tensor.dtype, number)
 
 
 def _block_types_built_once(tl: Any, tensors: _Attributes) -> Callable[..., None]:
@@ -161,8 +186,8 @@ def _tensors_built_by_type(tl: Any, tensors: _Attributes) -> Callable[..., None]
             return
         self.handle = handle
         self.type = type
-        self.shape, self.numel, self.dtype, kind, element = shared
-        if handle.data.dtype is element and handle.dtype.name == self.dtype.name:
+        self.shape, self.numel, self.dtype, kind = shared
+        if handle.dtype.name == self.dtype.name:
             self._kind = kind
 
     return init
@@ -210,7 +235,7 @@ def _equality(scalar_type: Any) -> Callable[[Any, object], bool]:
 # the builder's casts matter only on a GPU.
 _WIDE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp32", "fp64")
 _NARROW = ("fp16", "bf16")
-_ONE_CAST = {
+ONE_CAST = {
     *((source, target) for source in (*_WIDE, "int1") for target in _WIDE),
     *((source, target) for source in (*_WIDE, "int1") for target in _NARROW),
     *((source, "fp32") for source in _NARROW),
@@ -227,7 +252,7 @@ def _casts(semantic: Any, tl: Any) -> Callable[..., Any]:
         source, target = input.dtype.name, dst_ty.name
         if source == target:
             return input
-        if fp_downcast_rounding is not None or (source, target) not in _ONE_CAST:
+        if fp_downcast_rounding is not None or (source, target) not in ONE_CAST:
             return original(input, dst_ty, fp_downcast_rounding)
         kind = input.type
         if kind.__class__ is block_type:

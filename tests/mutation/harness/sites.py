@@ -158,6 +158,7 @@ TESTS: dict[str, str] = {
     "properties/subjects/without_gpu.py": "test_without_gpu",
     "simulator/interpreter/addresses.py": "test_interpreter_addresses",
     "simulator/interpreter/dot_order.py": "test_dot_order",
+    "simulator/interpreter/functions.py": "test_interpreter_functions",
     "simulator/interpreter/launches.py": "test_interpreter",
     "simulator/interpreter/operators.py": "test_interpreter_operators",
     "simulator/interpreter/repair.py": "test_interpreter",

@@ -332,7 +332,7 @@ def _check_plain(problem: CacheProblem) -> None:
         NotImplementedError: It has a predicate, which can depend on the entry.
     """
     if not problem.attention.mask.is_plain:
-        raise NotImplementedError("the mask has a predicate, which is for the entries of the call")
+        raise NotImplementedError("the mask has a predicate, of these entries alone")
 
 
 def neighbours(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:

@@ -38,7 +38,7 @@ LEFT_OUT = {
     ", which has no gradients": "is the reason why a check is not made, and no finding",
     "the problem is out of the range of the bound": "is the reason why a check is not made",
     " takes no call that ": "is the reason why a check is not made, and no finding",
-    "the mask has a predicate, of these entries alone": "is the reason why a check is not made, and no finding",
+    "the mask has a predicate, of these entries alone": "is the reason why a check is not made",
     "the cache has one page": "is the reason why a check is not made, and no finding",
     " returns no lse": "is the reason why a check is not made, and no finding",
     "its forward's results as returned": "names the results for dbias in a message shown for dq",

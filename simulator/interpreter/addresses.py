@@ -2,11 +2,15 @@
 
 The interpreter of Triton 3.9 reads and writes at any address. The memory beside a tensor is usually
 mapped, so an access out of bounds goes undetected or corrupts other data of the process.
+
+It also copies every element by itself. Where all addresses lie in one range of memory, NumPy
+indexes the range, which takes a tenth of the time in a large tile.
 """
 
 from __future__ import annotations
 
 import bisect
+import ctypes
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +32,13 @@ class _Extent(NamedTuple):
     name: str
 
 
+class _Place(NamedTuple):
+    """Elements of one range of memory."""
+
+    elements: npt.NDArray[Any]
+    indices: npt.NDArray[np.int64]
+
+
 class _Launch:
     """The memory that one launch may touch."""
 
@@ -42,22 +53,65 @@ class _Launch:
                 merged[-1][1] = max(merged[-1][1], end)
             else:
                 merged.append([start, end])
-        self.starts = np.array([start for start, _ in merged], dtype=np.uint64)
-        self.ends = np.array([end for _, end in merged], dtype=np.uint64)
+        self.starts = [start for start, _ in merged]
+        self.ends = [0, *(end for _, end in merged)]
+        self._ranges: dict[tuple[int, np.dtype[Any]], npt.NDArray[Any]] = {}
+
+    def place(self, what: str, pointers: Any, mask: Any, element: np.dtype[Any]) -> _Place | None:
+        """Return the elements of the lanes that are not masked off, in order.
+
+        Args:
+            what: The access, for the error.
+            pointers: The handle of the pointers.
+            mask: The lanes, bool.
+            element: The type of the elements.
+
+        Returns:
+            The place; None if there are no such lanes, or if their addresses are not those of
+            elements of one range of memory.
+
+        Raises:
+            OutOfBoundsError: A lane that is not masked off is outside of all tensors.
+        """
+        if self.casts_pointers:
+            return None
+        addresses: npt.NDArray[np.uint64] = pointers.data[mask]
+        if not addresses.size:
+            return None
+        low, high = int(addresses.min()), int(addresses.max())
+        number = bisect.bisect_right(self.starts, low)
+        size = element.itemsize
+        if high + size > self.ends[number]:
+            self._check(what, pointers, addresses)
+            return None
+        start = self.starts[number - 1]
+        offsets = addresses - np.uint64(start)
+        indices = offsets.view(np.int64)
+        if size > 1:
+            if (offsets & np.uint64(size - 1)).any():
+                return None
+            indices = (offsets >> np.uint64(size.bit_length() - 1)).view(np.int64)
+        return _Place(self._range(number, element), indices)
+
+    def _range(self, number: int, element: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return the elements of the range of memory that ends at ``ends[number]``."""
+        if (number, element) not in self._ranges:
+            start, end = self.starts[number - 1], self.ends[number]
+            memory = (ctypes.c_char * (end - start)).from_address(start)
+            count = (end - start) // element.itemsize
+            self._ranges[number, element] = np.frombuffer(memory, element, count)
+        return self._ranges[number, element]
 
     def check(self, what: str, pointers: Any, mask: Any) -> None:
         """Raise OutOfBoundsError if a lane that is not masked off is outside of all tensors."""
-        if self.casts_pointers:
-            return
-        addresses: npt.NDArray[np.uint64] = pointers.data[
-            np.broadcast_to(mask, pointers.data.shape)
-        ]
-        if not addresses.size:
-            return
+        if not self.casts_pointers:
+            self._check(what, pointers, pointers.data[mask])
+
+    def _check(self, what: str, pointers: Any, addresses: npt.NDArray[np.uint64]) -> None:
+        """Raise OutOfBoundsError if an address is outside of all tensors."""
         size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8 or 1)
-        place = np.searchsorted(self.starts, addresses, side="right")
-        ends = np.concatenate([np.zeros(1, np.uint64), self.ends])[place]
-        outside = addresses + size > ends
+        place = np.searchsorted(np.array(self.starts, np.uint64), addresses, side="right")
+        outside = addresses + size > np.array(self.ends, np.uint64)[place]
         if outside.any():
             where = self._nearest(int(addresses[outside].flat[0]))
             raise OutOfBoundsError(
@@ -99,14 +153,25 @@ def _extents(arguments: Iterable[tuple[str, Any]]) -> Iterator[_Extent]:
             yield _Extent(start, start + elements * value.element_size(), shown)
 
 
+def _lanes(pointers: Any, mask: Any) -> npt.NDArray[np.bool_]:
+    """Return the lanes that a mask leaves, in the shape of the pointers."""
+    lanes: npt.NDArray[np.bool_] = mask.data
+    if lanes.shape == pointers.data.shape:
+        return lanes
+    return np.broadcast_to(lanes, pointers.data.shape)
+
+
 def watch_addresses(interpreter: Any) -> None:
     """Make loads, stores and atomics raise ``OutOfBoundsError`` outside of a launch's tensors.
+
+    Loads and stores of one range of memory are made by NumPy.
 
     Args:
         interpreter: The module ``triton.runtime.interpreter``.
     """
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     original_arguments = executor._init_args_hst
+    handle_of, element_of = interpreter.TensorHandle, interpreter._get_np_dtype
     originals = {
         name: getattr(builder, name)
         for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw",
@@ -120,20 +185,33 @@ def watch_addresses(interpreter: Any) -> None:
         launch = _Launch([*zip(self.arg_names, hosted, strict=False), *hosted_kwargs.items()])
         return hosted, hosted_kwargs
 
-    def load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        launch.check("reads", pointers, mask.data)
-        return originals["create_masked_load"](self, pointers, mask, *rest, **named)
+    def load(self: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        kind = pointers.get_element_ty()
+        element, lanes = element_of(kind), _lanes(pointers, mask)
+        place = launch.place("reads", pointers, lanes, element)
+        if place is not None:
+            values = place.elements.take(place.indices)
+            if values.size == lanes.size:
+                return handle_of(values.reshape(lanes.shape), kind)
+            if other is not None and other.data.dtype == element:
+                filled = np.array(other.data, order="C")
+                filled[lanes] = values
+                return handle_of(filled, kind)
+        return originals["create_masked_load"](self, pointers, mask, other, *rest, **named)
 
     def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        launch.check("writes", pointers, mask.data)
-        return originals["create_masked_store"](self, pointers, value, mask, *rest)
+        element, lanes = element_of(pointers.get_element_ty()), _lanes(pointers, mask)
+        place = launch.place("writes", pointers, lanes, element)
+        if place is None or value.data.dtype != element:
+            return originals["create_masked_store"](self, pointers, value, mask, *rest)
+        place.elements[place.indices] = value.data[lanes]
 
     def update(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        launch.check("updates", pointers, mask.data)
+        launch.check("updates", pointers, _lanes(pointers, mask))
         return originals["create_atomic_rmw"](self, op, pointers, value, mask, *rest)
 
     def swap(self: Any, pointers: Any, *rest: Any) -> Any:
-        launch.check("updates", pointers, True)
+        launch.check("updates", pointers, np.ones(pointers.data.shape, bool))
         return originals["create_atomic_cas"](self, pointers, *rest)
 
     def cast(self: Any, *rest: Any) -> Any:

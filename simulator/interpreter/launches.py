@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fa_verify.simulator.interpreter.operators import compute_operators_directly
 from fa_verify.simulator.interpreter.types import call_builtins_directly, work_types_out_once
 
 __all__ = ["repair_launches", "skip_idle_work", "with_room"]
@@ -74,6 +75,7 @@ def repair_launches(interpreter: Any) -> None:
         # Kernels access the language as tl, the jit functions of tl as core.
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         work_types_out_once(interpreter, patch.set_attr)
+        compute_operators_directly(interpreter, patch.set_attr)
     finally:
         interpreter._LangPatchScope = original_scope
         interpreter._patch_attr = original_patch

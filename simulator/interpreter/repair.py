@@ -50,6 +50,7 @@ def repair() -> None:
     - Casts between fp16, bf16, fp32 and fp64, and from integers, round once: to nearest, ties to
       even, or toward zero if the kernel requests it. bf16 widens exactly.
     - Elementwise operations on bf16 compute in fp32 and round to bf16. ``fma`` rounds once.
+    - A comparison of scalars can be part of a mask of blocks.
     - ``tl.sum`` and the scans over fp16 and bf16 round after every addition. The sum is a tree.
     - ``tl.dot`` multiplies bf16 operands as fp32 (their products are exact), as it does for fp16.
       With TF32, the default for fp32, it truncates each operand to 10 bits of mantissa. "tf32x3"
@@ -60,6 +61,7 @@ def repair() -> None:
       products of bf16 raise it. Every other exception is an InterpreterError, as before.
     - NumPy's floating-point warnings are disabled inside a launch.
     - The language is patched once per launch and restored afterwards.
+    - Operators of tensors look up their types, and call NumPy directly.
     - Integer overflow is checked only in debug mode; otherwise the result was unused.
     - An autotuned kernel takes its first configuration, and Triton's driver answers for the CPU.
 
@@ -217,8 +219,14 @@ def _repair_elementwise(interpreter: Any) -> None:
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Array]) -> Any:
         if _is_bf16(lhs):
-            return narrowed(original_binary(self, widened(lhs), widened(rhs), op))
-        return original_binary(self, lhs, rhs, op)
+            result = narrowed(original_binary(self, widened(lhs), widened(rhs), op))
+        else:
+            result = original_binary(self, lhs, rhs, op)
+        if result.data.dtype == np.bool_:
+            # Triton 3.9 names the operands' type, and so makes a block of integers of a scalar
+            # comparison, which no load takes as a mask.
+            result.dtype = tl.int1
+        return result
 
     def unary_op(self: Any, arg: Any, op: Callable[..., Array]) -> Any:
         if _is_bf16(arg):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
+
 __all__ = ["call_builtins_directly", "work_types_out_once"]
 
 # Largest number of scalar operands that are cached as tensors.
@@ -26,9 +28,11 @@ def work_types_out_once(interpreter: Any, set_attr: Callable[[Any, str, object],
     import triton.language as tl
 
     # Created before the constructors are replaced, since it calls the original ones.
-    tensors = _Attributes(tl)
+    tensors = _Attributes(interpreter, tl)
     set_attr(tl.block_type, "__init__", _block_types_built_once(tl, tensors))
     tensor_init = _tensors_built_by_type(tl, tensors)
+    # The number of a tensor's type, if its handle holds what the type says.
+    set_attr(tl.tensor, "_kind", None)
     set_attr(tl.tensor, "__init__", tensor_init)
     set_attr(tl.dtype, "__eq__", _equality(tl.dtype))
     set_attr(tl.core, "_unwrap_if_constexpr", _unwrapping(tl))
@@ -63,30 +67,58 @@ def call_builtins_directly(interpreter: Any) -> Callable[..., None]:
     return patch_attr
 
 
+class Shared(NamedTuple):
+    """Attributes of all tensors of a type.
+
+    Args:
+        shape: As in the language.
+        numel: As in the language.
+        dtype: As in the language.
+        kind: The number of the type, equal for equal types; None for a pointer to a pointer.
+        element: NumPy's type of the elements.
+    """
+
+    shape: Any
+    numel: Any
+    dtype: Any
+    kind: int | None
+    element: npt.DTypeLike
+
+
 class _Attributes:
     """The attributes that all tensors of a type share, by type."""
 
-    def __init__(self, tl: Any) -> None:
+    def __init__(self, interpreter: Any, tl: Any) -> None:
         self._build, self._tensor = tl.tensor.__init__, tl.tensor
-        self._of_scalars: dict[str, dict[str, object]] = {}
-        self._scalar, self._block = tl.dtype, tl.block_type
+        self._element_of = interpreter._get_np_dtype
+        self._of_scalars: dict[object, Shared] = {}
+        self._kinds: dict[object, int] = {}
+        self._scalar, self._block, self._pointer = tl.dtype, tl.block_type, tl.pointer_type
 
-    def of(self, kind: Any) -> dict[str, object] | None:
-        """Return shape, numel and dtype; None for a type that is not cached, such as a pointer."""
+    def of(self, kind: Any) -> Shared | None:
+        """Return the attributes; None for a type that is not cached, such as void."""
         if kind.__class__ is self._block:
-            found: dict[str, object] | None = kind.__dict__.get("_of_tensors")
+            found: Shared | None = kind.__dict__.get("_of_tensors")
             return found
-        if kind.__class__ is not self._scalar:
+        key = _plain(kind, self._scalar, self._pointer)
+        if key is None or key == "void":
             return None
-        if kind.name not in self._of_scalars:
-            self._of_scalars[kind.name] = self.built(kind)
-        return self._of_scalars[kind.name]
+        if key not in self._of_scalars:
+            self._of_scalars[key] = self.built(kind, key)
+        return self._of_scalars[key]
 
-    def built(self, kind: Any) -> dict[str, object]:
-        """Return the shared attributes, as computed by the language's constructor."""
+    def built(self, kind: Any, key: object) -> Shared:
+        """Return the shared attributes, as computed by the language's constructor.
+
+        Args:
+            kind: The type.
+            key: The key of equal types; None if there is none.
+        """
         tensor = object.__new__(self._tensor)
         self._build(tensor, None, kind)
-        return {name: x for name, x in vars(tensor).items() if name not in ("handle", "type")}
+        number = None if key is None else self._kinds.setdefault(key, len(self._kinds))
+        element = self._element_of(tensor.dtype)
+        return Shared(tensor.shape, tensor.numel, tensor.dtype, number, element)
 
 
 def _block_types_built_once(tl: Any, tensors: _Attributes) -> Callable[..., None]:
@@ -100,7 +132,7 @@ def _block_types_built_once(tl: Any, tensors: _Attributes) -> Callable[..., None
         key = (_plain(element_ty, scalar_type, pointer_type), *sizes, *map(type, sizes))
         if key not in known or key[0] is None:
             original(self, element_ty, shape)
-            self._of_tensors = tensors.built(self)
+            self._of_tensors = tensors.built(self, None if key[0] is None else key)
             known[key] = vars(self).copy()
         self.__dict__.update(known[key])
 
@@ -127,10 +159,11 @@ def _tensors_built_by_type(tl: Any, tensors: _Attributes) -> Callable[..., None]
         if shared is None:
             original(self, handle, type)
             return
-        attributes = self.__dict__
-        attributes.update(shared)
-        attributes["handle"] = handle
-        attributes["type"] = type
+        self.handle = handle
+        self.type = type
+        self.shape, self.numel, self.dtype, kind, element = shared
+        if handle.data.dtype is element and handle.dtype.name == self.dtype.name:
+            self._kind = kind
 
     return init
 

@@ -159,6 +159,7 @@ TESTS: dict[str, str] = {
     "simulator/interpreter/addresses.py": "test_interpreter_addresses",
     "simulator/interpreter/dot_order.py": "test_dot_order",
     "simulator/interpreter/launches.py": "test_interpreter",
+    "simulator/interpreter/operators.py": "test_interpreter_operators",
     "simulator/interpreter/repair.py": "test_interpreter",
     "simulator/interpreter/rounding.py": "test_interpreter",
     "simulator/interpreter/types.py": "test_interpreter_types test_interpreter",

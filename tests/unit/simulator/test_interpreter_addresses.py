@@ -56,6 +56,41 @@ def load_at(address_ptr):
     tl.load(tl.load(address_ptr).to(tl.pointer_type(tl.float32)))
 
 
+@triton.jit
+def copy_of_two(x_ptr, y_ptr, z_ptr, BLOCK: tl.constexpr):
+    """The first half of z is of x, the second of y; both halves are stored at once, backwards."""
+    offs = tl.arange(0, BLOCK)
+    pointers = tl.where(offs < BLOCK // 2, x_ptr + offs, y_ptr + offs)
+    tl.store(z_ptr + (BLOCK - 1 - offs), tl.load(pointers))
+
+
+@triton.jit
+def copy_bytes(x_ptr, y_ptr, x_byte, y_byte, BLOCK: tl.constexpr):
+    """Copies int32 from and to any bytes."""
+    offs = tl.arange(0, BLOCK)
+    x = (x_ptr + x_byte).to(tl.pointer_type(tl.int32))
+    y = (y_ptr + y_byte).to(tl.pointer_type(tl.int32))
+    tl.store(y + offs, tl.load(x + offs))
+
+
+@triton.jit
+def copy_transposed(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
+    """Copies x (M, N) to y (N, M), where y has ones beyond."""
+    offs = tl.arange(0, BLOCK)
+    inside = (offs[:, None] < M) & (offs[None, :] < N)
+    x = tl.load(x_ptr + offs[:, None] * N + offs[None, :], mask=inside, other=1)
+    tl.store(y_ptr + (offs[:, None] * BLOCK + offs[None, :]), tl.trans(x))
+
+
+@triton.jit
+def copy_if(x_ptr, y_ptr, flag, BLOCK: tl.constexpr):
+    """Copies 3 elements and a zero if the flag is 1, nothing otherwise."""
+    offs = tl.arange(0, BLOCK)
+    mask = (flag == 1) & (offs < 3)
+    x = tl.load(x_ptr + offs, mask=mask, other=0)
+    tl.store(y_ptr + offs, x, mask=(flag == 1) & (offs < 4))
+
+
 def refused(run) -> str:
     """The message of the error that a kernel raises."""
     with pytest.raises(Exception, match="OutOfBounds") as info:
@@ -125,6 +160,38 @@ def test_parts_of_one_storage_are_told_apart_from_what_lies_around_them():
 def test_a_part_does_not_cut_short_what_it_is_a_part_of():
     whole = torch.zeros(64)
     load_of_tuple[(1,)]((whole[8:16], whole), 63)
+
+
+def test_one_load_can_read_from_several_tensors():
+    x, y, z = torch.arange(16), torch.arange(100, 116), torch.zeros(16, dtype=torch.int64)
+    copy_of_two[(1,)](x, y, z, 16)
+    assert z.flip(0).tolist() == [*range(8), *range(108, 116)]
+
+
+@pytest.mark.parametrize("bytes_", [(0, 0), (4, 8), (1, 0), (0, 3), (2, 2)])
+def test_an_address_need_not_be_that_of_an_element_of_the_tensor(bytes_):
+    x, y = torch.arange(64, dtype=torch.int8), torch.zeros(64, dtype=torch.int8)
+    copy_bytes[(1,)](x, y, *bytes_, 8)
+    first, place = bytes_
+    assert y[place : place + 32].tolist() == x[first : first + 32].tolist()
+    assert not y[:place].any()
+    assert not y[place + 32 :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8])
+def test_elements_are_read_and_written_in_the_order_of_their_lanes(dtype):
+    x, y = torch.arange(35).reshape(5, 7).to(dtype), torch.zeros(8, 8, dtype=dtype)
+    copy_transposed[(1,)](x, y, 5, 7, 8)
+    assert torch.equal(y[:7, :5], x.T)
+    assert (y[7:] == 1).all()
+    assert (y[:, 5:] == 1).all()
+
+
+@pytest.mark.parametrize("flag", [1, 2])
+def test_the_mask_of_a_scalars_comparison_is_one_of_lanes(flag):
+    x, y = torch.arange(5, 13), torch.full((8,), -1)
+    copy_if[(1,)](x, y, flag, 8)
+    assert y.tolist() == ([5, 6, 7, 0, -1, -1, -1, -1] if flag == 1 else [-1] * 8)
 
 
 def test_a_finding_says_what_was_read_and_in_which_line_of_the_kernel():

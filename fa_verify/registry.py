@@ -94,6 +94,18 @@ NAMED = {
         _ANY_GPU,
         never_promised=_UNDOCUMENTED,
     ),
+    "flash-attn-2": Named(
+        "fa_verify.subjects.flash_attn_2:attention",
+        "FlashAttention-2, with a cache",
+        ("flash_attn.flash_attn_interface",),
+        _AMPERE,
+        ("flash-attn",),
+        {
+            "G3": "its documentation gives rows that see no key an output of 0, and does not say "
+            "which values their dout may hold",
+            "G5": "its documentation does not say which values hidden keys and rows may hold",
+        },
+    ),
     "flash-attn-4": Named(
         "fa_verify.subjects.flash_attn_cute:attention",
         "FlashAttention-4, in the CuTe DSL",
@@ -105,6 +117,20 @@ NAMED = {
             "which values their dout may hold",
             "G5": "its documentation does not say which values hidden keys and rows may hold",
         },
+    ),
+    "flashinfer-decode": Named(
+        "fa_verify.subjects.flashinfer_paged:decode",
+        "FlashInfer, decoding with pages",
+        ("flashinfer",),
+        _AMPERE,
+        ("flashinfer-python",),
+    ),
+    "flashinfer-prefill": Named(
+        "fa_verify.subjects.flashinfer_paged:prefill",
+        "FlashInfer, prefill with pages",
+        ("flashinfer",),
+        _AMPERE,
+        ("flashinfer-python",),
     ),
     "xformers": Named(
         "fa_verify.subjects.xformers_cutlass:attention",

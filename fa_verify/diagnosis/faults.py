@@ -762,6 +762,53 @@ _CACHES = (
         (_KVCACHE, "kept = (rows < L) & (first + rows < N)", "kept = first + rows < N"),
     ),
     _fault(
+        "cache: places of the table past the keys are read",
+        "vllm#56862; vllm-project/flash-attention#42",
+        "C2",
+        (
+            _ADDRESSING,
+            "place.to(tl.int64) * pages.stride_table, mask=inside, other=0)",
+            "place.to(tl.int64) * pages.stride_table)",
+        ),
+        hidden="while the table is wider than its entries need",
+    ),
+    _fault(
+        "cache: a page too many counts where the keys end with one",
+        "pegainfer#291",
+        "G1 C2",
+        (
+            _KVCACHE,
+            "_, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)",
+            "_, seqlen_k = sequence(seqlens_k_ptr, b, N, N, False)\n"
+            "    more = tl.where(seqlen_k % page_size == 0, page_size, 0)\n"
+            "    seqlen_k = tl.minimum(seqlen_k + more, N)",
+        ),
+        hidden="while no entry fills its pages",
+    ),
+    _fault(
+        "cache: rows whose first tile is hidden start from a maximum of 0",
+        "vllm 0.30.0; TensorRT-LLM#19220",
+        "G1",
+        (
+            _FORWARD,
+            "        m_i = m_new\n    return SoftmaxState(acc, l_i, m_i)",
+            "        m_i = m_pivot\n    return SoftmaxState(acc, l_i, m_i)",
+        ),
+        hidden="while scores are not low",
+    ),
+    _fault(
+        "cache: lse of splits lies in the order of packed rows",
+        "vllm-project/flash-attention#87",
+        "G1",
+        (
+            _KVCACHE,
+            "    tl.store(lse_ptr + offs_r, lse, mask=valid)",
+            "    packed = offs_r // M // H * H * M + offs_r % M * H + heads\n"
+            "    tl.store(lse_ptr + packed, lse, mask=valid)",
+        ),
+        hidden="with one query, or one head",
+    ),
+    _fault(
         "cache: the last split is dropped unless its keys fill it",
         "independent: a number of splits that is rounded down",
         "G1",

@@ -38,6 +38,8 @@ _Calls = Iterator[tuple[str, _Result, _Result]]
 _WILD = (2**31 - 1, -(2**31), 0)
 # Entries that keep all processors of a device busy without splits of the keys.
 _BUSY = {"cpu": 9, "cuda": 1100}
+# Rows, windows and further keys, so that rows of one tile begin to see keys in two tiles of keys.
+_ROWS, _WINDOWS, _MANY = 17, 21, 33
 
 
 def _run(subject: Subject, problem: CacheProblem, x: CacheInputs) -> _Result:
@@ -156,6 +158,24 @@ def accuracy(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
             (got, exact, bound), ratios(got, exact, bound) > 1,
         )  # fmt: skip
     return findings
+
+
+def hidden_tiles(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
+    """G1: rows of low scores have their weights, if a window hides the first tiles of their block.
+
+    Raises:
+        NotImplementedError: The subject takes no window, or the problem is out of the range of the
+            bound.
+    """
+    if "window" not in subject.masks:
+        raise NotImplementedError(f"{subject.name} declares masks {subject.masks}")
+    a = problem.attention
+    seqlens = tuple(length + _MANY for length in problem.seqlens)
+    mask = Mask(causal=True, window_left=a.seed % _WINDOWS, seqlens_k=seqlens)
+    attention = dataclasses.replace(
+        a, M=1 if subject.one_query else _ROWS, N=a.N + _MANY, mask=mask, inputs="lse_low_130"
+    )
+    return accuracy(subject, dataclasses.replace(problem, attention=attention))
 
 
 def pages(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
@@ -455,6 +475,7 @@ def far_pages(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
 # The checks by name.
 CACHES: dict[str, CacheCheck] = {
     "accuracy": accuracy,
+    "hidden tiles": hidden_tiles,
     "pages": pages,
     "page sizes": page_sizes,
     "free rows": free_rows,

@@ -62,6 +62,9 @@ PARSED = {
     "make gate BASELINE=baselines/local.json": "takes minutes",
     "make findings KERNELS=NAME": "has a placeholder",
     "make findings KERNELS='flex ours'": "needs a GPU",
+    "make findings KERNELS='flash-attn-2 flash-attn-4 flashinfer-decode flashinfer-prefill'": (
+        "needs a GPU"
+    ),
     "make fuzz MINUTES=10": "takes minutes",
     "make fuzz MINUTES=10 KERNEL=path/to/file.py:name": "has a placeholder",
     "make fuzz MINUTES=10 MASK=path/to/file.py:Name": "has a placeholder",

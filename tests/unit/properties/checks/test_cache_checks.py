@@ -25,7 +25,7 @@ PROBLEM = CacheProblem(attention=ATTENTION, page_size=4, new=3, shared=1, spare=
 
 def attend(
     q, k_cache, v_cache, *, k=None, v=None, cache_seqlens, page_table=None, cache_batch_idx=None,
-    causal, window_size, sm_scale,
+    causal, window_size, sm_scale, least=-math.inf,
 ):  # fmt: skip
     """Attention over a cache in PyTorch, row by row and key by key, in float32."""
     page_size = k_cache.shape[1]
@@ -46,17 +46,19 @@ def attend(
             keys = [k_cache[page, row, h // group] for page, row in places]
             values = [v_cache[page, row, h // group] for page, row in places]
             for m in range(M):
-                last = m + held - M if causal else held
-                scores = [sm_scale * (q[b, h, m] * x).sum() for x in keys[: max(0, last + 1)]]
-                out[b, h, m], lse[b, h, m] = softmax(scores, values)
+                last = m + held - M
+                first = 0 if window_size[0] is None else max(0, last - window_size[0])
+                seen = slice(first, max(0, last + 1) if causal else held)
+                scores = [sm_scale * (q[b, h, m] * x).sum() for x in keys[seen]]
+                out[b, h, m], lse[b, h, m] = softmax(scores, values[seen], least)
     return out, lse
 
 
-def softmax(scores, values):
+def softmax(scores, values, least):
     """The weighted sum of values and the log of the sum, from first to last."""
     if not scores:
         return 0.0, -math.inf
-    top = max(scores)
+    top = max(*scores, torch.tensor(least))
     weights = [(x - top).exp() for x in scores]
     total = sum(weights)
     return sum(w * x for w, x in zip(weights, values, strict=False)) / total, top + total.log()
@@ -64,6 +66,10 @@ def softmax(scores, values):
 
 def drops_the_append(q, k_cache, v_cache, *, k=None, v=None, **given):
     return attend(q, k_cache, v_cache, **given)
+
+
+def starts_at_0(q, k_cache, v_cache, **given):
+    return attend(q, k_cache, v_cache, **given, least=0.0)
 
 
 def reads_free_rows(q, k_cache, v_cache, **given):
@@ -113,10 +119,10 @@ def is_far_by_64_bits(q, k_cache, v_cache, **given):
 
 
 WRONG = {
-    "accuracy": drops_the_append, "pages": rounds_by_places, "page sizes": rounds_by_pages,
-    "free rows": reads_free_rows, "append": appends_badly, "nothing cached": hides_empty_rows,
-    "neighbours": rounds_by_the_longest, "decoding": rounds_by_appends,
-    "far pages": is_far_by_64_bits,
+    "accuracy": drops_the_append, "hidden tiles": starts_at_0, "pages": rounds_by_places,
+    "page sizes": rounds_by_pages, "free rows": reads_free_rows, "append": appends_badly,
+    "nothing cached": hides_empty_rows, "neighbours": rounds_by_the_longest,
+    "decoding": rounds_by_appends, "far pages": is_far_by_64_bits,
 }  # fmt: skip
 
 
@@ -245,8 +251,8 @@ def test_a_kernel_of_caches_alone_is_called_with_what_it_declares():
     refused = [
         check for check in CACHES if _told(decode, plain(), check) != []
     ]  # fmt: skip
-    # One row has no chunks.
-    assert refused == ["decoding"]
+    # It takes no window, and one row has no chunks.
+    assert refused == ["hidden tiles", "decoding"]
     with pytest.raises(NotImplementedError, match="takes no padded tensors"):
         decode.run(*[torch.zeros(1, 1, 1, 8)] * 3, Problem(D=8, Dv=8, M=1, N=1))
 

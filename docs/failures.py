@@ -859,6 +859,11 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             lambda: test_cache_checks.claimed("accuracy"),
         ),
         Kind(
+            "G1: a window over a cache",
+            "The running maximum starts at -inf, and stays there until the row has seen a key.",
+            lambda: test_cache_checks.claimed("hidden tiles"),
+        ),
+        Kind(
             "C1: pages",
             "Look at the entry of the table that each page is read from.",
             lambda: test_cache_checks.claimed("pages"),

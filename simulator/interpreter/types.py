@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-__all__ = ["ONE_CAST", "Shared", "call_builtins_directly", "tensors_like", "work_types_out_once"]
+__all__ = ["ONE_CAST", "call_builtins_directly", "tensors_like", "work_types_out_once"]
 
 # Largest number of scalar operands that are cached as tensors.
 _MOST_CONSTANTS = 1024

@@ -15,10 +15,18 @@ __all__ = ["Dealing"]
 # Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
 AHEAD = 2
 SHARED = 'scope="module"'
-# Tests that take up to 300 s each on a GPU: of the first and the last the kernels are compiled, and
-# the others start pytest again. They come before all but the forms of masks: in order of names they
-# end last, while most workers have no more tests.
-LONGEST = ("conformance/test_score_mods.py", "unit/fa_verify/", "unit/fa_kernels/")
+# Tests that take long. The faults are one test of 250 s in the interpreter; of the scores and the
+# kernels, kernels are compiled on a GPU, up to 300 s for a test; the others start processes. They
+# come before all but the forms of masks: in order of names they end last, while most workers have
+# no more tests.
+LONGEST = (
+    "mutation/test_faults.py",
+    "conformance/test_score_mods.py",
+    "unit/fa_verify/",
+    "unit/repository/test_docs.py",
+    "unit/repository/test_installation.py",
+    "unit/fa_kernels/",
+)
 
 
 class Dealing(LoadScheduling):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-__all__ = ["ONE_CAST", "Shared", "call_builtins_directly", "tensors_like", "work_types_out_once"]
+__all__ = ["ONE_CAST", "call_builtins_directly", "tensors_like", "work_types_out_once"]
 
 # Largest number of scalar operands that are cached as tensors.
 _MOST_CONSTANTS = 1024
@@ -96,7 +96,7 @@ def tensors_like(interpreter: Any) -> Callable[[Any], Callable[[npt.NDArray[Any]
     return like
 
 
-class Shared(NamedTuple):
+class _Shared(NamedTuple):
     """Attributes of all tensors of a type.
 
     Args:
@@ -117,14 +117,14 @@ class _Attributes:
 
     def __init__(self, tl: Any) -> None:
         self._build, self._tensor = tl.tensor.__init__, tl.tensor
-        self._of_scalars: dict[object, Shared] = {}
+        self._of_scalars: dict[object, _Shared] = {}
         self._kinds: dict[object, int] = {}
         self._scalar, self._block, self._pointer = tl.dtype, tl.block_type, tl.pointer_type
 
-    def of(self, kind: Any) -> Shared | None:
+    def of(self, kind: Any) -> _Shared | None:
         """Return the attributes; None for a type that is not cached, such as void."""
         if kind.__class__ is self._block:
-            found: Shared | None = kind.__dict__.get("_of_tensors")
+            found: _Shared | None = kind.__dict__.get("_of_tensors")
             return found
         key = _plain(kind, self._scalar, self._pointer)
         if key is None or key == "void":
@@ -133,7 +133,7 @@ class _Attributes:
             self._of_scalars[key] = self.built(kind, key)
         return self._of_scalars[key]
 
-    def built(self, kind: Any, key: object) -> Shared:
+    def built(self, kind: Any, key: object) -> _Shared:
         """Return the shared attributes, as computed by the language's constructor.
 
         Args:
@@ -143,7 +143,7 @@ class _Attributes:
         tensor = object.__new__(self._tensor)
         self._build(tensor, None, kind)
         number = None if key is None else self._kinds.setdefault(key, len(self._kinds))
-        return Shared(tensor.shape, tensor.numel, tensor.dtype, number)
+        return _Shared(tensor.shape, tensor.numel, tensor.dtype, number)
 
 
 def _block_types_built_once(tl: Any, tensors: _Attributes) -> Callable[..., None]:

@@ -152,6 +152,32 @@ def test_a_check_finds_its_fault_and_passes_a_correct_subject(check):
     assert str(findings[0])
 
 
+def test_every_check_is_listed():
+    assert [*CACHES] == [*WRONG]
+
+
+@pytest.mark.parametrize("one_query", [False, True])
+def test_low_scores_are_asked_for_behind_a_window(one_query):
+    calls = []
+
+    def records(q, k_cache, v_cache, *, k, cache_seqlens, causal, window_size, **given):
+        held = [x + k.shape[2] for x in cache_seqlens.tolist()]
+        calls.append((q.shape[2], held, causal, window_size))
+        return attend(
+            q, k_cache, v_cache, k=k, cache_seqlens=cache_seqlens, causal=causal,
+            window_size=window_size, **given,
+        )  # fmt: skip
+
+    subject = subject_of(records, score_mods=("softcap",), one_query=one_query)
+    attention = dataclasses.replace(ATTENTION, seed=24, softcap=1.5)
+    problem = dataclasses.replace(PROBLEM, attention=attention)
+    assert _told(subject, problem, "hidden tiles") == []
+    assert calls == [(1 if one_query else 17, [54, 42], True, (3, None))]
+    unwindowed = subject_of(records, masks=("causal",))
+    told = _told(unwindowed, problem, "hidden tiles")
+    assert told == ["refused: attention declares masks ('causal',)"]
+
+
 def test_a_subject_that_writes_to_the_table_is_found():
     def wrong(q, k_cache, v_cache, *, page_table=None, **given):
         page_table.add_(0 * page_table).fill_(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hypothesis
 import pytest
 
+from fa_verify.conformance.conftest import seed_of_kernels
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.checks.caches import CACHES, found_in_cache
 from fa_verify.properties.subjects.supported_caches import cached
@@ -33,9 +34,11 @@ def test_attention_over_a_cache_keeps_every_guarantee(subject, device, check, dt
     if dtype not in subject.dtypes:
         pytest.skip(f"{subject.name} declares dtypes={subject.dtypes}")
     judged, refused = [], []
+    # All checks of a dtype share their kernels.
+    kernels = seed_of_kernels(device, f"caches of {dtype}")
 
     @hypothesis.settings()
-    @hypothesis.given(cached(subject, dtype, device, configs_of(subject, dtype)))
+    @hypothesis.given(cached(subject, dtype, device, configs_of(subject, dtype), kernels))
     def holds(problem) -> None:
         __tracebackhide__ = True
         try:

@@ -82,6 +82,8 @@ def _unified(q, k_cache, v_cache, lengths, table, scale, window, mods, causal=Tr
 
 @attention_kernel(
     **paged, masks=("causal", "window"), score_mods=("softcap", "alibi", "sinks"), block_n=32,
+    # VLLM_BATCH_INVARIANT=1 takes this path, so that no bit depends on the batch.
+    same_bits=("batch",),
 )  # fmt: skip
 def unified(
     q, k_cache, v_cache, *, cache_seqlens, page_table, sm_scale, causal, window_size, **mods
@@ -133,20 +135,19 @@ def decode(q, k_cache, v_cache, *, cache_seqlens, page_table, sm_scale, softcap=
 
 @attention_kernel(
     **paged, masks=("causal", "window"), always_causal=True, score_mods=("sinks",), block_n=64,
+    head_dims=(16, 8, 40, 64, 128),
 )  # fmt: skip
 def prefix(q, k_cache, v_cache, *, cache_seqlens, page_table, sm_scale, window_size, **mods):
     """context_attention_fwd, with the new keys in the cache."""
-    x = 16 // k_cache.element_size()
-    if k_cache.shape[3] % x:
-        raise NotImplementedError(f"keys lie in pieces of {x} columns")
+    # Keys lie in pieces of 8 columns.
+    pieces = k_cache.unflatten(3, (-1, 8)).permute(0, 2, 3, 1, 4)
     (_, sinks), (packed, offsets) = _of_heads(mods), _tokens(q)
     width = None if window_size[0] is None else window_size[0] + 1
     out, one = torch.empty_like(packed), torch.ones(1, device=q.device)
     context_attention_fwd(
-        packed, None, None, out, "auto", k_cache.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4),
-        v_cache.permute(0, 2, 3, 1), _wide(page_table), offsets, cache_seqlens,
-        int(cache_seqlens.max()), q.shape[2], one, one, sliding_window=width, sm_scale=sm_scale,
-        sinks=sinks,
+        packed, None, None, out, "auto", pieces, v_cache.permute(0, 2, 3, 1), _wide(page_table),
+        offsets, cache_seqlens, int(cache_seqlens.max()), q.shape[2], one, one,
+        sliding_window=width, sm_scale=sm_scale, sinks=sinks,
     )  # fmt: skip
     return _entries(out, q)
 

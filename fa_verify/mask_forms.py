@@ -381,7 +381,7 @@ FORMS: dict[str, Callable[[Problem], list[Disagreement]]] = {
     "relation": relation_faults,
 }
 # Problems that are drawn to compare a form, and the batch entries of each. Every entry is an
-# example, and all of them are evaluated at once: on a GPU each new set of ints may compile.
+# example, and all of them are evaluated at once: a GPU takes as long for one as for all.
 _PROBLEMS = {"definition": 64, "kernel": 64, "block_map": 24, "relation": 24}
 _ENTRIES = 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from itertools import takewhile
 from typing import Any
 
@@ -15,18 +16,22 @@ __all__ = ["Dealing"]
 # Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
 AHEAD = 2
 SHARED = 'scope="module"'
-# Tests that take long. The faults are one test of 250 s in the interpreter; of the scores and the
-# kernels, kernels are compiled on a GPU, up to 300 s for a test; the others start processes. They
-# come before all but the forms of masks: in order of names they end last, while most workers have
-# no more tests.
+# Tests that take long. The faults are one test of 250 s in the interpreter. On a GPU, those of long
+# sequences and of kernels that no other test compiles take up to 150 s each. The others start
+# processes. They come before all but the forms of masks: in another order they end last, while most
+# workers have no more tests.
 LONGEST = (
     "mutation/test_faults.py",
+    "conformance/test_long.py",
     "conformance/test_score_mods.py",
     "unit/fa_verify/",
     "unit/repository/test_docs.py",
     "unit/repository/test_installation.py",
     "unit/fa_kernels/",
 )
+# Neighbours among these tests use the same kernels. In order of names, many workers would compile
+# one at the same time.
+SPREAD = "conformance/"
 
 
 class Dealing(LoadScheduling):
@@ -34,6 +39,8 @@ class Dealing(LoadScheduling):
 
     xdist's own scheduler sends a worker more and more tests while they are short. If long tests are
     among hundreds of tests that one worker has received, it runs them alone at the end.
+
+    Conformance tests are dealt in an order without a pattern, the same in every run.
 
     Tests of a file with fixtures of module scope go to one worker, because another worker would set
     the fixtures up again.
@@ -56,10 +63,7 @@ class Dealing(LoadScheduling):
             tests = self.collection
             self.pending[:] = sorted(
                 range(len(tests)),
-                key=lambda i: (
-                    FORMS not in tests[i],
-                    next((n for n, path in enumerate(LONGEST) if path in tests[i]), len(LONGEST)),
-                ),
+                key=lambda i: (FORMS not in tests[i], *_turn(tests[i])),
             )
         # One test per worker at a time, so that the long tests at the start spread over workers.
         for ahead in range(1, AHEAD + 1):
@@ -91,3 +95,11 @@ class Dealing(LoadScheduling):
         if not self._shares[file]:
             return 1
         return sum(1 for _ in takewhile(lambda i: tests[i].startswith(f"{file}::"), self.pending))
+
+
+def _turn(test: str) -> tuple[int, int]:
+    """Return the place of a test in ``LONGEST``, and one that spreads similar tests."""
+    place = next((n for n, path in enumerate(LONGEST) if path in test), len(LONGEST))
+    if SPREAD not in test:
+        return place, 2**32
+    return place, zlib.crc32(test.encode())

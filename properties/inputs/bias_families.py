@@ -20,6 +20,7 @@ __all__ = [
     "NO_BIAS",
     "bias_shape",
     "bias_values",
+    "grouped_biases",
 ]
 
 NO_BIAS = "none"
@@ -57,6 +58,15 @@ BIASES = tuple(f"{family}/{axes}" for family in _FAMILIES for axes in _AXES)
 BIAS_LAYOUTS = ("bhsd", "transposed", "strided", "padded", "bshd")
 # The dtypes of families that do not have the dtype of q.
 BIAS_DTYPES = {"shifted": torch.float32}
+
+
+def grouped_biases(*, by_axes: bool) -> tuple[tuple[str, ...], ...]:
+    """Return ``BIASES`` in groups of one dtype, and of the same axes if ``by_axes``."""
+    groups: dict[tuple[object, str], list[str]] = {}
+    for bias in BIASES:
+        family, _, axes = bias.partition("/")
+        groups.setdefault((BIAS_DTYPES.get(family), axes if by_axes else ""), []).append(bias)
+    return tuple(map(tuple, groups.values()))
 
 
 def bias_shape(problem: Problem) -> tuple[int, ...]:

@@ -13,7 +13,10 @@ import torch
 
 from fa_verify.oracles.problem import LAYOUTS
 
-__all__ = ["lay_out"]
+__all__ = ["WITH_WHOLE_ROWS", "lay_out"]
+
+# Layouts in which each row is contiguous and begins on 16 bytes, if it has whole 16 bytes.
+WITH_WHOLE_ROWS = ("bhsd", "bshd", "padded", "expanded", "packed")
 
 _MARGIN = 128  # bytes before the first element and after the last, at least
 _ALIGNMENT = 16  # alignment of the first element in bytes

@@ -54,6 +54,7 @@ class Domain:
     one_query: bool
     dv_ne_d: bool
     head_dims: tuple[int, ...]
+    head_dims_v: tuple[int, ...]
     scales: tuple[float | None, ...]
     layouts: tuple[str, ...]
     inputs: tuple[str, ...]

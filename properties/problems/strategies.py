@@ -113,13 +113,17 @@ def _draw_heads(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, int, i
 
 
 def _draw_head_dims(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, int]:
-    """Draw (D, Dv), different from M and N if possible; equal in one of five draws."""
-    others = [d for d in domain.head_dims if d not in (M, N)] or list(domain.head_dims)
+    """Draw (D, Dv), different from M and N if possible; equal in one of five draws, if they can."""
+    others, others_v = (
+        [d for d in dims if d not in (M, N)] or list(dims)
+        for dims in (domain.head_dims, domain.head_dims_v)
+    )
     D = draw(st.sampled_from(others))
     if not domain.dv_ne_d:
         return D, D
-    different = [d for d in others if d != D]
-    return D, draw(st.sampled_from([D] * (1 + len(different) // 4) + different))
+    different = [d for d in others_v if d != D]
+    equal = [D] * (1 + len(different) // 4) if D in others_v else []
+    return D, draw(st.sampled_from(equal + different))
 
 
 def _draw_layouts(draw: Draw, layouts: tuple[str, ...]) -> tuple[str, str, str, str]:
@@ -191,7 +195,7 @@ def _check(domain: Domain) -> None:
     _check_subset("alibis", domain.alibis, (NO_ALIBI, *ALIBI))
     _check_subset("biases", domain.biases, (NO_BIAS, *BIASES))
     _check_subset("sinks", domain.sinks, (NO_SINKS, *SINKS))
-    for name in ("configs", "head_dims", "scales", "softcaps"):
+    for name in ("configs", "head_dims", "head_dims_v", "scales", "softcaps"):
         if not getattr(domain, name):
             raise ValueError(f"{name} is empty; needs at least one")
     for name in ("max_seqlen", "seqlen_multiple", "tile", "max_batch", "max_heads", "max_cost"):
@@ -199,8 +203,9 @@ def _check(domain: Domain) -> None:
             raise ValueError(f"{name} is {getattr(domain, name)}; needs at least 1")
     if domain.max_pairs < 0:
         raise ValueError(f"max_pairs is {domain.max_pairs}; needs at least 0")
-    if any(dim < 1 for dim in domain.head_dims):
-        raise ValueError(f"head_dims is {domain.head_dims}; needs sizes of at least 1")
+    for name in ("head_dims", "head_dims_v"):
+        if any(dim < 1 for dim in getattr(domain, name)):
+            raise ValueError(f"{name} is {getattr(domain, name)}; needs sizes of at least 1")
     if domain.mask is not None:
         _check_subset("masks", domain.masks, ("full", "padding"))
         check_mask_class(domain.mask)
@@ -241,6 +246,7 @@ def problems(
     one_query: bool = False,
     dv_ne_d: bool = True,
     head_dims: Sequence[int] = HEAD_DIMS,
+    head_dims_v: Sequence[int] | None = None,
     scales: Sequence[float | None] = SCALES,
     layouts: Sequence[str] = LAYOUTS,
     inputs: str | None = None,
@@ -294,7 +300,8 @@ def problems(
         m_gt_n: Whether M > N may occur, in a sequence too.
         one_query: Whether M is 1. Only keys then have lengths, and seqlen_multiple is one of N.
         dv_ne_d: Whether Dv != D may occur.
-        head_dims: Sizes of D and Dv.
+        head_dims: Sizes of D, and of Dv without head_dims_v.
+        head_dims_v: Sizes of Dv; None is those of D.
         scales: Values of sm_scale, drawn uniformly; None is the default D**-0.5.
         layouts: Storage layouts, drawn for each tensor.
         inputs: The input family; None draws one of ``families.INPUTS``.
@@ -338,6 +345,7 @@ def problems(
         one_query=one_query,
         dv_ne_d=dv_ne_d,
         head_dims=tuple(head_dims),
+        head_dims_v=tuple(head_dims if head_dims_v is None else head_dims_v),
         scales=tuple(scales),
         layouts=tuple(layouts),
         inputs=_chosen("inputs", inputs, tuple(INPUTS), first=4),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
 from fa_verify.oracles.problem import LAYOUTS, Problem
+from fa_verify.properties.inputs.bias_families import grouped_biases
 from fa_verify.properties.inputs.families import (
     ALIBI,
     BIASES,
@@ -16,10 +18,12 @@ from fa_verify.properties.inputs.families import (
     PADDING_VALUES,
     SINKS,
 )
+from fa_verify.properties.inputs.layouts import WITH_WHOLE_ROWS
+from fa_verify.properties.problems.kernel_classes import combinations, padded_groups
 from fa_verify.properties.problems.strategies import HEAD_DIMS, SOFTCAPS, problems
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["ExcludedError", "problems_of"]
+__all__ = ["ExcludedError", "problems_of", "problems_of_few_kernels"]
 
 
 # How many times as many keys a problem of one query may have.
@@ -173,17 +177,71 @@ def problems_of(
     return st.one_of(apart)
 
 
+def problems_of_few_kernels(
+    subject: Subject,
+    *,
+    count: int,
+    seed: str,
+    choices: Mapping[str, Sequence[Any]],
+    head_dims: tuple[int, ...] = HEAD_DIMS,
+    score_mods: tuple[str, ...] = (),
+    **wanted: Any,
+) -> st.SearchStrategy[Problem]:
+    """Return ``problems_of`` for a few combinations of the fields that select a kernel.
+
+    They are the columns that head_dims are padded to, the alignment of rows in 16 bits, score
+    modifications and the dtype of a bias.
+
+    Args:
+        subject: The subject.
+        count: The number of combinations.
+        seed: Chooses them.
+        choices: Further axes: arguments of ``problems``, with the values to choose from.
+        head_dims: See ``problems_of``.
+        score_mods: See ``problems_of``.
+        wanted: Further arguments of ``problems_of``.
+
+    Raises:
+        ExcludedError: As ``problems_of``.
+    """
+    dims = _some(head_dims, subject.head_dims) or subject.head_dims or ()
+    is_narrow = wanted["dtype"] in ("fp16", "bf16")
+    groups = padded_groups(dims, by_bytes=is_narrow)
+    axes: dict[str, Sequence[Any]] = {"head_dims": groups}
+    if subject.dv_ne_d:
+        axes["head_dims_v"] = groups
+    if is_narrow and "layouts" not in wanted:
+        axes["layouts"] = (LAYOUTS, WITH_WHOLE_ROWS)
+    if score_mods:
+        axes |= {
+            argument: [*([] if word in score_mods else [(none,)]), *_OF_DTYPES.get(word, [values])]
+            for word, (argument, none, values) in _MODS.items()
+            if word in subject.score_mods and argument not in wanted
+        }
+    return st.one_of(
+        [
+            problems_of(subject, score_mods=score_mods, **{"head_dims": dims, **wanted, **chosen})
+            for chosen in combinations({**axes, **choices}, count, seed)
+        ]
+    )
+
+
+# The argument of ``problems`` for each score modification, its value for none, and its values.
+_MODS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
+    "softcap": ("softcaps", None, SOFTCAPS),
+    "alibi": ("alibis", NO_ALIBI, tuple(ALIBI)),
+    "bias": ("biases", NO_BIAS, BIASES),
+    "sinks": ("sinks", NO_SINKS, tuple(SINKS)),
+}
+_OF_DTYPES = {"bias": grouped_biases(by_axes=False)}
+
+
 def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
     """Return the arguments of ``problems`` for score modifications."""
     if not {*forced} <= {*subject.score_mods}:
         raise _excluded(subject, "score_mods")
     drawn: dict[str, tuple[Any, ...]] = {}
-    for word, argument, none, values in (
-        ("softcap", "softcaps", None, SOFTCAPS),
-        ("alibi", "alibis", NO_ALIBI, tuple(ALIBI)),
-        ("bias", "biases", NO_BIAS, BIASES),
-        ("sinks", "sinks", NO_SINKS, tuple(SINKS)),
-    ):
+    for word, (argument, none, values) in _MODS.items():
         plain = () if word in forced else (none,) * _PLAIN * len(values)
         drawn[argument] = (*plain, *values) if forced and word in subject.score_mods else (none,)
     return drawn

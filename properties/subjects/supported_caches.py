@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fa_verify.oracles.cache_problem import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.problems.kernel_classes import combinations, padded_groups
 from fa_verify.properties.problems.mask_classes import draw_instance
 from fa_verify.properties.problems.seqlens import Draw
 from fa_verify.properties.subjects.subject import Subject
@@ -23,12 +24,17 @@ _PAGES = (1, 0, 2, 3, 7, 16, 32, 64, 256)
 _INPUTS = ("normal", "times8", "rising_max", "near_ties", "lse_low_90", "large_mean_v")
 
 
+# Combinations of a configuration, padded head_dims and score modifications, if they are few.
+_FEW = 4
+
+
 def cached(
     subject: Subject,
     dtype: str,
     device: str,
     configs: Sequence[str],
     mask: type[Mask] | None = None,
+    kernels: str | None = None,
 ) -> st.SearchStrategy[CacheProblem]:
     """Returns calls of a dtype, which shrink to one entry, few keys and pages of one row.
 
@@ -39,6 +45,8 @@ def cached(
         configs: Names of tile configurations.
         mask: A class of masks with a predicate, which does not depend on head dims and score
             modifications: these are then the simplest. None draws windows.
+        kernels: Draw from a few combinations of the fields that select a kernel, which this seed
+            chooses; None draws from all of them.
     """
 
     def made(
@@ -78,35 +86,50 @@ def cached(
         if ("paged" if rows else "contiguous") in subject.cache
     ]
     heads = [(Hk, group) for Hk in (1, 2) for group in ((1, 2) if Hk == 1 else (1, 3))]
+    # Fields that select a kernel.
+    constants: dict[str, tuple[Any, ...]] = {
+        "config": tuple(configs),
+        "D": dims or (16, 1, 3, 8, 20, 40, 64),
+        "Dv": dims or (16, 1, 7, 17, 64),
+        "softcap": (None, None, 0.5) if "softcap" in mods else (None,),
+        "alibi": ("none", "none", "normal") if "alibi" in mods else ("none",),
+    }
+    few = [constants]
+    if kernels is not None:
+        axes: dict[str, Sequence[Any]] = {
+            name: [(x,) for x in dict.fromkeys(values)] for name, values in constants.items()
+        }
+        axes |= {name: padded_groups(constants[name]) for name in ("D", "Dv")}
+        few = [*combinations(axes, _FEW, kernels)]
     fields = {
         "M": st.sampled_from((1,) if subject.one_query else (1, 2, 3, 5, 17)),
-        "D": st.sampled_from(dims or (16, 1, 3, 8, 20, 40, 64)),
-        "Dv": st.sampled_from(dims or (16, 1, 7, 17, 64)),
         "inputs": st.sampled_from(_INPUTS),
-        "softcap": st.sampled_from((None, None, 0.5) if "softcap" in mods else (None,)),
-        "alibi": st.sampled_from(("none", "none", "normal") if "alibi" in mods else ("none",)),
         "sinks": st.sampled_from(
             ("none", "none", "ordinary", "some_absent") if "sinks" in mods else ("none",)
         ),
-        "config": st.sampled_from(tuple(configs)),
         "seed": st.integers(0, 2**20),
         "layouts": st.just((subject.layouts or ("bhsd",))[:1] * 4),
         "dirty": st.just((subject.dirty or ("zero",))[0]),
     }
-    problems = st.builds(
-        made,
-        keys=st.lists(_KEYS, min_size=1, max_size=3),
-        heads=st.sampled_from([x for x in heads if subject.gqa or x[1] == 1]),
-        window=st.tuples(
+    others = {
+        "keys": st.lists(_KEYS, min_size=1, max_size=3),
+        "heads": st.sampled_from([x for x in heads if subject.gqa or x[1] == 1]),
+        "window": st.tuples(
             st.sampled_from((None, None, 0, 3, 20) if "window" in masks else (None,)),
             st.sampled_from(rights),
         ),
-        more=st.sampled_from((0, 1, 9)),
-        page_size=st.sampled_from(kinds),
-        new=st.sampled_from((0, 1, 2, 17) if "append" in subject.cache else (0,)),
-        is_shared=st.booleans(),
-        spare=st.sampled_from((0, 1, 3)),
+        "more": st.sampled_from((0, 1, 9)),
+        "page_size": st.sampled_from(kinds),
+        "new": st.sampled_from((0, 1, 2, 17) if "append" in subject.cache else (0,)),
+        "is_shared": st.booleans(),
+        "spare": st.sampled_from((0, 1, 3)),
         **fields,
+    }
+    problems = st.one_of(
+        [
+            st.builds(made, **{name: st.sampled_from(x) for name, x in chosen.items()}, **others)
+            for chosen in few
+        ]
     )
     return problems if mask is None else _masked(problems, mask)
 

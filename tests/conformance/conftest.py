@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import hypothesis
 import pytest
@@ -16,7 +16,11 @@ from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.search.search import Runner, attack
 from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError, problems_of
+from fa_verify.properties.subjects.supported import (
+    ExcludedError,
+    problems_of,
+    problems_of_few_kernels,
+)
 from fa_verify.pytest_plugin.example_database import of_one_test
 from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER
 from fa_verify.session import mask_of, subject_of
@@ -135,17 +139,35 @@ def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
     return check
 
 
+def seed_of_kernels(device: str, name: str) -> str | None:
+    """Return a seed of the few kernels that problems are drawn for; None where all may be drawn.
+
+    That is the case on a CPU, which compiles none, and in profiles that draw new problems in every
+    run.
+    """
+    return name if device == "cuda" and hypothesis.settings().derandomize else None
+
+
 @pytest.fixture
 def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Callable[..., None]:
     """A function that draws problems of a shard and runs a check on each.
 
     The profile determines the number of problems. ``runs`` is the number of times that the check
     runs a problem; the cost of a problem is divided by it. ``batched`` draws batches of problems
-    with sequence lengths of up to 512, and checks each batch at once.
+    with sequence lengths of up to 512, and checks each batch at once. ``kernels`` is the number of
+    combinations of ``problems_of_few_kernels`` where problems are drawn for few kernels, and
+    ``choices`` are further axes of them.
     """
 
     def run(
-        claim: Check, shard: Shard, *, runs: int = 1, batched: bool = False, **wanted: object
+        claim: Check,
+        shard: Shard,
+        *,
+        runs: int = 1,
+        batched: bool = False,
+        kernels: int = 0,
+        choices: Mapping[str, Sequence[object]] | None = None,
+        **wanted: object,
     ) -> None:
         __tracebackhide__ = True
         large = shard.tile >= LARGE_TILE
@@ -168,8 +190,16 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
             "device": device,
             "mask": mask_of(request.config),
         }
+        # The same problems wherever the tests are installed.
+        seed = f"tests/conformance/{request.path.name}::{request.node.nodeid.partition('::')[2]}"
+        wanted = {**limits, **wanted}
         try:
-            strategy = problems_of(runner.subject, **{**limits, **wanted})
+            if kernels and seed_of_kernels(device, seed):
+                strategy = problems_of_few_kernels(
+                    runner.subject, count=kernels, seed=seed, choices=choices or {}, **wanted
+                )
+            else:
+                strategy = problems_of(runner.subject, **wanted)
         except ExcludedError as declared:
             pytest.skip(str(declared))
         if batched:
@@ -184,8 +214,6 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
             name = f"{request.node.nodeid} of {runner.subject.name}"
             keeps = (lambda: judge.passed_over) if plugin else None
             settings = of_one_test(settings, name, keeps)
-        # The same problems wherever the tests are installed.
-        seed = f"tests/conformance/{request.path.name}::{request.node.nodeid.partition('::')[2]}"
         attack(judge, claim, strategy, seed=seed, steer=fuzzing, settings=settings)
         check_that_problems_were_judged(judge)
         if plugin:

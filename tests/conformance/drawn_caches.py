@@ -7,6 +7,7 @@ import dataclasses
 import hypothesis
 import pytest
 
+from fa_verify.conformance.conftest import seed_of_kernels
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.checks.caches import CACHES, found_in_cache
 from fa_verify.properties.subjects.subject import Subject
@@ -57,8 +58,11 @@ def holds_for_drawn(
     configs = _configs_of(subject, dtype)[: None if mask is None else 1]
     judged, refused = [], []
 
+    # All checks of a dtype share their kernels.
+    kernels = seed_of_kernels(device, f"caches of {dtype}")
+
     @hypothesis.settings()
-    @hypothesis.given(cached(subject, dtype, device, configs, mask))
+    @hypothesis.given(cached(subject, dtype, device, configs, mask, kernels))
     def holds(problem) -> None:
         __tracebackhide__ = True
         try:

@@ -10,6 +10,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import GUARANTEES, OF_ADDED
+from fa_verify.properties.inputs.bias_families import grouped_biases
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS
 from fa_verify.properties.subjects.declarations import SCORE_MODS
 
@@ -22,16 +23,22 @@ SOME = Problem(
 )  # fmt: skip
 
 
+# Combinations of score modifications and head_dims, on a GPU.
+COMBINED = 4
+# The kernel of dbias has constants for the dtype of a bias and for the axes along which it varies.
+SHAPES = {"choices": {"biases": grouped_biases(by_axes=True)}, "kernels": 6}
+
+
 @pytest.mark.parametrize("mod", SCORE_MODS)
 @pytest.mark.shards(2, 14)
 def test_modified_scores_lie_within_the_derived_bound(for_all, shard, mod):
-    for_all(guarantees.accuracy, shard, score_mods=(mod,))
+    for_all(guarantees.accuracy, shard, kernels=COMBINED, score_mods=(mod,))
 
 
 @pytest.mark.parametrize("mod", SCORE_MODS)
 @pytest.mark.shards(0, 5, float64=True)
 def test_modified_scores_have_the_logic_of_float64(for_all, shard, mod):
-    for_all(guarantees.logic, shard, score_mods=(mod,))
+    for_all(guarantees.logic, shard, kernels=COMBINED, score_mods=(mod,))
 
 
 # One of them only, as each combination of score modifications compiles another kernel.
@@ -42,17 +49,17 @@ SINKS_ALONE = {"score_mods": ("sinks",), **NO_OTHERS, "biases": (NO_BIAS,)}
 
 @pytest.mark.shards(0, 13)
 def test_the_gradient_of_a_bias_lies_within_the_derived_bound(for_all, shard):
-    for_all(OF_ADDED["dbias"], shard, runs=2, **ALONE)
+    for_all(OF_ADDED["dbias"], shard, runs=2, **SHAPES, **ALONE)
 
 
 @pytest.mark.shards(1, 6, float64=True)
 def test_the_gradient_of_a_bias_has_the_logic_of_float64(for_all, shard):
-    for_all(OF_ADDED["dbias"], shard, runs=2, inputs="normal", **ALONE)
+    for_all(OF_ADDED["dbias"], shard, runs=2, inputs="normal", **SHAPES, **ALONE)
 
 
 @pytest.mark.shards(0, 13)
 def test_the_gradient_of_sinks_lies_within_the_derived_bound(for_all, shard):
-    for_all(OF_ADDED["dsinks"], shard, runs=2, **SINKS_ALONE)
+    for_all(OF_ADDED["dsinks"], shard, runs=2, kernels=COMBINED, **SINKS_ALONE)
 
 
 @pytest.mark.parametrize("sinks", [NO_SINKS, "some_absent"])

@@ -127,6 +127,7 @@ TESTS: dict[str, str] = {
     "test_lse_gradient",
     "properties/problems/batched.py": "test_batched test_bias",
     "properties/problems/drawn_masks.py": "test_strategies test_custom_masks",
+    "properties/problems/kernel_classes.py": "test_kernel_classes",
     "properties/problems/mask_classes.py": "test_custom_masks test_mask_forms",
     "properties/problems/mask_examples.py": "test_mask_forms",
     "properties/subjects/supported_caches.py": "test_cache_oracles test_cache_checks",

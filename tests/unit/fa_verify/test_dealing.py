@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +72,22 @@ def test_the_forms_of_masks_are_dealt_before_all_others(deal):
     forms = "test_masks.py::test_the_forms_of_a_mask_agree[Tree-kernel]"
     _, (first, second) = deal([*ALONE, f"{LONGEST[0]}::test[0]", forms])
     assert (first.dealt[0], second.dealt[0]) == (21, 20)
+
+
+def test_neighbours_among_conformance_tests_are_dealt_apart(deal):
+    tests = [f"tests/conformance/test_{x}.py::test[{i}]" for x in "ab" for i in range(30)]
+    orders = []
+    for _ in range(2):
+        dealing, workers = deal([*ALONE, *tests])
+        ran = finish(dealing, workers)
+        orders.append(ran)
+    assert orders[0] == orders[1]
+    spread = [i - len(ALONE) for i in orders[0] if i >= len(ALONE)]
+    neighbours = sum(abs(a - b) == 1 for a, b in itertools.pairwise(spread))
+    assert sorted(spread) == [*range(len(tests))]
+    assert neighbours < len(tests) / 5
+    # Others keep their order, after them.
+    assert orders[0][-len(ALONE) :] == [*range(len(ALONE))]
 
 
 @pytest.mark.parametrize("path", LONGEST)

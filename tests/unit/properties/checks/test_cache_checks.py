@@ -336,6 +336,19 @@ def test_problems_are_drawn_that_the_subject_takes(declared):
         assert found_in_cache(decode, problem, CACHES["accuracy"]) == []
 
 
+@pytest.mark.parametrize("kernels", ["fp32", "fp16"])
+def test_calls_are_drawn_for_few_kernels(kernels):
+    decode, configs = of_pages(score_mods=("softcap", "alibi")), ("a", "b")
+    problems = drawn(cached(decode, "fp32", "cpu", configs, kernels=kernels), 80)
+    found = {
+        (x.config, x.D > 16, x.Dv > 16, x.softcap is None, x.alibi == "none")
+        for x in (problem.attention for problem in problems)
+    }
+    assert len(found) <= 4
+    # Each value of each of them occurs.
+    assert all(len({*values}) == 2 for values in zip(*found, strict=True))
+
+
 def test_free_rows_that_a_kernel_of_pages_reads_are_found():
     def reads(q, k_cache, v_cache, **given):
         return paged(q, k_cache, v_cache, **given) + 0 * v_cache.sum()

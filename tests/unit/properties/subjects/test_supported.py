@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.properties.subjects.declarations import SCORE_MODS
 from fa_verify.properties.subjects.subject import Subject, score_mods_of
-from fa_verify.properties.subjects.supported import ExcludedError, problems_of
+from fa_verify.properties.subjects.supported import (
+    ExcludedError,
+    problems_of,
+    problems_of_few_kernels,
+)
+from tests.unit.properties.problems.sampling import drawn
 
 LIMITS = {"dtype": "fp16", "device": "cpu", "max_seqlen": 96, "max_cost": 24}
 # Features that the tests of guarantees force.
@@ -247,3 +252,41 @@ def test_requested_values_are_drawn_within_the_declarations(data):
 def test_exclusions_name_their_declaration(declared, wanted, says):
     with pytest.raises(ExcludedError, match=f"^attention declares {re.escape(says)}$"):
         problems_of(subject(**declared), **LIMITS, **wanted)
+
+
+def kernel_of(problem) -> tuple:
+    """Return the constants of the kernel of a problem with contiguous tensors."""
+    dims = (problem.D, problem.Dv)
+    of_bias = None if problem.bias == "none" else problem.bias.startswith("shifted")
+    mods = problem.softcap is None, problem.alibi == "none", of_bias, problem.sinks == "none"
+    return (*(max(16, 1 << (x - 1).bit_length()) for x in dims), min(x % 8 for x in dims), *mods)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("mods", [(), ("bias",)])
+def test_problems_are_drawn_for_few_kernels_and_those_of_another_seed_for_others(count, mods):
+    made = subject(score_mods=SCORE_MODS, head_dims=(16, 8, 32, 24), layouts=("bhsd",))
+    found = set()
+    for seed in map(str, range(12)):
+        few = problems_of_few_kernels(
+            made, count=count, seed=seed, choices={}, score_mods=mods, **LIMITS
+        )
+        problems = drawn(few, 40)
+        assert all(made.excludes(problem) is None for problem in problems)
+        kernels = {*map(kernel_of, problems)}
+        assert len(kernels) <= count
+        found |= kernels
+    assert len({x[:2] for x in found}) == 4
+    assert len(found) > (20 if count > 1 and mods else 3)
+
+
+def test_choices_and_declarations_hold_for_few_kernels():
+    made = subject(dv_ne_d=False, head_dims=(16, 64), layouts=("bshd", "strided"))
+    few = problems_of_few_kernels(
+        made, count=2, seed="", choices={"inputs": ("normal", "outliers")},
+        head_dims=(8, 16, 64), **LIMITS,
+    )  # fmt: skip
+    problems = drawn(few, 60)
+    assert {(x.D, x.Dv) for x in problems} == {(16, 16), (64, 64)}
+    assert {x.inputs for x in problems} == {"normal", "outliers"}
+    assert {y for x in problems for y in x.layouts} == {"bshd", "strided"}

@@ -18,6 +18,8 @@ __all__ = ["dots_in_order", "product_in_order"]
 
 Array = npt.NDArray[Any]
 _ordered = False
+# Products that are computed at a time, a few hundred KiB.
+_MOST_PRODUCTS = 2**15
 
 
 @contextmanager
@@ -45,6 +47,14 @@ def product_in_order(a: Array, b: Array, dtype: Any) -> Array | None:
     if not _ordered:
         return None
     total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
-    for k in range(a.shape[-1]):
-        total += np.multiply(a[..., :, k, None], b[..., k, None, :], dtype=dtype)
+    columns, rows = np.moveaxis(a, -1, 0)[..., None], np.moveaxis(b, -2, 0)[..., None, :]
+    # NumPy sums along the first axis from the first to the last. A single element's products lie
+    # beside each other, and those it sums in pairs.
+    step = 1 if total.size == 1 else max(1, _MOST_PRODUCTS // max(1, total.size))
+    for k in range(0, len(columns), step):
+        some = slice(k, k + step)
+        terms = np.empty((1 + len(columns[some]), *total.shape), dtype)
+        terms[0] = total
+        np.multiply(columns[some], rows[some], out=terms[1:], dtype=dtype)
+        total = np.add.reduce(terms, axis=0)
     return total

@@ -6,7 +6,8 @@ memory as ``addresses`` cannot, is left to the language.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,10 @@ def compute_functions_directly(
         (tl, "store", plans.store),
         (tl, "arange", plans.arange),
         (tl, "cast", plans.cast),
+        (tl, "dot", plans.dot),
+        (tl, "reshape", plans.reshape),
+        (tl, "split", plans.split),
+        (tl, "where", plans.where),
         (tl.tensor, "to", plans.cast),
         (tl.tensor, "__getitem__", plans.index),
     ):
@@ -55,7 +60,7 @@ class _Plans:
     def __init__(self, interpreter: Any, tl: Any) -> None:
         self._semantic, self._like = interpreter.interpreter_semantic, tensors_like(interpreter)
         self._element_of = interpreter._get_np_dtype
-        self._tensor, self._dtype = tl.tensor, tl.dtype
+        self._tensor, self._dtype, self._constexpr = tl.tensor, tl.dtype, tl.constexpr
 
     def load(self, original: Function) -> Function:
         """Loads, with a mask and a number for the lanes that it leaves out, or without both."""
@@ -244,3 +249,166 @@ class _Plans:
         # Data of tensors is never written; read-only arrays make a write raise.
         data.flags.writeable = False
         return lambda: build(data)
+
+    def dot(self, original: Function) -> Function:
+        """Products of tensors at a given precision."""
+        tensor = self._tensor
+        known: dict[tuple[object, ...], Function] = {}
+
+        def dot(
+            input: Any, other: Any, acc: Any = None, input_precision: Any = None,
+            *rest: Any, out_dtype: Any = None, **options: Any,
+        ) -> Any:  # fmt: skip
+            options |= {"out_dtype": out_dtype}
+            if (
+                rest
+                or len(options) > 1
+                or not (input.__class__ is other.__class__ is tensor)
+                or not (acc is None or acc.__class__ is tensor)
+                or input_precision.__class__ is not str
+            ):
+                return original(input, other, acc, input_precision, *rest, **options)
+            kind = -1 if acc is None else acc._kind
+            name = None if out_dtype is None else out_dtype.name
+            key = (input._kind, other._kind, kind, input_precision, name)
+            plan = known.get(key)
+            if plan is not None:
+                return plan(input, other, acc)
+            with self._recorded("create_dot") as calls:
+                result = original(input, other, acc, input_precision, **options)
+            if None not in (input._kind, other._kind, kind, result._kind) and len(calls) == 1:
+                (a, b, start, *precision), made = calls[0]
+                unchanged = a is input.handle and b is other.handle and made is result.handle
+                if unchanged and (acc is None or start is acc.handle):
+                    known[key] = self._dot(None if acc is not None else start, precision, result)
+            return result
+
+        return dot
+
+    @contextmanager
+    def _recorded(self, name: str) -> Iterator[list[tuple[tuple[Any, ...], Any]]]:
+        """Yield a list of the arguments and results of the builder's calls of a method."""
+        builder, calls = self._semantic.builder, []
+        method = getattr(builder, name)
+
+        def recording(*args: Any) -> Any:
+            calls.append((args, method(*args)))
+            return calls[-1][1]
+
+        setattr(builder, name, recording)
+        try:
+            yield calls
+        finally:
+            delattr(builder, name)
+
+    def _dot(self, zeros: Any, precision: list[Any], result: Any) -> Function:
+        build, builder = self._like(result), self._semantic.builder
+
+        def plan(a: Any, b: Any, acc: Any) -> Any:
+            start = zeros if acc is None else acc.handle
+            return build(builder.create_dot(a.handle, b.handle, start, *precision).data)
+
+        return plan
+
+    def reshape(self, original: Function) -> Function:
+        """Shapes that are one tuple or list of ints."""
+        tensor, constexpr = self._tensor, self._constexpr
+        known: dict[tuple[int, tuple[int, ...]], Function] = {}
+
+        def reshape(input: Any, *shape: Any, **options: Any) -> Any:
+            if (
+                options
+                or input.__class__ is not tensor
+                or len(shape) != 1
+                or shape[0].__class__ not in (tuple, list)
+            ):
+                return original(input, *shape, **options)
+            sizes = tuple([x.value if x.__class__ is constexpr else x for x in shape[0]])
+            plan = known.get((input._kind, sizes))
+            if plan is not None:
+                return plan(input)
+            result = original(input, *shape)
+            if input._kind is not None and result._kind is not None:
+                known[input._kind, sizes] = self._index(result)
+            return result
+
+        return reshape
+
+    def split(self, original: Function) -> Function:
+        """Halves of blocks that have further axes."""
+        tensor = self._tensor
+        known: dict[int, Function] = {}
+
+        def split(a: Any) -> Any:
+            plan = known.get(a._kind) if a.__class__ is tensor else None
+            if plan is not None:
+                return plan(a)
+            result = original(a)
+            if len(a.shape) > 1 and None not in (a._kind, *(x._kind for x in result)):
+                known[a._kind] = self._split(result[0])
+            return result
+
+        return split
+
+    def _split(self, result: Any) -> Function:
+        build = self._like(result)
+
+        def plan(a: Any) -> Any:
+            data = a.handle.data
+            return build(data[..., 0]), build(data[..., 1])
+
+        return plan
+
+    def where(self, original: Function) -> Function:
+        """Choices among tensors and numbers of one type."""
+        tensor = self._tensor
+        known: dict[tuple[object, ...], Function] = {}
+
+        def key_of(x: Any) -> object:
+            """The key of an operand; None for one that has no plan."""
+            kind = x.__class__
+            if kind is tensor:
+                return x._kind
+            # 0.0 equals -0.0.
+            return (kind, x or repr(x)) if kind is int or kind is float else None
+
+        def where(condition: Any, x: Any, y: Any) -> Any:
+            if condition.__class__ is not tensor:
+                return original(condition, x, y)
+            key = (condition._kind, key_of(x), key_of(y))
+            plan = known.get(key)
+            if plan is not None:
+                return plan(condition, x, y)
+            result = original(condition, x, y)
+            if None not in key and result._kind is not None:
+                plan = self._where(condition, x, y, result, original)
+                if plan is not None:
+                    if len(known) >= _MOST_NUMBERS:
+                        known.clear()
+                    known[key] = plan
+            return result
+
+        return where
+
+    def _where(
+        self, condition: Any, x: Any, y: Any, result: Any, original: Function
+    ) -> Function | None:
+        given = [each for each in (x, y) if each.__class__ is self._tensor]
+        if any(each.dtype.name != result.dtype.name for each in given):
+            return None
+        if condition.dtype.name != "int1" or not given:
+            return None
+        build, tensor = self._like(result), self._tensor
+        converted = self._semantic.binary_op_type_checking_impl(x, y, True, True)
+        first, second = (each.handle.data.ravel()[:1].copy() for each in converted)
+
+        def plan(condition: Any, x: Any, y: Any) -> Any:
+            data = np.where(
+                condition.handle.data,
+                x.handle.data if x.__class__ is tensor else first,
+                y.handle.data if y.__class__ is tensor else second,
+            )
+            # The language makes blocks of scalars, whose layout the result has.
+            return build(data) if data.flags.c_contiguous else original(condition, x, y)
+
+        return plan

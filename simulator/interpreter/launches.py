@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from fa_verify.simulator.interpreter.types import call_builtins_directly, work_t
 __all__ = ["repair_launches", "skip_idle_work", "with_room"]
 
 _ABSENT = object()
+_MOST_INTS = 2**16
 _ROOM = 2**16  # stack slots of a frame, 8 bytes each
 
 
@@ -84,6 +86,9 @@ def repair_launches(interpreter: Any) -> None:
         patch.take_out()
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        # The executor asks twice for the parameters of a kernel, which has many.
+        if "__signature__" not in vars(self.fn):
+            self.fn.__signature__ = inspect.signature(self.fn)
         try:
             original_launch(self, *args, **kwargs)
         except interpreter.InterpreterError as error:
@@ -103,9 +108,30 @@ def repair_launches(interpreter: Any) -> None:
         finally:
             patch.restore()
 
+    interpreter._implicit_cvt = _ints_converted_once(interpreter)
     interpreter._patch_lang = lambda _: patch.enter()
     interpreter.GridExecutor.__call__ = with_room(launch)
     interpreter.InterpretedFunction.__call__ = call
+
+
+def _ints_converted_once(interpreter: Any) -> Any:
+    """Return a conversion of a launch's arguments that caches ints: sizes, strides, flags."""
+    original = interpreter._implicit_cvt
+    known: dict[int, Any] = {}
+
+    def convert(argument: Any) -> Any:
+        if argument.__class__ is not int:
+            return original(argument)
+        found = known.get(argument)
+        if found is None:
+            if len(known) >= _MOST_INTS:
+                known.clear()
+            found = known[argument] = original(argument)
+            # Data of tensors is never written; read-only arrays make a write raise.
+            found.handle.data.flags.writeable = False
+        return found
+
+    return convert
 
 
 def with_room(function: Any) -> Any:

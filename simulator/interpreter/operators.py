@@ -75,6 +75,9 @@ _OPERATORS = {
 }
 
 
+# Functions that take tensors as operators do. Unless asked otherwise, they ignore NaN.
+_FUNCTIONS = {"maximum": _Operator(np.fmax), "minimum": _Operator(np.fmin)}
+
 # A function of the handle of an operator's tensor and of its other operand.
 _Plan = Callable[[Any, Any], Any]
 
@@ -98,6 +101,8 @@ def compute_operators_directly(
         for attribute, reflected in ((f"__{name}__", False), (f"__r{name}__", True)):
             original = vars(tl.tensor)[attribute]
             set_attr(tl.tensor, attribute, plans.method(operator, original, reflected))
+    for name, operator in _FUNCTIONS.items():
+        set_attr(tl, name, plans.function(operator, vars(tl)[name]))
 
 
 class _Plans:
@@ -149,6 +154,17 @@ class _Plans:
             if plan is None or builder.options.debug:
                 return learn(x, y)
             return plan(x.handle, y)
+
+        return call
+
+    def function(self, operator: _Operator, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement of a function of two operands."""
+        tensor, method = self._tensor, self.method(operator, original, reflected=False)
+
+        def call(x: Any, y: Any, *rest: Any, **options: Any) -> Any:
+            if rest or options or x.__class__ is not tensor:
+                return original(x, y, *rest, **options)
+            return method(x, y)
 
         return call
 

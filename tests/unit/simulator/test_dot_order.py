@@ -22,12 +22,24 @@ def one_by_one(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_products_add_from_the_first_to_the_last(dtype):
-    a, b = drawn(5, 33, dtype=dtype), drawn(33, 4, dtype=dtype)
+@pytest.mark.parametrize(
+    ("M", "K", "N"), [(5, 33, 4), (1, 100, 1), (1, 100, 2), (3, 100, 1), (33, 100, 40), (2, 0, 3)]
+)
+def test_products_add_from_the_first_to_the_last(dtype, M, K, N):
+    a, b = drawn(M, K, dtype=dtype), drawn(K, N, dtype=dtype)
+    wanted = one_by_one(a, b)
     with dots_in_order():
-        got = product_in_order(a, b, dtype)
-    assert got.dtype == dtype
-    assert np.array_equal(got, one_by_one(a, b))
+        for left, right in ((a, b), (np.asfortranarray(a), np.asfortranarray(b))):
+            got = product_in_order(left, right, dtype)
+            assert got.dtype == dtype
+            assert np.array_equal(got, wanted)
+
+
+def test_a_sum_of_products_begins_with_zero():
+    a, b = np.float32([[-0.0, 1.0]]), np.float32([[1.0, 1.0], [-0.0, 2.0]])
+    with dots_in_order():
+        got = product_in_order(a, b, np.float32)
+    assert not np.signbit(got).any()
 
 
 def test_batches_of_matrices_are_multiplied():

@@ -127,6 +127,129 @@ def test_ranges_are_those_of_the_language():
         tl.arange(0, 4).handle.data[0] = 1
 
 
+@pytest.mark.usefixtures("language")
+@pytest.mark.parametrize("kind", [tl.int32, tl.bfloat16, tl.int1, TYPES[-2]], ids=str)
+def test_shapes_and_halves_are_those_of_the_language(kind):
+    for shape in ((4,), (2, 4), (2, 2, 2), (4, 2)):
+        x = tensor(kind, shape)
+        for new in ((4, 2), [2, 4], (8,), [tl.constexpr(4), 2], (16,)):
+            plain = [int(getattr(size, "value", size)) for size in new]
+            wanted = outcome(OWN.reshape, x, plain, False)
+            for _ in range(2):
+                assert outcome(tl.reshape, x, new) == wanted
+                assert outcome(tl.reshape, x, *new) == wanted
+        for _ in range(2):
+            if shape[-1] == 2:
+                wanted = [outcome(OWN.split(x).__getitem__, i) for i in (0, 1)]
+                assert [outcome(tl.split(x).__getitem__, i) for i in (0, 1)] == wanted
+            else:
+                assert outcome(tl.split, x)[0] is AssertionError
+    pair = tensor(tl.int32, (2,))
+    for _ in range(2):
+        assert [(int(x), x.handle.data.shape) for x in tl.split(pair)] == [(0, (1,)), (1, (1,))]
+
+
+@pytest.mark.usefixtures("language")
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_choices_are_those_of_the_language(kind):
+    numbers = (0, 1, -3, True, 0.0, -0.0, 2.5, float("nan"))
+    for m, n, of in itertools.product(((), (4,), (2, 4)), ((), (1, 4), (2, 4)), TYPES):
+        x, y = tensor(kind, m), tensor(of, n)
+        condition = tensor(tl.int1, (2, 4))
+        for operands in ((x, y), (y, x), *((x, number) for number in numbers)):
+            wanted = outcome(OWN.where, condition, *operands)
+            assert [outcome(tl.where, condition, *operands) for _ in range(2)] == [wanted] * 2
+
+
+@pytest.mark.usefixtures("language")
+@pytest.mark.filterwarnings("ignore:tl.where with a non-boolean condition")
+def test_a_condition_is_a_truth_value():
+    zero = tensor(tl.bfloat16, (4,))
+    zero.handle.data[...] = 0x8000
+    x = tensor(tl.int32, (4,))
+    for _ in range(2):
+        assert not tl.where(zero, x, 0).handle.data.any()
+
+
+@pytest.mark.usefixtures("language")
+def test_choices_have_the_layout_of_the_language():
+    x = tensor(tl.float32, (2, 4)).T
+    condition = tensor(tl.int1, (2, 4)).T
+    for y in (0.0, -0.0, 1.0, tensor(tl.float32, ()), x):
+        wanted = OWN.where(condition, x, OWN.to_tensor(y)).handle.data
+        for _ in range(3):
+            found = tl.where(condition, x, y).handle.data
+            assert (found.strides, found.tobytes()) == (wanted.strides, wanted.tobytes())
+
+
+@pytest.mark.usefixtures("language")
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_extremes_are_those_of_the_language(kind):
+    every, none = tl.PropagateNan.ALL, tl.PropagateNan.NONE
+    for shape, other in itertools.product(((), (4,), (2, 4)), (0, 2, 2.5, float("nan"), *TYPES)):
+        x = tensor(kind, shape)
+        y = other if isinstance(other, int | float) else tensor(other, (2, 4))
+        for name, nan in itertools.product(("maximum", "minimum"), (every, none)):
+            wanted = outcome(getattr(OWN, name), x, y, nan)
+            options = {} if nan is none else {"propagate_nan": nan}
+            found = [outcome(getattr(tl, name), x, y, **options) for _ in range(2)]
+            assert found == [wanted] * 2
+            assert outcome(getattr(tl, name), x, y, nan) == wanted
+
+
+@pytest.mark.usefixtures("language")
+def test_nan_is_no_extreme():
+    x = tensor(tl.float32, (4,))
+    x.handle.data[2] = np.nan
+    for _ in range(2):
+        assert tl.maximum(x, 2.5).handle.data.tolist()[2] == 2.5
+        assert tl.minimum(x, 2.5).handle.data.tolist()[2] == 2.5
+
+
+@pytest.mark.usefixtures("language")
+@pytest.mark.parametrize(
+    "kind", [tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.int8], ids=str
+)
+def test_products_are_those_of_the_language(kind):
+    a, b = tensor(kind, (2, 4)), tensor(kind, (4, 8))
+    result = tl.int32 if kind.is_int() else tl.float64 if kind.is_fp64() else tl.float32
+    acc = tensor(result, (2, 8))
+    for precision, start in itertools.product(("ieee", "tf32"), (None, acc)):
+        wanted = outcome(OWN.dot, a, b, start, precision, None, result)
+        for _ in range(3):
+            named = {"input_precision": precision, "out_dtype": result}
+            assert outcome(tl.dot, a, b, start, **named) == wanted
+            assert outcome(tl.dot, a, b, acc=start, **named) == wanted
+    assert outcome(tl.dot, a, a, input_precision="ieee")[0] is AssertionError
+    both = {"input_precision": "ieee", "allow_tf32": False, "out_dtype": result}
+    assert outcome(tl.dot, a, b, **both)[0] is AssertionError
+    wanted = outcome(OWN.dot, a, b, None, "tf32", None, result)
+    assert outcome(tl.dot, a, b, None, allow_tf32=True, out_dtype=result) == wanted
+
+
+@pytest.mark.usefixtures("language")
+def test_products_of_more_axes_are_those_of_each_pair_of_matrices():
+    a, b = tensor(tl.float32, (2, 1, 2, 4)), tensor(tl.float32, (2, 1, 4, 8))
+    for _ in range(3):
+        found = tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
+        assert found.handle.data.shape == (2, 1, 2, 8)
+        assert np.array_equal(found.handle.data, a.handle.data @ b.handle.data)
+
+
+@pytest.mark.usefixtures("language")
+def test_arguments_of_launches_have_the_types_of_the_language():
+    wanted = (
+        (1, "i32"),
+        (True, "u1"),
+        (0, "i32"),
+        (False, "u1"),
+        (-(2**40), "i64"),
+    )
+    for argument, kind in (*wanted, *wanted):
+        made = interpreter._implicit_cvt(argument)
+        assert (made.handle.data.tolist(), made.dtype.mangle()) == ([argument], kind)
+
+
 @triton.jit
 def copy_twice(
     x_ptr, y_ptr, z_ptr, M, N, OTHER: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr

@@ -83,7 +83,7 @@ _OF_KERNELS = {
 _ABOUT = {**_OF_PARTS, **_OF_KERNELS}
 
 
-def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
+def failure_of(package: ModuleType, edited: Collection[str], first: str = "") -> Kill | None:
     """The first unit test that fails with a copy in place of ``fa_kernels``; None if all pass.
 
     Every later import of ``fa_kernels`` in this process returns the copy.
@@ -91,6 +91,8 @@ def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
     Args:
         package: The copy.
         edited: The mutated files, such as "fa_kernels/pooling.py"; their tests run first.
+        first: A file of unit tests that runs before all, so that no other file is collected if one
+            of its tests fails.
     """
     about = {unit_test_file(f"test_{name}") for path in edited for name in _ABOUT.get(path, ())}
     copies = {
@@ -106,4 +108,10 @@ def failure_of(package: ModuleType, edited: Collection[str]) -> Kill | None:
         return first_failure(ON_HOPPER)
     of_kernels = all(path.startswith("fa_kernels/kernels/") for path in edited)
     more = [file for file in OF_THE_CALL if file in about or not of_kernels]
-    return first_failure(sorted((*FILES, *more), key=lambda file: file not in about))
+    files = sorted((*FILES, *more), key=lambda file: file not in about)
+    if first in files:
+        failed = first_failure([first])
+        if failed is not None:
+            return failed
+        files.remove(first)
+    return first_failure(files)

@@ -80,7 +80,8 @@ def judged_kernels(
         mutant: The mutant's edits.
         steps: The steps.
         questions: The planned run of each step.
-        first: The step to run first: its problem as JSON, or "unit tests".
+        first: The step to run first: its problem as JSON, the path of a file of unit tests, or
+            "unit tests".
         full: Continue after the first kill, to find every check that fails.
         units: The unit tests run before the step of this index; -1 runs none.
         prepare: Called with the package before the steps.
@@ -124,8 +125,8 @@ def _kills(
         yield from kills_by_caches(subject)
     if units > _FIRST and not edited.isdisjoint(TESTED_ALONE):
         units = _FIRST
-    if first == UNIT_TESTS and units >= 0:
-        yield from _of_unit_tests(package, edited, units)
+    if units >= 0 and (first == UNIT_TESTS or first.endswith(".py")):
+        yield from _of_unit_tests(package, edited, units, first)
         units = -1
     order = sorted(range(len(steps)), key=lambda i: (steps[i].problem.to_json() != first, i))
     for number in order:
@@ -170,9 +171,11 @@ def _of_step(subject: Subject, step: Step, asking: PlannedRun, number: int) -> I
                 yield Kill(check, number, finding)
 
 
-def _of_unit_tests(package: ModuleType, edited: set[str], number: int) -> Iterator[Kill]:
+def _of_unit_tests(
+    package: ModuleType, edited: set[str], number: int, first: str = ""
+) -> Iterator[Kill]:
     """The first unit test that fails, if any."""
-    failed = failure_of(package, edited)
+    failed = failure_of(package, edited, first)
     if failed is not None:
         yield Kill(UNIT_TESTS, number, f"{failed.check}: {failed.detail}"[:500])
 

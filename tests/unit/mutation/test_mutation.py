@@ -20,7 +20,7 @@ from fa_verify.forks import Ended, in_forks
 from tests.mutation.judging import interpreting
 from tests.mutation.judging.trials import STEPS
 from tests.mutation.judging.unit_tests import FILES, OF_THE_CALL
-from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, kill_order
+from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, kill_order, remember
 from tests.mutation.mutants.operators import OPERATORS, SITES, mechanical
 from tests.mutation.report import summary, tables
 
@@ -167,6 +167,19 @@ def test_outcomes_and_kill_order_are_read_under_their_old_names(tmp_path):
     assert kill_order(tmp_path / "kill_order.json") == {"a fault": UNIT_TESTS}
 
 
+def test_the_killer_of_a_fault_is_recorded(tmp_path):
+    file = tmp_path / "kill_order.json"
+    by_step = replace(one("killed", checks=("G1",)), source="faults", name="by a step", step=3)
+    by_tests = replace(by_step, name="by tests", checks=(UNIT_TESTS,), detail="tests/a.py::b: c")
+    unknown = replace(by_tests, name="by a collection", detail="raised: tests/a.py")
+    remember([by_step, by_tests, unknown, replace(by_step, end="survived", name="x")], STEPS, file)
+    assert kill_order(file) == {
+        "by a step": STEPS[3].problem.to_json(),
+        "by tests": "tests/a.py",
+        "by a collection": UNIT_TESTS,
+    }
+
+
 def test_a_launch_of_too_many_programs_raises(monkeypatch):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     run = []
@@ -194,7 +207,7 @@ def test_unit_tests_of_mutants_do_not_run_the_original_kernels(file):
 
 
 def test_kill_order_names_existing_faults_and_steps():
-    known = {step.problem.to_json() for step in STEPS} | {UNIT_TESTS}
+    known = {step.problem.to_json() for step in STEPS} | {*FILES, *OF_THE_CALL}
     firsts = kill_order()
     assert firsts.keys() <= {fault.name for fault in FAULTS}
     assert set(firsts.values()) <= known

@@ -16,11 +16,12 @@ __all__ = ["Dealing"]
 # Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
 AHEAD = 2
 SHARED = 'scope="module"'
-# Tests that take up to 150 s each on a GPU: of long sequences, of kernels that no other test
-# compiles, and those that start pytest again. They come before all but the forms of masks: in
-# another order they end last, while most workers have no more tests.
+# Tests that take up to 150 s each on a GPU: of long sequences, of caches and score modifications,
+# whose kernels no other test compiles, and those that start pytest again. They come before all but
+# the forms of masks: in another order they end last, while most workers have no more tests.
 LONGEST = (
     "conformance/test_long.py",
+    "conformance/test_caches.py",
     "conformance/test_score_mods.py",
     "unit/fa_verify/",
     "unit/fa_kernels/",

@@ -17,12 +17,13 @@ __all__ = ["Dealing"]
 AHEAD = 2
 SHARED = 'scope="module"'
 # Tests that take long. The faults are one test of 250 s in the interpreter. On a GPU, those of long
-# sequences and of kernels that no other test compiles take up to 150 s each. The others start
-# processes. They come before all but the forms of masks: in another order they end last, while most
-# workers have no more tests.
+# sequences, and of caches and score modifications, whose kernels no other test compiles, take up to
+# 150 s each. The others start processes. They come before all but the forms of masks: in another
+# order they end last, while most workers have no more tests.
 LONGEST = (
     "mutation/test_faults.py",
     "conformance/test_long.py",
+    "conformance/test_caches.py",
     "conformance/test_score_mods.py",
     "unit/fa_verify/",
     "unit/repository/test_docs.py",

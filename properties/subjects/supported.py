@@ -190,7 +190,8 @@ def problems_of_few_kernels(
     """Return ``problems_of`` for a few combinations of the fields that select a kernel.
 
     They are the columns that head_dims are padded to, the alignment of rows in 16 bits, score
-    modifications and the dtype of a bias.
+    modifications and the dtype of a bias. Where more combinations are asked for than there are
+    classes of head_dims, one of each class has no score modification but ``score_mods``.
 
     Args:
         subject: The subject.
@@ -218,12 +219,30 @@ def problems_of_few_kernels(
             for word, (argument, none, values) in _MODS.items()
             if word in subject.score_mods and argument not in wanted
         }
+    axes |= choices
+    plain = [
+        {
+            name: group if name.startswith("head_dims") else values[0]
+            for name, values in axes.items()
+        }
+        for group in _one_of_each_class(groups)
+    ]
+    # With fewer combinations, a test has one class of head_dims.
+    plain = plain if count > len(plain) else []
     return st.one_of(
         [
             problems_of(subject, score_mods=score_mods, **{"head_dims": dims, **wanted, **chosen})
-            for chosen in combinations({**axes, **choices}, count, seed)
+            for chosen in (*plain, *combinations(axes, count - len(plain), seed))
         ]
     )
+
+
+def _one_of_each_class(groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return a group of head_dims, of whole tiles if there is one, for each class of coverage."""
+    classes: dict[int, list[tuple[int, ...]]] = {}
+    for group in groups:
+        classes.setdefault(max(64, 1 << (group[0] - 1).bit_length()), []).append(group)
+    return [max(of, key=lambda x: (x[0] % 16 == 0, x[0])) for of in classes.values()]
 
 
 # The argument of ``problems`` for each score modification, its value for none, and its values.

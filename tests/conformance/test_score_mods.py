@@ -24,7 +24,7 @@ SOME = Problem(
 
 
 # Combinations of score modifications and head_dims, on a GPU.
-COMBINED = 4
+COMBINED = 5
 # The kernel of dbias has constants for the dtype of a bias and for the axes along which it varies.
 SHAPES = {"choices": {"biases": grouped_biases(by_axes=True)}, "kernels": 6}
 

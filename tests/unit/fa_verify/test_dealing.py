@@ -63,7 +63,7 @@ def test_the_first_tests_are_dealt_by_turns(deal):
 
 
 def test_the_tests_that_take_longest_are_dealt_first(deal):
-    compiling, starting = LONGEST[0], f"{LONGEST[1]}test_runs.py"
+    compiling, starting = LONGEST[0], f"{LONGEST[-1]}test_runs.py"
     _, (first, second) = deal([*ALONE, f"{starting}::test[0]", f"{compiling}::test[0]"])
     assert (first.dealt[0], second.dealt[0]) == (21, 20)
 

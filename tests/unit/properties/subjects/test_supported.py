@@ -280,10 +280,24 @@ def test_problems_are_drawn_for_few_kernels_and_those_of_another_seed_for_others
     assert len(found) > (20 if count > 1 and mods else 3)
 
 
+def test_few_kernels_have_each_class_of_head_dims_with_the_wanted_score_mods_alone():
+    made = subject(score_mods=SCORE_MODS, head_dims=(64, 33, 80, 128), layouts=("bhsd",))
+    for seed in map(str, range(6)):
+        few = problems_of_few_kernels(
+            made, count=3, seed=seed, choices={}, score_mods=("sinks",), **LIMITS
+        )
+        alone = {
+            max(problem.D, problem.Dv)
+            for problem in drawn(few, 60)
+            if (problem.softcap, problem.alibi, problem.bias) == (None, "none", "none")
+        }
+        assert {64, 128} <= alone
+
+
 def test_choices_and_declarations_hold_for_few_kernels():
     made = subject(dv_ne_d=False, head_dims=(16, 64), layouts=("bshd", "strided"))
     few = problems_of_few_kernels(
-        made, count=2, seed="", choices={"inputs": ("normal", "outliers")},
+        made, count=3, seed="", choices={"inputs": ("normal", "outliers")},
         head_dims=(8, 16, 64), **LIMITS,
     )  # fmt: skip
     problems = drawn(few, 60)

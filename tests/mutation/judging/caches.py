@@ -39,6 +39,11 @@ _ALONE = Problem(
     N=20, M=17, dtype="fp32", config="16x32", inputs="lse_low_130",
     mask=Mask(causal=True, window_left=0, seqlens_k=(20,)),
 )  # fmt: skip
+# Rows of 16 bits in whole 16 bytes, on both sides of a border of key tiles.
+_WIDE = Problem(
+    B=2, H=4, Hk=2, N=40, M=5, D=24, Dv=24, dtype="bf16", config="16x16", seed=1,
+    mask=Mask(causal=True, seqlens_k=(34, 18)),
+)  # fmt: skip
 # Heads of a group, and entries, that see other keys.
 _MASKED = Problem(
     B=2, H=4, Hk=2, N=40, M=5, dtype="fp32", config="16x16",
@@ -52,6 +57,7 @@ _PROBLEMS = (
     CacheProblem(attention=_ATTENTION, new=17, spare=2),
     CacheProblem(attention=_TILES, page_size=16, new=35, spare=1),
     CacheProblem(attention=_ALONE, page_size=3, new=1),
+    CacheProblem(attention=_WIDE),
 )
 # The checks of calls of the same entries, which a mask with a predicate is for.
 _OF_PREDICATES = ("accuracy", "pages", "free rows")

@@ -649,7 +649,6 @@ def launch_with_kvcache(
     return out, lse
 
 
-@lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
     """Returns the number of multiprocessors of a GPU; 1 for the interpreter."""
     return hopper.processors(device) if device.type == "cuda" else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa_verify import timing
 from fa_verify.oracles.masks.mask import Mask
@@ -123,13 +122,8 @@ def decoding(
             alibi_slopes=None, sinks=None,
         )[0]  # fmt: skip
 
-    def sdpa() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k.transpose(1, 2), v.transpose(1, 2), enable_gqa=H != Hk
-            )
-
-    return {"subject": decode, "SDPA flash": sdpa}
+    contiguous = q, k.transpose(1, 2), v.transpose(1, 2)
+    return {"subject": decode, "SDPA flash": lambda: timing.sdpa_flash(*contiguous, False)}
 
 
 def _attention(subject: Subject, B: int, N: int, H: int, D: int, causal: bool) -> Callable:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from fa_verify.conformance.drawn_caches import holds_for_drawn
+from fa_verify.conformance.drawn_calls import holds_for_drawn
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.checks.caches import CACHES
 

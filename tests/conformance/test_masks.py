@@ -10,7 +10,7 @@ import random
 import hypothesis
 import pytest
 
-from fa_verify.conformance.drawn_caches import holds_for_drawn
+from fa_verify.conformance.drawn_calls import holds_for_drawn
 from fa_verify.oracles.masks.codec import SHIPPED, mask_class
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.execution.replay_line import replay_line

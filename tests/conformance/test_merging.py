@@ -5,10 +5,12 @@ For subjects that declare ``states``. ``properties/checks/merging.py`` holds the
 
 from __future__ import annotations
 
-import hypothesis
+import functools
+
 import pytest
 import torch
 
+from fa_verify.conformance.drawn_calls import hold
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.checks.merging import MERGES, found_in
 from fa_verify.properties.checks.ring import ring
@@ -24,31 +26,10 @@ def merging(subject):
 
 
 @pytest.fixture
-def for_all_merges(subject, device):
+def for_all_merges(subject):
     """A function that draws problems, and fails with the findings of a check on the smallest."""
 
-    def run(strategy, findings_of) -> None:
-        __tracebackhide__ = True
-        judged, refused = [], []
-
-        @hypothesis.settings()
-        @hypothesis.given(strategy)
-        def holds(drawn) -> None:
-            __tracebackhide__ = True
-            try:
-                findings = findings_of(drawn)
-            except NotImplementedError as reason:
-                refused.append(str(reason))
-                return
-            judged.append(drawn)
-            if findings:
-                pytest.fail("\n".join(map(str, findings)), pytrace=False)
-
-        holds()
-        if not judged:
-            pytest.skip(f"{subject.name} refused every problem: {refused[:1]}")
-
-    return run
+    return functools.partial(hold, subject)
 
 
 def numbers_of_parts(subject, dtype, device) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fa_verify.oracles.bounds.constants import Constants
-from fa_verify.oracles.bounds.forward import Chunk, Forward
+from fa_verify.oracles.bounds.forward import Chunk, Forward, of_operands
 from fa_verify.oracles.bounds.replay import (
     SEGMENT,
     Format,
@@ -154,8 +154,7 @@ def score_gradient(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> Score
     flushed = dp.abs_().add_(delta.abs())  # |dP| + |D|
     subtrahends = dp_reach * c.short_dot(x.v.shape[2]) + delta_error + c.eta_op
     if c.eta_dot:
-        of_rows, of_keys = abs_dout.sum(2, keepdim=True), x.v.abs().sum(2).unsqueeze(1)
-        subtrahends += c.eta_dot * (of_rows + of_keys)
+        subtrahends.add_(of_operands(abs_dout, x.v.abs()), alpha=c.eta_dot)
     gap_error = (flushed + subtrahends).mul_(3 * c.u).add_(subtrahends)
     e = gap_error * p_grown
     e.addcmul_(p_growth, gap.abs_()).add_(flushed.add_(1.0), alpha=c.ftz)
@@ -191,7 +190,7 @@ def _cast_ds(
     error = grads.ds_error
     if scaled:
         error = error + 2 * c.u * grads.ds_reach + c.eta_op / min(t, 1.0)
-    ds, error = cast.between(grads.ds * factor, error * factor)
+    ds, error = cast.operand(grads.ds * factor, error * factor, c.eta_a)
     return ds.div_(factor), error.div_(factor).masked_fill_(x.hidden, 0.0)
 
 
@@ -202,7 +201,7 @@ def _cast_p(
     if cast is None:
         error = (grads.p_growth + c.u_cast * grads.p_grown).add_((c.eta_p + c.ftz) * (1 + c.u_x))
     else:
-        p, error = cast.between(p, grads.p_growth + c.ftz)
+        p, error = cast.operand(p, grads.p_growth + c.ftz, c.eta_a)
     return p, error.masked_fill_(x.hidden, 0.0)
 
 
@@ -229,14 +228,15 @@ def backward_error(
         dk: t [W'|Q| + g (1 + uc) (|dS| + e)'|Q|]
         dv: (p expm1(F) + uc p exp(F) + (eta + FTZ)(1 + u_x))'|dout| + g (1 + uc) (p exp F)'|dout|
 
-    TF32 adds eta_x for each subnormal operand of a dot. A kernel that flushes loses FTZ with each
+    A subnormal operand of a dot adds eta_x. A kernel that flushes loses FTZ with each
     sum, product and operand of a product of delta, and with dP - D. It loses as much with dS times
     a scale and with each tile added to dq, dk or dv. Atomics lose 2 FTZ with each tile of dq. The
     caller adds the g terms and flushed sums of dk and dv, which depend on the number of rows that
     see a key.
 
     With ``in_dtype``, casts to 16 bits and to TF32 are replayed: dS and P are the middle of what
-    dS - e and dS + e are rounded to, and W is half the distance. The g terms of sums over
+    dS - e and dS + e are rounded to, and W is half the distance. A cast dS or P that may be
+    subnormal adds eta_a. The g terms of sums over
     consecutive tiles are also bounded by their running sums.
 
     Args:

@@ -24,6 +24,9 @@ _FORMATS = {
     "fp64": (2.0**-53, 2.0**-1022, sys.float_info.max),
 }
 _SHORTEST_DOT = 16  # a tensor core pads shorter dots
+_ALIGNED = 16  # products that a tensor core adds at a time, at most
+# The smallest normal operand of a tensor core.
+_SMALLEST_NORMAL = {"fp16": 2.0**-14, "bf16": 2.0**-126, "fp32": 2.0**-126}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,9 @@ class Constants:
         eta_p: Error of these casts if they underflow.
         u_x: Error of a dot's operand beyond its dtype, as in TF32.
         u_given: The same of an operand that is an input: 0 if its conversion is replayed.
-        eta_x: Error of a subnormal operand of a dot.
+        eta_x: Error of a subnormal operand of a dot, ``eta_a`` included.
+        eta_a: Loss of a sum on tensor cores by one subnormal operand, per unit of the other
+            operand of its product.
         eta_op: Magnitude below which elementwise arithmetic may flush an operand or result to zero,
             apart from casts, P and dS.
         h: Number of roundings that an addition in a dot counts as.
@@ -62,6 +67,7 @@ class Constants:
     u_x: float
     u_given: float
     eta_x: float
+    eta_a: float
     eta_op: float
     h: float
     times: float
@@ -125,6 +131,12 @@ _CONVERSIONS = {
 def constants(in_dtype: str, numerics: Numerics, *, replayed: bool = False) -> Constants:
     """Returns the constants for tensors of ``in_dtype`` under the declared numerics.
 
+    Tensor cores shift the products that they add at a time to the largest exponent among them, and
+    cut off what lies below h u of it. They take that exponent from the operands before their
+    product is normalised, and the exponent of a subnormal operand is that of the smallest normal
+    number. With one subnormal operand, each of up to 16 products loses h u times that number times
+    the other operand.
+
     Accumulators are fp32. For "fp64" inputs they are float64, and the finished bound is doubled,
     because the oracle has an error of the same size.
 
@@ -145,10 +157,13 @@ def constants(in_dtype: str, numerics: Numerics, *, replayed: bool = False) -> C
     rounds = numerics.ds_roundings
     if rounds != 1:
         u_p, eta_p = math.expm1(rounds * math.log1p(u_p)), rounds * eta_p
-    u_x, eta_x = 0.0, 0.0
-    if numerics.dots == "tf32" and in_dtype == "fp32":
-        u_x, eta_x = _CONVERSIONS[numerics.tf32_conversion]
+    u_x, eta_x, eta_a = 0.0, 0.0, 0.0
     u, ftz, max_acc = _FORMATS["fp64" if double else "fp32"]
+    in_tf32 = numerics.dots == "tf32" and in_dtype == "fp32"
+    if in_tf32:
+        u_x, eta_x = _CONVERSIONS[numerics.tf32_conversion]
+    if in_tf32 or in_dtype in ("fp16", "bf16"):
+        eta_a = _ALIGNED * numerics.accumulator * u * _SMALLEST_NORMAL[in_dtype]
     return Constants(
         u=u,
         ftz=ftz,
@@ -160,7 +175,8 @@ def constants(in_dtype: str, numerics: Numerics, *, replayed: bool = False) -> C
         eta_p=eta_p,
         u_x=u_x,
         u_given=0.0 if replayed else u_x,
-        eta_x=eta_x,
+        eta_x=eta_x + eta_a,
+        eta_a=eta_a,
         eta_op=ftz if numerics.flushes else 0.0,
         h=float(numerics.accumulator),
         times=2.0 if double else 1.0,

@@ -21,9 +21,11 @@ __all__ = [
     "Logits",
     "Scores",
     "Sink",
+    "dot_error",
     "forward_error",
     "live_tiles",
     "logits",
+    "of_operands",
     "put_off",
     "softmax_additions",
 ]
@@ -160,7 +162,20 @@ def _tiles_above(
     return above.masked_fill_(~live_tiles, 0).to(torch.float64)
 
 
-def _dot_error(
+def of_operands(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Returns sum |a| + sum |b| for the dots of two sets of rows, or 0 where either is 0.
+
+    eta_x times it is the error of subnormal operands. A product with 0 is exact.
+
+    Args:
+        a: (Z, R, D), absolute values.
+        b: (Z, N, D), absolute values.
+    """
+    of_a, of_b = a.sum(2, keepdim=True), b.sum(2).unsqueeze(1)
+    return (of_a + of_b).masked_fill_((of_a == 0) | (of_b == 0), 0.0)
+
+
+def dot_error(
     x: Chunk, reach: torch.Tensor, t: float, c: Constants, prescales: str
 ) -> torch.Tensor:
     """Returns the error of the dots of q and k, times t, on all pairs; ``reach`` is t |q|.|k|."""
@@ -169,8 +184,7 @@ def _dot_error(
         per_reach += c.u_in if prescales != "qk" else 2 * c.u_in + c.u_in**2
     error = reach * per_reach
     if c.eta_dot:
-        of_q, of_k = (x.abs().sum(2) for x in (x.q, x.k))
-        error.add_(of_q.unsqueeze(2) + of_k.unsqueeze(1), alpha=t * c.eta_dot)
+        error.add_(of_operands(x.q.abs(), x.k.abs()), alpha=t * c.eta_dot)
     if prescales in ("q", "qk"):
         error += c.eta_prescaled(prescales, t) * x.k.abs().sum(2).unsqueeze(1)
     if prescales in ("k", "qk"):
@@ -184,7 +198,7 @@ def logits(
     """Returns the scores of a chunk and the error of their dots, softcap and added terms."""
     s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
     reach = (x.q.abs() @ x.k.abs().mT).masked_fill_(x.hidden, 0.0)
-    error = _dot_error(x, reach * sm_scale, sm_scale, c, numerics.prescales)
+    error = dot_error(x, reach * sm_scale, sm_scale, c, numerics.prescales)
     slope, slope_error = None, None
     if softcap is not None:
         s, error, slope, slope_error = cap_error(s, error, softcap, c)
@@ -211,7 +225,7 @@ def _scores(
 ) -> Scores:
     """Softmax of a chunk, and E = (g + ud) A0 + 5u |s| + 3u (|s - m| + r) + (1 + R) u_exp.
 
-    TF32 adds t eta_x (sum |q| + sum |k|), the truncation of subnormal operands. A softcap contracts
+    Subnormal operands add t eta_x (sum |q| + sum |k|) on tensor cores. A softcap contracts
     the terms before 5u |s| and adds its own roundings; see ``cap_error``. If n terms are added to
     x, they add (3 + n) u (|x| + the sum of |terms|): each term is a product of two rounded numbers,
     or x scaled, and every sum rounds it again.

@@ -67,6 +67,21 @@ class Format:
             high = torch.where((high < 0) & (high >= -self.flushed), 0.0, high)
         return (low + high) / 2, (high - low) / 2
 
+    def operand(
+        self, x: torch.Tensor, e: torch.Tensor, eta_a: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``between``, and its error as an operand of tensor cores.
+
+        Args:
+            x: Values.
+            e: Their errors.
+            eta_a: The error of a subnormal operand, of ``Constants``.
+        """
+        middle, width = self.between(x, e)
+        size = middle.abs()
+        subnormal = (size - width < self.smallest / (2 * self.u)) & (size + width > 0)
+        return middle, width.add_(subnormal, alpha=eta_a)
+
 
 # Subnormal bfloat16 numbers are subnormal as float32, which arithmetic may flush.
 _FORMATS = {

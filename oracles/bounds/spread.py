@@ -49,7 +49,13 @@ import torch
 from fa_verify.oracles.bounds.backward import QUERY_TILE
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.error_model import chunks
-from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error, softmax_additions
+from fa_verify.oracles.bounds.forward import (
+    Chunk,
+    Forward,
+    dot_error,
+    forward_error,
+    softmax_additions,
+)
 from fa_verify.oracles.bounds.given_forward import Returned
 from fa_verify.oracles.bounds.replay import Format, cast_format, operand_format, stored_format
 from fa_verify.oracles.outputs import Numerics
@@ -221,7 +227,7 @@ def _of_forward(
     scores, out, v2, empty = fwd.scores, fwd.out, x.v.square(), x.empty.unsqueeze(2)
     p, p2, top = scores.p, scores.p.square(), (scores.m - scores.lse).exp().unsqueeze(2)
     # 1. Scores. E without the dots is an upper limit of everything else.
-    dots = scores.reach * (t * (c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot))
+    dots = dot_error(x, scores.reach * t, t, c, "none")
     systematic = (scores.error - dots).clamp_(min=0).add_(pairs.dot.one_sided)
     systematic.masked_fill_(x.hidden, 0.0)
     centred = p2 * (pairs.dot.variance + systematic.square())

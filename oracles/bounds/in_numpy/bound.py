@@ -22,6 +22,7 @@ from fa_verify.oracles.bounds.in_numpy.units import (
     lag_of,
     prescale_underflow,
     replayed,
+    replayed_operand,
     rescales,
     rounded,
     seen_tiles,
@@ -444,9 +445,11 @@ def backward_bound(
     ds_mn = dscaled_mn
     if replay.cast is not None and numerics.ds_scaled:
         known_mn = e_mn + 2 * u * top_mn + units.flush_op / min(t, 1.0)
-        ds_mn, cast_mn = (x / t for x in replayed(t * ds_mn, t * known_mn, replay.cast))
+        ds_mn, cast_mn = (
+            x / t for x in replayed_operand(t * ds_mn, t * known_mn, replay.cast, units)
+        )
     elif replay.cast is not None:
-        ds_mn, cast_mn = replayed(ds_mn, e_mn, replay.cast)
+        ds_mn, cast_mn = replayed_operand(ds_mn, e_mn, replay.cast, units)
     cast_mn = np.where(seen_mn, cast_mn, 0.0)
 
     # 4: dQ = t dS K
@@ -490,7 +493,7 @@ def backward_bound(
     cast_p_mn = p_mn * np.expm1(prob_error_mn) + uc * largest_mn + underflow
     if replay.cast is not None:
         grown_mn = p_mn * np.expm1(prob_error_mn) + units.flush
-        p_mn, cast_p_mn = replayed(p_mn, grown_mn, replay.cast)
+        p_mn, cast_p_mn = replayed_operand(p_mn, grown_mn, replay.cast, units)
     cast_p_mn = np.where(seen_mn, cast_p_mn, 0.0)
     bound_dv_ne = cast_p_mn.T @ dout_me
     lost = units.eta_x * (1 + units.u_dot)

@@ -25,6 +25,7 @@ __all__ = [
     "lag_of",
     "prescale_underflow",
     "replayed",
+    "replayed_operand",
     "rescales",
     "rounded",
     "seen_tiles",
@@ -61,7 +62,10 @@ class Units:
         eta_stored: Absolute error of a store that underflows.
         u_x: Relative error of a dot's operand beyond its dtype, as in TF32.
         u_input: The same of an operand that is an input, 0 if inputs were converted before.
-        eta_x: Absolute error of a subnormal operand of a dot.
+        eta_x: Absolute error of a subnormal operand of a dot, from its conversion to TF32 and from
+            ``cut_off``.
+        cut_off: Loss of the sum of 16 products on a tensor core, if an operand of one is subnormal
+            and the other is 1.
         flush_op: Magnitude below which elementwise operands and results may be flushed, apart from
             casts, P and dS.
         accumulator: h, the accumulation constant of a dot.
@@ -78,6 +82,7 @@ class Units:
     u_x: float
     u_input: float
     eta_x: float
+    cut_off: float
     flush_op: float
     accumulator: float
 
@@ -87,9 +92,13 @@ class Units:
         return 2 * self.u_input + self.u_input**2
 
     def subnormal_operands(self, a_rd: FloatArray, b_ce: FloatArray) -> FloatArray:
-        """Returns the error of the dots of the rows of a and b from subnormal elements, (R, C)."""
-        sums_rc: FloatArray = np.abs(a_rd).sum(axis=1)[:, None] + np.abs(b_ce).sum(axis=1)[None, :]
-        return self.eta_x * (1 + self.u_dot) * sums_rc
+        """Returns the error of the dots of the rows of a and b from subnormal elements, (R, C).
+
+        It is 0 if a row is 0.
+        """
+        a_r1, b_1c = np.abs(a_rd).sum(axis=1)[:, None], np.abs(b_ce).sum(axis=1)[None, :]
+        sums_rc = np.where((a_r1 > 0) & (b_1c > 0), a_r1 + b_1c, 0.0)
+        return np.asarray(self.eta_x * (1 + self.u_dot) * sums_rc)
 
     @property
     def u_cast_dot(self) -> float:
@@ -137,6 +146,12 @@ def units_of(in_dtype: str, numerics: Numerics, converted: bool = False) -> Unit
     # 11 binary digits of a number; a rounding to nearest errs by half as much as a truncation.
     half = 0.5 if numerics.tf32_conversion in ("nearest", "nearest_away") else 1.0
     short = half * (numerics.dots == "tf32" and in_dtype == "fp32")
+    # A subnormal operand has the exponent of the smallest normal number. Up to 16 products are
+    # shifted to the largest sum of two exponents, and lose what lies 24 binary digits below it.
+    smallest_exponent = {"fp16": -14, "bf16": -126, "fp32": -126 if short else None}.get(in_dtype)
+    cut_off = 0.0
+    if smallest_exponent is not None:
+        cut_off = math.ldexp(16.0 * numerics.accumulator, smallest_exponent - 24)
     return Units(
         u=2.0**-53 if double else 2.0**-24,
         flush=flush,
@@ -149,7 +164,8 @@ def units_of(in_dtype: str, numerics: Numerics, converted: bool = False) -> Unit
         u_x=2.0**-10 * short,
         u_input=0.0 if converted else 2.0**-10 * short,
         # TF32 drops 13 bits of a number whose last bit is 2**-149.
-        eta_x=2.0**-136 * short,
+        eta_x=2.0**-136 * short + cut_off,
+        cut_off=cut_off,
         flush_op=numerics.flushes * flush,
         accumulator=float(numerics.accumulator),
     )
@@ -330,6 +346,16 @@ def replayed(x: FloatArray, e: FloatArray, to: str) -> tuple[FloatArray, FloatAr
         low = np.where((0 < low) & (low <= 2.0**-126), 0.0, low)
         high = np.where((-(2.0**-126) <= high) & (high < 0), 0.0, high)
     return (low + high) / 2, (high - low) / 2
+
+
+def replayed_operand(
+    x: FloatArray, e: FloatArray, to: str, units: Units
+) -> tuple[FloatArray, FloatArray]:
+    """Returns ``replayed``, with the loss of a tensor core where the operand may be subnormal."""
+    middle, rest = replayed(x, e, to)
+    smallest_normal = 2.0**-14 if to == "fp16" else 2.0**-126
+    may_be = (np.abs(middle) - rest < smallest_normal) & (np.abs(middle) + rest > 0)
+    return middle, rest + np.where(may_be, units.cut_off, 0.0)
 
 
 _SEGMENT = 256  # the widest tile of a kernel whose sums run in order

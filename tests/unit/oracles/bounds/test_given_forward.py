@@ -315,6 +315,33 @@ def test_an_emulated_backward_stays_within_the_bound_of_what_it_declares(declara
         assert max(worst_shares(kernel, draw(200 + seed, dtype, family))) <= 1, family
 
 
+@pytest.mark.parametrize("implementation", ["PyTorch", "NumPy"])
+def test_a_subnormal_operand_costs_the_other_products_their_last_digits(implementation) -> None:
+    """An H100 stored dv one spacing off where dout was subnormal and dv near half a spacing.
+
+    Here P' dout is -2.50007 spacings after the cast of P, and -2.5 if tensor cores cut off each
+    product 25 digits below 2**-15: the exponent of P = 0.83 and that of the smallest normal number.
+    """
+    q = torch.tensor([-11.4, -13.1, -8.55, 1.58]).half().double().view(1, 1, 4, 1)
+    k = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 1, 2, 1)
+    spacing = 2.0**-24
+    dout = spacing * torch.tensor([-46.0, -12.0, -63.0, -3.0], dtype=torch.float64).view(1, 1, 4, 1)
+    inputs, call = (q, k, k, dout), {"mask": Mask(), "sm_scale": 1.0}
+    truth = torch_reference.attention(*inputs, **call)
+    call |= {"in_dtype": "fp16", "numerics": reading()}
+    if implementation == "PyTorch":
+        given = given_forward.Returned(truth.out, truth.lse)
+        got = given_forward.given_forward(*inputs, given=given, **call)
+        dv, most = got.dv[0, 0, 0].item(), got.dv_bound[0, 0, 0].item()
+    else:
+        value, limit = numpy_given_forward.backward(
+            *as_arrays(inputs), out=truth.out.numpy(), lse=truth.lse.numpy(), **call
+        )
+        dv, most = value.dv[0, 0, 0].item(), limit.dv[0, 0, 0].item()
+    assert abs(-3 * spacing - dv) <= most
+    assert abs(-2 * spacing - dv) <= most
+
+
 def test_a_row_and_a_key_without_a_partner_are_exact() -> None:
     drawn = Drawn("fp16/empty/0", reading())
     mask = Mask(causal=True, seqlens_q=(30,), seqlens_k=(20,))

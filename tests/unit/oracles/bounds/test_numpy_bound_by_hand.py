@@ -37,6 +37,7 @@ class Constants(NamedTuple):
     eta: float
     u_x: float = 0.0
     times: int = 1
+    eta_x: float = 0.0  # without the 2**-136 of a subnormal operand in TF32
 
     @property
     def ud(self) -> mpmath.mpf:
@@ -51,7 +52,7 @@ class Constants(NamedTuple):
 
 
 RUNGS = {
-    "fp16": Constants("fp16", 2.0**-24, 2.0**-126, 2.0**-22, 2.0**-11, 2.0**-25),
+    "fp16": Constants("fp16", 2.0**-24, 2.0**-126, 2.0**-22, 2.0**-11, 2.0**-25, eta_x=2.0**-34),
     "bf16": Constants("bf16", 2.0**-24, 2.0**-126, 2.0**-22, 2.0**-8, 2.0**-126),
     "fp32": Constants("fp32", 2.0**-24, 2.0**-126, 2.0**-22, 2.0**-24, 2.0**-126),
     "tf32": Constants("fp32", 2.0**-24, 2.0**-126, 2.0**-22, 2.0**-24, 2.0**-126, 2.0**-10),
@@ -73,7 +74,7 @@ def test_one_zero_key_has_the_bound_computed_by_hand(rung: str) -> None:
     limits = bound_of(rung, zero, zero, one, zero)
     # One visible key with score 0: s = m = L = 0, p = 1, out = v = 1, one tile of 16 keys, E is
     # the error of one exponential.
-    core = mpmath.exp(2 * c.u_exp) * (c.uc + c.chain(18) * (1 + c.uc)) + c.eta + c.flush
+    core = mpmath.exp(2 * c.u_exp) * (c.uc + c.chain(18) * (1 + c.uc) + c.eta_x) + c.eta + c.flush
     core += (c.chain(22) + 4 * c.u) * (1 + core)
     out = c.times * (core + c.u_in * (1 + core) + c.eta)
     lse = c.times * (c.u_exp + c.chain(22) + c.u_exp)
@@ -143,7 +144,8 @@ def score_errors(x: Passes, c: Constants, prescales: str, t: float) -> list[mpma
         + 3 * c.u * (x.m - s)
         + c.u_exp
         + lost_to_underflow(c, prescales, t) * y
-        for s, y in zip(x.s, reach, strict=True)
+        + t * c.eta_x * (Q + abs(k))
+        for s, y, k in zip(x.s, reach, KS, strict=True)
     ]
 
 
@@ -154,6 +156,7 @@ def forward_by_hand(x: Passes, E: list[mpmath.mpf], c: Constants) -> tuple[mpmat
     core = (c.eta + c.flush) * min(1, mpmath.exp(x.m - x.lse + 2 * max(E))) * sum(VS)
     for a, e, v in zip(x.p, E, VS, strict=True):
         core += a * ((mpmath.exp(e) - 1) * abs(v - x.out) + per_term * mpmath.exp(e) * v) / z
+        core += c.eta_x * a * mpmath.exp(e) / z
     core += (c.chain(22) + 4 * c.u) * (x.out + core)
     lse = mpmath.log(sum(a * mpmath.exp(e) for a, e in zip(x.p, E, strict=True)))
     lse += c.chain(22) + c.u_exp * (1 + x.lse - x.m) + 4 * c.u * max(x.m, x.lse)
@@ -172,6 +175,7 @@ def bound_by_hand(rung: str, prescales: str, t: float) -> dict[str, list[mpmath.
     for s, e, a, b, ds, k, v in zip(x.s, E, x.p, x.dp, x.ds, KS, VS, strict=True):
         grown = mpmath.exp(e + lse + 3 * c.u * (abs(s) + x.lse) + c.u_exp)
         given = (c.chain(16) * (1 + c.ud) + c.ud) * DOUT * v + d_delta
+        given += c.eta_x * (DOUT + v)
         size = abs(b) + x.delta
         error = (grown - 1) * abs(b - x.delta) + grown * (given + 3 * c.u * (size + given))
         error = a * error + c.flush * (1 + size)
@@ -179,13 +183,13 @@ def bound_by_hand(rung: str, prescales: str, t: float) -> dict[str, list[mpmath.
         cast = error + c.uc * top + c.eta * (1 + c.u_x)
 
         dq += t * ds * k
-        B_dq += t * (cast + per_dq * top) * abs(k)
+        B_dq += t * ((cast + per_dq * top) * abs(k) + c.eta_x * top)
         B_dq += ("k" in prescales) * top * (t * c.u_in * abs(k) + reused)
         dk, dv = 2 * t * Q * ds, 2 * DOUT * a
-        b_dk = 2 * t * Q * (cast + per_dk * top)
+        b_dk = 2 * t * (Q * (cast + per_dk * top) + c.eta_x * top)
         b_dk += 2 * ("q" in prescales) * top * (t * c.u_in * Q + reused)
         b_dv = a * (grown - 1) + c.uc * a * grown + (c.eta + c.flush) * (1 + c.u_x)
-        b_dv = 2 * DOUT * (b_dv + per_dk * a * grown)
+        b_dv = 2 * (DOUT * (b_dv + per_dk * a * grown) + c.eta_x * a * grown)
         B_dk.append(b_dk + (c.u_in + 4 * c.u) * (abs(dk) + b_dk) + c.eta)
         B_dv.append(b_dv + c.u_in * (abs(dv) + b_dv) + c.eta)
     B_dq += (c.u_in + 4 * c.u) * (abs(dq) + B_dq) + c.eta

@@ -332,12 +332,13 @@ def replayed(pytestconfig: pytest.Config) -> AnyProblem | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Empty PyTorch's cache if this worker holds more than its share of half of the GPU's memory.
+    """Empty PyTorch's cache if this worker holds more than its share of 1/16 of the GPU's memory.
 
-    Memory that one process caches is not available to the other processes on the GPU.
+    Memory that one process caches is not available to the other processes on the GPU, some of whose
+    tests need half of it.
     """
     yield
     if ON_GPU and torch.cuda.is_initialized():
         total = torch.cuda.get_device_properties().total_memory
-        if torch.cuda.memory_reserved() > total / 2 / workers.sharing(os.environ):
+        if torch.cuda.memory_reserved() > total / 16 / workers.sharing(os.environ):
             torch.cuda.empty_cache()

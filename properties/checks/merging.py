@@ -467,7 +467,8 @@ def far_apart(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
     step = -(-FAR // (x.shape[axis] - 1) // x.numel()) * x.numel()
     strides = [*x.contiguous().stride()]
     strides[axis] = step
-    elements = 2 * FAR + step + x.numel()
+    # An offset that wraps to a 32-bit int leads to elsewhere in the arena, before or behind.
+    elements = FAR + max(FAR, step * (x.shape[axis] - 1)) + x.numel()
     first, bound = _run(subject, given, gradients=True), _bound(subject, problem, exact)
     try:
         with large_memory(problem.device, elements * x.element_size() + SPARE):

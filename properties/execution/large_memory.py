@@ -20,13 +20,14 @@ from fa_verify.properties.execution.workers import GIB_PER_WORKER
 
 __all__ = ["free_memory", "large_memory", "limit_memory", "no_room"]
 
-_PATIENCE = 100.0  # seconds: the longest test with much memory of its own takes half of it
+_PATIENCE = 100.0  # seconds of a process: the longest test with much memory takes half of it
 _CONTEXT = 2**29  # bytes that CUDA holds for a process beside its tensors
 _GIB = 2**30
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB}
 _ASKED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMG]iB)")
 
 _limit: int | None = None
+_waited = 0.0  # seconds that this process has waited for memory
 
 
 def limit_memory(gib: float, processes: int) -> None:
@@ -84,8 +85,9 @@ def large_memory(device: str, size: int) -> Iterator[None]:
     """Wait until no other process of the user is in such a block for the same GPU.
 
     Two processes that each find enough free memory could otherwise both allocate it. Then wait
-    until that much is free, but no longer than other tests need theirs. The caller compares its
-    need with the free memory inside the block, and frees the memory before its end.
+    until that much is free. All waits of a process together take no longer than other tests need
+    their memory; a process that holds it longer will not free it. The caller compares its need with
+    the free memory inside the block, and frees the memory before its end.
 
     Args:
         device: "cuda"; on "cpu" the block does not wait.
@@ -96,10 +98,18 @@ def large_memory(device: str, size: int) -> Iterator[None]:
         return
     gpu = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
     path = Path(tempfile.gettempdir()) / f"fa-verify-{os.getuid()}-gpu-{gpu}.lock"
+    torch.cuda.empty_cache()  # for the process that is in its block
     with path.open("w", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)  # released when the file is closed
-        deadline = time.monotonic() + _PATIENCE
-        while free_memory() < size <= (_limit or size) and time.monotonic() < deadline:
-            torch.cuda.empty_cache()
-            time.sleep(0.1)
+        _wait_for(size)
         yield
+
+
+def _wait_for(size: int) -> None:
+    """Wait until that many bytes are free, as long as the patience of this process lasts."""
+    global _waited
+    begin, waited = time.monotonic(), _waited
+    while free_memory() < size <= (_limit or size) and _waited < _PATIENCE:
+        torch.cuda.empty_cache()
+        time.sleep(0.1)
+        _waited = waited + time.monotonic() - begin

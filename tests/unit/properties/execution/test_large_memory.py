@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ FREE = 2**30
 def memory(monkeypatch):
     """The free bytes of a GPU's memory, one for each question; the last one stays."""
     answers = [FREE]
+    monkeypatch.setattr(module, "_waited", 0.0)
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", lambda: (answers.pop(0) if answers[1:] else answers[0], FREE)
     )
@@ -70,6 +72,25 @@ def test_a_block_does_not_wait_for_memory_for_ever(monkeypatch, memory):
     monkeypatch.setattr(module, "_PATIENCE", 0.3)
     with large_memory("cuda", 2 * FREE):
         assert memory == [FREE]
+
+
+def test_the_waits_of_a_process_share_their_patience(monkeypatch, memory):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test-of-patience")
+    monkeypatch.setattr(module, "_PATIENCE", 0.5)
+    begin = time.monotonic()
+    for _ in range(20):
+        with large_memory("cuda", 2 * FREE):
+            pass
+    assert time.monotonic() - begin < 5
+
+
+def test_a_process_frees_its_cache_before_it_waits_for_another(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test-of-a-cache")
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
+    monkeypatch.setattr(module.fcntl, "flock", lambda *_: events.append("lock"))
+    with large_memory("cuda", 0):
+        assert events == ["empty", "lock"]
 
 
 @pytest.fixture

@@ -60,7 +60,8 @@ class Config:
         one_pass: Tile of the dk/dv kernel when it also computes dq.
         cache: Tile of calls with a cache.
         split_keys: Keys of a split of calls with a cache, a multiple of the tile's block_n. Splits
-            begin at multiples of it, so it selects the bits of a call.
+            begin at multiples of it, so it selects the bits of a call. Without a tile it is a
+            multiple of 128.
         dots: "ieee", or "tf32" to run the dots of fp32 inputs in TF32.
         splits: Number of programs of the forward that share the key tiles of a query tile, from 1
             to 256. Splits occupy a GPU better with few queries and long keys. Each split takes
@@ -79,7 +80,7 @@ class Config:
     dq: Tile | None = None
     one_pass: Tile | None = None
     cache: Tile | None = None
-    split_keys: int = 1024
+    split_keys: int = 2048
     dots: str = field(default="ieee")
     splits: int | None = None
     hopper: bool = True
@@ -92,8 +93,8 @@ class Config:
                 raise TypeError(f"{name} is {getattr(self, name)!r}; needs a Tile or None")
         if isinstance(self.split_keys, bool) or not isinstance(self.split_keys, int):
             raise TypeError(f"split_keys is {self.split_keys!r}; needs an int")
-        if self.split_keys < 1 or self.split_keys % (self.cache.block_n if self.cache else 64):
-            needs = f"block_n of cache, {self.cache.block_n}" if self.cache else "64"
+        if self.split_keys < 1 or self.split_keys % (self.cache.block_n if self.cache else 128):
+            needs = f"block_n of cache, {self.cache.block_n}" if self.cache else "128"
             raise ValueError(f"split_keys is {self.split_keys}; needs a multiple of {needs}")
         if self.dots not in ("ieee", "tf32"):
             raise ValueError(f"dots is {self.dots!r}; needs 'ieee' or 'tf32'")
@@ -156,13 +157,14 @@ def _default_tiles(dtype: torch.dtype, block_d: int) -> tuple[Tile, Tile, Tile, 
 def _default_cache_tile(dtype: torch.dtype, block_d: int) -> Tile:
     """Returns the tile of calls with a cache, for a dtype and the larger padded head_dim.
 
-    64 rows are the fewest of a Hopper tensor core's instruction. A tile of few rows wastes what a
-    call is not short of, since reading the keys takes longer.
+    16 rows are what a query of a group fills. Tiles of 64 rows, the fewest of a Hopper tensor
+    core's own instruction, are faster where a call has many queries, but decode slower. The number
+    of queries selects no tile: tokens that are decoded one by one have the bits of the prefill.
     """
     if dtype in (torch.float16, torch.bfloat16):
         if block_d <= 128:
-            return Tile(64, 64, 4, 3)
-        return Tile(64, 64, 8, 2) if block_d <= 256 else Tile(64, 32, 8, 2)
+            return Tile(16, 128, 4, 2)
+        return Tile(16, 64, 4, 2) if block_d <= 256 else Tile(16, 64, 8, 1)
     return Tile(16, 32 if dtype == torch.float32 and block_d <= 128 else 16, 4, 1)
 
 

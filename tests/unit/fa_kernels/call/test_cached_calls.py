@@ -600,7 +600,7 @@ def test_head_dims_of_latent_attention(columns, values, device, monkeypatch):
     table = ints(2, 0, 1).to(device)[None]
     given = {
         "cache_seqlens": (40,), "page_table": table, "return_lse": True,
-        "config": Config(split_keys=64),
+        "config": Config(split_keys=128),
     }  # fmt: skip
     v = k[..., :values] if values < columns else drawn("v", 3, 16, 1, values).to(device, dtype)
     out, lse = flash_attention_with_kvcache(q, k, v, **given)

@@ -462,16 +462,16 @@ def far_pages(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     try:
         with large_memory(a.device, elements * cache.element_size() + SPARE):
             arena = arena_of(elements, a.device, cache.dtype)
-            moved = arena[FAR:].as_strided(cache.shape, (step, *cache[0].contiguous().stride()))
-            moved.copy_(cache)
-            made = x._replace(**{name: moved})
-            again = run_kvcache(subject, a, made)
-            findings = _written(subject, problem, made, want)
-            del arena, moved, made
-            if a.device == "cuda":
-                torch.cuda.empty_cache()
     except MemoryError as error:
         raise NotImplementedError(str(error)) from error
+    moved = arena[FAR:].as_strided(cache.shape, (step, *cache[0].contiguous().stride()))
+    moved.copy_(cache)
+    made = x._replace(**{name: moved})
+    again = run_kvcache(subject, a, made)
+    findings = _written(subject, problem, made, want)
+    del arena, moved, made
+    if a.device == "cuda":
+        torch.cuda.empty_cache()
     claim = f"is wrong where the pages of {name} span 2**31 elements"
     return findings + _differs(subject, problem, "G10", "C4 far pages", claim, first, again)
 

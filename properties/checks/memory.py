@@ -155,15 +155,15 @@ def far_offsets(trial: Trial) -> list[Finding]:
     elements, dtype = FAR + elements, trial.inputs.q.dtype
     with large_memory(problem.device, elements * dtype.itemsize + SPARE):
         arena = arena_of(elements, problem.device, dtype)
-        moved = [
-            arena[FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
-            for x, place in zip(trial.inputs.tensors, places, strict=True)
-        ]
-        inputs = trial.inputs._replace(**dict(zip(TENSORS, moved, strict=True)))
-        again = run_subject(trial.subject, problem, inputs)
-        del inputs, arena, moved
-        if problem.device == "cuda":
-            torch.cuda.empty_cache()
+    moved = [
+        arena[FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
+        for x, place in zip(trial.inputs.tensors, places, strict=True)
+    ]
+    inputs = trial.inputs._replace(**dict(zip(TENSORS, moved, strict=True)))
+    again = run_subject(trial.subject, problem, inputs)
+    del inputs, arena, moved
+    if problem.device == "cuda":
+        torch.cuda.empty_cache()
     return agree(trial, again, "G12 range", "is wrong where offsets pass 2**31 elements")
 
 

@@ -473,14 +473,14 @@ def far_apart(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
     try:
         with large_memory(problem.device, elements * x.element_size() + SPARE):
             arena = arena_of(elements, problem.device, x.dtype)
-            moved = arena[FAR:].as_strided(x.shape, strides).copy_(x)
-            made = given._replace(**{name: moved})
-            again = run_states(subject, made, gradients=subject.backward)
-            del arena, moved, made
-            if problem.device == "cuda":
-                torch.cuda.empty_cache()
     except MemoryError as error:
         raise NotImplementedError(str(error)) from error
+    moved = arena[FAR:].as_strided(x.shape, strides).copy_(x)
+    made = given._replace(**{name: moved})
+    again = run_states(subject, made, gradients=subject.backward)
+    del arena, moved, made
+    if problem.device == "cuda":
+        torch.cuda.empty_cache()
     again = again._replace(lse=_Convention.of(subject).natural(again.lse))
     claim = f"is wrong where {name} spans 2**31 elements along axis {axis}"
     return _differs(subject, problem, "G8", claim, first, again, bound)

@@ -1,6 +1,6 @@
 """Several processes share the memory of a GPU.
 
-One of them at a time takes many GiB of it. ``--fa-gpu-memory`` limits what each may hold.
+One of them at a time allocates many GiB of it. ``--fa-gpu-memory`` limits what each may hold.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def large_memory(device: str, size: int) -> Iterator[None]:
     Two processes that each find enough free memory could otherwise both allocate it. Then wait
     until that much is free. All waits of a process together take no longer than other tests need
     their memory; a process that holds it longer will not free it. The caller compares its need with
-    the free memory inside the block, and frees the memory before its end.
+    the free memory and allocates inside the block. It may use the memory after the block.
 
     Args:
         device: "cuda"; on "cpu" the block does not wait.

@@ -230,6 +230,7 @@ def _joined(cause: RootCause, part: RootCause) -> RootCause:
     """Return a cause with the outputs of a part of it, and the smaller problem of the two.
 
     A part that needs more features is not shown: its problem may fail for another cause as well.
+    An exception needs the features that both have: more were noted where the time ran out.
     """
     outputs = tuple(dict.fromkeys((*cause.outputs, *part.outputs)))
     alike = {x.name for x in cause.hard} == {x.name for x in part.hard}
@@ -238,6 +239,9 @@ def _joined(cause: RootCause, part: RootCause) -> RootCause:
     features = tuple(
         next((x.joined(y) for y in part.features if x.is_of(y)), x) for x in cause.features
     )
+    common = tuple(x for x in features if any(x.is_of(y) for y in part.features))
+    if " at " in cause.kind and not all(map(is_soft, common)):
+        features = common
     return dataclasses.replace(
         shown, number=cause.number, features=features, outputs=outputs,
         dtypes=tuple(x for x in DTYPES if x in (*cause.dtypes, *part.dtypes)),
@@ -421,7 +425,7 @@ class Failure:
                     passing.append((is_soft(feature), beside))
         ranked = min(passing, key=lambda x: (x[0], _distance(x[1], smallest)), default=None)
         nearest = None if ranked is None else ranked[1]
-        dtypes = self._dtypes(smallest, nearest, needed)
+        dtypes = self._dtypes(smallest, nearest, needed, outcome.kind)
         others = [x for x in _dtypes_of(subject) if x not in dtypes and self._judges(smallest, x)]
         if others:
             needed.append(Feature("dtype", dtypes))
@@ -484,9 +488,11 @@ class Failure:
         return explained
 
     def _dtypes(
-        self, problem: Problem, passing: Problem | None, needed: list[Feature]
+        self, problem: Problem, passing: Problem | None, needed: list[Feature], kind: str
     ) -> tuple[str, ...]:
         """Return the dtypes in which a problem fails, and the one beside it passes.
+
+        If the failure of this kind is an exception, wrong values are no failure.
 
         Tiles of another dtype may be wider, so that its problem fails from larger sizes on.
         """
@@ -504,12 +510,13 @@ class Failure:
         return tuple(
             dtype
             for dtype in _dtypes_of(self.runner.subject)
-            if dtype == problem.dtype or any(self._parts(*pair, dtype) for pair in pairs)
+            if dtype == problem.dtype or any(self._parts(*pair, dtype, kind) for pair in pairs)
         )
 
-    def _parts(self, problem: Problem, passing: Problem | None, dtype: str) -> bool:
+    def _parts(self, problem: Problem, passing: Problem | None, dtype: str, kind: str) -> bool:
         """Return whether, in a dtype, one problem fails and the other passes."""
-        if not self._unexplained(dataclasses.replace(problem, dtype=dtype)):
+        found = self._unexplained(dataclasses.replace(problem, dtype=dtype))
+        if not found or _vanished(kind, _kind(found[0])):
             return False
         return passing is None or self._of(dataclasses.replace(passing, dtype=dtype)).passes
 

@@ -17,6 +17,7 @@ from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.checks.invariance import sequence
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.search import causes as causes_module
 from fa_verify.properties.search.causes import (
     Beyond,
     Failure,
@@ -45,6 +46,8 @@ def runner_of(*faults: str) -> Runner:
         groups = q.shape[1] // k.shape[1]
         if "needs 32" in faults and q.shape[2] % 32:
             raise RuntimeError("M is no multiple of 32")
+        if "raises in fp32" in faults and q.dtype == torch.float32:
+            raise RuntimeError("fp32 is not supported")
         if "raises" in faults and q.shape[3] != v.shape[3]:
             raise RuntimeError(f"sizes {q.shape[3]} and {v.shape[3]}")
         if "rounded" in faults:
@@ -254,6 +257,23 @@ def test_causes_are_joined_once_one_of_them_covers_the_other():
     # Another failure shows that the first fault is in both.
     store.replace(dataclasses.replace(whole, outputs=("dv", "dk")))
     assert [x.number for x in store.known()] == [number] == [store.number(other)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_exception_is_of_one_dtype_although_values_are_wrong_in_others(first, monkeypatch):
+    """Where every problem is compiled anew, the time runs out before all features are known."""
+    runner, store = runner_of("raises in fp32", "causal scaled"), Known()
+    if first:
+        causes_of(runner, Problem(), store)
+    monkeypatch.setattr(causes_module, "SECONDS", 0.0)
+    (hurried,) = causes_of(runner, CAUSAL, Known())
+    assert hurried.dtypes == ("fp32",)
+    store.add(hurried)
+    monkeypatch.undo()
+    if not first:
+        causes_of(runner, Problem(), store)
+    (cause,) = store.known()
+    assert [x.name for x in cause.features] == ["dtype"]
 
 
 def test_a_part_that_needs_more_features_is_not_shown_for_its_cause():

@@ -436,7 +436,11 @@ def _told(error: BaseException) -> str:
     # Triton's InterpreterError wraps the exception of the kernel.
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    # Its CompilationErrors point from one called function into the next. The last has the reason.
+    reason = error
+    while reason.__cause__ is not None and type(reason.__cause__) is type(error):
+        reason = reason.__cause__
+    text = f"{type(error).__name__}: {reason}" if str(reason) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     frame = (own or frames)[-1]

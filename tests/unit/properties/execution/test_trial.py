@@ -47,6 +47,19 @@ def test_a_run_leaves_the_modes_of_torch_as_they_were(fault):
     assert modes() == before
 
 
+def test_the_reason_of_a_compilation_error_is_told_and_the_line_that_calls_the_kernel():
+    """Triton raises one for the caller of a function, caused by one inside of it."""
+    errors = pytest.importorskip("triton.compiler.errors")
+
+    class DoesNotCompile(Eager):
+        def spoil(self, out, lse, live, N, config):
+            inner = errors.CompilationError("dot(p, v)", None, "operands are fp16 and fp32")
+            raise errors.CompilationError("inner(p, v)", None, None) from inner
+
+    with pytest.raises(SubjectError, match=r"(?s)operands are fp16 and fp32.*test_trial.py, line"):
+        run_subject(Subject.of(DoesNotCompile(), "eager"), PROBLEM, make(PROBLEM))
+
+
 def test_a_subject_runs_between_guard_bands_on_a_cpu():
     class Looks(Eager):
         def spoil(self, out, lse, live, N, config):

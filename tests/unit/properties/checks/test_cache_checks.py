@@ -345,8 +345,9 @@ def test_calls_are_drawn_for_few_kernels(kernels):
         for x in (problem.attention for problem in problems)
     }
     assert len(found) <= 4
-    # Each value of each of them occurs.
+    # Each value of each of them occurs, and so do keys of columns that a tile has in two parts.
     assert all(len({*values}) == 2 for values in zip(*found, strict=True))
+    assert any(problem.attention.D > 128 for problem in problems)
 
 
 def test_free_rows_that_a_kernel_of_pages_reads_are_found():

@@ -894,6 +894,13 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             lambda: test_cache_checks.claimed("nothing cached"),
         ),
         Kind(
+            "C5: unwritten memory",
+            "A row that sees no key reads sums that nobody has written.",
+            lambda: test_cache_checks.claimed(
+                "nothing cached", test_cache_checks.reads_unwritten_sums
+            ),
+        ),
+        Kind(
             "I1: neighbours in a cache",
             "The number of splits depends on the number of entries, or on the longest.",
             lambda: test_cache_checks.claimed("neighbours"),

@@ -42,9 +42,11 @@ _BUSY = {"cpu": 9, "cuda": 1100}
 _ROWS, _WINDOWS, _MANY = 17, 21, 33
 
 
-def _run(subject: Subject, problem: CacheProblem, x: CacheInputs) -> _Result:
-    """Run the subject with guard bands around what it allocates."""
-    with GuardBands() as guards:
+def _run(
+    subject: Subject, problem: CacheProblem, x: CacheInputs, fill: float = math.nan
+) -> _Result:
+    """Run the subject with guard bands around what it allocates, which holds ``fill``."""
+    with GuardBands(fill) as guards:
         found = run_kvcache(subject, problem.attention, x)
     if overruns := guards.overruns():
         raise SubjectError(
@@ -260,7 +262,8 @@ def append(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
 def nothing(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     """C5: no key in the cache, no place in the table, no entry: out is 0 and lse -inf.
 
-    The calls have no sinks.
+    The calls have no sinks. New memory holds NaN, and then 1: a kernel that reads sums it never
+    wrote can take NaN for those of an empty row, since NaN > 0 is False.
 
     Raises:
         NotImplementedError: The subject refuses the calls, or the mask has a predicate.
@@ -283,14 +286,21 @@ def nothing(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
         )  # fmt: skip
     findings, refusals = [], []
     for name, case in cases.items():
+        claim = f"is not that of {name}"
         try:
-            out, lse = _run(subject, problem, case)
+            for fill, memory in ((math.nan, ""), (1.0, ", where new memory holds 1")):
+                out, lse = _run(subject, problem, case, fill)
+                want = (
+                    torch.zeros_like(out), None if lse is None else torch.full_like(lse, -math.inf)
+                )  # fmt: skip
+                found = _differs(
+                    subject, problem, "", "C5 nothing cached", claim + memory, want, (out, lse)
+                )
+                findings += found
+                if found:
+                    break
         except NotImplementedError as reason:
             refusals.append(str(reason))
-            continue
-        want = torch.zeros_like(out), None if lse is None else torch.full_like(lse, -math.inf)
-        claim = f"is not that of {name}"
-        findings += _differs(subject, problem, "", "C5 nothing cached", claim, want, (out, lse))
     if len(refusals) == len(cases):
         raise NotImplementedError(refusals[0])
     return findings

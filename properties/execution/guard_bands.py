@@ -62,7 +62,7 @@ class Overrun(NamedTuple):
 
 
 class GuardBands(TorchDispatchMode):
-    """Context manager: new tensors lie between guard bands, uninitialised ones hold NaN.
+    """Context manager: new tensors lie between guard bands, uninitialised ones hold one value.
 
     Covers tensors that Python code or autograd allocates with ``torch.empty``, ``torch.zeros``,
     ``torch.full`` and similar functions. Does not cover allocations inside a library's own
@@ -79,9 +79,14 @@ class GuardBands(TorchDispatchMode):
         """Return True, so that the mode does not disable compiled code."""
         return True
 
-    def __init__(self) -> None:
-        """Start without allocations."""
+    def __init__(self, fill: float = math.nan) -> None:
+        """Start without allocations.
+
+        Args:
+            fill: Value of uninitialised floating-point and complex numbers.
+        """
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._fill = fill
         self._allocations: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(
@@ -102,7 +107,7 @@ class GuardBands(TorchDispatchMode):
         return self._guarded(made, initialised=func in _OF_ONE_VALUE)
 
     def _guarded(self, like: torch.Tensor, *, initialised: bool) -> torch.Tensor:
-        """Return a copy of ``like`` between guard bands; NaN instead of uninitialised values."""
+        """Return a copy of ``like`` between guard bands, with a value for uninitialised ones."""
         reach = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
         size = like.element_size()
         band = torch.full(
@@ -113,7 +118,7 @@ class GuardBands(TorchDispatchMode):
         if initialised:
             tensor.copy_(like)
         elif like.is_floating_point() or like.is_complex():
-            own.fill_(math.nan)
+            own.fill_(self._fill)
         self._allocations.append((tensor, band))
         return tensor
 

@@ -86,10 +86,10 @@ def cached(
         if ("paged" if rows else "contiguous") in subject.cache
     ]
     heads = [(Hk, group) for Hk in (1, 2) for group in ((1, 2) if Hk == 1 else (1, 3))]
-    # Fields that select a kernel.
+    # Fields that select a kernel. A tile can have 192 columns, no power of two, in two parts.
     constants: dict[str, tuple[Any, ...]] = {
         "config": tuple(configs),
-        "D": dims or (16, 1, 3, 8, 20, 40, 64),
+        "D": dims or (16, 1, 3, 8, 20, 40, 64, 192),
         "Dv": dims or (16, 1, 7, 17, 64),
         "softcap": (None, None, 0.5) if "softcap" in mods else (None,),
         "alibi": ("none", "none", "normal") if "alibi" in mods else ("none",),

@@ -32,12 +32,18 @@ _ATTENTION = Problem(
 _TILES = Problem(
     B=2, H=4, Hk=2, N=45, M=40, D=3, Dv=40, dtype="fp32", config="32x16", softcap=1.5,
     alibi="normal", sinks="ordinary",
-    mask=Mask(window_left=30, window_right=60, seqlens_k=(45, 38)),
+    mask=Mask(window_left=3, window_right=60, seqlens_k=(45, 38)),
 )  # fmt: skip
-# Rows that see one key each, of a low score.
+# Rows that see one key each, of a low score. The last row of a full tile is the only one that sees
+# the last key tile, or sees the last key before it. Rows of the two entries, whose splits differ,
+# are joined by one program.
 _ALONE = Problem(
-    N=20, M=17, dtype="fp32", config="16x32", inputs="lse_low_130",
-    mask=Mask(causal=True, window_left=0, seqlens_k=(20,)),
+    B=2, N=34, M=17, dtype="fp32", config="16x32", inputs="lse_low_130",
+    mask=Mask(causal=True, window_left=0, seqlens_k=(34, 33)),
+)  # fmt: skip
+# An entry without keys, in a cache with places for several splits.
+_EMPTY = Problem(
+    N=40, dtype="fp64", config="16x16", sinks="ordinary", mask=Mask(seqlens_k=(0,))
 )  # fmt: skip
 # Rows of 16 bits in whole 16 bytes, on both sides of a border of key tiles.
 _WIDE = Problem(
@@ -58,9 +64,10 @@ _PROBLEMS = (
     CacheProblem(attention=_TILES, page_size=16, new=35, spare=1),
     CacheProblem(attention=_ALONE, page_size=3, new=1),
     CacheProblem(attention=_WIDE),
+    CacheProblem(attention=_EMPTY),
 )
 # The checks of calls of the same entries, which a mask with a predicate is for.
-_OF_PREDICATES = ("accuracy", "pages", "free rows")
+_OF_SAME_ENTRIES = ("accuracy", "pages", "free rows")
 
 
 def is_of_caches(mutant: Mutant) -> bool:
@@ -72,9 +79,10 @@ def is_of_caches(mutant: Mutant) -> bool:
 def kills_by_caches(subject: Subject) -> Iterator[Kill]:
     """Yields the findings of calls with a cache, as checks of no step."""
     for problem in _PROBLEMS:
-        plain = problem.attention.mask.is_plain
+        # Entries without keys decode nothing.
+        others = problem.attention.mask.is_plain and min(problem.seqlens) > 0
         for name, check in CACHES.items():
-            if not (plain or name in _OF_PREDICATES):
+            if not (others or name in _OF_SAME_ENTRIES):
                 continue
             try:
                 with dots_in_order():

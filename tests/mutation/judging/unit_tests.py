@@ -56,7 +56,7 @@ _OF_PARTS = {
     "fa_kernels/validation/opaque_handles.py": ("tokens",),
     "fa_kernels/kernels/portable/block_lists.py": ("block_mask",),
     "fa_kernels/kernels/portable/classify_blocks.py": ("block_map",),
-    "fa_kernels/kernels/portable/kvcache.py": ("cached_calls",),
+    "fa_kernels/kernels/portable/kvcache.py": ("cached_calls", "visited_tiles"),
     "fa_kernels/kernels/portable/combine.py": ("splits",),
     "fa_kernels/kernels/portable/combine_bwd.py": ("merged_calls",),
     "fa_kernels/kernels/portable/lpt_order.py": ("block_map",),

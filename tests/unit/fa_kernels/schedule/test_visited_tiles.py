@@ -35,6 +35,8 @@ MASKS = {
 # Products of a tile.
 PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3}
 IN_ONE_PASS = {"forward": 2, "dkdv": 5}
+# Windows over a cache, by their reach to the left and right.
+WINDOWS = {"full": (None, None), "causal": (None, 0), "left": (20, 0), "right": (3, 20)}
 
 
 @pytest.fixture
@@ -59,7 +61,11 @@ def visits(monkeypatch):
 
 def visible(mask: Mask, block_m: int, block_n: int) -> int:
     """The number of tiles with a visible pair."""
-    seen = mask.dense(B, H, M, N).expand(B, H, M, N)
+    return tiles_of(mask.dense(B, H, M, N).expand(B, H, M, N), block_m, block_n)
+
+
+def tiles_of(seen: torch.Tensor, block_m: int, block_n: int) -> int:
+    """The number of tiles of a dense mask (entries, heads, rows, keys) with a visible pair."""
     rows = torch.stack([x.any(2) for x in seen.split(block_m, 2)], 2)
     return sum(int(x.any(3).sum()) for x in rows.split(block_n, 3))
 
@@ -80,3 +86,27 @@ def test_kernels_visit_the_tiles_with_a_visible_pair_alone(mask, config, visits)
     tiles = visible(mask, tile.block_m, tile.block_n)
     products = IN_ONE_PASS if "one_pass" in config else PRODUCTS
     assert visits == {kernel: number * tiles for kernel, number in products.items()}
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("programs", [0, 10**6], ids=["in turn", "apart"])
+def test_calls_with_a_cache_visit_the_tiles_with_a_visible_pair_alone(
+    programs, window, group, visits, monkeypatch
+):
+    monkeypatch.setattr(portable, "PROGRAMS_IN_TURN", programs)
+    lengths = (N, 41)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(B, *axes, 16, generator=generator)
+        for axes in ((HK * group, 20), (N, HK), (N, HK))
+    )
+    fa_kernels.flash_attention_with_kvcache(
+        q, k, v, cache_seqlens=lengths, window_size=window, config="16x16"
+    )
+    left, right = window
+    mask = Mask(window_left=left, window_right=right, seqlens_k=lengths)
+    # The rows of a group's heads lie query by query.
+    seen = mask.dense(B, HK, 20, N).repeat_interleave(group, 2)
+    tile = CONFIGS["16x16"].cache
+    assert visits == {"kvcache": 2 * tiles_of(seen, tile.block_m, tile.block_n)}

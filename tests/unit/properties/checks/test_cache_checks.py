@@ -113,6 +113,14 @@ def hides_empty_rows(q, k_cache, v_cache, **given):
     return out, lse.clamp(min=-1e30)
 
 
+def reads_unwritten_sums(q, k_cache, v_cache, *, cache_seqlens, **given):
+    out, lse = attend(q, k_cache, v_cache, cache_seqlens=cache_seqlens, **given)
+    sums = torch.empty_like(lse)
+    held = (0 if given.get("k") is None else given["k"].shape[2]) + cache_seqlens
+    sums[held > 0] = lse[held > 0].exp()
+    return out, torch.where(sums > 0, sums.log(), -math.inf)
+
+
 def is_far_by_64_bits(q, k_cache, v_cache, **given):
     found = attend(q, k_cache, v_cache, **given)
     return perturbed(found, max(k_cache.stride(0), v_cache.stride(0)) > 2**20)
@@ -126,9 +134,9 @@ WRONG = {
 }  # fmt: skip
 
 
-def claimed(check: str) -> str:
-    """The first finding of each claim of a check."""
-    findings = found_in_cache(subject_of(WRONG[check]), PROBLEM, CACHES[check])
+def claimed(check: str, function=None) -> str:
+    """The first finding of each claim of a check, about its fault or another one."""
+    findings = found_in_cache(subject_of(function or WRONG[check]), PROBLEM, CACHES[check])
     return "\n".join({x.claim: str(x) for x in findings[::-1]}.values())
 
 
@@ -345,8 +353,14 @@ def test_calls_are_drawn_for_few_kernels(kernels):
         for x in (problem.attention for problem in problems)
     }
     assert len(found) <= 4
-    # Each value of each of them occurs.
+    # Each value of each of them occurs, and so do keys of columns that a tile has in two parts.
     assert all(len({*values}) == 2 for values in zip(*found, strict=True))
+    assert any(problem.attention.D > 128 for problem in problems)
+
+
+def test_sums_of_an_empty_entry_that_are_read_and_not_written_are_found():
+    told = claimed("nothing cached", reads_unwritten_sums)
+    assert "lse of attention is not that of no key in the cache, where new memory holds 1" in told
 
 
 def test_free_rows_that_a_kernel_of_pages_reads_are_found():

@@ -14,7 +14,7 @@ __all__ = [
     "visited",
 ]  # fmt: skip
 
-# Returns the pairs in some of the visited tiles, (B, H, M, N) bool, given the rows and the keys of a
+# Returns the pairs in some of the visited tiles, (B, H, M, N) bool, given the rows and keys of a
 # tile. The flag says whether the pass of dk and dv goes over rows; other passes go over keys.
 Place = Callable[[Pass, int, int, bool], torch.Tensor]
 

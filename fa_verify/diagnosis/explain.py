@@ -255,10 +255,10 @@ class _Search:
                 continue
             named.add(variant.named.name)
             if fits:
-                found.append(_Survivor(variant, variant.named).agreeing(seen))
+                found.append(_Survivor(variant, variant.named).agreeing(seen, variant(seen.case)))
         for factors in _constants(seen):
-            if seen.agrees(factors(seen.case)):
-                found.append(_Survivor(factors, factors.named).agreeing(seen))
+            if seen.agrees(result := factors(seen.case)):
+                found.append(_Survivor(factors, factors.named).agreeing(seen, result))
         self._tried = max(self._tried, len(named))
         return found
 
@@ -267,8 +267,9 @@ class _Search:
         kept = []
         for one in survivors:
             self._check_time()
-            if seen.agrees(one.candidate(seen.case) or seen.case.right):
-                kept.append(one.agreeing(seen))
+            result = one.candidate(seen.case) or seen.case.right
+            if seen.agrees(result):
+                kept.append(one.agreeing(seen, result))
         return kept
 
     def _separated(self, survivors: list[_Survivor], shown: _Seen) -> list[_Survivor]:
@@ -309,6 +310,11 @@ class _Seen:
     def agrees(self, result: Computed) -> bool:
         """Return whether every element of its outputs agrees with a result."""
         return all(x.agrees(*_member(result, x.name)) for x in self._outputs)
+
+    def lost_in(self, result: Computed | None) -> bool:
+        """Return whether an output that is wrong has nothing left in a result."""
+        values = [] if result is None else [_member(result, x)[0] for x in self.wrong_outputs]
+        return not all(bool((~x.isinf() & (x != 0)).any()) for x in values)
 
     def fits(self, variant: Variant) -> bool | None:
         """Return whether the subject agrees with a variant; None if that changes nothing."""
@@ -467,20 +473,22 @@ class _Survivor:
     named: Named
     elements: int = 0
     problems: int = 0
-    # Whether a problem with wrong elements has more than one of the tiles that the fault implies.
+    # Whether a problem with wrong elements has more than one of the tiles that the fault implies,
+    # and the fault leaves some of it.
     spans: bool = False
 
     @property
     def name(self) -> str:
         return self.named.name
 
-    def agreeing(self, seen: _Seen) -> _Survivor:
+    def agreeing(self, seen: _Seen, result: Computed | None) -> _Survivor:
         """Return the survivor with the evidence of one more problem."""
         return dataclasses.replace(
             self,
             elements=self.elements + seen.wrong,
             problems=self.problems + 1,
-            spans=self.spans or (seen.wrong > 0 and self._spans(seen.problem)),
+            spans=self.spans
+            or (seen.wrong > 0 and self._spans(seen.problem) and not seen.lost_in(result)),
         )
 
     def _spans(self, problem: Problem) -> bool:

@@ -85,6 +85,8 @@ _SEEN = (
     "portable/forward.py:attend drop_sign 2",
     "portable/dq.py:dq_kernel off_by_one 6",
     "common/tile_ranges.py:visible_tiles drop_operand 23",
+    "portable/forward.py:forward_kernel drop_operand 12",
+    "schedule/block_sparse.py:_lists off_by_one 10",
 )
 # Checks of values. Others find faults of memory, of calls in a row, or of other results.
 _VALUES = ("T3", "G1", "G2", "G3", "rms", "bias", "limit", "identities", "mask", "counts")

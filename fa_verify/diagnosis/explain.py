@@ -497,9 +497,8 @@ class _Survivor:
         # Padding is no part of a tile that a kernel visits.
         lengths = problem.mask.lengths(problem.B, problem.M, problem.N)
         rows, keys = (max(x, default=0) for x in lengths)
-        return keys > self.candidate.block_n or (
-            self.candidate.block_n == 0 and rows > self.candidate.block_m
-        )
+        block_m, block_n = self.candidate.block_m, self.candidate.block_n
+        return keys > block_n if block_n else rows > block_m
 
     def explanation(self) -> Explanation:
         return Explanation(

@@ -78,6 +78,7 @@ _SEEN = (
     "lse of empty rows is 0",
     "v of the first batch entry for all",
     "last row not written",
+    "reads past the end",
     "unguarded",
     "dq: range of key tiles for a query tile of BLOCK_N rows",
     "common/seqlen_info.py:sequence drop_operand 3",

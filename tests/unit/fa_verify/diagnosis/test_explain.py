@@ -147,6 +147,12 @@ def test_faults_of_a_subject_in_pytorch_are_named(fault, name):
     assert [x.name for x in found.explanations] == [name]
 
 
+def test_no_tail_is_named_where_every_row_is_lost():
+    """All rows lie in the ragged tile of a kernel with tiles of more rows."""
+    lost = Subject.of(Eager("reads past the end"), "lost")
+    assert diagnose(lost, Problem()).explanations == ()
+
+
 @pytest.mark.parametrize("fault", ["", "unknown", "raises"])
 def test_nothing_is_named_where_nothing_agrees(fault):
     assert diagnose(subject_of(fault), Problem(M=5, N=9)).explanations == ()

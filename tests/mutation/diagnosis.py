@@ -60,11 +60,11 @@ LISTS = {
     "subtle": "subtle faults",
     "mechanical": "mechanical mutants, a first sample by position",
     "more mechanical": "mechanical mutants, a second sample by position",
-    "tiles": "one in 4 mutants of masks, tiles and softmax, by a hash",
+    "tiles": "one in 4 mutants of masks, tiles and softmax, first diagnosed by the final rules",
     "eager": "subjects in plain PyTorch",
     "causes": "attention in float64 of the tests of causes",
 }
-# Functions of masks, tiles and the softmax, the beginnings of their mutants' keys.
+# Functions of masks, scores, tiles and the softmax, the beginnings of their mutants' keys.
 _OF_TILES = (
     "common/mask.py:element_mask ", "common/tile_ranges.py:visible_tiles ",
     "common/tile_ranges.py:split_range ", "common/score_mod.py:apply_score_mods ",

@@ -155,3 +155,15 @@ def test_a_forward_is_named_alone_and_no_gradients_that_read_it_are():
     faults = {"forward": "unguarded", "dq": "first tile left out", "dkdv": "edge tiles twice"}
     found = diagnose(subject_of(faults), CAUSAL, seconds=60)
     assert [(x.name, x.outputs) for x in found.explanations] == [("unguarded rows", ("out", "lse"))]
+
+
+def test_no_tiles_are_named_where_nothing_is_left():
+    """A window of fewer keys than two tiles leaves every visited tile an edge."""
+
+    def nothing(q, k, v, *, mask, sm_scale):
+        out = 0 * (q.sum() + k.sum() + v.sum())
+        return out.expand(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -math.inf)
+
+    nothing.returns_lse, nothing.masks = True, ("window",)
+    window = Problem(M=48, N=48, dtype="fp64", mask=Mask(window_left=20, window_right=9))
+    assert diagnose(Subject.of(nothing, "nothing"), window, seconds=60).explanations == ()

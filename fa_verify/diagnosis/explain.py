@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from fa_verify.diagnosis.named.entries import variants
-from fa_verify.diagnosis.named.named import Named, Variant
-from fa_verify.diagnosis.named.passes import Case, Computed, Pass, computed, forward_of
+from fa_verify.diagnosis.named.named import Made, Named, Variant
+from fa_verify.diagnosis.named.passes import Case, Computed, Forward, Pass, computed, forward_of
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
@@ -33,7 +33,7 @@ __all__ = ["Diagnosis", "Explanation", "diagnose"]
 
 SECONDS = 5.0
 # The time on the clock may be so many times the time of the process, on a busy machine.
-_BUSY = 4
+_BUSY = 8
 # Pairs of rows and keys, over batch entries and heads, above which nothing is computed.
 _MOST_PAIRS = 2**21
 # The square of the share of the error, in bounds, that an explanation may leave.
@@ -48,6 +48,8 @@ _MOST = 3
 _TILES = ((16, 16), (32, 32), (64, 64), (128, 128), (128, 64), (64, 32), (32, 16), (16, 32))
 # Pairs above which a problem is not made much larger: an interpreter would take seconds.
 _GROWN = 2**14
+# The outputs of each pass.
+_OF_PASSES = (("out", "lse"), ("dq",), ("dk", "dv"))
 Candidate = Callable[[Case], "Computed | None"]
 
 
@@ -64,6 +66,7 @@ class Explanation:
         on_record: Projects that shipped the fault, with issues or commits; may be empty.
         elements: Elements beyond the bound of the right result that agree, over all problems.
         problems: Problems on which every element agrees.
+        outputs: The outputs that it explains, if others are wrong in another way; else empty.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Explanation:
     on_record: str
     elements: int
     problems: int
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def diagnose(
         subject: The subject.
         problem: The failing problem.
         also: Other problems that fail for the same cause, or pass beside it.
-        seconds: Time of the process after which nothing more is tried, or four times as long on
+        seconds: Time of the process after which nothing more is tried, or eight times as long on
             the clock. An incomplete search names nothing.
         run: Runs the subject on a problem; None is ``run_trial``.
 
@@ -140,13 +144,14 @@ class _Search:
         self._start = time.monotonic()
         self._ends = time.process_time() + seconds, self._start + _BUSY * seconds
         self._tried = 0
+        self._runs: dict[Problem, Trial | None] = {}
 
     def of(self, problem: Problem, also: Iterable[Problem]) -> Diagnosis:
         threads = torch.get_num_threads()
         # Threads make products of small matrices many times slower on a busy machine.
         torch.set_num_threads(1)
         try:
-            found, complete = self._explanations(problem, also), True
+            found, complete = self._found(problem, tuple(also)), True
         except _OutOfTimeError:
             found, complete = [], False
         finally:
@@ -155,12 +160,31 @@ class _Search:
             tuple(found[:_MOST]), self._tried, complete, time.monotonic() - self._start
         )
 
-    def _explanations(self, problem: Problem, also: Iterable[Problem]) -> list[Explanation]:
-        shown = self._sharpest(problem)
-        if shown is None:
-            return []
+    def _found(self, problem: Problem, also: tuple[Problem, ...]) -> list[Explanation]:
+        """Return what explains all outputs, or else what explains those of one pass."""
+        shown = self._sharpest(problem, OUTPUTS)
+        found = [] if shown is None else self._explanations(shown, also)
+        if shown is None or found:
+            return found
+        wrong = shown.wrong_outputs
+        for outputs in _OF_PASSES:
+            part = tuple(x for x in outputs if x in wrong)
+            if part and part != wrong and (of_part := self._sharpest(problem, outputs)):
+                found += [
+                    dataclasses.replace(
+                        x, outputs=part, place="forward" if "out" in outputs else x.place
+                    )
+                    for x in self._explanations(of_part, also)
+                ]
+            if part and "out" in outputs:
+                # Nothing is known of the results that the backward reads.
+                break
+        return found
+
+    def _explanations(self, shown: _Seen, also: Iterable[Problem]) -> list[Explanation]:
+        outputs = shown.outputs
         others = (x for x in dict.fromkeys((*also, *_grown(shown.problem))) if x != shown.problem)
-        seen = [shown, *(x for x in map(self._seen, others) if x is not None)]
+        seen = [shown, *(x for x in (self._seen(y, outputs) for y in others) if x is not None)]
         # Constants are fitted best where most elements are wrong.
         seen.sort(key=lambda x: -x.wrong)
         survivors = self._agreeing(seen[0])
@@ -168,17 +192,17 @@ class _Search:
             survivors = self._kept(survivors, other)
         if any(x.candidate.tile and not x.spans for x in survivors):
             # A fault of tiles has to show where there are several.
-            wider = self._seen(_wide(survivors, shown.problem))
+            wider = self._seen(_wide(survivors, shown.problem), outputs)
             survivors = survivors if wider is None else self._kept(survivors, wider)
         survivors = [x for x in survivors if x.spans or not x.candidate.tile]
         for other in _resized(shown.problem):
-            if survivors and (more := self._seen(other)) is not None:
+            if survivors and (more := self._seen(other, outputs)) is not None:
                 survivors = self._kept(survivors, more)
         if len({x.name for x in survivors}) > 1:
-            survivors = self._separated(survivors, shown.problem)
+            survivors = self._separated(survivors, shown)
         return [x.explanation() for x in _first_of_each(survivors) if x.elements >= _LEAST]
 
-    def _sharpest(self, problem: Problem) -> _Seen | None:
+    def _sharpest(self, problem: Problem, outputs: tuple[str, ...]) -> _Seen | None:
         """Run the problem in fp32 if it fails there: bounds are small, and constants are held.
 
         A constant of a kernel, such as -1e4 for hidden scores, is often float32 for float64 inputs.
@@ -188,23 +212,28 @@ class _Search:
         plain = dataclasses.replace(problem, layouts=default.layouts, dirty=default.dirty)
         for one in dict.fromkeys((plain, problem)):
             for dtype in dict.fromkeys(("fp32", "fp64", problem.dtype)):
-                seen = self._seen(dataclasses.replace(one, dtype=dtype))
+                seen = self._seen(dataclasses.replace(one, dtype=dtype), outputs)
                 if seen is not None and seen.wrong:
                     return seen
         return None
 
-    def _seen(self, problem: Problem) -> _Seen | None:
-        """Run a problem; None if it says nothing."""
-        self._check_time()
+    def _seen(self, problem: Problem, outputs: tuple[str, ...]) -> _Seen | None:
+        """Run a problem, once, and return some of the outputs; None if it says nothing."""
+        if problem not in self._runs:
+            self._check_time()
+            self._runs[problem] = self._trial(problem)
+        trial = self._runs[problem]
+        return trial and _Seen(trial, outputs, self.subject.numerics_of(problem).splits)
+
+    def _trial(self, problem: Problem) -> Trial | None:
         if problem.B * problem.H * problem.M * max(1, problem.N) > _MOST_PAIRS:
             return None
         if self.subject.excludes(problem):
             return None
         try:
-            trial = self._run(problem)
+            return self._run(problem)
         except (SubjectError, NotImplementedError):
             return None
-        return None if trial is None else _Seen(trial)
 
     def _check_time(self) -> None:
         if self._is_over():
@@ -219,18 +248,18 @@ class _Search:
         tiles = dict.fromkeys((self.subject.tile_of(seen.problem), *_TILES))
         named: set[str] = set()
         found = []
-        for variant in variants(tuple(tiles), backward=self.subject.backward):
+        for variant in variants(tuple(tiles), seen.outputs):
             self._check_time()
             fits = seen.fits(variant)
             if fits is None:
                 continue
             named.add(variant.named.name)
             if fits:
-                found.append(_Survivor(variant, variant.named).agreeing(seen))
+                found.append(_Survivor(variant, variant.named).agreeing(seen, variant(seen.case)))
         for factors in _constants(seen):
-            if seen.agrees(factors(seen.case)):
-                found.append(_Survivor(factors, factors.named).agreeing(seen))
-        self._tried = len(named)
+            if seen.agrees(result := factors(seen.case)):
+                found.append(_Survivor(factors, factors.named).agreeing(seen, result))
+        self._tried = max(self._tried, len(named))
         return found
 
     def _kept(self, survivors: list[_Survivor], seen: _Seen) -> list[_Survivor]:
@@ -238,17 +267,20 @@ class _Search:
         kept = []
         for one in survivors:
             self._check_time()
-            if seen.agrees(one.candidate(seen.case) or seen.case.right):
-                kept.append(one.agreeing(seen))
+            result = one.candidate(seen.case) or seen.case.right
+            if seen.agrees(result):
+                kept.append(one.agreeing(seen, result))
         return kept
 
-    def _separated(self, survivors: list[_Survivor], problem: Problem) -> list[_Survivor]:
+    def _separated(self, survivors: list[_Survivor], shown: _Seen) -> list[_Survivor]:
         """Run problems on which the results of survivors differ, and keep those that agree."""
-        for other in _featured(problem):
+        for other in _featured(shown.problem):
             if len({x.name for x in survivors}) < 2 or self._is_over():
                 break
-            if self.subject.excludes(other) is None and _differ(survivors, other):
-                seen = self._seen(other)
+            if self.subject.excludes(other) is not None:
+                continue
+            if _differ(survivors, other, shown.outputs, self.subject.numerics_of(other).splits):
+                seen = self._seen(other, shown.outputs)
                 # Another fault of the subject may show on a problem with another feature.
                 survivors = (seen and self._kept(survivors, seen)) or survivors
         return survivors
@@ -257,53 +289,74 @@ class _Search:
 class _Seen:
     """A run of the subject on a problem, to which faulty results are compared."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, outputs: tuple[str, ...], splits: int) -> None:
         self.problem = trial.problem
-        self.case = _on_cpu(trial.problem, trial.inputs)
+        self.case = _on_cpu(trial.problem, trial.inputs, splits)
         self._outputs = [
             _Output(name, *(x.to("cpu", torch.float64) for x in tensors), trial.problem.dtype)
             for name, *tensors in zip(
                 OUTPUTS, trial.got, trial.want, trial.judgement.bound, trial.judgement.terms,
                 strict=True,
             )
-            if tensors[0] is not None
+            if name in outputs and tensors[0] is not None
         ]  # fmt: skip
+        self.outputs = tuple(x.name for x in self._outputs)
+        self.wrong_outputs = tuple(x.name for x in self._outputs if x.wrong)
         self.wrong = sum(x.wrong for x in self._outputs)
+        self._form: tuple[Named, int, int, int] | None = None
+        self._made: dict[str, Made] = {}
+        self._forwards: dict[bool, Forward | None] = {}
 
     def agrees(self, result: Computed) -> bool:
-        """Return whether every element of every output agrees with a result."""
+        """Return whether every element of its outputs agrees with a result."""
         return all(x.agrees(*_member(result, x.name)) for x in self._outputs)
+
+    def lost_in(self, result: Computed | None) -> bool:
+        """Return whether an output that is wrong has nothing left in a result."""
+        values = [] if result is None else [_member(result, x)[0] for x in self.wrong_outputs]
+        return not all(bool((~x.isinf() & (x != 0)).any()) for x in values)
 
     def fits(self, variant: Variant) -> bool | None:
         """Return whether the subject agrees with a variant; None if that changes nothing."""
         if variant.named.after is not None:
             result = variant(self.case)
             return None if result is None else self.agrees(result)
-        passes = variant.passes(self.case)
+        form = variant.named, variant.form, variant.block_m, variant.block_n
+        if form != self._form:
+            # Variants that differ in the place alone follow each other.
+            self._form, self._made, self._forwards = form, {}, {}
+        passes = variant.passes(self.case, self._made)
         if passes is None:
             return None
         # The results of the forward rule most variants out.
-        forward = forward_of(self.case, passes)
-        of_forward = {
-            "out": (forward.out, forward.out_terms), "lse": (forward.lse, forward.lse_terms),
-        }  # fmt: skip
-        if not all(x.agrees(*of_forward[x.name]) for x in self._outputs if x.name in of_forward):
+        faulty = "forward" in passes
+        if faulty not in self._forwards:
+            self._forwards[faulty] = self._agreeing(forward_of(self.case, passes))
+        forward = self._forwards[faulty]
+        if forward is None:
             return False
-        return self.agrees(computed(self.case, passes, reads=variant.reads, forward=forward))
+        result = computed(self.case, passes, reads=variant.reads, forward=forward)
+        return self.agrees(result)
+
+    def _agreeing(self, forward: Forward) -> Forward | None:
+        """Return the results of a forward if the subject agrees with them."""
+        found = {"out": (forward.out, forward.out_terms), "lse": (forward.lse, forward.lse_terms)}
+        agrees = all(x.agrees(*found[x.name]) for x in self._outputs if x.name in found)
+        return forward if agrees else None
 
     def factors(self) -> dict[str, float]:
         """Return the factor of each wrong output that fits best."""
         return {x.name: x.factor() for x in self._outputs if x.wrong}
 
 
-def _on_cpu(problem: Problem, inputs: Inputs) -> Case:
+def _on_cpu(problem: Problem, inputs: Inputs, splits: int) -> Case:
     """Return a problem with its tensors on the CPU.
 
     A faulty result takes hundreds of operations on small tensors. On a GPU that other processes
     share, each waits for its turn.
     """
     tensors: Any = (x if x is None else x.cpu() for x in inputs)
-    return Case(dataclasses.replace(problem, device="cpu"), Inputs(*tensors))
+    return Case(dataclasses.replace(problem, device="cpu"), Inputs(*tensors), splits)
 
 
 def _member(result: Computed, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -373,7 +426,7 @@ class _Constant:
     def __call__(self, case: Case) -> Computed:
         result = case.right
         if self.read:
-            forward: Pass = case.plain()
+            forward: Pass = case.plain("forward")
             forward.factor = {"out": self.factors["out"]}
             result = computed(case, {"forward": forward})
         changed = {
@@ -420,20 +473,22 @@ class _Survivor:
     named: Named
     elements: int = 0
     problems: int = 0
-    # Whether a problem with wrong elements has more than one of the tiles that the fault implies.
+    # Whether a problem with wrong elements has more than one of the tiles that the fault implies,
+    # and the fault leaves some of it.
     spans: bool = False
 
     @property
     def name(self) -> str:
         return self.named.name
 
-    def agreeing(self, seen: _Seen) -> _Survivor:
+    def agreeing(self, seen: _Seen, result: Computed | None) -> _Survivor:
         """Return the survivor with the evidence of one more problem."""
         return dataclasses.replace(
             self,
             elements=self.elements + seen.wrong,
             problems=self.problems + 1,
-            spans=self.spans or (seen.wrong > 0 and self._spans(seen.problem)),
+            spans=self.spans
+            or (seen.wrong > 0 and self._spans(seen.problem) and not seen.lost_in(result)),
         )
 
     def _spans(self, problem: Problem) -> bool:
@@ -442,9 +497,8 @@ class _Survivor:
         # Padding is no part of a tile that a kernel visits.
         lengths = problem.mask.lengths(problem.B, problem.M, problem.N)
         rows, keys = (max(x, default=0) for x in lengths)
-        return keys > self.candidate.block_n or (
-            self.candidate.block_n == 0 and rows > self.candidate.block_m
-        )
+        block_m, block_n = self.candidate.block_m, self.candidate.block_n
+        return keys > block_n if block_n else rows > block_m
 
     def explanation(self) -> Explanation:
         return Explanation(
@@ -475,21 +529,19 @@ def _first_of_each(survivors: list[_Survivor]) -> list[_Survivor]:
     return named or order
 
 
-def _differ(survivors: list[_Survivor], problem: Problem) -> bool:
-    """Return whether survivors of two names give different results on a problem."""
+def _differ(
+    survivors: list[_Survivor], problem: Problem, outputs: tuple[str, ...], splits: int
+) -> bool:
+    """Return whether survivors of two names give different outputs on a problem."""
     problem = dataclasses.replace(problem, device="cpu")
-    case = Case(problem, make(problem))
+    case = Case(problem, make(problem), splits)
     results = [x.candidate(case) or case.right for x in _first_of_each(survivors)]
-    return any(_apart(results[0], other) for other in results[1:])
+    return any(_apart(results[0], x, name) for x in results[1:] for name in outputs)
 
 
-def _apart(one: Computed, other: Computed) -> bool:
-    return any(
-        not bool(_near(a, b, 2.0**-6 * (terms + others)).all())
-        for a, b, terms, others in zip(
-            one.values, other.values, one.terms, other.terms, strict=True
-        )
-    )
+def _apart(one: Computed, other: Computed, name: str) -> bool:
+    (a, terms), (b, others) = _member(one, name), _member(other, name)
+    return not bool(_near(a, b, 2.0**-6 * (terms + others)).all())
 
 
 def _replaced(problem: Problem, **fields: Any) -> Problem:

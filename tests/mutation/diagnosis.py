@@ -1,12 +1,15 @@
 """Measures how often a diagnosis names the fault of a mutant.
 
-python -m tests.mutation.diagnosis [--every N] [--only LIST] [--jobs J] [--write]
+python -m tests.mutation.diagnosis [--only LIST] [--jobs J] [--write]
 
 The mutants run in Triton's interpreter. A diagnosis begins with the first problem of the fixed list
 (``judging/trials.py``) whose values a check rejects; a run of the suite minimises it before. The
 names that are right for a fault were written down before it was diagnosed: in accepted_names.toml,
 or, for faults on record, in the entries of the dictionary that cite them. The dictionary was made
 from the faults on record, and they measure nothing else than that it is complete.
+
+Mechanical mutants are drawn by a hash of their keys, so that an edit of a kernel leaves the sample
+as it is. Two older samples were drawn by position. Their keys stand in results/cpu/diagnosis.json.
 
 A mutant that raises, reads out of bounds or passes the problems has no diagnosis. ``--write`` keeps
 the outcomes in results/cpu/diagnosis.json, from which docs/diagnosis.md has its table.
@@ -15,6 +18,7 @@ the outcomes in results/cpu/diagnosis.json, from which docs/diagnosis.md has its
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -54,21 +58,36 @@ LISTS = {
     "on record": "faults on record, from which the dictionary was made",
     "independent": "independent mutants",
     "subtle": "subtle faults",
-    "mechanical": "one in 40 mechanical mutants",
-    "more mechanical": "one in 40 others, first diagnosed after the rules were final",
+    "mechanical": "mechanical mutants, a first sample by position",
+    "more mechanical": "mechanical mutants, a second sample by position",
+    "tiles": "one in 4 mutants of masks, tiles and softmax, first diagnosed by the final rules",
     "eager": "subjects in plain PyTorch",
     "causes": "attention in float64 of the tests of causes",
 }
+# Functions of masks, scores, tiles and the softmax, the beginnings of their mutants' keys.
+_OF_TILES = (
+    "common/mask.py:element_mask ", "common/tile_ranges.py:visible_tiles ",
+    "common/tile_ranges.py:split_range ", "common/score_mod.py:apply_score_mods ",
+    "common/score_mod.py:score_mods ", "common/softmax.py:with_sink ",
+    "common/softmax.py:normalised ", "portable/forward.py:attend ", "portable/dq.py:_accumulate ",
+    "portable/dkdv.py:_accumulate ",
+)  # fmt: skip
 # Faults whose diagnosis led to an entry or a rule, or was tried before: they measure nothing.
 _SEEN = (
     "out scaled",
     "lse of empty rows is 0",
     "v of the first batch entry for all",
     "last row not written",
+    "reads past the end",
     "unguarded",
     "dq: range of key tiles for a query tile of BLOCK_N rows",
     "common/seqlen_info.py:sequence drop_operand 3",
     "common/seqlen_info.py:sequence_of_tile arithmetic 3",
+    "portable/forward.py:attend drop_sign 2",
+    "portable/dq.py:dq_kernel off_by_one 6",
+    "common/tile_ranges.py:visible_tiles drop_operand 23",
+    "portable/forward.py:forward_kernel drop_operand 12",
+    "schedule/block_sparse.py:_lists off_by_one 10",
 )
 # Checks of values. Others find faults of memory, of calls in a row, or of other results.
 _VALUES = ("T3", "G1", "G2", "G3", "rms", "bias", "limit", "identities", "mask", "counts")
@@ -105,12 +124,23 @@ def judged(outcome: Outcome) -> str:
     return "one of three" if {*outcome.names} & {*outcome.accepted} else "wrong"
 
 
-def _mutants(every: int) -> Iterator[tuple[str, Mutant]]:
-    """Yields (list, mutant) of those that are not equivalent."""
+def drawn(key: str, one_in: int) -> bool:
+    """Whether the mutant of a key is in a sample, which does not depend on other mutants."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % one_in == 0
+
+
+def _mutants(recorded: Sequence[Outcome]) -> Iterator[tuple[str, Mutant]]:
+    """Yields (list, mutant) of those that are not equivalent, given the recorded outcomes."""
     made = [x for x in mechanical(sources_of(PACKAGE)) if x.key not in EQUIVALENT]
+    older = {
+        source: {x.name for x in recorded if x.source == source}
+        for source in ("mechanical", "more mechanical")
+    }
+    others = [x for x in made if not any(x.key in keys for keys in older.values())]
     lists: dict[str, Sequence[Mutant]] = {
-        "independent": INDEPENDENT, "subtle": SUBTLE, "mechanical": made[every // 2 :: every],
-        "more mechanical": made[every // 3 :: every], "on record": FAULTS,
+        "independent": INDEPENDENT, "subtle": SUBTLE, "on record": FAULTS,
+        **{source: [x for x in made if x.key in keys] for source, keys in older.items()},
+        "tiles": [x for x in others if x.key.startswith(_OF_TILES) and drawn(x.key, 4)],
     }  # fmt: skip
     for source, mutants in lists.items():
         kept = (x for x in mutants if not x.equivalent and (x.key or x.name) not in _SEEN)
@@ -212,7 +242,6 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--every", type=int, default=40, help="one in so many mechanical mutants")
     parser.add_argument("--only", default="", metavar="LIST", help="faults of this list")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument(
@@ -230,14 +259,12 @@ def main(arguments: list[str] | None = None) -> int:
     planned = asked(pool)
     warmed(planned)
     sources = sources_of(PACKAGE)
-    mutants = [x for x in _mutants(options.every) if options.only in ("", x[0])]
+    recorded = [Outcome(**x) for x in json.loads(RESULTS.read_text(encoding="utf-8"))]
+    mutants = [x for x in _mutants(recorded) if options.only in ("", x[0])]
     works = [partial(_of_mutant, sources, x, pool, planned, options.seconds) for _, x in mutants]
     outcomes: list[Outcome] = []
     # Outcomes of the other lists stay.
-    kept = []
-    if options.only:
-        recorded = (Outcome(**x) for x in json.loads(RESULTS.read_text(encoding="utf-8")))
-        kept = [x for x in recorded if x.source != options.only]
+    kept = [x for x in recorded if x.source != options.only] if options.only else []
 
     def note(outcome: Outcome) -> None:
         outcomes.append(outcome)

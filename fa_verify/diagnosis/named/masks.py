@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from fa_verify.diagnosis.named.named import Change, InapplicableError, Named, untiled
 from fa_verify.diagnosis.named.passes import Pass
+from fa_verify.diagnosis.named.ranges import full, visited
 
 __all__ = ["MASKS", "axes", "finite", "inside", "sees", "window"]
 
@@ -140,15 +141,7 @@ def _lengthened(p: Pass, block_n: int) -> torch.Tensor:
     return torch.arange(p.seen.shape[3], device=p.seen.device)
 
 
-def _visited(p: Pass, block_m: int, block_n: int) -> torch.Tensor:
-    """Return the pairs in tiles that hold a visible one, for keys in whole tiles."""
-    M = p.seen.shape[2]
-    tiles = pad(p.seen, (0, 0, 0, -M % block_m)).unflatten(2, (-1, block_m))
-    there = tiles.unflatten(4, (-1, block_n)).any(5).any(3)
-    return there.repeat_interleave(block_m, 2)[:, :, :M].repeat_interleave(block_n, 3)
-
-
-def _zero_keys(windowed: bool, visited: bool, of_tile: bool) -> Change:
+def _zero_keys(windowed: bool, of_visited: bool, of_tile: bool) -> Change:
     """Return a change that sees keys of zeros up to the end of a tile."""
 
     def change(p: Pass, block_m: int, block_n: int) -> bool:
@@ -162,8 +155,8 @@ def _zero_keys(windowed: bool, visited: bool, of_tile: bool) -> Change:
             let_in = let_in & (n <= position + x.mask.right)
         if windowed and x.mask.window_left is not None:
             let_in = let_in & (n >= position - x.mask.window_left)
-        if visited:
-            let_in = let_in & _visited(p, block_m, block_n)
+        if of_visited:
+            let_in = let_in & visited(p, block_m, block_n)
         p.seen = p.seen | let_in
         return bool(let_in.any())
 
@@ -178,12 +171,12 @@ def _padded_rows(p: Pass, block_m: int, block_n: int) -> bool:
     return bool(past.any())
 
 
-def finite(value: Callable[[Pass], float | None], visited: bool, selects: bool) -> Change:
+def finite(value: Callable[[Pass], float | None], of_visited: bool, selects: bool) -> Change:
     """Return a change that gives hidden pairs a finite score, or those of visited tiles.
 
     Args:
         value: The score; None if the fault changes nothing.
-        visited: Keys that are padded with zeros to whole tiles, and hidden tiles are left out.
+        of_visited: Keys that are padded with zeros to whole tiles, and hidden tiles are left out.
         selects: Whether the gradient of hidden scores is 0.
     """
 
@@ -198,17 +191,17 @@ def finite(value: Callable[[Pass], float | None], visited: bool, selects: bool) 
                        for t in (given.q, given.dout))  # fmt: skip
         p.k, p.v = (torch.where(used(p, valid), t.double(), 0.0) for t in (given.k, given.v))
         p.hidden, p.hides_gradients = score, selects
-        if visited:
+        if of_visited:
             p.k, p.v = (pad(t, (0, 0, 0, -t.shape[2] % block_n)) for t in (p.k, p.v))
             p.seen, p.distance = (pad(t, (0, -t.shape[3] % block_n)) for t in (p.seen, p.distance))
             if p.bias is not None:
                 p.bias = pad(p.bias, (0, -p.bias.shape[3] % block_n))
             m, _, rows, _ = axes(p)
-            p.hidden = torch.where(_visited(p, block_m, block_n) & (m < rows), score, -math.inf)
+            p.hidden = torch.where(visited(p, block_m, block_n) & (m < rows), score, -math.inf)
         return True
 
     # The other forms do not depend on tiles.
-    return change if visited else untiled(change)
+    return change if of_visited else untiled(change)
 
 
 def _constant(value: float, scaled: bool) -> Callable[[Pass], float]:
@@ -224,23 +217,58 @@ _HIDDEN = tuple(
     if not visited or value == -1e4
 )  # fmt: skip
 
+
+def _of_elements(change: Change) -> Change:
+    """Return a change of the mask that leaves the visited tiles, and those without a mask."""
+
+    def changed(p: Pass, block_m: int, block_n: int) -> bool:
+        right = p.seen
+        unmasked = full(p, block_m, block_n, True)
+        there = visited(p, block_m, block_n)
+        if change(p, block_m, block_n) is False:
+            return False
+        faulty, p.seen = p.seen, right
+        return sees(p, there & torch.where(unmasked, right, faulty))
+
+    return changed
+
+
+def _of_ranges(change: Change) -> Change:
+    """Return a change of the visited tiles, and of those without a mask, that leaves the mask."""
+
+    def changed(p: Pass, block_m: int, block_n: int) -> bool:
+        right = p.seen
+        if change(p, block_m, block_n) is False:
+            return False
+        unmasked = full(p, block_m, block_n, True) & p.seen
+        seen, p.seen = visited(p, block_m, block_n) & right | unmasked, right
+        return sees(p, seen)
+
+    return changed
+
+
+def _mask(name: str, says: str, change: Change, *recorded: str) -> Named:
+    """Return a fault of the mask of elements, of the ranges of tiles, or of both."""
+    forms = (untiled(change), _of_elements(change), _of_ranges(change))
+    return Named(name, says, forms, tiles="mn", recorded=recorded)
+
+
 MASKS: tuple[Named, ...] = (
-    Named("diagonal hidden", "the mask's right edge were one key too near: the diagonal of a "
-          "causal mask is hidden", (_edges(0, -1),), recorded=("the diagonal is not visible",)),
-    Named("right edge late", "the mask's right edge let one key more in", (_edges(0, 1),)),
-    Named("window edge hidden", "the far edge of the window were hidden", (_edges(-1, 0),),
-          recorded=("the far edge of the window",)),
-    Named("window edge late", "the far edge of the window let one key more in", (_edges(1, 0),)),
-    Named("top left", "positions were aligned to the top left, not to the bottom right",
-          (_top_left,), recorded=("positions are aligned to the top left",)),
-    Named("always causal", "the mask were always causal", (_always_causal,),
-          recorded=("always causal",)),
-    Named("right edge ignored", "keys to the right were never hidden",
-          (_without(False, True, False),)),
-    Named("window ignored", "the window had no far edge", (_without(True, False, False),)),
-    Named("predicate ignored", "the mask's predicate were ignored",
-          (_without(False, False, True),)),
-    Named("mask ignored", "the mask hid nothing but padding", (_without(True, True, True),)),
+    _mask("diagonal hidden", "the mask's right edge were one key too near: the diagonal of a "
+          "causal mask is hidden", _edges(0, -1), "the diagonal is not visible"),
+    _mask("right edge late", "the mask's right edge let one key more in", _edges(0, 1)),
+    _mask("window edge hidden", "the far edge of the window were hidden", _edges(-1, 0),
+          "the far edge of the window"),
+    _mask("window edge late", "the far edge of the window let one key more in", _edges(1, 0)),
+    _mask("top left", "positions were aligned to the top left, not to the bottom right",
+          _top_left, "positions are aligned to the top left"),
+    _mask("always causal", "the mask were always causal", _always_causal, "always causal"),
+    _mask("right edge ignored", "keys to the right were never hidden",
+          _without(False, True, False)),
+    _mask("window ignored", "the window had no far edge", _without(True, False, False)),
+    _mask("predicate ignored", "the mask's predicate were ignored",
+          _without(False, False, True)),
+    _mask("mask ignored", "the mask hid nothing but padding", _without(True, True, True)),
     Named("padded keys", "keys past the end of a sequence took part, with what they hold",
           (_padded_keys_seen, _padded_keys_past), recorded=("padding keys of the tail tile",)),
     Named("zero keys", "the padding of the ragged last key tile took part, with scores of 0",

@@ -18,6 +18,7 @@ __all__ = [
     "After",
     "Change",
     "InapplicableError",
+    "Made",
     "Named",
     "Variant",
     "untiled",
@@ -25,6 +26,8 @@ __all__ = [
 
 # A change of a pass, given rows and keys of a tile; False if it changes nothing on this problem.
 Change = Callable[[Pass, int, int], bool | None]
+# A pass with a change, and whether it changed; None if the change has no meaning for a problem.
+Made = tuple[Pass, bool] | None
 # A change of the outputs, given rows and keys of a tile.
 After = Callable[[Case, Outputs[torch.Tensor], int, int], Outputs[torch.Tensor] | None]
 
@@ -114,7 +117,7 @@ class Variant:
         if named.after is not None:
             values = named.after(case, case.right.values, self.block_m, self.block_n)
             return None if values is None else Computed(values, case.right.terms)
-        passes = self.passes(case)
+        passes = self.passes(case, {})
         return None if passes is None else computed(case, passes, reads=self.reads)
 
     @property
@@ -122,20 +125,33 @@ class Variant:
         """Whether the backward reads the results of the faulty forward."""
         return PLACES[self.place][1]
 
-    def passes(self, case: Case) -> dict[str, Pass] | None:
-        """Return the passes with the fault, by name; None if the fault changes nothing."""
+    def passes(self, case: Case, made: dict[str, Made]) -> dict[str, Pass] | None:
+        """Return the passes with the fault, by name; None if the fault changes nothing.
+
+        Args:
+            case: The problem.
+            made: Passes that a variant with another place has made, to which this one adds.
+        """
         if 0 in (case.problem.B, case.problem.M, case.problem.N):
             return None
-        change, passes = self.named.changes[self.form], {}
+        passes, changed = {}, False
         for name in PLACES[self.place][0]:
-            passes[name] = case.plain()
-            try:
-                changed = change(passes[name], self.block_m, self.block_n)
-            except InapplicableError:
+            if name not in made:
+                made[name] = self._made(case, name)
+            one = made[name]
+            if one is None:
                 return None
-            if changed is False:
-                return None
-        return passes
+            passes[name] = one[0]
+            changed |= one[1]
+        return passes if changed else None
+
+    def _made(self, case: Case, name: str) -> Made:
+        one = case.plain(name)
+        try:
+            changed = self.named.changes[self.form](one, self.block_m, self.block_n)
+        except InapplicableError:
+            return None
+        return one, changed is not False
 
     @property
     def tile(self) -> str:

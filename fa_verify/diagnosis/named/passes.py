@@ -40,6 +40,7 @@ class Pass:
 
     Args:
         case: The problem with its tensors.
+        name: One of ``PASSES``.
         q: (B, H, M, D). Rows without a visible key are 0.
         k: (B, Hk, N, D). Keys that no row sees are 0.
         v: (B, Hk, N, Dv).
@@ -59,7 +60,7 @@ class Pass:
         tile: Width of the key tiles between which a fault of rescaling shows.
         rescales: The sums, out of "acc" and "l", that are rescaled at a rise of the maximum.
         single: Whether weights below 2**-149 count as 0, as in float32.
-        guarded: Whether a row without a visible key is treated apart.
+        guarded: Whether a row without a visible key is treated apart; (B, H, M, 1) if by row.
         capped_slope: Whether dS is multiplied by the derivative of the softcap.
         lse_of: Changes the lse that the forward returns; None leaves it.
         rounds: Changes operands of the dots of scores ("s") and dP ("dp").
@@ -75,6 +76,7 @@ class Pass:
     """
 
     case: Case
+    name: str
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -94,7 +96,7 @@ class Pass:
     tile: int = 0
     rescales: tuple[str, ...] = ("acc", "l")
     single: bool = False
-    guarded: bool = True
+    guarded: bool | torch.Tensor = True
     capped_slope: bool = True
     lse_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     rounds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
@@ -134,10 +136,12 @@ class Case:
     Args:
         problem: The problem.
         inputs: Its tensors.
+        splits: The most programs of the forward that share the key tiles of a row.
     """
 
     problem: Problem
     inputs: Inputs
+    splits: int = 1
 
     def visible(self, **changes: object) -> torch.Tensor:
         """Return the visible pairs, (B, H, M, N) bool, of the mask with some fields changed."""
@@ -153,9 +157,9 @@ class Case:
         rows, keys = both.view(2, x.B, 1, 1, 1).unbind()
         return rows, keys
 
-    def plain(self) -> Pass:
+    def plain(self, name: str) -> Pass:
         """Return the values of a correct pass, which the caller may change."""
-        return dataclasses.replace(self._plain, factor={}, rounds={}, only={})
+        return dataclasses.replace(self._plain, name=name, factor={}, rounds={}, only={})
 
     @cached_property
     def right(self) -> Computed:
@@ -192,8 +196,9 @@ class Case:
         if given.sinks is not None:
             sink = torch.where(m < rows, given.sinks.double().view(-1, 1, 1), -math.inf)
         return Pass(
-            self, q, k, v, dout, dlse, head, seen, x.scale, x.softcap, slopes, distance, bias, sink
-        )
+            self, "forward", q, k, v, dout, dlse, head, seen, x.scale, x.softcap, slopes, distance,
+            bias, sink,
+        )  # fmt: skip
 
 
 class Forward(NamedTuple):
@@ -233,8 +238,8 @@ def computed(
         # The correct gradients are known.
         rows = None if "dq" in passes else _of(case.right, "dq")
         keys = None if "dkdv" in passes else _of(case.right, "dk", "dv")
-    rows = rows or _backward(passes.get("dq") or case.plain(), read, ("dq",))
-    keys = keys or _backward(passes.get("dkdv") or case.plain(), read, ("dk", "dv"))
+    rows = rows or _backward(passes.get("dq") or case.plain("dq"), read, ("dq",))
+    keys = keys or _backward(passes.get("dkdv") or case.plain("dkdv"), read, ("dk", "dv"))
     values = Outputs(first.out, first.lse, rows["dq"][0], keys["dk"][0], keys["dv"][0])
     terms = Outputs(first.out_terms, first.lse_terms, rows["dq"][1], keys["dk"][1], keys["dv"][1])
     return Computed(values, terms)
@@ -260,7 +265,7 @@ def _forward(p: Pass) -> Forward:
     if p.sink is not None:
         m = torch.maximum(m, p.sink)
     live = m > -math.inf
-    pivot = torch.where(live, m, 0.0) if p.guarded else m
+    pivot = torch.where(live | ~torch.as_tensor(p.guarded), m, 0.0)
     e = torch.exp(s - pivot)
     if p.single:
         e = torch.where(e < 2.0**-149, 0.0, e)

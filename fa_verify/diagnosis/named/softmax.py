@@ -8,8 +8,10 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import pad
 
-from fa_verify.diagnosis.named.named import BACKWARD, FORWARD, Change, Named
+from fa_verify.diagnosis.named.masks import inside, sees
+from fa_verify.diagnosis.named.named import BACKWARD, FORWARD, Change, Named, untiled
 from fa_verify.diagnosis.named.passes import Pass
+from fa_verify.diagnosis.named.ranges import any_of, split_of, spread
 
 __all__ = ["SOFTMAX"]
 
@@ -27,6 +29,27 @@ def _unguarded(hides: bool) -> Change:
     def change(p: Pass, block_m: int, block_n: int) -> bool:
         p.guarded, p.hides_gradients = False, hides
         return not bool(p.seen.any(3).all())
+
+    return change
+
+
+def _unguarded_tile(gives_nan: bool) -> Change:
+    """Return a change that loses rows which see no key in the first tile that they visit.
+
+    They give NaN, or look like empty rows to a kernel that tests whether the sum is above 0.
+    """
+
+    def change(p: Pass, block_m: int, block_n: int) -> bool:
+        tiles = any_of(p.seen, block_m, block_n)
+        split = split_of(p, tiles)
+        lost = torch.zeros_like(p.seen[..., :1])
+        for number in range(p.case.splits):
+            of_split = tiles & (split == number)
+            first = spread(of_split & (of_split.cumsum(3) == 1), p.seen, block_m, block_n)
+            lost |= first.any(3, keepdim=True) & ~(first & p.seen).any(3, keepdim=True)
+        lost &= inside(p).any(3, keepdim=True)
+        p.guarded = ~lost if gives_nan else True
+        return sees(p, p.seen & ~lost)
 
     return change
 
@@ -92,8 +115,9 @@ SOFTMAX: tuple[Named, ...] = (
     Named("maximum starts late", "the running maximum started at a finite value",
           tuple(_starts_at(x) for x in (0.0, -1e4, -5e4)), FORWARD,
           recorded=("the running maximum starts",)),
-    Named("unguarded rows", "rows that see no key subtracted -inf from -inf",
-          (_unguarded(False), _unguarded(True)), ("forward", "the forward alone", "everywhere"),
+    Named("unguarded rows", "rows that have seen no key subtracted -inf from -inf",
+          (untiled(_unguarded(False)), untiled(_unguarded(True)), _unguarded_tile(True),
+           _unguarded_tile(False)), ("forward", "the forward alone", "everywhere"), "mn",
           recorded=("a row that has seen nothing", "-inf - -inf")),
     Named("empty lse 0", "the lse of rows that see no key were 0", (_empty_lse(0.0),), FORWARD,
           recorded=("the lse of an empty row is 0.0",)),

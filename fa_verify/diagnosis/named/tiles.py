@@ -1,110 +1,100 @@
-"""Faults of the tiles of keys that are visited."""
+"""Faults of the tiles that a pass visits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import pad
 
 from fa_verify.diagnosis.named.masks import axes, sees
-from fa_verify.diagnosis.named.named import Change, Named
+from fa_verify.diagnosis.named.named import FORWARD, Change, Named
 from fa_verify.diagnosis.named.passes import Pass
+from fa_verify.diagnosis.named.ranges import (
+    Place,
+    any_of,
+    edge,
+    first,
+    full,
+    last,
+    places,
+    ragged,
+    split_of,
+    spread,
+)
 
 __all__ = ["TILES"]
 
 
-def _keys_kept(kept: Callable[[Pass, int, int], torch.Tensor]) -> Change:
-    """Return a change that leaves keys out."""
-    return lambda p, block_m, block_n: sees(p, p.seen & kept(p, block_m, block_n))
-
-
-def _tail(p: Pass, block_m: int, block_n: int) -> torch.Tensor:
-    """Return whether a key lies in a ragged last tile."""
-    _, n, _, keys = axes(p)
-    return n >= keys // block_n * block_n
-
-
-def _last_tile(p: Pass, block_m: int, block_n: int) -> torch.Tensor:
-    _, n, _, keys = axes(p)
-    return n >= (keys - 1) // block_n * block_n
-
-
-def _first_tile(p: Pass, block_m: int, block_n: int) -> torch.Tensor:
-    _, n, _, _ = axes(p)
-    return (n < block_n).expand(p.seen.shape)
-
-
-def _diagonal_stage(p: Pass, block_m: int, block_n: int) -> torch.Tensor:
+def _diagonal_stage(p: Pass, block_m: int, block_n: int) -> bool:
     m, n, rows, keys = axes(p)
     if p.case.problem.mask.right != 0:
-        return torch.ones_like(p.seen)
+        return False
     aligned = m // block_m * block_m + keys - rows + block_m
-    return n < aligned // block_n * block_n
+    return sees(p, p.seen & (n < aligned // block_n * block_n))
 
 
-def _of_query_tile(p: Pass, block_m: int) -> torch.Tensor:
-    """Return the keys that a row of the same query tile sees, (B, H, M, N)."""
-    M = p.seen.shape[2]
-    seen = pad(p.seen, (0, 0, 0, -M % block_m)).unflatten(2, (-1, block_m)).any(3)
-    return seen.repeat_interleave(block_m, 2)[:, :, :M]
+def _left_out(place: Place, over_rows: bool) -> Change:
+    """Return a change that leaves pairs out."""
+    return lambda p, m, n: sees(p, p.seen & ~place(p, m, n, over_rows))
 
 
-def _end_tile(last: bool) -> Callable[[Pass, int, int], torch.Tensor]:
-    """Return the keys outside of the last (or first) visible tile of each query tile."""
-
-    def kept(p: Pass, block_m: int, block_n: int) -> torch.Tensor:
-        _, n, _, _ = axes(p)
-        there = _of_query_tile(p, block_m)
-        tile = n // block_n
-        if last:
-            end = torch.where(there, tile, -1).amax(3, keepdim=True)
-            return tile < end
-        end = torch.where(there, tile, n.numel()).amin(3, keepdim=True)
-        return tile > end
-
-    return kept
-
-
-def _overwritten(name: str, last: bool) -> Change:
-    """Return a change after which dq holds the sum over one tile of keys alone."""
+def _twice(place: Place, over_rows: bool) -> Change:
+    """Return a change that adds pairs twice."""
 
     def change(p: Pass, block_m: int, block_n: int) -> bool:
-        beyond = _end_tile(last)(p, block_m, block_n) & p.seen
-        p.only[name] = ~beyond
-        return bool(beyond.any())
-
-    return change
-
-
-def _twice(where: Callable[[Pass, int, int], torch.Tensor]) -> Change:
-    """Return a change that adds some keys twice."""
-
-    def change(p: Pass, block_m: int, block_n: int) -> bool:
-        again = where(p, block_m, block_n) & p.seen
+        again = place(p, block_m, block_n, over_rows) & p.seen
         p.count = 1.0 + again.double()
         return bool(again.any())
 
     return change
 
 
+def _overwritten(p: Pass, block_m: int, block_n: int) -> bool:
+    """The sum over the last key tile replaces dq."""
+    p.only["dq"] = last(p, block_m, block_n, False)
+    return bool((p.seen & ~p.only["dq"]).any())
+
+
+def _of_splits(kept: Callable[[Pass, torch.Tensor], torch.Tensor]) -> Change:
+    """Return a change that keeps some of the key tiles that splits of the forward visit."""
+
+    def change(p: Pass, block_m: int, block_n: int) -> bool:
+        tiles = any_of(p.seen, block_m, block_n)
+        return p.case.splits > 1 and sees(
+            p, p.seen & spread(kept(p, tiles), p.seen, block_m, block_n)
+        )
+
+    return change
+
+
+def _even(p: Pass, tiles: torch.Tensor) -> torch.Tensor:
+    place, count = places(tiles)
+    return place < count // p.case.splits * p.case.splits
+
+
+# Passes of dk and dv go over the keys, as the derivative of the forward does, or over rows.
+_SERIES = tuple(
+    Named(f"{what} {how}", f"{says} were {more}",
+          tuple(make(place, over_rows) for over_rows in (False, True)), tiles="mn")
+    for what, says, place in (
+        ("tail", "the ragged last tile", ragged), ("first tile", "the first visited tile", first),
+        ("last tile", "the last visited tile", last),
+        ("edge tiles", "the visited tiles that need a mask", edge),
+        ("full tiles", "the visited tiles that need no mask", full),
+    )
+    for how, more, make in (("left out", "left out", _left_out),
+                            ("twice", "counted twice", _twice))
+)  # fmt: skip
+
 TILES: tuple[Named, ...] = (
+    *_SERIES,
     Named("diagonal stage", "the tiles of keys ended where the query tile does",
-          (_keys_kept(_diagonal_stage),), tiles="mn",
-          recorded=("the diagonal stage ends",)),
-    Named("tail left out", "the ragged last key tile were left out",
-          (_keys_kept(lambda p, m, n: ~_tail(p, m, n)),), tiles="n"),
-    Named("tail twice", "the ragged last key tile were counted twice",
-          (_twice(_tail),), tiles="n"),
-    Named("last tile twice", "the last key tile were counted twice", (_twice(_last_tile),),
-          tiles="n"),
-    Named("first tile twice", "the first key tile were counted twice", (_twice(_first_tile),),
-          tiles="n"),
-    Named("first tile left out", "the first key tile were left out",
-          (_keys_kept(lambda p, m, n: ~_first_tile(p, m, n)), _keys_kept(_end_tile(False))),
-          tiles="mn"),
-    Named("dq overwritten", "the last key tile overwrote dq", (_overwritten("dq", True),), ("dq",),
+          (_diagonal_stage,), tiles="mn", recorded=("the diagonal stage ends",)),
+    Named("uneven splits", "the key tiles that do not divide evenly among the splits were left out",
+          (_of_splits(_even),), FORWARD, "mn", ("do not divide evenly",)),
+    Named("split left out", "the first or the last split of the keys were left out",
+          (_of_splits(lambda p, tiles: split_of(p, tiles) > 0),
+           _of_splits(lambda p, tiles: split_of(p, tiles) < p.case.splits - 1)), FORWARD, "mn"),
+    Named("dq overwritten", "the last key tile overwrote dq", (_overwritten,), ("dq",),
           "mn", ("the last key tile overwrites dq",)),
-    Named("last tile left out", "the last visible key tile of each query tile were left out",
-          (_keys_kept(_end_tile(True)),), tiles="mn"),
 )  # fmt: skip

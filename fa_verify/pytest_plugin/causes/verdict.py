@@ -268,19 +268,23 @@ def behaves_as(cause: RootCause) -> Iterator[str]:
     """Yield the named faults whose results the subject gives, with the evidence, as lines."""
     diagnosis = cause.diagnosis or {}
     found = diagnosis.get("explanations", ())
-    for number, x in enumerate(found):
-        where = "" if x["place"] in ("everywhere", "") or " were " in x["place"] else x["place"]
-        details = [f"in {where}"] * bool(where) + [x["tile"]] * bool(x["tile"])
-        known = x["on_record"].split("; ")[:_SHOWN]
-        details += [f"on record: {'; '.join(known)}"] * bool(x["on_record"])
-        more = f" ({', '.join(details)})" if details else ""
-        yield f"{'or as if' if number else 'behaves as if'} {x['says']}{more}"
-    if found:
-        others = diagnosis["tried"] - len(found)
-        apart = "" if len(found) == 1 else "; no supported problem tells them apart"
+    # One explanation may hold for the outputs of one pass, and another for those of another.
+    for outputs in dict.fromkeys(tuple(x["outputs"]) for x in found):
+        of = [x for x in found if tuple(x["outputs"]) == outputs]
+        for number, x in enumerate(of):
+            where = "" if x["place"] in ("everywhere", "") or " were " in x["place"] else x["place"]
+            details = [f"in {where}"] * bool(where) + [x["tile"]] * bool(x["tile"])
+            known = x["on_record"].split("; ")[:_SHOWN]
+            details += [f"on record: {'; '.join(known)}"] * bool(x["on_record"])
+            more = f" ({', '.join(details)})" if details else ""
+            yield f"{'or as if' if number else 'behaves as if'} {x['says']}{more}"
+        others = diagnosis["tried"] - len(of)
+        alone = f"{' and '.join(outputs)} in " if outputs else ""
+        apart = "" if len(of) == 1 else "; no supported problem tells them apart"
+        apart += "; other outputs are wrong in another way" if outputs else ""
         yield (
-            f"   {found[0]['elements']:,} of {found[0]['elements']:,} wrong elements of "
-            f"{_plural(found[0]['problems'], 'problem')} agree, the results of "
+            f"   {of[0]['elements']:,} of {of[0]['elements']:,} wrong elements of {alone}"
+            f"{_plural(of[0]['problems'], 'problem')} agree, the results of "
             f"{_plural(max(0, others), 'other fault')} do not{apart}"
         )
 

@@ -9,7 +9,7 @@ import pytest
 from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.named.entries import DICTIONARY
 from fa_verify.diagnosis.subtle import SUBTLE
-from tests.mutation.diagnosis import ACCEPTED, LISTS, Outcome, judged, table
+from tests.mutation.diagnosis import ACCEPTED, LISTS, Outcome, drawn, judged, table
 from tests.unit.properties.checks.test_minimal_problems import BROKEN
 from tests.unit.properties.search.test_causes import PLANTED
 
@@ -57,3 +57,9 @@ def test_the_table_keeps_faults_without_an_entry_apart():
     with_entry, without, *_ = table(found)[2:]
     assert "| yes | 2 | 1 (9% to 91%) | 1 (9% to 91%) | 1 | 0 (" in with_entry
     assert "| no | 1 | - | - | 0 (0% to 79%) | 1 (21% to 100%) |" in without
+
+
+def test_a_sample_is_drawn_by_key_alone():
+    keys = [f"common/mask.py:element_mask compare {i}" for i in range(400)]
+    assert 70 < sum(drawn(key, 4) for key in keys) < 130
+    assert [i for i, key in enumerate(keys[:12]) if drawn(key, 4)] == [2, 9, 11]

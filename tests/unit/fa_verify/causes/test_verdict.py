@@ -112,6 +112,7 @@ def test_the_verdict_names_the_fault_with_its_evidence():
         "on_record": "a#1; b#2; c#3; d#4",
         "elements": 1200,
         "problems": 3,
+        "outputs": [],
     }
     two = {**one, "says": "half were lost", "place": "everywhere", "on_record": "",
            "tile": "tiles of 16 keys"}  # fmt: skip
@@ -128,6 +129,14 @@ def test_the_verdict_names_the_fault_with_its_evidence():
     found = [*behaves_as(several)]
     assert found[1] == "or as if half were lost (tiles of 16 keys)"
     assert found[2].endswith("28 other faults do not; no supported problem tells them apart")
+    parts = [{**one, "outputs": ["out", "lse"]}, {**one, "outputs": ["dq"]}]
+    partly = RootCause(**{**vars(NAN), "diagnosis": {**named, "explanations": parts}})
+    lines = [*behaves_as(partly)]
+    assert lines[1] == (
+        "   1,200 of 1,200 wrong elements of out and lse in 3 problems agree, the results of 29 "
+        "other faults do not; other outputs are wrong in another way"
+    )
+    assert lines[2].startswith("behaves as if")
     assert not [*behaves_as(NAN)]
     assert RootCause.of(json.loads(json.dumps(cause.record()))).diagnosis == named
 
@@ -169,7 +178,7 @@ def test_a_kernel_with_two_defects_has_two_causes(said):
     assert "  FAILED  2 causes, " in text
     assert "Rows that see no key give NaN" in text
     assert "looks like: softmax of a row of -inf without a guard" in text
-    assert "behaves as if rows that see no key subtracted -inf from -inf" in text
+    assert "behaves as if rows that have seen no key subtracted -inf from -inf" in text
     assert "looks like: dk and dv of grouped heads are rounded before they are added" in text
     assert 'if intended, declare group_sum="dtype"' in text
     assert re.search(r"drew again, without these causes: [\d,]+ problems, no other cause", text)

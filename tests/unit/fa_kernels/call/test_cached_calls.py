@@ -340,6 +340,17 @@ def test_lengths_below_0_count_as_0(device):
     assert torch.equal(given["k_cache"], again["k_cache"])
 
 
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_lengths_past_the_places_count_as_the_places(page_size, device):
+    # The splits are computed apart.
+    given = long_call(device, page_size=page_size)
+    found = (
+        flash_attention_with_kvcache(**{**given, "cache_seqlens": ints(n, 37).to(device)})
+        for n in (104, 200)
+    )
+    assert same(*found)
+
+
 def test_lengths_of_any_form_give_the_same(device):
     forms = (9, (9, 9), [9, 9], ints(9, 9).to(device), ints(9, 0, 9, 0).to(device)[::2])
     first, *others = (
@@ -377,6 +388,16 @@ def test_a_cache_of_any_strides_is_written_in_place(device):
     assert same(flash_attention_with_kvcache(**given), found)
     for name in ("k_cache", "v_cache"):
         assert torch.equal(given[name], want[name])
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_one_cache_of_apart_columns_is_read_column_by_column(name, device):
+    # Rows of the other cache are on 16 bytes, and so are columns of this one.
+    given = long_call(device, torch.float16)
+    given["v_cache"] = drawn("v", 2, 104, 2, D, device=device, dtype=torch.float16)
+    found = flash_attention_with_kvcache(**given)
+    given[name] = given[name].transpose(1, 3).contiguous().transpose(1, 3)
+    assert same(flash_attention_with_kvcache(**given), found)
 
 
 # The arithmetic is that of the forward without a cache in the same tiles.
@@ -447,6 +468,7 @@ def test_nothing_to_append_or_to_attend_to_is_no_error(name, device):
     if name in ("no places", "no pages"):
         assert not out.any()
         assert lse.eq(-torch.inf).all()
+        assert same((out, lse), flash_attention_with_kvcache(**given, num_splits=2))
 
 
 def test_out_alone_is_returned_unless_lse_is_asked_for(device):
@@ -531,6 +553,12 @@ def test_a_predicate_in_splits_in_turn_and_apart_gives_the_same_bits(device, mon
 
 
 def test_long_caches_are_computed_in_turn_without_scratch(device, monkeypatch, launched):
+    def empty(shape, **form):
+        shapes.append(tuple(shape))
+        return allocate(shape, **form)
+
+    allocate, shapes = portable.allocation.empty, []
+    monkeypatch.setattr(portable.allocation, "empty", empty)
     # 4 splits of 36 rows, with 5 sums, a maximum and a sum of weights each.
     monkeypatch.setattr(portable, "PROGRAMS_IN_TURN", 10**6)
     given = long_call(device)
@@ -538,7 +566,9 @@ def test_long_caches_are_computed_in_turn_without_scratch(device, monkeypatch, l
         monkeypatch.setattr(portable, "MAX_SCRATCH", scratch)
         flash_attention_with_kvcache(**given)
         assert len(launched) == kernels
+        assert ((4, 2, 6, 3, 5) in shapes) == (kernels == 2)
         launched.clear()
+        shapes.clear()
 
 
 def test_few_programs_compute_splits_apart(device, monkeypatch, launched):
@@ -559,6 +589,7 @@ def test_an_explicit_number_of_splits_divides_the_places(
     given = long_call(device, num_splits=num_splits)
     found = flash_attention_with_kvcache(**given)
     assert launched[0] == ("kvcache_kernel", programs)
+    assert len(launched) == (1 if num_splits == 1 else 2)
     assert same(found, flash_attention_with_kvcache(**given))
     # One split is the sums of all keys.
     whole = Config(cache=Tile(16, 16, 1, 1), split_keys=2**20)
@@ -592,7 +623,9 @@ def test_sinks_of_any_stride_give_the_bits_of_the_padded_call(device):
     assert same(found, want)
 
 
-@pytest.mark.parametrize(("columns", "values"), [(576, 512), (192, 128), (192, 96), (200, 256)])
+@pytest.mark.parametrize(
+    ("columns", "values"), [(576, 512), (192, 128), (192, 96), (192, 48), (64, 32), (200, 256)]
+)
 def test_head_dims_of_latent_attention(columns, values, device, monkeypatch):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q = drawn("q", 1, 20, 1, columns, device=device, dtype=dtype)

@@ -400,6 +400,17 @@ def test_one_cache_of_apart_columns_is_read_column_by_column(name, device):
     assert same(flash_attention_with_kvcache(**given), found)
 
 
+def test_values_that_begin_where_keys_do_are_read_by_strides_of_their_own(device):
+    k = drawn("k", 2, 104, 2, 16, device=device)
+    given = long_call(device, q=drawn("q", 2, 6, 3, 16, device=device), k_cache=k)
+    # The first row of each page, for all keys.
+    v = k[:, :1].expand_as(k)
+    shared, apart = (
+        flash_attention_with_kvcache(**{**given, "v_cache": x}) for x in (v, v.clone())
+    )
+    assert same(shared, apart)
+
+
 # The arithmetic is that of the forward without a cache in the same tiles.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("causal", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ pytest.importorskip("triton")
 from fa_kernels import Config, flash_attention, flash_attention_with_kvcache
 from fa_kernels.configs import Tile, resolve
 from fa_kernels.launch import portable
+from fa_kernels.validation.arguments import MAX_SEQLEN
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
@@ -260,6 +263,15 @@ def test_bad_arguments_are_refused_by_name(name, device):
         flash_attention_with_kvcache(**given)
 
 
+def test_a_mask_with_a_tensor_of_lengths_of_queries_is_refused(device):
+    mask = SimpleNamespace(
+        causal=False, window_left=None, window_right=None, seqlens_k=(7, 11),
+        seqlens_q=ints(3, 3).to(device),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="mask has seqlens_q; needs None"):
+        flash_attention_with_kvcache(**call(device, mask=mask))
+
+
 def test_a_refused_call_writes_nothing(device):
     given = call(device, cache_seqlens=(5, 11))
     before = given["k_cache"].clone()
@@ -340,7 +352,7 @@ def test_lengths_below_0_count_as_0(device):
     assert torch.equal(given["k_cache"], again["k_cache"])
 
 
-@pytest.mark.parametrize("page_size", [0, 4])
+@pytest.mark.parametrize("page_size", [0, 1, 4])
 def test_lengths_past_the_places_count_as_the_places(page_size, device):
     # The splits are computed apart.
     given = long_call(device, page_size=page_size)
@@ -540,6 +552,14 @@ def test_splits_in_turn_and_apart_give_the_same_bits(device, monkeypatch, launch
         # 2 entries and 2 heads of a tile each; 4 splits of 32 keys for 104 places; 36 rows.
         assert launched == [("kvcache_kernel", 16), ("join_kernel", 9), ("kvcache_kernel", 4)]
         launched.clear()
+
+
+def test_an_entry_has_as_many_places_as_a_sequence_can_have_keys(device):
+    given = call(device, 4, new=0)
+    places = given["page_table"][:, :1].expand(-1, MAX_SEQLEN // 4)
+    short = {**given, "page_table": places[:, :3]}
+    found = (flash_attention_with_kvcache(**x) for x in (short, {**given, "page_table": places}))
+    assert same(*found)
 
 
 @pytest.mark.parametrize("page_size", [0, 4])

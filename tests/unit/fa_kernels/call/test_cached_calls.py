@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ pytest.importorskip("triton")
 from fa_kernels import Config, flash_attention, flash_attention_with_kvcache
 from fa_kernels.configs import Tile, resolve
 from fa_kernels.launch import portable
+from fa_kernels.validation.arguments import MAX_SEQLEN
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
@@ -260,6 +263,15 @@ def test_bad_arguments_are_refused_by_name(name, device):
         flash_attention_with_kvcache(**given)
 
 
+def test_a_mask_with_a_tensor_of_lengths_of_queries_is_refused(device):
+    mask = SimpleNamespace(
+        causal=False, window_left=None, window_right=None, seqlens_k=(7, 11),
+        seqlens_q=ints(3, 3).to(device),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="mask has seqlens_q; needs None"):
+        flash_attention_with_kvcache(**call(device, mask=mask))
+
+
 def test_a_refused_call_writes_nothing(device):
     given = call(device, cache_seqlens=(5, 11))
     before = given["k_cache"].clone()
@@ -340,6 +352,17 @@ def test_lengths_below_0_count_as_0(device):
     assert torch.equal(given["k_cache"], again["k_cache"])
 
 
+@pytest.mark.parametrize("page_size", [0, 1, 4])
+def test_lengths_past_the_places_count_as_the_places(page_size, device):
+    # The splits are computed apart.
+    given = long_call(device, page_size=page_size)
+    found = (
+        flash_attention_with_kvcache(**{**given, "cache_seqlens": ints(n, 37).to(device)})
+        for n in (104, 200)
+    )
+    assert same(*found)
+
+
 def test_lengths_of_any_form_give_the_same(device):
     forms = (9, (9, 9), [9, 9], ints(9, 9).to(device), ints(9, 0, 9, 0).to(device)[::2])
     first, *others = (
@@ -377,6 +400,27 @@ def test_a_cache_of_any_strides_is_written_in_place(device):
     assert same(flash_attention_with_kvcache(**given), found)
     for name in ("k_cache", "v_cache"):
         assert torch.equal(given[name], want[name])
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_one_cache_of_apart_columns_is_read_column_by_column(name, device):
+    # Rows of the other cache are on 16 bytes, and so are columns of this one.
+    given = long_call(device, torch.float16)
+    given["v_cache"] = drawn("v", 2, 104, 2, D, device=device, dtype=torch.float16)
+    found = flash_attention_with_kvcache(**given)
+    given[name] = given[name].transpose(1, 3).contiguous().transpose(1, 3)
+    assert same(flash_attention_with_kvcache(**given), found)
+
+
+def test_values_that_begin_where_keys_do_are_read_by_strides_of_their_own(device):
+    k = drawn("k", 2, 104, 2, 16, device=device)
+    given = long_call(device, q=drawn("q", 2, 6, 3, 16, device=device), k_cache=k)
+    # The first row of each page, for all keys.
+    v = k[:, :1].expand_as(k)
+    shared, apart = (
+        flash_attention_with_kvcache(**{**given, "v_cache": x}) for x in (v, v.clone())
+    )
+    assert same(shared, apart)
 
 
 # The arithmetic is that of the forward without a cache in the same tiles.
@@ -447,6 +491,7 @@ def test_nothing_to_append_or_to_attend_to_is_no_error(name, device):
     if name in ("no places", "no pages"):
         assert not out.any()
         assert lse.eq(-torch.inf).all()
+        assert same((out, lse), flash_attention_with_kvcache(**given, num_splits=2))
 
 
 def test_out_alone_is_returned_unless_lse_is_asked_for(device):
@@ -509,6 +554,14 @@ def test_splits_in_turn_and_apart_give_the_same_bits(device, monkeypatch, launch
         launched.clear()
 
 
+def test_an_entry_has_as_many_places_as_a_sequence_can_have_keys(device):
+    given = call(device, 4, new=0)
+    places = given["page_table"][:, :1].expand(-1, MAX_SEQLEN // 4)
+    short = {**given, "page_table": places[:, :3]}
+    found = (flash_attention_with_kvcache(**x) for x in (short, {**given, "page_table": places}))
+    assert same(*found)
+
+
 @pytest.mark.parametrize("page_size", [0, 4])
 def test_a_predicate_that_hides_nothing_changes_no_bit(page_size, device):
     given = long_call(device, page_size=page_size, window_size=(None, None))
@@ -531,6 +584,12 @@ def test_a_predicate_in_splits_in_turn_and_apart_gives_the_same_bits(device, mon
 
 
 def test_long_caches_are_computed_in_turn_without_scratch(device, monkeypatch, launched):
+    def empty(shape, **form):
+        shapes.append(tuple(shape))
+        return allocate(shape, **form)
+
+    allocate, shapes = portable.allocation.empty, []
+    monkeypatch.setattr(portable.allocation, "empty", empty)
     # 4 splits of 36 rows, with 5 sums, a maximum and a sum of weights each.
     monkeypatch.setattr(portable, "PROGRAMS_IN_TURN", 10**6)
     given = long_call(device)
@@ -538,7 +597,9 @@ def test_long_caches_are_computed_in_turn_without_scratch(device, monkeypatch, l
         monkeypatch.setattr(portable, "MAX_SCRATCH", scratch)
         flash_attention_with_kvcache(**given)
         assert len(launched) == kernels
+        assert ((4, 2, 6, 3, 5) in shapes) == (kernels == 2)
         launched.clear()
+        shapes.clear()
 
 
 def test_few_programs_compute_splits_apart(device, monkeypatch, launched):
@@ -559,6 +620,7 @@ def test_an_explicit_number_of_splits_divides_the_places(
     given = long_call(device, num_splits=num_splits)
     found = flash_attention_with_kvcache(**given)
     assert launched[0] == ("kvcache_kernel", programs)
+    assert len(launched) == (1 if num_splits == 1 else 2)
     assert same(found, flash_attention_with_kvcache(**given))
     # One split is the sums of all keys.
     whole = Config(cache=Tile(16, 16, 1, 1), split_keys=2**20)
@@ -592,7 +654,9 @@ def test_sinks_of_any_stride_give_the_bits_of_the_padded_call(device):
     assert same(found, want)
 
 
-@pytest.mark.parametrize(("columns", "values"), [(576, 512), (192, 128), (192, 96), (200, 256)])
+@pytest.mark.parametrize(
+    ("columns", "values"), [(576, 512), (192, 128), (192, 96), (192, 48), (64, 32), (200, 256)]
+)
 def test_head_dims_of_latent_attention(columns, values, device, monkeypatch):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q = drawn("q", 1, 20, 1, columns, device=device, dtype=dtype)

@@ -133,6 +133,15 @@ def _tile(tile: Tile) -> dict:
     }
 
 
+def _unfused(dtype: torch.dtype) -> dict:
+    """Returns the options of a forward, whose bits do not depend on the place of a row in its tile.
+
+    In float64 the compiler fuses a product and a sum of the exponential in a softcap, for one
+    element of a thread and not for the others. In other dtypes the exponential is an instruction.
+    """
+    return {"enable_fp_fusion": False} if dtype == torch.float64 else {}
+
+
 def _predicate(arguments: Arguments, kernel: str) -> dict:
     """Returns a kernel's block map, its strides and the predicate's arguments.
 
@@ -267,6 +276,7 @@ def launch_forward(
                     **sink_args(arguments),
                     "ALIGNED": _alignment(q, k, v, out), "IS_SPLIT": num_splits is not None,
                     "VARLEN": arguments.longest is not None, **constants, **_tile(tile),
+                    **_unfused(q.dtype),
                 },
             )  # fmt: skip
             if num_splits is not None:
@@ -633,6 +643,7 @@ def launch_with_kvcache(
                 "SHARED": cache.is_shared and Dv == constants["BLOCK_D"], **_tile(tile),
                 # Loads by way of the table take every second stage.
                 "num_stages": (2 * tile.num_stages - 1) if cache.is_paged else tile.num_stages,
+                **_unfused(q.dtype),
             },
         )  # fmt: skip
         if apart:

@@ -21,6 +21,7 @@ ROWS = {"cpu": 12, "cuda": 400}
 MANY_TILES = 16 * 257
 MILLION = 2**20
 GIB_OF_ROWS = 60
+GIB_OF_A_MILLION = 16
 
 SMALL = {"D": 16, "Dv": 16}
 # Every path of the kernels: the portable ones and Hopper's, in one pass and two, for packed
@@ -121,9 +122,10 @@ def test_sampled_rows_of_every_path_lie_within_the_bound(check_rows, subject, de
     check_rows(problem, sampled(N, ROWS[device]))
 
 
-def test_a_million_rows_and_keys_are_right(check_rows, device):
+def test_a_million_rows_and_keys_are_right(check_rows, device, gpu_memory):
     if device == "cpu":
         pytest.skip("takes days without a GPU")
+    gpu_memory(GIB_OF_A_MILLION)
     problem = Problem(
         M=MILLION, N=MILLION, D=64, Dv=64, dtype="bf16", mask=Mask(causal=True), seed=1,
         device=device,

@@ -1,10 +1,15 @@
 """Compiles the launches of calls with a cache on a machine that may have no GPU.
 
 ``python -m tests.unit.fa_kernels.launch.cache_code`` prints JSON: the bytes of shared memory of
-each kernel, by the head dims, the dtype and the form of the cache.
+each kernel, by the head dims, the dtype and the form of the cache. With ``softcap`` it prints the
+instructions that scale the exponent of a softcap in float64, each with its number.
 """
 
 import json
+import math
+import struct
+import sys
+from collections import Counter
 from unittest import mock
 
 import torch
@@ -37,8 +42,8 @@ def _type(x: object, annotation: object) -> str:
     return "i64" if "64" in str(annotation) else "i32"
 
 
-def _shared(kernel, given) -> int:
-    """The shared memory of a kernel for the types of these arguments and the constants of them."""
+def _compiled(kernel, given):
+    """A kernel for the types of these arguments and the constants of them."""
     signature = {
         x.name: "constexpr" if x.is_constexpr else _type(given[x.name], x.annotation)
         for x in kernel.params
@@ -46,7 +51,7 @@ def _shared(kernel, given) -> int:
     constants = {(place,): given[x.name] for place, x in enumerate(kernel.params) if x.is_constexpr}
     options = {name: x for name, x in given.items() if name not in signature}
     source = ASTSource(kernel, signature, constexprs=constants)
-    return triton.compile(source, target=_HOPPER, options=options).metadata.shared
+    return triton.compile(source, target=_HOPPER, options=options)
 
 
 def _described() -> dict[str, int]:
@@ -58,16 +63,35 @@ def _described() -> dict[str, int]:
         given = {} if form == "contiguous" else {"page_table": torch.arange(4).int()[None]}
 
         def run(kernel, _grid, named, kinds=None, of=f"{D}/{Dv} {_DTYPES[dtype]} {form}"):
-            found[f"{kernel.__name__} {of}"] = _shared(kernel, named)
+            found[f"{kernel.__name__} {of}"] = _compiled(kernel, named).metadata.shared
 
-        with (
-            mock.patch.object(arguments, "check_device"),
-            mock.patch.object(portable, "PROGRAMS_IN_TURN", 10**6),
-            mock.patch.object(portable, "run", run),
-        ):
-            flash_attention_with_kvcache(q, k, v, cache_seqlens=(200,), num_splits=2, **given)
+        _call(run, q, k, v, cache_seqlens=(200,), num_splits=2, **given)
+    return found
+
+
+def _call(run, *tensors, **options) -> None:
+    """Call the function with a function in place of that which launches kernels."""
+    with (
+        mock.patch.object(arguments, "check_device"),
+        mock.patch.object(portable, "PROGRAMS_IN_TURN", 10**6),
+        mock.patch.object(portable, "run", run),
+    ):
+        flash_attention_with_kvcache(*tensors, **options)
+
+
+def _scalings() -> Counter[str]:
+    """The instructions with -2 log2(e) in the attention of a call with a softcap in float64."""
+    found: Counter[str] = Counter()
+    constant = "0d" + struct.pack(">d", -2 / math.log(2)).hex().upper()
+
+    def run(kernel, _grid, named, kinds=None):
+        code = _compiled(kernel, named).asm["ptx"].splitlines()
+        found.update(line.split()[0] for line in code if constant in line)
+
+    q, k, v = (torch.zeros(2, 2, rows, 16, dtype=torch.float64) for rows in (17, 2, 2))
+    _call(run, q, k, v, cache_seqlens=(2, 2), softcap=0.5, config="16x32")
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(_described(), indent=1))
+    print(json.dumps(_scalings() if "softcap" in sys.argv else _described(), indent=1))

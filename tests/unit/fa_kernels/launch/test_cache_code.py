@@ -12,6 +12,12 @@ from tests.unit.fa_kernels.launch.compiling import printed_by
 MOST = 227 * 1024
 
 
+def test_a_softcap_in_float64_is_computed_alike_for_all_elements_of_a_tile():
+    """One of 16 was scaled by a fused instruction, so that decoding had other bits on a GPU."""
+    found = printed_by("tests.unit.fa_kernels.launch.cache_code", "softcap")
+    assert list(found.values()) == [16]
+
+
 def test_default_tiles_fit_the_shared_memory_of_hopper():
     found = printed_by("tests.unit.fa_kernels.launch.cache_code")
     # Each of 8 calls launches two kernels.

@@ -157,9 +157,10 @@ def _default_tiles(dtype: torch.dtype, block_d: int) -> tuple[Tile, Tile, Tile, 
 def _default_cache_tile(dtype: torch.dtype, block_d: int) -> Tile:
     """Returns the tile of calls with a cache, for a dtype and the larger padded head_dim.
 
-    16 rows are what a query of a group fills. Tiles of 64 rows, the fewest of a Hopper tensor
-    core's own instruction, are faster where a call has many queries, but decode slower. The number
-    of queries selects no tile: tokens that are decoded one by one have the bits of the prefill.
+    One query fills a row for each head of its group, rarely more than 16. Tiles of 64 rows, the
+    fewest of a Hopper tensor core's own instruction, are faster where a call has many queries, but
+    decode slower. The number of queries selects no tile: tokens that are decoded one by one have
+    the bits of the prefill.
     """
     if dtype in (torch.float16, torch.bfloat16):
         if block_d <= 128:

@@ -655,6 +655,7 @@ def launch_with_kvcache(
                     "seqlens_k_ptr": seqlens_k, **sizes, "H": H, **window,
                     "split_keys": split_keys, **sinks, "BLOCK_R": JOINED_ROWS,
                     "BLOCK_DV": constants["BLOCK_DV"], "ACC": constants["ACC"],
+                    **_unfused(q.dtype),
                 },
             )  # fmt: skip
     return out, lse

@@ -18,11 +18,10 @@ from torch.nn.functional import pad
 from fa_verify.oracles.cache_problem import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.reference.caches import appended, gathered
-from fa_verify.properties.checks.memory import FAR, SPARE, arena_of
+from fa_verify.properties.checks.memory import FAR, arena_of
 from fa_verify.properties.checks.merging import MergeFinding, found_elements
 from fa_verify.properties.comparison.compare import ratios, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands
-from fa_verify.properties.execution.large_memory import large_memory
 from fa_verify.properties.execution.trial import SubjectError, plan_run, run_kvcache
 from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
@@ -470,8 +469,7 @@ def far_pages(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
     # An offset that wraps to a 32-bit int leads to elsewhere in the arena, before or behind.
     elements = FAR + page + max(FAR, step * (len(cache) - 1))
     try:
-        with large_memory(a.device, elements * cache.element_size() + SPARE):
-            arena = arena_of(elements, a.device, cache.dtype)
+        arena = arena_of(elements, a.device, cache.dtype)
     except MemoryError as error:
         raise NotImplementedError(str(error)) from error
     moved = arena[FAR:].as_strided(cache.shape, (step, *cache[0].contiguous().stride()))

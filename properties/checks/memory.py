@@ -22,7 +22,6 @@ from fa_verify.properties.inputs.tensors import make
 
 __all__ = [
     "FAR",
-    "SPARE",
     "arena_of",
     "far_offsets",
     "full_overwrite",
@@ -153,8 +152,7 @@ def far_offsets(trial: Trial) -> list[Finding]:
     whole = problem.seed % 2 == 1 or (layouts is not None and "strided" not in layouts)
     places, elements = _far_places(shapes, problem.seed // 2, whole_rows=whole)
     elements, dtype = FAR + elements, trial.inputs.q.dtype
-    with large_memory(problem.device, elements * dtype.itemsize + SPARE):
-        arena = arena_of(elements, problem.device, dtype)
+    arena = arena_of(elements, problem.device, dtype)
     moved = [
         arena[FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
         for x, place in zip(trial.inputs.tensors, places, strict=True)
@@ -211,13 +209,17 @@ def _far_places(
 
 
 def arena_of(elements: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate memory filled with NaN on a GPU; on a CPU zeros, committed only where touched."""
+    """Allocate memory filled with NaN on a GPU; on a CPU zeros, committed only where touched.
+
+    On a GPU, wait until other processes leave so much.
+    """
     size = elements * dtype.itemsize
     short = f"offsets past 2**31 need {size / 2**30:.0f} GiB of memory on {device}"
     if device == "cuda":
-        if free_memory() < size + SPARE:
-            raise MemoryError(short)
-        return torch.full((elements,), math.nan, dtype=dtype, device=device)
+        with large_memory(device, size + SPARE):
+            if free_memory() < size + SPARE:
+                raise MemoryError(short)
+            return torch.full((elements,), math.nan, dtype=dtype, device=device)
     # Reserve address space without committing memory, as far as the system permits.
     lazily = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:

@@ -21,10 +21,9 @@ from fa_verify.oracles.merge_problem import MergeProblem
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.merging import Merged, merged
-from fa_verify.properties.checks.memory import FAR, SPARE, arena_of
+from fa_verify.properties.checks.memory import FAR, arena_of
 from fa_verify.properties.comparison.compare import ratios, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands
-from fa_verify.properties.execution.large_memory import large_memory
 from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.trial import SubjectError, run_states
 from fa_verify.properties.inputs.states import States, make_states, stored_states
@@ -471,8 +470,7 @@ def far_apart(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
     elements = FAR + max(FAR, step * (x.shape[axis] - 1)) + x.numel()
     first, bound = _run(subject, given, gradients=True), _bound(subject, problem, exact)
     try:
-        with large_memory(problem.device, elements * x.element_size() + SPARE):
-            arena = arena_of(elements, problem.device, x.dtype)
+        arena = arena_of(elements, problem.device, x.dtype)
     except MemoryError as error:
         raise NotImplementedError(str(error)) from error
     moved = arena[FAR:].as_strided(x.shape, strides).copy_(x)

@@ -1,15 +1,14 @@
 """Compiles the launches of calls with a cache on a machine that may have no GPU.
 
 ``python -m tests.unit.fa_kernels.launch.cache_code`` prints JSON: the bytes of shared memory of
-each kernel, by the head dims, the dtype and the form of the cache. With ``softcap`` it prints the
-instructions that scale the exponent of a softcap in float64, each with its number.
+each kernel, by the head dims, the dtype and the form of the cache. With ``float64`` it prints, of
+each kernel of a float64 call with a softcap, the numbers of two kinds of instructions.
 """
 
 import json
 import math
 import struct
 import sys
-from collections import Counter
 from unittest import mock
 
 import torch
@@ -79,19 +78,26 @@ def _call(run, *tensors, **options) -> None:
         flash_attention_with_kvcache(*tensors, **options)
 
 
-def _scalings() -> Counter[str]:
-    """The instructions with -2 log2(e) in the attention of a call with a softcap in float64."""
-    found: Counter[str] = Counter()
+def _in_float64() -> dict[str, dict[str, int]]:
+    """The instructions that scale the exponent of a softcap, and those that may be fused.
+
+    The exponent is multiplied by -2 log2(e). The assembler fuses no instruction with a rounding.
+    """
+    found = {}
     constant = "0d" + struct.pack(">d", -2 / math.log(2)).hex().upper()
 
     def run(kernel, _grid, named, kinds=None):
-        code = _compiled(kernel, named).asm["ptx"].splitlines()
-        found.update(line.split()[0] for line in code if constant in line)
+        code = [x for x in _compiled(kernel, named).asm["ptx"].splitlines() if x.strip()]
+        found[kernel.__name__] = {
+            "scalings": sum(constant in x for x in code),
+            "fusible": sum(x.split()[0] in ("add.f64", "mul.f64", "sub.f64") for x in code),
+        }
 
-    q, k, v = (torch.zeros(2, 2, rows, 16, dtype=torch.float64) for rows in (17, 2, 2))
-    _call(run, q, k, v, cache_seqlens=(2, 2), softcap=0.5, config="16x32")
+    q = torch.zeros(2, 2, 17, 16, dtype=torch.float64)
+    k, v = (torch.zeros(2, 64, 2, 16, dtype=torch.float64) for _ in range(2))
+    _call(run, q, k, v, cache_seqlens=(64, 2), softcap=0.5, config="16x32", num_splits=2)
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(_scalings() if "softcap" in sys.argv else _described(), indent=1))
+    print(json.dumps(_in_float64() if "float64" in sys.argv else _described(), indent=1))

@@ -12,10 +12,13 @@ from tests.unit.fa_kernels.launch.compiling import printed_by
 MOST = 227 * 1024
 
 
-def test_a_softcap_in_float64_is_computed_alike_for_all_elements_of_a_tile():
+def test_float64_is_computed_alike_for_all_elements_of_a_tile_and_in_both_kernels():
     """One of 16 was scaled by a fused instruction, so that decoding had other bits on a GPU."""
-    found = printed_by("tests.unit.fa_kernels.launch.cache_code", "softcap")
-    assert list(found.values()) == [16]
+    found = printed_by("tests.unit.fa_kernels.launch.cache_code", "float64")
+    assert found == {
+        "kvcache_kernel": {"scalings": 16, "fusible": 0},
+        "join_kernel": {"scalings": 0, "fusible": 0},
+    }
 
 
 def test_default_tiles_fit_the_shared_memory_of_hopper():

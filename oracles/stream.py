@@ -92,8 +92,9 @@ def normal(
     depend on an implementation of logarithm or cosine.
     """
     words = _mix(_counters(seed, name, shape, device, (1, 2, 3)))
-    # Four 16-bit chunks per word; the sum does not depend on their order.
+    # Four 16-bit chunks per word; the sum does not depend on their order. By default, PyTorch sums
+    # in 64 bits, and copies the chunks to 64 bits first.
     chunks = words.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
-    total = chunks.view(3, -1, 4).sum((0, 2)).view(tuple(shape))
+    total = chunks.view(3, -1, 4).sum((0, 2), dtype=torch.int32).view(tuple(shape))
     # Each chunk has mean 32767.5 and variance (2**32 - 1) / 12, so the sum's deviation is 2**16.
     return (total.to(torch.float64) - 12 * 32767.5) * 2.0**-16

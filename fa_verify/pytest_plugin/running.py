@@ -299,15 +299,18 @@ def _gpu_memory(config: pytest.Config) -> float | None:
 def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
     """A function that reserves GiB of the GPU for the test, and skips the test if fewer are free.
 
-    One worker at a time has such memory. The GPU's memory that the test no longer uses is freed.
+    No other worker can allocate them until the test ends.
     """
     with contextlib.ExitStack() as stack:
 
         def reserve(gib: int) -> None:
-            stack.enter_context(large_memory(device, gib * 2**30))
+            size = gib * 2**30
             stack.callback(torch.cuda.empty_cache)
-            if free_memory() < gib * 2**30:
-                pytest.skip(f"needs {gib} GiB of free GPU memory")
+            with large_memory(device, size):
+                if free_memory() < size:
+                    pytest.skip(f"needs {gib} GiB of free GPU memory")
+                # PyTorch keeps the freed memory for tensors of this process.
+                torch.empty(size, dtype=torch.uint8, device=device)
 
         yield reserve
 

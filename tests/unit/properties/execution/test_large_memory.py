@@ -177,3 +177,13 @@ def test_the_allocator_keeps_to_the_limit(monkeypatch):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_no_other_process_can_allocate_what_a_test_reserves(monkeypatch, gpu_memory):
+    monkeypatch.undo()
+    torch.cuda.empty_cache()
+    gpu_memory(2)
+    assert torch.cuda.memory_reserved() >= 2 * FREE
+    torch.empty(2 * FREE, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() < 3 * FREE

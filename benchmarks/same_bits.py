@@ -42,7 +42,7 @@ KERNELS = {
     "cuda": {
         "ours": "ours", _MATH: "sdpa-math", _FLASH: "sdpa-flash",
         "PyTorch SDPA, memory-efficient": "sdpa-efficient",
-        "PyTorch SDPA, cuDNN": "sdpa-cudnn", **_OTHERS,
+        "PyTorch SDPA, cuDNN": "sdpa-cudnn", "flash-attn-4": "flash-attn-4", **_OTHERS,
         "lmdeploy, prefill": "tests/kernels/lmdeploy_prefill.py:attention",
     },
 }  # fmt: skip

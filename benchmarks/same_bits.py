@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -108,22 +108,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.one is not None:
         print(json.dumps(answers(options.one)))
         return 0
-    kernels: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record: dict[str, Any] = {
-        "version": VERSION, "device": device_name(), "versions": versions(), "kernels": kernels
+        "version": VERSION, "device": device_name(), "versions": versions(), "kernels": {}
     }  # fmt: skip
     asked = KERNELS[device]
     with ThreadPoolExecutor(options.workers) as pool:
-        for name, done in zip(asked, pool.map(_probed, asked.values()), strict=True):
+        probes = {pool.submit(_probed, kernel): name for name, kernel in asked.items()}
+        for probe in as_completed(probes):
+            name, done = probes[probe], probe.result()
             if done.returncode:
                 print(f"{asked[name]}: {_reason(done.stderr)}", flush=True)
-            else:
-                kernels[name] = json.loads(done.stdout.splitlines()[-1])
-    path = saved(ROOT, "same_bits.json", record, device=device, keep=options.write)
-    print("\n".join(table(record)))
-    print(f"wrote {path}")
-    return int(len(kernels) < len(asked))
+                continue
+            found[name] = json.loads(done.stdout.splitlines()[-1])
+            record["kernels"] = {name: found[name] for name in asked if name in found}
+            # Written as they come, so that an interrupted run keeps them.
+            path = saved(ROOT, "same_bits.json", record, device=device, keep=options.write)
+            print("\n".join(table({"kernels": {name: found[name]}})[2:]), flush=True)
+    if found:
+        print("\n".join(table(record)))
+        print(f"wrote {path}")
+    return int(len(found) < len(asked))
 
 
 if __name__ == "__main__":

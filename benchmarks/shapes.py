@@ -145,10 +145,10 @@ def attentions(shape: Shape, device: torch.device | str) -> dict[str, Attention]
     found: dict[str, Attention] = {
         "ours": partial(_ours, shape, offsets, blocks, True),
         "ours, one pass": partial(_ours, shape, offsets, blocks, False),
-        "cuDNN": partial(_sdpa, shape, offsets, SDPBackend.CUDNN_ATTENTION),
+        "cuDNN": partial(_sdpa, shape, SDPBackend.CUDNN_ATTENTION),
         "FlexAttention": _flex(shape, torch.device(device)),
-        "SDPA flash": partial(_sdpa, shape, offsets, SDPBackend.FLASH_ATTENTION),
-        "SDPA efficient": partial(_sdpa, shape, offsets, SDPBackend.EFFICIENT_ATTENTION),
+        "SDPA flash": partial(_sdpa, shape, SDPBackend.FLASH_ATTENTION),
+        "SDPA efficient": partial(_sdpa, shape, SDPBackend.EFFICIENT_ATTENTION),
     }
     if "flash-attn-4" in PEERS:
         found["flash-attn-4"] = partial(_flash_attn_4, shape, offsets)
@@ -184,29 +184,16 @@ def _ours(
 
 
 def _sdpa(
-    shape: Shape,
-    offsets: torch.Tensor,
-    backend: SDPBackend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    shape: Shape, backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     if shape.window is not None or shape.visible is not None:
         raise NotImplementedError("takes no such mask")
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    options = {"is_causal": shape.causal, "enable_gqa": shape.Hk < shape.H}
+    if shape.lengths:
+        raise NotImplementedError("takes packed sequences as nested tensors alone")
     with sdpa_kernel(backend):
-        if not shape.lengths:
-            return sdpa(q, k, v, **options)
-        longest = max(shape.lengths)
-        nested = [
-            torch.nested.nested_tensor_from_jagged(
-                _packed(x), offsets, min_seqlen=min(shape.lengths), max_seqlen=longest
-            ).transpose(1, 2)
-            for x in (q, k, v)
-        ]
-        out: torch.Tensor = sdpa(*nested, **options).transpose(1, 2).values()
-        return out.transpose(0, 1)[None]
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=shape.causal, enable_gqa=shape.Hk < shape.H
+        )
 
 
 def _flex(shape: Shape, device: torch.device) -> Attention:

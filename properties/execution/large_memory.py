@@ -82,17 +82,18 @@ def no_room(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def large_memory(device: str, size: int) -> Iterator[None]:
-    """Wait until no other process of the user is in such a block for the same GPU.
+    """Wait until that much is free and no other process of the user is in such a block.
 
-    Two processes that each find enough free memory could otherwise both allocate it. Then wait
-    until that much is free. All waits of a process together take no longer than other tests need
-    their memory; a process that holds it longer will not free it. The caller compares its need with
-    the free memory and allocates inside the block. It may use the memory after the block.
+    Two processes that each find enough free memory could otherwise both allocate it. All waits for
+    memory of a process together take no longer than other tests need theirs; a process that holds
+    it longer will not free it. The caller compares its need with the free memory and allocates
+    inside the block. It may use the memory after the block.
 
     Args:
         device: "cuda"; on "cpu" the block does not wait.
         size: The memory that the caller needs, in bytes.
     """
+    global _waited
     if device != "cuda":
         yield
         return
@@ -101,15 +102,12 @@ def large_memory(device: str, size: int) -> Iterator[None]:
     torch.cuda.empty_cache()  # for the process that is in its block
     with path.open("w", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)  # released when the file is closed
-        _wait_for(size)
+        begin, before = time.monotonic(), _waited
+        while free_memory() < size <= (_limit or size) and _waited < _PATIENCE:
+            # A process that needs less goes first.
+            fcntl.flock(handle, fcntl.LOCK_UN)
+            torch.cuda.empty_cache()
+            time.sleep(0.1)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            _waited = before + time.monotonic() - begin
         yield
-
-
-def _wait_for(size: int) -> None:
-    """Wait until that many bytes are free, as long as the patience of this process lasts."""
-    global _waited
-    begin, waited = time.monotonic(), _waited
-    while free_memory() < size <= (_limit or size) and _waited < _PATIENCE:
-        torch.cuda.empty_cache()
-        time.sleep(0.1)
-        _waited = waited + time.monotonic() - begin

@@ -74,6 +74,24 @@ def test_a_block_does_not_wait_for_memory_for_ever(monkeypatch, memory):
         assert memory == [FREE]
 
 
+def test_a_block_that_waits_for_memory_lets_another_go_first(monkeypatch, memory):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test-of-turns")
+    entered = threading.Event()
+
+    def large():
+        with large_memory("cuda", 2 * FREE):
+            entered.set()
+
+    thread = threading.Thread(target=large)
+    thread.start()
+    with large_memory("cuda", FREE):
+        assert not entered.wait(0.3)
+    assert not entered.wait(0.3)
+    memory[:] = [2 * FREE]
+    thread.join(10)
+    assert entered.is_set()
+
+
 def test_the_waits_of_a_process_share_their_patience(monkeypatch, memory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test-of-patience")
     monkeypatch.setattr(module, "_PATIENCE", 0.5)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
-__all__ = ["CONFIGS", "Config", "Tile", "resolve"]
+__all__ = ["CONFIGS", "Config", "Tile", "holds_large_tiles", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -136,18 +137,34 @@ CONFIGS: dict[str, Config] = {
 }
 
 
-def _default_tiles(dtype: torch.dtype, block_d: int) -> tuple[Tile, Tile, Tile, Tile]:
-    """Returns (forward, dkdv, dq, one_pass) tiles for a dtype and the larger padded head_dim."""
+@lru_cache(maxsize=64)
+def holds_large_tiles(device: torch.device) -> bool:
+    """Whether a program may have 227 KiB of shared memory; other NVIDIA GPUs give it 99 or more."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _default_tiles(
+    dtype: torch.dtype, block_d: int, block_dv: int, large: bool
+) -> tuple[Tile, Tile, Tile, Tile]:
+    """Returns (forward, dkdv, dq, one_pass) tiles for a dtype and padded head_dims."""
+    widest = max(block_d, block_dv)
     if dtype in (torch.float16, torch.bfloat16):
-        if block_d <= 64:
+        if widest <= 64:
             square = Tile(64, 64, 4, 3)
             return Tile(128, 64, 4, 3), square, square, Tile(64, 64, 4, 2)
-        if block_d == 128:
+        if widest == 128:
             of_keys = Tile(64, 128, 8, 3)
             return Tile(128, 64, 8, 3), of_keys, Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)
-        of_keys = Tile(32, 64, 8, 1)
-        return Tile(64, 64, 8, 2), of_keys, Tile(64, 32, 8, 1), of_keys
-    if dtype == torch.float32 and block_d <= 128:
+        if not large:
+            of_keys = Tile(32, 64, 8, 1)
+            return Tile(64, 32, 4, 2), of_keys, Tile(64, 32, 8, 1), of_keys
+        of_keys, of_rows = Tile(64, 64, 8, 2), Tile(64, 32, 4, 3)
+        if block_dv <= 128:
+            return Tile(128, 64, 8, 3), of_keys, of_rows, Tile(32, 128, 8, 1)
+        return Tile(128, 64, 8, 2), of_keys, of_rows, Tile(64, 64, 8, 1)
+    if dtype == torch.float32 and widest <= 128:
         square = Tile(32, 32, 4, 1)
         return Tile(64, 32, 4, 1), square, square, square
     smallest = Tile(16, 16, 4, 1)
@@ -169,13 +186,22 @@ def _default_cache_tile(dtype: torch.dtype, block_d: int) -> Tile:
     return Tile(16, 32 if dtype == torch.float32 and block_d <= 128 else 16, 4, 1)
 
 
-def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Config:
+def resolve(
+    config: Config | str | None,
+    dtype: torch.dtype,
+    block_d: int,
+    block_dv: int | None = None,
+    *,
+    large: bool = False,
+) -> Config:
     """Returns a complete configuration, with defaults for the tiles that ``config`` lacks.
 
     Args:
         config: A ``Config``, a name in ``CONFIGS``, or None for "default".
         dtype: Dtype of the inputs.
-        block_d: The larger of head_dim and head_dim_v, padded to a power of two.
+        block_d: The head_dim, padded to a power of two.
+        block_dv: The head_dim_v, padded likewise; None is ``block_d``.
+        large: ``holds_large_tiles`` of the device.
 
     Raises:
         TypeError: ``config`` has another type.
@@ -190,13 +216,14 @@ def resolve(config: Config | str | None, dtype: torch.dtype, block_d: int) -> Co
     if not isinstance(config, Config):
         raise TypeError(f"config is {config!r}; needs a Config, a name or None")
     own = (config.forward, config.dkdv, config.dq, config.one_pass, config.cache)
-    forward, dkdv, dq, one_pass = _default_tiles(dtype, block_d)
+    block_dv = block_d if block_dv is None else block_dv
+    forward, dkdv, dq, one_pass = _default_tiles(dtype, block_d, block_dv, large)
     return Config(
         forward=config.forward or forward,
         dkdv=config.dkdv or dkdv,
         dq=config.dq or dq,
         one_pass=config.one_pass or one_pass,
-        cache=config.cache or _default_cache_tile(dtype, block_d),
+        cache=config.cache or _default_cache_tile(dtype, max(block_d, block_dv)),
         split_keys=config.split_keys,
         dots=config.dots,
         splits=config.splits,

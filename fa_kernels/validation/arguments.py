@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from fa_kernels.configs import CONFIGS, Config, resolve
+from fa_kernels.configs import CONFIGS, Config, holds_large_tiles, resolve
 from fa_kernels.runtime.device_cache import cached_on_device
 from fa_kernels.schedule.block_sparse import (
     VISIBLE,
@@ -485,9 +485,11 @@ def prepared(
     left, right = (
         M + N if x is None else min(x, M + N) for x in (request.window_left, request.window_right)
     )
-    block_d = 1 << (max(D, v.shape[3], 16) - 1).bit_length()
+    blocks = tuple(1 << (max(columns, 16) - 1).bit_length() for columns in (D, v.shape[3]))
     sm_scale = _scale_of(q, request.sm_scale)
-    config = _resolved(request.config, q.dtype, block_d, request.one_pass)
+    config = _resolved(
+        request.config, q.dtype, *blocks, request.one_pass, holds_large_tiles(q.device)
+    )
     predicate, maps = None, None
     window, sizes = (left, right), (B, H, k.shape[1], M, N)
     if request.mask:
@@ -537,6 +539,9 @@ def _on_device(
 
 
 @lru_cache(maxsize=256)
-def _resolved(config: str, dtype: torch.dtype, block_d: int, one_pass: bool) -> Config:
-    tiles = resolve(CONFIGS.get(config) or value_of(config), dtype, block_d)
+def _resolved(
+    config: str, dtype: torch.dtype, block_d: int, block_dv: int, one_pass: bool, large: bool
+) -> Config:
+    given = CONFIGS.get(config) or value_of(config)
+    tiles = resolve(given, dtype, block_d, block_dv, large=large)
     return dataclasses.replace(tiles, dkdv=tiles.one_pass) if one_pass else tiles

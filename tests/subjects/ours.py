@@ -28,7 +28,7 @@ _PACKED_OF = ("default", "default-one_pass", "16x16", "32x16-one_pass", "16x16-s
 
 def adapted(package: ModuleType):
     """Wrap ``flash_attention`` of ``fa_kernels``, or of a copy, as a subject with declarations."""
-    resolve = importlib.import_module(f"{package.__name__}.configs").resolve
+    resolution = importlib.import_module(f"{package.__name__}.configs")
     hopper = importlib.import_module(f"{package.__name__}.launch.hopper")
 
     def flash_attention(q, k, v, *, mask, sm_scale, config="default", **beside):
@@ -113,14 +113,15 @@ def adapted(package: ModuleType):
 
     def _largest_tile(q, v, options) -> int:
         """Return the side of the largest tile; a block_mask needs multiples of it as block size."""
-        tiles = tiles_of(options["config"], q.dtype, q.shape[3], v.shape[3])
+        tiles = tiles_of(options["config"], q.dtype, q.shape[3], v.shape[3], q.device)
         if not options["deterministic"]:
             tiles = dataclasses.replace(tiles, dkdv=tiles.one_pass)
         return max(max(x.block_m, x.block_n) for x in (tiles.forward, tiles.dkdv, tiles.dq))
 
-    def tiles_of(config: str, dtype: torch.dtype, D: int, Dv: int):
+    def tiles_of(config: str, dtype: torch.dtype, D: int, Dv: int, device: torch.device):
         """Return the resolved tile configuration."""
-        return resolve(config, dtype, 1 << (max(D, Dv, 16) - 1).bit_length())
+        blocks = (1 << (max(columns, 16) - 1).bit_length() for columns in (D, Dv))
+        return resolution.resolve(config, dtype, *blocks, large=resolution.holds_large_tiles(device))
 
     def declared(config) -> dict[str, object]:
         """Return the declarations that a configuration replaces."""
@@ -138,7 +139,8 @@ def adapted(package: ModuleType):
     def config_of(problem: Problem):
         """Return the resolved tile configuration of a problem."""
         name = problem.config.removesuffix(_PACKED).removesuffix(_ONE_PASS)
-        return tiles_of(name, TORCH_DTYPES[problem.dtype], problem.D, problem.Dv)
+        device = torch.device(problem.device)
+        return tiles_of(name, TORCH_DTYPES[problem.dtype], problem.D, problem.Dv, device)
 
     def modifies_scores(problem: Problem) -> bool:
         return (problem.softcap, problem.alibi, problem.bias) != (None, NO_ALIBI, NO_BIAS)

@@ -20,7 +20,7 @@ from fa_kernels import flash_attention_with_kvcache
 from fa_kernels.launch import portable
 from fa_kernels.validation import arguments
 
-_HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER = GPUTarget("cuda", 90, 32)
 _DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int32: "i32",
@@ -41,7 +41,7 @@ def _type(x: object, annotation: object) -> str:
     return "i64" if "64" in str(annotation) else "i32"
 
 
-def _compiled(kernel, given):
+def compiled(kernel, given, target=HOPPER):
     """A kernel for the types of these arguments and the constants of them."""
     signature = {
         x.name: "constexpr" if x.is_constexpr else _type(given[x.name], x.annotation)
@@ -50,7 +50,7 @@ def _compiled(kernel, given):
     constants = {(place,): given[x.name] for place, x in enumerate(kernel.params) if x.is_constexpr}
     options = {name: x for name, x in given.items() if name not in signature}
     source = ASTSource(kernel, signature, constexprs=constants)
-    return triton.compile(source, target=_HOPPER, options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 def _described() -> dict[str, int]:
@@ -62,7 +62,7 @@ def _described() -> dict[str, int]:
         given = {} if form == "contiguous" else {"page_table": torch.arange(4).int()[None]}
 
         def run(kernel, _grid, named, kinds=None, of=f"{D}/{Dv} {_DTYPES[dtype]} {form}"):
-            found[f"{kernel.__name__} {of}"] = _compiled(kernel, named).metadata.shared
+            found[f"{kernel.__name__} {of}"] = compiled(kernel, named).metadata.shared
 
         _call(run, q, k, v, cache_seqlens=(200,), num_splits=2, **given)
     return found
@@ -87,7 +87,7 @@ def _in_float64() -> dict[str, dict[str, int]]:
     constant = "0d" + struct.pack(">d", -2 / math.log(2)).hex().upper()
 
     def run(kernel, _grid, named, kinds=None):
-        code = [x for x in _compiled(kernel, named).asm["ptx"].splitlines() if x.strip()]
+        code = [x for x in compiled(kernel, named).asm["ptx"].splitlines() if x.strip()]
         found[kernel.__name__] = {
             "scalings": sum(constant in x for x in code),
             "fusible": sum(x.split()[0] in ("add.f64", "mul.f64", "sub.f64") for x in code),

@@ -449,6 +449,15 @@ def test_a_config_is_completed_and_keeps_given_fields(dtype, block_d):
     assert resolve(Config(one_pass=said), dtype, block_d).one_pass == said
 
 
+def test_wide_heads_have_larger_tiles_where_shared_memory_holds_them():
+    small, large = (resolve(None, torch.bfloat16, 256, 128, large=x) for x in (False, True))
+    assert large.forward.block_m > small.forward.block_m
+    assert large.one_pass != resolve(None, torch.bfloat16, 256, large=True).one_pass
+    assert large.cache == small.cache
+    narrow = (resolve(None, torch.bfloat16, 128, large=x) for x in (False, True))
+    assert next(narrow) == next(narrow)
+
+
 @pytest.mark.parametrize("given", [None, "default", CONFIGS["default"], Config()])
 def test_no_config_is_the_default_one(given):
     assert resolve(given, torch.float32, 64) == resolve("default", torch.float32, 64)

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import numerics_table, same_bits
+from benchmarks import numerics_table, same_bits, shapes
 from benchmarks.table import markdown
 
 __all__ = ["TABLES", "main", "pages", "rewritten"]
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "nvidia-h200"
+H100 = ROOT / "results" / "nvidia-h100-80gb-hbm3"
 _TABLE = re.compile(r"(<!-- begin table (\S+) -->\n\n?).*?(\n?<!-- end table -->)", re.DOTALL)
 _YES_NO = {"True": "yes", "False": "no"}
 # The guarantee of each kernel that the README shows.
@@ -41,9 +42,11 @@ def _findings() -> Mapping[str, Any]:
     return json.loads((RESULTS / "findings.json").read_text(encoding="utf-8"))["subjects"]
 
 
-def _speeds(name: str) -> dict[tuple[str, str], dict[tuple[str, str], dict[str, str]]]:
+def _speeds(
+    name: str, folder: Path = RESULTS
+) -> dict[tuple[str, str], dict[tuple[str, str], dict[str, str]]]:
     """(problem, causal) to (pass, attention) to a row of the file."""
-    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
+    with (folder / name).open(encoding="utf-8", newline="") as file:
         found: dict[Any, Any] = {}
         for row in csv.DictReader(file):
             of_problem = found.setdefault((row["problem"], row["causal"]), {})
@@ -269,10 +272,33 @@ def _power_families() -> list[str]:
     return markdown((f"family, N = {int(N):,}, %", "dtype", *faults), rows)
 
 
-def _same_bits() -> list[str]:
-    """The words of ``same_bits`` that kernels hold on a CPU."""
-    path = ROOT / "results" / "cpu" / "same_bits.json"
+def _same_bits(device: str) -> list[str]:
+    """The words of ``same_bits`` that kernels hold on a device."""
+    path = ROOT / "results" / device / "same_bits.json"
     return same_bits.table(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _shapes() -> list[str]:
+    """Other shapes beside peers."""
+    path = H100 / "shapes.json"
+    return shapes.table(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _beside_flash_attn_4() -> list[str]:
+    """Milliseconds; the times of cuDNN and flash-attn-4 over ours."""
+    modes = (("forward", "ours"), ("backward", "ours"), ("backward", "ours, one pass"))
+
+    def cell(of: Mapping[Any, Any], pass_: str, name: str) -> str:
+        ms = {x: float(of[pass_, x]["median_ms"]) for x in (name, "cuDNN", "flash-attn-4")}
+        ratios = (f"{ms[x] / ms[name]:.2f}" for x in ("cuDNN", "flash-attn-4"))
+        return f"{ms[name]:.3f} ({'; '.join(ratios)})".replace(" ", "\N{NO-BREAK SPACE}")
+
+    rows = [
+        (problem, _YES_NO[causal], *(cell(of, *mode) for mode in modes))
+        for (problem, causal), of in _speeds("speed.csv", H100).items()
+    ]
+    backward = ("backward, deterministic", "backward, `deterministic=False`")
+    return markdown(("B x N x H x D", "causal", "forward", *backward), rows)
 
 
 def _numerics() -> Mapping[str, Any]:
@@ -379,7 +405,10 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
         f"numerics-{name}": lambda table=table: table(_numerics())
         for name, table in numerics_table.TABLES.items()
     },
-    "same-bits": _same_bits,
+    "same-bits": lambda: _same_bits("cpu"),
+    "same-bits-gpu": lambda: _same_bits(H100.name),
+    "speed-flash-attn-4": _beside_flash_attn_4,
+    "shapes": _shapes,
     "options": _options,
     "floors": _floors,
     "problem-fields": _problem_fields,

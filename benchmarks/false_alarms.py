@@ -202,7 +202,7 @@ def _trials(subject: Subject, problem: Problem) -> Iterator[Trial]:
 
 
 def _problems(subject: Subject, device: str, seed: str, until: float) -> Iterator[Problem]:
-    """Yields new problems of every shard in turn, until a time of the monotonic clock.
+    """Yields new problems of every shard in turn, until a time of the monotonic clock; one at least.
 
     In every second turn, limits judge all of them.
     """
@@ -213,10 +213,10 @@ def _problems(subject: Subject, device: str, seed: str, until: float) -> Iterato
         for shard in shards_of(subject):
             wanted = {"inputs": next(families), "dout": "normal"} if turn % 2 else {}
             for problem in drawn(subject, shard, device, f"{seed}/{shard}/{turn}", **wanted):
-                if time.monotonic() > until:
-                    return
                 none = False
                 yield problem
+                if time.monotonic() > until:
+                    return
         if none:
             return
         turn += 1

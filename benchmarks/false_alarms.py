@@ -202,7 +202,7 @@ def _trials(subject: Subject, problem: Problem) -> Iterator[Trial]:
 
 
 def _problems(subject: Subject, device: str, seed: str, until: float) -> Iterator[Problem]:
-    """Yields new problems of every shard in turn, until a time of the monotonic clock; one at least.
+    """Yields one new problem, and more of every shard in turn until a time of the monotonic clock.
 
     In every second turn, limits judge all of them.
     """

@@ -389,13 +389,16 @@ class Failure:
             self.store.replace(dataclasses.replace(cause, outputs=outputs, features=of_both))
 
     def _unexplained(self, problem: Problem) -> list[Finding]:
-        """Return the findings of a problem, unless known causes explain them."""
+        """Return the findings of a problem, unless known causes explain them.
+
+        They do if the problem fails without the features of a cause too: that failure is another.
+        """
         if time.monotonic() > self._end:
             return []
-        outcome = self._of(problem)
-        if not outcome.findings or isinstance(self._known(problem, self._causes), list):
+        findings = self._of(problem).findings
+        if not findings or self._known(problem, self._causes) != problem:
             return []
-        return outcome.findings
+        return findings
 
     def _new(self, problem: Problem) -> RootCause:
         """Minimise a failing problem that no known cause explains, and find its features."""

@@ -147,6 +147,15 @@ def test_a_fault_behind_a_known_one_is_found_on_a_problem_without_it():
     assert {x.name for x in cause.hard} == {"grouped heads", "dtype"}
 
 
+def test_the_smallest_problem_of_a_fault_does_not_show_a_known_one():
+    """With N = 1, the rows without a key give NaN, and a key is hidden on the problem beside it."""
+    store = Known()
+    causes_of(runner_of("unguarded"), EMPTY, store)
+    runner = runner_of("unguarded", "hidden scaled")
+    (cause,) = causes_of(runner, dataclasses.replace(EMPTY, M=4, N=3), store)
+    assert (cause.kind, [x.name for x in cause.hard]) == ("error", ["hidden keys"])
+
+
 def test_a_declaration_with_which_the_failures_pass_is_named():
     (cause,) = causes_of(runner_of("rounded"), GROUPED, Known())
     assert cause.declarations == ('group_sum="dtype"',)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import zlib
+from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -33,6 +35,10 @@ LONGEST = (
 # Neighbours among these tests use the same kernels. In order of names, many workers would compile
 # one at the same time.
 SPREAD = "conformance/"
+# The shard in the name of a test. Tests of a shard use the same kernels.
+_SHARD = re.compile(r"\b(?:fp16|bf16|fp32|fp64)-[\w-]+-d\d+\b")
+# All tests of this file use the same kernels, but for the dtype, which ends their names.
+_CACHES = "conformance/test_caches.py"
 
 
 class Dealing(LoadScheduling):
@@ -41,7 +47,8 @@ class Dealing(LoadScheduling):
     xdist's own scheduler sends a worker more and more tests while they are short. If long tests are
     among hundreds of tests that one worker has received, it runs them alone at the end.
 
-    Conformance tests are dealt in an order without a pattern, the same in every run.
+    Conformance tests are dealt in an order without a pattern, the same in every run. A worker gets
+    the next test whose kernels no other worker may be compiling, if there is one.
 
     Tests of a file with fixtures of module scope go to one worker, because another worker would set
     the fixtures up again.
@@ -79,9 +86,22 @@ class Dealing(LoadScheduling):
         if node.shutting_down or node not in self.node2collection:
             return
         while self.pending and len(self.node2pending[node]) < ahead:
+            self._bring_forward(node)
             self._send_tests(node, self._together())
         if not self.pending:
             node.shutdown()
+
+    def _bring_forward(self, node: Any) -> None:
+        """Put first the next test that shares no kernels with the tests of other workers."""
+        tests = self.collection or []
+        held = {
+            _kernels(tests[i])
+            for other, of_other in self.node2pending.items()
+            if other is not node
+            for i in of_other
+        } - {""}
+        places = (n for n, i in enumerate(self.pending) if _kernels(tests[i]) not in held)
+        self.pending.insert(0, self.pending.pop(next(places, 0)))
 
     def _together(self) -> int:
         """Return the number of next tests that go to one worker together."""
@@ -96,6 +116,16 @@ class Dealing(LoadScheduling):
         if not self._shares[file]:
             return 1
         return sum(1 for _ in takewhile(lambda i: tests[i].startswith(f"{file}::"), self.pending))
+
+
+@cache
+def _kernels(test: str) -> str:
+    """Return a name that the tests with the kernels of a test have in common; "" if unknown."""
+    path, _, parameters = test.partition("[")
+    if _CACHES in path:
+        return f"{_CACHES} {parameters[-5:]}"
+    found = _SHARD.search(parameters)
+    return "" if found is None else found[0]
 
 
 def _turn(test: str) -> tuple[int, int]:

@@ -7,9 +7,9 @@ import torch
 __all__ = ["appended", "gathered"]
 
 
-def _places(table: torch.Tensor, page_size: int, n: torch.Tensor, b: int) -> torch.Tensor:
-    """Returns the rows of keys n of an entry, numbered through all pages."""
-    return table[b].to(torch.int64)[n // page_size] * page_size + n % page_size
+def _places(table: torch.Tensor, page_size: int, n: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of keys n (B, keys) of each entry, numbered through all pages."""
+    return table.to(torch.int64).gather(1, n // page_size) * page_size + n % page_size
 
 
 def appended(
@@ -24,11 +24,11 @@ def appended(
         table: Int (B, places), the pages of each entry.
     """
     kept = cache.clone(memory_format=torch.contiguous_format)
-    flat = kept.view(-1, *kept.shape[2:])
-    steps = torch.arange(new.shape[2], device=cache.device)
-    for b in range(len(new)):
-        if len(steps):
-            flat[_places(table, cache.shape[1], before[b] + steps, b)] = new[b].transpose(0, 1)
+    B, Hk, L, columns = new.shape
+    if B * L:
+        rows = before[:, None].to(torch.int64) + torch.arange(L, device=cache.device)
+        places = _places(table, cache.shape[1], rows)
+        kept.view(-1, Hk, columns)[places.flatten()] = new.transpose(1, 2).reshape(-1, Hk, columns)
     return kept
 
 
@@ -47,6 +47,6 @@ def gathered(
     found = cache.new_zeros((len(table), N, *cache.shape[2:]))
     for b, length in enumerate(seqlens.tolist()):
         if length:
-            n = torch.arange(length, device=cache.device)
-            found[b, :length] = flat[_places(table, cache.shape[1], n, b)]
+            n = torch.arange(length, device=cache.device)[None]
+            found[b, :length] = flat[_places(table[b : b + 1], cache.shape[1], n)[0]]
     return found.transpose(1, 2)

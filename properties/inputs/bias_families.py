@@ -60,12 +60,13 @@ BIAS_LAYOUTS = ("bhsd", "transposed", "strided", "padded", "bshd")
 BIAS_DTYPES = {"shifted": torch.float32}
 
 
-def grouped_biases(*, by_axes: bool) -> tuple[tuple[str, ...], ...]:
-    """Return ``BIASES`` in groups of one dtype, and of the same axes if ``by_axes``."""
-    groups: dict[tuple[object, str], list[str]] = {}
+def grouped_biases(*, shapes: int = len(_AXES)) -> tuple[tuple[str, ...], ...]:
+    """Return ``BIASES`` in groups of one dtype, and of as many shapes, or fewer in the last."""
+    groups: dict[tuple[object, int], list[str]] = {}
     for bias in BIASES:
         family, _, axes = bias.partition("/")
-        groups.setdefault((BIAS_DTYPES.get(family), axes if by_axes else ""), []).append(bias)
+        place = _AXES.index(axes) // shapes
+        groups.setdefault((BIAS_DTYPES.get(family), place), []).append(bias)
     return tuple(map(tuple, groups.values()))
 
 

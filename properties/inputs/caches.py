@@ -125,30 +125,32 @@ def make_cache(
     pages = sum(max(0, count - together) for count in counts) + together + problem.spare
     numbers = _numbers(problem, order, pages)
     places = max(counts, default=0) + problem.spare
-    table = torch.full((a.B, places + 1), wild, dtype=torch.int32)
-    taken = together
-    for b, count in enumerate(counts):
-        for place in range(count):
-            table[b, place] = numbers[place if place < together else taken]
-            taken += place >= together
+    places_of, taken = [[wild] * (places + 1) for _ in counts], together
+    for of_entry, count in zip(places_of, counts, strict=True):
+        private = max(0, count - together)
+        of_entry[:count] = numbers[: count - private] + numbers[taken : taken + private]
+        taken += private
+    table = torch.tensor(places_of, dtype=torch.int32).view(a.B, places + 1)
     columns = max(a.D, a.Dv)
     buffer = torch.full(
         (pages, 2, page_size, a.Hk, columns), fill, dtype=inputs.q.dtype, device=device
     )
     caches = buffer[:, 0, ..., : a.D], buffer[:, 1, ..., : a.Dv]
+    # The entry and the number of each key in the cache. One copy for all of them, because a GPU
+    # takes as long for one row as for many.
+    held = torch.tensor([length - new for length in seqlens], dtype=torch.int64)
+    entry, key = (torch.arange(a.N)[None, :] < held[:, None]).nonzero(as_tuple=True)
+    page, row = table[entry, key // page_size].to(torch.int64), key % page_size
+    entry, key, page, row = torch.stack([entry, key, page, row]).to(device)
     for cache, x in zip(caches, (inputs.k, inputs.v), strict=True):
-        for b, length in enumerate(seqlens):
-            for n in range(0, length - new, page_size):
-                rows = min(page_size, length - new - n)
-                page = int(table[b, n // page_size])
-                cache[page, :rows] = x[b, :, n : n + rows].transpose(0, 1)
+        cache[page, row] = x[entry, :, key]
     added: list[torch.Tensor | None] = [None, None]
     if new:
         added = [
             torch.stack([x[b, :, length - new : length] for b, length in enumerate(seqlens)])
             for x in (inputs.k, inputs.v)
         ]
-    lengths = torch.tensor([x - new for x in seqlens], dtype=torch.int32, device=device)
+    lengths = held.to(device, torch.int32)
     table = table.to(device)
     return CacheInputs(
         inputs.q, *caches, added[0], added[1], lengths, table[:, :places] if is_paged else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -180,7 +181,7 @@ def problems_of(
 def problems_of_few_kernels(
     subject: Subject,
     *,
-    count: int,
+    count: int | None,
     seed: str,
     choices: Mapping[str, Sequence[Any]],
     head_dims: tuple[int, ...] = HEAD_DIMS,
@@ -195,7 +196,9 @@ def problems_of_few_kernels(
 
     Args:
         subject: The subject.
-        count: The number of combinations.
+        count: The number of combinations. None: those that have ``score_mods``, of one combination
+            for each two score modifications and one for all of them, and one of each class. Tests
+            of other score modifications then share kernels, if their seeds are equal.
         seed: Chooses them.
         choices: Further axes: arguments of ``problems``, with the values to choose from.
         head_dims: See ``problems_of``.
@@ -213,26 +216,40 @@ def problems_of_few_kernels(
         axes["head_dims_v"] = groups
     if is_narrow and "layouts" not in wanted:
         axes["layouts"] = (LAYOUTS, WITH_WHOLE_ROWS)
-    if score_mods:
-        axes |= {
-            argument: [*([] if word in score_mods else [(none,)]), *_OF_DTYPES.get(word, [values])]
-            for word, (argument, none, values) in _MODS.items()
-            if word in subject.score_mods and argument not in wanted
-        }
+    free = [
+        word
+        for word, (argument, *_) in _MODS.items()
+        if score_mods and word in subject.score_mods and argument not in wanted
+    ]
+    without = {_MODS[word][0]: (_MODS[word][1],) for word in free if word not in score_mods}
+    for word in free:
+        argument, none, values = _MODS[word]
+        absent = [] if count is None or word in score_mods else [(none,)]
+        axes[argument] = [*absent, *_OF_DTYPES.get(word, [values])]
     axes |= choices
     plain = [
         {
             name: group if name.startswith("head_dims") else values[0]
             for name, values in axes.items()
         }
+        | without
         for group in _one_of_each_class(groups)
     ]
-    # With fewer combinations, a test has one class of head_dims.
-    plain = plain if count > len(plain) else []
+    if count is None:
+        together = [*itertools.combinations(free, 2), tuple(free)]
+        chosen = [
+            row | {_MODS[word][0]: (_MODS[word][1],) for word in free if word not in words}
+            for words, row in zip(together, combinations(axes, len(together), seed), strict=True)
+            if {*score_mods} < {*words}
+        ]
+    else:
+        # With fewer combinations, a test has one class of head_dims.
+        plain = plain if count > len(plain) else []
+        chosen = list(combinations(axes, count - len(plain), seed))
     return st.one_of(
         [
-            problems_of(subject, score_mods=score_mods, **{"head_dims": dims, **wanted, **chosen})
-            for chosen in (*plain, *combinations(axes, count - len(plain), seed))
+            problems_of(subject, score_mods=score_mods, **{"head_dims": dims, **wanted, **fields})
+            for fields in (*plain, *chosen)
         ]
     )
 
@@ -252,7 +269,7 @@ _MODS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "bias": ("biases", NO_BIAS, BIASES),
     "sinks": ("sinks", NO_SINKS, tuple(SINKS)),
 }
-_OF_DTYPES = {"bias": grouped_biases(by_axes=False)}
+_OF_DTYPES = {"bias": grouped_biases()}
 
 
 def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import hypothesis
 import pytest
@@ -155,8 +156,8 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
     The profile determines the number of problems. ``runs`` is the number of times that the check
     runs a problem; the cost of a problem is divided by it. ``batched`` draws batches of problems
     with sequence lengths of up to 512, and checks each batch at once. ``kernels`` is the number of
-    combinations of ``problems_of_few_kernels`` where problems are drawn for few kernels, and
-    ``choices`` are further axes of them.
+    combinations of ``problems_of_few_kernels`` where problems are drawn for few kernels; "shared"
+    stands for those that the tests of a shard share. ``choices`` are further axes of them.
     """
 
     def run(
@@ -165,7 +166,7 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
         *,
         runs: int = 1,
         batched: bool = False,
-        kernels: int = 0,
+        kernels: int | Literal["shared"] = 0,
         choices: Mapping[str, Sequence[object]] | None = None,
         **wanted: object,
     ) -> None:
@@ -195,9 +196,11 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
         wanted = {**limits, **wanted}
         try:
             if kernels and seed_of_kernels(device, seed):
+                is_shared = kernels == "shared"
                 strategy = problems_of_few_kernels(
-                    runner.subject, count=kernels, seed=seed, choices=choices or {}, **wanted
-                )
+                    runner.subject, count=None if is_shared else kernels,
+                    seed=str(shard) if is_shared else seed, choices=choices or {}, **wanted,
+                )  # fmt: skip
             else:
                 strategy = problems_of(runner.subject, **wanted)
         except ExcludedError as declared:

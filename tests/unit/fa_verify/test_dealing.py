@@ -90,6 +90,33 @@ def test_neighbours_among_conformance_tests_are_dealt_apart(deal):
     assert orders[0][-len(ALONE) :] == [*range(len(ALONE))]
 
 
+def test_two_workers_have_no_tests_of_one_shard_while_there_are_others(deal):
+    caches = [f"tests/conformance/test_caches.py::test[{x}]" for x in ("pages-fp16", "append-fp16")]
+    shards = [
+        f"tests/conformance/test_{file}.py::test[{mask}fp16-16x16-split3-d{D}{family}]"
+        for D in (16, 64)
+        for file, mask, family in (("a", "Tree-", ""), ("b", "", "-normal"))
+    ]
+    dealing, workers = deal([*ALONE[:3], *shards, *caches])
+    kernels = [*range(3), *"kkllcc"]
+    together = []
+    while dealing.has_pending:
+        for worker in workers:
+            given = [{kernels[i] for i in dealing.node2pending[x]} for x in workers]
+            if dealing.pending:
+                together += given[0] & given[1]
+            if dealing.node2pending[worker]:
+                dealing.mark_test_complete(worker, dealing.node2pending[worker][0], duration=1.0)
+    assert not together
+
+
+def test_the_last_tests_of_a_shard_are_dealt_to_all_workers(deal):
+    tests = [f"tests/conformance/test_a.py::test[fp16-16x16-d16-{i}]" for i in range(4)]
+    _, (first, second) = deal(tests)
+    assert sorted(first.dealt + second.dealt) == [*range(4)]
+    assert len(first.dealt) == len(second.dealt) == 2
+
+
 @pytest.mark.parametrize("path", LONGEST)
 def test_the_tests_that_take_longest_exist(path):
     assert (Path(__file__).parents[2] / path).exists()

@@ -1,5 +1,6 @@
 import dataclasses
 import hashlib
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
 from fa_verify.properties.inputs import tensors
+from fa_verify.properties.inputs.bias_families import BIAS_DTYPES, BIASES, grouped_biases
 from fa_verify.properties.inputs.families import DOUT, INPUTS, PADDING_VALUES, TORCH_DTYPES
 from fa_verify.properties.problems.strategies import problems
 
@@ -247,3 +249,14 @@ def test_families_take_any_size(inputs, sizes):
 def test_no_value_is_cut_off_in_fp16_at_ordinary_scales(inputs, sm_scale):
     problem = dataclasses.replace(LONG, inputs=inputs, dtype="fp16", sm_scale=sm_scale)
     assert all(x.abs().max() < torch.finfo(x.dtype).max for x in make(problem))
+
+
+@pytest.mark.parametrize(("shapes", "count"), [(2, 10), (9, 2)])
+def test_biases_of_a_group_have_one_dtype_and_few_shapes(shapes, count):
+    groups = grouped_biases(shapes=shapes)
+    assert len(groups) == count
+    assert sorted(itertools.chain(*groups)) == sorted(BIASES)
+    for group in groups:
+        families, axes = ({bias.split("/")[i] for bias in group} for i in (0, 1))
+        assert len({BIAS_DTYPES.get(family) for family in families}) == 1
+        assert len(axes) <= shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -262,6 +263,13 @@ def kernel_of(problem) -> tuple:
     return (*(max(16, 1 << (x - 1).bit_length()) for x in dims), min(x % 8 for x in dims), *mods)
 
 
+def mods_of(kernel: tuple) -> set[str]:
+    """Return the score modifications of a result of ``kernel_of``."""
+    softcap, alibi, of_bias, sinks = kernel[3:]
+    absent = softcap, alibi, of_bias is None, sinks
+    return {word for word, is_absent in zip(SCORE_MODS, absent, strict=True) if not is_absent}
+
+
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("mods", [(), ("bias",)])
 def test_problems_are_drawn_for_few_kernels_and_those_of_another_seed_for_others(count, mods):
@@ -292,6 +300,34 @@ def test_few_kernels_have_each_class_of_head_dims_with_the_wanted_score_mods_alo
             if (problem.softcap, problem.alibi, problem.bias) == (None, "none", "none")
         }
         assert {64, 128} <= alone
+
+
+def test_tests_of_other_score_mods_share_kernels_of_each_two_of_them_and_of_all():
+    made = subject(score_mods=SCORE_MODS, head_dims=(64, 33, 80, 128), layouts=("bhsd",))
+    kernels: set[tuple] = set()
+    for word in SCORE_MODS:
+        few = problems_of_few_kernels(
+            made, count=None, seed="", choices={}, score_mods=(word,), **LIMITS
+        )
+        found = {*map(kernel_of, drawn(few, 150))}
+        assert all(word in mods_of(kernel) for kernel in found)
+        kernels |= found
+    words = [mods_of(kernel) for kernel in kernels]
+    # One alone in two classes of head_dims, six pairs, and all of them.
+    assert sorted(map(len, words)) == [1] * 8 + [2] * 6 + [4]
+    # Any three of them occur in all ways, beside tests without any.
+    for three in itertools.combinations(SCORE_MODS, 3):
+        assert len({tuple(word in x for word in three) for x in (*words, set())}) == 8
+
+
+@pytest.mark.parametrize("declared", [("softcap",), ("softcap", "sinks")])
+def test_a_subject_of_few_score_mods_has_kernels_to_share(declared):
+    made = subject(score_mods=declared, head_dims=(16,), layouts=("bhsd",))
+    few = problems_of_few_kernels(
+        made, count=None, seed="", choices={}, score_mods=("softcap",), **LIMITS
+    )
+    found = {frozenset(mods_of(kernel_of(problem))) for problem in drawn(few, 40)}
+    assert found == {frozenset({"softcap"}), frozenset(declared)}
 
 
 def test_choices_and_declarations_hold_for_few_kernels():

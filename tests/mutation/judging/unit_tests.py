@@ -10,7 +10,7 @@ from fa_verify.diagnosis.copies import PACKAGE
 from fa_verify.diagnosis.mutant import Kill
 from tests.mutation.harness.first_failure import first_failure, unit_test_file
 
-__all__ = ["TESTED_ALONE", "failure_of", "files_for"]
+__all__ = ["TESTED_ALONE", "failure_of", "files_for", "is_of_hopper"]
 
 # Files that find faults of kernels that no step finds.
 FILES = tuple(
@@ -83,6 +83,11 @@ _OF_KERNELS = {
 _ABOUT = {**_OF_PARTS, **_OF_KERNELS}
 
 
+def is_of_hopper(edited: Collection[str]) -> bool:
+    """Whether all mutated files are kernels of Hopper."""
+    return bool(edited) and all(path.startswith(_HOPPER) for path in edited)
+
+
 def files_for(edited: Collection[str]) -> tuple[list[str], list[str]]:
     """The files of unit tests for a mutant: those about its source files, and all others.
 
@@ -90,7 +95,7 @@ def files_for(edited: Collection[str]) -> tuple[list[str], list[str]]:
         edited: The mutated files, such as "fa_kernels/pooling.py". If none is, all files count as
             others.
     """
-    if edited and all(path.startswith(_HOPPER) for path in edited):
+    if is_of_hopper(edited):
         return [], list(ON_HOPPER)
     about = {unit_test_file(f"test_{name}") for path in edited for name in _ABOUT.get(path, ())}
     of_kernels = edited and all(path.startswith("fa_kernels/kernels/") for path in edited)

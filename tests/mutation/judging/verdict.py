@@ -24,10 +24,10 @@ from tests.mutation.judging.hangs import kills_within
 from tests.mutation.judging.merging import FILES as MERGED
 from tests.mutation.judging.merging import kills_by_merging
 from tests.mutation.judging.trials import CHECKS, QUICK, Step
-from tests.mutation.judging.unit_tests import TESTED_ALONE, failure_of, files_for
+from tests.mutation.judging.unit_tests import TESTED_ALONE, failure_of, files_for, is_of_hopper
 from tests.mutation.kill_order import UNIT_TESTS
 
-__all__ = ["asked", "judged_kernels", "killed_by", "subject_of", "warmed"]
+__all__ = ["asked", "judged_kernels", "judges_of", "killed_by", "subject_of", "warmed"]
 
 # Unit tests run before the slow steps. On mutants of a file with tests of its own, they run after
 # this many steps, which kill most mutants. Only unit tests find redundant work and code that does
@@ -107,7 +107,7 @@ def judged_kernels(
             verdict.kills.append(Kill("raised", -1, f"{type(error).__name__}: {error}"[:500]))
             verdict.seconds = time.process_time()
             return verdict
-        usual, alone = _judges(package, mutant, steps, questions, units)
+        usual, alone = judges_of(package, mutant, steps, questions, units)
         judges = {**usual, **alone}
         order = dict.fromkeys(name for name in (*first, *usual) if name in judges)
         for number, name in enumerate(order):
@@ -131,7 +131,7 @@ def _file_of(kill: Kill) -> str:
     return file if test and file.endswith(".py") else UNIT_TESTS
 
 
-def _judges(
+def judges_of(
     package: ModuleType,
     mutant: Mutant,
     steps: Sequence[Step],
@@ -145,11 +145,12 @@ def _judges(
     """
     subject = Subject.of(adapted(package), "mutant")
     edited = {edit.file for edit in mutant.edits}
-    judges: dict[str, Judge] = {}
-    if not edited or not edited.isdisjoint(MERGED):
-        judges |= kills_by_merging(subject)
-    if not edited or is_of_caches(mutant):
-        judges |= kills_by_caches(subject)
+    merges, caches = kills_by_merging(subject), kills_by_caches(subject)
+    first = {
+        **(merges if not edited.isdisjoint(MERGED) else {}),
+        **(caches if is_of_caches(mutant) else {}),
+    }
+    judges: dict[str, Judge] = {**first}
     if units > _FIRST and not edited.isdisjoint(TESTED_ALONE):
         units = _FIRST
     about, others = files_for(edited) if units >= 0 else ([], [])
@@ -159,6 +160,9 @@ def _judges(
             judges |= {x: alone[x] for x in about}
             judges[UNIT_TESTS] = partial(_of_unit_tests, package, others, number)
         judges[step.problem.to_json()] = partial(_of_step, subject, step, asking, number)
+    if units >= 0 and not is_of_hopper(edited):
+        # Other kernels share code with these calls.
+        judges |= {name: x for name, x in {**caches, **merges}.items() if name not in first}
     return judges, alone
 
 

@@ -20,7 +20,7 @@ from fa_verify.diagnosis.outcomes import HANGS, Outcome, outcome, read, write
 from fa_verify.forks import Ended, in_forks
 from tests.mutation.judging import interpreting
 from tests.mutation.judging.hangs import kills_within
-from tests.mutation.judging.trials import STEPS
+from tests.mutation.judging.trials import QUICK, STEPS
 from tests.mutation.judging.unit_tests import FILES, OF_THE_CALL
 from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, History, kill_order, remember
 from tests.mutation.mutants.operators import OPERATORS, SITES, draw, mechanical
@@ -276,3 +276,18 @@ def test_kill_order_names_existing_faults_and_steps():
     firsts = kill_order()
     assert firsts.keys() <= {fault.name for fault in FAULTS}
     assert set(firsts.values()) <= known
+
+
+@pytest.mark.parametrize("file", SITES)
+def test_all_judges_judge_a_mutant_of_any_file(file):
+    """A kernel shares its code with others: a fault of the softmax showed in calls with a cache."""
+    pytest.importorskip("triton")
+    import fa_kernels
+    from tests.mutation.judging.caches import kills_by_caches
+    from tests.mutation.judging.merging import kills_by_merging
+    from tests.mutation.judging.verdict import judges_of
+
+    mutant = Mutant("m", (Edit(file, "a", "b"),))
+    usual, _ = judges_of(fa_kernels, mutant, STEPS, STEPS, len(QUICK))
+    calls = {*kills_by_caches(None), *kills_by_merging(None)}
+    assert {*calls, *(x.problem.to_json() for x in STEPS), UNIT_TESTS} <= usual.keys()

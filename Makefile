@@ -47,8 +47,8 @@ sanitize: $(environment) ## sanitizers of NVIDIA and Triton over a short run; ne
 	  tests/unit/fa_kernels/hopper/test_hopper.py -p no:xdist --hypothesis-profile=dev --problem-timeout=300 \
 	  -k '$(SANITIZED)'
 
-mutation: $(environment) ## see that every fault is found; FULL=1: by which checks, untimed
-	$(python) -m tests.mutation $(if $(FULL),--full)
+mutation: $(environment) ## see that faults are found; SEED=0: which are drawn; FULL=1: all
+	$(python) -m tests.mutation $(if $(FULL),--full) $(if $(SEED),--seed '$(SEED)')
 
 fuzz: $(environment) ## new problems for MINUTES=10; KERNEL=file.py:name, MASK=file.py:Name
 	$(python) -m pytest tests/conformance -n auto --minutes='$(MINUTES)' \

@@ -88,11 +88,16 @@ class Verdict:
 
     Args:
         kills: The kills in order: none for a survivor; only the first unless all checks were run.
-        seconds: Seconds until the first kill, including loading; for a survivor, of all checks.
+        seconds: Seconds until the first kill, including loading; for a survivor, of all checks. CPU
+            time for a mutant of the kernels, and wall time for one of the harness.
+        judge: Name of the judge that killed first; empty if none did.
+        cut: Why checks were left out, if the time was over before a kill; empty if none were.
     """
 
     kills: list[Kill] = field(default_factory=list)
     seconds: float = 0.0
+    judge: str = ""
+    cut: str = ""
 
 
 def mutated(sources: Mapping[str, str], mutant: Mutant) -> dict[str, str]:

@@ -8,16 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fa_verify.diagnosis.mutant import Mutant
+from fa_verify.diagnosis.mutant import Mutant, Verdict
 
 if TYPE_CHECKING:
     from fa_verify.forks import Ended
 
-__all__ = ["ENDS", "Outcome", "outcome", "read", "write"]
+__all__ = ["ENDS", "HANGS", "Outcome", "outcome", "read", "write"]
 
-# How a mutant can end, best first: a check fails; the mutant raises, crashes or hangs; no check
-# fails.
-ENDS = ("killed", "raised", "crashed", "timed out", "survived")
+# How a mutant can end, best first: a check fails; the mutant raises, crashes or hangs; the time is
+# over before all checks ran; no check fails.
+ENDS = ("killed", "raised", "crashed", "timed out", "cut off", "survived")
+# The check of a mutant that hangs.
+HANGS = "hangs"
 # Earlier names of sources, accepted in existing files.
 _RENAMED = {"referee": "harness", "blind": "independent"}
 
@@ -33,7 +35,7 @@ class Outcome:
         end: One of ``ENDS``.
         checks: The checks that failed, in order; only the first unless all checks were run.
         step: Index of the problem on which the first check failed; -1 if none failed.
-        detail: Message of the first failure.
+        detail: Message of the first failure, or why the mutant was cut off.
         seconds: Seconds until the first failure.
         equivalent: Why the mutant may survive; empty if it must not.
         missed: Why the suite does not detect the fault; empty if it must.
@@ -56,21 +58,31 @@ class Outcome:
         return self.end == "survived" and not (self.equivalent or self.missed)
 
     @property
+    def noticed(self) -> bool:
+        """Whether something showed the mutant: a check, an exception, a crash or a hang."""
+        return self.end not in ("cut off", "survived")
+
+    @property
     def refuted(self) -> bool:
-        """Whether the mutant is listed as equivalent, but a check detected it."""
-        return self.end != "survived" and bool(self.equivalent)
+        """Whether the mutant is listed as equivalent, but was noticed."""
+        return self.noticed and bool(self.equivalent)
 
 
 def outcome(source: str, mutant: Mutant, ended: Ended, equivalent: str = "") -> Outcome:
     """Return the outcome of a mutant that was checked in a fork."""
-    kills = ended.value.kills if ended.how == "returned" else []
+    verdict = ended.value if ended.how == "returned" else Verdict()
+    kills = verdict.kills
     checks = tuple(dict.fromkeys(kill.check for kill in kills))
-    if ended.how != "returned":
+    detail = kills[0].detail if kills else verdict.cut
+    if ended.how == "timed out":
+        # A mutant that uses CPU time is known to hang before. This one waited or had too few CPUs.
+        end, detail = "cut off", f"killed after {ended.seconds:.0f} s"
+    elif ended.how != "returned":
         end = ended.how
     elif not kills:
-        end = "survived"
+        end = "cut off" if verdict.cut else "survived"
     else:
-        end = "raised" if checks == ("raised",) else "killed"
+        end = {("raised",): "raised", (HANGS,): "timed out"}.get(checks, "killed")
     return Outcome(
         source=source,
         name=mutant.name,
@@ -78,8 +90,8 @@ def outcome(source: str, mutant: Mutant, ended: Ended, equivalent: str = "") -> 
         end=end,
         checks=checks,
         step=kills[0].step if kills else -1,
-        detail=kills[0].detail if kills else "",
-        seconds=ended.value.seconds if ended.how == "returned" else ended.seconds,
+        detail=detail,
+        seconds=verdict.seconds if ended.how == "returned" else ended.seconds,
         equivalent=equivalent,
         missed=mutant.missed,
     )

@@ -2,6 +2,7 @@
 
 python -m tests.mutation [source ...] [options]
 python -m tests.mutation harness [--every N] [--seed S]
+python -m tests.mutation mechanical [--draw N | --full] [--seed S]
 python -m tests.mutation equivalents [--rekey OLD_TREE] [--apply]
 """
 
@@ -11,7 +12,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,16 +20,16 @@ from typing import TYPE_CHECKING
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.independent import INDEPENDENT
-from fa_verify.diagnosis.mutant import Mutant
+from fa_verify.diagnosis.mutant import Mutant, Verdict
 from fa_verify.diagnosis.outcomes import Outcome, outcome, write
 from fa_verify.diagnosis.subtle import SUBTLE
-from fa_verify.forks import in_forks
+from fa_verify.forks import Ended, in_forks
 from tests.mutation.harness import sites
 from tests.mutation.judging.interpreting import interpret
 from tests.mutation.mutants import equivalent
 from tests.mutation.mutants.changes import change_of
 from tests.mutation.mutants.equivalent import EQUIVALENT
-from tests.mutation.mutants.operators import HOPPER_SITES, mechanical
+from tests.mutation.mutants.operators import HOPPER_SITES, draw, mechanical
 from tests.mutation.report import summary, tables
 
 if TYPE_CHECKING:
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
     from tests.mutation.judging.trials import Step
 
 SOURCES = ("harness", "faults", "independent", "subtle", "mechanical", "hopper")
-# A surviving mutant takes 100 to 300 s, depending on the machine and its load.
-SECONDS = 400.0
+# Seconds of wall time, which end mutants that wait forever. Limits of CPU time end the others.
+SECONDS = 900.0
 # One in so many mechanical mutants of the harness is run.
 EVERY = 300
+# So many mechanical mutants of the kernels are judged.
+DRAW = 300
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,11 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
         found += _kernels(kernels, chosen, options)
     folder = Path(options.out)
     write(found, folder / "outcomes.jsonl")
-    (folder / "kills.md").write_text(tables(found, full=options.full), encoding="utf-8")
-    if options.full:
-        from tests.mutation.picture import draw
+    (folder / "kills.md").write_text(tables(found, full=options.matrix), encoding="utf-8")
+    if options.matrix:
+        from tests.mutation import picture
 
-        draw(found, folder / "kills.png")
+        picture.draw(found, folder / "kills.png")
     print(summary(found))
     print(f"written to {folder}")
     # Survivors among sampled mutants of the harness only lower the kill rate.
@@ -77,7 +80,17 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("sources", nargs="*", metavar="source", help=f"out of {', '.join(SOURCES)}")
-    parser.add_argument("--full", action="store_true", help="every check of every mutant, untimed")
+    parser.add_argument("--full", action="store_true", help="all mechanical mutants of the kernels")
+    parser.add_argument(
+        "--draw",
+        type=int,
+        default=DRAW,
+        metavar="N",
+        help=f"so many mechanical mutants of the kernels, {DRAW} unless given",
+    )
+    parser.add_argument(
+        "--matrix", action="store_true", help="every check of every mutant, untimed"
+    )
     parser.add_argument(
         "--remember", action="store_true", help="run the step that kills a fault first from now on"
     )
@@ -88,7 +101,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"one in N mechanical mutants of the harness, {EVERY} unless given; 0: none",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which of them")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which of both")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument("--only", default="", metavar="TEXT", help="names that hold this text")
     parser.add_argument("--out", default="build/mutation", metavar="FOLDER", help="for the reports")
@@ -105,8 +118,14 @@ def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[
     """Mutants of the kernels that the options select, as (source, mutant)."""
     made, on_hopper = mechanical(kernels), mechanical(kernels, HOPPER_SITES)
     equivalent.check_listed((*made, *on_hopper))
+    made = [x for x in made if options.only in x.name]
+    drawn = made if options.full else draw(made, options.draw, options.seed)
+    if len(drawn) < len(made) and "mechanical" in options.sources:
+        print(
+            f"{len(drawn)} of {len(made)} mechanical mutants of the kernels, of seed {options.seed}"
+        )
     lists = {
-        "faults": FAULTS, "independent": INDEPENDENT, "subtle": SUBTLE, "mechanical": made,
+        "faults": FAULTS, "independent": INDEPENDENT, "subtle": SUBTLE, "mechanical": drawn,
         "hopper": on_hopper,
     }  # fmt: skip
     return [
@@ -116,7 +135,7 @@ def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[
         if source in options.sources
         and options.only in mutant.name
         # An equivalent mutant passes every step, so it takes the longest.
-        and (options.full or not mutant.equivalent)
+        and (options.matrix or not mutant.equivalent)
     ]
 
 
@@ -143,7 +162,7 @@ def _kernels(
     from tests.mutation.judging.hopper import ON_HOPPER
     from tests.mutation.judging.trials import ORDINARY, QUICK, STEPS
     from tests.mutation.judging.verdict import asked, judged_kernels, warmed
-    from tests.mutation.kill_order import kill_order, remember
+    from tests.mutation.kill_order import History, kill_order, remember
 
     # Subtle faults lie below the bound: only the steps on ordinary data can find them.
     of_sources = {"subtle": ORDINARY, "hopper": ON_HOPPER}
@@ -151,22 +170,46 @@ def _kernels(
     lists = {source: of_sources.get(source, STEPS) for source, _ in chosen}
     questions = {steps: asked(steps) for steps in set(lists.values())}
     warmed(next(iter(questions.values())))
-    firsts = kill_order()
-    spots = {} if options.full else _spots(kernels, chosen, lists, questions)
-    works = [
-        partial(
-            judged_kernels, kernels, mutant,
-            *spots.get(mutant.key, (lists[source], questions[lists[source]])),
-            first=firsts.get(mutant.name, "") if source == "faults" else "",
-            full=options.full, units=-1 if mutant.key in spots else units.get(source, len(QUICK)),
-            prepare=emulate if source == "hopper" else None,
-        )
-        for source, mutant in chosen
-    ]  # fmt: skip
-    found = _judged(chosen, works, options)
+    spots = {} if options.matrix else _spots(kernels, chosen, lists, questions)
+    history = History(kill_order())
+
+    def works() -> Iterator[Callable[[], Verdict]]:
+        """Yields the work of each mutant once it can start, so that earlier kills are known."""
+        for source, mutant in chosen:
+            spot = mutant.key in spots
+            steps, planned = (
+                spots[mutant.key] if spot else (lists[source], questions[lists[source]])
+            )
+            yield partial(
+                judged_kernels, kernels, mutant, steps, planned,
+                first=() if spot else history.first(source, mutant),
+                full=options.matrix, units=-1 if spot else units.get(source, len(QUICK)),
+                prepare=emulate if source == "hopper" else None,
+            )  # fmt: skip
+
+    if any(source == "mechanical" for source, _ in chosen):
+        _control(kernels, STEPS, questions[STEPS])
+    found = _judged(chosen, works(), options, history.add)
     if options.remember:
         remember(found, STEPS)
     return found
+
+
+def _control(kernels: dict[str, str], steps: tuple[Step, ...], questions: list[PlannedRun]) -> None:
+    """Checks that all judges pass the unmutated kernels.
+
+    Raises:
+        RuntimeError: One does not, so that its kills say nothing about mutants.
+    """
+    from tests.mutation.judging.trials import QUICK
+    from tests.mutation.judging.verdict import judged_kernels
+
+    nothing = Mutant("the unmutated kernels", ())
+    work = partial(judged_kernels, kernels, nothing, steps, questions, units=len(QUICK))
+    (ended,) = in_forks([work], jobs=1, seconds=SECONDS)
+    if ended.how != "returned" or ended.value.kills or ended.value.cut:
+        raise RuntimeError(f"the unmutated kernels do not pass: {ended}")
+    print(f"all judges pass the unmutated kernels, in {ended.seconds:.0f} s", flush=True)
 
 
 def _spots(
@@ -197,14 +240,18 @@ def _judged(
     chosen: list[tuple[str, Mutant]],
     works: Iterable[Callable[[], object]],
     options: argparse.Namespace,
+    tell: Callable[[str, Mutant, Ended], None] = lambda *_: None,
 ) -> list[Outcome]:
-    """Prints a line as each mutant ends and returns the outcomes in the order of the lists."""
+    """Prints a line as each mutant ends and returns the outcomes in the order of the lists.
+
+    ``tell`` is called with the source, the mutant and the end of each.
+    """
     started = time.monotonic()
     found: dict[int, Outcome] = {}
-    # A full run is untimed; the hour ends mutants that loop forever.
-    seconds = 3600.0 if options.full else SECONDS
+    seconds = 3600.0 if options.matrix else SECONDS
     for ended in in_forks(works, jobs=options.jobs, seconds=seconds):
         source, mutant = chosen[ended.number]
+        tell(source, mutant, ended)
         reason = mutant.equivalent or EQUIVALENT.get(mutant.key, "")
         result = found[ended.number] = outcome(source, mutant, ended, reason)
         by = f" by {', '.join(result.checks)}" if result.checks else ""

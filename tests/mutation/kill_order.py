@@ -1,25 +1,32 @@
-"""The step or unit tests that last killed each recorded fault. They run first, to save time.
+"""The judges that run first, to save time: those that killed a fault before, or its neighbours.
 
-Few of the hundred steps kill a given fault, and steps for rare features come late. If the recorded
-step does not kill the fault, or none is recorded, the steps run in their usual order.
+Few of the hundred steps kill a given mutant, and steps for rare features come late. A file keeps
+the judge that last killed each fault on record. A mechanical mutant meets those first that killed
+others of its function and file in this run. If none of these kills, all judges run in their usual
+order, so the order changes no verdict.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from fa_verify.diagnosis.mutant import Mutant
 from fa_verify.diagnosis.outcomes import Outcome
+from fa_verify.forks import Ended
 from tests.mutation.judging.trials import Step
 
-__all__ = ["FILE", "UNIT_TESTS", "kill_order", "remember"]
+__all__ = ["FILE", "UNIT_TESTS", "History", "kill_order", "remember"]
 
 FILE = Path(__file__).with_suffix(".json")
 # The former name of the file.
 OLD_FILE = FILE.with_name("asked_first.json")
 # The check of a kill by unit tests; recorded in place of a step's problem where no file is known.
 UNIT_TESTS = "unit tests"
+# Most judges of other functions of the file, the deadliest first.
+_OF_THE_FILE = 4
 
 
 def kill_order(file: Path = FILE) -> dict[str, str]:
@@ -31,6 +38,38 @@ def kill_order(file: Path = FILE) -> dict[str, str]:
         file = file.with_name(OLD_FILE.name)
     found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     return found
+
+
+class History:
+    """The kills of a run so far.
+
+    Args:
+        of_faults: The judge that last killed each fault on record, by the fault's name.
+    """
+
+    def __init__(self, of_faults: Mapping[str, str]) -> None:
+        self._of_faults = of_faults
+        self._kills: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def first(self, source: str, mutant: Mutant) -> list[str]:
+        """The judges to run first for a mutant, by name."""
+        if source == "faults":
+            return [x for x in [self._of_faults.get(mutant.name, "")] if x]
+        function, file = _places(mutant)
+        nearest = [name for name, _ in self._kills[function].most_common()]
+        near = [name for name, _ in self._kills[file].most_common(_OF_THE_FILE)]
+        return list(dict.fromkeys((*nearest, *near)))
+
+    def add(self, source: str, mutant: Mutant, ended: Ended) -> None:
+        """Counts the kill of a mechanical mutant, if it was killed."""
+        if source == "mechanical" and ended.how == "returned" and ended.value.judge:
+            for place in _places(mutant):
+                self._kills[place][ended.value.judge] += 1
+
+
+def _places(mutant: Mutant) -> tuple[str, str]:
+    """A mutant's function and file. A fault without a key has no function."""
+    return mutant.key.partition(" ")[0], mutant.edits[0].file
 
 
 def remember(outcomes: Iterable[Outcome], steps: Sequence[Step], file: Path = FILE) -> None:

@@ -22,14 +22,17 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         killing = [x.seconds for x in of_source if x.end == "killed"]
         speed = f"; median kill {statistics.median(killing):.2f} s" if killing else ""
         lines.append(f"{source}: {len(of_source)} mutants, {counted}{speed}")
-    if sampled := [x for x in outcomes if x.source == "sampled"]:
-        noticed = sum(not x.unexplained for x in sampled)
-        low, high = rate_interval(noticed, len(sampled))
-        lines.append(
-            f"mechanical mutants of the harness: {noticed / len(sampled):.0%} noticed, "
-            f"of all {low:.0%} to {high:.0%} (95 %)"
-        )
+    for source, of in (("sampled", "harness"), ("mechanical", "kernels")):
+        # Mutants that no input can show are no part of the rate.
+        if asked := [x for x in outcomes if x.source == source and not x.equivalent]:
+            noticed = sum(x.noticed for x in asked)
+            low, high = rate_interval(noticed, len(asked))
+            lines.append(
+                f"mechanical mutants of the {of}: {noticed / len(asked):.1%} of {len(asked)} "
+                f"noticed, of all {low:.1%} to {high:.1%} (95 %)"
+            )
     lines += [f"NOT KILLED: {x.name}" for x in outcomes if x.unexplained]
+    lines += [f"CUT OFF, {x.detail}: {x.name}" for x in outcomes if x.end == "cut off"]
     lines += [
         f"LISTED AS EQUIVALENT, BUT {x.end.upper()} by {', '.join(x.checks) or 'itself'}: {x.name}"
         for x in outcomes
@@ -72,7 +75,7 @@ def _totals(outcomes: Sequence[Outcome]) -> str:
         ends = Counter(x.end for x in part if x.end != "survived")
         left = [x for x in part if x.end == "survived"]
         unexplained = sum(not x.equivalent for x in left)
-        noticed = sum(ends.values())
+        noticed = sum(x.noticed for x in part)
         decided = ends["killed"] + unexplained
         seconds = sorted(x.seconds for x in part if x.end == "killed")
         rows.append(

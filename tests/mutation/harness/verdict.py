@@ -8,15 +8,16 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 from fa_verify.diagnosis.copies import sources_of
-from fa_verify.diagnosis.mutant import Mutant, Verdict, mutated
+from fa_verify.diagnosis.mutant import Kill, Mutant, Verdict, mutated
 from tests.mutation.harness.first_failure import first_failure, unit_test_file
+from tests.mutation.judging.hangs import kills_within
 
 __all__ = ["judged_harness", "warm_up"]
 
@@ -25,6 +26,8 @@ _ROOT = Path(__file__).resolve().parents[3]
 # because torch imports modules lazily.
 _NEEDED = ("torch", "torch._dynamo", "numpy", "mpmath", "hypothesis", "hypothesis.strategies")
 _ENVIRONMENT = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+# Seconds of CPU time of all tests of a mutant, above which it hangs.
+HANG = 240.0
 _OWN = ("fa_verify.pytest_plugin", "fa_kernels", "fa_verify.oracles", "fa_verify.properties")
 
 
@@ -75,8 +78,14 @@ def judged_harness(mutant: Mutant) -> Verdict:
             path: text for path, text in mutated(sources, mutant).items() if text != sources[path]
         }
         sys.meta_path.insert(0, _Replaced(changed, Path(folder)))
-        kill = first_failure(files)
-    return Verdict([] if kill is None else [kill], time.monotonic() - started)
+        kills = kills_within(HANG, _kills(files), "the unit tests")
+    return Verdict(kills, time.monotonic() - started)
+
+
+def _kills(files: Sequence[str]) -> Iterator[Kill]:
+    kill = first_failure(files)
+    if kill is not None:
+        yield kill
 
 
 class _Replaced(MetaPathFinder):

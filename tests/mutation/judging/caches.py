@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from fa_verify.diagnosis.mutant import Kill, Mutant
 from fa_verify.oracles.cache_problem import CacheProblem
@@ -76,19 +77,24 @@ def is_of_caches(mutant: Mutant) -> bool:
     return of_caches or any(edit.file in _FILES for edit in mutant.edits)
 
 
-def kills_by_caches(subject: Subject) -> Iterator[Kill]:
-    """Yields the findings of calls with a cache, as checks of no step."""
-    for problem in _PROBLEMS:
+def kills_by_caches(subject: Subject) -> dict[str, Callable[[], Iterator[Kill]]]:
+    """The calls with a cache, by name; each yields its first finding, as a check of no step."""
+    return {
+        f"caches {number}, {name}": partial(_kills, subject, problem, name)
+        for number, problem in enumerate(_PROBLEMS)
+        for name in CACHES
         # Entries without keys decode nothing.
-        others = problem.attention.mask.is_plain and min(problem.seqlens) > 0
-        for name, check in CACHES.items():
-            if not (others or name in _OF_SAME_ENTRIES):
-                continue
-            try:
-                with dots_in_order():
-                    found = found_in_cache(subject, problem, check)
-            except NotImplementedError as error:
-                yield Kill("raised", -1, str(error)[:500])
-                continue
-            for finding in found[:1]:
-                yield Kill(f"cache {name}", -1, str(finding)[:500])
+        if name in _OF_SAME_ENTRIES
+        or (problem.attention.mask.is_plain and min(problem.seqlens) > 0)
+    }
+
+
+def _kills(subject: Subject, problem: CacheProblem, name: str) -> Iterator[Kill]:
+    try:
+        with dots_in_order():
+            found = found_in_cache(subject, problem, CACHES[name])
+    except NotImplementedError as error:
+        yield Kill("raised", -1, str(error)[:500])
+        return
+    for finding in found[:1]:
+        yield Kill(f"cache {name}", -1, str(finding)[:500])

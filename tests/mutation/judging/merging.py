@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from fa_verify.diagnosis.mutant import Kill
 from fa_verify.oracles.masks.mask import Mask
@@ -10,6 +12,7 @@ from fa_verify.oracles.merge_problem import MergeProblem
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.merging import MERGES, found_in
 from fa_verify.properties.checks.ring import ring
+from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["FILES", "kills_by_merging"]
@@ -50,22 +53,28 @@ _RING = (
 )  # fmt: skip
 
 
-def kills_by_merging(subject: Subject) -> Iterator[Kill]:
-    """Yields the findings of merges and of a ring, as checks of no step."""
-    for problem in _PROBLEMS:
-        for name, check in MERGES.items():
-            if name != "far apart":
-                yield from _kills(f"S1 {name}", lambda p=problem, f=check: found_in(subject, p, f))
-    yield from _kills("S1 ring", lambda: ring(subject, *_RING))
-    for problem in _FAR:
-        yield from _kills(
-            "S1 far apart", lambda p=problem: found_in(subject, p, MERGES["far apart"])
+def kills_by_merging(subject: Subject) -> dict[str, Callable[[], Iterator[Kill]]]:
+    """The merges and the ring, by name; each yields its first finding, as a check of no step."""
+    merges = {
+        f"merging {number}, {name}": partial(_kills, f"S1 {name}", found_in, subject, x, check)
+        for number, x in enumerate(_PROBLEMS)
+        for name, check in MERGES.items()
+        if name != "far apart"
+    }
+    far = {
+        f"merging far apart {x.seed}": partial(
+            _kills, "S1 far apart", found_in, subject, x, MERGES["far apart"]
         )
+        for x in _FAR
+    }
+    return {**merges, "ring": partial(_kills, "S1 ring", ring, subject, *_RING), **far}
 
 
-def _kills(name, findings_of) -> Iterator[Kill]:
+def _kills(
+    name: str, findings_of: Callable[..., Sequence[Finding]], *arguments: Any
+) -> Iterator[Kill]:
     try:
-        found = findings_of()
+        found = findings_of(*arguments)
     except NotImplementedError as error:
         yield Kill("raised", -1, str(error)[:500])
         return

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import ModuleType
 
 from fa_verify.diagnosis.copies import PACKAGE
 from fa_verify.diagnosis.mutant import Kill
 from tests.mutation.harness.first_failure import first_failure, unit_test_file
 
-__all__ = ["TESTED_ALONE", "failure_of"]
+__all__ = ["TESTED_ALONE", "failure_of", "files_for", "is_of_hopper"]
 
 # Files that find faults of kernels that no step finds.
 FILES = tuple(
@@ -83,18 +83,36 @@ _OF_KERNELS = {
 _ABOUT = {**_OF_PARTS, **_OF_KERNELS}
 
 
-def failure_of(package: ModuleType, edited: Collection[str], first: str = "") -> Kill | None:
+def is_of_hopper(edited: Collection[str]) -> bool:
+    """Whether all mutated files are kernels of Hopper."""
+    return bool(edited) and all(path.startswith(_HOPPER) for path in edited)
+
+
+def files_for(edited: Collection[str]) -> tuple[list[str], list[str]]:
+    """The files of unit tests for a mutant: those about its source files, and all others.
+
+    Args:
+        edited: The mutated files, such as "fa_kernels/pooling.py". If none is, all files count as
+            others.
+    """
+    if is_of_hopper(edited):
+        return [], list(ON_HOPPER)
+    about = {unit_test_file(f"test_{name}") for path in edited for name in _ABOUT.get(path, ())}
+    of_kernels = edited and all(path.startswith("fa_kernels/kernels/") for path in edited)
+    more = [file for file in OF_THE_CALL if file in about or not of_kernels]
+    files = (*FILES, *more)
+    return [x for x in files if x in about], [x for x in files if x not in about]
+
+
+def failure_of(package: ModuleType, files: Sequence[str]) -> Kill | None:
     """The first unit test that fails with a copy in place of ``fa_kernels``; None if all pass.
 
     Every later import of ``fa_kernels`` in this process returns the copy.
 
     Args:
         package: The copy.
-        edited: The mutated files, such as "fa_kernels/pooling.py"; their tests run first.
-        first: A file of unit tests that runs before all, so that no other file is collected if one
-            of its tests fails.
+        files: Files of unit tests, which run in this order.
     """
-    about = {unit_test_file(f"test_{name}") for path in edited for name in _ABOUT.get(path, ())}
     copies = {
         name: module
         for name, module in sys.modules.items()
@@ -104,14 +122,4 @@ def failure_of(package: ModuleType, edited: Collection[str], first: str = "") ->
         del sys.modules[name]
     for name, module in copies.items():
         sys.modules[PACKAGE + name.removeprefix(package.__name__)] = module
-    if all(path.startswith(_HOPPER) for path in edited):
-        return first_failure(ON_HOPPER)
-    of_kernels = all(path.startswith("fa_kernels/kernels/") for path in edited)
-    more = [file for file in OF_THE_CALL if file in about or not of_kernels]
-    files = sorted((*FILES, *more), key=lambda file: file not in about)
-    if first in files:
-        failed = first_failure([first])
-        if failed is not None:
-            return failed
-        files.remove(first)
     return first_failure(files)

@@ -6,6 +6,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
@@ -18,18 +20,26 @@ from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 from fa_verify.subjects.ours import adapted, flash_attention
 from tests.mutation.judging.caches import is_of_caches, kills_by_caches
+from tests.mutation.judging.hangs import kills_within
 from tests.mutation.judging.merging import FILES as MERGED
 from tests.mutation.judging.merging import kills_by_merging
 from tests.mutation.judging.trials import CHECKS, QUICK, Step
-from tests.mutation.judging.unit_tests import TESTED_ALONE, failure_of
+from tests.mutation.judging.unit_tests import TESTED_ALONE, failure_of, files_for, is_of_hopper
 from tests.mutation.kill_order import UNIT_TESTS
 
-__all__ = ["asked", "judged_kernels", "killed_by", "subject_of", "warmed"]
+__all__ = ["asked", "judged_kernels", "judges_of", "killed_by", "subject_of", "warmed"]
 
 # Unit tests run before the slow steps. On mutants of a file with tests of its own, they run after
 # this many steps, which kill most mutants. Only unit tests find redundant work and code that does
 # not run here.
 _FIRST = 22
+# Seconds of CPU time of one judge, above which the mutant hangs: the longest, the unit tests, takes
+# 40 s. And of a mutant, after which no further judge runs: survivors take 60 s.
+HANG = 120.0
+LIMIT = 180.0
+
+# Yields the kills of a mutant.
+Judge = Callable[[], Iterator[Kill]]
 
 
 def asked(steps: Sequence[Step]) -> list[PlannedRun]:
@@ -66,73 +76,94 @@ def judged_kernels(
     steps: Sequence[Step],
     questions: Sequence[PlannedRun],
     *,
-    first: str = "",
+    first: Sequence[str] = (),
     full: bool = False,
     units: int = len(QUICK),
     prepare: Callable[[ModuleType], None] | None = None,
 ) -> Verdict:
-    """Loads a mutant of ``fa_kernels`` and runs the steps on it.
+    """Loads a mutant of ``fa_kernels`` and runs the judges on it: steps, other calls, unit tests.
 
     Call it in a process that does nothing else afterwards: the mutant may write anywhere.
 
     Args:
         sources: The unmutated package.
-        mutant: The mutant's edits.
+        mutant: The mutant's edits; without edits, all judges run.
         steps: The steps.
         questions: The planned run of each step.
-        first: The step to run first: its problem as JSON, the path of a file of unit tests, or
-            "unit tests".
-        full: Continue after the first kill, to find every check that fails.
+        first: Names of the judges to run first: a step's problem as JSON, the path of a file of
+            unit tests, UNIT_TESTS, or a name of ``kills_by_caches`` or ``kills_by_merging``. Other
+            names are left out.
+        full: Continue after the first kill, to find every check that fails. No time limit applies.
         units: The unit tests run before the step of this index; -1 runs none.
         prepare: Called with the package before the steps.
     """
-    started = time.monotonic()
     verdict = Verdict()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        kills = _kills(sources, mutant, steps, questions, first, Path(folder), units, prepare)
-        for kill in kills:
-            if not verdict.kills:
-                verdict.seconds = time.monotonic() - started
-            verdict.kills.append(kill)
-            if not full:
-                return verdict
-    verdict.seconds = verdict.seconds or time.monotonic() - started
+        try:
+            package = _loaded(sources, mutant, Path(folder))
+            if prepare is not None:
+                prepare(package)
+        except Exception as error:
+            verdict.kills.append(Kill("raised", -1, f"{type(error).__name__}: {error}"[:500]))
+            verdict.seconds = time.process_time()
+            return verdict
+        usual, alone = judges_of(package, mutant, steps, questions, units)
+        judges = {**usual, **alone}
+        order = dict.fromkeys(name for name in (*first, *usual) if name in judges)
+        for number, name in enumerate(order):
+            if not full and time.process_time() > LIMIT:
+                verdict.cut = f"{number} of {len(order)} judges ran in {LIMIT:.0f} s of CPU time"
+                break
+            kills = kills_within(HANG, islice(judges[name](), None if full else 1), name)
+            if kills and not verdict.kills:
+                verdict.seconds = time.process_time()
+                verdict.judge = _file_of(kills[0]) if name == UNIT_TESTS else name
+            verdict.kills += kills
+            if kills and not full:
+                break
+    verdict.seconds = verdict.seconds or time.process_time()
     return verdict
 
 
-def _kills(
-    sources: Mapping[str, str],
+def _file_of(kill: Kill) -> str:
+    """The file of the unit test that killed; UNIT_TESTS if there is none."""
+    file, _, test = kill.detail.partition("::")
+    return file if test and file.endswith(".py") else UNIT_TESTS
+
+
+def judges_of(
+    package: ModuleType,
     mutant: Mutant,
     steps: Sequence[Step],
     questions: Sequence[PlannedRun],
-    first: str,
-    folder: Path,
     units: int,
-    prepare: Callable[[ModuleType], None] | None,
-) -> Iterator[Kill]:
-    try:
-        package = _loaded(sources, mutant, folder)
-        if prepare is not None:
-            prepare(package)
-    except Exception as error:
-        yield Kill("raised", -1, f"{type(error).__name__}: {error}"[:500])
-        return
+) -> tuple[dict[str, Judge], dict[str, Judge]]:
+    """The judges of a mutant by name in their usual order, and files of unit tests by themselves.
+
+    pytest collects all files of a run before the first test, which takes longer than most tests. So
+    files about the mutated ones run alone, the others together. A caller may ask for one of these.
+    """
     subject = Subject.of(adapted(package), "mutant")
     edited = {edit.file for edit in mutant.edits}
-    if not edited.isdisjoint(MERGED):
-        yield from kills_by_merging(subject)
-    if is_of_caches(mutant):
-        yield from kills_by_caches(subject)
+    merges, caches = kills_by_merging(subject), kills_by_caches(subject)
+    first = {
+        **(merges if not edited.isdisjoint(MERGED) else {}),
+        **(caches if is_of_caches(mutant) else {}),
+    }
+    judges: dict[str, Judge] = {**first}
     if units > _FIRST and not edited.isdisjoint(TESTED_ALONE):
         units = _FIRST
-    if units >= 0 and (first == UNIT_TESTS or first.endswith(".py")):
-        yield from _of_unit_tests(package, edited, units, first)
-        units = -1
-    order = sorted(range(len(steps)), key=lambda i: (steps[i].problem.to_json() != first, i))
-    for number in order:
+    about, others = files_for(edited) if units >= 0 else ([], [])
+    alone = {x: partial(_of_unit_tests, package, [x], units) for x in (*about, *others)}
+    for number, (step, asking) in enumerate(zip(steps, questions, strict=True)):
         if number == units:
-            yield from _of_unit_tests(package, edited, number)
-        yield from _of_step(subject, steps[number], questions[number], number)
+            judges |= {x: alone[x] for x in about}
+            judges[UNIT_TESTS] = partial(_of_unit_tests, package, others, number)
+        judges[step.problem.to_json()] = partial(_of_step, subject, step, asking, number)
+    if units >= 0 and not is_of_hopper(edited):
+        # Other kernels share code with these calls.
+        judges |= {name: x for name, x in {**caches, **merges}.items() if name not in first}
+    return judges, alone
 
 
 def killed_by(
@@ -171,11 +202,9 @@ def _of_step(subject: Subject, step: Step, asking: PlannedRun, number: int) -> I
                 yield Kill(check, number, finding)
 
 
-def _of_unit_tests(
-    package: ModuleType, edited: set[str], number: int, first: str = ""
-) -> Iterator[Kill]:
+def _of_unit_tests(package: ModuleType, files: Sequence[str], number: int) -> Iterator[Kill]:
     """The first unit test that fails, if any."""
-    failed = failure_of(package, edited, first)
+    failed = failure_of(package, files)
     if failed is not None:
         yield Kill(UNIT_TESTS, number, f"{failed.check}: {failed.detail}"[:500])
 

@@ -8,6 +8,7 @@ kept. A mutant's key names the file, the function, the operator and the number o
 from __future__ import annotations
 
 import ast
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from itertools import accumulate
 
 from fa_verify.diagnosis.mutant import Edit, Mutant
 
-__all__ = ["HOPPER_SITES", "OPERATORS", "SITES", "mechanical"]
+__all__ = ["HOPPER_SITES", "OPERATORS", "SITES", "draw", "mechanical"]
 
 # Files whose functions and methods are mutated.
 SITES = (
@@ -251,6 +252,23 @@ OPERATORS = (
     compare, arithmetic, drop_operand, off_by_one, infinity, drop_sign, drop_call, drop_argument,
     swap_dot, exchange_name, exchange_field, condition,
 )  # fmt: skip
+
+
+def draw(made: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
+    """A stratified draw: each file, and in it each operator, has its share. In the order of made.
+
+    Args:
+        made: Mechanical mutants.
+        number: The size of the draw; all mutants if there are fewer.
+        seed: Seed of the draw.
+    """
+    number = min(number, len(made))
+    # Every k-th of the sorted mutants, for a k that need not be a whole number.
+    order = sorted(range(len(made)), key=lambda i: (made[i].edits[0].file, made[i].origin, i))
+    start = random.Random(seed).random()
+    return [
+        made[i] for i in sorted(order[int((j + start) * len(made) / number)] for j in range(number))
+    ]
 
 
 def mechanical(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +15,15 @@ import pytest
 
 from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.mutant import Edit, Mutant, mutated
-from fa_verify.diagnosis.outcomes import Outcome, outcome, read, write
+from fa_verify.diagnosis.mutant import Edit, Kill, Mutant, Verdict, mutated
+from fa_verify.diagnosis.outcomes import HANGS, Outcome, outcome, read, write
 from fa_verify.forks import Ended, in_forks
 from tests.mutation.judging import interpreting
-from tests.mutation.judging.trials import STEPS
+from tests.mutation.judging.hangs import kills_within
+from tests.mutation.judging.trials import QUICK, STEPS
 from tests.mutation.judging.unit_tests import FILES, OF_THE_CALL
-from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, kill_order, remember
-from tests.mutation.mutants.operators import OPERATORS, SITES, mechanical
+from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, History, kill_order, remember
+from tests.mutation.mutants.operators import OPERATORS, SITES, draw, mechanical
 from tests.mutation.report import summary, tables
 
 ROOT = Path(__file__).parents[3]
@@ -126,10 +128,73 @@ def one(end: str, equivalent: str = "", checks: tuple[str, ...] = ()) -> Outcome
     return Outcome("faults", f"a {end} mutant", "x.py", end, checks, 0, "", 1.0, equivalent)
 
 
-@pytest.mark.parametrize("how", ["crashed", "timed out"])
-def test_a_mutant_that_ends_its_process_is_counted_apart(how):
-    mutant = Mutant("m", (Edit("x.py", "a", "b"),))
-    assert outcome("faults", mutant, Ended(0, None, how, 2.0)).end == how
+MUTANT = Mutant("m", (Edit("x.py", "a", "b"),), key="x.py:f compare 1")
+
+
+def test_a_mutant_that_ends_its_process_is_counted_apart():
+    assert outcome("faults", MUTANT, Ended(0, None, "crashed", 2.0)).end == "crashed"
+
+
+def spin() -> Iterator[Kill]:
+    yield Kill("G1", 0, "before")
+    while True:
+        pass
+
+
+def test_a_judge_that_uses_too_much_cpu_time_tells_that_the_mutant_hangs():
+    before, hang = kills_within(0.2, spin(), "a loop")
+    assert (before.check, hang.check) == ("G1", HANGS)
+    assert "more than 0 s of CPU time: a loop" in hang.detail
+    verdict = Verdict([hang])
+    assert outcome("faults", MUTANT, Ended(0, verdict, "returned", 2.0)).end == "timed out"
+
+
+def test_a_judge_that_waits_does_not_hang():
+    def kills() -> Iterator[Kill]:
+        time.sleep(0.5)
+        yield Kill("G1", 0, "")
+
+    assert [x.check for x in kills_within(0.2, kills(), "a wait")] == ["G1"]
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [Ended(0, None, "timed out", 2.0), Ended(0, Verdict(cut="3 of 9 judges ran"), "returned", 2.0)],
+)
+def test_a_mutant_without_a_verdict_is_neither_noticed_nor_a_survivor(ended):
+    """Load on the machine can end a mutant before the judge that kills it."""
+    found = outcome("mechanical", MUTANT, ended)
+    assert (found.end, found.noticed, found.unexplained) == ("cut off", False, False)
+    assert f"CUT OFF, {found.detail}: m" in summary([found])
+    assert "0.0% of 1 noticed" in summary([found])
+
+
+@pytest.mark.parametrize(("number", "seed"), [(500, 0), (500, 1), (37, 5)])
+def test_a_draw_has_its_share_of_each_file(number, seed):
+    mutants = mechanical(SOURCES)
+    drawn = draw(mutants, number, seed)
+    assert len({x.key for x in drawn}) == number
+    assert drawn == sorted(drawn, key=mutants.index)
+    for file in SITES:
+        share = sum(x.edits[0].file == file for x in mutants) * number / len(mutants)
+        assert abs(sum(x.edits[0].file == file for x in drawn) - share) < 1
+
+
+def test_draws_of_other_seeds_differ_and_one_of_all_has_all():
+    mutants = mechanical(SOURCES)
+    assert draw(mutants, 300, 0) == draw(mutants, 300, 0) != draw(mutants, 300, 1)
+    assert draw(mutants, len(mutants) + 1, 0) == mutants
+
+
+def test_judges_that_killed_neighbours_run_first():
+    other = replace(MUTANT, key="x.py:g compare 1")
+    history = History({"m": "of the fault"})
+    for mutant, judge in ((other, "a"), (other, "a"), (other, "c"), (MUTANT, "b")):
+        history.add("mechanical", mutant, Ended(0, Verdict(judge=judge), "returned", 1.0))
+    history.add("mechanical", MUTANT, Ended(0, Verdict(), "returned", 1.0))
+    assert history.first("mechanical", MUTANT) == ["b", "a", "c"]
+    assert history.first("mechanical", other)[:2] == ["a", "c"]
+    assert history.first("faults", MUTANT) == ["of the fault"]
 
 
 def test_a_survivor_without_a_reason_is_named():
@@ -149,7 +214,7 @@ def test_a_killed_mutant_that_is_listed_as_equivalent_is_named():
 def test_the_report_has_rates_and_reasons():
     found = [one("killed", checks=("G1", "T3")), one("survived"), one("survived", "why")]
     text = tables(found, full=True)
-    assert "| faults | x.py | 3 | 1 | 0 | 0 | 0 | 1 | 1 | 50.0% | 50.0% | 1.00 |" in text
+    assert "| faults | x.py | 3 | 1 | 0 | 0 | 0 | 0 | 1 | 1 | 50.0% | 50.0% | 1.00 |" in text
     assert "| a survived mutant | why |" in text
     assert "| a killed mutant | x | x |" in text
 
@@ -211,3 +276,18 @@ def test_kill_order_names_existing_faults_and_steps():
     firsts = kill_order()
     assert firsts.keys() <= {fault.name for fault in FAULTS}
     assert set(firsts.values()) <= known
+
+
+@pytest.mark.parametrize("file", SITES)
+def test_all_judges_judge_a_mutant_of_any_file(file):
+    """A kernel shares its code with others: a fault of the softmax showed in calls with a cache."""
+    pytest.importorskip("triton")
+    import fa_kernels
+    from tests.mutation.judging.caches import kills_by_caches
+    from tests.mutation.judging.merging import kills_by_merging
+    from tests.mutation.judging.verdict import judges_of
+
+    mutant = Mutant("m", (Edit(file, "a", "b"),))
+    usual, _ = judges_of(fa_kernels, mutant, STEPS, STEPS, len(QUICK))
+    calls = {*kills_by_caches(None), *kills_by_merging(None)}
+    assert {*calls, *(x.problem.to_json() for x in STEPS), UNIT_TESTS} <= usual.keys()

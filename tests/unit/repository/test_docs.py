@@ -53,7 +53,7 @@ PARSED = {
     "make kernels": "fetches repositories; test_kernels.py runs it on its own",
     "make kernels KERNELS_FROM=path/to/folder": "has a placeholder",
     "make lint": "runs over everything",
-    "make mutation": "takes a quarter of an hour",
+    "make mutation": "takes 20 minutes",
     "make power": "takes minutes",
     "make power WRITE=1": "takes minutes",
     "make test": "runs everything",

@@ -205,6 +205,7 @@ def test_no_other_process_can_allocate_what_a_test_reserves(monkeypatch, gpu_mem
     monkeypatch.undo()
     torch.cuda.empty_cache()
     gpu_memory(2)
-    assert torch.cuda.memory_reserved() >= 2 * FREE
+    held = torch.cuda.memory_reserved()
+    assert held >= 2 * FREE
     torch.empty(2 * FREE, dtype=torch.uint8, device="cuda")
-    assert torch.cuda.memory_reserved() < 3 * FREE
+    assert torch.cuda.memory_reserved() == held

@@ -58,6 +58,11 @@ _MASKED = Problem(
         BlockSparse(percent=50, seed=11) & PrefixLM(prefix=3), seqlens_k=(37, 21)
     ),
 )  # fmt: skip
+# Keys in two blocks of columns, of which the second is loaded apart, in several key tiles.
+_TWO_BLOCKS = Problem(
+    H=2, Hk=1, N=40, M=3, D=132, Dv=4, dtype="fp32", config="16x16",
+    mask=Mask(causal=True, seqlens_k=(37,)),
+)  # fmt: skip
 _PROBLEMS = (
     CacheProblem(attention=_MASKED, page_size=7),
     CacheProblem(attention=_ATTENTION, page_size=7, new=4, shared=2, spare=2),
@@ -66,6 +71,7 @@ _PROBLEMS = (
     CacheProblem(attention=_ALONE, page_size=3, new=1),
     CacheProblem(attention=_WIDE),
     CacheProblem(attention=_EMPTY),
+    CacheProblem(attention=_TWO_BLOCKS, page_size=7),
 )
 # The checks of calls of the same entries, which a mask with a predicate is for.
 _OF_SAME_ENTRIES = ("accuracy", "pages", "free rows")

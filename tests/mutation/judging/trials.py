@@ -238,6 +238,8 @@ STEPS: tuple[Step, ...] = (
     *(_step(M=20, N=21, D=65, Dv=8, dtype=dtype) for dtype in ("fp32", "fp64")),
     _step(M=20, N=21, D=65, Dv=8, dtype="fp32", inputs="lse_low_130", config="16x16-tf32"),
     _step("backward", M=40, N=40, D=16, Dv=144, dtype="bf16"),
+    # More than 64 tiles in a list that a gradient of a bias reads.
+    _step("dbias", M=7, N=1060, D=3, Dv=3, mask=PrefixLM(prefix=5), bias="normal/m"),
     # More than 8 splits, and more than 256 tiles in a row, in a list, and in a column.
     _step(N=1040, config="16x16-split64"),
     _step(N=4120, M=7, D=3, Dv=3, mask=PrefixLM(prefix=5)),

@@ -340,8 +340,8 @@ def alone(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
         NotImplementedError: The subject takes neither one part nor two.
     """
     given, exact = _made(subject, problem)
-    findings: list[MergeFinding] = []
     refused, judged = None, False
+    compared: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
     for p, beside in product(range(len(problem.parts)), (None, math.nan, math.inf, 0.0)):
         part, at = given._replace(outs=given.outs[p : p + 1], lses=given.lses[p : p + 1]), 0
         claim = f"is not that of part {p}, which is alone"
@@ -367,14 +367,22 @@ def alone(subject: Subject, problem: MergeProblem) -> list[MergeFinding]:
             x = getattr(got, name)
             is_gradient = name in ("douts", "dlses")
             if not is_gradient or (not _is_absent(x) and _promises(subject, "G4")):
-                y = y.to(x.dtype)
-                findings += found_elements(
-                    subject, problem, "S1 merging", claim, name,
-                    (x, y, torch.zeros_like(y)), ~same_bits(x, y),
-                )  # fmt: skip
+                compared.append((claim, name, x, y.to(x.dtype)))
     if refused and not judged:
         raise refused
-    return findings
+    if not compared:
+        return []
+    bad = [~same_bits(x, y) for *_, x, y in compared]
+    # Wait for a GPU once, not for each output of each run.
+    is_any = torch.stack([x.any() for x in bad]).tolist()
+    return [
+        finding
+        for (claim, name, x, y), where, is_bad in zip(compared, bad, is_any, strict=True)
+        if is_bad
+        for finding in found_elements(
+            subject, problem, "S1 merging", claim, name, (x, y, torch.zeros_like(y)), where
+        )
+    ]
 
 
 def _beside_silence(subject: Subject, states: States, value: float, place: int) -> States:

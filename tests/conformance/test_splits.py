@@ -27,8 +27,9 @@ def test_few_rows_against_long_keys_keep_every_guarantee(
     check_one, subject, device, few, guarantee
 ):
     dtype, M, mask = FEW[few]
+    # A shard has most kernels of these head_dims.
     problem = Problem(
-        B=2, H=2, M=M, N=KEYS[device], D=24, dtype="fp64" if guarantee == "T3" else dtype,
+        B=2, H=2, M=M, N=KEYS[device], D=24, Dv=32, dtype="fp64" if guarantee == "T3" else dtype,
         mask=mask, dirty="nan", seed=1, config=a_split_of(subject, few), device=device,
     )  # fmt: skip
     check_one(problem, GUARANTEES[guarantee])

@@ -25,7 +25,12 @@ import torch
 from fa_verify.oracles import renamed
 from fa_verify.oracles.any_problem import AnyProblem, problem_from_json
 from fa_verify.properties.execution import replay_line, workers
-from fa_verify.properties.execution.large_memory import free_memory, large_memory, limit_memory
+from fa_verify.properties.execution.large_memory import (
+    free_memory,
+    large_memory,
+    limit_memory,
+    spare_memory,
+)
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.pytest_plugin import profiles
@@ -299,18 +304,19 @@ def _gpu_memory(config: pytest.Config) -> float | None:
 def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
     """A function that reserves GiB of the GPU for the test, and skips the test if fewer are free.
 
-    No other worker can allocate them until the test ends.
+    One worker of a GPU at a time has such memory, and no other can allocate it until the test ends.
     """
     with contextlib.ExitStack() as stack:
 
         def reserve(gib: int) -> None:
             size = gib * 2**30
+            needed = size + spare_memory()
+            stack.enter_context(large_memory(device, needed))
             stack.callback(torch.cuda.empty_cache)
-            with large_memory(device, size):
-                if free_memory() < size:
-                    pytest.skip(f"needs {gib} GiB of free GPU memory")
-                # PyTorch keeps the freed memory for tensors of this process.
-                torch.empty(size, dtype=torch.uint8, device=device)
+            if free_memory() < needed:
+                pytest.skip(f"needs {gib} GiB of free GPU memory, and some for other workers")
+            # PyTorch keeps the freed memory for tensors of this process.
+            torch.empty(size, dtype=torch.uint8, device=device)
 
         yield reserve
 

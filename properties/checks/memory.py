@@ -16,7 +16,7 @@ from fa_verify.oracles.problem import TENSORS
 from fa_verify.properties.comparison.agreement import agree, found_where
 from fa_verify.properties.comparison.compare import Finding, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands, Overrun
-from fa_verify.properties.execution.large_memory import free_memory, large_memory
+from fa_verify.properties.execution.large_memory import free_memory, large_memory, spare_memory
 from fa_verify.properties.execution.trial import Trial, run_gradients, run_subject
 from fa_verify.properties.inputs.tensors import make
 
@@ -33,7 +33,6 @@ __all__ = [
 # its last element. The distance is larger, so that the offset of a tile that begins before the last
 # row exceeds int32 too.
 FAR = 2**31
-SPARE = 2**30  # bytes of a GPU that others may allocate meanwhile
 _REACH = FAR + FAR // 8
 # Alignment of tensors and distant rows, in elements.
 _UNIT = 64
@@ -216,8 +215,9 @@ def arena_of(elements: int, device: str, dtype: torch.dtype) -> torch.Tensor:
     size = elements * dtype.itemsize
     short = f"offsets past 2**31 need {size / 2**30:.0f} GiB of memory on {device}"
     if device == "cuda":
-        with large_memory(device, size + SPARE):
-            if free_memory() < size + SPARE:
+        needed = size + spare_memory()
+        with large_memory(device, needed):
+            if free_memory() < needed:
                 raise MemoryError(short)
             return torch.full((elements,), math.nan, dtype=dtype, device=device)
     # Reserve address space without committing memory, as far as the system permits.

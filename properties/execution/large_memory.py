@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from fa_verify.properties.execution.workers import GIB_PER_WORKER
+from fa_verify.properties.execution.workers import GIB_PER_WORKER, sharing
 
-__all__ = ["free_memory", "large_memory", "limit_memory", "no_room"]
+__all__ = ["free_memory", "large_memory", "limit_memory", "no_room", "spare_memory"]
 
 _PATIENCE = 100.0  # seconds of a process: the longest test with much memory takes half of it
 _CONTEXT = 2**29  # bytes that CUDA holds for a process beside its tensors
@@ -56,6 +56,11 @@ def free_memory() -> int:
     """Return the bytes of the current GPU that this process may still allocate."""
     free = torch.cuda.mem_get_info()[0]
     return free if _limit is None else min(free, _limit - torch.cuda.memory_reserved())
+
+
+def spare_memory() -> int:
+    """Return the bytes of a GPU that the other processes of a run may allocate meanwhile."""
+    return 2**29 * max(2, sharing(os.environ))
 
 
 def no_room(error: BaseException) -> str:

@@ -28,6 +28,7 @@ from fa_verify.properties.execution import replay_line, workers
 from fa_verify.properties.execution.large_memory import (
     free_memory,
     large_memory,
+    leaves_room,
     limit_memory,
     spare_memory,
 )
@@ -311,6 +312,8 @@ def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
         def reserve(gib: int) -> None:
             size = gib * 2**30
             needed = size + spare_memory()
+            if device == "cuda" and not leaves_room(size):
+                pytest.skip(f"needs {gib} GiB of GPU memory; start fewer workers with -n")
             stack.enter_context(large_memory(device, needed))
             stack.callback(torch.cuda.empty_cache)
             if free_memory() < needed:

@@ -18,11 +18,12 @@ import torch
 
 from fa_verify.properties.execution.workers import GIB_PER_WORKER, sharing
 
-__all__ = ["free_memory", "large_memory", "limit_memory", "no_room", "spare_memory"]
+__all__ = ["free_memory", "large_memory", "leaves_room", "limit_memory", "no_room", "spare_memory"]
 
 _PATIENCE = 100.0  # seconds of a process: the longest test with much memory takes half of it
 _CONTEXT = 2**29  # bytes that CUDA holds for a process beside its tensors
 _GIB = 2**30
+_BESIDE = 3 * 2**29  # bytes of a process that runs ordinary tests
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB}
 _ASKED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMG]iB)")
 
@@ -61,6 +62,15 @@ def free_memory() -> int:
 def spare_memory() -> int:
     """Return the bytes of a GPU that the other processes of a run may allocate meanwhile."""
     return 2**29 * max(2, sharing(os.environ))
+
+
+def leaves_room(size: int) -> bool:
+    """Return whether the other processes of a run can work beside one that holds so many bytes.
+
+    Early in a run they hold little, so that the free memory does not tell.
+    """
+    others = sharing(os.environ) - 1
+    return bool(size + others * _BESIDE <= torch.cuda.mem_get_info()[1])
 
 
 def no_room(error: BaseException) -> str:

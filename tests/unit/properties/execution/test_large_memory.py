@@ -14,10 +14,12 @@ from fa_verify.properties.execution import large_memory as module
 from fa_verify.properties.execution.large_memory import (
     free_memory,
     large_memory,
+    leaves_room,
     limit_memory,
     no_room,
 )
 from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.workers import GPUS_OF_THE_RUN
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 
@@ -112,6 +114,16 @@ def test_a_process_frees_its_cache_before_it_waits_for_another(monkeypatch):
     monkeypatch.setattr(module.fcntl, "flock", lambda *_: events.append("lock"))
     with large_memory("cuda", 0):
         assert events == ["empty", "lock"]
+
+
+@pytest.mark.parametrize(("workers", "fits"), [("1", True), ("16", False)])
+def test_a_test_leaves_room_for_workers_that_have_just_begun(workers, fits, monkeypatch):
+    """A test with 60 of 80 GiB took the memory that others needed seconds later."""
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", workers)
+    monkeypatch.delenv(GPUS_OF_THE_RUN, raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * FREE, 80 * FREE))
+    assert leaves_room(60 * FREE) == fits
+    assert leaves_room(40 * FREE)
 
 
 @pytest.fixture

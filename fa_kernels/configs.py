@@ -146,22 +146,22 @@ def holds_large_tiles(device: torch.device) -> bool:
 
 
 def _default_tiles(
-    dtype: torch.dtype, block_d: int, block_dv: int, large: bool
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, large: bool
 ) -> tuple[Tile, Tile, Tile, Tile]:
-    """Returns (forward, dkdv, dq, one_pass) tiles for a dtype and padded head_dims."""
-    widest = max(block_d, block_dv)
+    """Returns (forward, dkdv, dq, one_pass) tiles for a dtype and head_dims."""
+    widest = max(head_dim, head_dim_v)
     if dtype in (torch.float16, torch.bfloat16):
         if widest <= 64:
             square = Tile(64, 64, 4, 3)
             return Tile(128, 64, 4, 3), square, square, Tile(64, 64, 4, 2)
-        if widest == 128:
+        if widest <= 128:
             of_keys = Tile(64, 128, 8, 3)
             return Tile(128, 64, 8, 3), of_keys, Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)
         if not large:
             of_keys = Tile(32, 64, 8, 1)
             return Tile(64, 32, 4, 2), of_keys, Tile(64, 32, 8, 1), of_keys
         of_keys, of_rows = Tile(64, 64, 8, 2), Tile(64, 32, 4, 3)
-        if block_dv <= 128:
+        if head_dim_v <= 128:
             return Tile(128, 64, 8, 3), of_keys, of_rows, Tile(32, 128, 8, 1)
         return Tile(128, 64, 8, 2), of_keys, of_rows, Tile(64, 64, 8, 1)
     if dtype == torch.float32 and widest <= 128:
@@ -171,8 +171,8 @@ def _default_tiles(
     return smallest, smallest, smallest, smallest
 
 
-def _default_cache_tile(dtype: torch.dtype, block_d: int) -> Tile:
-    """Returns the tile of calls with a cache, for a dtype and the larger padded head_dim.
+def _default_cache_tile(dtype: torch.dtype, widest: int) -> Tile:
+    """Returns the tile of calls with a cache, for a dtype and the larger head_dim.
 
     One query fills a row for each head of its group, rarely more than 16. Tiles of 64 rows, the
     fewest of a Hopper tensor core's own instruction, are faster where a call has many queries, but
@@ -180,17 +180,17 @@ def _default_cache_tile(dtype: torch.dtype, block_d: int) -> Tile:
     the bits of the prefill.
     """
     if dtype in (torch.float16, torch.bfloat16):
-        if block_d <= 128:
+        if widest <= 128:
             return Tile(16, 128, 4, 2)
-        return Tile(16, 64, 4, 2) if block_d <= 256 else Tile(16, 64, 8, 1)
-    return Tile(16, 32 if dtype == torch.float32 and block_d <= 128 else 16, 4, 1)
+        return Tile(16, 64, 4, 2) if widest <= 256 else Tile(16, 64, 8, 1)
+    return Tile(16, 32 if dtype == torch.float32 and widest <= 128 else 16, 4, 1)
 
 
 def resolve(
     config: Config | str | None,
     dtype: torch.dtype,
-    block_d: int,
-    block_dv: int | None = None,
+    head_dim: int,
+    head_dim_v: int | None = None,
     *,
     large: bool = False,
 ) -> Config:
@@ -199,8 +199,8 @@ def resolve(
     Args:
         config: A ``Config``, a name in ``CONFIGS``, or None for "default".
         dtype: Dtype of the inputs.
-        block_d: The head_dim, padded to a power of two.
-        block_dv: The head_dim_v, padded likewise; None is ``block_d``.
+        head_dim: Columns of queries and keys.
+        head_dim_v: Columns of values; None is ``head_dim``.
         large: ``holds_large_tiles`` of the device.
 
     Raises:
@@ -216,14 +216,14 @@ def resolve(
     if not isinstance(config, Config):
         raise TypeError(f"config is {config!r}; needs a Config, a name or None")
     own = (config.forward, config.dkdv, config.dq, config.one_pass, config.cache)
-    block_dv = block_d if block_dv is None else block_dv
-    forward, dkdv, dq, one_pass = _default_tiles(dtype, block_d, block_dv, large)
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    forward, dkdv, dq, one_pass = _default_tiles(dtype, head_dim, head_dim_v, large)
     return Config(
         forward=config.forward or forward,
         dkdv=config.dkdv or dkdv,
         dq=config.dq or dq,
         one_pass=config.one_pass or one_pass,
-        cache=config.cache or _default_cache_tile(dtype, max(block_d, block_dv)),
+        cache=config.cache or _default_cache_tile(dtype, max(head_dim, head_dim_v)),
         split_keys=config.split_keys,
         dots=config.dots,
         splits=config.splits,

@@ -485,10 +485,9 @@ def prepared(
     left, right = (
         M + N if x is None else min(x, M + N) for x in (request.window_left, request.window_right)
     )
-    blocks = tuple(1 << (max(columns, 16) - 1).bit_length() for columns in (D, v.shape[3]))
     sm_scale = _scale_of(q, request.sm_scale)
     config = _resolved(
-        request.config, q.dtype, *blocks, request.one_pass, holds_large_tiles(q.device)
+        request.config, q.dtype, D, v.shape[3], request.one_pass, holds_large_tiles(q.device)
     )
     predicate, maps = None, None
     window, sizes = (left, right), (B, H, k.shape[1], M, N)
@@ -540,8 +539,8 @@ def _on_device(
 
 @lru_cache(maxsize=256)
 def _resolved(
-    config: str, dtype: torch.dtype, block_d: int, block_dv: int, one_pass: bool, large: bool
+    config: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, one_pass: bool, large: bool
 ) -> Config:
     given = CONFIGS.get(config) or value_of(config)
-    tiles = resolve(given, dtype, block_d, block_dv, large=large)
+    tiles = resolve(given, dtype, head_dim, head_dim_v, large=large)
     return dataclasses.replace(tiles, dkdv=tiles.one_pass) if one_pass else tiles

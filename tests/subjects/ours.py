@@ -120,9 +120,8 @@ def adapted(package: ModuleType):
 
     def tiles_of(config: str, dtype: torch.dtype, D: int, Dv: int, device: torch.device):
         """Return the resolved tile configuration."""
-        blocks = (1 << (max(columns, 16) - 1).bit_length() for columns in (D, Dv))
         large = resolution.holds_large_tiles(device)
-        return resolution.resolve(config, dtype, *blocks, large=large)
+        return resolution.resolve(config, dtype, D, Dv, large=large)
 
     def declared(config) -> dict[str, object]:
         """Return the declarations that a configuration replaces."""

@@ -26,7 +26,6 @@ from fa_verify.oracles import renamed
 from fa_verify.oracles.any_problem import AnyProblem, problem_from_json
 from fa_verify.properties.execution import replay_line, workers
 from fa_verify.properties.execution.large_memory import (
-    free_memory,
     large_memory,
     leaves_room,
     limit_memory,
@@ -311,12 +310,11 @@ def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
 
         def reserve(gib: int) -> None:
             size = gib * 2**30
-            needed = size + spare_memory()
-            if device == "cuda" and not leaves_room(size):
+            if not leaves_room(size):
                 pytest.skip(f"needs {gib} GiB of GPU memory; start fewer workers with -n")
-            stack.enter_context(large_memory(device, needed))
+            has_room = stack.enter_context(large_memory(device, size + spare_memory()))
             stack.callback(torch.cuda.empty_cache)
-            if free_memory() < needed:
+            if not has_room:
                 pytest.skip(f"needs {gib} GiB of free GPU memory, and some for other workers")
             # PyTorch keeps the freed memory for tensors of this process.
             torch.empty(size, dtype=torch.uint8, device=device)

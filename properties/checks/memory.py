@@ -16,7 +16,7 @@ from fa_verify.oracles.problem import TENSORS
 from fa_verify.properties.comparison.agreement import agree, found_where
 from fa_verify.properties.comparison.compare import Finding, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands, Overrun
-from fa_verify.properties.execution.large_memory import free_memory, large_memory, spare_memory
+from fa_verify.properties.execution.large_memory import large_memory, spare_memory
 from fa_verify.properties.execution.trial import Trial, run_gradients, run_subject
 from fa_verify.properties.inputs.tensors import make
 
@@ -215,9 +215,8 @@ def arena_of(elements: int, device: str, dtype: torch.dtype) -> torch.Tensor:
     size = elements * dtype.itemsize
     short = f"offsets past 2**31 need {size / 2**30:.0f} GiB of memory on {device}"
     if device == "cuda":
-        needed = size + spare_memory()
-        with large_memory(device, needed):
-            if free_memory() < needed:
+        with large_memory(device, size + spare_memory()) as has_room:
+            if not has_room:
                 raise MemoryError(short)
             return torch.full((elements,), math.nan, dtype=dtype, device=device)
     # Reserve address space without committing memory, as far as the system permits.

@@ -96,21 +96,21 @@ def no_room(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def large_memory(device: str, size: int) -> Iterator[None]:
+def large_memory(device: str, size: int) -> Iterator[bool]:
     """Wait until that much is free and no other process of the user is in such a block.
 
     Two processes that each find enough free memory could otherwise both allocate it. All waits for
     memory of a process together take no longer than other tests need theirs; a process that holds
-    it longer will not free it. The caller compares its need with the free memory and allocates
-    inside the block. It may use the memory after the block.
+    it longer will not free it. The block yields whether that much is free now. The caller allocates
+    inside the block, and may use the memory after it.
 
     Args:
-        device: "cuda"; on "cpu" the block does not wait.
+        device: "cuda"; on "cpu" the block does not wait, and yields True.
         size: The memory that the caller needs, in bytes.
     """
     global _waited
     if device != "cuda":
-        yield
+        yield True
         return
     gpu = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
     path = Path(tempfile.gettempdir()) / f"fa-verify-{os.getuid()}-gpu-{gpu}.lock"
@@ -125,4 +125,4 @@ def large_memory(device: str, size: int) -> Iterator[None]:
             time.sleep(0.1)
             fcntl.flock(handle, fcntl.LOCK_EX)
             _waited = before + time.monotonic() - begin
-        yield
+        yield free_memory() >= size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import mmap
@@ -13,6 +12,7 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.checks import guarantees, memory
+from fa_verify.properties.execution import large_memory
 from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.subjects.subject import Subject
@@ -197,7 +197,7 @@ def test_too_little_address_space_is_a_memory_error(monkeypatch):
 
 
 def test_too_little_gpu_memory_is_a_memory_error(monkeypatch):
-    monkeypatch.setattr(memory, "large_memory", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(large_memory, "_PATIENCE", 0.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**33, 2**33))
     with pytest.raises(MemoryError, match=r"past 2\*\*31 need 8 GiB of memory on cuda"):
         memory.arena_of(2**32, "cuda", torch.float16)

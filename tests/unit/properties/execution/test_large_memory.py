@@ -65,14 +65,16 @@ def test_blocks_for_other_gpus_do_not_wait(monkeypatch):
 def test_a_block_waits_until_enough_memory_is_free(monkeypatch, memory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test-of-free-memory")
     memory[:0] = [0, FREE // 2]
-    with large_memory("cuda", FREE):
+    with large_memory("cuda", FREE) as has_room:
+        assert has_room
         assert memory == [FREE]
 
 
 def test_a_block_does_not_wait_for_memory_for_ever(monkeypatch, memory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "test-of-missing-memory")
     monkeypatch.setattr(module, "_PATIENCE", 0.3)
-    with large_memory("cuda", 2 * FREE):
+    with large_memory("cuda", 2 * FREE) as has_room:
+        assert not has_room
         assert memory == [FREE]
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from fa_kernels import flash_attention
 from fa_verify.timing import Attention, sdpa, sdpa_flash
 
-__all__ = ["PEERS", "ours"]
+__all__ = ["PEERS", "compiled_flex", "ours"]
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -46,7 +46,8 @@ def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 @cache
-def _compiled_flex() -> Callable[..., torch.Tensor]:
+def compiled_flex() -> Callable[..., torch.Tensor]:
+    """FlexAttention, compiled for every shape."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return _compiled(flex_attention)
@@ -61,7 +62,7 @@ def _causal_blocks(N: int, device: torch.device) -> object:
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
     blocks = _causal_blocks(q.shape[2], q.device) if causal else None
-    return _compiled_flex()(q, k, v, block_mask=blocks)
+    return compiled_flex()(q, k, v, block_mask=blocks)
 
 
 @cache

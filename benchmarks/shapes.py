@@ -1,10 +1,10 @@
 """Shapes beyond those of ``benchmarks.speed``: ``python -m benchmarks.shapes [NAME ...]``.
 
-Other head dims, groups of heads, windows, varlen sequences and block maps. It times forward
-and backward of our kernels and of every peer that takes the problem, in bf16, on N(0, 1) data. The
-calls of a problem are timed in turns, so that drift affects all equally. The error of a
-forward is the root mean square over 64 rows, in units of that of the exact output. NAME is a name
-of a problem; the default is all of them.
+The problems have other head dims, groups of heads, windows, varlen sequences and block maps. Our
+kernels and every peer that takes a problem run forward and backward, in bf16, on N(0, 1) data. The
+calls of a problem are timed in turns, so that drift affects all equally. The error of a forward is
+the root mean square over 64 rows, in units of that of the exact output. NAME is a name of a
+problem; the default is all of them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, compiled_flex
 from benchmarks.spread import spread
 from benchmarks.table import markdown
 from fa_kernels import flash_attention, flash_attention_varlen
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
-from fa_verify.timing import interleaved
+from fa_verify.timing import interleaved, sdpa
 
 __all__ = ["NAMES", "SHAPES", "Shape", "attentions", "errors", "inputs", "table", "visible_pairs"]
 
@@ -190,10 +190,7 @@ def _sdpa(
         raise NotImplementedError("takes no such mask")
     if shape.lengths:
         raise NotImplementedError("takes packed sequences as nested tensors alone")
-    with sdpa_kernel(backend):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=shape.causal, enable_gqa=shape.Hk < shape.H
-        )
+    return sdpa(backend)(q, k, v, shape.causal)
 
 
 def _flex(shape: Shape, device: torch.device) -> Attention:
@@ -205,10 +202,8 @@ def _flex(shape: Shape, device: torch.device) -> Attention:
         blocks = create_block_mask(
             visible_pairs(shape, device), None, heads, shape.N, shape.N, device=device
         )
-    compiled: Callable[..., Any] = flex_attention
-    if device.type == "cuda":
-        compiled = torch.compile(flex_attention, dynamic=False)
-    return partial(compiled, block_mask=blocks, enable_gqa=shape.Hk < shape.H)
+    flex = compiled_flex() if device.type == "cuda" else flex_attention
+    return partial(flex, block_mask=blocks, enable_gqa=shape.Hk < shape.H)
 
 
 def _flash_attn_4(
@@ -325,9 +320,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("benchmarks need a CUDA GPU; none is visible")
         return 2
-    torch._dynamo.config.recompile_limit = 1000
-    # With donated buffers, a backward could not run repeatedly.
-    torch._functorch.config.donated_buffer = False
     problems: dict[str, Any] = {}
     record = {"version": 1, "device": device_name(), "versions": versions(), "problems": problems}
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -391,7 +391,8 @@ class Failure:
     def _unexplained(self, problem: Problem) -> list[Finding]:
         """Return the findings of a problem, unless known causes explain them.
 
-        They do if the problem fails without the features of a cause too: that failure is another.
+        A problem that fails without the features of a cause too counts as explained: its other
+        failure is found on the problem beside it.
         """
         if time.monotonic() > self._end:
             return []

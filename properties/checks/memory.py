@@ -34,6 +34,9 @@ __all__ = [
 # row exceeds int32 too.
 FAR = 2**31
 _REACH = FAR + FAR // 8
+# The most that the rooms of all tensors, once for each step along a distant axis, may take beyond
+# that distance. A sequence of 20,000 keys would otherwise need three times the memory.
+_MOST_BEYOND = _REACH // 8
 # Alignment of tensors and distant rows, in elements.
 _UNIT = 64
 _MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE exists from Python 3.13 on
@@ -180,16 +183,17 @@ def _far_places(
     choice starts at the axis number ``first`` and advances with each tensor. With ``whole_rows``
     the columns are not chosen if there is another axis. All distant strides are multiples of the
     room that the tensors take together without their distant axes, and each tensor has its own part
-    of that room.
+    of that room. A tensor whose axis is too long for these strides has its shortest one distant.
     """
-    far, rooms = [], []
-    for number, shape in enumerate(shapes):
-        axes = [axis for axis in range(len(shape)) if shape[axis] > 1 and 0 not in shape]
-        if whole_rows and len(axes) > 1 and axes[-1] == len(shape) - 1:
-            axes.pop()
-        far.append(axes[(first + number) % len(axes)] if axes else None)
-        near = math.prod(max(1, n) for axis, n in enumerate(shape) if axis != far[-1])
-        rooms.append(-(-near // _UNIT) * _UNIT)
+    axes = [_axes(shape, whole_rows=whole_rows) for shape in shapes]
+    far = [of_one[(first + n) % len(of_one)] if of_one else None for n, of_one in enumerate(axes)]
+    rooms = _rooms(shapes, far)
+    for _ in shapes:  # another axis makes the rooms larger
+        for number, shape in enumerate(shapes):
+            axis = far[number]
+            if axis is not None and (shape[axis] - 1) * sum(rooms) > _MOST_BEYOND:
+                far[number] = min(axes[number], key=shape.__getitem__)
+        rooms = _rooms(shapes, far)
     places, elements = [], 0
     for number, shape in enumerate(shapes):
         strides, extent = [0] * len(shape), 1
@@ -205,6 +209,23 @@ def _far_places(
         places.append(_Place(start, tuple(strides)))
         elements = max(elements, end + rooms[number])
     return places, elements
+
+
+def _axes(shape: tuple[int, ...], *, whole_rows: bool) -> list[int]:
+    """Return the axes of a tensor that can be its distant one."""
+    axes = [axis for axis in range(len(shape)) if shape[axis] > 1 and 0 not in shape]
+    if whole_rows and len(axes) > 1 and axes[-1] == len(shape) - 1:
+        axes.pop()
+    return axes
+
+
+def _rooms(shapes: Sequence[tuple[int, ...]], far: Sequence[int | None]) -> list[int]:
+    """Return the elements of each tensor without its distant axis, in whole units."""
+    near = [
+        math.prod(max(1, n) for axis, n in enumerate(shape) if axis != of_one)
+        for shape, of_one in zip(shapes, far, strict=True)
+    ]
+    return [-(-n // _UNIT) * _UNIT for n in near]
 
 
 def arena_of(elements: int, device: str, dtype: torch.dtype) -> torch.Tensor:

@@ -126,12 +126,15 @@ def runner(
 def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
     """A function that runs a check on one problem, narrowed to what the subject declares.
 
-    It skips the test if the subject refuses the problem.
+    It skips the test if the subject refuses the problem, or the check finds too little memory.
     """
 
     def check(problem: Problem, claim: Check) -> None:
         __tracebackhide__ = True
-        findings = runner.findings(narrowed(runner.subject, problem), claim)
+        try:
+            findings = runner.findings(narrowed(runner.subject, problem), claim)
+        except MemoryError as error:
+            pytest.skip(str(error))
         if findings:
             raise Violation(findings, claim)
         if runner.refusals:

@@ -29,6 +29,8 @@ SHAPES = {
     "no_batch": [(0, 2, 3, 4)] * 4,
     "halves_and_thirds": [(1, 1, 3, 1), (1, 1, 5, 1), (1, 1, 7, 1), (1, 1, 13, 1)],
     "far_steps_near_each_other": [(1, 2, 512, 8), (1, 2, 511, 8), (1, 2, 511, 16)],
+    "many_keys": [(2, 2, 1, 24), (2, 2, 20_000, 24), (2, 2, 20_000, 32), (2, 2, 1, 32)],
+    "many_keys_of_one_head": [(1, 1, 5, 2), (1, 1, 9_999, 2), (1, 1, 9_999, 3), (1, 1, 5, 3)],
     "long_rows": [(1, 2, 48, 128), (1, 2, 48, 128), (1, 2, 48, 127), (1, 2, 48, 127)],
 }
 every_shape = pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
@@ -76,6 +78,13 @@ def test_a_tensor_that_has_an_axis_reaches_past_2_to_the_31(shapes, seed):
     for shape, x in zip(shapes, all_addresses(shapes, seed), strict=True):
         if math.prod(shape) > 1:
             assert x.max() - x.min() >= FAR + FAR // 8
+
+
+@every_shape
+@pytest.mark.parametrize("seed", SEEDS)
+def test_far_tensors_take_little_more_than_they_span(shapes, seed):
+    _, elements = far_places(shapes, seed)
+    assert elements <= 1.3 * (FAR + FAR // 8)
 
 
 def test_every_axis_is_the_far_one_for_some_seed():

@@ -18,16 +18,10 @@ __all__ = ["Dealing"]
 # Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
 AHEAD = 2
 SHARED = 'scope="module"'
-# Tests that need half of a GPU's memory. The processes beside them hold little at the start. Later
-# the tests wait for memory, as CUDA keeps that of the kernels that a process has run.
-MEMORY = (
-    "conformance/test_range.py::test_tensors_of_more_than",
-    "conformance/test_replay.py::test_regression",
-)
 # Tests that take long. The faults are one test of 250 s in the interpreter. On a GPU, those of long
 # sequences, and of caches and score modifications, whose kernels no other test compiles, take up to
-# 150 s each. The others start processes. In another order they end last, while most workers have no
-# more tests.
+# 150 s each. The others start processes. They come before all but the forms of masks: in another
+# order they end last, while most workers have no more tests.
 LONGEST = (
     "mutation/test_faults.py",
     "conformance/test_long.py",
@@ -38,8 +32,6 @@ LONGEST = (
     "unit/repository/test_installation.py",
     "unit/fa_kernels/",
 )
-# The first tests, in this order: those of the same place are spread.
-FIRST = (*MEMORY, FORMS, *LONGEST)
 # Neighbours among these tests use the same kernels. In order of names, many workers would compile
 # one at the same time.
 SPREAD = "conformance/"
@@ -79,7 +71,7 @@ class Dealing(LoadScheduling):
             tests = self.collection
             self.pending[:] = sorted(
                 range(len(tests)),
-                key=lambda i: _turn(tests[i]),
+                key=lambda i: (FORMS not in tests[i], *_turn(tests[i])),
             )
         # One test per worker at a time, so that the long tests at the start spread over workers.
         for ahead in range(1, AHEAD + 1):
@@ -137,8 +129,8 @@ def _kernels(test: str) -> str:
 
 
 def _turn(test: str) -> tuple[int, int]:
-    """Return the place of a test in ``FIRST``, and one that spreads similar tests."""
-    place = next((n for n, path in enumerate(FIRST) if path in test), len(FIRST))
+    """Return the place of a test in ``LONGEST``, and one that spreads similar tests."""
+    place = next((n for n, path in enumerate(LONGEST) if path in test), len(LONGEST))
     if SPREAD not in test:
         return place, 2**32
     return place, zlib.crc32(test.encode())

@@ -26,6 +26,7 @@ from fa_verify.oracles import renamed
 from fa_verify.oracles.any_problem import AnyProblem, problem_from_json
 from fa_verify.properties.execution import replay_line, workers
 from fa_verify.properties.execution.large_memory import (
+    held_memory,
     large_memory,
     leaves_room,
     limit_memory,
@@ -312,12 +313,9 @@ def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
             size = gib * 2**30
             if not leaves_room(size):
                 pytest.skip(f"needs {gib} GiB of GPU memory; start fewer workers with -n")
-            has_room = stack.enter_context(large_memory(device, size + spare_memory()))
-            stack.callback(torch.cuda.empty_cache)
-            if not has_room:
+            if not stack.enter_context(large_memory(device, size + spare_memory())):
                 pytest.skip(f"needs {gib} GiB of free GPU memory, and some for other workers")
-            # PyTorch keeps the freed memory for tensors of this process.
-            torch.empty(size, dtype=torch.uint8, device=device)
+            stack.enter_context(held_memory(size))
 
         yield reserve
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fa_verify.pytest_plugin.dealing import AHEAD, LONGEST, MEMORY, Dealing
+from fa_verify.pytest_plugin.dealing import AHEAD, LONGEST, Dealing
 from fa_verify.pytest_plugin.running import pytest_xdist_make_scheduler
 from tests.unit.fa_verify.fuzz.test_fuzzing import Worker
 
@@ -68,23 +68,10 @@ def test_the_tests_that_take_longest_are_dealt_first(deal):
     assert (first.dealt[0], second.dealt[0]) == (21, 20)
 
 
-def test_the_forms_of_masks_are_dealt_before_the_tests_that_take_longest(deal):
+def test_the_forms_of_masks_are_dealt_before_all_others(deal):
     forms = "test_masks.py::test_the_forms_of_a_mask_agree[Tree-kernel]"
     _, (first, second) = deal([*ALONE, f"{LONGEST[0]}::test[0]", forms])
     assert (first.dealt[0], second.dealt[0]) == (21, 20)
-
-
-@pytest.mark.parametrize("memory", MEMORY)
-def test_tests_with_much_memory_are_dealt_before_all_others(memory, deal):
-    forms = "test_masks.py::test_the_forms_of_a_mask_agree[Tree-kernel]"
-    _, (first, second) = deal([*ALONE, forms, f"{memory}[0]"])
-    assert (first.dealt[0], second.dealt[0]) == (21, 20)
-
-
-@pytest.mark.parametrize("memory", MEMORY)
-def test_the_tests_with_much_memory_exist(memory):
-    file, _, test = memory.partition("::")
-    assert f"def {test}" in (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
 
 
 def test_neighbours_among_conformance_tests_are_dealt_apart(deal):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -223,3 +225,31 @@ def test_no_other_process_can_allocate_what_a_test_reserves(monkeypatch, gpu_mem
     assert held >= 2 * FREE
     torch.empty(2 * FREE, dtype=torch.uint8, device="cuda")
     assert torch.cuda.memory_reserved() == held
+
+
+# A process has no workspace of cuBLAS before it multiplies.
+HOLDS = """
+import sys
+import torch
+from fa_verify.properties.execution.large_memory import held_memory
+
+kept = []
+with held_memory(2**31):
+    x = torch.ones(512, 512, device="cuda", requires_grad=True)
+    (x @ x).sum().backward()
+    del x
+    kept += [torch.empty(2**22, device="cuda")] * (sys.argv[1] == "keeps")
+print(torch.cuda.memory_reserved())
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("how", ["frees", "keeps"])
+def test_held_memory_is_given_back(how):
+    command = [sys.executable, "-c", HOLDS, how]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if how == "keeps":
+        assert "2 GiB of GPU memory stay with this process" in ended.stderr
+    else:
+        assert not ended.returncode, ended.stderr
+        assert int(ended.stdout) < FREE

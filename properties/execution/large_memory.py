@@ -146,9 +146,10 @@ def held_memory(size: int) -> Iterator[None]:
         RuntimeError: A tensor that outlives the block lies in the memory, which keeps all of it.
     """
     # The workspace of cuBLAS outlives a block that allocates it. Each thread that multiplies has
-    # one, and backward passes have a thread of their own.
+    # one, and backward passes have a thread of their own. PyTorch warns of a thread whose first
+    # kernel is one of cuBLAS.
     x = torch.ones(1, 1, device="cuda", requires_grad=True)
-    (x @ x).sum().backward()
+    (x @ x).exp().sum().backward()
     before = torch.cuda.memory_reserved()
     torch.empty(size, dtype=torch.uint8, device="cuda")
     try:

@@ -26,7 +26,6 @@ from fa_verify.oracles import renamed
 from fa_verify.oracles.any_problem import AnyProblem, problem_from_json
 from fa_verify.properties.execution import replay_line, workers
 from fa_verify.properties.execution.large_memory import (
-    held_memory,
     large_memory,
     leaves_room,
     limit_memory,
@@ -305,7 +304,8 @@ def _gpu_memory(config: pytest.Config) -> float | None:
 def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
     """A function that reserves GiB of the GPU for the test, and skips the test if fewer are free.
 
-    One worker of a GPU at a time has such memory, and no other can allocate it until the test ends.
+    Until the test ends, no other worker of this GPU gets such memory. Tests that reserve none find
+    half a GiB for each worker.
     """
     with contextlib.ExitStack() as stack:
 
@@ -313,9 +313,12 @@ def gpu_memory(device: str) -> Iterator[Callable[[int], None]]:
             size = gib * 2**30
             if not leaves_room(size):
                 pytest.skip(f"needs {gib} GiB of GPU memory; start fewer workers with -n")
-            if not stack.enter_context(large_memory(device, size + spare_memory())):
+            has_room = stack.enter_context(large_memory(device, size + spare_memory()))
+            stack.callback(torch.cuda.empty_cache)
+            if not has_room:
                 pytest.skip(f"needs {gib} GiB of free GPU memory, and some for other workers")
-            stack.enter_context(held_memory(size))
+            # PyTorch's cache must not hold the memory meanwhile. A small tensor in it that outlives
+            # the test, such as a workspace of cuBLAS, would keep all of it.
 
         yield reserve
 

@@ -18,15 +18,7 @@ import torch
 
 from fa_verify.properties.execution.workers import GIB_PER_WORKER, sharing
 
-__all__ = [
-    "free_memory",
-    "held_memory",
-    "large_memory",
-    "leaves_room",
-    "limit_memory",
-    "no_room",
-    "spare_memory",
-]
+__all__ = ["free_memory", "large_memory", "leaves_room", "limit_memory", "no_room", "spare_memory"]
 
 _PATIENCE = 100.0  # seconds of a process: the longest test with much memory takes half of it
 _CONTEXT = 2**29  # bytes that CUDA holds for a process beside its tensors
@@ -134,30 +126,3 @@ def large_memory(device: str, size: int) -> Iterator[bool]:
             fcntl.flock(handle, fcntl.LOCK_EX)
             _waited = before + time.monotonic() - begin
         yield free_memory() >= size
-
-
-@contextlib.contextmanager
-def held_memory(size: int) -> Iterator[None]:
-    """Hold that many bytes of the current GPU for tensors of this process, until the block ends.
-
-    PyTorch caches them meanwhile, so that no other process can allocate them.
-
-    Raises:
-        RuntimeError: A tensor that outlives the block lies in the memory, which keeps all of it.
-    """
-    # The workspace of cuBLAS outlives a block that allocates it. Each thread that multiplies has
-    # one, and backward passes have a thread of their own. PyTorch warns of a thread whose first
-    # kernel is one of cuBLAS.
-    x = torch.ones(1, 1, device="cuda", requires_grad=True)
-    (x @ x).exp().sum().backward()
-    before = torch.cuda.memory_reserved()
-    torch.empty(size, dtype=torch.uint8, device="cuda")
-    try:
-        yield
-    finally:
-        torch.cuda.empty_cache()
-        if torch.cuda.memory_reserved() - before >= size:
-            raise RuntimeError(
-                f"{size / _GIB:.3g} GiB of GPU memory stay with this process, because a tensor in "
-                "them is still in use; needs all tensors that the block allocates to be freed"
-            )

@@ -64,6 +64,9 @@ class _Launch:
                 merged.append([start, end])
         self.starts = [start for start, _ in merged]
         self.ends = [0, *(end for _, end in merged)]
+        # The first is of addresses below all ranges.
+        self._origins = [np.uint64(start) for start in (0, *self.starts)]
+        self._sizes = [0, *(end - start for start, end in merged)]
         self._ranges: dict[tuple[int, np.dtype[Any]], npt.NDArray[Any]] = {}
 
     def place(
@@ -75,16 +78,16 @@ class _Launch:
         addresses = pointers.ravel() if lanes is None else pointers[lanes]
         if not addresses.size:
             return Place(np.empty(0, element), np.empty(0, np.int64))
-        low, high = int(addresses.min()), int(addresses.max())
-        number = bisect.bisect_right(self.starts, low)
         size = element.itemsize
-        if high + size > self.ends[number]:
+        number = bisect.bisect_right(self.starts, addresses.item(0))
+        # Below the range, offsets wrap to numbers that exceed every size.
+        offsets = addresses - self._origins[number]
+        if int(np.maximum.reduce(offsets)) + size > self._sizes[number]:
             self.check(what, addresses, size)
             return None
-        offsets = addresses - np.uint64(self.starts[number - 1])
         indices = offsets.view(np.int64)
         if size > 1:
-            if (offsets & np.uint64(size - 1)).any():
+            if int(np.bitwise_or.reduce(offsets)) & (size - 1):
                 return None
             indices = (offsets >> np.uint64(size.bit_length() - 1)).view(np.int64)
         return Place(self._range(number, element), indices)

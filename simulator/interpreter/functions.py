@@ -23,6 +23,8 @@ Function = Callable[..., Any]
 
 # Largest number of calls of a function with different numbers that have plans.
 _MOST_NUMBERS = 1024
+# Largest number of blocks that are kept, of 256 KiB or less each.
+_MOST_BLOCKS = 64
 _ALL = slice(None)
 
 
@@ -43,6 +45,9 @@ def compute_functions_directly(
         (tl, "load", plans.load),
         (tl, "store", plans.store),
         (tl, "arange", plans.arange),
+        (tl, "full", plans.full),
+        # zeros calls it.
+        (tl.core, "full", plans.full),
         (tl, "cast", plans.cast),
         (tl, "dot", plans.dot),
         (tl, "reshape", plans.reshape),
@@ -239,16 +244,45 @@ class _Plans:
             result = original(start, end)
             if len(known) >= _MOST_NUMBERS:
                 known.clear()
-            known[start, end] = self._arange(result)
+            known[start, end] = self._kept(result)
             return result
 
         return arange
 
-    def _arange(self, result: Any) -> Function:
+    def _kept(self, result: Any) -> Function:
         build, data = self._like(result), result.handle.data
         # Data of tensors is never written; read-only arrays make a write raise.
         data.flags.writeable = False
         return lambda: build(data)
+
+    def full(self, original: Function) -> Function:
+        """Blocks of a number."""
+        scalar, constexpr = self._dtype, self._constexpr
+        known: dict[tuple[object, ...], Function] = {}
+
+        def full(shape: Any, value: Any, dtype: Any) -> Any:
+            name = dtype.value if dtype.__class__ is constexpr else dtype
+            kind = value.__class__
+            if shape.__class__ is not list or name.__class__ is not scalar:
+                return original(shape, value, dtype)
+            if not (kind is int or kind is float):
+                return original(shape, value, dtype)
+            sizes = tuple([x.value if x.__class__ is constexpr else x for x in shape])
+            # 4.0 equals 4.
+            if any(x.__class__ is not int for x in sizes):
+                return original(shape, value, dtype)
+            # 0.0 equals -0.0.
+            key = (sizes, kind, value or repr(value), name.name)
+            plan = known.get(key)
+            if plan is not None:
+                return plan()
+            result = original(shape, value, dtype)
+            if len(known) >= _MOST_BLOCKS:
+                known.clear()
+            known[key] = self._kept(result)
+            return result
+
+        return full
 
     def dot(self, original: Function) -> Function:
         """Products of tensors at a given precision."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from types import FunctionType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from fa_verify.simulator.interpreter.functions import compute_functions_directly
 from fa_verify.simulator.interpreter.operators import compute_operators_directly
 from fa_verify.simulator.interpreter.types import call_builtins_directly, work_types_out_once
 
-__all__ = ["repair_launches", "skip_idle_work", "with_room"]
+__all__ = ["leave_tensors_on_the_cpu", "repair_launches", "skip_idle_work", "with_room"]
 
 _ABSENT = object()
 _MOST_INTS = 2**16
@@ -110,8 +111,72 @@ def repair_launches(interpreter: Any) -> None:
 
     interpreter._implicit_cvt = _ints_converted_once(interpreter)
     interpreter._patch_lang = lambda _: patch.enter()
+    interpreter.inspect = _arguments_bound_directly(interpreter.inspect)
+    interpreter.GridExecutor.__init__ = _annotations_read_once(interpreter.GridExecutor)
     interpreter.GridExecutor.__call__ = with_room(launch)
     interpreter.InterpretedFunction.__call__ = call
+
+
+def _arguments_bound_directly(inspect: Any) -> Any:
+    """Return the module ``inspect``, with faster answers about launches."""
+    argspecs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def getfullargspec(function: Any) -> Any:
+        if function not in argspecs:
+            argspecs[function] = inspect.getfullargspec(function)
+        return argspecs[function]
+
+    def getcallargs(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        argspec = getfullargspec(function)
+        if args or argspec.kwonlyargs or kwargs.keys() != {*argspec.args}:
+            return inspect.getcallargs(function, *args, **kwargs)
+        return kwargs
+
+    faster = {"getfullargspec": getfullargspec, "getcallargs": getcallargs}
+    return SimpleNamespace(**vars(inspect) | faster)
+
+
+def _annotations_read_once(executor: Any) -> Any:
+    """Return the constructor of an executor, which reads the annotations of each kernel once."""
+    original = executor.__init__
+    constexprs: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+    def init(self: Any, fn: Any, arg_names: Any, grid: Any, pre_run_hooks: Any = ()) -> None:
+        if fn not in constexprs:
+            original(self, fn, arg_names, grid, pre_run_hooks)
+            constexprs[fn] = self.constexprs
+        self.fn, self.arg_names, self.grid = fn, arg_names, grid
+        self.pre_run_hooks, self.constexprs = pre_run_hooks, constexprs[fn]
+
+    return init
+
+
+def leave_tensors_on_the_cpu(interpreter: Any) -> None:
+    """Skip the copies from and to a device for launches whose tensors are all on the CPU.
+
+    Args:
+        interpreter: The module ``triton.runtime.interpreter``.
+    """
+    executor = interpreter.GridExecutor
+    to_host, to_device = executor._init_args_hst, executor._restore_args_dev
+    descriptor = interpreter.TensorDescriptor
+
+    def is_on_cpu(x: Any) -> bool:
+        if isinstance(x, tuple):
+            return all(map(is_on_cpu, x))
+        x = x.base if isinstance(x, descriptor) else x
+        return not hasattr(x, "data_ptr") or x.device.type == "cpu"
+
+    def init_args_hst(self: Any, args: Any, kwargs: Any) -> Any:
+        if is_on_cpu((*args, *kwargs.values())):
+            return args, kwargs
+        return to_host(self, args, kwargs)
+
+    def restore_args_dev(self: Any, args: Any, hosted: Any, kwargs: Any, named: Any) -> None:
+        if hosted is not args or named is not kwargs:
+            to_device(self, args, hosted, kwargs, named)
+
+    executor._init_args_hst, executor._restore_args_dev = init_args_hst, restore_args_dev
 
 
 def _ints_converted_once(interpreter: Any) -> Any:

@@ -18,7 +18,11 @@ import numpy.typing as npt
 
 from fa_verify.simulator.interpreter.addresses import watch_addresses
 from fa_verify.simulator.interpreter.dot_order import product_in_order
-from fa_verify.simulator.interpreter.launches import repair_launches, skip_idle_work
+from fa_verify.simulator.interpreter.launches import (
+    leave_tensors_on_the_cpu,
+    repair_launches,
+    skip_idle_work,
+)
 from fa_verify.simulator.interpreter.rounding import (
     fma_bf16,
     nearest_bf16,
@@ -92,6 +96,7 @@ def repair() -> None:
     _repair_reductions(interpreter)
     _repair_dots(interpreter)
     _repair_memory(interpreter)
+    leave_tensors_on_the_cpu(interpreter)
     watch_addresses(interpreter)
     repair_launches(interpreter)
     skip_idle_work(interpreter)
@@ -125,7 +130,7 @@ _REPLACED = {
     ),
     "ReduceOps": "min_max sum",
     "ScanOps": "cumsum cumprod",
-    "GridExecutor": "__call__ _init_args_hst",
+    "GridExecutor": "__call__ __init__ _init_args_hst _restore_args_dev",
     "InterpretedFunction": "__call__ rewrite",
     "TensorHandle": "__post_init__",
     "interpreter_semantic": (
@@ -136,8 +141,8 @@ _REPLACED = {
 _USED = (
     "TensorHandle InterpreterError _LangPatchScope _get_np_dtype _patch_attr _patch_lang "
     "tl.block_type tl.dtype tl.pointer_type tl.tensor tl.core.builtin tl.core._unwrap_if_constexpr "
-    "interpreter_builder.options.debug _ir.ROUNDING_MODE.RTZ _ir.INPUT_PRECISION.TF32 "
-    "_ir.ATOMIC_OP.FADD"
+    "interpreter_builder.options.debug TensorDescriptor inspect.getcallargs _ir.ROUNDING_MODE.RTZ "
+    "_ir.INPUT_PRECISION.TF32 _ir.ATOMIC_OP.FADD"
 )
 
 

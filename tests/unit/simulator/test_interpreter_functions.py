@@ -118,6 +118,30 @@ def test_indices_are_those_of_the_language(kind):
 
 
 @pytest.mark.usefixtures("language")
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_full_blocks_are_those_of_the_language(kind):
+    for shape, value in itertools.product(
+        ([], [1], [4], [2, 4], (4,)),
+        (0, 0.0, -0.0, 2, 1.5, -1, float("-inf"), True),
+    ):
+        wanted = outcome(OWN.full, shape, value, kind)
+        for dtype in (kind, tl.constexpr(kind), kind):
+            for full in (tl.full, tl.core.full):
+                assert outcome(full, shape, value, dtype) == wanted
+                assert outcome(full, [*map(tl.constexpr, shape)], value, dtype) == wanted
+                assert outcome(full, shape, tl.constexpr(value), dtype) == wanted
+    for wrong in ([3], 4, [4.0]):
+        assert {outcome(tl.full, wrong, 0, kind)[0] for _ in range(2)} <= {TypeError, ValueError}
+
+
+@pytest.mark.usefixtures("language")
+def test_a_write_to_a_block_that_is_kept_raises():
+    tl.full([4], 0, tl.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        tl.full([4], 0, tl.float32).handle.data[0] = 1
+
+
+@pytest.mark.usefixtures("language")
 def test_ranges_are_those_of_the_language():
     for start, end in ((0, 4), (4, 8), (0, 8), (0, 4), (4, 8), (0, 3), (4, 4), (0.0, 4.0)):
         wanted = outcome(OWN.arange, start, end)

@@ -112,19 +112,14 @@ def given_head(
         out_error_me = np.zeros_like(used_me)
     delta_m = (head.stored_dout_me * used_me).sum(axis=1) - head.dlse_m
 
-    # dS, dQ = t dX K, dK = t dX' Q, dV = P' dO, where dX is dS times the slope of a softcap
-    dscores_mn = np.where(head.seen_mn, probs_mn * (head.dprobs_mn - delta_m[:, None]), 0.0)
-    dscaled_mn = dscores_mn * head.slope_mn
+    # dS; the gradients follow from it and P in ``group_bound``
     given = head._replace(
         probs_mn=probs_mn,
         out_me=used_me,
         delta_m=delta_m,
-        dscores_mn=dscores_mn,
+        dscores_mn=np.where(head.seen_mn, probs_mn * (head.dprobs_mn - delta_m[:, None]), 0.0),
         sink_probs_m=sink_probs_m,
         sink_dscores_m=sink_probs_m * (0 - delta_m),
-        dq_md=sm_scale * (dscaled_mn @ head.k_nd),
-        dk_nd=sm_scale * (dscaled_mn.T @ head.q_md),
-        dv_ne=probs_mn.T @ head.dout_me,
     )
     return GivenHead(given, prob_error_mn, out_error_me, sink_error_m)
 

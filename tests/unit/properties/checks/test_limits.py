@@ -209,6 +209,18 @@ def test_a_small_factor_of_out_is_found_where_no_other_check_finds_it(dtype, fac
     assert not [x for check in OTHERS for x in check(trial)]
 
 
+def test_rows_that_are_too_large_and_too_small_by_turns_are_found():
+
+    def by_turns(out: torch.Tensor) -> torch.Tensor:
+        signs = 1 - 2 * (torch.arange(out.shape[2]) % 2)
+        return out * (1 + 3e-6 * signs[:, None])
+
+    trial = trial_of(dataclasses.replace(PROBLEM, dtype="fp32"))
+    (finding,) = limits(faulty(trial, "out", by_turns))
+    assert finding.output == "out"
+    assert "rows that are too large and rows that are too small" in finding.claim
+
+
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
 def test_one_element_outside_its_limit_is_found_where_the_bound_does_not_find_it(name):
     trial = trial_of(dataclasses.replace(PROBLEM, dtype="fp32"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import FunctionType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -86,6 +87,9 @@ def repair_launches(interpreter: Any) -> None:
         patch.take_out()
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        # The executor asks twice for the parameters of a kernel, which has many.
+        if "__signature__" not in vars(self.fn):
+            self.fn.__signature__ = inspect.signature(self.fn)
         try:
             original_launch(self, *args, **kwargs)
         except interpreter.InterpreterError as error:
@@ -124,11 +128,9 @@ def _arguments_bound_directly(inspect: Any) -> Any:
 
     def getcallargs(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         argspec = getfullargspec(function)
-        given = dict(zip(argspec.args, args, strict=False)) | kwargs
-        is_each_once = len(given) == len(args) + len(kwargs) and given.keys() == {*argspec.args}
-        if argspec.kwonlyargs or not is_each_once:
+        if args or argspec.kwonlyargs or kwargs.keys() != {*argspec.args}:
             return inspect.getcallargs(function, *args, **kwargs)
-        return given
+        return kwargs
 
     faster = {"getfullargspec": getfullargspec, "getcallargs": getcallargs}
     return SimpleNamespace(**vars(inspect) | faster)

@@ -6,8 +6,9 @@ All other calls run on the portable kernels.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from fa_kernels.kernels.portable.forward import forward_kernel
 from fa_kernels.launch.sinks import sink_args
 from fa_kernels.launch.sizes import ROW_PADDING, Sizes
 from fa_kernels.runtime import allocation
+from fa_kernels.runtime.device import on_device
 from fa_kernels.runtime.launch_cache import cdiv, run
 from fa_kernels.validation.arguments import Arguments
 
@@ -31,7 +33,6 @@ __all__ = [
     "query_tiles",
     "require",
     "takes",
-    "takes_forward",
     "takes_shapes",
     "tile_shares",
 ]
@@ -54,6 +55,11 @@ _DQ_STAGES = {64: 4, 128: 2}
 _SHARES = 12
 _COST_OF_SHARE = 0.01
 _NARROWEST, _WIDEST = 32, 128
+# Launches that the arguments of a call keep.
+_LAUNCHES = 64
+# Their first parameters, which differ between calls or are tensors of ``Arguments``: descriptors,
+# out, lse, lengths and counter.
+_TENSORS = 8
 # Alignment in bytes of a TMA descriptor's address and strides.
 _ALIGNMENT = 16
 
@@ -157,11 +163,6 @@ def takes(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
     )
 
 
-def takes_forward(q: torch.Tensor, sizes: Sizes, arguments: Arguments) -> bool:
-    """Whether the forward of a call runs on the kernel for Hopper."""
-    return arguments.config.splits is None and takes(q, sizes, arguments)
-
-
 def _described(x: torch.Tensor, rows: int, columns: int) -> object:
     """Returns a TMA descriptor of a tensor (B, H, rows, head_dim), with blocks (rows, columns).
 
@@ -172,13 +173,16 @@ def _described(x: torch.Tensor, rows: int, columns: int) -> object:
         x = allocation.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
         counted = list(x.shape), list(x.stride())
     shape, strides = counted
-    kind, layout = _descriptors()
-    # Skips the constructor, whose checks take half the time of a launch.
-    made = object.__new__(kind)
-    made.__dict__ = {
-        "base": x, "shape": shape, "strides": strides,
-        "block_shape": [1, 1, rows, columns], "layout": layout,
-    }  # fmt: skip
+    return _descriptor(
+        base=x, shape=shape, strides=strides, block_shape=[1, 1, rows, columns],
+        layout=_descriptors()[1],
+    )  # fmt: skip
+
+
+def _descriptor(**fields: Any) -> object:
+    """Returns a TMA descriptor without the checks of its class: they take half a launch's time."""
+    made = object.__new__(_descriptors()[0])
+    made.__dict__ = fields
     return made
 
 
@@ -266,17 +270,76 @@ def _masked(arguments: Arguments) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class _Launch(NamedTuple):
+    """A launch of the forward's compiled code, without the tensors of one call.
+
+    Args:
+        run: Launches the code with arguments in the order of the kernel's parameters.
+        fields: The fields of the descriptors of q, k and v, except for the tensors.
+        takes_turns: Whether programs take their tiles from a counter.
+        rest: The arguments after the counter.
+    """
+
+    run: Callable[..., None]
+    fields: tuple[dict[str, Any], ...]
+    takes_turns: bool
+    rest: tuple[Any, ...]
+
+
 def launch_hopper_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    sizes: Sizes,
     arguments: Arguments,
     sm_scale_bits: int,
-) -> None:
-    """Writes out and lse of a call that ``takes_forward`` accepts, on the current device."""
+) -> bool:
+    """Writes out and lse if a call runs on the kernel for Hopper; returns whether it does.
+
+    ``arguments`` keeps the launch for the next call with such tensors.
+    """
+    if not is_there(q.device):
+        return False
+    # The shapes of q and v determine the shape of k.
+    key = (
+        q.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT,
+    )  # fmt: skip
+    launch = arguments.launches.get(key)
+    if launch is None:
+        return _launch_new_forward(key, q, k, v, out, lse, arguments, sm_scale_bits)
+    of_q, of_k, of_v = launch.fields
+    with on_device(q):
+        launch.run(
+            _descriptor(base=q, **of_q), _descriptor(base=k, **of_k), _descriptor(base=v, **of_v),
+            out, lse, arguments.seqlens_q, arguments.seqlens_k,
+            _counter(arguments, launch.takes_turns), *launch.rest,
+        )  # fmt: skip
+    return True
+
+
+def _counter(arguments: Arguments, takes_turns: bool) -> torch.Tensor:
+    """Returns a new counter, which starts at 0; a placeholder unless programs take turns."""
+    if not takes_turns:
+        return arguments.seqlens_q
+    return allocation.empty((1,), dtype=torch.int32, device=arguments.seqlens_q.device).zero_()
+
+
+def _launch_new_forward(
+    key: Hashable,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    arguments: Arguments,
+    sm_scale_bits: int,
+) -> bool:
+    """As ``launch_hopper_forward``; keeps a launch that compiled no code and copied no tensor."""
+    sizes = Sizes.of(q, k, v, arguments)
+    if arguments.config.splits is not None or not takes(q, sizes, arguments):
+        return False
     kernels = _kernels()
     assert kernels is not None
     of_k, of_v = padded(sizes.D), padded(sizes.Dv)
@@ -289,21 +352,30 @@ def launch_hopper_forward(
     programs = m_blocks * heads
     # With short heads, programs are persistent and take one tile after another. Long heads are
     # faster with one program per tile: programs that read the same keys then run together.
-    counter = arguments.seqlens_q
-    if 2 * m_blocks <= places < programs:
-        programs = places
-        counter = allocation.empty((1,), dtype=torch.int32, device=q.device).zero_()
-    run(
-        kernels[0], (programs,), {
-            "num_warps": _WARPS,
-            "q_desc": _described(q, _WARPGROUP_ROWS, of_k), "k_desc": _described(k, _KEYS, of_k),
-            "v_desc": _described(v, _KEYS, of_v),
-            "out_ptr": out, "lse_ptr": lse, "counter_ptr": counter,
-            "heads": heads, "m_blocks": m_blocks, "narrow": narrow, "entries": tiles.entries,
-            **_sizes(sizes), "Dv": sizes.Dv, **_masked(arguments), "sm_scale_bits": sm_scale_bits,
-            "CONSUMERS": consumers, "STAGES": _STAGES[max(of_k, of_v)], **sink_args(arguments),
-        }, kinds=(q.dtype, of_k, of_v, arguments.sinks is None),
-    )  # fmt: skip
+    takes_turns = 2 * m_blocks <= places < programs
+    described = {
+        "q_desc": _described(q, _WARPGROUP_ROWS, of_k), "k_desc": _described(k, _KEYS, of_k),
+        "v_desc": _described(v, _KEYS, of_v),
+    }  # fmt: skip
+    with on_device(q):
+        launched = run(
+            kernels[0], (places if takes_turns else programs,), {
+                "num_warps": _WARPS, **described, "out_ptr": out, "lse_ptr": lse,
+                "counter_ptr": _counter(arguments, takes_turns),
+                "heads": heads, "m_blocks": m_blocks, "narrow": narrow, "entries": tiles.entries,
+                **_sizes(sizes), "Dv": sizes.Dv, **_masked(arguments),
+                "sm_scale_bits": sm_scale_bits, "CONSUMERS": consumers,
+                "STAGES": _STAGES[max(of_k, of_v)], **sink_args(arguments),
+            }, kinds=(q.dtype, of_k, of_v, arguments.sinks is None),
+        )  # fmt: skip
+    fields = tuple(dict(vars(x)) for x in described.values())
+    copied = [x.pop("base") is not of for x, of in zip(fields, (q, k, v), strict=True)]
+    if launched is not None and not any(copied):
+        if len(arguments.launches) >= _LAUNCHES:
+            arguments.launches.clear()
+        code, given = launched
+        arguments.launches[key] = _Launch(code, fields, takes_turns, given[_TENSORS:])
+    return True
 
 
 def launch_hopper_backward(

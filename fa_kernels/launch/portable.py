@@ -240,18 +240,15 @@ def launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out (B,H,M,Dv) in the dtype of q and lse (B,H,M), float32 (float64 for float64)."""
     out, lse = empty_outputs(q, v)
-    sizes = Sizes.of(q, k, v, arguments)
-    if hopper.takes_forward(q, sizes, arguments):
-        _blank(arguments, out=out, lse=lse)
-        with on_device(q):
-            bits = _scale_bits(arguments.sm_scale)
-            hopper.launch_hopper_forward(q, k, v, out, lse, sizes, arguments, bits)
+    _blank(arguments, out=out, lse=lse)
+    bits = _scale_bits(arguments.sm_scale)
+    if hopper.launch_hopper_forward(q, k, v, out, lse, arguments, bits):
         return out, lse
+    sizes = Sizes.of(q, k, v, arguments)
     tile = arguments.config.forward
     num_splits = arguments.config.splits
     # Without IS_SPLIT l is not written.
     written = (out, lse, lse)
-    _blank(arguments, out=out, lse=lse)
     if num_splits is not None:
         acc, m, l_sum = (
             allocation.empty((num_splits, *x.shape), dtype=lse.dtype, device=q.device)

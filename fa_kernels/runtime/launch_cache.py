@@ -51,7 +51,7 @@ def run(
     grid: tuple[int, ...],
     named: Mapping[str, Any],
     kinds: tuple[Hashable, ...] | None = None,
-) -> None:
+) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
     """Launches ``kernel[grid](**named)`` on the current device.
 
     Args:
@@ -63,12 +63,16 @@ def run(
             rises by 13 % if two calls pass some 45 of them on.
         kinds: A key that determines the types of the arguments without an annotation. None computes
             it from these arguments one by one.
+
+    Returns:
+        A function that launches the code on this device again, and the arguments in the order of
+        the kernel's parameters. None if Triton launched the kernel.
     """
     if not isinstance(kernel, triton.JITFunction) or named.get("PREDICATE") is not None:
         # The interpreter compiles nothing. A predicate is a user's function: Triton alone checks
         # whether its source has changed.
         kernel[grid](**named)
-        return
+        return None
     # The key keeps the function alive, so that its id is not reused for another one.
     order = _orders.get(kernel.fn)
     if order is None:
@@ -77,7 +81,7 @@ def run(
     if len(named) != order.count + len(_OPTIONS) - options.count(None):
         # An argument is missing or unknown: let Triton raise the error.
         kernel[grid](**named)
-        return
+        return None
     values, constants = order.values(named), order.constants(named)
     if kinds is None:
         kinds = tuple(map(_kind, order.untyped(named)))
@@ -85,8 +89,10 @@ def run(
     code = _compiled.get(key)
     if code is None:
         _compiled[key] = kernel[grid](**named)
-        return
-    code[(*grid, 1, 1)](*values, *constants)
+        return None
+    launch, given = code[(*grid, 1, 1)], (*values, *constants)
+    launch(*given)
+    return launch, given
 
 
 def _order(kernel: Any) -> _Order:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -169,6 +169,11 @@ class Arguments:
         """Whether a window and lengths alone modify the scores of keys."""
         others = (self.predicate, self.softcap, self.alibi_slopes, self.bias)
         return all(x is None for x in others)
+
+    @cached_property
+    def launches(self) -> dict[Hashable, Any]:
+        """The launches with these arguments that ``launch.hopper`` keeps."""
+        return {}
 
 
 def _check_tensors(q: object, k: object, v: object) -> None:

@@ -20,9 +20,9 @@ def names_replacements(**instead: str) -> Callable[[Callable[..., Any]], Callabl
     def decorated(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def checked(*args: Any, **options: Any) -> Any:
-            for name, replacement in instead.items():
-                if name in options:
-                    raise TypeError(f"{name}= is no longer an option; needs {replacement}")
+            for name in options:
+                if name in instead:
+                    raise TypeError(f"{name}= is no longer an option; needs {instead[name]}")
             return call(*args, **options)
 
         checked.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ OF_THE_CALL = tuple(
             "tiles_in_a_row",
             "dispatch",
             "far_rows",
+            "hopper_launches",
         ),
     )
 )
@@ -46,7 +47,7 @@ _OF_PARTS = {
     "fa_kernels/pooling.py": ("pooled",),
     "fa_kernels/varlen.py": ("packed", "offsets"),
     "fa_kernels/launch/call_cache.py": ("call_cache",),
-    "fa_kernels/launch/portable.py": ("launch",),
+    "fa_kernels/launch/portable.py": ("launch", "hopper_launches"),
     "fa_kernels/launch/sizes.py": ("packed", "tiles_in_a_row"),
     "fa_kernels/schedule/block_sparse.py": ("block_map",),
     "fa_kernels/kernels/common/tile_ranges.py": ("ranges", "splits"),

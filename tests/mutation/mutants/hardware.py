@@ -117,8 +117,8 @@ _STREAMS: tuple[tuple[Mutant, str, dict[str, Any]], ...] = (
             (
                 Edit(
                     "fa_kernels/runtime/launch_cache.py",
-                    "code[(*grid, 1, 1)](*values, *constants)",
-                    "code[(*grid, 1, 1)](*values, *constants, stream=0)",
+                    "given = code[(*grid, 1, 1)],",
+                    "given = (lambda *of: code[(*grid, 1, 1)](*of, stream=0)),",
                 ),
             ),
         ),

@@ -8,7 +8,8 @@ context unusable.
 A problem hangs if it makes no progress; a problem on a busy machine only waits for its turn. The
 watchdog therefore compares its limit with the CPU time of the process. A deadlock uses no CPU time,
 so time by the clock has a limit too, ``WALL`` times as high. Compilation counts towards neither and
-has its own limit. The limits grow with the pairs of query rows and keys, which the references read.
+has its own limit. The limits grow with the pairs of query rows and keys, which the references read,
+on a GPU also with the processes that share it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.replay_line import replay_line
+from fa_verify.properties.execution.workers import sharing
 
 __all__ = ["EXIT_CUDA_ERROR", "EXIT_HANG", "Record", "Watchdog", "sticky_cuda_error"]
 
@@ -44,8 +46,9 @@ WALL = 5
 # Limit of the time of compilation, as a multiple of the limit of CPU time. A kernel compiles in
 # seconds, but 32 processes may compile at once, and an autotuner compiles many kernels.
 COMPILATION = 10
-# Pairs of a query row and a key that add a second to the limit. One head of 65,536 causal rows took
-# 52 s of CPU time on an H100 that 16 processes shared: waiting for a GPU is CPU time.
+# Pairs of a query row and a key that add a second to the limit, for each process that shares the
+# problem's GPU: a wait for a GPU is CPU time. One head of 65,536 rows took over 103 s of it on an
+# H100 that 16 processes shared.
 PAIRS = 1e8
 # Looks of the watchdog in the time of the limit, and the most seconds between two of them.
 LOOKS = 20
@@ -228,6 +231,7 @@ class Watchdog:
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         record = Record("running", problem.to_json(), test, note, time.time(), kernel=self.kernel)
         pairs = problem.B * problem.H * problem.M * problem.N
+        pairs *= sharing(os.environ) if problem.device == "cuda" else 1
         watched = _Watched(record, threading.get_ident(), self.seconds + pairs / PAIRS)
         outer = self._watched
         self._take(watched)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -27,6 +28,7 @@ from fa_verify.properties.execution.watchdog import (
     Watchdog,
     sticky_cuda_error,
 )
+from fa_verify.properties.execution.workers import GPUS_OF_THE_RUN
 
 ROOT = Path(__file__).parents[4]
 PROBLEM = Problem(M=65, N=63, mask=Mask(causal=True), inputs="needle", seed=7)
@@ -284,6 +286,21 @@ def test_a_long_problem_has_more_time_for_its_references(path, watchdog_with, mo
     with watchdog.watching(OTHER):
         spin(ended.happened.is_set)
     assert ended.code == EXIT_HANG
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_processes_that_share_a_gpu_have_more_time_for_a_long_problem(
+    path, watchdog_with, monkeypatch, device
+):
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "10")
+    monkeypatch.setenv(GPUS_OF_THE_RUN, "0")
+    monkeypatch.setattr(watchdog_module, "PAIRS", OTHER.M * OTHER.N)
+    ended = Ended(path)
+    watchdog = watchdog_with(seconds=0.05, end=ended)
+    deadline = time.process_time() + 3
+    with watchdog.watching(dataclasses.replace(OTHER, device=device)):
+        spin(lambda: ended.happened.is_set() or time.process_time() > deadline)
+    assert ended.happened.is_set() == (device == "cpu")
 
 
 def test_problems_that_are_not_overdue_do_not_add_up(path, watchdog_with):

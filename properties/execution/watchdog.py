@@ -8,8 +8,8 @@ context unusable.
 A problem hangs if it makes no progress; a problem on a busy machine only waits for its turn. The
 watchdog therefore compares its limit with the CPU time of the process. A deadlock uses no CPU time,
 so time by the clock has a limit too, ``WALL`` times as high. Compilation counts towards neither and
-has its own limit. The limits grow with the pairs of query rows and keys, which the references read,
-on a GPU also with the processes that share it.
+has its own limit. The limits grow with the pairs of query rows and keys, which the references read:
+on a GPU by as much for each process that shares it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from fa_verify.oracles.bounds.constants import Constants
 from fa_verify.oracles.bounds.forward import Chunk, Forward, of_operands
@@ -28,6 +29,7 @@ __all__ = [
     "KeySums",
     "Read",
     "ScoreGradient",
+    "added_up",
     "backward_error",
     "read_of",
     "score_gradient",
@@ -53,6 +55,30 @@ class KeySums(NamedTuple):
     dk_running: torch.Tensor
     dv_running: torch.Tensor
     additions: torch.Tensor  # float64 (): the number of additions of rows
+
+
+def added_up(sums: KeySums | None, part: KeySums, x: Chunk) -> KeySums:
+    """Returns the sums of earlier chunks and of chunk x; ``sums`` is changed, or None at first.
+
+    Args:
+        sums: The sums of all keys.
+        part: The sums of the keys of x.
+        x: The chunk.
+    """
+    if sums is None:
+        if x.around == (0, 0):
+            return part
+        return KeySums(*(
+            y if y.ndim == 0 else pad(y, (0,) * 2 * (y.ndim - 2) + x.around) for y in part
+        ))  # fmt: skip
+    for value, running in ((sums.dk, sums.dk_running), (sums.dv, sums.dv_running)):
+        if running.ndim:
+            # These rows add zeros to the sums of other keys.
+            for others in (slice(x.keys.start), slice(x.keys.stop, None)):
+                running[:, others].addcmul_(value[:, others].abs(), part.additions)
+    for total, of_part in zip(sums, part, strict=True):
+        (total[:, x.keys] if total.ndim else total).add_(of_part)
+    return sums
 
 
 class Backward(NamedTuple):
@@ -246,7 +272,7 @@ def backward_error(
         c: The constants of the bound.
         numerics: The subject's declared numerics.
         in_dtype: The dtype of the inputs, if roundings are replayed.
-        before: The sums of earlier rows, if any.
+        before: The sums of earlier rows over all keys, if any.
 
     Source: the steps of FlashAttention-2 (arXiv:2307.08691), algorithm 2.
     """
@@ -266,8 +292,9 @@ def backward_error(
     in_order = in_dtype is not None and not x.any_order and numerics.block_n <= SEGMENT
     if in_order and not numerics.atomic:
         lost_in_order = lost_of_running(
-            dq, running_sums(ds, x.k, numerics.block_n), dq_errors, dq_size,
-            count=additions(ds.shape[2], numerics.block_n), tile=numerics.block_n, hu=c.h * c.u,
+            dq, running_sums(ds, x.k, numerics.block_n, zeros=x.around[1]), dq_errors, dq_size,
+            count=additions(ds.shape[2] + sum(x.around), numerics.block_n),
+            tile=numerics.block_n, hu=c.h * c.u,
         )  # fmt: skip
         dq_added = torch.minimum(dq_added, lost_in_order.mul_(1 + c.u_cast))
     dq_bound = (dq_errors + dq_added).add_(dq_size, alpha=again_k).mul_(sm_scale)
@@ -292,7 +319,7 @@ def backward_error(
     dk_running = dv_running = x.q.new_full((), math.inf)
     if in_order and x.one_head:
         dk_running, dv_running = (
-            running_sums(weights.mT, y, QUERY_TILE, earlier)
+            running_sums(weights.mT, y, QUERY_TILE, None if earlier is None else earlier[:, x.keys])
             for weights, y, earlier in (
                 (ds, x.q * sm_scale, before and before.dk), (p, x.dout, before and before.dv),
             )

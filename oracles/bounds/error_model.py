@@ -7,6 +7,7 @@ log, and from underflow, along the steps of a kernel like FlashAttention-2.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,12 +19,13 @@ from fa_verify.oracles.bounds.backward import (
     QUERY_TILE,
     Backward,
     KeySums,
+    added_up,
     backward_error,
     read_of,
 )
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error
-from fa_verify.oracles.bounds.replay import Format, lost_of_running
+from fa_verify.oracles.bounds.replay import SEGMENT, Format, lost_of_running
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.reference.score_mods import Additions
@@ -31,6 +33,7 @@ from fa_verify.oracles.reference.torch_reference import (
     DenseMask,
     RowMasks,
     chunk_height,
+    row_chunks,
     sinks_of_rows,
 )
 
@@ -335,12 +338,14 @@ def chunks(
     mask: DenseMask,
     apart: int,
     rows: int | None,
+    tile: int,
     operands: Format | None = None,
 ) -> Iterator[tuple[slice, Chunk]]:
     """Yields the rows of each chunk and its inputs; the arguments are those of ``judge``.
 
     ``apart`` is the number of copies of each key/value head: that of heads whose gradients are
-    rounded before they are added. ``operands`` is that of ``gather``.
+    rounded before they are added. ``tile`` is the width of a key tile. ``operands`` is that of
+    ``gather``.
     """
     q, k, v, dout = (x.detach() for x in (q, k, v, dout))
     if apart > 1:
@@ -348,29 +353,27 @@ def chunks(
     (B, H, M, _), N = q.shape, k.shape[2]
     masks = RowMasks(mask, B, H, M, N, q.device)
     additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
-    height = chunk_height(rows, B, H, N)
-    height += -height % QUERY_TILE
-    for start in range(0, M, height):
-        here = slice(start, min(start + height, M))
+    blocks = row_chunks(
+        masks, chunk_height(rows, B, H, N), row_step=QUERY_TILE, key_step=math.lcm(tile, SEGMENT)
+    )
+    for here, keys in blocks:
         of_lse = None if dlse is None else dlse[:, :, here].detach()
-        seen = masks.between(here.start, here.stop)
-        added = additions.between(here.start, here.stop)
+        seen = masks.between(here.start, here.stop, keys)
+        added = additions.between(here.start, here.stop, keys)
         sink = None if sinks is None else sinks_of_rows(sinks.detach(), mask, (B, H, M, N), here)
-        yield (
-            here,
-            gather(
-                q[:, :, here],
-                k,
-                v,
-                dout[:, :, here],
-                of_lse,
-                seen,
-                added,
-                masks.has_predicate,
-                operands,
-                sink,
-            ),
+        chunk = gather(
+            q[:, :, here],
+            k[:, :, keys],
+            v[:, :, keys],
+            dout[:, :, here],
+            of_lse,
+            seen,
+            added,
+            masks.has_predicate,
+            operands,
+            sink,
         )
+        yield here, chunk._replace(around=(keys.start, N - keys.stop))
 
 
 def judge(
@@ -411,7 +414,8 @@ def judge(
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
         numerics: The subject's declared numerics.
         softcap: c of scores c tanh(sm_scale q.k / c), > 0; None without a softcap.
-        rows: Height of a chunk, rounded up to a multiple of 16; None limits its memory.
+        rows: Height of a chunk, rounded up to a multiple of 16, and more where its rows see few
+            keys; None limits its memory.
 
     Returns:
         Float64 tensors on q's device.
@@ -440,11 +444,11 @@ def judge(
     parts: list[_Rows] = []
     peaks: list[torch.Tensor] = []
     sums: KeySums | None = None
-    for _, chunk in chunks(*given, mask=mask, apart=apart, rows=rows):
+    for _, chunk in chunks(*given, mask=mask, apart=apart, rows=rows, tile=numerics.block_n):
         part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))
         peaks.append(part.peaks)
-        sums = part.keys if sums is None else KeySums(*map(torch.Tensor.add_, sums, part.keys))
+        sums = added_up(sums, part.keys, chunk)
     assert sums is not None  # M > 0
     of_rows = _Rows(*(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)))
     of_keys = finish_keys(sums, sm_scale, c, apart)

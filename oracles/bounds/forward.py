@@ -35,7 +35,10 @@ _GAPS_CUDA = 2**27
 
 
 class Chunk(NamedTuple):
-    """Float64 inputs of a chunk; rows and keys without a visible pair are 0."""
+    """Float64 inputs of a chunk; rows and keys without a visible pair are 0.
+
+    Keys that no row sees may be left out, as far as tiles and segments are as with them.
+    """
 
     q: torch.Tensor  # (Z, R, D)
     k: torch.Tensor  # (Z, N, D)
@@ -51,6 +54,12 @@ class Chunk(NamedTuple):
     any_order: bool  # whether a kernel may visit the key tiles of a row in any order
     one_head: bool  # whether the rows are those of one query head
     sink: torch.Tensor | None = None  # (Z, R): the row's sink, -inf without one; None without any
+    around: tuple[int, int] = (0, 0)  # keys before and after the N here; no row sees them
+
+    @property
+    def keys(self) -> slice:
+        """Returns the range of the problem's keys that are here."""
+        return slice(self.around[0], self.around[0] + self.seen.shape[2])
 
     @property
     def sink_there(self) -> torch.Tensor:

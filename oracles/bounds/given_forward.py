@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 import torch
 
-from fa_verify.oracles.bounds.backward import KeySums, Read, backward_error, read_of
+from fa_verify.oracles.bounds.backward import KeySums, Read, added_up, backward_error, read_of
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.error_model import EXACT_SPREAD, chunks, finish_dq, finish_keys
 from fa_verify.oracles.bounds.forward import Chunk, forward_error, live_tiles, logits, put_off
@@ -185,7 +185,10 @@ def given_forward(
     inputs = (q, k, v, dout, dlse, alibi_slopes, bias, sinks)
     of_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
     sums: KeySums | None = None
-    for here, x in chunks(*inputs, mask=mask, apart=apart, rows=rows, operands=operands):
+    blocks = chunks(
+        *inputs, mask=mask, apart=apart, rows=rows, tile=numerics.block_n, operands=operands
+    )
+    for here, x in blocks:
         read = read_given(
             x, given.rows(here), sm_scale=sm_scale, c=c, numerics=numerics,
             exact_spread=exact_spread, softcap=softcap,
@@ -195,7 +198,7 @@ def given_forward(
         )
         dq, bound = (y.view(B, H, -1, y.shape[2]) for y in finish_dq(x, bwd, c, stored))
         of_rows.append((dq, bound))
-        sums = bwd.keys if sums is None else KeySums(*map(torch.Tensor.add_, sums, bwd.keys))
+        sums = added_up(sums, bwd.keys, x)
     assert sums is not None  # M > 0
     dq, dq_bound = (torch.cat(parts, 2) for parts in zip(*of_rows, strict=True))
     keys = finish_keys(sums, sm_scale, c, apart, stored)

@@ -143,7 +143,11 @@ def additions(terms: int, tile: int) -> float:
 
 
 def running_sums(
-    weights: torch.Tensor, y: torch.Tensor, tile: int, before: torch.Tensor | None = None
+    weights: torch.Tensor,
+    y: torch.Tensor,
+    tile: int,
+    before: torch.Tensor | None = None,
+    zeros: int = 0,
 ) -> torch.Tensor:
     """Returns |the sum before a segment| times its additions, added up over the segments.
 
@@ -154,6 +158,7 @@ def running_sums(
         y: (Z, N, D).
         tile: Width of a tile.
         before: (Z, R, D), the sum of earlier terms, if any.
+        zeros: Number of later terms, all of them 0.
     """
     result = y.new_zeros(*weights.shape[:2], y.shape[2])
     terms = weights.shape[2]
@@ -163,7 +168,13 @@ def running_sums(
             part = weights[:, :, last] @ y[:, last]
             before = part if before is None else before + part
         if before is not None:
-            result += additions(min(SEGMENT, terms - start), tile) * before.abs()
+            result += additions(min(SEGMENT, terms + zeros - start), tile) * before.abs()
+    end = terms + -terms % SEGMENT
+    if end < terms + zeros:
+        total = weights[:, :, end - SEGMENT :] @ y[:, end - SEGMENT :]
+        total = total if before is None else before + total
+        whole, rest = divmod(terms + zeros - end, SEGMENT)
+        result += (whole * additions(SEGMENT, tile) + additions(rest, tile)) * total.abs()
     return result
 
 

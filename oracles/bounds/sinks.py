@@ -82,7 +82,11 @@ def sink_error(
     (B, H, M, _), N = q.shape, k.shape[2]
     found = [torch.zeros(H, dtype=torch.float64, device=q.device) for _ in range(5)]
     inputs = (q, k, v, dout, dlse, alibi_slopes, bias, sinks)
-    blocks = chunks(*inputs, mask=mask, apart=1, rows=rows) if 0 not in (B, M, N) else ()
+    blocks = (
+        chunks(*inputs, mask=mask, apart=1, rows=rows, tile=numerics.block_n)
+        if 0 not in (B, M, N)
+        else ()
+    )
     options: dict[str, Any] = {
         "sm_scale": sm_scale, "c": c, "numerics": numerics, "softcap": softcap,
         "exact_spread": M * N * v.shape[3] <= EXACT_SPREAD,

@@ -45,6 +45,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch.nn.functional import pad
 
 from fa_verify.oracles.bounds.backward import QUERY_TILE
 from fa_verify.oracles.bounds.constants import Constants, constants
@@ -375,8 +376,8 @@ def _backward(
         shared=(ds_shared * along_q.square()).sum(1),
         additions=additions,
         flushed=t * (flushed.mT @ x.q.abs()),
-        weight=additions,  # dk is never peaked
-        light=additions,
+        weight=torch.zeros_like(additions),  # dk is never peaked
+        light=torch.zeros_like(additions),
     )
     p_shared = p.square() * of_lse.square()
     # Weights that are nearly 1 are equal, and so are their roundings.
@@ -393,7 +394,7 @@ def _backward(
         shapes=torch.stack([y.mT @ x.dout for y in of_p]),
         of_sums=(p_random * along_dout.square()).sum(1),
         shared=(p_shared * along_dout.square()).sum(1),
-        additions=additions,
+        additions=additions.clone(),
         flushed=c.ftz * (x.seen.to(x.dout.dtype).mT @ x.dout.abs()),
         weight=p.sum(1).unsqueeze(2),
         light=p.masked_fill(p >= 0.5, 0.0).sum(1).unsqueeze(2),
@@ -410,6 +411,21 @@ def _finished(keys: _Keys, c: Constants, step: int) -> Spread:
         of_sums=keys.of_sums, shared=keys.shared, alone=dot.variance,
         peaked=keys.light < _PEAKED * c.u_in * keys.weight,
     )  # fmt: skip
+
+
+def _added_up(total: _Keys | None, part: _Keys, x: Chunk) -> _Keys:
+    """Returns the contributions of earlier chunks and of chunk x; ``total`` is changed."""
+    if total is None:
+        if x.around == (0, 0):
+            return part
+        # ``of_sums`` and ``shared`` end with the keys, the others with one axis more.
+        return _Keys(*(
+            pad(y, x.around if name in ("of_sums", "shared") else (0, 0, *x.around))
+            for name, y in zip(_Keys._fields, part, strict=True)
+        ))  # fmt: skip
+    for name, whole, of_part in zip(_Keys._fields, total, part, strict=True):
+        whole.narrow(1 + (name == "shapes"), x.around[0], x.seen.shape[2]).add_(of_part)
+    return total
 
 
 _Fields = TypeVar("_Fields", Spread, _Keys)
@@ -511,7 +527,10 @@ def spreads(
         given = None
     of_dk, of_dv = (y.reshape(B * Hk, N, -1) for y in (weights.dk, weights.dv))
     inputs = (q, k, v, dout, dlse, None, None, None)
-    for rows_here, chunk in chunks(*inputs, mask=mask, apart=1, rows=rows, operands=operands):
+    blocks = chunks(
+        *inputs, mask=mask, apart=1, rows=rows, tile=numerics.block_n, operands=operands
+    )
+    for rows_here, chunk in blocks:
         of_out, of_dq = (
             y[:, :, rows_here].reshape(*chunk.empty.shape, -1) for y in (weights.out, weights.dq)
         )
@@ -528,16 +547,14 @@ def spreads(
             if back is None:
                 continue
             dq, dk, dv = _backward(
-                x, _of_pieces(back, here), pairs, of_dq[here], of_dk[here],
-                of_dv[here], sm_scale, c, numerics, in_dtype, step,
+                x, _of_pieces(back, here), pairs, of_dq[here], of_dk[here, x.keys],
+                of_dv[here, x.keys], sm_scale, c, numerics, in_dtype, step,
             )  # fmt: skip
             found["dq"].append(dq)
             # Added at once: the contributions of a long problem's chunks do not fit in memory.
             for name, part in (("dk", dk), ("dv", dv)):
                 total = of_keys.get((name, here.start))
-                of_keys[name, here.start] = (
-                    part if total is None else _Keys(*map(torch.add, total, part))
-                )
+                of_keys[name, here.start] = _added_up(total, part, x)
         for name, parts in found.items():
             if parts:
                 of_rows[name].append(_of_heads(_joined(parts), B, H))

@@ -23,6 +23,7 @@ from fa_verify.oracles.reference.torch_reference import (
     DenseMask,
     RowMasks,
     chunk_height,
+    row_chunks,
     sinks_of_rows,
 )
 
@@ -272,6 +273,16 @@ def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Variances:
     return Variances(*(q.new_zeros(shape, dtype=torch.float64) for shape in shapes))
 
 
+def _no_sums(k: torch.Tensor, v: torch.Tensor) -> _Sums:
+    """Returns sums of no row; k and v have a head for each query head."""
+    of_k, of_v = (torch.zeros_like(x, dtype=torch.float64) for x in (k, v))
+    return _Sums(
+        dk=of_k, dv=of_v, dk_errors=of_k.clone(), dv_errors=of_v.clone(),
+        rows_seen=torch.zeros(k.shape[:3], dtype=torch.int64, device=k.device),
+        sum_dk=of_k[:, :, 0].clone(), sum_dv=of_v[:, :, 0].clone(),
+    )  # fmt: skip
+
+
 def variances(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -332,7 +343,8 @@ def variances(
         in_dtype: "fp16", "bf16", "fp32" or "fp64": the dtype the kernel reads and writes.
         numerics: The subject's declared numerics. The model excludes TF32 and the accumulator's h.
         softcap: As in ``reference.attention``.
-        rows: Height of a chunk; None keeps a chunk's scores within 2**24.
+        rows: Height of a chunk, more where its rows see few keys; None keeps a chunk's scores
+            within 2**24.
 
     Returns:
         Float64 tensors on q's device.
@@ -351,22 +363,24 @@ def variances(
     c = constants(in_dtype, dataclasses.replace(numerics, ds_roundings=1))
     k_of_heads, v_of_heads = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
     masks = RowMasks(mask, B, H, M, N, q.device)
-    height = chunk_height(rows, B, H, N)
     additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
-    sums: _Sums | None = None
-    for start in range(0, M, height):
-        here = slice(start, min(start + height, M))
-        seen = masks.between(here.start, here.stop)
+    sums = _no_sums(k_of_heads, v_of_heads)
+    for here, keys in row_chunks(masks, chunk_height(rows, B, H, N)):
+        seen = masks.between(here.start, here.stop, keys)
+        added = additions.between(here.start, here.stop, keys)
         of_lse = None if dlse is None else dlse[:, :, here]
         sink = None if sinks is None else sinks_of_rows(sinks, mask, (B, H, M, N), here)
-        x = _gather(q[:, :, here], k_of_heads, v_of_heads, dout[:, :, here], of_lse, seen, sink)
-        fwd = _forward(x, sm_scale, c, numerics, softcap, additions.between(here.start, here.stop))
+        x = _gather(
+            q[:, :, here], k_of_heads[:, :, keys], v_of_heads[:, :, keys], dout[:, :, here],
+            of_lse, seen, sink,
+        )  # fmt: skip
+        fwd = _forward(x, sm_scale, c, numerics, softcap, added)
         dq_errors, part = _backward(x, fwd, sm_scale, c, numerics)
         result.out[:, :, here] = fwd.out_errors
         result.dq[:, :, here] = dq_errors
         result.keys_seen[:, :, here] = x.seen.sum(3)
-        sums = part if sums is None else _Sums(*map(torch.Tensor.add_, sums, part))
-    assert sums is not None  # M > 0
+        for name, total, of_part in zip(_Sums._fields, sums, part, strict=True):
+            (total if name in ("sum_dk", "sum_dv") else total[:, :, keys]).add_(of_part)
     dk, dv, rows_seen, *identities = _finish(sums, Hk, c, numerics)
     return Variances(
         result.out, result.dq, dk, dv, result.keys_seen, rows_seen.to(torch.float64), *identities

@@ -51,16 +51,18 @@ class Additions:
         """Whether there are any terms."""
         return self._slopes is not None or self._bias is not None
 
-    def between(self, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        """Returns the terms of rows [start, stop), (B, H, stop - start, N) each."""
+    def between(self, start: int, stop: int, keys: slice | None = None) -> tuple[torch.Tensor, ...]:
+        """Returns the terms of rows [start, stop), (B, H, stop - start, keys); None is all N."""
         B, H, _, N = self.shape
+        keys = keys or slice(0, N)
         terms = []
         if self._slopes is not None:
             m = torch.arange(start, stop, device=self.device).view(-1, 1)
-            n = torch.arange(N, device=self.device)
+            n = torch.arange(keys.start, keys.stop, device=self.device)
             distance = (m + self._ahead - n).abs()
             terms.append(-self._slopes * distance.to(torch.float64))
         if self._bias is not None:
-            one = self._bias.shape[2] == 1
-            terms.append(self._bias if one else self._bias[:, :, start:stop])
-        return tuple(x.expand(B, H, stop - start, N) for x in terms)
+            _, _, rows, columns = self._bias.shape
+            of_rows = self._bias if rows == 1 else self._bias[:, :, start:stop]
+            terms.append(of_rows if columns == 1 else of_rows[:, :, :, keys])
+        return tuple(x.expand(B, H, stop - start, keys.stop - keys.start) for x in terms)

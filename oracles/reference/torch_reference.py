@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "attention",
     "bias_gradient",
     "chunk_height",
+    "row_chunks",
     "sink_gradient",
     "sinks_of_rows",
 ]
@@ -51,8 +53,10 @@ class RowMasks:
         self.has_predicate = not (isinstance(mask, Mask) and mask.is_plain)
         self._dense: torch.Tensor | None = None
         self._beyond: Mask | None = None
+        self._lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         if isinstance(mask, Mask) and type(mask).dense is Mask.dense:
-            lengths = torch.tensor(mask.lengths(B, M, N), dtype=torch.int64, device=device)
+            self._lengths = mask.lengths(B, M, N)
+            lengths = torch.tensor(self._lengths, dtype=torch.int64, device=device)
             self._rows, self._keys = lengths.view(2, B, 1, 1, 1).unbind()
             self._left, self._right = mask.window_left, mask.right
             if not mask.is_plain:
@@ -62,12 +66,30 @@ class RowMasks:
         else:
             self._dense = mask.dense(B, H, M, N, device=device)
 
-    def between(self, start: int, stop: int) -> torch.Tensor:
-        """Returns rows [start, stop), bool (B or 1, H or 1, stop - start, N)."""
+    def keys(self, start: int, stop: int) -> slice:
+        """Returns a range of keys with all that rows [start, stop) see, by lengths and window."""
+        N = self.shape[3]
+        if self._lengths is None:
+            return slice(0, N)
+        first, last = N, 0
+        for rows, keys in zip(*self._lengths, strict=True):
+            if start >= rows:
+                continue
+            ahead = keys - rows
+            low = 0 if self._left is None else max(0, start + ahead - self._left)
+            beyond = min(stop, rows) + ahead
+            high = keys if self._right is None else min(keys, beyond + self._right)
+            if low < high:
+                first, last = min(first, low), max(last, high)
+        return slice(first, last) if first < last else slice(0, 0)
+
+    def between(self, start: int, stop: int, keys: slice | None = None) -> torch.Tensor:
+        """Returns rows [start, stop), bool (B or 1, H or 1, stop - start, keys); None is all N."""
+        keys = keys or slice(0, self.shape[3])
         if self._dense is not None:
-            return self._dense[:, :, start:stop]
+            return self._dense[:, :, start:stop, keys]
         m = torch.arange(start, stop, device=self.device).view(-1, 1)
-        n = torch.arange(self.shape[3], device=self.device)
+        n = torch.arange(keys.start, keys.stop, device=self.device)
         seen = (m < self._rows) & (n < self._keys)
         position = m + (self._keys - self._rows)
         if self._left is not None:
@@ -118,6 +140,43 @@ def chunk_height(rows: int | None, B: int, H: int, N: int) -> int:
     if rows < 1:
         raise ValueError(f"rows is {rows}; needs None or an int >= 1")
     return rows
+
+
+def row_chunks(
+    masks: RowMasks, height: int, *, row_step: int = 1, key_step: int = 1
+) -> Iterator[tuple[slice, slice]]:
+    """Yields the rows of each chunk, and a range with all keys that they see, at least one.
+
+    A chunk whose rows see few keys is taller, so that it has as many pairs as others.
+
+    Args:
+        masks: The mask.
+        height: Rows of a chunk that sees all keys, >= 1.
+        row_step: Divides the first row of each chunk.
+        key_step: Divides the first key of each chunk.
+    """
+    _, _, M, N = masks.shape
+    height += -height % row_step
+
+    def keys_of(start: int, stop: int) -> slice:
+        if stop - start == M:
+            return slice(0, N)
+        keys = masks.keys(start, stop)
+        first = keys.start - keys.start % key_step
+        return slice(first, max(keys.stop, min(first + 1, N)))
+
+    start = 0
+    while start < M:
+        rows, stop = height, min(start + height, M)
+        keys = keys_of(start, stop)
+        while stop < M:
+            taller = min(start + 2 * rows, M)
+            wider = keys_of(start, taller)
+            if (taller - start) * (wider.stop - wider.start) > height * N:
+                break
+            rows, stop, keys = 2 * rows, taller, wider
+        yield slice(start, stop), keys
+        start = stop
 
 
 def _rows_with_gradients(
@@ -220,7 +279,8 @@ def attention(
         mask: The mask.
         sm_scale: Factor on q.k.
         softcap: c, > 0; None without a softcap.
-        rows: Height of a chunk; None keeps a chunk's scores within 2**24.
+        rows: Height of a chunk, more where its rows see few keys; None keeps a chunk's scores
+            within 2**24.
 
     Returns:
         Float64 tensors on q's device; gradients are summed over the chunks and the group's heads.
@@ -313,22 +373,21 @@ def _by_chunks(
         return results, gradients
     masks = RowMasks(mask, B, H, M, N, q.device)
     additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
-    height = chunk_height(rows, B, H, max(N, 1))
-    for start in range(0, M, height):
-        here = slice(start, min(start + height, M))
-        seen = masks.between(here.start, here.stop)
+    for here, keys in row_chunks(masks, chunk_height(rows, B, H, max(N, 1))):
+        seen = masks.between(here.start, here.stop, keys)
         of_lse = None if dlse is None else dlse[:, :, here].to(torch.float64)
         with torch.enable_grad():
-            added = additions.between(here.start, here.stop)
+            added = additions.between(here.start, here.stop, keys)
             of_sinks = None if sinks is None else sinks_of_rows(sinks, mask, (B, H, M, N), here)
         part, others = _rows_with_gradients(
-            q[:, :, here], k, v, dout[:, :, here], of_lse, seen, sm_scale, softcap,
+            q[:, :, here], k[:, :, keys], v[:, :, keys], dout[:, :, here], of_lse, seen,
+            sm_scale, softcap,
             added, leaves, of_sinks,
         )  # fmt: skip
         for gradient, of_rows in zip(gradients, others, strict=True):
             gradient += of_rows
         for name in ("out", "lse", "dq"):
             getattr(results, name)[:, :, here] = getattr(part, name)
-        results.dk.add_(part.dk)
-        results.dv.add_(part.dv)
+        results.dk[:, :, keys].add_(part.dk)
+        results.dv[:, :, keys].add_(part.dv)
     return results, gradients

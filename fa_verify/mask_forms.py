@@ -116,6 +116,8 @@ def definition_faults(problem: Problem) -> list[Disagreement]:
     dense = _dense(problem)
     if not dense.numel():
         return []
+    # On a CPU, where a pair takes no launch.
+    dense = dense.cpu()
     want = dense.clone()
     for b, h, m, n in _sample(problem, dense):
         want[b, h, m, n] = problem.mask.is_visible(b, h, m, n, M=M, N=N)
@@ -123,7 +125,7 @@ def definition_faults(problem: Problem) -> list[Disagreement]:
     chunks = [
         rows.between(start, min(start + 7, M)).expand(B, H, -1, N) for start in range(0, M, 7)
     ]
-    read = torch.cat(chunks, 2)
+    read = torch.cat(chunks, 2).cpu()
     return [
         *_differing(problem, "the definition is_visible", want, "the dense tensor", dense),
         *_differing(problem, "the mask in the oracle, a few rows at a time,", read,
@@ -223,8 +225,10 @@ def block_map_faults(problem: Problem, configs: Sequence[Config] = _CONFIGS) -> 
     if not dense.numel() or problem.mask.is_plain:
         return []
     rows, keys = _lengths(problem)
-    valid_rows = torch.arange(M, device=dense.device) < rows[:, None]
-    valid_keys = torch.arange(N, device=dense.device) < keys[:, None]
+    # The lists are derived on a CPU: they ask for the elements of every tile.
+    dense = dense.cpu()
+    valid_rows = torch.arange(M) < rows.cpu()[:, None]
+    valid_keys = torch.arange(N) < keys.cpu()[:, None]
     faults = []
     for config in configs:
         maps = block_maps(
@@ -235,9 +239,10 @@ def block_map_faults(problem: Problem, configs: Sequence[Config] = _CONFIGS) -> 
             seen, valid = (dense.mT, valid_keys) if turned else (dense, valid_rows)
             side = (tile.block_n, tile.block_m) if turned else (tile.block_m, tile.block_n)
             form = f"the block map of {name}, tiles {tile.block_m}x{tile.block_n},"
+            lists = getattr(maps, name).lists.tolist()
             for b, h in itertools.product(range(B), range(H)):
                 want = _lists(seen[b, h], valid[b], side)
-                got = [_read(row) for row in getattr(maps, name).lists[b, h].tolist()]
+                got = [_read(row) for row in lists[b][h]]
                 # Entries for tiles past the end must be empty; their number does not matter.
                 want += [([], [])] * (len(got) - len(want))
                 row = next((i for i in range(len(want)) if got[i : i + 1] != [want[i]]), None)

@@ -24,6 +24,7 @@ __all__ = [
     "sinks_of_rows",
 ]
 
+_RANGES = 16  # the keys of chunks begin and end at this part of all keys
 _SCORES = 2**24  # scores in one chunk; about ten float64 tensors of this size live at a time
 
 
@@ -147,7 +148,9 @@ def row_chunks(
 ) -> Iterator[tuple[slice, slice]]:
     """Yields the rows of each chunk, and a range with all keys that they see, at least one.
 
-    A chunk whose rows see few keys is taller, so that it has as many pairs as others.
+    A chunk whose rows see few keys is taller, so that it has as many pairs as others. Ranges begin
+    and end at a sixteenth of the keys. PyTorch does not use the memory of a chunk for a larger one:
+    with as many sizes as chunks it would keep that of all.
 
     Args:
         masks: The mask.
@@ -157,13 +160,14 @@ def row_chunks(
     """
     _, _, M, N = masks.shape
     height += -height % row_step
+    step = key_step * max(1, N // (_RANGES * key_step))
 
     def keys_of(start: int, stop: int) -> slice:
         if stop - start == M:
             return slice(0, N)
         keys = masks.keys(start, stop)
-        first = keys.start - keys.start % key_step
-        return slice(first, max(keys.stop, min(first + 1, N)))
+        first = keys.start // step * step
+        return slice(first, min(N, max(first + step, -(-keys.stop // step) * step)))
 
     start = 0
     while start < M:

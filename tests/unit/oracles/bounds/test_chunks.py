@@ -168,12 +168,19 @@ def test_chunks_of_terms_agree_with_the_whole():
         assert_same(*(variances(*given, *terms, **call, rows=rows) for rows in (16, M)))
 
 
-def test_a_window_takes_few_chunks():
-    long = 4096
-    small = [stream.normal(1, name, (1, 1, long, 2)) for name in ("q", "k", "v", "dout")]
-    found = list(
-        chunks(*small, None, None, None, None, mask=Mask(window_left=100, window_right=0),
-               apart=1, rows=16, tile=64)
-    )  # fmt: skip
-    assert len(found) < 64
-    assert max(x.seen.shape[2] for _, x in found) <= 1024
+@pytest.mark.parametrize(
+    ("mask", "part"),
+    [(Mask(window_left=100, window_right=0), 0.15), (Mask(causal=True), 0.6),
+     (Mask(window_left=300), 0.6)],
+    ids=["window", "causal", "left alone"],
+)  # fmt: skip
+def test_no_chunk_of_a_long_sequence_is_larger_than_the_first(mask, part):
+    long, height = 2**16, 256
+    masks = RowMasks(mask, 1, 1, long, long, torch.device("cpu"))
+    pairs = [
+        (rows.stop - rows.start) * (keys.stop - keys.start)
+        for rows, keys in row_chunks(masks, height, row_step=16, key_step=256)
+    ]
+    assert max(pairs) == pairs[0] <= height * long
+    assert sum(pairs) <= part * long * long
+    assert len(pairs) < 200

@@ -25,6 +25,8 @@ _CONTEXT = 2**29  # bytes that CUDA holds for a process beside its tensors
 _GIB = 2**30
 _BESIDE = 3 * 2**29  # bytes of a process that runs ordinary tests
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB}
+# The code or the local memory of a kernel, which Triton loads without saying its size.
+_LAUNCH = "Triton Error [CUDA]: out of memory"
 _ASKED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMG]iB)")
 
 _limit: int | None = None
@@ -77,17 +79,20 @@ def no_room(error: BaseException) -> str:
     """Return why an allocation failed, if the kernel is not to blame; else "".
 
     It ran into the limit. Or, without one, this process and the failed allocation need no more
-    than the memory for which a worker is started, so that other processes hold the rest.
+    than the memory for which a worker is started, so that other processes hold the rest. They do
+    too if a launch fails and this process could not reach that much memory.
     """
-    if not isinstance(error, torch.cuda.OutOfMemoryError):
+    if isinstance(error, RuntimeError) and _LAUNCH in str(error):
+        size, room = 0.0, torch.cuda.mem_get_info()[0]
+    elif not isinstance(error, torch.cuda.OutOfMemoryError):
         return ""
-    if _limit is not None:
+    elif _limit is not None:
         return f"needs more than the {_limit / _GIB:.2g} GiB that --fa-gpu-memory leaves a process"
-    asked = _ASKED.search(str(error))
-    if asked is None:
+    elif asked := _ASKED.search(str(error)):
+        size, room = float(asked["number"]) * _UNITS[asked["unit"]], 0
+    else:
         return ""
-    size = float(asked["number"]) * _UNITS[asked["unit"]] + torch.cuda.memory_reserved()
-    if size + _CONTEXT > GIB_PER_WORKER * _GIB:
+    if size + room + torch.cuda.memory_reserved() + _CONTEXT > GIB_PER_WORKER * _GIB:
         return ""
     return (
         f"finds less than {GIB_PER_WORKER:g} GiB of the GPU, because other processes hold the "

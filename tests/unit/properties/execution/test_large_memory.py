@@ -187,6 +187,23 @@ def test_a_problem_that_other_processes_leave_no_room_is_refused(asked, fraction
     assert reason.startswith("finds less than 4 GiB of the GPU, because other processes hold")
 
 
+@pytest.mark.parametrize("free", [0, 3 * FREE, 4 * FREE])
+def test_a_launch_fails_for_lack_of_memory_that_others_hold(free, fraction, monkeypatch):
+    def fails(*arguments, **keywords):
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * FREE))
+    runner = Runner(Subject.of(fails, "fails"), Tally())
+    findings = runner.findings(Problem(), accuracy)
+    if free < 4 * FREE:
+        assert not findings
+        [reason] = runner.refusals
+        assert reason.startswith("finds less than 4 GiB of the GPU, because other processes hold")
+    else:
+        [finding] = findings
+        assert "Triton Error [CUDA]: out of memory" in finding.told
+
+
 def test_a_kernel_that_takes_more_than_a_worker_has_is_to_blame(fraction):
     def fails(*arguments, **keywords):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.30 GiB.")

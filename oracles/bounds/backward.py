@@ -9,10 +9,9 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from fa_verify.oracles.bounds.constants import Constants
-from fa_verify.oracles.bounds.forward import Chunk, Forward, of_operands
+from fa_verify.oracles.bounds.forward import Chunk, Forward, added_up, of_operands
 from fa_verify.oracles.bounds.replay import (
     SEGMENT,
     Format,
@@ -29,7 +28,7 @@ __all__ = [
     "KeySums",
     "Read",
     "ScoreGradient",
-    "added_up",
+    "add_keys",
     "backward_error",
     "read_of",
     "score_gradient",
@@ -57,7 +56,7 @@ class KeySums(NamedTuple):
     additions: torch.Tensor  # float64 (): the number of additions of rows
 
 
-def added_up(sums: KeySums | None, part: KeySums, x: Chunk) -> KeySums:
+def add_keys(sums: KeySums | None, part: KeySums, x: Chunk) -> KeySums:
     """Returns the sums of earlier chunks and of chunk x; ``sums`` is changed, or None at first.
 
     Args:
@@ -65,20 +64,18 @@ def added_up(sums: KeySums | None, part: KeySums, x: Chunk) -> KeySums:
         part: The sums of the keys of x.
         x: The chunk.
     """
-    if sums is None:
-        if x.around == (0, 0):
-            return part
-        return KeySums(*(
-            y if y.ndim == 0 else pad(y, (0,) * 2 * (y.ndim - 2) + x.around) for y in part
-        ))  # fmt: skip
-    for value, running in ((sums.dk, sums.dk_running), (sums.dv, sums.dv_running)):
-        if running.ndim:
-            # These rows add zeros to the sums of other keys.
-            for others in (slice(x.keys.start), slice(x.keys.stop, None)):
-                running[:, others].addcmul_(value[:, others].abs(), part.additions)
-    for total, of_part in zip(sums, part, strict=True):
-        (total[:, x.keys] if total.ndim else total).add_(of_part)
-    return sums
+    if sums is not None:
+        for value, running in ((sums.dk, sums.dk_running), (sums.dv, sums.dv_running)):
+            if running.ndim:
+                # These rows add zeros to the sums of other keys.
+                for others in (slice(x.keys.start), slice(x.keys.stop, None)):
+                    running[:, others].addcmul_(value[:, others].abs(), part.additions)
+    totals = sums or (None,) * len(part)
+    return KeySums(*(
+        added_up(total, of_part, 1, x.around) if of_part.ndim
+        else of_part if total is None else total.add_(of_part)
+        for total, of_part in zip(totals, part, strict=True)
+    ))  # fmt: skip
 
 
 class Backward(NamedTuple):

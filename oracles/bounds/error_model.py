@@ -19,7 +19,7 @@ from fa_verify.oracles.bounds.backward import (
     QUERY_TILE,
     Backward,
     KeySums,
-    added_up,
+    add_keys,
     backward_error,
     read_of,
 )
@@ -448,7 +448,7 @@ def judge(
         part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))
         peaks.append(part.peaks)
-        sums = added_up(sums, part.keys, chunk)
+        sums = add_keys(sums, part.keys, chunk)
     assert sums is not None  # M > 0
     of_rows = _Rows(*(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)))
     of_keys = finish_keys(sums, sm_scale, c, apart)

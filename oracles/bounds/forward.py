@@ -21,6 +21,7 @@ __all__ = [
     "Logits",
     "Scores",
     "Sink",
+    "added_up",
     "dot_error",
     "forward_error",
     "live_tiles",
@@ -72,6 +73,23 @@ class Chunk(NamedTuple):
     def blank(self) -> torch.Tensor:
         """Returns the rows with neither a visible key nor a sink, bool (Z, R)."""
         return self.empty if self.sink is None else self.empty & (self.sink == -math.inf)
+
+
+def added_up(
+    total: torch.Tensor | None, part: torch.Tensor, axis: int, around: tuple[int, int]
+) -> torch.Tensor:
+    """Returns a sum of earlier chunks and of another; ``total`` is changed, or None at first.
+
+    Args:
+        total: The sum of earlier chunks, with all keys.
+        part: The chunk's contribution, with its keys.
+        axis: The axis of the keys.
+        around: Keys before and after those of the chunk.
+    """
+    if total is None:
+        return pad(part, (0, 0) * (part.ndim - axis - 1) + around) if any(around) else part
+    total.narrow(axis, around[0], part.shape[axis]).add_(part)
+    return total
 
 
 class Logits(NamedTuple):

@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 import torch
 
-from fa_verify.oracles.bounds.backward import KeySums, Read, added_up, backward_error, read_of
+from fa_verify.oracles.bounds.backward import KeySums, Read, add_keys, backward_error, read_of
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.error_model import EXACT_SPREAD, chunks, finish_dq, finish_keys
 from fa_verify.oracles.bounds.forward import Chunk, forward_error, live_tiles, logits, put_off
@@ -198,7 +198,7 @@ def given_forward(
         )
         dq, bound = (y.view(B, H, -1, y.shape[2]) for y in finish_dq(x, bwd, c, stored))
         of_rows.append((dq, bound))
-        sums = added_up(sums, bwd.keys, x)
+        sums = add_keys(sums, bwd.keys, x)
     assert sums is not None  # M > 0
     dq, dq_bound = (torch.cat(parts, 2) for parts in zip(*of_rows, strict=True))
     keys = finish_keys(sums, sm_scale, c, apart, stored)

@@ -45,7 +45,6 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch.nn.functional import pad
 
 from fa_verify.oracles.bounds.backward import QUERY_TILE
 from fa_verify.oracles.bounds.constants import Constants, constants
@@ -53,6 +52,7 @@ from fa_verify.oracles.bounds.error_model import chunks
 from fa_verify.oracles.bounds.forward import (
     Chunk,
     Forward,
+    added_up,
     dot_error,
     forward_error,
     softmax_additions,
@@ -413,19 +413,13 @@ def _finished(keys: _Keys, c: Constants, step: int) -> Spread:
     )  # fmt: skip
 
 
-def _added_up(total: _Keys | None, part: _Keys, x: Chunk) -> _Keys:
+def _add_keys(total: _Keys | None, part: _Keys, x: Chunk) -> _Keys:
     """Returns the contributions of earlier chunks and of chunk x; ``total`` is changed."""
-    if total is None:
-        if x.around == (0, 0):
-            return part
-        # ``of_sums`` and ``shared`` end with the keys, the others with one axis more.
-        return _Keys(*(
-            pad(y, x.around if name in ("of_sums", "shared") else (0, 0, *x.around))
-            for name, y in zip(_Keys._fields, part, strict=True)
-        ))  # fmt: skip
-    for name, whole, of_part in zip(_Keys._fields, total, part, strict=True):
-        whole.narrow(1 + (name == "shapes"), x.around[0], x.seen.shape[2]).add_(of_part)
-    return total
+    columns = zip(_Keys._fields, total or (None,) * len(part), part, strict=True)
+    return _Keys(*(
+        added_up(whole, of_part, 1 + (name == "shapes"), x.around)
+        for name, whole, of_part in columns
+    ))  # fmt: skip
 
 
 _Fields = TypeVar("_Fields", Spread, _Keys)
@@ -554,7 +548,7 @@ def spreads(
             # Added at once: the contributions of a long problem's chunks do not fit in memory.
             for name, part in (("dk", dk), ("dv", dv)):
                 total = of_keys.get((name, here.start))
-                of_keys[name, here.start] = _added_up(total, part, x)
+                of_keys[name, here.start] = _add_keys(total, part, x)
         for name, parts in found.items():
             if parts:
                 of_rows[name].append(_of_heads(_joined(parts), B, H))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fa_verify.oracles.bounds.constants import Constants, constants
+from fa_verify.oracles.bounds.forward import added_up
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.oracles.reference.softcap import capped, slope
@@ -273,16 +274,6 @@ def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Variances:
     return Variances(*(q.new_zeros(shape, dtype=torch.float64) for shape in shapes))
 
 
-def _no_sums(k: torch.Tensor, v: torch.Tensor) -> _Sums:
-    """Returns sums of no row; k and v have a head for each query head."""
-    of_k, of_v = (torch.zeros_like(x, dtype=torch.float64) for x in (k, v))
-    return _Sums(
-        dk=of_k, dv=of_v, dk_errors=of_k.clone(), dv_errors=of_v.clone(),
-        rows_seen=torch.zeros(k.shape[:3], dtype=torch.int64, device=k.device),
-        sum_dk=of_k[:, :, 0].clone(), sum_dv=of_v[:, :, 0].clone(),
-    )  # fmt: skip
-
-
 def variances(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -364,7 +355,7 @@ def variances(
     k_of_heads, v_of_heads = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
     masks = RowMasks(mask, B, H, M, N, q.device)
     additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
-    sums = _no_sums(k_of_heads, v_of_heads)
+    sums: _Sums | None = None
     for here, keys in row_chunks(masks, chunk_height(rows, B, H, N)):
         seen = masks.between(here.start, here.stop, keys)
         added = additions.between(here.start, here.stop, keys)
@@ -379,8 +370,13 @@ def variances(
         result.out[:, :, here] = fwd.out_errors
         result.dq[:, :, here] = dq_errors
         result.keys_seen[:, :, here] = x.seen.sum(3)
-        for name, total, of_part in zip(_Sums._fields, sums, part, strict=True):
-            (total if name in ("sum_dk", "sum_dv") else total[:, :, keys]).add_(of_part)
+        around = keys.start, N - keys.stop
+        columns = zip(_Sums._fields, sums or (None,) * len(part), part, strict=True)
+        sums = _Sums(*(
+            added_up(total, of_part, 2, (0, 0) if name in ("sum_dk", "sum_dv") else around)
+            for name, total, of_part in columns
+        ))  # fmt: skip
+    assert sums is not None  # M > 0
     dk, dv, rows_seen, *identities = _finish(sums, Hk, c, numerics)
     return Variances(
         result.out, result.dq, dk, dv, result.keys_seen, rows_seen.to(torch.float64), *identities

@@ -149,8 +149,8 @@ def row_chunks(
     """Yields the rows of each chunk, and a range with all keys that they see, at least one.
 
     A chunk whose rows see few keys is taller, so that it has as many pairs as others. Ranges begin
-    and end at a sixteenth of the keys. PyTorch does not use the memory of a chunk for a larger one:
-    with as many sizes as chunks it would keep that of all.
+    and end at a sixteenth of the keys. With as many sizes as chunks, the memory that PyTorch keeps
+    of one chunk would not fit the next.
 
     Args:
         masks: The mask.
@@ -171,14 +171,14 @@ def row_chunks(
 
     start = 0
     while start < M:
-        rows, stop = height, min(start + height, M)
+        stop = min(start + height, M)
         keys = keys_of(start, stop)
         while stop < M:
-            taller = min(start + 2 * rows, M)
+            taller = min(2 * stop - start, M)
             wider = keys_of(start, taller)
             if (taller - start) * (wider.stop - wider.start) > height * N:
                 break
-            rows, stop, keys = 2 * rows, taller, wider
+            stop, keys = taller, wider
         yield slice(start, stop), keys
         start = stop
 
@@ -385,8 +385,7 @@ def _by_chunks(
             of_sinks = None if sinks is None else sinks_of_rows(sinks, mask, (B, H, M, N), here)
         part, others = _rows_with_gradients(
             q[:, :, here], k[:, :, keys], v[:, :, keys], dout[:, :, here], of_lse, seen,
-            sm_scale, softcap,
-            added, leaves, of_sinks,
+            sm_scale, softcap, added, leaves, of_sinks,
         )  # fmt: skip
         for gradient, of_rows in zip(gradients, others, strict=True):
             gradient += of_rows

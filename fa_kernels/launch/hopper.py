@@ -30,6 +30,7 @@ __all__ = [
     "launch_hopper_forward",
     "padded",
     "processors",
+    "programs_together",
     "query_tiles",
     "require",
     "takes",
@@ -218,6 +219,15 @@ def query_tiles(M: int, heads: int, consumers: int, places: int, alike: bool) ->
     return tiles, min(tiles * consumers - blocks, tiles)
 
 
+def programs_together(programs: int, places: int, alike: bool) -> int:
+    """Returns ``together`` of ``tile_of_head`` for the forward.
+
+    The programs that begin last should be short. In fewer than three rounds on ``places``
+    multiprocessors, the longest tiles of more heads do not fit together better than those of fewer.
+    """
+    return 256 if alike or programs < 3 * places else 512
+
+
 @lru_cache(maxsize=1024)
 def tile_shares(tiles: int, places: int) -> tuple[int, int]:
     """Returns ``each`` and ``shares`` of ``share_of``, if all tiles take equally long.
@@ -346,13 +356,13 @@ def _launch_new_forward(
     places, consumers = processors(q.device), _CONSUMERS[of_v]
     tiles = sizes.query_tiles(consumers * _WARPGROUP_ROWS)
     heads = tiles.number // tiles.of_head
-    m_blocks, narrow = tiles.of_head, 0
+    m_blocks, narrow, alike = tiles.of_head, 0, _alike(sizes, arguments)
     if not tiles.entries:
-        m_blocks, narrow = query_tiles(sizes.M, heads, consumers, places, _alike(sizes, arguments))
+        m_blocks, narrow = query_tiles(sizes.M, heads, consumers, places, alike)
     programs = m_blocks * heads
-    # With short heads, programs are persistent and take one tile after another. Long heads are
-    # faster with one program per tile: programs that read the same keys then run together.
-    takes_turns = 2 * m_blocks <= places < programs
+    # Programs are persistent and take one tile after another. Long heads whose tiles take equally
+    # long are faster with one program per tile: programs that read the same keys then run together.
+    takes_turns = places < programs and (2 * m_blocks <= places or not alike)
     described = {
         "q_desc": _described(q, _WARPGROUP_ROWS, of_k), "k_desc": _described(k, _KEYS, of_k),
         "v_desc": _described(v, _KEYS, of_v),
@@ -362,7 +372,8 @@ def _launch_new_forward(
             kernels[0], (places if takes_turns else programs,), {
                 "num_warps": _WARPS, **described, "out_ptr": out, "lse_ptr": lse,
                 "counter_ptr": _counter(arguments, takes_turns),
-                "heads": heads, "m_blocks": m_blocks, "narrow": narrow, "entries": tiles.entries,
+                "heads": heads, "m_blocks": m_blocks, "narrow": narrow,
+                "together": programs_together(programs, places, alike), "entries": tiles.entries,
                 **_sizes(sizes), "Dv": sizes.Dv, **_masked(arguments),
                 "sm_scale_bits": sm_scale_bits, "CONSUMERS": consumers,
                 "STAGES": _STAGES[max(of_k, of_v)], **sink_args(arguments),

@@ -31,7 +31,6 @@ from fa_kernels.kernels.common.softmax import (
 )
 from fa_kernels.kernels.common.tile_ranges import tile_of_head
 from fa_kernels.kernels.hopper.pipeline import (
-    PROGRAMS_TOGETHER,
     WARPGROUP_ROWS,
     Pipeline,
     accumulator_layout,
@@ -87,6 +86,7 @@ class _Call(NamedTuple):
     G: Any
     m_blocks: Any
     narrow: Any
+    together: Any
     entries: Any
     window_left: Any
     window_right: Any
@@ -135,7 +135,7 @@ class _State(NamedTuple):
 def _tile_of_work(work, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, VARLEN: gl.constexpr):
     """The query tile of a work-tile index."""
     BLOCK_M: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
-    block, head = tile_of_head(work, call.m_blocks, call.heads, PROGRAMS_TOGETHER)
+    block, head = tile_of_head(work, call.m_blocks, call.heads, call.together)
     # Late query tiles come first: under causal masking they take longest.
     m_block = call.m_blocks - 1 - block
     b = head // call.H
@@ -178,9 +178,6 @@ def _produce(inputs, shared, call, counter_ptr, VARLEN: gl.constexpr):
     rounds, before = 0, 0
     work = gl.program_id(0)
     while work < total:
-        following = total
-        if gl.num_programs(0) < total:
-            following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
         tile = _tile_of_work(work, call, BLOCK_N, CONSUMERS, VARLEN)
         for consumer in gl.static_range(CONSUMERS):
             start_m = tile.start_m + consumer * WARPGROUP_ROWS
@@ -200,6 +197,10 @@ def _produce(inputs, shared, call, counter_ptr, VARLEN: gl.constexpr):
             load_stage(shared.v_pipe, i, inputs.v, place)
         before += tile.tiles.hi - tile.tiles.lo
         rounds += 1
+        following = total
+        # Not before the last key tile: a program with a long tile would hold another one back.
+        if gl.num_programs(0) < total:
+            following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
         work = following
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.wait(shared.q_free.index(consumer), rounds & 1 ^ 1)
@@ -434,8 +435,8 @@ def _allocate(inputs, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "heads", "H", "G", "M", "N", "total_q", "total_k", "Dv", "m_blocks", "narrow", "entries",
-        "window_left", "window_right", "sm_scale_bits", "stride_sink",
+        "heads", "H", "G", "M", "N", "total_q", "total_k", "Dv", "m_blocks", "narrow", "together",
+        "entries", "window_left", "window_right", "sm_scale_bits", "stride_sink",
     ],
     do_not_specialize_on_alignment=[
         "out_ptr", "lse_ptr", "seqlens_q_ptr", "seqlens_k_ptr", "counter_ptr", "sinks_ptr",
@@ -460,6 +461,7 @@ def hopper_forward_kernel(
     Dv: gl.int32,
     m_blocks: gl.int32,
     narrow: gl.int32,
+    together: gl.int32,
     entries: gl.int32,
     window_left: gl.int32,
     window_right: gl.int32,
@@ -475,9 +477,10 @@ def hopper_forward_kernel(
 
     q, k, v are descriptors of (B,H,M,D), (B,Hk,N,D), (B,Hk,N,Dv), in blocks of WARPGROUP_ROWS
     queries or one key tile, and all columns, with zeros past the tensors' ends. A head has
-    ``m_blocks`` tiles of CONSUMERS blocks; the first ``narrow`` tiles have one block less. With
-    fewer programs than query tiles, a program takes its next tile from ``counter``, an int32 that
-    starts at 0, and loads it while the current one ends. Else the counter is not accessed.
+    ``m_blocks`` tiles of CONSUMERS blocks; the first ``narrow`` tiles have one block less. Their
+    order is that of ``tile_of_head`` with ``together``. With fewer programs than query tiles, a
+    program takes its next tile from ``counter``, an int32 that starts at 0, and loads it while the
+    current one ends. Else the counter is not accessed.
 
     VARLEN: out is (H,total_q,Dv) and lse (H,total_q), as in ``forward_kernel``; the descriptors are
     of (1,H,total_q,D), (1,Hk,total_k,D), (1,Hk,total_k,Dv). If ``entries`` is not 0, ``heads`` is
@@ -496,8 +499,8 @@ def hopper_forward_kernel(
     )  # fmt: skip
     qk_scale = base2_scale(scale_from_bits(sm_scale_bits), gl.float32, 0)
     call = _Call(
-        batch=batch, heads=heads, H=H, G=G, m_blocks=m_blocks, narrow=narrow, entries=entries,
-        window_left=window_left, window_right=window_right, qk_scale=qk_scale,
+        batch=batch, heads=heads, H=H, G=G, m_blocks=m_blocks, narrow=narrow, together=together,
+        entries=entries, window_left=window_left, window_right=window_right, qk_scale=qk_scale,
     )  # fmt: skip
     shared = _allocate(inputs, CONSUMERS, STAGES)
     if CONSUMERS == 2:

@@ -67,8 +67,8 @@ __all__ = [
 
 # Rows of a tile that one warpgroup multiplies at a time.
 WARPGROUP_ROWS: gl.constexpr = gl.constexpr(64)
-# ``together`` of ``tile_of_head``: more programs than a GPU runs at a time, so that short ones end
-# last.
+# ``together`` of ``tile_of_head`` in the backward: more programs than a GPU runs at a time, so that
+# short ones end last.
 PROGRAMS_TOGETHER: gl.constexpr = gl.constexpr(256)
 # Triton 3.7 renamed these two functions.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

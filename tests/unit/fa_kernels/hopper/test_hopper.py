@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from fa_kernels import Config, flash_attention, flash_attention_varlen
 from fa_kernels.configs import Tile, resolve
-from fa_kernels.kernels.common.tile_ranges import share_of
+from fa_kernels.kernels.common.tile_ranges import share_of, tile_of_head
 from fa_kernels.launch import hopper, portable
 from fa_kernels.runtime import allocation
 from fa_verify.oracles.bounds.error_model import judge
@@ -195,6 +195,41 @@ def test_query_tiles_have_all_rows_once_and_take_no_more_rounds(consumers, place
 )
 def test_tiles_that_take_as_long_fill_the_last_round(of, alike, tiles):
     assert hopper.query_tiles(*of, 132, alike) == tiles
+
+
+def longest_by_mean(M, heads, consumers, places, together):
+    """The makespan of causal tiles that are taken one after another, by the mean of places.
+
+    The cost of a tile is its key tiles and 1.5 more.
+    """
+    tiles, _ = hopper.query_tiles(M, heads, consumers, places, False)
+    free, total = [0.0] * places, 0.0
+    for program in range(tiles * heads):
+        block, _ = tile_of_head.fn(program, tiles, heads, together)
+        cost = 1.5 + math.ceil(min((tiles - block) * consumers * 64, M) / 128)
+        heapq.heapreplace(free, free[0] + cost)
+        total += cost
+    return max(free) / (total / places)
+
+
+@pytest.mark.parametrize(
+    ("of", "limit"),
+    [
+        ((8192, 16, 3), 1.035),
+        ((4096, 32, 2), 1.025),
+        ((2048, 64, 3), 1.045),
+        # In fewer than three rounds, more heads together end later.
+        ((16384, 4, 3), 1.05),
+        ((16384, 16, 2), 1.01),
+    ],
+)
+def test_programs_of_a_causal_call_end_together(of, limit):
+    programs = hopper.query_tiles(*of, 132, False)[0] * of[1]
+    chosen = hopper.programs_together(programs, 132, False)
+    found = {x: longest_by_mean(*of, 132, x) for x in (1, 256, 512)}
+    assert found[chosen] == min(found[256], found[512])
+    assert found[chosen] < limit
+    assert found[1] > found[chosen]
 
 
 def rounds(tiles, places):

@@ -265,8 +265,8 @@ FAULTS = {
     "stages are counted anew with each work tile": (
         "forward",
         "        before += tile.tiles.hi - tile.tiles.lo\n        rounds += 1\n"
-        "        work = following",
-        "        rounds += 1\n        work = following",
+        "        following = total",
+        "        rounds += 1\n        following = total",
     ),
     "keys are overwritten": (
         "forward", "            wait_free(shared.k_pipe, i)\n", "",

@@ -174,6 +174,24 @@ def test_programs_that_take_turns_have_a_counter_of_their_own(kernel):
     assert len(arguments.launches) == 1
 
 
+@pytest.mark.parametrize(
+    ("rows", "causal", "programs"),
+    [
+        # A tile has 192 rows, or 128. Four multiprocessors: heads of three tiles are long.
+        (300, False, PROCESSORS["cpu"]),
+        (500, False, 8 * 3),
+        (500, True, PROCESSORS["cpu"]),
+    ],
+)
+def test_programs_of_long_heads_take_turns_if_tiles_differ(rows, causal, programs, kernel):
+    given = [tensor((1, 8, rows, 64)) for _ in range(3)]
+    arguments = dataclasses.replace(
+        unbounded(), window_left=2 * rows, window_right=0 if causal else 2 * rows
+    )
+    last, _ = launched(kernel, given, arguments)
+    assert last[1] == (programs, 1, 1)
+
+
 def test_a_launch_keeps_no_tensor_of_its_call(kernel):
     arguments, given = unbounded(), [tensor() for _ in range(3)]
     for _ in range(3):

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _GAPS = 2**21  # elements of |v - out| in memory at a time, on a CPU: they fit its cache
-_GAPS_CUDA = 2**27
+_GAPS_CUDA = 2**24
 
 
 class Chunk(NamedTuple):

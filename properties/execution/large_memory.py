@@ -18,7 +18,15 @@ import torch
 
 from fa_verify.properties.execution.workers import GIB_PER_WORKER, sharing
 
-__all__ = ["free_memory", "large_memory", "leaves_room", "limit_memory", "no_room", "spare_memory"]
+__all__ = [
+    "free_memory",
+    "large_memory",
+    "leaves_room",
+    "limit_memory",
+    "no_room",
+    "refusal_without_room",
+    "spare_memory",
+]
 
 _PATIENCE = 100.0  # seconds of a process: the longest test with much memory takes half of it
 _CONTEXT = 2**29  # bytes that CUDA holds for a process beside its tensors
@@ -98,6 +106,17 @@ def no_room(error: BaseException) -> str:
         f"finds less than {GIB_PER_WORKER:g} GiB of the GPU, because other processes hold the "
         "rest: stop them, or start fewer workers with -n"
     )
+
+
+@contextlib.contextmanager
+def refusal_without_room() -> Iterator[None]:
+    """Raise NotImplementedError for an allocation in the block that ``no_room`` explains."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        if reason := no_room(error):
+            raise NotImplementedError(reason) from error
+        raise
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import hypothesis
-import torch
 from hypothesis import strategies as st
 
 from fa_verify.oracles.outputs import OUTPUTS, Numerics
@@ -18,7 +17,7 @@ from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.checks.limits import judged_elements
 from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
-from fa_verify.properties.execution.large_memory import no_room
+from fa_verify.properties.execution.large_memory import refusal_without_room
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, run_trial
 from fa_verify.properties.search.minimize import minimized
@@ -85,18 +84,14 @@ class Runner:
     def _findings(self, problem: Problem, claim: Check) -> list[Finding]:
         self.peaks = {}
         try:
-            # Encloses all work, so that the watchdog sees an exception that loses the GPU.
-            with self.watching(problem):
+            # Encloses all work, so that the watchdog sees an exception that loses the GPU. The
+            # oracle or a check may find no room, too.
+            with self.watching(problem), refusal_without_room():
                 return self._judge(problem, claim)
         except NotImplementedError as refusal:
             self._refuse(
                 problem, (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
             )
-            return []
-        except torch.cuda.OutOfMemoryError as error:  # the oracle or a check allocates it
-            if not (reason := no_room(error)):
-                raise
-            self._refuse(problem, reason)
             return []
         except SubjectError as error:
             parts = (problem.part(i, i + 1) for i in range(len(problem.seeds)))

@@ -12,6 +12,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import CLOSED_FORM
 from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.execution.large_memory import refusal_without_room
 
 LENGTH = {"cpu": 700, "cuda": 65_536}
 # Beyond some 5,000 keys the bound on lse misses a key too many or too few.
@@ -93,7 +94,7 @@ def check_rows(runner):
         try:
             if reason := runner.subject.excludes(problem):
                 pytest.skip(reason)
-            with runner.watching(problem):
+            with runner.watching(problem), refusal_without_room():
                 findings = findings_in_rows(runner.subject, problem, rows, **options)
         except NotImplementedError as refusal:
             pytest.skip(str(refusal))

@@ -17,6 +17,7 @@ from fa_verify.properties.execution.large_memory import (
     leaves_room,
     limit_memory,
     no_room,
+    refusal_without_room,
 )
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.workers import GPUS_OF_THE_RUN
@@ -185,6 +186,14 @@ def test_a_problem_that_other_processes_leave_no_room_is_refused(asked, fraction
     assert not runner.findings(Problem(), accuracy)
     [reason] = runner.refusals
     assert reason.startswith("finds less than 4 GiB of the GPU, because other processes hold")
+
+
+@pytest.mark.parametrize(
+    ("asked", "raised"), [("128.00 MiB", NotImplementedError), ("5.00 GiB", torch.OutOfMemoryError)]
+)
+def test_an_oracle_that_finds_no_room_is_no_failure(asked, raised, fraction):
+    with pytest.raises(raised, match=r"other processes hold|Tried"), refusal_without_room():
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked}.")
 
 
 @pytest.mark.parametrize("free", [0, 3 * FREE, 4 * FREE])

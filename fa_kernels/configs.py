@@ -166,8 +166,8 @@ def _default_tiles(
         return Tile(128, 64, 8, 2), of_keys, of_rows, Tile(64, 64, 8, 1)
     if dtype == torch.float32 and widest <= 128:
         square = Tile(32, 32, 4, 1)
-        # With four warps and more than 64 columns, ptxas keeps 12 KiB of a thread in local memory.
-        return Tile(64, 32, 4 if widest <= 64 else 8, 1), square, square, square
+        # With more keys and 128 columns, ptxas keeps 12 KiB of a thread in local memory.
+        return Tile(64, 16, 4, 1), square, square, square
     smallest = Tile(16, 16, 4, 1)
     return smallest, smallest, smallest, smallest
 

@@ -1,9 +1,9 @@
 """Compiles portable kernels with their default tiles; it needs no GPU.
 
-``python -m tests.unit.fa_kernels.launch.tile_code`` prints JSON: "shared" has the bytes of shared
-memory of each kernel of wide heads on a GPU that gives a program 99 KiB of it, by the kernel's name
-and whether it computes dq by atomics. "local" has the bytes of local memory of a thread of fp32
-forwards on Hopper, by the head dim.
+``python -m tests.unit.fa_kernels.launch.tile_code`` prints JSON. "shared" has the bytes of shared
+memory of each kernel of wide heads on a GPU that gives a program 99 KiB. Its keys are the kernel's
+name and whether it computes dq by atomics. "local" has the bytes of local memory of a thread of
+fp32 forwards on Hopper, by the head dim.
 """
 
 import json

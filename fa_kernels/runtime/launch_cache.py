@@ -68,9 +68,14 @@ def run(
         A function that launches the code on this device again, and the arguments in the order of
         the kernel's parameters. None if Triton launched the kernel.
     """
-    if not isinstance(kernel, triton.JITFunction) or named.get("PREDICATE") is not None:
-        # The interpreter compiles nothing. A predicate is a user's function: Triton alone checks
-        # whether its source has changed.
+    if not isinstance(kernel, triton.JITFunction):
+        # The interpreter compiles nothing.
+        kernel[grid](**named)
+        return None
+    if named.get("PREDICATE") is not None:
+        _hash_callees_first(kernel)
+        _hash_callees_first(named["PREDICATE"])
+        # A predicate is a user's function: Triton alone checks whether its source has changed.
         kernel[grid](**named)
         return None
     # The key keeps the function alive, so that its id is not reused for another one.
@@ -88,11 +93,27 @@ def run(
     key = (kernel.fn, torch.cuda.current_device(), kinds, constants, options)
     code = _compiled.get(key)
     if code is None:
+        _hash_callees_first(kernel)
         _compiled[key] = kernel[grid](**named)
         return None
     launch, given = code[(*grid, 1, 1)], (*values, *constants)
     launch(*given)
     return launch, given
+
+
+def _hash_callees_first(function: Any, callers: tuple[Any, ...] = ()) -> None:
+    """Computes Triton's key of the functions that a function calls, and then its own.
+
+    Triton 3.6 puts the constants of a callee into the key of its caller only if it has computed the
+    callee's key before. The keys of kernels then depend on the kernels that a process has launched
+    earlier, so that other processes compile them again. Triton 3.9 has this order by itself.
+    """
+    if function.hash is None and function not in callers:
+        for name in function.fn.__code__.co_names:
+            callee = function.fn.__globals__.get(name)
+            if hasattr(type(callee), "cache_key"):
+                _hash_callees_first(callee, (*callers, function))
+        _ = function.cache_key
 
 
 def _order(kernel: Any) -> _Order:

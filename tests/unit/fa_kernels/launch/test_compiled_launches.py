@@ -10,6 +10,7 @@ import triton.language as tl  # noqa: E402
 
 from fa_kernels.kernels.common.jit import kernel  # noqa: E402
 from fa_kernels.runtime import launch_cache  # noqa: E402
+from tests.unit.fa_kernels.launch.compiling import printed_by  # noqa: E402
 
 
 @kernel
@@ -101,6 +102,7 @@ class Compiled(triton.JITFunction):
         annotations = ["", of_y, "constexpr", "constexpr"]
         parameters = map(Parameter, self.arg_names, annotations)
         object.__setattr__(self, "params", list(parameters))
+        object.__setattr__(self, "hash", "of no function")
         object.__setattr__(self, "made", [])
 
     def __hash__(self):
@@ -188,3 +190,40 @@ def test_a_kernel_with_a_function_as_argument_is_left_to_triton(monkeypatch):
     for _ in range(2):
         launch_cache.run(kernel, (1,), named)
     assert len(kernel.made) == 2
+
+
+class Hashed:
+    """A function whose key Triton computes when it is read, and notes in ``seen``."""
+
+    def __init__(self, fn: Any, seen: list[str]) -> None:
+        self.fn, self.seen, self.hash = fn, seen, None
+
+    @property
+    def cache_key(self):
+        if self.hash is None:
+            self.hash = self.fn.__name__
+            self.seen.append(self.hash)
+        return self.hash
+
+
+def test_callees_are_hashed_before_their_callers():
+    seen: list[str] = []
+    names: dict[str, Any] = {"constant": 3}
+    source = (
+        "def last(): return constant\n"
+        "def first(): return last() + second() + len('')\n"
+        "def second(): return last() + first() + nobody\n"
+        "def caller(): return first() + second()\n"
+    )
+    exec(source, names)
+    functions = {name: Hashed(names[name], seen) for name in ("last", "first", "second", "caller")}
+    names.update(functions)
+    launch_cache._hash_callees_first(functions["caller"])
+    assert seen.index("last") == 0
+    assert seen[-1] == "caller"
+    assert sorted(seen) == sorted(functions)
+
+
+def test_keys_do_not_depend_on_the_kernels_launched_before():
+    found = printed_by("tests.unit.fa_kernels.launch.key_code")
+    assert found["a key"] == found["after other kernels"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import hardshrink
 
 from fa_verify.oracles.outputs import Numerics
 
@@ -28,6 +29,8 @@ __all__ = [
     "stored_format",
 ]
 
+# The bits of a float64 exponent. Alone, they are the largest power of two up to |x|.
+_EXPONENT = 0x7FF << 52
 # Rows or keys between two running sums. The tiles of a kernel are at most as wide.
 SEGMENT = 256
 
@@ -61,11 +64,13 @@ class Format:
 
     def between(self, x: torch.Tensor, e: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the middle and half the width of what values within e of x are rounded to."""
-        low, high = (self.rounded(y) for y in (x - e, x + e))
+        ends = self.rounded(torch.stack([x - e, x + e]))
+        low, high = ends
         if self.flushed:
-            low = torch.where((low > 0) & (low <= self.flushed), 0.0, low)
-            high = torch.where((high < 0) & (high >= -self.flushed), 0.0, high)
-        return (low + high) / 2, (high - low) / 2
+            # A positive low end, or a negative high one, may count as 0.
+            flushed_low, flushed_high = hardshrink(ends, self.flushed)
+            low, high = torch.minimum(low, flushed_low), torch.maximum(high, flushed_high)
+        return (low + high).div_(2), (high - low).div_(2)
 
     def operand(
         self, x: torch.Tensor, e: torch.Tensor, eta_a: float
@@ -79,7 +84,7 @@ class Format:
         """
         middle, width = self.between(x, e)
         size = middle.abs()
-        subnormal = (size - width < self.smallest / (2 * self.u)) & (size + width > 0)
+        subnormal = (size - width < self.smallest / (2 * self.u)) & torch.logical_or(size, width)
         return middle, width.add_(subnormal, alpha=eta_a)
 
 
@@ -121,8 +126,8 @@ def cast_format(in_dtype: str, numerics: Numerics) -> Format | None:
 
 def _spacing(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
     """Returns the distance of neighbours in a format around each value."""
-    power = torch.where(x == 0, 1.0, x / torch.frexp(x).mantissa).abs_()
-    return power.mul_(u).clamp_(min=smallest)
+    power = (x.view(torch.int64) & _EXPONENT).view(torch.float64)
+    return power.mul_(2 * u).clamp_(min=smallest)
 
 
 def nearest(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:

@@ -19,6 +19,8 @@ LOGIC_UNDERFLOW = 2.0**-1022
 
 def accuracy(trial: Trial) -> list[Finding]:
     """G1: every element of every output lies within the derived bound around the float64 oracle."""
+    if trial.inside(*OUTPUTS):
+        return []
     return within(
         trial, trial.got, trial.judgement.bound, "G1 accuracy", "leaves the derived bound"
     )

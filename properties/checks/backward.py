@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-
-import torch
+import math
 
 from fa_verify.oracles.bounds.given_forward import Gradients, Returned, given_forward, returned
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.properties.comparison.agreement import within
-from fa_verify.properties.comparison.compare import Finding, ratios
+from fa_verify.properties.comparison.compare import Finding, worst
 from fa_verify.properties.execution.trial import Trial
 
 __all__ = [
@@ -45,15 +44,15 @@ def gradients_of(trial: Trial) -> Gradients | None:
     Raises:
         RuntimeError: A bound is not finite, an error of the suite.
     """
-    problem, got, numerics = trial.problem, trial.got, trial.subject.numerics_of(trial.problem)
-    given = forward_read(trial, got.out, got.lse)
+    problem, numerics = trial.problem, trial.subject.numerics_of(trial.problem)
+    given = forward_read(trial)
     if given is None or not trial.subject.backward:
         return None
     found = given_forward(
         *trial.inputs, given=given, mask=problem.mask, sm_scale=problem.scale,
         in_dtype=problem.dtype, numerics=numerics, softcap=problem.softcap,
     )  # fmt: skip
-    if not bool(torch.stack([bound.isfinite().all() for bound in found[3:]]).all()):
+    if not all(map(math.isfinite, worst(*found[3:]))):
         raise RuntimeError(f"the bound given the forward is not finite: {problem.to_json()}")
     return found
 
@@ -68,15 +67,11 @@ def outside(trial: Trial, found: Gradients) -> list[Finding]:
     return within(judged, gradients, limits, GIVEN_FORWARD, OUTSIDE.format(_named(trial)))
 
 
-def forward_read(
-    trial: Trial, out: torch.Tensor | None, lse: torch.Tensor | None
-) -> Returned | None:
+def forward_read(trial: Trial) -> Returned | None:
     """Return the outputs that the backward reads; None if none, or if one leaves its bound."""
-    assert out is not None  # every subject returns it
-    given = returned(out, lse, trial.subject.numerics_of(trial.problem))
-    pairs = zip((out, lse), trial.want[:2], trial.judgement.bound[:2], strict=True)
-    inside = [(ratios(x, want, bound) <= 1).all() for x, want, bound in pairs if x is not None]
-    if given == (None, None) or not bool(torch.stack(inside).all()):
+    assert trial.got.out is not None  # every subject returns it
+    given = returned(trial.got.out, trial.got.lse, trial.subject.numerics_of(trial.problem))
+    if given == (None, None) or not trial.inside("out", "lse"):
         return None
     return given
 

@@ -101,7 +101,7 @@ def spreads_of(trial: Trial) -> dict[str, Spread]:
         return {}
     given = None
     if _reads_forward(trial.subject, problem, numerics):
-        given = forward_read(trial, got.out, got.lse)
+        given = forward_read(trial)
     of_outputs = (trial.want.out, trial.want.dq, trial.want.dk, trial.want.dv)
     found = spreads(
         *trial.inputs[:5], given=given, weights=Weights(*(_weight(x) for x in of_outputs)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
-from fa_verify.properties.comparison.compare import Finding, ratios, same_bits
+from fa_verify.properties.comparison.compare import Finding, ratios, same_bits, worst
 from fa_verify.properties.execution.trial import Trial
 
 __all__ = ["OF_KEYS", "OF_ROWS", "agree", "exact", "found_where", "within"]
@@ -38,16 +38,16 @@ def within(
         if value is None:
             continue
         ratio = ratios(value, want, limit)
-        bad = ratio > 1
         part = None if compared is None else compared[place]
-        if part is not None:
-            bad = bad & part
-        of_outputs.append((name, value, want, limit, part, ratio, bad))
+        judged = ratio if part is None else ratio.masked_fill(~part, 0.0)
+        of_outputs.append((name, value, want, limit, part, ratio, judged))
+    if not of_outputs:
+        return []
     # Synchronise with the GPU once for all outputs.
-    any_bad = torch.stack([bad.any() for *_, bad in of_outputs]).tolist() if of_outputs else []
+    largest = worst(*(judged for *_, judged in of_outputs))
     return [
         Finding.at(
-            bad,
+            judged > 1,
             ratio,
             guarantee=guarantee,
             claim=claim,
@@ -59,10 +59,10 @@ def within(
             bound=limit,
             compared=part,
         )
-        for (name, value, want, limit, part, ratio, bad), found in zip(
-            of_outputs, any_bad, strict=True
+        for (name, value, want, limit, part, ratio, judged), peak in zip(
+            of_outputs, largest, strict=True
         )
-        if found
+        if peak > 1
     ]
 
 

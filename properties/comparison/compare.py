@@ -11,6 +11,7 @@ import torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.heat_map import HeatMap
+from fa_verify.properties.execution.ratios import ratios, worst, worst_of_parts
 from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.trial import SubjectError
 from fa_verify.properties.subjects.subject import Subject
@@ -27,32 +28,9 @@ _AXES = {
 }  # fmt: skip
 
 
-def ratios(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Return ``|got - want| / bound`` in float64; NaN gives infinity, equal infinities give 0."""
-    got = got.to(torch.float64)
-    error = (got - want).abs()
-    ratio = torch.where(got == want, 0.0, error / bound)
-    return torch.where(ratio.isnan(), torch.inf, ratio)
-
-
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return where a and b are bitwise equal, with +0 equal to -0 and any NaN to any NaN."""
     return (a == b) | (a.isnan() & b.isnan())
-
-
-def worst(*of_ratios: torch.Tensor) -> list[float]:
-    """Return the largest ratio of each tensor, 0 for an empty one. Synchronises a GPU once."""
-    return [largest for (largest,) in worst_of_parts(1, *of_ratios)]
-
-
-def worst_of_parts(parts: int, *of_ratios: torch.Tensor) -> list[list[float]]:
-    """Return the largest ratio in each of ``parts`` equal parts of every tensor's first axis."""
-    largest = [
-        ratio.reshape(parts, -1).amax(1) if ratio.numel() else ratio.new_zeros(parts)
-        for ratio in of_ratios
-    ]
-    found: list[list[float]] = torch.stack(largest).tolist()
-    return found
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import sysconfig
 import threading
@@ -20,12 +21,13 @@ import torch
 from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.bounds.error_model import Judgement
 from fa_verify.oracles.bounds.variance import Variances, variances
-from fa_verify.oracles.outputs import Outputs
+from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.merging import Merged
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.large_memory import no_room
+from fa_verify.properties.execution.ratios import ratios, worst, worst_of_parts
 from fa_verify.properties.inputs.caches import CacheInputs, UnchangedInputs
 from fa_verify.properties.inputs.states import States
 from fa_verify.properties.inputs.tensors import Inputs, make
@@ -90,6 +92,23 @@ class Trial:
     def not_applicable(self, guarantee: str, why: str) -> None:
         """Note why a guarantee, or a part of it, says nothing about the problem."""
         self.asked.setdefault(guarantee, f"not applicable {why}")
+
+    @cached_property
+    def peaks(self) -> list[dict[str, float]]:
+        """The worst error/bound of each output, for each problem of a batched problem."""
+        found = {
+            name: ratios(got, want, bound)
+            for name, got, want, bound in zip(
+                OUTPUTS, self.got, self.want, self.judgement.bound, strict=True
+            )
+            if got is not None
+        }
+        of_outputs = worst_of_parts(len(self.problem.all_seeds), *found.values())
+        return [dict(zip(found, numbers, strict=True)) for numbers in zip(*of_outputs, strict=True)]
+
+    def inside(self, *names: str) -> bool:
+        """Return whether all elements of some outputs lie within the bound."""
+        return all(part.get(name, 0.0) <= 1 for part in self.peaks for name in names)
 
     @cached_property
     def variances(self) -> Variances:
@@ -565,8 +584,8 @@ def plan_in_range(subject: Subject, problem: Problem, inputs: Inputs) -> Planned
     )
     if judgement.out_of_range is not None:
         raise OutOfRangeError(judgement.out_of_range)
-    # Synchronise with the GPU once, not five times: this dominates the cost of small problems.
-    if not bool(torch.stack([bound.isfinite().all() for bound in judgement.bound]).all()):
+    # A bound is a sum of terms that are not negative.
+    if not all(map(math.isfinite, worst(*judgement.bound))):
         raise RuntimeError(f"the bound is not finite, so nothing was judged: {problem.to_json()}")
     want = torch_reference.attention(
         *inputs, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap

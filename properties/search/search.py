@@ -11,19 +11,19 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import hypothesis
 from hypothesis import strategies as st
 
-from fa_verify.oracles.outputs import OUTPUTS, Numerics
+from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import guarantees
 from fa_verify.properties.checks.guarantees import Check
 from fa_verify.properties.checks.limits import judged_elements
-from fa_verify.properties.comparison.compare import Finding, Violation, ratios, worst_of_parts
+from fa_verify.properties.comparison.compare import Finding, Violation
 from fa_verify.properties.execution.large_memory import refusal_without_room
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, run_trial
+from fa_verify.properties.execution.trial import SubjectError, plan_run, run_trial
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["Runner", "attack", "draws", "peaks", "plainest"]
+__all__ = ["Runner", "attack", "draws", "plainest"]
 
 SHRINK_SECONDS = 30.0
 
@@ -114,7 +114,7 @@ class Runner:
             self.out_by_numerics += self._in_range_by_default(problem)
             self.tally.rejected(problem)
             return []
-        of_problems = peaks(trial)
+        of_problems = trial.peaks
         self.peaks = {name: max(x[name] for x in of_problems) for name in of_problems[0]}
         for i, of_one in enumerate(of_problems):
             one = problem.part(i, i + 1) if problem.seeds else problem
@@ -189,19 +189,6 @@ class Runner:
         """Return the standing checks to run; G1 only if the peaks of the last problem exceed 1."""
         inside = max(self.peaks.values()) <= 1
         return [check for name, check in self.standing.items() if name != "G1" or not inside]
-
-
-def peaks(trial: Trial) -> list[dict[str, float]]:
-    """Return the worst error/bound of each output, for each problem of a batched problem."""
-    found = {
-        name: ratios(got, want, bound)
-        for name, got, want, bound in zip(
-            OUTPUTS, trial.got, trial.want, trial.judgement.bound, strict=True
-        )
-        if got is not None
-    }
-    of_outputs = worst_of_parts(len(trial.problem.all_seeds), *found.values())
-    return [dict(zip(found, numbers, strict=True)) for numbers in zip(*of_outputs, strict=True)]
 
 
 def draws(count: int) -> hypothesis.settings:

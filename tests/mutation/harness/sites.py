@@ -104,6 +104,7 @@ TESTS: dict[str, str] = {
     "properties/execution/coverage.py": "test_coverage",
     "properties/execution/guard_bands.py": "test_guard_bands",
     "properties/execution/large_memory.py": "test_large_memory",
+    "properties/execution/ratios.py": "test_compare test_agreement test_guarantees test_search",
     "properties/execution/replay_line.py": "test_compare test_command",
     "properties/execution/tally.py": "test_tally",
     "properties/execution/trial.py": "test_trial test_lse_gradient test_search test_guarantees",

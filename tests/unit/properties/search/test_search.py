@@ -24,7 +24,7 @@ from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.search import minimize, search
-from fa_verify.properties.search.search import Runner, attack, peaks
+from fa_verify.properties.search.search import Runner, attack
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -224,7 +224,7 @@ def test_peaks_leave_out_what_a_subject_does_not_give():
         backward = False
 
     trial = run_trial(Subject.of(Forward(), "forward"), GOOD)
-    assert set(peaks(trial)[0]) == {"out", "lse"}
+    assert set(trial.peaks[0]) == {"out", "lse"}
 
 
 def test_a_subject_without_a_backward_is_given_inputs_that_ask_for_none():
@@ -241,8 +241,8 @@ def test_a_subject_without_a_backward_is_given_inputs_that_ask_for_none():
 
 def test_peaks_of_a_wrong_output_pass_1():
     trial = run_trial(Subject.of(Wrong(), "wrong"), Problem(N=17, dtype="fp64"))
-    assert peaks(trial)[0]["out"] > 1
-    assert peaks(trial)[0]["lse"] <= 1
+    assert trial.peaks[0]["out"] > 1
+    assert trial.peaks[0]["lse"] <= 1
 
 
 def test_an_exception_is_a_finding_of_the_simplest_problem_that_raises_it():

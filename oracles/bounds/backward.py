@@ -5,8 +5,7 @@ Axes: z is batch entry and key/value head, r a row of any of the group's query h
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,10 +49,10 @@ class KeySums(NamedTuple):
     dv_products: torch.Tensor  # (p exp(F))'|dout|
     dv_terms: torch.Tensor
     query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key
-    # As returned by ``running_sums``; infinite where rows may be added in any order.
-    dk_running: torch.Tensor
-    dv_running: torch.Tensor
-    additions: torch.Tensor  # float64 (): the number of additions of rows
+    # As returned by ``running_sums``; None where rows may be added in any order.
+    dk_running: torch.Tensor | None
+    dv_running: torch.Tensor | None
+    additions: float  # the number of additions of rows
 
 
 def add_keys(sums: KeySums | None, part: KeySums, x: Chunk) -> KeySums:
@@ -66,16 +65,16 @@ def add_keys(sums: KeySums | None, part: KeySums, x: Chunk) -> KeySums:
     """
     if sums is not None:
         for value, running in ((sums.dk, sums.dk_running), (sums.dv, sums.dv_running)):
-            if running.ndim:
+            if running is not None:
                 # These rows add zeros to the sums of other keys.
                 for others in (slice(x.keys.start), slice(x.keys.stop, None)):
-                    running[:, others].addcmul_(value[:, others].abs(), part.additions)
+                    running[:, others].add_(value[:, others].abs(), alpha=part.additions)
     totals = sums or (None,) * len(part)
-    return KeySums(*(
-        added_up(total, of_part, 1, x.around) if of_part.ndim
-        else of_part if total is None else total.add_(of_part)
-        for total, of_part in zip(totals, part, strict=True)
-    ))  # fmt: skip
+    added: list[Any] = [
+        None if of_part is None else added_up(total, of_part, 1, x.around)
+        for total, of_part in zip(totals[:-1], part[:-1], strict=True)
+    ]
+    return KeySums(*added, part.additions + (sums.additions if sums else 0.0))
 
 
 class Backward(NamedTuple):
@@ -133,8 +132,9 @@ class ScoreGradient(NamedTuple):
 def read_of(fwd: Forward, c: Constants) -> Read:
     """Returns the true results of the forward pass, with F = E + B_lse + 3u (|s| + |L|) + u_exp."""
     scores = fwd.scores
-    per_row = fwd.lse_bound.unsqueeze(2) + 3 * c.u * scores.lse.unsqueeze(2).abs() + c.u_exp
-    exponent_error = scores.s.abs().mul_(3 * c.u).add_(scores.error).add_(per_row)
+    per_row = torch.add(fwd.lse_bound, scores.lse.abs(), alpha=3 * c.u).add_(c.u_exp)
+    exponent_error = torch.add(scores.error, scores.s.abs(), alpha=3 * c.u)
+    exponent_error += per_row.unsqueeze(2)
     return Read(
         scores.p, exponent_error, fwd.out, fwd.out_bound, scores.tiles, scores.slope,
         scores.slope_error, dlse_roundings=1,
@@ -150,24 +150,27 @@ def score_gradient(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> Score
         c: The constants of the bound.
         p_rounded: Whether dS is computed from P after its cast.
     """
-    p, out, abs_dout, stored_dout = read.p, read.out, x.dout.abs(), x.stored_dout.abs()
+    p, out, abs_dout, abs_v, columns = read.p, read.out, x.dout.abs(), x.v.abs(), x.v.shape[2]
     # 1. dP and its reach.
     dp = (x.dout @ x.v.mT).masked_fill_(x.hidden, 0.0)
-    dp_reach = (abs_dout @ x.v.abs().mT).masked_fill_(x.hidden, 0.0)
+    dp_reach = (abs_dout @ abs_v.mT).masked_fill_(x.hidden, 0.0)
     # 2. delta and its error: the kernel computes it from the stored out.
-    delta = (x.stored_dout * out).sum(2, keepdim=True)
-    delta_terms = (stored_dout * out.abs()).sum(2, keepdim=True)
-    out_error = (stored_dout * read.out_bound).sum(2, keepdim=True)
-    delta_error = out_error + c.gamma(float(x.v.shape[2] + 4)) * (delta_terms + out_error)
-    # Flushes of each product, each sum, and either operand of a product.
-    operands = stored_dout + out.abs() + read.out_bound
-    delta_error += c.eta_op * (2 * x.v.shape[2] + operands.sum(2, keepdim=True))
+    products = x.stored_dout * out
+    delta, delta_terms = (y.sum(2, keepdim=True) for y in (products, products.abs()))
+    out_error = (x.stored_dout.abs() * read.out_bound).sum(2, keepdim=True)
+    delta_error = out_error.add(delta_terms + out_error, alpha=c.gamma(float(columns + 4)))
+    if c.eta_op:
+        # Flushes of each product, each sum, and either operand of a product.
+        operands = x.stored_dout.abs() + out.abs() + read.out_bound
+        delta_error += c.eta_op * (2 * columns + operands.sum(2, keepdim=True))
     if x.dlse is not None:
         # One more subtraction: flushes of its operand and its result.
         dlse = x.dlse.unsqueeze(2)
+        abs_dlse = dlse.abs()
         delta -= dlse
-        delta_terms += dlse.abs()
-        delta_error += c.u * (delta.abs() + read.dlse_roundings * dlse.abs()) + 2 * c.eta_op
+        delta_terms += abs_dlse
+        delta_error.add_(delta.abs().add_(abs_dlse, alpha=read.dlse_roundings), alpha=c.u)
+        delta_error += 2 * c.eta_op
     # 3. P, recomputed from the stored LSE.
     p_growth = read.exponent_error.expm1().mul_(p)
     p_grown = p + p_growth
@@ -175,10 +178,10 @@ def score_gradient(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> Score
     gap = dp - delta
     ds = p * gap
     flushed = dp.abs_().add_(delta.abs())  # |dP| + |D|
-    subtrahends = dp_reach * c.short_dot(x.v.shape[2]) + delta_error + c.eta_op
+    subtrahends = torch.add(delta_error + c.eta_op, dp_reach, alpha=c.short_dot(columns))
     if c.eta_dot:
-        subtrahends.add_(of_operands(abs_dout, x.v.abs()), alpha=c.eta_dot)
-    gap_error = (flushed + subtrahends).mul_(3 * c.u).add_(subtrahends)
+        subtrahends.add_(of_operands(abs_dout, abs_v), alpha=c.eta_dot)
+    gap_error = torch.add(subtrahends, flushed + subtrahends, alpha=3 * c.u)
     e = gap_error * p_grown
     e.addcmul_(p_growth, gap.abs_()).add_(flushed.add_(1.0), alpha=c.ftz)
     if p_rounded:
@@ -196,7 +199,7 @@ def _score_grads(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> _ScoreG
         grown = read.slope + read.slope_error
         e = e * grown * (1 + c.u) + ds.abs() * (read.slope_error + c.u * grown) + c.ftz
         ds, ds_terms = ds * read.slope, ds_terms * read.slope
-    e.masked_fill_(x.hidden, 0.0)
+        e.masked_fill_(x.hidden, 0.0)
     return _ScoreGrads(ds, e, ds.abs() + e, ds_terms, dp_reach, p_growth, p_grown)
 
 
@@ -207,7 +210,7 @@ def _cast_ds(
     if cast is None:
         # dS loses eta if it underflows, or eta / scale if it is scaled before its cast.
         lost = (c.eta_p + c.eta_op) * (1 + c.u_x) * (max(1.0, 1 / t) if scaled else 1.0)
-        error = (grads.ds_error + c.u_cast * grads.ds_reach).add_(lost)
+        error = torch.add(grads.ds_error, grads.ds_reach, alpha=c.u_cast).add_(lost)
         return grads.ds, error.masked_fill_(x.hidden, 0.0)
     factor = t if scaled else 1.0
     error = grads.ds_error
@@ -222,7 +225,8 @@ def _cast_p(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the recomputed P as an operand, and its error, as ``_cast_ds`` does."""
     if cast is None:
-        error = (grads.p_growth + c.u_cast * grads.p_grown).add_((c.eta_p + c.ftz) * (1 + c.u_x))
+        error = torch.add(grads.p_growth, grads.p_grown, alpha=c.u_cast)
+        error += (c.eta_p + c.ftz) * (1 + c.u_x)
     else:
         p, error = cast.operand(p, grads.p_growth + c.ftz, c.eta_a)
     return p, error.masked_fill_(x.hidden, 0.0)
@@ -297,23 +301,24 @@ def backward_error(
     dq_bound = (dq_errors + dq_added).add_(dq_size, alpha=again_k).mul_(sm_scale)
     dk_weights = ds_errors + again_q * grads.ds_reach if again_q else ds_errors
     dk_errors = (dk_weights.mT @ abs_q).mul_(sm_scale)
+    dv_errors = p_errors.mT @ abs_dout
     # Each sum of tiles may be flushed, before or after it is scaled; atomics also flush addends.
     lost_sum = max(1.0, sm_scale) * (c.eta_op + (2 * c.ftz if "dq" in numerics.atomic else 0.0))
-    dq_bound += (lost_sum * tiles + c.eta_op).unsqueeze(2)
+    if lost_sum:
+        dq_bound += (lost_sum * tiles + c.eta_op).unsqueeze(2)
     # Subnormal k, q and dout lose digits as operands of the last dots.
-    lost = sm_scale * c.eta_dot
-    dq_bound += lost * grads.ds_reach.sum(2, keepdim=True)
-    dk_errors += lost * grads.ds_reach.sum(1).unsqueeze(2)
     eta_again = c.eta_prescaled(numerics.prescales, sm_scale)
-    if again_q:
-        dk_errors += eta_again * grads.ds_reach.sum(1).unsqueeze(2)
-    if again_k:
-        dq_bound += eta_again * grads.ds_reach.sum(2).unsqueeze(2)
+    lost = sm_scale * c.eta_dot
+    lost_k, lost_q = (lost + eta_again if again else lost for again in (again_k, again_q))
+    if lost_k:
+        dq_bound.add_(grads.ds_reach.sum(2, keepdim=True), alpha=lost_k)
+    if lost_q:
+        dk_errors.add_(grads.ds_reach.sum(1).unsqueeze(2), alpha=lost_q)
+    if c.eta_dot:
+        dv_errors.add_(grads.p_grown.sum(1).unsqueeze(2), alpha=c.eta_dot)
     abs_ds = grads.ds.abs()
-    dv_errors = p_errors.mT @ abs_dout
-    dv_errors += c.eta_dot * grads.p_grown.sum(1).unsqueeze(2)
+    dk_running = dv_running = None
     # A group's heads may be summed in any order.
-    dk_running = dv_running = x.q.new_full((), math.inf)
     if in_order and x.one_head:
         dk_running, dv_running = (
             running_sums(weights.mT, y, QUERY_TILE, None if earlier is None else earlier[:, x.keys])
@@ -339,7 +344,7 @@ def backward_error(
             query_tiles=x.query_tiles,
             dk_running=dk_running,
             dv_running=dv_running,
-            additions=x.q.new_full((), additions(x.q.shape[1], QUERY_TILE)),
+            additions=additions(x.q.shape[1], QUERY_TILE),
         ),
         ds_reach=grads.ds_reach,
         dp_reach=grads.dp_reach,

@@ -107,11 +107,13 @@ class Constants:
 
     def gamma(self, n: Count) -> Count:
         """Relative error of n additions, each with error u."""
-        return n * self.u / (1 - n * self.u)
+        error = n * self.u
+        return error / (1 - error)
 
     def g(self, n: Count) -> Count:
         """Relative error of a dot of n products."""
-        return n * (self.h * self.u) / (1 - n * (self.h * self.u))
+        error = n * (self.h * self.u)
+        return error / (1 - error)
 
     def short_dot(self, D: int) -> float:
         """Error of a dot of two inputs of length D, relative to A0: accumulation and operands."""

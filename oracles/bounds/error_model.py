@@ -135,18 +135,20 @@ def gather(
     empty = ~seen.any(2)
     # Rows and keys without a visible pair may hold NaN.
     unread, unseen = empty.unsqueeze(2), (query_tiles == 0).unsqueeze(2)
+    stored_dout = dout.to(torch.float64).reshape(Z, R, -1).masked_fill(unread, 0.0)
+    hidden = ~seen
     return Chunk(
         q=read(q).reshape(Z, R, D).masked_fill(unread, 0.0),
         k=read(k).reshape(Z, N, D).masked_fill(unseen, 0.0),
         v=read(v).reshape(Z, N, -1).masked_fill(unseen, 0.0),
-        dout=read(dout).reshape(Z, R, -1).masked_fill(unread, 0.0),
-        stored_dout=dout.to(torch.float64).reshape(Z, R, -1).masked_fill(unread, 0.0),
+        dout=stored_dout if operands is None else operands.rounded(stored_dout),
+        stored_dout=stored_dout,
         dlse=None if dlse is None else dlse.to(torch.float64).reshape(Z, R).masked_fill(empty, 0.0),
         seen=seen,
-        hidden=~seen,
+        hidden=hidden,
         empty=empty,
         query_tiles=query_tiles,
-        added=tuple(x.reshape(Z, R, N).masked_fill(~seen, 0.0) for x in added),
+        added=tuple(x.reshape(Z, R, N).masked_fill(hidden, 0.0) for x in added),
         any_order=any_order,
         one_head=H == Hk,
         sink=None if sink is None else sink.reshape(Z, R),
@@ -155,7 +157,7 @@ def gather(
 
 def _finish(bound: torch.Tensor, value: torch.Tensor, u: float, eta: float) -> torch.Tensor:
     """Adds the last rounding to a bound: B + u (|value| + B) + eta."""
-    return bound + u * (value.abs() + bound) + eta
+    return torch.add(bound, value.abs().add_(bound), alpha=u).add_(eta)
 
 
 def _store(
@@ -208,21 +210,25 @@ def finish_keys(
     ``apart - 1`` additions rounds to the dtype, so each loses u_in of a partial sum, and eta_in if
     it underflows. With ``stored`` the one rounding to the dtype is replayed.
     """
-    count = float(sums.additions)
     per_product = (c.g(QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
     unseen = (sums.query_tiles == 0).unsqueeze(2)
-    flushed = c.eta_op * (max(1.0, sm_scale) * sums.query_tiles + 1).unsqueeze(2)
     finished = []
     for value, errors, products, running, terms, u in (
         (sums.dk, sums.dk_errors, sums.dk_products, sums.dk_running, sums.dk_terms, 4 * c.u),
         (sums.dv, sums.dv_errors, sums.dv_products, sums.dv_running, sums.dv_terms, 0.0),
     ):
-        lost = lost_of_running(
-            value, running, errors, products, count=count, tile=QUERY_TILE, hu=c.h * c.u
-        )
-        added = torch.minimum(per_product * products, lost.mul_(1 + c.u_cast))
+        added = per_product * products
+        if running is not None:
+            lost = lost_of_running(
+                value, running, errors, products, count=sums.additions, tile=QUERY_TILE,
+                hu=c.h * c.u,
+            )  # fmt: skip
+            added = torch.minimum(added, lost.mul_(1 + c.u_cast))
         once = None if apart > 1 else stored
-        value, bound = _store(value, errors + added + flushed, u, c, once)
+        bound = errors + added
+        if c.eta_op:
+            bound += c.eta_op * (max(1.0, sm_scale) * sums.query_tiles + 1).unsqueeze(2)
+        value, bound = _store(value, bound, u, c, once)
         bound.masked_fill_(unseen, 0.0)
         if apart > 1:
             added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1)
@@ -241,9 +247,11 @@ def _row_peaks(x: Chunk, fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tens
     """Returns the largest |s| of a chunk, and the largest values for the range conditions."""
     scores = fwd.scores
     unnormalised = fwd.out_terms * (scores.log_l + scores.lag).exp().unsqueeze(2)
-    of_sinks = torch.zeros_like(scores.m) if x.sink is None else x.sink.abs()
+    largest = scores.parts.amax(2)
+    if x.sink is not None and scores.sink is not None:
+        largest = torch.maximum(largest, x.sink.abs().masked_fill_(scores.sink.p == 0, 0.0))
     peaks = (
-        torch.maximum(scores.parts.amax(2), of_sinks.masked_fill(scores.sink.p == 0, 0.0)),
+        largest,
         scores.reach,
         bwd.dp_reach,
         bwd.dq_reach,

@@ -104,7 +104,7 @@ class Logits(NamedTuple):
 
 
 class Sink(NamedTuple):
-    """The weight of each row's sink and the error of its exponent, (Z, R); 0 without a sink."""
+    """The weight of each row's sink and the error of its exponent, (Z, R); 0 in other rows."""
 
     p: torch.Tensor
     error: torch.Tensor
@@ -122,10 +122,11 @@ class Scores(NamedTuple):
     log_l: torch.Tensor
     lag: torch.Tensor  # r: the largest distance of the maximum in use below m
     tiles: torch.Tensor  # T: key tiles with a visible key, float64
+    visits: torch.Tensor  # T, and 1 for a sink
     slope: torch.Tensor | None  # (Z, R, N): of s by sm_scale q.k; None if it is 1 everywhere
     slope_error: torch.Tensor | None  # the largest error of a kernel's slope
     parts: torch.Tensor  # |s|, or the sum of its |terms|
-    sink: Sink
+    sink: Sink | None  # None if no row has one
 
 
 class Forward(NamedTuple):
@@ -199,7 +200,7 @@ def of_operands(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         b: (Z, N, D), absolute values.
     """
     of_a, of_b = a.sum(2, keepdim=True), b.sum(2).unsqueeze(1)
-    return (of_a + of_b).masked_fill_((of_a == 0) | (of_b == 0), 0.0)
+    return (of_a + of_b).mul_(torch.logical_and(of_a, of_b))
 
 
 def dot_error(
@@ -244,6 +245,8 @@ def live_tiles(x: Chunk, block_n: int) -> torch.Tensor:
 
 def put_off(tiles: torch.Tensor, numerics: Numerics) -> torch.Tensor:
     """Returns r, the largest distance of the maximum in use below the row's, of rows of tiles."""
+    if not numerics.rescale_threshold:
+        return torch.zeros_like(tiles)
     return numerics.rescale_threshold * math.log(2) * (tiles > 1).to(tiles.dtype)
 
 
@@ -281,35 +284,42 @@ def _scores(
         m = torch.maximum(m, x.sink)
     m = m.masked_fill_(x.blank, 0.0)
     # 3. Softmax.
-    p = (s - m.unsqueeze(2)).exp_().masked_fill_(x.hidden, 0.0)
-    p_sink = torch.zeros_like(m) if x.sink is None else (x.sink - m).exp_()
-    l_sum = (p.sum(2) + p_sink).masked_fill_(x.blank, 1.0)
+    below = s - m.unsqueeze(2)
+    p = below.exp().masked_fill_(x.hidden, 0.0)
+    l_sum = p.sum(2)
+    if x.sink is not None:
+        p_sink = (x.sink - m).exp_()
+        l_sum += p_sink
+    l_sum.masked_fill_(x.blank, 1.0)
     p /= l_sum.unsqueeze(2)
-    p_sink /= l_sum
     log_l = l_sum.log()
     # 4. The scores' error, including the changes of the running maximum.
-    error.add_((s - m.unsqueeze(2)).abs_().mul_(3 * c.u))
-    error.add_(s.abs(), alpha=5 * c.u).add_(c.u_exp)
-    error.masked_fill_(x.hidden, 0.0)
+    error.add_(below.abs_(), alpha=3 * c.u).add_(s.abs(), alpha=5 * c.u).add_(c.u_exp)
     tiles = live.sum(2, dtype=torch.float64)
-    lag = put_off(tiles + x.sink_there, numerics)
-    error.add_((3 * c.u * lag).unsqueeze(2)).masked_fill_(x.hidden, 0.0)
-    error_sink = torch.zeros_like(m)
+    visits = tiles if x.sink is None else tiles + x.sink_there
+    lag = put_off(visits, numerics)
+    if numerics.rescale_threshold:
+        error.add_(lag.unsqueeze(2), alpha=3 * c.u)
+    error.masked_fill_(x.hidden, 0.0)
+    largest, sink = error.amax(2), None
     if x.sink is not None:
+        p_sink /= l_sum
         error_sink = 5 * c.u * x.sink.abs() + 3 * c.u * ((x.sink - m).abs() + lag) + c.u_exp
         # A sink that far below the maximum weighs nothing in a kernel either.
         error_sink.masked_fill_(p_sink == 0, 0.0)
-    slack = 2 * torch.maximum(error.amax(2), error_sink)
+        largest = torch.maximum(largest, error_sink)
+        sink = Sink(p_sink, error_sink + x.sink_there * tiles * c.u_exp)
+    slack = 2 * largest
     if x.any_order:
         above = _tiles_above(tile_max, live, slack)
         changes = above.repeat_interleave(numerics.block_n, dim=2)[:, :, : s.shape[2]]
     else:
         changes = _rescales(tile_max, live, slack, numerics.splits).unsqueeze(2)
-    changes = changes + x.sink_there.unsqueeze(2)
-    error.add_(changes * c.u_exp).masked_fill_(x.hidden, 0.0)
-    sink = Sink(p_sink, error_sink + x.sink_there * tiles * c.u_exp)
+    if x.sink is not None:
+        changes = changes + x.sink_there.unsqueeze(2)
+    error.add_(changes, alpha=c.u_exp).masked_fill_(x.hidden, 0.0)
     return Scores(
-        s, reach, p, error, m, m + log_l, log_l, lag, tiles, slope, slope_error, parts, sink
+        s, reach, p, error, m, m + log_l, log_l, lag, tiles, visits, slope, slope_error, parts, sink
     )
 
 
@@ -330,11 +340,12 @@ def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bo
 
 def softmax_additions(x: Chunk, scores: Scores, numerics: Numerics) -> torch.Tensor:
     """Returns the roundings of the softmax sum of each row, (Z, R)."""
-    added = numerics.block_n * scores.tiles
     if numerics.l_order == "tile":
         widest = max(numerics.block_n, numerics.l_tile)
-        added = x.seen.sum(2, dtype=added.dtype).clamp_(min=numerics.block_n, max=widest)
-    return added + 2 * (scores.tiles + x.sink_there) + 4
+        added = x.seen.sum(2, dtype=torch.float64).clamp_(min=numerics.block_n, max=widest)
+    else:
+        added = numerics.block_n * scores.tiles
+    return added.add_(scores.visits, alpha=2).add_(4)
 
 
 def forward_error(
@@ -380,38 +391,42 @@ def forward_error(
     p, E, m, lse = scores.p, scores.error, scores.m, scores.lse
     abs_v = x.v.abs()
     out, out_terms = p @ x.v, p @ abs_v
+    abs_out = out.abs()
     p_growth = p * E.expm1()
     p_grown = p + p_growth
-    sink, there = scores.sink, x.sink_there
-    sink_growth = sink.p * sink.error.expm1()
-    Z = (p * (-E).exp_()).sum(2) + sink.p * (-sink.error).exp()
+    spread = _spread(p_growth, x.v, out, exact_spread)
+    Z, growth, largest = (p * (-E).exp_()).sum(2), p_growth.sum(2), E.amax(2)
+    if scores.sink is not None:
+        sink_growth = scores.sink.p * scores.sink.error.expm1()
+        spread += sink_growth.unsqueeze(2) * abs_out
+        Z += scores.sink.p * (-scores.sink.error).exp()
+        growth += sink_growth
+        largest = torch.maximum(largest, scores.sink.error)
     Z = Z.masked_fill_(x.blank, 1.0).unsqueeze(2)
-    keys = numerics.block_n * scores.tiles
     # Rounding of P and accumulation, and underflow in P or its products.
-    rounding = c.u_cast + (1 + c.u_cast) * c.g(keys + 2 * scores.tiles + there)
+    rounding = c.u_cast + (1 + c.u_cast) * c.g(
+        torch.add(scores.visits, scores.tiles, alpha=numerics.block_n + 1)
+    )
     lost = torch.full_like(m, c.eta_p + c.ftz)
     if not numerics.p_normalised:
-        largest = torch.maximum(E.amax(2), sink.error)
-        lost *= (m - lse + 2 * largest).exp_().clamp_(max=1.0)
-    per_v = torch.where(x.seen, p_grown * (rounding.unsqueeze(2) / Z) + lost.unsqueeze(2), 0.0)
-    spread = _spread(p_growth, x.v, out, exact_spread) + sink_growth.unsqueeze(2) * out.abs()
-    core = spread / Z + per_v @ abs_v
-    core = core + c.eta_dot * p_grown.sum(2, keepdim=True) / Z
-    steps = scores.tiles + 1 + there
-    if numerics.splits > 1:
-        steps = steps + 2 * scores.tiles.clamp(max=numerics.splits)
-    core = core + c.eta_op * steps.unsqueeze(2)
+        lost *= (m - lse).add_(largest, alpha=2).exp_().clamp_(max=1.0)
+    per_v = torch.addcmul(lost.unsqueeze(2), p_grown, rounding.unsqueeze(2) / Z)
+    core = spread / Z + per_v.masked_fill_(x.hidden, 0.0) @ abs_v
+    if c.eta_dot:
+        core += c.eta_dot * p_grown.sum(2, keepdim=True) / Z
+    if c.eta_op:
+        steps = scores.visits + 1
+        if numerics.splits > 1:
+            steps += 2 * scores.tiles.clamp(max=numerics.splits)
+        core.add_(steps.unsqueeze(2), alpha=c.eta_op)
     # The softmax sum.
     gamma_l = c.gamma(softmax_additions(x, scores, numerics))
     if numerics.l_from == "rounded":
         gamma_l = gamma_l + c.u_p * (1 + gamma_l)
-    core = core + (gamma_l + 4 * c.u).unsqueeze(2) * (out.abs() + core)
-    out_bound = core + c.u_in * (out.abs() + core) + c.eta_in
-    lse_bound = (
-        # log(sum p exp(E)), since p sums to 1; log1p keeps its digits if E is tiny.
-        (p_growth.sum(2) + sink_growth).log1p_()
-        + gamma_l
-        + c.u_log * (1 + scores.log_l.abs() + scores.lag)
-        + 4 * c.u * (torch.maximum(m.abs(), lse.abs()) + scores.lag)
-    )
+    core = torch.addcmul(core, (gamma_l + 4 * c.u).unsqueeze(2), abs_out + core)
+    out_bound = torch.add(core, abs_out + core, alpha=c.u_in).add_(c.eta_in)
+    # log(sum p exp(E)), since p sums to 1; log1p keeps its digits if E is tiny.
+    lse_bound = growth.log1p_().add_(gamma_l)
+    lse_bound.add_(1 + scores.log_l.abs() + scores.lag, alpha=c.u_log)
+    lse_bound.add_(torch.maximum(m.abs(), lse.abs()).add_(scores.lag), alpha=4 * c.u)
     return Forward(scores, out, out_terms, out_bound, lse_bound)

@@ -146,7 +146,7 @@ def read_given(
     tiles = live_tiles(x, numerics.block_n).sum(2, dtype=torch.float64)
     p = (s - lse.unsqueeze(2)).exp_().masked_fill_(x.hidden, 0.0)
     per_row = row_error(x, s, lse, c, numerics, tiles).unsqueeze(2)
-    exponent_error = s.abs().mul_(5 * c.u).add_(error).add_(per_row)
+    exponent_error = error.add_(s.abs(), alpha=5 * c.u).add_(per_row)
     return Read(p, exponent_error, out, out_bound, tiles, slope, slope_error, _DLSE_ROUNDINGS)
 
 

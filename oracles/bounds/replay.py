@@ -208,5 +208,6 @@ def lost_of_running(
         hu: Error of one addition, relative to its result.
     """
     around = 3 * additions(SEGMENT, tile)
-    largest = running + count * (total.abs() + 2 * errors) + around * sizes
-    return largest * (hu / (1 - count * hu))
+    reached = total.abs().add_(errors, alpha=2)
+    largest = torch.add(running, reached, alpha=count).add_(sizes, alpha=around)
+    return largest.mul_(hu / (1 - count * hu))

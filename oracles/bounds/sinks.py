@@ -33,8 +33,9 @@ def _weights(
     numerics: Numerics,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns P of the sink and the error of its exponent, (Z, R), from ``lse`` or the true one."""
-    assert x.sink is not None
     scores = fwd.scores
+    assert x.sink is not None
+    assert scores.sink is not None
     if lse is None:
         p, true_lse = scores.sink.p, scores.lse
         error = scores.sink.error + fwd.lse_bound + 3 * c.u * (x.sink.abs() + true_lse.abs())

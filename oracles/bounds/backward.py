@@ -27,10 +27,12 @@ __all__ = [
     "KeySums",
     "Read",
     "ScoreGradient",
+    "Terms",
     "add_keys",
     "backward_error",
     "read_of",
     "score_gradient",
+    "terms_of",
 ]
 
 QUERY_TILE = 16  # a key's chain of additions counts rows by tiles of this height
@@ -42,12 +44,9 @@ class KeySums(NamedTuple):
     dk: torch.Tensor
     dk_errors: torch.Tensor  # t W'|Q|
     dk_products: torch.Tensor  # t (|dS| + e)'|Q|
-    dk_terms: torch.Tensor
-    dk_reach: torch.Tensor  # |dS|'|Q|
     dv: torch.Tensor
     dv_errors: torch.Tensor
     dv_products: torch.Tensor  # (p exp(F))'|dout|
-    dv_terms: torch.Tensor
     query_tiles: torch.Tensor  # (Z, N): tiles of rows that see the key
     # As returned by ``running_sums``; None where rows may be added in any order.
     dk_running: torch.Tensor | None
@@ -74,19 +73,8 @@ def add_keys(sums: KeySums | None, part: KeySums, x: Chunk) -> KeySums:
         None if of_part is None else added_up(total, of_part, 1, x.around)
         for total, of_part in zip(totals[:-1], part[:-1], strict=True)
     ]
-    return KeySums(*added, part.additions + (sums.additions if sums else 0.0))
-
-
-class Backward(NamedTuple):
-    """True values, sums of |terms| and bounds of the backward pass of a chunk."""
-
-    dq: torch.Tensor  # (Z, R, D)
-    dq_bound: torch.Tensor
-    dq_terms: torch.Tensor
-    dq_reach: torch.Tensor  # |dS||K|
-    keys: KeySums
-    ds_reach: torch.Tensor  # |dS| + e, (Z, R, N)
-    dp_reach: torch.Tensor  # |dout|.|v|
+    added.append(part.additions + (sums.additions if sums else 0.0))
+    return KeySums(*added)
 
 
 class Read(NamedTuple):
@@ -106,27 +94,50 @@ class Read(NamedTuple):
     dlse_roundings: int  # of the gradient of lse, until it is subtracted
 
 
-class _ScoreGrads(NamedTuple):
-    """dS by the scores before a softcap, and its errors, (Z, R, N); 0 on hidden pairs."""
-
-    ds: torch.Tensor
-    ds_error: torch.Tensor  # e, before its cast
-    ds_reach: torch.Tensor  # |dS| + e, the largest |dS| that a correct kernel has
-    ds_terms: torch.Tensor  # p (|dout|.|v| + |dout|.|out|)
-    dp_reach: torch.Tensor
-    p_growth: torch.Tensor  # p expm1(F)
-    p_grown: torch.Tensor  # p exp(F)
-
-
 class ScoreGradient(NamedTuple):
     """dS by the scores after a softcap, and its components, (Z, R, N); 0 on hidden pairs."""
 
     ds: torch.Tensor
     error: torch.Tensor  # e
-    terms: torch.Tensor
-    dp_reach: torch.Tensor
-    p_growth: torch.Tensor
-    p_grown: torch.Tensor
+    p: torch.Tensor
+    dp_reach: torch.Tensor  # |dout|.|v|
+    delta_terms: torch.Tensor  # |dout|.|out| + |dlse|, (Z, R, 1)
+    p_growth: torch.Tensor  # p expm1(F)
+    p_grown: torch.Tensor  # p exp(F)
+
+    @property
+    def terms(self) -> torch.Tensor:
+        """Returns the sum of |terms| of dS."""
+        return self.p * (self.dp_reach + self.delta_terms)
+
+
+class _ScoreGrads(NamedTuple):
+    """dS by the scores before a softcap, and its errors, (Z, R, N); 0 on hidden pairs."""
+
+    ds: torch.Tensor
+    abs_ds: torch.Tensor
+    error: torch.Tensor  # e, before its cast
+    reach: torch.Tensor  # |dS| + e, the largest |dS| that a correct kernel has
+    capped: ScoreGradient  # dS by the scores after the softcap
+
+
+class Backward(NamedTuple):
+    """True values and bounds of the backward pass of a chunk."""
+
+    dq: torch.Tensor  # (Z, R, D)
+    dq_bound: torch.Tensor
+    keys: KeySums
+    grads: _ScoreGrads
+
+
+class Terms(NamedTuple):
+    """Sums of |terms| of a chunk's gradients, with those of keys shaped as in ``KeySums``."""
+
+    dq: torch.Tensor
+    dq_reach: torch.Tensor  # |dS||K|
+    dk: torch.Tensor
+    dk_reach: torch.Tensor  # |dS|'|Q|
+    dv: torch.Tensor
 
 
 def read_of(fwd: Forward, c: Constants) -> Read:
@@ -142,7 +153,7 @@ def read_of(fwd: Forward, c: Constants) -> Read:
 
 
 def score_gradient(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> ScoreGradient:
-    """Returns dS = p (dP - D), its sum of |terms|, and the bound of its error before casts.
+    """Returns dS = p (dP - D) and the bound of its error before casts.
 
     Args:
         x: The chunk.
@@ -150,10 +161,10 @@ def score_gradient(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> Score
         c: The constants of the bound.
         p_rounded: Whether dS is computed from P after its cast.
     """
-    p, out, abs_dout, abs_v, columns = read.p, read.out, x.dout.abs(), x.v.abs(), x.v.shape[2]
+    p, out, columns = read.p, read.out, x.v.shape[2]
     # 1. dP and its reach.
     dp = (x.dout @ x.v.mT).masked_fill_(x.hidden, 0.0)
-    dp_reach = (abs_dout @ abs_v.mT).masked_fill_(x.hidden, 0.0)
+    dp_reach = (x.abs_dout @ x.abs_v.mT).masked_fill_(x.hidden, 0.0)
     # 2. delta and its error: the kernel computes it from the stored out.
     products = x.stored_dout * out
     delta, delta_terms = (y.sum(2, keepdim=True) for y in (products, products.abs()))
@@ -180,27 +191,28 @@ def score_gradient(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> Score
     flushed = dp.abs_().add_(delta.abs())  # |dP| + |D|
     subtrahends = torch.add(delta_error + c.eta_op, dp_reach, alpha=c.short_dot(columns))
     if c.eta_dot:
-        subtrahends.add_(of_operands(abs_dout, abs_v), alpha=c.eta_dot)
+        subtrahends.add_(of_operands(x.abs_dout, x.abs_v), alpha=c.eta_dot)
     gap_error = torch.add(subtrahends, flushed + subtrahends, alpha=3 * c.u)
     e = gap_error * p_grown
     e.addcmul_(p_growth, gap.abs_()).add_(flushed.add_(1.0), alpha=c.ftz)
     if p_rounded:
         e.addcmul_(p_grown * c.u_p + c.eta_p, gap_error.add_(gap))
-    ds_terms = p * (dp_reach + delta_terms)
     e.masked_fill_(x.hidden, 0.0)
-    return ScoreGradient(ds, e, ds_terms, dp_reach, p_growth, p_grown)
+    return ScoreGradient(ds, e, p, dp_reach, delta_terms, p_growth, p_grown)
 
 
 def _score_grads(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> _ScoreGrads:
     """Multiplies ``score_gradient`` by the slope f of a softcap."""
-    ds, e, ds_terms, dp_reach, p_growth, p_grown = score_gradient(x, read, c, p_rounded)
+    capped = score_gradient(x, read, c, p_rounded)
+    ds, e = capped.ds, capped.error
     if read.slope is not None and read.slope_error is not None:
         # The gradient by the scaled dots, before the softcap.
         grown = read.slope + read.slope_error
         e = e * grown * (1 + c.u) + ds.abs() * (read.slope_error + c.u * grown) + c.ftz
-        ds, ds_terms = ds * read.slope, ds_terms * read.slope
+        ds = ds * read.slope
         e.masked_fill_(x.hidden, 0.0)
-    return _ScoreGrads(ds, e, ds.abs() + e, ds_terms, dp_reach, p_growth, p_grown)
+    abs_ds = ds.abs()
+    return _ScoreGrads(ds, abs_ds, e, abs_ds + e, capped)
 
 
 def _cast_ds(
@@ -210,25 +222,26 @@ def _cast_ds(
     if cast is None:
         # dS loses eta if it underflows, or eta / scale if it is scaled before its cast.
         lost = (c.eta_p + c.eta_op) * (1 + c.u_x) * (max(1.0, 1 / t) if scaled else 1.0)
-        error = torch.add(grads.ds_error, grads.ds_reach, alpha=c.u_cast).add_(lost)
+        error = torch.add(grads.error, grads.reach, alpha=c.u_cast).add_(lost)
         return grads.ds, error.masked_fill_(x.hidden, 0.0)
     factor = t if scaled else 1.0
-    error = grads.ds_error
+    error = grads.error
     if scaled:
-        error = error + 2 * c.u * grads.ds_reach + c.eta_op / min(t, 1.0)
+        error = error + 2 * c.u * grads.reach + c.eta_op / min(t, 1.0)
     ds, error = cast.operand(grads.ds * factor, error * factor, c.eta_a)
     return ds.div_(factor), error.div_(factor).masked_fill_(x.hidden, 0.0)
 
 
 def _cast_p(
-    x: Chunk, p: torch.Tensor, grads: _ScoreGrads, c: Constants, cast: Format | None
+    x: Chunk, of: ScoreGradient, c: Constants, cast: Format | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the recomputed P as an operand, and its error, as ``_cast_ds`` does."""
+    p = of.p
     if cast is None:
-        error = torch.add(grads.p_growth, grads.p_grown, alpha=c.u_cast)
+        error = torch.add(of.p_growth, of.p_grown, alpha=c.u_cast)
         error += (c.eta_p + c.ftz) * (1 + c.u_x)
     else:
-        p, error = cast.operand(p, grads.p_growth + c.ftz, c.eta_a)
+        p, error = cast.operand(p, of.p_growth + c.ftz, c.eta_a)
     return p, error.masked_fill_(x.hidden, 0.0)
 
 
@@ -242,7 +255,7 @@ def backward_error(
     in_dtype: str | None = None,
     before: KeySums | None = None,
 ) -> Backward:
-    """Returns dq, dk, dv of a chunk, their sums of |terms|, and bounds before the last rounding.
+    """Returns dq, dk, dv of a chunk, and their bounds before the last rounding.
 
     F is the error of the recomputed P's exponent, A the error of dP, and dD the error of delta::
 
@@ -280,15 +293,15 @@ def backward_error(
     cast = cast_format(in_dtype, numerics) if in_dtype is not None else None
     grads = _score_grads(x, read, c, numerics.ds_from == "rounded")
     ds, ds_errors = _cast_ds(x, grads, sm_scale, c, numerics.ds_scaled, cast)
-    p, p_errors = _cast_p(x, read.p, grads, c, cast)
-    abs_q, abs_k, abs_dout = x.q.abs(), x.k.abs(), x.dout.abs()
+    p, p_errors = _cast_p(x, grads.capped, c, cast)
+    p_grown = grads.capped.p_grown
     # The dot of the other operand's gradient reads a prescaled operand again, still rounded. Its
     # underflow does not scale with its size: eta per product.
     again_q = c.u_in if numerics.prescales in ("q", "qk") else 0.0
     again_k = c.u_in if numerics.prescales in ("k", "qk") else 0.0
     tiles = read.tiles
     per_product = c.g((numerics.block_n + 2) * tiles) * (1 + c.u_cast)
-    dq, dq_errors, dq_size = ds @ x.k, ds_errors @ abs_k, grads.ds_reach @ abs_k
+    dq, dq_errors, dq_size = ds @ x.k, ds_errors @ x.abs_k, grads.reach @ x.abs_k
     dq_added = per_product.unsqueeze(2) * dq_size
     in_order = in_dtype is not None and not x.any_order and numerics.block_n <= SEGMENT
     if in_order and not numerics.atomic:
@@ -299,9 +312,9 @@ def backward_error(
         )  # fmt: skip
         dq_added = torch.minimum(dq_added, lost_in_order.mul_(1 + c.u_cast))
     dq_bound = (dq_errors + dq_added).add_(dq_size, alpha=again_k).mul_(sm_scale)
-    dk_weights = ds_errors + again_q * grads.ds_reach if again_q else ds_errors
-    dk_errors = (dk_weights.mT @ abs_q).mul_(sm_scale)
-    dv_errors = p_errors.mT @ abs_dout
+    dk_weights = ds_errors + again_q * grads.reach if again_q else ds_errors
+    dk_errors = (dk_weights.mT @ x.abs_q).mul_(sm_scale)
+    dv_errors = p_errors.mT @ x.abs_dout
     # Each sum of tiles may be flushed, before or after it is scaled; atomics also flush addends.
     lost_sum = max(1.0, sm_scale) * (c.eta_op + (2 * c.ftz if "dq" in numerics.atomic else 0.0))
     if lost_sum:
@@ -311,12 +324,11 @@ def backward_error(
     lost = sm_scale * c.eta_dot
     lost_k, lost_q = (lost + eta_again if again else lost for again in (again_k, again_q))
     if lost_k:
-        dq_bound.add_(grads.ds_reach.sum(2, keepdim=True), alpha=lost_k)
+        dq_bound.add_(grads.reach.sum(2, keepdim=True), alpha=lost_k)
     if lost_q:
-        dk_errors.add_(grads.ds_reach.sum(1).unsqueeze(2), alpha=lost_q)
+        dk_errors.add_(grads.reach.sum(1).unsqueeze(2), alpha=lost_q)
     if c.eta_dot:
-        dv_errors.add_(grads.p_grown.sum(1).unsqueeze(2), alpha=c.eta_dot)
-    abs_ds = grads.ds.abs()
+        dv_errors.add_(p_grown.sum(1).unsqueeze(2), alpha=c.eta_dot)
     dk_running = dv_running = None
     # A group's heads may be summed in any order.
     if in_order and x.one_head:
@@ -329,23 +341,31 @@ def backward_error(
     return Backward(
         dq=dq.mul_(sm_scale),
         dq_bound=dq_bound,
-        dq_terms=(grads.ds_terms @ abs_k).mul_(sm_scale),
-        dq_reach=abs_ds @ abs_k,
         keys=KeySums(
             dk=(ds.mT @ x.q).mul_(sm_scale),
             dk_errors=dk_errors,
-            dk_products=(grads.ds_reach.mT @ abs_q).mul_(sm_scale),
-            dk_terms=(grads.ds_terms.mT @ abs_q).mul_(sm_scale),
-            dk_reach=abs_ds.mT @ abs_q,
+            dk_products=(grads.reach.mT @ x.abs_q).mul_(sm_scale),
             dv=p.mT @ x.dout,
             dv_errors=dv_errors,
-            dv_products=grads.p_grown.mT @ abs_dout,
-            dv_terms=read.p.mT @ abs_dout,
+            dv_products=p_grown.mT @ x.abs_dout,
             query_tiles=x.query_tiles,
             dk_running=dk_running,
             dv_running=dv_running,
             additions=additions(x.q.shape[1], QUERY_TILE),
         ),
-        ds_reach=grads.ds_reach,
-        dp_reach=grads.dp_reach,
+        grads=grads,
+    )
+
+
+def terms_of(x: Chunk, read: Read, grads: _ScoreGrads, sm_scale: float) -> Terms:
+    """Returns the sums of |terms| of the gradients of a chunk."""
+    ds_terms = grads.capped.terms
+    if read.slope is not None:
+        ds_terms *= read.slope
+    return Terms(
+        dq=(ds_terms @ x.abs_k).mul_(sm_scale),
+        dq_reach=grads.abs_ds @ x.abs_k,
+        dk=(ds_terms.mT @ x.abs_q).mul_(sm_scale),
+        dk_reach=grads.abs_ds.mT @ x.abs_q,
+        dv=read.p.mT @ x.abs_dout,
     )

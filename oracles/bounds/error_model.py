@@ -22,9 +22,10 @@ from fa_verify.oracles.bounds.backward import (
     add_keys,
     backward_error,
     read_of,
+    terms_of,
 )
 from fa_verify.oracles.bounds.constants import Constants, constants
-from fa_verify.oracles.bounds.forward import Chunk, Forward, forward_error
+from fa_verify.oracles.bounds.forward import Chunk, Forward, added_up, forward_error, joined
 from fa_verify.oracles.bounds.replay import SEGMENT, Format, lost_of_running
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
@@ -76,15 +77,12 @@ class _Rows(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """The bounds and terms of keys over all rows, (B * Hk, N, D or Dv)."""
+    """The gradients of keys over all rows and their bounds, (B * Hk, N, D or Dv)."""
 
-    bound_dk: torch.Tensor
-    bound_dv: torch.Tensor
-    terms_dk: torch.Tensor
-    terms_dv: torch.Tensor
-    peaks: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
+    bound_dk: torch.Tensor
+    bound_dv: torch.Tensor
 
 
 class _Part(NamedTuple):
@@ -92,6 +90,7 @@ class _Part(NamedTuple):
 
     rows: _Rows
     keys: KeySums
+    terms: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dk, dv, and the reach of dk
     peaks: torch.Tensor
 
 
@@ -181,7 +180,9 @@ def finish_dq(
     return dq, (c.times * bound).masked_fill_(x.empty.unsqueeze(2), 0.0)
 
 
-def _finish_rows(x: Chunk, fwd: Forward, bwd: Backward, c: Constants) -> _Rows:
+def _finish_rows(
+    x: Chunk, fwd: Forward, bwd: Backward, dq_terms: torch.Tensor, c: Constants
+) -> _Rows:
     """Returns bounds and terms of a chunk's rows; empty rows are exact."""
     empty = x.empty.unsqueeze(2)
     scores = fwd.scores
@@ -191,7 +192,7 @@ def _finish_rows(x: Chunk, fwd: Forward, bwd: Backward, c: Constants) -> _Rows:
         bound_dq=finish_dq(x, bwd, c)[1],
         terms_out=fwd.out_terms,
         terms_lse=1 + scores.m.abs() + scores.log_l.abs(),
-        terms_dq=bwd.dq_terms,
+        terms_dq=dq_terms,
     )
 
 
@@ -213,9 +214,9 @@ def finish_keys(
     per_product = (c.g(QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
     unseen = (sums.query_tiles == 0).unsqueeze(2)
     finished = []
-    for value, errors, products, running, terms, u in (
-        (sums.dk, sums.dk_errors, sums.dk_products, sums.dk_running, sums.dk_terms, 4 * c.u),
-        (sums.dv, sums.dv_errors, sums.dv_products, sums.dv_running, sums.dv_terms, 0.0),
+    for value, errors, products, running, u in (
+        (sums.dk, sums.dk_errors, sums.dk_products, sums.dk_running, 4 * c.u),
+        (sums.dv, sums.dv_errors, sums.dv_products, sums.dv_running, 0.0),
     ):
         added = per_product * products
         if running is not None:
@@ -235,15 +236,15 @@ def finish_keys(
             added += (apart - 1) * c.eta_in
             added.masked_fill_(_by_group(unseen, apart).all(1), 0.0)
             bound = _by_group(bound, apart).sum(1) + added
-            value, terms = (_by_group(x, apart).sum(1) for x in (value, terms))
-        finished.append((value, c.times * bound, terms))
-    (dk, bound_dk, terms_dk), (dv, bound_dv, terms_dv) = finished
-    peaks = (sums.dk_reach, dk.abs() + bound_dk, dv.abs() + bound_dv)
-    peaks_of_keys = torch.stack([peak.amax() for peak in peaks])
-    return _Keys(bound_dk, bound_dv, terms_dk, terms_dv, peaks_of_keys, dk, dv)
+            value = _by_group(value, apart).sum(1)
+        finished.append((value, bound.mul_(c.times)))
+    (dk, bound_dk), (dv, bound_dv) = finished
+    return _Keys(dk, dv, bound_dk, bound_dv)
 
 
-def _row_peaks(x: Chunk, fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tensor:
+def _row_peaks(
+    x: Chunk, fwd: Forward, bwd: Backward, dq_reach: torch.Tensor, rows: _Rows
+) -> torch.Tensor:
     """Returns the largest |s| of a chunk, and the largest values for the range conditions."""
     scores = fwd.scores
     unnormalised = fwd.out_terms * (scores.log_l + scores.lag).exp().unsqueeze(2)
@@ -253,10 +254,10 @@ def _row_peaks(x: Chunk, fwd: Forward, bwd: Backward, rows: _Rows) -> torch.Tens
     peaks = (
         largest,
         scores.reach,
-        bwd.dp_reach,
-        bwd.dq_reach,
+        bwd.grads.capped.dp_reach,
+        dq_reach,
         unnormalised,
-        bwd.ds_reach,
+        bwd.grads.reach,
         fwd.out.abs() + rows.bound_out,
         bwd.dq.abs() + rows.bound_dq,
         scores.lse.abs(),
@@ -269,9 +270,12 @@ def _judge_chunk(
 ) -> _Part:
     """Runs both passes over a chunk and returns the results to keep."""
     fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact, softcap=softcap)
-    bwd = backward_error(x, read_of(fwd, c), sm_scale=t, c=c, numerics=numerics)
-    rows = _finish_rows(x, fwd, bwd, c)
-    return _Part(rows, bwd.keys, _row_peaks(x, fwd, bwd, rows))
+    read = read_of(fwd, c)
+    bwd = backward_error(x, read, sm_scale=t, c=c, numerics=numerics)
+    terms = terms_of(x, read, bwd.grads, t)
+    rows = _finish_rows(x, fwd, bwd, terms.dq, c)
+    peaks = _row_peaks(x, fwd, bwd, terms.dq_reach, rows)
+    return _Part(rows, bwd.keys, (terms.dk, terms.dv, terms.dk_reach), peaks)
 
 
 def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | None:
@@ -452,19 +456,28 @@ def judge(
     parts: list[_Rows] = []
     peaks: list[torch.Tensor] = []
     sums: KeySums | None = None
+    of_terms: tuple[torch.Tensor | None, ...] = (None, None, None)
     for _, chunk in chunks(*given, mask=mask, apart=apart, rows=rows, tile=numerics.block_n):
         part = _judge_chunk(chunk, sm_scale, c, numerics, exact_spread, softcap)
         parts.append(_Rows(*(x.view(B, H, -1, *x.shape[2:]) for x in part.rows)))
         peaks.append(part.peaks)
         sums = add_keys(sums, part.keys, chunk)
+        of_terms = tuple(
+            added_up(total, x, 1, chunk.around)
+            for total, x in zip(of_terms, part.terms, strict=True)
+        )
     assert sums is not None  # M > 0
-    of_rows = _Rows(*(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)))
-    of_keys = finish_keys(sums, sm_scale, c, apart)
-    bound_dk, bound_dv, terms_dk, terms_dv = (x.view(B, Hk, N, -1) for x in of_keys[:4])
+    of_rows = _Rows(*(joined(pieces, 2) for pieces in zip(*parts, strict=True)))
+    dk, dv, *bounds = finish_keys(sums, sm_scale, c, apart)
+    *terms, dk_reach = (x for x in of_terms if x is not None)
+    of_keys = (dk_reach, dk.abs() + bounds[0], dv.abs() + bounds[1])
     # One transfer: a small problem spends most of its time on waiting for the GPU.
-    of_all = torch.cat([torch.stack(peaks).amax(0), of_keys.peaks]).tolist()
-    key_peaks = [of_all.pop() for _ in of_keys.peaks][::-1]
-    max_score, *row_peaks = of_all
+    largest = [torch.stack(peaks).amax(0), *(x.amax().view(1) for x in of_keys)]
+    max_score, *of_all = torch.cat(largest).tolist()
+    row_peaks, key_peaks = of_all[: -len(of_keys)], of_all[-len(of_keys) :]
+    if apart > 1:
+        terms = [_by_group(x, apart).sum(1) for x in terms]
+    bound_dk, bound_dv, terms_dk, terms_dv = (x.view(B, Hk, N, -1) for x in (*bounds, *terms))
     return Judgement(
         bound=Outputs(of_rows.bound_out, of_rows.bound_lse, of_rows.bound_dq, bound_dk, bound_dv),
         terms=Outputs(of_rows.terms_out, of_rows.terms_lse, of_rows.terms_dq, terms_dk, terms_dv),

@@ -6,6 +6,8 @@ Axes: z is batch entry and key/value head, r a row of any of the group's query h
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "added_up",
     "dot_error",
     "forward_error",
+    "joined",
     "live_tiles",
     "logits",
     "of_operands",
@@ -35,11 +38,8 @@ _GAPS = 2**21  # elements of |v - out| in memory at a time, on a CPU: they fit i
 _GAPS_CUDA = 2**24
 
 
-class Chunk(NamedTuple):
-    """Float64 inputs of a chunk; rows and keys without a visible pair are 0.
-
-    Keys that no row sees may be left out, as far as tiles and segments are as with them.
-    """
+class _Inputs(NamedTuple):
+    """The fields of ``Chunk``."""
 
     q: torch.Tensor  # (Z, R, D)
     k: torch.Tensor  # (Z, N, D)
@@ -57,10 +57,37 @@ class Chunk(NamedTuple):
     sink: torch.Tensor | None = None  # (Z, R): the row's sink, -inf without one; None without any
     around: tuple[int, int] = (0, 0)  # keys before and after the N here; no row sees them
 
+
+class Chunk(_Inputs):
+    """Float64 inputs of a chunk; rows and keys without a visible pair are 0.
+
+    Keys that no row sees may be left out, as far as tiles and segments are as with them.
+    """
+
     @property
     def keys(self) -> slice:
         """Returns the range of the problem's keys that are here."""
         return slice(self.around[0], self.around[0] + self.seen.shape[2])
+
+    @cached_property
+    def abs_q(self) -> torch.Tensor:
+        """Returns |q|, like the next three computed once."""
+        return self.q.abs()
+
+    @cached_property
+    def abs_k(self) -> torch.Tensor:
+        """Returns |k|."""
+        return self.k.abs()
+
+    @cached_property
+    def abs_v(self) -> torch.Tensor:
+        """Returns |v|."""
+        return self.v.abs()
+
+    @cached_property
+    def abs_dout(self) -> torch.Tensor:
+        """Returns |dout|."""
+        return self.dout.abs()
 
     @property
     def sink_there(self) -> torch.Tensor:
@@ -90,6 +117,11 @@ def added_up(
         return pad(part, (0, 0) * (part.ndim - axis - 1) + around) if any(around) else part
     total.narrow(axis, around[0], part.shape[axis]).add_(part)
     return total
+
+
+def joined(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    """Returns parts that follow each other along an axis; one part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], axis)
 
 
 class Logits(NamedTuple):
@@ -212,11 +244,11 @@ def dot_error(
         per_reach += c.u_in if prescales != "qk" else 2 * c.u_in + c.u_in**2
     error = reach * per_reach
     if c.eta_dot:
-        error.add_(of_operands(x.q.abs(), x.k.abs()), alpha=t * c.eta_dot)
+        error.add_(of_operands(x.abs_q, x.abs_k), alpha=t * c.eta_dot)
     if prescales in ("q", "qk"):
-        error += c.eta_prescaled(prescales, t) * x.k.abs().sum(2).unsqueeze(1)
+        error += c.eta_prescaled(prescales, t) * x.abs_k.sum(2).unsqueeze(1)
     if prescales in ("k", "qk"):
-        error += c.eta_prescaled(prescales, t) * x.q.abs().sum(2).unsqueeze(2)
+        error += c.eta_prescaled(prescales, t) * x.abs_q.sum(2).unsqueeze(2)
     return error
 
 
@@ -225,7 +257,7 @@ def logits(
 ) -> Logits:
     """Returns the scores of a chunk and the error of their dots, softcap and added terms."""
     s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
-    reach = (x.q.abs() @ x.k.abs().mT).masked_fill_(x.hidden, 0.0)
+    reach = (x.abs_q @ x.abs_k.mT).masked_fill_(x.hidden, 0.0)
     error = dot_error(x, reach * sm_scale, sm_scale, c, numerics.prescales)
     slope, slope_error = None, None
     if softcap is not None:
@@ -335,7 +367,7 @@ def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bo
         here = slice(start, start + height)
         gaps = (v.unsqueeze(1) - out[:, here].unsqueeze(2)).abs_()
         parts.append((weights[:, here].unsqueeze(2) @ gaps).squeeze(2))
-    return torch.cat(parts, 1)
+    return joined(parts, 1)
 
 
 def softmax_additions(x: Chunk, scores: Scores, numerics: Numerics) -> torch.Tensor:
@@ -389,8 +421,7 @@ def forward_error(
     """
     scores = _scores(x, sm_scale, c, numerics, softcap)
     p, E, m, lse = scores.p, scores.error, scores.m, scores.lse
-    abs_v = x.v.abs()
-    out, out_terms = p @ x.v, p @ abs_v
+    out, out_terms = p @ x.v, p @ x.abs_v
     abs_out = out.abs()
     p_growth = p * E.expm1()
     p_grown = p + p_growth
@@ -411,7 +442,7 @@ def forward_error(
     if not numerics.p_normalised:
         lost *= (m - lse).add_(largest, alpha=2).exp_().clamp_(max=1.0)
     per_v = torch.addcmul(lost.unsqueeze(2), p_grown, rounding.unsqueeze(2) / Z)
-    core = spread / Z + per_v.masked_fill_(x.hidden, 0.0) @ abs_v
+    core = spread / Z + per_v.masked_fill_(x.hidden, 0.0) @ x.abs_v
     if c.eta_dot:
         core += c.eta_dot * p_grown.sum(2, keepdim=True) / Z
     if c.eta_op:

@@ -59,6 +59,7 @@ class RowMasks:
             self._lengths = mask.lengths(B, M, N)
             lengths = torch.tensor(self._lengths, dtype=torch.int64, device=device)
             self._rows, self._keys = lengths.view(2, B, 1, 1, 1).unbind()
+            self._ahead = self._keys - self._rows
             self._left, self._right = mask.window_left, mask.right
             if not mask.is_plain:
                 self._beyond = mask
@@ -92,11 +93,10 @@ class RowMasks:
         m = torch.arange(start, stop, device=self.device).view(-1, 1)
         n = torch.arange(keys.start, keys.stop, device=self.device)
         seen = (m < self._rows) & (n < self._keys)
-        position = m + (self._keys - self._rows)
         if self._left is not None:
-            seen = seen & (n >= position - self._left)
+            seen &= n >= m + (self._ahead - self._left)
         if self._right is not None:
-            seen = seen & (n <= position + self._right)
+            seen &= n <= m + (self._ahead + self._right)
         if self._beyond is not None and 0 not in self.shape:
             _, H, M, N = self.shape
             h = torch.arange(1 if self._beyond.uniform else H, device=self.device).view(-1, 1, 1)
@@ -205,15 +205,16 @@ def _rows_with_gradients(
     seen = seen.expand(B, H, M, N)
     # 1. Rows without a visible key and keys that none of these rows sees may hold NaN. They are
     #    replaced by 0 before any product, where 0 * NaN would be NaN.
-    live = seen.any(3, keepdim=True)
-    used = seen.any(2).view(B, Hk, H // Hk, N, 1).any(2)
-    q, dout = (torch.where(live, x.to(torch.float64), 0.0) for x in (q, dout))
-    k, v = (torch.where(used, x.to(torch.float64), 0.0) for x in (k, v))
+    hidden, dead = ~seen, ~seen.any(3, keepdim=True)
+    unused = ~seen.any(2).view(B, Hk, H // Hk, N, 1).any(2)
+    q, dout = (x.to(torch.float64).masked_fill(dead, 0.0) for x in (q, dout))
+    k, v = (x.to(torch.float64).masked_fill(unused, 0.0) for x in (k, v))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         # 2. Each query head reads the key/value head of its group.
         q, k, v = leaves
-        k, v = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
+        if H > Hk:
+            k, v = (x.repeat_interleave(H // Hk, dim=1) for x in (k, v))
         # 3. Scores. A row without a visible key gets zeros; its finite softmax is dropped below.
         scores_bhmn = q @ k.mT * sm_scale
         if softcap is not None:
@@ -223,25 +224,25 @@ def _rows_with_gradients(
             # A sink is one more key, whose value is 0.
             sinks_bhm1 = sinks_bhm.unsqueeze(3)
             scores_bhmn = torch.cat([scores_bhmn, sinks_bhm1], 3)
-            seen = torch.cat([seen, sinks_bhm1 > -math.inf], 3)
-            live = seen.any(3, keepdim=True)
-        scores_bhmn = torch.where(seen, scores_bhmn, torch.where(live, -math.inf, 0.0))
+            hidden = torch.cat([hidden, sinks_bhm1 == -math.inf], 3)
+            dead = hidden.all(3, keepdim=True)
+        scores_bhmn = scores_bhmn.masked_fill(hidden, -math.inf).masked_fill(dead, 0.0)
         # 4. Softmax, divided by its sum: exp(s - lse) would carry the rounding of lse, which grows
-        #    with |lse|, into every weight of the row. The second select excludes hidden pairs from
-        #    the gradient.
+        #    with |lse|, into every weight of the row. The fill excludes hidden pairs from the
+        #    gradient.
         m_bhm1 = scores_bhmn.detach().amax(3, keepdim=True)
         e_bhmn = torch.exp(scores_bhmn - m_bhm1)
         l_bhm1 = e_bhmn.sum(3, keepdim=True)
-        p_bhmn = torch.where(seen, e_bhmn / l_bhm1, 0.0)
+        p_bhmn = (e_bhmn / l_bhm1).masked_fill(hidden, 0.0)
         # 5. Output and gradients. The sum is written out so that the backward begins with an
         #    elementwise kernel: cuBLAS warns if it runs first in autograd's own thread.
         out = p_bhmn[:, :, :, :N] @ v
         loss = (out * dout).sum()
         if dlse is not None:
             # The row maximum is a constant in lse = m + log l: its contributions cancel.
-            loss = loss + torch.where(live, l_bhm1.log() * dlse.unsqueeze(3), 0.0).sum()
+            loss = loss + (l_bhm1.log() * dlse.unsqueeze(3)).masked_fill(dead, 0.0).sum()
         dq, dk, dv, *others = torch.autograd.grad(loss, [*leaves, *leaves_of_scores])
-    lse = torch.where(live, m_bhm1 + l_bhm1.detach().log(), -math.inf).squeeze(3)
+    lse = (m_bhm1 + l_bhm1.detach().log()).masked_fill(dead, -math.inf).squeeze(3)
     return Outputs(out.detach(), lse, dq, dk, dv), others
 
 

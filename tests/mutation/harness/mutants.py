@@ -17,14 +17,14 @@ _BOUNDS = (
         "test_bounds_agree test_error_model",
         (
             "the reach of dq cancels",
-            "dq_reach=abs_ds @ abs_k",
+            "dq_reach=grads.abs_ds @ x.abs_k",
             "dq_reach=grads.ds @ x.k",
             "test_error_model",
         ),
         (
             "dk is added of exact dS",
-            "dk_products=(grads.ds_reach.mT @ abs_q)",
-            "dk_products=(abs_ds.mT @ abs_q)",
+            "dk_products=(grads.reach.mT @ x.abs_q)",
+            "dk_products=(grads.abs_ds.mT @ x.abs_q)",
         ),
         (
             "dq is added without error",

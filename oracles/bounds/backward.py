@@ -215,34 +215,45 @@ def _score_grads(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> _ScoreG
     return _ScoreGrads(ds, abs_ds, e, abs_ds + e, capped)
 
 
-def _cast_ds(
-    x: Chunk, grads: _ScoreGrads, t: float, c: Constants, scaled: bool, cast: Format | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dS as an operand, and W, its error; with ``cast`` its rounding is replayed."""
-    if cast is None:
-        # dS loses eta if it underflows, or eta / scale if it is scaled before its cast.
-        lost = (c.eta_p + c.eta_op) * (1 + c.u_x) * (max(1.0, 1 / t) if scaled else 1.0)
-        error = torch.add(grads.error, grads.reach, alpha=c.u_cast).add_(lost)
-        return grads.ds, error.masked_fill_(x.hidden, 0.0)
-    factor = t if scaled else 1.0
-    error = grads.error
+class _Operands(NamedTuple):
+    """dS and the recomputed P as operands of dots, and their errors."""
+
+    ds: torch.Tensor
+    p: torch.Tensor
+    ds_errors: torch.Tensor  # W
+    p_errors: torch.Tensor
+
+
+def _bounded(x: Chunk, grads: _ScoreGrads, t: float, c: Constants, scaled: bool) -> _Operands:
+    """Returns the operands with bounds of their casts."""
+    of = grads.capped
+    # dS loses eta if it underflows, or eta / scale if it is scaled before its cast.
+    lost = (c.eta_p + c.eta_op) * (1 + c.u_x) * (max(1.0, 1 / t) if scaled else 1.0)
+    ds_errors = torch.add(grads.error, grads.reach, alpha=c.u_cast).add_(lost)
+    p_errors = torch.add(of.p_growth, of.p_grown, alpha=c.u_cast)
+    p_errors += (c.eta_p + c.ftz) * (1 + c.u_x)
+    for errors in (ds_errors, p_errors):
+        errors.masked_fill_(x.hidden, 0.0)
+    return _Operands(grads.ds, of.p, ds_errors, p_errors)
+
+
+def _replayed(
+    x: Chunk, grads: _ScoreGrads, t: float, c: Constants, scaled: bool, cast: Format
+) -> _Operands:
+    """Returns the operands with their casts replayed, both at once."""
+    ds, errors = grads.ds, grads.error
     if scaled:
-        error = error + 2 * c.u * grads.reach + c.eta_op / min(t, 1.0)
-    ds, error = cast.operand(grads.ds * factor, error * factor, c.eta_a)
-    return ds.div_(factor), error.div_(factor).masked_fill_(x.hidden, 0.0)
-
-
-def _cast_p(
-    x: Chunk, of: ScoreGradient, c: Constants, cast: Format | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the recomputed P as an operand, and its error, as ``_cast_ds`` does."""
-    p = of.p
-    if cast is None:
-        error = torch.add(of.p_growth, of.p_grown, alpha=c.u_cast)
-        error += (c.eta_p + c.ftz) * (1 + c.u_x)
-    else:
-        p, error = cast.operand(p, of.p_growth + c.ftz, c.eta_a)
-    return p, error.masked_fill_(x.hidden, 0.0)
+        errors = (errors + 2 * c.u * grads.reach).add_(c.eta_op / min(t, 1.0)).mul_(t)
+        ds = ds * t
+    both, errors = cast.operand(
+        torch.stack([ds, grads.capped.p]),
+        torch.stack([errors, grads.capped.p_growth + c.ftz]), c.eta_a,
+    )  # fmt: skip
+    errors.masked_fill_(x.hidden, 0.0)
+    if scaled:
+        for y in (both, errors):
+            y[0].div_(t)
+    return _Operands(*both, *errors)
 
 
 def backward_error(
@@ -292,8 +303,10 @@ def backward_error(
     """
     cast = cast_format(in_dtype, numerics) if in_dtype is not None else None
     grads = _score_grads(x, read, c, numerics.ds_from == "rounded")
-    ds, ds_errors = _cast_ds(x, grads, sm_scale, c, numerics.ds_scaled, cast)
-    p, p_errors = _cast_p(x, grads.capped, c, cast)
+    ds, p, ds_errors, p_errors = (
+        _bounded(x, grads, sm_scale, c, numerics.ds_scaled) if cast is None
+        else _replayed(x, grads, sm_scale, c, numerics.ds_scaled, cast)
+    )  # fmt: skip
     p_grown = grads.capped.p_grown
     # The dot of the other operand's gradient reads a prescaled operand again, still rounded. Its
     # underflow does not scale with its size: eta per product.

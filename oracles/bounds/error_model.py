@@ -156,7 +156,9 @@ def gather(
 
 def _finish(bound: torch.Tensor, value: torch.Tensor, u: float, eta: float) -> torch.Tensor:
     """Adds the last rounding to a bound: B + u (|value| + B) + eta."""
-    return torch.add(bound, value.abs().add_(bound), alpha=u).add_(eta)
+    if u:
+        bound = torch.add(bound, value.abs().add_(bound), alpha=u)
+    return bound + eta
 
 
 def _store(

@@ -26,6 +26,7 @@ __all__ = [
     "nearest",
     "operand_format",
     "running_sums",
+    "spacing",
     "stored_format",
 ]
 
@@ -55,12 +56,12 @@ class Format:
         """Returns float64 values rounded to the format."""
         if self.how == "nearest":
             return nearest(x, self.u, self.smallest)
-        spacing = _spacing(x, self.u, self.smallest)
-        units = x / spacing
+        unit = spacing(x, self.u, self.smallest)
+        units = x / unit
         whole = units.trunc()
         if self.how == "nearest_away":
             whole += torch.where((units - whole).abs() >= 0.5, units.sign(), 0.0)
-        return whole.mul_(spacing)
+        return whole.mul_(unit)
 
     def between(self, x: torch.Tensor, e: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the middle and half the width of what values within e of x are rounded to."""
@@ -124,8 +125,8 @@ def cast_format(in_dtype: str, numerics: Numerics) -> Format | None:
     return _FORMATS.get(in_dtype)
 
 
-def _spacing(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
-    """Returns the distance of neighbours in a format around each value."""
+def spacing(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
+    """Returns the distance of neighbours in a format around each float64 value."""
     power = (x.view(torch.int64) & _EXPONENT).view(torch.float64)
     return power.mul_(2 * u).clamp_(min=smallest)
 
@@ -138,8 +139,8 @@ def nearest(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
         u: Unit roundoff of the format.
         smallest: Spacing of the format's subnormal numbers.
     """
-    spacing = _spacing(x, u, smallest)
-    return (x / spacing).round_().mul_(spacing)
+    unit = spacing(x, u, smallest)
+    return (x / unit).round_().mul_(unit)
 
 
 def additions(terms: int, tile: int) -> float:

@@ -17,6 +17,7 @@ import torch
 
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.forward import added_up
+from fa_verify.oracles.bounds.replay import spacing
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.oracles.reference.softcap import capped, slope
@@ -101,9 +102,8 @@ def rounding(x: torch.Tensor, u: float, eta: float) -> torch.Tensor:
         u: Unit roundoff of the format.
         eta: Half the spacing of the format's subnormal numbers.
     """
-    power = x / torch.frexp(x).mantissa  # the first power of two beyond |x|
-    half_spacing = (power * (u / 2)).clamp(min=eta)
-    return torch.where(x == 0, 0.0, half_spacing.square() / 3)
+    half_spacing = spacing(x, u / 2, eta)
+    return half_spacing.square_().div_(3).masked_fill_(x == 0, 0.0)
 
 
 def _gather(

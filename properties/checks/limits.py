@@ -6,7 +6,6 @@ sum of many terms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from fa_verify.oracles.bounds.variance import rounding
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.backward import forward_read
-from fa_verify.properties.comparison.compare import Finding, ratios
+from fa_verify.properties.comparison.compare import Finding, ratios, worst
 from fa_verify.properties.execution.trial import Trial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
@@ -131,26 +130,30 @@ def outside(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
 
 def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     """Check every element."""
-    findings = []
+    judged = []
     for name, spread in spreads.items():
         value, limit, stored = spread.value, spread.limit, _stored(trial, name)
         if stored is None:
-            limit = limit + _U * (value.abs() + limit)
+            limit = torch.add(limit, value.abs() + limit, alpha=_U)
         else:
             value, limit = stored.between(value, limit)
         got = _got(trial, name)
         if name == "lse":
             got, value, limit = (x.squeeze(3) for x in (got, value, limit))
-        ratio = ratios(got, value, limit)
-        bad = ratio > 1
-        if bool(bad.any()):
-            found = Finding.at(
-                bad, ratio, guarantee="limit of elements", claim=_OUTSIDE.format(_given(name)),
-                subject=trial.subject, problem=trial.problem, output=name, got=got, want=value,
-                bound=limit,
-            )  # fmt: skip
-            findings.append(found)
-    return findings
+        judged.append((name, got, value, limit, ratios(got, value, limit)))
+    if not judged:
+        return []
+    # Synchronise with the GPU once for all outputs.
+    largest = worst(*(ratio for *_, ratio in judged))
+    return [
+        Finding.at(
+            ratio > 1, ratio, guarantee="limit of elements", claim=_OUTSIDE.format(_given(name)),
+            subject=trial.subject, problem=trial.problem, output=name, got=got, want=value,
+            bound=limit,
+        )
+        for (name, got, value, limit, ratio), peak in zip(judged, largest, strict=True)
+        if peak > 1
+    ]  # fmt: skip
 
 
 def _stored(trial: Trial, name: str) -> Format | None:
@@ -168,28 +171,38 @@ def _got(trial: Trial, name: str) -> torch.Tensor:
 
 def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     """Check the sums; one finding for each output."""
+    of_outputs = {name: _factors(trial, name, spread) for name, spread in spreads.items()}
+    if not of_outputs:
+        return []
+    # Synchronise with the GPU once for all outputs.
+    numbers = torch.stack([x for factors in of_outputs.values() for x in _judged(factors)]).tolist()
     findings = []
-    for name, spread in spreads.items():
-        factors = list(_factors(trial, name, spread))
-        worst = [_worst(trial, name, *of) for of in factors]
-        found = [x for x in worst if x is not None]
-        if not found and name in _ALONE:
-            findings += _mean_square(trial, name, factors[-1])
-        if found:
+    for at, (name, factors) in enumerate(of_outputs.items()):
+        bad, samples, squares = numbers[3 * at : 3 * at + 3]
+        if bad:
+            of_units = (_worst(trial, name, unit, factors) for unit in factors.shapes)
+            found = [x for x in of_units if x is not None]
             # The unit that the fault covers exceeds its limit the most.
             findings.append(max(found, key=lambda x: abs(x.got - x.want) / max(x.bound, 1e-300)))
+        elif name in _ALONE:
+            findings += _mean_square(trial, name, int(samples), squares)
     return findings
 
 
-def _mean_square(trial: Trial, name: str, rows: _Factors) -> list[Finding]:
+def _judged(factors: _Factors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the number of bad factors, that of rows that count, and the sum of their squares."""
+    bad = _limits(*factors[:3])[1] > 1
+    factor, spread, systematic = factors.of("row")
+    beyond = (factor.abs() - systematic).clamp_(min=0).div_(spread).masked_fill_(spread == 0, 0.0)
+    return bad.sum(), (spread > 0).sum(), beyond.square_().sum()
+
+
+def _mean_square(trial: Trial, name: str, samples: int, squares: float) -> list[Finding]:
     """Check the mean square of the rows' factors, in units of their standard deviations.
 
     Faults that enlarge some rows and shrink others move no other sum.
     """
-    counted = rows.spread > 0
-    samples = int(counted.sum())
-    beyond = (rows.factor.abs() - rows.systematic).clamp(min=0) / rows.spread
-    mean = float(beyond[counted].square().sum()) / max(samples, 1)
+    mean = squares / max(samples, 1)
     share = DEVIATIONS**2 / 2 / max(samples, 1)
     limit = 1 + 2 * share**0.5 + 2 * share  # Laurent and Massart 2000, lemma 1
     if not mean > limit:  # NaN is found in rows
@@ -217,62 +230,76 @@ def _errors(
     # The last rounding is known but near a tie, or uniform.
     uniform = rounding(spread.value, stored.u, stored.smallest / 2)
     middle, half = stored.between(spread.value, spread.limit)
-    known = half.square() <= 3 * uniform
-    error = torch.where(known | spread.peaked, got - middle, got - spread.value)
-    last = torch.where(known, half.square(), uniform).masked_fill(spread.peaked, 0.0)
-    return error, last, spread.along + half.masked_fill(~spread.peaked, 0.0)
+    squared = half.square()
+    known = squared <= 3 * uniform
+    error = got - torch.where(known | spread.peaked, middle, spread.value)
+    last = torch.where(known, squared, uniform).masked_fill_(spread.peaked, 0.0)
+    return error, last, spread.along + half.masked_fill_(~spread.peaked, 0.0)
 
 
 class _Factors(NamedTuple):
-    """Factors of an output, minus 1, (B, heads, units).
+    """Factors of an output, of its tiles and of its rows, minus 1, in one row.
 
     Args:
-        unit: "output", "tile" or "row".
         factor: The factors.
         spread: The standard deviations of their random errors; 0 where a unit has no factor.
         systematic: Their largest systematic errors.
+        shapes: The kinds of units, "output", "tile" and "row", and their numbers (B, heads, n).
     """
 
-    unit: str
     factor: torch.Tensor
     spread: torch.Tensor
     systematic: torch.Tensor
+    shapes: dict[str, torch.Size]
+
+    def of(self, unit: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the factors of a kind of units, their spreads and their systematic errors."""
+        place, sizes = [*self.shapes].index(unit), [shape.numel() for shape in self.shapes.values()]
+        factor, spread, systematic = (
+            x.split(sizes)[place].view(self.shapes[unit]) for x in self[:3]
+        )
+        return factor, spread, systematic
 
 
-def _factors(trial: Trial, name: str, spread: Spread) -> Iterator[_Factors]:
-    """Yield the factors of the whole output, of its tiles and of its rows.
-
-    Those of lse are mean errors.
-    """
-    want = trial.want.lse.isfinite().double().unsqueeze(3)
-    if name != "lse":
+def _factors(trial: Trial, name: str, spread: Spread) -> _Factors:
+    """Return the factors of an output; those of lse are mean errors."""
+    if name == "lse":
+        want = (trial.want.lse != -torch.inf).double().unsqueeze(3)
+    else:
         want = _weight(getattr(trial.want, name))
     error, last, along = _errors(trial, name, spread)
-    alone = spread.alone + spread.across.square() + last
+    squares, alone = want.square(), spread.alone + spread.across.square() + last
     # (terms, B, heads, rows): sums over the columns, signed for errors in known directions.
     sums = torch.stack([
-        (want * error).sum(3), want.square().sum(3),
-        spread.of_sums + (want.square() * alone).sum(3), spread.shared.sqrt(),
-        (want.abs() * along).sum(3), *(want * spread.shapes).sum(4),
+        (want * error).sum(3), squares.sum(3), spread.of_sums + (squares * alone).sum(3),
+        spread.shared.sqrt(), (want.abs() * along).sum(3), *(want * spread.shapes).sum(4),
     ])  # fmt: skip
     whole = sums.sum((1, 2, 3), keepdim=True)
     short = -sums.shape[3] % TILE
     tiles = torch.nn.functional.pad(sums, (0, short)).unflatten(3, (-1, TILE)).sum(4)
-    for unit, of in (("output", whole), ("tile", tiles), ("row", sums)):
-        found, weight, variance, shared, along = of[:5]
-        random, systematic = (variance + shared.square()).sqrt(), along + of[5:].abs().sum(0)
-        # A row without a visible pair is exactly 0.
-        weight = torch.where(weight > 0, weight, torch.inf)
-        yield _Factors(unit, *(x / weight for x in (found, random, systematic)))
+    units = {"output": whole, "tile": tiles, "row": sums}
+    of = torch.cat([x.flatten(1) for x in units.values()], 1)
+    found, weight, variance, shared, along = of[:5]
+    random, systematic = (variance + shared.square()).sqrt(), along + of[5:].abs().sum(0)
+    # A row without a visible pair is exactly 0.
+    weight = weight.masked_fill(weight == 0, torch.inf)
+    found, random, systematic = torch.stack([found, random, systematic]) / weight
+    return _Factors(found, random, systematic, {unit: x.shape[1:] for unit, x in units.items()})
 
 
-def _worst(
-    trial: Trial, name: str, unit: str, factor: torch.Tensor, spread: torch.Tensor,
-    systematic: torch.Tensor,
-) -> Finding | None:  # fmt: skip
-    """Return a finding at the factor that is furthest beyond its limit."""
-    limit = DEVIATIONS * spread + systematic
-    ratio = torch.where(factor.isnan(), torch.inf, factor.abs() / limit.clamp(min=1e-300))
+def _limits(
+    factor: torch.Tensor, spread: torch.Tensor, systematic: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the limits of factors, and the factors in units of them; NaN is infinite."""
+    limit = torch.add(systematic, spread, alpha=DEVIATIONS)
+    size = factor.abs().nan_to_num_(torch.inf, torch.inf)
+    return limit, size / limit.clamp(min=1e-300)
+
+
+def _worst(trial: Trial, name: str, unit: str, factors: _Factors) -> Finding | None:
+    """Return a finding at the factor of a kind of units that is furthest beyond its limit."""
+    factor, spread, systematic = factors.of(unit)
+    limit, ratio = _limits(factor, spread, systematic)
     bad = ratio > 1
     if not bool(bad.any()):
         return None

@@ -263,8 +263,8 @@ _CHECKS = (
         ),
         (
             "a tile is a row",
-            'for unit, of in (("output", whole), ("tile", tiles)',
-            'for unit, of in (("output", whole), ("tile", sums)',
+            '"output": whole, "tile": tiles,',
+            '"output": whole, "tile": sums,',
         ),
         (
             "values of one sign are judged",

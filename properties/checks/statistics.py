@@ -62,15 +62,17 @@ class _Errors:
     Args:
         name: Name of the output.
         z: (rows, D or Dv): the errors in the rows (dk and dv: keys) that count; NaN stays NaN.
-        toward: ``z`` times the sign of the true value, so that negative is toward zero.
-        drift: Largest mean of ``toward`` for a correct kernel, same shape.
+        want: The true values, same shape.
+        spread: The predicted spreads, same shape.
+        terms: (rows, 1): the number of terms of a row.
         places: (rows, 3): batch entry, head and row of each.
     """
 
     name: str
     z: torch.Tensor
-    toward: torch.Tensor
-    drift: torch.Tensor
+    want: torch.Tensor
+    spread: torch.Tensor
+    terms: torch.Tensor
     places: torch.Tensor
 
 
@@ -150,13 +152,18 @@ def _mean_square(trial: Trial, errors: _Errors) -> list[Finding]:
 
 def _mean(trial: Trial, errors: _Errors) -> list[Finding]:
     """Check ``bias`` for one output."""
-    rows = errors.toward.mean(1)
-    if len(rows) < _FEWEST_ROWS:
+    if len(errors.z) < _FEWEST_ROWS:
         return []
+    # Negative is toward zero.
+    rows = (errors.z * errors.want.sign()).mean(1)
+    c = constants(trial.problem.dtype, trial.subject.numerics_of(trial.problem))
+    additions = errors.terms / _PRODUCTS + 8
+    # The largest mean of a correct kernel.
+    drift = 2 * c.h * c.u * additions * errors.want.abs() / errors.spread + 2 * c.u_in
+    mean, variance, largest = torch.stack([rows.mean(), rows.var(), drift.mean()]).tolist()
     # At least the spread of independent errors, in case the rows agree by chance.
-    spread = math.sqrt(max(float(rows.var()), 1 / errors.z.shape[1]))
-    limit = spread * math.sqrt(2 * SLACK * RARE / len(rows)) + float(errors.drift.mean())
-    mean = float(rows.mean())
+    spread = math.sqrt(max(variance, 1 / errors.z.shape[1]))
+    limit = spread * math.sqrt(2 * SLACK * RARE / len(rows)) + largest
     if abs(mean) <= limit:
         return []
     claim = "has one-sided errors, by the mean of error/spread away from zero"
@@ -169,22 +176,18 @@ def _errors(trial: Trial) -> Iterator[_Errors]:
     if not is_valid(problem):
         return
     variance = trial.variances
-    c = constants(problem.dtype, trial.subject.numerics_of(problem))
-    for name, terms in (
-        ("out", variance.keys_seen),
-        ("dq", variance.keys_seen),
-        ("dk", variance.rows_seen),
-        ("dv", variance.rows_seen),
-    ):
-        counted = terms >= FEWEST
-        got, want = getattr(trial.got, name), getattr(trial.want, name)[counted]
-        if got is None or not counted.any():
-            continue
-        spread = getattr(variance, name)[counted].sqrt()
-        z = (got[counted].to(torch.float64) - want) / spread
-        additions = terms[counted].unsqueeze(1) / _PRODUCTS + 8
-        drift = 2 * c.h * c.u * additions * want.abs() / spread + 2 * c.u_in
-        yield _Errors(name, z, z * want.sign(), drift, counted.nonzero())
+    for names, terms in ((("out", "dq"), variance.keys_seen), (("dk", "dv"), variance.rows_seen)):
+        # A GPU is waited for here, but not for elements at places that are known.
+        places = (terms >= FEWEST).nonzero()
+        counted = places.unbind(1)
+        for name in names:
+            got = getattr(trial.got, name)
+            if got is None or not len(places):
+                continue
+            want = getattr(trial.want, name)[counted]
+            spread = getattr(variance, name)[counted].sqrt()
+            z = (got[counted].to(torch.float64) - want) / spread
+            yield _Errors(name, z, want, spread, terms[counted].unsqueeze(1), places)
 
 
 def _finding(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fa_verify.oracles.bounds.constants import Constants
-from fa_verify.oracles.bounds.forward import Chunk, Forward, added_up, of_operands
+from fa_verify.oracles.bounds.forward import Chunk, Forward, add_of_operands, added_up
 from fa_verify.oracles.bounds.replay import (
     SEGMENT,
     Format,
@@ -144,7 +144,7 @@ def read_of(fwd: Forward, c: Constants) -> Read:
     """Returns the true results of the forward pass, with F = E + B_lse + 3u (|s| + |L|) + u_exp."""
     scores = fwd.scores
     per_row = torch.add(fwd.lse_bound, scores.lse.abs(), alpha=3 * c.u).add_(c.u_exp)
-    exponent_error = torch.add(scores.error, scores.s.abs(), alpha=3 * c.u)
+    exponent_error = torch.add(scores.error, scores.size, alpha=3 * c.u)
     exponent_error += per_row.unsqueeze(2)
     return Read(
         scores.p, exponent_error, fwd.out, fwd.out_bound, scores.tiles, scores.slope,
@@ -188,13 +188,15 @@ def score_gradient(x: Chunk, read: Read, c: Constants, p_rounded: bool) -> Score
     # 4. dS, its error e before the cast, and W after it.
     gap = dp - delta
     ds = p * gap
-    flushed = dp.abs_().add_(delta.abs())  # |dP| + |D|
-    subtrahends = torch.add(delta_error + c.eta_op, dp_reach, alpha=c.short_dot(columns))
-    if c.eta_dot:
-        subtrahends.add_(of_operands(x.abs_dout, x.abs_v), alpha=c.eta_dot)
-    gap_error = torch.add(subtrahends, flushed + subtrahends, alpha=3 * c.u)
+    abs_dp, abs_delta, grown = dp.abs_(), delta.abs(), 1 + 3 * c.u
+    # A + dD + 3u (|dP| + |D| + A + dD), where A is the error of dP and dD that of delta.
+    gap_error = add_of_operands(
+        dp_reach * (c.short_dot(columns) * grown), x.abs_dout, x.abs_v, c.eta_dot * grown
+    )
+    gap_error.add_(abs_dp, alpha=3 * c.u)
+    gap_error.add_((delta_error + c.eta_op) * grown + 3 * c.u * abs_delta)
     e = gap_error * p_grown
-    e.addcmul_(p_growth, gap.abs_()).add_(flushed.add_(1.0), alpha=c.ftz)
+    e.addcmul_(p_growth, gap.abs_()).add_(abs_dp, alpha=c.ftz).add_(c.ftz * (1 + abs_delta))
     if p_rounded:
         e.addcmul_(p_grown * c.u_p + c.eta_p, gap_error.add_(gap))
     e.masked_fill_(x.hidden, 0.0)

@@ -23,14 +23,14 @@ __all__ = [
     "Logits",
     "Scores",
     "Sink",
+    "add_of_operands",
     "added_up",
-    "dot_error",
     "forward_error",
     "joined",
     "live_tiles",
     "logits",
-    "of_operands",
     "put_off",
+    "scored",
     "softmax_additions",
 ]
 
@@ -132,6 +132,7 @@ class Logits(NamedTuple):
     error: torch.Tensor  # the error of dots, prescaling, softcap and added terms, without 5u |s|
     slope: torch.Tensor | None  # ds / d(sm_scale q.k); None if it is 1 everywhere
     slope_error: torch.Tensor | None  # the largest error of a kernel's slope
+    size: torch.Tensor  # |s|
     parts: torch.Tensor  # |s|, or the sum of its |terms|
 
 
@@ -149,6 +150,7 @@ class Scores(NamedTuple):
     reach: torch.Tensor  # |q|.|k|, unscaled
     p: torch.Tensor
     error: torch.Tensor  # E
+    of_rows: torch.Tensor  # 3u (m + r) + (1 + R) u_exp, (Z, R, 1) or of pairs: a part of E
     m: torch.Tensor  # (Z, R), 0 on blank rows, like lse and log_l; sinks count
     lse: torch.Tensor
     log_l: torch.Tensor
@@ -157,6 +159,7 @@ class Scores(NamedTuple):
     visits: torch.Tensor  # T, and 1 for a sink
     slope: torch.Tensor | None  # (Z, R, N): of s by sm_scale q.k; None if it is 1 everywhere
     slope_error: torch.Tensor | None  # the largest error of a kernel's slope
+    size: torch.Tensor  # |s|
     parts: torch.Tensor  # |s|, or the sum of its |terms|
     sink: Sink | None  # None if no row has one
 
@@ -222,29 +225,36 @@ def _tiles_above(
     return above.masked_fill_(~live_tiles, 0).to(torch.float64)
 
 
-def of_operands(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns sum |a| + sum |b| for the dots of two sets of rows, or 0 where either is 0.
+def add_of_operands(
+    error: torch.Tensor, a: torch.Tensor, b: torch.Tensor, eta: float
+) -> torch.Tensor:
+    """Adds the error of subnormal operands to that of the dots of two sets of rows, in place.
 
-    eta_x times it is the error of subnormal operands. A product with 0 is exact.
+    It is eta (sum |a| + sum |b|), or 0 where either sum is 0: a product with 0 is exact.
 
     Args:
+        error: (Z, R, N).
         a: (Z, R, D), absolute values.
         b: (Z, N, D), absolute values.
+        eta: The error of an operand, per unit of the other one.
     """
-    of_a, of_b = a.sum(2, keepdim=True), b.sum(2).unsqueeze(1)
-    return (of_a + of_b).mul_(torch.logical_and(of_a, of_b))
+    if not eta:
+        return error
+    of_a, of_b = a.sum(2, keepdim=True), b.sum(2, keepdim=True)
+    there_a, there_b = (x.sign() for x in (of_a, of_b))
+    # A product of two columns by two rows, which takes one pass over the pairs.
+    left, right = torch.cat([of_a, there_a], 2), torch.cat([there_b, of_b], 2)
+    return error.baddbmm_(left, right.mT, alpha=eta)
 
 
-def dot_error(
+def _dot_error(
     x: Chunk, reach: torch.Tensor, t: float, c: Constants, prescales: str
 ) -> torch.Tensor:
-    """Returns the error of the dots of q and k, times t, on all pairs; ``reach`` is t |q|.|k|."""
+    """Returns the error of the dots of q and k, times t, on all pairs; ``reach`` is |q|.|k|."""
     per_reach = c.short_dot(x.q.shape[2]) + 5 * c.u * c.u_dot
     if prescales != "none":
         per_reach += c.u_in if prescales != "qk" else 2 * c.u_in + c.u_in**2
-    error = reach * per_reach
-    if c.eta_dot:
-        error.add_(of_operands(x.abs_q, x.abs_k), alpha=t * c.eta_dot)
+    error = add_of_operands(reach * (t * per_reach), x.abs_q, x.abs_k, t * c.eta_dot)
     if prescales in ("q", "qk"):
         error += c.eta_prescaled(prescales, t) * x.abs_k.sum(2).unsqueeze(1)
     if prescales in ("k", "qk"):
@@ -256,17 +266,18 @@ def logits(
     x: Chunk, sm_scale: float, c: Constants, numerics: Numerics, softcap: float | None
 ) -> Logits:
     """Returns the scores of a chunk and the error of their dots, softcap and added terms."""
-    s = (x.q @ x.k.mT).mul_(sm_scale).masked_fill_(x.hidden, 0.0)
+    s = ((x.q * sm_scale) @ x.k.mT).masked_fill_(x.hidden, 0.0)
     reach = (x.abs_q @ x.abs_k.mT).masked_fill_(x.hidden, 0.0)
-    error = dot_error(x, reach * sm_scale, sm_scale, c, numerics.prescales)
+    error = _dot_error(x, reach, sm_scale, c, numerics.prescales)
     slope, slope_error = None, None
     if softcap is not None:
         s, error, slope, slope_error = cap_error(s, error, softcap, c)
-    parts = s.abs()
+    size = parts = s.abs()
     if x.added:
         s, parts = sum(x.added, s), sum(map(torch.abs, x.added), parts)
+        size = s.abs()
         error = error + (3 + len(x.added)) * c.u * parts
-    return Logits(s, reach, error, slope, slope_error, parts)
+    return Logits(s, reach, error, slope, slope_error, size, parts)
 
 
 def live_tiles(x: Chunk, block_n: int) -> torch.Tensor:
@@ -282,10 +293,12 @@ def put_off(tiles: torch.Tensor, numerics: Numerics) -> torch.Tensor:
     return numerics.rescale_threshold * math.log(2) * (tiles > 1).to(tiles.dtype)
 
 
-def _scores(
+def scored(
     x: Chunk, sm_scale: float, c: Constants, numerics: Numerics, softcap: float | None
 ) -> Scores:
-    """Softmax of a chunk, and E = (g + ud) A0 + 5u |s| + 3u (|s - m| + r) + (1 + R) u_exp.
+    """Returns the softmax of a chunk and the error E of its scores::
+
+        E = (g + ud) A0 + 5u |s| + 3u (|s - m| + r) + (1 + R) u_exp
 
     Subnormal operands add t eta_x (sum |q| + sum |k|) on tensor cores. A softcap contracts
     the terms before 5u |s| and adds its own roundings; see ``cap_error``. If n terms are added to
@@ -304,20 +317,20 @@ def _scores(
     takes it first or last, or in any split, which is one more rescale of the keys at most.
     """
     # 1. Scores and their reach |q|.|k|.
-    s, reach, error, slope, slope_error, parts = logits(x, sm_scale, c, numerics, softcap)
+    s, reach, error, slope, slope_error, size, parts = logits(x, sm_scale, c, numerics, softcap)
     # 2. Maxima of tiles and rows: -inf for a hidden tile, 0 for an empty row.
     short = -s.shape[2] % numerics.block_n
     tiled = (*s.shape[:2], -1, numerics.block_n)
-    visible_s = pad(s.masked_fill(x.hidden, -math.inf), (0, short), value=-math.inf)
-    tile_max = visible_s.view(tiled).amax(3)
+    visible_s = torch.where(x.hidden, -math.inf, s)
+    whole_tiles = pad(visible_s, (0, short), value=-math.inf) if short else visible_s
+    tile_max = whole_tiles.view(tiled).amax(3)
     live = live_tiles(x, numerics.block_n)
     m = tile_max.amax(2)
     if x.sink is not None:
         m = torch.maximum(m, x.sink)
     m = m.masked_fill_(x.blank, 0.0)
     # 3. Softmax.
-    below = s - m.unsqueeze(2)
-    p = below.exp().masked_fill_(x.hidden, 0.0)
+    p = (visible_s - m.unsqueeze(2)).exp_()
     l_sum = p.sum(2)
     if x.sink is not None:
         p_sink = (x.sink - m).exp_()
@@ -326,12 +339,12 @@ def _scores(
     p /= l_sum.unsqueeze(2)
     log_l = l_sum.log()
     # 4. The scores' error, including the changes of the running maximum.
-    error.add_(below.abs_(), alpha=3 * c.u).add_(s.abs(), alpha=5 * c.u).add_(c.u_exp)
     tiles = live.sum(2, dtype=torch.float64)
     visits = tiles if x.sink is None else tiles + x.sink_there
     lag = put_off(visits, numerics)
-    if numerics.rescale_threshold:
-        error.add_(lag.unsqueeze(2), alpha=3 * c.u)
+    of_rows = (3 * c.u * (m + lag) + c.u_exp).unsqueeze(2)
+    # No visible score exceeds m: |s - m| is m - s.
+    error.add_(size, alpha=5 * c.u).sub_(s, alpha=3 * c.u).add_(of_rows)
     error.masked_fill_(x.hidden, 0.0)
     largest, sink = error.amax(2), None
     if x.sink is not None:
@@ -349,16 +362,16 @@ def _scores(
         changes = _rescales(tile_max, live, slack, numerics.splits).unsqueeze(2)
     if x.sink is not None:
         changes = changes + x.sink_there.unsqueeze(2)
-    error.add_(changes, alpha=c.u_exp).masked_fill_(x.hidden, 0.0)
+    of_changes = changes * c.u_exp
+    error.add_(of_changes).masked_fill_(x.hidden, 0.0)
     return Scores(
-        s, reach, p, error, m, m + log_l, log_l, lag, tiles, visits, slope, slope_error, parts, sink
-    )
+        s, reach, p, error, of_rows + of_changes, m, m + log_l, log_l, lag, tiles, visits, slope,
+        slope_error, size, parts, sink,
+    )  # fmt: skip
 
 
-def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor, exact: bool) -> torch.Tensor:
-    """Returns sum_n weights |v - out|, exact element by element or bounded by |v| + |out|."""
-    if not exact:
-        return weights @ v.abs() + weights.sum(2, keepdim=True) * out.abs()
+def _spread(weights: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Returns sum_n weights |v - out|."""
     Z, R, N = weights.shape
     most = _GAPS_CUDA if v.is_cuda else _GAPS
     height = max(1, most // (Z * N * v.shape[2]))
@@ -419,19 +432,22 @@ def forward_error(
 
     Source: Blanchard, Higham, Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.
     """
-    scores = _scores(x, sm_scale, c, numerics, softcap)
+    scores = scored(x, sm_scale, c, numerics, softcap)
     p, E, m, lse = scores.p, scores.error, scores.m, scores.lse
     out, out_terms = p @ x.v, p @ x.abs_v
     abs_out = out.abs()
-    p_growth = p * E.expm1()
-    p_grown = p + p_growth
-    spread = _spread(p_growth, x.v, out, exact_spread)
-    Z, growth, largest = (p * (-E).exp_()).sum(2), p_growth.sum(2), E.amax(2)
+    p_growth = E.expm1().mul_(p)
+    growth, growth_of_terms = p_growth.sum(2), p_growth @ x.abs_v
+    if exact_spread:
+        spread = _spread(p_growth, x.v, out)
+    else:
+        spread = torch.addcmul(growth_of_terms, growth.unsqueeze(2), abs_out)
+    Z, of_sum, largest = (p / E.exp()).sum(2), growth, E.amax(2)
     if scores.sink is not None:
         sink_growth = scores.sink.p * scores.sink.error.expm1()
         spread += sink_growth.unsqueeze(2) * abs_out
         Z += scores.sink.p * (-scores.sink.error).exp()
-        growth += sink_growth
+        of_sum = growth + sink_growth
         largest = torch.maximum(largest, scores.sink.error)
     Z = Z.masked_fill_(x.blank, 1.0).unsqueeze(2)
     # Rounding of P and accumulation, and underflow in P or its products.
@@ -441,10 +457,10 @@ def forward_error(
     lost = torch.full_like(m, c.eta_p + c.ftz)
     if not numerics.p_normalised:
         lost *= (m - lse).add_(largest, alpha=2).exp_().clamp_(max=1.0)
-    per_v = torch.addcmul(lost.unsqueeze(2), p_grown, rounding.unsqueeze(2) / Z)
-    core = spread / Z + per_v.masked_fill_(x.hidden, 0.0) @ x.abs_v
+    core = torch.addcmul(spread, rounding.unsqueeze(2), out_terms + growth_of_terms).div_(Z)
+    core.addcmul_(lost.unsqueeze(2), x.seen.to(x.v.dtype) @ x.abs_v)
     if c.eta_dot:
-        core += c.eta_dot * p_grown.sum(2, keepdim=True) / Z
+        core += c.eta_dot * (p.sum(2) + growth).unsqueeze(2) / Z
     if c.eta_op:
         steps = scores.visits + 1
         if numerics.splits > 1:
@@ -457,7 +473,7 @@ def forward_error(
     core = torch.addcmul(core, (gamma_l + 4 * c.u).unsqueeze(2), abs_out + core)
     out_bound = torch.add(core, abs_out + core, alpha=c.u_in).add_(c.eta_in)
     # log(sum p exp(E)), since p sums to 1; log1p keeps its digits if E is tiny.
-    lse_bound = growth.log1p_().add_(gamma_l)
+    lse_bound = of_sum.log1p().add_(gamma_l)
     lse_bound.add_(1 + scores.log_l.abs() + scores.lag, alpha=c.u_log)
     lse_bound.add_(torch.maximum(m.abs(), lse.abs()).add_(scores.lag), alpha=4 * c.u)
     return Forward(scores, out, out_terms, out_bound, lse_bound)

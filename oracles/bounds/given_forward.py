@@ -141,12 +141,12 @@ def read_given(
         assert fwd is not None
         read = read_of(fwd, c)
         return read._replace(out=out, out_bound=out_bound, dlse_roundings=_DLSE_ROUNDINGS)
-    s, _, error, slope, slope_error, _ = logits(x, sm_scale, c, numerics, softcap)
+    s, _, error, slope, slope_error, size, _ = logits(x, sm_scale, c, numerics, softcap)
     lse = given.lse.to(torch.float64).reshape(Z, R).masked_fill(x.empty, 0.0)
     tiles = live_tiles(x, numerics.block_n).sum(2, dtype=torch.float64)
     p = (s - lse.unsqueeze(2)).exp_().masked_fill_(x.hidden, 0.0)
     per_row = row_error(x, s, lse, c, numerics, tiles).unsqueeze(2)
-    exponent_error = error.add_(s.abs(), alpha=5 * c.u).add_(per_row)
+    exponent_error = error.add_(size, alpha=5 * c.u).add_(per_row)
     return Read(p, exponent_error, out, out_bound, tiles, slope, slope_error, _DLSE_ROUNDINGS)
 
 

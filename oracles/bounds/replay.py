@@ -25,15 +25,14 @@ __all__ = [
     "lost_of_running",
     "nearest",
     "operand_format",
+    "power_of_two",
     "running_sums",
-    "spacing",
     "stored_format",
 ]
 
-# The bits of a float64 exponent. Alone, they are the largest power of two up to |x|.
-_EXPONENT = 0x7FF << 52
 # Rows or keys between two running sums. The tiles of a kernel are at most as wide.
 SEGMENT = 256
+_EXPONENT = 0x7FF << 52  # the bits of a float64 number that hold its exponent
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Format:
         """Returns float64 values rounded to the format."""
         if self.how == "nearest":
             return nearest(x, self.u, self.smallest)
-        unit = spacing(x, self.u, self.smallest)
+        unit = _spacing(x, self.u, self.smallest)
         units = x / unit
         whole = units.trunc()
         if self.how == "nearest_away":
@@ -85,7 +84,7 @@ class Format:
         """
         middle, width = self.between(x, e)
         size = middle.abs()
-        subnormal = (size - width < self.smallest / (2 * self.u)) & torch.logical_or(size, width)
+        subnormal = (size - width < self.smallest / (2 * self.u)) & size.logical_or(width)
         return middle, width.add_(subnormal, alpha=eta_a)
 
 
@@ -125,10 +124,14 @@ def cast_format(in_dtype: str, numerics: Numerics) -> Format | None:
     return _FORMATS.get(in_dtype)
 
 
-def spacing(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
+def power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """Returns the largest power of two that is at most |x|, float64; 0 for subnormal numbers."""
+    return (x.view(torch.int64) & _EXPONENT).view(torch.float64)
+
+
+def _spacing(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
     """Returns the distance of neighbours in a format around each float64 value."""
-    power = (x.view(torch.int64) & _EXPONENT).view(torch.float64)
-    return power.mul_(2 * u).clamp_(min=smallest)
+    return power_of_two(x).mul_(2 * u).clamp_(min=smallest)
 
 
 def nearest(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
@@ -139,7 +142,7 @@ def nearest(x: torch.Tensor, u: float, smallest: float) -> torch.Tensor:
         u: Unit roundoff of the format.
         smallest: Spacing of the format's subnormal numbers.
     """
-    unit = spacing(x, u, smallest)
+    unit = _spacing(x, u, smallest)
     return (x / unit).round_().mul_(unit)
 
 

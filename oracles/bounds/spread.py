@@ -41,20 +41,19 @@ where keys share it and as random, by the signs of v, where they do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from fa_verify.oracles.bounds.backward import QUERY_TILE
-from fa_verify.oracles.bounds.constants import Constants, constants
+from fa_verify.oracles.bounds.constants import Constants, Count, constants
 from fa_verify.oracles.bounds.error_model import chunks
 from fa_verify.oracles.bounds.forward import (
     Chunk,
-    Forward,
+    Scores,
     added_up,
-    dot_error,
-    forward_error,
+    scored,
     softmax_additions,
 )
 from fa_verify.oracles.bounds.given_forward import Returned
@@ -125,15 +124,15 @@ class _Dot(NamedTuple):
     along: torch.Tensor
     across: torch.Tensor
 
-    @property
-    def one_sided(self) -> torch.Tensor:
-        return self.along + self.across
+
+def _lost(terms: Count, c: Constants, step: int) -> Count:
+    """Returns what truncation takes from a sum of products, relative to its partial sums."""
+    return 2 * c.h * c.u * (terms / step + 1) if step else 0 * terms
 
 
 def _dot(
-    value: torch.Tensor, squares: torch.Tensor, terms: torch.Tensor | float, c: Constants,
-    step: int,
-) -> _Dot:  # fmt: skip
+    value: torch.Tensor, squares: torch.Tensor, terms: torch.Tensor, c: Constants, step: int
+) -> _Dot:
     """Returns the errors of sums of products.
 
     Args:
@@ -143,9 +142,8 @@ def _dot(
         c: The constants of the bound.
         step: Products that tensor cores add at a time, before they truncate; 0 without them.
     """
-    hu = c.h * c.u
-    variance = hu**2 * terms * (value.square() + squares)
-    lost = 2 * hu * (terms / step + 1) if step else 0.0
+    variance = (c.h * c.u) ** 2 * terms * (value.square() + squares)
+    lost = _lost(terms, c, step)
     return _Dot(variance, lost * value.abs(), lost * _PEAK * squares.sqrt())
 
 
@@ -164,42 +162,83 @@ class _Keys(NamedTuple):
     light: torch.Tensor  # the part of it from P < 1/2
 
 
+class _Dots(NamedTuple):
+    """The errors of dots of rows and keys, (Z, R, N)."""
+
+    variance: torch.Tensor
+    systematic: torch.Tensor  # the one-sided errors, with other errors of the pair
+    truncated: torch.Tensor  # the loss of the products on tensor cores
+
+
+def _dots(
+    value: torch.Tensor, size: torch.Tensor, squares: torch.Tensor, left: torch.Tensor,
+    right: torch.Tensor, relative: float, of_rows: torch.Tensor, c: Constants, step: int,
+) -> _Dots:  # fmt: skip
+    """Returns the errors of dots, as ``_dot`` does, in few passes over the pairs.
+
+    Args:
+        value: The dots.
+        size: Their absolute values.
+        squares: The sums of the squares of their products; changed.
+        left: (Z, R, D), the operands of rows.
+        right: (Z, N, D), those of keys.
+        relative: A further systematic error, relative to ``size``.
+        of_rows: (Z, R, 1), a further systematic error.
+        c: The constants of the bound.
+        step: As in ``_dot``.
+    """
+    terms, root = left.shape[2], squares.sqrt()
+    lost = _lost(terms, c, step)
+    systematic = torch.add(of_rows, root, alpha=lost * _PEAK).add_(size, alpha=lost + relative)
+    truncated = _of_products(size, root, left, right, c, step)
+    variance = squares.addcmul_(value, value).mul_((c.h * c.u) ** 2 * terms)
+    return _Dots(variance, systematic, truncated)
+
+
 class _Pairs(NamedTuple):
-    """Quantities of pairs of rows and keys, (Z, R, N); 0 where hidden."""
+    """Quantities of pairs of rows and keys, (Z, R, N)."""
 
-    s: torch.Tensor
+    seen: torch.Tensor  # 1 where visible, 0 where hidden
     sign: torch.Tensor  # the sign of s
-    dot: _Dot  # the errors of the scores from their dots
-    truncated: torch.Tensor  # the loss of the products of q and k on tensor cores
+    dots: _Dots  # those of s; ``systematic`` has 5u |s| and u_exp of the exponent as well
 
 
-def _pairs(x: Chunk, s: torch.Tensor, t: float, c: Constants, step: int) -> _Pairs:
-    squares = (x.q.square() @ x.k.square().mT).mul_(t * t).masked_fill_(x.hidden, 0.0)
-    return _Pairs(
-        s, s.sign(), _dot(s, squares, float(x.q.shape[2]), c, step),
-        _of_products(s, squares, x.q, x.k, c, step),
-    )  # fmt: skip
+def _pairs(x: Chunk, scores: Scores, t: float, c: Constants, step: int) -> _Pairs:
+    q, s = x.q * t, scores.s
+    # An exponential of errors must be finite where hidden.
+    squares = (q.square() @ x.k.square().mT).masked_fill_(x.hidden, 0.0)
+    u_exp = torch.full_like(scores.m, c.u_exp).unsqueeze(2)
+    dots = _dots(s, scores.size, squares, q, x.k, 5 * c.u, u_exp, c, step)
+    return _Pairs(x.seen.to(torch.float64), s.sign(), dots)
 
 
 def _of_products(
-    value: torch.Tensor, squares: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
+    size: torch.Tensor, root: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
     c: Constants, step: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns the mean of what tensor cores cut off the products of a sum, at most."""
+    """Returns the mean of what tensor cores cut off the products of a sum, at most.
+
+    Args:
+        size: The absolute values of the sums.
+        root: The roots of the sums of the squares of their products.
+        left: As in ``_dots``.
+        right: As in ``_dots``.
+        c: The constants of the bound.
+        step: As in ``_dot``.
+    """
     if not step:
-        return torch.zeros_like(value)
-    size = torch.maximum(value.abs(), squares.sqrt())
-    return (left.sign() @ right.sign().mT).mul_(size).mul_(c.h * c.u)
+        return torch.zeros_like(size)
+    agree = (left.sign() * (c.h * c.u)) @ right.sign().mT
+    return agree.mul_(torch.maximum(size, root))
 
 
 def _of_lse(
-    x: Chunk, fwd: Forward, pairs: _Pairs, systematic: torch.Tensor, cast: torch.Tensor,
-    c: Constants, numerics: Numerics,
+    x: Chunk, scores: Scores, pairs: _Pairs, p2: torch.Tensor, systematic: torch.Tensor,
+    cast: torch.Tensor, c: Constants, numerics: Numerics,
 ) -> Spread:  # fmt: skip
     """Returns the errors of lse, the logarithm of the softmax sum."""
-    scores, p2 = fwd.scores, fwd.scores.p.square()
     # 1. Dots, and the casts of P where their sum is taken.
-    variance = (p2 * pairs.dot.variance).sum(2)
+    variance = (p2 * pairs.dots.variance).sum(2)
     if numerics.l_from == "rounded":
         variance += cast.sum(2)
     # 2. Additions of the softmax sum, each of which errs by at most u of it, uniformly.
@@ -207,7 +246,7 @@ def _of_lse(
     # 3. All else may have one sign: the exponents, the logarithm, and the maximum that it is added
     #    to.
     size = torch.maximum(scores.m.abs(), scores.lse.abs())
-    along = (scores.p * (systematic + pairs.truncated.abs()).expm1_()).sum(2).log1p_()
+    along = pairs.dots.truncated.abs().add_(systematic).expm1_().mul_(scores.p).sum(2).log1p_()
     along += c.u_log * (1 + scores.log_l.abs() + scores.lag) + 4 * c.u * (size + scores.lag)
     value, variance, along = (
         y.masked_fill(x.empty, 0.0).unsqueeze(2) for y in (scores.lse, variance, along)
@@ -221,40 +260,42 @@ def _of_lse(
 
 
 def _of_forward(
-    x: Chunk, fwd: Forward, pairs: _Pairs, weights: torch.Tensor, t: float, c: Constants,
+    x: Chunk, scores: Scores, pairs: _Pairs, weights: torch.Tensor, c: Constants,
     numerics: Numerics, step: int,
 ) -> tuple[Spread, Spread]:  # fmt: skip
     """Returns the errors of out and of lse."""
-    scores, out, v2, empty = fwd.scores, fwd.out, x.v.square(), x.empty.unsqueeze(2)
-    p, p2, top = scores.p, scores.p.square(), (scores.m - scores.lse).exp().unsqueeze(2)
-    # 1. Scores. E without the dots is an upper limit of everything else.
-    dots = dot_error(x, scores.reach * t, t, c, "none")
-    systematic = (scores.error - dots).clamp_(min=0).add_(pairs.dot.one_sided)
-    systematic.masked_fill_(x.hidden, 0.0)
-    centred = p2 * (pairs.dot.variance + systematic.square())
+    p, p2, dots, empty = scores.p, scores.p.square(), pairs.dots, x.empty.unsqueeze(2)
+    out, v2, top = p @ x.v, x.v.square(), (scores.m - scores.lse).exp().unsqueeze(2)
+    # 1. Scores: E without the largest error of the dots, and what tensor cores truncate.
+    systematic = torch.sub(dots.systematic, scores.s, alpha=3 * c.u)
+    systematic.add_(scores.of_rows - c.u_exp)
+    centred = torch.addcmul(dots.variance, systematic, systematic).mul_(p2)
     # 2. The cast of P, relative to the row's maximum. A sum of the rounded P cancels it in part.
     lost = torch.full_like(scores.m, c.eta_p).unsqueeze(2)
     if not numerics.p_normalised:
         lost *= top
-    cast = (p2 * c.u_p**2 + torch.where(x.seen, lost.square(), 0.0)) / 3
-    of_lse = _of_lse(x, fwd, pairs, systematic, cast, c, numerics)
-    lost_v = c.ftz * (x.seen.to(x.v.dtype) @ x.v.abs())
-    if numerics.l_from == "rounded":
-        centred, cast = centred + cast, torch.zeros_like(cast)
+    cast = (pairs.seen * (lost.square() / 3)).add_(p2, alpha=c.u_p**2 / 3)
+    of_lse = _of_lse(x, scores, pairs, p2, systematic, cast, c, numerics)
+    lost_v = c.ftz * (pairs.seen @ x.v.abs())
     # The conversion of P to TF32, after the sum of P. A truncation has a mean.
     truncates = c.u_x > 0 and numerics.tf32_conversion == "truncate"
     mean = c.u_x / 4 if truncates else 0.0
-    cast = cast + p2 * (c.u_x**2 / 12 + mean**2 if truncates else c.u_x**2 / 3)
+    of_conversion = c.u_x**2 / 12 + mean**2 if truncates else c.u_x**2 / 3
+    if numerics.l_from == "rounded":
+        centred += cast
+        cast = p2 * of_conversion
+    elif of_conversion:
+        cast.add_(p2, alpha=of_conversion)
     variance = (centred @ v2) - 2 * out * (centred @ x.v) + out.square() * centred.sum(2, True)
     variance = variance.clamp_(min=0) + cast @ v2
     along_out, along_v = (weights * out).sum(2, True), weights @ x.v.mT
-    of_sums = (centred * (along_v - along_out).square()).sum(2)
-    of_sums += (cast * along_v.square()).sum(2)
+    of_sums = (along_v - along_out).square_().mul_(centred).sum(2)
+    of_sums += along_v.square_().mul_(cast).sum(2)
     of_scores = p * systematic
     shapes = torch.stack([
         *(
             y @ x.v - out * y.sum(2, True)
-            for y in (of_scores, of_scores * pairs.sign, p * pairs.truncated)
+            for y in (of_scores, of_scores * pairs.sign, p * dots.truncated)
         ),
         mean * out,
     ])  # fmt: skip
@@ -279,38 +320,84 @@ def _of_forward(
 
 
 def _window(
-    x: torch.Tensor, variance: torch.Tensor, systematic: torch.Tensor, cast: Format | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns values after a cast, and the variances of their errors."""
+    x: torch.Tensor, variance: torch.Tensor, systematic: torch.Tensor, cast: Format | None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Returns values that are cast in units of 1 / scale, and the variances of their errors."""
     if cast is None:
         return x, variance
-    middle, half = cast.between(x, systematic + DEVIATIONS * variance.sqrt())
+    error = torch.add(systematic, variance.sqrt(), alpha=DEVIATIONS)
+    if scale == 1.0:
+        middle, half = cast.between(x, error)
+    else:
+        middle, half = (y.div_(scale) for y in cast.between(x * scale, error.mul_(scale)))
     return middle, half.square_()
 
 
-def _backward(
-    x: Chunk, given: Returned, pairs: _Pairs, of_dq: torch.Tensor, of_dk: torch.Tensor,
-    of_dv: torch.Tensor, t: float, c: Constants, numerics: Numerics, in_dtype: str,
+class _Recomputed(NamedTuple):
+    """P as the backward recomputes it from the returned lse, (Z, R, N).
+
+    It is 0 where hidden, and so is what is multiplied by it.
+    """
+
+    p: torch.Tensor
+    squares: torch.Tensor
+    variance: torch.Tensor  # of its random errors, before its cast
+    of_lse: torch.Tensor  # the relative error that all keys of a row share, (Z, R, 1)
+
+
+def _of_dv(
+    x: Chunk, pairs: _Pairs, of_p: _Recomputed, of_dv: torch.Tensor, c: Constants,
+    cast: Format | None,
+) -> _Keys:  # fmt: skip
+    """Returns the contributions to the errors of dv."""
+    p, p2, variance, of_lse = of_p
+    dots, dout2, of_lse2 = pairs.dots, x.dout.square(), of_lse.square()
+    systematic = p * dots.systematic
+    error = torch.addcmul(systematic, p, of_lse).add_(pairs.seen, alpha=c.ftz)
+    p_cast, random = _window(p, variance, error, cast)
+    # Weights that are nearly 1 are equal, and so are their roundings.
+    least = 1 - _PEAKED * (c.u_in if cast is None else cast.u)
+    of_ones = torch.where(p < least, 0.0, random).sqrt_()
+    directions = ((systematic, None), (systematic, pairs.sign), (p, dots.truncated))
+    along2 = (x.dout @ of_dv.mT).square_()
+    additions = (x.query_tiles * (QUERY_TILE + 2)).unsqueeze(2)
+    return _Keys(
+        value=p_cast.mT @ x.dout,
+        squares=p_cast.square().mT @ dout2,
+        variance=random.mT @ dout2 + p2.mT @ (of_lse2 * dout2),
+        # Errors of lse differ from row to row, but keys share them.
+        shapes=torch.stack([
+            *(y.mT @ x.dout for y in _products(directions)),
+            p.mT @ (of_lse * x.dout),
+            of_ones.mT @ x.dout,
+        ]),
+        of_sums=(random * along2).sum(1),
+        shared=(along2.mul_(p2).mT @ of_lse2).squeeze(2),
+        additions=additions,
+        flushed=c.ftz * (pairs.seen.mT @ x.dout.abs()),
+        weight=p.sum(1).unsqueeze(2),
+        light=torch.where(p < 0.5, p, 0.0).sum(1).unsqueeze(2),
+    )  # fmt: skip
+
+
+def _products(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
+) -> Iterator[torch.Tensor]:
+    """Yields products, or the first factor where there is no second; one is in memory at a time."""
+    for left, right in pairs:
+        yield left if right is None else left * right
+
+
+def _of_ds(
+    x: Chunk, out: torch.Tensor, pairs: _Pairs, of_p: _Recomputed, of_dq: torch.Tensor,
+    of_dk: torch.Tensor, t: float, c: Constants, numerics: Numerics, cast: Format | None,
     step: int,
-) -> tuple[Spread, _Keys, _Keys]:  # fmt: skip
-    """Returns the errors of dq, and the contributions to those of dk and dv, given the forward."""
-    assert given.out is not None
-    assert given.lse is not None
-    cast = cast_format(in_dtype, numerics)
-    q2, k2, dout2 = x.q.square(), x.k.square(), x.dout.square()
-    out = given.out.to(torch.float64).masked_fill(x.empty.unsqueeze(2), 0.0)
-    lse = given.lse.to(torch.float64).masked_fill(x.empty, 0.0).unsqueeze(2)
-    # 1. P, from the returned lse.
-    p = (pairs.s - lse).exp_().masked_fill_(x.hidden, 0.0)
-    systematic = pairs.dot.one_sided + 5 * c.u * pairs.s.abs() + c.u_exp
-    of_lse = 3 * c.u * lse.abs()
-    p_systematic = p * systematic
-    p_variance = p.square() * (pairs.dot.variance + systematic.square())
-    p_cast, p_random = _window(p, p_variance, p * (systematic + of_lse) + c.ftz, cast)
-    # 2. dP and delta.
-    dp = (x.dout @ x.v.mT).masked_fill_(x.hidden, 0.0)
-    dp_squares = (dout2 @ x.v.square().mT).masked_fill_(x.hidden, 0.0)
-    of_dp = _dot(dp, dp_squares, float(x.v.shape[2]), c, step)
+) -> tuple[Spread, _Keys]:  # fmt: skip
+    """Returns the errors of dq, and the contributions to those of dk, given out."""
+    p, p2, p_variance, of_lse = of_p
+    q2, k2, dots = x.q.square(), x.k.square(), pairs.dots
+    # 1. dP and delta. Products of the dtypes here do not overflow, even where hidden.
     delta = (x.stored_dout * out).sum(2, True)
     of_delta = (x.stored_dout * out).square().sum(2, True) + delta.square()
     if x.dlse is not None:
@@ -318,88 +405,83 @@ def _backward(
         delta = delta - dlse
         of_delta = of_delta + delta.square() + 16 * dlse.square()
     of_delta = of_delta * (c.u**2 * (x.v.shape[2] + 4))
-    # 3. dS before and after its cast.
+    abs_delta, dp = delta.abs(), x.dout @ x.v.mT
+    abs_dp = dp.abs()
+    squares = x.dout.square() @ x.v.square().mT
+    of_dp = _dots(dp, abs_dp, squares, x.dout, x.v, 3 * c.u, 3 * c.u * abs_delta, c, step)
+    flushed = torch.add(c.ftz * (1 + abs_delta), abs_dp, alpha=c.ftz).masked_fill_(x.hidden, 0.0)
+    # 2. dS before and after its cast. An error of dS is one of P or one of the gap dP - delta.
     gap = dp - delta
     ds = p * gap
-    gap_systematic = of_dp.one_sided + 3 * c.u * (dp.abs() + delta.abs())
-    gap_random = of_dp.variance + gap_systematic.square()
-    ds_variance = p_variance * gap.square() + p.square() * gap_random
-    factor = t if numerics.ds_scaled else 1.0
-    flushed = (c.ftz * (1 + dp.abs() + delta.abs())).masked_fill_(x.hidden, 0.0)
-    e = (
-        ds.abs() * (systematic + of_lse)
-        + p * (gap_systematic + DEVIATIONS * of_delta.sqrt())
-        + flushed
-    )
-    if numerics.ds_scaled:
-        e += 2 * c.u * ds.abs() + c.eta_op / min(t, 1.0)
-    ds_cast, ds_random = _window(ds * factor, ds_variance * factor**2, e * factor, cast)
-    ds_cast, ds_random = (ds_cast / factor).masked_fill_(x.hidden, 0.0), ds_random / factor**2
-    ds_random.masked_fill_(x.hidden, 0.0)
-    p_cast.masked_fill_(x.hidden, 0.0)
-    p_random.masked_fill_(x.hidden, 0.0)
-    # 4. Errors in known directions. Errors of lse and delta belong to a row: dq has them in full.
-    of_scores = ds * systematic
-    of_gaps = p * gap_systematic
-    of_products = _of_products(dp, dp_squares, x.dout, x.v, c, step)
+    of_scores, of_gaps = ds * dots.systematic, p * of_dp.systematic
+    variance = torch.addcmul(of_dp.variance, of_dp.systematic, of_dp.systematic)
+    variance.mul_(p2).addcmul_(p_variance, gap.square_())
+    error = torch.addcmul(flushed, p, DEVIATIONS * of_delta.sqrt()).add_(of_gaps)
+    scaled = numerics.ds_scaled
+    error.addcmul_(ds.abs(), dots.systematic + (of_lse + 2 * c.u if scaled else of_lse))
+    if scaled:
+        error.add_(pairs.seen, alpha=c.eta_op / min(t, 1.0))
+    ds_cast, random = _window(ds, variance, error, cast, t if scaled else 1.0)
+    # 3. Errors in known directions. Errors of lse and delta belong to a row: dq has them in full.
     directions = (
-        of_scores, of_scores * pairs.sign, ds * pairs.truncated,
-        of_gaps, of_gaps * dp.sign(), p * of_products,
+        (of_scores, None), (of_scores, pairs.sign), (ds, dots.truncated),
+        (of_gaps, None), (of_gaps, dp.sign_()), (p, of_dp.truncated),
     )  # fmt: skip
+    shapes = [(y @ x.k, y.mT @ x.q) for y in _products(directions)]
     dq, by_delta = t * (ds_cast @ x.k), t * of_delta.sqrt() * (p @ x.k)
-    along_k = t * (of_dq @ x.k.mT)
+    along_k2, along_q2 = ((t * of_dq) @ x.k.mT).square_(), (x.q @ (t * of_dk).mT).square_()
     tiles = x.seen.sum(2, True, dtype=torch.float64).div_(numerics.block_n).ceil_() + 1
     of_flushes = t * (flushed @ x.k.abs())
     of_tiles = (c.ftz * (tiles + 2)).masked_fill_(x.empty.unsqueeze(2), 0.0)
-    dot = _dot(dq, t * t * (ds_cast.square() @ k2), (numerics.block_n + 2) * tiles, c, step)
+    squares = ds_cast.square()
+    dot = _dot(dq, t * t * (squares @ k2), (numerics.block_n + 2) * tiles, c, step)
     rows = Spread(
         value=dq,
-        variance=t * t * (ds_random @ k2) + by_delta.square() + dot.variance,
-        shapes=torch.stack([t * (y @ x.k) for y in directions]),
+        variance=t * t * (random @ k2) + by_delta.square() + dot.variance,
+        shapes=t * torch.stack([of_rows for of_rows, _ in shapes]),
         along=(dot.along + (of_lse + 4 * c.u) * dq.abs() + of_flushes).add_(of_tiles),
         across=dot.across,
-        of_sums=(ds_random * along_k.square()).sum(2) + (of_dq * by_delta).sum(2).square(),
+        of_sums=along_k2.mul_(random).sum(2) + (of_dq * by_delta).sum(2).square(),
         shared=torch.zeros_like(x.empty, dtype=torch.float64),
         alone=dot.variance,
         peaked=torch.zeros_like(x.empty).unsqueeze(2),
     )
-    # 5. dk and dv: errors of lse and delta differ from row to row, but keys share them.
+    # 4. Errors of lse and delta differ from row to row, but keys share them.
     additions = (x.query_tiles * (QUERY_TILE + 2)).unsqueeze(2)
-    ds_shared = ds.square() * of_lse.square() + p.square() * of_delta
-    along_q = t * (x.q @ of_dk.mT)
-    dk = _Keys(
+    shared = (p2 * of_delta).addcmul_(ds.square(), of_lse.square())
+    keys = _Keys(
         value=t * (ds_cast.mT @ x.q),
-        squares=t * t * (ds_cast.square().mT @ q2),
-        variance=t * t * ((ds_random + ds_shared).mT @ q2),
-        shapes=torch.stack([t * (y.mT @ x.q) for y in (*directions, ds * of_lse)]),
-        of_sums=(ds_random * along_q.square()).sum(1),
-        shared=(ds_shared * along_q.square()).sum(1),
+        squares=t * t * (squares.mT @ q2),
+        variance=t * t * (random.mT @ q2 + shared.mT @ q2),
+        shapes=t * torch.stack([*(of_keys for _, of_keys in shapes), ds.mT @ (of_lse * x.q)]),
+        of_sums=(random * along_q2).sum(1),
+        shared=along_q2.mul_(shared).sum(1),
         additions=additions,
         flushed=t * (flushed.mT @ x.q.abs()),
         weight=torch.zeros_like(additions),  # dk is never peaked
         light=torch.zeros_like(additions),
     )
-    p_shared = p.square() * of_lse.square()
-    # Weights that are nearly 1 are equal, and so are their roundings.
-    of_ones = p_random.sqrt()
-    of_ones.masked_fill_(p < 1 - _PEAKED * (c.u_in if cast is None else cast.u), 0.0)
-    of_p = (
-        p_systematic, p_systematic * pairs.sign, p * pairs.truncated, p * of_lse, of_ones,
-    )  # fmt: skip
-    along_dout = x.dout @ of_dv.mT
-    dv = _Keys(
-        value=p_cast.mT @ x.dout,
-        squares=p_cast.square().mT @ dout2,
-        variance=(p_random + p_shared).mT @ dout2,
-        shapes=torch.stack([y.mT @ x.dout for y in of_p]),
-        of_sums=(p_random * along_dout.square()).sum(1),
-        shared=(p_shared * along_dout.square()).sum(1),
-        additions=additions.clone(),
-        flushed=c.ftz * (x.seen.to(x.dout.dtype).mT @ x.dout.abs()),
-        weight=p.sum(1).unsqueeze(2),
-        light=p.masked_fill(p >= 0.5, 0.0).sum(1).unsqueeze(2),
-    )
-    return rows, dk, dv
+    return rows, keys
+
+
+def _backward(
+    x: Chunk, given: Returned, scores: Scores, pairs: _Pairs, of_dq: torch.Tensor,
+    of_dk: torch.Tensor, of_dv: torch.Tensor, t: float, c: Constants, numerics: Numerics,
+    in_dtype: str, step: int,
+) -> tuple[Spread, _Keys, _Keys]:  # fmt: skip
+    """Returns the errors of dq, and the contributions to those of dk and dv, given the forward."""
+    assert given.out is not None
+    assert given.lse is not None
+    cast, dots = cast_format(in_dtype, numerics), pairs.dots
+    out = given.out.to(torch.float64).masked_fill(x.empty.unsqueeze(2), 0.0)
+    lse = given.lse.to(torch.float64).masked_fill(x.empty, 0.0).unsqueeze(2)
+    p = scores.p * (scores.lse.unsqueeze(2) - lse).exp_()
+    p2 = p.square()
+    variance = torch.addcmul(dots.variance, dots.systematic, dots.systematic).mul_(p2)
+    of_p = _Recomputed(p, p2, variance, 3 * c.u * lse.abs())
+    dv = _of_dv(x, pairs, of_p, of_dv, c, cast)
+    dq, dk = _of_ds(x, out, pairs, of_p, of_dq, of_dk, t, c, numerics, cast, step)
+    return dq, dk, dv
 
 
 def _finished(keys: _Keys, c: Constants, step: int) -> Spread:
@@ -531,17 +613,15 @@ def spreads(
         back = None if given is None else _folded(given.rows(rows_here), chunk)
         found: dict[str, list[Spread]] = {"out": [], "lse": [], "dq": []}
         for here, x in _pieces(chunk, _PAIRS):
-            fwd = forward_error(
-                x, sm_scale=sm_scale, c=c, numerics=numerics, exact_spread=False, softcap=None
-            )
-            pairs = _pairs(x, fwd.scores.s, sm_scale, c, step)
-            forward = _of_forward(x, fwd, pairs, of_out[here], sm_scale, c, numerics, step)
+            scores = scored(x, sm_scale, c, numerics, softcap=None)
+            pairs = _pairs(x, scores, sm_scale, c, step)
+            forward = _of_forward(x, scores, pairs, of_out[here], c, numerics, step)
             for name, spread in zip(("out", "lse"), forward, strict=True):
                 found[name].append(spread)
             if back is None:
                 continue
             dq, dk, dv = _backward(
-                x, _of_pieces(back, here), pairs, of_dq[here], of_dk[here, x.keys],
+                x, _of_pieces(back, here), scores, pairs, of_dq[here], of_dk[here, x.keys],
                 of_dv[here, x.keys], sm_scale, c, numerics, in_dtype, step,
             )  # fmt: skip
             found["dq"].append(dq)

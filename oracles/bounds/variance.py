@@ -17,7 +17,7 @@ import torch
 
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.forward import added_up
-from fa_verify.oracles.bounds.replay import spacing
+from fa_verify.oracles.bounds.replay import power_of_two
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.oracles.reference.softcap import capped, slope
@@ -89,7 +89,7 @@ class _Forward:
     lse: torch.Tensor  # variance of the log-sum-exp, (B, H, m, 1)
     out: torch.Tensor
     out_errors: torch.Tensor
-    slope: torch.Tensor  # d(score)/d(t q.k); the scalar 1 without a softcap
+    slope: torch.Tensor | None  # d(score)/d(t q.k); None if it is 1 everywhere
 
 
 def rounding(x: torch.Tensor, u: float, eta: float) -> torch.Tensor:
@@ -102,8 +102,16 @@ def rounding(x: torch.Tensor, u: float, eta: float) -> torch.Tensor:
         u: Unit roundoff of the format.
         eta: Half the spacing of the format's subnormal numbers.
     """
-    half_spacing = spacing(x, u / 2, eta)
-    return half_spacing.square_().div_(3).masked_fill_(x == 0, 0.0)
+    # Half a spacing, over the root of 3.
+    deviation = power_of_two(x).mul_(u / 3**0.5).clamp_(min=eta / 3**0.5)
+    return deviation.square_().masked_fill_(x == 0, 0.0)
+
+
+def _cast(x: torch.Tensor, c: Constants, numerics: Numerics, scale: float = 1.0) -> torch.Tensor:
+    """Returns the variance of the casts of P or dS, which are cast in units of 1 / scale."""
+    variance = rounding(x if scale == 1.0 else x * scale, c.u_p, c.eta_p)
+    factor = numerics.ds_roundings / scale**2
+    return variance if factor == 1.0 else variance.mul_(factor)
 
 
 def _gather(
@@ -144,36 +152,38 @@ def _forward(
     added: tuple[torch.Tensor, ...],
 ) -> _Forward:
     """Returns the forward pass of a chunk and the variances of P and out."""
-    s, by_dot = x.q @ x.k.mT * t, torch.ones((), dtype=torch.float64, device=x.q.device)
+    s, by_dot = (x.q * t) @ x.k.mT, None
     if softcap is not None:
         s, by_dot = capped(s, softcap), slope(s, softcap)
     added = tuple(torch.where(x.seen, term, 0.0) for term in added)
-    parts = sum(map(torch.abs, added), s.abs())
-    s = torch.where(x.seen, sum(added, s), torch.where(x.live, -math.inf, 0.0))
-    m, of_sink = s.amax(3, keepdim=True), torch.zeros_like(s[..., :1])
+    parts = sum(map(torch.abs, added), s.abs()) if added else None
+    s = torch.where(x.seen, sum(added, s), -math.inf)
+    m = torch.where(x.live, s.amax(3, keepdim=True), 0.0)
+    of_sink = torch.zeros_like(m)
     if x.sink is not None:
         m = torch.where(x.live, torch.maximum(m, x.sink), m)
         of_sink = torch.where(x.live, (x.sink - m).exp(), 0.0)
-    e = torch.where(x.seen, (s - m).exp(), 0.0)
+    below = s - m
+    e = below.exp()
     total = torch.where(x.live, e.sum(3, keepdim=True) + of_sink, 1.0)
     p = e / total
-    s = torch.where(x.seen, s, 0.0)
     # 1. Scores: the scaling, the subtraction of the maximum, the dot, a prescaled operand.
     per_product = x.q.shape[3] * c.u**2 / 3 + sum(_prescaling(c, numerics))
-    scores = (x.q.square() @ x.k.square().mT) * (per_product * t**2) * by_dot**2
-    if softcap is not None:
+    scores = (x.q.square() * (per_product * t**2)) @ x.k.square().mT
+    if by_dot is not None:
+        scores *= by_dot**2
         scores += (s * (_CAPPING * c.u)).square()
-    if added:
+    if parts is not None:
         scores += (parts * c.u).square()
-    scores += (s * c.u).square() + ((s - m) * c.u).square()
+    scores.addcmul_(s, s, value=c.u**2).addcmul_(below, below, value=c.u**2)
+    # A hidden pair has an infinite score here.
     p_scores = p.square() * torch.where(x.seen, scores, 0.0)
     # 2. The cast of P, which is relative to the row maximum unless P is normalised first. The
     #    maximum itself is then 1, which is exact.
     if numerics.p_normalised:
-        p_cast = rounding(p, c.u_p, c.eta_p)
+        p_cast = _cast(p, c, numerics)
     else:
-        p_cast = rounding(torch.where(e == 1, 0.0, e), c.u_p, c.eta_p) / total.square()
-    p_cast = p_cast * numerics.ds_roundings
+        p_cast = _cast(torch.where(e == 1, 0.0, e), c, numerics).div_(total.square())
     # 3. out. Errors of the scores cancel in the softmax's sum to the extent that v equals out.
     #    Errors of the cast do so only if the sum is taken over the rounded P.
     out = p @ x.v
@@ -197,12 +207,13 @@ def _backward(
     x: _Chunk, fwd: _Forward, t: float, c: Constants, numerics: Numerics
 ) -> tuple[torch.Tensor, _Sums]:
     """Returns the variance of a chunk's dq, and the contributions of its rows to sums."""
-    p, roundings = fwd.p, numerics.ds_roundings
+    p = p_dtanh = fwd.p
+    # A product of a hidden pair may overflow. P and its variances are 0 there: gaps need no mask.
     dp = torch.where(x.seen, x.dout @ x.v.mT, 0.0)
     delta = (x.dout * fwd.out).sum(3, keepdim=True)
     if x.dlse is not None:
         delta = delta - x.dlse
-    gap = torch.where(x.seen, dp - delta, 0.0)
+    gap = dp - delta
     ds = p * gap
     # 1. delta reads the stored out. All keys of a row share the errors of out: the cast of P, and
     #    the last rounding.
@@ -211,30 +222,36 @@ def _backward(
     stored = rounding(fwd.out, c.u_in, c.eta_in)
     delta_errors += (x.dout.square() * stored).sum(3, keepdim=True)
     # 2. The casts of dS and of the recomputed P.
-    factor = t if numerics.ds_scaled else 1.0
-    gap, ds = gap * fwd.slope, ds * fwd.slope
-    ds_cast = rounding(ds * factor, c.u_p, c.eta_p) * (roundings / factor**2)
-    ds_errors = ds_cast + fwd.p_scores * gap.square()
-    p_cast = rounding(p, c.u_p, c.eta_p) * roundings
+    if fwd.slope is not None:
+        gap, ds, p_dtanh = gap * fwd.slope, ds * fwd.slope, p * fwd.slope
+    ds_cast, p_cast = (
+        _cast(ds, c, numerics, t if numerics.ds_scaled else 1.0),
+        _cast(p, c, numerics),
+    )
+    gap2 = gap.square()
+    ds_errors = torch.addcmul(ds_cast, fwd.p_scores, gap2)
     if numerics.ds_from == "rounded":
-        ds_errors = ds_errors + p_cast * gap.square()
+        ds_errors.addcmul_(p_cast, gap2)
     # 3. The gradients. The error of delta reaches all keys of the row through P. The dots of dq and
     #    dk read a prescaled operand again.
     q2, k2, dout2 = (y.square() for y in (x.q, x.k, x.dout))
     again_q, again_k = _prescaling(c, numerics)
     dq = ds @ x.k * t
     stored_dq = rounding(dq, c.u_in, c.eta_in)
-    p_dtanh = p * fwd.slope
-    dq_errors = (ds_errors + again_k * ds.square()) @ k2 + delta_errors * (p_dtanh @ x.k).square()
-    dk_errors = ds_errors + again_q * ds.square() + p_dtanh.square() * delta_errors
+    dq_errors = ds_errors @ k2 + delta_errors * (p_dtanh @ x.k).square()
+    dk_errors = ds_errors.mT @ q2 + p_dtanh.square().mT @ (delta_errors * q2)
+    if again_k:
+        dq_errors += again_k * (ds.square() @ k2)
+    if again_q:
+        dk_errors += again_q * (ds.square().mT @ q2)
     # 4. The identities; see ``variances``.
     row_ds = ds_cast.sum(3, keepdim=True) + delta_errors
     row_p = p_cast.sum(3, keepdim=True) + fwd.lse
     sums = _Sums(
         dk=ds.mT @ x.q * t,
         dv=p.mT @ x.dout,
-        dk_errors=dk_errors.mT @ q2 * t**2,
-        dv_errors=(p_cast + fwd.p_scores).mT @ dout2,
+        dk_errors=dk_errors * t**2,
+        dv_errors=p_cast.mT @ dout2 + fwd.p_scores.mT @ dout2,
         rows_seen=x.seen.sum(2),
         sum_dk=(q2 * row_ds).sum(2) * t**2,
         sum_dv=(dout2 * row_p).sum(2),

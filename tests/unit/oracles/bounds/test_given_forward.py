@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,16 @@ def test_values_are_rounded_as_a_cast_rounds_them(dtype: torch.dtype) -> None:
     x = torch.cat([x[x.abs() < torch.finfo(dtype).max / 2], ties])
     got = replay.nearest(x.to(torch.float64), of.u, of.smallest)
     assert torch.equal(got, x.to(dtype).to(torch.float64))
+
+
+def test_the_largest_and_the_smallest_numbers_have_their_power_of_two() -> None:
+    powers = {
+        1.0: 1.0, 1.5: 1.0, -2.0: 2.0, 0.75: 0.5, -0.0: 0.0, -1.5 * 2.0**1023: 2.0**1023,
+        sys.float_info.max: 2.0**1023, sys.float_info.min: 2.0**-1022, 2.0**-1060: 0.0,
+    }  # fmt: skip
+    x, want = (torch.tensor([*y], dtype=torch.float64) for y in (powers, powers.values()))
+    assert torch.equal(replay.power_of_two(x), want)
+    assert torch.equal(replay.nearest(x[:6], 2.0**-11, 2.0**-24), x[:6])
 
 
 @pytest.mark.parametrize("how", ["truncate", "nearest", "nearest_away"])

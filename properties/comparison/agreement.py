@@ -14,6 +14,7 @@ OF_ROWS = ("out", "lse", "dq")
 OF_KEYS = ("dk", "dv")
 
 
+@torch.inference_mode()
 def within(
     trial: Trial,
     got: Outputs[torch.Tensor | None],

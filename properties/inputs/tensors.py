@@ -113,8 +113,9 @@ def make(
         ValueError: The problem names an unknown family, or ``layouts`` has "expanded" for a tensor
             whose heads differ.
     """
-    inputs = _family(INPUTS, "inputs", problem.inputs)(problem)
-    dout = _family(DOUT, "dout", problem.dout)(problem)
+    with torch.inference_mode():
+        inputs = _family(INPUTS, "inputs", problem.inputs)(problem)
+        dout = _family(DOUT, "dout", problem.dout)(problem)
     fill = _family(PADDING_VALUES, "dirty", problem.dirty if dirty is None else dirty)
     dtype = TORCH_DTYPES[problem.dtype]
     rows = _padding(problem.mask.seqlens_q, problem.M, problem.device)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import hypothesis
+import torch
 from hypothesis import strategies as st
 
 from fa_verify.oracles.outputs import Numerics
@@ -129,7 +130,9 @@ class Runner:
         except SubjectError as error:
             raised = [Finding.of_exception(error, self.subject, problem)]
         self._note(trial.asked)
-        findings = findings or [x for check in self._standing() for x in check(trial)]
+        # No standing check runs the subject.
+        with torch.inference_mode():
+            findings = findings or [x for check in self._standing() for x in check(trial)]
         findings += raised
         if findings and problem.seeds:
             return self._alone(problem, of_problems, claim) or findings

@@ -62,7 +62,7 @@ def _counters(
     seeds = (seed,) if isinstance(seed, int) else seed
     index = torch.arange(math.prod(shape) // len(seeds), dtype=torch.int64, device=device)
     starts = torch.tensor([_starts(seeds, name, word) for word in words], device=device)
-    return index * _signed(_GOLDEN) + starts.unsqueeze(2)
+    return torch.add(starts.unsqueeze(2), index, alpha=_signed(_GOLDEN))
 
 
 def integers(

@@ -121,9 +121,12 @@ def gather(
         sink: (B, H, R), the sinks of the rows, if there are any.
     """
 
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        # Contiguous, so that folding heads into rows copies nothing.
+        return x.to(torch.float64, memory_format=torch.contiguous_format)
+
     def read(x: torch.Tensor) -> torch.Tensor:
-        x = x.to(torch.float64)
-        return x if operands is None else operands.rounded(x)
+        return whole(x) if operands is None else operands.rounded(whole(x))
 
     (B, H, M, D), (Hk, N) = q.shape, k.shape[1:3]
     Z, R = B * Hk, H // Hk * M
@@ -134,7 +137,7 @@ def gather(
     empty = ~seen.any(2)
     # Rows and keys without a visible pair may hold NaN.
     unread, unseen = empty.unsqueeze(2), (query_tiles == 0).unsqueeze(2)
-    stored_dout = dout.to(torch.float64).reshape(Z, R, -1).masked_fill(unread, 0.0)
+    stored_dout = whole(dout).reshape(Z, R, -1).masked_fill(unread, 0.0)
     hidden = ~seen
     return Chunk(
         q=read(q).reshape(Z, R, D).masked_fill(unread, 0.0),
@@ -250,9 +253,10 @@ def _row_peaks(
     """Returns the largest |s| of a chunk, and the largest values for the range conditions."""
     scores = fwd.scores
     unnormalised = fwd.out_terms * (scores.log_l + scores.lag).exp().unsqueeze(2)
-    largest = scores.parts.amax(2)
+    largest = scores.parts
     if x.sink is not None and scores.sink is not None:
-        largest = torch.maximum(largest, x.sink.abs().masked_fill_(scores.sink.p == 0, 0.0))
+        of_sinks = x.sink.abs().masked_fill_(scores.sink.p == 0, 0.0)
+        largest = torch.maximum(largest.amax(2), of_sinks)
     peaks = (
         largest,
         scores.reach,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -57,10 +58,14 @@ class RowMasks:
         self._lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         if isinstance(mask, Mask) and type(mask).dense is Mask.dense:
             self._lengths = mask.lengths(B, M, N)
-            lengths = torch.tensor(self._lengths, dtype=torch.int64, device=device)
-            self._rows, self._keys = lengths.view(2, B, 1, 1, 1).unbind()
-            self._ahead = self._keys - self._rows
             self._left, self._right = mask.window_left, mask.right
+            # Entries without padding are all the same, and need no tensors of lengths.
+            self._differ = not mask.is_plain or self._lengths != ((M,) * B, (N,) * B)
+            self._ahead: torch.Tensor | int = N - M
+            if self._differ:
+                lengths = torch.tensor(self._lengths, dtype=torch.int64, device=device)
+                self._rows, self._keys = lengths.view(2, B, 1, 1, 1).unbind()
+                self._ahead = self._keys - self._rows
             if not mask.is_plain:
                 self._beyond = mask
                 both = lengths.cpu().amin(0) > 0
@@ -90,13 +95,17 @@ class RowMasks:
         keys = keys or slice(0, self.shape[3])
         if self._dense is not None:
             return self._dense[:, :, start:stop, keys]
-        m = torch.arange(start, stop, device=self.device).view(-1, 1)
+        m = torch.arange(start, stop, device=self.device).view(1, 1, -1, 1)
         n = torch.arange(keys.start, keys.stop, device=self.device)
-        seen = (m < self._rows) & (n < self._keys)
+        conditions = []
+        if self._differ:
+            conditions += [(m < self._rows) & (n < self._keys)]
         if self._left is not None:
-            seen &= n >= m + (self._ahead - self._left)
+            conditions += [n >= m + (self._ahead - self._left)]
         if self._right is not None:
-            seen &= n <= m + (self._ahead + self._right)
+            conditions += [n <= m + (self._ahead + self._right)]
+        everything = (1, 1, m.shape[2], n.shape[0])
+        seen = reduce(torch.logical_and, conditions or [m.new_ones(everything, dtype=torch.bool)])
         if self._beyond is not None and 0 not in self.shape:
             _, H, M, N = self.shape
             h = torch.arange(1 if self._beyond.uniform else H, device=self.device).view(-1, 1, 1)
@@ -344,6 +353,13 @@ def sink_gradient(
     return _by_chunks(*given, mask=mask, sm_scale=sm_scale, softcap=softcap, rows=rows)[1][-1]
 
 
+def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs[torch.Tensor]:
+    """Returns the outputs where no row sees a key."""
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=torch.float64) for x in (q, k, v))
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float64)
+    return Outputs(out, q.new_full(q.shape[:3], -math.inf, dtype=torch.float64), dq, dk, dv)
+
+
 def _by_chunks(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -367,27 +383,29 @@ def _by_chunks(
     )
     leaves = [x for x in (bias, sinks) if x is not None]
     gradients = [torch.zeros_like(x, requires_grad=False) for x in leaves]
-    results = Outputs(
-        out=q.new_zeros((B, H, M, v.shape[3]), dtype=torch.float64),
-        lse=q.new_full((B, H, M), -math.inf, dtype=torch.float64),
-        dq=torch.zeros_like(q, dtype=torch.float64, memory_format=torch.contiguous_format),
-        dk=torch.zeros_like(k, dtype=torch.float64, memory_format=torch.contiguous_format),
-        dv=torch.zeros_like(v, dtype=torch.float64, memory_format=torch.contiguous_format),
-    )
     if 0 in (B, M) or (N == 0 and sinks is None):
-        return results, gradients
+        return _nothing(q, k, v), gradients
     masks = RowMasks(mask, B, H, M, N, q.device)
     additions = Additions(mask, (B, H, M, N), q.device, alibi_slopes, bias)
-    for here, keys in row_chunks(masks, chunk_height(rows, B, H, max(N, 1))):
+
+    def of_chunk(here: slice, keys: slice) -> tuple[Outputs[torch.Tensor], list[torch.Tensor]]:
         seen = masks.between(here.start, here.stop, keys)
         of_lse = None if dlse is None else dlse[:, :, here].to(torch.float64)
         with torch.enable_grad():
             added = additions.between(here.start, here.stop, keys)
             of_sinks = None if sinks is None else sinks_of_rows(sinks, mask, (B, H, M, N), here)
-        part, others = _rows_with_gradients(
+        return _rows_with_gradients(
             q[:, :, here], k[:, :, keys], v[:, :, keys], dout[:, :, here], of_lse, seen,
             sm_scale, softcap, added, leaves, of_sinks,
         )  # fmt: skip
+
+    chunks = [*row_chunks(masks, chunk_height(rows, B, H, max(N, 1)))]
+    if len(chunks) == 1:
+        whole, gradients = of_chunk(*chunks[0])
+        return Outputs(*(x.contiguous() for x in whole)), gradients
+    results = _nothing(q, k, v)
+    for here, keys in chunks:
+        part, others = of_chunk(here, keys)
         for gradient, of_rows in zip(gradients, others, strict=True):
             gradient += of_rows
         for name in ("out", "lse", "dq"):

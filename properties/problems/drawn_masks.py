@@ -6,11 +6,9 @@ import dataclasses
 from functools import lru_cache
 from typing import NamedTuple
 
-from hypothesis import strategies as st
-
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.problems.mask_classes import draw_instance
-from fa_verify.properties.problems.seqlens import Domain, Draw
+from fa_verify.properties.problems.seqlens import Domain, Draw, among, below
 
 __all__ = ["chosen_lengths", "draw_mask"]
 
@@ -92,12 +90,12 @@ def _draw_lengths(
     draw: Draw, B: int, M: int, N: int, given: str
 ) -> tuple[list[int] | None, list[int] | None]:
     """Draw the lengths of queries and keys; ``given`` is "q", "k" or "both", None for the rest."""
-    code = draw(st.sampled_from(range(8 ** (2 * B))))
+    code = draw(below(8 ** (2 * B)))
     queries = keys = None
     if given != "q":
-        keys = chosen_lengths(N, draw(st.sampled_from(range(N + 1))), code % 8**B, B)
+        keys = chosen_lengths(N, draw(below(N + 1)), code % 8**B, B)
     if given != "k":
-        queries = chosen_lengths(M, draw(st.sampled_from(range(M + 1))), code // 8**B, B)
+        queries = chosen_lengths(M, draw(below(M + 1)), code // 8**B, B)
     return queries, keys
 
 
@@ -112,11 +110,11 @@ def draw_mask(draw: Draw, domain: Domain, B: int, H: int, M: int, N: int) -> Mas
         M: Query rows.
         N: Keys.
     """
-    kind = draw(st.sampled_from(_mask_kinds(domain)))
+    kind = draw(among(*_mask_kinds(domain)))
     left: int | None = None
     right: int | None = 0 if kind.causal else None
     if kind.window:
-        left, window_right = draw(st.sampled_from(_window_pool(domain.max_seqlen, domain.tile)))
+        left, window_right = draw(among(*_window_pool(domain.max_seqlen, domain.tile)))
         if kind.causal:
             left = window_right if left is None else left
         else:
@@ -128,7 +126,7 @@ def draw_mask(draw: Draw, domain: Domain, B: int, H: int, M: int, N: int) -> Mas
             tensors = ("k",)
         elif not domain.forced:
             tensors += ("q",)
-        queries, keys = _draw_lengths(draw, B, M, N, draw(st.sampled_from(tensors)))
+        queries, keys = _draw_lengths(draw, B, M, N, draw(among(*tensors)))
     rows, columns = _force_lengths(domain, queries, keys, M, N)
     if not (domain.m_gt_n and domain.zero_total):
         queries, keys = _narrow_lengths(domain, queries, keys, B, M, N)

@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 
 from fa_verify.oracles.masks.mask import Mask
 
-__all__ = ["Domain", "Draw", "Regime", "draw_seqlens", "seqlen_regimes", "tile_count"]
+__all__ = [
+    "Domain",
+    "Draw",
+    "Regime",
+    "among",
+    "below",
+    "draw_seqlens",
+    "seqlen_regimes",
+    "tile_count",
+]
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -84,6 +93,21 @@ class Domain:
         """Whether forced empty rows result from a right bound and M > N, not from a length of 0."""
         by_position = "causal" in self.masks or "window" in self.masks
         return self.empty_rows and by_position and not self.one_query
+
+
+@lru_cache(maxsize=4096, typed=True)
+def among(*choices: Any) -> st.SearchStrategy[Any]:
+    """Return the strategy that draws one of some values, built once for all problems.
+
+    Hypothesis inspects the values of a strategy before its first draw.
+    """
+    return st.sampled_from(choices)
+
+
+@lru_cache(maxsize=4096)
+def below(count: int) -> st.SearchStrategy[int]:
+    """Return the strategy that draws one of 0, 1, ... count - 1, built once for all problems."""
+    return st.sampled_from(range(count))
 
 
 @lru_cache(maxsize=64)
@@ -190,7 +214,7 @@ def _draw_length(
     count = stop - start - (after - gap)
     equal = 1 + count // 11 if low <= other <= high else 0
     zeros = 1 + count // 2 if zero else 0
-    index: int = draw(st.sampled_from(range(count + equal + zeros)))
+    index: int = draw(below(count + equal + zeros))
     if index >= count:
         return other if index < count + equal else 0
     index += start
@@ -205,7 +229,7 @@ def draw_seqlens(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> tup
         domain: The domain.
         regimes: The result of ``seqlen_regimes`` for the domain, not empty.
     """
-    regime = draw(st.sampled_from([r for r in regimes for _ in range(r.weight)]))
+    regime = draw(among(*(r for r in regimes for _ in range(r.weight))))
     M = _draw_length(draw, domain, regime.m_low, regime.m_high, regime.m_zero)
     if not domain.m_ne_n:
         return M, M

@@ -38,6 +38,8 @@ from fa_verify.properties.problems.seqlens import (
     Domain,
     Draw,
     Regime,
+    among,
+    below,
     draw_seqlens,
     seqlen_regimes,
     tile_count,
@@ -108,7 +110,7 @@ def _draw_heads(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, int, i
     pool = _head_pool(pairs, domain.max_batch, domain.max_heads, domain.gqa, empty)
     if domain.max_pairs and 0 < min(M, N) and max(M, N) <= domain.tile:
         pool = _large_head_pool(pool, domain.max_pairs, domain.gqa)
-    sizes: tuple[int, int, int] = draw(st.sampled_from(pool))
+    sizes: tuple[int, int, int] = draw(among(*pool))
     return sizes
 
 
@@ -118,18 +120,18 @@ def _draw_head_dims(draw: Draw, domain: Domain, M: int, N: int) -> tuple[int, in
         [d for d in dims if d not in (M, N)] or list(dims)
         for dims in (domain.head_dims, domain.head_dims_v)
     )
-    D = draw(st.sampled_from(others))
+    D = draw(among(*others))
     if not domain.dv_ne_d:
         return D, D
     different = [d for d in others_v if d != D]
     equal = [D] * (1 + len(different) // 4) if D in others_v else []
-    return D, draw(st.sampled_from(equal + different))
+    return D, draw(among(*equal, *different))
 
 
 def _draw_layouts(draw: Draw, layouts: tuple[str, ...]) -> tuple[str, str, str, str]:
     """Draw four layouts with one choice."""
     base = len(layouts)
-    code = draw(st.sampled_from(range(base ** len(TENSORS))))
+    code = draw(below(base ** len(TENSORS)))
     q, k, v, dout = (layouts[code // base**place % base] for place in range(len(TENSORS)))
     return q, k, v, dout
 
@@ -152,20 +154,20 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
         D=D,
         Dv=Dv,
         mask=mask,
-        dtype=draw(st.sampled_from(domain.dtypes)),
-        sm_scale=draw(st.sampled_from(domain.scales)),
+        dtype=draw(among(*domain.dtypes)),
+        sm_scale=draw(among(*domain.scales)),
         layouts=_draw_layouts(draw, domain.layouts),
-        inputs=draw(st.sampled_from(domain.inputs)),
-        dout=draw(st.sampled_from(domain.dout)),
-        dlse=draw(st.sampled_from(domain.dlse)),
-        dirty=draw(st.sampled_from(domain.dirty)) if padded else domain.dirty[0],
-        config=draw(st.sampled_from(domain.configs)),
+        inputs=draw(among(*domain.inputs)),
+        dout=draw(among(*domain.dout)),
+        dlse=draw(among(*domain.dlse)),
+        dirty=draw(among(*domain.dirty)) if padded else domain.dirty[0],
+        config=draw(among(*domain.configs)),
         seed=draw(st.integers(0, 2**31 - 1)),
         device=domain.device,
-        softcap=draw(st.sampled_from(domain.softcaps)),
-        alibi=draw(st.sampled_from(domain.alibis)),
-        bias=draw(st.sampled_from(domain.biases)),
-        sinks=draw(st.sampled_from(domain.sinks)),
+        softcap=draw(among(*domain.softcaps)),
+        alibi=draw(among(*domain.alibis)),
+        bias=draw(among(*domain.biases)),
+        sinks=draw(among(*domain.sinks)),
     )
 
 

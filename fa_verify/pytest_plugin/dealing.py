@@ -20,11 +20,13 @@ AHEAD = 2
 SHARED = 'scope="module"'
 # Tests that take long. The faults are one test of 250 s in the interpreter. On a GPU, those of long
 # sequences, and of caches and score modifications, whose kernels no other test compiles, take up to
-# 150 s each. The others start processes. They come before all but the forms of masks: in another
-# order they end last, while most workers have no more tests.
+# 150 s each. The others start processes, or wait for half of a GPU's memory. They come before all
+# but the forms of masks: in another order they end last, while most workers have no more tests.
 LONGEST = (
     "mutation/test_faults.py",
     "conformance/test_long.py",
+    "conformance/test_range.py",
+    "conformance/test_state.py",
     "conformance/test_caches.py",
     "conformance/test_score_mods.py",
     "unit/fa_verify/",
@@ -39,6 +41,8 @@ SPREAD = "conformance/"
 _SHARD = re.compile(r"\b(?:fp16|bf16|fp32|fp64)-[\w-]+-d\d+\b")
 # All tests of this file use the same kernels, but for the dtype, which ends their names.
 _CACHES = "conformance/test_caches.py"
+# Tests that reserve much of a GPU's memory. Each waits until the one before it has ended.
+_OF_MEMORY = re.compile("2_to_the_31|a_million_rows|far (pages|apart)")
 
 
 class Dealing(LoadScheduling):
@@ -120,7 +124,12 @@ class Dealing(LoadScheduling):
 
 @cache
 def _kernels(test: str) -> str:
-    """Return a name that the tests with the kernels of a test have in common; "" if unknown."""
+    """Return a name that the tests with the kernels of a test have in common; "" if unknown.
+
+    Tests that reserve much memory have one in common, too.
+    """
+    if _OF_MEMORY.search(test):
+        return "much memory"
     path, _, parameters = test.partition("[")
     if _CACHES in path:
         return f"{_CACHES} {parameters[-5:]}"

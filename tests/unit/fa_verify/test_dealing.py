@@ -186,3 +186,18 @@ def test_workers_that_collected_other_tests_get_none(tmp_path):
 @pytest.mark.parametrize("options", [{"dist": "loadfile"}, {"maxschedchunk": 5}])
 def test_options_of_xdist_are_left_to_it(tmp_path, options):
     assert pytest_xdist_make_scheduler(configured(tmp_path, **options), None) is None
+
+
+def test_two_workers_have_no_tests_that_reserve_memory_while_there_are_others(deal):
+    reserving = [
+        "tests/conformance/test_range.py::test_elements_2_to_the_31_apart[fp16-16x16-d16]",
+        "tests/conformance/test_caches.py::test_a_cache[far pages-bf16]",
+        "tests/conformance/test_long.py::test_a_million_rows_and_keys_are_right",
+    ]
+    dealing, workers = deal([*reserving, *ALONE])
+    while dealing.pending:
+        given = [min(dealing.node2pending[x]) for x in workers if dealing.node2pending[x]]
+        assert sum(i < len(reserving) for i in given) < 2
+        for worker in workers:
+            if dealing.node2pending[worker]:
+                dealing.mark_test_complete(worker, dealing.node2pending[worker][0], duration=1.0)

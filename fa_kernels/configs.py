@@ -146,9 +146,9 @@ def holds_large_tiles(device: torch.device) -> bool:
 
 
 def _default_tiles(
-    dtype: torch.dtype, head_dim: int, head_dim_v: int, large: bool
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, dots: str, large: bool
 ) -> tuple[Tile, Tile, Tile, Tile]:
-    """Returns (forward, dkdv, dq, one_pass) tiles for a dtype and head_dims."""
+    """Returns (forward, dkdv, dq, one_pass) tiles for a dtype, head_dims and dots."""
     widest = max(head_dim, head_dim_v)
     if dtype in (torch.float16, torch.bfloat16):
         if widest <= 64:
@@ -166,8 +166,10 @@ def _default_tiles(
         return Tile(128, 64, 8, 2), of_keys, of_rows, Tile(64, 64, 8, 1)
     if dtype == torch.float32 and widest <= 128:
         square = Tile(32, 32, 4, 1)
-        # With more keys and 128 columns, ptxas keeps 12 KiB of a thread in local memory.
-        return Tile(64, 16, 4, 1), square, square, square
+        # Tensor cores are slower with two warps. With 128 columns and two warps or more keys, ptxas
+        # keeps 12 KiB of a thread in local memory.
+        warps = 2 if dots == "ieee" and widest <= 64 else 4
+        return Tile(64, 16, warps, 1), square, square, square
     smallest = Tile(16, 16, 4, 1)
     return smallest, smallest, smallest, smallest
 
@@ -218,7 +220,7 @@ def resolve(
         raise TypeError(f"config is {config!r}; needs a Config, a name or None")
     own = (config.forward, config.dkdv, config.dq, config.one_pass, config.cache)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    forward, dkdv, dq, one_pass = _default_tiles(dtype, head_dim, head_dim_v, large)
+    forward, dkdv, dq, one_pass = _default_tiles(dtype, head_dim, head_dim_v, config.dots, large)
     return Config(
         forward=config.forward or forward,
         dkdv=config.dkdv or dkdv,

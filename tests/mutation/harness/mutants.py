@@ -76,8 +76,8 @@ _BOUNDS = (
         ("terms cancel", "sum(map(torch.abs, x.added), parts)", "s.abs()"),
         (
             "the reach of a score is scaled",
-            "s, reach, p, error, m, m + log_l,",
-            "s, reach * sm_scale, p, error, m, m + log_l,",
+            "s, reach, p, error, of_rows",
+            "s, reach * sm_scale, p, error, of_rows",
             "test_error_model",
         ),
     ),
@@ -299,8 +299,8 @@ _RUNS = (
         ),
         (
             "the numerics of a configuration are ignored",
-            "        numerics=subject.numerics_of(problem),\n        softcap",
-            "        numerics=subject.numerics,\n        softcap",
+            "numerics=subject.numerics_of(problem),\n            softcap",
+            "numerics=subject.numerics,\n            softcap",
         ),
         (
             "a refusal is an error",

@@ -150,7 +150,7 @@ class Scores(NamedTuple):
     reach: torch.Tensor  # |q|.|k|, unscaled
     p: torch.Tensor
     error: torch.Tensor  # E
-    of_rows: torch.Tensor  # 3u (m + r) + (1 + R) u_exp, (Z, R, 1) or of pairs: a part of E
+    rescales: torch.Tensor  # their number, (Z, R, 1), or that of pairs where tiles have any order
     m: torch.Tensor  # (Z, R), 0 on blank rows, like lse and log_l; sinks count
     lse: torch.Tensor
     log_l: torch.Tensor
@@ -362,11 +362,10 @@ def scored(
         changes = _rescales(tile_max, live, slack, numerics.splits).unsqueeze(2)
     if x.sink is not None:
         changes = changes + x.sink_there.unsqueeze(2)
-    of_changes = changes * c.u_exp
-    error.add_(of_changes).masked_fill_(x.hidden, 0.0)
+    error.add_(changes, alpha=c.u_exp).masked_fill_(x.hidden, 0.0)
     return Scores(
-        s, reach, p, error, of_rows + of_changes, m, m + log_l, log_l, lag, tiles, visits, slope,
-        slope_error, size, parts, sink,
+        s, reach, p, error, changes, m, m + log_l, log_l, lag, tiles, visits, slope, slope_error,
+        size, parts, sink,
     )  # fmt: skip
 
 

@@ -46,7 +46,14 @@ import torch
 from fa_verify.oracles.bounds.backward import KeySums, Read, add_keys, backward_error, read_of
 from fa_verify.oracles.bounds.constants import Constants, constants
 from fa_verify.oracles.bounds.error_model import EXACT_SPREAD, chunks, finish_dq, finish_keys
-from fa_verify.oracles.bounds.forward import Chunk, forward_error, live_tiles, logits, put_off
+from fa_verify.oracles.bounds.forward import (
+    Chunk,
+    forward_error,
+    joined,
+    live_tiles,
+    logits,
+    put_off,
+)
 from fa_verify.oracles.bounds.replay import operand_format, stored_format
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.torch_reference import DenseMask
@@ -200,7 +207,7 @@ def given_forward(
         of_rows.append((dq, bound))
         sums = add_keys(sums, bwd.keys, x)
     assert sums is not None  # M > 0
-    dq, dq_bound = (torch.cat(parts, 2) for parts in zip(*of_rows, strict=True))
+    dq, dq_bound = (joined(parts, 2) for parts in zip(*of_rows, strict=True))
     keys = finish_keys(sums, sm_scale, c, apart, stored)
     dk, dv, dk_bound, dv_bound = (
         y.view(B, Hk, N, -1) for y in (keys.dk, keys.dv, keys.bound_dk, keys.bound_dv)

@@ -53,6 +53,7 @@ from fa_verify.oracles.bounds.forward import (
     Chunk,
     Scores,
     added_up,
+    joined,
     scored,
     softmax_additions,
 )
@@ -268,7 +269,8 @@ def _of_forward(
     out, v2, top = p @ x.v, x.v.square(), (scores.m - scores.lse).exp().unsqueeze(2)
     # 1. Scores: E without the largest error of the dots, and what tensor cores truncate.
     systematic = torch.sub(dots.systematic, scores.s, alpha=3 * c.u)
-    systematic.add_(scores.of_rows - c.u_exp)
+    systematic.add_((3 * c.u * (scores.m + scores.lag)).unsqueeze(2))
+    systematic.add_(scores.rescales, alpha=c.u_exp)
     centred = torch.addcmul(dots.variance, systematic, systematic).mul_(p2)
     # 2. The cast of P, relative to the row's maximum. A sum of the rounded P cancels it in part.
     lost = torch.full_like(scores.m, c.eta_p).unsqueeze(2)
@@ -276,7 +278,7 @@ def _of_forward(
         lost *= top
     cast = (pairs.seen * (lost.square() / 3)).add_(p2, alpha=c.u_p**2 / 3)
     of_lse = _of_lse(x, scores, pairs, p2, systematic, cast, c, numerics)
-    lost_v = c.ftz * (pairs.seen @ x.v.abs())
+    lost_v = c.ftz * (pairs.seen @ x.abs_v)
     # The conversion of P to TF32, after the sum of P. A truncation has a mean.
     truncates = c.u_x > 0 and numerics.tf32_conversion == "truncate"
     mean = c.u_x / 4 if truncates else 0.0
@@ -375,7 +377,7 @@ def _of_dv(
         of_sums=(random * along2).sum(1),
         shared=(along2.mul_(p2).mT @ of_lse2).squeeze(2),
         additions=additions,
-        flushed=c.ftz * (pairs.seen.mT @ x.dout.abs()),
+        flushed=c.ftz * (pairs.seen.mT @ x.abs_dout),
         weight=p.sum(1).unsqueeze(2),
         light=torch.where(p < 0.5, p, 0.0).sum(1).unsqueeze(2),
     )  # fmt: skip
@@ -431,7 +433,7 @@ def _of_ds(
     dq, by_delta = t * (ds_cast @ x.k), t * of_delta.sqrt() * (p @ x.k)
     along_k2, along_q2 = ((t * of_dq) @ x.k.mT).square_(), (x.q @ (t * of_dk).mT).square_()
     tiles = x.seen.sum(2, True, dtype=torch.float64).div_(numerics.block_n).ceil_() + 1
-    of_flushes = t * (flushed @ x.k.abs())
+    of_flushes = t * (flushed @ x.abs_k)
     of_tiles = (c.ftz * (tiles + 2)).masked_fill_(x.empty.unsqueeze(2), 0.0)
     squares = ds_cast.square()
     dot = _dot(dq, t * t * (squares @ k2), (numerics.block_n + 2) * tiles, c, step)
@@ -457,7 +459,7 @@ def _of_ds(
         of_sums=(random * along_q2).sum(1),
         shared=along_q2.mul_(shared).sum(1),
         additions=additions,
-        flushed=t * (flushed.mT @ x.q.abs()),
+        flushed=t * (flushed.mT @ x.abs_q),
         weight=torch.zeros_like(additions),  # dk is never peaked
         light=torch.zeros_like(additions),
     )
@@ -511,7 +513,7 @@ def _joined(parts: list[_Fields], axis: int = 0) -> _Fields:
     """Joins results along an axis of all fields but ``shapes``, where it is the next one."""
     kind = type(parts[0])
     columns = zip(kind._fields, zip(*parts, strict=True), strict=True)
-    return kind(*(torch.cat(pieces, axis + (name == "shapes")) for name, pieces in columns))
+    return kind(*(joined(pieces, axis + (name == "shapes")) for name, pieces in columns))
 
 
 def _of_heads(part: Spread, B: int, heads: int) -> Spread:

@@ -76,8 +76,8 @@ _BOUNDS = (
         ("terms cancel", "sum(map(torch.abs, x.added), parts)", "s.abs()"),
         (
             "the reach of a score is scaled",
-            "s, reach, p, error, of_rows",
-            "s, reach * sm_scale, p, error, of_rows",
+            "s, reach, p, error, changes",
+            "s, reach * sm_scale, p, error, changes",
             "test_error_model",
         ),
     ),

@@ -52,7 +52,8 @@ class Dealing(LoadScheduling):
     among hundreds of tests that one worker has received, it runs them alone at the end.
 
     Conformance tests are dealt in an order without a pattern, the same in every run. A worker gets
-    the next test whose kernels no other worker may be compiling, if there is one.
+    the next test for which it need not wait, if there is one: no other worker may be compiling its
+    kernels, or reserve memory as it does.
 
     Tests of a file with fixtures of module scope go to one worker, because another worker would set
     the fixtures up again.
@@ -96,15 +97,15 @@ class Dealing(LoadScheduling):
             node.shutdown()
 
     def _bring_forward(self, node: Any) -> None:
-        """Put first the next test that shares no kernels with the tests of other workers."""
+        """Put first the next test that need not wait for those of other workers."""
         tests = self.collection or []
         held = {
-            _kernels(tests[i])
+            _apart(tests[i])
             for other, of_other in self.node2pending.items()
             if other is not node
             for i in of_other
         } - {""}
-        places = (n for n, i in enumerate(self.pending) if _kernels(tests[i]) not in held)
+        places = (n for n, i in enumerate(self.pending) if _apart(tests[i]) not in held)
         self.pending.insert(0, self.pending.pop(next(places, 0)))
 
     def _together(self) -> int:
@@ -123,10 +124,10 @@ class Dealing(LoadScheduling):
 
 
 @cache
-def _kernels(test: str) -> str:
-    """Return a name that the tests with the kernels of a test have in common; "" if unknown.
+def _apart(test: str) -> str:
+    """Return a name that tests have in common which should not run at once; "" for others.
 
-    Tests that reserve much memory have one in common, too.
+    They use the same kernels, or reserve much of a GPU's memory.
     """
     if _OF_MEMORY.search(test):
         return "much memory"

@@ -395,14 +395,27 @@ def test_a_hang_that_holds_pythons_lock_ends_too(path):
     assert Record.read(path).problem == Problem().to_json()
 
 
-def test_watching_a_problem_costs_less_than_a_tenth_of_a_millisecond(watchdog_with):
+def test_watching_a_problem_costs_little_more_than_its_record(path, watchdog_with):
     watchdog = watchdog_with()
-    costs = []
-    for _ in range(10):
-        start = time.thread_time()
-        for _ in range(200):
-            with watchdog.watching(PROBLEM):
-                pass
-        costs.append((time.thread_time() - start) / 200)
-    # The best of ten, in CPU time: other processes only add time.
-    assert min(costs) < 1e-4
+
+    def watch():
+        with watchdog.watching(PROBLEM):
+            pass
+
+    def write():
+        record = Record("running", PROBLEM.to_json(), "test", "", time.time())
+        os.ftruncate(file, 0)
+        os.pwrite(file, record.to_json().encode(), 0)
+        os.ftruncate(file, 0)
+
+    # In turns, since a machine's speed changes; CPU time, since other processes add to the clock.
+    costs = {watch: [], write: []}
+    with (path.parent / "plain.json").open("w") as opened:
+        file = opened.fileno()
+        for _ in range(20):
+            for work, seconds in costs.items():
+                start = time.thread_time()
+                for _ in range(100):
+                    work()
+                seconds.append(time.thread_time() - start)
+    assert min(costs[watch]) < 3 * min(costs[write])

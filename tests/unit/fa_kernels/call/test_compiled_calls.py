@@ -22,11 +22,6 @@ CONFIG = "16x16"
 SIZES = [(17, 21), (33, 5), (9, 40)]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_compiled():
-    torch._dynamo.reset()
-
-
 def compiled(function=flash_attention, backend="aot_eager", **how):
     counter = CompileCounterWithBackend(backend)
     return torch.compile(function, backend=counter, fullgraph=True, **how), counter

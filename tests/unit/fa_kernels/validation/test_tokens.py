@@ -102,11 +102,6 @@ def test_a_token_of_another_process_is_refused():
         value_of(theirs)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_compiled():
-    torch._dynamo.reset()
-
-
 library = torch.library.Library("fa_test_tokens", "DEF")
 library.define("told(Tensor x, str token) -> Tensor")
 TOLD = []

@@ -52,7 +52,7 @@ ON_A_CPU = ("packed", "64 splits", "a predicate")
 
 
 @pytest.mark.parametrize(
-    "mask", [Mask(causal=True), Mask(window_left=300)], ids=["causal", "window"]
+    "mask", [Mask(causal=True), Mask(causal=True, window_left=300)], ids=["causal", "window"]
 )
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_long_sequences_lie_within_the_derived_bound(check_one, subject, device, dtype, mask):

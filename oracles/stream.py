@@ -32,13 +32,13 @@ def _signed(value: int) -> int:
 
 def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
     """Logical (zero-filling) right shift of int64."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
     for shift, factor in _ROUNDS:
-        bits = (bits ^ _shift_right(bits, shift)) * _signed(factor)
-    return bits ^ _shift_right(bits, 31)
+        bits = _shift_right(bits, shift).bitwise_xor_(bits).mul_(_signed(factor))
+    return _shift_right(bits, 31).bitwise_xor_(bits)
 
 
 def _mix_on_host(bits: int) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from fa_verify.oracles.bounds.given_forward import Gradients, Returned, given_forward, returned
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.properties.comparison.agreement import within
-from fa_verify.properties.comparison.compare import Finding, worst
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.ratios import are_finite
 from fa_verify.properties.execution.trial import Trial
 
 __all__ = [
@@ -52,7 +52,7 @@ def gradients_of(trial: Trial) -> Gradients | None:
         *trial.inputs, given=given, mask=problem.mask, sm_scale=problem.scale,
         in_dtype=problem.dtype, numerics=numerics, softcap=problem.softcap,
     )  # fmt: skip
-    if not all(map(math.isfinite, worst(*found[3:]))):
+    if not are_finite(*found[3:]):
         raise RuntimeError(f"the bound given the forward is not finite: {problem.to_json()}")
     return found
 

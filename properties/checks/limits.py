@@ -16,7 +16,7 @@ from fa_verify.oracles.bounds.variance import rounding
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.backward import forward_read
-from fa_verify.properties.comparison.compare import Finding, ratios, worst
+from fa_verify.properties.comparison.compare import Finding, largest_ratios, ratios
 from fa_verify.properties.execution.trial import Trial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
@@ -140,20 +140,20 @@ def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
         got = _got(trial, name)
         if name == "lse":
             got, value, limit = (x.squeeze(3) for x in (got, value, limit))
-        judged.append((name, got, value, limit, ratios(got, value, limit)))
-    if not judged:
-        return []
-    # Synchronise with the GPU once for all outputs.
-    largest = worst(*(ratio for *_, ratio in judged))
-    return [
-        Finding.at(
-            ratio > 1, ratio, guarantee="limit of elements", claim=_OUTSIDE.format(_given(name)),
-            subject=trial.subject, problem=trial.problem, output=name, got=got, want=value,
-            bound=limit,
-        )
-        for (name, got, value, limit, ratio), peak in zip(judged, largest, strict=True)
-        if peak > 1
-    ]  # fmt: skip
+        judged.append((name, (got, value, limit)))
+    largest = largest_ratios([compared for _, compared in judged])
+    findings = []
+    for (name, (got, value, limit)), (peak,) in zip(judged, largest, strict=True):
+        if peak > 1:
+            ratio = ratios(got, value, limit)
+            findings.append(
+                Finding.at(
+                    ratio > 1, ratio, guarantee="limit of elements",
+                    claim=_OUTSIDE.format(_given(name)), subject=trial.subject,
+                    problem=trial.problem, output=name, got=got, want=value, bound=limit,
+                )
+            )  # fmt: skip
+    return findings
 
 
 def _stored(trial: Trial, name: str) -> Format | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
-from fa_verify.properties.comparison.compare import Finding, ratios, same_bits, worst
+from fa_verify.properties.comparison.compare import Finding, largest_ratios, ratios, same_bits
 from fa_verify.properties.execution.trial import Trial
 
 __all__ = ["OF_KEYS", "OF_ROWS", "agree", "exact", "found_where", "within"]
@@ -33,23 +33,19 @@ def within(
         claim: See ``Finding``.
         compared: Bool, elements to compare; None compares all.
     """
-    of_outputs = []
+    judged = []
     for place, name in enumerate(OUTPUTS):
         value, want, limit = got[place], trial.want[place], limits[place]
         if value is None:
             continue
-        ratio = ratios(value, want, limit)
         part = None if compared is None else compared[place]
-        judged = ratio if part is None else ratio.masked_fill(~part, 0.0)
-        of_outputs.append((name, value, want, limit, part, ratio, judged))
-    if not of_outputs:
-        return []
-    # Synchronise with the GPU once for all outputs.
-    largest = worst(*(judged for *_, judged in of_outputs))
+        shown = value if part is None else torch.where(part, value, want)
+        judged.append((name, value, want, limit, part, shown))
+    largest = largest_ratios([(shown, want, limit) for _, _, want, limit, _, shown in judged])
     return [
         Finding.at(
-            judged > 1,
-            ratio,
+            ratios(shown, want, limit) > 1,
+            ratios(value, want, limit),
             guarantee=guarantee,
             claim=claim,
             subject=trial.subject,
@@ -60,9 +56,7 @@ def within(
             bound=limit,
             compared=part,
         )
-        for (name, value, want, limit, part, ratio, judged), peak in zip(
-            of_outputs, largest, strict=True
-        )
+        for (name, value, want, limit, part, shown), (peak,) in zip(judged, largest, strict=True)
         if peak > 1
     ]
 

@@ -11,12 +11,12 @@ import torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.heat_map import HeatMap
-from fa_verify.properties.execution.ratios import ratios, worst
+from fa_verify.properties.execution.ratios import largest_ratios, ratios
 from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.trial import SubjectError
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["TILES", "Finding", "Violation", "ratios", "same_bits", "worst"]
+__all__ = ["TILES", "Finding", "Violation", "largest_ratios", "ratios", "same_bits"]
 
 # Kinds of tiles that a kernel treats differently.
 TILES = ("padding", "single", "ragged tail", "mask edge", "inner")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["ratios", "worst", "worst_of_parts"]
+__all__ = ["are_finite", "largest_ratios", "ratios"]
 
 
 def ratios(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
@@ -14,16 +17,38 @@ def ratios(got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor) -> torch.
     return ratio.masked_fill_(got == want, 0.0).nan_to_num_(torch.inf, torch.inf)
 
 
-def worst(*of_ratios: torch.Tensor) -> list[float]:
-    """Return the largest ratio of each tensor, 0 for an empty one. Synchronises a GPU once."""
-    return [largest for (largest,) in worst_of_parts(1, *of_ratios)]
+def largest_ratios(
+    of_outputs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], parts: int = 1
+) -> list[list[float]]:
+    """Return the largest ratio of each output, 0 for no element, in parts of the first axis.
 
+    On a GPU, operations on all outputs at once take less time than those on each.
 
-def worst_of_parts(parts: int, *of_ratios: torch.Tensor) -> list[list[float]]:
-    """Return the largest ratio in each of ``parts`` equal parts of every tensor's first axis."""
+    Args:
+        of_outputs: (got, want, bound) of each output, of one shape. The last two are float64.
+        parts: The number of equal parts.
+
+    Returns:
+        For each output, the largest ratio of each part.
+    """
+    if not of_outputs:
+        return []
+    got, want, bound = zip(*of_outputs, strict=True)
+    joined = (
+        torch.cat([x.reshape(parts, -1) for x in tensors], 1)
+        for tensors in ([x.to(torch.float64) for x in got], want, bound)
+    )
+    sizes = [x.numel() // parts for x in got]
     largest = [
-        ratio.reshape(parts, -1).amax(1) if ratio.numel() else ratio.new_zeros(parts)
-        for ratio in of_ratios
+        ratio.amax(1) if size else ratio.new_zeros(parts)
+        for ratio, size in zip(ratios(*joined).split(sizes, 1), sizes, strict=True)
     ]
+    # One transfer for all outputs.
     found: list[list[float]] = torch.stack(largest).tolist()
     return found
+
+
+def are_finite(*bounds: torch.Tensor) -> bool:
+    """Return whether all bounds are finite; they are sums of terms that are not negative."""
+    joined = torch.cat([x.reshape(-1) for x in bounds])
+    return not joined.numel() or math.isfinite(joined.amax())

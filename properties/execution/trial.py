@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import signal
 import sysconfig
 import threading
@@ -27,7 +26,7 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.merging import Merged
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.large_memory import no_room
-from fa_verify.properties.execution.ratios import ratios, worst, worst_of_parts
+from fa_verify.properties.execution.ratios import are_finite, largest_ratios
 from fa_verify.properties.inputs.caches import CacheInputs, UnchangedInputs
 from fa_verify.properties.inputs.states import States
 from fa_verify.properties.inputs.tensors import Inputs, make
@@ -98,13 +97,13 @@ class Trial:
     def peaks(self) -> list[dict[str, float]]:
         """The worst error/bound of each output, for each problem of a batched problem."""
         found = {
-            name: ratios(got, want, bound)
+            name: (got, want, bound)
             for name, got, want, bound in zip(
                 OUTPUTS, self.got, self.want, self.judgement.bound, strict=True
             )
             if got is not None
         }
-        of_outputs = worst_of_parts(len(self.problem.all_seeds), *found.values())
+        of_outputs = largest_ratios([*found.values()], len(self.problem.all_seeds))
         return [dict(zip(found, numbers, strict=True)) for numbers in zip(*of_outputs, strict=True)]
 
     def inside(self, *names: str) -> bool:
@@ -587,8 +586,7 @@ def plan_in_range(subject: Subject, problem: Problem, inputs: Inputs) -> Planned
         )
     if judgement.out_of_range is not None:
         raise OutOfRangeError(judgement.out_of_range)
-    # A bound is a sum of terms that are not negative.
-    if not all(map(math.isfinite, worst(*judgement.bound))):
+    if not are_finite(*judgement.bound):
         raise RuntimeError(f"the bound is not finite, so nothing was judged: {problem.to_json()}")
     want = torch_reference.attention(
         *inputs, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap

@@ -15,7 +15,6 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.statistics import bias, is_valid, mean_square_limit, rms
-from fa_verify.properties.comparison.compare import ratios, worst
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.search.search import Runner
@@ -122,7 +121,7 @@ def run(problem: Problem, fault: str = "", **numerics: object) -> Trial:
 
 def share_of_bound(trial: Trial) -> float:
     """The largest error / bound over all outputs."""
-    return max(worst(*map(ratios, trial.got, trial.want, trial.judgement.bound)))
+    return max(peak for part in trial.peaks for peak in part.values())
 
 
 def random_problem(seed: int) -> Problem:

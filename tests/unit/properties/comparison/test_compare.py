@@ -10,7 +10,8 @@ import torch
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.comparison.compare import Finding, ratios, same_bits, worst
+from fa_verify.properties.comparison.compare import Finding, largest_ratios, ratios, same_bits
+from fa_verify.properties.execution.ratios import are_finite
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -55,8 +56,37 @@ def test_bits_are_the_same_but_for_signs_of_zeros_and_kinds_of_nan(a, b, same):
     assert same_bits(numbers(a), numbers(b)).tolist() == [same]
 
 
-def test_the_worst_ratio_is_the_largest_of_each_tensor():
-    assert worst(numbers(0.25, 4.0, 1.0), numbers(), numbers(math.inf)) == [4.0, 0.0, math.inf]
+def test_the_largest_ratio_is_that_of_each_output():
+    half = torch.tensor([1.25, 1.0], dtype=torch.float16)
+    outputs = [
+        (half, numbers(1.0, 1.0), numbers(0.5, 0.5)),
+        (numbers(), numbers(), numbers()),
+        (numbers(1.0, math.nan, 3.0), numbers(1.0, 1.0, 1.0), numbers(1.0, 1.0, 1.0)),
+        (numbers(1.0, 5.0, 2.0), numbers(1.0, 1.0, 1.0), numbers(1.0, 1.0, 1.0)),
+    ]
+    assert largest_ratios(outputs) == [[0.5], [0.0], [math.inf], [4.0]]
+    assert largest_ratios([]) == []
+
+
+def test_the_largest_ratios_of_parts_of_the_first_axis():
+    got = torch.arange(12, dtype=torch.float64).view(4, 3, 1)
+    of_rows = (got, torch.zeros_like(got), torch.ones_like(got))
+    of_heads = tuple(x[:, :0] for x in of_rows)
+    strided = tuple(x.mT.flip(0) for x in of_rows)
+    assert largest_ratios([of_rows, of_heads, strided], 2) == [[5.0, 11.0], [0.0] * 2, [11.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "finite"),
+    [
+        ([numbers(0.0, 1.0), numbers()], True),
+        ([numbers()], True),
+        ([numbers(1.0), numbers(2.0, math.nan)], False),
+        ([numbers(1.0, math.inf), numbers(0.0)], False),
+    ],
+)
+def test_bounds_are_finite_if_each_element_is(bounds, finite):
+    assert are_finite(*bounds) == finite
 
 
 def finding(problem: Problem, output: str, at: tuple[int, ...], **rest: object) -> Finding:

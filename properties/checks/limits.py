@@ -174,11 +174,10 @@ def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     of_outputs = {name: _factors(trial, name, spread) for name, spread in spreads.items()}
     if not of_outputs:
         return []
-    # Synchronise with the GPU once for all outputs.
-    numbers = torch.stack([x for factors in of_outputs.values() for x in _judged(factors)]).tolist()
     findings = []
-    for at, (name, factors) in enumerate(of_outputs.items()):
-        bad, samples, squares = numbers[3 * at : 3 * at + 3]
+    for (name, factors), (bad, samples, squares) in zip(
+        of_outputs.items(), _judged([*of_outputs.values()]), strict=True
+    ):
         if bad:
             of_units = (_worst(trial, name, unit, factors) for unit in factors.shapes)
             found = [x for x in of_units if x is not None]
@@ -189,12 +188,24 @@ def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     return findings
 
 
-def _judged(factors: _Factors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the number of bad factors, that of rows that count, and the sum of their squares."""
-    bad = _limits(*factors[:3])[1] > 1
-    factor, spread, systematic = factors.of("row")
+def _judged(of_outputs: list[_Factors]) -> list[tuple[float, float, float]]:
+    """Return the number of bad factors, that of rows that count, and the sum of their squares.
+
+    All outputs are judged at once, and a GPU is waited for once.
+    """
+    factor, spread, systematic = (
+        torch.cat(x) for x in zip(*(x[:3] for x in of_outputs), strict=True)
+    )
+    bad = _limits(factor, spread, systematic)[1] > 1
     beyond = (factor.abs() - systematic).clamp_(min=0).div_(spread).masked_fill_(spread == 0, 0.0)
-    return bad.sum(), (spread > 0).sum(), beyond.square_().sum()
+    # Rows are the last units of an output.
+    sizes = [size for x in of_outputs for size in (len(x.factor) - x.rows, x.rows)]
+    parts = torch.stack([bad.double(), (spread > 0).double(), beyond.square_()]).split(sizes, 1)
+    numbers = torch.stack([x.sum(1) for x in parts]).tolist()
+    return [
+        (others[0] + rows[0], rows[1], rows[2])
+        for others, rows in zip(numbers[::2], numbers[1::2], strict=True)
+    ]
 
 
 def _mean_square(trial: Trial, name: str, samples: int, squares: float) -> list[Finding]:
@@ -251,6 +262,11 @@ class _Factors(NamedTuple):
     spread: torch.Tensor
     systematic: torch.Tensor
     shapes: dict[str, torch.Size]
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return self.shapes["row"].numel()
 
     def of(self, unit: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the factors of a kind of units, their spreads and their systematic errors."""

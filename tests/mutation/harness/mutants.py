@@ -184,6 +184,12 @@ _CHECKS = (
             "ratio.mean(1) if",
             "test_compare",
         ),
+        (
+            "bounds are finite if none is NaN",
+            "math.isfinite(joined.amax())",
+            "not math.isnan(joined.amax())",
+            "test_compare",
+        ),
     ),
     *faults_of(
         "properties/checks/identities.py",
@@ -276,6 +282,11 @@ _CHECKS = (
             "given = forward_read(trial)",
             "given = Returned(got.out, got.lse)",
         ),
+        (
+            "rows of an output are not counted",
+            "(others[0] + rows[0],",
+            "(others[0],",
+        ),
     ),
     *faults_of(
         "properties/checks/statistics.py",
@@ -294,8 +305,8 @@ _RUNS = (
         "test_trial test_search test_guarantees",
         (
             "an infinite bound passes",
-            "    if not all(map(math.isfinite,",
-            "    if any(map(math.isnan,",
+            "if not are_finite(*judgement.bound):",
+            "if judgement.bound.out.isnan().any():",
         ),
         (
             "the numerics of a configuration are ignored",

@@ -25,7 +25,8 @@ def largest_ratios(
     On a GPU, operations on all outputs at once take less time than those on each.
 
     Args:
-        of_outputs: (got, want, bound) of each output, of one shape. The last two are float64.
+        of_outputs: Each output's values, its true values and their bounds, of one shape; the last
+            two are float64.
         parts: The number of equal parts.
 
     Returns:

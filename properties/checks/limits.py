@@ -171,12 +171,12 @@ def _got(trial: Trial, name: str) -> torch.Tensor:
 
 def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     """Check the sums; one finding for each output."""
-    of_outputs = {name: _factors(trial, name, spread) for name, spread in spreads.items()}
-    if not of_outputs:
+    if not spreads:
         return []
+    of_outputs = _factors([_unit_sums(trial, *x) for x in spreads.items()])
     findings = []
-    for (name, factors), (bad, samples, squares) in zip(
-        of_outputs.items(), _judged([*of_outputs.values()]), strict=True
+    for name, factors, (bad, samples, squares) in zip(
+        spreads, of_outputs, _judged(of_outputs), strict=True
     ):
         if bad:
             of_units = (_worst(trial, name, unit, factors) for unit in factors.shapes)
@@ -186,26 +186,6 @@ def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
         elif name in _ALONE:
             findings += _mean_square(trial, name, int(samples), squares)
     return findings
-
-
-def _judged(of_outputs: list[_Factors]) -> list[tuple[float, float, float]]:
-    """Return the number of bad factors, that of rows that count, and the sum of their squares.
-
-    All outputs are judged at once, and a GPU is waited for once.
-    """
-    factor, spread, systematic = (
-        torch.cat(x) for x in zip(*(x[:3] for x in of_outputs), strict=True)
-    )
-    bad = _limits(factor, spread, systematic)[1] > 1
-    beyond = (factor.abs() - systematic).clamp_(min=0).div_(spread).masked_fill_(spread == 0, 0.0)
-    # Rows are the last units of an output.
-    sizes = [size for x in of_outputs for size in (len(x.factor) - x.rows, x.rows)]
-    parts = torch.stack([bad.double(), (spread > 0).double(), beyond.square_()]).split(sizes, 1)
-    numbers = torch.stack([x.sum(1) for x in parts]).tolist()
-    return [
-        (others[0] + rows[0], rows[1], rows[2])
-        for others, rows in zip(numbers[::2], numbers[1::2], strict=True)
-    ]
 
 
 def _mean_square(trial: Trial, name: str, samples: int, squares: float) -> list[Finding]:
@@ -248,37 +228,40 @@ def _errors(
     return error, last, spread.along + half.masked_fill_(~spread.peaked, 0.0)
 
 
-class _Factors(NamedTuple):
-    """Factors of an output, of its tiles and of its rows, minus 1, in one row.
+class _UnitSums(NamedTuple):
+    """Weighted sums over an output, its tiles and its rows.
 
     Args:
-        factor: The factors.
-        spread: The standard deviations of their random errors; 0 where a unit has no factor.
-        systematic: Their largest systematic errors.
+        sums: (5, units): of errors, of squared weights, of variances, of the deviations that all
+            elements of a unit share, and of systematic errors.
         shapes: The kinds of units, "output", "tile" and "row", and their numbers (B, heads, n).
     """
 
-    factor: torch.Tensor
-    spread: torch.Tensor
-    systematic: torch.Tensor
+    sums: torch.Tensor
     shapes: dict[str, torch.Size]
 
-    @property
-    def rows(self) -> int:
-        """Return the number of rows."""
-        return self.shapes["row"].numel()
+
+class _Factors(NamedTuple):
+    """Factors of an output, of its tiles and of its rows, minus 1.
+
+    Args:
+        numbers: (3, units): the factors, the standard deviations of their random errors, which are
+            0 where a unit has no factor, and their largest systematic errors.
+        shapes: As in ``_UnitSums``.
+    """
+
+    numbers: torch.Tensor
+    shapes: dict[str, torch.Size]
 
     def of(self, unit: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the factors of a kind of units, their spreads and their systematic errors."""
         place, sizes = [*self.shapes].index(unit), [shape.numel() for shape in self.shapes.values()]
-        factor, spread, systematic = (
-            x.split(sizes)[place].view(self.shapes[unit]) for x in self[:3]
-        )
+        factor, spread, systematic = self.numbers.split(sizes, 1)[place].view(3, *self.shapes[unit])
         return factor, spread, systematic
 
 
-def _factors(trial: Trial, name: str, spread: Spread) -> _Factors:
-    """Return the factors of an output; those of lse are mean errors."""
+def _unit_sums(trial: Trial, name: str, spread: Spread) -> _UnitSums:
+    """Return the sums of an output; those of lse have the weight 1."""
     if name == "lse":
         want = (trial.want.lse != -torch.inf).double().unsqueeze(3)
     else:
@@ -295,12 +278,39 @@ def _factors(trial: Trial, name: str, spread: Spread) -> _Factors:
     tiles = torch.nn.functional.pad(sums, (0, short)).unflatten(3, (-1, TILE)).sum(4)
     units = {"output": whole, "tile": tiles, "row": sums}
     of = torch.cat([x.flatten(1) for x in units.values()], 1)
-    found, weight, variance, shared, along = of[:5]
-    random, systematic = (variance + shared.square()).sqrt(), along + of[5:].abs().sum(0)
+    of[4] += of[5:].abs().sum(0)
+    return _UnitSums(of[:5], {unit: x.shape[1:] for unit, x in units.items()})
+
+
+def _factors(of_outputs: list[_UnitSums]) -> list[_Factors]:
+    """Return the factors of outputs; those of lse are mean errors."""
+    found, weight, variance, shared, along = torch.cat([x.sums for x in of_outputs], 1)
+    random = (variance + shared.square()).sqrt()
     # A row without a visible pair is exactly 0.
     weight = weight.masked_fill(weight == 0, torch.inf)
-    found, random, systematic = torch.stack([found, random, systematic]) / weight
-    return _Factors(found, random, systematic, {unit: x.shape[1:] for unit, x in units.items()})
+    numbers = torch.stack([found, random, along]) / weight
+    parts = numbers.split([x.sums.shape[1] for x in of_outputs], 1)
+    return [_Factors(part, x.shapes) for part, x in zip(parts, of_outputs, strict=True)]
+
+
+def _judged(of_outputs: list[_Factors]) -> list[tuple[float, float, float]]:
+    """Return the number of bad factors, that of rows that count, and the sum of their squares.
+
+    All outputs are judged at once, and a GPU is waited for once.
+    """
+    factor, spread, systematic = torch.cat([x.numbers for x in of_outputs], 1)
+    bad = _limits(factor, spread, systematic)[1] > 1
+    beyond = (factor.abs() - systematic).clamp_(min=0).div_(spread).masked_fill_(spread == 0, 0.0)
+    sizes = []
+    for x in of_outputs:
+        rows = x.shapes["row"].numel()  # the last units of an output
+        sizes += [x.numbers.shape[1] - rows, rows]
+    parts = torch.stack([bad.double(), (spread > 0).double(), beyond.square_()]).split(sizes, 1)
+    numbers = torch.stack([x.sum(1) for x in parts]).tolist()
+    return [
+        (others[0] + of_rows[0], of_rows[1], of_rows[2])
+        for others, of_rows in zip(numbers[::2], numbers[1::2], strict=True)
+    ]
 
 
 def _limits(

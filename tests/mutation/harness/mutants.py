@@ -284,7 +284,7 @@ _CHECKS = (
         ),
         (
             "rows of an output are not counted",
-            "(others[0] + rows[0],",
+            "(others[0] + of_rows[0],",
             "(others[0],",
         ),
     ),

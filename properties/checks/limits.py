@@ -173,10 +173,10 @@ def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     """Check the sums; one finding for each output."""
     if not spreads:
         return []
-    of_outputs = _factors([_unit_sums(trial, *x) for x in spreads.items()])
+    numbers, of_outputs = _factors([_unit_sums(trial, *x) for x in spreads.items()])
     findings = []
     for name, factors, (bad, samples, squares) in zip(
-        spreads, of_outputs, _judged(of_outputs), strict=True
+        spreads, of_outputs, _judged(numbers, of_outputs), strict=True
     ):
         if bad:
             of_units = (_worst(trial, name, unit, factors) for unit in factors.shapes)
@@ -282,23 +282,23 @@ def _unit_sums(trial: Trial, name: str, spread: Spread) -> _UnitSums:
     return _UnitSums(of[:5], {unit: x.shape[1:] for unit, x in units.items()})
 
 
-def _factors(of_outputs: list[_UnitSums]) -> list[_Factors]:
-    """Return the factors of outputs; those of lse are mean errors."""
+def _factors(of_outputs: list[_UnitSums]) -> tuple[torch.Tensor, list[_Factors]]:
+    """Return the factors of all outputs, and those of each; those of lse are mean errors."""
     found, weight, variance, shared, along = torch.cat([x.sums for x in of_outputs], 1)
     random = (variance + shared.square()).sqrt()
     # A row without a visible pair is exactly 0.
     weight = weight.masked_fill(weight == 0, torch.inf)
     numbers = torch.stack([found, random, along]) / weight
     parts = numbers.split([x.sums.shape[1] for x in of_outputs], 1)
-    return [_Factors(part, x.shapes) for part, x in zip(parts, of_outputs, strict=True)]
+    return numbers, [_Factors(*x) for x in zip(parts, (y.shapes for y in of_outputs), strict=True)]
 
 
-def _judged(of_outputs: list[_Factors]) -> list[tuple[float, float, float]]:
+def _judged(numbers: torch.Tensor, of_outputs: list[_Factors]) -> list[tuple[float, float, float]]:
     """Return the number of bad factors, that of rows that count, and the sum of their squares.
 
     All outputs are judged at once, and a GPU is waited for once.
     """
-    factor, spread, systematic = torch.cat([x.numbers for x in of_outputs], 1)
+    factor, spread, systematic = numbers
     bad = _limits(factor, spread, systematic)[1] > 1
     beyond = (factor.abs() - systematic).clamp_(min=0).div_(spread).masked_fill_(spread == 0, 0.0)
     sizes = []
@@ -306,10 +306,10 @@ def _judged(of_outputs: list[_Factors]) -> list[tuple[float, float, float]]:
         rows = x.shapes["row"].numel()  # the last units of an output
         sizes += [x.numbers.shape[1] - rows, rows]
     parts = torch.stack([bad.double(), (spread > 0).double(), beyond.square_()]).split(sizes, 1)
-    numbers = torch.stack([x.sum(1) for x in parts]).tolist()
+    totals = torch.stack([x.sum(1) for x in parts]).tolist()
     return [
         (others[0] + of_rows[0], of_rows[1], of_rows[2])
-        for others, of_rows in zip(numbers[::2], numbers[1::2], strict=True)
+        for others, of_rows in zip(totals[::2], totals[1::2], strict=True)
     ]
 
 

@@ -96,7 +96,7 @@ def _identities(trial: Trial) -> list[_Identity]:
     assert got.dv is not None
     live = (trial.want.lse > -math.inf).unsqueeze(3)
     dout = torch.where(live, trial.inputs.dout.to(torch.float64), 0.0)
-    sum_dout = dout.view(B, Hk, -1, problem.Dv).sum(2)
+    sum_dout = dout.reshape(B, Hk, -1, problem.Dv).sum(2)
     counted = variance.keys_seen.view(B, Hk, -1).amax(2, keepdim=True) >= FEWEST
     u_in = constants(problem.dtype, trial.subject.numerics_of(problem)).u_in
     few = (variance.rows_seen < FEWEST).unsqueeze(3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fa_verify.oracles.masks.mask import Mask
-from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import FEWEST
 from fa_verify.properties.comparison.compare import Finding
@@ -127,6 +127,12 @@ def test_a_finding_says_where_and_by_how_much():
     assert "identities: dk of emulated breaks sum_n dk = 0 by more than roundings" in message
     assert "worst at b=0 h=1 d=5: got 38" in message
     assert "want 0.0" in message
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dout_may_have_any_layout(layout):
+    of_dout = replace(PROBLEM, layouts=("bhsd", "bhsd", "bhsd", layout))
+    assert identities(run(of_dout)) == []
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -33,8 +33,9 @@ _CONTEXT = 2**29  # bytes that CUDA holds for a process beside its tensors
 _GIB = 2**30
 _BESIDE = 3 * 2**29  # bytes of a process that runs ordinary tests
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB}
-# The code or the local memory of a kernel, which Triton loads without saying its size.
-_LAUNCH = "Triton Error [CUDA]: out of memory"
+# Triton loads the code and the local memory of a kernel, and cuBLAS its workspace, without saying
+# their sizes.
+_WITHOUT_SIZE = ("Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _ASKED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMG]iB)")
 
 _limit: int | None = None
@@ -88,9 +89,9 @@ def no_room(error: BaseException) -> str:
 
     It ran into the limit. Or, without one, this process and the failed allocation need no more
     than the memory for which a worker is started, so that other processes hold the rest. They do
-    too if a launch fails and this process could not reach that much memory.
+    too if Triton or cuBLAS fails and this process could not reach that much memory.
     """
-    if isinstance(error, RuntimeError) and _LAUNCH in str(error):
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _WITHOUT_SIZE):
         size, room = 0.0, torch.cuda.mem_get_info()[0]
     elif not isinstance(error, torch.cuda.OutOfMemoryError):
         return ""
@@ -113,7 +114,7 @@ def refusal_without_room() -> Iterator[None]:
     """Raise NotImplementedError for an allocation in the block that ``no_room`` explains."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
+    except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
         if reason := no_room(error):
             raise NotImplementedError(reason) from error
         raise

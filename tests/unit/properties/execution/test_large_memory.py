@@ -196,6 +196,15 @@ def test_an_oracle_that_finds_no_room_is_no_failure(asked, raised, fraction):
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked}.")
 
 
+@pytest.mark.parametrize(
+    ("free", "raised"), [(3 * FREE, NotImplementedError), (4 * FREE, RuntimeError)]
+)
+def test_a_handle_of_cublas_finds_no_room(free, raised, fraction, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * FREE))
+    with pytest.raises(raised, match=r"other processes hold|CUBLAS"), refusal_without_room():
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+
+
 @pytest.mark.parametrize("free", [0, 3 * FREE, 4 * FREE])
 def test_a_launch_fails_for_lack_of_memory_that_others_hold(free, fraction, monkeypatch):
     def fails(*arguments, **keywords):

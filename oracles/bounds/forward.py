@@ -36,6 +36,8 @@ __all__ = [
 
 _GAPS = 2**21  # elements of |v - out| in memory at a time, on a CPU: they fit its cache
 _GAPS_CUDA = 2**24
+_STARTS = 2**16  # elements of the tiles after several starts in memory at a time, on a CPU
+_STARTS_CUDA = 2**22
 
 
 class _Inputs(NamedTuple):
@@ -174,11 +176,28 @@ class Forward(NamedTuple):
     lse_bound: torch.Tensor  # (Z, R)
 
 
-def _changes(tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
-    """Counts the possible changes of the running maximum after the first live tile, in order."""
-    earlier = pad(tile_max.cummax(2).values[:, :, :-1], (1, 0), value=-math.inf)
-    risen = live_tiles & (tile_max >= earlier - slack.unsqueeze(2))
-    return risen.sum(2) - 1
+def _changes(
+    tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor, starts: int
+) -> torch.Tensor:
+    """Counts the most possible changes of the running maximum, from any of the first tiles.
+
+    Changes are counted after the first live tile, in order; ``starts`` tiles can be the first.
+    """
+    tiles = tile_max.shape[2]
+    limit = _STARTS_CUDA if tile_max.is_cuda else _STARTS
+    together = max(1, limit // max(1, tile_max.numel()))
+    most = []
+    for first in range(0, starts, together):
+        count = min(together, starts - first)
+        after = tile_max[:, :, None, first:].expand(-1, -1, count, -1)
+        live = live_tiles[:, :, None, first:]
+        if count > 1:
+            left_out = after.new_ones((count, tiles - first), dtype=torch.bool).tril_(-1)
+            after, live = after.masked_fill(left_out, -math.inf), live & ~left_out
+        earlier = pad(after.cummax(3).values[..., :-1], (1, 0), value=-math.inf)
+        risen = live & (tile_max[:, :, None, first:] >= earlier.sub_(slack[:, :, None, None]))
+        most.append(risen.sum(3).amax(2))
+    return torch.stack(most).amax(0) - 1 if len(most) > 1 else most[0] - 1
 
 
 def _rescales(
@@ -193,14 +212,8 @@ def _rescales(
     if tile_max.shape[2] == 1:
         return torch.zeros_like(slack)
     either_end = ((tile_max, live_tiles), (tile_max.flip(2), live_tiles.flip(2)))
-    starts = range(tile_max.shape[2] if splits > 1 else 1)
-    most = torch.stack(
-        [
-            _changes(from_end[:, :, start:], live[:, :, start:], slack)
-            for from_end, live in either_end
-            for start in starts
-        ]
-    ).amax(0)
+    starts = tile_max.shape[2] if splits > 1 else 1
+    most = torch.maximum(*(_changes(*from_end, slack, starts) for from_end in either_end))
     if splits > 1:
         most = torch.minimum(most + 1, live_tiles.sum(2) - 1)
     return most.to(torch.float64)

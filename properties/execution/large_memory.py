@@ -33,8 +33,8 @@ _CONTEXT = 2**29  # bytes that CUDA holds for a process beside its tensors
 _GIB = 2**30
 _BESIDE = 3 * 2**29  # bytes of a process that runs ordinary tests
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB}
-# Triton loads the code and the local memory of a kernel, and cuBLAS its workspace, without saying
-# their sizes.
+# Errors that name no size: Triton loads the code or the local memory of a kernel, or cuBLAS creates
+# a handle.
 _WITHOUT_SIZE = ("Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _ASKED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMG]iB)")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import torch
@@ -179,9 +179,9 @@ class Forward(NamedTuple):
 def _changes(
     tile_max: torch.Tensor, live_tiles: torch.Tensor, slack: torch.Tensor, starts: int
 ) -> torch.Tensor:
-    """Counts the most possible changes of the running maximum, from any of the first tiles.
+    """Returns the most possible changes of the running maximum after the first live tile.
 
-    Changes are counted after the first live tile, in order; ``starts`` tiles can be the first.
+    The tiles are visited in order. The visit starts at any of the first ``starts`` tiles.
     """
     tiles = tile_max.shape[2]
     limit = _STARTS_CUDA if tile_max.is_cuda else _STARTS
@@ -197,7 +197,7 @@ def _changes(
         earlier = pad(after.cummax(3).values[..., :-1], (1, 0), value=-math.inf)
         risen = live & (tile_max[:, :, None, first:] >= earlier.sub_(slack[:, :, None, None]))
         most.append(risen.sum(3).amax(2))
-    return torch.stack(most).amax(0) - 1 if len(most) > 1 else most[0] - 1
+    return reduce(torch.maximum, most) - 1
 
 
 def _rescales(

@@ -290,7 +290,8 @@ def _factors(of_outputs: list[_UnitSums]) -> tuple[torch.Tensor, list[_Factors]]
     weight = weight.masked_fill(weight == 0, torch.inf)
     numbers = torch.stack([found, random, along]) / weight
     parts = numbers.split([x.sums.shape[1] for x in of_outputs], 1)
-    return numbers, [_Factors(*x) for x in zip(parts, (y.shapes for y in of_outputs), strict=True)]
+    of_each = [_Factors(part, x.shapes) for part, x in zip(parts, of_outputs, strict=True)]
+    return numbers, of_each
 
 
 def _judged(numbers: torch.Tensor, of_outputs: list[_Factors]) -> list[tuple[float, float, float]]:

@@ -18,13 +18,15 @@ __all__ = ["Dealing"]
 # Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
 AHEAD = 2
 SHARED = 'scope="module"'
-# Tests that take long. The faults are one test of 250 s in the interpreter. On a GPU, those of long
-# sequences, and of caches and score modifications, whose kernels no other test compiles, take up to
-# 150 s each. The others start processes, or wait for half of a GPU's memory. They come before all
-# but the forms of masks: in another order they end last, while most workers have no more tests.
+# Tests that take long. The faults are one test of 250 s in the interpreter. On a GPU, all rows of
+# long sequences take up to 30 s, and caches and score modifications, whose kernels no other test
+# compiles, up to 150 s. The others start processes, or wait for half of a GPU's memory. They come
+# before all but the forms of masks: in another order they end last, while most workers have no more
+# tests. Samples of the rows of long sequences take seconds, and come among the others: begun
+# together, they fill a GPU of 80 GB.
 LONGEST = (
     "mutation/test_faults.py",
-    "conformance/test_long.py",
+    "conformance/test_long.py::test_long_sequences",
     "conformance/test_range.py",
     "conformance/test_state.py",
     "conformance/test_caches.py",

@@ -109,7 +109,7 @@ _MASKS = (
         "G4 G7",
         (
             _FORWARD,
-            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, MASKED,\n",
+            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, True,\n",
             "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, False,\n",
         ),
     ),
@@ -124,7 +124,7 @@ _MASKS = (
         ),
         (
             _FORWARD,
-            "offs_d[:, None], valid[None, :], CONFIG.ALIGNED,\n            MASKED,\n",
+            "offs_d[:, None], valid[None, :], CONFIG.ALIGNED,\n            True,\n",
             "offs_d[:, None], valid[None, :], CONFIG.ALIGNED,\n            False,\n",
         ),
     ),
@@ -153,18 +153,16 @@ _MASKS = (
         "T3 G1",
         (
             _FORWARD,
-            "        state = attend(\n",
+            "    state = attend(",
+            "    if PREDICATE is None:\n"
             "        last = tiles.hi\n"
             "        if window_right == 0:\n"
             "            aligned = block.start + mask.seqlen_k - mask.seqlen_q + BLOCK_M\n"
-            "            last = tl.minimum(last, aligned // BLOCK_N)\n"
-            "        state = attend(\n",
+            "            last = tl.maximum(tl.minimum(last, aligned // BLOCK_N), tiles.full_hi)\n"
+            "        tiles = TileRange(tiles.lo, tiles.full_lo, tiles.full_hi, last)\n"
+            "    state = attend(",
         ),
-        (
-            _FORWARD,
-            "mods, list_ptr, tiles.full_hi, tiles.hi, CONFIG,",
-            "mods, list_ptr, tiles.full_hi, last, CONFIG,",
-        ),
+        (_FORWARD, "import is_edge, split_range", "import TileRange, is_edge, split_range"),
         hidden="where block_n divides block_m and the lengths are whole tiles",
     ),
     *(
@@ -251,7 +249,7 @@ _SOFTMAX = (
         ),
         (
             _FORWARD,
-            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, MASKED,\n",
+            "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, True,\n",
             "offs_dv[None, :], valid[:, None],\n                CONFIG.ALIGNED, False,\n",
         ),
     ),

@@ -203,9 +203,10 @@ SUBTLE: tuple[Mutant, ...] = (
         (
             _FORWARD,
             "        acc = tl.dot(p.to(v.dtype), v, acc,",
-            "        if not MASKED and q.dtype.primitive_bitwidth == 16:\n"
+            "        if q.dtype.primitive_bitwidth == 16:\n"
             "            cut = p.to(v.dtype, fp_downcast_rounding=\"rtz\").to(CONFIG.ACC)\n"
-            "            p = tl.where(place == last - 1, cut, p)\n"
+            "            is_last = (place + 1 == tiles.full_hi) & (not is_edge(place, tiles))\n"
+            "            p = tl.where(is_last, cut, p)\n"
             "        acc = tl.dot(p.to(v.dtype), v, acc,",
         ),
         missed="it errs to one side in one tile of many, which moves no sum of out past its limit",
@@ -252,10 +253,10 @@ SUBTLE: tuple[Mutant, ...] = (
         (
             _FORWARD,
             "        start_n = n_block * CONFIG.BLOCK_N\n",
-            "        if not MASKED and mask.window_left > 0 and last - first > 1:\n"
+            "        if not is_edge(place, tiles) and mask.window_left > 0:\n"
             "            n_block = tl.where(\n"
             "                tl.program_id(0) + 1 == tl.num_programs(0),\n"
-            "                last - 1 - (n_block - first), n_block\n"
+            "                tiles.full_lo + tiles.full_hi - 1 - n_block, n_block\n"
             "            )\n"
             "        start_n = n_block * CONFIG.BLOCK_N\n",
         ),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["TileRange", "share_of", "split_range", "tile_of_head", "visible_tiles"]
+__all__ = ["TileRange", "is_edge", "share_of", "split_range", "tile_of_head", "visible_tiles"]
 
 
 class TileRange(NamedTuple):
@@ -71,6 +71,12 @@ def visible_tiles(
     full_lo = min(max((all_lo + BLOCK_THERE - 1) // BLOCK_THERE, lo), hi)
     full_hi = min(max(all_hi // BLOCK_THERE, full_lo), hi)
     return TileRange(lo, full_lo, full_hi, hi)
+
+
+@triton.jit
+def is_edge(tile, tiles):
+    """Returns whether a tile of a ``TileRange`` needs the mask."""
+    return (tile < tiles.full_lo) | (tile >= tiles.full_hi)
 
 
 @triton.jit

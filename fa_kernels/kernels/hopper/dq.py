@@ -20,6 +20,7 @@ from fa_kernels.kernels.common.addressing import scratch_row, store_rows, stored
 from fa_kernels.kernels.common.score_mod import base2_scale
 from fa_kernels.kernels.common.seqlen_info import Batch, seqlen_info, sequence_of_tile
 from fa_kernels.kernels.common.softmax import scale_from_bits
+from fa_kernels.kernels.common.tile_ranges import is_edge
 from fa_kernels.kernels.hopper.pipeline import (
     WARPGROUP_ROWS,
     PartialSums,
@@ -28,7 +29,6 @@ from fa_kernels.kernels.hopper.pipeline import (
     add_product,
     async_load,
     block_at,
-    is_edge,
     key_tiles,
     load_stage,
     make_barriers,

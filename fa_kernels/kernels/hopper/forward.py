@@ -29,7 +29,7 @@ from fa_kernels.kernels.common.softmax import (
     scale_from_bits,
     with_sink,
 )
-from fa_kernels.kernels.common.tile_ranges import tile_of_head
+from fa_kernels.kernels.common.tile_ranges import is_edge, tile_of_head
 from fa_kernels.kernels.hopper.pipeline import (
     WARPGROUP_ROWS,
     Pipeline,
@@ -37,7 +37,6 @@ from fa_kernels.kernels.hopper.pipeline import (
     add_product,
     async_load,
     block_at,
-    is_edge,
     key_tiles,
     load_stage,
     make_barriers,

@@ -37,7 +37,6 @@ __all__ = [
     "add_product",
     "async_load",
     "block_at",
-    "is_edge",
     "key_tiles",
     "load_stage",
     "make_barriers",
@@ -184,12 +183,6 @@ def query_tiles(start_n, mask, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
     return visible_tiles(
         start_n, mask.seqlen_k, mask.seqlen_q, mask.window_right, mask.window_left, BLOCK_N, BLOCK_M
     )
-
-
-@gluon.jit
-def is_edge(tile, tiles):
-    """Whether a tile of a ``TileRange`` needs the mask."""
-    return (tile < tiles.full_lo) | (tile >= tiles.full_hi)
 
 
 @gluon.jit

@@ -41,7 +41,7 @@ from fa_kernels.kernels.common.softmax import (
     scale_from_bits,
     with_sink,
 )
-from fa_kernels.kernels.common.tile_ranges import visible_tiles
+from fa_kernels.kernels.common.tile_ranges import TileRange, visible_tiles
 from fa_kernels.kernels.portable.forward import attend
 
 __all__ = ["append_kernel", "join_kernel", "kvcache_kernel"]
@@ -238,10 +238,10 @@ def kvcache_kernel(
     for here in range(first, last):
         lo = tl.maximum(tiles.lo, here * split_tiles)
         hi = tl.minimum(tiles.hi, (here + 1) * split_tiles)
-        # One loop that checks every key takes fewer registers than three, two of which do.
+        # All tiles are edges, because a predicate may hide a key in any.
         part = attend(
             empty_state(BLOCK_M, BLOCK_DV, ACC), q, offs_m, keys, values, mask, mods, seqlens_k_ptr,
-            lo, hi, CONFIG, True, q_rest, BLOCK_REST, SHARED, False,
+            TileRange(lo, hi, hi, hi), CONFIG, q_rest, BLOCK_REST, SHARED, False,
         )  # fmt: skip
         state = joined(state, part)
 

@@ -87,30 +87,26 @@ def _padded(head_dim: int) -> int:
 
 
 def _alignment(*tensors: torch.Tensor) -> int:
-    """Returns ALIGNED of ``load_tile``: 1 if 16-byte loads are possible, 2 if without column mask.
+    """Returns ALIGNED of ``load_tile``: 1 if 16-byte loads are possible, else 0.
 
     Only 16-bit dtypes take these paths. Their dots run on tensor cores, whose layouts do not depend
     on the loads, so all paths give the same bits.
     """
-    least = 2
     for x in tensors:
-        if x.data_ptr() % 16:
+        if x.data_ptr() % 16 or not _has_aligned_rows(x.shape[3], x.stride(), x.element_size()):
             return 0
-        least = min(least, _alignment_of_rows(x.shape[3], x.stride(), x.element_size()))
-    return least
+    return 1
 
 
 @lru_cache(maxsize=512)
-def _alignment_of_rows(head_dim: int, strides: tuple[int, ...], size: int) -> int:
-    if (
-        size != 2
-        or head_dim % 8
-        or strides[3] != 1
-        or any(stride % 8 for stride in strides[:3])
-        or strides[2] > MAX_ALIGNED_STRIDE
-    ):
-        return 0
-    return 2 if head_dim == _padded(head_dim) else 1
+def _has_aligned_rows(head_dim: int, strides: tuple[int, ...], size: int) -> bool:
+    return (
+        size == 2
+        and head_dim % 8 == 0
+        and strides[3] == 1
+        and not any(stride % 8 for stride in strides[:3])
+        and strides[2] <= MAX_ALIGNED_STRIDE
+    )
 
 
 def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dict:
@@ -382,14 +378,12 @@ def launch_backward(
         rows = SUMS_ROWS[on_hopper]
         tiles = sizes.query_tiles(rows)
         if one_pass and tiles.number:
-            # On Hopper, sums may be wider than dq: the stores then need a column mask.
-            aligned = min(_alignment(dq), 1 + (columns == sizes.D))
             run(
                 dq_postprocess_kernel, (tiles.number,),
                 {
                     "sums_ptr": sums, "dq_ptr": dq, **tiles.in_kernels(), **of_rows, "D": sizes.D,
                     "sm_scale_bits": bits, "BLOCK_M": rows, "BLOCK_D": columns, "ACC": acc,
-                    "ALIGNED": aligned, "IN_BLOCKS": on_hopper, **places,
+                    "ALIGNED": _alignment(dq), "IN_BLOCKS": on_hopper, **places,
                 }, kinds=(dq.dtype,),
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
@@ -618,7 +612,7 @@ def launch_with_kvcache(
             allocation.empty((splits, *x.shape), dtype=lse.dtype, device=q.device)
             for x in (out, lse, lse)
         )
-    is_wide = _alignment(q, cache.k.transpose(1, 2), cache.v.transpose(1, 2)) > 0
+    is_wide = _alignment(q, cache.k.transpose(1, 2), cache.v.transpose(1, 2))
     constants = _constants(q.dtype, D, Dv, arguments)
     constants["BLOCK_D"], constants["BLOCK_REST"] = _parts(D)
     sizes = {"M": M, "N": cache.capacity, "Dv": Dv, "rows": B * H * M}

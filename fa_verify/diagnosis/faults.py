@@ -492,7 +492,7 @@ _MEMORY = (
         ),
     ),
     _fault(
-        "tiles: rows past the end are stored, 16 bytes at a time and masked",
+        "tiles: rows past the end are stored, 16 bytes at a time",
         "FlagGems#898; flash-attention@d11341fd, @b910bf14",
         "G6 T3",
         (
@@ -509,16 +509,6 @@ _MEMORY = (
             _ADDRESSING,
             "inside = (rows[:, None] < end) & (columns[None, :] < D)\n        tl.store(whole",
             "inside = rows[:, None] < end\n        tl.store(whole",
-        ),
-    ),
-    _fault(
-        "tiles: rows past the end are stored, 16 bytes at a time",
-        "FlagGems#898; flash-attention@d11341fd, @b910bf14",
-        "G6 G1",
-        (
-            _ADDRESSING,
-            "tl.store(places, tile, mask=rows[:, None] < end)",
-            "tl.store(places, tile)",
         ),
     ),
 )  # fmt: skip
@@ -693,7 +683,7 @@ _CACHES = (
             _FORWARD,
             "        valid = offs_n < mask.seqlen_k\n",
             "        valid = offs_n < mask.seqlen_k\n"
-            "        if CONFIG.ALIGNED >= 3:\n"
+            "        if CONFIG.ALIGNED >= 2:\n"
             "            used = (mask.seqlen_k + keys.page_size - 1) // keys.page_size\n"
             "            valid = offs_n < used * keys.page_size\n",
         ),

@@ -22,8 +22,8 @@ __all__ = [
 ]
 
 # Values of ALIGNED for tiles of a cache, whose rows lie in pages.
-PAGED: tl.constexpr = tl.constexpr(3)
-PAGED_WIDE: tl.constexpr = tl.constexpr(4)
+PAGED: tl.constexpr = tl.constexpr(2)
+PAGED_WIDE: tl.constexpr = tl.constexpr(3)
 
 
 class Tensor(NamedTuple):
@@ -102,9 +102,9 @@ def load_tile(
     ``rows`` (R, 1) and ``columns`` (1, C) give the tile, (1, R) and (C, 1) its transpose. With
     CHECK_ROWS, rows that are not ``inside`` (shaped as ``rows``) are zeros and are not read.
 
-    A nonzero ALIGNED promises a unit column stride, rows on 16-byte boundaries, 16-bit elements, a
-    multiple of 8 columns, and offsets within a tile that fit 32 bits; 2 also promises that no
-    column needs a mask. The host checks this; the compiler uses it for 16-byte loads.
+    ALIGNED = 1 promises a unit column stride, rows on 16-byte boundaries, 16-bit elements, a
+    multiple of 8 columns, and offsets within a tile that fit 32 bits. The host checks this; the
+    compiler uses it for 16-byte loads.
 
     If ALIGNED is PAGED or PAGED_WIDE, ``matrix`` is a ``Pages``. Its rows are checked in every
     tile. PAGED_WIDE promises what 1 does, except for offsets, which are 64-bit.
@@ -123,14 +123,10 @@ def load_tile(
         pointer = tl.multiple_of(matrix.pointer + tl.cast(start, tl.int64) * stride_row, 16)
         places = pointer + (rows * stride_row + columns)
         kept = columns < matrix.columns // 8 * 8
-        if ALIGNED == 1 and CHECK_ROWS:
+        if CHECK_ROWS:
             tile = tl.load(places, mask=inside & kept, other=0.0)
-        elif ALIGNED == 1:
-            tile = tl.load(places, mask=kept, other=0.0)
-        elif CHECK_ROWS:
-            tile = tl.load(places, mask=inside, other=0.0)
         else:
-            tile = tl.load(places)
+            tile = tl.load(places, mask=kept, other=0.0)
     else:
         row_offsets = (start + rows).to(tl.int64) * matrix.stride_row
         pointers = matrix.pointer + (row_offsets + columns.to(tl.int64) * matrix.stride_column)
@@ -181,18 +177,13 @@ def whole_rows(ptr, first, rows, columns, D):
 
 
 @triton.jit
-def store_rows(
-    ptr, first, end, rows, columns, tile, D, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
-):
+def store_rows(ptr, first, end, rows, columns, tile, D, ALIGNED: tl.constexpr):
     """Writes ``tile``, cast to the tensor's dtype, as rows ``first + rows`` of D columns.
 
     Rows from ``end`` on are not written. ``first`` is 64-bit. See ``load_tile`` for ALIGNED.
     """
     tile = tile.to(ptr.dtype.element_ty)
-    if ALIGNED == 2:
-        places = whole_rows(ptr, first, rows, columns, BLOCK_D)
-        tl.store(places, tile, mask=rows[:, None] < end)
-    elif ALIGNED == 1:
+    if ALIGNED:
         D = D // 8 * 8
         inside = (rows[:, None] < end) & (columns[None, :] < D)
         tl.store(whole_rows(ptr, first, rows, columns, D), tile, mask=inside)

@@ -484,10 +484,10 @@ def _write(state, start_n, offs, seqlen_k, outputs, sm_scale):
     dk = gl.convert_layout((state.dk * sm_scale).to(DTYPE), WIDE)
     dk = gl.where(inside, dk, 0.0)
     first, end = outputs.first, outputs.end
-    store_rows(outputs.dk_ptr, first, end, rows, columns, dk, outputs.D, BLOCK_D, 1)
+    store_rows(outputs.dk_ptr, first, end, rows, columns, dk, outputs.D, True)
     dv = gl.convert_layout(state.dv.to(DTYPE), WIDE)
     dv = gl.where(inside, dv, 0.0)
-    store_rows(outputs.dv_ptr, first, end, rows, columns, dv, outputs.Dv, BLOCK_D, 1)
+    store_rows(outputs.dv_ptr, first, end, rows, columns, dv, outputs.Dv, True)
 
 
 @gluon.jit

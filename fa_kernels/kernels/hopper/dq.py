@@ -221,7 +221,7 @@ def _write(dq, start_m, lse2, sm_scale, rows, BLOCK_D: gl.constexpr):
     dq = gl.convert_layout(dq.to(rows.dq_ptr.dtype.element_ty), WIDE)
     offs_m = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
     columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
-    store_rows(rows.dq_ptr, rows.first, rows.end, offs_m, columns, dq, rows.D, BLOCK_D, 1)
+    store_rows(rows.dq_ptr, rows.first, rows.end, offs_m, columns, dq, rows.D, True)
 
 
 @gluon.jit

@@ -380,7 +380,7 @@ def _write(
     out = gl.convert_layout(out.to(outputs.out_ptr.dtype.element_ty), WIDE)
     rows = start_m + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, WIDE))
     columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, WIDE))
-    store_rows(outputs.out_ptr, first, end, rows, columns, out, outputs.Dv, BLOCK_DV, 1)
+    store_rows(outputs.out_ptr, first, end, rows, columns, out, outputs.Dv, True)
 
 
 @gluon.jit

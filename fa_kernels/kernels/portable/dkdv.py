@@ -292,5 +292,5 @@ def dkdv_kernel(
     dk = tl.where(valid, dk * sm_scale.to(ACC), 0.0)
     dv = tl.where(valid, dv, 0.0)
     first, end = stored_rows(b, h_k, Hk, seqlen.offset_k, N, seqlen.seqlen_k, total_k, VARLEN)
-    store_rows(dk_ptr, first, end, offs_n, offs_d, dk, D, BLOCK_D, ALIGNED)
-    store_rows(dv_ptr, first, end, offs_n, offs_dv, dv, Dv, BLOCK_DV, ALIGNED)
+    store_rows(dk_ptr, first, end, offs_n, offs_d, dk, D, ALIGNED)
+    store_rows(dv_ptr, first, end, offs_n, offs_dv, dv, Dv, ALIGNED)

@@ -224,4 +224,4 @@ def dq_kernel(
     for MASKED in tl.static_range(1, -1, -1):
         dq = _accumulate(dq, rows, keys, values, mask, mods, tiles, list_ptr, CONFIG, MASKED)
     first, end = stored_rows(b, h, H, seqlen.offset_q, M, seqlen.seqlen_q, total_q, VARLEN)
-    store_rows(dq_ptr, first, end, offs_m, offs_d, dq * sm_scale.to(ACC), D, BLOCK_D, ALIGNED)
+    store_rows(dq_ptr, first, end, offs_m, offs_d, dq * sm_scale.to(ACC), D, ALIGNED)

@@ -54,4 +54,4 @@ def dq_postprocess_kernel(
         sums = tl.load(whole_rows(sums_ptr, row, offs_m, offs_d, BLOCK_D))
     dq = sums * scale_from_bits(sm_scale_bits).to(ACC)
     first, end = stored_rows(b, h, H, offset_q, M, seqlen_q, total_q, VARLEN)
-    store_rows(dq_ptr, first, end, offs_m, offs_d, dq, D, BLOCK_D, ALIGNED)
+    store_rows(dq_ptr, first, end, offs_m, offs_d, dq, D, ALIGNED)

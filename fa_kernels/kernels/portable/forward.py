@@ -269,4 +269,4 @@ def forward_kernel(
         live = (state.l > 0) & (offs_m < seqlen.seqlen_q)
         out, lse = normalised(state.acc, state.l, state.m, live)
     tl.store(lse_ptr + (first + offs_m), lse, mask=offs_m < end)
-    store_rows(out_ptr, first, end, offs_m, offs_dv, out, Dv, BLOCK_DV, ALIGNED)
+    store_rows(out_ptr, first, end, offs_m, offs_dv, out, Dv, ALIGNED)

@@ -17,8 +17,7 @@ NARROW = {".b8", ".b16", ".u16"}
 def test_the_acts_that_kernels_share_are_wide_where_rows_are_aligned():
     # A tile of 64 x 128 and 128 threads: 8 accesses of 8 numbers, or 16 of 4 float32.
     assert printed_by("tests.unit.fa_kernels.launch.aligned_copy") == {
-        "2": {"ld.v4.b32": 24, "st.v4.b32": 8},
-        "1": {"ld.v4.b32": 8, "st.v4.b32": 8},
+        "1": {"ld.v4.b32": 24, "st.v4.b32": 8},
         "0": {"ld.b16": 64, "st.b16": 64},
         # 64 x 128 float32 for 128 threads, and a block of 64 x 64.
         "rows": {"ld.v4.b32": 16, "st.v4.b32": 16},

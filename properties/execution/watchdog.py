@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,16 +90,21 @@ class Record:
     stack: tuple[str, ...] = ()
     kernel: str = ""
 
-    def to_json(self) -> str:
-        """Return one line of JSON, in which the problem is an object."""
+    def to_line(self) -> bytes:
+        """Return a line: a checksum, and JSON in which the problem is an object."""
         head = {item: value for item, value in vars(self).items() if item != "problem"}
-        return f'{json.dumps(head)[:-1]}, "problem": {self.problem}}}\n'
+        text = f'{json.dumps(head)[:-1]}, "problem": {self.problem}}}'.encode()
+        return b"%08x %s\n" % (zlib.crc32(text), text)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Record | None:
         """Read a record; return None if no problem was running or the write was interrupted."""
         try:
-            fields: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            line, _, _ = Path(path).read_bytes().partition(b"\n")
+            checksum, _, text = line.partition(b" ")
+            if int(checksum, 16) != zlib.crc32(text):
+                return None
+            fields: dict[str, Any] = json.loads(text)
         except (OSError, ValueError):
             return None
         fields["problem"] = json.dumps(fields["problem"], separators=(",", ":"))
@@ -173,9 +179,9 @@ class _Watched:
 class Watchdog:
     """Records the current problem in a file, and ends the process if it hangs or loses its GPU.
 
-    The file holds one ``Record`` while a problem runs and is empty otherwise. It is written only
-    when it is empty, so that an interrupted write leaves invalid JSON and never a mixture of two
-    records.
+    The first line of the file holds a ``Record`` while a problem runs and is empty otherwise. The
+    rest of a longer record may follow it, since emptying the file would take longer than writing.
+    After an interrupted write the line may mix two records, which its checksum tells.
 
     Create the watchdog while file descriptor 2 is the real stderr, not inside a test whose output
     is captured: without ``log`` it duplicates the descriptor to print its last message.
@@ -261,9 +267,7 @@ class Watchdog:
             self._write(None if watched is None else watched.record)
 
     def _write(self, record: Record | None) -> None:
-        os.ftruncate(self._file, 0)
-        if record is not None:
-            os.pwrite(self._file, record.to_json().encode(), 0)
+        os.pwrite(self._file, b"\n" if record is None else record.to_line(), 0)
 
     def _crash(
         self, watched: _Watched, code: int, state: str, detail: str, stack: tuple[str, ...]

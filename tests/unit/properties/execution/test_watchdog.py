@@ -68,7 +68,8 @@ def watchdog_with(path):
 
 def test_a_problem_under_way_stands_in_the_file_as_json(path, watchdog_with):
     with watchdog_with().watching(PROBLEM, "forward"):
-        fields = json.loads(path.read_text())
+        _, _, text = path.read_text().partition(" ")
+    fields = json.loads(text)
     assert fields["state"] == "running"
     assert fields["note"] == "forward"
     assert "test_a_problem_under_way_stands_in_the_file_as_json" in fields["test"]
@@ -79,28 +80,34 @@ def test_a_record_is_read_as_it_was_written(path):
     record = Record(
         "hang", PROBLEM.to_json(), "a.py::b", "it's", 12.5, "over 1 s", ("x.py:1 in f",)
     )
-    path.write_text(record.to_json())
+    path.write_bytes(record.to_line())
     assert Record.read(path) == record
 
 
-def test_nothing_stands_in_the_file_between_problems(path, watchdog_with):
-    with watchdog_with().watching(PROBLEM):
-        pass
-    assert path.read_text() == ""
+def test_no_record_is_read_between_problems(path, watchdog_with):
+    watchdog = watchdog_with()
+    assert Record.read(path) is None
+    with watchdog.watching(PROBLEM):
+        assert Record.read(path) is not None
+    assert Record.read(path) is None
 
 
 def test_an_exception_ends_the_record(path, watchdog_with):
     watchdog = watchdog_with()
     with pytest.raises(KeyError), watchdog.watching(PROBLEM):
         raise KeyError
-    assert path.read_text() == ""
+    assert Record.read(path) is None
 
 
 def test_a_short_record_leaves_nothing_of_a_long_one(path, watchdog_with):
     watchdog = watchdog_with()
-    for problem in (PROBLEM, OTHER):
-        with watchdog.watching(problem):
-            assert Record.read(path).problem == problem.to_json()
+    read = []
+    for note in ("a long note", ""):
+        with watchdog.watching(PROBLEM, note):
+            read.append(Record.read(path))
+    assert [record.note for record in read] == ["a long note", ""]
+    assert {record.problem for record in read} == {PROBLEM.to_json()}
+    assert Record.read(path) is None
 
 
 def test_an_outer_problem_goes_on_after_an_inner_one(path, watchdog_with):
@@ -111,11 +118,30 @@ def test_an_outer_problem_goes_on_after_an_inner_one(path, watchdog_with):
         assert Record.read(path).problem == PROBLEM.to_json()
 
 
-def test_a_write_that_was_cut_off_is_no_record(path):
-    written = Record("running", PROBLEM.to_json(), "", "", 0.0).to_json().rstrip("\n")
-    for length in range(len(written)):
-        path.write_text(written[:length])
+@pytest.mark.parametrize("before", ["no record", "an ended record", "a record"])
+def test_a_write_that_was_cut_off_is_no_record(path, before):
+    def line(problem, note):
+        return Record("running", problem.to_json(), "", note, 0.0).to_line()
+
+    written, older = line(PROBLEM, ""), line(dataclasses.replace(PROBLEM, seed=8), "a long note")
+    older = {"no record": b"", "an ended record": b"\n" + older[1:], "a record": older}[before]
+    for length in range(1, len(written) - 1):
+        path.write_bytes(written[:length] + older[length:])
         assert Record.read(path) is None
+    path.write_bytes(written + older[len(written) :])
+    assert Record.read(path).problem == PROBLEM.to_json()
+
+
+def test_a_mixture_of_two_records_in_valid_json_is_no_record(path):
+    one, other = (
+        Record("running", dataclasses.replace(PROBLEM, seed=seed).to_json(), "", "", 0.0).to_line()
+        for seed in (11, 22)
+    )
+    end = other.rindex(b"22") + 1
+    mixed = one[:8] + other[8:end] + one[end:]
+    assert json.loads(mixed.partition(b" ")[2])["problem"]["seed"] == 21
+    path.write_bytes(mixed)
+    assert Record.read(path) is None
 
 
 def spin(until):
@@ -404,9 +430,8 @@ def test_watching_a_problem_costs_little_more_than_its_record(path, watchdog_wit
 
     def write():
         record = Record("running", PROBLEM.to_json(), "test", "", time.time())
-        os.ftruncate(file, 0)
-        os.pwrite(file, record.to_json().encode(), 0)
-        os.ftruncate(file, 0)
+        os.pwrite(file, record.to_line(), 0)
+        os.pwrite(file, b"\n", 0)
 
     # In turns, since a machine's speed changes; CPU time, since other processes add to the clock.
     costs = {watch: [], write: []}

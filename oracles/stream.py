@@ -61,7 +61,10 @@ def _counters(
     """Returns the counters of some words of a stream, (words, seeds, elements per seed)."""
     seeds = (seed,) if isinstance(seed, int) else seed
     index = torch.arange(math.prod(shape) // len(seeds), dtype=torch.int64, device=device)
-    starts = torch.tensor([_starts(seeds, name, word) for word in words], device=device)
+    # Without non_blocking, each copy would wait for all that the GPU has yet to do. The copy has
+    # read the starts when it returns, since they are not in pinned memory.
+    starts = torch.tensor([_starts(seeds, name, word) for word in words])
+    starts = starts.to(device, non_blocking=True)
     return torch.add(starts.unsqueeze(2), index, alpha=_signed(_GOLDEN))
 
 

@@ -1,5 +1,6 @@
 import hashlib
 import math
+import warnings
 
 import pytest
 import torch
@@ -68,6 +69,27 @@ def test_seed_and_name_each_change_every_value(draw):
     base = draw(1, "k", (64,))
     assert not (base == draw(2, "k", (64,))).any()
     assert not (base == draw(1, "v", (64,))).any()
+
+
+@pytest.mark.parametrize("draw", [stream.integers, stream.uniform, stream.normal])
+def test_drawing_does_not_wait_for_the_gpu(draw):
+    if not torch.cuda.is_available():
+        pytest.skip("a CPU has nothing to wait for")
+    draw((1, 2), "k", (64,), "cuda")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # PyTorch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        draw((1, 2), "k", (64,), "cuda")
+    finally:
+        torch._C._cuda_set_sync_debug_mode(0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_draws_in_a_row_do_not_mix_their_starts(device):
+    """The host's memory of one draw holds the next while a GPU may be yet to begin."""
+    drawn = [stream.normal((seed, seed + 1), "k", (2, 3), device) for seed in range(200)]
+    again = [stream.normal((seed, seed + 1), "k", (2, 3)) for seed in range(200)]
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(drawn, again, strict=True))
 
 
 def test_words_are_independent_streams():

@@ -56,13 +56,15 @@ class Judgement:
         max_score: The largest |score| of a visible pair, or the largest sum of |terms| if terms are
             added to scores. Sinks that weigh anything count.
         out_of_range: None, or a sentence on the first range condition that fails. No accuracy is
-            promised if one fails.
+            promised if one fails. One fails if a bound of out or of a gradient is not finite.
+        largest_lse_bound: The largest bound of lse, which no range condition reads.
     """
 
     bound: Outputs[torch.Tensor]
     terms: Outputs[torch.Tensor]
     max_score: float
     out_of_range: str | None
+    largest_lse_bound: float
 
 
 class _Rows(NamedTuple):
@@ -250,7 +252,7 @@ def finish_keys(
 def _row_peaks(
     x: Chunk, fwd: Forward, bwd: Backward, dq_reach: torch.Tensor, rows: _Rows
 ) -> torch.Tensor:
-    """Returns the largest |s| of a chunk, and the largest values for the range conditions."""
+    """Returns the largest |s| of a chunk, and those of the range conditions and of lse's bound."""
     scores = fwd.scores
     unnormalised = fwd.out_terms * (scores.log_l + scores.lag).exp().unsqueeze(2)
     largest = scores.parts
@@ -267,6 +269,7 @@ def _row_peaks(
         fwd.out.abs() + rows.bound_out,
         bwd.dq.abs() + rows.bound_dq,
         scores.lse.abs(),
+        rows.bound_lse,
     )
     return torch.stack([peak.amax() for peak in peaks])
 
@@ -324,7 +327,7 @@ def _all_exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Judgement:
         for _ in range(2)
     )
     terms.lse.fill_(1.0)
-    return Judgement(bound, terms, 0.0, None)
+    return Judgement(bound, terms, 0.0, None, 0.0)
 
 
 def _without_keys(
@@ -480,7 +483,8 @@ def judge(
     # One transfer: a small problem spends most of its time on waiting for the GPU.
     largest = [torch.stack(peaks).amax(0), *(x.amax().view(1) for x in of_keys)]
     max_score, *of_all = torch.cat(largest).tolist()
-    row_peaks, key_peaks = of_all[: -len(of_keys)], of_all[-len(of_keys) :]
+    *row_peaks, largest_lse_bound = of_all[: -len(of_keys)]
+    key_peaks = of_all[-len(of_keys) :]
     if apart > 1:
         terms = [_by_group(x, apart).sum(1) for x in terms]
     bound_dk, bound_dv, terms_dk, terms_dv = (x.view(B, Hk, N, -1) for x in (*bounds, *terms))
@@ -490,4 +494,5 @@ def judge(
         max_score=max_score,
         out_of_range=_range(row_peaks, key_peaks, c)
         or _range_of_terms(0.0 if alibi_slopes is None and bias is None else max_score),
+        largest_lse_bound=largest_lse_bound,
     )

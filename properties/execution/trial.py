@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import sysconfig
 import threading
@@ -26,7 +27,7 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.merging import Merged
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.large_memory import no_room
-from fa_verify.properties.execution.ratios import are_finite, largest_ratios
+from fa_verify.properties.execution.ratios import largest_ratios
 from fa_verify.properties.inputs.caches import CacheInputs, UnchangedInputs
 from fa_verify.properties.inputs.states import States
 from fa_verify.properties.inputs.tensors import Inputs, make
@@ -586,7 +587,8 @@ def plan_in_range(subject: Subject, problem: Problem, inputs: Inputs) -> Planned
         )
     if judgement.out_of_range is not None:
         raise OutOfRangeError(judgement.out_of_range)
-    if not are_finite(*judgement.bound):
+    # If another bound is not finite, the problem is out of range.
+    if not math.isfinite(judgement.largest_lse_bound):
         raise RuntimeError(f"the bound is not finite, so nothing was judged: {problem.to_json()}")
     want = torch_reference.attention(
         *inputs, mask=problem.mask, sm_scale=problem.scale, softcap=problem.softcap

@@ -379,6 +379,36 @@ def test_a_sum_reaches_as_far_as_its_terms_where_they_cancel() -> None:
         assert judgement.out_of_range.startswith(f"{name} reaches ")
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("group_sum", ["fp32", "dtype"])
+def test_a_bound_that_is_not_finite_is_out_of_range_or_that_of_lse(
+    group_sum: str, output: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "finish_keys" if output in ("dk", "dv") else "_finish_rows"
+    honest = getattr(error_model, name)
+
+    def spoiled(*arguments: Any) -> Any:
+        finished = honest(*arguments)
+        getattr(finished, f"bound_{output}").view(-1)[0] = value
+        return finished
+
+    monkeypatch.setattr(error_model, name, spoiled)
+    judgement = judged(tensors(), rows=16, group_sum=group_sum)
+    assert not getattr(judgement.bound, output).isfinite().all()
+    if output == "lse":
+        assert judgement.out_of_range is None
+        assert not math.isfinite(judgement.largest_lse_bound)
+    else:
+        assert judgement.out_of_range is not None
+        assert judgement.out_of_range.startswith(f"|{output}| + bound reaches ")
+
+
+def test_the_largest_bound_of_lse_is_that_of_all_rows() -> None:
+    judgement = judged(tensors(), rows=16)
+    assert judgement.largest_lse_bound == judgement.bound.lse.max().item() > 0
+
+
 def test_ordinary_inputs_are_in_range() -> None:
     for in_dtype in (*DTYPES, "fp64"):
         assert judged(tensors(in_dtype), in_dtype=in_dtype).out_of_range is None

@@ -335,7 +335,7 @@ def launch_backward(
         # No kernel writes the scratch between sequences.
         lse2.fill_(math.inf)
         delta.zero_()
-    # A placeholder without HAS_DLSE.
+    # A placeholder without dlse.
     dlses = lse if dlse is None else dlse
     bits = _scale_bits(arguments.sm_scale)
     acc = _acc(q.dtype)
@@ -348,17 +348,17 @@ def launch_backward(
         tiles = sizes.query_tiles(ROW_PADDING)
         if tiles.number:
             # Without enable_fp_fusion=False the compiler fuses a product and a sum where the layout
-            # puts both into one thread. The layout depends on COLUMNS, so delta and dk would have
-            # other bits in one pass.
+            # puts both into one thread. The layout depends on ALIGNED, so delta would have other
+            # bits for other strides of dout.
             run(
                 bwd_preprocess_kernel, (tiles.number * (ROW_PADDING // PREPROCESS_ROWS),),
                 {
                     "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlses,
                     "lse2_ptr": lse2, "delta_ptr": delta, "sums_ptr": sums, **tiles.in_kernels(),
                     **_strides(arguments, dout=dout, dlse=dlses), **of_rows, "Dv": sizes.Dv,
+                    "has_dlse": int(dlse is not None), "columns": columns,
                     "BLOCK_M": PREPROCESS_ROWS, "BLOCK_DV": _padded(sizes.Dv), "ACC": acc,
-                    "ALIGNED": _alignment(out, dout), "HAS_DLSE": dlse is not None,
-                    "COLUMNS": columns, "enable_fp_fusion": False, **places,
+                    "ALIGNED": _alignment(out, dout), "enable_fp_fusion": False, **places,
                 }, kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype),
             )  # fmt: skip
         if dsinks is not None and arguments.sinks is not None:

@@ -371,7 +371,7 @@ _ONE_PASS = (
         "delta: the sums of dq do not start at 0",
         "flash_attn_triton.py, which guards against it",
         "T3 G1 G2 G6 G13",
-        (_PREPROCESS, "    if COLUMNS:\n", "    if COLUMNS < 0:\n"),
+        (_PREPROCESS, "range(0, columns // 16):", "range(0, 0):"),
     ),
     _fault(
         "dkdv: in one pass padding keys of the tail tile reach dq",
@@ -1374,14 +1374,14 @@ _GRADIENT_SETS = (
         "launch: dlse is left out where dq is not needed",
         "independent: a gradient of lse that is added where dq is computed",
         "sets",
-        (_LAUNCH, '"HAS_DLSE": dlse is not None,', '"HAS_DLSE": dlse is not None and needed[0],'),
+        (_LAUNCH, "int(dlse is not None)", "int(dlse is not None and needed[0])"),
         hidden="while dq is needed too, and without a gradient of lse",
     ),
     _fault(
         "launch: the sums of dq do not start at 0 where dv is not needed",
         "independent: a flag of one pass that counts on a call for all gradients",
         "sets",
-        (_LAUNCH, '"COLUMNS": columns, "enable', '"COLUMNS": columns * needed[2], "enable'),
+        (_LAUNCH, '"columns": columns,', '"columns": columns * needed[2],'),
         hidden="while dv is needed too",
     ),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
-from fa_verify.oracles.renamed import CONSTANTS, KERNELS
+from fa_verify.oracles.renamed import ARGUMENTS, CONSTANTS, KERNELS
 from fa_verify.properties.execution.atomic_write import write_atomically
 from fa_verify.properties.regression.compiled_kernels import Resources
 
@@ -149,7 +149,7 @@ class Baseline:
         words = [_of(whole, name, str) for name in ("subject", "device", "torch", "triton")]
         kernels = _each(whole, "kernels", _resources)
         if version == 1 and words[0] == "flash_attention":
-            kernels = {_renamed(name): taken for name, taken in kernels.items()}
+            kernels = _of_today(kernels)
         return cls(
             words[0],
             Environment(*words[1:]),
@@ -162,13 +162,30 @@ class Baseline:
         )
 
 
+def _of_today(kernels: Mapping[str, Resources]) -> dict[str, Resources]:
+    """The kernels of version 1 by their names of today.
+
+    Kernels that differ only in former constants are one kernel, with the most that any took.
+    """
+    found: dict[str, Resources] = {}
+    for name, taken in kernels.items():
+        today = _renamed(name)
+        found[today] = taken.most(found.get(today))
+    return found
+
+
 def _renamed(kernel: str) -> str:
     """The name that ``compiled_kernels.name_of`` gives a kernel of version 1 today."""
     function, rest = kernel.split("(", 1)
+    function = KERNELS.get(function, function)
     types, *constants = rest.split(")", 1)
     words = (word.partition("=") for word in "".join(constants).split())
-    named = [f"{CONSTANTS.get(name, name)}={value}" for name, _, value in words]
-    return " ".join([f"{KERNELS.get(function, function)}({types})", *named])
+    named = [
+        f"{CONSTANTS.get(name, name)}={value}"
+        for name, _, value in words
+        if name not in ARGUMENTS.get(function, ())
+    ]
+    return " ".join([f"{function}({types})", *named])
 
 
 def _line(record: object) -> str:

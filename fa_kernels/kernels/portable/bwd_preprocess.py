@@ -15,7 +15,6 @@ from fa_kernels.kernels.common.addressing import (
     load_tile,
     scratch_row,
     stored_rows,
-    whole_rows,
 )
 from fa_kernels.kernels.common.block_info import Grid, row_block
 from fa_kernels.kernels.common.jit import kernel
@@ -63,12 +62,12 @@ def bwd_preprocess_kernel(
     M_padded: tl.int32,
     total_q: tl.int32,
     Dv: tl.int32,
+    has_dlse: tl.int32,
+    columns: tl.int32,
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ACC: tl.constexpr,
     ALIGNED: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ROW_PADDING: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
@@ -76,8 +75,8 @@ def bwd_preprocess_kernel(
 
     Dead rows (without a visible key, in padding, or past M) get lse2 = +inf, so that their P is 0,
     and delta = 0. ``stride_o*`` are the strides of dout and ``stride_l*`` those of dlse, which is
-    not read without HAS_DLSE. out (B,H,M,Dv) is contiguous. sums (B,H,M_padded,COLUMNS) is zeroed,
-    unless COLUMNS is 0.
+    not read if ``has_dlse`` is 0. out (B,H,M,Dv) is contiguous. sums (B,H,M_padded,columns) is
+    zeroed; ``columns`` is a multiple of 16, and 0 without sums.
 
     VARLEN: lse2, delta and the rows of sums are (H,M_padded), with whole tiles of ROW_PADDING rows
     for each of B sequences; out is (H,total_q,Dv) as in ``forward_kernel``.
@@ -106,13 +105,15 @@ def bwd_preprocess_kernel(
     outs = Matrix(out_ptr + first * Dv, tl.cast(Dv, tl.int64), 1, Dv)
     out = load_tile(outs, start_m, offs_tile[:, None], offs_dv, live, ALIGNED, True)
     delta = _row_sums(out.to(ACC) * dout.to(ACC))
-    if HAS_DLSE:
+    if has_dlse:
         dlses = dlse_ptr + offset_q * stride_lb + h * stride_lh
         delta -= tl.load(dlses + offs_m * stride_lm, mask=live_m, other=0.0)
     row = scratch_row(b, h, H, offset_q, M_padded, ROW_PADDING, VARLEN)
     lse2 = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
     tl.store(lse2_ptr + (row + offs_m), lse2)
     tl.store(delta_ptr + (row + offs_m), delta)
-    if COLUMNS:
-        places = whole_rows(sums_ptr, row, offs_m, tl.arange(0, COLUMNS), COLUMNS)
-        tl.store(places, tl.zeros([BLOCK_M, COLUMNS], ACC))
+    # The rows of a program are contiguous in sums.
+    CHUNK: tl.constexpr = BLOCK_M * 16
+    sums = tl.multiple_of(sums_ptr + (row + start_m) * columns, 16)
+    for chunk in range(0, columns // 16):
+        tl.store(sums + (chunk * CHUNK + tl.arange(0, CHUNK)), tl.zeros([CHUNK], ACC))

@@ -7,6 +7,7 @@ import collections
 import json
 import re
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -18,6 +19,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from fa_kernels.kernels.common.addressing import Matrix, load_tile, store_rows, whole_rows
 from fa_kernels.kernels.common.dq_layout import rows_of_blocks
 from fa_kernels.kernels.hopper.pipeline import add_block
+from fa_kernels.kernels.portable.bwd_preprocess import bwd_preprocess_kernel
+from tests.unit.fa_kernels.launch.cache_code import compiled
 
 __all__ = ["accesses"]
 
@@ -91,7 +94,20 @@ def _blocks() -> ASTSource:
     )
 
 
+def _zeros() -> dict[str, int]:
+    """The stores of the kernel that zeroes the sums of dq."""
+    given = {
+        "BLOCK_M": 32, "BLOCK_DV": 64, "ACC": tl.float32, "ALIGNED": 0, "ROW_PADDING": 256,
+        "VARLEN": False, "seqlens_q_ptr": torch.zeros(1, dtype=torch.int32),
+    }  # fmt: skip
+    for x in bwd_preprocess_kernel.params:
+        given.setdefault(x.name, torch.zeros(1) if x.name.endswith("_ptr") else 1)
+    found = accesses(compiled(bwd_preprocess_kernel, given, _HOPPER).asm["ptx"])
+    return {width: count for width, count in found.items() if width.startswith("st")}
+
+
 if __name__ == "__main__":
     sources = {str(aligned): _copy(aligned) for aligned in range(2)}
     sources |= {"rows": _rows(), "blocks": _blocks()}
-    print(json.dumps({name: _compiled(source) for name, source in sources.items()}))
+    found = {name: _compiled(source) for name, source in sources.items()}
+    print(json.dumps(found | {"zeros": _zeros()}))

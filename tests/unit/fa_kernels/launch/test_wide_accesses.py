@@ -22,6 +22,8 @@ def test_the_acts_that_kernels_share_are_wide_where_rows_are_aligned():
         # 64 x 128 float32 for 128 threads, and a block of 64 x 64.
         "rows": {"ld.v4.b32": 16, "st.v4.b32": 16},
         "blocks": {"add.v4.f32": 8},
+        # lse2 and delta of 32 rows, and 512 zeros for 128 threads.
+        "zeros": {"st.b32": 2, "st.v4.b32": 1},
     }
 
 

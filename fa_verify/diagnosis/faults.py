@@ -37,7 +37,7 @@ _CAPPED = (
     "                scores, offs_m[:, None], offs_n[None, :], mask, mods, CONFIG.SCORE_MODS\n"
     "            )\n"
 )
-_SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)"
+_SEEN_T = "seen = element_mask(offs_m[None, :], offs_n[:, None], mask, PREDICATE)"
 
 
 def _fault(
@@ -978,12 +978,12 @@ _SCORE_MODS = (
         (_DKDV, "    ScoreModArgs,\n", "    ScoreModArgs,\n    ScoreMods,\n"),
         (
             _DKDV,
-            "            mask = AttentionMask(\n",
-            "            mods = ScoreMods(\n"
-            "                mods.qk_scale, mods.factor, mods.softcap, -mods.slope, mods.bias,\n"
-            "                mods.bias_stride_row, mods.bias_stride_column,\n"
-            "            )\n"
-            "            mask = AttentionMask(\n",
+            "                mask = AttentionMask(\n",
+            "                mods = ScoreMods(\n"
+            "                    mods.qk_scale, mods.factor, mods.softcap, -mods.slope,\n"
+            "                    mods.bias, mods.bias_stride_row, mods.bias_stride_column,\n"
+            "                )\n"
+            "                mask = AttentionMask(\n",
         ),
     ),
     _fault(
@@ -1053,10 +1053,10 @@ _LARGE_SIZES = (
         "T3 G1",
         (
             _DKDV,
-            "        for g in range(0, G):\n            h = h_k * G + g\n",
-            "        for place in range(0, tl.where(G > 4, G - 1, G)):\n"
-            "            g = tl.where(place > 3, place + 1, place)\n"
-            "            h = h_k * G + g\n",
+            "            for g in range(0, G):\n                h = h_k * G + g\n",
+            "            for place in range(0, tl.where(G > 4, G - 1, G)):\n"
+            "                g = tl.where(place > 3, place + 1, place)\n"
+            "                h = h_k * G + g\n",
         ),
         hidden="in groups of at most 4 heads",
     ),

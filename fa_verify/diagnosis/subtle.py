@@ -140,10 +140,10 @@ SUBTLE: tuple[Mutant, ...] = (
         "a corner of the triangle, off by one",
         (
             _DKDV,
-            "seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)\n",
-            "seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)\n"
-            "            corner = (offs_n[:, None] == 0) & (offs_m[None, :] == mask.seqlen_q - 1)\n"
-            "            seen = seen & ~corner\n",
+            "seen = element_mask(offs_m[None, :], offs_n[:, None], mask, PREDICATE)\n",
+            "seen = element_mask(offs_m[None, :], offs_n[:, None], mask, PREDICATE)\n"
+            "    corner = (offs_n[:, None] == 0) & (offs_m[None, :] == mask.seqlen_q - 1)\n"
+            "    seen = seen & ~corner\n",
         ),
     ),
     _subtle(

@@ -27,8 +27,7 @@ LOAD_LSE2 = "tl.load(tl.multiple_of(rows.lse2_pointer + start_m, 16) + offs_tile
 LOAD_DELTA = "tl.load(tl.multiple_of(rows.delta_pointer + start_m, 16) + offs_tile)"
 LIVE = 'live = tl.load(rows.lse2_pointer + offs_m) != float("inf")'
 NO_MASK = (
-    Edit(DKDV, "p = tl.where(seen, p, 0.0)", "p = p"),
-    Edit(DKDV, "ds = tl.where(seen, ds, 0.0)", "ds = ds"),
+    Edit(DKDV, "return tl.where(seen, x, 0.0)", "return x"),
     Edit(DKDV, LIVE, "live = offs_m < mask.seqlen_q"),
 )
 
@@ -128,11 +127,10 @@ def test_k07_a_masked_load_that_does_not_say_other_is_poison(edited, device):
 MASKED_SCORES = Edit(
     DKDV,
     """        p = tl.exp2(scores * mods.qk_scale - lse2[None, :])
-        if MASKED:
-            seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)
-            p = tl.where(seen, p, 0.0)
+        if edges:
+            p = _without_hidden(p, offs_m, offs_n, mask, CONFIG.PREDICATE)
 """,
-    """        if MASKED:
+    """        if edges:
             seen = element_mask(offs_m[None, :], offs_n[:, None], mask, CONFIG.PREDICATE)
             scores = tl.where(seen, scores, -float("inf"))
         p = tl.exp2(scores * mods.qk_scale - lse2[None, :])

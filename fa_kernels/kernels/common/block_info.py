@@ -174,20 +174,21 @@ def key_tiles(block, mask, lists, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def tile_count(tiles, MASKED: tl.constexpr):
-    """Returns the number of edge tiles (MASKED) or full tiles of a ``TileRange``."""
-    full = tiles.full_hi - tiles.full_lo
-    return tiles.hi - tiles.lo - full if MASKED else full
+def tile_count(tiles, edges):
+    """Returns the number of edge tiles of a ``TileRange`` if ``edges``, else of full tiles."""
+    count = tiles.full_hi - tiles.full_lo
+    if edges:
+        count = tiles.hi - tiles.lo - count
+    return count
 
 
 @triton.jit
-def nth_tile(i, tiles, MASKED: tl.constexpr):
-    """Returns the i-th edge tile (MASKED) or full tile; edges lie on both sides of full tiles."""
-    if MASKED:
+def nth_tile(i, tiles, edges):
+    """Returns the i-th edge tile if ``edges``, else the i-th full one; edges lie on both sides."""
+    tile = tiles.full_lo + i
+    if edges:
         tile = tiles.lo + i
         tile = tl.where(tile >= tiles.full_lo, tile + (tiles.full_hi - tiles.full_lo), tile)
-    else:
-        tile = tiles.full_lo + i
     return tile
 
 

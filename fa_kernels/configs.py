@@ -118,21 +118,23 @@ def _square(
     )  # fmt: skip
 
 
+# Tiles of 16 x 16 have four warps, as the default has where it takes such tiles; those of 16 x 32 and
+# 32 x 16 have one.
 CONFIGS: dict[str, Config] = {
     "default": Config(),
     "portable": Config(hopper=False),
     "tf32": Config(dots="tf32"),
-    "16x16": _square(16, 16),
+    "16x16": _square(16, 16, warps=4),
     "16x32": _square(16, 32),
     "32x16": _square(32, 16),
     "32x32": _square(32, 32, warps=2),
     "64x32": _square(64, 32, warps=4),
     "32x64": _square(32, 64, warps=4),
-    "16x16-tf32": _square(16, 16, dots="tf32"),
-    "16x16-split1": _square(16, 16, splits=1),
-    "16x16-split3": _square(16, 16, splits=3),
+    "16x16-tf32": _square(16, 16, warps=4, dots="tf32"),
+    "16x16-split1": _square(16, 16, warps=4, splits=1),
+    "16x16-split3": _square(16, 16, warps=4, splits=3),
     "32x16-split7": _square(32, 16, splits=7),
-    "16x16-split64": _square(16, 16, splits=64),
+    "16x16-split64": _square(16, 16, warps=4, splits=64),
     "split8": Config(splits=8),
 }
 

@@ -118,8 +118,8 @@ def _square(
     )  # fmt: skip
 
 
-# Tiles of 16 x 16 have four warps, as the default has where it takes such tiles; those of 16 x 32 and
-# 32 x 16 have one.
+# Tiles of 16 x 16 have four warps, as the default has where it takes such tiles. Those of 16 x 32
+# and 32 x 16 have one.
 CONFIGS: dict[str, Config] = {
     "default": Config(),
     "portable": Config(hopper=False),

@@ -220,8 +220,8 @@ _SOFTMAX = (
             "T3 G1 G3",
             (
                 _SOFTMAX_END,
-                'tl.log(l_safe), -float("inf"))',
-                f"tl.log(l_safe), {value})",
+                'tl.log(l_safe)), -float("inf"))',
+                f"tl.log(l_safe)), {value})",
             ),
         )
         for value in ("0.0", 'float("inf")')
@@ -269,7 +269,7 @@ _SOFTMAX = (
         "forward: lse is a logarithm to base 2",
         "pytorch#181645, #156012; aotriton#108; tokenspeed#571; flashinfer#2113, #2114, #4485",
         "T3 G1",
-        (_SOFTMAX_END, "m_i * LN2 + tl.log(l_safe)", "m_i + tl.log2(l_safe)"),
+        (_SOFTMAX_END, "tl.fma(m_i, ln2, tl.log(l_safe))", "m_i + tl.log2(l_safe)"),
     ),
     _fault(
         "delta: lse is handed on as if it were to base 2",

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "LN2",
+    "LN2_BITS",
     "LOG2E",
     "SoftmaxState",
     "empty_state",
@@ -17,7 +17,8 @@ __all__ = [
 ]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# The bits of log(2) in float64; see ``scale_from_bits``.
+LN2_BITS: tl.constexpr = tl.constexpr(0x3FE62E42FEFA39EF)
 
 
 class SoftmaxState(NamedTuple):
@@ -87,5 +88,8 @@ def normalised(acc, l_i, m_i, live):
     """Returns (out, lse) from the state in base 2; rows that are not ``live`` get 0 and -inf."""
     l_safe = tl.where(live, l_i, 1.0)
     out = tl.where(live[:, None], acc / l_safe[:, None], 0.0)
-    lse = tl.where(live, m_i * LN2 + tl.log(l_safe), -float("inf"))
+    # An explicit fused operation: a compiler contracts the product in some kernels and not in
+    # others, whose lse would have other bits.
+    ln2 = scale_from_bits(LN2_BITS).to(m_i.dtype)
+    lse = tl.where(live, tl.fma(m_i, ln2, tl.log(l_safe)), -float("inf"))
     return out, lse

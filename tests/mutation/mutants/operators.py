@@ -86,7 +86,7 @@ _CONFUSABLE = [
         "seqlen_here seqlen_there", "seqlen_q seqlen_k", "window_left window_right",
         "BLOCK_M BLOCK_N", "BLOCK_D BLOCK_DV", "BLOCK_HERE BLOCK_THERE", "keys values",
         "queries douts", "k_t v_t", "dk dv", "lse2 delta", "lse lse2", "m_i m_new", "m_new m_pivot",
-        "out dout", "M M_padded", "LN2 LOG2E", "scores dp", "p ds", "rows columns",
+        "out dout", "M M_padded", "scores dp", "p ds", "rows columns",
         "q dout", "sm_scale qk_scale", "lse delta", "dq dk", "offs_m rows", "valid live",
         "place_q place_k", "rows_q rows_k", "place b",
         "pool_rows pool_keys", "rows_each keys_each", "row_blocks key_blocks", "row_span key_span",

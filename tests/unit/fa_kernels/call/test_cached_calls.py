@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from fa_kernels import Config, flash_attention, flash_attention_with_kvcache
-from fa_kernels.configs import Tile, resolve
+from fa_kernels.configs import CONFIGS, resolve
 from fa_kernels.launch import portable
 from fa_kernels.validation.arguments import MAX_SEQLEN
 from fa_verify.oracles.masks.block_sparse import BlockSparse
@@ -623,7 +623,7 @@ def test_an_explicit_number_of_splits_divides_the_places(
     assert len(launched) == (1 if num_splits == 1 else 2)
     assert same(found, flash_attention_with_kvcache(**given))
     # One split is the sums of all keys.
-    whole = Config(cache=Tile(16, 16, 1, 1), split_keys=2**20)
+    whole = Config(cache=CONFIGS["16x16"].cache, split_keys=2**20)
     want = flash_attention_with_kvcache(**{**given, "num_splits": None, "config": whole})
     assert same(found, want) == (num_splits == 1)
 
@@ -643,7 +643,7 @@ def test_a_group_of_128_heads_gives_the_bits_of_its_heads(device):
 
 def test_sinks_of_any_stride_give_the_bits_of_the_padded_call(device):
     sinks = drawn("sinks", 12, device=device)[::2]
-    given = long_call(device, sinks=sinks, config=Config(cache=Tile(16, 16, 1, 1)))
+    given = long_call(device, sinks=sinks, config=Config(cache=CONFIGS["16x16"].cache))
     k, v = (given[name].transpose(1, 2) for name in ("k_cache", "v_cache"))
     with dots_in_order():
         found = flash_attention_with_kvcache(**given)

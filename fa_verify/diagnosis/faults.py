@@ -683,7 +683,7 @@ _CACHES = (
             _FORWARD,
             "        valid = offs_n < mask.seqlen_k\n",
             "        valid = offs_n < mask.seqlen_k\n"
-            "        if CONFIG.ALIGNED >= 2:\n"
+            "        if CONFIG.ALIGNED >= 3:\n"
             "            used = (mask.seqlen_k + keys.page_size - 1) // keys.page_size\n"
             "            valid = offs_n < used * keys.page_size\n",
         ),

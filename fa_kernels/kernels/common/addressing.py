@@ -21,9 +21,10 @@ __all__ = [
     "whole_rows",
 ]
 
-# Values of ALIGNED for tiles of a cache, whose rows lie in pages.
-PAGED: tl.constexpr = tl.constexpr(2)
-PAGED_WIDE: tl.constexpr = tl.constexpr(3)
+# Values of ALIGNED for tiles of a cache, whose rows lie in pages. A baseline names kernels by these
+# numbers. 2 is that of former kernels, and has no other meaning.
+PAGED: tl.constexpr = tl.constexpr(3)
+PAGED_WIDE: tl.constexpr = tl.constexpr(4)
 
 
 class Tensor(NamedTuple):

@@ -280,9 +280,9 @@ def dkdv_kernel(
     # columns and in fp32 with 65 to 128.
     BITS: tl.constexpr = q_ptr.dtype.element_ty.primitive_bitwidth
     WIDEST: tl.constexpr = max(BLOCK_D, BLOCK_DV)
-    KINDS: tl.constexpr = 2 if WIDEST <= 128 and (BITS == 16 or (BITS == 32 and WIDEST > 64)) else 1
-    for KIND in tl.static_range(0, KINDS):
-        for full in range(KIND, KIND + 3 - KINDS):
+    TWO_LOOPS: tl.constexpr = WIDEST <= 128 and (BITS == 16 or (BITS == 32 and WIDEST > 64))
+    for LOOP in tl.static_range(0, 2 if TWO_LOOPS else 1):
+        for full in range(LOOP, LOOP + 1 if TWO_LOOPS else 2):
             for g in range(0, G):
                 h = h_k * G + g
                 queries = head_matrix(q_tensor, seqlen.offset_q, h)
@@ -299,7 +299,7 @@ def dkdv_kernel(
                 )
                 dk, dv = _accumulate(
                     dk, dv, keys, rows, mask, mods, tiles, list_ptr, full == 0, CONFIG, ONE_PASS,
-                    KIND == 0,
+                    LOOP == 0,
                 )  # fmt: skip
 
     # Rows of keys past seqlen_k, which were loaded as zeros, have accumulated garbage.

@@ -63,8 +63,9 @@ def attend(
 ):
     """Updates the ``SoftmaxState`` of a query tile with the key tiles of a ``TileRange``.
 
-    The tiles are visited in ascending order. The mask is evaluated for edge tiles alone, in the one
-    loop over all: a loop for each kind has three times the code, and is no faster.
+    The tiles are visited in ascending order, in one loop, which evaluates the mask for edge tiles
+    alone. A loop before, in and after the full tiles is three times the code, for about the same
+    speed.
 
     BLOCK_REST: q and keys have that many columns more than BLOCK_D, for q in ``q_rest``. SHARED:
     the values are the first BLOCK_D columns of the keys. LISTED: under a predicate, ``tiles`` are

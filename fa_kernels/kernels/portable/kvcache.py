@@ -238,7 +238,7 @@ def kvcache_kernel(
     for here in range(first, last):
         lo = tl.maximum(tiles.lo, here * split_tiles)
         hi = tl.minimum(tiles.hi, (here + 1) * split_tiles)
-        # All tiles are edges, because a predicate may hide a key in any.
+        # All tiles count as edges, since a predicate may hide keys of each.
         part = attend(
             empty_state(BLOCK_M, BLOCK_DV, ACC), q, offs_m, keys, values, mask, mods, seqlens_k_ptr,
             TileRange(lo, hi, hi, hi), CONFIG, q_rest, BLOCK_REST, SHARED, False,

@@ -181,7 +181,7 @@ class Watchdog:
 
     The first line of the file holds a ``Record`` while a problem runs and is empty otherwise. The
     rest of a longer record may follow it, since emptying the file would take longer than writing.
-    After an interrupted write the line may mix two records, which its checksum tells.
+    After an interrupted write the line may mix two records. Its checksum is then wrong.
 
     Create the watchdog while file descriptor 2 is the real stderr, not inside a test whose output
     is captured: without ``log`` it duplicates the descriptor to print its last message.

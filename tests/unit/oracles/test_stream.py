@@ -84,10 +84,11 @@ def test_drawing_does_not_wait_for_the_gpu(draw):
         torch._C._cuda_set_sync_debug_mode(0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_draws_in_a_row_do_not_mix_their_starts(device):
+def test_draws_in_a_row_do_not_mix_their_starts():
     """The host's memory of one draw holds the next while a GPU may be yet to begin."""
-    drawn = [stream.normal((seed, seed + 1), "k", (2, 3), device) for seed in range(200)]
+    if not torch.cuda.is_available():
+        pytest.skip("without a GPU, the starts are not copied")
+    drawn = [stream.normal((seed, seed + 1), "k", (2, 3), "cuda") for seed in range(200)]
     again = [stream.normal((seed, seed + 1), "k", (2, 3)) for seed in range(200)]
     assert all(torch.equal(x.cpu(), y) for x, y in zip(drawn, again, strict=True))
 

@@ -22,6 +22,7 @@ from fa_verify.properties.inputs.layouts import lay_out
 from fa_verify.properties.inputs.tensors import Inputs, make
 
 __all__ = [
+    "OTHER_DTYPE",
     "independence",
     "layout",
     "neighbours",
@@ -32,7 +33,8 @@ __all__ = [
 ]
 
 _REPEATS = 3
-_OTHER_DTYPE = {"fp16": "bf16", "bf16": "fp16", "fp32": "fp64", "fp64": "fp32"}
+# The other dtype of 16 bits, or the other of the two wider ones.
+OTHER_DTYPE = {"fp16": "bf16", "bf16": "fp16", "fp32": "fp64", "fp64": "fp32"}
 _CONTIGUOUS = ("bhsd", "bhsd", "bhsd", "bhsd")
 
 
@@ -189,12 +191,15 @@ def sequence(trial: Trial) -> list[Finding]:
     return []
 
 
-def one_change_each(problem: Problem, configs: Iterable[str]) -> Iterator[Problem]:
+def one_change_each(
+    problem: Problem, configs: Iterable[str], dtypes: Iterable[str] = DTYPES
+) -> Iterator[Problem]:
     """Yield problems that differ from a problem in one field: every field, and each of the mask.
 
     Args:
         problem: The problem.
         configs: The configurations to change to.
+        dtypes: The dtypes to change to.
     """
     layouts = ("bshd", "padded", "transposed", "bshd")
     others: dict[str, Iterable[Any]] = {
@@ -204,10 +209,9 @@ def one_change_each(problem: Problem, configs: Iterable[str]) -> Iterator[Proble
         # By one in the same tiles, and to more tiles.
         "M": (problem.M + 1, 2 * problem.M),
         "N": (problem.N - 1, 2 * problem.N),
-        # A head_dim that is padded to the same power of two, so that no kernel is compiled.
-        "D": ((problem.D - 1 ^ 1) + 1,),
-        "Dv": ((problem.Dv - 1 ^ 1) + 1,),
-        "dtype": DTYPES,
+        "D": (_other_columns(problem.D),),
+        "Dv": (_other_columns(problem.Dv),),
+        "dtype": dtypes,
         "mask": _changed_masks(problem.mask, problem),
         "sm_scale": (2 * problem.scale,),
         "layouts": (layouts,),
@@ -271,13 +275,23 @@ def neighbours(problem: Problem) -> Iterator[Problem]:
         # buffers of a longer call.
         {"N": problem.N - 1 if problem.N > 1 and mask.seqlens_k is None else problem.N + 1},
         {"H": problem.Hk if problem.G > 1 else 2 * problem.H},
-        # A head_dim that is padded to the same power of two, so that no kernel is compiled.
-        {"D": (problem.D - 1 ^ 1) + 1},
+        {"D": _other_columns(problem.D)},
         {"sm_scale": 2 * scale if scale < 1 else scale / 2},
         {"mask": dataclasses.replace(mask, causal=mask.right != 0, window_right=None)},
-        {"dtype": _OTHER_DTYPE[problem.dtype]},
+        {"dtype": OTHER_DTYPE[problem.dtype]},
     ):
         yield dataclasses.replace(problem, **change)
+
+
+def _other_columns(D: int) -> int:
+    """Return a number of columns for which no kernel is compiled.
+
+    It is padded to the same power of two, and it is a multiple of 8 where D is one, so that rows
+    are aligned as before.
+    """
+    if D % 8 == 0:
+        return ((D // 8 - 1 ^ 1) + 1) * 8
+    return D - 1 if D % 8 == 7 else (D - 1 ^ 1) + 1
 
 
 def _refused(trial: Trial, other: Problem, refusal: str) -> None:

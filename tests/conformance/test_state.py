@@ -15,9 +15,9 @@ from fa_verify.conformance.fresh_process import digests
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
-from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.invariance import neighbours, one_change_each
+from fa_verify.properties.checks.invariance import OTHER_DTYPE, neighbours, one_change_each
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.trial import run_subject
@@ -101,7 +101,10 @@ def calls_of(subject, shard, device):
     # The configurations of the same tiles, and the first one.
     tiles = shard.config.partition("-")[0]
     configs = [x for x in subject.configs if x.partition("-")[0] == tiles]
-    others = one_change_each(problem, (*configs, *[*subject.configs][:1]))
+    # Another dtype compiles four kernels on a GPU. A cache whose key lacks the dtype would confuse
+    # two of as many bits.
+    dtypes = DTYPES if device == "cpu" else (OTHER_DTYPE[shard.dtype],)
+    others = one_change_each(problem, (*configs, *[*subject.configs][:1]), dtypes)
     if device == "cpu" and shard.tile >= LARGE_TILE:
         others = neighbours(problem)
     return [problem, *(x for x in others if subject.excludes(x) is None)]

@@ -72,10 +72,11 @@ def test_the_neighbouring_mask_shows_other_pairs_where_there_are_any_to_differ(p
     assert other.mask.seqlens_k == problem.mask.seqlens_k
 
 
-@pytest.mark.parametrize("D", [1, 2, 15, 16, 17, 32, 33, 64, 100, 255, 256])
-def test_the_neighbouring_head_dim_is_padded_to_the_same_power_of_two(D):
+@pytest.mark.parametrize("D", [1, 2, 7, 8, 15, 16, 17, 32, 33, 40, 64, 100, 128, 255, 256])
+def test_the_neighbouring_head_dim_is_padded_and_aligned_alike(D):
     (other,) = (x for x in neighbours(Problem(D=D)) if x.D != D)
-    assert abs(other.D - D) == 1
+    assert abs(other.D - D) == (1 if D % 8 else 8)
+    assert (other.D % 8 == 0) == (D % 8 == 0)
     assert (max(other.D, 16) - 1).bit_length() == (max(D, 16) - 1).bit_length()
 
 

@@ -105,7 +105,8 @@ class Summary:
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
     ) -> None:
         """Print the counts, the largest error/bound of each output, and the declarations."""
-        if not (self.tally.problems or self.tally.unsupported):
+        # pytest-xdist discards a worker's output, and listing the possible cells takes a second.
+        if hasattr(config, "workerinput") or not (self.tally.problems or self.tally.unsupported):
             return
         terminalreporter.section("attention verification")
         if not is_ours(config):

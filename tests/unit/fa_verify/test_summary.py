@@ -1,4 +1,4 @@
-"""The summary counts the kernels that a run compiles, and how often."""
+"""The summary counts the kernels that a run compiles, and how often; the controller prints it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from fa_verify.oracles.problem import Problem
 from fa_verify.pytest_plugin.environment import HAS_TRITON
+from fa_verify.pytest_plugin.summary import Summary
 
 ROOT = Path(__file__).parents[3]
 # A compilation needs no GPU, but a process without the interpreter.
@@ -43,3 +47,16 @@ def test_a_kernel_that_two_caches_lack_counts_once_and_its_compilations_twice(tm
         env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stdout.split() == ["2", "3", "True"], done.stderr
+
+
+@pytest.mark.parametrize("worker", [{}, {"workerinput": {}}], ids=["controller", "worker"])
+def test_the_controller_alone_prints_the_summary(worker, pytestconfig):
+    summary, terminal = Summary(), mock.Mock()
+    summary.tally.refused(Problem(), "no float64")
+    config = SimpleNamespace(stash=pytestconfig.stash, **worker)
+    with (
+        mock.patch("fa_verify.pytest_plugin.summary.is_ours", return_value=True),
+        mock.patch("fa_verify.pytest_plugin.summary.is_whole", return_value=False),
+    ):
+        summary.pytest_terminal_summary(terminal, config)
+    assert terminal.section.called == (not worker)

@@ -300,7 +300,7 @@ def _judged(numbers: torch.Tensor, of_outputs: list[_Factors]) -> list[tuple[flo
     All outputs are judged at once, and a GPU is waited for once.
     """
     factor, spread, systematic = numbers
-    bad = _limits(factor, spread, systematic)[1] > 1
+    bad = _limits(factor, spread, systematic)[1]
     beyond = (factor.abs() - systematic).clamp_(min=0).div_(spread).masked_fill_(spread == 0, 0.0)
     sizes = []
     for x in of_outputs:
@@ -317,20 +317,19 @@ def _judged(numbers: torch.Tensor, of_outputs: list[_Factors]) -> list[tuple[flo
 def _limits(
     factor: torch.Tensor, spread: torch.Tensor, systematic: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the limits of factors, and the factors in units of them; NaN is infinite."""
-    limit = torch.add(systematic, spread, alpha=DEVIATIONS)
-    size = factor.abs().nan_to_num_(torch.inf, torch.inf)
-    return limit, size / limit.clamp(min=1e-300)
+    """Return the limits of factors, and which factors are beyond them: NaN of either is."""
+    limit = torch.add(systematic, spread, alpha=DEVIATIONS).clamp_(min=1e-300)
+    return limit, ~(factor.abs() <= limit)
 
 
 def _worst(trial: Trial, name: str, unit: str, factors: _Factors) -> Finding | None:
     """Return a finding at the factor of a kind of units that is furthest beyond its limit."""
     factor, spread, systematic = factors.of(unit)
-    limit, ratio = _limits(factor, spread, systematic)
-    bad = ratio > 1
+    limit, bad = _limits(factor, spread, systematic)
     if not bool(bad.any()):
         return None
-    at = tuple(int(x) for x in torch.unravel_index(ratio.argmax(), ratio.shape))
+    worst = (factor.abs() / limit).where(bad, 0.0).argmax()  # NaN, if there is one
+    at = tuple(int(x) for x in torch.unravel_index(worst, bad.shape))
     b, h, place = at
     axis, upper = ("n", "keys") if name in ("dk", "dv") else ("m", "rows")
     rows = getattr(trial.want, name).shape[2]

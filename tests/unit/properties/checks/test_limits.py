@@ -12,7 +12,13 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.guarantees import accuracy, backward, limits
-from fa_verify.properties.checks.limits import FAMILIES, applies, judged_elements, spreads_of
+from fa_verify.properties.checks.limits import (
+    FAMILIES,
+    applies,
+    judged_elements,
+    outside,
+    spreads_of,
+)
 from fa_verify.properties.checks.statistics import bias, rms
 from fa_verify.properties.execution.trial import Trial, run_trial
 from fa_verify.properties.subjects.subject import Subject
@@ -356,3 +362,14 @@ def test_nan_is_outside_every_limit():
 
     guarantees = found(faulty(trial_of(), "out", with_nan))
     assert guarantees == ["limit of elements", "limit of sums"]
+
+
+@pytest.mark.parametrize("term", ["shared", "of_sums"])
+def test_a_limit_that_is_nan_holds_no_sum(term):
+    trial = trial_of()
+    spreads = spreads_of(trial)
+    spread = spreads["dq"]
+    broken = getattr(spread, term).clone()
+    broken[0, 0, 7] = torch.nan
+    spreads["dq"] = spread._replace(**{term: broken})
+    assert [(x.guarantee, x.output) for x in outside(trial, spreads)] == [("limit of sums", "dq")]

@@ -295,7 +295,7 @@ def _beside_flash_attn_4() -> list[str]:
 
     rows = [
         (problem, _YES_NO[causal], *(cell(of, *mode) for mode in modes))
-        for (problem, causal), of in _speeds("speed.csv", H100).items()
+        for (problem, causal), of in _speeds("speed-flash-attn-4.csv").items()
     ]
     backward = ("backward, deterministic", "backward, `deterministic=False`")
     return markdown(("B x N x H x D", "causal", "forward", *backward), rows)

@@ -195,6 +195,9 @@ QUICK: tuple[Step, ...] = (
     _step("dbias", H=2, M=40, N=300, mask=BlockSparse(side=32, percent=50, seed=2, per_head=True),
           bias="normal/m", config="16x32"),
     _step("dbias", M=18, N=35, dtype="fp16", bias="shifted/hn", **_ALIGNED),
+    # The first key tile in sight of each query tile has a larger number than it.
+    _step("dbias", M=18, N=67, D=3, Dv=3, mask=Mask(causal=True, window_left=9),
+          bias="normal/hmn"),
     _step("dbias", H=2, M=20, N=35, dtype="fp32", bias="normal/hmn"),
     # Few rows with key splits: aligned, with large scores, without keys.
     _step(H=3, M=3, N=90, dtype="fp16", config="16x16-split3", **_ALIGNED),

@@ -29,7 +29,7 @@ TESTS: dict[str, str] = {
     "fa_verify/pytest_plugin/gate/problems.py": "test_gate_problems test_gate",
     "fa_verify/pytest_plugin/gate/timing.py": "test_speed_ratio test_gate",
     "fa_verify/verification.py": "test_verification test_repaired_fork test_statistics",
-    "oracles/bounds/backward.py": f"{_BOUNDS} test_softcap test_lse_gradient",
+    "oracles/bounds/backward.py": f"{_BOUNDS} test_softcap test_lse_gradient test_chunks",
     "oracles/bounds/bias.py": "test_bias",
     "oracles/bounds/constants.py": _BOUNDS,
     "oracles/bounds/error_model.py": "test_error_model test_bounds_agree test_alibi",
@@ -38,7 +38,7 @@ TESTS: dict[str, str] = {
     "oracles/bounds/merging.py": "test_merging test_merging_checks",
     "oracles/bounds/in_numpy/bias.py": "test_bias",
     "oracles/bounds/in_numpy/bound.py": "test_numpy_bound_by_hand test_bounds_agree test_softcap "
-    "test_alibi test_numpy_bound",
+    "test_alibi test_numpy_bound test_sinks",
     "oracles/bounds/in_numpy/given_forward.py": "test_given_forward",
     "oracles/bounds/in_numpy/merging.py": "test_merging test_merging_checks",
     "oracles/bounds/in_numpy/pooled.py": "test_pooled_oracles",
@@ -72,7 +72,7 @@ TESTS: dict[str, str] = {
     "oracles/reference/numpy_caches.py": "test_cache_oracles",
     "oracles/reference/merging.py": "test_merging test_merging_checks",
     "oracles/reference/numpy_reference.py": "test_numpy_reference test_softcap test_alibi "
-    "test_numpy_bound",
+    "test_numpy_bound test_sinks",
     "oracles/reference/pooled.py": "test_pooled_oracles",
     "oracles/reference/score_mods.py": "test_alibi test_bias",
     "oracles/reference/softcap.py": "test_softcap",

@@ -184,19 +184,23 @@ def _kernels(
                 judged_kernels, kernels, mutant, steps, planned,
                 first=() if spot else history.first(source, mutant),
                 full=options.matrix, units=-1 if spot else units.get(source, len(QUICK)),
+                unmutated=unmutated,
                 prepare=emulate if source == "hopper" else None,
             )  # fmt: skip
 
+    unmutated = 0.0
     if any(source == "mechanical" for source, _ in chosen):
-        _control(kernels, STEPS, questions[STEPS])
+        unmutated = _control(kernels, STEPS, questions[STEPS])
     found = _judged(chosen, works(), options, history.add)
     if options.remember:
         remember(found, STEPS)
     return found
 
 
-def _control(kernels: dict[str, str], steps: tuple[Step, ...], questions: list[PlannedRun]) -> None:
-    """Checks that all judges pass the unmutated kernels.
+def _control(
+    kernels: dict[str, str], steps: tuple[Step, ...], questions: list[PlannedRun]
+) -> float:
+    """Checks that all judges pass the unmutated kernels; returns the CPU time that they take.
 
     Raises:
         RuntimeError: One does not, so that its kills say nothing about mutants.
@@ -205,11 +209,15 @@ def _control(kernels: dict[str, str], steps: tuple[Step, ...], questions: list[P
     from tests.mutation.judging.verdict import judged_kernels
 
     nothing = Mutant("the unmutated kernels", ())
-    work = partial(judged_kernels, kernels, nothing, steps, questions, units=len(QUICK))
+    work = partial(
+        judged_kernels, kernels, nothing, steps, questions, units=len(QUICK), unmutated=SECONDS
+    )
     (ended,) = in_forks([work], jobs=1, seconds=SECONDS)
     if ended.how != "returned" or ended.value.kills or ended.value.cut:
         raise RuntimeError(f"the unmutated kernels do not pass: {ended}")
     print(f"all judges pass the unmutated kernels, in {ended.seconds:.0f} s", flush=True)
+    seconds: float = ended.value.seconds
+    return seconds
 
 
 def _spots(

@@ -33,10 +33,11 @@ __all__ = ["asked", "judged_kernels", "judges_of", "killed_by", "subject_of", "w
 # this many steps, which kill most mutants. Only unit tests find redundant work and code that does
 # not run here.
 _FIRST = 22
-# Seconds of CPU time of one judge, above which the mutant hangs: the longest, the unit tests, takes
-# 40 s. And of a mutant, after which no further judge runs: survivors take 60 s.
+# Seconds of CPU time of one judge, above which the mutant hangs, and of a mutant, after which no
+# further judge runs. They are more where the judges of the unmutated kernels take about as long.
 HANG = 120.0
 LIMIT = 180.0
+_SLOWER = 1.2
 
 # Yields the kills of a mutant.
 Judge = Callable[[], Iterator[Kill]]
@@ -79,6 +80,7 @@ def judged_kernels(
     first: Sequence[str] = (),
     full: bool = False,
     units: int = len(QUICK),
+    unmutated: float = 0.0,
     prepare: Callable[[ModuleType], None] | None = None,
 ) -> Verdict:
     """Loads a mutant of ``fa_kernels`` and runs the judges on it: steps, other calls, unit tests.
@@ -95,9 +97,12 @@ def judged_kernels(
             names are left out.
         full: Continue after the first kill, to find every check that fails. No time limit applies.
         units: The unit tests run before the step of this index; -1 runs none.
+        unmutated: Seconds of CPU time that all judges take on the unmutated kernels; 0 if unknown.
+            No judge hangs before it has taken as long, and the judges stop after 1.2 times as long.
         prepare: Called with the package before the steps.
     """
     verdict = Verdict()
+    hang, limit = max(HANG, unmutated), max(LIMIT, _SLOWER * unmutated)
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         try:
             package = _loaded(sources, mutant, Path(folder))
@@ -111,10 +116,10 @@ def judged_kernels(
         judges = {**usual, **alone}
         order = dict.fromkeys(name for name in (*first, *usual) if name in judges)
         for number, name in enumerate(order):
-            if not full and time.process_time() > LIMIT:
-                verdict.cut = f"{number} of {len(order)} judges ran in {LIMIT:.0f} s of CPU time"
+            if not full and time.process_time() > limit:
+                verdict.cut = f"{number} of {len(order)} judges ran in {limit:.0f} s of CPU time"
                 break
-            kills = kills_within(HANG, islice(judges[name](), None if full else 1), name)
+            kills = kills_within(hang, islice(judges[name](), None if full else 1), name)
             if kills and not verdict.kills:
                 verdict.seconds = time.process_time()
                 verdict.judge = _file_of(kills[0]) if name == UNIT_TESTS else name

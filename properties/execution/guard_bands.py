@@ -44,8 +44,8 @@ class Overrun(NamedTuple):
 
     Args:
         tensor: The tensor between the guard bands.
-        offset: The written byte nearest to the tensor: -1 is the last one before it, 0 the first
-            one after it.
+        offset: The changed byte nearest to the tensor: -1 is the last one before it, 0 the first
+            one after it. A byte that was written with the value of the band is not changed.
         before: Whether the band lies before the tensor.
     """
 

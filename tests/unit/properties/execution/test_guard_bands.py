@@ -373,7 +373,8 @@ def test_a_tensor_one_row_too_short_for_our_kernels_is_overrun(name, device, mon
     monkeypatch.setattr(allocation, "empty", short)
     (found,) = forward_and_backward(device).overruns()
     assert found.tensor.data_ptr() == made[list(OURS).index(name)].data_ptr()
-    assert found[1:] == (0, False)
+    # A byte of the first float32 element in the band may equal the guard's.
+    assert (found.offset // 4, found.before) == (0, False)
 
 
 def written_by_slices(x):

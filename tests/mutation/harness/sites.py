@@ -44,7 +44,8 @@ TESTS: dict[str, str] = {
     "oracles/bounds/in_numpy/pooled.py": "test_pooled_oracles",
     "oracles/bounds/in_numpy/sinks.py": "test_sinks",
     "oracles/bounds/in_numpy/spread.py": "test_spread",
-    "oracles/bounds/in_numpy/units.py": "test_numpy_bound_by_hand test_bounds_agree",
+    "oracles/bounds/in_numpy/units.py": "test_numpy_bound_by_hand test_bounds_agree "
+    "test_given_forward",
     "oracles/bounds/pooled.py": "test_pooled_oracles",
     "oracles/bounds/replay.py": "test_given_forward test_backward_check",
     "oracles/bounds/ring.py": "test_merging_checks",

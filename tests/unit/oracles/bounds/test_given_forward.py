@@ -141,14 +141,17 @@ def test_both_implementations_agree_on_the_gradient_of_a_bias(in_dtype, reads, c
     assert ((got.bound - torch.from_numpy(limit)).abs() <= 1e-10 * torch.from_numpy(limit)).all()
 
 
-def of_many_keys(
-    in_dtype: str, rows: int | None = None, block_n: int = 16
-) -> given_forward.Gradients:
-    """Gradients of 700 rows and 600 keys given a forward, by PyTorch; NumPy's must agree."""
-    inputs = [stream.normal(i, "many", (1, 2, (700, 600, 600, 700)[i], 3)) for i in range(4)]
+# Enough for sums of 256 terms to hold far less than the terms do.
+MANY_ROWS, MANY_KEYS = 1_700, 1_600
+
+
+def of_many_keys(in_dtype: str, rows: int | None = None) -> given_forward.Gradients:
+    """Gradients of many rows and keys given a forward, by PyTorch; NumPy's must agree."""
+    sizes = (MANY_ROWS, MANY_KEYS, MANY_KEYS, MANY_ROWS)
+    inputs = [stream.normal(i, "many", (1, 1, size, 3)) for i, size in enumerate(sizes)]
     call = {"mask": Mask(causal=True), "sm_scale": 0.7}
     truth = torch_reference.attention(*inputs, **call)
-    call |= {"in_dtype": in_dtype, "numerics": reading(block_n=block_n)}
+    call |= {"in_dtype": in_dtype, "numerics": reading(block_n=16)}
     given = given_forward.Returned(truth.out, truth.lse)
     got = given_forward.given_forward(*inputs, given=given, rows=rows, **call)
     if rows is None:
@@ -161,11 +164,19 @@ def of_many_keys(
 
 
 @pytest.mark.parametrize("in_dtype", DTYPES)
-def test_both_implementations_agree_on_running_sums(in_dtype: str) -> None:
+def test_both_implementations_agree_on_running_sums(
+    in_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     got = of_many_keys(in_dtype)
-    if in_dtype == "fp32":
-        apart = of_many_keys(in_dtype, block_n=2 * replay.SEGMENT)
-        assert (got.dq_bound[:, :, 650:] < apart.dq_bound[:, :, 650:]).all()
+
+    def unknown(total: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return torch.full_like(total, torch.inf)
+
+    for module in (backward_module, error_model):
+        monkeypatch.setattr(module, "lost_of_running", unknown)
+    in_any_order = of_many_keys(in_dtype, rows=MANY_ROWS)
+    for bound, larger in zip(got[3:], in_any_order[3:], strict=True):
+        assert (bound < larger).any()
 
 
 @pytest.mark.parametrize("rows", [32, 256])

@@ -131,6 +131,18 @@ def test_the_summary_counts_what_was_not_judged():
     assert "  unsupported, 2: not today\n  unsupported, 1: reason 0" in said(tally)
 
 
+def test_elements_that_limits_judge_are_summed_by_family_of_inputs():
+    tally = Tally()
+    for problem, limited in ((GOOD, 3), (other(seed=1), 5), (other(inputs="times8"), 0)):
+        tally.judged(SUBJECT, problem, {"out": 0.5}, limited)
+    whole = GOOD.elements["out"]
+    assert tally.by_limits() == {GOOD.inputs: (2 * whole, 8), "times8": (whole, 0)}
+    share = (
+        f"{3 * whole:,} elements held to the bound, 8 of them to limits of independent roundings"
+    )
+    assert f"{share}: {GOOD.inputs} {8 / (2 * whole):.0%}" in said(tally)
+
+
 def test_the_distribution_counts_each_problem_in_the_bin_of_its_worst_error():
     total = judged((GOOD, {"out": 0.5}), (other(seed=1), {"out": 0.0}), (GOOD, {"out": 0.5}))
     total.add(judged((other(seed=2), {"out": math.inf, "dq": 1.0})).record())

@@ -129,7 +129,7 @@ def doubled_values(trial: Trial) -> list[Finding]:
     A power of two changes no rounding without overflow and underflow. The check therefore applies
     if 8 |v| is finite and all digits of every product of a weight and a value stay above the
     smallest normal number. Elements of out below the smallest normal number of their dtype are not
-    compared. A subject that does not promise G10 is compared within the bound.
+    compared. A subject that does not promise G10 is compared by the bound, as in ``agree``.
     """
     problem, v = trial.problem, trial.inputs.v
     info = torch.finfo(v.dtype)
@@ -152,10 +152,9 @@ def doubled_values(trial: Trial) -> list[Finding]:
         compared = torch.ones_like(first, dtype=torch.bool)
         if name == "out":
             compared = first.abs() > info.smallest_normal
-        limit = getattr(trial.judgement.bound, name)
         bad = ~same_bits(second.to(torch.float64), want)
         if name not in trial.subject.promises("G10", problem.config):
-            bad = ratios(second.to(torch.float64) / factor, getattr(trial.want, name), limit) > 1
+            bad = _unlike(trial, name, second.to(torch.float64) / factor)
         bad &= compared
         claim = f"is not {factor:g} times as much for v times {_FACTOR:g}"
         findings += _found(trial, name, bad, second, want, claim, compared=compared)
@@ -165,7 +164,8 @@ def doubled_values(trial: Trial) -> list[Finding]:
 def permuted(trial: Trial) -> list[Finding]:
     """Reversing the order of batch entries and groups of heads reverses that of the outputs.
 
-    The comparison is bitwise for a subject that promises G9 and G10, otherwise within the bound.
+    The comparison is bitwise for a subject that promises G9 and G10, otherwise by the bound, as in
+    ``agree``.
     """
     problem = trial.problem
     entries, heads = range(problem.B)[::-1], _reversed(torch.arange(problem.H)[None], problem.Hk)
@@ -194,13 +194,22 @@ def permuted(trial: Trial) -> list[Finding]:
         if first is None:
             continue
         second = _reversed(second, problem.Hk)
-        limit = getattr(trial.judgement.bound, name)
         bad = ~same_bits(first, second)
         if not all(name in promised for promised in exact):
-            bad = ratios(second, getattr(trial.want, name), limit) > 1
+            bad = _unlike(trial, name, second)
         claim = "depends on the order of batch entries and heads"
         findings += _found(trial, name, bad, second, first, claim)
     return findings
+
+
+def _unlike(trial: Trial, name: str, second: torch.Tensor) -> torch.Tensor:
+    """Return where exactly one of two results of an output is beyond the bound.
+
+    The check of accuracy reports an element that is wrong in both.
+    """
+    want, bound = getattr(trial.want, name), getattr(trial.judgement.bound, name)
+    first, again = (ratios(x, want, bound) > 1 for x in (getattr(trial.got, name), second))
+    return first != again
 
 
 def _equal_weights(problem: Problem) -> Inputs:

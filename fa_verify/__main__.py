@@ -7,10 +7,12 @@ options of ``pytest_plugin``. The configuration of the current directory has no 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -41,6 +43,8 @@ _PACKAGES = {
     "redis": "shares Hypothesis's examples",
 }
 _NEEDED = ("hypothesis", "pytest")
+# The replay line of ``verify``, and the string in it.
+_CALL = re.compile(r"""verify\(.*\.from_json\(('(?:[^'\\]|\\.)*')\)""")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -235,11 +239,21 @@ def _read_replay(options: argparse.Namespace, parser: argparse.ArgumentParser) -
             parser.error(f"a file of results takes no --{ignored[0].replace('_', '-')}")
         options.file = words[0]
         return
+    if len(words) == 1 and (call := _CALL.search(words[0])):
+        # The line of ``verify`` is Python: it names a function, and no file to load it from.
+        if options.kernel is None:
+            parser.error(
+                "the replay line is a call of verify; needs --kernel=FILE:NAME for its function"
+            )
+        options.replay = ast.literal_eval(call[1])
+        return
     if len(words) == 1 and " " in words[0] and not words[0].startswith("{"):
         line = words[0].removeprefix("fa-verify explain ")
         parser.parse_args(shlex.split(line), options)
         words = options.line
     if len(words) == 1 and words[0].startswith("{") and options.replay is None:
+        if options.kernel is None and options.mask is None:
+            parser.error("the JSON alone needs --kernel=FILE:NAME, or a name of fa-verify list")
         options.replay = words[0]
     elif words not in ([], ["pytest"]) or options.replay is None:
         parser.error(

@@ -267,7 +267,7 @@ def test_gradients_are_not_verified_with_forward_only(folder):
     ("words", "said"),
     [
         (("check", "no.py:attention"), "ERROR: --fa-kernel: "),
-        (("explain", "{"), "ERROR: --fa-replay: problem is not JSON"),
+        (("explain", "--kernel=my.py:attention", "{"), "ERROR: --fa-replay: problem is not JSON"),
     ],
 )
 def test_wrong_usage_has_a_status(folder, words, said):
@@ -346,8 +346,13 @@ def test_options_become_those_of_pytest(words, of_pytest):
         [f"pytest --kernel='my file.py:f' --mask=b.py:F --replay='{REPLAY}'"],
         ["pytest", "--kernel=my file.py:f", "--mask=b.py:F", f"--replay={REPLAY}"],
         [REPLAY, "--kernel=my file.py:f", "--mask=b.py:F"],
+        [
+            f"  replay: verify(f, problems=[Problem.from_json({REPLAY!r})])",
+            "--kernel=my file.py:f",
+            "--mask=b.py:F",
+        ],
     ],
-    ids=["command", "plugin", "line", "words", "JSON"],
+    ids=["command", "plugin", "line", "words", "JSON", "verify"],
 )
 def test_explain_takes_a_replay_line_or_its_json(words):
     found = command.parsed(["explain", *words]).of_pytest
@@ -364,6 +369,11 @@ def test_explain_takes_a_replay_line_or_its_json(words):
         (["explain"], "REPLAY is ''; needs a replay line"),
         (["explain", "pytest"], "REPLAY is 'pytest'; needs a replay line"),
         (["explain", REPLAY, REPLAY], "needs a replay line, as a failure prints it, its JSON"),
+        (["explain", REPLAY], "the JSON alone needs --kernel=FILE:NAME"),
+        (
+            ["explain", f"verify(f, problems=[Problem.from_json({REPLAY!r})])"],
+            "the replay line is a call of verify; needs --kernel=FILE:NAME",
+        ),
         (["doctor", "--", "-x"], "doctor starts no pytest, and got -x"),
     ],
 )

@@ -132,7 +132,7 @@ def title(cause: RootCause) -> str:
     if does is None and cause.kind.startswith("raises "):
         does = cause.kind if one else f"raise {cause.kind.removeprefix('raises ')}"
     if does is None:
-        does = f"fail: {cause.told.partition(chr(10))[0]}"
+        does = f"{'fails' if one else 'fail'}: {cause.told.partition(chr(10))[0]}"
     return f"{about} {does}{also}"
 
 
@@ -190,7 +190,8 @@ def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[
     not_asked = f", {skipped:,} not asked" + f" ({_plural(kinds, 'reason')})" * bool(skipped)
     if not counts.failed:
         word = "HOLDS" if counts.hold else "NOT VERIFIED"
-        yield f"{name}  {word}  {_plural(counts.hold, 'check')} hold{not_asked}"
+        holds = "hold" if counts.hold != 1 else "holds"
+        yield f"{name}  {word}  {_plural(counts.hold, 'check')} {holds}{not_asked}"
         return
     yield (
         f"{name}  FAILED  {_plural(len(causes), 'cause')}, {_plural(total, 'check')}: "

@@ -71,6 +71,7 @@ def test_the_verdict_names_causes_and_what_they_explain():
 
 def test_a_run_without_failures_holds_and_one_without_checks_is_not_verified():
     assert [*verdict("f", Counts(0, 2, {}), [])] == ["f  HOLDS  2 checks hold, 0 not asked"]
+    assert [*verdict("f", Counts(0, 1, {}), [])] == ["f  HOLDS  1 check holds, 0 not asked"]
     (line,) = verdict("f", Counts(0, 0, {"no GPU": 4}), [])
     assert line.startswith("f  NOT VERIFIED")
 
@@ -89,6 +90,11 @@ def test_titles_and_declarations_follow_from_features(features, said, declared):
     cause = RootCause(**{**vars(NAN), "features": features})
     assert title(cause) == said
     assert if_intended(cause) == declared
+
+
+def test_a_title_of_every_problem_has_a_verb_in_the_singular():
+    cause = RootCause(**{**vars(NAN), "kind": "form", "told": "out has shape (1,)", "features": ()})
+    assert title(cause) == "Every problem fails: out has shape (1,)"
 
 
 def test_a_title_names_the_other_call_of_a_check():

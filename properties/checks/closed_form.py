@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import torch
 
 from fa_verify.oracles import stream
-from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import TENSORS, Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
-from fa_verify.properties.comparison.agreement import found_where
-from fa_verify.properties.comparison.compare import Finding, ratios, same_bits
+from fa_verify.properties.comparison.agreement import agree, found_where
+from fa_verify.properties.comparison.compare import Finding, same_bits
 from fa_verify.properties.execution.trial import Trial, run_subject
 from fa_verify.properties.inputs.families import (
     NO_ALIBI,
@@ -31,6 +31,7 @@ from fa_verify.properties.inputs.tensors import Inputs, make
 
 __all__ = ["counts", "doubled_values", "mask_read_back", "permuted", "unit_values"]
 
+_GUARANTEE = "exact closed forms"
 _COUNTED = 65_536  # exp(lse) in fp32 is within a half of the count up to here
 _FACTOR = 8.0
 _SMALLEST = 2.0**-126  # the smallest normal fp32 number; float64 accumulators have a wider range
@@ -148,15 +149,17 @@ def doubled_values(trial: Trial) -> list[Finding]:
         first, second = getattr(trial.got, name), getattr(got, name)
         if first is None:
             continue
+        claim = f"is not {factor:g} times as much for v times {_FACTOR:g}"
+        second = second.to(torch.float64)
+        if name not in trial.subject.promises("G10", problem.config):
+            alone = Outputs(*(second / factor if x == name else None for x in OUTPUTS))
+            findings += agree(trial, alone, _GUARANTEE, claim, promised=())
+            continue
         want = first.to(torch.float64) * factor
         compared = torch.ones_like(first, dtype=torch.bool)
         if name == "out":
             compared = first.abs() > info.smallest_normal
-        bad = ~same_bits(second.to(torch.float64), want)
-        if name not in trial.subject.promises("G10", problem.config):
-            bad = _unlike(trial, name, second.to(torch.float64) / factor)
-        bad &= compared
-        claim = f"is not {factor:g} times as much for v times {_FACTOR:g}"
+        bad = compared & ~same_bits(second, want)
         findings += _found(trial, name, bad, second, want, claim, compared=compared)
     return findings
 
@@ -187,29 +190,10 @@ def permuted(trial: Trial) -> list[Finding]:
     if sinks is not None:
         inputs = inputs._replace(sinks=_reversed(sinks[None], problem.Hk)[0])
     again = run_subject(trial.subject, turned, inputs)
-    exact = [trial.subject.promises(guarantee, problem.config) for guarantee in ("G9", "G10")]
-    findings = []
-    for name in OUTPUTS:
-        first, second = getattr(trial.got, name), getattr(again, name)
-        if first is None:
-            continue
-        second = _reversed(second, problem.Hk)
-        bad = ~same_bits(first, second)
-        if not all(name in promised for promised in exact):
-            bad = _unlike(trial, name, second)
-        claim = "depends on the order of batch entries and heads"
-        findings += _found(trial, name, bad, second, first, claim)
-    return findings
-
-
-def _unlike(trial: Trial, name: str, second: torch.Tensor) -> torch.Tensor:
-    """Return where exactly one of two results of an output is beyond the bound.
-
-    The check of accuracy reports an element that is wrong in both.
-    """
-    want, bound = getattr(trial.want, name), getattr(trial.judgement.bound, name)
-    first, again = (ratios(x, want, bound) > 1 for x in (getattr(trial.got, name), second))
-    return first != again
+    back = Outputs(*(None if x is None else _reversed(x, problem.Hk) for x in again))
+    alone, repeated = (trial.subject.promises(word, problem.config) for word in ("G9", "G10"))
+    claim = "depends on the order of batch entries and heads"
+    return agree(trial, back, _GUARANTEE, claim, promised={*alone} & {*repeated})
 
 
 def _equal_weights(problem: Problem) -> Inputs:
@@ -277,4 +261,4 @@ def _found(
     compared: torch.Tensor | None = None,
 ) -> list[Finding]:
     """Return a finding if any element is bad."""
-    return found_where(trial, output, bad, got, want, "exact closed forms", claim, compared)
+    return found_where(trial, output, bad, got, want, _GUARANTEE, claim, compared)

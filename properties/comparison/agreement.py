@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
@@ -118,6 +120,7 @@ def agree(
     rows: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
     only: tuple[str, ...] = OUTPUTS,
+    promised: Collection[str] | None = None,
 ) -> list[Finding]:
     """Return findings where a second run of a trial's problem differs from the first.
 
@@ -128,15 +131,17 @@ def agree(
     Args:
         trial: The first run.
         again: The outputs of the second run.
-        guarantee: The guarantee, such as "G8 layout". Its first word is looked up in the subject's
-            bitwise promises.
+        guarantee: The guarantee, such as "G8 layout".
         claim: Description of the fault, such as "differs from run to run".
         rows: Bool (B, H, M): where out, lse and dq must agree; None is everywhere.
         keys: Bool (B, 1 or Hk, N): where dk and dv must agree; None is everywhere.
         only: The outputs to compare.
+        promised: The outputs that the subject promises bitwise; None looks up the first word of
+            the guarantee.
     """
     parts = [_part(rows if name in OF_ROWS else keys, name) for name in OUTPUTS]
-    promised = trial.subject.promises(guarantee.split()[0], trial.problem.config)
+    if promised is None:
+        promised = trial.subject.promises(guarantee.split()[0], trial.problem.config)
     findings = []
     either: list[torch.Tensor | None] = [None] * len(OUTPUTS)
     for place, (name, got, second) in enumerate(zip(OUTPUTS, trial.got, again, strict=True)):

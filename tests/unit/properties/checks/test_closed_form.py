@@ -243,7 +243,11 @@ def test_without_a_promise_the_bound_decides(check, fault):
     assert check(trial) == []
     bound = trial.judgement.bound
     tight = replace(trial.judgement, bound=bound._replace(out=bound.out / 64))
-    assert check(replace(trial, judgement=tight)) != []
+    found = check(replace(trial, judgement=tight))
+    assert found != []
+    # The message has the bound that decides, and the exact value.
+    assert all(x.claim.endswith(", and leaves the bound") for x in found)
+    assert all(abs(x.got - x.want) > x.bound > 0 for x in found)
 
 
 @pytest.mark.parametrize("check", [permuted, doubled_values])

@@ -188,14 +188,14 @@ def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[
     skipped = sum(counts.reasons.values())
     kinds = len({alike(x) for x in counts.reasons})
     not_asked = f", {skipped:,} not asked" + f" ({_plural(kinds, 'reason')})" * bool(skipped)
+    holds = "holds" if counts.hold == 1 else "hold"
     if not counts.failed:
         word = "HOLDS" if counts.hold else "NOT VERIFIED"
-        holds = "hold" if counts.hold != 1 else "holds"
         yield f"{name}  {word}  {_plural(counts.hold, 'check')} {holds}{not_asked}"
         return
     yield (
         f"{name}  FAILED  {_plural(len(causes), 'cause')}, {_plural(total, 'check')}: "
-        f"{counts.failed:,} failed, {counts.hold:,} hold{not_asked}"
+        f"{counts.failed:,} failed, {counts.hold:,} {holds}{not_asked}"
     )
     for number, one in enumerate(causes, 1):
         yield ""

@@ -317,7 +317,7 @@ def _judged(numbers: torch.Tensor, of_outputs: list[_Factors]) -> list[tuple[flo
 def _limits(
     factor: torch.Tensor, spread: torch.Tensor, systematic: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the limits of factors, and which factors are beyond them: NaN of either is."""
+    """Return the limits of factors, and where factors exceed them; NaN never lies within."""
     limit = torch.add(systematic, spread, alpha=DEVIATIONS).clamp_(min=1e-300)
     return limit, ~(factor.abs() <= limit)
 

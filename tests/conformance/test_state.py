@@ -101,8 +101,8 @@ def calls_of(subject, shard, device):
     # The configurations of the same tiles, and the first one.
     tiles = shard.config.partition("-")[0]
     configs = [x for x in subject.configs if x.partition("-")[0] == tiles]
-    # Another dtype compiles four kernels on a GPU. A cache whose key lacks the dtype would confuse
-    # two of as many bits.
+    # A GPU compiles four kernels for each dtype: there the calls change to one other. In 16 bits it
+    # has as many, so that a cache whose key lacks the dtype would confuse them.
     dtypes = DTYPES if device == "cpu" else (OTHER_DTYPE[shard.dtype],)
     others = one_change_each(problem, (*configs, *[*subject.configs][:1]), dtypes)
     if device == "cpu" and shard.tile >= LARGE_TILE:

@@ -172,6 +172,9 @@ def _kernels(
     warmed(next(iter(questions.values())))
     spots = {} if options.matrix else _spots(kernels, chosen, lists, questions)
     history = History(kill_order())
+    unmutated = 0.0
+    if any(source == "mechanical" for source, _ in chosen):
+        unmutated = _control(kernels, STEPS, questions[STEPS])
 
     def works() -> Iterator[Callable[[], Verdict]]:
         """Yields the work of each mutant once it can start, so that earlier kills are known."""
@@ -188,9 +191,6 @@ def _kernels(
                 prepare=emulate if source == "hopper" else None,
             )  # fmt: skip
 
-    unmutated = 0.0
-    if any(source == "mechanical" for source, _ in chosen):
-        unmutated = _control(kernels, STEPS, questions[STEPS])
     found = _judged(chosen, works(), options, history.add)
     if options.remember:
         remember(found, STEPS)
@@ -209,6 +209,7 @@ def _control(
     from tests.mutation.judging.verdict import judged_kernels
 
     nothing = Mutant("the unmutated kernels", ())
+    # Only the wall time limits them.
     work = partial(
         judged_kernels, kernels, nothing, steps, questions, units=len(QUICK), unmutated=SECONDS
     )

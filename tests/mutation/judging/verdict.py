@@ -34,7 +34,7 @@ __all__ = ["asked", "judged_kernels", "judges_of", "killed_by", "subject_of", "w
 # not run here.
 _FIRST = 22
 # Seconds of CPU time of one judge, above which the mutant hangs, and of a mutant, after which no
-# further judge runs. They are more where the judges of the unmutated kernels take about as long.
+# further judge runs. ``judged_kernels`` allows more on a slow machine.
 HANG = 120.0
 LIMIT = 180.0
 _SLOWER = 1.2
@@ -98,7 +98,7 @@ def judged_kernels(
         full: Continue after the first kill, to find every check that fails. No time limit applies.
         units: The unit tests run before the step of this index; -1 runs none.
         unmutated: Seconds of CPU time that all judges take on the unmutated kernels; 0 if unknown.
-            No judge hangs before it has taken as long, and the judges stop after 1.2 times as long.
+            Each judge may take as long, and all of them together 1.2 times as long.
         prepare: Called with the package before the steps.
     """
     verdict = Verdict()

@@ -141,7 +141,7 @@ def test_both_implementations_agree_on_the_gradient_of_a_bias(in_dtype, reads, c
     assert ((got.bound - torch.from_numpy(limit)).abs() <= 1e-10 * torch.from_numpy(limit)).all()
 
 
-# Enough for sums of 256 terms to hold far less than the terms do.
+# With so many, the bound of running sums is the smaller one.
 MANY_ROWS, MANY_KEYS = 1_700, 1_600
 
 

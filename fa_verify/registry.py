@@ -171,10 +171,12 @@ def named(name: str) -> Named:
 def spec_of(given: str) -> str:
     """Resolve the value of --fa-kernel to ``module:name`` or ``path:name``.
 
+    A path without a name is returned as it is; loading it lists the names in the file.
+
     Raises:
         ValueError: The name is unknown, or its kernel cannot run here.
     """
-    if ":" in given:
+    if ":" in given or given.endswith(".py"):
         return given
     kernel = named(given)
     missing = kernel.missing()

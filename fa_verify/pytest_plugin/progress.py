@@ -71,7 +71,8 @@ class Progress:
         left = self.estimate.seconds(workers)
         done = self.estimate.total - len(self.estimate.left)
         line = f"{clock(passed)}: {done} of {self.estimate.total} tests, {self.failed} failed"
-        return line if left is None else f"{line}, about {clock(left)} left"
+        # The last tests may look for causes for longer than any test before took.
+        return line if left is None or left < 1 else f"{line}, about {clock(left)} left"
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note the tests of a run without workers."""

@@ -43,6 +43,9 @@ def load(spec: str) -> Subject:
             line.
     """
     try:
+        if spec.endswith(".py") and Path(spec).expanduser().is_file():
+            there = ", ".join(_callables(_imported(spec), "")) or "no functions"
+            raise ValueError(f"got {spec!r}, a file; needs {spec}:name; it has {there}")
         source, name = _split(spec)
         found = _found(_imported(source), source, name)
         if inspect.isclass(found) or not callable(found):

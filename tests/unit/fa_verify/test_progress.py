@@ -44,6 +44,9 @@ def test_a_line_counts_tests_and_failures_once():
         SimpleNamespace(nodeid=TESTS[2], when="???", duration=0.0, failed=True)
     )
     assert progress.line() == "0:00: 3 of 6 tests, 2 failed, about 0:06 left"
+    for test in TESTS[3:]:
+        progress.estimate.ended(test, 0.0)
+    assert progress.line() == "0:00: 6 of 6 tests, 2 failed"
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.9, "0:00"), (65, "1:05"), (3600, "60:00")])

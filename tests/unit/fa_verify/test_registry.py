@@ -71,7 +71,9 @@ def test_a_package_that_is_hidden_counts_as_missing(monkeypatch):
     assert NAMED["ours"].missing() == "triton is not installed"
 
 
-@pytest.mark.parametrize("given", ["kernels.py:f", "package.module:name", "sdpa-math:f", ":"])
+@pytest.mark.parametrize(
+    "given", ["kernels.py:f", "kernels.py", "package.module:name", "sdpa-math:f", ":"]
+)
 def test_a_kernel_option_that_is_no_name_stays_as_it_is(given):
     assert spec_of(given) == given
 

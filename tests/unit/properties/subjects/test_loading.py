@@ -179,6 +179,14 @@ def test_a_kernel_without_file_and_name_is_refused(spec):
         load(spec)
 
 
+def test_a_file_without_a_name_is_refused_with_the_names_in_it(tmp_path):
+    path = tmp_path / "kernels.py"
+    path.write_text("def attention(q, k, v, *, mask, sm_scale): ...\ndef _hidden(): ...\n")
+    says = f"got '{path}', a file; needs {path}:name; it has attention"
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        load(str(path))
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=rf"^there is no file {tmp_path}/none.py$"):
         load(f"{tmp_path}/none.py:attention")

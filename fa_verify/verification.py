@@ -49,7 +49,8 @@ class Report:
         unsupported: Number of problems that the subject refused, by reason.
         worst: Largest error divided by its bound, by "output dtype".
         unchecked: Why a guarantee, or a part of it, was checked on no problem, by guarantee. It was
-            applicable to none, or the subject refuses the calls that it needs.
+            applicable to none, or the subject refuses the calls that it needs. Where it failed in
+            one dtype and was not tried in others, the key names these: "G1 in bf16, fp32".
         summary: The summary table, one line per output and dtype.
     """
 
@@ -109,11 +110,17 @@ def verify(
         A report that is true if at least one problem was judged and no guarantee was violated.
 
     Raises:
+        TypeError: ``subject`` is neither callable nor a ``Subject``.
         ValueError: ``guarantees`` is empty or has an unknown name, ``device`` is unknown,
             ``problems`` is less than 1, or the subject's declarations are invalid.
         RuntimeError: The interpreter is not repaired, and no fork can repair it.
     """
     if not isinstance(subject, Subject):
+        if not callable(subject):
+            raise TypeError(
+                f"subject is {subject!r}; needs a callable f(q, k, v, *, mask, sm_scale), or a "
+                "Subject"
+            )
         subject = Subject.of(subject, getattr(subject, "__name__", type(subject).__name__))
     unknown = [name for name in guarantees if name not in GUARANTEES]
     if unknown or not guarantees:
@@ -205,7 +212,7 @@ def _drawn(
                 f"not applicable without fp64: {runner.subject.name} declares "
                 f"dtypes={runner.subject.dtypes}"
             )
-        for dtype, config in variants:
+        for number, (dtype, config) in enumerate(variants, 1):
             wanted = {"max_seqlen": max_seqlen, **_FORCED.get(name, {})}
             try:
                 strategy: st.SearchStrategy[Problem] = problems_of(
@@ -224,7 +231,17 @@ def _drawn(
                 yield from violation.findings
                 # This check has failed and is reported; drop it so that others can show.
                 runner.standing.pop(violation.findings[0].guarantee.split()[0], None)
+                if left := _named(variants[number:]):
+                    unchecked[f"{name} in {left}"] = f"it failed in {_named([(dtype, config)])}"
                 break
+
+
+def _named(variants: Sequence[tuple[str, str]]) -> str:
+    """Format (dtype, configuration) pairs for a message."""
+    return ", ".join(
+        dtype if config == "default" else f"{dtype} with config {config}"
+        for dtype, config in variants
+    )
 
 
 def _variants(subject: Subject, guarantee: str) -> list[tuple[str, str]]:

@@ -42,6 +42,14 @@ def test_a_wrong_subject_is_reported_with_its_simplest_problem():
     assert report.findings[0].problem == Problem(dtype="fp64")
 
 
+def test_dtypes_that_a_failed_guarantee_was_not_tried_in_are_named():
+    attention = eager("out scaled")
+    attention.dtypes = ("fp32", "fp64")
+    report = verify(attention, problems=3, guarantees=("G1",))
+    assert report.findings[0].problem.dtype == "fp32"
+    assert "\nG1 in fp64 was not checked: it failed in fp32" in str(report)
+
+
 def test_the_replay_line_of_verify_is_a_call_of_verify():
     attention = eager("out scaled")
     report = verify(attention, problems=3, guarantees=("G1",))
@@ -163,6 +171,11 @@ def test_a_run_that_judges_nothing_is_no_pass():
 def test_bad_arguments_are_refused_by_name(arguments, says):
     with pytest.raises(ValueError, match=says):
         verify(eager(), **arguments)
+
+
+def test_a_subject_that_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match=r"subject is 3; needs a callable f\(q, k, v"):
+        verify(3)
 
 
 def test_a_missing_name_is_an_attribute_error():

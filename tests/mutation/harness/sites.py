@@ -108,7 +108,8 @@ TESTS: dict[str, str] = {
     "properties/execution/ratios.py": "test_compare test_agreement test_guarantees test_search",
     "properties/execution/replay_line.py": "test_compare test_command",
     "properties/execution/tally.py": "test_tally",
-    "properties/execution/trial.py": "test_trial test_lse_gradient test_search test_guarantees",
+    "properties/execution/trial.py": "test_trial test_lse_gradient test_search test_guarantees "
+    "test_cache_checks",
     "properties/execution/watchdog.py": "test_watchdog test_crashes",
     "properties/execution/workers.py": "test_workers",
     "properties/inputs/alibi_families.py": "test_alibi",
@@ -155,7 +156,8 @@ TESTS: dict[str, str] = {
     "properties/subjects/loading.py": "test_loading test_custom_masks",
     "properties/subjects/narrowing.py": "test_inference_kernels",
     "properties/subjects/packing.py": "test_inference_kernels",
-    "properties/subjects/subject.py": "test_subject test_pooled_checks",
+    "properties/subjects/subject.py": "test_subject test_pooled_checks test_assumptions "
+    "test_cache_adapters test_cache_checks",
     "properties/subjects/supported.py": "test_supported",
     "properties/subjects/tutorial_call.py": "test_tutorial_call",
     "properties/subjects/without_gpu.py": "test_without_gpu",

@@ -47,9 +47,11 @@ def test_a_kernel_that_declares_anything_is_known_as_such():
 
 
 def test_a_subject_takes_assumptions_by_word():
-    subject = Subject.of(kernel(), "kernel").assuming({"dtypes": ["fp16"], "splits": 3})
+    words = {"dtypes": ["fp16"], "splits": 3}
+    subject = Subject.of(kernel(), "kernel").assuming(words)
     assert subject.dtypes == ("fp16",)
     assert subject.numerics.splits == 3
+    assert words == {"dtypes": ["fp16"], "splits": 3}
     with pytest.raises(ValueError, match="did you mean 'splits'"):
         subject.assuming({"split": 3})
     with pytest.raises(ValueError, match="needs one of"):

@@ -101,6 +101,22 @@ def finding(problem: Problem, output: str, at: tuple[int, ...], **rest: object) 
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("rows", "where"),
+    [
+        ([3], "bad only at m=3"),
+        ([3, 4, 5], "bad only at m=3..5"),
+        ([3, 5], "bad only at m=3,5"),
+        ([1, *range(3, 11)], "bad only at m=1,3,4,5,6,7,8,9,..."),
+        ([*range(12)], "bad along all axes"),
+    ],
+)
+def test_a_finding_names_the_rows_where_its_bad_elements_are(rows, where):
+    problem = Problem(M=20, Dv=3)
+    made = finding(problem, "out", (0, 0, torch.tensor(rows), slice(None)))
+    assert str(made).splitlines()[2].endswith(f"; {where}")
+
+
 def test_a_finding_counts_what_was_compared():
     problem = Problem(M=5, Dv=3)
     rows = torch.tensor([True, False, True, False, True]).view(1, 1, 5, 1)

@@ -102,9 +102,12 @@ def test_an_rms_without_a_logarithm_is_compared_all_the_same(now):
 
 
 def with_largest(value):
-    entry = ENTRIES[0]
+    pairs = [(entry, entry) for entry in ENTRIES]
+    # Among the problems in fp16, neither the first nor the last.
+    entry = ENTRIES[5]
     errors = {**entry.errors, "out": (value, 0.1)}
-    return [(entry, dataclasses.replace(entry, errors=errors)), *((x, x) for x in ENTRIES[1:])]
+    pairs[5] = entry, dataclasses.replace(entry, errors=errors)
+    return pairs
 
 
 def test_a_largest_error_that_moved_is_told_and_one_beyond_its_bound_is_an_alarm():

@@ -52,6 +52,15 @@ def test_a_small_loss_is_told_and_is_no_alarm():
     assert not change.alarm
 
 
+def test_the_interval_is_told_from_its_low_end_to_its_high_end():
+    then, now = (1.0,) * 9, tuple(np.linspace(1.1, 1.5, 9))
+    shift = shift_of(then, now)
+    (change,) = moved_speed({"f": then}, {"f": now})
+    low, high = (100 * (end - 1) for end in (shift.low, shift.high))
+    assert change.text.endswith(f"[{low:+.1f} %, {high:+.1f} %]")
+    assert shift.low < shift.high
+
+
 def test_rounds_that_scatter_widen_the_interval():
     narrow = shift_of((1.0,) * 9, tuple(np.linspace(0.99, 1.01, 9)))
     wide = shift_of((1.0,) * 9, tuple(np.linspace(0.7, 1.3, 9)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 
 from fa_verify.oracles.masks.mask import Mask
@@ -27,6 +28,23 @@ def test_features_are_plain_data(problem):
     for name, value in json.loads(json.dumps(features_of(problem))):
         feature = Feature(name, tuple(value) if isinstance(value, list) else value)
         assert feature in features_of(problem)
+
+
+@pytest.mark.parametrize(
+    ("feature", "words"),
+    [
+        (Feature("dtype", ("fp16", "bf16")), "inputs in fp16, bf16"),
+        (Feature("config", ("split3",)), "the configuration split3"),
+        (Feature("N above", 64), "N > 64"),
+        (Feature("H is 1"), "H = 1"),
+        (Feature("N is no multiple of 16"), "N not a multiple of 16"),
+        (Feature("layout of q"), "q not contiguous"),
+        (Feature("empty rows"), "rows that see no key"),
+        (Feature("M > N"), "M > N"),
+    ],
+)
+def test_a_feature_is_described_in_a_few_words(feature, words):
+    assert phrase(feature) == words
 
 
 def test_rows_that_see_no_key_are_a_feature_whatever_hides_the_keys():

@@ -83,12 +83,12 @@ def _compiled_eager() -> Attention:
     return _compiled(_eager)
 
 
-def _flash_attn(module: str) -> Attention:
+def _flash_attn(module: str, **options: bool) -> Attention:
     """flash-attn, on (B, N, H, D) tensors; some of its versions return lse too."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
         function = importlib.import_module(module).flash_attn_func
-        found = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        found = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, **options)
         out: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return out.transpose(1, 2)
 
@@ -111,3 +111,4 @@ PEERS: dict[str, Attention] = {
 for _distribution, _module in (("flash-attn", "flash_attn"), ("flash-attn-4", "flash_attn.cute")):
     if any(importlib.metadata.distributions(name=_distribution)):
         PEERS[_distribution] = _flash_attn(_module)
+        PEERS[f"{_distribution}, deterministic"] = _flash_attn(_module, deterministic=True)

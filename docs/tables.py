@@ -284,18 +284,23 @@ def _shapes() -> list[str]:
     return shapes.table(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _beside_flash_attn_4() -> list[str]:
+def _beside_flash_attn_4(name: str) -> list[str]:
     """Milliseconds; the times of cuDNN and flash-attn-4 over ours."""
-    modes = (("forward", "ours"), ("backward", "ours"), ("backward", "ours, one pass"))
+    theirs = ("cuDNN", "flash-attn-4")
+    modes = (
+        ("forward", "ours", theirs),
+        ("backward", "ours", (*theirs, "flash-attn-4, deterministic")),
+        ("backward", "ours, one pass", theirs),
+    )
 
-    def cell(of: Mapping[Any, Any], pass_: str, name: str) -> str:
-        ms = {x: float(of[pass_, x]["median_ms"]) for x in (name, "cuDNN", "flash-attn-4")}
-        ratios = (f"{ms[x] / ms[name]:.2f}" for x in ("cuDNN", "flash-attn-4"))
+    def cell(of: Mapping[Any, Any], pass_: str, name: str, peers: Sequence[str]) -> str:
+        ms = {x: float(of[pass_, x]["median_ms"]) for x in (name, *peers)}
+        ratios = (f"{ms[x] / ms[name]:.2f}" for x in peers)
         return f"{ms[name]:.3f} ({'; '.join(ratios)})".replace(" ", "\N{NO-BREAK SPACE}")
 
     rows = [
         (problem, _YES_NO[causal], *(cell(of, *mode) for mode in modes))
-        for (problem, causal), of in _speeds("speed-flash-attn-4.csv").items()
+        for (problem, causal), of in _speeds(f"{name}.csv").items()
     ]
     backward = ("backward, deterministic", "backward, `deterministic=False`")
     return markdown(("B x N x H x D", "causal", "forward", *backward), rows)
@@ -407,7 +412,10 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     },
     "same-bits": lambda: _same_bits("cpu"),
     "same-bits-gpu": lambda: _same_bits(H100.name),
-    "speed-flash-attn-4": _beside_flash_attn_4,
+    **{
+        name: lambda name=name: _beside_flash_attn_4(name)
+        for name in ("speed-flash-attn-4", "speed-flash-attn-4-fp16")
+    },
     "shapes": _shapes,
     "options": _options,
     "floors": _floors,

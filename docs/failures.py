@@ -864,6 +864,11 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             lambda: test_cache_checks.claimed("hidden tiles"),
         ),
         Kind(
+            "G1: an entry of many keys",
+            "Look at what counts pages, tiles or splits: the short entries beside it are right.",
+            lambda: test_cache_checks.claimed("many keys"),
+        ),
+        Kind(
             "C1: pages",
             "Look at the entry of the table that each page is read from.",
             lambda: test_cache_checks.claimed("pages"),

@@ -37,6 +37,8 @@ _Calls = Iterator[tuple[str, _Result, _Result]]
 _WILD = (2**31 - 1, -(2**31), 0)
 # Entries that keep all processors of a device busy without splits of the keys.
 _BUSY = {"cpu": 9, "cuda": 1100}
+# Places in the table of an entry of many keys, at least, and its most keys: an interpreter is slow.
+_PLACES, _LONGEST = 65, {"cpu": 2100, "cuda": 8300}
 # Rows, windows and further keys, so that rows of one tile begin to see keys in two tiles of keys.
 _ROWS, _WINDOWS, _MANY = 17, 21, 33
 
@@ -180,6 +182,29 @@ def hidden_tiles(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
         softcap=None,
     )  # fmt: skip
     claim = "leaves the bound where a window hides the first keys of a tile from low scores"
+    return accuracy(subject, dataclasses.replace(problem, attention=attention), claim)
+
+
+def many_keys(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
+    """G1: an entry of many keys, on more than 64 pages, lies within the bound beside the others.
+
+    Pages of more than 32 rows on a CPU, or 127 on a GPU, are fewer.
+
+    Raises:
+        NotImplementedError: The subject takes no such lengths, the mask has a predicate, or the
+            problem is out of the range of the bound.
+    """
+    _check_plain(problem)
+    a = problem.attention
+    more = min((problem.page_size or 16) * (_PLACES + a.seed % _PLACES), _LONGEST[a.device])
+    seqlens = tuple(length + more * (b == a.seed % a.B) for b, length in enumerate(problem.seqlens))
+    most = subject.max_seqlen
+    if most is not None and a.N + more > most:
+        raise NotImplementedError(f"{subject.name} declares max_seqlen {most}")
+    attention = dataclasses.replace(
+        a, N=a.N + more, mask=dataclasses.replace(a.mask, seqlens_k=seqlens)
+    )
+    claim = "leaves the bound where an entry has many keys"
     return accuracy(subject, dataclasses.replace(problem, attention=attention), claim)
 
 
@@ -488,6 +513,7 @@ def far_pages(subject: Subject, problem: CacheProblem) -> list[MergeFinding]:
 CACHES: dict[str, CacheCheck] = {
     "accuracy": accuracy,
     "hidden tiles": hidden_tiles,
+    "many keys": many_keys,
     "pages": pages,
     "page sizes": page_sizes,
     "free rows": free_rows,

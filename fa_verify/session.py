@@ -18,6 +18,7 @@ from fa_verify.registry import NAMED, spec_of
 
 __all__ = [
     "CONFORMANCE",
+    "NOT_ASKED",
     "OURS",
     "device_of",
     "in_checkout",
@@ -34,6 +35,8 @@ _PLACE = Path(__file__).parent / "conformance"
 CONFORMANCE = _PLACE.resolve()
 _PACKAGE = "fa_verify.conformance"
 OURS = NAMED["ours"].spec
+# Name of the properties of a report that say which parts of a test were not asked, and why.
+NOT_ASKED = "not asked"
 _SUBJECT = pytest.StashKey[Subject]()
 _MASK = pytest.StashKey[type[Mask] | None]()
 

@@ -26,7 +26,7 @@ from fa_verify.properties.checks.same_bits import CHECKS as SAME_BITS
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 from fa_verify.properties.search.search import plainest
-from fa_verify.session import is_ours
+from fa_verify.session import NOT_ASKED, is_ours
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 # Largest number of pairs on which a replay compares all elements of two forms of a mask.
@@ -40,12 +40,13 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("path", files.paths, ids=[path.stem for path in files.paths])
 
 
-def every_guarantee(trial, beside=(), failing=None):
+def every_guarantee(trial, beside=(), failing=None, unchecked=None):
     """Return the findings of all guarantees, statistics and closed forms, and of more checks.
 
-    ``failing`` receives the check that gives the findings of each guarantee.
+    ``failing`` receives the check that gives the findings of each guarantee, ``unchecked`` the
+    reason why a check was not made.
     """
-    unchecked = {}
+    unchecked = {} if unchecked is None else unchecked
     beyond = {"backward": backward, **STATISTICS, **CLOSED_FORM, **OF_ADDED, **POOLED}
     checks = {**GUARANTEES, **beyond}
     checks |= dict(beside)
@@ -54,7 +55,7 @@ def every_guarantee(trial, beside=(), failing=None):
     failing = {} if failing is None else failing
     checks = {name: noting(check, failing) for name, check in checks.items()}
     findings = in_turn(checks, unchecked)(trial)
-    if unchecked and not findings:
+    if len(unchecked) == len(checks) and not findings:
         reasons = (f"{name} was not checked: {why}" for name, why in unchecked.items())
         raise NotImplementedError("; ".join(reasons))
     return findings
@@ -72,19 +73,20 @@ def noting(check, failing):
     return noted
 
 
-def check(runner, problem, device, beside=(), shrink=False):
+def check(runner, problem, device, record, beside=(), shrink=False):
     """Check every guarantee on a problem.
 
-    With ``shrink``, a failure is shown on the simplest problem on which it occurs.
+    ``record`` receives the checks that were not made. With ``shrink``, a failure is shown on the
+    simplest problem on which it occurs.
     """
     __tracebackhide__ = True
     configs = runner.subject.configs
     config = problem.config if problem.config in configs else next(iter(configs))
     problem = dataclasses.replace(problem, device=device, config=config)
-    failing = {}
+    failing, unchecked = {}, {}
 
     def claim(trial):
-        return every_guarantee(trial, beside, failing)
+        return every_guarantee(trial, beside, failing, unchecked)
 
     findings = runner.findings(problem, claim)
     if findings and shrink:
@@ -97,6 +99,8 @@ def check(runner, problem, device, beside=(), shrink=False):
         raise Violation(findings, failing.get(findings[0].guarantee, claim))
     if runner.refusals:
         pytest.skip(", ".join(runner.refusals))
+    for name, why in unchecked.items():
+        record(NOT_ASKED, f"{name}: {why}")
 
 
 def check_parts(runner, problem, device):
@@ -147,7 +151,7 @@ def check_calls(subject, problem, device, mask):
         pytest.skip(refused[0])
 
 
-def test_replay(runner, device, replayed, pytestconfig):
+def test_replay(runner, device, replayed, pytestconfig, record_property):
     if replayed is None:
         pytest.skip("no --fa-replay given")
     if not isinstance(replayed, Problem):
@@ -156,13 +160,13 @@ def test_replay(runner, device, replayed, pytestconfig):
     if is_ours(pytestconfig) and not replayed.mask.is_plain:
         check_the_mask(dataclasses.replace(replayed, device=device))
     # On a GPU, the kernels of many calls take minutes to compile beside other tests.
-    check(runner, replayed, device, CALLS)
+    check(runner, replayed, device, record_property, CALLS)
     if runner.subject.same_bits:
         with dots_in_order():
             check_parts(runner, replayed, device)
 
 
-def test_regression(runner, device, replayed, path):
+def test_regression(runner, device, replayed, path, record_property):
     if replayed is not None:
         pytest.skip("--fa-replay runs only its own problem")
     try:
@@ -172,4 +176,5 @@ def test_regression(runner, device, replayed, path):
     except ValueError as damage:
         pytest.fail(str(damage), pytrace=False)
     # Its inputs and dtype show the fault for which it was stored, and may have no part in this one.
-    check(runner, problem, device, CALLS if device == "cpu" else (), shrink=True)
+    calls = CALLS if device == "cpu" else ()
+    check(runner, problem, device, record_property, calls, shrink=True)

@@ -24,7 +24,7 @@ from fa_verify.properties.search.causes import Beyond, Failure
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import Counts, Explained, explained, verdict
-from fa_verify.session import CONFORMANCE, is_ours, subject_of
+from fa_verify.session import CONFORMANCE, NOT_ASKED, is_ours, subject_of
 
 __all__ = ["Causes"]
 
@@ -52,6 +52,8 @@ class Causes:
         self._tests: dict[int, list[str]] = {}
         self._others: dict[str, str] = {}
         self._reasons: Counter[str] = Counter()
+        # What tests that passed did not ask, in order.
+        self._parts: dict[str, None] = {}
         self._beyond = 0
 
     @pytest.hookimpl(optionalhook=True)
@@ -160,6 +162,9 @@ class Causes:
             self._reasons[why.removeprefix("Skipped: ")] += 1
         elif report.when == "call":
             self._outcomes.setdefault(report.nodeid, "passed")
+            parts = [str(why) for name, why in report.user_properties if name == NOT_ASKED]
+            self._reasons.update(parts)
+            self._parts |= dict.fromkeys(parts)
 
     def explained(self) -> list[Explained]:
         """Return the causes of the run, those that explain most failures first."""
@@ -203,6 +208,8 @@ class Causes:
         name = "fa_kernels" if is_ours(self.config) else subject_of(self.config).source
         for line in verdict(name, self.counts(), self.explained()):
             terminalreporter.write_line(line)
+        for why in self._parts:
+            terminalreporter.write_line(f"   not asked: {why}")
         if self._beyond:
             terminalreporter.write_line("")
             terminalreporter.write_line(

@@ -59,6 +59,13 @@ def crashing(q, k, v, *, mask, sm_scale):
     return attention(q, k, v, mask=mask, sm_scale=sm_scale)
 
 
+@attention_kernel(
+    p_dtype="fp32", p_normalised=True, dtypes=("fp32",), masks=(), gqa=False, layouts=("bhsd",)
+)
+def dense(q, k, v, *, mask, sm_scale):
+    return torch.softmax(q @ k.mT * sm_scale, -1) @ v
+
+
 @DECLARED
 def without_a_gradient(q, k, v, *, mask, sm_scale):
     return attention(q, k, v, mask=mask, sm_scale=sm_scale).detach()
@@ -102,6 +109,14 @@ def test_a_correct_kernel_holds(folder):
     assert sorted(path.name for path in folder.iterdir() if path.suffix) == [
         "conftest.py", "my.py", "pytest.ini",
     ]  # fmt: skip
+
+
+def test_a_problem_holds_that_one_check_cannot_be_asked_of(folder):
+    done = run(folder, "explain", "--kernel=my.py:dense", REPLAY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "my.py:dense  HOLDS  1 check holds, " in done.stdout
+    why = "dense declares layouts=('bhsd',), which have no gaps"
+    assert f"\n   not asked: G12: {why}\n" in done.stdout
 
 
 def test_a_kernel_that_declares_nothing_is_probed_first(folder):

@@ -52,7 +52,7 @@ class Causes:
         self._tests: dict[int, list[str]] = {}
         self._others: dict[str, str] = {}
         self._reasons: Counter[str] = Counter()
-        # What tests that passed did not ask, in order.
+        # The parts that passed tests did not ask, with the reasons, in order.
         self._parts: dict[str, None] = {}
         self._beyond = 0
 

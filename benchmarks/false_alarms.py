@@ -164,7 +164,7 @@ def counted(subject: Subject, seconds: float, device: str, seed: str) -> Counts:
             for trial in _trials(subject, problem):
                 counts.problems += len(trial.problem.all_seeds)
                 counts.elements += sum(x.numel() for x in trial.got if x is not None)
-                counts.by_limits += judged_elements(subject, trial.problem)
+                counts.by_limits += judged_elements(subject, trial.problem, trial.peaks[0])
                 for findings in _alarms(trial):
                     counts.alarm(findings)
         except SubjectError as error:

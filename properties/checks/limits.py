@@ -6,6 +6,7 @@ sum of many terms.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -68,17 +69,21 @@ def applies(problem: Problem, numerics: Numerics) -> bool:
     )
 
 
-def judged_elements(subject: Subject, problem: Problem) -> int:
-    """Return the number of elements that ``limits`` judges if the forward lies within its bound."""
+def judged_elements(subject: Subject, problem: Problem, outputs: Collection[str]) -> int:
+    """Return the number of elements that ``limits`` judges if the forward lies within its bound.
+
+    Args:
+        subject: The subject.
+        problem: The problem.
+        outputs: Names of the outputs that the subject returned.
+    """
     numerics = subject.numerics_of(problem)
     if not applies(problem, numerics):
         return 0
-    names = ["out"]
-    if subject.returns_lse is not False:
-        names.append("lse")
-    if _reads_forward(subject, problem, numerics):
-        names += ["dq", "dk", "dv"]
-    return sum(problem.elements[name] for name in names)
+    names = {"out", "lse"}
+    if "lse" in outputs and _reads_forward(subject, problem, numerics):
+        names |= {"dq", "dk", "dv"}
+    return sum(problem.elements[name] for name in names & {*outputs})
 
 
 def _reads_forward(subject: Subject, problem: Problem, numerics: Numerics) -> bool:

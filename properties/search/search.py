@@ -119,7 +119,7 @@ class Runner:
         self.peaks = {name: max(x[name] for x in of_problems) for name in of_problems[0]}
         for i, of_one in enumerate(of_problems):
             one = problem.part(i, i + 1) if problem.seeds else problem
-            self.tally.judged(self.subject, one, of_one, judged_elements(self.subject, one))
+            self.tally.judged(self.subject, one, of_one, judged_elements(self.subject, one, of_one))
         findings: list[Finding] = []
         raised: list[Finding] = []
         try:

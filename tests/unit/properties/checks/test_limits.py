@@ -345,12 +345,13 @@ def test_kernels_with_other_roundings_are_not_judged(declared):
 def test_the_elements_that_are_judged_are_counted():
     of = Subject.of(FlashAttention2(), "emulated")
     counts = PROBLEM.elements
-    assert judged_elements(of, PROBLEM) == sum(counts.values())
-    assert judged_elements(of, dataclasses.replace(PROBLEM, inputs="constant")) == 0
+    assert judged_elements(of, PROBLEM, counts) == sum(counts.values())
+    assert judged_elements(of, dataclasses.replace(PROBLEM, inputs="constant"), counts) == 0
     forward = counts["out"] + counts["lse"]
-    assert judged_elements(dataclasses.replace(of, backward=False), PROBLEM) == forward
-    without_lse = dataclasses.replace(of, returns_lse=False)
-    assert judged_elements(without_lse, PROBLEM) == counts["out"]
+    assert judged_elements(of, PROBLEM, ("out", "lse")) == forward
+    assert judged_elements(dataclasses.replace(of, backward=False), PROBLEM, counts) == forward
+    # The kernel that returns no lse need not declare it.
+    assert judged_elements(of, PROBLEM, ("out", "dq", "dk", "dv")) == counts["out"]
     trial = trial_of()
     assert sum(x.numel() for x in trial.got if x is not None) == sum(counts.values())
 

@@ -112,7 +112,8 @@ def verify(
     Raises:
         TypeError: ``subject`` is neither callable nor a ``Subject``.
         ValueError: ``guarantees`` is empty or has an unknown name, ``device`` is unknown,
-            ``problems`` is less than 1, or the subject's declarations are invalid.
+            ``problems`` is less than 1, or the subject's declarations are invalid. Or it takes
+            caches or states in place of padded tensors.
         RuntimeError: The interpreter is not repaired, and no fork can repair it.
     """
     if not isinstance(subject, Subject):
@@ -122,6 +123,12 @@ def verify(
                 "Subject"
             )
         subject = Subject.of(subject, getattr(subject, "__name__", type(subject).__name__))
+    if subject.merges_alone or subject.reads_caches_alone:
+        kind = "merges states" if subject.merges_alone else "attends to caches"
+        raise ValueError(
+            f"{subject.name} {kind} alone, and verify draws no such calls; run fa-verify check, or "
+            "pytest with --fa-kernel"
+        )
     unknown = [name for name in guarantees if name not in GUARANTEES]
     if unknown or not guarantees:
         raise ValueError(f"guarantees has {unknown}; needs some of {tuple(GUARANTEES)}")

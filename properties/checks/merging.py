@@ -76,7 +76,8 @@ class MergeFinding:
                 f"  worst at {self.where}: got {self.got!r}, want {self.want!r}, "
                 f"error {abs(self.got - self.want):.4g}, bound {self.bound:.4g}"
             )
-            lines.append(f"  {self.bad} of {self.total} elements are bad")
+            verb = "is" if self.bad == 1 else "are"
+            lines.append(f"  {self.bad} of {self.total} elements {verb} bad")
         lines += [f"  {line}" for line in self.told.splitlines()]
         lines.append(f"  replay: {self.replay}" if self.replay else f"  problem: {self.problem!r}")
         return "\n".join(lines)

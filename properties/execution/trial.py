@@ -197,7 +197,8 @@ def _check_form(name: str, got: torch.Tensor, like: torch.Tensor, shape: tuple[i
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
     if tuple(got.shape) != shape or got.dtype != dtype:
         raise WrongFormError(
-            f"{name} has shape {tuple(got.shape)} and dtype {got.dtype}; needs {shape} and {dtype}"
+            f"{name} has shape {tuple(got.shape)} and dtype {got.dtype}; needs {shape} and {dtype} "
+            f"for inputs of {like.dtype}"
         )
 
 

@@ -178,6 +178,19 @@ def test_a_subject_that_cannot_be_called_is_refused():
         verify(3)
 
 
+@pytest.mark.parametrize(
+    ("word", "value", "kind"),
+    [("cache", ("paged",), "attends to caches"), ("states", True, "merges states")],
+)
+def test_a_subject_without_padded_tensors_is_refused(word, value, kind):
+    def kernel(*tensors, **given):
+        raise AssertionError("it is not called")
+
+    setattr(kernel, word, value)
+    with pytest.raises(ValueError, match=rf"^kernel {kind} alone, .*; run fa-verify check"):
+        verify(kernel)
+
+
 def test_a_missing_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fa_verify.nothing

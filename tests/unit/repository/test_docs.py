@@ -68,7 +68,7 @@ PARSED = {
     "make fuzz MINUTES=10": "takes minutes",
     "make fuzz MINUTES=10 KERNEL=path/to/file.py:name": "has a placeholder",
     "make fuzz MINUTES=10 MASK=path/to/file.py:Name": "has a placeholder",
-    "pip install path/to/clone": "has a placeholder",
+    "pip install ../clone": "changes the environment",
     "pip install -e '.[test]'": "changes the environment",
     "pip install -e '.[report]'": "changes the environment",
     "python -m benchmarks.memory": "needs a GPU",

@@ -617,14 +617,17 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
         ),
         Kind(
             "G5: a hidden key",
-            "A key that the mask hides from a row changes the row. Look at the mask of the tiles "
-            "that its edge crosses.",
+            "A key that the mask hides from a row changes the row. The check gives the key the "
+            "largest finite values. Look at the mask of the tiles that its edge crosses. Where a "
+            "result is NaN, look for 0 times a score that overflowed: `p * (dp - delta)` needs the "
+            "mask too.",
             _found("G5", "sees one key more", _MANY, "depends on a key"),
         ),
         Kind(
             "G5: a hidden row",
-            "A row that does not see a key changes the gradients of the key. Look at the mask in "
-            "the backward kernel.",
+            "A row that does not see a key changes the gradients of the key. The check gives the "
+            "row the largest finite values in dout, and in q for every other seed. The backward "
+            "kernel has to mask dS too, not P alone.",
             _found("G5", "sees one key more", _MANY, "depends on a row"),
         ),
     ),

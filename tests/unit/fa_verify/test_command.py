@@ -60,7 +60,8 @@ def crashing(q, k, v, *, mask, sm_scale):
 
 
 @attention_kernel(
-    p_dtype="fp32", p_normalised=True, dtypes=("fp32",), masks=(), gqa=False, layouts=("bhsd",)
+    p_dtype="fp32", p_normalised=True, dtypes=("fp32",), masks=(), gqa=False, layouts=("bhsd",),
+    devices=("cpu",),
 )
 def dense(q, k, v, *, mask, sm_scale):
     return torch.softmax(q @ k.mT * sm_scale, -1) @ v

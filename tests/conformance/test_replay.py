@@ -40,19 +40,17 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("path", files.paths, ids=[path.stem for path in files.paths])
 
 
-def every_guarantee(trial, beside=(), failing=None, unchecked=None):
+def every_guarantee(trial, beside, failing, unchecked):
     """Return the findings of all guarantees, statistics and closed forms, and of more checks.
 
     ``failing`` receives the check that gives the findings of each guarantee, ``unchecked`` the
     reason why a check was not made.
     """
-    unchecked = {} if unchecked is None else unchecked
     beyond = {"backward": backward, **STATISTICS, **CLOSED_FORM, **OF_ADDED, **POOLED}
     checks = {**GUARANTEES, **beyond}
     checks |= dict(beside)
     if trial.problem.device == "cuda":
         checks |= STREAMS
-    failing = {} if failing is None else failing
     checks = {name: noting(check, failing) for name, check in checks.items()}
     findings = in_turn(checks, unchecked)(trial)
     if len(unchecked) == len(checks) and not findings:

@@ -350,7 +350,9 @@ def test_the_elements_that_are_judged_are_counted():
     forward = counts["out"] + counts["lse"]
     assert judged_elements(of, PROBLEM, ("out", "lse")) == forward
     assert judged_elements(dataclasses.replace(of, backward=False), PROBLEM, counts) == forward
-    # The kernel that returns no lse need not declare it.
+    without_lse = dataclasses.replace(of, returns_lse=False)
+    assert judged_elements(without_lse, PROBLEM, ("out", "dq", "dk", "dv")) == counts["out"]
+    # A kernel that returns no lse need not declare it.
     assert judged_elements(of, PROBLEM, ("out", "dq", "dk", "dv")) == counts["out"]
     trial = trial_of()
     assert sum(x.numel() for x in trial.got if x is not None) == sum(counts.values())
